@@ -96,7 +96,10 @@ def _parser() -> argparse.ArgumentParser:
             "config", help="YAML file with the sections data, trainer, generator, ..."
         )
         train.add_argument(
-            "overrides", nargs="*", metavar="key=value", help="settings that override the file"
+            "overrides",
+            nargs="*",
+            metavar="key=value",
+            help="settings that override the file, or YAML files with such",
         )
         train.add_argument(
             "--resume",
@@ -141,7 +144,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     engine.add_argument("config", help="the trainer's YAML file")
     engine.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that override the file"
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="settings that override the file, or YAML files with such",
     )
     engine.add_argument("--host", default="127.0.0.1", help="address to listen on")
     engine.add_argument("--port", type=int, default=8000, help="port to listen on")

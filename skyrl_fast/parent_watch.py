@@ -34,6 +34,16 @@ def watch_parent(parent: int) -> None:
     threading.Thread(target=_watch, args=(parent,), name="parent watch", daemon=True).start()
 
 
+def exit_with_parent(parent: int) -> None:
+    """Do the same; on Linux the kernel ends this process at once.
+
+    The thread of the parent that started this process must not end before the parent.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    watch_parent(parent)
+
+
 @contextmanager
 def children_exit_with_this_process() -> Iterator[None]:
     """Make processes that multiprocessing spawns in the context exit with this one.
@@ -68,9 +78,7 @@ def tie_spawned_processes() -> None:
 def _begin(parent: int) -> None:
     """Start a spawned process: exit with the parent, and make its children exit with it."""
     signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    watch_parent(parent)
+    exit_with_parent(parent)
     tie_spawned_processes()
 
 

@@ -117,6 +117,11 @@ class TorchEngine:
         """Return True."""
         return True
 
+    async def restart(self) -> None:
+        """Close and start."""
+        await self.close()
+        await self.start()
+
     @torch.no_grad()
     def _sample(self, batch: list[_Request]) -> None:
         """Sample until every request has stopped."""

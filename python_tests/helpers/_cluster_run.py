@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,13 @@ async def lose_a_node(once: Path) -> None:
     """Wait until the test has removed a node."""
     while not once.with_name("removed").exists():
         await asyncio.sleep(0.05)
+
+
+def share_of_e(answer: str, row: dict[str, Any]) -> float:
+    """Return a reward, not before the file `row["hold"]` is gone."""
+    while os.path.exists(row["hold"]):
+        time.sleep(0.05)
+    return sum(letter in "aeiou" for letter in answer) / 8
 
 
 def workers(name: str) -> list[int]:

@@ -84,13 +84,13 @@ def test_invalid_override_is_named(override: str) -> None:
         ("trainer.lr=1", "did you mean trainer.policy.optimizer_config.lr?"),
         ("genrator.max_turns=1", "did you mean generator?"),
         ("generator.eval_sampling_params.top_q=1", "generator.eval_sampling_params.top_p"),
-        ("trainer.placement.colocate_all=true", "SkyRL setting"),
+        ("trainer.placement.colocate_policy_ref=true", "SkyRL setting"),
         ("trainer.micro_train_batch_size_per_gpu=1", "trainer.max_tokens_per_microbatch"),
         ("trainer.zzzzqqq=1", "trainer has "),
         ("trainer.learning_rate=1", "did you mean trainer.policy.optimizer_config.lr?"),
         ("generator.max_tokens=1", "did you mean generator.sampling_params.max_generate_length?"),
         ("trainer.lora=1", "there is no LoRA"),
-        ("tensor_parallel_size=2", "parallelism inside an engine is vLLM's"),
+        ("distributed_executor_backend=ray", "parallelism inside an engine is vLLM's"),
         ("trainer.gpus=2", "trainer has "),  # no name is near
     ],
 )
@@ -115,7 +115,22 @@ def test_every_skyrl_setting_exists_or_is_explained() -> None:
         explained = message.partition("a SkyRL setting that does not exist here: ")[2] in advice
         counts[explained] += 1
         assert explained or name in settings or name.startswith(open_sections), message
-    assert counts == {True: 272, False: 143}
+    assert counts == {True: 269, False: 146}
+
+
+def test_files_and_overrides_count_in_their_order(tmp_path: Path) -> None:
+    one, other = tmp_path / "one.yaml", tmp_path / "other.yml"
+    one.write_text(
+        "trainer: {seed: 1, epochs: 2, policy: {model: {path: m}}}\ndata: {train_data: [x]}"
+    )
+    other.write_text("trainer: {seed: 3, run_name: cluster}")
+    found = load_config(one, ["trainer.seed=2", str(other), "trainer.run_name=mine"]).trainer
+    assert (found.seed, found.epochs, found.run_name) == (3, 2, "mine")
+    with pytest.raises(ConfigError, match=r"config file not found: none\.yaml"):
+        load_config(one, ["none.yaml"])
+    other.write_text("[1]")
+    with pytest.raises(ConfigError, match=r"other\.yml: wanted sections"):
+        load_config(one, [str(other)])
 
 
 @pytest.mark.parametrize(

@@ -88,3 +88,20 @@ def test_signals_of_the_terminal_do_not_reach_children(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     said = subprocess.check_output([sys.executable, str(script)], text=True, env=environment)
     assert said.strip() == f"{[signal.SIGHUP, signal.SIGINT]} []"
+
+
+@pytest.mark.spec("update.engine-exit")
+def test_a_child_of_any_kind_exits_with_its_killed_parent() -> None:
+    """A server that an actor starts, after its exec."""
+    watch = ROOT / "skyrl_fast" / "parent_watch.py"
+    child = (
+        "import os, runpy, time; "
+        f"runpy.run_path({str(watch)!r})['exit_with_parent'](os.getppid()); "
+        "print(os.getpid(), flush=True); time.sleep(100)"
+    )
+    start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    with subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        process = int(parent.stdout.readline())
+        parent.kill()
+        assert gone(process)

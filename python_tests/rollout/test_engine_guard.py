@@ -117,7 +117,8 @@ def test_requests_of_a_trainer_pass(guard: HttpGuard, app: Recorder, shared: Pat
         {"method": "end_with_parent"},
         {"method": "load_weights_ipc", "args": [[]]},
         {"method": "load_weights_broadcast", "args": [[]]},
-        {"method": "join_weights_group", "args": ["gloo", 1, 2]},
+        {"method": "load_weights_broadcast", "args": [[["w", "float32", [2]]]]},
+        {"method": "join_weights_group", "args": ["gloo", "10.0.0.1", 1, 2]},
         {"method": "weights_dtype", "args": []},
         {"method": "load_weights_file"},
         {"method": "load_weights_file", "args": []},
@@ -143,6 +144,42 @@ def test_other_calls_of_the_worker_are_refused(
     text = json.dumps(body).replace("WEIGHTS", f"{folder}/weights.safetensors")
     assert call(guard, json.loads(text.replace("FOLDER", folder))) == 403
     assert app.passed == []
+
+
+@pytest.mark.spec("engine.guard")
+@pytest.mark.parametrize(
+    ("method", "args", "passes"),
+    [
+        ("join_weights_group", ["gloo", "10.0.0.1", 4000, 3], True),
+        ("join_weights_group", ["nccl", "10.0.0.1", 4000, 3], True),
+        ("join_weights_group", ["gloo", "10.0.0.2", 4000, 3], False),  # another trainer's address
+        ("join_weights_group", ["mpi", "10.0.0.1", 4000, 3], False),
+        ("join_weights_group", ["gloo", "10.0.0.1", 1 << 16, 3], False),
+        ("join_weights_group", ["gloo", "10.0.0.1", 4000, 1], False),
+        ("join_weights_group", ["gloo", "10.0.0.1", 4000], False),
+        ("load_weights_broadcast", [[["w", "bfloat16", [2, 3]], ["s", "float32", []]]], True),
+        ("load_weights_broadcast", [[["w", "load", [2]]]], False),  # a function of torch
+        ("load_weights_broadcast", [[["w", "float32", [-1]]]], False),
+        ("load_weights_broadcast", [[["w", "float32", [True]]]], False),
+        ("load_weights_broadcast", [[["w", "float32", [1] * 9]]], False),
+        ("load_weights_broadcast", [[["w", "float32"]]], False),
+        ("load_weights_broadcast", ["w"], False),
+    ],
+)
+def test_a_broadcast_comes_from_the_servers_trainer(
+    method: str,
+    args: list[Any],
+    passes: bool,
+    app: Recorder,
+    shared: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in guard_environment(KEY, [shared], trainer="10.0.0.1").items():
+        monkeypatch.setenv(name, value)
+    body = {"method": method, "args": args}
+    assert call(EngineGuard(app), body) == (200 if passes else 403)
+    assert call(EngineGuard(app), {**body, "timeout": 1}) == 403
+    assert len(app.passed) == passes
 
 
 @pytest.mark.spec("engine.guard")

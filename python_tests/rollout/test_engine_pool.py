@@ -17,6 +17,7 @@ from skyrl_fast.rollout.engine.protocol import (
     EngineDeadError,
     EngineError,
     Generation,
+    NoRoomError,
     SamplingParams,
 )
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
@@ -63,6 +64,10 @@ class OneWeight:
 
     async def comes_back(self) -> bool:
         return self.may_come_back
+
+    async def restart(self) -> None:
+        await self.close()
+        await self.start()
 
     async def generate(
         self,
@@ -458,6 +463,60 @@ def test_restarted_engine_that_refuses_is_abandoned_and_the_others_continue() ->
         assert (await ask(pool, "s")).stop_reason == "stop"
 
     asyncio.run(go())
+
+
+class Roomless(OneWeight):
+    """An engine for which the cluster has no room at first."""
+
+    async def start(self) -> None:
+        await super().start()
+        if self.starts == 1:
+            self.alive = False
+            raise NoRoomError("no node with 8 GPUs free")
+
+
+@pytest.mark.spec("async.engine-room")
+def test_an_engine_without_room_at_the_start_joins_later(caplog: pytest.LogCaptureFixture) -> None:
+    async def go() -> None:
+        one, other = OneWeight("a"), Roomless("b")
+        pool, trainer = await started(one, other)
+        trainer.weight = 0.5
+        await pool.update(trainer.weights, trainer.make_sync)  # it has come: at once with these
+        assert (one.weight, other.weight, other.starts) == (0.5, 0.5, 2)
+        assert pool.activity() == [] and sorted(pool.reports) == [0, 1]
+
+    asyncio.run(go())
+    assert "NO ROOM: b: no node with 8 GPUs free" in caplog.text
+    assert "BACK: b, with the current weights" in caplog.text
+
+
+@pytest.mark.spec("async.engine-room")
+def test_room_for_no_engine_is_an_error() -> None:
+    one, other = Roomless("a"), Roomless("b")
+    with pytest.raises(NoRoomError, match="no node with 8 GPUs free"):
+        asyncio.run(started(one, other))
+    assert not one.alive and not other.alive
+
+
+@pytest.mark.spec("async.engine-room")
+@pytest.mark.parametrize("waits", ["for groups", "in an update"])
+def test_a_run_whose_engines_stay_away_ends(waits: str) -> None:
+    async def go() -> None:
+        engine = OneWeight("a", comes_back=False)
+        pool = EnginePool([engine], wait_seconds=0.05)  # type: ignore[list-item]
+        await pool.start()
+        trainer = Trainer()
+        engine.alive = False
+        if waits == "in an update":
+            await asyncio.wait_for(pool.update(trainer.weights, trainer.make_sync), 5)
+        asked = asyncio.create_task(ask(pool, "s"))
+        try:
+            await asyncio.wait_for(pool.wait_for_fault(), 5)
+        finally:
+            asked.cancel()
+
+    with pytest.raises(EngineDeadError, match=r"no engine came back within 0.05 s: a is down for"):
+        asyncio.run(go())
 
 
 def test_empty_pool_is_refused() -> None:

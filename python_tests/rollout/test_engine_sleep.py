@@ -164,6 +164,7 @@ class FakePool:
 
     def __init__(self, events: list[str]) -> None:
         self.events = events
+        self.reports: dict[int, WeightSyncReport] = {}
 
     async def sleep(self) -> None:
         self.events.append("sleep")

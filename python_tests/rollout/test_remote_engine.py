@@ -607,6 +607,10 @@ def test_server_that_never_answers_times_out() -> None:
         ),
         (["run_engines_locally=false", "external_server_urls=['http://']"], "wanted http://host:"),
         (["external_proxy_url=x"], "requests are sent directly to"),
+        (
+            ["run_engines_locally=false", "external_server_urls=['http://a:1']", "num_engines=2"],
+            "num_engines: wanted 1, as the servers are those of external_server_urls, got 2",
+        ),
     ],
 )
 def test_server_settings_are_validated(overrides: list[str], wanted: str) -> None:

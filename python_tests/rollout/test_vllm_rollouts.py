@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_fast.config import EnvironmentConfig
+from skyrl_fast.config import Config, ConfigError, EnvironmentConfig
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.rollout.engine.pool import EnginePool
+from skyrl_fast.rollout.engine.ray_engine import EnginePlace
 from skyrl_fast.rollout.engine.weights.probe_limits import LIMITS, ProbeLimits
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.loop_settings import loop_settings
 from skyrl_fast.train.data.prompts import load_prompts
+from skyrl_fast.train.flow import vllm_rollouts
 from skyrl_fast.train.flow.vllm_rollouts import VllmRollouts, vllm_setup
 
 
@@ -143,3 +145,47 @@ def test_unresolved_model_keeps_its_name() -> None:
     config = load_config(None, ["data.train_data=[a.jsonl]", "trainer.policy.model.path=m"])
     for path in ("nowhere", "./nowhere", "org/nowhere", "no/hub/name"):
         assert vllm_setup(config, path).model == path
+
+
+def on_cluster(*overrides: str) -> Config:
+    needed = ["data.train_data=[a.jsonl]", "trainer.policy.model.path=m"]
+    return load_config(None, [*needed, "trainer.placement.colocate_all=false", *overrides])
+
+
+@pytest.mark.spec("async.cluster-weights")
+def test_engines_on_a_cluster_get_weights_by_a_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = "generator.inference_engine"
+    assert vllm_rollouts._cluster_weight_sync(on_cluster("trainer.device=cpu")) == "gloo"
+    monkeypatch.setattr(vllm_rollouts, "find_device", lambda chosen: torch.device("cuda"))
+    ranks = "trainer.placement.policy_num_gpus_per_node=4"
+    assert vllm_rollouts._cluster_weight_sync(on_cluster(ranks)) == "nccl"
+    shared = [f"{key}.weight_sync_backend=file", f"{key}.weight_sync_path=/shared"]
+    assert vllm_rollouts._cluster_weight_sync(on_cluster(*shared)) == "file"
+
+
+@pytest.mark.spec("async.cluster-weights", "update.engine-nodes")
+@pytest.mark.parametrize(
+    ("override", "wanted"),
+    [
+        ("weight_sync_backend=ipc", "weight_sync_backend: wanted another one with trainer.pla"),
+        ("weight_sync_backend=file", "weight_sync_path: wanted a folder that all nodes share"),
+        ("gpu_ids=[0]", "gpu_ids: wanted null with trainer.placement.colocate_all=false"),
+        ("enable_sleep_mode=true", "enable_sleep_mode: wanted null with"),
+    ],
+)
+def test_settings_of_engines_on_a_cluster_are_checked(override: str, wanted: str) -> None:
+    with pytest.raises(ConfigError, match=wanted):
+        on_cluster(f"generator.inference_engine.{override}")
+
+
+@pytest.mark.spec("update.engine-nodes")
+def test_several_engines_are_those_of_a_cluster() -> None:
+    two = "generator.inference_engine.num_engines=2"
+    needed = ["data.train_data=[a.jsonl]", "trainer.policy.model.path=m"]
+    with pytest.raises(ConfigError, match=r"wanted trainer\.placement\.colocate_all=false with"):
+        load_config(None, [*needed, two])
+    config = on_cluster(two, "trainer.run_path=r", "generator.inference_engine.num_threads=3")
+    places = [EnginePlace(None, bundle) for bundle in range(2)]
+    one, other = vllm_rollouts.cluster_engines(config, "m", "127.0.0.1", places)
+    assert (one.name, other.name) == ("engine 0", "engine 1")
+    assert one.starts_with_model

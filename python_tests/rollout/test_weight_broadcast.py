@@ -30,6 +30,7 @@ from skyrl_fast.rollout.engine.weights import group as weights_group
 from skyrl_fast.rollout.engine.weights import sender as weights_sender
 from skyrl_fast.rollout.engine.weights.digest import tensor_digest
 from skyrl_fast.rollout.engine.weights.group import (
+    LOOPBACK,
     WeightsGroup,
     listening_store,
     store_at,
@@ -61,7 +62,8 @@ def connected(size: int, **options: Any) -> list[WeightsGroup]:
     groups = [WeightsGroup("gloo", rank=r, size=size, device=CPU, **options) for r in range(size)]
     store, port = listening_store()
     threads = [
-        threading.Thread(target=group.connect, args=(store_at(port),)) for group in groups[1:]
+        threading.Thread(target=group.connect, args=(store_at(LOOPBACK, port),))
+        for group in groups[1:]
     ]
     for thread in threads:
         thread.start()
@@ -194,9 +196,11 @@ def test_a_member_that_dies_while_it_connects_is_an_error(monkeypatch: pytest.Mo
 def test_a_worker_that_refuses_ends_the_wait_of_all() -> None:
     async def go() -> threading.Thread:
         sender = weights_sender.WeightsSender("gloo", num_workers=2)
-        _, port, size = sender.join_arguments
+        _, _, port, size = sender.join_arguments
         other = WeightsGroup("gloo", rank=1, size=size, device=CPU)
-        joining = threading.Thread(target=errors_of, args=(other.connect, store_at(port), errors))
+        joining = threading.Thread(
+            target=errors_of, args=(other.connect, store_at(LOOPBACK, port), errors)
+        )
         joining.start()
 
         async def refuse() -> None:
@@ -450,7 +454,7 @@ def no_sending_thread() -> bool:
 def receive_one_bucket(port: int, infos: list[Any], kill: bool, results: Any) -> None:
     """Receive as a worker in another process, which may die in the middle."""
     group = WeightsGroup("gloo", rank=1, size=2, device=CPU, bucket_bytes=BUCKET, seconds=60)
-    group.connect(store_at(port))
+    group.connect(store_at(LOOPBACK, port))
     found = {}
     for name, tensor in group.receive(infos):
         if kill:

@@ -166,6 +166,10 @@ class OnGpu:
     def shape(self) -> torch.Size:
         return self.on_cpu.shape
 
+    @property
+    def nbytes(self) -> int:
+        return self.on_cpu.nbytes
+
 
 @contextmanager
 def fake_cuda(monkeypatch: pytest.MonkeyPatch, events: list[Any]) -> Any:
@@ -367,12 +371,16 @@ def test_the_setting_chooses_the_transfer() -> None:
     servers = [f"{key}.run_engines_locally=false", f"{key}.external_server_urls=[http://a:1]"]
 
     def engine(*overrides: str) -> Any:
-        return load_config(None, [*needed, *overrides]).generator.inference_engine
+        return load_config(None, [*needed, *overrides])
 
     assert _weight_transfer(engine(f"{key}.weight_sync_backend=ipc")) is by_ipc
     for backend in BACKENDS:
         chosen = engine(f"{key}.weight_sync_backend={backend}")
         assert _weight_transfer(chosen) is by_broadcast
+    on_cluster = "trainer.placement.colocate_all=false"
+    assert _weight_transfer(engine(on_cluster)) is by_broadcast
+    shared = [on_cluster, f"{key}.weight_sync_backend=file", f"{key}.weight_sync_path=/shared"]
+    assert _weight_transfer(engine(*shared)) is not by_broadcast
     assert _weight_transfer(engine()) not in (by_ipc, by_broadcast)
     engine(*servers, f"{key}.weight_sync_backend=reload")
     for overrides, wanted in (

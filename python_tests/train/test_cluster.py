@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("ray")
 pytest.importorskip("transformers")
 
-import ray
 from _cluster_run import Here, workers
+from _nodes import cluster_of
 from _training import folder as folder
 from _training import settings, steady, train
 from ray.cluster_utils import Cluster
@@ -31,19 +31,8 @@ TWO_NODES = "trainer.placement.policy_num_nodes=2"
 
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """A head without CPUs, as where training is started from, and two nodes of two CPUs."""
-    here = Path(__file__).resolve().parents[1] / "helpers"
-    path = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
-    monkeypatch.setenv("PYTHONPATH", path)
-    monkeypatch.setenv("RAY_health_check_period_ms", "300")  # a lost node is noticed within seconds
-    monkeypatch.setenv("RAY_health_check_failure_threshold", "3")
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    for _ in range(2):
-        cluster.add_node(num_cpus=2)
-    ray.init(address=cluster.address, logging_level="error")
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
+    with cluster_of([2, 2], monkeypatch) as cluster:
+        yield cluster
 
 
 def run(folder: Path, name: str, here: Here, *overrides: str) -> tuple[Config, TrainResult]:
@@ -100,8 +89,13 @@ def test_too_few_nodes_are_an_error(
     folder: Path, nodes: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster_module, "PLACE_SECONDS", 0.5)
-    with pytest.raises(ClusterError, match=r"wanted nodes with .*'CPU': 3"):
-        run(folder, "run", Here(folder / "once"), "trainer.placement.policy_num_gpus_per_node=3")
+    monkeypatch.setattr(cluster_module, "SETTLE_SECONDS", 0.5)
+    once = Here(folder / "once")
+    with pytest.raises(ClusterError, match=r"wanted room for a node with .*'CPU': 3"):
+        run(folder, "run", once, "trainer.placement.policy_num_gpus_per_node=3")
+    engine = ["trainer.placement.colocate_all=false", "generator.inference_engine.num_threads=3"]
+    with pytest.raises(ClusterError, match=r"'CPU': 1.* and an engine with {'CPU': 3.0} free"):
+        run(folder, "run", once, *engine)
 
 
 @pytest.mark.spec("update.nodes")

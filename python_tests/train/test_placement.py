@@ -14,7 +14,7 @@ def config_of(ranks: int, *, parallel: int = 1, **engine: Any) -> Config:
     config = Config()
     config.trainer.placement.policy_num_gpus_per_node = ranks
     settings = config.generator.inference_engine
-    settings.engine_init_kwargs = {"tensor_parallel_size": parallel} if parallel > 1 else {}
+    settings.tensor_parallel_size = parallel
     for name, value in engine.items():
         setattr(settings, name, value)
     return config

@@ -70,7 +70,7 @@ MISTAKES = {
     "trainer.lora=true": "there is no LoRA",
     "trainer.strategy=fsdp2": "always FSDP2 if trainer.placement.policy_num_gpus_per_node",
     "trainer.bf16=true": "use trainer.policy.dtype",
-    "generator.inference_engine.tensor_parallel_size=2": "is vLLM's: generator.inference_engine.",
+    "generator.inference_engine.pipeline_parallel_size=2": "is vLLM's: generator.inference_engine",
     # numbers
     "trainer.epochs=-1": "trainer.epochs: wanted at least 1, got -1",
     "trainer.epochs=many": "trainer.epochs: wanted an integer, got 'many'",

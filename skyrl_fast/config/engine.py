@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from skyrl_fast.setting import DTYPES, setting
+
+_PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
 @dataclass(slots=True)
@@ -20,13 +23,22 @@ class InferenceEngineConfig:
     external_server_urls: list[str] = setting(
         [], "addresses of `vllm serve`; requests are distributed over them"
     )
+    num_engines: int = setting(
+        1,
+        "engines that the run starts; several need trainer.placement.colocate_all=false",
+        at_least=1,
+    )
+    tensor_parallel_size: int = setting(
+        1, "GPUs over which vLLM shards the weights of one engine", at_least=1
+    )
     weight_sync_backend: str = setting(
         "auto",
         "how the engine gets new weights. ipc: it reads the trainer's GPU memory; nccl: a "
         "broadcast from the trainer's GPU to other GPUs; gloo: a broadcast by the CPU; file: a "
         "safetensors file; reload: the same, loaded by vLLM's own reload_weights, for servers "
-        "without this package. auto: where a single rank trains, ipc if the run's own engine "
-        "shares its GPU, nccl if not; else file",
+        "without this package. auto: for engines on a cluster nccl, without GPUs gloo; otherwise, "
+        "where a single rank trains, ipc if the run's own engine shares its GPU, nccl if not; else "
+        "file",
         choices=("auto", "ipc", "nccl", "gloo", "file", "reload"),
     )
     weight_sync_path: str | None = setting(
@@ -70,6 +82,15 @@ class InferenceEngineConfig:
     )
     cpu_kvcache_gib: int = setting(1, "GiB of KV cache on CPU", at_least=1)
     num_threads: int | None = setting(
-        None, "CPU threads of the engine; null: all cores but one", at_least=1
+        None,
+        "CPU threads of the engine, and CPUs that it reserves on a cluster; null: all cores but "
+        "one, on a cluster 1",
+        at_least=1,
     )
     engine_init_kwargs: dict[str, Any] = setting({}, "additional vLLM engine arguments")
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of one engine."""
+        sizes = {"tensor_parallel_size": self.tensor_parallel_size, **self.engine_init_kwargs}
+        return math.prod(int(sizes.get(name, 1)) for name in _PARALLEL_SIZES)

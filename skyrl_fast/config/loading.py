@@ -37,6 +37,7 @@ from skyrl_fast.ops.policy_loss.losses import POLICY_LOSSES, Cispo, LossSpec
 from skyrl_fast.printable import shortened
 from skyrl_fast.setting import ConfigError, EnvironmentValue, limit_error, tools_error
 
+YAML = (".yaml", ".yml")  # of an override that is a file
 _NEAR = 0.75  # similarity of a misspelled name, see difflib
 
 # Names of TRL, verl and vLLM.
@@ -65,7 +66,8 @@ def load_config(
 
     Args:
         path: YAML file with the sections data, trainer, generator, environment; None: all defaults.
-        overrides: strings such as "trainer.seed=7"; they take precedence over the file.
+        overrides: strings such as "trainer.seed=7", or further YAML files; they take precedence
+            over the file, and later ones over earlier ones.
         has_prompts: as for `check_config`.
 
     Raises:
@@ -113,17 +115,14 @@ def _read_yaml(path: str | Path | None, overrides: Sequence[str]) -> dict[str, A
     try:
         merged: Any = OmegaConf.create({})
         if path is not None:
-            if not Path(path).is_file():
-                raise ConfigError(f"config file not found: {path}")
-            merged = OmegaConf.load(path)
-            if not OmegaConf.is_dict(merged):
-                raise ConfigError(
-                    f"{path}: wanted sections (data, trainer, ...), got a list or nothing"
-                )
+            merged = _sections(path)
         for text in overrides:
             where = f"override {text!r}"
+            if text.endswith(YAML) and "=" not in text:
+                merged.merge_with(_sections(text))
+                continue
             if "=" not in text or text.startswith(("=", "+", "-")):
-                raise ConfigError(f"{where}: wanted dotted.key=value")
+                raise ConfigError(f"{where}: wanted dotted.key=value, or another YAML file")
             merged.merge_with(OmegaConf.from_dotlist([text]))
         where = "overrides" if path is None else str(path)
         values: Any = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
@@ -140,6 +139,18 @@ def _read_yaml(path: str | Path | None, overrides: Sequence[str]) -> dict[str, A
         raise ConfigError(f"{where}: cannot be read: {error}") from error
     assert isinstance(values, dict)
     return values
+
+
+def _sections(path: str | Path) -> Any:
+    """Return a YAML file with sections."""
+    from omegaconf import OmegaConf
+
+    if not Path(path).is_file():
+        raise ConfigError(f"config file not found: {path}")
+    loaded = OmegaConf.load(path)
+    if not OmegaConf.is_dict(loaded):
+        raise ConfigError(f"{path}: wanted sections (data, trainer, ...), got a list or nothing")
+    return loaded
 
 
 def _uses_environment(written: Any) -> bool:
@@ -234,6 +245,7 @@ def check_config(config: Config, *, has_prompts: bool = False) -> None:
     _check_estimator_rows(config)
     check_agent(config)
     _check_engines(generator.inference_engine, is_synchronous=config.max_staleness == 0)
+    _check_cluster_engines(config)
     _check_rows(config)
     wrong = tools_error(generator.chat_template_kwargs.get("tools"))
     if wrong is not None:
@@ -366,6 +378,31 @@ def _check_engines(engine: InferenceEngineConfig, *, is_synchronous: bool) -> No
             raise ConfigError(f"{key}.external_server_urls: wanted http://host:port, got {url!r}")
     if len(set(engine.external_server_urls)) < len(engine.external_server_urls):
         raise ConfigError(f"{key}.external_server_urls: wanted different ones, got one twice")
+
+
+def _check_cluster_engines(config: Config) -> None:
+    """Check the settings of several engines, and of engines on a cluster."""
+    engine, key = config.generator.inference_engine, "generator.inference_engine"
+    if not config.engines_on_cluster:
+        if engine.num_engines > 1:
+            wanted = (
+                "trainer.placement.colocate_all=false with it"
+                if engine.run_engines_locally
+                else "1, as the servers are those of external_server_urls"
+            )
+            raise ConfigError(f"{key}.num_engines: wanted {wanted}, got {engine.num_engines}")
+        return
+    reason = "with trainer.placement.colocate_all=false, where Ray chooses the engines' GPUs"
+    for name in ("gpu_ids", "enable_sleep_mode"):
+        if getattr(engine, name):
+            raise ConfigError(f"{key}.{name}: wanted null {reason}, got {getattr(engine, name)}")
+    if engine.weight_sync_backend == "ipc":
+        raise ConfigError(f"{key}.weight_sync_backend: wanted another one {reason}, got ipc")
+    if engine.weight_sync_backend == "file" and engine.weight_sync_path is None:
+        raise ConfigError(
+            f"{key}.weight_sync_path: wanted a folder that all nodes share, with "
+            "weight_sync_backend=file and trainer.placement.colocate_all=false, got null"
+        )
 
 
 def _has_host(url: str) -> bool:

@@ -256,6 +256,11 @@ class PlacementConfig:
     policy_num_nodes: int = setting(
         1, "machines with so many GPUs each; several are nodes of a Ray cluster", at_least=1
     )
+    colocate_all: bool = setting(
+        True,
+        "whether the engine runs in the process of rank 0, on GPUs that no rank uses or else on "
+        "its GPU; false: engines are on GPUs of their own, of any node of a Ray cluster",
+    )
 
     @property
     def num_ranks(self) -> int:
@@ -503,6 +508,18 @@ class Config:
     generator: GeneratorConfig = setting(GeneratorConfig, "rollouts")
     environment: EnvironmentConfig = setting(EnvironmentConfig, "environment of the agent")
     agent: AgentConfig = setting(AgentConfig, "agent that calls the policy through the gateway")
+
+    @property
+    def engine_in_process(self) -> bool:
+        """Whether the run's engine is started by the process of rank 0."""
+        local = self.generator.inference_engine.run_engines_locally
+        return local and self.trainer.placement.colocate_all
+
+    @property
+    def engines_on_cluster(self) -> bool:
+        """Whether the run starts its engines on nodes of a Ray cluster."""
+        local = self.generator.inference_engine.run_engines_locally
+        return local and not self.trainer.placement.colocate_all
 
     @property
     def max_staleness(self) -> int:

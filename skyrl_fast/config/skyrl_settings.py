@@ -20,8 +20,6 @@ _TREES = "padding is small (rows are sorted by length), and trainer.rows=tree ha
 # Dotted name, or that of a section; * is one part of a name. The first that matches counts.
 SKYRL_ONLY = {
     "data.dataloader": "prompts are held in memory; remove it",
-    f"{_PLACEMENT}.colocate_all": "the engine shares a GPU where there is none left for it: "
-    f"{_ENGINE}.gpu_ids names others; remove it",
     f"{_PLACEMENT}.colocate_policy_ref": "they always share the GPUs; remove it",
     **{
         f"{_PLACEMENT}.{model}_num_{what}": "it is sharded like the policy; remove it"
@@ -69,7 +67,7 @@ SKYRL_ONLY = {
     "trainer.remove_microbatch_padding": _TREES,
     "trainer.flash_attn": "torch's attention is used, which takes flash kernels; remove it",
     "trainer.disable_fast_tokenizer": "tokenizers are those of the model folder; remove it",
-    "trainer.enable_ray_gpu_monitor": "there is no Ray; remove it",
+    "trainer.enable_ray_gpu_monitor": "use Ray's dashboard; remove it",
     "trainer.use_expandable_segments": "set the environment variable PYTORCH_CUDA_ALLOC_CONF",
     "trainer.tags": "name the run with trainer.project_name and trainer.run_name",
     **dict.fromkeys(
@@ -112,8 +110,6 @@ SKYRL_ONLY = {
     "generator.vision_language_generator": "agents read and write text; remove it",
     f"{_ENGINE}.external_proxy_url": f"requests are sent directly to {_ENGINE}."
     "external_server_urls",
-    f"{_ENGINE}.num_engines": "this process runs one engine; run more as servers: "
-    f"{_ENGINE}.external_server_urls",
     f"{_ENGINE}.*_parallel_size": _ONE_PROCESS_ENGINE,
     f"{_ENGINE}.distributed_executor_backend": _ONE_PROCESS_ENGINE,
     **dict.fromkeys(
@@ -132,7 +128,7 @@ SKYRL_ONLY = {
     f"{_ENGINE}.served_model_name": "servers are asked for the model they have; remove it",
     f"{_ENGINE}.language_model_only": "models are causal language models; remove it",
     f"{_ENGINE}.vllm_v1_disable_multiproc": "the engine always has its own process; remove it",
-    f"{_ENGINE}.enable_ray_prometheus_stats": "there is no Ray; remove it",
+    f"{_ENGINE}.enable_ray_prometheus_stats": "use Ray's dashboard; remove it",
     f"{_ENGINE}.use_expandable_segments": "set the environment variable PYTORCH_CUDA_ALLOC_CONF",
     **dict.fromkeys(
         (

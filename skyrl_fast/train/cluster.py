@@ -1,4 +1,4 @@
-"""A run whose ranks are on several nodes: rank 0 is a Ray actor too, watched from here.
+"""A run on the nodes of a Ray cluster: rank 0 is an actor, too, watched from here.
 
 The process that calls `train` needs no GPU. It reserves the nodes, starts rank 0 there, forwards
 signals, and starts the run again from its newest checkpoint after a process or a node was lost.
@@ -7,15 +7,19 @@ signals, and starts the run again from its newest checkpoint after a process or 
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from skyrl_fast.config import Config
+from skyrl_fast.rollout.engine.engine_actor import enter
+from skyrl_fast.rollout.engine.ray_engine import EnginePlace
 from skyrl_fast.train.flow.event_loop import StopSignals
 from skyrl_fast.train.output.checkpoint import checkpoints
 from skyrl_fast.train.parallel.rank_processes import RankStarter
@@ -25,6 +29,7 @@ from skyrl_fast.train.parallel.ray_ranks import RayRanks
 logger = logging.getLogger(__name__)
 
 PLACE_SECONDS = 120.0  # for the nodes to be reserved; a lost one may come back in the meantime
+SETTLE_SECONDS = 5.0  # for Ray to place what fits
 POLL_SECONDS = 0.2
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -35,12 +40,33 @@ class ClusterError(RuntimeError):
     """Ray is missing, the cluster has too few nodes, or it lost them without any progress."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Reservation:
+    """What an attempt has of the cluster.
+
+    Args:
+        nodes: with ranks.
+        ranks: a placement group with a bundle for each of them.
+        engines: where engines run; a place may have no node yet.
+    """
+
+    nodes: int
+    ranks: Any
+    engines: tuple[EnginePlace, ...] = ()
+
+    def release(self, ray: Any) -> None:
+        """Give all of it back; processes in it are ended."""
+        for group in {place.group.id: place.group for place in self.engines}.values():
+            ray.util.remove_placement_group(group)
+        ray.util.remove_placement_group(self.ranks)
+
+
 def run_on_cluster(config: Config, run_here: RunHere, checkpoint_folder: Path) -> Any:
     """Return the result of `run_here`, called in an actor on the first of the run's nodes.
 
-    A lost process or node ends the attempt; the next one resumes from the newest checkpoint, on
-    fewer nodes if the cluster has no more. Two attempts without a new checkpoint between them end
-    the run.
+    A lost process or node of the ranks ends the attempt; the next one resumes from the newest
+    checkpoint, on fewer nodes if the cluster has no more. Two attempts without a new checkpoint
+    between them end the run. Lost engines end no attempt, see `RayEngine`.
 
     Args:
         run_here: picklable; gets the settings, the signals to stop by, and who starts the ranks.
@@ -51,12 +77,12 @@ def run_on_cluster(config: Config, run_here: RunHere, checkpoint_folder: Path) -
     """
     ray = _ray()
     with _connected(ray):
-        placement = config.trainer.placement
-        nodes, failed_at = placement.policy_num_nodes, -1
+        nodes, failed_at = config.trainer.placement.policy_num_nodes, -1
         while True:
-            group, nodes = _reserved(ray, nodes, placement.policy_num_gpus_per_node)
+            reserved = _reserved(ray, config, nodes)
+            nodes = reserved.nodes
             try:
-                return _attempt(ray, group, _on_nodes(config, nodes), run_here)
+                return _attempt(ray, reserved, _on_nodes(config, nodes), run_here)
             except _lost(ray) as error:
                 steps = [step for step, _ in checkpoints(checkpoint_folder)]
                 newest = max(steps, default=0)
@@ -65,7 +91,7 @@ def run_on_cluster(config: Config, run_here: RunHere, checkpoint_folder: Path) -
                 logger.error("%s; the run starts again from step %d", _reason(error), newest)
                 failed_at, config = newest, _resumed(config)
             finally:
-                ray.util.remove_placement_group(group)
+                reserved.release(ray)
 
 
 def _ray() -> Any:
@@ -73,7 +99,7 @@ def _ray() -> Any:
         import ray
     except ImportError as error:
         raise ClusterError(
-            "trainer.placement.policy_num_nodes: several nodes need Ray: pip install "
+            "trainer.placement: several nodes, and colocate_all=false, need Ray: pip install "
             "'skyrl_fast[ray]', and `ray start` on each node"
         ) from error
     return ray
@@ -92,21 +118,80 @@ def _connected(ray: Any) -> Iterator[None]:
         ray.shutdown()
 
 
-def _reserved(ray: Any, nodes: int, per_node: int) -> tuple[Any, int]:
-    """Return a placement group with a bundle on each of at most so many nodes, and their number."""
-    bundle = {"CPU": float(per_node)}
-    if ray.cluster_resources().get("GPU", 0):
-        bundle["GPU"] = float(per_node)
+def _reserved(ray: Any, config: Config, nodes: int) -> _Reservation:
+    """Reserve at most so many nodes for the ranks, each with its CPUs or GPUs, and the engines.
+
+    Engines are packed on nodes, and ranks placed on what remains, so that an engine shares a node
+    with a rank only if it must. Where not all engines fit, ranks come first and the others wait.
+    """
     for count in range(nodes, 0, -1):
-        group = ray.util.placement_group([bundle] * count, strategy="STRICT_SPREAD")
-        if group.wait(PLACE_SECONDS):
-            return group, count
-        ray.util.remove_placement_group(group)
-        logger.warning(
-            "trainer.placement: no %d nodes with %s free in %.0f s", count, bundle, PLACE_SECONDS
-        )
+        reserved = _all_reserved(ray, config, count)
+        if reserved is None and config.engines_on_cluster:
+            reserved = _some_reserved(ray, config, count)
+        if reserved is not None:
+            return reserved
+        logger.warning("trainer.placement: no room for %s", _wanted(ray, config, count))
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    raise ClusterError(f"trainer.placement: wanted nodes with {bundle} free, got {alive}")
+    wanted = _wanted(ray, config, 1)
+    raise ClusterError(f"trainer.placement: wanted room for {wanted}, got nodes with {alive}")
+
+
+def _all_reserved(ray: Any, config: Config, nodes: int) -> _Reservation | None:
+    """Reserve nodes and all engines; None if that is not possible in PLACE_SECONDS."""
+    deadline = time.monotonic() + PLACE_SECONDS
+    engines: tuple[EnginePlace, ...] = ()
+    if config.engines_on_cluster:
+        bundles = [_engine_bundle(ray, config)] * config.generator.inference_engine.num_engines
+        group = ray.util.placement_group(bundles, strategy="PACK")
+        engines = tuple(EnginePlace(group, bundle) for bundle in range(len(bundles)))
+    ranks = ray.util.placement_group([_rank_bundle(ray, config)] * nodes, strategy="STRICT_SPREAD")
+    reserved = _Reservation(nodes, ranks, engines)
+    groups = [ranks, *(place.group for place in engines[:1])]
+    if all(group.wait(max(0.0, deadline - time.monotonic())) for group in groups):
+        return reserved
+    reserved.release(ray)
+    return None
+
+
+def _some_reserved(ray: Any, config: Config, nodes: int) -> _Reservation | None:
+    """Reserve nodes and one engine or more; None if that is not possible now."""
+    ranks = ray.util.placement_group([_rank_bundle(ray, config)] * nodes, strategy="STRICT_SPREAD")
+    reserved = _Reservation(nodes, ranks)
+    if ranks.wait(SETTLE_SECONDS):
+        number = config.generator.inference_engine.num_engines
+        bundle = _engine_bundle(ray, config)
+        groups = [ray.util.placement_group([bundle]) for _ in range(number)]
+        reserved = replace(reserved, engines=tuple(EnginePlace(group, 0) for group in groups))
+        missing = sum(not group.wait(SETTLE_SECONDS / number) for group in groups)
+        if missing < number:
+            logger.warning("%d of %d engines wait for a node with %s", missing, number, bundle)
+            return reserved
+    reserved.release(ray)
+    return None
+
+
+def _rank_bundle(ray: Any, config: Config) -> dict[str, float]:
+    """Return the resources of the ranks of a node."""
+    return _bundle(ray, config.trainer.placement.policy_num_gpus_per_node, cpus=None)
+
+
+def _engine_bundle(ray: Any, config: Config) -> dict[str, float]:
+    """Return the resources of an engine."""
+    engine = config.generator.inference_engine
+    return _bundle(ray, engine.num_gpus, cpus=engine.num_threads)
+
+
+def _bundle(ray: Any, gpus: int, *, cpus: int | None) -> dict[str, float]:
+    """Return GPUs if the cluster has any, and as many CPUs unless another number is given."""
+    bundle = {"CPU": float(cpus or gpus)}
+    return bundle | ({"GPU": float(gpus)} if ray.cluster_resources().get("GPU", 0) else {})
+
+
+def _wanted(ray: Any, config: Config, nodes: int) -> str:
+    text = f"{'a node' if nodes == 1 else f'{nodes} nodes'} with {_rank_bundle(ray, config)}"
+    if config.engines_on_cluster:
+        text += f" and an engine with {_engine_bundle(ray, config)}"
+    return f"{text} free within {PLACE_SECONDS:g} s"
 
 
 def _on_nodes(config: Config, nodes: int) -> Config:
@@ -118,18 +203,18 @@ def _resumed(config: Config) -> Config:
     return replace(config, trainer=replace(config.trainer, resume_mode="latest"))
 
 
-def _attempt(ray: Any, group: Any, config: Config, run_here: RunHere) -> Any:
+def _attempt(ray: Any, reserved: _Reservation, config: Config, run_here: RunHere) -> Any:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-    gpus = min(1, group.bundle_specs[0].get("GPU", 0))
+    strategy = PlacementGroupSchedulingStrategy(reserved.ranks, placement_group_bundle_index=0)
+    gpus = min(1, reserved.ranks.bundle_specs[0].get("GPU", 0))
     actor = (
         ray.remote(_RankZero)
         .options(num_cpus=1, num_gpus=gpus, scheduling_strategy=strategy, max_concurrency=2)
-        .remote()
+        .remote(os.getcwd())
     )
     try:
-        running = actor.run.remote(config, run_here, group)
+        running = actor.run.remote(config, run_here, reserved)
         with _forwarded_signals(actor):
             while not ray.wait([running], timeout=POLL_SECONDS)[0]:
                 pass
@@ -171,12 +256,14 @@ def _reason(error: BaseException) -> str:
 
 
 class _RankZero:
-    def __init__(self) -> None:
+    def __init__(self, folder: str) -> None:
+        enter(folder)
         self._signals = StopSignals()
 
-    def run(self, config: Config, run_here: RunHere, group: Any) -> Any:
+    def run(self, config: Config, run_here: RunHere, reserved: _Reservation) -> Any:
         per_node = config.trainer.placement.policy_num_gpus_per_node
-        return run_here(config, self._signals, RayRanks(group, per_node))
+        starter = RayRanks(reserved.ranks, per_node, reserved.engines)
+        return run_here(config, self._signals, starter)
 
     def stop(self, number: int) -> None:
         self._signals.forward(number)

@@ -36,7 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
     parser.add_argument("config", nargs="?", help="the trainer's YAML file; or give --model")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that override the file"
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="settings that override the file, or YAML files with such",
     )
     parser.add_argument("--model", help="model folder or hub name: trainer.policy.model.path")
     parser.add_argument(

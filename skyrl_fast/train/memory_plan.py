@@ -56,7 +56,7 @@ def gpu_memory(config: Config, *, with_engine: bool = True) -> int | None:
         return None
     num_gpus = torch.cuda.device_count()
     used = set(range(config.trainer.placement.policy_num_gpus_per_node))
-    if with_engine and config.generator.inference_engine.run_engines_locally:
+    if with_engine and config.engine_in_process:
         used |= set(engine_placement(config, num_gpus).gpu_ids)
     found = [gpu for gpu in sorted(used) if gpu < num_gpus]
     return min(int(torch.cuda.get_device_properties(gpu).total_memory) for gpu in found)
@@ -81,7 +81,7 @@ def plan_memory(
 
     def planned(config: Config) -> MemoryPlan:
         gpus = max(num_gpus, config.trainer.placement.policy_num_gpus_per_node)
-        local = with_engine and config.generator.inference_engine.run_engines_locally
+        local = with_engine and config.engine_in_process
         return _plan(config, measure, capacity, engine_placement(config, gpus) if local else None)
 
     plan = planned(config)

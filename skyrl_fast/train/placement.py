@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from skyrl_fast.config import Config, ConfigError
 
 _KEY = "generator.inference_engine"
-_PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +43,7 @@ def engine_placement(config: Config, num_gpus: int) -> EnginePlacement:
     """
     engine = config.generator.inference_engine
     ranks = config.trainer.placement.policy_num_gpus_per_node
-    needed = math.prod(int(engine.engine_init_kwargs.get(name, 1)) for name in _PARALLEL_SIZES)
+    needed = engine.num_gpus
     if engine.gpu_ids is not None:
         gpu_ids = tuple(engine.gpu_ids)
         if len(set(gpu_ids)) != needed or len(gpu_ids) != needed:

@@ -191,7 +191,7 @@ def train(
         callbacks=callbacks,
         make_rollouts=make_rollouts,
     )
-    if config.trainer.placement.policy_num_nodes > 1:
+    if config.trainer.placement.policy_num_nodes > 1 or config.engines_on_cluster:
         from skyrl_fast.train.cluster import run_on_cluster
 
         result = run_on_cluster(config, run_here, checkpoint_folder(config))
@@ -243,7 +243,9 @@ def _run_here(
                     )
                 )
             if make_rollouts is None:
-                make_rollouts = partial(_vllm_rollouts, prompts=data.train, make_env=make_env)
+                make_rollouts = partial(
+                    _vllm_rollouts, prompts=data.train, make_env=make_env, starter=starter
+                )
             make = partial(make, ranks)
             return _run(config, start, data, make, output, callbacks, make_rollouts, signals)
 
@@ -443,10 +445,19 @@ async def _vllm_rollouts(
     *,
     prompts: Sequence[Prompt],
     make_env: MakeEnv | None,
+    starter: RankStarter,
 ) -> Rollouts:
     from skyrl_fast.train.flow.vllm_rollouts import start_rollouts
 
-    return await start_rollouts(config, tokenizer, model_path, prompts=prompts, make_env=make_env)
+    return await start_rollouts(
+        config,
+        tokenizer,
+        model_path,
+        prompts=prompts,
+        make_env=make_env,
+        address=starter.address,
+        places=starter.engine_places,
+    )
 
 
 def _sample(progress: Progress, tokenizer: Any) -> str:

@@ -34,7 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
     parser.add_argument("config", help="the trainer's YAML file")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that override the file"
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="settings that override the file, or YAML files with such",
     )
     parser.add_argument("--prompt", type=int, default=0, help="row of the training prompts, from 0")
     parser.add_argument("--samples", type=int, default=1, help="trajectories of the prompt")

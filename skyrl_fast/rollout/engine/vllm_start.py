@@ -119,6 +119,8 @@ def engine_args(setup: VllmSetup) -> dict[str, Any]:
         "disable_log_stats": True,
         "enable_log_requests": False,
     }
+    if engine.tensor_parallel_size > 1:
+        args["tensor_parallel_size"] = engine.tensor_parallel_size
     if setup.reasoning_parser is not None:
         args["reasoning_parser"] = setup.reasoning_parser
     if engine.enable_return_routed_experts:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from skyrl_fast.rollout.chat_template import CHARACTERS_PER_TOKEN
 from skyrl_fast.rollout.engine.api_key import DEFAULT_NAME, engine_key
 from skyrl_fast.rollout.engine.pool import EnginePool, PooledEngine
 from skyrl_fast.rollout.engine.protocol import Engine
+from skyrl_fast.rollout.engine.ray_engine import EnginePlace, RayEngine
 from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
-from skyrl_fast.rollout.engine.weights.group import BACKENDS
+from skyrl_fast.rollout.engine.weights.group import BACKENDS, LOOPBACK
 from skyrl_fast.rollout.engine.weights.probe_limits import ProbeLimits
 from skyrl_fast.rollout.engine.weights.sync import (
     Logprobs,
@@ -46,12 +48,15 @@ from skyrl_fast.rollout.reasoning import check_reasoning_parser
 from skyrl_fast.rollout.tool_calls import check_tool_parser
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.data.prompts import Prompt
+from skyrl_fast.train.model.model_folder import model_folder
+from skyrl_fast.train.model.models import find_device
 from skyrl_fast.train.model.policy import Policy
 
 log = logging.getLogger(__name__)
 
 PROBE_SEQUENCES = 2  # compared after each weight update; two prompts show any stale layer
 PROBE_TOKENS = 48
+WAIT_SECONDS = 1800.0  # for any engine of a cluster to come back if all are lost
 # Faults that are reported even while their count is 0.
 FAULTS = (
     "retried_trajectories",
@@ -72,12 +77,16 @@ async def start_rollouts(
     *,
     prompts: Sequence[Prompt],
     make_env: MakeEnv | None = None,
+    address: str = LOOPBACK,
+    places: Sequence[EnginePlace] = (),
 ) -> VllmRollouts:
     """Start vLLM on a model folder, or connect to its servers, and start the environments' threads.
 
     Args:
         prompts: training prompts; the first ones are used to verify each weight update.
         make_env: creates environments from rows; None: by `env_class`.
+        address: of this machine, which engines on a cluster reach.
+        places: for engines on a cluster.
 
     Raises:
         EngineDeadError: vLLM is missing or did not start; the message says what to do.
@@ -86,10 +95,16 @@ async def start_rollouts(
     longest_text = CHARACTERS_PER_TOKEN * (settings.max_input_length(config) + 1)
     environments = EnvFactory(config.environment, make_env=make_env, longest_text=longest_text)
     settings_of_engine = config.generator.inference_engine
+    started = (
+        cluster_engines(config, model_path, address, places)
+        if config.engines_on_cluster
+        else engines(config, model_path)
+    )
     pool = EnginePool(
-        engines(config, model_path),
+        started,
         max_restarts=settings_of_engine.max_restarts,
-        transfer=_weight_transfer(settings_of_engine),
+        transfer=_weight_transfer(config),
+        wait_seconds=WAIT_SECONDS if config.engines_on_cluster else None,
     )
     on_group = None
     if isinstance(make_env, RewardFunctions):
@@ -136,6 +151,46 @@ def engines(config: settings.Config, model_path: str) -> list[PooledEngine]:
     return _servers(config, model_path, weight_sync=by)
 
 
+def cluster_engines(
+    config: settings.Config, model_path: str, address: str, places: Sequence[EnginePlace]
+) -> list[PooledEngine]:
+    """Return the engines of a cluster, not started.
+
+    Args:
+        address: of this machine, which the engines' nodes reach.
+        places: one for each.
+    """
+    engine = config.generator.inference_engine
+    _say_limited_top_k(config.generator.sampling_params)
+    return [
+        RayEngine(
+            number,
+            place,
+            partial(_setup_on_node, config, model_path, number),
+            weight_sync=_cluster_weight_sync(config),
+            trainer=address,
+            weights_folder=engine.weight_sync_path,
+            records_routes=engine.enable_return_routed_experts,
+            vocab_size=_vocab_size(_model_folder(model_path)),
+        )
+        for number, place in enumerate(places)
+    ]
+
+
+def _setup_on_node(config: settings.Config, model_path: str, number: int) -> VllmSetup:
+    """Return an engine's settings on the node where it runs, where its model may be downloaded."""
+    setup = vllm_setup(config, str(model_folder(model_path)))
+    return replace(setup, log_file=str(Path(config.trainer.run_path) / f"engine_{number}.log"))
+
+
+def _cluster_weight_sync(config: settings.Config) -> str:
+    """Return how engines of a cluster get new weights; without a shared disk a file cannot."""
+    chosen = config.generator.inference_engine.weight_sync_backend
+    if chosen != "auto":
+        return chosen
+    return "nccl" if find_device(config.trainer.device).type == "cuda" else "gloo"
+
+
 def untrained_engines(config: settings.Config, model_path: str) -> list[PooledEngine]:
     """Return the engines of a model whose weights are not updated, not started."""
     if config.generator.inference_engine.run_engines_locally:
@@ -159,12 +214,15 @@ def _servers(
     ]
 
 
-def _weight_transfer(engine: settings.InferenceEngineConfig) -> WeightTransfer:
+def _weight_transfer(config: settings.Config) -> WeightTransfer:
+    engine = config.generator.inference_engine
+    if config.engines_on_cluster and _cluster_weight_sync(config) in BACKENDS:
+        return by_broadcast
     if engine.weight_sync_backend == "ipc":
         return by_ipc
     if engine.weight_sync_backend in BACKENDS:
         return by_broadcast
-    return by_file(engine.weight_sync_path, unnamed=engine.run_engines_locally)
+    return by_file(engine.weight_sync_path, unnamed=config.engine_in_process)
 
 
 def key_file(config: settings.Config) -> Path:
@@ -257,7 +315,7 @@ class VllmRollouts:
             self._gate.version = version
         if in_flight:
             self._interrupted += inside
-        return _sync_metrics(report)
+        return _sync_metrics(report, self._pool.reports)
 
     async def wait_for_fault(self) -> None:
         """See `Rollouts.wait_for_fault`."""
@@ -436,9 +494,18 @@ def _say_limited_top_k(sampling: SamplingParams) -> None:
         )
 
 
-def _sync_metrics(report: WeightSyncReport) -> dict[str, float]:
+def _sync_metrics(
+    report: WeightSyncReport, of_engines: Mapping[int, WeightSyncReport]
+) -> dict[str, float]:
+    each = {
+        f"sync/{name}_of_engine_{engine}": float(value)
+        for engine, one in of_engines.items()
+        for name, value in (("update_seconds", one.update_seconds), ("num_bytes", one.num_bytes))
+    }
     return {
+        **(each if len(each) > 2 else {}),  # with one engine they are those of the report
         "sync/update_seconds": report.update_seconds,
+        "sync/num_bytes": float(report.num_bytes),
         "sync/verify_seconds": report.verify_seconds,
         "sync/logprob_abs_diff_max": report.difference.maximum,
         "sync/logprob_abs_diff_mean": report.difference.mean,

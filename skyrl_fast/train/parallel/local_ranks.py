@@ -16,6 +16,7 @@ import torch
 
 from skyrl_fast.log_tail import log_tail
 from skyrl_fast.parent_watch import children_exit_with_this_process
+from skyrl_fast.rollout.engine.ray_engine import EnginePlace
 from skyrl_fast.train.parallel.rank_processes import RankPlace, follow
 from skyrl_fast.train.parallel.ranks import Ranks
 
@@ -33,6 +34,7 @@ class LocalRanks:
 
     folder: Path
     address: str = LOOPBACK
+    engine_places: Sequence[EnginePlace] = ()
 
     def start(
         self, size: int, port: int, make_models: Callable[[Ranks], object], *, cuda: bool

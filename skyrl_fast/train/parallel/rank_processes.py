@@ -7,12 +7,10 @@ starts them is a `RankStarter`: `local_ranks.py` on this machine, `ray_ranks.py`
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import multiprocessing
 import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +21,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from skyrl_fast.network_interface import interface_to
+from skyrl_fast.rollout.engine.ray_engine import EnginePlace
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK, RankError, Ranks
 from skyrl_fast.train.parallel.shared_files import SharedFiles
 
@@ -35,7 +35,6 @@ WATCH_SECONDS = 0.5  # between checks whether rank 0 waits
 EXIT_SECONDS = 0.1  # between checks whether another rank has exited
 NO_TIMEOUT = timedelta(days=365)
 INTERFACE = "GLOO_SOCKET_IFNAME"
-SIOCGIFADDR = 0x8915  # of Linux's ioctl: the address of an interface
 
 
 class RankProcess(Protocol):
@@ -77,6 +76,11 @@ class RankStarter(Protocol):
     @property
     def address(self) -> str:
         """The address of this process that the others reach; nothing listens on another one."""
+        ...
+
+    @property
+    def engine_places(self) -> Sequence[EnginePlace]:
+        """Where the run's engines are started; none: in this process, or elsewhere."""
         ...
 
     def start(
@@ -181,28 +185,6 @@ def _listening_next_to(address: str) -> Iterator[None]:
     finally:
         if before is None:
             del os.environ[INTERFACE]
-
-
-def interface_to(address: str) -> str:
-    """Return the name of the network interface by which this machine reaches an address.
-
-    Raises:
-        RankError: there is none.
-
-    Example:
-        >>> interface_to("127.0.0.1")
-        'lo'
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
-        probe.connect((address, 9))
-        mine = probe.getsockname()[0]
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):  # an interface without an address
-                reply = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
-                if socket.inet_ntoa(reply[20:24]) == mine:
-                    return name
-    raise RankError(f"trainer.placement: no network interface has the address {mine}")
 
 
 def _wait_for_all(store: Any, processes: Sequence[RankProcess]) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_fast.rollout.engine.engine_actor import enter
+from skyrl_fast.rollout.engine.ray_engine import EnginePlace
 from skyrl_fast.train.parallel.rank_processes import RankPlace, follow
 from skyrl_fast.train.parallel.ranks import Ranks
 
@@ -17,10 +20,12 @@ class RayRanks:
     Args:
         group: a placement group with a bundle per node, in whose bundle 0 this process is an actor.
         per_node: ranks of a node.
+        engine_places: for the run's engines.
     """
 
     group: Any
     per_node: int
+    engine_places: Sequence[EnginePlace] = ()
 
     @property
     def address(self) -> str:
@@ -46,7 +51,7 @@ class RayRanks:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self.group, placement_group_bundle_index=rank // self.per_node
                 ),
-            ).remote()
+            ).remote(os.getcwd())
             # Ray makes an actor's own GPU its only visible one.
             place = RankPlace(rank, size, address, port, 0 if cuda else None)
             started.append(RayRank(rank, actor, actor.follow.remote(place, make_models)))
@@ -92,5 +97,8 @@ class RayRank:
 
 
 class _Follower:
+    def __init__(self, folder: str) -> None:
+        enter(folder)
+
     def follow(self, place: RankPlace, make_models: Callable[[Ranks], object]) -> None:
         follow(place, make_models)

@@ -60,7 +60,7 @@ def planned_memory(
     planned = deepcopy(config)
     planned.trainer.ref.model.path = config.trainer.ref.model.path or model_path(config, None)
     planned.trainer.policy.model.path = model_path(config, checkpoint)
-    with_engine = with_engine and engine.run_engines_locally
+    with_engine = with_engine and config.engine_in_process
     if with_engine:
         placement = engine_placement(config, num_gpus)
         engine.gpu_ids = list(placement.gpu_ids)

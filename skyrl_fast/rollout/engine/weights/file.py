@@ -77,6 +77,7 @@ class WeightsFile:
         self._lock = -1
         self._memory = -1  # descriptor of an unnamed file
         self.digests: dict[str, str] = {}  # of the written tensors, by name
+        self.num_bytes = 0  # of the written tensors
 
     def __enter__(self) -> WeightsFile:
         """Return the file; nothing is written yet."""
@@ -121,7 +122,7 @@ class WeightsFile:
         tensors = {name: _host_tensor(one, dtype) for name, one in distinct_tensors(weights)}
         if not tensors:
             raise WeightSyncError("there are no weights to hand over")
-        size = sum(t.numel() * t.element_size() for t in tensors.values())
+        size = self.num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         for place in {self._where, str(SHARED_MEMORY), tempfile.gettempdir()} - {None}:
             _remove_stale_folders(Path(str(place)))
         self.digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from skyrl_fast.network_interface import address_towards
 from skyrl_fast.rollout.engine.weights.digest import dtype_name
 
 # A tensor that is sent: its name, dtype and shape.
@@ -31,12 +32,16 @@ POLL_SECONDS = 0.002  # between two checks whether all are ready, or a bucket wa
 GIVEN_UP = "given up"  # key of the store: the others need not wait
 
 
-def listening_store() -> tuple[dist.Store, int]:
-    """Return a store on this machine's loopback interface through which members meet, its port."""
-    listener = socket.create_server((LOOPBACK, 0))  # torch's listener would accept other machines
+def listening_store(address: str = LOOPBACK) -> tuple[dist.Store, int]:
+    """Return a store through which members meet, and its port.
+
+    Args:
+        address: of this machine; torch's listener would accept connections to any of them.
+    """
+    listener = socket.create_server((address, 0))
     port = int(listener.getsockname()[1])
     store = dist.TCPStore(
-        *(LOOPBACK, port),
+        *(address, port),
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=MOVE_SECONDS),
@@ -45,9 +50,9 @@ def listening_store() -> tuple[dist.Store, int]:
     return store, port
 
 
-def store_at(port: int) -> dist.Store:
-    """Return the store of the trainer that listens on this port."""
-    return dist.TCPStore(LOOPBACK, port, timeout=timedelta(seconds=MOVE_SECONDS))
+def store_at(address: str, port: int) -> dist.Store:
+    """Return the store of the trainer that listens there."""
+    return dist.TCPStore(address, port, timeout=timedelta(seconds=MOVE_SECONDS))
 
 
 def tensor_infos(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> list[list[Any]]:
@@ -74,6 +79,7 @@ class WeightsGroup:
         rank: of this member.
         size: number of members.
         device: on which buckets are sent and received; for gloo the CPU.
+        trainer: the trainer's address; gloo listens on the interface to it alone.
         bucket_bytes: of one broadcast.
         seconds: for all members to be ready for a bucket.
     """
@@ -85,11 +91,13 @@ class WeightsGroup:
         rank: int,
         size: int,
         device: torch.device,
+        trainer: str = LOOPBACK,
         bucket_bytes: int = BUCKET_BYTES,
         seconds: float = WAIT_SECONDS,
     ) -> None:
         self._backend, self._rank, self._size = backend, rank, size
         self._device = device
+        self._trainer = trainer
         self._bucket_bytes = bucket_bytes
         self._seconds = seconds
         self._store: Any = None
@@ -114,7 +122,7 @@ class WeightsGroup:
         else:
             gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()
-            options._devices = [gloo.create_device(hostname=LOOPBACK)]
+            options._devices = [gloo.create_device(hostname=address_towards(self._trainer))]
             options._timeout = timedelta(seconds=MOVE_SECONDS)
             self._group = gloo(store, self._rank, self._size, options)
         self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self._device))  # NCCL connects now

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from skyrl_fast.rollout.engine.weights.group import WeightsGroup, listening_store
+from skyrl_fast.rollout.engine.weights.group import LOOPBACK, WeightsGroup, listening_store
 from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
 
 T = TypeVar("T")
@@ -28,17 +28,22 @@ class WeightsSender:
     Args:
         backend: of `WeightsGroup`.
         num_workers: of the engine.
+        address: of this machine, which the workers reach; nothing listens on another one.
     """
 
-    def __init__(self, backend: str, *, num_workers: int) -> None:
+    def __init__(self, backend: str, *, num_workers: int, address: str = LOOPBACK) -> None:
         is_cuda = backend == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else "cpu"
-        self._store, port = listening_store()
+        self._store, port = listening_store(address)
         self._group = WeightsGroup(
-            backend, rank=0, size=num_workers + 1, device=torch.device(device)
+            backend,
+            rank=0,
+            size=num_workers + 1,
+            device=torch.device(device),
+            trainer=address,
         )
         # Of the workers' `join_weights_group`.
-        self.join_arguments = (backend, port, num_workers + 1)
+        self.join_arguments = (backend, address, port, num_workers + 1)
 
     async def connect(self, answer: Coroutine[Any, Any, object]) -> None:
         """Connect with the workers while they join.

@@ -43,12 +43,14 @@ class WeightSyncReport:
         verify_seconds: for the logprobs of the probe on both sides.
         difference: of |engine - trainer| over the probe's tokens.
         max_change: largest change of an engine logprob by this update.
+        num_bytes: of the weights that the engine read.
     """
 
     update_seconds: float
     verify_seconds: float
     difference: ProbeDifference
     max_change: float
+    num_bytes: int = 0
 
 
 # Of each probe sequence: logprobs of all tokens but the first, and the logits' standard deviation.
@@ -125,13 +127,14 @@ class WeightSync:
         dtype = self._engine.weights_dtype
         async with handed_over(transfer or by_file(), weights, dtype) as call:
             await self._engine.load_weights(call)
-        return await self.verify(update_seconds=time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        return await self.verify(update_seconds=seconds, num_bytes=call.num_bytes)
 
-    async def verify(self, *, update_seconds: float = 0.0) -> WeightSyncReport:
+    async def verify(self, *, update_seconds: float = 0.0, num_bytes: int = 0) -> WeightSyncReport:
         """Compare logprobs now; WeightSyncError names the largest difference and likely causes.
 
         Args:
-            update_seconds: for the report.
+            update_seconds, num_bytes: for the report.
         """
         started = time.perf_counter()
         self._refuse_other_dtype()
@@ -142,7 +145,8 @@ class WeightSync:
         difference = ProbeDifference.of(_distances(engine, trainer), logit_std)
         before = self._engine_before
         change = max(_distances(engine, before)) if before is not None else 0.0
-        report = WeightSyncReport(update_seconds, time.perf_counter() - started, difference, change)
+        seconds = time.perf_counter() - started
+        report = WeightSyncReport(update_seconds, seconds, difference, change, num_bytes)
         self._refuse_mismatch(engine, trainer, difference)
         self._refuse_standstill(trainer, report)
         if before is None or change > 0.0:  # else the trainer's changes add up until they count

@@ -33,12 +33,14 @@ class WorkerCall:
         argument: a path, handles or `tensor_infos`: text, bytes, numbers and lists of them.
         digests: of the tensors by name, to be found in the receipt.
         tensors: by name, which the trainer broadcasts while the call runs; empty: none.
+        num_bytes: of the tensors, as an engine reads them.
     """
 
     method: str
     argument: Any
     digests: Mapping[str, str]
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    num_bytes: int = 0
 
 
 # Called with the weights and the engines' dtype (None: several).
@@ -65,14 +67,14 @@ def by_file(folder: str | None = None, *, unnamed: bool = False) -> WeightTransf
     def transfer(weights: Weights, dtype: torch.dtype | None) -> Iterator[WorkerCall]:
         with WeightsFile(folder, unnamed=unnamed) as file:
             file.write(weights, dtype=dtype)
-            yield file_call(file.path, file.digests)
+            yield file_call(file.path, file.digests, num_bytes=file.num_bytes)
 
     return transfer
 
 
-def file_call(path: Path, digests: Mapping[str, str]) -> WorkerCall:
+def file_call(path: Path, digests: Mapping[str, str], *, num_bytes: int = 0) -> WorkerCall:
     """Return the call that loads a safetensors file with tensors of these digests."""
-    return WorkerCall("load_weights_file", str(path), digests)
+    return WorkerCall("load_weights_file", str(path), digests, num_bytes=num_bytes)
 
 
 @contextmanager
@@ -98,7 +100,8 @@ def by_ipc(weights: Weights, dtype: torch.dtype | None = None) -> Iterator[Worke
     torch.cuda.synchronize()  # the engine does not wait for this process's streams
     handles = [[name, *cuda_handle(tensor)] for name, tensor in tensors.items()]
     digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
-    yield WorkerCall("load_weights_ipc", handles, digests)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    yield WorkerCall("load_weights_ipc", handles, digests, num_bytes=size)
     torch.cuda.ipc_collect()
 
 
@@ -113,11 +116,12 @@ def by_broadcast(weights: Weights, dtype: torch.dtype | None) -> Iterator[Worker
     Raises:
         WeightSyncError: there are none.
     """
-    tensors, digests = {}, {}
+    tensors, digests, size = {}, {}, 0
     for name, tensor in distinct_tensors(weights):
-        tensors[name] = tensor
-        digests[name] = tensor_digest(cast_weight(tensor, dtype))
+        sent = cast_weight(tensor, dtype)
+        tensors[name], digests[name] = tensor, tensor_digest(sent)
+        size += sent.nbytes
     if not tensors:
         raise WeightSyncError("there are no weights to hand over")
     infos = tensor_infos(tensors, dtype)
-    yield WorkerCall("load_weights_broadcast", infos, digests, tensors)
+    yield WorkerCall("load_weights_broadcast", infos, digests, tensors, size)

@@ -52,17 +52,17 @@ class WeightUpdateExtension:
         torch.cuda.ipc_collect()
         return receipt
 
-    def join_weights_group(self, backend: str, port: int, size: int) -> None:
+    def join_weights_group(self, backend: str, address: str, port: int, size: int) -> None:
         """Connect with the trainer, for `load_weights_broadcast`.
 
         Args:
             backend: of `WeightsGroup`.
-            port: of the trainer's store.
+            address, port: of the trainer's store.
             size: number of workers, and one.
         """
         device = self.device if backend == "nccl" else torch.device("cpu")
-        group = WeightsGroup(backend, rank=self.rank + 1, size=size, device=device)
-        group.connect(store_at(port))
+        group = WeightsGroup(backend, rank=self.rank + 1, size=size, device=device, trainer=address)
+        group.connect(store_at(address, port))
         self.weights_group = group
 
     def load_weights_broadcast(self, infos: list[list[Any]]) -> dict[str, Any]:

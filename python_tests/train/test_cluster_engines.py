@@ -1,0 +1,313 @@
+"""Engines on nodes of a Ray cluster, with real vLLM: results, placement, faults, what is left."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+pytest.importorskip("transformers")
+
+import ray
+from _cluster_run import share_of_e, workers
+from _listening import listening
+from _nodes import cluster_of
+from _training import steady
+from ray.cluster_utils import Cluster
+
+from examples.asynchronous.quickstart_run import trained
+from examples.asynchronous.soak import children, command_of
+from skyrl_fast import train
+from skyrl_fast.config import Config
+from skyrl_fast.config.loading import load_config
+from skyrl_fast.train import cluster as cluster_module
+from skyrl_fast.train.run import TrainResult
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),  # each starts a cluster and engines
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+SERVER = "skyrl_fast.rollout.engine.serve_vllm"
+RANKS = "trainer.placement.policy_num_nodes=2"
+ENGINES = ["trainer.placement.colocate_all=false", "generator.inference_engine.num_engines=2"]
+STEPS = 8
+SAMPLES = 4 * 4 * STEPS
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: Path) -> Path:
+    """Prompts, and the run `alone` of one process."""
+    folder = tmp_path_factory.mktemp("runs")
+    rows = [{"prompt": f"word {number}", "hold": str(folder / "hold")} for number in range(8)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train(settings(folder, tiny_model_folder, "alone"), reward=share_of_e)
+    return folder
+
+
+@pytest.fixture
+def three_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """Two nodes with room for a rank each, and one with room for two engines."""
+    with cluster_of([1, 1, 2], monkeypatch) as cluster:
+        yield cluster
+
+
+def overrides_of(folder: Path, model: Path, name: str, *overrides: str) -> list[str]:
+    return [
+        f"data.train_data=[{folder}/train.jsonl]",
+        f"trainer.policy.model.path={model}",
+        f"trainer.run_path={folder}/{name}",
+        "trainer.policy.optimizer_config.lr=0.001",
+        "trainer.max_prompt_length=32",
+        "trainer.train_batch_size=4",
+        "trainer.policy_mini_batch_size=2",
+        f"trainer.epochs={STEPS // 2}",
+        "trainer.ckpt_interval=1",
+        "trainer.eval_before_train=false",
+        "trainer.logger=[jsonl]",
+        "trainer.plot=false",
+        "generator.n_samples_per_prompt=4",
+        "generator.max_input_length=32",
+        "generator.trajectory_timeout_seconds=600",  # of those that wait for a fault's end
+        "environment.timeout_seconds=600",
+        "generator.sampling_params.max_generate_length=24",
+        "generator.inference_engine.num_threads=1",
+        *overrides,
+    ]
+
+
+def settings(folder: Path, model: Path, name: str, *overrides: str) -> Config:
+    return load_config(None, overrides_of(folder, model, name, *overrides))
+
+
+def run(
+    folder: Path, model: Path, name: str, *overrides: str, during: Callable[[], None]
+) -> TrainResult:
+    """Train in a thread, and call `during` in this one: Ray adds nodes in the main thread alone."""
+    config = settings(folder, model, name, "data.train_data=[train.jsonl]", *overrides)
+    with contextlib.chdir(folder), ThreadPoolExecutor(1) as pool:
+        training = pool.submit(train, config, reward=share_of_e)
+        during()
+        return training.result()
+
+
+def rows(run_path: Path) -> list[dict[str, Any]]:
+    return steady(run_path / "metrics.jsonl")
+
+
+def samples(run_path: Path) -> Counter[tuple[int, str, int]]:
+    return Counter((entry.step, entry.uid, entry.repetition_id) for entry in trained(run_path))
+
+
+def servers() -> list[int]:
+    """Return the processes of engines' servers."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            parts = (path / "cmdline").read_bytes().split(b"\0")
+            if SERVER.encode() in parts and b"serve" in parts:
+                found.append(int(path.name))
+    return sorted(found)
+
+
+def nothing_is_left() -> None:
+    deadline = time.monotonic() + 30
+    while left := servers() + workers("ray::EngineActor") + workers("ray::_RankZero"):
+        assert time.monotonic() < deadline, [command_of(pid) for pid in left]
+        time.sleep(0.2)
+    weights = [path for path in Path("/dev/shm").glob("skyrl_fast-weights-*") if path.owner()]
+    assert weights == []
+
+
+def same(one: Path, two: Path) -> None:
+    wanted, found = rows(one), rows(two)
+    assert [row["step"] for row in found] == [row["step"] for row in wanted]
+    for a, b in zip(wanted, found, strict=True):
+        assert b["reward/avg_raw_reward"] == pytest.approx(a["reward/avg_raw_reward"], abs=1e-6)
+        for name in ("policy/loss", "policy/grad_norm"):  # engines round differently
+            assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-5), (a["step"], name)
+    assert samples(two) == samples(one) and samples(one).total() == SAMPLES
+
+
+@pytest.mark.spec("update.engine-nodes", "update.nodes", "async.weight-broadcast")
+def test_engines_on_another_node_train_as_one_process(
+    folder: Path, tiny_model_folder: Path, three_nodes: Cluster
+) -> None:
+    seen: dict[str, Any] = {}
+    overrides = [RANKS, *ENGINES]
+    during = partial(observe, folder / "shared", seen)
+    outcome = run(folder, tiny_model_folder, "shared", *overrides, during=during)
+    assert outcome.step == STEPS
+    same(folder / "alone", folder / "shared")
+    ranks, engines = seen["nodes"]
+    assert len(ranks) == 2 and len(engines) == 1 and not ranks & engines
+    address = ray.util.get_node_ip_address()
+    assert seen["listening"] <= {hexadecimal(address), hexadecimal("127.0.0.1")}
+    last = rows(folder / "shared")[-1]
+    parameters = 0.1e6
+    for engine in (0, 1):
+        assert last[f"sync/num_bytes_of_engine_{engine}"] > 2 * parameters
+        assert 0 < last[f"sync/update_seconds_of_engine_{engine}"] < 60
+        assert "POST /v1/completions" not in (folder / f"shared/engine_{engine}.log").read_text()
+    assert last["faults/engine_deaths"] == 0
+    nothing_is_left()
+
+
+def observe(run_path: Path, seen: dict[str, Any]) -> None:
+    """Note where ranks and engines are, and what listens, in the middle of a run."""
+    wait_for_step(run_path, 2)
+    seen["nodes"] = nodes_of("STRICT_SPREAD"), nodes_of("PACK")
+    found: set[str] = set()
+    for process in servers():
+        for one in (process, *children(process)):
+            with contextlib.suppress(OSError):  # of another user, or ended
+                found |= listening(one)
+    seen["listening"] = found
+
+
+def nodes_of(strategy: str) -> set[str]:
+    """Return the nodes of a run's ranks (STRICT_SPREAD) or engines (PACK)."""
+    groups = ray.util.placement_group_table().values()
+    return {
+        node
+        for group in groups
+        if group["state"] == "CREATED" and group["strategy"] == strategy
+        for node in group["bundles_to_node_id"].values()
+    }
+
+
+def hexadecimal(address: str) -> str:
+    """Return an IPv4 address as in /proc/net/tcp."""
+    return bytes(reversed([int(part) for part in address.split(".")])).hex().upper()
+
+
+def wait_for_step(run_path: Path, step: int) -> None:
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        if (run_path / "metrics.jsonl").exists() and len(rows(run_path)) >= step:
+            return
+        time.sleep(0.1)
+    raise TimeoutError(f"no step {step} in {run_path}")
+
+
+def after_step_2(run_path: Path, fault: Callable[[], object]) -> None:
+    """Cause a fault during the generation of a batch, which goes on when the engine is back."""
+    wait_for_step(run_path, 2)
+    hold = run_path.parent / "hold"
+    hold.touch()
+    before = servers()
+    try:
+        fault()
+        deadline = time.monotonic() + 200
+        while not (new := set(servers()) - set(before)) or not any(map(answers, new)):
+            if time.monotonic() > deadline:
+                raise TimeoutError("no engine was started again")
+            time.sleep(0.2)
+        time.sleep(5)  # it gets its weights
+    finally:
+        hold.unlink()
+
+
+def answers(process: int) -> bool:
+    """Return whether a server listens."""
+    try:
+        return bool(listening(process))
+    except OSError:
+        return False
+
+
+def kill_one(processes: list[int]) -> None:
+    os.kill(processes[0], signal.SIGKILL)
+
+
+@pytest.mark.spec("update.engine-lost", "update.engine-exit")
+@pytest.mark.parametrize("fault", ["server", "actor", "node"])
+def test_a_lost_engine_is_started_again_and_nothing_is_lost(
+    fault: str, folder: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node with engines is lost with both of them; another one has room by then."""
+    run_path = folder / f"lost-{fault}"
+    with cluster_of([1, 1, 2], monkeypatch) as cluster:
+
+        def lose_node() -> None:
+            (engines,) = (n for n in cluster.worker_nodes if n.node_id in nodes_of("PACK"))
+            cluster.add_node(num_cpus=2)
+            cluster.remove_node(engines, allow_graceful=False)
+
+        faults: dict[str, Callable[[], None]] = {
+            "server": lambda: kill_one(servers()),
+            "actor": lambda: kill_one(workers("ray::EngineActor")),
+            "node": lose_node,
+        }
+        during = partial(after_step_2, run_path, faults[fault])
+        overrides = [RANKS, *ENGINES]
+        outcome = run(folder, tiny_model_folder, run_path.name, *overrides, during=during)
+        assert outcome.step == STEPS
+        last = rows(run_path)[-1]
+        lost = 2 if fault == "node" else 1
+        assert last["faults/engine_deaths"] == last["faults/engine_restarts"] == lost
+        same(folder / "alone", run_path)
+        nothing_is_left()
+
+
+@pytest.mark.spec("async.engine-room")
+def test_an_engine_joins_when_a_node_does(
+    folder: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_module, "PLACE_SECONDS", 5.0)
+    run_path = folder / "joined"
+    with cluster_of([1, 1], monkeypatch) as cluster:
+        during = partial(after_step_2, run_path, partial(cluster.add_node, num_cpus=1))
+        outcome = run(folder, tiny_model_folder, run_path.name, *ENGINES, during=during)
+    assert outcome.step == STEPS
+    first, *_, last = rows(run_path)
+    assert (first["faults/engine_restarts"], last["faults/engine_restarts"]) == (0, 1)
+    assert "sync/num_bytes_of_engine_1" in last
+    same(folder / "alone", run_path)
+    nothing_is_left()
+
+
+DRIVER = """
+import sys
+from _cluster_run import share_of_e
+from skyrl_fast import train
+from skyrl_fast.config.loading import load_config
+
+if __name__ == "__main__":
+    train(load_config(None, sys.argv[1:]), reward=share_of_e)
+"""
+
+
+@pytest.mark.spec("update.engine-exit")
+def test_a_killed_driver_leaves_nothing_and_the_same_command_resumes(
+    folder: Path, tiny_model_folder: Path, three_nodes: Cluster
+) -> None:
+    run_path = folder / "killed"
+    (folder / "driver.py").write_text(DRIVER)
+    command = [
+        *(sys.executable, str(folder / "driver.py"), "trainer.resume_mode=latest", RANKS, *ENGINES),
+        *overrides_of(folder, tiny_model_folder, run_path.name),
+    ]
+    environment = {**os.environ, "RAY_ADDRESS": three_nodes.address}
+    with subprocess.Popen(command, env=environment) as driver:
+        wait_for_step(run_path, 3)
+        driver.kill()
+    nothing_is_left()
+    subprocess.run(command, env=environment, check=True)
+    same(folder / "alone", run_path)
+    nothing_is_left()

@@ -1,0 +1,50 @@
+"""The network interface by which this machine reaches another one: nothing listens elsewhere.
+
+"Another one" may be this machine itself: its loopback address, or its address in a cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import socket
+import struct
+
+SIOCGIFADDR = 0x8915  # of Linux's ioctl: the address of an interface
+DISCARD_PORT = 9  # of RFC 863; nothing is sent to it
+
+
+def address_towards(address: str) -> str:
+    """Return the IPv4 address of this machine from which it reaches another one.
+
+    Raises:
+        OSError: it does not.
+
+    Example:
+        >>> address_towards("127.0.0.1")
+        '127.0.0.1'
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, DISCARD_PORT))
+        return str(probe.getsockname()[0])
+
+
+def interface_to(address: str) -> str:
+    """Return the name of the network interface by which this machine reaches an address.
+
+    Raises:
+        OSError: there is none.
+
+    Example:
+        >>> interface_to("127.0.0.1")
+        'lo'
+    """
+    mine = address_towards(address)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # an interface without an address
+                reply = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+                if socket.inet_ntoa(reply[20:24]) == mine:
+                    return name
+    raise OSError(f"no network interface has the address {mine}")

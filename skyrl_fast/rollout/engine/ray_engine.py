@@ -1,0 +1,231 @@
+"""`RayEngine`: an engine's server on a node of a Ray cluster, started again where it is lost.
+
+The server is that of `skyrl-fast engine`, used as any `RemoteEngine`; an actor starts it and says
+when it has exited. Ray ends the actors with the process that created them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_fast.rollout.engine.engine_actor import EngineActor
+from skyrl_fast.rollout.engine.protocol import EngineDeadError, NoRoomError
+from skyrl_fast.rollout.engine.remote import START_POLL_SECONDS, RemoteEngine
+from skyrl_fast.rollout.engine.vllm_start import VllmSetup
+
+log = logging.getLogger(__name__)
+
+ROOM_SECONDS = 5.0  # for a node to have room at the start of a run, which has waited before
+NO_URL = "http://nowhere"  # until the server has an address
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlace:
+    """Where an engine runs: a bundle of a placement group, which Ray moves if its node is lost.
+
+    Args:
+        group: the placement group.
+        bundle: its index; all of its CPUs and GPUs are the engine's.
+    """
+
+    group: Any
+    bundle: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """A server, from its request to Ray on.
+
+    Args:
+        url: its address, once a node has room and its process has started.
+        ended: why it has ended, once it has.
+    """
+
+    actor: Any
+    url: asyncio.Future[str]
+    ended: asyncio.Future[str]
+
+
+class RayEngine(RemoteEngine):
+    """A server that this class starts on a node of the cluster, and again after it died.
+
+    Args:
+        number: of the engine, for its name.
+        place: where it runs.
+        make_setup: see `EngineActor`.
+        weight_sync: as for `RemoteEngine`.
+        trainer: address of this node, which the engines' nodes reach.
+        weights_folder: that trainer and engines share, for "file".
+        start_seconds: for a server to answer once its node has room.
+        options: of `RemoteEngine`.
+    """
+
+    starts_with_model = True  # its server is always a new one
+
+    def __init__(
+        self,
+        number: int,
+        place: EnginePlace,
+        make_setup: Callable[[], VllmSetup],
+        *,
+        weight_sync: str | None,
+        trainer: str,
+        weights_folder: str | None = None,
+        start_seconds: float = 600.0,
+        **options: Any,
+    ) -> None:
+        key = secrets.token_urlsafe(32)
+        super().__init__(NO_URL, api_key=key, weight_sync=weight_sync, trainer=trainer, **options)
+        self.name = f"engine {number}"
+        self._place = place
+        self._start_seconds = start_seconds
+        self._arguments = {
+            "key": key,
+            "trainer": None if weight_sync == "file" else trainer,
+            "weights_folder": weights_folder,
+            "folder": os.getcwd(),
+        }
+        self._make_setup = make_setup
+        self._server: _Server | None = None
+        self._starting: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the server, unless one is being started, and connect to it.
+
+        Raises:
+            NoRoomError: no node has room for it yet.
+            EngineDeadError: it did not start; the message has the end of its log.
+        """
+        starting, group = self._begin(), self._place.group
+        if not starting.done() and not await asyncio.to_thread(group.wait, ROOM_SECONDS):
+            raise NoRoomError(f"no node with {group.bundle_specs[self._place.bundle]} free")
+        try:
+            await asyncio.shield(starting)
+        finally:
+            if starting.done():
+                self._starting = None
+        await super().start()
+
+    async def comes_back(self) -> bool:
+        """Return whether a new server answers, or did not start; begin to start one."""
+        return self._begin().done()
+
+    async def restart(self) -> None:
+        """Connect to the server that `comes_back` has started."""
+        await super().close()
+        await self.start()
+
+    async def close(self) -> None:
+        """Disconnect, and end the server."""
+        await super().close()
+        starting, self._starting = self._starting, None
+        if starting is not None:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+        self._end()
+
+    def _begin(self) -> asyncio.Task[None]:
+        """Begin to start a server, unless that was begun; the one before is ended."""
+        if self._starting is None:
+            self._end()
+            self._server = self._requested()
+            self._starting = asyncio.create_task(self._started(self._server))
+        return self._starting
+
+    def _requested(self) -> _Server:
+        """Ask Ray for an actor in the engine's place; return at once."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        spec = self._place.group.bundle_specs[self._place.bundle]
+        actor = (
+            ray.remote(EngineActor)
+            .options(
+                num_cpus=spec.get("CPU", 0),
+                num_gpus=spec.get("GPU", 0),
+                max_concurrency=2,  # a thread waits for the server's exit
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._place.group, placement_group_bundle_index=self._place.bundle
+                ),
+            )
+            .remote(self._make_setup, **self._arguments)
+        )
+        return _Server(actor, _future(actor.serve), _future(actor.ending))
+
+    async def _started(self, server: _Server) -> None:
+        """Return when the server answers; EngineDeadError if it does not."""
+        try:
+            self._url = await server.url
+        except Exception as error:  # Ray's: of the actor's start, or its node was lost
+            raise EngineDeadError(f"{self.name} did not start: {_short(error)}") from error
+        deadline = time.monotonic() + self._start_seconds
+        while reason := await self._unhealthy_reason():
+            if time.monotonic() > deadline:
+                raise EngineDeadError(
+                    f"{self.name} at {self._url} did not answer within {self._start_seconds:g} s: "
+                    f"{reason}"
+                )
+            await asyncio.sleep(START_POLL_SECONDS)
+        log.info("%s runs at %s", self.name, self._url)
+
+    def _end(self) -> None:
+        """End the server and its actor, if there are any."""
+        import ray
+
+        server, self._server = self._server, None
+        if server is not None:
+            for waiting in (server.url, server.ended):
+                waiting.cancel()
+            ray.kill(server.actor)
+
+    async def _unhealthy_reason(self) -> str:
+        self._refuse_ended(self._running())
+        return await super()._unhealthy_reason()
+
+    async def _answer(self, method: str, path: str, **arguments: Any) -> Any:
+        """Return the server's answer; a lost node does not close its connections."""
+        server = self._running()
+        answer = asyncio.create_task(super()._answer(method, path, **arguments))
+        try:
+            await asyncio.wait({answer, server.ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                self._refuse_ended(server)
+            return await answer
+        finally:
+            answer.cancel()
+
+    def _running(self) -> _Server:
+        if self._server is None:
+            raise EngineDeadError(f"{self.name} is not running: await engine.start() first")
+        return self._server
+
+    def _refuse_ended(self, server: _Server) -> None:
+        """Raise EngineDeadError if the server, its actor or its node is gone."""
+        if server.ended.done():
+            text = "stopped" if server.ended.cancelled() else _ending(server.ended)
+            raise EngineDeadError(f"{self.name} at {self._url}: {text}")
+
+
+def _ending(ended: asyncio.Future[str]) -> str:
+    error = ended.exception()
+    return ended.result() if error is None else _short(error)
+
+
+def _future(method: Any) -> asyncio.Future[Any]:
+    """Return the result of an actor's method, which may never be awaited."""
+    future = asyncio.wrap_future(method.remote().future())
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future
+
+
+def _short(error: BaseException) -> str:
+    """Return Ray's error in one line."""
+    cause = getattr(error, "cause", None) or error
+    return f"{type(cause).__name__}: {' '.join(str(cause).split())[:400]}"

@@ -3,8 +3,9 @@
     python scripts/screenshots.py RUN [--out docs/images]
 
 `make screenshots` uses the quickstart's run; for an asynchronous run (make screenshots RUN=...) it
-takes the screenshot of staleness and faults. The trajectory shown is the first one in the second
-half of the run that failed after several turns in a group with successes.
+takes the screenshot of staleness and faults, for one of an agent that of a forest of calls. The
+trajectory shown is the first one in the second half of the run that failed after several turns in a
+group with successes.
 """
 
 from __future__ import annotations
@@ -57,8 +58,12 @@ def main() -> int:
 
 def pictures(run: Path) -> list[tuple[str, str, str, Callable[[Any], None]]]:
     """Return each screenshot's name, colours, place in the page, and preparing action."""
-    if any(entry.staleness for entry in read_index(run)):
+    index = read_index(run)
+    if any(entry.staleness for entry in index):
         return [("viewer-asynchronous", "light", "#/charts", show_staleness)]
+    if all(entry.env_class == "agent" for entry in index):
+        longest = max(range(len(index)), key=lambda number: index[number].turns)
+        return [("viewer-forest", "light", f"#/{longest}", show_advantage)]
     chosen = telling_trajectory(run)
     return [
         ("viewer-trajectory", "light", f"#/{chosen}", show_advantage),

@@ -25,10 +25,11 @@ CALLS: list[tuple[list[int], list[int], tuple[str, int | None]]] = [
     ([1, 7, 20, 8], [21], ("continues", 2)),
     ([1, 2, 10, 11, 5], [15], ("continues", 0)),  # another observation: a branch
     ([1, 2, 10, 11, 3, 12, 6], [16], ("forks", 1)),  # a part of an answer
-    ([1, 2, 9], [17], ("rewrites", 0)),
+    ([1, 2, 9], [17, 22, 23], ("rewrites", 0)),
+    ([1, 2, 9, 17, 8], [24], ("rewrites", 7)),  # too little of the answer
     ([1, 2, 10, 11, 3], [18], ("repeats", 1)),
     ([1, 2], [10, 11], ("repeats", 0)),
-    ([1, 2, 10, 11], [19], ("continues", 9)),  # of two calls with the same tokens the later one
+    ([1, 2, 10, 11], [19], ("continues", 10)),  # of two calls with the same tokens the later one
 ]
 
 
@@ -57,7 +58,9 @@ def expected(steps: list[Any], number: int) -> Place:
         if shared == len(both):
             best = max(best, ((shared, 2, other), Place("continues", other)), key=lambda b: b[0])
         elif shared > len(asked):  # of equal answers, the first one sampled these tokens
-            best = max(best, ((shared, 1, -other), Place("forks", other)), key=lambda b: b[0])
+            half = 2 * (shared - len(asked)) >= len(step.response_ids)
+            kind = "forks" if half else "rewrites"
+            best = max(best, ((shared, 1, -other), Place(kind, other)), key=lambda b: b[0])
         elif shared == len(asked):
             best = max(best, ((shared, 0, -other), Place("rewrites", other)), key=lambda b: b[0])
     same = [n for n in range(number) if list(steps[n].prompt_token_ids) == prompt]

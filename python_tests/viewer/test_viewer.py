@@ -591,7 +591,7 @@ def test_python_examples_of_the_guide_run(number: int, tmp_path: Path, monkeypat
 
 def test_images_of_the_guide_exist_and_are_small() -> None:
     pictures = re.findall(r"!\[[^\]]+\]\((images/[^)]+)\)", GUIDE)
-    assert len(pictures) == 5
+    assert len(pictures) == 6
     for picture in pictures:
         path = PAGES.parents[2] / "docs" / picture
         assert 10_000 < path.stat().st_size < 150_000, picture

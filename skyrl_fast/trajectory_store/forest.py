@@ -16,8 +16,8 @@ from skyrl_fast.trajectory_store.reader import StoredStep
 
 STARTS = "starts"  # has no answer of an earlier call, and no complete prompt
 CONTINUES = "continues"  # begins with the prompt and the answer of its parent
-FORKS = "forks"  # begins with its parent's prompt and a part of its answer
-REWRITES = "rewrites"  # begins with its parent's prompt, and goes on without its answer
+FORKS = "forks"  # begins with its parent's prompt and at least half of its answer
+REWRITES = "rewrites"  # begins with its parent's prompt, and continues with another answer
 REPEATS = "repeats"  # has the prompt of an earlier call: another answer to it
 
 
@@ -66,7 +66,7 @@ def forest(steps: Sequence[StoredStep]) -> list[Place]:
     for number, step in enumerate(steps):
         prompt, response = ids_array(step.prompt_token_ids), ids_array(step.response_ids)
         path, rest = _walked(roots, prompt)
-        places.append(_place(path, len(rest)))
+        places.append(_place(path, len(rest), steps))
         path += _added(path[-1].next if path else roots, rest)
         if path and path[-1].asked is None:
             path[-1].asked = number
@@ -99,15 +99,20 @@ def _added(edges: dict[int, _Edge], tokens: np.ndarray) -> list[_Edge]:
     return [edges[int(tokens[0])]]
 
 
-def _place(path: Sequence[_Edge], num_new: int) -> Place:
+def _place(path: Sequence[_Edge], num_new: int, steps: Sequence[StoredStep]) -> Place:
     """Return the place of a call whose prompt begins with these edges."""
     if path and not num_new and path[-1].asked is not None:
         return Place(REPEATS, path[-1].asked)
+    depth = sum(len(edge.tokens) for edge in path)
     for edge in reversed(path):
         if edge.answered is not None:
             return Place(CONTINUES, edge.answered)
         if edge.sampled_by is not None:
-            return Place(FORKS, edge.sampled_by)
+            parent = steps[edge.sampled_by]
+            common = depth - len(parent.prompt_token_ids)
+            kind = FORKS if 2 * common >= len(parent.response_ids) else REWRITES
+            return Place(kind, edge.sampled_by)
         if edge.asked is not None:
             return Place(REWRITES, edge.asked)
+        depth -= len(edge.tokens)
     return Place(STARTS, None)

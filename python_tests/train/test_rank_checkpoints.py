@@ -232,7 +232,8 @@ def full_disk() -> list[Path]:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("damage", ["step_count", "negative", "shape"])
+@pytest.mark.spec("async.checkpoint-state")
+@pytest.mark.parametrize("damage", ["step_count", "negative", "other", "cut", "bytes"])
 def test_impossible_shards_are_damage(shared: Saved, tmp_path: Path, damage: str) -> None:
     path = written(tmp_path, 12, shared)
     steps = path / "optimizer/steps.json"
@@ -242,14 +243,21 @@ def test_impossible_shards_are_damage(shared: Saved, tmp_path: Path, damage: str
         content["step_count"] = -1
     elif damage == "negative":
         content["steps"][name] = -1
-    else:
+    elif damage == "other":
         del content["steps"][name]
     steps.write_text(json.dumps(content))
+    shard = path / "optimizer/shard-00002-of-00002.safetensors"
+    if damage == "cut":
+        shard.write_bytes(shard.read_bytes()[:-100])
+    elif damage == "bytes":
+        shard.write_bytes(shard.read_bytes()[:8] + b"x" * 1000)
     with models(tmp_path, 1, path) as alone:
         wanted = {
             "step_count": r"step 12 is damaged: .*steps.json: step_count: wanted 0",
             "negative": rf"step 12 is damaged: .*{name}.step: wanted no negative",
-            "shape": f"no optimizer state for {name}: of another model",
+            "cut": "step 12 is damaged: .*optimizer: SafetensorError",
+            "bytes": "step 12 is damaged: .*optimizer: SafetensorError",
+            "other": f"no optimizer state for {name}: of another model",
         }
         with pytest.raises((CheckpointError, ValueError), match=wanted[damage]):
             alone.restore(path)

@@ -34,7 +34,12 @@ class Callback:
         """
 
     def on_checkpoint(self, step: int, path: Path) -> None:
-        """Handle a complete checkpoint; `path` is its folder."""
+        """Handle a complete checkpoint; several ranks complete it during later steps.
+
+        Args:
+            step: that it was written after.
+            path: its folder.
+        """
 
 
 class CallbackList:

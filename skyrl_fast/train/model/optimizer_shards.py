@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from skyrl_fast.train.output.checkpoint import damaged, write_json
@@ -89,7 +91,8 @@ def load_shards(
             "that: wanted torch 2.9 or newer"
         ) from error
     step_count, steps, unmoved = _read_steps(folder / STEPS)
-    metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
+    with _damage_named(folder):
+        metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
     shapes = {n: getattr(saved, "size", None) for n, saved in metadata.state_dict_metadata.items()}
     states = {}
     for name, parameter in parameters:
@@ -104,12 +107,23 @@ def load_shards(
         moments = {key: torch.zeros_like(parameter.detach()) for key in SHARDED}
         states[name] = {**moments, "step": step}
     tensors = {f"{n}.{key}": state[key] for n, state in states.items() for key in SHARDED}
-    with warnings.catch_warnings():
+    with _damage_named(folder), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # with one rank
         load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=ranks.size == 1)
     for name, state in states.items():
         check_moments(name, state, folder)
     return step_count, states
+
+
+@contextmanager
+def _damage_named(folder: Path) -> Iterator[None]:
+    """Raise CheckpointError in place of what DCP raises about files that it cannot read."""
+    from torch.distributed.checkpoint.api import CheckpointException  # no Exception
+
+    try:
+        yield
+    except (CheckpointException, SafetensorError, LookupError, OSError, ValueError) as error:
+        raise damaged(folder, f"{type(error).__name__}: {error}") from error
 
 
 def check_moments(name: str, state: State, path: Path) -> None:

@@ -59,8 +59,21 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: str(p.relative_to(EXAMPLES)))
 def test_every_configuration_is_valid(path: Path) -> None:
-    config = load_config(path)
+    base = path.with_name("config.yaml")
+    config = load_config(base, [str(path)]) if path.name == "cluster.yaml" else load_config(path)
     assert config.trainer.run_path
+
+
+@pytest.mark.spec("update.engine-nodes")
+def test_the_quickstarts_cluster_has_two_ranks_and_two_engines() -> None:
+    folder = EXAMPLES / "quickstart"
+    config = load_config(folder / "config.yaml", [str(folder / "cluster.yaml")])
+    assert (config.trainer.placement.num_ranks, config.engines_on_cluster) == (2, True)
+    assert config.generator.inference_engine.num_engines == 2
+    assert (
+        config.trainer.train_batch_size
+        == load_config(folder / "config.yaml").trainer.train_batch_size
+    )
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

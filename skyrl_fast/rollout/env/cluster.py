@@ -1,4 +1,4 @@
-"""Environments on the nodes of a Ray cluster: an actor per node has the processes of its own.
+"""Environments on the nodes of a Ray cluster: an actor per node runs their processes.
 
 Tool calls and sandboxes then use the CPUs of other nodes than the trainer's. Deadlines, limits and
 checks are those of `processes.py`, applied on the node. A node that is lost ends the calls of its

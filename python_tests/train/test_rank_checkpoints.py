@@ -93,6 +93,7 @@ def assert_equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> 
         assert torch.equal(one[name], two[name]), name
 
 
+@pytest.mark.slow  # starts three times as many processes
 @pytest.mark.spec("update.ranks-checkpoint")
 def test_values_are_equal_for_any_number_of_ranks(tmp_path: Path) -> None:
     """Experts, whose weights have other names in checkpoints, and a head of a single row."""
@@ -322,10 +323,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.spec("async.checkpoint-kills", "update.ranks-checkpoint-background")
-@pytest.mark.parametrize(
-    ("rank", "times"),
-    [(1, 1), *(pytest.param(rank, 5, marks=pytest.mark.slow) for rank in (0, 1))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "times"), [(0, 5), (1, 5)])
 def test_killed_rank_loses_no_announced_checkpoint(tmp_path: Path, rank: int, times: int) -> None:
     rng = random.Random(rank)
     for number in range(times):

@@ -55,8 +55,14 @@ CASES: dict[str, tuple[str, AlgorithmConfig]] = {
 }
 
 
+def by_cost(case: str) -> Any:
+    """Return the case as a parameter; the default run has two."""
+    quick = case in ("sequences", "replayed routes on trees")
+    return pytest.param(case, marks=() if quick else pytest.mark.slow)
+
+
 @pytest.mark.spec("update.sequence-ranks")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", map(by_cost, CASES))
 def test_update_equals_that_of_one_rank(both: Both, case: str) -> None:
     name, algorithm = CASES[case]
     batch = routed(agent_batch(7, num_groups=4)).with_(old_logprobs=None)

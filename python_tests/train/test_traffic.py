@@ -113,6 +113,7 @@ def test_counters_are_those_of_the_formulas(tmp_path: Path, size: int) -> None:
         assert wanted[RESULTS] == (2, 2 * 12 * ROWS * RESPONSE / 2 + passes * 1900)
 
 
+@pytest.mark.slow  # starts a process
 @pytest.mark.spec("update.ranks-traffic", "metrics.table")
 def test_a_run_of_two_ranks_reports_its_traffic(folder: Path) -> None:
     two = "trainer.placement.policy_num_gpus_per_node=2"

@@ -135,6 +135,66 @@ LOOKS = [called("price", lamp="red"), called("price", lamp="blue"), DONE]
 QUESTION = "What does the red lamp cost?"
 
 
+def test_openai_client(tokenizer: Any, model: Path) -> None:
+    openai = pytest.importorskip("openai")
+    parameters = {"type": "object", "properties": {"lamp": {"type": "string"}}}
+    price = {"name": "price", "description": "The price of a lamp.", "parameters": parameters}
+
+    async def solve(task: Any) -> float:
+        client = openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key)
+        messages: list[Any] = [{"role": "user", "content": QUESTION}]
+        while True:
+            completion = await client.chat.completions.create(
+                model=task.model, messages=messages, tools=[{"type": "function", "function": price}]
+            )
+            message = completion.choices[0].message
+            if not message.tool_calls:
+                return float(DONE in message.content)
+            messages.append(message)
+            for call in message.tool_calls:
+                lamp = json.loads(call.function.arguments)["lamp"]
+                content = str(PRICES[lamp])
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
+
+    out = checked(solve, LOOKS, tokenizer, model)
+    assert [t.steps[-1].reward for t in out.trajectories] == [1.0] * SAMPLES
+
+
+def test_anthropic_client_that_streams(tokenizer: Any, model: Path) -> None:
+    anthropic = pytest.importorskip("anthropic")
+    schema = {"type": "object", "properties": {"lamp": {"type": "string"}}}
+    price = {"name": "price", "description": "The price of a lamp.", "input_schema": schema}
+
+    async def solve(task: Any) -> float:
+        root = task.base_url.removesuffix("/v1")
+        client = anthropic.AsyncAnthropic(base_url=root, api_key=task.api_key)
+        messages: list[Any] = [{"role": "user", "content": QUESTION}]
+        while True:
+            read = ""
+            async with client.messages.stream(
+                model=task.model, max_tokens=256, messages=messages, tools=[price]
+            ) as stream:
+                async for text in stream.text_stream:
+                    read += text
+                message = await stream.get_final_message()
+            uses = [block for block in message.content if block.type == "tool_use"]
+            if not uses:
+                return float(DONE in read)
+            messages.append({"role": "assistant", "content": message.content})
+            results = [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": use.id,
+                    "content": str(PRICES[use.input["lamp"]]),
+                }
+                for use in uses
+            ]
+            messages.append({"role": "user", "content": results})
+
+    out = checked(solve, LOOKS, tokenizer, model)
+    assert [t.steps[-1].reward for t in out.trajectories] == [1.0] * SAMPLES
+
+
 def test_langgraph(tokenizer: Any, model: Path) -> None:
     pytest.importorskip("langgraph")
     pytest.importorskip("langchain_openai")

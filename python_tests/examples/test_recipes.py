@@ -32,7 +32,8 @@ from examples.tiny_model.model import make_tokenizer  # noqa: E402
 from skyrl_fast.config.loading import load_config  # noqa: E402
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-CONFIGS = sorted(EXAMPLES.rglob("*.yaml"))
+CLUSTER = EXAMPLES / "cluster"  # files of Ray and Kubernetes
+CONFIGS = sorted(path for path in EXAMPLES.rglob("*.yaml") if CLUSTER not in path.parents)
 PUBLISHED = {
     "gsm8k/qwen2.5_1.5b.yaml": ("Qwen/Qwen2.5-1.5B-Instruct", 1024, 256, 5, 1, 1024, "regular"),
     "gsm8k/multi_turn_qwen2.5_0.5b.yaml": (

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from skyrl_fast.config import Config
 from skyrl_fast.train import run
 from skyrl_fast.train.flow.event_loop import StopSignals
 from skyrl_fast.train.parallel.rank_processes import RankStarter
+
+TAG = "SKYRL_FAST_TEST_CLUSTER"  # a variable of the processes of a test's cluster
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,20 @@ def share_of_e(answer: str, row: dict[str, Any]) -> float:
 
 
 def workers(name: str) -> list[int]:
-    """Return the processes of this machine whose title begins with a name."""
+    """Return the processes of this test's cluster whose title begins with a name."""
+    return processes(lambda command: command.startswith(name.encode()))
+
+
+def processes(chosen: Callable[[bytes], bool]) -> list[int]:
+    """Return the processes of this test's cluster with such a command line, ascending.
+
+    Other tests run at the same time; a cluster's processes inherit a variable.
+    """
+    tag = f"{TAG}={os.environ[TAG]}".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
-            if (folder / "cmdline").read_bytes().startswith(name.encode()):
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            if tag in variables and chosen((folder / "cmdline").read_bytes()):
                 found.append(int(folder.name))
-    return found
+    return sorted(found)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import ray
+from _cluster_run import TAG
 from ray.cluster_utils import Cluster
 
 HELPERS = Path(__file__).resolve().parent
@@ -19,6 +21,7 @@ def cluster_of(cpus: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> Iterator
     """A head without CPUs, as where training is started from, and nodes with so many each."""
     paths = [str(HELPERS), str(HELPERS.parents[1]), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv(TAG, secrets.token_hex(8))
     monkeypatch.setenv("RAY_health_check_period_ms", "300")  # a lost node is noticed within seconds
     monkeypatch.setenv("RAY_health_check_failure_threshold", "3")
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})

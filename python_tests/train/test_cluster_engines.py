@@ -23,7 +23,7 @@ pytest.importorskip("ray")
 pytest.importorskip("transformers")
 
 import ray
-from _cluster_run import share_of_e, workers
+from _cluster_run import processes, share_of_e, workers
 from _listening import listening
 from _nodes import cluster_of
 from _training import steady
@@ -34,6 +34,7 @@ from examples.asynchronous.soak import children, command_of
 from skyrl_fast import train
 from skyrl_fast.config import Config
 from skyrl_fast.config.loading import load_config
+from skyrl_fast.file_lock import close_locked, lock_file
 from skyrl_fast.train import cluster as cluster_module
 from skyrl_fast.train.run import TrainResult
 
@@ -116,13 +117,7 @@ def samples(run_path: Path) -> Counter[tuple[int, str, int]]:
 
 def servers() -> list[int]:
     """Return the processes of engines' servers."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended
-            parts = (path / "cmdline").read_bytes().split(b"\0")
-            if SERVER.encode() in parts and b"serve" in parts:
-                found.append(int(path.name))
-    return sorted(found)
+    return processes(lambda command: {SERVER.encode(), b"serve"} <= set(command.split(b"\0")))
 
 
 def nothing_is_left() -> None:
@@ -130,8 +125,22 @@ def nothing_is_left() -> None:
     while left := servers() + workers("ray::EngineActor") + workers("ray::_RankZero"):
         assert time.monotonic() < deadline, [command_of(pid) for pid in left]
         time.sleep(0.2)
-    weights = [path for path in Path("/dev/shm").glob("skyrl_fast-weights-*") if path.owner()]
-    assert weights == []
+    assert not any(map(is_unused, Path("/dev/shm").glob("skyrl_fast-weights-*")))
+
+
+def is_unused(folder: Path) -> bool:
+    """Return whether no process holds a folder of weights; other tests may have some."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        lock_file(descriptor)
+    except BlockingIOError:
+        os.close(descriptor)
+        return False
+    close_locked(descriptor)
+    return folder.exists()
 
 
 def same(one: Path, two: Path) -> None:

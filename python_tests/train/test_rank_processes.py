@@ -279,3 +279,16 @@ def test_run_with_a_changed_number_of_ranks_equals_that_of_one(folder: Path) -> 
             assert found[name] == pytest.approx(wanted[name], rel=1e-2, abs=1e-4), name
     assert (folder / "shared" / "rank_1.log").exists()
     assert torch.get_num_threads() == threads
+
+
+@pytest.mark.slow  # starts a process
+@pytest.mark.spec("update.sequence-ranks")
+def test_run_with_shared_sequences_equals_that_of_one_rank(folder: Path) -> None:
+    shared = "trainer.placement.policy_num_gpus_per_node=2"
+    train(settings(folder, "alone"))
+    train(settings(folder, "shared", shared, "trainer.policy.sequence_parallel_size=2"))
+    one, two = (steady(folder / name / "metrics.jsonl") for name in ("alone", "shared"))
+    assert len(one) == len(two) > 1
+    for wanted, found in zip(one, two, strict=True):
+        for name in {"reward/avg_raw_reward", "policy/grad_norm", "policy/loss"} & wanted.keys():
+            assert found[name] == pytest.approx(wanted[name], rel=1e-2, abs=1e-4), name

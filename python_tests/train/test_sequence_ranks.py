@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,6 @@ pytest.importorskip("transformers")
 
 import torch
 from _sequence_ranked import SHARED, make_models
-from _training import folder as folder
-from _training import settings, steady, train
 from _trees import agent_batch
 from test_ranks import CLOSE, SEVERAL_GPUS, Both, assert_close, routed, update, weights
 
@@ -171,16 +168,3 @@ def test_what_cannot_be_divided_is_refused() -> None:
     model.config.sliding_window, model.config.use_sliding_window = 16, True
     with pytest.raises(ValueError, match=r"size: wanted 1 for this model: .*window"):
         Policy(model, ranks=ranks)
-
-
-@pytest.mark.slow  # starts a process
-@pytest.mark.spec("update.sequence-ranks")
-def test_run_with_shared_sequences_equals_that_of_one_rank(folder: Path) -> None:
-    shared = "trainer.placement.policy_num_gpus_per_node=2"
-    train(settings(folder, "alone"))
-    train(settings(folder, "shared", shared, "trainer.policy.sequence_parallel_size=2"))
-    one, two = (steady(folder / name / "metrics.jsonl") for name in ("alone", "shared"))
-    assert len(one) == len(two) > 1
-    for wanted, found in zip(one, two, strict=True):
-        for name in {"reward/avg_raw_reward", "policy/grad_norm", "policy/loss"} & wanted.keys():
-            assert found[name] == pytest.approx(wanted[name], rel=1e-2, abs=1e-4), name

@@ -44,19 +44,33 @@ def checkpointed(model: Any) -> Any:
 
 def make_models(ranks: Ranks) -> Models:
     """Return all models, with the same weights on every rank and for any number of ranks."""
+    return models_of(
+        ranks,
+        {
+            "tied": (tiny_model(tied=True), {}),
+            "untied": (tiny_model(seed=1), {}),
+            "nested": (nested(tiny_model(seed=4)), {}),
+            "tree": (tiny_model(seed=2), {"tree": True}),
+            "experts": (tiny_moe(), {"router_replay": True}),
+            "checkpointed": (checkpointed(tiny_moe()), {"router_replay": True}),
+        },
+    )
+
+
+def models_of(
+    ranks: Ranks, trained: dict[str, tuple[Any, dict[str, Any]]], *, critic_on_trees: bool = False
+) -> Models:
+    """Return policies with their optimizers, a reference and a critic.
+
+    Args:
+        trained: models, and options of their policies, by name.
+    """
     device = "cpu" if ranks.mesh is None else ranks.mesh.device_type
 
     def policy(model: Any, **options: Any) -> Policy:
         return Policy(model.to(device), max_tokens_per_microbatch=BUDGET, ranks=ranks, **options)
 
-    policies = {
-        "tied": policy(tiny_model(tied=True)),
-        "untied": policy(tiny_model(seed=1)),
-        "nested": policy(nested(tiny_model(seed=4))),
-        "tree": policy(tiny_model(seed=2), tree=True),
-        "experts": policy(tiny_moe(), router_replay=True),
-        "checkpointed": policy(checkpointed(tiny_moe()), router_replay=True),
-    }
+    policies = {name: policy(model, **options) for name, (model, options) in trained.items()}
     config = OptimizerConfig(lr=1e-2)
     optimizers = {name: Optimizer(p, config, total_steps=9) for name, p in policies.items()}
     reference = policy(tiny_model(seed=5).requires_grad_(False))
@@ -68,6 +82,7 @@ def make_models(ranks: Ranks) -> Models:
         total_steps=9,
         mini_batch_size=2,
         max_tokens_per_microbatch=BUDGET,
+        tree=critic_on_trees,
         ranks=ranks,
     )
     return Models(ranks, policies, optimizers, reference, critic)

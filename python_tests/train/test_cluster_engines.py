@@ -215,7 +215,7 @@ def wait_for_step(run_path: Path, step: int) -> None:
 
 
 def after_step_2(run_path: Path, fault: Callable[[], object]) -> None:
-    """Cause a fault during the generation of a batch, which goes on when the engine is back."""
+    """Cause a fault during the generation of a batch, which continues when the engine is back."""
     wait_for_step(run_path, 2)
     hold = run_path.parent / "hold"
     hold.touch()

@@ -65,6 +65,13 @@ def assert_close(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> 
         torch.testing.assert_close(one[name], two[name], msg=name, **CLOSE)
 
 
+def assert_same_metrics(alone: dict[str, float], shared: dict[str, float]) -> None:
+    split = {"policy/num_micro_batches", "policy/forward_tokens", "policy/token_saving"}
+    assert alone.keys() == shared.keys()
+    for key in alone.keys() - split:
+        assert shared[key] == pytest.approx(alone[key], rel=1e-3, abs=1e-5), key
+
+
 def routed(batch: StepBatch) -> StepBatch:
     generator = torch.Generator().manual_seed(3)
     scores = torch.rand(batch.num_tokens, NUM_LAYERS, NUM_EXPERTS, generator=generator)
@@ -106,11 +113,7 @@ def test_update_equals_that_of_one_rank(both: Both, case: str) -> None:
         metrics.append(found)
     assert_close(*(weights(models.policies[name]) for models in (both.alone, both.shared)))
     torch.testing.assert_close(*seen, equal_nan=True, **CLOSE)
-    alone, shared = metrics
-    split = {"policy/num_micro_batches", "policy/forward_tokens", "policy/token_saving"}
-    assert alone.keys() == shared.keys()
-    for key in alone.keys() - split:
-        assert shared[key] == pytest.approx(alone[key], rel=1e-3, abs=1e-5), key
+    assert_same_metrics(*metrics)
 
 
 @pytest.mark.spec("update.ranks-equal")

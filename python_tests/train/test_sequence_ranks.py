@@ -12,7 +12,16 @@ pytest.importorskip("transformers")
 import torch
 from _sequence_ranked import SHARED, make_models
 from _trees import agent_batch
-from test_ranks import CLOSE, SEVERAL_GPUS, Both, assert_close, routed, update, weights
+from test_ranks import (
+    CLOSE,
+    SEVERAL_GPUS,
+    Both,
+    assert_close,
+    assert_same_metrics,
+    routed,
+    update,
+    weights,
+)
 
 from skyrl_fast.config import AlgorithmConfig
 from skyrl_fast.config.loading import ConfigError, load_config
@@ -69,11 +78,7 @@ def test_update_equals_that_of_one_rank(both: Both, case: str) -> None:
         options: dict[str, Any] = {"algorithm": algorithm, "reference": models.reference}
         metrics.append(update(models, name, batch, update_epochs=2, **options))
     assert_close(*(weights(models.policies[name]) for models in (both.alone, both.shared)))
-    alone, shared = metrics
-    split = {"policy/num_micro_batches", "policy/forward_tokens", "policy/token_saving"}
-    assert alone.keys() == shared.keys()
-    for key in alone.keys() - split:
-        assert shared[key] == pytest.approx(alone[key], rel=1e-3, abs=1e-5), key
+    assert_same_metrics(*metrics)
 
 
 @pytest.mark.spec("update.sequence-ranks")

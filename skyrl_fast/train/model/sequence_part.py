@@ -24,20 +24,35 @@ def part_of(micro: MicroBatch, ranks: SequenceRanks) -> MicroBatch:
     size = -(-length // ranks.size)
     first, padding = ranks.rank * size, size * ranks.size - length
     assert micro.tree is None or padding == 0
-    pad = torch.nn.functional.pad
     here = slice(first, first + size)
     sequence, position = micro.hidden_index // length, micro.hidden_index % length
     places = ((position >= first) & (position < first + size)).nonzero()[:, 0]
+    micro = padded(micro, padding)
     routes, mask = micro.expert_indices, micro.router_padding_mask
     return replace(
         micro,
-        input_ids=pad(micro.input_ids, (0, padding))[:, here],
+        input_ids=micro.input_ids[:, here],
         hidden_index=(sequence * size + position - first)[places],
         target_ids=micro.target_ids[places],
-        expert_indices=None if routes is None else pad(routes, (0, 0, 0, 0, 0, padding))[:, here],
-        router_padding_mask=None if mask is None else pad(mask, (0, padding), value=True)[:, here],
+        expert_indices=None if routes is None else routes[:, here],
+        router_padding_mask=None if mask is None else mask[:, here],
         **_kept_tokens(micro, places),
         part=SequencePart(ranks, first, places, len(micro.hidden_index)),
+    )
+
+
+def padded(micro: MicroBatch, extra: int) -> MicroBatch:
+    """Return a micro-batch with `extra` tokens without routes at the end of each sequence.
+
+    A tree remains as it is.
+    """
+    pad = torch.nn.functional.pad
+    routes, mask = micro.expert_indices, micro.router_padding_mask
+    return replace(
+        micro,
+        input_ids=pad(micro.input_ids, (0, extra)),
+        expert_indices=None if routes is None else pad(routes, (0, 0, 0, 0, 0, extra)),
+        router_padding_mask=None if mask is None else pad(mask, (0, extra), value=True),
     )
 
 

@@ -23,7 +23,7 @@ from skyrl_fast.ops.prefix_tree.attention import (
 from skyrl_fast.ops.prefix_tree.tree import build_prefix_tree
 from skyrl_fast.train.model.forward_pass import MicroBatch, NodeTree
 from skyrl_fast.train.model.rope_limits import rope_limits
-from skyrl_fast.train.model.sequence_part import part_of
+from skyrl_fast.train.model.sequence_part import padded, part_of
 from skyrl_fast.train.parallel.sequence_ranks import SINGLE, SequenceRanks
 
 ATTENTION = "skyrl_fast_tree"  # its name among transformers' attention functions
@@ -120,16 +120,9 @@ def padded_trees(
     if extra == 0:
         return part_of(micro, ranks)
     parents, ends = pad_trees(micro.tree.parents, micro.tree.ends, num_nodes + extra)
-    pad = torch.nn.functional.pad
-    routes, mask = micro.expert_indices, micro.router_padding_mask
-    padded = replace(
-        micro,
-        input_ids=pad(micro.input_ids, (0, extra)),
-        tree=NodeTree(parents, ends, pad(micro.tree.positions, (0, extra))),
-        expert_indices=None if routes is None else pad(routes, (0, 0, 0, 0, 0, extra)),
-        router_padding_mask=None if mask is None else pad(mask, (0, extra), value=True),
-    )
-    return part_of(padded, ranks)
+    positions = torch.nn.functional.pad(micro.tree.positions, (0, extra))
+    tree = NodeTree(parents, ends, positions)
+    return part_of(replace(padded(micro, extra), tree=tree), ranks)
 
 
 def _with_attention(

@@ -32,7 +32,8 @@ test: setup ## default tests, including real vLLM
 	$(PY) $(PYTEST) $(ARGS)
 
 test-slow: setup ## tests that take minutes
-	$(PY) $(PYTEST) -m "slow and not peers" $(ARGS)
+	$(PY) $(PYTEST) -m "slow and not peers and not alone" $(ARGS) || test $$? -eq 5  # none chosen
+	$(PY) -m pytest -m "slow and not peers and alone" $(ARGS) || test $$? -eq 5
 
 spec: setup ## rules of docs/spec.md with the tests that cover them
 	$(PY) scripts/spec_report.py $(ARGS)

@@ -113,6 +113,9 @@ class TorchEngine:
     async def resume(self) -> None:
         """Do nothing."""
 
+    def check_running(self) -> None:
+        """Do nothing: it runs in this process."""
+
     async def comes_back(self) -> bool:
         """Return True."""
         return True

@@ -22,8 +22,9 @@ def cluster_of(cpus: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> Iterator
     paths = [str(HELPERS), str(HELPERS.parents[1]), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     monkeypatch.setenv(TAG, secrets.token_hex(8))
-    monkeypatch.setenv("RAY_health_check_period_ms", "300")  # a lost node is noticed within seconds
-    monkeypatch.setenv("RAY_health_check_failure_threshold", "3")
+    # A lost node is noticed within seconds; one that only has to wait for a processor is not lost.
+    monkeypatch.setenv("RAY_health_check_period_ms", "1000")
+    monkeypatch.setenv("RAY_health_check_failure_threshold", "5")
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     for number in cpus:
         cluster.add_node(num_cpus=number)

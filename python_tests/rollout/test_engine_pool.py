@@ -49,7 +49,7 @@ class OneWeight:
         self.paused = False
         self.hold: asyncio.Event | None = None
 
-    def check(self) -> None:
+    def check_running(self) -> None:
         if not self.alive:
             raise EngineDeadError(f"{self.name} died\nlast lines of its log")
 
@@ -79,36 +79,36 @@ class OneWeight:
         seed: int | None = None,
         expert_indices_start: int = 0,
     ) -> Generation:
-        self.check()
+        self.check_running()
         assert not self.paused
         self.sessions[session_id] += 1
         if self.hold is not None:
             await self.hold.wait()
-        self.check()
+        self.check_running()
         return Generation([1], [self.weight], INTERRUPTED if self.paused else "stop")
 
     async def load_weights(self, call: WorkerCall) -> None:
-        self.check()
+        self.check_running()
         if not self.deaf:
             self.weight = float(load_file(call.argument)["w"])
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        self.check()
+        self.check_running()
         assert not self.paused  # a paused engine never answers
         return [self.weight] * (len(token_ids) - 1)
 
     async def sleep(self) -> None:
-        self.check()
+        self.check_running()
         self.asleep = True
 
     async def interrupt(self) -> None:
-        self.check()
+        self.check_running()
         self.paused = True
         if self.hold is not None:
             self.hold.set()
 
     async def resume(self) -> None:
-        self.check()
+        self.check_running()
         self.paused = False
 
 
@@ -197,6 +197,21 @@ def test_dead_engine_restarts_with_the_current_weights() -> None:
         assert engine.starts == 2
         assert pool.faults["engine_restarts"] == 1
         assert pool.activity() == []
+
+    asyncio.run(go())
+
+
+@pytest.mark.spec("async.engine-restart")
+def test_an_engine_that_dies_without_requests_is_restarted() -> None:
+    async def go() -> None:
+        engines = [OneWeight("a"), OneWeight("b")]
+        pool, trainer = await started(*engines)
+        engines[1].alive = False
+        await asyncio.wait_for(pool.wait_for_fault(), 5)
+        assert [text.split()[0] for text in pool.activity()] == ["b"]
+        await pool.repair(trainer.weights, trainer.make_sync)
+        assert pool.faults == {"engine_deaths": 1, "engine_restarts": 1}
+        assert [engine.starts for engine in engines] == [1, 2]
 
     asyncio.run(go())
 

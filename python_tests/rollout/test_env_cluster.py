@@ -23,7 +23,8 @@ from skyrl_fast.rollout.env.protocol import Env, EnvStep
 SCRIPTED = f"{process_envs.__file__}:Scripted"
 MESSAGES = [{"role": "user", "content": "begin"}]
 SHORT = 3.0  # seconds of a call, which takes milliseconds
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each starts a cluster
+# Each starts a cluster.
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(300)]
 
 
 @pytest.fixture

@@ -25,7 +25,8 @@ from skyrl_fast.train import cluster as cluster_module
 from skyrl_fast.train.cluster import ClusterError, run_on_cluster
 from skyrl_fast.train.run import TrainResult
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each starts a cluster
+# Each starts a cluster.
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(300)]
 TWO_NODES = "trainer.placement.policy_num_nodes=2"
 
 

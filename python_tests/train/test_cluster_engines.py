@@ -40,6 +40,7 @@ from skyrl_fast.train.run import TrainResult
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.alone,
     pytest.mark.vllm,
     pytest.mark.timeout(600),  # each starts a cluster and engines
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -249,14 +250,14 @@ def kill_one(processes: list[int]) -> None:
 def test_a_lost_engine_is_started_again_and_nothing_is_lost(
     fault: str, folder: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The node with engines is lost with both of them; another one has room by then."""
+    """The node with engines is lost with both of them; another one has room a little later."""
     run_path = folder / f"lost-{fault}"
     with cluster_of([1, 1, 2], monkeypatch) as cluster:
 
         def lose_node() -> None:
             (engines,) = (n for n in cluster.worker_nodes if n.node_id in nodes_of("PACK"))
-            cluster.add_node(num_cpus=2)
             cluster.remove_node(engines, allow_graceful=False)
+            cluster.add_node(num_cpus=2)
 
         faults: dict[str, Callable[[], None]] = {
             "server": lambda: kill_one(servers()),

@@ -31,7 +31,7 @@ from skyrl_fast.train.output.checkpoint import newest_intact
 ROOT = Path(__file__).resolve().parents[2]
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 START_SECONDS = 120  # of a node, on a loaded machine
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -512,6 +512,7 @@ def timed(tab: Any, action: str, until: str) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.alone  # its limits are milliseconds
 @pytest.mark.spec("viewer.scale")
 def test_page_is_fast_with_ten_thousand_trajectories(
     opened: Open, large_view: Path, record_property: Callable[[str, object], None]

@@ -55,6 +55,9 @@ class PooledEngine(Engine, Protocol):
     async def resume(self) -> None:
         """Serve requests again after `interrupt`; otherwise do nothing."""
 
+    def check_running(self) -> None:
+        """Raise EngineDeadError if it is known to have died; send nothing."""
+
     async def comes_back(self) -> bool:
         """Return whether `restart` may bring it up again."""
 
@@ -249,12 +252,17 @@ class EnginePool:
         return dtypes.pop() if len(dtypes) == 1 else None
 
     async def wait_for_fault(self) -> None:
-        """Return when an engine is down that may be restarted.
+        """Return when an engine is down that may be restarted, also one that has no requests.
 
         Raises:
             EngineDeadError: all have been down for too long.
         """
         while True:
+            for member in self._up():
+                try:
+                    member.engine.check_running()
+                except EngineDeadError as error:
+                    await self._mark_dead(member, error)
             self._refuse_long_wait()
             for member in self._members:
                 if not member.up and not member.given_up and await member.engine.comes_back():

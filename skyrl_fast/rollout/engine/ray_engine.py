@@ -113,6 +113,10 @@ class RayEngine(RemoteEngine):
                 self._starting = None
         await super().start()
 
+    def check_running(self) -> None:
+        """Raise EngineDeadError if the server, its actor or its node is gone."""
+        self._refuse_ended(self._running())
+
     async def comes_back(self) -> bool:
         """Return whether a new server answers, or did not start; begin to start one."""
         return self._begin().done()
@@ -186,7 +190,7 @@ class RayEngine(RemoteEngine):
             ray.kill(server.actor)
 
     async def _unhealthy_reason(self) -> str:
-        self._refuse_ended(self._running())
+        self.check_running()
         return await super()._unhealthy_reason()
 
     async def _answer(self, method: str, path: str, **arguments: Any) -> Any:

@@ -333,6 +333,9 @@ class RemoteEngine:
             await self._post("/resume")
             self._interrupted = False
 
+    def check_running(self) -> None:
+        """Do nothing: requests alone tell whether a server runs."""
+
     async def comes_back(self) -> bool:
         """Return whether the server is healthy."""
         return not await self._unhealthy_reason()

@@ -388,6 +388,10 @@ class VllmEngine:
         await self.close()
         await self.start()
 
+    def check_running(self) -> None:
+        """Raise EngineDeadError if its process has died."""
+        self._alive()
+
     async def comes_back(self) -> bool:
         """Return whether `start` may bring it up again."""
         return True

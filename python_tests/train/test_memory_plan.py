@@ -21,7 +21,7 @@ import skyrl_fast
 from scripts import hardware_page
 from scripts.published_models import BILLIONS, model_folder
 from skyrl_fast.cli import main
-from skyrl_fast.config import Config
+from skyrl_fast.config import Config, ConfigError
 from skyrl_fast.config.loading import as_config, load_config
 from skyrl_fast.ops.logprob.linear import linear_logprob
 from skyrl_fast.rollout.engine import vllm_start
@@ -154,9 +154,14 @@ def test_ranks_of_all_nodes_share_weights_and_long_rows(small: Path) -> None:
     assert not plan.fits
     shared = "trainer.policy.sequence_parallel_size=2"
     assert shared in plan.remedies
+    with pytest.raises(ConfigError, match="sequence_parallel_size: wanted a divisor of 14 heads"):
+        plan_memory(config_of(small, *eight, *long, shared[:-1] + "4"), capacity=GPU // 8)
     plan = plan_memory(config_of(small, *eight, *long, shared), capacity=GPU // 8)
     assert "activations of 15,360 tokens, with checkpointing" in sizes(plan)
     assert plan.fits
+    longer = [*long, "generator.sampling_params.max_generate_length=122368"]  # too long for two
+    plan = plan_memory(config_of(small, *eight, *longer), capacity=GPU // 8)
+    assert not any("sequence_parallel_size" in remedy for remedy in plan.remedies)
 
 
 @pytest.mark.spec("memory.sleep")

@@ -25,6 +25,7 @@ from skyrl_fast.train.model.activation_memory import (
     load_model_config,
     model_size,
 )
+from skyrl_fast.train.parallel.sequence_ranks import check_heads
 from skyrl_fast.train.placement import EnginePlacement, engine_placement
 
 WEIGHT_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8  # per parameter; AdamW has two moments
@@ -74,7 +75,8 @@ def plan_memory(
         with_engine: False: nothing is sampled by vLLM, whatever the settings.
 
     Raises:
-        ValueError: a model's config cannot be read, or the engine cannot be placed.
+        ValueError: a model's config cannot be read, the engine cannot be placed, or the ranks of a
+            long row cannot share the policy's heads.
         UnmeasurableError: a model's code does not run on fake tensors.
     """
     measure = _Measurements()
@@ -82,6 +84,9 @@ def plan_memory(
     def planned(config: Config) -> MemoryPlan:
         gpus = max(num_gpus, config.trainer.placement.policy_num_gpus_per_node)
         local = with_engine and config.engine_in_process
+        policy = config.trainer.policy
+        text = measure.config(str(policy.model.path)).get_text_config()
+        check_heads(text, policy.sequence_parallel_size)
         return _plan(config, measure, capacity, engine_placement(config, gpus) if local else None)
 
     plan = planned(config)

@@ -24,7 +24,7 @@ from skyrl_fast.train.model.forward_pass import MicroBatch, NodeTree
 from skyrl_fast.train.model.tree_chunks import ordered_rows
 from skyrl_fast.train.model.tree_forward import last_hidden_states, padded_trees, prepare_for_trees
 from skyrl_fast.train.parallel.ranks import Ranks
-from skyrl_fast.train.parallel.sequence_ranks import SETTING, SINGLE, SequenceRanks
+from skyrl_fast.train.parallel.sequence_ranks import SETTING, SINGLE, SequenceRanks, check_heads
 from skyrl_fast.train.parallel.sharding import with_full_params
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ def supports_trees(backbone: Any, tree: bool | None, sequence: SequenceRanks = S
     """
     if tree is False and sequence.size == 1:
         return False
-    sequence.check_heads(backbone.config)
+    check_heads(backbone.config, sequence.size)
     try:
         prepare_for_trees(backbone)
     except ValueError as error:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from skyrl_fast.setting import ConfigError
 from skyrl_fast.train.parallel.traffic import SEQUENCES, Traffic
 
 SETTING = "trainer.policy.sequence_parallel_size"
@@ -36,12 +37,6 @@ class SequenceRanks:
     size: int = 1
     group: Any = None
     traffic: Traffic = field(default_factory=Traffic)
-
-    def check_heads(self, config: Any) -> None:
-        """Raise ValueError unless the query heads of a model's config can be divided."""
-        heads = getattr(config, "num_attention_heads", 1)
-        if heads % self.size:
-            raise ValueError(f"{SETTING}: wanted a divisor of {heads} heads, got {self.size}")
 
     def share_random_state(self, device: torch.device) -> None:
         """Give all ranks the first one's random state: a loss that draws tokens draws the same."""
@@ -133,3 +128,10 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0], None
+
+
+def check_heads(config: Any, size: int) -> None:
+    """Raise ConfigError unless so many ranks can share the query heads of a model's config."""
+    heads = getattr(config, "num_attention_heads", 1)
+    if heads % size:
+        raise ConfigError(f"{SETTING}: wanted a divisor of {heads} heads, got {size}")

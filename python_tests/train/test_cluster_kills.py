@@ -1,0 +1,133 @@
+"""Ranks, nodes and drivers killed at random moments: every step is trained once all the same.
+
+`HYPOTHESIS_PROFILE=thorough` for five moments of each instead of one.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray")
+pytest.importorskip("transformers")
+
+from _cluster_run import Here, workers
+from _nodes import cluster_of
+from _training import folder as folder
+from _training import settings, train
+from ray.cluster_utils import Cluster
+from test_cluster import TWO_NODES, assert_same
+
+from skyrl_fast.train import cluster as cluster_module
+from skyrl_fast.train.cluster import run_on_cluster
+
+# Each starts a cluster.
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
+
+STEPS = 30
+MOMENTS = 5 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 1
+LATEST = 3.0  # seconds after the first step; a run takes about six
+DRIVER = """
+import sys
+from pathlib import Path
+from _cluster_run import Here
+from _training import settings
+from skyrl_fast.train.cluster import run_on_cluster
+
+if __name__ == "__main__":
+    folder, name, *overrides = sys.argv[1:]
+    config = settings(Path(folder), name, *overrides)
+    run_on_cluster(config, Here(Path(folder, "never")), Path(folder, name, "checkpoints"))
+"""
+
+
+def overrides(*others: str) -> list[str]:
+    return ["trainer.ckpt_interval=1", f"trainer.epochs={STEPS // 2}", *others]
+
+
+@pytest.fixture
+def alone(folder: Path) -> Path:
+    """The folder of an undisturbed run of one process."""
+    train(settings(folder, "alone", *overrides()))
+    return folder / "alone"
+
+
+def moments(name: str) -> list[float]:
+    chance = random.Random(name)
+    return [chance.uniform(0, LATEST) for _ in range(MOMENTS)]
+
+
+def after_first_step(run: Path, seconds: float, kill: Callable[[], object]) -> None:
+    metrics = run / "metrics.jsonl"
+    while not metrics.exists() or metrics.stat().st_size == 0:
+        time.sleep(0.02)
+    time.sleep(seconds)
+    kill()
+
+
+def nothing_is_left() -> None:
+    deadline = time.monotonic() + 20
+    while left := workers("ray::_Follower") + workers("ray::_RankZero"):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def kill_workers(name: str) -> None:
+    for process in workers(name):
+        os.kill(process, signal.SIGKILL)
+
+
+@pytest.mark.spec("update.node-lost")
+@pytest.mark.parametrize("lost", ["ray::_RankZero", "ray::_Follower", "node"])
+def test_a_loss_at_any_moment_changes_nothing(
+    folder: Path, alone: Path, lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_module, "PLACE_SECONDS", 5.0)
+    with cluster_of([2, 2], monkeypatch) as cluster:
+        kill = (lambda: lose_a_node(cluster)) if lost == "node" else (lambda: kill_workers(lost))
+        for number, seconds in enumerate(moments(lost)):
+            run = folder / f"run-{number}"
+            killer = threading.Thread(
+                target=after_first_step, args=(run, seconds, kill), daemon=True
+            )
+            killer.start()
+            config = settings(folder, run.name, *overrides(TWO_NODES))
+            outcome = run_on_cluster(config, Here(folder / "never"), run / "checkpoints")
+            killer.join()
+            assert outcome.step == outcome.total_steps == STEPS
+            assert_same(alone, run)
+            nothing_is_left()
+            if lost == "node":
+                cluster.add_node(num_cpus=2)
+
+
+def lose_a_node(cluster: Cluster) -> None:
+    cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+
+
+@pytest.mark.spec("update.node-lost")
+def test_a_killed_driver_resumes_by_the_same_command(
+    folder: Path, alone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "driver.py").write_text(DRIVER)
+    with cluster_of([2, 2], monkeypatch) as cluster:
+        environment = {**os.environ, "RAY_ADDRESS": cluster.address}
+        for number, seconds in enumerate(moments("driver")):
+            run = folder / f"run-{number}"
+            resuming = overrides(TWO_NODES, "trainer.resume_mode=latest")
+            command = [sys.executable, str(folder / "driver.py"), str(folder), run.name, *resuming]
+            with subprocess.Popen(command, env=environment) as driver:
+                after_first_step(run, seconds, driver.kill)
+            nothing_is_left()
+            subprocess.run(command, env=environment, check=True)
+            assert_same(alone, run)
+            nothing_is_left()

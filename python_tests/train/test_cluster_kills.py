@@ -67,8 +67,9 @@ def moments(name: str) -> list[float]:
 
 
 def after_first_step(run: Path, seconds: float, kill: Callable[[], object]) -> None:
-    metrics = run / "metrics.jsonl"
+    metrics, deadline = run / "metrics.jsonl", time.monotonic() + 120
     while not metrics.exists() or metrics.stat().st_size == 0:
+        assert time.monotonic() < deadline, "no step in two minutes"
         time.sleep(0.02)
     time.sleep(seconds)
     kill()
@@ -126,7 +127,10 @@ def test_a_killed_driver_resumes_by_the_same_command(
             resuming = overrides(TWO_NODES, "trainer.resume_mode=latest")
             command = [sys.executable, str(folder / "driver.py"), str(folder), run.name, *resuming]
             with subprocess.Popen(command, env=environment) as driver:
-                after_first_step(run, seconds, driver.kill)
+                try:
+                    after_first_step(run, seconds, driver.kill)
+                finally:
+                    driver.kill()
             nothing_is_left()
             subprocess.run(command, env=environment, check=True)
             assert_same(alone, run)

@@ -86,9 +86,8 @@ def measured(models: Wide, folder: Path) -> tuple[Mapping[str, float], int]:
 
 
 @pytest.mark.spec("update.ranks-traffic")
-@pytest.mark.parametrize(
-    "size", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4, 8])
 def test_counters_are_those_of_the_formulas(tmp_path: Path, size: int) -> None:
     with started_ranks(size, wide_models, cuda=False, starter=LocalRanks(tmp_path)) as ranks:
         models = wide_models(ranks)

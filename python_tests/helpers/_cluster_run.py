@@ -1,11 +1,10 @@
-"""What tests run on the nodes of a Ray cluster: rollouts without an engine, faults on demand."""
+"""What tests run on the nodes of a Ray cluster: rollouts without an engine."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,16 +23,15 @@ TAG = "SKYRL_FAST_TEST_CLUSTER"  # a variable of the processes of a test's clust
 
 @dataclass(frozen=True)
 class Here:
-    """Runs rank 0 where it is called, and has a fault once: in a step, before its batch.
+    """Runs rank 0 where it is called, and pauses once: in a step, before its batch.
 
     Args:
-        fault: "" or the name of a function below.
-        once: a file that exists after the fault.
+        once: a file that exists from then on.
+        step: None: no pause.
     """
 
     once: Path
-    step: int = -1
-    fault: str = ""
+    step: int | None = None
 
     def __call__(self, config: Config, signals: StopSignals, starter: RankStarter) -> Any:
         run.load_tokenizer = lambda path: FakeTokenizer()  # type: ignore[assignment]
@@ -56,28 +54,9 @@ class Here:
             async def before_batch(self, step: int, phase: str) -> None:
                 if phase == "train" and step == here.step and not here.once.exists():
                     here.once.touch()
-                    await globals()[here.fault](here.once)
+                    await asyncio.sleep(1)  # in which a signal arrives
 
         return Watched(config, tiny_model(seed=1))
-
-
-async def kill_rank_0(_: Path) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-async def kill_rank_1(_: Path) -> None:
-    for process in workers("ray::_Follower"):
-        os.kill(process, signal.SIGKILL)
-
-
-async def pause(_: Path) -> None:
-    await asyncio.sleep(1)  # in which a signal arrives
-
-
-async def lose_a_node(once: Path) -> None:
-    """Wait until the test has removed a node."""
-    while not once.with_name("removed").exists():
-        await asyncio.sleep(0.05)
 
 
 def share_of_e(answer: str, row: dict[str, Any]) -> float:

@@ -1,4 +1,4 @@
-"""Ranks on the nodes of a Ray cluster, here several on one machine: results, losses, signals."""
+"""Ranks on the nodes of a Ray cluster, here several on one machine: results and signals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("ray")
 pytest.importorskip("transformers")
 
-from _cluster_run import Here, workers
+from _cluster_run import Here
 from _nodes import cluster_of
 from _training import folder as folder
 from _training import settings, steady, train
@@ -58,33 +58,6 @@ def test_two_nodes_train_as_one_process(folder: Path, nodes: Cluster) -> None:
     assert_same(folder / "alone", folder / "shared")
 
 
-@pytest.mark.spec("update.node-lost")
-@pytest.mark.parametrize("fault", ["kill_rank_0", "kill_rank_1", "lose_a_node"])
-def test_run_goes_on_after_a_loss(
-    folder: Path, nodes: Cluster, fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cluster_module, "PLACE_SECONDS", 5.0)
-    train(settings(folder, "alone", "trainer.ckpt_interval=1"))
-    once = folder / "once"
-    removal = threading.Thread(target=remove_a_node, args=(nodes, once))
-    if fault == "lose_a_node":
-        removal.start()
-    _, outcome = run(folder, "shared", Here(once, 3, fault))
-    assert once.exists() and outcome.step == 6
-    assert_same(folder / "alone", folder / "shared")
-    deadline = time.monotonic() + 10
-    while workers("ray::_Follower") + workers("ray::_RankZero"):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def remove_a_node(nodes: Cluster, once: Path) -> None:
-    while not once.exists():
-        time.sleep(0.05)
-    nodes.remove_node(nodes.list_all_nodes()[-1], allow_graceful=False)
-    once.with_name("removed").touch()
-
-
 @pytest.mark.spec("update.nodes")
 def test_too_few_nodes_are_an_error(
     folder: Path, nodes: Cluster, monkeypatch: pytest.MonkeyPatch
@@ -105,7 +78,7 @@ def test_signal_ends_the_run_with_a_checkpoint(folder: Path, nodes: Cluster) -> 
     config = settings(folder, "run", TWO_NODES, "trainer.epochs=50")
     killer = threading.Thread(target=interrupt, args=(once,))
     killer.start()
-    outcome = run_on_cluster(config, Here(once, 2, "pause"), folder / "run" / "checkpoints")
+    outcome = run_on_cluster(config, Here(once, 2), folder / "run" / "checkpoints")
     killer.join()
     assert outcome.signal == signal.SIGINT and outcome.step < outcome.total_steps
     assert outcome.checkpoint is not None

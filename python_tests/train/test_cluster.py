@@ -23,6 +23,7 @@ from ray.cluster_utils import Cluster
 from skyrl_fast.config import Config
 from skyrl_fast.train import cluster as cluster_module
 from skyrl_fast.train.cluster import ClusterError, run_on_cluster
+from skyrl_fast.train.output.remote_checkpoints import RemoteCheckpoints
 from skyrl_fast.train.run import TrainResult
 
 # Each starts a cluster.
@@ -83,6 +84,17 @@ def remove_a_node(nodes: Cluster, once: Path) -> None:
         time.sleep(0.05)
     nodes.remove_node(nodes.list_all_nodes()[-1], allow_graceful=False)
     once.with_name("removed").touch()
+
+
+@pytest.mark.spec("update.node-lost", "run.checkpoint-url")
+def test_run_with_checkpoints_at_a_url_goes_on_after_a_loss(folder: Path, nodes: Cluster) -> None:
+    url = f"file://{folder}/store"
+    at_url = (f"trainer.ckpt_path={url}", "trainer.ckpt_interval=1")
+    once = Here(folder / "once", 3, "kill_rank_0")
+    config = settings(folder, "run", TWO_NODES, *at_url)
+    outcome = run_on_cluster(config, once, RemoteCheckpoints(url))
+    assert once.once.exists() and outcome.checkpoint == f"{url}/step_000006"
+    assert len(steady(folder / "run/metrics.jsonl")) == 7
 
 
 @pytest.mark.spec("update.nodes")

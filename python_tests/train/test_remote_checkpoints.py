@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from fsspec import register_implementation
+from fsspec.implementations.memory import MemoryFileSystem
 
 pytest.importorskip("transformers")
 
@@ -403,6 +404,20 @@ def test_of_two_runs_at_the_same_moment_one_gets_the_folder(
     for thread in threads:
         thread.join(60)
     assert len(refused) == 3 and held.is_set()
+
+
+@pytest.mark.spec("run.checkpoint-url-claim")
+def test_file_system_without_conditional_creation(
+    tmp_path: Path, store: type[FlakyStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pipe_file(self: FlakyStore, path: str, value: bytes) -> None:
+        MemoryFileSystem.pipe_file(self, path, value)
+
+    monkeypatch.setattr(store, "pipe_file", pipe_file)
+    with claimed(tmp_path / "a") as checkpoints:
+        write(checkpoints, 1, "one")
+        with pytest.raises(RunInUseError, match="in use"), claimed(tmp_path / "b"):
+            pass
 
 
 @pytest.mark.spec("run.checkpoint-url-claim")

@@ -103,6 +103,10 @@ class ObjectFolder:
                 _with_parents(fs, path, fs.pipe_file, path, content, mode="create")
             except FileExistsError:
                 return False
+            except (NotImplementedError, TypeError):  # it has no such mode
+                if fs.exists(path):
+                    return False
+                _with_parents(fs, path, fs.pipe_file, path, content)
             return True
 
         return self._request(created, name)

@@ -349,7 +349,7 @@ def test_claim_of_a_killed_run_ends(
     store().pipe_file("/bucket/run/run.json", record)  # as if it were killed
     with pytest.raises(RunInUseError, match="in use"), claimed(tmp_path / "b"):
         pass
-    with claimed(tmp_path / "a"):  # its own folder: nothing to wait for
+    with claimed(tmp_path / "a"):  # the same run folder: nothing to wait for
         pass
     store().pipe_file("/bucket/run/run.json", record)
     monkeypatch.setattr(run_claim, "LEASE_SECONDS", 0.0)

@@ -145,6 +145,37 @@ def test_training_continues_during_an_upload(folder: Path, store: type[FlakyStor
     assert complete == [(step, f"{URL}/step_00000{step}") for step in (2, 4, 6)]
 
 
+@pytest.mark.spec("run.checkpoint-url", "async.interrupt")
+@pytest.mark.parametrize("fails", [False, True])
+def test_run_that_is_stopped_during_an_upload_saves_its_last_step(
+    folder: Path, store: type[FlakyStore], fails: bool
+) -> None:
+    stopped = threading.Event()
+
+    def slow(name: str, path: str, request: Callable[[], Any]) -> Any:
+        if name == "put_file" and "step_000002" in path:
+            assert stopped.wait(30)
+            if fails:
+                raise PermissionError("403 Forbidden")
+        return request()
+
+    async def during(step: int) -> None:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            stopped.set()
+            await asyncio.sleep(60)  # cancelled by the stop
+
+    store.around = staticmethod(slow)
+    config = settings(folder, "run", AT_URL)
+    if fails:
+        with pytest.raises(CheckpointError, match=r"step 2 not written .*403 Forbidden"):
+            train(config, Recorder(during))
+    else:
+        assert train(config, Recorder(during)).step == 3
+    saved = [step for step, _ in RemoteCheckpoints(URL).saved()]
+    assert saved == ([3] if fails else [2, 3])
+
+
 @pytest.mark.spec("run.checkpoint-url")
 def test_failed_upload_ends_the_run_which_can_be_resumed(
     folder: Path, store: type[FlakyStore]

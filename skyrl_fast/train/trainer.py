@@ -46,7 +46,7 @@ from skyrl_fast.train.model.critic import Critic
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.peak_memory import PeakMemory
 from skyrl_fast.train.model.policy import Policy
-from skyrl_fast.train.output.checkpoint import STATE, read_state, write_json
+from skyrl_fast.train.output.checkpoint import STATE, CheckpointError, read_state, write_json
 from skyrl_fast.train.output.checkpoint_writer import CheckpointWriter
 from skyrl_fast.train.output.loggers import Logger
 from skyrl_fast.train.output.manifest import MANIFEST
@@ -170,10 +170,11 @@ class Trainer:
                 await self._flow.close()
             self._compute.close()
             self._background.close()
-        if self._saved_step != self.progress.step:
-            self._save()
-        self._checkpoint_writer.wait()
-        self._end_save()
+        try:
+            self._save_last()
+        except CheckpointError:
+            self._rescue()
+            raise
         self._background.wait()
         return self.progress
 
@@ -438,6 +439,15 @@ class Trainer:
         self._background.wait()  # the store must hold all steps up to the checkpoint's
         self._checkpoint_writer.write(self.progress.step, self._write_state)
         self._saved_step = self.progress.step
+
+    def _save_last(self) -> None:
+        """Complete the checkpoint in the background, then that of the last step."""
+        self._checkpoint_writer.wait()
+        self._end_save()
+        if self._saved_step != self.progress.step:
+            self._save()
+            self._checkpoint_writer.wait()
+            self._end_save()
 
     def _end_save(self) -> None:
         """Report the checkpoint that is complete now, if any; raise its error."""

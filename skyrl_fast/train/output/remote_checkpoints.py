@@ -226,7 +226,7 @@ def fetch(url: str, folder: Path) -> Path:
 
 
 def manifests(url: str) -> list[str]:
-    """Return the names of a checkpoint's manifest: its own first, then that of one set aside."""
+    """Return the names of a checkpoint's manifest, first that of one that is not set aside."""
     names = ObjectFolder(url.rstrip("/")).names()
     return [name for name in names if name == MANIFEST] + list(filter(_ASIDE.fullmatch, names))
 

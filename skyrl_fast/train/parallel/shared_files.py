@@ -4,8 +4,8 @@ Methods that save queue a write on every rank, with what it writes copied to mai
 lets each rank execute its writes in a thread, which has a process group for itself; then rank 0
 waits for the entries of the manifest. An error on any rank is raised there.
 
-For a checkpoint at a URL each rank writes to a temporary folder of its own, which need not be one
-that other nodes can read, and uploads from there.
+For a checkpoint at a URL each rank writes to a temporary folder of its node, and uploads from
+there.
 """
 
 from __future__ import annotations

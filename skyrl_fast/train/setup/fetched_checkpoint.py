@@ -42,7 +42,7 @@ class FetchedCheckpoint:
         return make(ranks)
 
     def remove(self, owner: HasRanks) -> None:
-        """On rank 0: remove all copies after each rank has read its own."""
+        """On rank 0: remove all copies after each rank has read from them."""
         _wait(owner)
         _remove(owner, self.folder.parent)
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from skyrl_fast import temporary_folder
 from skyrl_fast.rollout.engine.weights import file as weights_file
 from skyrl_fast.rollout.engine.weights.file import WeightsFile
 from skyrl_fast.rollout.engine.weights.probe_limits import LIMITS, ProbeDifference
@@ -254,8 +255,9 @@ def test_names_of_other_users_are_left_alone(
     (tmp_path / "skyrl_fast-weights-file").write_text("")
     folder = tmp_path / "skyrl_fast-weights-folder"
     folder.mkdir()
-    monkeypatch.setattr(weights_file.os, "getuid", lambda: folder.stat().st_uid + 1)
-    clean = threading.Thread(target=weights_file._remove_stale_folders, args=(tmp_path,))
+    monkeypatch.setattr(temporary_folder.os, "getuid", lambda: folder.stat().st_uid + 1)
+    arguments = (tmp_path, "skyrl_fast-weights-")
+    clean = threading.Thread(target=temporary_folder.remove_stale_folders, args=arguments)
     clean.daemon = True
     clean.start()
     clean.join(10.0)

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from test_cluster import TWO_NODES, assert_same
 
 from skyrl_fast.train import cluster as cluster_module
 from skyrl_fast.train.cluster import run_on_cluster
+from skyrl_fast.train.output.remote_checkpoints import RemoteCheckpoints
 
 # Each starts a cluster.
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
@@ -42,6 +44,7 @@ from pathlib import Path
 from _cluster_run import Here
 from _training import settings
 from skyrl_fast.train.cluster import run_on_cluster
+from skyrl_fast.train.output.remote_checkpoints import RemoteCheckpoints
 
 if __name__ == "__main__":
     folder, name, *overrides = sys.argv[1:]
@@ -109,6 +112,22 @@ def test_a_loss_at_any_moment_changes_nothing(
             nothing_is_left()
             if lost == "node":
                 cluster.add_node(num_cpus=2)
+
+
+@pytest.mark.spec("update.node-lost", "run.checkpoint-url")
+def test_a_run_with_checkpoints_at_a_url_resumes_from_there(
+    folder: Path, alone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, run = f"file://{folder}/store", folder / "run"
+    kill = partial(kill_workers, "ray::_RankZero")
+    with cluster_of([2, 2], monkeypatch):
+        killer = threading.Thread(target=after_first_step, args=(run, 1.0, kill), daemon=True)
+        killer.start()
+        config = settings(folder, run.name, *overrides(TWO_NODES, f"trainer.ckpt_path={url}"))
+        outcome = run_on_cluster(config, Here(folder / "never"), RemoteCheckpoints(url))
+        killer.join()
+    assert outcome.checkpoint == f"{url}/step_{STEPS:06d}"
+    assert_same(alone, run)
 
 
 def lose_a_node(cluster: Cluster) -> None:

@@ -40,10 +40,12 @@ from skyrl_fast.train.output.checkpoint import (
 )
 from skyrl_fast.train.output.checkpoint_writer import CheckpointWriter
 from skyrl_fast.train.output.loggers import read_metrics
+from skyrl_fast.train.output.remote_checkpoints import TEMPORARY, RemoteCheckpoints, fetch
 from skyrl_fast.train.parallel.export import writers
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
 from skyrl_fast.train.parallel.rank_processes import started_ranks
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK
+from skyrl_fast.train.setup.fetched_checkpoint import FetchedCheckpoint
 
 STATE = {
     "manifest": "manifest.json",
@@ -231,6 +233,81 @@ def test_error_of_a_rank_is_named_and_leaves_no_checkpoint(
 
 def full_disk() -> list[Path]:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@contextmanager
+def at_url(folder: Path) -> Iterator[RemoteCheckpoints]:
+    (folder / "run").mkdir(exist_ok=True)
+    checkpoints = RemoteCheckpoints(f"file://{folder}/store")
+    with checkpoints.claimed(folder / "run", resumes=True):
+        yield checkpoints
+
+
+@pytest.mark.spec("update.ranks-checkpoint", "run.checkpoint-url")
+def test_each_rank_uploads_its_files_and_one_rank_restores_them(
+    shared: Saved, tmp_path: Path
+) -> None:
+    wanted = shared.values()
+    with at_url(tmp_path) as checkpoints:
+        writer = CheckpointWriter(checkpoints, keep=-1, ranks=shared.ranks)
+        begin(writer, 1, shared)
+        writer.wait()
+        url = f"file://{tmp_path}/store/step_000001"
+        assert writer.finished() == (1, url)
+    at_path = written(tmp_path / "local", 1, shared)
+    copy = FetchedCheckpoint(url, fetch(url, tmp_path / "copy"))
+    names = [
+        sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+        for folder in (copy.folder, at_path)
+    ]
+    assert names[0] == names[1] and "optimizer/shard-00002-of-00002.safetensors" in names[0]
+    with models(tmp_path, 1, copy.folder) as alone:
+        alone.restore(copy.folder)
+        restored = alone.values()
+        assert restored.keys() == wanted.keys()
+        assert_equal(restored, wanted)
+    copy.remove(shared)
+    assert not (tmp_path / "copy").exists()
+
+
+@pytest.mark.slow  # starts two processes
+@pytest.mark.spec("run.checkpoint-url")
+def test_ranks_of_a_node_without_a_copy_fetch_one(tmp_path: Path) -> None:
+    with at_url(tmp_path) as checkpoints, models(tmp_path, 1) as alone:
+        alone.step(0)
+        writer = CheckpointWriter(checkpoints, keep=-1, ranks=SINGLE_RANK)
+        begin(writer, 1, alone)
+        writer.wait()
+        _, url = writer.finished() or (0, "")
+        wanted = alone.values()
+    copy = FetchedCheckpoint(str(url), tmp_path / f"{TEMPORARY}x/step_000001")
+    make = partial(copy.then, partial(saved_models, checkpoint=copy.folder))
+    with started_ranks(3, make, cuda=False, starter=LocalRanks(tmp_path)) as ranks:
+        three = make(ranks)
+        three.restore(copy.folder)
+        assert_equal(three.values(), wanted)
+        copy.remove(three)
+        assert list(tmp_path.glob(f"*{TEMPORARY}*")) == []
+
+
+@pytest.mark.spec("run.checkpoint-url")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_that_cannot_upload_is_named(shared: Saved, tmp_path: Path, rank: int) -> None:
+    with at_url(tmp_path) as checkpoints:
+        writer = CheckpointWriter(checkpoints, keep=-1, ranks=shared.ranks)
+        begin(writer, 1, shared)
+        writer.wait()
+        kept = writer.finished()
+        shared.queue(rank, full_disk)
+        begin(writer, 2, shared)
+        writer.wait()
+        wanted = rf"step 2 not written to {checkpoints}: rank {rank}: OSError: .*No space.* intact"
+        with pytest.raises(CheckpointError, match=wanted):
+            writer.finished()
+        assert kept is not None and checkpoints.saved() == [kept]
+        begin(writer, 2, shared)  # the ranks are in sync
+        writer.wait()
+        assert writer.finished() == (2, f"{checkpoints}/step_000002-2")
 
 
 @pytest.mark.spec("async.checkpoint-state")

@@ -319,7 +319,9 @@ class TrainerConfig:
     eval_interval: int = setting(5, "steps between evaluations; -1: only at the end", at_least=-1)
     eval_batch_size: int = setting(1024, "prompts per evaluation batch", at_least=1)
     run_path: str = setting("runs/default", "folder of all output of the run")
-    ckpt_path: str | None = setting(None, "folder of checkpoints; null: run_path/checkpoints")
+    ckpt_path: str | None = setting(
+        None, "folder of checkpoints, or its URL (s3://bucket/run); null: run_path/checkpoints"
+    )
     ckpt_interval: int = setting(10, "steps between checkpoints; -1: only at the end", at_least=-1)
     max_ckpts_to_keep: int = setting(3, "newest checkpoints to keep; -1: all", at_least=-1)
     resume_mode: str = setting(
@@ -328,7 +330,7 @@ class TrainerConfig:
         "checkpoint, if any; from_path: resume_path, and later checkpoints are set aside",
         choices=("none", "latest", "from_path"),
     )
-    resume_path: str | None = setting(None, "checkpoint folder for resume_mode=from_path")
+    resume_path: str | None = setting(None, "checkpoint folder or URL for resume_mode=from_path")
     device: str = setting(
         "auto",
         "device of the models; auto: the GPU if there is one",

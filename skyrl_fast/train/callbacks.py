@@ -33,12 +33,12 @@ class Callback:
             step: number of trained batches; 0 before training.
         """
 
-    def on_checkpoint(self, step: int, path: Path) -> None:
+    def on_checkpoint(self, step: int, path: Path | str) -> None:
         """Handle a complete checkpoint; several ranks complete it during later steps.
 
         Args:
             step: that it was written after.
-            path: its folder.
+            path: its folder, or its URL as a string.
         """
 
 
@@ -57,7 +57,7 @@ class CallbackList:
         """See `Callback.on_eval`."""
         self._call("on_eval", step, metrics)
 
-    def on_checkpoint(self, step: int, path: Path) -> None:
+    def on_checkpoint(self, step: int, path: Path | str) -> None:
         """See `Callback.on_checkpoint`."""
         self._call("on_checkpoint", step, path)
 

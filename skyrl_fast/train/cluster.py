@@ -21,10 +21,11 @@ from skyrl_fast.config import Config
 from skyrl_fast.rollout.engine.engine_actor import enter
 from skyrl_fast.rollout.engine.ray_engine import EnginePlace
 from skyrl_fast.train.flow.event_loop import StopSignals
-from skyrl_fast.train.output.checkpoint import checkpoints
+from skyrl_fast.train.output.remote_checkpoints import RemoteCheckpoints
 from skyrl_fast.train.parallel.rank_processes import RankStarter
 from skyrl_fast.train.parallel.ranks import RankError
 from skyrl_fast.train.parallel.ray_ranks import RayRanks
+from skyrl_fast.train.setup.starting_point import saved_checkpoints
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,9 @@ class _Reservation:
         ray.util.remove_placement_group(self.ranks)
 
 
-def run_on_cluster(config: Config, run_here: RunHere, checkpoint_folder: Path) -> Any:
+def run_on_cluster(
+    config: Config, run_here: RunHere, checkpoint_folder: Path | RemoteCheckpoints
+) -> Any:
     """Return the result of `run_here`, called in an actor on the first of the run's nodes.
 
     A lost process or node of the ranks ends the attempt; the next one resumes from the newest
@@ -84,7 +87,7 @@ def run_on_cluster(config: Config, run_here: RunHere, checkpoint_folder: Path) -
             try:
                 return _attempt(ray, reserved, _on_nodes(config, nodes), run_here)
             except _lost(ray) as error:
-                steps = [step for step, _ in checkpoints(checkpoint_folder)]
+                steps = [step for step, _ in saved_checkpoints(checkpoint_folder)]
                 newest = max(steps, default=0)
                 if newest <= failed_at:
                     raise

@@ -34,6 +34,7 @@ from skyrl_fast.train.device_plan import MemoryPlan
 from skyrl_fast.train.flow.event_loop import StopSignals
 from skyrl_fast.train.flow.frozen_heap import frozen_heap
 from skyrl_fast.train.flow.rollouts import Rollouts
+from skyrl_fast.train.model.model_folder import model_folder
 from skyrl_fast.train.model.models import (
     Models,
     find_device,
@@ -41,16 +42,15 @@ from skyrl_fast.train.model.models import (
     model_path,
 )
 from skyrl_fast.train.model.policy import load_tokenizer
-from skyrl_fast.train.output.checkpoint import (
-    locked_run,
-    write_json,
-)
+from skyrl_fast.train.output.checkpoint import write_json
 from skyrl_fast.train.output.loggers import Logger, RunInfo, open_loggers, read_metrics
 from skyrl_fast.train.output.plot import plot_learning_curve
 from skyrl_fast.train.output.progress import ProgressDisplay
+from skyrl_fast.train.output.remote_checkpoints import RemoteCheckpoints
 from skyrl_fast.train.output.resumed_settings import warn_of_changed_settings
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
 from skyrl_fast.train.parallel.rank_processes import RankStarter, started_ranks
+from skyrl_fast.train.parallel.ranks import Ranks
 from skyrl_fast.train.setup.errors import SetupError, as_setup_error
 from skyrl_fast.train.setup.given_objects import (
     importable_name,
@@ -63,6 +63,7 @@ from skyrl_fast.train.setup.run_data import RunData, run_data
 from skyrl_fast.train.setup.starting_point import (
     StartingPoint,
     checkpoint_folder,
+    locked_folders,
     set_checkpoints_aside,
     starting_point,
     warn_of_another_schedule,
@@ -88,7 +89,7 @@ class TrainResult:
             None where there was none.
         run_path: the run folder.
         metrics, trajectories: the file of the metrics, the folder of the trajectories.
-        checkpoint: the newest one, or None.
+        checkpoint: folder or URL of the newest one, or None.
         plot: the learning curve, or None.
         sample: one trajectory as readable text.
         stopped_by: class of the callback that ended the run early, or None.
@@ -102,7 +103,7 @@ class TrainResult:
     run_path: Path
     metrics: Path
     trajectories: Path
-    checkpoint: Path | None
+    checkpoint: Path | str | None
     plot: Path | None
     sample: str
     stopped_by: str | None = None
@@ -212,42 +213,45 @@ def _run_here(
     make_rollouts: MakeRollouts | None,
 ) -> TrainResult:
     """Run with rank 0 in this process."""
-    run_path = Path(config.trainer.run_path)
-    with signals.installed(), locked_run(run_path, checkpoint_folder(config)):
-        start = starting_point(config)
-        with ExitStack() as stack:
-            stack.callback(torch.set_num_threads, torch.get_num_threads())
-            with as_setup_error():
-                data = run_data(config, prompts, eval_prompts, one_env=make_env is not None)
-                if isinstance(make_env, RewardFunctions):
-                    data = data.with_text_marked()
-                folder = check_models(config, start.checkpoint)
-                if make_rollouts is None:
-                    _check_rollouts(config, folder, data, make_env)
-                plan = planned_memory(config, start.checkpoint, with_engine=make_rollouts is None)
-                saved = None if plan is None else plan.saved_logits_bytes
-                make = partial(
-                    make_models,
-                    config,
-                    start.checkpoint,
-                    len(data.train),
-                    saved_logits_bytes=saved,
-                )
-                output = _output(config, start, data, plan, stack)
-                ranks = stack.enter_context(
-                    started_ranks(
-                        config.trainer.placement.num_ranks,
-                        make,
-                        cuda=find_device(config.trainer.device).type == "cuda",
-                        starter=starter,
-                    )
-                )
+    checkpoints = checkpoint_folder(config)
+    with signals.installed(), locked_folders(config, checkpoints), ExitStack() as stack:
+        start = starting_point(config, checkpoints, stack)
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        with as_setup_error():
+            data = run_data(config, prompts, eval_prompts, one_env=make_env is not None)
+            if isinstance(make_env, RewardFunctions):
+                data = data.with_text_marked()
+            folder = check_models(config, start.checkpoint)
+            if start.fetched is not None:
+                model_folder(model_path(config, None))  # for the engine
             if make_rollouts is None:
-                make_rollouts = partial(
-                    _vllm_rollouts, prompts=data.train, make_env=make_env, starter=starter
+                _check_rollouts(config, folder, data, make_env)
+            plan = planned_memory(config, start.checkpoint, with_engine=make_rollouts is None)
+            saved = None if plan is None else plan.saved_logits_bytes
+            make: Callable[[Ranks], Models] = partial(
+                make_models,
+                config,
+                start.checkpoint,
+                len(data.train),
+                saved_logits_bytes=saved,
+            )
+            if start.fetched is not None:
+                make = partial(start.fetched.then, make)
+            output = _output(config, start, data, plan, stack, checkpoints)
+            ranks = stack.enter_context(
+                started_ranks(
+                    config.trainer.placement.num_ranks,
+                    make,
+                    cuda=find_device(config.trainer.device).type == "cuda",
+                    starter=starter,
                 )
-            make = partial(make, ranks)
-            return _run(config, start, data, make, output, callbacks, make_rollouts, signals)
+            )
+        if make_rollouts is None:
+            make_rollouts = partial(
+                _vllm_rollouts, prompts=data.train, make_env=make_env, starter=starter
+            )
+        made = partial(make, ranks)
+        return _run(config, start, data, made, output, callbacks, make_rollouts, signals)
 
 
 def _check_callbacks(callbacks: Sequence[Callback]) -> None:
@@ -268,15 +272,22 @@ class _Output:
 
     Args:
         closing: closes the loggers.
+        checkpoints: their folder.
     """
 
     display: ProgressDisplay
     loggers: Sequence[Logger]
     closing: ExitStack
+    checkpoints: Path | RemoteCheckpoints
 
 
 def _output(
-    config: Config, start: StartingPoint, data: RunData, plan: MemoryPlan | None, stack: ExitStack
+    config: Config,
+    start: StartingPoint,
+    data: RunData,
+    plan: MemoryPlan | None,
+    stack: ExitStack,
+    checkpoints: Path | RemoteCheckpoints,
 ) -> _Output:
     """Open the loggers, which may fail: a missing package or key is found before models load."""
     steps = total_steps(config, len(data.train))
@@ -296,7 +307,7 @@ def _output(
         closing.callback(receiver.close)
     if plan is not None:
         display.say(f"memory plan\n{plan}")
-    return _Output(display, loggers, closing)
+    return _Output(display, loggers, closing, checkpoints)
 
 
 def _run(
@@ -311,17 +322,17 @@ def _run(
 ) -> TrainResult:
     run_path = Path(config.trainer.run_path)
     evaluations = _EvalRewards()
-    checkpoint, display = start.checkpoint, output.display
     with as_setup_error():
-        components, policy_path = _components(config, checkpoint, data, make())
+        components, policy_path = _components(config, start, data, make())
         components.callbacks = [evaluations, *callbacks]
         components.loggers = output.loggers
+        components.checkpoints = output.checkpoints
         plot_module_checked = _check_plot(config)
     write_json(run_path / "config.json", to_dict(config))
     warn_of_another_schedule(config, start, len(components.train_prompts))
     warn_of_changed_settings(start.state.get("config"), to_dict(config))
     progress, received = signals.run(
-        _run_loop(config, components, display, checkpoint, policy_path, make_rollouts, signals)
+        _run_loop(config, components, output.display, start, policy_path, make_rollouts, signals)
     )
     output.closing.close()
     rows = read_metrics(run_path / "metrics.jsonl")
@@ -363,7 +374,7 @@ async def _run_loop(
     config: Config,
     components: Components,
     display: ProgressDisplay,
-    checkpoint: Path | None,
+    start: StartingPoint,
     policy_path: str,
     make_rollouts: MakeRollouts,
     signals: StopSignals,
@@ -374,10 +385,13 @@ async def _run_loop(
     received: list[int] = []
     try:
         trainer = Trainer(config, components, display)
-        if checkpoint is not None:
+        if start.checkpoint is not None:
             with as_setup_error():
-                trainer.restore(checkpoint)
-            display.say(f"resuming after step {trainer.progress.step} from {checkpoint}")
+                trainer.restore(start.checkpoint)
+            if start.fetched is not None:
+                start.fetched.remove(components.policy)
+            trainer.progress.checkpoint = start.name
+            display.say(f"resuming after step {trainer.progress.step} from {start.name}")
 
         def on_signal(number: int) -> None:
             if received:
@@ -398,11 +412,12 @@ async def _run_loop(
 
 def _components(
     config: Config,
-    checkpoint: Path | None,
+    start: StartingPoint,
     data: RunData,
     models: Models,
 ) -> tuple[Components, str]:
-    path = model_path(config, checkpoint)
+    """Return the components, and the model that the engine loads before it gets the weights."""
+    path = model_path(config, start.checkpoint)
     components = Components(
         policy=models.policy,
         optimizer=models.optimizer,
@@ -413,7 +428,8 @@ def _components(
         reference=models.reference,
         critic=models.critic,
     )
-    return components, path
+    # A local copy is removed, and other nodes may have none.
+    return components, path if start.fetched is None else model_path(config, None)
 
 
 def _check_main_module() -> None:

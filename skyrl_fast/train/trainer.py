@@ -46,19 +46,16 @@ from skyrl_fast.train.model.critic import Critic
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.peak_memory import PeakMemory
 from skyrl_fast.train.model.policy import Policy
-from skyrl_fast.train.output.checkpoint import (
-    STATE,
-    latest_checkpoint,
-    read_state,
-    write_json,
-)
+from skyrl_fast.train.output.checkpoint import STATE, CheckpointError, read_state, write_json
 from skyrl_fast.train.output.checkpoint_writer import CheckpointWriter
 from skyrl_fast.train.output.loggers import Logger
 from skyrl_fast.train.output.manifest import MANIFEST
 from skyrl_fast.train.output.progress import ProgressDisplay
+from skyrl_fast.train.output.remote_checkpoints import RemoteCheckpoints
 from skyrl_fast.train.output.time_shares import time_shares
 from skyrl_fast.train.output.timeline import Timeline
 from skyrl_fast.train.prepare_batch import judged_rows, training_batch, with_advantages
+from skyrl_fast.train.setup.starting_point import checkpoint_folder
 from skyrl_fast.train.update import update_policy
 from skyrl_fast.trajectory_store.writer import TrajectoryWriter
 
@@ -81,6 +78,7 @@ class Components:
     reference: Policy | None = None
     critic: Critic | None = None
     clock: Callable[[], float] = time.perf_counter
+    checkpoints: Path | RemoteCheckpoints | None = None  # None: those of the settings
 
 
 @dataclass(slots=True)
@@ -91,14 +89,14 @@ class Progress:
         step: batches trained.
         stopped: the run was asked to stop before its end.
         stopped_by: class of the callback that requested the stop, or None.
-        checkpoint: the newest one.
+        checkpoint: folder or URL of the newest one.
         trajectories: of the last evaluation or batch, whichever is newer.
     """
 
     step: int = 0
     stopped: bool = False
     stopped_by: str | None = None
-    checkpoint: Path | None = None
+    checkpoint: Path | str | None = None
     trajectories: list[Trajectory] = field(default_factory=list)
 
 
@@ -119,9 +117,10 @@ class Trainer:
         self._components = components
         self._display = display
         self._run_path = Path(settings.run_path)
-        self._checkpoints = Path(settings.ckpt_path or self._run_path / "checkpoints")
         self._checkpoint_writer = CheckpointWriter(
-            self._checkpoints, keep=settings.max_ckpts_to_keep, ranks=components.policy.ranks
+            components.checkpoints or checkpoint_folder(config),
+            keep=settings.max_ckpts_to_keep,
+            ranks=components.policy.ranks,
         )
         self._sampler = PromptSampler(
             len(components.train_prompts),
@@ -171,10 +170,11 @@ class Trainer:
                 await self._flow.close()
             self._compute.close()
             self._background.close()
-        if self._saved_step != self.progress.step:
-            self._save()
-        self._checkpoint_writer.wait()
-        self._end_save()
+        try:
+            self._save_last()
+        except CheckpointError:
+            self._rescue()
+            raise
         self._background.wait()
         return self.progress
 
@@ -440,6 +440,15 @@ class Trainer:
         self._checkpoint_writer.write(self.progress.step, self._write_state)
         self._saved_step = self.progress.step
 
+    def _save_last(self) -> None:
+        """Complete the checkpoint in the background, then that of the last step."""
+        self._checkpoint_writer.wait()
+        self._end_save()
+        if self._saved_step != self.progress.step:
+            self._save()
+            self._checkpoint_writer.wait()
+            self._end_save()
+
     def _end_save(self) -> None:
         """Report the checkpoint that is complete now, if any; raise its error."""
         step = self._take_checkpoint()
@@ -495,8 +504,10 @@ class Trainer:
         try:
             yield
         except Exception:
-            latest = latest_checkpoint(self._checkpoints)
-            logger.exception("no checkpoint written after the error; the last one is %s", latest)
+            logger.exception(
+                "no checkpoint written after the error; the last one is %s",
+                self.progress.checkpoint,
+            )
 
     # --- waiting ------------------------------------------------------------------------------
 

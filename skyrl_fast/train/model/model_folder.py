@@ -30,6 +30,8 @@ def model_folder(path: str, *, setting: str = POLICY, with_weights: bool = True)
         if not (folder / "config.json").is_file():
             raise ValueError(f"{setting}: wanted the folder of a model, got {path}: no config.json")
         return folder
+    if "://" in path:
+        raise ValueError(f"{setting}: wanted a folder or a name on the hub, got the URL {path}")
     if "/" not in path or path.startswith((".", "/", "~")):
         raise ValueError(f"{setting}: model folder not found: {path}")
     cached = _cached(path)

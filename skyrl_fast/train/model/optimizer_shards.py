@@ -39,7 +39,7 @@ def queue_shards(
     """Queue this rank's shards in `ranks.files`, copied to main memory; call it on all ranks.
 
     Args:
-        folder: exists.
+        folder: exists on rank 0.
         step_count: optimizer steps.
         states: AdamW's state by parameter; the moments are sharded.
         unmoved: parameters without a state.
@@ -55,9 +55,10 @@ def queue_shards(
             if local.numel():
                 shards[f"{name}.{key}"] = local.to("cpu", copy=True)
                 offsets[f"{name}.{key}"] = {OFFSETS: _offsets(state[key])}
-    path = folder / f"shard-{ranks.rank + 1:05d}-of-{ranks.size:05d}.safetensors"
+    file = f"shard-{ranks.rank + 1:05d}-of-{ranks.size:05d}.safetensors"
 
     def write() -> list[Path]:
+        path = ranks.files.place(folder) / file
         save_file(shards, str(path), metadata={SHARDING_INFO: json.dumps(offsets)})
         return [path]
 

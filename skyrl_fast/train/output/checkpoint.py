@@ -22,7 +22,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from skyrl_fast.train.output.saved_state import check_state
 logger = logging.getLogger(__name__)
 
 STATE = "state.json"
-_ADVICE = (
+ADVICE = (
     "; choose another checkpoint (trainer.resume_path), or the newest intact one with --resume "
     "(trainer.resume_mode=latest)"
 )
@@ -197,7 +197,7 @@ def newest_intact(folder: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
         try:
             verify_checkpoint(checkpoint)
         except CheckpointError as error:
-            errors.append((checkpoint, str(error).removesuffix(_ADVICE)))
+            errors.append((checkpoint, str(error).removesuffix(ADVICE)))
         else:
             return checkpoint, errors
     if errors:
@@ -259,7 +259,7 @@ def damaged(path: Path, reason: str) -> CheckpointError:
     checkpoint = next((p for p in path.parents if _step_of_name(p) is not None), path.parent)
     step = _step_of_name(checkpoint)
     of_step = "" if step is None else f"of step {step} "
-    return CheckpointError(f"checkpoint {of_step}is damaged: {path}: {reason}{_ADVICE}")
+    return CheckpointError(f"checkpoint {of_step}is damaged: {path}: {reason}{ADVICE}")
 
 
 def _step_of_name(checkpoint: Path) -> int | None:
@@ -288,20 +288,22 @@ def write_json(path: Path, value: Any) -> None:
 
 
 @contextmanager
-def locked_run(run_path: Path, checkpoint_folder: Path) -> Iterator[None]:
+def locked_run(run_path: Path, checkpoint_folder: Path | None) -> Iterator[None]:
     """Lock a run's folders; the locks are released when the process exits, however it exits.
 
     Args:
         run_path: trainer.run_path.
-        checkpoint_folder: trainer.ckpt_path, which may be inside another run's folder.
+        checkpoint_folder: trainer.ckpt_path, which may be inside another run's folder; None: it is
+            a URL.
 
     Raises:
         RunInUseError: another process holds one of them; the message names its pid.
     """
-    with (
-        _locked(run_path / "run.lock", "run folder", "trainer.run_path"),
-        _locked(checkpoint_folder / "checkpoints.lock", "checkpoint folder", "trainer.ckpt_path"),
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(_locked(run_path / "run.lock", "run folder", "trainer.run_path"))
+        if checkpoint_folder is not None:
+            lock = checkpoint_folder / "checkpoints.lock"
+            stack.enter_context(_locked(lock, "checkpoint folder", "trainer.ckpt_path"))
         yield
 
 

@@ -61,8 +61,9 @@ def _queue_weights(owner: HasPretrained, folder: Path) -> list[tuple[str, str, i
         if not mine:
             return []
         tensors = {name: value.contiguous() for name, value in mine.items()}
-        save_file(tensors, str(folder / file), metadata={"format": "pt"})
-        return [folder / file]
+        path = ranks.files.place(folder) / file
+        save_file(tensors, str(path), metadata={"format": "pt"})
+        return [path]
 
     ranks.files.queue(write)
     return ranks.gather([(name, file, value.nbytes) for name, value in mine.items()])

@@ -15,6 +15,7 @@ from skyrl_fast.ops.policy_loss.custom import register_policy_loss
 from skyrl_fast.rollout.env.host import MakeEnv
 from skyrl_fast.rollout.env.reward_env import Reward, RewardEnv
 from skyrl_fast.rollout.env.reward_functions import RewardFunction, RewardFunctions
+from skyrl_fast.train.output.object_folder import check_url, is_url
 from skyrl_fast.train.setup.errors import SetupError
 
 
@@ -95,11 +96,24 @@ def _registered(register: Callable[..., Any], given: Callable[..., Any] | str) -
     return given if isinstance(given, str) else register(given)
 
 
+def _check_url(setting: str, url: str) -> None:
+    if setting not in ("trainer.ckpt_path", "trainer.resume_path"):
+        raise ConfigError(
+            f"{setting}: wanted a path of a (mounted) file system, got {url}; checkpoints may be "
+            "at a URL: trainer.ckpt_path"
+        )
+    try:
+        check_url(url)
+    except ValueError as error:
+        raise ConfigError(f"{setting}: {error}") from error
+
+
 def with_absolute_paths(config: Config) -> Config:
     """Make paths that are used later absolute: an environment may change the current folder.
 
     Raises:
-        ConfigError: one is a URL; what a run writes is locked, renamed and read in place.
+        ConfigError: one is a URL that cannot be one: what a run writes is locked, renamed and read
+            in place, checkpoints excepted; or the scheme's package is missing.
     """
     trainer, engine = config.trainer, config.generator.inference_engine
     for section, name in (
@@ -107,10 +121,10 @@ def with_absolute_paths(config: Config) -> Config:
         *((engine, name) for name in ("weight_sync_path", "api_key_file")),
     ):
         path = getattr(section, name)
-        if path is not None and "://" in path:
+        if path is not None and is_url(path):
             key = "trainer" if section is trainer else "generator.inference_engine"
-            raise ConfigError(f"{key}.{name}: wanted a path of a (mounted) file system, got {path}")
-        if path is not None:
+            _check_url(f"{key}.{name}", path)
+        elif path is not None:
             setattr(section, name, str(Path(path).expanduser().absolute()))
     for model in (trainer.policy.model, trainer.ref.model, trainer.critic.model):
         if model.path is not None and Path(model.path).is_dir():  # not a name on the hub

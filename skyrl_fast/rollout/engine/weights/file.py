@@ -12,9 +12,10 @@ from pathlib import Path
 
 import torch
 
-from skyrl_fast.file_lock import close_locked, lock_file
+from skyrl_fast.file_lock import close_locked
 from skyrl_fast.rollout.engine.weights.digest import tensor_digest
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
+from skyrl_fast.temporary_folder import locked_folder, remove_stale_folders
 
 log = logging.getLogger(__name__)
 
@@ -124,14 +125,15 @@ class WeightsFile:
             raise WeightSyncError("there are no weights to hand over")
         size = self.num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         for place in {self._where, str(SHARED_MEMORY), tempfile.gettempdir()} - {None}:
-            _remove_stale_folders(Path(str(place)))
+            remove_stale_folders(Path(str(place)), _PREFIX)
         self.digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
         if self._may_be_unnamed and not _has_room(SHARED_MEMORY, size):
             self._memory = os.memfd_create(_NAME)
             with os.fdopen(self._memory, "wb", closefd=False) as file:
                 file.write(save(tensors))
             return
-        self._folder, self._lock = _locked_folder(self._where or _folder_with_room(size))
+        where = self._where or _folder_with_room(size)
+        self._folder, self._lock = locked_folder(where, _PREFIX)
         save_file(tensors, self.path)
 
 
@@ -186,31 +188,3 @@ def _folder_with_room(size: int) -> str:
         *(SHARED_MEMORY, size / 2**30, folder),
     )
     return folder
-
-
-def _locked_folder(where: str) -> tuple[Path, int]:
-    """Return a new folder, locked as long as this process lives and the descriptor is open."""
-    # Until it is locked, its name does not match the pattern of _remove_stale_folders.
-    folder = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=where))
-    lock = os.open(folder, os.O_RDONLY)
-    lock_file(lock)
-    return folder.rename(folder.with_name(folder.name[1:])), lock
-
-
-def _remove_stale_folders(where: Path) -> None:
-    """Remove the folders of dead processes, which would fill up shared memory."""
-    for folder in where.glob(f"{_PREFIX}*"):
-        try:
-            # O_DIRECTORY: in a folder for all users, the name may be that of someone's FIFO.
-            lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
-        except OSError:
-            continue  # of another user, no folder, or already removed
-        try:
-            if os.fstat(lock).st_uid != os.getuid():
-                raise PermissionError
-            lock_file(lock)
-        except OSError:  # of another user, or in use
-            os.close(lock)
-            continue
-        shutil.rmtree(folder, ignore_errors=True)
-        close_locked(lock)

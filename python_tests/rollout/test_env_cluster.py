@@ -17,7 +17,8 @@ import pytest
 
 from skyrl_fast.config import EnvironmentConfig
 from skyrl_fast.rollout.env import cluster as cluster_module
-from skyrl_fast.rollout.env.factory import EnvError, EnvFactory, EnvSession, EnvTimeoutError
+from skyrl_fast.rollout.env.errors import EnvError, EnvTimeoutError
+from skyrl_fast.rollout.env.factory import EnvFactory, EnvSession
 from skyrl_fast.rollout.env.protocol import Env, EnvStep
 
 SCRIPTED = f"{process_envs.__file__}:Scripted"
@@ -189,5 +190,5 @@ def test_classes_of_the_main_module_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 def test_ray_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ValueError, match=r"cluster needs Ray: pip install 'skyrl_fast\[ray\]'"):
+    with pytest.raises(ValueError, match=r"environment.workers: cluster: wanted Ray: pip in"):
         EnvFactory(EnvironmentConfig(workers="cluster"))

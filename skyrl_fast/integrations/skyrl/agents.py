@@ -105,7 +105,7 @@ class AgentGenerator:
                     prompt, repetition_id, phase=phase, policy_version=version, entry=entry
                 )
 
-        await agent.gateway.start()
+        await agent.start()
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [
@@ -113,7 +113,7 @@ class AgentGenerator:
                     for prompt, each in zip(_prompts(input_batch), ids, strict=True)
                 ]
         finally:
-            await agent.gateway.close()
+            await agent.close()
         return self._output([task.result() for task in running], ids)
 
     def _uses_salt(self) -> bool:

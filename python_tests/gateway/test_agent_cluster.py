@@ -161,7 +161,9 @@ def kill_an_actor(nodes: Any) -> None:
 
 
 def lose_a_node(nodes: Any) -> None:
-    nodes.remove_node(nodes.list_all_nodes()[-1], allow_graceful=False)
+    from _nodes import node_with
+
+    nodes.remove_node(node_with(nodes, 2), allow_graceful=False)
 
 
 @pytest.mark.parametrize("fault", [kill_an_actor, lose_a_node])

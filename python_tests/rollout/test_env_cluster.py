@@ -138,13 +138,15 @@ def test_faults_are_those_of_processes(nodes: Any) -> None:
 
 @pytest.mark.spec("run.env-cluster")
 def test_a_lost_node_ends_its_environments_only(nodes: Any) -> None:
+    from _nodes import node_with
+
     async def go() -> None:
         factory = environments()
         sessions = [await begun(factory)]
         await until(lambda: len(factory._places._ready_nodes()) == 2)
         sessions += [await begun(factory) for _ in range(3)]
         answers = [await seen(session) for session in sessions]
-        lost = nodes.list_all_nodes()[-1]
+        lost = node_with(nodes, 2)
         nodes.remove_node(lost, allow_graceful=False)
         await until(lambda: not alive(lost.node_id))
         results = await asyncio.gather(*map(seen, sessions), return_exceptions=True)

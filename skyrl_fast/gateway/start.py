@@ -78,7 +78,12 @@ def _check_reachable(host: str | None) -> None:
 
 
 def gateway_agent(
-    settings: AgentConfig, calls: PolicyCalls, config: GeneratorConfig, *, one_line: bool = False
+    settings: AgentConfig,
+    calls: PolicyCalls,
+    config: GeneratorConfig,
+    *,
+    one_line: bool = False,
+    agent: BlackBox | None = None,
 ) -> GatewayAgent:
     """Return the agent of the settings at a gateway that is not started.
 
@@ -87,17 +92,18 @@ def gateway_agent(
         calls: of the policy.
         config: settings of the loop; see `loop_settings`.
         one_line: whether a trajectory's calls must follow each other, for estimators per turn.
+        agent: None: a new one of the settings.
 
     Raises:
         ValueError: the agent cannot be imported, a package is missing, a tokenizer without end
             token, or no tool parser of that name.
     """
-    box = black_box(settings)
+    agent = agent or black_box(settings)
     from skyrl_fast.gateway.agent import GatewayAgent
     from skyrl_fast.gateway.server import Gateway
 
     policy = gateway_policy(settings, calls, config, one_line=one_line)
-    return GatewayAgent(Gateway(host=settings.host, port=settings.port), policy, box)
+    return GatewayAgent(Gateway(host=settings.host, port=settings.port), policy, agent)
 
 
 def gateway_policy(

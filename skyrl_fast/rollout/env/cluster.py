@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -62,12 +63,11 @@ class ClusterPlaces:
         self._connection = ExitStack()
         self._nodes: dict[str, _Node] = {}
         self._looked = float("-inf")
-        self._lock = asyncio.Lock()
+        self._lock = threading.Lock()  # of all above
 
     async def address(self) -> str:
         """Return the address of this process's node in the cluster."""
-        async with self._lock:
-            await asyncio.to_thread(self._connect)
+        await asyncio.to_thread(self._connect)
         return str(self._ray.util.get_node_ip_address())
 
     async def place(self) -> ClusterPlace:
@@ -78,8 +78,7 @@ class ClusterPlaces:
         """
         deadline = time.monotonic() + PLACE_SECONDS
         while True:
-            async with self._lock:
-                ready = await asyncio.to_thread(self._ready_nodes)
+            ready = await asyncio.to_thread(self._ready_nodes)
             if not ready:
                 if time.monotonic() > deadline:
                     raise OSError(
@@ -128,18 +127,21 @@ class ClusterPlaces:
         return isinstance(error, self._ray.exceptions.RayError)
 
     def _connect(self) -> None:
-        if not self._ray.is_initialized():
-            self._connection.enter_context(connected(self._ray))
+        with self._lock:
+            if not self._ray.is_initialized():
+                self._connection.enter_context(connected(self._ray))
 
     def _ready_nodes(self) -> list[_Node]:
         self._connect()
-        now = time.monotonic()
-        if now - self._looked > REFRESH_SECONDS:
-            self._looked = now
-            self._add_nodes()
-        for node in self._nodes.values():
-            node.is_ready = node.is_ready or bool(self._ray.wait([node.started], timeout=0)[0])
-        return [node for node in self._nodes.values() if node.is_ready]
+        with self._lock:
+            now = time.monotonic()
+            if now - self._looked > REFRESH_SECONDS:
+                self._looked = now
+                self._add_nodes()
+            nodes = list(self._nodes.values())  # the event loop may lose one
+            for node in nodes:
+                node.is_ready = node.is_ready or bool(self._ray.wait([node.started], timeout=0)[0])
+            return [node for node in nodes if node.is_ready]
 
     def _add_nodes(self) -> None:
         """Start an actor on each node that has none; it waits for its CPUs."""

@@ -10,6 +10,7 @@ import fcntl
 import socket
 import struct
 
+LOOPBACK = "127.0.0.1"
 SIOCGIFADDR = 0x8915  # of Linux's ioctl: the address of an interface
 DISCARD_PORT = 9  # of RFC 863; nothing is sent to it
 

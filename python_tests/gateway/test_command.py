@@ -159,9 +159,10 @@ asyncio.run(agent.run(AgentTask({}, "http://gateway", "key", "policy")))
 
 
 @pytest.mark.spec("gateway.command")
-def test_commands_end_with_a_killed_trainer(tmp_path: Path) -> None:
-    pids = tmp_path / "pids"
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+def test_commands_and_their_folders_end_with_a_killed_trainer(tmp_path: Path) -> None:
+    pids, folders = tmp_path / "pids", tmp_path / "tmp"
+    folders.mkdir()
+    environment = {**os.environ, "TMPDIR": str(folders)}
     trainer = subprocess.Popen(
         [sys.executable, "-c", TRAINER, FORKS % (str(pids), 600)], env=environment
     )
@@ -175,6 +176,9 @@ def test_commands_end_with_a_killed_trainer(tmp_path: Path) -> None:
     while any(map(is_running, processes)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert [pid for pid in processes if is_running(pid)] == []
+    while list(folders.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert list(folders.iterdir()) == []
 
 
 @pytest.mark.spec("gateway.command")

@@ -11,7 +11,8 @@ from typing import Any
 from fake_envs import Call, FakePrompt, ScriptedEngine, loop_config, says
 
 from skyrl_fast.config import SamplingParams
-from skyrl_fast.gateway.agent import BlackBox, GatewayAgent
+from skyrl_fast.gateway.agent import GatewayAgent
+from skyrl_fast.gateway.agents.black_box import BlackBox
 from skyrl_fast.gateway.agents.function import FunctionAgent
 from skyrl_fast.gateway.policy import Policy
 from skyrl_fast.gateway.server import Gateway
@@ -97,15 +98,16 @@ def played(
         )
         gateway = Gateway()
         gateways.append(gateway)
-        await gateway.start()
         box = agent if hasattr(agent, "run") else FunctionAgent(agent)
-        runner = GroupRunner(GatewayAgent(gateway, policy, box), settings, board=board)
+        player = GatewayAgent(gateway, policy, box)
+        await player.start()
+        runner = GroupRunner(player, settings, board=board)
         try:
             trajectories = await run_groups(
                 runner, prompts or [FakePrompt("p")], phase=phase, policy_version=7
             )
         finally:
-            await gateway.close()
+            await player.close()
         again = [await _again(engine, step) for t in trajectories for step in t.steps]
         await sampler.close()
         return Played(trajectories, sampler, gateway.faults, runner, again)
@@ -128,7 +130,7 @@ async def chat(task: Any, messages: list[dict[str, Any]], **options: Any) -> Any
     )
 
 
-class with_waits:  # noqa: N801 - used like a function
+class with_waits(BlackBox):  # noqa: N801 - used like a function
     """An agent at an engine that waits before each answer."""
 
     def __init__(self, agent: Any, wait: Any) -> None:

@@ -42,6 +42,8 @@ async def agent(task: Any) -> float:
 
         first = await ask(row["prompt"])
         await ask([{"role": "user", "content": f"after {first}"}], temperature=0.1)
+    if row["answer"] == "pid":
+        return float(os.getpid())
     return float(row["answer"])
 
 
@@ -116,6 +118,15 @@ def generated(client: Client, given: dict[str, Any], **changes: Any) -> dict[str
         config(**changes), client, client.tokenizer, agent=AGENT, policy_model_name="m"
     )
     return asyncio.run(generator.generate(given))
+
+
+@pytest.mark.spec("dropin.agents")
+def test_processes_of_agents_are_kept_from_batch_to_batch(tiny_tokenizer: Any) -> None:
+    settings = {**AGENT, "agent.workers": "process"}
+    client = Client(tiny_tokenizer)
+    generator = AgentGenerator(config(), client, tiny_tokenizer, agent=settings)
+    pids = {asyncio.run(generator.generate(batch(["pid"])))["rewards"][-1] for _ in range(2)}
+    assert len(pids) == 1 and os.getpid() not in pids
 
 
 @pytest.mark.spec("dropin.agents")

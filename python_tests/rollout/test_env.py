@@ -16,8 +16,9 @@ from fake_envs import CountingEnv, register_fakes
 
 from skyrl_fast.config import EnvironmentConfig, SkyRLGymConfig
 from skyrl_fast.rollout.env.answers import AnswerError, EnvAnswer, answer_of, messages_of
-from skyrl_fast.rollout.env.factory import EnvError, EnvFactory, EnvTimeoutError
-from skyrl_fast.rollout.env.host import HostSettings
+from skyrl_fast.rollout.env.errors import EnvError, EnvTimeoutError
+from skyrl_fast.rollout.env.factory import EnvFactory
+from skyrl_fast.rollout.env.host import EnvSettings
 from skyrl_fast.rollout.env.plain import PlainData
 from skyrl_fast.rollout.env.threads import EnvThreads
 
@@ -226,7 +227,7 @@ def test_call_that_never_returns_times_out_without_losing_a_worker() -> None:
 @pytest.mark.spec("rollout.env-error")
 def test_call_that_returned_in_time_is_not_late_on_a_busy_loop() -> None:
     async def use() -> Any:
-        threads = EnvThreads(HostSettings({}, None, 1_000))
+        threads = EnvThreads(EnvSettings({}, None, 1_000))
         call = asyncio.create_task(threads.run(lambda: "an answer", 0.02))
         await asyncio.sleep(0)
         await asyncio.sleep(0)  # the call runs
@@ -240,7 +241,7 @@ def in_threads(function: Callable[[], Any], *, number: int) -> list[Any]:
     """Return the results of calls that begin together."""
 
     async def use() -> list[Any]:
-        threads = EnvThreads(HostSettings({}, None, 1_000))
+        threads = EnvThreads(EnvSettings({}, None, 1_000))
         found = await asyncio.gather(*[threads.run(function, 20.0) for _ in range(number)])
         await threads.close()
         return found
@@ -261,7 +262,7 @@ def test_cancelled_calls_are_not_made_and_free_their_thread(
     made = []
 
     async def use() -> Any:
-        threads = EnvThreads(HostSettings({}, None, 1_000))
+        threads = EnvThreads(EnvSettings({}, None, 1_000))
         release = threading.Event()
         hung = asyncio.create_task(threads.run(release.wait, 20.0))
         await asyncio.sleep(0)

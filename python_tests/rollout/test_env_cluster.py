@@ -17,7 +17,8 @@ import pytest
 
 from skyrl_fast.config import EnvironmentConfig
 from skyrl_fast.rollout.env import cluster as cluster_module
-from skyrl_fast.rollout.env.factory import EnvError, EnvFactory, EnvSession, EnvTimeoutError
+from skyrl_fast.rollout.env.errors import EnvError, EnvTimeoutError
+from skyrl_fast.rollout.env.factory import EnvFactory, EnvSession
 from skyrl_fast.rollout.env.protocol import Env, EnvStep
 
 SCRIPTED = f"{process_envs.__file__}:Scripted"
@@ -137,13 +138,15 @@ def test_faults_are_those_of_processes(nodes: Any) -> None:
 
 @pytest.mark.spec("run.env-cluster")
 def test_a_lost_node_ends_its_environments_only(nodes: Any) -> None:
+    from _nodes import node_with
+
     async def go() -> None:
         factory = environments()
         sessions = [await begun(factory)]
         await until(lambda: len(factory._places._ready_nodes()) == 2)
         sessions += [await begun(factory) for _ in range(3)]
         answers = [await seen(session) for session in sessions]
-        lost = nodes.list_all_nodes()[-1]
+        lost = node_with(nodes, 2)
         nodes.remove_node(lost, allow_graceful=False)
         await until(lambda: not alive(lost.node_id))
         results = await asyncio.gather(*map(seen, sessions), return_exceptions=True)
@@ -189,5 +192,5 @@ def test_classes_of_the_main_module_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 def test_ray_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ValueError, match=r"cluster needs Ray: pip install 'skyrl_fast\[ray\]'"):
+    with pytest.raises(ValueError, match=r"environment.workers: cluster: wanted Ray: pip in"):
         EnvFactory(EnvironmentConfig(workers="cluster"))

@@ -20,7 +20,8 @@ from fake_envs import FakePrompt, ScriptedEngine, loop_config, says
 from hostile_answers import HostileEnv
 
 from skyrl_fast.config import EnvironmentConfig, SkyRLGymConfig
-from skyrl_fast.rollout.env.factory import EnvError, EnvFactory, EnvTimeoutError
+from skyrl_fast.rollout.env.errors import EnvError, EnvTimeoutError
+from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.env.protocol import Env
 from skyrl_fast.rollout.env.reward_env import RewardEnv
 from skyrl_fast.rollout.groups import rollout

@@ -17,7 +17,7 @@ from hostile_answers import HostileEnv, LoudError, SilentError
 from skyrl_fast.config import EnvironmentConfig
 from skyrl_fast.printable import MAX_FAILURE
 from skyrl_fast.rollout.env.factory import EnvFactory
-from skyrl_fast.rollout.env.host import EnvHost, HostSettings
+from skyrl_fast.rollout.env.host import EnvHost, EnvSettings
 from skyrl_fast.rollout.env.plain import MAX_DEPTH, PlainData
 from skyrl_fast.rollout.env.protocol import Env, EnvStep
 from skyrl_fast.rollout.env.traces import MAX_FRAMES, innermost_place
@@ -199,7 +199,7 @@ def test_trace_is_a_traceback_of_the_environment_alone() -> None:
         deep(number - 1)
 
     env = env_that(step=lambda *_: deep(50))
-    host = EnvHost(HostSettings({}, env, TEXT))
+    host = EnvHost(EnvSettings({}, env, TEXT))
     assert host.call("make", ("x", {})).failure is None
     trace = host.call("step", "a").trace
     line = deep.__code__.co_firstlineno + 2
@@ -210,7 +210,7 @@ def test_trace_is_a_traceback_of_the_environment_alone() -> None:
 
 
 def test_trace_of_a_failure_before_the_environment_is_empty() -> None:
-    host = EnvHost(HostSettings({}, None, TEXT))
+    host = EnvHost(EnvSettings({}, None, TEXT))
     outcome = host.call("make", ("nosuch", {}))
     assert "no environment of the name" in str(outcome.failure)
     assert outcome.trace == ""

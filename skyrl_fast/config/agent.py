@@ -41,7 +41,24 @@ class AgentConfig:
         "OpenAI-compatible server, with /v1), api_key (such as ${oc.env:JUDGE_KEY}) and model, its "
         "name there. Their calls are shown, and not trained",
     )
-    host: str = setting("127.0.0.1", "address at which the gateway listens")
+    workers: str = setting(
+        "thread",
+        "where agents run. thread: functions in the trainer's event loop and threads; process: a "
+        "process for each trajectory, which is killed at its deadline; cluster: such processes on "
+        "the nodes of a Ray cluster, as for environments. A command has processes in any case",
+        choices=("thread", "process", "cluster"),
+    )
+    num_cpus_per_node: int = setting(
+        8,
+        "with workers=cluster: CPUs that agents reserve on each node that has so many; more agents "
+        "may run there at once",
+        at_least=1,
+    )
+    host: str | None = setting(
+        None,
+        "address at which the gateway listens; null: 127.0.0.1, with workers=cluster the address "
+        "of the trainer's node in the cluster",
+    )
     port: int = setting(0, "port of the gateway; 0: a free one", at_least=0, at_most=65535)
 
     @property
@@ -62,6 +79,10 @@ def check_agent(config: Any) -> None:
     for name in ("verifier", "reward_file"):
         if getattr(agent, name) and not agent.command:
             raise ConfigError(f"agent.{name}: wanted agent.command with it, got none")
+    if agent.workers != "thread" and not agent.is_set:
+        raise ConfigError(
+            f"agent.workers: wanted agent.function or agent.command with {agent.workers}, got none"
+        )
     for name in upstreams_of(agent.upstreams):
         if name == agent.model or name in agent.untrained_models:
             raise ConfigError(

@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
 
+from skyrl_fast.gateway.agents.black_box import BlackBox
 from skyrl_fast.gateway.agents.task import AgentTask
 from skyrl_fast.gateway.messages import ApiError, Outcome
 from skyrl_fast.gateway.policy import Policy
 from skyrl_fast.gateway.server import Gateway
 from skyrl_fast.gateway.session import Session
 from skyrl_fast.rollout.activity import ACTING, Activity
-from skyrl_fast.rollout.env.factory import EnvError
+from skyrl_fast.rollout.env.errors import EnvError, EnvLostError
 from skyrl_fast.rollout.loop_settings import RolloutPrompt
 from skyrl_fast.rollout.trajectory import Trajectory
-
-
-class BlackBox(Protocol):
-    """A function or command that solves tasks by calls of the gateway."""
-
-    async def run(self, task: AgentTask) -> Outcome:
-        """Return the reward of one task; free everything also if cancelled.
-
-        Raises:
-            EnvError: it failed.
-        """
 
 
 class GatewayAgent:
     """An `Agent`: each episode is a session of the gateway.
 
     Args:
-        gateway: started.
+        gateway: started, or by `start`.
         policy: that it serves.
         agent: the function or command.
     """
@@ -40,6 +29,19 @@ class GatewayAgent:
         self.gateway = gateway
         self.policy = policy
         self.agent = agent
+
+    async def start(self) -> None:
+        """Begin to listen where the agent's processes reach the gateway.
+
+        Raises:
+            ValueError: the address is not available.
+        """
+        await self.gateway.start(await self.agent.start())
+
+    async def close(self) -> None:
+        """Stop listening, and end the agent's processes."""
+        await self.gateway.close()
+        await self.agent.close()
 
     def episode(
         self, trajectory: Trajectory, prompt: RolloutPrompt, entry: Activity, *, policy_version: int
@@ -83,10 +85,11 @@ class _AgentEpisode:
                 assert session.engine_failure is not None
                 raise session.engine_failure
             outcome = running.result()
-        except EnvError:
+        except EnvError as error:
             if session.engine_failure is not None:  # what the agent failed by
                 raise session.engine_failure from None
-            if session.refused is None or not self._trajectory.steps:
+            lost = isinstance(error, EnvLostError)
+            if lost or session.refused is None or not self._trajectory.steps:
                 raise
             outcome = Outcome(0.0)  # it did not expect that its context is full
         finally:

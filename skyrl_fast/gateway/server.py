@@ -32,6 +32,7 @@ from skyrl_fast.gateway.dialects.openai_responses import OpenAIResponses
 from skyrl_fast.gateway.messages import Answer, ApiError, Call
 from skyrl_fast.gateway.request_body import Fields, checked, parsed_json
 from skyrl_fast.gateway.session import RunningCall, Session
+from skyrl_fast.network_interface import LOOPBACK
 from skyrl_fast.printable import log_line
 from skyrl_fast.rollout.engine.protocol import EngineError
 
@@ -70,7 +71,7 @@ class Gateway:
     """Sessions by their keys, and the server that answers their calls.
 
     Args:
-        host: address to listen at.
+        host: address to listen at; None: that of `start`.
         port: 0: a free one.
 
     `routes`, more of them, and `on_answer`, called with each answer that was delivered, may be set
@@ -85,7 +86,7 @@ class Gateway:
         await gateway.close()
     """
 
-    def __init__(self, *, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, *, host: str | None = None, port: int = 0) -> None:
         self.faults: Counter[str] = Counter(dict.fromkeys(FAULTS, 0))
         self.routes: list[Route] = []
         self.on_answer: Callable[[Session, Call, Answer], None] = lambda session, call, answer: None
@@ -102,12 +103,16 @@ class Gateway:
         """Base URL, without `/v1`."""
         return f"http://{self._host}:{self._port}"
 
-    async def start(self) -> None:
+    async def start(self, host: str = LOOPBACK) -> None:
         """Begin to listen.
+
+        Args:
+            host: where the constructor was given none.
 
         Raises:
             ValueError: the address is not available.
         """
+        self._host = self._host or host
         try:
             listening = socket.create_server((self._host, self._port), backlog=BACKLOG)
         except OSError as error:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import importlib.util
+import ipaddress
+import socket
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_fast.config import AgentConfig, GeneratorConfig
 from skyrl_fast.config.upstream import upstreams_of
-from skyrl_fast.importing import load_object
+from skyrl_fast.importing import absolute_name
 from skyrl_fast.rollout.activity import ActivityBoard
 from skyrl_fast.rollout.chat_template import ChatTemplate
+from skyrl_fast.rollout.env.cluster import ClusterPlaces, NodeShare
+from skyrl_fast.rollout.env.processes import ProcessPlaces
 from skyrl_fast.rollout.policy_calls import PolicyCalls
 from skyrl_fast.rollout.reasoning import ReasoningParser
 from skyrl_fast.rollout.tool_calls import ToolCallParser
 
 if TYPE_CHECKING:
-    from skyrl_fast.gateway.agent import BlackBox, GatewayAgent
+    from skyrl_fast.gateway.agent import GatewayAgent
+    from skyrl_fast.gateway.agents.black_box import BlackBox
     from skyrl_fast.gateway.policy import Policy
 
 PACKAGES = ("starlette", "uvicorn", "pydantic", "httpx", "msgspec", "xxhash")
+MAX_CALLS = 1 << 20  # of a node: agents wait for the model most of the time
 
 
 def check_packages() -> None:
@@ -31,30 +38,52 @@ def check_packages() -> None:
 
 
 def black_box(settings: AgentConfig) -> BlackBox:
-    """Return the function or command of the settings.
+    """Return the function or command of the settings, and where it runs.
 
     Raises:
-        ValueError: it cannot be imported, or a package is missing.
+        ValueError: it cannot be imported, a package is missing, or nodes of a cluster cannot reach
+            the gateway.
     """
     check_packages()
-    from skyrl_fast.gateway.agents.command import CommandAgent
-    from skyrl_fast.gateway.agents.function import FunctionAgent
+    from skyrl_fast.gateway.agents.processes import AgentProcesses, AgentSettings
 
-    if settings.function is None:
-        return CommandAgent(
-            settings.command, verifier=settings.verifier, reward_file=settings.reward_file
-        )
+    name = settings.function
+    hosts = AgentSettings(
+        None if name is None else absolute_name(name, Path.cwd()),
+        *(list(settings.command), list(settings.verifier), settings.reward_file),
+    )
+    agent = hosts.agent()
+    if settings.workers == "process":
+        return AgentProcesses(ProcessPlaces(hosts))
+    if settings.workers == "cluster":
+        _check_reachable(settings.host)
+        share = NodeShare("agent.num_cpus_per_node", settings.num_cpus_per_node, MAX_CALLS)
+        return AgentProcesses(ClusterPlaces(hosts, share))
+    return agent
+
+
+def _check_reachable(host: str | None) -> None:
+    """Raise ValueError for an address that no other node can call."""
+    if host is None:
+        return
     try:
-        function = load_object(settings.function)
-    except ValueError as error:
-        raise ValueError(f"agent.function: {error}") from error
-    if not callable(function):
-        raise ValueError(f"agent.function: wanted a function, got {settings.function!r}")
-    return FunctionAgent(function)
+        address = ipaddress.ip_address(socket.gethostbyname(host))
+    except OSError as error:
+        raise ValueError(f"agent.host: {host!r}: {error}") from error
+    if address.is_loopback or address.is_unspecified:
+        raise ValueError(
+            "agent.host: with agent.workers=cluster, wanted an address of this machine that the "
+            f"other nodes reach, or null for that in the cluster, got {host!r} ({address})"
+        )
 
 
 def gateway_agent(
-    settings: AgentConfig, calls: PolicyCalls, config: GeneratorConfig, *, one_line: bool = False
+    settings: AgentConfig,
+    calls: PolicyCalls,
+    config: GeneratorConfig,
+    *,
+    one_line: bool = False,
+    agent: BlackBox | None = None,
 ) -> GatewayAgent:
     """Return the agent of the settings at a gateway that is not started.
 
@@ -63,17 +92,18 @@ def gateway_agent(
         calls: of the policy.
         config: settings of the loop; see `loop_settings`.
         one_line: whether a trajectory's calls must follow each other, for estimators per turn.
+        agent: None: a new one of the settings.
 
     Raises:
         ValueError: the agent cannot be imported, a package is missing, a tokenizer without end
             token, or no tool parser of that name.
     """
-    box = black_box(settings)
+    agent = agent or black_box(settings)
     from skyrl_fast.gateway.agent import GatewayAgent
     from skyrl_fast.gateway.server import Gateway
 
     policy = gateway_policy(settings, calls, config, one_line=one_line)
-    return GatewayAgent(Gateway(host=settings.host, port=settings.port), policy, box)
+    return GatewayAgent(Gateway(host=settings.host, port=settings.port), policy, agent)
 
 
 def gateway_policy(

@@ -13,7 +13,7 @@ from skyrl_fast.printable import MAX_FAILURE, log_line, shortened
 from skyrl_fast.rollout.activity import CLOSING, MAKING, Activity, ActivityBoard
 from skyrl_fast.rollout.chat_template import ContextError
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError
-from skyrl_fast.rollout.env.factory import EnvError
+from skyrl_fast.rollout.env.errors import EnvError
 from skyrl_fast.rollout.loop_settings import RolloutPrompt
 from skyrl_fast.rollout.stop_reason import ENGINE_ERROR, ENV_ERROR, STOP, TIMEOUT
 from skyrl_fast.rollout.trajectory import Trajectory

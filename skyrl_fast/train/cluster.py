@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_fast.config import Config
+from skyrl_fast.ray_connection import connected, imported_ray
 from skyrl_fast.rollout.engine.engine_actor import enter
 from skyrl_fast.rollout.engine.ray_engine import EnginePlace
 from skyrl_fast.train.flow.event_loop import StopSignals
@@ -79,7 +80,7 @@ def run_on_cluster(
         Whatever `run_here` raises.
     """
     ray = _ray()
-    with _connected(ray):
+    with connected(ray):
         nodes, failed_at = config.trainer.placement.policy_num_nodes, -1
         while True:
             reserved = _reserved(ray, config, nodes)
@@ -99,26 +100,9 @@ def run_on_cluster(
 
 def _ray() -> Any:
     try:
-        import ray
-    except ImportError as error:
-        raise ClusterError(
-            "trainer.placement: several nodes, and colocate_all=false, need Ray: pip install "
-            "'skyrl_fast[ray]', and `ray start` on each node"
-        ) from error
-    return ray
-
-
-@contextmanager
-def _connected(ray: Any) -> Iterator[None]:
-    """Connect to the cluster of RAY_ADDRESS, else of this machine, else start one."""
-    if ray.is_initialized():
-        yield
-        return
-    ray.init()
-    try:
-        yield
-    finally:
-        ray.shutdown()
+        return imported_ray("trainer.placement: several nodes, and colocate_all=false")
+    except ValueError as error:
+        raise ClusterError(str(error)) from error
 
 
 def _reserved(ray: Any, config: Config, nodes: int) -> _Reservation:

@@ -186,12 +186,12 @@ async def _played_by_agent(config: Config, calls: PolicyCalls, prompt: Prompt) -
 
     loop = loop_settings(config)
     agent = gateway_agent(config.agent, calls, loop)
-    await agent.gateway.start()
+    await agent.start()
     try:
         runner = GroupRunner(agent, loop, board=agent.policy.board)
         return await run_groups(runner, [prompt], phase="train", policy_version=0)
     finally:
-        await agent.gateway.close()
+        await agent.close()
 
 
 async def _sampled(config: Config, prompt: Prompt) -> _Attempt:

@@ -17,12 +17,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from skyrl_fast.child_environment import environment_without_key
+from skyrl_fast.gateway.agents.black_box import BlackBox
 from skyrl_fast.gateway.agents.outcome import OutcomeError, outcome_of
 from skyrl_fast.gateway.agents.task import AgentTask
 from skyrl_fast.gateway.messages import Outcome
 from skyrl_fast.log_tail import log_tail
 from skyrl_fast.printable import printable
-from skyrl_fast.rollout.env.factory import EnvError
+from skyrl_fast.rollout.env.errors import EnvError
 
 log = logging.getLogger(__name__)
 
@@ -34,11 +35,12 @@ MAX_REWARD_BYTES = 1 << 20
 KEPT_OUTPUT_BYTES = 256 << 10  # of a command, at least; the file may have twice as much
 DROPPED = b"(the beginning of the output was dropped)\n"
 # Runs a command in its own process group, which ends with this process: a pipe tells, even after
-# SIGKILL. The group is killed when the command has ended, too. Its output goes to this process's,
-# a file of which only the end is kept.
+# SIGKILL; the folder, which is the current one, is deleted then. The group is killed when the
+# command has ended, too. Its output goes to this process's, a file of which only the end is kept.
 _LEASH = """
-import os, signal, subprocess, sys, threading
+import os, shutil, signal, subprocess, sys, threading
 most, dropped, command = int(sys.argv[1]), sys.argv[2].encode(), sys.argv[3:]
+folder = os.getcwd()
 child = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL,
                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 def kill():
@@ -49,6 +51,7 @@ def kill():
 def watch():
     sys.stdin.buffer.read()
     kill()
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 def copy():
     kept = b""
@@ -72,7 +75,7 @@ os._exit(code if code >= 0 else 128 - code)
 """
 
 
-class CommandAgent:
+class CommandAgent(BlackBox):
     """Runs the command for each task.
 
     Args:

@@ -10,16 +10,17 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from skyrl_fast.gateway.agents.black_box import BlackBox
 from skyrl_fast.gateway.agents.outcome import OutcomeError, outcome_of
 from skyrl_fast.gateway.agents.task import AgentTask
 from skyrl_fast.gateway.messages import Outcome
-from skyrl_fast.rollout.env.factory import EnvError
+from skyrl_fast.rollout.env.errors import EnvError
 
 
-class FunctionAgent:
+class FunctionAgent(BlackBox):
     """Calls the function for each task.
 
-    A coroutine function runs in the event loop of the rollouts, which it must not block. Any other
+    A coroutine function runs in the event loop of the caller, which it must not block. Any other
     function runs in a thread, which is abandoned where its trajectory's deadline passes.
 
     Args:
@@ -45,10 +46,13 @@ class FunctionAgent:
             return outcome_of(value)
         except OutcomeError as error:
             raise EnvError(f"agent.function: {error}") from error
-        except Exception as error:  # whatever the user's code raises
-            place = _innermost_place(error)
-            text = f"agent.function: {type(error).__name__}: {error}{place}"
-            raise EnvError(text) from error
+        except asyncio.CancelledError as error:
+            task_here = asyncio.current_task()
+            if task_here is None or task_here.cancelling():  # by the caller
+                raise
+            raise _failure(error) from error
+        except (Exception, SystemExit) as error:  # whatever the user's code raises
+            raise _failure(error) from error
         finally:
             await task.close()
 
@@ -76,6 +80,10 @@ async def _in_thread(function: Callable[[AgentTask], Any], task: AgentTask) -> A
 
     threading.Thread(target=work, name="agent", daemon=True).start()
     return await result
+
+
+def _failure(error: BaseException) -> EnvError:
+    return EnvError(f"agent.function: {type(error).__name__}: {error}{_innermost_place(error)}")
 
 
 def _innermost_place(error: BaseException) -> str:

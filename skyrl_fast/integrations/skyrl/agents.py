@@ -21,7 +21,7 @@ from typing import Any
 from skyrl_fast.batch.generator_from_trajectories import generator_output_from_trajectories
 from skyrl_fast.config import Config, GeneratorConfig, SamplingParams
 from skyrl_fast.config.loading import as_config
-from skyrl_fast.gateway.start import gateway_agent
+from skyrl_fast.gateway.start import black_box, gateway_agent
 from skyrl_fast.importing import absolute_name
 from skyrl_fast.rollout.engine.protocol import EngineError, Generation
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
@@ -77,6 +77,8 @@ class AgentGenerator:
             raise ValueError("generator.step_wise_trajectories: wanted true with an agent")
         if not self._settings.agent.is_set:
             raise ValueError("agent.function: wanted a function or agent.command, got neither")
+        # Its processes, if it has any, are kept from batch to batch, and end with this one.
+        self._black_box = black_box(self._settings.agent)
         self._agent(_Client(self, {}, None), {})  # what is missing is found now
 
     async def generate(self, input_batch: Mapping[str, Any], **_: Any) -> dict[str, Any]:
@@ -105,7 +107,7 @@ class AgentGenerator:
                     prompt, repetition_id, phase=phase, policy_version=version, entry=entry
                 )
 
-        await agent.gateway.start()
+        await agent.start()
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [
@@ -140,7 +142,8 @@ class AgentGenerator:
         if config.max_input_length is None:
             raise ValueError("generator.max_input_length: wanted a number with an agent, got null")
         calls = PolicyCalls(client, WeightGate(), self._tokenizer, self._settings.trainer.seed)
-        return gateway_agent(self._settings.agent, calls, config), config
+        agent = gateway_agent(self._settings.agent, calls, config, agent=self._black_box)
+        return agent, config
 
     def _output(self, trajectories: Sequence[Trajectory], ids: Sequence[Any]) -> dict[str, Any]:
         log_failures(trajectories)

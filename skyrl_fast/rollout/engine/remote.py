@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from skyrl_fast.config import SamplingParams
+from skyrl_fast.network_interface import LOOPBACK
 from skyrl_fast.rollout.engine.completion_answer import (
     QUOTED_CHARACTERS,
     entries,
@@ -40,7 +41,7 @@ from skyrl_fast.rollout.engine.protocol import (
     RefusedRequestError,
     vllm_sampling_params,
 )
-from skyrl_fast.rollout.engine.weights.group import BACKENDS, LOOPBACK
+from skyrl_fast.rollout.engine.weights.group import BACKENDS
 from skyrl_fast.rollout.engine.weights.receipt import (
     WeightSyncError,
     check_receipts,

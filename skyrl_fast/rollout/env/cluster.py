@@ -1,8 +1,8 @@
-"""Environments on the nodes of a Ray cluster: an actor per node runs their processes.
+"""Environments and agents on the nodes of a Ray cluster: an actor per node runs their processes.
 
 Tool calls and sandboxes then use the CPUs of other nodes than the trainer's. Deadlines, limits and
 checks are those of `processes.py`, applied on the node. A node that is lost ends the calls of its
-environments; the next ones are made on others, and on nodes that join.
+hosts; the next ones are made on others, and on nodes that join.
 """
 
 from __future__ import annotations
@@ -10,69 +10,92 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import threading
 import time
-from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from skyrl_fast.printable import MAX_FAILURE, log_line
+from skyrl_fast.ray_connection import connected, imported_ray
 from skyrl_fast.rollout.env.host import HostSettings, Outcome
-from skyrl_fast.rollout.env.processes import EnvProcesses, ProcessPlace
+from skyrl_fast.rollout.env.processes import ProcessPlace, ProcessPlaces
 
 log = logging.getLogger(__name__)
 
 PLACE_SECONDS = 120.0  # for a first node to have room
 REFRESH_SECONDS = 10.0  # between looks for nodes that joined
 POLL_SECONDS = 0.1
-SETTING = "environment.num_workers_per_node"
 
 
-class EnvCluster:
-    """The environments' actors of a run, on each node that has CPUs for one.
+@dataclass(frozen=True, slots=True)
+class NodeShare:
+    """What an actor takes of its node.
 
     Args:
-        settings: of the environments.
-        modules: see `EnvProcesses`.
-        per_node: CPUs that each actor reserves, and its most concurrent calls.
-
-    Raises:
-        ValueError: Ray is missing, or see `EnvProcesses`.
+        setting: that says so, for messages.
+        num_cpus: that it reserves.
+        max_calls: its most concurrent calls.
     """
 
-    def __init__(self, settings: HostSettings, modules: Sequence[str], per_node: int) -> None:
-        EnvProcesses(settings, modules)  # raises here, not on a node
-        self._arguments = (settings, list(modules), per_node)
-        self._per_node = per_node
-        self._ray = _imported_ray()
-        self._connected_here = False
+    setting: str
+    num_cpus: int
+    max_calls: int
+
+
+class ClusterPlaces:
+    """The actors of a run, on each node that has CPUs for one.
+
+    Args:
+        settings: of the hosts.
+        share: of each node.
+
+    Raises:
+        ValueError: Ray is missing, or see `ProcessPlaces`.
+    """
+
+    def __init__(self, settings: HostSettings, share: NodeShare) -> None:
+        ProcessPlaces(settings)  # raises here, not on a node
+        self._settings = settings
+        self._share = share
+        self._section = share.setting.partition(".")[0]
+        self._ray = imported_ray(f"{self._section}.workers: cluster")
+        self._connection = ExitStack()
         self._nodes: dict[str, _Node] = {}
         self._looked = float("-inf")
-        self._lock = asyncio.Lock()
+        self._lock = threading.Lock()  # of all above
+
+    async def address(self) -> str:
+        """Return the address of this process's node in the cluster."""
+        await asyncio.to_thread(self._connect)
+        return str(self._ray.util.get_node_ip_address())
 
     async def place(self) -> ClusterPlace:
-        """Return a place for one environment, on the node with the fewest.
+        """Return a place for one host, on the node with the fewest.
 
         Raises:
             OSError: no node has room, or a process cannot be started; the message says why.
         """
         deadline = time.monotonic() + PLACE_SECONDS
         while True:
-            async with self._lock:
-                ready = await asyncio.to_thread(self._ready_nodes)
+            ready = await asyncio.to_thread(self._ready_nodes)
             if not ready:
                 if time.monotonic() > deadline:
                     raise OSError(
-                        f"{SETTING}: wanted a node with {self._per_node} CPUs free within "
-                        f"{PLACE_SECONDS:g} s, got nodes with {self._resources()}"
+                        f"{self._share.setting}: wanted a node with {self._share.num_cpus} CPUs "
+                        f"free within {PLACE_SECONDS:g} s, got nodes with {self._resources()}"
                     )
                 await asyncio.sleep(POLL_SECONDS)
                 continue
             node = min(ready, key=lambda each: each.num_places)
             node.num_places += 1
+            call = node.actor.place.remote()
             try:
-                return ClusterPlace(self, node, await node.actor.place.remote())
+                return ClusterPlace(self, node, await call)
             except BaseException as error:  # also if the caller is cancelled
                 node.num_places -= 1
+                if isinstance(error, asyncio.CancelledError):
+                    self.cancel(call)
                 if isinstance(error, self._ray.exceptions.RayTaskError):
                     raise OSError(f"{error.cause}") from error
                 if not isinstance(error, self._ray.exceptions.RayError):
@@ -84,38 +107,41 @@ class EnvCluster:
         nodes, self._nodes = list(self._nodes.values()), {}
         for node in nodes:
             self._ray.kill(node.actor)
-        if self._connected_here:
-            await asyncio.to_thread(self._ray.shutdown)
-            self._connected_here = False
+        await asyncio.to_thread(self._connection.close)
 
     def cancel(self, call: Any) -> None:
         """Cancel a call, which kills its process."""
         self._ray.cancel(call)
 
     def lose(self, node: _Node, error: BaseException) -> str:
-        """Make no more environments on this node; return what happened to it."""
+        """Use this node's actor no more; return what happened to it."""
         text = log_line(f"node {node.address}: {type(error).__name__}: {error}")[:MAX_FAILURE]
         if self._nodes.get(node.name) is node:
             del self._nodes[node.name]
             self._looked = float("-inf")  # a living node gets a new actor
-            log.warning("environments were lost with %s", text)
+            log.warning("%s: processes were lost with %s", self._section, text)
         return text
 
     def is_loss(self, error: BaseException) -> bool:
         """Return whether a call failed since its actor or node has ended."""
         return isinstance(error, self._ray.exceptions.RayError)
 
+    def _connect(self) -> None:
+        with self._lock:
+            if not self._ray.is_initialized():
+                self._connection.enter_context(connected(self._ray))
+
     def _ready_nodes(self) -> list[_Node]:
-        if not self._ray.is_initialized():
-            self._ray.init()
-            self._connected_here = True
-        now = time.monotonic()
-        if now - self._looked > REFRESH_SECONDS:
-            self._looked = now
-            self._add_nodes()
-        for node in self._nodes.values():
-            node.is_ready = node.is_ready or bool(self._ray.wait([node.started], timeout=0)[0])
-        return [node for node in self._nodes.values() if node.is_ready]
+        self._connect()
+        with self._lock:
+            now = time.monotonic()
+            if now - self._looked > REFRESH_SECONDS:
+                self._looked = now
+                self._add_nodes()
+            nodes = list(self._nodes.values())  # the event loop may lose one
+            for node in nodes:
+                node.is_ready = node.is_ready or bool(self._ray.wait([node.started], timeout=0)[0])
+            return [node for node in nodes if node.is_ready]
 
     def _add_nodes(self) -> None:
         """Start an actor on each node that has none; it waits for its CPUs."""
@@ -123,11 +149,12 @@ class EnvCluster:
 
         for node in self._ray.nodes():
             name, cpus = node["NodeID"], node["Resources"].get("CPU", 0)
-            if not node["Alive"] or name in self._nodes or cpus < self._per_node:
+            if not node["Alive"] or name in self._nodes or cpus < self._share.num_cpus:
                 continue
             strategy = NodeAffinitySchedulingStrategy(name, soft=False)
-            options = {"num_cpus": self._per_node, "scheduling_strategy": strategy}
-            actor = self._ray.remote(_EnvActor).options(**options).remote(*self._arguments)
+            options = {"num_cpus": self._share.num_cpus, "scheduling_strategy": strategy}
+            actor_class = self._ray.remote(_NodeActor).options(**options)
+            actor = actor_class.remote(self._settings, self._share.max_calls)
             address = node["NodeManagerAddress"]
             self._nodes[name] = _Node(name, address, actor, actor.is_ready.remote())
 
@@ -137,19 +164,19 @@ class EnvCluster:
 
 
 class ClusterPlace:
-    """Where one environment lives: in a process of a node."""
+    """Where one host lives: in a process of a node."""
 
-    def __init__(self, cluster: EnvCluster, node: _Node, number: int) -> None:
+    def __init__(self, cluster: ClusterPlaces, node: _Node, number: int) -> None:
         self._cluster, self._node, self._number = cluster, node, number
-        self.usable = True  # false: the process is gone, and the environment with it
+        self.usable = True  # false: the process is gone, and its host with it
 
-    async def call(self, what: str, argument: Any, timeout: float) -> Outcome:
+    async def call(self, what: str, argument: Any, timeout: float | None) -> Outcome:
         """Return the outcome of a call; TimeoutError if it takes longer than `timeout` seconds.
 
-        The wait for one of the node's workers is not part of its time.
+        The wait for one of the node's workers is not part of its time. None: no deadline.
         """
         if not self.usable:
-            return Outcome(failure=f"{what}: the environment's process was killed")
+            return Outcome(failure=f"{what}: its process was killed")
         try:
             call = self._node.actor.call.remote(self._number, what, argument, timeout)
         except Exception as error:  # of any type: the row's objects are pickled
@@ -173,7 +200,7 @@ class ClusterPlace:
         return answer.outcome
 
     def release(self) -> None:
-        """Free the place: another environment may use its process."""
+        """Free the place: another host may use its process."""
         if self.usable:
             self._node.actor.release.remote(self._number)
             self._leave()
@@ -202,7 +229,7 @@ class _Answer:
 
     Args:
         outcome: of the call, if it returned in time.
-        usable: whether the environment still exists.
+        usable: whether the host still exists.
         late: of a late call: the calls that it was in, if known.
     """
 
@@ -211,11 +238,11 @@ class _Answer:
     late: str | None = None
 
 
-class _EnvActor:
+class _NodeActor:
     """The processes of one node."""
 
-    def __init__(self, settings: HostSettings, modules: list[str], workers: int) -> None:
-        self._processes = EnvProcesses(settings, modules)
+    def __init__(self, settings: HostSettings, workers: int) -> None:
+        self._processes = ProcessPlaces(settings)
         self._places: dict[int, ProcessPlace] = {}
         self._numbers = itertools.count()
         self._workers = asyncio.Semaphore(workers)
@@ -228,7 +255,7 @@ class _EnvActor:
         self._places[number] = await self._processes.place()
         return number
 
-    async def call(self, number: int, what: str, argument: Any, timeout: float) -> _Answer:
+    async def call(self, number: int, what: str, argument: Any, timeout: float | None) -> _Answer:
         place, outcome, late = self._places[number], Outcome(), None
         try:
             async with self._workers:
@@ -242,14 +269,3 @@ class _EnvActor:
 
     async def release(self, number: int) -> None:
         self._places.pop(number).release()
-
-
-def _imported_ray() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise ValueError(
-            "environment.workers: cluster needs Ray: pip install 'skyrl_fast[ray]', and "
-            "`ray start` on each node"
-        ) from error
-    return ray

@@ -16,9 +16,10 @@ from skyrl_fast.importing import absolute_name, load_module, load_object
 from skyrl_fast.printable import MAX_FAILURE, log_line, printable
 from skyrl_fast.rollout.env import skyrl_gym_env
 from skyrl_fast.rollout.env.answers import EnvAnswer
-from skyrl_fast.rollout.env.cluster import EnvCluster
-from skyrl_fast.rollout.env.host import GymSettings, HostSettings, MakeEnv, Outcome
-from skyrl_fast.rollout.env.processes import EnvProcesses
+from skyrl_fast.rollout.env.cluster import ClusterPlaces, NodeShare
+from skyrl_fast.rollout.env.errors import EnvError, EnvTimeoutError
+from skyrl_fast.rollout.env.host import EnvSettings, GymSettings, MakeEnv, Outcome
+from skyrl_fast.rollout.env.processes import ProcessPlaces
 from skyrl_fast.rollout.env.protocol import Message
 from skyrl_fast.rollout.env.threads import EnvThreads
 from skyrl_fast.rollout.env.traces import innermost_place
@@ -30,18 +31,10 @@ MANY = 1 << 20  # calls: the nodes of a cluster limit theirs
 MAX_TRACES = 20  # different ones that are logged; failures are counted in any case
 
 
-class EnvError(RuntimeError):
-    """An environment raised, or returned an invalid answer."""
-
-
-class EnvTimeoutError(EnvError):
-    """An environment's call did not return in time: its thread is abandoned, its process killed."""
-
-
 class Place(Protocol):
-    """Where one environment lives."""
+    """Where one host lives."""
 
-    usable: bool  # false: the environment is gone
+    usable: bool  # false: the host is gone
 
     async def call(self, what: str, argument: Any, timeout: float) -> Outcome:
         """Return the outcome of a call.
@@ -52,7 +45,7 @@ class Place(Protocol):
         """
 
     def release(self) -> None:
-        """Free the place after the environment is closed."""
+        """Free the place after the host is closed."""
 
 
 class EnvFactory:
@@ -102,13 +95,15 @@ class EnvFactory:
             except ValueError as error:
                 raise ValueError(f"environment.env_class: {error}") from error
             modules.append(config.env_class.rpartition(":")[0])
-        settings = HostSettings(gym_settings(config.skyrl_gym), make_env, longest_text)
         modules = [absolute_name(name, self._folder) for name in modules]
-        self._places: EnvThreads | EnvProcesses | EnvCluster
+        settings = EnvSettings(gym_settings(config.skyrl_gym), make_env, longest_text, modules)
+        self._places: EnvThreads | ProcessPlaces | ClusterPlaces
         if on_cluster:
-            self._places = EnvCluster(settings, modules, config.num_workers_per_node)
+            number = config.num_workers_per_node
+            share = NodeShare("environment.num_workers_per_node", number, max_calls=number)
+            self._places = ClusterPlaces(settings, share)
         elif config.workers == "process":
-            self._places = EnvProcesses(settings, modules)
+            self._places = ProcessPlaces(settings)
         else:
             self._places = EnvThreads(settings)
 

@@ -1,4 +1,4 @@
-"""The processes of `processes.py`: a server that forks, and its children, which run environments.
+"""The processes of `processes.py`: a server that forks, and its children, which are hosts.
 
 Run by `python -c` with two arguments: the descriptor of the socket to the trainer, and its pid.
 """
@@ -20,7 +20,8 @@ import time
 from contextlib import suppress
 
 from skyrl_fast.importing import load_module
-from skyrl_fast.rollout.env.host import EnvHost, HostSettings, Outcome
+from skyrl_fast.printable import MAX_FAILURE
+from skyrl_fast.rollout.env.host import HostSettings, Outcome
 from skyrl_fast.rollout.env.processes import FORK, KILL, LENGTH, REQUEST, STATUS
 
 log = logging.getLogger(__name__)
@@ -33,24 +34,30 @@ PR_SET_PDEATHSIG = 1  # of prctl: a signal for the child when its parent ends
 def main() -> None:
     """Fork processes for the trainer until it ends."""
     link = socket.socket(fileno=int(sys.argv[1]))
-    data, settings = pickle.loads(_received(link))
-    sys.path[:], folder, modules = pickle.loads(data)
-    _preload(modules)
-    link.sendall(b"\0")
-    _Server(link, int(sys.argv[2]), pickle.loads(settings), folder).run()
+    data, pickled = pickle.loads(_received(link))
+    sys.path[:], folder, modules, optional_modules = pickle.loads(data)
+    try:
+        _preload(modules, optional_modules)
+    except ValueError as error:
+        _send(link, str(error)[:MAX_FAILURE].encode(errors="replace"))
+        return
+    settings = pickle.loads(pickled)
+    _send(link, b"")
+    _Server(link, int(sys.argv[2]), settings, folder).run()
 
 
-def _preload(modules: list[str]) -> None:
-    """Import what environments need, so that forked processes share it."""
-    with suppress(ImportError):
-        importlib.import_module("skyrl_gym")
+def _preload(modules: list[str], optional_modules: list[str]) -> None:
+    """Import what hosts need, so that forked processes share it."""
+    for module in optional_modules:
+        with suppress(ImportError):
+            importlib.import_module(module)
     for module in modules:
         before = threading.active_count()
         load_module(module)
         if threading.active_count() > before:
             log.warning(
-                "environment.workers=process: importing %s starts threads, which environments' "
-                "processes do not have: start them in the constructor",
+                "workers=process: importing %s starts threads, which forked processes do not have: "
+                "start them later",
                 module,
             )
 
@@ -149,26 +156,29 @@ def _end_with(server: int) -> None:
 
 
 def _serve(link: socket.socket, settings: HostSettings, folder: str) -> None:
-    """Run one environment after the other until the trainer closes its end of the socket."""
+    """Answer calls until the trainer closes its end of the socket."""
     if "numpy" in sys.modules:  # forked processes would draw the same numbers; random reseeds
         sys.modules["numpy"].random.seed()
-    host = EnvHost(settings)
+    host = settings.host()
     while request := _received(link):
         what, argument = pickle.loads(request)
-        if what == "make":
-            host = EnvHost(settings)
+        if what == settings.first_call:
             os.chdir(folder)
         outcome = host.call(what, argument)
         try:
             answer = _encoded(outcome)
         except Exception as error:  # memory, for example
             answer = _encoded(Outcome(failure=f"{what}: its answer: {type(error).__name__}"))
-        link.sendall(LENGTH.pack(len(answer)) + answer)
+        _send(link, answer)
 
 
 def _encoded(outcome: Outcome) -> bytes:
     values = (outcome.value, outcome.failure, outcome.trace)
     return json.dumps(values, ensure_ascii=False).encode(errors="surrogatepass")
+
+
+def _send(link: socket.socket, message: bytes) -> None:
+    link.sendall(LENGTH.pack(len(message)) + message)
 
 
 def _received(link: socket.socket) -> bytes:

@@ -1,11 +1,12 @@
-"""One environment where it runs: a call in, plain data or a text of what failed out."""
+"""What runs in a place: a call in, plain data or a text of what failed out."""
 
 from __future__ import annotations
 
+import pickle
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from skyrl_fast.importing import load_object
 from skyrl_fast.printable import MAX_FAILURE
@@ -19,21 +20,8 @@ MakeEnv = Callable[[dict[str, Any]], Env]
 GymSettings = Mapping[str, Mapping[str, Any]]
 METHODS = ("init", "step", "metrics", "close")  # of an Env
 MAX_METRICS_TEXT = 100_000  # characters in the metrics of an episode
-
-
-@dataclass(frozen=True, slots=True)
-class HostSettings:
-    """What an environment's thread or process needs.
-
-    Args:
-        skyrl_gym: settings of the environments that skyrl_gym registers, by env_class.
-        make_env: returns an `Env` for a row's extras; None: by `env_class`.
-        longest_text: characters of one answer's texts; what is longer is cut.
-    """
-
-    skyrl_gym: GymSettings
-    make_env: MakeEnv | None
-    longest_text: int
+BYTES_PER_CHARACTER = 4  # of UTF-8
+MORE_BYTES = 64 << 20  # of an answer, next to its texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +39,111 @@ class Outcome:
     trace: str = ""
 
 
+class Host(Protocol):
+    """What answers the calls of a place: an environment or an agent."""
+
+    def call(self, what: str, argument: Any) -> Outcome:
+        """Return the outcome of a call; never raise."""
+
+
+class HostSettings(Protocol):
+    """What a process needs to be a host; picklable.
+
+    Attributes:
+        first_call: of a trajectory; it begins in the folder of the start.
+    """
+
+    first_call: ClassVar[str]
+
+    @property
+    def modules(self) -> Sequence[str]:
+        """Modules or files that the fork server imports."""
+
+    @property
+    def optional_modules(self) -> Sequence[str]:
+        """The same, where they are installed."""
+
+    @property
+    def max_bytes(self) -> int:
+        """Limit of an answer."""
+
+    def host(self) -> Host:
+        """Return a new host, called in the process."""
+
+    def checked(self, what: str, value: Any) -> Any:
+        """Return what a call returned, checked by the process that called.
+
+        Code of a model could have sent it.
+
+        Raises:
+            ValueError: it is invalid.
+        """
+
+    def check_importable(self) -> None:
+        """Raise ValueError if other processes cannot import what they need."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvSettings:
+    """What the thread or process of an environment needs: a `HostSettings`.
+
+    Args:
+        skyrl_gym: settings of the environments that skyrl_gym registers, by env_class.
+        make_env: returns an `Env` for a row's extras; None: by `env_class`.
+        longest_text: characters of one answer's texts; what is longer is cut.
+        modules: modules or files of the environments.
+    """
+
+    skyrl_gym: GymSettings
+    make_env: MakeEnv | None
+    longest_text: int
+    modules: Sequence[str] = ()
+
+    optional_modules: ClassVar[Sequence[str]] = ("skyrl_gym",)
+    first_call: ClassVar[str] = "make"
+
+    @property
+    def max_bytes(self) -> int:
+        """See `HostSettings`."""
+        return BYTES_PER_CHARACTER * self.longest_text + MORE_BYTES
+
+    def host(self) -> EnvHost:
+        """See `HostSettings.host`."""
+        return EnvHost(self)
+
+    def checked(self, what: str, value: Any) -> Any:
+        """See `HostSettings.checked`."""
+        if what in ("make", "close"):
+            return None
+        data = PlainData(self.max_bytes)
+        if what == "init":
+            return messages_of(value, data)
+        if not isinstance(value, dict):
+            raise ValueError(f"{what}: wanted a mapping, got {type(value).__name__}")
+        if what == "step":
+            return asdict(answer_of({**value, "observations": value.get("messages")}, data))
+        return value
+
+    def check_importable(self) -> None:
+        """See `HostSettings.check_importable`."""
+        try:
+            pickled = pickle.dumps(self)
+        except Exception as error:
+            raise ValueError(f"{_NOT_IMPORTABLE}: {error}") from error
+        if self.make_env is not None and b"__main__" in pickled:
+            raise ValueError(f"{_NOT_IMPORTABLE}, got one of the main script")
+
+
+_NOT_IMPORTABLE = (
+    "environment.workers: process wants an environment or reward that other processes can import "
+    "(module:Class or file.py:Class)"
+)
+
+
 class EnvHost:
     """The environment of one trajectory; `call` never raises."""
 
-    def __init__(self, settings: HostSettings) -> None:
+    def __init__(self, settings: EnvSettings) -> None:
         self._settings = settings
         self._env: Env | None = None
         self._lock = threading.Lock()

@@ -1,12 +1,12 @@
-"""Environments in processes: one environment per process, killed where a call is late.
+"""Environments and agents in processes: one per process, killed where a call is late.
 
 A thread that holds the interpreter's lock stops every thread of the trainer, and no deadline can
 end it. A process can be killed. Processes are forked by a fork server, which has imported what
-environments need (2 s, once), so that each starts in milliseconds and shares that memory; it serves
-one trajectory after the other.
+they need (2 s, once), so that each starts in milliseconds and shares that memory; it serves one
+trajectory after the other.
 
 What is sent to a process is pickled: it comes from the trainer. What a process sends is JSON of a
-limited size: an environment handles what a model wrote, so nothing that it says is executed.
+limited size: it handles what a model wrote, so nothing that it says is executed.
 """
 
 from __future__ import annotations
@@ -22,22 +22,17 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Any
 
 from skyrl_fast.child_environment import environment_without_key
+from skyrl_fast.network_interface import LOOPBACK
 from skyrl_fast.printable import MAX_FAILURE
-from skyrl_fast.rollout.env.answers import answer_of, messages_of
 from skyrl_fast.rollout.env.host import HostSettings, Outcome
-from skyrl_fast.rollout.env.plain import PlainData
 
-START_SECONDS = 120.0  # for the fork server to import what environments need
+START_SECONDS = 120.0  # for the fork server to import what its processes need
 END_SECONDS = 10.0  # for it to end its processes
 ANSWER_SECONDS = 30.0  # for the rest of an answer that has begun
-BYTES_PER_CHARACTER = 4  # of UTF-8
-MORE_BYTES = 64 << 20  # of an answer, next to its texts
 READ_BYTES = 1 << 20
 LENGTH = struct.Struct("!Q")
 FORK, STATUS, KILL = b"f", b"s", b"k"  # requests to the fork server, each with a pid
@@ -45,26 +40,33 @@ REQUEST = struct.Struct("!cq")
 _SERVER = "from skyrl_fast.rollout.env.fork_server import main; main()"
 
 
-class EnvProcesses:
+class ProcessPlaces:
     """The processes of a run; started when they are needed, and kept for other trajectories.
 
     Args:
-        settings: of the environments.
-        modules: imported by the fork server: modules or files of the environments.
+        settings: of the hosts.
 
     Raises:
-        ValueError: `settings.make_env` cannot be imported by another process.
+        ValueError: a process cannot import what it needs.
     """
 
-    def __init__(self, settings: HostSettings, modules: Sequence[str]) -> None:
-        self._setup = _pickled(settings, modules)
-        self._max_bytes = BYTES_PER_CHARACTER * settings.longest_text + MORE_BYTES
+    def __init__(self, settings: HostSettings) -> None:
+        settings.check_importable()
+        modules = list(settings.modules), list(settings.optional_modules)
+        self._setup = pickle.dumps(
+            (pickle.dumps((sys.path, os.getcwd(), *modules)), pickle.dumps(settings))
+        )
+        self._settings = settings
         self._server: _ForkServer | None = None
         self._lock = threading.Lock()
-        self._idle: list[_EnvProcess] = []
+        self._idle: list[_Process] = []
+
+    async def address(self) -> str:
+        """Return the address of this machine for the processes."""
+        return LOOPBACK
 
     async def place(self) -> ProcessPlace:
-        """Return a place for one environment.
+        """Return a place for one host.
 
         Raises:
             OSError: no process can be started; the message says why.
@@ -88,35 +90,35 @@ class EnvProcesses:
                 self._server.end()
             self._server = None
 
-    def _started(self) -> _EnvProcess:
+    def _started(self) -> _Process:
         with self._lock:
             if self._server is None or not self._server.alive():
                 self._server = _ForkServer(self._setup)
             ours, child_end = socket.socketpair()
             with child_end:
                 pid = self._server.fork(child_end)
-            return _EnvProcess(self._server, pid, ours, self._max_bytes)
+            return _Process(self._server, pid, ours, self._settings)
 
-    def keep(self, process: _EnvProcess) -> None:
-        """Keep a process whose environment is closed, for another one."""
+    def keep(self, process: _Process) -> None:
+        """Keep a process whose host is closed, for another one."""
         self._idle.append(process)
 
 
 class ProcessPlace:
-    """Where one environment lives: in a process."""
+    """Where one host lives: in a process."""
 
-    def __init__(self, processes: EnvProcesses, process: _EnvProcess) -> None:
+    def __init__(self, processes: ProcessPlaces, process: _Process) -> None:
         self._processes = processes
         self._process = process
-        self.usable = True  # false: the process is gone, and the environment with it
+        self.usable = True  # false: the process is gone, and its host with it
 
-    async def call(self, what: str, argument: Any, timeout: float) -> Outcome:
+    async def call(self, what: str, argument: Any, timeout: float | None) -> Outcome:
         """Return the outcome of a call; TimeoutError if it takes longer than `timeout` seconds.
 
-        Then, and if the caller is cancelled, the process is killed.
+        Then, and if the caller is cancelled, the process is killed. None: no deadline.
         """
         if not self.usable:
-            return Outcome(failure=f"{what}: the environment's process was killed")
+            return Outcome(failure=f"{what}: its process was killed")
         answer = asyncio.ensure_future(self._process.answer(what, argument))
         done: set[Any] = set()
         try:
@@ -138,7 +140,7 @@ class ProcessPlace:
             return Outcome(failure=text[:MAX_FAILURE])
 
     def release(self) -> None:
-        """Free the place: another environment may use its process."""
+        """Free the place: another host may use its process."""
         if self.usable:
             self.usable = False
             self._processes.keep(self._process)
@@ -148,12 +150,14 @@ class ProcessPlace:
         self._process.end()
 
 
-class _EnvProcess:
+class _Process:
     """A process of the fork server, and the socket to it."""
 
-    def __init__(self, server: _ForkServer, pid: int, link: socket.socket, max_bytes: int) -> None:
+    def __init__(
+        self, server: _ForkServer, pid: int, link: socket.socket, settings: HostSettings
+    ) -> None:
         link.setblocking(False)
-        self._server, self._pid, self._link, self._max_bytes = server, pid, link, max_bytes
+        self._server, self._pid, self._link, self._settings = server, pid, link, settings
 
     def alive(self) -> bool:
         return not self.has_answered()  # between calls only its end can be read
@@ -187,7 +191,7 @@ class _EnvProcess:
         try:
             await loop.sock_sendall(self._link, LENGTH.pack(len(request)) + request)
             (length,) = LENGTH.unpack(await self._read(LENGTH.size))
-            if length > self._max_bytes:
+            if length > self._settings.max_bytes:
                 raise ValueError(f"{what}: an answer of {length:,} bytes is too long")
             value, failure, trace = json.loads(await self._read(length))
         except ConnectionError as error:
@@ -196,7 +200,7 @@ class _EnvProcess:
             raise ValueError(f"{what}: its answer: {error}") from error
         if failure is not None:
             return Outcome(None, str(failure), str(trace))
-        return Outcome(_checked(what, value, PlainData(self._max_bytes)))
+        return Outcome(self._settings.checked(what, value))
 
     async def _read(self, length: int) -> bytearray:
         loop = asyncio.get_running_loop()
@@ -210,7 +214,7 @@ class _EnvProcess:
 
 
 class _ForkServer:
-    """The parent of all environments' processes, which can tell and end them."""
+    """The parent of all processes, which can tell and end them."""
 
     def __init__(self, setup: bytes) -> None:
         self._link, child_end = socket.socketpair()
@@ -226,14 +230,14 @@ class _ForkServer:
         self._link.settimeout(START_SECONDS)
         try:
             self._link.sendall(LENGTH.pack(len(setup)) + setup)
-            ready = self._link.recv(1)
+            failure = self._read(self._answer()).decode(errors="replace")
         except OSError as error:
             self._process.kill()
             self.end()
-            raise OSError(f"the environments' fork server did not start: {error}") from error
-        if not ready:
+            raise OSError(f"the fork server did not start: {error}") from error
+        if failure:
             self.end()
-            raise OSError("the environments' fork server ended at its start: see its output")
+            raise OSError(f"the fork server did not start: {failure}")
 
     def alive(self) -> bool:
         return self._process.poll() is None
@@ -272,51 +276,20 @@ class _ForkServer:
             self._process.wait()
 
     def _answer(self) -> int:
-        data = b""
-        while len(data) < LENGTH.size:
-            part = self._link.recv(LENGTH.size - len(data))
-            if not part:
-                raise OSError("the environments' fork server has ended")
-            data += part
-        (number,) = struct.unpack("!q", data)
+        (number,) = struct.unpack("!q", self._read(LENGTH.size))
         return int(number)
 
-
-def _checked(what: str, value: Any, data: PlainData) -> Any:
-    """Return what a call returned, checked again here: code of a model could have sent it.
-
-    Raises:
-        ValueError: it is invalid.
-    """
-    if what in ("make", "close"):
-        return None
-    if what == "init":
-        return messages_of(value, data)
-    if not isinstance(value, dict):
-        raise ValueError(f"{what}: wanted a mapping, got {type(value).__name__}")
-    if what == "step":
-        return asdict(answer_of({**value, "observations": value.get("messages")}, data))
-    return value
+    def _read(self, length: int) -> bytes:
+        data = b""
+        while len(data) < length:
+            part = self._link.recv(length - len(data))
+            if not part:
+                raise OSError("it has ended: see its output")
+            data += part
+        return data
 
 
 def _readable(link: socket.socket, seconds: float) -> bool:
     poll = select.poll()
     poll.register(link, select.POLLIN)
     return bool(poll.poll(seconds * 1_000))
-
-
-def _pickled(settings: HostSettings, modules: Sequence[str]) -> bytes:
-    try:
-        data = pickle.dumps((sys.path, os.getcwd(), list(modules)))
-        made = pickle.dumps(settings)
-    except Exception as error:
-        raise ValueError(f"{_NOT_IMPORTABLE}: {error}") from error
-    if settings.make_env is not None and b"__main__" in made:
-        raise ValueError(f"{_NOT_IMPORTABLE}, got one of the main script")
-    return pickle.dumps((data, made))
-
-
-_NOT_IMPORTABLE = (
-    "environment.workers: process wants an environment or reward that other processes can import "
-    "(module:Class or file.py:Class)"
-)

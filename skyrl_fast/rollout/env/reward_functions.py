@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_fast.rollout.env.factory import EnvError, EnvFactory
+from skyrl_fast.rollout.env.errors import EnvError
+from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.env.protocol import Env, EnvStep, Message
 from skyrl_fast.rollout.loop_settings import RolloutPrompt
 from skyrl_fast.rollout.stop_reason import ENV_ERROR

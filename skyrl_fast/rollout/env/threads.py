@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from skyrl_fast.rollout.env.host import EnvHost, HostSettings, Outcome
+from skyrl_fast.rollout.env.host import EnvHost, EnvSettings, Outcome
 from skyrl_fast.rollout.env.traces import trace_of_thread
 
 # How long calls wait for the threads that work before as many join them. A call of a quick
@@ -26,7 +26,7 @@ class EnvThreads:
     thread to every call that never returns, and wait for it when the process exits.
     """
 
-    def __init__(self, settings: HostSettings) -> None:
+    def __init__(self, settings: EnvSettings) -> None:
         self._settings = settings
         self._lock = threading.Lock()  # of all below
         self._waiting: deque[_Call] = deque()

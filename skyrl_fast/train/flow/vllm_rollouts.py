@@ -15,6 +15,7 @@ import torch
 
 from skyrl_fast.config import SamplingParams, estimator_spec, settings
 from skyrl_fast.gateway.start import black_box, gateway_agent
+from skyrl_fast.network_interface import LOOPBACK
 from skyrl_fast.rollout.chat_template import CHARACTERS_PER_TOKEN
 from skyrl_fast.rollout.engine.api_key import DEFAULT_NAME, engine_key
 from skyrl_fast.rollout.engine.pool import EnginePool, PooledEngine
@@ -24,7 +25,7 @@ from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
-from skyrl_fast.rollout.engine.weights.group import BACKENDS, LOOPBACK
+from skyrl_fast.rollout.engine.weights.group import BACKENDS
 from skyrl_fast.rollout.engine.weights.probe_limits import ProbeLimits
 from skyrl_fast.rollout.engine.weights.sync import (
     Logprobs,
@@ -252,11 +253,10 @@ class VllmRollouts:
         self._gate = WeightGate()
         calls = PolicyCalls(pool, self._gate, tokenizer, config.trainer.seed)
         loop = loop_settings(config)
-        self._gateway = None
+        self._agent = None
         if config.agent.is_set:
             by_outcome = estimator_spec(config.trainer.algorithm).level == "outcome"
-            agent = gateway_agent(config.agent, calls, loop, one_line=not by_outcome)
-            self._gateway = agent.gateway
+            self._agent = agent = gateway_agent(config.agent, calls, loop, one_line=not by_outcome)
             self._runner = GroupRunner(agent, loop, board=agent.policy.board)
         else:
             timeout = config.environment.timeout_seconds
@@ -270,14 +270,14 @@ class VllmRollouts:
 
     async def start(self) -> None:
         """Start the engines, and the gateway if there is an agent."""
-        if self._gateway is None:
+        if self._agent is None:
             await self._pool.start()
             return
-        await self._gateway.start()
         try:
+            await self._agent.start()
             await self._pool.start()
         except BaseException:
-            await self._gateway.close()
+            await self._agent.close()
             raise
 
     async def generate(
@@ -342,16 +342,16 @@ class VllmRollouts:
             **dict.fromkeys(FAULTS, 0),
             **self._runner.faults,
             **self._pool.faults,
-            **({} if self._gateway is None else self._gateway.faults),
+            **({} if self._agent is None else self._agent.gateway.faults),
             "environment_timeouts": self._environments.num_abandoned,
             "requests_interrupted": self._interrupted,
         }
         return {name: float(number) for name, number in counts.items()}
 
     async def close(self) -> None:
-        """Stop the gateway, the engines and the environments' threads."""
-        if self._gateway is not None:
-            await self._gateway.close()
+        """Stop the gateway, the agents, the engines and the environments' threads."""
+        if self._agent is not None:
+            await self._agent.close()
         await self._pool.close()
         await self._environments.close()
 

@@ -15,14 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from skyrl_fast.network_interface import address_towards
+from skyrl_fast.network_interface import LOOPBACK, address_towards
 from skyrl_fast.rollout.engine.weights.digest import dtype_name
 
 # A tensor that is sent: its name, dtype and shape.
 TensorInfo = Sequence[Any]
 
 BACKENDS = ("nccl", "gloo")  # as in weight_sync_backend
-LOOPBACK = "127.0.0.1"
 BUCKET_BYTES = 128 << 20  # sent at once; a larger tensor is sent alone
 ALIGNMENT = 16  # bytes; of the tensors in a bucket
 JOIN_SECONDS = 120.0  # for all members to come

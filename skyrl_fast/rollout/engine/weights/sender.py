@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from skyrl_fast.rollout.engine.weights.group import LOOPBACK, WeightsGroup, listening_store
+from skyrl_fast.network_interface import LOOPBACK
+from skyrl_fast.rollout.engine.weights.group import WeightsGroup, listening_store
 from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
 
 T = TypeVar("T")

@@ -1,0 +1,152 @@
+"""Agents in processes, of this machine or of the nodes of a Ray cluster: one per trajectory.
+
+A process is killed with what it has started where its trajectory's deadline passes; see
+`rollout/env/processes.py` and `rollout/env/cluster.py`, which do the same for environments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from skyrl_fast.gateway.agents.black_box import BlackBox
+from skyrl_fast.gateway.agents.command import CommandAgent
+from skyrl_fast.gateway.agents.function import FunctionAgent
+from skyrl_fast.gateway.agents.outcome import outcome_of
+from skyrl_fast.gateway.agents.task import AgentTask
+from skyrl_fast.gateway.messages import Outcome
+from skyrl_fast.importing import load_object
+from skyrl_fast.printable import MAX_FAILURE, shortened
+from skyrl_fast.rollout.env.cluster import ClusterPlace, ClusterPlaces
+from skyrl_fast.rollout.env.errors import EnvError, EnvLostError
+from skyrl_fast.rollout.env.host import Outcome as CallOutcome
+from skyrl_fast.rollout.env.processes import ProcessPlace, ProcessPlaces
+
+CALL = "agent"  # the only one of a host
+MAX_ANSWER_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSettings:
+    """What the process of an agent needs: a `HostSettings`.
+
+    Args:
+        function: module:function or /path/file.py:function; None: the command.
+        command, verifier, reward_file: see `CommandAgent`.
+    """
+
+    function: str | None = None
+    command: Sequence[str] = ()
+    verifier: Sequence[str] = ()
+    reward_file: str | None = None
+
+    first_call: ClassVar[str] = CALL
+    max_bytes: ClassVar[int] = MAX_ANSWER_BYTES
+
+    @property
+    def modules(self) -> Sequence[str]:
+        """See `HostSettings`."""
+        return () if self.function is None else (self.function.rpartition(":")[0],)
+
+    @property
+    def optional_modules(self) -> Sequence[str]:
+        """See `HostSettings`; clients of `AgentTask`, which take 1 to 2 s each."""
+        return () if self.function is None else ("openai", "anthropic")
+
+    def agent(self) -> BlackBox:
+        """Return the function or command, to be run in this process.
+
+        Raises:
+            ValueError: it cannot be imported.
+        """
+        if self.function is None:
+            return CommandAgent(self.command, verifier=self.verifier, reward_file=self.reward_file)
+        try:
+            function = load_object(self.function)
+        except ValueError as error:
+            raise ValueError(f"agent.function: {error}") from error
+        if not callable(function):
+            raise ValueError(f"agent.function: wanted a function, got {self.function!r}")
+        return FunctionAgent(function)
+
+    def host(self) -> AgentHost:
+        """See `HostSettings.host`."""
+        return AgentHost(self)
+
+    def checked(self, what: str, value: Any) -> Outcome:
+        """See `HostSettings.checked`."""
+        if not isinstance(value, list) or len(value) != 2:
+            raise ValueError(f"{what}: wanted an outcome, got {type(value).__name__}")
+        return replace(outcome_of(value[0]), unless_posted=value[1] is True)
+
+    def check_importable(self) -> None:
+        """See `HostSettings.check_importable`."""
+        if self.modules == ("__main__",):
+            raise ValueError(
+                "agent.workers: process and cluster want a function that other processes can "
+                f"import (module:function or file.py:function), got {self.function}"
+            )
+
+
+class AgentProcesses(BlackBox):
+    """Runs each task in a process.
+
+    Args:
+        places: of the processes, whose hosts are those of `AgentSettings`.
+    """
+
+    def __init__(self, places: ProcessPlaces | ClusterPlaces) -> None:
+        self._places = places
+
+    async def start(self) -> str:
+        """See `BlackBox.start`."""
+        return await self._places.address()
+
+    async def run(self, task: AgentTask) -> Outcome:
+        """Return the reward of one task; its process is killed if this call is cancelled.
+
+        Raises:
+            EnvError: the agent failed, or no node has room.
+            EnvLostError: its process or node was lost.
+        """
+        try:
+            place: ProcessPlace | ClusterPlace = await self._places.place()
+        except OSError as error:
+            raise EnvError(f"{CALL}: {error}") from error
+        called = await place.call(CALL, task, None)
+        if not place.usable:
+            raise EnvLostError(called.failure)
+        place.release()
+        if called.failure is not None:
+            raise EnvError(called.failure)
+        outcome: Outcome = called.value
+        return outcome
+
+    async def close(self) -> None:
+        """See `BlackBox.close`."""
+        await self._places.close()
+
+
+class AgentHost:
+    """An agent in a process; its tasks are run in one event loop."""
+
+    def __init__(self, settings: AgentSettings) -> None:
+        self._settings = settings
+        self._agent: BlackBox | None = None
+        self._runner = asyncio.Runner()
+
+    def call(self, what: str, argument: AgentTask) -> CallOutcome:
+        """Run one task; see `Host.call`."""
+        try:
+            self._agent = self._agent or self._settings.agent()
+            outcome = self._runner.run(self._agent.run(argument))
+        except EnvError as error:
+            return CallOutcome(failure=shortened(str(error), MAX_FAILURE))
+        except BaseException as error:
+            text = f"{what}: {type(error).__name__}: {error}"
+            return CallOutcome(failure=shortened(text, MAX_FAILURE))
+        value: dict[str, Any] = dict(outcome.metrics)
+        value |= {"reward": outcome.reward, "call_rewards": dict(outcome.call_rewards)}
+        return CallOutcome((value, outcome.unless_posted))

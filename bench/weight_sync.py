@@ -5,7 +5,9 @@
 Servers of `skyrl-fast engine` on this machine, with float32 weights and real vLLM. Each update is
 verified on each engine, as in a run: digests, parameters without new values, and a probe's
 log-probabilities. Seconds are from the first byte to the last engine's answer, without the probe,
-of which the column `probe` has the median.
+of which the column `probe` has the median. CPU seconds are medians of an update with its probe: of
+this process, and of all engines. With `--ranks 2` so many processes share the weights by FSDP2; the
+CPU seconds are those of rank 0.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+import psutil
 import torch
 
 from bench._tokenizer import byte_level_tokenizer
@@ -31,8 +34,12 @@ from skyrl_fast.rollout.engine.protocol import Engine
 from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.serve_vllm import serve_command, serve_environment
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
-from skyrl_fast.rollout.engine.weights.sync import Logprobs, WeightSync
+from skyrl_fast.rollout.engine.weights.sync import WeightSync
 from skyrl_fast.rollout.engine.weights.transfer import WeightTransfer, by_broadcast, by_file
+from skyrl_fast.train.model.policy import Policy
+from skyrl_fast.train.parallel.local_ranks import LocalRanks
+from skyrl_fast.train.parallel.rank_processes import started_ranks
+from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
 
 HOST = "127.0.0.1"
 KEY = "k" * 32
@@ -50,24 +57,37 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", choices=SHAPES, default=[*SHAPES])
     parser.add_argument("--engines", nargs="*", type=int, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--by", nargs="*", choices=TRANSFERS, default=[*TRANSFERS])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print("| parameters | engines | by | MB for each | seconds | least, most | probe |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| parameters | ranks | engines | by | MB for each | seconds | least, most | probe "
+        "| CPU: trainer | engines |\n" + "|---" * 10 + "|"
+    )
     for name in options.models:
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-            model = create(Path(folder), *SHAPES[name])
-            servers = range(max(options.engines))
-            urls = [stack.enter_context(server(Path(folder), number)) for number in servers]
+            create(Path(folder), *SHAPES[name])
+            make_policy = partial(policy_of, folder)
+            starter = LocalRanks(Path(folder))
+            ranks = stack.enter_context(
+                started_ranks(options.ranks, make_policy, cuda=False, starter=starter)
+            )
+            policy = make_policy(ranks)
+            numbers = range(max(options.engines))
+            servers = [stack.enter_context(server(Path(folder), number)) for number in numbers]
             for number in options.engines:
-                for by in TRANSFERS:
-                    row = asyncio.run(measured(model, urls[:number], by, options.rounds))
-                    millions = sum(p.numel() for p in model.parameters()) / 1e6
-                    print(f"| {millions:.1f} M | {number} | {by} | {row} |", flush=True)
+                for by in options.by:
+                    row = asyncio.run(measured(policy, servers[:number], by, options.rounds))
+                    millions = sum(p.numel() for p in policy.model.parameters()) / 1e6
+                    print(
+                        f"| {millions:.1f} M | {options.ranks} | {number} | {by} | {row} |",
+                        flush=True,
+                    )
 
 
-def create(folder: Path, layers: int, width: int, vocabulary: int) -> Any:
-    """Return a random Llama, written into the folder with a tokenizer."""
+def create(folder: Path, layers: int, width: int, vocabulary: int) -> None:
+    """Write a random Llama into the folder, with a tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     byte_level_tokenizer().save_pretrained(folder)
@@ -82,14 +102,28 @@ def create(folder: Path, layers: int, width: int, vocabulary: int) -> Any:
         max_position_embeddings=256,
         tie_word_embeddings=True,
     )
-    model = LlamaForCausalLM(config).eval()
-    model.save_pretrained(folder)
-    return model
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def policy_of(folder: str, ranks: Ranks) -> Policy:
+    """Return the policy of a model's folder, sharded over the ranks."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return Policy(model, ranks=ranks)
+
+
+@run_on_all_ranks
+def change(policy: Policy) -> None:
+    """Change all weights."""
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.mul_(1.001)
 
 
 @contextmanager
-def server(model: Path, number: int) -> Iterator[str]:
-    """Start a server; yield its address."""
+def server(model: Path, number: int) -> Iterator[tuple[str, psutil.Process]]:
+    """Start a server; yield its address and its process."""
     setup = VllmSetup(str(model), InferenceEngineConfig(num_threads=1), max_model_len=128)
     port = 8900 + number
     with (model / f"server_{number}.log").open("wb") as log:
@@ -100,55 +134,56 @@ def server(model: Path, number: int) -> Iterator[str]:
             env=serve_environment(setup, os.environ, key=KEY, trainer=HOST),
         )
     try:
-        yield f"http://{HOST}:{port}"
+        yield f"http://{HOST}:{port}", psutil.Process(process.pid)
     finally:
         process.terminate()
         process.wait()
 
 
-async def measured(model: Any, urls: Sequence[str], by: str, rounds: int) -> str:
-    """Return bytes, seconds and the probe's seconds of verified updates of these servers."""
-    engines = [RemoteEngine(url, api_key=KEY, weight_sync=by, trainer=HOST) for url in urls]
+async def measured(
+    policy: Policy, servers: Sequence[tuple[str, psutil.Process]], by: str, rounds: int
+) -> str:
+    """Return bytes, seconds, and the probe's and CPU seconds of verified updates of servers."""
+    engines = [RemoteEngine(url, api_key=KEY, weight_sync=by, trainer=HOST) for url, _ in servers]
     pool = EnginePool(engines, transfer=TRANSFERS[by])
     await pool.start()
     reports, seconds = [], []
     try:
         for _ in range(rounds + 1):
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(1.001)
+            change(policy)
+            cpu, before = time.process_time(), engine_cpu_seconds(servers)
             started = time.perf_counter()
             worst = await pool.update(
-                dict(model.named_parameters()), lambda engine: sync_of(engine, model)
+                policy.named_weights(pool.weights_dtype), partial(sync_of, policy)
             )
             taken = time.perf_counter() - started
+            cpu, after = time.process_time() - cpu, engine_cpu_seconds(servers)
             probe = max(report.verify_seconds for report in pool.reports.values())
             reports.append(worst)
-            seconds.append((taken - probe, probe))
+            seconds.append((taken - probe, probe, cpu, after - before))
     finally:
         await pool.close()
-    times = [one for one, _ in seconds[1:]]  # the first one allocates
-    probes = statistics.median(probe for _, probe in seconds[1:])
+    times, *others = zip(*seconds[1:], strict=True)  # the first one allocates
     return (
         f"{reports[0].num_bytes / 1e6:.1f} | {statistics.median(times):.3f} | "
-        f"{min(times):.3f}, {max(times):.3f} | {probes:.3f}"
+        f"{min(times):.3f}, {max(times):.3f} | "
+        + " | ".join(f"{statistics.median(values):.3f}" for values in others)
     )
 
 
-def sync_of(engine: Engine, model: Any) -> WeightSync:
-    """Return the comparison of an engine with the model."""
+def engine_cpu_seconds(servers: Sequence[tuple[str, psutil.Process]]) -> float:
+    """Return the CPU seconds that the servers' processes have used."""
+    processes = [one for _, top in servers for one in (top, *top.children(recursive=True))]
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
-    @torch.no_grad()
-    def logprobs(probe: list[list[int]]) -> Logprobs:
-        found = []
-        for ids in probe:
-            row = torch.tensor([ids])
-            logits = model(row).logits[0, :-1].float()
-            values = logits.log_softmax(-1).gather(1, row[0, 1:, None])[:, 0]
-            found.append((values.tolist(), float(logits.std())))
-        return found
 
-    return WeightSync(engine, probe=PROBE, trainer_logprobs=logprobs)
+def sync_of(policy: Policy, engine: Engine) -> WeightSync:
+    """Return the comparison of an engine with the policy."""
+    return WeightSync(
+        engine,
+        probe=PROBE,
+        trainer_logprobs=lambda probe: [policy.sequence_logprobs(ids) for ids in probe],
+    )
 
 
 if __name__ == "__main__":

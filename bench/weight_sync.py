@@ -7,7 +7,8 @@ verified on each engine, as in a run: digests, parameters without new values, an
 log-probabilities. Seconds are from the first byte to the last engine's answer, without the probe,
 of which the column `probe` has the median. CPU seconds are medians of an update with its probe: of
 this process, and of all engines. With `--ranks 2` so many processes share the weights by FSDP2; the
-CPU seconds are those of rank 0.
+CPU seconds are those of rank 0. With `--lr 1e-6` an update moves each weight by so much up or down,
+as AdamW does; without it, all weights grow by a thousandth.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -34,19 +35,25 @@ from skyrl_fast.rollout.engine.protocol import Engine
 from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.serve_vllm import serve_command, serve_environment
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
+from skyrl_fast.rollout.engine.weights.bucket_source import SentWeights
 from skyrl_fast.rollout.engine.weights.sync import WeightSync
 from skyrl_fast.rollout.engine.weights.transfer import WeightTransfer, by_broadcast, by_file
 from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
 from skyrl_fast.train.parallel.rank_processes import started_ranks
 from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
+from skyrl_fast.train.parallel.sharding import local_tensor
 
 HOST = "127.0.0.1"
 KEY = "k" * 32
 PROBE = [list(range(5, 53))]
 # layers, width, vocabulary: of the quickstart, of design 020, of SmolLM2-135M
 SHAPES = {"0.4M": (2, 128, 512), "26M": (8, 512, 4096), "135M": (30, 576, 49_152)}
-TRANSFERS: dict[str, WeightTransfer] = {"gloo": by_broadcast, "file": by_file()}
+TRANSFERS: dict[str, tuple[str, Callable[[], WeightTransfer]]] = {
+    "gloo": ("gloo", lambda: by_broadcast),
+    "delta": ("gloo", lambda: partial(by_broadcast, sent=SentWeights())),
+    "file": ("file", by_file),
+}
 
 
 def main() -> None:
@@ -58,7 +65,9 @@ def main() -> None:
     parser.add_argument("--engines", nargs="*", type=int, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--by", nargs="*", choices=TRANSFERS, default=[*TRANSFERS])
+    parser.add_argument("--by", nargs="*", choices=TRANSFERS, default=["gloo", "file"])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--lr", type=float, default=None)
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(
@@ -68,17 +77,22 @@ def main() -> None:
     for name in options.models:
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             create(Path(folder), *SHAPES[name])
-            make_policy = partial(policy_of, folder)
+            make_policy = partial(policy_of, folder, options.dtype)
             starter = LocalRanks(Path(folder))
             ranks = stack.enter_context(
                 started_ranks(options.ranks, make_policy, cuda=False, starter=starter)
             )
             policy = make_policy(ranks)
             numbers = range(max(options.engines))
-            servers = [stack.enter_context(server(Path(folder), number)) for number in numbers]
+            servers = [
+                stack.enter_context(server(Path(folder), number, options.dtype))
+                for number in numbers
+            ]
             for number in options.engines:
                 for by in options.by:
-                    row = asyncio.run(measured(policy, servers[:number], by, options.rounds))
+                    row = asyncio.run(
+                        measured(policy, servers[:number], by, options.rounds, options.lr)
+                    )
                     millions = sum(p.numel() for p in policy.model.parameters()) / 1e6
                     print(
                         f"| {millions:.1f} M | {options.ranks} | {number} | {by} | {row} |",
@@ -105,26 +119,34 @@ def create(folder: Path, layers: int, width: int, vocabulary: int) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def policy_of(folder: str, ranks: Ranks) -> Policy:
-    """Return the policy of a model's folder, sharded over the ranks."""
+def policy_of(folder: str, dtype: str, ranks: Ranks) -> Policy:
+    """Return the policy of a model's folder, sharded over the ranks.
+
+    Args:
+        dtype: of its passes.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return Policy(model, ranks=ranks)
+    return Policy(model, ranks=ranks, dtype=getattr(torch, dtype))
 
 
 @run_on_all_ranks
-def change(policy: Policy) -> None:
-    """Change all weights."""
+def change(policy: Policy, lr: float | None) -> None:
+    """Change all weights, by `lr` up or down; None: by a thousandth of each."""
     with torch.no_grad():
         for parameter in policy.model.parameters():
-            parameter.mul_(1.001)
+            local = local_tensor(parameter)
+            local.mul_(1.001) if lr is None else local.add_(
+                torch.randn_like(local).sign_(), alpha=lr
+            )
 
 
 @contextmanager
-def server(model: Path, number: int) -> Iterator[tuple[str, psutil.Process]]:
+def server(model: Path, number: int, dtype: str) -> Iterator[tuple[str, psutil.Process]]:
     """Start a server; yield its address and its process."""
-    setup = VllmSetup(str(model), InferenceEngineConfig(num_threads=1), max_model_len=128)
+    engine = InferenceEngineConfig(num_threads=1, model_dtype=dtype)
+    setup = VllmSetup(str(model), engine, max_model_len=128)
     port = 8900 + number
     with (model / f"server_{number}.log").open("wb") as log:
         process = subprocess.Popen(
@@ -141,16 +163,21 @@ def server(model: Path, number: int) -> Iterator[tuple[str, psutil.Process]]:
 
 
 async def measured(
-    policy: Policy, servers: Sequence[tuple[str, psutil.Process]], by: str, rounds: int
+    policy: Policy,
+    servers: Sequence[tuple[str, psutil.Process]],
+    by: str,
+    rounds: int,
+    lr: float | None,
 ) -> str:
     """Return bytes, seconds, and the probe's and CPU seconds of verified updates of servers."""
-    engines = [RemoteEngine(url, api_key=KEY, weight_sync=by, trainer=HOST) for url, _ in servers]
-    pool = EnginePool(engines, transfer=TRANSFERS[by])
+    way, transfer = TRANSFERS[by]
+    engines = [RemoteEngine(url, api_key=KEY, weight_sync=way, trainer=HOST) for url, _ in servers]
+    pool = EnginePool(engines, transfer=transfer())
     await pool.start()
     reports, seconds = [], []
     try:
         for _ in range(rounds + 1):
-            change(policy)
+            change(policy, lr)
             cpu, before = time.process_time(), engine_cpu_seconds(servers)
             started = time.perf_counter()
             worst = await pool.update(
@@ -165,7 +192,7 @@ async def measured(
         await pool.close()
     times, *others = zip(*seconds[1:], strict=True)  # the first one allocates
     return (
-        f"{reports[0].num_bytes / 1e6:.1f} | {statistics.median(times):.3f} | "
+        f"{reports[-1].num_bytes / 1e6:.1f} | {statistics.median(times):.3f} | "
         f"{min(times):.3f}, {max(times):.3f} | "
         + " | ".join(f"{statistics.median(values):.3f}" for values in others)
     )
@@ -183,6 +210,7 @@ def sync_of(policy: Policy, engine: Engine) -> WeightSync:
         engine,
         probe=PROBE,
         trainer_logprobs=lambda probe: [policy.sequence_logprobs(ids) for ids in probe],
+        dtype=policy.dtype,
     )
 
 

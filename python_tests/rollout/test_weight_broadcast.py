@@ -112,6 +112,26 @@ def test_all_workers_receive_the_cast_tensors_in_order() -> None:
     assert listening(os.getpid()) <= {LOOPBACK_HEX}
 
 
+@pytest.mark.spec("async.weight-overlap")
+def test_a_worker_receives_the_next_bucket_while_it_loads_one() -> None:
+    trainer, worker = connected(2)
+    sent = [threading.Event() for _ in range(4)]
+
+    def messages() -> Iterator[Message]:
+        for message, event in zip(all_buckets(WEIGHTS), sent, strict=False):
+            yield message
+            event.set()
+
+    sending = threading.Thread(target=lambda: trainer.send(messages()))
+    sending.start()
+    receiving = worker.receive()
+    name, _ = next(receiving)
+    assert name == "a" and sent[1].wait(60)  # "a" is a bucket
+    assert [name for name, _ in receiving] == [*WEIGHTS][1:]
+    sending.join(60)
+    assert [event.is_set() for event in sent] == [True, True, True, False]
+
+
 @pytest.mark.spec("async.weight-broadcast")
 @pytest.mark.parametrize(
     ("infos", "counts"),

@@ -5,7 +5,10 @@
 Servers of `skyrl-fast engine` on this machine, with float32 weights and real vLLM. Each update is
 verified on each engine, as in a run: digests, parameters without new values, and a probe's
 log-probabilities. Seconds are from the first byte to the last engine's answer, without the probe,
-of which the column `probe` has the median.
+of which the column `probe` has the median. CPU seconds are medians of an update with its probe: of
+this process, and of all engines. With `--ranks 2` so many processes share the weights by FSDP2; the
+CPU seconds are those of rank 0. With `--lr 1e-6` an update moves each weight by so much up or down,
+as AdamW does; without it, all weights grow by a thousandth.
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+import psutil
 import torch
 
 from bench._tokenizer import byte_level_tokenizer
@@ -31,15 +35,25 @@ from skyrl_fast.rollout.engine.protocol import Engine
 from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.serve_vllm import serve_command, serve_environment
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
-from skyrl_fast.rollout.engine.weights.sync import Logprobs, WeightSync
+from skyrl_fast.rollout.engine.weights.bucket_source import SentWeights
+from skyrl_fast.rollout.engine.weights.sync import WeightSync
 from skyrl_fast.rollout.engine.weights.transfer import WeightTransfer, by_broadcast, by_file
+from skyrl_fast.train.model.policy import Policy
+from skyrl_fast.train.parallel.local_ranks import LocalRanks
+from skyrl_fast.train.parallel.rank_processes import started_ranks
+from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
+from skyrl_fast.train.parallel.sharding import local_tensor
 
 HOST = "127.0.0.1"
 KEY = "k" * 32
 PROBE = [list(range(5, 53))]
 # layers, width, vocabulary: of the quickstart, of design 020, of SmolLM2-135M
 SHAPES = {"0.4M": (2, 128, 512), "26M": (8, 512, 4096), "135M": (30, 576, 49_152)}
-TRANSFERS: dict[str, WeightTransfer] = {"gloo": by_broadcast, "file": by_file()}
+TRANSFERS: dict[str, tuple[str, Callable[[], WeightTransfer]]] = {
+    "gloo": ("gloo", lambda: by_broadcast),
+    "delta": ("gloo", lambda: partial(by_broadcast, sent=SentWeights())),
+    "file": ("file", by_file),
+}
 
 
 def main() -> None:
@@ -50,24 +64,44 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", choices=SHAPES, default=[*SHAPES])
     parser.add_argument("--engines", nargs="*", type=int, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--by", nargs="*", choices=TRANSFERS, default=["gloo", "file"])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--lr", type=float, default=None)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print("| parameters | engines | by | MB for each | seconds | least, most | probe |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| parameters | ranks | engines | by | MB for each | seconds | least, most | probe "
+        "| CPU: trainer | engines |\n" + "|---" * 10 + "|"
+    )
     for name in options.models:
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-            model = create(Path(folder), *SHAPES[name])
-            servers = range(max(options.engines))
-            urls = [stack.enter_context(server(Path(folder), number)) for number in servers]
+            create(Path(folder), *SHAPES[name])
+            make_policy = partial(policy_of, folder, options.dtype)
+            starter = LocalRanks(Path(folder))
+            ranks = stack.enter_context(
+                started_ranks(options.ranks, make_policy, cuda=False, starter=starter)
+            )
+            policy = make_policy(ranks)
+            numbers = range(max(options.engines))
+            servers = [
+                stack.enter_context(server(Path(folder), number, options.dtype))
+                for number in numbers
+            ]
             for number in options.engines:
-                for by in TRANSFERS:
-                    row = asyncio.run(measured(model, urls[:number], by, options.rounds))
-                    millions = sum(p.numel() for p in model.parameters()) / 1e6
-                    print(f"| {millions:.1f} M | {number} | {by} | {row} |", flush=True)
+                for by in options.by:
+                    row = asyncio.run(
+                        measured(policy, servers[:number], by, options.rounds, options.lr)
+                    )
+                    millions = sum(p.numel() for p in policy.model.parameters()) / 1e6
+                    print(
+                        f"| {millions:.1f} M | {options.ranks} | {number} | {by} | {row} |",
+                        flush=True,
+                    )
 
 
-def create(folder: Path, layers: int, width: int, vocabulary: int) -> Any:
-    """Return a random Llama, written into the folder with a tokenizer."""
+def create(folder: Path, layers: int, width: int, vocabulary: int) -> None:
+    """Write a random Llama into the folder, with a tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     byte_level_tokenizer().save_pretrained(folder)
@@ -82,15 +116,37 @@ def create(folder: Path, layers: int, width: int, vocabulary: int) -> Any:
         max_position_embeddings=256,
         tie_word_embeddings=True,
     )
-    model = LlamaForCausalLM(config).eval()
-    model.save_pretrained(folder)
-    return model
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def policy_of(folder: str, dtype: str, ranks: Ranks) -> Policy:
+    """Return the policy of a model's folder, sharded over the ranks.
+
+    Args:
+        dtype: of its passes.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return Policy(model, ranks=ranks, dtype=getattr(torch, dtype))
+
+
+@run_on_all_ranks
+def change(policy: Policy, lr: float | None) -> None:
+    """Change all weights, by `lr` up or down; None: by a thousandth of each."""
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            local = local_tensor(parameter)
+            local.mul_(1.001) if lr is None else local.add_(
+                torch.randn_like(local).sign_(), alpha=lr
+            )
 
 
 @contextmanager
-def server(model: Path, number: int) -> Iterator[str]:
-    """Start a server; yield its address."""
-    setup = VllmSetup(str(model), InferenceEngineConfig(num_threads=1), max_model_len=128)
+def server(model: Path, number: int, dtype: str) -> Iterator[tuple[str, psutil.Process]]:
+    """Start a server; yield its address and its process."""
+    engine = InferenceEngineConfig(num_threads=1, model_dtype=dtype)
+    setup = VllmSetup(str(model), engine, max_model_len=128)
     port = 8900 + number
     with (model / f"server_{number}.log").open("wb") as log:
         process = subprocess.Popen(
@@ -100,55 +156,62 @@ def server(model: Path, number: int) -> Iterator[str]:
             env=serve_environment(setup, os.environ, key=KEY, trainer=HOST),
         )
     try:
-        yield f"http://{HOST}:{port}"
+        yield f"http://{HOST}:{port}", psutil.Process(process.pid)
     finally:
         process.terminate()
         process.wait()
 
 
-async def measured(model: Any, urls: Sequence[str], by: str, rounds: int) -> str:
-    """Return bytes, seconds and the probe's seconds of verified updates of these servers."""
-    engines = [RemoteEngine(url, api_key=KEY, weight_sync=by, trainer=HOST) for url in urls]
-    pool = EnginePool(engines, transfer=TRANSFERS[by])
+async def measured(
+    policy: Policy,
+    servers: Sequence[tuple[str, psutil.Process]],
+    by: str,
+    rounds: int,
+    lr: float | None,
+) -> str:
+    """Return bytes, seconds, and the probe's and CPU seconds of verified updates of servers."""
+    way, transfer = TRANSFERS[by]
+    engines = [RemoteEngine(url, api_key=KEY, weight_sync=way, trainer=HOST) for url, _ in servers]
+    pool = EnginePool(engines, transfer=transfer())
     await pool.start()
     reports, seconds = [], []
     try:
         for _ in range(rounds + 1):
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(1.001)
+            change(policy, lr)
+            cpu, before = time.process_time(), engine_cpu_seconds(servers)
             started = time.perf_counter()
             worst = await pool.update(
-                dict(model.named_parameters()), lambda engine: sync_of(engine, model)
+                policy.named_weights(pool.weights_dtype), partial(sync_of, policy)
             )
             taken = time.perf_counter() - started
+            cpu, after = time.process_time() - cpu, engine_cpu_seconds(servers)
             probe = max(report.verify_seconds for report in pool.reports.values())
             reports.append(worst)
-            seconds.append((taken - probe, probe))
+            seconds.append((taken - probe, probe, cpu, after - before))
     finally:
         await pool.close()
-    times = [one for one, _ in seconds[1:]]  # the first one allocates
-    probes = statistics.median(probe for _, probe in seconds[1:])
+    times, *others = zip(*seconds[1:], strict=True)  # the first one allocates
     return (
-        f"{reports[0].num_bytes / 1e6:.1f} | {statistics.median(times):.3f} | "
-        f"{min(times):.3f}, {max(times):.3f} | {probes:.3f}"
+        f"{reports[-1].num_bytes / 1e6:.1f} | {statistics.median(times):.3f} | "
+        f"{min(times):.3f}, {max(times):.3f} | "
+        + " | ".join(f"{statistics.median(values):.3f}" for values in others)
     )
 
 
-def sync_of(engine: Engine, model: Any) -> WeightSync:
-    """Return the comparison of an engine with the model."""
+def engine_cpu_seconds(servers: Sequence[tuple[str, psutil.Process]]) -> float:
+    """Return the CPU seconds that the servers' processes have used."""
+    processes = [one for _, top in servers for one in (top, *top.children(recursive=True))]
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
-    @torch.no_grad()
-    def logprobs(probe: list[list[int]]) -> Logprobs:
-        found = []
-        for ids in probe:
-            row = torch.tensor([ids])
-            logits = model(row).logits[0, :-1].float()
-            values = logits.log_softmax(-1).gather(1, row[0, 1:, None])[:, 0]
-            found.append((values.tolist(), float(logits.std())))
-        return found
 
-    return WeightSync(engine, probe=PROBE, trainer_logprobs=logprobs)
+def sync_of(policy: Policy, engine: Engine) -> WeightSync:
+    """Return the comparison of an engine with the policy."""
+    return WeightSync(
+        engine,
+        probe=PROBE,
+        trainer_logprobs=lambda probe: [policy.sequence_logprobs(ids) for ids in probe],
+        dtype=policy.dtype,
+    )
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.published_models import model_folder
+from skyrl_fast.rollout.engine.weights.bucket import BUCKET_BYTES
 from skyrl_fast.train.device_plan import GIB
 from skyrl_fast.train.memory_plan import (
     GATHERED_LAYERS,
@@ -20,6 +21,7 @@ from skyrl_fast.train.memory_plan import (
     LAYER_BYTES,
     MOMENT_BYTES,
     ROOT_BYTES,
+    SENT_BUCKETS,
     WEIGHT_BYTES,
 )
 from skyrl_fast.train.model.activation_memory import load_model_config, model_size
@@ -40,6 +42,7 @@ TOKEN_BYTES = 4  # of a batch, per token: its id
 RESPONSE_BYTES = 17  # per response token: mask, reward, advantage, two log-probabilities
 ROW_BYTES = 33  # per row: offsets, reward, group, trajectory, version, last step
 RESULT_BYTES = 12  # per trained token: position and log-probability
+SENT_BYTES = 2  # per parameter that an engine gets: bfloat16
 PASS_BYTES = 1900  # per trained pass: its metrics
 CALLS_OF_A_STEP = 3  # of an optimizer step: clear the gradients, add to them, update
 
@@ -69,6 +72,7 @@ class Model:
         layers: their number.
         weights: number of tensors.
         active: parameters that a token visits.
+        largest_weight: parameters of the embedding.
         routes: bytes of a token's recorded routes; 0 without router replay.
     """
 
@@ -78,6 +82,7 @@ class Model:
     layers: int
     weights: int
     active: int
+    largest_weight: int = 0
     routes: int = 0
 
 
@@ -150,6 +155,7 @@ def model_of(name: str) -> Model:
         layers=layers,
         weights=0,
         active=size.parameters - layers * (experts - chosen) * each,
+        largest_weight=size.vocab_size * size.hidden_size,
         routes=layers * chosen,
     )
 
@@ -173,7 +179,7 @@ def tables() -> str:
     cases = [(name.partition("/")[2], models[name], ranks) for name, ranks in CASES]
     return (
         _table(
-            "GiB|shards|gathered|checkpoint copy|loading|rank 0, weight sync",
+            "GiB|shards|gathered|checkpoint copy|loading|weight sync: a file|a broadcast",
             [(f"{name}, {ranks} ranks", *_memory(model, ranks)) for name, model, ranks in cases],
         )
         + "\n"
@@ -189,8 +195,11 @@ def _memory(model: Model, ranks: int) -> list[str]:
     shards = (WEIGHT_BYTES + GRADIENT_BYTES + MOMENT_BYTES) * model.parameters / ranks
     gathered = GATHERED_LAYERS * LAYER_BYTES * model.largest_layer + ROOT_BYTES * model.root
     copy = (WEIGHT_BYTES + MOMENT_BYTES) * model.parameters / ranks
-    loading, sync = WEIGHT_BYTES * model.parameters, 2 * model.parameters  # bfloat16
-    return [_short(value / GIB) for value in (shards, gathered, copy, loading, sync)]
+    loading, file = WEIGHT_BYTES * model.parameters, SENT_BYTES * model.parameters
+    layer = SENT_BYTES * max(model.largest_layer, model.largest_weight)
+    bucket = max(BUCKET_BYTES, SENT_BYTES * model.largest_weight)
+    sizes = (shards, gathered, copy, loading, file, layer + SENT_BUCKETS * bucket)
+    return [_short(value / GIB) for value in sizes]
 
 
 def _times(model: Model, ranks: int) -> list[str]:

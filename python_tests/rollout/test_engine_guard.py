@@ -116,8 +116,7 @@ def test_requests_of_a_trainer_pass(guard: HttpGuard, app: Recorder, shared: Pat
         {"method": "__class__"},
         {"method": "end_with_parent"},
         {"method": "load_weights_ipc", "args": [[]]},
-        {"method": "load_weights_broadcast", "args": [[]]},
-        {"method": "load_weights_broadcast", "args": [[["w", "float32", [2]]]]},
+        {"method": "load_weights_broadcast", "args": []},
         {"method": "join_weights_group", "args": ["gloo", "10.0.0.1", 1, 2]},
         {"method": "weights_dtype", "args": []},
         {"method": "load_weights_file"},
@@ -157,13 +156,8 @@ def test_other_calls_of_the_worker_are_refused(
         ("join_weights_group", ["gloo", "10.0.0.1", 1 << 16, 3], False),
         ("join_weights_group", ["gloo", "10.0.0.1", 4000, 1], False),
         ("join_weights_group", ["gloo", "10.0.0.1", 4000], False),
-        ("load_weights_broadcast", [[["w", "bfloat16", [2, 3]], ["s", "float32", []]]], True),
-        ("load_weights_broadcast", [[["w", "load", [2]]]], False),  # a function of torch
-        ("load_weights_broadcast", [[["w", "float32", [-1]]]], False),
-        ("load_weights_broadcast", [[["w", "float32", [True]]]], False),
-        ("load_weights_broadcast", [[["w", "float32", [1] * 9]]], False),
-        ("load_weights_broadcast", [[["w", "float32"]]], False),
-        ("load_weights_broadcast", ["w"], False),
+        ("load_weights_broadcast", [], True),
+        ("load_weights_broadcast", [[]], False),
     ],
 )
 def test_a_broadcast_comes_from_the_servers_trainer(

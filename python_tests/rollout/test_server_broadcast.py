@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
 import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import httpx
@@ -14,35 +20,56 @@ from test_weight_broadcast import Llm, few_seconds, make_sync, needs_vllm, no_se
 from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
 from skyrl_fast.rollout.engine.remote import RemoteEngine
+from skyrl_fast.rollout.engine.weights import bucket_source
+from skyrl_fast.rollout.engine.weights import sender as weights_sender
+from skyrl_fast.rollout.engine.weights.bucket import Message
+from skyrl_fast.rollout.engine.weights.digest import tensor_digest
 from skyrl_fast.rollout.engine.weights.group import WeightsGroup
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 from skyrl_fast.rollout.engine.weights.transfer import by_broadcast
+from skyrl_fast.train.parallel.ranks import RankError
 
 __all__ = ["few_seconds"]  # a fixture for all tests here
 
 
-SENT = {"w": torch.ones(1), "large": torch.linspace(0, 1, 1 << 16)}
+SENT = {
+    "w": torch.ones(1),
+    "large": torch.linspace(0, 1, 1 << 16),
+    "also large": torch.linspace(1, 2, 1 << 16),
+}
+
+
+BUCKET = 1024  # each tensor is sent alone
 
 
 class Server(RemoteEngine):
     """A server of fakes, connected for real."""
 
-    def __init__(self, url: str = "http://a:1") -> None:
+    def __init__(self, url: str = "http://a:1", dtype: str = "float32") -> None:
         transport = httpx.MockTransport(self.respond)
         super().__init__(url, weight_sync="gloo", trainer="127.0.0.1", transport=transport)
         self.llm = Llm()
+        self.healthy = True
+        self.dtype = dtype
 
     async def respond(self, request: httpx.Request) -> httpx.Response:
         path = request.url.path
         if path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "m"}]})
+        if path == "/health" and not self.healthy:
+            self.healthy = True  # the next time
+            return httpx.Response(503)
         if path != "/collective_rpc":
             return httpx.Response(200, json={})
         call = json.loads(request.content)
         method = call["method"]
         if method in ("return_kept_logprobs_only", "weights_dtype"):
-            answer = "float32" if method == "weights_dtype" else None
+            answer = self.dtype if method == "weights_dtype" else None
             return httpx.Response(200, json={"results": [answer] * 2})
+        if method.startswith("load") and self.llm.fault == "dies in a bucket":
+            self.llm.fault, self.healthy = "", False
+            await asyncio.gather(*(asyncio.to_thread(die, w) for w in self.llm.workers))
+            raise httpx.ReadError("connection lost")
         try:
             results = await self.llm.collective_rpc(method, tuple(call["args"]))
         except ValueError as error:
@@ -51,6 +78,13 @@ class Server(RemoteEngine):
 
     async def prompt_logprobs(self, token_ids: Any) -> list[float]:
         return [0.0] * (len(token_ids) - 1)
+
+
+def die(worker: Any) -> None:
+    """Receive one bucket, then close the connections."""
+    with contextlib.suppress(RuntimeError):  # the other one died before
+        next(worker.weights_group.receive())
+    del worker.weights_group
 
 
 @needs_vllm
@@ -70,7 +104,9 @@ def test_each_server_has_a_group_of_its_own() -> None:
         assert engine.llm.calls == ["join_weights_group", *["load_weights_broadcast"] * 2]
         for worker in engine.llm.workers:
             assert torch.equal(worker.model.loaded["large"], SENT["large"])
-    assert {n: r.num_bytes for n, r in pool.reports.items()} == dict.fromkeys((0, 1), 4 + (4 << 16))
+    assert {n: r.num_bytes for n, r in pool.reports.items()} == dict.fromkeys(
+        (0, 1), 4 + 2 * (4 << 16)
+    )
     assert no_sending_thread()
 
 
@@ -79,7 +115,7 @@ async def loaded(engine: Server, fault: str = "") -> None:
     engine.llm.fault = fault
     assert engine._sender is not None
     engine._sender._group._seconds = 1.0
-    with by_broadcast(SENT, None) as call:
+    with by_broadcast(SENT, None, bucket_bytes=BUCKET) as call:
         await asyncio.wait_for(engine.load_weights(call), 60)
 
 
@@ -91,24 +127,138 @@ def test_an_error_of_a_servers_loader_ends_the_broadcast() -> None:
     assert no_sending_thread()
 
 
+def swapped(buckets: list[Message]) -> list[Message]:
+    """Return buckets with each other's values, in a chain of equal sizes."""
+    first, second = buckets[1:3]
+    return [buckets[0], replace(first, data=second.data), replace(second, data=first.data)]
+
+
+def changed(buckets: list[Message]) -> list[Message]:
+    buckets[1].data.view(torch.int32)[77] ^= 1  # one bit
+    return buckets
+
+
+def in_another_order(buckets: list[Message]) -> list[Message]:
+    buckets[1].data.copy_(buckets[1].data.view(torch.int32).roll(1).view(torch.uint8))
+    return buckets
+
+
+BREAK: dict[str, Any] = {
+    "truncated": lambda buckets: buckets[:-1],
+    "dropped": lambda buckets: [buckets[0], *buckets[2:]],
+    "swapped": swapped,
+    "changed": changed,
+    "in another order": in_another_order,
+}
+
+
 @needs_vllm
 @pytest.mark.spec("async.weight-broadcast")
-@pytest.mark.parametrize("fault", ["truncated", "swapped", "changed"])
+@pytest.mark.parametrize("fault", BREAK)
 def test_a_broken_transfer_is_named(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bucket without its end, a tensor in another order, one bit."""
     send = WeightsGroup.send
 
-    def broken(self: WeightsGroup, infos: Any, tensors: Any) -> None:
-        sent = dict(tensors)
-        if fault == "swapped":
-            sent = {"w": SENT["large"][1:2], "large": SENT["large"].roll(1)}
-        elif fault == "changed":
-            sent["large"] = SENT["large"].clone()
-            sent["large"].view(torch.int32)[77] ^= 1
-        send(self, list(infos)[:1] if fault == "truncated" else infos, sent)
+    def broken(self: WeightsGroup, buckets: Any) -> None:
+        send(self, BREAK[fault](list(copy.deepcopy([*buckets]))))
 
     monkeypatch.setattr(WeightsGroup, "send", broken)
-    wanted = "did not receive|loaded other values than the trainer's: large"
+    wanted = "did not receive|loaded other values than the trainer's: (also )?large"
     with pytest.raises((WeightSyncError, EngineDeadError), match=wanted):
         asyncio.run(loaded(Server()))
+    assert no_sending_thread()
+
+
+# --- several engines ------------------------------------------------------------------------------
+
+
+class Gathered:
+    """Weights that are gathered when they are read; `error` is raised in the middle."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.reads = 0
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.reads += 1
+        for number, (name, tensor) in enumerate(SENT.items()):
+            if number == 1 and self.error is not None:
+                raise self.error
+            yield name, tensor.clone()
+
+
+def update_of(
+    servers: list[Server], weights: Any, fault: str = "", *, updates: int = 1
+) -> EnginePool:
+    """Return the pool after updates; the first server has a fault in the first of them."""
+    pool = EnginePool(servers, transfer=partial(by_broadcast, bucket_bytes=BUCKET))
+
+    async def go() -> None:
+        await pool.start()
+        assert servers[0]._sender is not None
+        servers[0]._sender._group._seconds = 1.0
+        servers[0].llm.fault = fault
+        for _ in range(updates):
+            await asyncio.wait_for(pool.update(weights, make_sync), 60)
+        await pool.close()
+
+    asyncio.run(go())
+    return pool
+
+
+def received(server: Server) -> bool:
+    loaded = [worker.model.loaded for worker in server.llm.workers]
+    return all(torch.equal(one[name], SENT[name]) for one in loaded for name in SENT)
+
+
+@needs_vllm
+@pytest.mark.spec("async.weight-overlap")
+def test_each_bucket_is_made_once_for_all_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    digested: list[str] = []
+
+    def counted(tensor: torch.Tensor) -> str:
+        if threading.current_thread().name == "weights":  # not those of the workers
+            digested.append(str(tensor.shape))
+        return tensor_digest(tensor)
+
+    monkeypatch.setattr(bucket_source, "tensor_digest", counted)
+    weights, servers = Gathered(), [Server(f"http://{name}:1") for name in "abc"]
+    pool = update_of(servers, weights)
+    assert weights.reads == 1
+    assert len(digested) == len(SENT)
+    assert all(map(received, servers))
+    assert {report.num_bytes for report in pool.reports.values()} == {4 + 2 * (4 << 16)}
+    assert no_sending_thread()
+
+
+@needs_vllm
+@pytest.mark.spec("async.weight-overlap")
+@pytest.mark.parametrize("fault", ["hangs", "dies in a bucket"])
+def test_an_engine_that_stops_in_an_update_holds_up_no_other(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_sender, "NOTICE_SECONDS", 0.1)
+    servers = [Server(f"http://{name}:1") for name in "abc"]
+    pool = update_of(servers, Gathered(), fault)
+    assert [received(server) for server in servers[1:]] == [True, True]
+    assert {*pool.reports} == {1, 2}
+    assert pool.faults["engine_deaths"] == 1
+    assert no_sending_thread()
+
+
+@needs_vllm
+@pytest.mark.spec("async.weight-overlap")
+def test_all_engines_that_come_back_get_the_weights_from_the_start() -> None:
+    weights, server = Gathered(), Server()
+    pool = update_of([server], weights, "dies in a bucket")
+    assert received(server)
+    assert weights.reads == 2
+    assert pool.faults["engine_restarts"] == 1
+
+
+@needs_vllm
+@pytest.mark.spec("async.weight-overlap")
+def test_an_error_while_weights_are_gathered_is_raised_by_its_name() -> None:
+    error = RankError("rank 1 has exited")
+    with pytest.raises(RankError, match="rank 1 has exited"):
+        update_of([Server(), Server("http://b:1")], Gathered(error))
     assert no_sending_thread()

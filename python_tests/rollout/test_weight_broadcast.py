@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import multiprocessing
 import os
 import signal
@@ -28,23 +29,36 @@ from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weights import group as weights_group
 from skyrl_fast.rollout.engine.weights import sender as weights_sender
+from skyrl_fast.rollout.engine.weights.bucket import Message, packed, read_header
+from skyrl_fast.rollout.engine.weights.bucket_source import Buckets
 from skyrl_fast.rollout.engine.weights.digest import tensor_digest
 from skyrl_fast.rollout.engine.weights.group import (
     LOOPBACK,
     WeightsGroup,
     listening_store,
     store_at,
-    tensor_infos,
 )
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 from skyrl_fast.rollout.engine.weights.sync import WeightSync
-from skyrl_fast.rollout.engine.weights.transfer import by_broadcast
+from skyrl_fast.rollout.engine.weights.transfer import WorkerCall, by_broadcast
 from skyrl_fast.rollout.engine.weights.worker import WeightUpdateExtension
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
 )
 CPU = torch.device("cpu")
+
+
+def buckets_of(call: WorkerCall) -> Buckets:
+    assert call.buckets is not None
+    return call.buckets.on(CPU)
+
+
+def all_buckets(weights: dict[str, torch.Tensor]) -> list[Message]:
+    buckets = packed(weights.items(), None, device=CPU, bucket_bytes=BUCKET)
+    return [Message(bucket.infos, bucket.data) for bucket in buckets]
+
+
 WEIGHTS = {
     "a": torch.linspace(-1, 1, 300).reshape(30, 10),  # larger than a bucket
     "b": torch.arange(3),
@@ -58,7 +72,6 @@ BUCKET = 64
 
 def connected(size: int, **options: Any) -> list[WeightsGroup]:
     """Return the members of a group, the trainer first, all in this process."""
-    options = {"bucket_bytes": BUCKET, **options}
     groups = [WeightsGroup("gloo", rank=r, size=size, device=CPU, **options) for r in range(size)]
     store, port = listening_store()
     threads = [
@@ -76,20 +89,20 @@ def connected(size: int, **options: Any) -> list[WeightsGroup]:
 @pytest.mark.spec("async.weight-broadcast")
 def test_all_workers_receive_the_cast_tensors_in_order() -> None:
     trainer, *workers = connected(3)
-    with by_broadcast(WEIGHTS, torch.bfloat16) as call:
-        assert call.method == "load_weights_broadcast"
-        assert call.argument[:2] == [["a", "bfloat16", [30, 10]], ["b", "int64", [3]]]
+    with by_broadcast(WEIGHTS, torch.bfloat16, bucket_bytes=BUCKET) as call:
+        assert (call.method, call.arguments) == ("load_weights_broadcast", [])
         received: list[Any] = [None, None]
 
         def receive(worker: int) -> None:
-            received[worker] = list(workers[worker].receive(call.argument))
+            received[worker] = list(workers[worker].receive())
 
         threads = [threading.Thread(target=receive, args=(worker,)) for worker in range(2)]
         for thread in threads:
             thread.start()
-        trainer.send(call.argument, call.tensors)
+        trainer.send(buckets_of(call))
         for thread in threads:
             thread.join()
+        assert call.num_bytes == 600 + 24 + 2 + 0 + 14 + 3
     for worker in received:
         assert [name for name, _ in worker] == [*WEIGHTS]
         assert {name: tensor_digest(tensor) for name, tensor in worker} == call.digests
@@ -99,23 +112,76 @@ def test_all_workers_receive_the_cast_tensors_in_order() -> None:
     assert listening(os.getpid()) <= {LOOPBACK_HEX}
 
 
+@pytest.mark.spec("async.weight-overlap")
+def test_a_worker_receives_the_next_bucket_while_it_loads_one() -> None:
+    trainer, worker = connected(2)
+    sent = [threading.Event() for _ in range(4)]
+
+    def messages() -> Iterator[Message]:
+        for message, event in zip(all_buckets(WEIGHTS), sent, strict=False):
+            yield message
+            event.set()
+
+    sending = threading.Thread(target=lambda: trainer.send(messages()))
+    sending.start()
+    receiving = worker.receive()
+    name, _ = next(receiving)
+    assert name == "a" and sent[1].wait(60)  # "a" is a bucket
+    assert [name for name, _ in receiving] == [*WEIGHTS][1:]
+    sending.join(60)
+    assert [event.is_set() for event in sent] == [True, True, True, False]
+
+
+@pytest.mark.spec("async.weight-broadcast")
+@pytest.mark.parametrize(
+    ("infos", "counts"),
+    [
+        ([["w", "load", [2]]], None),  # a function of torch
+        ([["w", "float32", [-1]]], None),
+        ([["w", "float32", [True]]], None),
+        ([["w", "float32", [1] * 9]], None),
+        ([["w", "float32"]], None),
+        (["w"], None),
+        ({"w": 1}, None),
+        ([["w", "float32", [2]]], []),
+        ([["w", "float32", [2]]], [3]),
+        ([["w", "float32", [2]]], [-1]),
+        ([["w", "float32", [2]]], [True]),
+        ([["w", "float32", [2]]], "1"),
+    ],
+)
+def test_workers_receive_names_dtypes_and_shapes_only(infos: Any, counts: Any) -> None:
+    sent = [["w", "bfloat16", [2, 3]], ["s", "float32", []]]
+    for message in (Message(sent, torch.empty(0)), Message(sent, torch.empty(0), [6, 0], True)):
+        found = read_header(message.header())
+        assert found == (message.infos, message.counts, message.kept)
+    with pytest.raises(ValueError, match="wanted names, dtypes and shapes"):
+        read_header(json.dumps({"infos": infos, "counts": counts, "kept": False}))
+
+
 @pytest.mark.spec("async.weight-broadcast")
 def test_buckets_are_limited_and_their_tensors_aligned() -> None:
-    infos = tensor_infos(WEIGHTS, None)
-    buckets = list(weights_group._buckets(infos, BUCKET))
-    names = [[name for name, _, _ in bucket] for bucket in buckets]
+    buckets = list(packed(WEIGHTS.items(), None, device=CPU, bucket_bytes=BUCKET))
+    names = [[name for name, _, _ in bucket.infos] for bucket in buckets]
     # 1200 bytes; 24 -> 32, 4 -> 16, 0, and 28 -> 32 would be too many; 28 -> 32, 3 -> 16
     assert names == [["a"], ["b", "scalar", "empty"], ["c", "d"]]
-    assert list(weights_group._buckets([], BUCKET)) == []
+    assert [bucket.data.numel() for bucket in buckets] == [1200, 48, 48]
+    addresses = [tensor.data_ptr() for _, tensor in buckets[2].tensors()]
+    assert addresses[1] - addresses[0] == 32
+    assert list(packed([], None, device=CPU)) == []
 
 
 @pytest.mark.spec("async.weight-broadcast")
 def test_tied_weights_are_sent_once() -> None:
     tied = torch.ones(3)
-    with by_broadcast({"embed": tied, "head": tied}, None) as call:
-        assert call.argument == [["embed", "float32", [3]]]
-    with pytest.raises(WeightSyncError, match="no weights to hand over"):
-        by_broadcast({}, None).__enter__()
+    with by_broadcast({"embed": tied, "head": tied.detach()}, None) as call:
+        (bucket,) = buckets_of(call)
+        assert bucket.infos == [["embed", "float32", [3]]]
+    with (
+        pytest.raises(WeightSyncError, match="no weights to hand over"),
+        by_broadcast({}, None) as call,
+    ):
+        list(buckets_of(call))
 
 
 @pytest.mark.spec("async.weight-broadcast")
@@ -126,9 +192,9 @@ def test_a_worker_that_does_not_receive_is_an_error_in_time() -> None:
     with pytest.raises(
         TimeoutError, match=r"weight_sync_backend=gloo: ranks \[1\] of 2 .* within 0\.5 s"
     ):
-        trainer.send(tensor_infos(large, None), large)
+        trainer.send(all_buckets(large))
     with pytest.raises(RuntimeError, match="aborted"):  # it ends at once, too
-        next(worker.receive(tensor_infos(large, None)))
+        next(worker.receive())
 
 
 @pytest.mark.spec("async.weight-broadcast")
@@ -160,11 +226,11 @@ def test_nccl_raises_before_its_watchdog_ends_the_process(monkeypatch: pytest.Mo
     assert events == [(store, 0, 3, 60.0), torch.uint8, 0, timedelta(seconds=30)]
     monkeypatch.setattr(weights_group, "MOVE_SECONDS", 0.1)
     with pytest.raises(TimeoutError, match=r"weight_sync_backend=nccl: .* within 0\.1 s"):
-        group.send(tensor_infos(WEIGHTS, None), WEIGHTS)
+        group.send(all_buckets(WEIGHTS))
     assert events[-1] == "abort"
     group.abort()
     with pytest.raises(RuntimeError, match="aborted"):
-        group.send(tensor_infos(WEIGHTS, None), WEIGHTS)
+        group.send(all_buckets(WEIGHTS))
 
 
 # --- members that do not come ---------------------------------------------------------------------
@@ -451,12 +517,12 @@ def no_sending_thread() -> bool:
 # --- two processes -------------------------------------------------------------------------------
 
 
-def receive_one_bucket(port: int, infos: list[Any], kill: bool, results: Any) -> None:
+def receive_one_bucket(port: int, kill: bool, results: Any) -> None:
     """Receive as a worker in another process, which may die in the middle."""
-    group = WeightsGroup("gloo", rank=1, size=2, device=CPU, bucket_bytes=BUCKET, seconds=60)
+    group = WeightsGroup("gloo", rank=1, size=2, device=CPU, seconds=60)
     group.connect(store_at(LOOPBACK, port))
     found = {}
-    for name, tensor in group.receive(infos):
+    for name, tensor in group.receive():
         if kill:
             os.kill(os.getpid(), signal.SIGKILL)
         found[name] = tensor_digest(tensor)
@@ -468,21 +534,21 @@ def receive_one_bucket(port: int, infos: list[Any], kill: bool, results: Any) ->
 def test_two_processes(kill: bool) -> None:
     weights = {**WEIGHTS, "large": torch.ones(8 << 20)}
     store, port = listening_store()
-    with by_broadcast(weights, torch.bfloat16) as call:
+    with by_broadcast(weights, torch.bfloat16, bucket_bytes=BUCKET) as call:
         spawn = multiprocessing.get_context("spawn")
         results, there = spawn.Pipe(duplex=False)
-        arguments = (port, call.argument, kill, there)
+        arguments = (port, kill, there)
         process = spawn.Process(target=receive_one_bucket, args=arguments, daemon=True)
         process.start()
         there.close()
-        group = WeightsGroup("gloo", rank=0, size=2, device=CPU, bucket_bytes=BUCKET, seconds=60)
+        group = WeightsGroup("gloo", rank=0, size=2, device=CPU, seconds=60)
         group.connect(store)
         if kill:
             group._seconds = 1.0  # without an engine that notices the death
             with pytest.raises((RuntimeError, TimeoutError), match=r"by peer|ranks \[1\]"):
-                group.send(call.argument, call.tensors)
+                group.send(buckets_of(call))
         else:
-            group.send(call.argument, call.tensors)
+            group.send(buckets_of(call))
             assert results.recv() == call.digests
         process.join(30)
         assert process.exitcode == (-signal.SIGKILL if kill else 0)

@@ -195,9 +195,10 @@ def test_an_engine_with_a_gpu_of_its_own_has_its_own_part(small: Path) -> None:
     assert [device.name for device in plan.devices] == ["GPU 0", "GPU 1"]
     assert not any("engine" in name for name in sizes(plan))
     embedding = 2 * 151936 * 896  # more than 128 MiB, so it is sent alone
-    assert sizes(plan)["bucket of weights that is broadcast"] == embedding
+    sent = "buckets of weights that are broadcast"
+    assert sizes(plan)[sent] == 2 * embedding  # one on its way, one being packed
     assert sizes(plan, 1) == {
-        "engine: CUDA context, buckets": GIB + 2 * embedding,
+        "engine: CUDA context, buckets": GIB + 3 * embedding,
         "engine: weights and KV cache": int(0.9 * GPU),
     }
     assert plan.engine_share == 0.9
@@ -205,7 +206,18 @@ def test_an_engine_with_a_gpu_of_its_own_has_its_own_part(small: Path) -> None:
     file = config_of(small, "generator.inference_engine.weight_sync_backend=file")
     by_file = plan_memory(file, capacity=GPU, num_gpus=2)
     assert by_file.host_bytes == 2 * 2 * 494_032_768
-    assert "bucket of weights that is broadcast" not in sizes(by_file)
+    assert sent not in sizes(by_file)
+    cluster = "trainer.placement.colocate_all=false"
+    on_cluster = plan_memory(config_of(small, cluster), capacity=GPU, num_gpus=2)
+    assert sizes(on_cluster)[sent] == 2 * embedding
+    key = "generator.inference_engine"
+    deltas = config_of(small, f"{key}.weight_sync_delta=true", f"{key}.weight_sync_backend=nccl")
+    with_deltas = plan_memory(deltas, capacity=GPU, num_gpus=2)
+    assert sizes(with_deltas)[sent] == 5 * embedding
+    assert sizes(with_deltas, 1)["engine: CUDA context, buckets"] == GIB + 5 * embedding
+    assert with_deltas.host_bytes == 2 * 2 * 494_032_768  # of the trainer, and of the worker
+    by_gloo = config_of(small, cluster, "generator.inference_engine.weight_sync_backend=gloo")
+    assert sent not in sizes(plan_memory(by_gloo, capacity=GPU, num_gpus=2))
     assert sizes(by_file, 1)["engine: CUDA context"] == GIB
     two = "generator.inference_engine.engine_init_kwargs={tensor_parallel_size: 2}"
     parallel = plan_memory(config_of(small, two), capacity=GPU, num_gpus=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,17 @@ from _moe import NUM_EXPERTS, NUM_LAYERS, TOP_K
 from _ranked import Models, make_models
 from _trees import agent_batch
 from safetensors.torch import load_file
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import AlgorithmConfig
-from skyrl_fast.rollout.engine.weights.file import WeightsFile
+from skyrl_fast.rollout.engine.weights.file import WeightsFile, distinct_tensors
+from skyrl_fast.train.model import policy as policy_module
 from skyrl_fast.train.model.policy import Policy, load_model
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
 from skyrl_fast.train.parallel.rank_processes import started_ranks
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK
+from skyrl_fast.train.parallel.sharding import full_state_dict
 from skyrl_fast.train.update import update_policy
 
 CLOSE: dict[str, Any] = {"rtol": 2e-4, "atol": 2e-6}  # float32 sums in another order
@@ -195,6 +199,46 @@ def test_engine_receives_the_weights_of_one_rank(
             given.append(load_file(file.path))
     assert_close(*given)
     assert any(name.endswith("gate_up_proj.weight") for name in given[0])
+
+
+@pytest.mark.spec("async.weight-overlap", "update.ranks-equal")
+def test_weights_are_gathered_by_layer_next_to_other_calls(both: Both) -> None:
+    """As in a weight sync: a thread gathers while an engine that has all weights is verified."""
+    policy = both.shared.policies["untied"]
+    wanted = weights(policy)
+    with ThreadPoolExecutor(1) as threads:
+        gathered = threads.submit(lambda: [weights(policy) for _ in range(5)])
+        logprobs = [policy.sequence_logprobs([1, 2, 3]) for _ in range(5)]
+        found = gathered.result(120)
+    assert logprobs == [logprobs[0]] * 5
+    for one in found:
+        assert one.keys() == wanted.keys()
+        assert all(torch.equal(one[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.spec("async.weight-overlap")
+def test_one_layer_of_the_weights_is_held_at_a_time(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = both.shared.policies["untied"]
+    held: list[Any] = []
+    alive: list[int] = []
+
+    def counted(owner: Any, dtype: Any, names: list[str]) -> dict[str, torch.Tensor]:
+        alive.append(sum(not one.expired() for one in held))
+        found = full_state_dict(owner, dtype, names)
+        held.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in found.values())
+        return found
+
+    monkeypatch.setattr(policy_module, "full_state_dict", counted)
+    names = []
+    for name, tensor in distinct_tensors(policy.named_weights()):
+        names.append(name)
+        del tensor
+    layers = len(policy.model.base_model.layers)
+    assert len(alive) == layers + 3  # embedding, last norm, head
+    assert max(alive) <= 1  # the caller's last one
+    assert len(names) == len(held)
 
 
 def test_consumer_of_some_weights_does_not_desynchronize_ranks(both: Both) -> None:

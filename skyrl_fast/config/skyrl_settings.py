@@ -115,12 +115,12 @@ SKYRL_ONLY = {
     **dict.fromkeys(
         (
             f"{_ENGINE}.weight_transfer_threshold_cuda_ipc_GB",
-            f"{_ENGINE}.delta_weight_sync",
             f"{_ENGINE}.fp8_weight_sync_mode",
             f"{_ENGINE}.offload_kv_for_weight_sync",
         ),
         f"see {_ENGINE}.weight_sync_backend and enable_sleep_mode; remove it",
     ),
+    f"{_ENGINE}.delta_weight_sync": f"use {_ENGINE}.weight_sync_delta=true",
     f"{_ENGINE}.enable_return_sample_support_set": "use generator.sampling_params.max_kept_tokens",
     f"{_ENGINE}.fully_sharded_loras": _FULL_WEIGHTS,
     f"{_ENGINE}.enable_chunked_prefill": f"vLLM's default; {_ENGINE}.engine_init_kwargs has others",

@@ -15,7 +15,7 @@ import torch
 
 from skyrl_fast.config import Config, ConfigError, max_input_length, policy_loss_spec
 from skyrl_fast.ops.logprob.linear_rows import COLUMN_MULTIPLE, default_chunk_rows
-from skyrl_fast.rollout.engine.weights.group import BUCKET_BYTES
+from skyrl_fast.rollout.engine.weights.bucket import BUCKET_BYTES
 from skyrl_fast.train.device_plan import GIB, DevicePlan, Item, MemoryPlan
 from skyrl_fast.train.model.activation_memory import (
     FLOAT32_BYTES,
@@ -35,7 +35,11 @@ WEIGHT_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8  # per parameter; AdamW has
 LAYER_BYTES, ROOT_BYTES = 12, 8  # per gathered parameter: weights, gradients, a layer's buffer
 GATHERED_LAYERS = 2
 CONTEXT_BYTES = GIB  # a process's CUDA context and libraries
-SENT_BUCKETS, RECEIVED_BUCKETS = 1, 2  # of a broadcast that exist at a time: one, and one loading
+# Of a broadcast that exist at a time: one on its way, and one being packed; one being received, one
+# being loaded, and one of whose layer not all was loaded.
+SENT_BUCKETS, RECEIVED_BUCKETS = 2, 3
+# The same for weight_sync_delta: the last version, a mask, indices; what changed in two buckets.
+SENT_DELTA_BUCKETS, RECEIVED_DELTA_BUCKETS = 3, 2
 ASLEEP_BYTES = 2 * GIB  # of a sleeping engine: its context, CUDA graphs, libraries
 FRAGMENTATION = 0.1  # of activations: blocks that the caching allocator cannot reuse
 ENGINE_LIMIT = 0.9  # largest share that is computed for the engine; vLLM's default
@@ -87,7 +91,10 @@ def plan_memory(
         policy = config.trainer.policy
         text = measure.config(str(policy.model.path)).get_text_config()
         check_heads(text, policy.sequence_parallel_size)
-        return _plan(config, measure, capacity, engine_placement(config, gpus) if local else None)
+        engine = engine_placement(config, gpus) if local else None
+        by = config.generator.inference_engine.weight_sync_backend
+        on_cluster = with_engine and config.engines_on_cluster and by in ("auto", "nccl")
+        return _plan(config, measure, capacity, engine, on_cluster=on_cluster)
 
     plan = planned(config)
     if plan.fits:
@@ -128,25 +135,38 @@ class _Measurements:
 
 
 def _plan(
-    config: Config, measure: _Measurements, capacity: int, engine: EnginePlacement | None
+    config: Config,
+    measure: _Measurements,
+    capacity: int,
+    engine: EnginePlacement | None,
+    *,
+    on_cluster: bool,
 ) -> MemoryPlan:
     """Return the plan without remedies.
 
     Args:
         engine: where the run's own engine computes; None: there is none.
+        on_cluster: whether engines on a cluster get weights by NCCL.
     """
     size = measure.size(str(config.trainer.policy.model.path))
     resident = _resident_items(config, measure)
     trainer = [*resident, *_largest_update(config, measure)]
     ranks = range(config.trainer.placement.num_ranks)
+    bucket, delta = (
+        broadcast_bytes(config, size),
+        config.generator.inference_engine.weight_sync_delta,
+    )
+    num_sent = SENT_BUCKETS + delta * SENT_DELTA_BUCKETS
+    sent = Item("buckets of weights that are broadcast", num_sent * bucket)
     if engine is None:
+        if on_cluster:
+            trainer = [*trainer, sent]
         alone = (*_devices(ranks, trainer, capacity),)
         return MemoryPlan(alone, None, 0, _saved_logits_bytes(config, size, alone))
     context = Item("engine: CUDA context", CONTEXT_BYTES)
     if engine.weight_sync == "nccl":  # its GPUs are none of the trainer's
-        bucket = broadcast_bytes(config, size)
-        sent = Item("bucket of weights that is broadcast", SENT_BUCKETS * bucket)
-        context = Item("engine: CUDA context, buckets", CONTEXT_BYTES + RECEIVED_BUCKETS * bucket)
+        received = RECEIVED_BUCKETS + delta * RECEIVED_DELTA_BUCKETS
+        context = Item("engine: CUDA context, buckets", CONTEXT_BYTES + received * bucket)
         trainer = [*trainer, sent]
     together = [*(trainer if engine.shared else ()), context]  # on the engine's fullest GPU
     if engine.sleeps:
@@ -161,7 +181,8 @@ def _plan(
         asleep = Item("sleeping engine: CUDA context and graphs", ASLEEP_BYTES)
         devices = [*_devices(engine.shared, [*trainer, asleep], capacity, ", update"), *devices]
     # By a file: a copy in this process, and the file in shared memory. Those of a sleeping engine.
-    copies = 2 * (engine.weight_sync == "file") + engine.sleeps
+    # For deltas: in this process, and in each worker.
+    copies = 2 * (engine.weight_sync == "file") + engine.sleeps + delta * (1 + len(engine.gpu_ids))
     item = _dtype(config.generator.inference_engine.model_dtype).itemsize
     updates = [device for device in devices if trainer[-1] in device.items]
     saved = _saved_logits_bytes(config, size, updates)

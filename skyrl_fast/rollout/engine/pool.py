@@ -221,9 +221,7 @@ class EnginePool:
             waited = 0.0
             while not reports:
                 members = [*self._up(), *await self._restarted()]
-                found = await asyncio.gather(
-                    *(self._load(m, call, make_sync, seconds) for m in members)
-                )
+                found = await self._load_all(members, call, make_sync, seconds)
                 reports = [report for report in found if report is not None]
                 if not reports:
                     self._refuse_if_none_comes_back()
@@ -282,8 +280,7 @@ class EnginePool:
         restarted = await self._restarted()
         if restarted:
             async with handed_over(self._transfer, weights, self.weights_dtype) as call:
-                for member in restarted:
-                    await self._load(member, call, make_sync, 0.0)
+                await self._load_all(restarted, call, make_sync, 0.0)
         self._refuse_if_none_comes_back()
         await self._serve_waiting()
 
@@ -375,6 +372,26 @@ class EnginePool:
             log.warning("waiting for an engine. %s", "; ".join(self.activity()))
         return waited + POLL_SECONDS
 
+    async def _load_all(
+        self,
+        members: Sequence[_Member],
+        call: WorkerCall,
+        make_sync: Callable[[Engine], WeightSync],
+        seconds: float,
+    ) -> list[WeightSyncReport | None]:
+        """Load the weights into these engines at the same time; see `_load`."""
+        calls = call.for_engines(len(members))
+        loads = [
+            asyncio.create_task(self._load(member, each, make_sync, seconds))
+            for member, each in zip(members, calls, strict=True)
+        ]
+        try:
+            return await asyncio.gather(*loads)
+        finally:
+            for load in loads:  # an error of one ends the update
+                load.cancel()
+            await asyncio.gather(*loads, return_exceptions=True)
+
     async def _load(
         self,
         member: _Member,
@@ -392,7 +409,10 @@ class EnginePool:
             member.sync = member.sync or make_sync(member.engine)
             return await member.sync.verify(update_seconds=taken, num_bytes=call.num_bytes)
 
-        report = await self._call(member, load, LOAD_SECONDS)
+        try:
+            report = await self._call(member, load, LOAD_SECONDS)
+        finally:
+            call.close()
         if report is None:
             return None
         if not member.up:

@@ -294,13 +294,13 @@ class RemoteEngine:
             WeightSyncError: it could not load them. EngineDeadError: it died.
         """
         if self._weight_sync in EXTENDED:
-            body: dict[str, Any] = {"method": call.method, "args": [call.argument]}
+            body: dict[str, Any] = {"method": call.method, "args": call.arguments}
         else:
             folder = str(Path(call.argument).parent)
             body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         try:
             loading = self._post(RPC, json=body, timeout=CONTROL_SECONDS)
-            if call.tensors and self._sender is not None:
+            if call.buckets is not None and self._sender is not None:
                 answer = await self._sender.send(call, loading)
             else:
                 answer = await loading

@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from skyrl_fast.child_environment import KEY_VARIABLE
 from skyrl_fast.http_guard import App, HttpGuard, RefusedError, Route, unchanged
 from skyrl_fast.rollout.engine.weights.file import is_weights_file
@@ -25,7 +23,6 @@ FOLDERS_VARIABLE = "SKYRL_FAST_WEIGHTS_FOLDERS"
 TRAINER_VARIABLE = "SKYRL_FAST_TRAINER"
 MAX_PORT = 2**16
 MAX_MEMBERS = 2**16  # of a process group
-MAX_DIMENSIONS = 8  # of a tensor
 MAX_BODY_BYTES = 64 << 20  # a prompt of millions of token ids
 PAUSE_QUERY = b"mode=abort&clear_cache=false"
 
@@ -102,12 +99,10 @@ def _checked_call(folders: Sequence[Path], trainer: str | None, body: bytes) -> 
             if not (0 < port < MAX_PORT and 1 < size < MAX_MEMBERS):
                 raise RefusedError(403, "wanted a port and a number of members")
             allowed = {"method": "join_weights_group", "args": [backend, address, port, size]}
-        case {"method": "load_weights_broadcast", "args": [list(infos)], **rest} if (
+        case {"method": "load_weights_broadcast", "args": [], **rest} if (
             not rest and trainer is not None
         ):
-            if not all(map(_is_tensor_info, infos)):
-                raise RefusedError(403, "wanted names, dtypes and shapes of tensors")
-            allowed = {"method": "load_weights_broadcast", "args": [infos]}
+            allowed = {"method": "load_weights_broadcast", "args": []}
         case {
             "method": ("return_kept_logprobs_only" | "weights_dtype") as method,
             **rest,
@@ -116,16 +111,6 @@ def _checked_call(folders: Sequence[Path], trainer: str | None, body: bytes) -> 
         case _:
             raise RefusedError(403, "no such method here, or other arguments than a trainer's")
     return json.dumps(allowed).encode()
-
-
-def _is_tensor_info(info: Any) -> bool:
-    """Return whether it is one of `tensor_infos`."""
-    match info:
-        case [str(), str(dtype), list(shape)]:
-            sizes = all(type(size) is int and size >= 0 for size in shape)
-            known = isinstance(getattr(torch, dtype, None), torch.dtype)
-            return sizes and known and len(shape) <= MAX_DIMENSIONS
-    return False
 
 
 def _checked_path(folders: Sequence[Path], text: str) -> Path:

@@ -333,8 +333,8 @@ class VllmEngine:
 
     async def _loaded(self, call: WorkerCall) -> Any:
         """Return the workers' receipts."""
-        rpc = partial(self._alive().collective_rpc, call.method, args=(call.argument,))
-        if not call.tensors:
+        rpc = partial(self._alive().collective_rpc, call.method, args=(*call.arguments,))
+        if call.buckets is None:
             return await self._answer(rpc())
         if self._sender is None:
             raise WeightSyncError(

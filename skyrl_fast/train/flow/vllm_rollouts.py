@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from skyrl_fast.rollout.engine.ray_engine import EnginePlace, RayEngine
 from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
+from skyrl_fast.rollout.engine.weights.bucket_source import SentWeights
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.engine.weights.group import BACKENDS
 from skyrl_fast.rollout.engine.weights.probe_limits import ProbeLimits
@@ -33,6 +34,7 @@ from skyrl_fast.rollout.engine.weights.sync import (
     WeightSyncReport,
 )
 from skyrl_fast.rollout.engine.weights.transfer import (
+    Weights,
     WeightTransfer,
     by_broadcast,
     by_file,
@@ -217,12 +219,14 @@ def _servers(
 
 def _weight_transfer(config: settings.Config) -> WeightTransfer:
     engine = config.generator.inference_engine
-    if config.engines_on_cluster and _cluster_weight_sync(config) in BACKENDS:
-        return by_broadcast
-    if engine.weight_sync_backend == "ipc":
+    backend = engine.weight_sync_backend
+    if config.engines_on_cluster:
+        backend = _cluster_weight_sync(config)
+    if backend == "ipc":
         return by_ipc
-    if engine.weight_sync_backend in BACKENDS:
-        return by_broadcast
+    if backend in BACKENDS:
+        delta = engine.weight_sync_delta
+        return partial(by_broadcast, sent=SentWeights()) if delta else by_broadcast
     return by_file(engine.weight_sync_path, unnamed=config.engine_in_process)
 
 
@@ -355,11 +359,20 @@ class VllmRollouts:
         await self._pool.close()
         await self._environments.close()
 
-    def _weights(self, policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the policy's weights; then make room for an engine that wakes up on its GPU."""
-        yield from policy.named_weights(self._pool.weights_dtype)
-        if self._sleeps:
-            policy.free_cached_memory()
+    def _weights(self, policy: Policy) -> Weights:
+        """Return the policy's weights, which can be read several times.
+
+        Where an engine sleeps they are an iterator, which makes room for it at its end: the engine
+        wakes up on a GPU of the policy when all have been read.
+        """
+        weights = policy.named_weights(self._pool.weights_dtype)
+        return self._then_make_room(weights, policy) if self._sleeps else weights
+
+    def _then_make_room(
+        self, weights: Iterable[tuple[str, torch.Tensor]], policy: Policy
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from weights
+        policy.free_cached_memory()
 
     def _weight_sync(self, engine: Engine, policy: Policy) -> WeightSync:
         chosen = self._config.generator.inference_engine.model_dtype

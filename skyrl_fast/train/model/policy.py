@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,36 @@ from skyrl_fast.train.model.tree_forward import last_hidden_states, padded_trees
 from skyrl_fast.train.parallel.export import checkpoint_names, save_pretrained
 from skyrl_fast.train.parallel.rank_shares import local_micro_batches
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK, Ranks, run_on_all_ranks
-from skyrl_fast.train.parallel.sharding import full_state_dict, shard, with_full_params
+from skyrl_fast.train.parallel.sharding import (
+    full_state_dict,
+    shard,
+    weight_names,
+    with_full_params,
+)
 
 PROBE_TOKENS = 8  # of the check that our logprobs equal the model's
 PROBE_TOLERANCE = 1e-3  # float32 noise is below 1e-5; soft-capped or scaled logits differ by more
+
+
+@dataclass(frozen=True, slots=True)
+class NamedWeights:
+    """A policy's weights, gathered layer by layer while they are iterated, as often as they are.
+
+    Each layer is one call on all ranks, which no other call interrupts: so all ranks gather in the
+    same order, whatever rank 0 does in between and in other threads.
+    """
+
+    policy: Policy
+    dtype: torch.dtype | None
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights by name; with several ranks a layer at a time is in main memory."""
+        model = self.policy.model
+        for names in weight_names(self.policy):
+            layer = checkpoint_names(model, full_state_dict(self.policy, self.dtype, names))
+            while layer:
+                name = next(iter(layer))
+                yield name, layer.pop(name)
 
 
 class Policy:
@@ -172,13 +199,13 @@ class Policy:
             logprobs = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
             return logprobs.tolist(), float(logits.std(-1).mean())
 
-    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights under the names of a Hugging Face checkpoint; tied ones once.
+    def named_weights(self, dtype: torch.dtype | None = None) -> NamedWeights:
+        """Return the weights under the names of a Hugging Face checkpoint; tied ones once.
 
         Args:
             dtype: that they may be cast to, where they are moved to main memory; None: as they are.
         """
-        yield from checkpoint_names(self.model, full_state_dict(self, dtype)).items()
+        return NamedWeights(self, dtype)
 
     @run_on_all_ranks
     def free_cached_memory(self) -> None:

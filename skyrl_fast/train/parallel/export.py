@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
-from skyrl_fast.train.parallel.sharding import full_weight, layers_of, weights_of
+from skyrl_fast.train.parallel.sharding import full_weight, names_by_layer, weights_of
 from skyrl_fast.train.parallel.traffic import CHECKPOINT
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -70,20 +70,14 @@ def _queue_weights(owner: HasPretrained, folder: Path) -> list[tuple[str, str, i
 
 
 def writers(model: Any, size: int) -> dict[str, int]:
-    """Return the rank that writes each weight: about as many bytes each, no layer divided.
-
-    A layer is not divided as a weight of the file may be made from several of the layer.
-    """
-    layers = [name for name, _ in layers_of(model)]
-    weights = weights_of(model)
-    total = sum(value.nbytes for _, value in weights)
+    """Return the rank that writes each weight: about as many bytes each, no layer divided."""
+    sizes = {name: value.nbytes for name, value in weights_of(model)}
+    total = sum(sizes.values())
     found: dict[str, int] = {}
-    of_layer: dict[str, int] = {}
     before = 0
-    for name, value in weights:
-        layer = next((prefix for prefix in layers if name.startswith(f"{prefix}.")), name)
-        found[name] = of_layer.setdefault(layer, before * size // total)
-        before += value.nbytes
+    for names in names_by_layer(model):
+        found |= dict.fromkeys(names, before * size // total)
+        before += sum(sizes[name] for name in names)
     return found
 
 

@@ -6,7 +6,7 @@ ranks, so that the sum of losses over all ranks' micro-batches is minimised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -130,13 +130,42 @@ def full_tensors(
 
 
 @run_on_all_ranks
-def full_state_dict(owner: Any, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+def full_state_dict(
+    owner: Any, dtype: torch.dtype | None = None, names: Sequence[str] | None = None
+) -> dict[str, torch.Tensor]:
     """Return the full weights of a policy's or critic's model, under the names of `weights_of`.
 
     Args:
         dtype: see `full_tensors`.
+        names: of those that are wanted; None: all.
     """
-    return full_tensors(weights_of(owner.model), owner.ranks, dtype)
+    items = weights_of(owner.model)
+    if names is not None:
+        weights = dict(items)
+        items = [(name, weights[name]) for name in names]
+    return full_tensors(items, owner.ranks, dtype)
+
+
+@run_on_all_ranks
+def weight_names(owner: Any) -> list[list[str]]:
+    """Return the `names_by_layer` of a policy's or critic's model.
+
+    Reading a model's state dict reshards it, so this must not run while another call computes.
+    """
+    return names_by_layer(owner.model)
+
+
+def names_by_layer(model: Any) -> list[list[str]]:
+    """Return the names of `weights_of` in groups: of a layer, or one outside the layers.
+
+    A layer is not divided, as a weight of a checkpoint may be made from several of the layer.
+    """
+    layers = [name for name, _ in layers_of(model)]
+    groups: dict[str, list[str]] = {}
+    for name, _ in weights_of(model):
+        layer = next((prefix for prefix in layers if name.startswith(f"{prefix}.")), name)
+        groups.setdefault(layer, []).append(name)
+    return list(groups.values())
 
 
 def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -60,8 +60,8 @@ def planned_memory(
     planned = deepcopy(config)
     planned.trainer.ref.model.path = config.trainer.ref.model.path or model_path(config, None)
     planned.trainer.policy.model.path = model_path(config, checkpoint)
-    with_engine = with_engine and config.engine_in_process
-    if with_engine:
+    in_process = with_engine and config.engine_in_process
+    if in_process:
         placement = engine_placement(config, num_gpus)
         engine.gpu_ids = list(placement.gpu_ids)
         engine.enable_sleep_mode = placement.sleeps
@@ -69,7 +69,7 @@ def planned_memory(
     try:
         plan = plan_memory(planned, capacity=capacity, num_gpus=num_gpus, with_engine=with_engine)
     except UnmeasurableError as error:
-        if with_engine and placement.shared and engine.gpu_memory_utilization is None:
+        if in_process and placement.shared and engine.gpu_memory_utilization is None:
             engine.gpu_memory_utilization = UNPLANNED_SHARE
         logger.warning(
             "no memory plan: %s; gpu_memory_utilization=%s", error, engine.gpu_memory_utilization

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from skyrl_fast.file_lock import close_locked
 from skyrl_fast.rollout.engine.weights.digest import tensor_digest
@@ -142,13 +143,14 @@ def distinct_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield tensors, one with several names (tied) under the first."""
     items = weights.items() if isinstance(weights, Mapping) else weights
-    # Tensors are held, so that their addresses are not used again.
-    seen: dict[tuple[int, torch.Size, tuple[int, ...]], torch.Tensor] = {}
+    # Not the tensors: they may be gathered one after another. A later one may have the address of
+    # one that was freed.
+    seen: dict[tuple[int, torch.Size, tuple[int, ...]], StorageWeakRef] = {}
     for name, tensor in items:
         key = (tensor.data_ptr(), tensor.shape, tensor.stride())
-        if tensor.numel() and key in seen:
+        if tensor.numel() and key in seen and not seen[key].expired():
             continue
-        seen[key] = tensor
+        seen[key] = StorageWeakRef(tensor.untyped_storage())
         yield name, tensor.detach()
 
 

@@ -1,33 +1,34 @@
 """A process group of the trainer and its engine's workers, over which weights are broadcast.
 
 It is made of torch's backends without `init_process_group`, whose default group the trainer's ranks
-and vLLM use themselves.
+and vLLM use themselves. Each engine has a group, so that the death of one ends no other's.
 """
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from skyrl_fast.network_interface import LOOPBACK, address_towards
-from skyrl_fast.rollout.engine.weights.digest import dtype_name
-
-# A tensor that is sent: its name, dtype and shape.
-TensorInfo = Sequence[Any]
+from skyrl_fast.rollout.engine.weights.bucket import Bucket, Message, read_header
+from skyrl_fast.rollout.engine.weights.delta import KeptBuckets, empty_changes
+from skyrl_fast.rollout.engine.weights.prefetch import Prefetch
 
 BACKENDS = ("nccl", "gloo")  # as in weight_sync_backend
-BUCKET_BYTES = 128 << 20  # sent at once; a larger tensor is sent alone
-ALIGNMENT = 16  # bytes; of the tensors in a bucket
 JOIN_SECONDS = 120.0  # for all members to come
 WAIT_SECONDS = 300.0  # for all to be ready for a bucket: the workers load the one before
+# The same of a worker, longer: the trainer may wait for the workers of another engine first.
+WORKER_WAIT_SECONDS = 2 * WAIT_SECONDS
 MOVE_SECONDS = 30.0  # for members that are ready to connect, or to send a bucket; for the store
 POLL_SECONDS = 0.002  # between two checks whether all are ready, or a bucket was sent
+THE_END = "the end"  # in place of the header of a message
 GIVEN_UP = "given up"  # key of the store: the others need not wait
 
 
@@ -54,22 +55,6 @@ def store_at(address: str, port: int) -> dist.Store:
     return dist.TCPStore(address, port, timeout=timedelta(seconds=MOVE_SECONDS))
 
 
-def tensor_infos(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> list[list[Any]]:
-    """Return what the workers need to receive the tensors.
-
-    Args:
-        dtype: that floating-point tensors are cast to; None: as they are.
-    """
-    return [
-        [
-            name,
-            dtype_name(dtype if dtype and tensor.is_floating_point() else tensor.dtype),
-            list(tensor.shape),
-        ]
-        for name, tensor in tensors.items()
-    ]
-
-
 class WeightsGroup:
     """One member's side of the group; the trainer is rank 0.
 
@@ -79,8 +64,8 @@ class WeightsGroup:
         size: number of members.
         device: on which buckets are sent and received; for gloo the CPU.
         trainer: the trainer's address; gloo listens on the interface to it alone.
-        bucket_bytes: of one broadcast.
-        seconds: for all members to be ready for a bucket.
+        seconds: for all members to be ready for a bucket; None: WAIT_SECONDS, or of a worker
+            WORKER_WAIT_SECONDS.
     """
 
     def __init__(
@@ -91,18 +76,19 @@ class WeightsGroup:
         size: int,
         device: torch.device,
         trainer: str = LOOPBACK,
-        bucket_bytes: int = BUCKET_BYTES,
-        seconds: float = WAIT_SECONDS,
+        seconds: float | None = None,
     ) -> None:
         self._backend, self._rank, self._size = backend, rank, size
-        self._device = device
+        self.device = device
         self._trainer = trainer
-        self._bucket_bytes = bucket_bytes
+        if seconds is None:
+            seconds = WORKER_WAIT_SECONDS if rank else WAIT_SECONDS
         self._seconds = seconds
         self._store: Any = None
         self._group: Any = None
         self._meetings = 0
         self._aborted = False
+        self._kept = KeptBuckets()
 
     def connect(self, store: dist.Store) -> None:
         """Connect with all other members; blocks until they have.
@@ -124,17 +110,18 @@ class WeightsGroup:
             options._devices = [gloo.create_device(hostname=address_towards(self._trainer))]
             options._timeout = timedelta(seconds=MOVE_SECONDS)
             self._group = gloo(store, self._rank, self._size, options)
-        self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self._device))  # NCCL connects now
+        self._meet(self._seconds)
+        self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))  # NCCL connects now
 
-    def _meet(self, seconds: float) -> None:
-        """Wait until all members are here.
+    def _meet(self, seconds: float, text: str = "") -> str:
+        """Wait until all members are here; return the trainer's text.
 
         torch's backends cannot be told to stop waiting for a member, even when the process exits.
         Members that have met wait for each other no longer than a transfer takes.
         """
         self._meetings += 1
         here = [f"{rank} at {self._meetings}" for rank in range(self._size)]
-        self._store.set(here[self._rank], "")
+        self._store.set(here[self._rank], text)
         self._store.delete_key(f"{self._rank} at {self._meetings - 2}")  # all have left it
         deadline = time.monotonic() + seconds
         while True:
@@ -143,7 +130,7 @@ class WeightsGroup:
                 self._store.set(GIVEN_UP, "")
                 raise RuntimeError("the broadcast of weights was aborted")
             if self._store.check(here):
-                return
+                return str(self._store.get(here[0]).decode())
             if time.monotonic() > deadline:
                 self._store.set(GIVEN_UP, "")
                 missing = [rank for rank, key in enumerate(here) if not self._store.check([key])]
@@ -153,58 +140,71 @@ class WeightsGroup:
                 )
             time.sleep(POLL_SECONDS)
 
-    def send(self, infos: Iterable[TensorInfo], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Broadcast tensors to the workers; blocks until all have received them.
-
-        Args:
-            infos: of `tensor_infos`.
-            tensors: by name, of any device; not to be changed meanwhile.
+    def send(self, messages: Iterable[Message]) -> None:
+        """Broadcast messages to the workers; blocks until all have received them.
 
         Raises:
             TimeoutError: the workers do not receive.
             RuntimeError: a worker is gone, or the group was aborted.
+            What `messages` raises.
         """
-        for bucket in _buckets(infos, self._bucket_bytes):
-            data, views = self._allocated(bucket)
-            for name, view in views:
-                view.copy_(tensors[name].detach())
-            self._broadcast(data)
+        try:
+            for message in messages:
+                self._meet(self._seconds, message.header())
+                self._broadcast(message.data)
+                del message  # its memory may be that of the next but one
+            self._meet(self._seconds, THE_END)
+        except BaseException:
+            self._store.set(GIVEN_UP, "")
+            raise
 
-    def receive(self, infos: Iterable[TensorInfo]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors that the trainer sends, in its order.
+    def receive(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors that the trainer sends, in its order; the next bucket comes meanwhile.
 
         A bucket's memory is not used again: vLLM holds tensors until their layer is complete.
 
         Raises:
-            TimeoutError: the trainer does not send. RuntimeError: it is gone.
+            RuntimeError: the trainer does not send in time, is gone, or sends something else.
         """
-        for bucket in _buckets(infos, self._bucket_bytes):
-            data, views = self._allocated(bucket)
-            self._broadcast(data)
-            yield from views
+        # Of the caller: a bucket that it has freed is used again only after what it has queued.
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        received = Prefetch(partial(self._received, stream))
+        (reader,) = received.readers
+        try:
+            for bucket in reader:
+                yield from bucket.tensors()
+                del bucket
+        except BaseException:  # of the loader, too
+            self.abort()
+            raise
+        finally:
+            received.close()
+
+    def _received(self, stream: Any) -> Iterator[Bucket]:
+        with torch.cuda.stream(stream):  # None: does nothing
+            number = 0
+            while (text := self._meet(self._seconds)) != THE_END:
+                infos, counts, kept = read_header(text)
+                if counts is None:
+                    bucket = Bucket.empty(infos, self.device)
+                    self._broadcast(bucket.data)
+                    if kept:
+                        self._kept.keep(number, bucket)
+                else:
+                    data = empty_changes(infos, counts, self.device)
+                    self._broadcast(data)
+                    bucket = self._kept.changed(number, infos, counts, data)
+                yield bucket
+                del bucket
+                number += 1
 
     def abort(self) -> None:
         """Make this member's pending and later calls fail soon; from any thread."""
         self._aborted = True
 
-    def _allocated(
-        self, bucket: Sequence[TensorInfo]
-    ) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]:
-        """Return memory for a bucket, and the tensors in it by name."""
-        data = torch.empty(sum(map(_num_bytes, bucket)), dtype=torch.uint8, device=self._device)
-        views, start = [], 0
-        for info in bucket:
-            name, dtype, shape = info
-            wanted = getattr(torch, dtype)
-            size = torch.Size(shape).numel() * wanted.itemsize
-            views.append((name, data[start : start + size].view(wanted).view(shape)))
-            start += _num_bytes(info)
-        return data, views
-
     def _broadcast(self, data: torch.Tensor) -> None:
         if not data.numel():
             return
-        self._meet(self._seconds)
         deadline = time.monotonic() + MOVE_SECONDS
         work = self._group.broadcast(data, 0)
         while not work.is_completed():
@@ -218,25 +218,3 @@ class WeightsGroup:
                 )
             time.sleep(POLL_SECONDS)
         work.wait(timedelta(seconds=MOVE_SECONDS))  # raises what it failed with
-
-
-def _num_bytes(info: TensorInfo) -> int:
-    """Return the bytes of a tensor in a bucket: the next one is aligned."""
-    _, dtype, shape = info
-    size = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
-    return int(size + -size % ALIGNMENT)
-
-
-def _buckets(infos: Iterable[TensorInfo], most_bytes: int) -> Iterator[list[TensorInfo]]:
-    """Yield the tensors in order, in parts of at most `most_bytes`, or of one tensor."""
-    bucket: list[TensorInfo] = []
-    total = 0
-    for info in infos:
-        size = _num_bytes(info)
-        if bucket and total + size > most_bytes:
-            yield bucket
-            bucket, total = [], 0
-        bucket.append(info)
-        total += size
-    if bucket:
-        yield bucket

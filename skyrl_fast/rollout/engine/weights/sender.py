@@ -43,6 +43,7 @@ class WeightsSender:
             device=torch.device(device),
             trainer=address,
         )
+        self._version: int | None = None  # of the weights that the workers keep
         # Of the workers' `join_weights_group`.
         self.join_arguments = (backend, address, port, num_workers + 1)
 
@@ -55,10 +56,10 @@ class WeightsSender:
         Raises:
             RuntimeError: they do not connect, or what `answer` raises.
         """
-        await self._together(partial(self._group.connect, self._store), answer)
+        await self._together(partial(self._group.connect, self._store), answer, self._group.abort)
 
     async def send(self, call: WorkerCall, answer: Coroutine[Any, Any, T]) -> T:
-        """Return the workers' answer to a call, whose tensors are broadcast meanwhile.
+        """Return the workers' answer to a call, whose buckets are broadcast meanwhile.
 
         After an error the sender cannot be used again.
 
@@ -66,9 +67,24 @@ class WeightsSender:
             TimeoutError: the workers do not receive.
             RuntimeError: the connection was lost, or what `answer` raises.
         """
-        return await self._together(partial(self._group.send, call.argument, call.tensors), answer)
+        assert call.buckets is not None
+        buckets = call.buckets.on(self._group.device, self._version)
+        self._version = None
 
-    async def _together(self, send: Callable[[], None], answer: Coroutine[Any, Any, T]) -> T:
+        def stop() -> None:
+            buckets.close()
+            self._group.abort()
+
+        try:
+            result = await self._together(partial(self._group.send, buckets), answer, stop)
+            self._version = buckets.version
+            return result
+        finally:
+            buckets.close()
+
+    async def _together(
+        self, send: Callable[[], None], answer: Coroutine[Any, Any, T], stop: Callable[[], None]
+    ) -> T:
         answered = asyncio.create_task(answer)
         sent = _in_thread(send)
         both: list[asyncio.Future[Any]] = [answered, sent]
@@ -86,7 +102,7 @@ class WeightsSender:
         finally:
             answered.cancel()
             if not sent.done() or sent.exception():
-                self._group.abort()
+                stop()
                 await asyncio.wait({sent}, timeout=ABORT_SECONDS)
 
 

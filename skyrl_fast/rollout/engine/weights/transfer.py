@@ -1,7 +1,7 @@
 """How new weights reach an engine's processes: a file, handles of CUDA memory (IPC), a broadcast.
 
-Each way the engines get a call of their worker extension, which several of them can make, and
-which can be repeated as long as the context is open.
+Each way the engines get a call of their worker extension, which several of them can make at once,
+and which can be repeated as long as the context is open.
 """
 
 from __future__ import annotations
@@ -9,18 +9,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from skyrl_fast.rollout.engine.weights.bucket import BUCKET_BYTES
+from skyrl_fast.rollout.engine.weights.bucket_source import Buckets, BucketSource, SentWeights
 from skyrl_fast.rollout.engine.weights.cuda_handles import cuda_handle
 from skyrl_fast.rollout.engine.weights.digest import tensor_digest
-from skyrl_fast.rollout.engine.weights.file import WeightsFile, cast_weight, distinct_tensors
-from skyrl_fast.rollout.engine.weights.group import tensor_infos
+from skyrl_fast.rollout.engine.weights.file import WeightsFile, distinct_tensors
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 
+# By name. They are read again for an engine that is restarted, unless they are an iterator.
 Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 
@@ -30,17 +32,44 @@ class WorkerCall:
 
     Args:
         method: its name.
-        argument: a path, handles or `tensor_infos`: text, bytes, numbers and lists of them.
-        digests: of the tensors by name, to be found in the receipt.
-        tensors: by name, which the trainer broadcasts while the call runs; empty: none.
-        num_bytes: of the tensors, as an engine reads them.
+        argument: a path, or handles: text, bytes, numbers and lists of them; None: it has none.
+        digests: of the tensors by name, to be found in the receipt; complete when an engine has
+            received them.
+        file_bytes: of the tensors, unless they are broadcast.
+        source: of what the trainer broadcasts while the call runs; None: nothing.
+        buckets: of the source, for one engine.
     """
 
     method: str
     argument: Any
     digests: Mapping[str, str]
-    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    num_bytes: int = 0
+    file_bytes: int = 0
+    source: BucketSource | None = None
+    buckets: Buckets | None = None
+
+    @property
+    def arguments(self) -> list[Any]:
+        """All arguments."""
+        return [] if self.argument is None else [self.argument]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors that an engine has read."""
+        return self.file_bytes if self.buckets is None else self.buckets.num_bytes
+
+    def for_engines(self, number: int) -> list[WorkerCall]:
+        """Return the calls of engines that load at the same time.
+
+        Each must be made, or closed: a bucket is sent to all of them before the next but one.
+        """
+        if self.source is None:
+            return [self] * number
+        return [replace(self, buckets=buckets) for buckets in self.source.read_by(number)]
+
+    def close(self) -> None:
+        """Do not let the other engines wait for this one any more."""
+        if self.buckets is not None:
+            self.buckets.close()
 
 
 # Called with the weights and the engines' dtype (None: several).
@@ -74,7 +103,7 @@ def by_file(folder: str | None = None, *, unnamed: bool = False) -> WeightTransf
 
 def file_call(path: Path, digests: Mapping[str, str], *, num_bytes: int = 0) -> WorkerCall:
     """Return the call that loads a safetensors file with tensors of these digests."""
-    return WorkerCall("load_weights_file", str(path), digests, num_bytes=num_bytes)
+    return WorkerCall("load_weights_file", str(path), digests, num_bytes)
 
 
 @contextmanager
@@ -101,27 +130,41 @@ def by_ipc(weights: Weights, dtype: torch.dtype | None = None) -> Iterator[Worke
     handles = [[name, *cuda_handle(tensor)] for name, tensor in tensors.items()]
     digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
     size = sum(tensor.nbytes for tensor in tensors.values())
-    yield WorkerCall("load_weights_ipc", handles, digests, num_bytes=size)
+    yield WorkerCall("load_weights_ipc", handles, digests, size)
     torch.cuda.ipc_collect()
 
 
 @contextmanager
-def by_broadcast(weights: Weights, dtype: torch.dtype | None) -> Iterator[WorkerCall]:
-    """Broadcast the trainer's own tensors over an engine's `WeightsGroup`, cast on their device.
+def by_broadcast(
+    weights: Weights,
+    dtype: torch.dtype | None,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    sent: SentWeights | None = None,
+) -> Iterator[WorkerCall]:
+    """Broadcast the trainer's tensors over engines' `WeightsGroup`s, while they are gathered.
+
+    Each bucket is made once for all engines: gathered, cast on its device, packed, and its tensors'
+    digests computed, while the engines receive the one before.
 
     Args:
         weights: not to be changed in the context.
         dtype: of the floating-point tensors that are sent; None: as they are.
+        bucket_bytes: of one broadcast.
+        sent: what the engines have got so far: they get only elements that changed, where these
+            have fewer bytes. None: they get all.
 
     Raises:
         WeightSyncError: there are none.
     """
-    tensors, digests, size = {}, {}, 0
-    for name, tensor in distinct_tensors(weights):
-        sent = cast_weight(tensor, dtype)
-        tensors[name], digests[name] = tensor, tensor_digest(sent)
-        size += sent.nbytes
-    if not tensors:
-        raise WeightSyncError("there are no weights to hand over")
-    infos = tensor_infos(tensors, dtype)
-    yield WorkerCall("load_weights_broadcast", infos, digests, tensors, size)
+    if isinstance(weights, Iterator):
+        weights = dict(distinct_tensors(weights))
+    source = BucketSource(weights, dtype, bucket_bytes=bucket_bytes, sent=sent)
+    call = WorkerCall("load_weights_broadcast", None, source.digests, source=source)
+    try:
+        yield call.for_engines(1)[0]
+    except Exception:
+        source.refuse_failure()
+        raise
+    finally:
+        source.close()

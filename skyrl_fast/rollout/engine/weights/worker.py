@@ -65,9 +65,9 @@ class WeightUpdateExtension:
         group.connect(store_at(address, port))
         self.weights_group = group
 
-    def load_weights_broadcast(self, infos: list[list[Any]]) -> dict[str, Any]:
+    def load_weights_broadcast(self) -> dict[str, Any]:
         """Load the tensors that the trainer sends meanwhile; return a `Receipt` as a dict."""
-        return self._load(self.weights_group.receive(infos))
+        return self._load(self.weights_group.receive())
 
     def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> dict[str, Any]:
         model = self.model_runner.get_model()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,13 +27,29 @@ def imported_ray(wanted_by: str) -> Any:
 
 
 @contextmanager
-def connected(ray: Any) -> Iterator[None]:
-    """Connect to the cluster of RAY_ADDRESS, else of this machine, else start one."""
+def connected(ray: Any) -> Iterator[bool]:
+    """Connect to the cluster of RAY_ADDRESS, else of this machine, else start one.
+
+    Yields:
+        Whether it was started here, so that other nodes do not join it.
+    """
     if ray.is_initialized():
-        yield
+        yield False
         return
-    ray.init()
+    started = _init(ray)
     try:
-        yield
+        yield started
     finally:
         ray.shutdown()
+
+
+def _init(ray: Any) -> bool:
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init()
+        return False
+    try:
+        ray.init(address="auto")
+    except ConnectionError:  # no cluster on this machine
+        ray.init(address="local")
+        return True
+    return False

@@ -80,10 +80,11 @@ def run_on_cluster(
         Whatever `run_here` raises.
     """
     ray = _ray()
-    with connected(ray):
+    with connected(ray) as started_here:
+        seconds = SETTLE_SECONDS if started_here else PLACE_SECONDS
         nodes, failed_at = config.trainer.placement.policy_num_nodes, -1
         while True:
-            reserved = _reserved(ray, config, nodes)
+            reserved = _reserved(ray, config, nodes, seconds)
             nodes = reserved.nodes
             try:
                 return _attempt(ray, reserved, _on_nodes(config, nodes), run_here)
@@ -105,27 +106,30 @@ def _ray() -> Any:
         raise ClusterError(str(error)) from error
 
 
-def _reserved(ray: Any, config: Config, nodes: int) -> _Reservation:
+def _reserved(ray: Any, config: Config, nodes: int, seconds: float) -> _Reservation:
     """Reserve at most so many nodes for the ranks, each with its CPUs or GPUs, and the engines.
 
     Engines are packed on nodes, and ranks placed on what remains, so that an engine shares a node
     with a rank only if it must. Where not all engines fit, ranks come first and the others wait.
+
+    Args:
+        seconds: in which nodes may become free, or join.
     """
     for count in range(nodes, 0, -1):
-        reserved = _all_reserved(ray, config, count)
+        reserved = _all_reserved(ray, config, count, seconds)
         if reserved is None and config.engines_on_cluster:
             reserved = _some_reserved(ray, config, count)
         if reserved is not None:
             return reserved
-        logger.warning("trainer.placement: no room for %s", _wanted(ray, config, count))
+        wanted = f"{_wanted(ray, config, count)} free within {seconds:g} s"
+        logger.warning("trainer.placement: no room for %s", wanted)
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    wanted = _wanted(ray, config, 1)
     raise ClusterError(f"trainer.placement: wanted room for {wanted}, got nodes with {alive}")
 
 
-def _all_reserved(ray: Any, config: Config, nodes: int) -> _Reservation | None:
-    """Reserve nodes and all engines; None if that is not possible in PLACE_SECONDS."""
-    deadline = time.monotonic() + PLACE_SECONDS
+def _all_reserved(ray: Any, config: Config, nodes: int, seconds: float) -> _Reservation | None:
+    """Reserve nodes and all engines; None if that is not possible in so many seconds."""
+    deadline = time.monotonic() + seconds
     engines: tuple[EnginePlace, ...] = ()
     if config.engines_on_cluster:
         bundles = [_engine_bundle(ray, config)] * config.generator.inference_engine.num_engines
@@ -178,7 +182,7 @@ def _wanted(ray: Any, config: Config, nodes: int) -> str:
     text = f"{'a node' if nodes == 1 else f'{nodes} nodes'} with {_rank_bundle(ray, config)}"
     if config.engines_on_cluster:
         text += f" and an engine with {_engine_bundle(ray, config)}"
-    return f"{text} free within {PLACE_SECONDS:g} s"
+    return text
 
 
 def _on_nodes(config: Config, nodes: int) -> Config:

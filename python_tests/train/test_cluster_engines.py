@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -49,7 +50,8 @@ SERVER = "skyrl_fast.rollout.engine.serve_vllm"
 RANKS = "trainer.placement.policy_num_nodes=2"
 ENGINES = ["trainer.placement.colocate_all=false", "generator.inference_engine.num_engines=2"]
 STEPS = 8
-SAMPLES = 4 * 4 * STEPS
+SAMPLES = 4 * 4  # of a step
+MOMENTS = 5 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 1
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +153,7 @@ def same(one: Path, two: Path) -> None:
         assert b["reward/avg_raw_reward"] == pytest.approx(a["reward/avg_raw_reward"], abs=1e-6)
         for name in ("policy/loss", "policy/grad_norm"):  # engines round differently
             assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-5), (a["step"], name)
-    assert samples(two) == samples(one) and samples(one).total() == SAMPLES
+    assert samples(two) == samples(one) and samples(one).total() == SAMPLES * wanted[-1]["step"]
 
 
 @pytest.mark.spec("update.engine-nodes", "update.nodes", "async.weight-broadcast")
@@ -223,14 +225,19 @@ def after_step_2(run_path: Path, fault: Callable[[], object]) -> None:
     before = servers()
     try:
         fault()
-        deadline = time.monotonic() + 200
-        while not (new := set(servers()) - set(before)) or not any(map(answers, new)):
-            if time.monotonic() > deadline:
-                raise TimeoutError("no engine was started again")
-            time.sleep(0.2)
+        wait_for_server(before)
         time.sleep(5)  # it gets its weights
     finally:
         hold.unlink()
+
+
+def wait_for_server(before: list[int]) -> None:
+    """Wait for a server that is none of these processes."""
+    deadline = time.monotonic() + 200
+    while not (new := set(servers()) - set(before)) or not any(map(answers, new)):
+        if time.monotonic() > deadline:
+            raise TimeoutError("no engine was started again")
+        time.sleep(0.2)
 
 
 def answers(process: int) -> bool:
@@ -273,6 +280,31 @@ def test_a_lost_engine_is_started_again_and_nothing_is_lost(
         assert last["faults/engine_deaths"] == last["faults/engine_restarts"] == lost
         same(folder / "alone", run_path)
         nothing_is_left()
+
+
+@pytest.mark.spec("update.engine-lost")
+@pytest.mark.skipif(MOMENTS == 1, reason="needs minutes more: HYPOTHESIS_PROFILE=thorough")
+def test_engines_killed_at_random_moments_lose_nothing(
+    folder: Path, tiny_model_folder: Path, three_nodes: Cluster
+) -> None:
+    longer, run_path = "trainer.epochs=25", folder / "killed-engines"
+    train(settings(folder, tiny_model_folder, "alone-longer", longer), reward=share_of_e)
+    chance = random.Random("engines")
+
+    def kill_engines() -> None:
+        wait_for_step(run_path, 1)
+        for _ in range(MOMENTS):
+            time.sleep(chance.uniform(0, 4))
+            before = servers()
+            kill_one(chance.choice([before, workers("ray::EngineActor")]))
+            wait_for_server(before)
+
+    overrides = [RANKS, *ENGINES, longer]
+    outcome = run(folder, tiny_model_folder, run_path.name, *overrides, during=kill_engines)
+    assert outcome.step == outcome.total_steps == 50
+    assert rows(run_path)[-1]["faults/engine_deaths"] == MOMENTS
+    same(folder / "alone-longer", run_path)
+    nothing_is_left()
 
 
 @pytest.mark.spec("async.engine-room")

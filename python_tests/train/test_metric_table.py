@@ -90,7 +90,7 @@ def test_entries_of_an_engine_are_its_metrics() -> None:
         _pool=SimpleNamespace(faults=Counter()),
         _environments=SimpleNamespace(num_abandoned=0),
         _interrupted=0,
-        _gateway=None,
+        _agent=None,
     )
     faults = vllm_rollouts.VllmRollouts.faults(state)  # type: ignore[arg-type]
     report = WeightSyncReport(0.1, 0.2, ProbeDifference(0.0, 0.0, 0.0, 1.0), 0.0)

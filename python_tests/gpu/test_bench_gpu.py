@@ -76,6 +76,7 @@ def test_wrong_advantage_in_any_row_is_detected(monkeypatch: pytest.MonkeyPatch)
     assert all("wrong by 0.01" in entry["skipped"] for entry in found["entries"])
 
 
+@pytest.mark.slow
 def test_unselected_groups_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def unwanted(*_: object, **__: object) -> None:
         raise AssertionError("made data of a group that is not wanted")

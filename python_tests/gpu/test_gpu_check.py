@@ -67,6 +67,7 @@ def test_parts_that_passed_are_not_run_again_at_the_same_commit(
     assert counts.read_text() == "abbaab"
 
 
+@pytest.mark.slow
 def test_a_part_is_stopped_with_its_children_at_its_limit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

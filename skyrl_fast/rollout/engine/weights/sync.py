@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SEND_SECONDS = 0.002  # for the probe's requests to leave this process
-
 
 @dataclass(frozen=True, slots=True)
 class WeightSyncReport:
@@ -158,13 +156,8 @@ class WeightSync:
     async def _both(self) -> tuple[list[list[float]], Logprobs]:
         """Return the logprobs of the probe by the engine, and by the trainer."""
         if self._replayed_logprobs is None:
-            requests = asyncio.gather(*map(self._engine.prompt_logprobs, self._probe))
-            try:
-                await asyncio.wait({requests}, timeout=SEND_SECONDS)
-                trainer = self._trainer_logprobs(self._probe)  # while the engine computes
-                return await requests, trainer
-            finally:
-                requests.cancel()
+            engine = await asyncio.gather(*map(self._engine.prompt_logprobs, self._probe))
+            return list(engine), self._trainer_logprobs(self._probe)
         answers = await asyncio.gather(*map(self._engine.prompt_routes, self._probe))
         routes = [routes for _, routes in answers]
         return [values for values, _ in answers], self._replayed_logprobs(self._probe, routes)

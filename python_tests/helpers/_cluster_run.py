@@ -18,6 +18,8 @@ from skyrl_fast.train import run
 from skyrl_fast.train.flow.event_loop import StopSignals
 from skyrl_fast.train.parallel.rank_processes import RankStarter
 
+# Of kills at random, per test.
+MOMENTS = 5 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 1
 TAG = "SKYRL_FAST_TEST_CLUSTER"  # a variable of the processes of a test's cluster
 
 

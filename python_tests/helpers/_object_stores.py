@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import fsspec
+import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+
+from skyrl_fast.train.output import object_folder
+from skyrl_fast.train.output.remote_checkpoints import TEMPORARY
 
 URL = "flaky://bucket/run"
 
@@ -102,3 +108,14 @@ class KillAt:
             for key in sorted(k for k in FlakyStore.store if k.startswith(f"{path}/"))[::2]:
                 del FlakyStore.store[key]
         raise KilledError
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FlakyStore]]:
+    """An empty store, requests repeated at once, and a temporary folder of the test."""
+    monkeypatch.setattr(object_folder, "WAITS", (0.0, 0.0))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    with flaky_store() as found:
+        yield found
+    assert list((tmp_path / "tmp").glob(f"*{TEMPORARY}*")) == []  # no local copy is left

@@ -24,7 +24,7 @@ pytest.importorskip("ray")
 pytest.importorskip("transformers")
 
 import ray
-from _cluster_run import processes, share_of_e, workers
+from _cluster_run import MOMENTS, processes, share_of_e, workers
 from _listening import listening
 from _nodes import cluster_of
 from _training import steady
@@ -51,7 +51,6 @@ RANKS = "trainer.placement.policy_num_nodes=2"
 ENGINES = ["trainer.placement.colocate_all=false", "generator.inference_engine.num_engines=2"]
 STEPS = 8
 SAMPLES = 4 * 4  # of a step
-MOMENTS = 5 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 1
 
 
 @pytest.fixture(scope="module")

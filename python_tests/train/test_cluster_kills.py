@@ -21,7 +21,7 @@ import pytest
 pytest.importorskip("ray")
 pytest.importorskip("transformers")
 
-from _cluster_run import Here, workers
+from _cluster_run import MOMENTS, Here, workers
 from _nodes import cluster_of
 from _training import folder as folder
 from _training import settings, train
@@ -36,7 +36,6 @@ from skyrl_fast.train.output.remote_checkpoints import RemoteCheckpoints
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 
 STEPS = 30
-MOMENTS = 5 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 1
 LATEST = 3.0  # seconds after the first step; a run takes about six
 DRIVER = """
 import sys

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,11 +18,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 pytest.importorskip("transformers")
 
-from _object_stores import URL, FlakyStore, KillAt, KilledError, flaky_store, plain
+from _object_stores import URL, FlakyStore, KillAt, KilledError, plain
+from _object_stores import store as store
 from test_rank_checkpoints import STATE
 
 from skyrl_fast.temporary_folder import locked_folder
-from skyrl_fast.train.output import object_folder, run_claim
+from skyrl_fast.train.output import run_claim
 from skyrl_fast.train.output.checkpoint import CheckpointError, RunInUseError
 from skyrl_fast.train.output.object_folder import ObjectFolder, check_url
 from skyrl_fast.train.output.remote_checkpoints import (
@@ -34,16 +34,6 @@ from skyrl_fast.train.output.remote_checkpoints import (
     set_remote_aside,
 )
 from skyrl_fast.train.setup.fetched_checkpoint import FetchedCheckpoint
-
-
-@pytest.fixture(autouse=True)
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FlakyStore]]:
-    monkeypatch.setattr(object_folder, "WAITS", (0.0, 0.0))
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    with flaky_store() as found:
-        yield found
-    assert list((tmp_path / "tmp").glob(f"*{TEMPORARY}*")) == []  # no local copy is left
 
 
 @contextmanager

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from _object_stores import URL, FlakyStore, flaky_store, plain
+from _object_stores import URL, FlakyStore, plain
+from _object_stores import store as store
 from _training import Recorder, settings, steady, train
 from _training import folder as folder
 
@@ -23,24 +23,13 @@ import skyrl_fast
 from skyrl_fast.cli import summary
 from skyrl_fast.config import ConfigError
 from skyrl_fast.train import Callback
-from skyrl_fast.train.output import object_folder
 from skyrl_fast.train.output.checkpoint import CheckpointError, RunInUseError
 from skyrl_fast.train.output.loggers import read_metrics
-from skyrl_fast.train.output.remote_checkpoints import TEMPORARY, RemoteCheckpoints
+from skyrl_fast.train.output.remote_checkpoints import RemoteCheckpoints
 from skyrl_fast.train.setup.errors import SetupError
 
 AT_URL = f"trainer.ckpt_path={URL}"
 RESUME = "trainer.resume_mode=latest"
-
-
-@pytest.fixture(autouse=True)
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FlakyStore]]:
-    monkeypatch.setattr(object_folder, "WAITS", (0.0, 0.0))
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    with flaky_store() as found:
-        yield found
-    assert list((tmp_path / "tmp").glob(f"*{TEMPORARY}*")) == []  # no local copy is left
 
 
 def interrupted_in(step: int) -> Recorder:

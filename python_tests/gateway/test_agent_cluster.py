@@ -18,8 +18,8 @@ from typing import Any
 import process_agents
 import pytest
 from _cluster_run import processes, workers
-from _gateway import Played, gateways, played
-from fake_envs import Call, FakePrompt, says
+from _gateway import Played, gateways, played, says_length
+from fake_envs import FakePrompt
 from test_agent_processes import SOLVE, says_hello, steps, task_of, wait_until_gone
 from test_command import CALL, FORKS, python
 
@@ -97,11 +97,7 @@ def test_agents_are_spread_and_give_the_same_steps_as_in_the_trainer(
     import ray
 
     prompts = [FakePrompt(str(n), messages=[says_hello(n)]) for n in range(8)]
-
-    def answer(call: Call, n: int) -> Any:  # which call comes first may differ
-        return says(tiny_tokenizer, f"a{len(call.prompt_token_ids)}")
-
-    options: Any = {"prompts": prompts, "answer": answer}
+    options: Any = {"prompts": prompts, "answer": says_length(tiny_tokenizer)}
     here = played(FunctionAgent(process_agents.solve), tiny_tokenizer, **options)
     there = played(OnNodes(function=SOLVE), tiny_tokenizer, **options)
     assert gateways[-1].url.startswith(f"http://{ray.util.get_node_ip_address()}:")

@@ -12,8 +12,8 @@ from typing import Any
 
 import process_agents
 import pytest
-from _gateway import Played, played
-from fake_envs import Call, FakePrompt, says
+from _gateway import Played, played, says_length
+from fake_envs import FakePrompt
 from test_command import CALL, FORKS, is_running, python
 
 from skyrl_fast import train
@@ -72,11 +72,11 @@ def test_functions_give_the_same_steps_as_in_the_trainer(
     function: Any, tiny_tokenizer: Any
 ) -> None:
     prompts = [FakePrompt(str(n), messages=[says_hello(n)]) for n in range(5)]
-
-    def answer(call: Call, n: int) -> Any:  # which call comes first may differ
-        return says(tiny_tokenizer, f"a{len(call.prompt_token_ids)}")
-
-    options: Any = {"prompts": prompts, "answer": answer, "max_concurrent_trajectories": 2}
+    options: Any = {
+        "prompts": prompts,
+        "answer": says_length(tiny_tokenizer),
+        "max_concurrent_trajectories": 2,
+    }
     here = played(FunctionAgent(function), tiny_tokenizer, **options)
     there = played(in_process(function=f"{FILE}:{function.__name__}"), tiny_tokenizer, **options)
     assert steps(there) == steps(here)

@@ -130,6 +130,11 @@ async def chat(task: Any, messages: list[dict[str, Any]], **options: Any) -> Any
     )
 
 
+def says_length(tokenizer: Any) -> Callable[[Call, int], Any]:
+    """Return answers that depend on the prompt alone: which call comes first may differ."""
+    return lambda call, _: says(tokenizer, f"a{len(call.prompt_token_ids)}")
+
+
 class with_waits(BlackBox):  # noqa: N801 - used like a function
     """An agent at an engine that waits before each answer."""
 

@@ -1,4 +1,5 @@
-// The thread pool: threads start when a loop first needs them and sleep between loops.
+// Threads of loops: torch's, or those of a pool, which start when a loop first needs them and sleep
+// between loops.
 #include "core/parallel.h"
 
 #include <atomic>
@@ -9,6 +10,7 @@
 #include <thread>
 
 #if defined(__unix__) || defined(__APPLE__)
+#include <dlfcn.h>
 #include <pthread.h>
 #include <signal.h>
 #define SKYRL_POSIX 1
@@ -22,7 +24,7 @@ namespace {
 constexpr std::chrono::microseconds kCallerSpin{100}, kThreadSpin{50};
 
 struct Loop {
-  void (*run)(const void*, int64_t);
+  RunPart run;
   const void* context;
   int64_t num_parts;
   int64_t begun = 1;                 // the first is the caller's; guarded by the pool's mutex
@@ -140,10 +142,14 @@ class ThreadPool {
 // Never destroyed: its threads may still access it while the process exits.
 std::atomic<ThreadPool*> pool{nullptr};
 
+std::atomic<bool> is_forked{false};
+
 #if defined(SKYRL_POSIX)
 // A forked child has none of the threads, and its copy may be locked: it starts a new pool.
-[[maybe_unused]] const int kForgetsInChildren =
-    pthread_atfork(nullptr, nullptr, [] { pool.store(nullptr, std::memory_order_release); });
+[[maybe_unused]] const int kForgetsInChildren = pthread_atfork(nullptr, nullptr, [] {
+  is_forked.store(true, std::memory_order_release);
+  pool.store(nullptr, std::memory_order_release);
+});
 #endif
 
 ThreadPool& thread_pool() {
@@ -155,11 +161,56 @@ ThreadPool& thread_pool() {
   return *current;
 }
 
+// The OpenMP threads of torch's loops. They spin for a moment after each loop, so that a pool of
+// ours, between two operations of torch, would share the cores with them.
+class TorchThreads {
+ public:
+  TorchThreads() {
+#if defined(SKYRL_POSIX)
+    parallel_ = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+    count_ = reinterpret_cast<Count>(dlsym(RTLD_DEFAULT, "omp_get_max_threads"));
+#endif
+  }
+
+  // Only for loops that need all of them: as many take part in any case, since OpenMP starts a team
+  // of another size anew. In a forked child they would never answer.
+  bool suit(int64_t num_parts) const {
+    return parallel_ != nullptr && count_ != nullptr && count_() == num_parts &&
+           !is_forked.load(std::memory_order_acquire);
+  }
+
+  void run(int64_t num_parts, RunPart run, const void* context) const {
+    Parts parts{run, context, num_parts};
+    parallel_([](void* parts) { static_cast<Parts*>(parts)->run_some(); }, &parts, 0, 0);
+  }
+
+ private:
+  using Parallel = void (*)(void (*run)(void*), void* data, unsigned num_threads, unsigned flags);
+  using Count = int (*)();
+
+  struct Parts {
+    RunPart run;
+    const void* context;
+    int64_t count;
+    std::atomic<int64_t> next{0};
+
+    void run_some() {
+      for (int64_t part; (part = next.fetch_add(1, std::memory_order_relaxed)) < count;) {
+        run(context, part);
+      }
+    }
+  };
+
+  Parallel parallel_ = nullptr;
+  Count count_ = nullptr;
+};
+
 }  // namespace
 
-void run_parts(int64_t num_parts, void (*run)(const void* context, int64_t part),
-               const void* context) {
+void run_parts(int64_t num_parts, RunPart run, const void* context) {
   if (num_parts <= 1) return num_parts == 1 ? run(context, 0) : void();
+  static const TorchThreads torch_threads;
+  if (torch_threads.suit(num_parts)) return torch_threads.run(num_parts, run, context);
   Loop loop{run, context, num_parts};
   thread_pool().run(&loop);
 }

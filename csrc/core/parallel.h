@@ -1,4 +1,4 @@
-// Parallel loops on a pool of threads that persists between calls.
+// Parallel loops on threads that persist between calls: torch's OpenMP threads, or a pool.
 #pragma once
 
 #include <algorithm>
@@ -9,12 +9,12 @@
 
 namespace skyrl_fast {
 
-// Calls run(context, part) once for each part of [0, num_parts) and returns when all are done.
-// Part 0 runs on this thread; the others are taken in order by the pool's threads and, after part
-// 0, by this one: it never waits for a part that has not begun, so calls may nest and come from
-// several threads at once. `run` must not throw.
-void run_parts(int64_t num_parts, void (*run)(const void* context, int64_t part),
-               const void* context);
+using RunPart = void (*)(const void* context, int64_t part);
+
+// Calls run(context, part) once for each part of [0, num_parts) and returns when all are done. This
+// thread takes parts as the others do and never waits for one that has not begun, so calls may nest
+// and come from several threads at once. `run` must not throw.
+void run_parts(int64_t num_parts, RunPart run, const void* context);
 
 // Runs fn(begin, end) over [0, n) split in equal contiguous parts, at most num_threads of them and
 // none smaller than `grain`. Which elements share a part depends on num_threads; results must not

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -133,27 +134,86 @@ for _ in range(3):
     assert out.split() == ["0", "True"] * 3
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_pool_threads_sleep_and_block_signals() -> None:
-    out = run_script(
-        """
+THREADS = """
 import time
-def pool():
+def threads(name):
     for task in os.listdir("/proc/self/task"):
         lines = open(f"/proc/self/task/{task}/status").read().splitlines()
         fields = dict(line.split(":\\t", 1) for line in lines if ":\\t" in line)
-        if fields["Name"] == "skyrl_fast":
+        if fields["Name"].startswith(name):
             yield fields
-assert not list(pool())  # none before the first call
-torch.set_num_threads(3)
+PARTS = 3  # of the loops of `advantages`, where more threads are allowed
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_pool_threads_sleep_and_block_signals() -> None:
+    out = run_script(
+        THREADS
+        + """
+assert not list(threads("skyrl_fast"))  # none before the first call
+torch.set_num_threads(PARTS + 1)
 for _ in range(3):
     advantages(0)
 time.sleep(0.2)
-for fields in pool():
+for fields in threads("skyrl_fast"):
     print(fields["State"][0], int(fields["SigBlk"], 16) >> 1 & 1)  # SIGINT is signal 2
 """
     )
     assert out.split() == ["S", "1"] * 2
+
+
+def has_torch_threads() -> bool:
+    return hasattr(ctypes.CDLL(None), "GOMP_parallel")
+
+
+@pytest.mark.skipif(not has_torch_threads(), reason="torch without libgomp")
+def test_loops_of_all_threads_take_those_of_torch() -> None:
+    out = run_script(
+        THREADS
+        + """
+torch.set_num_threads(PARTS)
+given = inputs(0)
+(given[0] + 1).sum()
+before = len(os.listdir("/proc/self/task"))
+wanted = spread(*given)
+print(len(os.listdir("/proc/self/task")) - before, len(list(threads("skyrl_fast"))))
+torch.set_num_threads(1)
+print(torch.equal(spread(*given), wanted))
+"""
+    )
+    assert out.split() == ["0", "0", "True"]
+
+
+@pytest.mark.skipif(not has_torch_threads(), reason="torch without libgomp")
+def test_torch_threads_of_one_thread_end_and_start_again() -> None:
+    out = run_script(
+        THREADS
+        + """
+import threading
+from skyrl_fast.torch_threads import end_torch_threads
+torch.set_num_threads(PARTS)
+numbers, go, done = torch.ones(1 << 20), threading.Event(), threading.Event()
+def other():
+    (numbers + 1).sum()
+    done.set()
+    go.wait()
+    print(int((numbers + 1).sum()) - 2 * len(numbers))
+end_torch_threads()  # of none
+thread = threading.Thread(target=other)
+thread.start()
+done.wait()
+counts = []
+for end in (False, False, True, True, False):
+    end_torch_threads() if end else (numbers + 1).sum()
+    counts.append(len(list(threads("python"))))
+print([count - counts[2] for count in counts])
+go.set()
+thread.join()
+"""
+    )
+    more = 2  # PARTS and the calling thread
+    assert out.split("\n")[:2] == [str([more, more, 0, 0, more]), "0"]
 
 
 def test_simd_level_of_the_environment_holds_from_the_import() -> None:

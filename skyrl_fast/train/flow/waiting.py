@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from skyrl_fast.torch_threads import end_torch_threads
+
 T = TypeVar("T")
 
 
@@ -21,7 +23,11 @@ class Compute:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="compute")
 
     async def __call__(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run the function in the thread and return its result."""
+        """Run the function in the thread and return its result.
+
+        Torch's threads for loops of this thread end: those of the other compute faster without.
+        """
+        end_torch_threads()
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, function, *arguments)
 
@@ -69,7 +75,10 @@ class BackgroundWriter:
 
     def _run(self, function: Callable[[], Any]) -> None:
         started = self._clock()
-        function()
+        try:
+            function()
+        finally:
+            end_torch_threads()
         self._seconds += self._clock() - started
 
 

@@ -21,6 +21,7 @@ from skyrl_fast.rollout.engine.weights.cuda_handles import cuda_handle
 from skyrl_fast.rollout.engine.weights.digest import tensor_digest
 from skyrl_fast.rollout.engine.weights.file import WeightsFile, distinct_tensors
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
+from skyrl_fast.torch_threads import end_torch_threads
 
 # By name. They are read again for an engine that is restarted, unless they are an iterator.
 Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -82,7 +83,14 @@ async def handed_over(
 ) -> AsyncIterator[WorkerCall]:
     """Start a transfer in a thread; yield its call, valid in the context."""
     with ExitStack() as stack:
-        yield await asyncio.to_thread(stack.enter_context, transfer(weights, dtype))
+
+        def start() -> WorkerCall:
+            try:
+                return stack.enter_context(transfer(weights, dtype))
+            finally:
+                end_torch_threads()
+
+        yield await asyncio.to_thread(start)
 
 
 def by_file(folder: str | None = None, *, unnamed: bool = False) -> WeightTransfer:

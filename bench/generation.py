@@ -3,9 +3,10 @@
     python -m bench.generation CONFIG.yaml [SETTING=VALUE ...] [--folder DIR] [--rounds 12]
 
 Runs `Rollouts.generate` on batches of training prompts, and after each one the requests that it
-made through `vllm.LLM.generate`, in one process and with the same settings of the engine: what a
-batch takes more is the agent loop, the environments, and the time between turns. Relative paths of
-the settings are those of `--folder`, such as the one where `make train` created quickstart/.
+made through `vllm.LLM.generate`, in one process and with the same settings of the engine: all at
+once ("vllm"), and those of each turn at once, one turn after another ("vllm_turns"), without agent
+loop, environments and tokenizer. Relative paths of the settings are those of `--folder`, such as
+the one where `make train` created quickstart/.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from skyrl_fast.config import Config, SamplingParams
 from skyrl_fast.config.loading import load_config
@@ -35,20 +37,32 @@ from skyrl_fast.train.model.policy import load_tokenizer
 WARM_UP = 2  # batches
 
 
-def record_requests(pool: EnginePool) -> list[tuple[list[int], SamplingParams, int | None]]:
-    """Return a list to which each request of the pool is added: prompt, sampling, seed."""
-    requests = []
+class Request(NamedTuple):
+    """A request of a session's turn."""
+
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    seed: int | None
+    session: str
+
+
+def record_requests(pool: EnginePool) -> list[Request]:
+    """Return a list to which each request of the pool is added."""
+    requests: list[Request] = []
     generate = pool.generate
 
     async def recorded(
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         *,
+        session_id: str,
         seed: int | None = None,
         **options: Any,
     ) -> Generation:
-        requests.append((list(prompt_token_ids), sampling, seed))
-        return await generate(prompt_token_ids, sampling, seed=seed, **options)
+        requests.append(Request(list(prompt_token_ids), sampling, seed, session_id))
+        return await generate(
+            prompt_token_ids, sampling, session_id=session_id, seed=seed, **options
+        )
 
     pool.generate = recorded  # type: ignore[method-assign]
     return requests
@@ -83,7 +97,8 @@ async def measure(config: Config, rounds: int) -> dict[str, list[float]]:
     llm = start_llm(config, model)
     rollouts: VllmRollouts = await start_rollouts(config, tokenizer, model, prompts=prompts)
     requests = record_requests(rollouts._pool)
-    seconds: dict[str, list[float]] = {"batch": [], "vllm": [], "requests": [], "tokens": []}
+    names = ("batch", "vllm", "vllm_turns", "requests", "tokens")
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     try:
         for number, batch in enumerate(batches(config, prompts, WARM_UP + rounds)):
             requests.clear()
@@ -92,12 +107,16 @@ async def measure(config: Config, rounds: int) -> dict[str, list[float]]:
             trajectories = await rollouts.generate(batch, step=number, phase="train")
             ours = time.perf_counter() - start
             refuse_failures(trajectories)
-            start = time.perf_counter()
-            await asyncio.to_thread(own_batch, llm, list(requests), f"{number}")
-            engine_alone = time.perf_counter() - start
+            alone = {}
+            for name, parts in (("vllm", [list(requests)]), ("vllm_turns", by_turn(requests))):
+                start = time.perf_counter()
+                for part in parts:
+                    await asyncio.to_thread(own_batch, llm, part, f"{name}-{number}")
+                alone[name] = time.perf_counter() - start
             if number >= WARM_UP:
                 seconds["batch"].append(ours)
-                seconds["vllm"].append(engine_alone)
+                for name, value in alone.items():
+                    seconds[name].append(value)
                 seconds["requests"].append(len(requests))
                 steps = [step for t in trajectories for step in t.steps]
                 seconds["tokens"].append(sum(len(step.response_ids) for step in steps))
@@ -113,24 +132,38 @@ def refuse_failures(trajectories: Sequence[Trajectory]) -> None:
         sys.exit(f"{len(failures)} of {len(trajectories)} trajectories failed: {failures[0]}")
 
 
-def own_batch(llm: Any, requests: list[Any], salt: str) -> None:
+def by_turn(requests: Sequence[Request]) -> list[list[Request]]:
+    """Return the first requests of all sessions, then the second, and so on."""
+    turns: list[list[Request]] = []
+    seen: Counter[str] = Counter()
+    for request in requests:
+        if seen[request.session] == len(turns):
+            turns.append([])
+        turns[seen[request.session]].append(request)
+        seen[request.session] += 1
+    return turns
+
+
+def own_batch(llm: Any, requests: list[Request], salt: str) -> None:
     """Give the requests to vLLM's own batch call; the prefix cache does not know earlier ones."""
     from vllm import SamplingParams as VllmSamplingParams
 
-    prompts = [{"prompt_token_ids": ids, "cache_salt": salt} for ids, _, _ in requests]
+    prompts = [
+        {"prompt_token_ids": request.prompt_token_ids, "cache_salt": salt} for request in requests
+    ]
     parameters = [
         VllmSamplingParams(
-            **vllm_sampling_params(sampling, seed=seed),
-            detokenize=bool(sampling.stop),
-            **sampling.additional_kwargs,
+            **vllm_sampling_params(request.sampling, seed=request.seed),
+            detokenize=bool(request.sampling.stop),
+            **request.sampling.additional_kwargs,
         )
-        for _, sampling, seed in requests
+        for request in requests
     ]
     llm.generate(prompts, parameters, use_tqdm=False)
 
 
 def main() -> None:
-    """Print medians and ratio as a line of JSON."""
+    """Print medians, and the ratios of the first to both others, as a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config")
     parser.add_argument("settings", nargs="*")
@@ -140,9 +173,11 @@ def main() -> None:
     file = Path(args.config).resolve()
     os.chdir(args.folder)
     seconds = asyncio.run(measure(load_config(str(file), args.settings), args.rounds))
-    ratios = [a / b for a, b in zip(seconds["batch"], seconds["vllm"], strict=True)]
     result = {name: statistics.median(values) for name, values in seconds.items()}
-    print(json.dumps({**result, "ratio": statistics.median(ratios), "ratios": ratios}))
+    for name in ("vllm", "vllm_turns"):
+        ratios = [a / b for a, b in zip(seconds["batch"], seconds[name], strict=True)]
+        result[f"batch / {name}"] = statistics.median(ratios)
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,5 @@ def end_torch_threads() -> None:
 def _gnu_openmp() -> Any:
     """Return the process's libgomp (9 or newer); None: there is none, or another library."""
     symbols = ctypes.CDLL(None)
-    if hasattr(symbols, "GOMP_parallel") and not hasattr(symbols, "__kmpc_fork_call"):
-        return symbols if hasattr(symbols, "omp_pause_resource_all") else None
-    return None
+    is_gnu = hasattr(symbols, "GOMP_parallel") and not hasattr(symbols, "__kmpc_fork_call")
+    return symbols if is_gnu and hasattr(symbols, "omp_pause_resource_all") else None

@@ -172,8 +172,8 @@ class TorchThreads {
 #endif
   }
 
-  // Only for loops that need all of them: as many take part in any case, since OpenMP starts a team
-  // of another size anew. In a forked child they would never answer.
+  // Only for loops with a part for each of them: libgomp recreates threads when the size of a team
+  // changes. In a forked child, which has no such threads, the loop would hang.
   bool suit(int64_t num_parts) const {
     return parallel_ != nullptr && count_ != nullptr && count_() == num_parts &&
            !is_forked.load(std::memory_order_acquire);

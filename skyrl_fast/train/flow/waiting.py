@@ -25,7 +25,7 @@ class Compute:
     async def __call__(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run the function in the thread and return its result.
 
-        Torch's threads for loops of this thread end: those of the other compute faster without.
+        Ends torch's OpenMP threads of the calling thread, which would slow the function down.
         """
         end_torch_threads()
         loop = asyncio.get_running_loop()

@@ -192,9 +192,11 @@ class TorchThreads {
     RunPart run;
     const void* context;
     int64_t count;
-    std::atomic<int64_t> next{0};
+    std::thread::id caller = std::this_thread::get_id();
+    std::atomic<int64_t> next{1};
 
     void run_some() {
+      if (std::this_thread::get_id() == caller) run(context, 0);
       for (int64_t part; (part = next.fetch_add(1, std::memory_order_relaxed)) < count;) {
         run(context, part);
       }

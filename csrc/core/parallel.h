@@ -11,9 +11,10 @@ namespace skyrl_fast {
 
 using RunPart = void (*)(const void* context, int64_t part);
 
-// Calls run(context, part) once for each part of [0, num_parts) and returns when all are done. This
-// thread takes parts as the others do and never waits for one that has not begun, so calls may nest
-// and come from several threads at once. `run` must not throw.
+// Calls run(context, part) once for each part of [0, num_parts) and returns when all are done. The
+// first part runs on this thread, which may hold the GIL; then it takes parts as the others do and
+// never waits for one that has not begun, so calls may nest and come from several threads at once.
+// `run` must not throw.
 void run_parts(int64_t num_parts, RunPart run, const void* context);
 
 // Runs fn(begin, end) over [0, n) split in equal contiguous parts, at most num_threads of them and

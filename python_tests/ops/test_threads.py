@@ -83,6 +83,22 @@ def test_concurrent_list_and_tensor_calls() -> None:
     assert wrong == []
 
 
+def test_python_objects_are_read_on_the_calling_thread() -> None:
+    """Only that thread holds the GIL."""
+    readers = set()
+
+    class Token:
+        def __index__(self) -> int:
+            readers.add(threading.get_ident())
+            return 7
+
+    row = [*range(2000), Token()]
+    for _ in range(50):
+        packed = pack_steps({"tokens": [row] * 600})["tokens"].values
+    assert packed.reshape(600, -1)[:, -1].eq(7).all()
+    assert readers == {threading.get_ident()}
+
+
 def test_error_on_a_pool_thread_reaches_the_caller() -> None:
     rewards = torch.zeros(ROWS, WIDTH)
     rewards[-1, 0] = torch.nan  # in the last part

@@ -40,6 +40,7 @@ from skyrl_fast.rollout.engine.vllm_start import (
     engine_args,
     engine_environment,
     environment,
+    let_engine_go_first,
     socket_folder,
 )
 from skyrl_fast.rollout.engine.weights.group import BACKENDS
@@ -129,6 +130,7 @@ class VllmEngine:
         check_model_folder(self._setup)
         started = time.perf_counter()
         self._sockets = socket_folder()
+        let_engine_go_first(False)  # its process starts with this one's policy
         with (
             environment({**engine_environment(self._setup), SOCKETS: self._sockets.name}),
             children_exit_with_this_process(),
@@ -140,6 +142,7 @@ class VllmEngine:
             except Exception as error:
                 self._sockets.cleanup()
                 raise EngineDeadError(self._explain("did not start", error)) from error
+        let_engine_go_first(True)
         self._vocab_size = self._llm.model_config.get_vocab_size()
         await self._llm.collective_rpc("return_kept_logprobs_only")
         dtypes = await self._llm.collective_rpc("weights_dtype")
@@ -183,6 +186,7 @@ class VllmEngine:
         self._interrupted = self._sleeping = False
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, CLOSE_SECONDS)
+            let_engine_go_first(False)
         if self._sockets is not None:
             self._sockets.cleanup()
         self._sender = None  # after the workers, whose end ends a broadcast that is stuck

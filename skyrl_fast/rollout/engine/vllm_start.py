@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -235,6 +235,23 @@ def ended_by_signals() -> Iterator[None]:
     finally:
         for number in changed:
             signal.signal(number, handlers[number])
+
+
+def let_engine_go_first(yes: bool) -> None:
+    """Let the engine's process run before this one's threads on a CPU that they share, or not.
+
+    On Linux, this process is scheduled as SCHED_BATCH, and so is what it starts then: its threads
+    wait for a core when they wake up, and do not take the engine's in the middle of a step. Threads
+    with another policy than the default keep it.
+    """
+    if not _on_cpu() or sys.platform != "linux":
+        return
+    policies = os.SCHED_OTHER, os.SCHED_BATCH
+    before, after = policies if yes else reversed(policies)
+    for thread in map(int, os.listdir("/proc/self/task")):
+        with suppress(OSError):  # it has ended, or this is not allowed
+            if os.sched_getscheduler(thread) == before:
+                os.sched_setscheduler(thread, after, os.sched_param(0))
 
 
 @contextmanager

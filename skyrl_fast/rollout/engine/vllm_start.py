@@ -246,8 +246,8 @@ def let_engine_go_first(yes: bool) -> None:
     """
     if not _on_cpu() or sys.platform != "linux":
         return
-    policies = os.SCHED_OTHER, os.SCHED_BATCH
-    before, after = policies if yes else reversed(policies)
+    usual, batch = os.SCHED_OTHER, os.SCHED_BATCH
+    before, after = (usual, batch) if yes else (batch, usual)
     for thread in map(int, os.listdir("/proc/self/task")):
         with suppress(OSError):  # it has ended, or this is not allowed
             if os.sched_getscheduler(thread) == before:

@@ -330,7 +330,7 @@ class PromptIds:
         return self._known[piece]
 
     def _shared(self, token_ids: Sequence[int]) -> list[int]:
-        return [self._ids.setdefault(token, token) for token in token_ids]
+        return list(map(self._ids.setdefault, token_ids, token_ids))
 
     def _divided(self, text: str) -> list[str]:
         """Return the text in pieces, or as one piece if its pieces would have other tokens."""

@@ -26,7 +26,7 @@ from skyrl_fast.network_interface import interface_to
 from skyrl_fast.train.parallel import rank_processes
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
 from skyrl_fast.train.parallel.rank_processes import started_ranks
-from skyrl_fast.train.parallel.ranks import RankError
+from skyrl_fast.train.parallel.ranks import RankError, Ranks
 
 
 @pytest.fixture
@@ -292,3 +292,13 @@ def test_run_with_shared_sequences_equals_that_of_one_rank(folder: Path) -> None
     for wanted, found in zip(one, two, strict=True):
         for name in {"reward/avg_raw_reward", "policy/grad_norm", "policy/loss"} & wanted.keys():
             assert found[name] == pytest.approx(wanted[name], rel=1e-2, abs=1e-4), name
+
+
+def test_messages_are_in_memory_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of gloo can be the last that holds one: it would free Python's objects."""
+    sent: list[torch.Tensor] = []
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, source, group: sent.append(tensor))
+    assert Ranks(0, 2).call(len, len, "four") == 4
+    length, message = sent
+    assert (int(length), message.dtype) == (len(message), torch.uint8)
+    assert all(tensor.untyped_storage().resizable() for tensor in sent)  # only torch's own are

@@ -171,7 +171,8 @@ class Ranks:
     def _send(self, call: Any) -> None:
         buffer = io.BytesIO()
         _Pickler(buffer, self._members).dump(call)
-        data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+        # A copy: gloo's thread may be the last that holds the tensor, and must not free Python's.
+        data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).clone()
         self.traffic.add(CALLS, (self.size - 1) * len(data), self.size - 1)
         dist.broadcast(torch.tensor([len(data)]), 0, group=self._messages)
         dist.broadcast(data, 0, group=self._messages)

@@ -13,7 +13,12 @@ from typing import Any
 
 import pytest
 
-from skyrl_fast.extras.text2sql.env import Text2SqlEnv, render_rows
+from skyrl_fast.extras.text2sql.env import (
+    KEPT_TEXTS,
+    LONGEST_KEPT,
+    Text2SqlEnv,
+    render_rows,
+)
 from skyrl_fast.extras.text2sql.query import (
     QueryError,
     QueryLimits,
@@ -275,9 +280,41 @@ def test_many_wide_cells_do_not_make_a_large_observation() -> None:
     assert len(render_rows(rows)) < 2_000_000
 
 
-def test_tables_of_several_threads_are_complete() -> None:
+@pytest.fixture
+def no_texts(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The texts of tables that are kept; none so far."""
+    texts: dict[str, str] = {}
+    monkeypatch.setattr("skyrl_fast.extras.text2sql.env._texts", texts)
+    return texts
+
+
+def test_equal_numbers_of_other_types_have_texts_of_their_own(no_texts: dict[str, str]) -> None:
+    shown = [render_rows([(value,)]).split() for value in (1, 1.0, "1.00", -0.0, 0, 0.0, None)]
+    assert shown == [["0", text] for text in ("1", "1.0", "1.00", "-0.0", "0", "0.0", "None")]
+    assert len(no_texts) == len(shown)
+    assert [render_rows([(value,)]).split() for value in (1, 1.0)] == shown[:2]
+    assert len(no_texts) == len(shown)
+
+
+def test_only_short_tables_are_kept_and_not_many(no_texts: dict[str, str]) -> None:
+    wide = [("x" * 3000,), *[(number,) for number in range(9)]]
+    for rows in ([("x" * LONGEST_KEPT,)], [(number,) for number in range(51)], wide):
+        assert render_rows(rows) == render_rows(rows)
+        assert not no_texts
+    sizes = []
+    for number in range(KEPT_TEXTS + 2):
+        assert str(number) in render_rows([(number,)])
+        sizes.append(len(no_texts))
+    assert (max(sizes), sizes[-1]) == (KEPT_TEXTS, 2)
+
+
+def test_tables_of_several_threads_are_complete(
+    no_texts: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """pandas cuts cells at 50 characters where another thread writes a table at the same time."""
     import pandas
+
+    monkeypatch.setattr("skyrl_fast.extras.text2sql.env.LONGEST_KEPT", 0)  # each call writes one
 
     rows = [("CREATE TABLE parks (depth INT, weight INT, speed INT, age INT)",)]
     wanted = render_rows(rows)

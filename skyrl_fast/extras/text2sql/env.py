@@ -39,6 +39,11 @@ WRONG_FORMAT, WRONG, RIGHT = -1.0, 0.0, 1.0
 # pandas changes a display option of the process while it writes a table, and then restores it. A
 # table that another thread is writing at that time would have its cells cut at 50 characters.
 _writing = threading.Lock()
+# Texts of short results by `repr(rows)`, which tells 1, 1.0 and True apart. The trajectories of a
+# group often get the same rows, and pandas takes as long for a small table as its query does.
+_texts: dict[str, str] = {}
+KEPT_TEXTS = 1024
+LONGEST_KEPT = 4096  # characters of repr(rows); of the text LONG_OBSERVATION
 INVALID_ACTION = (
     "Your previous action is invalid. Follow the format of outputting thinking process and sql "
     "tool, and try again."
@@ -154,6 +159,19 @@ def render_rows(rows: Sequence[Row]) -> str:
         pen  3
         ink  5
     """
+    if len(rows) > ROWS_OF_LONG_OBSERVATION or len(key := repr(rows)) > LONGEST_KEPT:
+        return _rendered(rows)
+    text = _texts.get(key)
+    if text is None:
+        text = _rendered(rows)
+        if len(_texts) >= KEPT_TEXTS:
+            _texts.clear()
+        if len(text) <= LONG_OBSERVATION:
+            _texts[key] = text
+    return text
+
+
+def _rendered(rows: Sequence[Row]) -> str:
     import pandas
 
     # Every cell is padded to its column's width: one wide cell would make all of them wide.

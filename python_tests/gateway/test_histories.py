@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from bench._tokenizer import byte_level_tokenizer
 from skyrl_fast.config import SamplingParams
 from skyrl_fast.rollout.activity import ActivityBoard
-from skyrl_fast.rollout.chat_template import BREAK, ChatTemplate
+from skyrl_fast.rollout.chat_template import BREAK, ChatTemplate, Message
 from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.policy_calls import PolicyCalls
@@ -26,6 +26,7 @@ pytest.importorskip("pydantic")
 
 from skyrl_fast.gateway.messages import Call
 from skyrl_fast.gateway.policy import Policy
+from skyrl_fast.gateway.prompt_ids import PromptIds
 from skyrl_fast.gateway.session import Session
 
 FRAGMENTS = [
@@ -265,3 +266,32 @@ def test_a_text_that_continues_within_a_word(tokenizer: Any) -> None:
         return [(await session.prompt(Call(model=MODEL, prompt=t))).token_ids for t in prompts]
 
     assert asyncio.run(go()) == [tokenizer.encode(text) for text in prompts]
+
+
+def test_a_conversation_that_grows_is_one_list_of_ids(tokenizer: Any) -> None:
+    """A prompt takes the list of the one before it, unless that may still be read."""
+    prompts = PromptIds(ChatTemplate(tokenizer, max_length=100_000))
+    chat: list[Message] = [{"role": "user", "content": "first"}]
+    first = prompts.chat(chat, None, {})
+    other = prompts.chat(chat, None, {})  # in parallel: nothing was released
+    assert other.token_ids == first.token_ids
+    assert other.token_ids is not first.token_ids
+    lists, texts = [other.token_ids], []
+    previous = other
+    for turn in range(3):
+        prompts.add_response(previous, tokenizer.encode(f"answer {turn}"))
+        prompts.release(previous)
+        chat += [
+            {"role": "assistant", "content": f"answer {turn}"},
+            {"role": "user", "content": f"and {turn}"},
+        ]
+        previous = prompts.chat(chat, None, {})
+        lists.append(previous.token_ids)
+        texts.append(tokenizer.decode(previous.token_ids))
+        assert list(previous.kept) == previous.token_ids
+        assert texts[-1] == ChatTemplate(tokenizer).text(chat)
+    assert all(one is lists[0] for one in lists)
+    shorter = prompts.chat(chat[:3], None, {})  # a fork while the last call runs
+    assert shorter.token_ids is not lists[0]
+    assert tokenizer.decode(previous.token_ids) == texts[-1]
+    assert tokenizer.decode(shorter.token_ids) == texts[0]

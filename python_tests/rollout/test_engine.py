@@ -107,7 +107,13 @@ class FakeLlm:
         self, prompt: dict[str, Any], params: Any, request_id: str, **kw: Any
     ) -> Any:
         self.asked.append((prompt, kw["session_id"]))
-        logprobs = [{7: SimpleNamespace(logprob=self.logprob)} for _ in self.tokens]
+        number = len(self.tokens)
+        logprobs = SimpleNamespace(  # FlatLogprobs
+            token_ids=[7] * number,
+            logprobs=[self.logprob] * number,
+            start_indices=list(range(number)),
+            end_indices=list(range(1, number + 1)),
+        )
         answer = SimpleNamespace(
             token_ids=self.tokens, logprobs=logprobs, finish_reason="stop", stop_reason="</a>"
         )
@@ -180,7 +186,11 @@ def test_additional_sampling_parameters_take_precedence_and_invalid_ones_fail_th
         ([7], float("-inf"), "logprob 0: wanted a finite number of at most 0, got -inf"),
         ([7], 3.0, "logprob 0: wanted a finite number of at most 0, got 3.0"),
         ([7] * 3, -0.5, "wanted at most 2 tokens, got 3"),
-        ([8], -0.5, "vLLM answered in another format than vLLM: KeyError: 8"),
+        (
+            [8],
+            -0.5,
+            "another format than vLLM: ValueError: wanted logprobs of the 1 sampled tokens",
+        ),
     ],
 )
 def test_answers_of_the_local_engine_are_checked(

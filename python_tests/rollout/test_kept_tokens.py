@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,14 @@ import torch
 from skyrl_fast.config import ConfigError, GeneratorConfig, SamplingParams
 from skyrl_fast.config.sampling import check_sampling
 from skyrl_fast.rollout.continued import generate_through_updates
-from skyrl_fast.rollout.engine.kept_logprobs import return_kept_only
+from skyrl_fast.rollout.engine.kept_logprobs import return_kept_only, store_ids_and_values
 from skyrl_fast.rollout.engine.protocol import (
     EngineError,
     Generation,
     kept_tokens,
     vllm_sampling_params,
 )
+from skyrl_fast.rollout.engine.vllm_engine import _sampled_logprobs
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.turn import sampled_tokens
 
@@ -145,7 +147,7 @@ def ids(*numbers: int) -> np.ndarray:
 
 
 @pytest.mark.spec("kept.request")
-@pytest.mark.parametrize(("asked", "wanted"), [(272, 2), (1, 1), (0, 0), (-1, -1)])
+@pytest.mark.parametrize(("asked", "wanted"), [(272, 2), (1, 1), (-1, -1)])
 def test_engine_returns_no_more_columns_than_a_token_has_kept(asked: int, wanted: int) -> None:
     class Sampler:
         def gather_logprobs(self, logprobs: Any, num_logprobs: int, token_ids: Any) -> int:
@@ -158,3 +160,58 @@ def test_engine_returns_no_more_columns_than_a_token_has_kept(asked: int, wanted
     got = sampler.gather_logprobs(logprobs, asked, token_ids=torch.tensor([0, 2]))
     assert got == wanted
     return_kept_only(object())  # a sampler of another kind is left alone
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("rows", [1, 33])
+def test_sampled_tokens_have_the_logprobs_and_ranks_of_vllm(rows: int) -> None:
+    from vllm.v1.sample.sampler import Sampler
+
+    torch.manual_seed(rows)
+    logprobs = torch.randn(rows, 50).log_softmax(dim=-1)
+    logprobs[:, 3] = logprobs[:, 4]  # equal ones
+    sampled = torch.randint(0, 50, (rows,))
+    wanted = Sampler.gather_logprobs(logprobs, 0, token_ids=sampled)
+    sampler = Sampler()
+    return_kept_only(sampler)
+    got = sampler.gather_logprobs(logprobs, 0, token_ids=sampled)
+    assert got.logprob_token_ids.dtype == wanted.logprob_token_ids.dtype
+    assert torch.equal(got.logprob_token_ids, wanted.logprob_token_ids)
+    assert torch.equal(got.logprobs, wanted.logprobs)
+    assert torch.equal(got.selected_token_ranks, wanted.selected_token_ranks)
+
+
+@pytest.mark.vllm
+@pytest.mark.spec("kept.record")
+@pytest.mark.parametrize("flat", [False, True])
+def test_logprobs_are_stored_without_texts(flat: bool) -> None:
+    """Those of requests in vLLM's usual form, which a program next to the trainer makes, have."""
+    from vllm.v1.engine import output_processor
+    from vllm.v1.outputs import LogprobsLists
+
+    store_ids_and_values()
+    parameters = SimpleNamespace(num_logprobs=2, prompt_logprobs=None, flat_logprobs=flat)
+    request = SimpleNamespace(sampling_params=parameters)
+    processor = output_processor.LogprobsProcessor.from_new_request(None, request)
+    for token in (5, 6):
+        token_ids = np.array([[token, 8, 9]])
+        logprobs = np.array([[-0.7, -0.7, -np.inf]])
+        processor._update_sample_logprobs(LogprobsLists(token_ids, logprobs, np.array([1])))
+    assert processor.cumulative_logprob == pytest.approx(-1.4)
+    if flat:
+        stored = processor.logprobs
+        assert (stored.token_ids, stored.logprobs) == ([5, 8, 6, 8], [-0.7] * 4)
+        assert (stored.start_indices, stored.end_indices) == ([0, 2], [2, 4])
+    else:
+        assert [sorted(entry) for entry in processor.logprobs] == [[5, 8, 9], [6, 8, 9]]
+
+
+def test_logprobs_of_other_tokens_are_refused() -> None:
+    flat = SimpleNamespace(token_ids=[5, 6], logprobs=[-0.1, -0.2])
+    flat.start_indices, flat.end_indices = [0, 1], [1, 2]
+    assert _sampled_logprobs([5, 6], flat, keeps=False) == ([-0.1, -0.2], None)
+    with pytest.raises(ValueError, match="of the 1 sampled tokens, got those of 2 others"):
+        _sampled_logprobs([5], flat, keeps=False)
+    flat.start_indices, flat.end_indices = [0, 2], [2, 2]  # the second has none
+    with pytest.raises(IndexError):
+        _sampled_logprobs([5, 6], flat, keeps=True)

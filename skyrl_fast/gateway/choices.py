@@ -99,12 +99,14 @@ class Choices:
             place=place,
         )
         generation = versioned.generation
-        self._prompts.add_response(prompt, generation.token_ids)
+        text = decode_response(policy.calls.tokenizer, generation)
+        complete = text if generation.stop_string is None else None  # else it may have been cut
+        self._prompts.add_response(prompt, generation.token_ids, complete)
         step = recorded_step(
             prompt.kept,
             sampled_tokens(generation, appended_eos=self._appended(generation, sampling)),
             versioned,
-            text=decode_response(policy.calls.tokenizer, generation),
+            text=text,
             llm_seconds=seconds,
         )
         step.expert_indices = turn_routes([], prompt.token_ids, generation)

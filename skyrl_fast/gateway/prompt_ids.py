@@ -21,6 +21,7 @@ import numpy as np
 from skyrl_fast.gateway.messages import Call
 from skyrl_fast.rollout.chat_template import ChatTemplate, ContextError, Message
 from skyrl_fast.rollout.token_ids import TokenIds, ids_array
+from skyrl_fast.rollout.tokenization import decode
 
 CONTINUED = "continued"  # begins with the prompt and the response of an earlier call
 FIRST = "first"  # the session's first
@@ -41,7 +42,8 @@ class PromptTokens:
     """The tokens of one prompt.
 
     Args:
-        token_ids: as the engine gets them.
+        token_ids: as the engine gets them. After `PromptIds.release` they may become those of a
+            longer prompt.
         kept: the same as its step keeps them, in parts that all steps of the session share.
         text: that was rendered; "" where the client gave tokens.
         chain: digest of the pieces before the last one.
@@ -60,7 +62,7 @@ class PromptTokens:
     digest: bytes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Start:
     """All pieces but the last of an earlier prompt, and what is known of them.
 
@@ -72,6 +74,7 @@ class _Start:
         parts: these pieces' tokens.
         chain: their digest.
         continues, answers: as for the kind of a prompt.
+        released: whether the earlier prompt's list may be extended.
     """
 
     text: str
@@ -82,6 +85,17 @@ class _Start:
     chain: bytes
     continues: bool
     answers: bool
+    released: bool = False
+
+    def ids(self) -> list[int]:
+        """Return these pieces' tokens, in the earlier prompt's list if it was released.
+
+        So a conversation of n tokens that grows is not copied: each call costs its new ones.
+        """
+        if not self.released:
+            return self.token_ids[: self.num_tokens]
+        del self.token_ids[self.num_tokens :]
+        return self.token_ids
 
     def begins(self, text: str) -> bool:
         """Return whether a text begins with these pieces."""
@@ -99,7 +113,7 @@ class PromptIds:
         self._template = template
         self._lock = threading.Lock()  # long prompts are rendered in threads
         self._texts: dict[str, str] = {}  # values of messages, without control tokens
-        # The last chat, and the same without control tokens: one value, as threads replace it.
+        # The last chat, and the same as the template sees it: one value, as threads replace it.
         self._last: tuple[list[Message], list[Message]] = ([], [])
         self._starts: deque[_Start] = deque(maxlen=MAX_STARTS)
         self._known: dict[str, PieceIds] = {}  # tokens of a piece
@@ -139,20 +153,21 @@ class PromptIds:
         answer_next: bool = True,
     ) -> str:
         as_text = self._template.without_control_tokens
-        return self._template.text(
-            self._without_control_tokens(messages),
+        return self._template.text_of_seen(
+            self._seen(messages),
             answer_next=answer_next,
             tools=as_text(tools) if tools else None,
             **as_text(template_kwargs),
         )
 
-    def _without_control_tokens(self, messages: Sequence[Message]) -> list[Message]:
-        last, plain = self._last
+    def _seen(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages as the template sees them, without control tokens."""
+        last, seen = self._last
         shared = _num_shared(messages, last)
-        new = [{key: self._as_text(item) for key, item in m.items()} for m in messages[shared:]]
-        plain = [*plain[:shared], *new]
-        self._last = (list(messages), plain)
-        return plain
+        plain = [{key: self._as_text(item) for key, item in m.items()} for m in messages[shared:]]
+        seen = [*seen[:shared], *map(self._template.seen, plain)]
+        self._last = (list(messages), seen)
+        return seen
 
     def _as_text(self, value: Any) -> Any:
         """Return a message's value without control tokens; a text is searched for them once."""
@@ -193,14 +208,27 @@ class PromptIds:
         kind = self._kind(False, False)
         return PromptTokens(list(token_ids), kept, "", b"", "", [], kind, digest)
 
-    def add_response(self, prompt: PromptTokens, token_ids: Sequence[int]) -> None:
+    def release(self, prompt: PromptTokens) -> None:
+        """Allow a prompt's list of ids to be extended by the next one: no one reads it any more."""
+        with self._lock:
+            for start in self._starts:
+                start.released = start.released or start.token_ids is prompt.token_ids
+
+    def add_response(
+        self, prompt: PromptTokens, token_ids: Sequence[int], text: str | None = None
+    ) -> None:
         """Remember a response to a prompt.
 
         It may come back in two ways: special tokens inside it as the template writes them (around
         a tool call, say), or as text of the message that the client sends.
+
+        Args:
+            prompt: of the response.
+            token_ids: of the response.
+            text: of the response without its special tokens; None: unknown.
         """
         with self._lock:
-            for pieces in self._forms(prompt, token_ids):
+            for pieces in self._forms(prompt, token_ids, text):
                 chain = prompt.chain
                 for text, ids in pieces:
                     known = self._known.get(text)
@@ -246,13 +274,21 @@ class PromptIds:
         return None
 
     def _forms(
-        self, prompt: PromptTokens, token_ids: Sequence[int]
+        self, prompt: PromptTokens, token_ids: Sequence[int], text: str | None = None
     ) -> list[list[tuple[str, list[int]]]]:
-        """Return the ways in which a response may come back: each the pieces that it completes."""
+        """Return the ways in which a response may come back: each the pieces that it completes.
+
+        Arguments as of `add_response`.
+        """
         names = self._template.control_token_names
         sampled = list(token_ids)
         if sampled and sampled[-1] in names:  # the end of the turn is the template's
             sampled.pop()
+        if self._template.special_ids.isdisjoint(sampled):
+            text = decode(self._template.tokenizer, sampled) if text is None else text
+            text = self._template.without_control_tokens(text)
+            ids = self._shared(sampled)
+            return [[(prompt.last_text + text, prompt.last_ids + ids)]]
         divided: list[tuple[str, list[int]]] = [("", [])]
         for token in sampled:
             if token in names:
@@ -264,9 +300,9 @@ class PromptIds:
     def _completed(
         self, prompt: PromptTokens, divided: Sequence[tuple[str, list[int]]]
     ) -> list[tuple[str, list[int]]]:
-        decode, as_text = self._template.tokenizer.decode, self._template.without_control_tokens
+        tokenizer, as_text = self._template.tokenizer, self._template.without_control_tokens
         pieces = [
-            (name + as_text(decode(ids[1:] if name else ids)), self._shared(ids))
+            (name + as_text(decode(tokenizer, ids[1:] if name else ids)), self._shared(ids))
             for name, ids in divided
         ]
         text, ids = pieces[0]
@@ -274,39 +310,32 @@ class PromptIds:
 
     def _prompt(self, text: str) -> PromptTokens:
         start = self._start(text)
-        token_ids, parts = start.token_ids[: start.num_tokens], [*start.parts]
+        token_ids, parts = start.ids(), [*start.parts]
         chain, continues, answers = start.chain, start.continues, start.answers
-        pieces = self._divided(text[start.num_characters :])
-        ids: list[int] = []
-        for number, piece in enumerate(pieces, 1):
-            if (
-                number == len(pieces) and self._divides
-            ):  # a prompt that grows begins with the others
-                if start in self._starts:
-                    self._starts.remove(start)  # the new one is longer, or the same
-                before = len(text) - len(piece)
-                self._starts.append(
-                    _Start(
-                        text,
-                        before,
-                        token_ids,
-                        len(token_ids),
-                        tuple(parts),
-                        chain,
-                        continues,
-                        answers,
-                    )
-                )
-            previous = chain
-            ids, array = self._sampled.get((chain, piece)) or self._piece(piece)
+        *before, last = self._divided(text[start.num_characters :])
+        for piece in before:
+            ids, array = self._ids_at(chain, piece)
             token_ids += ids
             parts.append(array)
             answers = answers or piece in self._answers
             chain = _link(chain, piece)
             continues = continues or chain in self._ends
-        kind = self._kind(continues, answers)
-        kept = TokenIds(parts)
-        return PromptTokens(token_ids, kept, text, previous, pieces[-1], ids, kind, digest=chain)
+        if self._divides:
+            if start in self._starts:
+                self._starts.remove(start)  # the new one is longer, or the same
+            num_characters, num_tokens = len(text) - len(last), len(token_ids)
+            known = (text, num_characters, token_ids, num_tokens, tuple(parts), chain)
+            self._starts.append(_Start(*known, continues, answers))
+        ids, array = self._ids_at(chain, last)
+        token_ids += ids
+        kept = TokenIds([*parts, array])
+        digest = _link(chain, last)
+        kind = self._kind(continues or digest in self._ends, answers or last in self._answers)
+        return PromptTokens(token_ids, kept, text, chain, last, ids, kind, digest)
+
+    def _ids_at(self, chain: bytes, piece: str) -> PieceIds:
+        """Return the tokens of a piece after the pieces of a chain."""
+        return self._sampled.get((chain, piece)) or self._piece(piece)
 
     def _start(self, text: str) -> _Start:
         """Return the longest known beginning of a text, after which a piece begins."""

@@ -130,7 +130,10 @@ class Session:
         Raises:
             ApiError: unknown model, or a prompt that the chat template refuses.
         """
-        return len((await self._tokenized(call)).token_ids)
+        prompt = await self._tokenized(call)
+        number = len(prompt.token_ids)
+        self._prompts.release(prompt)
+        return number
 
     async def _tokenized(self, call: Call) -> PromptTokens:
         self.policy.check_model(call.model)
@@ -261,6 +264,7 @@ class Session:
             num_prompt_tokens=len(prompt.token_ids),
             choices=[answered for answered, _ in sampled],
         )
+        self._prompts.release(prompt)
         return answer, [step for _, step in sampled]
 
     def _began(self) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
+
+from skyrl_fast.rollout.tokenization import encode
 
 Message = dict[str, Any]
 
@@ -16,6 +21,8 @@ FIRST_FACTORS = (8, 64)  # characters per token of which a long text is tokenise
 KNOWN_TEXTS = 1024  # whose tokens are remembered
 LONGEST_KNOWN = 8192  # characters
 MARGIN = 64  # tokens that the end of a cut text may change
+PLAIN_KEYS = {"role", "content"}  # of most messages
+AS_JSON = "{{ messages[0] | tojson }}"  # a template that shows what templates see of a message
 # Divides the name of a control token in a text, so that its parts are encoded separately. Unicode
 # guarantees that these code points are no characters.
 BREAK = "\ufdd0\ufdd1"
@@ -56,11 +63,18 @@ class ChatTemplate:
         self._max_length = max_length
         self._chat_template = chat_template
         self._kwargs = dict(kwargs or {})
+        # Whether `text_of_seen` renders without transformers; None: the first prompt shows it.
+        self._direct: bool | None = None if _renders_by_jinja(tokenizer) else False
 
     @property
     def control_tokens(self) -> re.Pattern[str]:
         """A pattern that matches the name of any control token."""
         return self._control.pattern
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that are left out of a text without special tokens."""
+        return self._control.special_ids
 
     @property
     def control_token_names(self) -> Mapping[int, str]:
@@ -84,7 +98,7 @@ class ChatTemplate:
             kwargs: other keyword arguments, in place of the template's.
         """
         given = kwargs if tools is None else {**kwargs, "tools": list(tools)}
-        try:
+        with _refusals(messages):
             return self.tokenizer.apply_chat_template(
                 list(messages),
                 chat_template=self._chat_template,
@@ -92,12 +106,51 @@ class ChatTemplate:
                 tokenize=False,
                 **{**self._kwargs, **given},
             )
-        except Exception as error:  # templates may raise anything
-            roles = ", ".join(str(message.get("role")) for message in messages)
-            raise ContextError(
-                f"the chat template refuses messages of the roles {roles}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+
+    def seen(self, message: Message) -> Message:
+        """Return a message of plain values as templates see it, for `text_of_seen`.
+
+        transformers drops and renames some keys, of which a plain message has none.
+        """
+        plain = message.keys() == PLAIN_KEYS and all(type(x) is str for x in message.values())
+        if plain or self._direct is False:
+            return message
+        with _refusals([message]):
+            as_json = self.tokenizer.apply_chat_template(
+                [message], chat_template=AS_JSON, tokenize=False
+            )
+            seen: Message = json.loads(as_json)
+            return seen
+
+    def text_of_seen(
+        self,
+        messages: Sequence[Message],
+        *,
+        answer_next: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """Return the text of messages from `seen`; arguments as of `text`.
+
+        transformers copies all messages three times before it renders them. Here the compiled
+        template gets them as they are, if the first prompt shows that its text is the same.
+        """
+        given: dict[str, Any] = {**self._kwargs, **kwargs}
+        if self._direct is False or not _parameters().isdisjoint(given):
+            return self.text(messages, answer_next=answer_next, tools=tools, **kwargs)
+        given = {**self.tokenizer.special_tokens_map, **given}
+        given["tools"] = given.get("tools") if tools is None else list(tools)
+        with _refusals(messages):
+            template = self.tokenizer.get_chat_template(self._chat_template, given["tools"])
+            found: str = _compiled(template).render(
+                **{"messages": list(messages), "add_generation_prompt": answer_next},
+                **{"documents": None, **given},
+            )
+        if self._direct is None:
+            usual = self.text(messages, answer_next=answer_next, tools=tools, **kwargs)
+            self._direct = found == usual
+            return usual
+        return found
 
     def token_ids(self, text: str) -> list[int]:
         """Return the tokens of rendered text; the template has written its special tokens.
@@ -125,8 +178,7 @@ class ChatTemplate:
 
     def _ids_of(self, part: str) -> Sequence[int]:
         if len(part) > LONGEST_KNOWN:
-            ids: list[int] = self.tokenizer.encode(part, add_special_tokens=False)
-            return ids
+            return encode(self.tokenizer, part)
         return _known_ids(self.tokenizer, _vocab_size(self.tokenizer), part)
 
     def without_control_tokens(self, value: Any) -> Any:
@@ -159,6 +211,44 @@ class ChatTemplate:
         return text
 
 
+@contextmanager
+def _refusals(messages: Sequence[Message]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # templates may raise anything
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise ContextError(
+            f"the chat template refuses messages of the roles {roles}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _renders_by_jinja(tokenizer: Any) -> bool:
+    """Return whether transformers renders the tokenizer's template; some have their own code."""
+    from transformers import PreTrainedTokenizerBase
+    from transformers.utils import chat_template_utils
+
+    usual = PreTrainedTokenizerBase.apply_chat_template
+    rendering = getattr(type(tokenizer), "apply_chat_template", None)
+    return rendering is usual and hasattr(chat_template_utils, "_compile_jinja_template")
+
+
+@cache
+def _parameters() -> frozenset[str]:
+    """Return the arguments by which transformers does more than render."""
+    from transformers import PreTrainedTokenizerBase
+
+    names = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    return frozenset(names) - {"tools", "documents", "kwargs"}
+
+
+def _compiled(template: str) -> Any:
+    """Return the template as transformers compiles it, with its filters and in its sandbox."""
+    from transformers.utils import chat_template_utils
+
+    return chat_template_utils._compile_jinja_template(template)
+
+
 @dataclass(frozen=True, slots=True)
 class _ControlTokens:
     """The special tokens of a tokenizer with more than one character.
@@ -166,12 +256,14 @@ class _ControlTokens:
     Args:
         pattern: matches any of their names.
         names: by id, of those that are one token.
+        special_ids: of all special tokens, also those with one character.
         beginnings, ends: parts of the names.
         longest_part: characters of the longest of these.
     """
 
     pattern: re.Pattern[str]
     names: Mapping[int, str]
+    special_ids: frozenset[int]
     beginnings: frozenset[str]
     ends: frozenset[str]
     longest_part: int
@@ -188,13 +280,15 @@ def _vocab_size(tokenizer: Any) -> int:
 @lru_cache(maxsize=8)
 def _control_tokens(tokenizer: Any, _size: int) -> _ControlTokens:
     """Return the tokenizer's; it is asked again when its vocabulary has grown."""
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    found = {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {id: str(token) for id, token in added.items() if token.special}
+    found = {*tokenizer.all_special_tokens, *special.values()}
     names = sorted((name for name in found if len(name) > 1), key=len, reverse=True)
     encoded = {name: tokenizer.encode(name, add_special_tokens=False) for name in names}
     return _ControlTokens(
         re.compile("|".join(map(re.escape, names)) or r"(?!)"),
         {ids[0]: name for name, ids in encoded.items() if len(ids) == 1},
+        frozenset({*special, *tokenizer.all_special_ids}),
         frozenset(name[:end] for name in names for end in range(2, len(name))),
         frozenset(name[start:] for name in names for start in range(1, len(name) - 1)),
         max(map(len, names), default=1) - 1,
@@ -204,4 +298,4 @@ def _control_tokens(tokenizer: Any, _size: int) -> _ControlTokens:
 @lru_cache(maxsize=KNOWN_TEXTS)
 def _known_ids(tokenizer: Any, _size: int, text: str) -> tuple[int, ...]:
     """Return the tokens of a text; samples of a prompt, and its evaluations, have the same."""
-    return tuple(tokenizer.encode(text, add_special_tokens=False))
+    return tuple(encode(tokenizer, text))

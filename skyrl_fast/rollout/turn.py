@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from skyrl_fast.rollout.engine.protocol import EngineError, Generation
+from skyrl_fast.rollout.tokenization import decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,12 @@ def decode_response(
     token_ids = generation.token_ids
     if token_ids and token_ids[-1] == tokenizer.eos_token_id:
         token_ids = token_ids[:-1]
-    text: str = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+    text = decode(tokenizer, token_ids, skip_special_tokens=skip_special_tokens)
+    return until_stop_string(text, generation)
+
+
+def until_stop_string(text: str, generation: Generation) -> str:
+    """Return a response's text, cut after its stop string."""
     if generation.stop_string is not None:
         # The last token may reach beyond the stop string that it completes.
         head, found, _ = text.rpartition(generation.stop_string)

@@ -136,7 +136,7 @@ class Sampler(Protocol):
         """Return one response to one prompt.
 
         Args:
-            prompt_token_ids: the full context.
+            prompt_token_ids: the full context. A list may be changed after the call.
             sampling: how to sample.
             session_id: one per trajectory, for routing and caching.
             policy_version: cached keys and values are shared only within one version.

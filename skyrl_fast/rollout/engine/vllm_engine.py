@@ -22,7 +22,7 @@ from skyrl_fast.log_tail import log_tail
 from skyrl_fast.parent_watch import children_exit_with_this_process
 from skyrl_fast.rollout.engine.completion_answer import parsing
 from skyrl_fast.rollout.engine.generation_check import checked_generation
-from skyrl_fast.rollout.engine.kept_logprobs import store_kept_only
+from skyrl_fast.rollout.engine.kept_logprobs import store_ids_and_values
 from skyrl_fast.rollout.engine.protocol import (
     EngineDeadError,
     EngineError,
@@ -173,7 +173,7 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        store_kept_only()
+        store_ids_and_values()
         self._sampling_params = VllmSamplingParams
         self._structured_outputs = StructuredOutputsParams
         self._refusals = (TypeError, ValueError, VLLMClientError)
@@ -208,7 +208,7 @@ class VllmEngine:
         route_arguments = {"routed_experts_prompt_start": start} if recording else {}
         arguments = {
             **vllm_sampling_params(sampling, seed=seed, vocab_size=self._vocab_size),
-            "flat_logprobs": sampling.num_kept_tokens is not None,
+            "flat_logprobs": True,
             "detokenize": bool(sampling.stop),
             "output_kind": self._final_only,
             **route_arguments,
@@ -224,15 +224,9 @@ class VllmEngine:
         output = await self._run(prompt_token_ids, params, session_id, f"policy-{policy_version}")
         answer = output.outputs[0]
         token_ids = list(answer.token_ids)
-        kept_ids = None
+        keeps = sampling.num_kept_tokens is not None
         with parsing("vLLM answered"):
-            if sampling.num_kept_tokens is not None:
-                logprobs, kept_ids = _flat_logprobs(token_ids, answer.logprobs)
-            else:
-                logprobs = [
-                    float(entry[token].logprob)
-                    for token, entry in zip(token_ids, answer.logprobs or [], strict=True)
-                ]
+            logprobs, kept_ids = _sampled_logprobs(token_ids, answer.logprobs, keeps=keeps)
         reason = answer.finish_reason or "abort"
         if reason == "abort" and self._interrupted:
             reason = INTERRUPTED
@@ -450,16 +444,27 @@ class VllmEngine:
         return text
 
 
-def _flat_logprobs(token_ids: Sequence[int], flat: Any) -> tuple[list[float], list[np.ndarray]]:
+def _sampled_logprobs(
+    token_ids: Sequence[int], flat: Any, *, keeps: bool
+) -> tuple[list[float], list[np.ndarray] | None]:
     """Return each token's logprob, and the tokens that it was sampled from.
 
     Args:
         flat: vLLM's FlatLogprobs; the sampled token is the first of its position.
+        keeps: whether the others of a position are those; else there are none.
+
+    Raises:
+        ValueError: the logprobs are not those of the tokens.
     """
-    ids, values = np.array(flat.token_ids), np.array(flat.logprobs)
-    starts, ends = flat.start_indices, flat.end_indices
+    ids, starts = flat.token_ids, flat.start_indices
+    if [ids[start] for start in starts] != list(token_ids):
+        wanted = f"wanted logprobs of the {len(token_ids)} sampled tokens"
+        raise ValueError(f"{wanted}, got those of {len(starts)} others")
+    if not keeps:
+        return [flat.logprobs[start] for start in starts], None
+    ids, values = np.array(ids), np.array(flat.logprobs)
     kept = [
         kept_tokens(token, ids[start:end], values[start:end])
-        for token, start, end in zip(token_ids, starts, ends, strict=True)
+        for token, start, end in zip(token_ids, starts, flat.end_indices, strict=True)
     ]
     return values[starts].tolist(), kept

@@ -35,7 +35,7 @@ SAMPLING = SamplingParams(
 )
 
 
-HANDSHAKE = ("return_kept_logprobs_only", "weights_dtype")
+HANDSHAKE = ("prepare_sampler", "weights_dtype")
 
 
 class Server:

@@ -63,7 +63,7 @@ class Server(RemoteEngine):
             return httpx.Response(200, json={})
         call = json.loads(request.content)
         method = call["method"]
-        if method in ("return_kept_logprobs_only", "weights_dtype"):
+        if method in ("prepare_sampler", "weights_dtype"):
             answer = self.dtype if method == "weights_dtype" else None
             return httpx.Response(200, json={"results": [answer] * 2})
         if method.startswith("load") and self.llm.fault == "dies in a bucket":
@@ -114,7 +114,7 @@ async def loaded(engine: Server, fault: str = "") -> None:
     await engine.start()
     engine.llm.fault = fault
     assert engine._sender is not None
-    engine._sender._group._seconds = 1.0
+    engine._sender._group._seconds = 20.0  # the first load of a process takes more than one
     with by_broadcast(SENT, None, bucket_bytes=BUCKET) as call:
         await asyncio.wait_for(engine.load_weights(call), 60)
 

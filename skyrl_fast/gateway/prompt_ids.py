@@ -328,7 +328,7 @@ class PromptIds:
             self._starts.append(_Start(*known, continues, answers))
         ids, array = self._ids_at(chain, last)
         token_ids += ids
-        kept = TokenIds([*parts, array])
+        kept = TokenIds([*parts, array], len(token_ids))
         digest = _link(chain, last)
         kind = self._kind(continues or digest in self._ends, answers or last in self._answers)
         return PromptTokens(token_ids, kept, text, chain, last, ids, kind, digest)

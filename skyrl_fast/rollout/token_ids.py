@@ -13,6 +13,7 @@ class TokenIds(Sequence[int]):
 
     Args:
         parts: 1-D int32 arrays, which nothing changes.
+        length: of all of them, if it is known.
 
     Example:
         >>> start = np.array([5, 6], np.int32)
@@ -22,9 +23,9 @@ class TokenIds(Sequence[int]):
 
     __slots__ = ("_length", "parts")
 
-    def __init__(self, parts: Iterable[np.ndarray]) -> None:
+    def __init__(self, parts: Iterable[np.ndarray], length: int | None = None) -> None:
         self.parts = tuple(parts)
-        self._length = sum(map(len, self.parts))
+        self._length = sum(map(len, self.parts)) if length is None else length
 
     def prefix(self, length: int) -> TokenIds:
         """Return the first ids, at most `length`, in the same parts."""

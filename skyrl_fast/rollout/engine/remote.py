@@ -181,7 +181,7 @@ class RemoteEngine:
         self._interrupted = True  # possibly, by a trainer that was killed
         await self.resume()
         if self._weight_sync in EXTENDED:
-            await self._post(RPC, json={"method": "return_kept_logprobs_only"})
+            await self._post(RPC, json={"method": "prepare_sampler"})
             answer = await self._post(RPC, json={"method": "weights_dtype"})
             with self._parsing(RPC):
                 dtypes = list(map(str, entries(answer["results"])))

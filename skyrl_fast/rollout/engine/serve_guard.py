@@ -104,7 +104,7 @@ def _checked_call(folders: Sequence[Path], trainer: str | None, body: bytes) -> 
         ):
             allowed = {"method": "load_weights_broadcast", "args": []}
         case {
-            "method": ("return_kept_logprobs_only" | "weights_dtype") as method,
+            "method": ("prepare_sampler" | "weights_dtype") as method,
             **rest,
         } if not rest:
             allowed = {"method": method}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from skyrl_fast.rollout.engine.kept_logprobs import return_kept_only
+from skyrl_fast.rollout.engine.seeded_sampling import sample_by_inversion
 from skyrl_fast.rollout.engine.weights.cuda_handles import tensors_of_handles
 from skyrl_fast.rollout.engine.weights.digest import dtype_name
 from skyrl_fast.rollout.engine.weights.group import WeightsGroup, store_at
@@ -26,11 +27,15 @@ class WeightUpdateExtension:
     rank: int  # of the engine's workers
     device: torch.device
     weights_group: WeightsGroup
+    sampler_is_prepared = False
     reload_weights: Callable[..., None]
 
-    def return_kept_logprobs_only(self) -> None:
-        """Return fewer log-probabilities; see `kept_logprobs`."""
-        return_kept_only(self.model_runner.sampler)
+    def prepare_sampler(self) -> None:
+        """Sample with less work; see `kept_logprobs` and `seeded_sampling`."""
+        if not self.sampler_is_prepared:  # a trainer that connects again asks again
+            return_kept_only(self.model_runner.sampler)
+            sample_by_inversion(self.model_runner.sampler)
+            self.sampler_is_prepared = True
 
     def weights_dtype(self) -> str | None:
         """Return the dtype of all floating-point parameters; None: they differ, or are quantized.

@@ -1,0 +1,102 @@
+"""Tokens that seeded requests sample on a CPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from skyrl_fast.rollout.engine.seeded_sampling import inverted, sample_by_inversion
+
+EXCLUDED = -torch.inf
+
+
+def generators(*seeds: int) -> dict[int, torch.Generator]:
+    return {row: torch.Generator().manual_seed(seed) for row, seed in enumerate(seeds)}
+
+
+def log_probabilities(*rows: list[float]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.float64).log().float()
+
+
+class Drawing:
+    """torch.rand that returns given numbers."""
+
+    def __init__(self, *numbers: float) -> None:
+        self.numbers = list(numbers)
+
+    def __call__(self, size: int, **_: Any) -> torch.Tensor:
+        return torch.tensor([self.numbers.pop(0)], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "token"),
+    [(0.0, 1), (0.2499, 1), (0.25, 3), (0.7499, 3), (0.75, 4), (1 - 2**-53, 4)],
+)
+def test_a_number_becomes_the_word_whose_share_it_falls_into(
+    drawn: float, token: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand: shares 0, 1/4, 0, 1/2, 1/4, 0; words without a share are never sampled."""
+    monkeypatch.setattr(torch, "rand", Drawing(drawn))
+    shares = log_probabilities([0, 0.25, 0, 0.5, 0.25, 0])
+    assert inverted(shares, generators(0)).tolist() == [token]
+
+
+def test_frequencies_are_the_probabilities() -> None:
+    rows = 20_000
+    shares = torch.tensor([0.5, 0.2, 0.0, 0.15, 0.1, 0.04, 0.01])
+    tokens = inverted(shares.log().expand(rows, -1), generators(*range(rows)))
+    counts = torch.bincount(tokens, minlength=len(shares)).double()
+    spread = (rows * shares * (1 - shares)).sqrt().clamp(min=1e-9)
+    assert counts[2] == 0
+    assert ((counts - rows * shares).abs() / spread)[shares > 0].max() < 5
+
+
+@pytest.mark.parametrize("words", [1, 2, 1000, 151_936])
+def test_tokens_depend_on_the_row_and_its_generator_alone(words: int) -> None:
+    logprobs = torch.randn(5, words, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
+    together = inverted(logprobs, generators(3, 1, 4, 1, 5))
+    again = generators(3, 1, 4, 1, 5)
+    backwards = inverted(logprobs.flip(0), {4 - row: again[row] for row in reversed(range(5))})
+    assert backwards.flip(0).tolist() == together.tolist()
+    drawn = [torch.rand(1, generator=g, dtype=torch.float64).item() for g in generators(3).values()]
+    cumulative = np.exp(logprobs[0].double().numpy()).cumsum()
+    assert together[0] == np.searchsorted(cumulative, drawn[0] * cumulative[-1], side="right")
+
+
+def test_nan_is_a_word_of_the_vocabulary() -> None:
+    tokens = inverted(torch.full((1, 4), torch.nan), generators(0))
+    assert 0 <= int(tokens) < 4
+
+
+def test_classes_without_such_a_sampler_are_unchanged() -> None:
+    sample_by_inversion(object())
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("mode", ["processed_logprobs", "processed_logits", "raw_logprobs"])
+def test_top_k_and_requests_without_seeds(mode: str) -> None:
+    from vllm.v1.sample.sampler import Sampler
+
+    def usual(logits: Any, generators: Any, k: Any, p: Any) -> str:
+        return "vLLM's"
+
+    sampler = SimpleNamespace(topk_topp_sampler=Sampler(mode).topk_topp_sampler)
+    sampler.topk_topp_sampler.forward = usual
+    sample_by_inversion(sampler)
+    forward = sampler.topk_topp_sampler.forward
+    logits = torch.tensor([[0.0, 5.0, 1.0], [0.0, 1.0, 2.0]])
+    assert forward(logits, generators(7), None, None) == "vLLM's"  # the second has none
+    assert forward(logits, {}, None, None) == "vLLM's"
+    only_best = torch.tensor([1, 1])
+    tokens, values = forward(logits.clone(), generators(7, 8), only_best, None)
+    assert tokens.tolist() == [1, 2]
+    if mode == "raw_logprobs":
+        assert values is None
+    else:
+        best = {"processed_logprobs": [0.0, 0.0], "processed_logits": [5.0, 2.0]}[mode]
+        assert values.max(dim=-1).values.tolist() == best
+        assert values.isneginf().sum() == 4

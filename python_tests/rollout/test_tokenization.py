@@ -118,3 +118,19 @@ def test_refusals_name_the_roles(tiny_tokenizer: Any) -> None:
     template.text_of_seen(CHATS[0])
     with pytest.raises(ContextError, match="messages of the roles none: TemplateError: a role"):
         template.text_of_seen([template.seen({"role": "none", "content": ""})])
+
+
+def test_transformers_renders_what_only_it_can_prepare(tiny_tokenizer: Any) -> None:
+    """A function among the tools of the run becomes a schema."""
+
+    def look(place: str) -> str:
+        """Look at a place.
+
+        Args:
+            place: a name.
+        """
+        return place
+
+    template = ChatTemplate(tiny_tokenizer, FULL_TEMPLATE, {"tools": [look]})
+    for chat in CHATS[:2]:
+        assert "Look at a place" in template.text_of_seen(chat)

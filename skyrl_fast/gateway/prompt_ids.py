@@ -230,14 +230,14 @@ class PromptIds:
         with self._lock:
             for pieces in self._forms(prompt, token_ids, text):
                 chain = prompt.chain
-                for text, ids in pieces:
-                    known = self._known.get(text)
+                for piece, ids in pieces:
+                    known = self._known.get(piece)
                     if known is None or known.ids != ids:
                         known = PieceIds(ids, ids_array(ids))
-                    self._known.setdefault(text, known)
-                    self._sampled.setdefault((chain, text), known)
-                    self._answers.add(text)
-                    chain = _link(chain, text)
+                    self._known.setdefault(piece, known)
+                    self._sampled.setdefault((chain, piece), known)
+                    self._answers.add(piece)
+                    chain = _link(chain, piece)
                 self._ends.add(chain)
 
     def continuing(

@@ -136,21 +136,33 @@ class ChatTemplate:
         template gets them as they are, if the first prompt shows that its text is the same.
         """
         given: dict[str, Any] = {**self._kwargs, **kwargs}
-        if self._direct is False or not _parameters().isdisjoint(given):
-            return self.text(messages, answer_next=answer_next, tools=tools, **kwargs)
-        given = {**self.tokenizer.special_tokens_map, **given}
-        given["tools"] = given.get("tools") if tools is None else list(tools)
+        if tools is not None:
+            given["tools"] = list(tools)
+        variables_only = _parameters().isdisjoint(given)
+        if self._direct and variables_only:
+            return self._rendered(messages, answer_next, given)
+        usual = self.text(messages, answer_next=answer_next, tools=tools, **kwargs)
+        if self._direct is None and variables_only:
+            try:
+                self._direct = self._rendered(messages, answer_next, given) == usual
+            except ContextError:  # a value that only transformers can prepare
+                self._direct = False
+        return usual
+
+    def _rendered(
+        self, messages: Sequence[Message], answer_next: bool, given: Mapping[str, Any]
+    ) -> str:
+        values = {
+            **self.tokenizer.special_tokens_map,
+            **{"tools": None, "documents": None},
+            **given,
+            "messages": list(messages),
+            "add_generation_prompt": answer_next,
+        }
         with _refusals(messages):
-            template = self.tokenizer.get_chat_template(self._chat_template, given["tools"])
-            found: str = _compiled(template).render(
-                **{"messages": list(messages), "add_generation_prompt": answer_next},
-                **{"documents": None, **given},
-            )
-        if self._direct is None:
-            usual = self.text(messages, answer_next=answer_next, tools=tools, **kwargs)
-            self._direct = found == usual
-            return usual
-        return found
+            template = self.tokenizer.get_chat_template(self._chat_template, values["tools"])
+            text: str = _compiled(template).render(values)
+            return text
 
     def token_ids(self, text: str) -> list[int]:
         """Return the tokens of rendered text; the template has written its special tokens.

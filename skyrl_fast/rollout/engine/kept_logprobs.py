@@ -22,11 +22,11 @@ NONES = itertools.repeat(None)
 def return_kept_only(sampler: Any) -> None:
     """Make vLLM's sampler return no more log-probabilities than a token of the batch has kept.
 
+    For sampled tokens alone, on a CPU, their ranks are computed here: vLLM's compiled function
+    takes 0.4 ms for each step, whatever it computes.
+
     Args:
         sampler: vLLM's `Sampler`, whose `gather_logprobs` is replaced; other classes are unchanged.
-
-    Of the sampled token alone, vLLM's rank is computed here: its compiled function takes 0.4 ms for
-    each step, whatever it computes.
     """
     gather = getattr(sampler, "gather_logprobs", None)
     if gather is None:

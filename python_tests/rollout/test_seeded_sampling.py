@@ -28,8 +28,9 @@ class Drawing:
     def __init__(self, *numbers: float) -> None:
         self.numbers = list(numbers)
 
-    def __call__(self, size: int, **_: Any) -> torch.Tensor:
-        return torch.tensor([self.numbers.pop(0)], dtype=torch.float64)
+    def __call__(self, *size: int, generator: Any = None, **_: Any) -> torch.Tensor:
+        number = 0.5 if generator is None else self.numbers.pop(0)
+        return torch.full(size, number, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,17 @@ def test_tokens_depend_on_the_row_and_its_generator_alone(words: int) -> None:
     assert together[0] == np.searchsorted(cumulative, drawn[0] * cumulative[-1], side="right")
 
 
+def test_seeded_rows_are_the_same_next_to_rows_without_a_seed() -> None:
+    logprobs = torch.randn(200, 50).log_softmax(-1)
+    alone = inverted(logprobs[::2], generators(*range(100)))
+    mixed = {2 * row: generator for row, generator in generators(*range(100)).items()}
+    # Twice, with the same seeds and another state of the global generator.
+    together = [inverted(logprobs, {r: g.clone_state() for r, g in mixed.items()}) for _ in "ab"]
+    for tokens in together:
+        assert tokens[::2].tolist() == alone.tolist()
+    assert not torch.equal(together[0][1::2], together[1][1::2])  # by the global generator
+
+
 def test_nan_is_a_word_of_the_vocabulary() -> None:
     tokens = inverted(torch.full((1, 4), torch.nan), generators(0))
     assert 0 <= int(tokens) < 4
@@ -89,7 +101,6 @@ def test_top_k_and_requests_without_seeds(mode: str) -> None:
     sample_by_inversion(sampler)
     forward = sampler.topk_topp_sampler.forward
     logits = torch.tensor([[0.0, 5.0, 1.0], [0.0, 1.0, 2.0]])
-    assert forward(logits, generators(7), None, None) == "vLLM's"  # the second has none
     assert forward(logits, {}, None, None) == "vLLM's"
     only_best = torch.tensor([1, 1])
     tokens, values = forward(logits.clone(), generators(7, 8), only_best, None)

@@ -14,7 +14,7 @@ import torch
 
 
 def sample_by_inversion(sampler: Any) -> None:
-    """Let vLLM's sampler draw one number for each token where all requests have seeds, on a CPU.
+    """Let vLLM's sampler draw one number for each token where requests have seeds, on a CPU.
 
     Args:
         sampler: vLLM's `Sampler`, whose `topk_topp_sampler` gets another `forward`; other classes
@@ -28,8 +28,7 @@ def sample_by_inversion(sampler: Any) -> None:
     def forward(
         logits: torch.Tensor, generators: dict[int, torch.Generator], k: Any, p: Any
     ) -> Any:
-        seeded = len(generators) == len(logits) > 0
-        if not seeded or logits.device.type != "cpu":
+        if not generators or logits.device.type != "cpu":
             return usual(logits, generators, k, p)
         from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
@@ -46,10 +45,10 @@ def inverted(logprobs: torch.Tensor, generators: dict[int, torch.Generator]) -> 
 
     Args:
         logprobs: (N, V) float32; excluded words have -inf.
-        generators: of the rows 0 to N - 1; each draws one number.
+        generators: by row; each draws one number. Other rows have torch's global one.
     """
     cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
-    drawn = torch.empty(len(logprobs), 1, dtype=torch.float64)
+    drawn = torch.rand(len(logprobs), 1, dtype=torch.float64)
     for row, generator in generators.items():
         drawn[row] = torch.rand(1, generator=generator, dtype=torch.float64)
     total = cumulative[:, -1:]

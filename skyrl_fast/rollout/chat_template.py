@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -138,11 +139,11 @@ class ChatTemplate:
         given: dict[str, Any] = {**self._kwargs, **kwargs}
         if tools is not None:
             given["tools"] = list(tools)
-        variables_only = _parameters().isdisjoint(given)
-        if self._direct and variables_only:
+        may_be_direct = self._direct is not False and _parameters().isdisjoint(given)
+        if may_be_direct and self._direct:
             return self._rendered(messages, answer_next, given)
         usual = self.text(messages, answer_next=answer_next, tools=tools, **kwargs)
-        if self._direct is None and variables_only:
+        if may_be_direct:
             try:
                 self._direct = self._rendered(messages, answer_next, given) == usual
             except ContextError:  # a value that only transformers can prepare
@@ -237,6 +238,8 @@ def _refusals(messages: Sequence[Message]) -> Iterator[None]:
 
 def _renders_by_jinja(tokenizer: Any) -> bool:
     """Return whether transformers renders the tokenizer's template; some have their own code."""
+    if "transformers" not in sys.modules:  # then it made no tokenizer
+        return False
     from transformers import PreTrainedTokenizerBase
     from transformers.utils import chat_template_utils
 
@@ -296,11 +299,12 @@ def _control_tokens(tokenizer: Any, _size: int) -> _ControlTokens:
     special = {id: str(token) for id, token in added.items() if token.special}
     found = {*tokenizer.all_special_tokens, *special.values()}
     names = sorted((name for name in found if len(name) > 1), key=len, reverse=True)
-    encoded = {name: tokenizer.encode(name, add_special_tokens=False) for name in names}
+    encoded = {name: tokenizer.encode(name, add_special_tokens=False) for name in found}
+    single = {ids[0]: name for name, ids in encoded.items() if len(ids) == 1}
     return _ControlTokens(
         re.compile("|".join(map(re.escape, names)) or r"(?!)"),
-        {ids[0]: name for name, ids in encoded.items() if len(ids) == 1},
-        frozenset({*special, *tokenizer.all_special_ids}),
+        {token_id: name for token_id, name in single.items() if len(name) > 1},
+        frozenset({*special, *single}),
         frozenset(name[:end] for name in names for end in range(2, len(name))),
         frozenset(name[start:] for name in names for start in range(1, len(name) - 1)),
         max(map(len, names), default=1) - 1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -36,6 +37,8 @@ def decode(tokenizer: Any, token_ids: Sequence[int], *, skip_special_tokens: boo
 @lru_cache(maxsize=8)
 def _is_plain(tokenizer: Any) -> bool:
     """Return whether a tokenizer's class adds nothing to the package tokenizers."""
+    if "transformers" not in sys.modules:  # then it made no tokenizer
+        return False
     from transformers import PreTrainedTokenizerFast as Usual
 
     names = ("encode", "_encode_plus", "decode", "_decode")

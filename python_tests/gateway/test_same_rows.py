@@ -107,8 +107,13 @@ def test_recorded_logprobs_are_those_of_the_recorded_tokens(
     assert out.only.failure is None
     assert len(out.only.steps) == 6
     metrics = out.only.env_metrics
-    assert (metrics["first_prompts"], metrics["continued_prompts"]) == (1, 2)
-    assert metrics["forked_prompts"] + metrics["restarted_prompts"] == 4
+    # What comes back of an answer lacks the special tokens that a random model samples inside it.
+    special = set(tiny_tokenizer.all_special_ids)
+    continued = [s for s in out.only.steps[:2] if special.isdisjoint(s.response_ids[:-1])]
+    assert continued
+    assert (metrics["first_prompts"], metrics["continued_prompts"]) == (1, len(continued))
+    others = metrics["calls"] - 1 - len(continued)
+    assert metrics["forked_prompts"] + metrics["restarted_prompts"] == others
     for index in (0, 1, 2, 5):
         step = out.only.steps[index]
         assert step.kept_ids is None

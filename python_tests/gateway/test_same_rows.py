@@ -123,4 +123,5 @@ def test_recorded_logprobs_are_those_of_the_recorded_tokens(
     policy = Policy(AutoModelForCausalLM.from_pretrained(tiny_model_folder, dtype="float32"))
     again = policy.batch_logprobs(batch_from_trajectories([out.only]))
     recorded = [logprob for step in out.only.steps for logprob in step.rollout_logprobs]
-    assert recorded == pytest.approx(again.tolist(), abs=1e-5)
+    # float32: 5e-6 to 1.3e-5 over samples of this model, whose random weights have peaks.
+    assert recorded == pytest.approx(again.tolist(), abs=2e-5)

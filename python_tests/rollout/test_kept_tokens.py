@@ -146,19 +146,20 @@ def ids(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.int32)
 
 
+@pytest.mark.vllm
 @pytest.mark.spec("kept.request")
 @pytest.mark.parametrize(("asked", "wanted"), [(272, 2), (1, 1), (-1, -1)])
 def test_engine_returns_no_more_columns_than_a_token_has_kept(asked: int, wanted: int) -> None:
     class Sampler:
-        def gather_logprobs(self, logprobs: Any, num_logprobs: int, token_ids: Any) -> int:
-            return num_logprobs
+        def gather_logprobs(self, logprobs: Any, num_logprobs: int, token_ids: Any) -> Any:
+            return num_logprobs, logprobs, token_ids
 
     sampler = Sampler()
     return_kept_only(sampler)
     excluded = -torch.inf
     logprobs = torch.tensor([[-0.7, excluded, -0.7], [excluded, excluded, 0.0]])
     got = sampler.gather_logprobs(logprobs, asked, token_ids=torch.tensor([0, 2]))
-    assert got == wanted
+    assert got[0] == wanted
     return_kept_only(object())  # a sampler of another kind is left alone
 
 
@@ -179,6 +180,39 @@ def test_sampled_tokens_have_the_logprobs_and_ranks_of_vllm(rows: int) -> None:
     assert torch.equal(got.logprob_token_ids, wanted.logprob_token_ids)
     assert torch.equal(got.logprobs, wanted.logprobs)
     assert torch.equal(got.selected_token_ranks, wanted.selected_token_ranks)
+
+
+@pytest.mark.vllm
+@pytest.mark.spec("kept.record")
+@pytest.mark.parametrize("columns", [1, 3])
+def test_encoded_logprobs_are_those_that_vllm_encodes(columns: int) -> None:
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    class Sampler:
+        def gather_logprobs(self, logprobs: Any, num_logprobs: int, token_ids: Any) -> Any:
+            values, ids = logprobs.topk(num_logprobs)
+            return LogprobsTensors(ids.int(), values, torch.arange(len(ids)))
+
+    sampler = Sampler()
+    return_kept_only(sampler)
+    asked, sampled = (0 if columns == 1 else columns), torch.arange(5)
+    tensors = sampler.gather_logprobs(torch.randn(5, 40), asked, token_ids=sampled)
+    encoder, decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutput)
+    usual = LogprobsTensors(*tensors).tolists()
+    for start, number in ((0, 1), (2, 2), (4, 1), (5, 0)):
+        encoded, wanted = (
+            encoder.encode(
+                EngineCoreOutput("r", [7], new_logprobs=lists.slice_request(start, number))
+            )
+            for lists in (tensors.tolists(), usual)
+        )
+        assert list(map(bytes, encoded)) == list(map(bytes, wanted))
+        got = decoder.decode(encoded).new_logprobs
+        assert np.array_equal(got.logprobs, usual.logprobs[start : start + number])
+    # Of speculative decoding, a request has several rows.
+    assert type(tensors.tolists([0, 2, 5])) is type(usual)
 
 
 @pytest.mark.vllm

@@ -31,6 +31,12 @@ def test_they_are_the_list_of_their_parts(parts: list[list[int]], start: int, en
     assert all(isinstance(token, int) for token in ids)
 
 
+def test_representation_of_many_is_short() -> None:
+    assert repr(TokenIds([ids_array([5, 6]), ids_array([7])])) == "TokenIds([5, 6, 7])"
+    many = repr(TokenIds([ids_array(range(60))] * 100))
+    assert many.endswith("38, 39] and 5,900 more)") and len(many) < 500
+
+
 @given(LISTS)
 def test_a_prompt_shares_the_parts_of_the_one_before(prompts: list[list[int]]) -> None:
     kept, before = TokenIds([]), []

@@ -75,7 +75,7 @@ def test_a_class_with_code_of_its_own_is_asked() -> None:
     tokenizer.__class__ = Shouting
     assert encode(tokenizer, "ab") == byte_level_tokenizer().encode("AB")
     assert decode(tokenizer, encode(tokenizer, "c")) == "C"
-    assert ChatTemplate(tokenizer).text_of_seen(CHATS[0]) == "own"
+    assert ChatTemplate(tokenizer).parts_of_seen(CHATS[0]) == ["own"]
 
 
 @pytest.mark.parametrize("chat", CHATS, ids=range(len(CHATS)))
@@ -87,37 +87,38 @@ def test_rendered_without_copies_is_the_same(tiny_tokenizer: Any, chat: Any, too
         for options in ({}, {"answer_next": False}, {"style": "other"}):
             wanted = template.text(messages, tools=tools, **options)
             seen = [template.seen(message) for message in messages]
-            assert template.text_of_seen(seen, tools=tools, **options) == wanted
+            parts = template.parts_of_seen(seen, tools=tools, **options)
+            assert "".join(parts) == wanted
     assert template._direct
 
 
 def test_arguments_of_transformers_are_no_variables(tiny_tokenizer: Any) -> None:
     template = ChatTemplate(tiny_tokenizer, FULL_TEMPLATE)
-    assert template.text_of_seen(CHATS[0]) == template.text(CHATS[0])
+    assert "".join(template.parts_of_seen(CHATS[0])) == template.text(CHATS[0])
     chat = [*CHATS[0], {"role": "assistant", "content": "and"}]
     options = {"answer_next": False, "continue_final_message": True}
-    assert template.text_of_seen(chat, **options) == template.text(chat, **options)
-    assert template.text_of_seen(chat, **options).endswith("and")
+    assert template.parts_of_seen(chat, **options) == [template.text(chat, **options)]
+    assert template.text(chat, **options).endswith("and")
 
 
 def test_transformers_renders_if_its_first_prompt_is_another(
     tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Other:
-        def render(self, **_: Any) -> str:
-            return "other"
+        def generate(self, _: Any) -> list[str]:
+            return ["other"]
 
     monkeypatch.setattr(chat_template, "_compiled", lambda template: Other())
     template = ChatTemplate(tiny_tokenizer)
     for chat in CHATS[:2]:
-        assert template.text_of_seen(chat) == template.text(chat) != "other"
+        assert template.parts_of_seen(chat) == [template.text(chat)] != ["other"]
 
 
 def test_refusals_name_the_roles(tiny_tokenizer: Any) -> None:
     template = ChatTemplate(tiny_tokenizer, FULL_TEMPLATE)
-    template.text_of_seen(CHATS[0])
+    template.parts_of_seen(CHATS[0])
     with pytest.raises(ContextError, match="messages of the roles none: TemplateError: a role"):
-        template.text_of_seen([template.seen({"role": "none", "content": ""})])
+        template.parts_of_seen([template.seen({"role": "none", "content": ""})])
 
 
 def test_transformers_renders_what_only_it_can_prepare(tiny_tokenizer: Any) -> None:
@@ -133,4 +134,4 @@ def test_transformers_renders_what_only_it_can_prepare(tiny_tokenizer: Any) -> N
 
     template = ChatTemplate(tiny_tokenizer, FULL_TEMPLATE, {"tools": [look]})
     for chat in CHATS[:2]:
-        assert "Look at a place" in template.text_of_seen(chat)
+        assert "Look at a place" in "".join(template.parts_of_seen(chat))

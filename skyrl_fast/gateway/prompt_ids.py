@@ -10,10 +10,13 @@ only grows keeps all of its tokens, with any template, and any other prompt is a
 from __future__ import annotations
 
 import hashlib
+import operator
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import compress, count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +40,42 @@ class PieceIds(NamedTuple):
     array: np.ndarray  # int32
 
 
+class RenderedText:
+    """A text in parts, which is put together only where it is needed as a whole."""
+
+    def __init__(self, parts: list[str]) -> None:
+        self.parts = parts
+
+    @cached_property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self.parts)
+
+    @cached_property
+    def num_characters(self) -> int:
+        """Number of its characters."""
+        return sum(map(len, self.parts))
+
+    def without_end(self, length: int) -> RenderedText:
+        """Return the text without so many characters at its end."""
+        kept = [*self.parts]
+        while length:
+            last = kept.pop()
+            if len(last) > length:
+                kept.append(last[:-length])
+            length -= min(length, len(last))
+        return RenderedText(kept)
+
+    def after(self, beginning: RenderedText) -> str | None:
+        """Return what follows a beginning; None: the text begins otherwise."""
+        number = len(beginning.parts)
+        if self.parts[:number] == beginning.parts:
+            return "".join(self.parts[number:])
+        if self.text.startswith(beginning.text):
+            return self.text[len(beginning.text) :]
+        return None
+
+
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
     """The tokens of one prompt.
@@ -45,7 +84,7 @@ class PromptTokens:
         token_ids: as the engine gets them. After `PromptIds.release` they may become those of a
             longer prompt.
         kept: the same as its step keeps them, in parts that all steps of the session share.
-        text: that was rendered; "" where the client gave tokens.
+        rendered: the text; none where the client gave tokens.
         chain: digest of the pieces before the last one.
         last_text, last_ids: the last piece, which the response continues.
         kind: how it relates to the session's earlier calls.
@@ -54,7 +93,7 @@ class PromptTokens:
 
     token_ids: list[int]
     kept: TokenIds
-    text: str
+    rendered: RenderedText
     chain: bytes
     last_text: str
     last_ids: list[int]
@@ -67,8 +106,7 @@ class _Start:
     """All pieces but the last of an earlier prompt, and what is known of them.
 
     Args:
-        text: of the earlier prompt.
-        num_characters: of these pieces.
+        rendered: their text.
         token_ids: of the earlier prompt.
         num_tokens: of these pieces.
         parts: these pieces' tokens.
@@ -77,8 +115,7 @@ class _Start:
         released: whether the earlier prompt's list may be extended.
     """
 
-    text: str
-    num_characters: int
+    rendered: RenderedText
     token_ids: list[int]
     num_tokens: int
     parts: tuple[np.ndarray, ...]
@@ -96,10 +133,6 @@ class _Start:
             return self.token_ids[: self.num_tokens]
         del self.token_ids[self.num_tokens :]
         return self.token_ids
-
-    def begins(self, text: str) -> bool:
-        """Return whether a text begins with these pieces."""
-        return text.startswith(self.text) or text.startswith(self.text[: self.num_characters])
 
 
 class PromptIds:
@@ -142,23 +175,24 @@ class PromptIds:
             ContextError: the chat template refuses the messages, or the tokenizer their text.
         """
         with self._lock:
-            return self._prompt(self._text(messages, tools, template_kwargs))
+            return self._prompt(self._rendered(messages, tools, template_kwargs))
 
-    def _text(
+    def _rendered(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
         template_kwargs: Mapping[str, Any],
         *,
         answer_next: bool = True,
-    ) -> str:
+    ) -> RenderedText:
         as_text = self._template.without_control_tokens
-        return self._template.text_of_seen(
+        parts = self._template.parts_of_seen(
             self._seen(messages),
             answer_next=answer_next,
             tools=as_text(tools) if tools else None,
             **as_text(template_kwargs),
         )
+        return RenderedText(parts)
 
     def _seen(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages as the template sees them, without control tokens."""
@@ -192,7 +226,7 @@ class PromptIds:
             ContextError: the tokenizer refuses the text.
         """
         with self._lock:
-            return self._prompt(text)
+            return self._prompt(RenderedText([text]))
 
     def given(self, token_ids: Sequence[int]) -> PromptTokens:
         """Return a prompt of given tokens.
@@ -206,7 +240,7 @@ class PromptIds:
             raise ContextError(f"prompt: {error}") from error
         digest = _link(b"", repr(list(token_ids)))
         kind = self._kind(False, False)
-        return PromptTokens(list(token_ids), kept, "", b"", "", [], kind, digest)
+        return PromptTokens(list(token_ids), kept, RenderedText([]), b"", "", [], kind, digest)
 
     def release(self, prompt: PromptTokens) -> None:
         """Allow a prompt's list of ids to be extended by the next one: no one reads it any more."""
@@ -259,17 +293,17 @@ class PromptIds:
             answers: messages that say the same.
             arguments: `tools` and `template_kwargs` of the request.
         """
-        before = prompt.text[: len(prompt.text) - len(prompt.last_text)]
+        before = prompt.rendered.without_end(len(prompt.last_text)).text
         expected = [
             before + "".join(text for text, _ in pieces)
             for pieces in self._forms(prompt, token_ids)
         ]
         for index, answer in enumerate(answers):
             try:
-                text = self._text([*messages, answer], answer_next=False, **arguments)
+                form = self._rendered([*messages, answer], answer_next=False, **arguments)
             except ContextError:
                 continue
-            if any(map(text.startswith, expected)):
+            if any(map(form.text.startswith, expected)):
                 return index
         return None
 
@@ -308,11 +342,11 @@ class PromptIds:
         text, ids = pieces[0]
         return [(prompt.last_text + text, prompt.last_ids + ids), *pieces[1:]]
 
-    def _prompt(self, text: str) -> PromptTokens:
-        start = self._start(text)
+    def _prompt(self, rendered: RenderedText) -> PromptTokens:
+        start, new_text = self._start(rendered)
         token_ids, parts = start.ids(), [*start.parts]
         chain, continues, answers = start.chain, start.continues, start.answers
-        *before, last = self._divided(text[start.num_characters :])
+        *before, last = self._divided(new_text)
         for piece in before:
             ids, array = self._ids_at(chain, piece)
             token_ids += ids
@@ -323,27 +357,27 @@ class PromptIds:
         if self._divides:
             if start in self._starts:
                 self._starts.remove(start)  # the new one is longer, or the same
-            num_characters, num_tokens = len(text) - len(last), len(token_ids)
-            known = (text, num_characters, token_ids, num_tokens, tuple(parts), chain)
-            self._starts.append(_Start(*known, continues, answers))
+            known = (rendered.without_end(len(last)), token_ids, len(token_ids), tuple(parts))
+            self._starts.append(_Start(*known, chain, continues, answers))
         ids, array = self._ids_at(chain, last)
         token_ids += ids
         kept = TokenIds([*parts, array], len(token_ids))
         digest = _link(chain, last)
         kind = self._kind(continues or digest in self._ends, answers or last in self._answers)
-        return PromptTokens(token_ids, kept, text, chain, last, ids, kind, digest)
+        return PromptTokens(token_ids, kept, rendered, chain, last, ids, kind, digest)
 
     def _ids_at(self, chain: bytes, piece: str) -> PieceIds:
         """Return the tokens of a piece after the pieces of a chain."""
         return self._sampled.get((chain, piece)) or self._piece(piece)
 
-    def _start(self, text: str) -> _Start:
-        """Return the longest known beginning of a text, after which a piece begins."""
+    def _start(self, rendered: RenderedText) -> tuple[_Start, str]:
+        """Return the longest known beginning, after which a piece begins, and what follows it."""
         next_piece = self._template.control_tokens.match
-        for start in sorted(self._starts, key=lambda start: -start.num_characters):
-            if start.begins(text) and next_piece(text, start.num_characters):
-                return start
-        return _Start("", 0, [], 0, (), b"", False, False)
+        for start in sorted(self._starts, key=lambda start: -start.rendered.num_characters):
+            new_text = rendered.after(start.rendered)
+            if new_text is not None and next_piece(new_text):
+                return start, new_text
+        return _Start(RenderedText([]), [], 0, (), b"", False, False), rendered.text
 
     def _kind(self, continues: bool, answers: bool) -> str:
         if continues:
@@ -376,9 +410,8 @@ class PromptIds:
 
 def _num_shared(messages: Sequence[Message], last: Sequence[Message]) -> int:
     """Return the number of leading messages that are the same objects."""
-    pairs = enumerate(zip(messages, last, strict=False))
-    both = min(len(messages), len(last))
-    return next((number for number, (one, other) in pairs if one is not other), both)
+    others = map(operator.is_not, messages, last)
+    return next(compress(count(), others), min(len(messages), len(last)))
 
 
 def _link(chain: bytes, text: str) -> bytes:

@@ -64,7 +64,7 @@ class ChatTemplate:
         self._max_length = max_length
         self._chat_template = chat_template
         self._kwargs = dict(kwargs or {})
-        # Whether `text_of_seen` renders without transformers; None: the first prompt shows it.
+        # Whether `parts_of_seen` renders without transformers; None: the first prompt shows it.
         self._direct: bool | None = None if _renders_by_jinja(tokenizer) else False
 
     @property
@@ -109,7 +109,7 @@ class ChatTemplate:
             )
 
     def seen(self, message: Message) -> Message:
-        """Return a message of plain values as templates see it, for `text_of_seen`.
+        """Return a message of plain values as templates see it, for `parts_of_seen`.
 
         transformers drops and renames some keys, of which a plain message has none.
         """
@@ -123,15 +123,18 @@ class ChatTemplate:
             seen: Message = json.loads(as_json)
             return seen
 
-    def text_of_seen(
+    def parts_of_seen(
         self,
         messages: Sequence[Message],
         *,
         answer_next: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
-    ) -> str:
-        """Return the text of messages from `seen`; arguments as of `text`.
+    ) -> list[str]:
+        """Return the text of messages from `seen` in parts; arguments as of `text`.
+
+        Most templates write each message as one or a few parts, so that texts of a conversation
+        that grows begin with the same parts.
 
         transformers copies all messages three times before it renders them. Here the compiled
         template gets them as they are, if the first prompt shows that its text is the same.
@@ -145,14 +148,14 @@ class ChatTemplate:
         usual = self.text(messages, answer_next=answer_next, tools=tools, **kwargs)
         if may_be_direct:
             try:
-                self._direct = self._rendered(messages, answer_next, given) == usual
+                self._direct = "".join(self._rendered(messages, answer_next, given)) == usual
             except ContextError:  # a value that only transformers can prepare
                 self._direct = False
-        return usual
+        return [usual]
 
     def _rendered(
         self, messages: Sequence[Message], answer_next: bool, given: Mapping[str, Any]
-    ) -> str:
+    ) -> list[str]:
         values = {
             **self.tokenizer.special_tokens_map,
             **{"tools": None, "documents": None},
@@ -162,8 +165,7 @@ class ChatTemplate:
         }
         with _refusals(messages):
             template = self.tokenizer.get_chat_template(self._chat_template, values["tools"])
-            text: str = _compiled(template).render(values)
-            return text
+            return [*_compiled(template).generate(values)]
 
     def token_ids(self, text: str) -> list[int]:
         """Return the tokens of rendered text; the template has written its special tokens.

@@ -7,6 +7,8 @@ from typing import Any, SupportsIndex, overload
 
 import numpy as np
 
+NUM_SHOWN = 100  # ids in a `repr`: asyncio and pytest print those of whole batches
+
 
 class TokenIds(Sequence[int]):
     """A sequence of token ids in parts. Slices and sums are lists; an equal list is equal.
@@ -68,7 +70,9 @@ class TokenIds(Sequence[int]):
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:  # noqa: D105
-        return f"TokenIds({self[:]})"
+        shown = self.prefix(NUM_SHOWN)[:]
+        more = f" and {len(self) - len(shown):,} more" if len(self) > len(shown) else ""
+        return f"TokenIds({shown}{more})"
 
 
 def grown_ids(token_ids: list[int], before_ids: list[int], before: TokenIds) -> TokenIds:

@@ -4,14 +4,19 @@ vLLM decodes each token for the text of its log-probability, and makes an object
 half of this process's work during generation, and next to the engine's on the same cores. Here only
 ids and values are stored. A request for the log-probabilities of kept tokens asks for as many as
 sampling may keep, but most tokens are sampled from a few: the engine's process returns no more
-columns than some token of the batch has kept, and this process stores only the kept ones.
+columns than some token of the batch has kept, and this process stores only the kept ones. On its
+way, vLLM's encoder calls Python for each array of each request; on a CPU the arrays are bytes
+already.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from skyrl_fast.rollout.engine.protocol import EXCLUDED_LOGPROB
@@ -19,11 +24,59 @@ from skyrl_fast.rollout.engine.protocol import EXCLUDED_LOGPROB
 NONES = itertools.repeat(None)
 
 
+class EncodedLogprobs:
+    """A step's log-probabilities; those of a request as vLLM's encoder writes arrays.
+
+    The encoder runs in a thread of the engine's process, and holds Python's lock. 128 requests take
+    0.03 ms so, in place of 0.6.
+
+    Args:
+        arrays: ids, values and ranks, a row for each request.
+    """
+
+    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
+        self._arrays = [
+            (a.dtype.str, a.shape[1:], a.nbytes // max(len(a), 1), a.tobytes()) for a in arrays
+        ]
+
+    def slice_request(self, req_idx: int, num_positions: int) -> tuple[Any, ...]:
+        """Return what `LogprobsLists.slice_request` returns, encoded."""
+        raw, end = _raw_view(), req_idx + num_positions
+        encoded = [
+            (dtype, (num_positions, *shape), raw(data[req_idx * size : end * size]))
+            for dtype, shape, size, data in self._arrays
+        ]
+        return (*encoded, None)
+
+
+@cache
+def _raw_view() -> Callable[[bytes], Any]:
+    from msgspec.msgpack import Ext
+    from vllm.v1.serial_utils import CUSTOM_TYPE_RAW_VIEW
+
+    return partial(Ext, CUSTOM_TYPE_RAW_VIEW)
+
+
+@cache
+def _encoding() -> Any:
+    """Return vLLM's tensors of a step, whose lists are encoded."""
+    from vllm.v1.outputs import LogprobsTensors
+
+    class EncodingTensors(LogprobsTensors):
+        def tolists(self, cu_num_generated_tokens: list[int] | None = None) -> Any:
+            lists = super().tolists(cu_num_generated_tokens)
+            by_request = lists.cu_num_generated_tokens is None
+            return EncodedLogprobs(lists[:3]) if by_request else lists
+
+    return EncodingTensors
+
+
 def return_kept_only(sampler: Any) -> None:
     """Make vLLM's sampler return no more log-probabilities than a token of the batch has kept.
 
-    For sampled tokens alone, on a CPU, their ranks are computed here: vLLM's compiled function
-    takes 0.4 ms for each step, whatever it computes.
+    On a CPU they leave the engine's process as `EncodedLogprobs`, and the ranks of sampled tokens
+    alone are computed here: vLLM's compiled function takes 0.4 ms for each step, whatever it
+    computes.
 
     Args:
         sampler: vLLM's `Sampler`, whose `gather_logprobs` is replaced; other classes are unchanged.
@@ -33,12 +86,15 @@ def return_kept_only(sampler: Any) -> None:
         return
 
     def gather_kept(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> Any:
-        if num_logprobs == 0 and logprobs.device.type == "cpu":
-            from vllm.v1.outputs import LogprobsTensors
-
+        if logprobs.device.type != "cpu":
+            return gathered(logprobs, num_logprobs, token_ids)
+        if num_logprobs == 0:
             sampled = token_ids.unsqueeze(-1)
             values = logprobs.gather(-1, sampled)
-            return LogprobsTensors(sampled.int(), values, (logprobs >= values).sum(dim=-1))
+            return _encoding()(sampled.int(), values, (logprobs >= values).sum(dim=-1))
+        return _encoding()(*gathered(logprobs, num_logprobs, token_ids))
+
+    def gathered(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> Any:
         if num_logprobs > 1:
             most = int((logprobs > EXCLUDED_LOGPROB).sum(dim=-1).max())
             num_logprobs = min(num_logprobs, max(most, 1))

@@ -9,8 +9,11 @@ probabilities; as in vLLM, a request's tokens depend on its own seed and logits 
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+
+BLOCK = 64  # numbers that a generator draws at once: a call of torch takes as long as for one
 
 
 def sample_by_inversion(sampler: Any) -> None:
@@ -24,6 +27,7 @@ def sample_by_inversion(sampler: Any) -> None:
     if chosen is None:
         return
     usual = chosen.forward
+    numbers = Numbers()
 
     def forward(
         logits: torch.Tensor, generators: dict[int, torch.Generator], k: Any, p: Any
@@ -35,22 +39,43 @@ def sample_by_inversion(sampler: Any) -> None:
         logits = apply_top_k_top_p(logits, k, p)
         logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
         returned = {"processed_logits": logits, "processed_logprobs": logprobs}
-        return inverted(logprobs, generators), returned.get(chosen.logprobs_mode)
+        return inverted(logprobs, generators, numbers), returned.get(chosen.logprobs_mode)
 
     chosen.forward = forward
 
 
-def inverted(logprobs: torch.Tensor, generators: dict[int, torch.Generator]) -> torch.Tensor:
+class Numbers:
+    """Uniform numbers of generators, in the order in which each draws them.
+
+    They belong to the generator, whose request may wait between two of its steps.
+    """
+
+    def __init__(self) -> None:
+        self._drawn: WeakKeyDictionary[torch.Generator, list[float]] = WeakKeyDictionary()
+
+    def next(self, generator: torch.Generator) -> float:
+        """Return the generator's next number."""
+        drawn = self._drawn.get(generator)
+        if not drawn:
+            block = torch.rand(BLOCK, generator=generator, dtype=torch.float64)
+            drawn = self._drawn[generator] = block.tolist()[::-1]
+        return drawn.pop()
+
+
+def inverted(
+    logprobs: torch.Tensor, generators: dict[int, torch.Generator], numbers: Numbers
+) -> torch.Tensor:
     """Return a token for each row: the first at which the cumulative probability exceeds a number.
 
     Args:
         logprobs: (N, V) float32; excluded words have -inf.
-        generators: by row; each draws one number. Other rows have torch's global one.
+        generators: by row; other rows have torch's global one.
+        numbers: of the generators.
     """
     cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
     drawn = torch.rand(len(logprobs), 1, dtype=torch.float64)
-    for row, generator in generators.items():
-        drawn[row] = torch.rand(1, generator=generator, dtype=torch.float64)
+    given = list(map(numbers.next, generators.values()))
+    drawn[list(generators), 0] = torch.tensor(given, dtype=torch.float64)
     total = cumulative[:, -1:]
     below = torch.nextafter(total, torch.zeros_like(total))  # a product may round to the total
     found = torch.searchsorted(cumulative, torch.minimum(drawn * total, below), right=True)

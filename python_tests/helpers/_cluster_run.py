@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from _fakes import FakeRollouts, FakeTokenizer, tiny_model
+from _thorough import THOROUGH
 
 from skyrl_fast.config import Config
 from skyrl_fast.train import run
@@ -19,7 +20,7 @@ from skyrl_fast.train.flow.event_loop import StopSignals
 from skyrl_fast.train.parallel.rank_processes import RankStarter
 
 # Of kills at random, per test.
-MOMENTS = 5 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 1
+MOMENTS = 5 if THOROUGH else 1
 TAG = "SKYRL_FAST_TEST_CLUSTER"  # a variable of the processes of a test's cluster
 
 

@@ -19,6 +19,7 @@ pytest.importorskip("bm25s")
 from _asgi import Recorder
 from _http_fuzz import RequestFuzz, Template, statuses
 from _http_server import serving
+from _thorough import THOROUGH
 
 from skyrl_fast.extras.search.connections import LimitedProtocol
 from skyrl_fast.extras.search.corpus import Corpus
@@ -27,7 +28,7 @@ from skyrl_fast.extras.search.server import make_app
 from skyrl_fast.http_guard import HttpGuard
 from skyrl_fast.rollout.engine.serve_guard import PAUSE_QUERY, engine_routes
 
-FEW, MANY = 400, 100_000
+FEW, MANY = 400, 100_000 if THOROUGH else 20_000
 KEY = "k" * 32
 number_of_requests = pytest.mark.parametrize(
     "number",

@@ -11,6 +11,7 @@ import pytest
 import torch
 from _probe_sweep import (
     KERNEL_FAULTS,
+    LEARNING_RATES,
     NUM_MODELS,
     OTHER_DTYPE,
     TRANSFER_FAULTS,
@@ -21,6 +22,7 @@ from _probe_sweep import (
     model_kinds,
     sweep,
 )
+from _thorough import THOROUGH
 
 from skyrl_fast.config import InferenceEngineConfig
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
@@ -53,8 +55,9 @@ def test_rounding_passes_and_faults_are_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.spec(*RULES)
-def test_rounding_passes_and_faults_are_refused_in_200_updates() -> None:
-    _checked(sweep(model_kinds()), updates=5 * NUM_MODELS)
+def test_rounding_passes_and_faults_are_refused_in_updates_of_many_models() -> None:
+    learning_rates = LEARNING_RATES if THOROUGH else LEARNING_RATES[:1]
+    _checked(sweep(model_kinds(), learning_rates), updates=len(learning_rates) * NUM_MODELS)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import compress, count
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ CONTINUED = "continued"  # begins with the prompt and the response of an earlier
 FIRST = "first"  # the session's first
 RESTARTED = "restarted"  # no answer of this session in it: a sub-agent, or a summarised context
 MAX_STARTS = 8  # beginnings of earlier prompts that are kept: of as many interleaved conversations
+MAX_SHARED = 1 << 18  # tokens of the largest usual vocabularies
 FORKED = "forked"  # has an answer of this session, but after other tokens
 
 
@@ -150,7 +151,6 @@ class PromptIds:
         self._last: tuple[list[Message], list[Message]] = ([], [])
         self._starts: deque[_Start] = deque(maxlen=MAX_STARTS)
         self._known: dict[str, PieceIds] = {}  # tokens of a piece
-        self._ids: dict[int, int] = {}  # one object for each token: copies of long lists need few
         self._sampled: dict[
             tuple[bytes, str], PieceIds
         ] = {}  # of one with a response, by its place
@@ -321,7 +321,7 @@ class PromptIds:
         if self._template.special_ids.isdisjoint(sampled):
             text = decode(self._template.tokenizer, sampled) if text is None else text
             text = self._template.without_control_tokens(text)
-            ids = self._shared(sampled)
+            ids = _shared(sampled)
             return [[(prompt.last_text + text, prompt.last_ids + ids)]]
         divided: list[tuple[str, list[int]]] = [("", [])]
         for token in sampled:
@@ -336,7 +336,7 @@ class PromptIds:
     ) -> list[tuple[str, list[int]]]:
         tokenizer, as_text = self._template.tokenizer, self._template.without_control_tokens
         pieces = [
-            (name + as_text(decode(tokenizer, ids[1:] if name else ids)), self._shared(ids))
+            (name + as_text(decode(tokenizer, ids[1:] if name else ids)), _shared(ids))
             for name, ids in divided
         ]
         text, ids = pieces[0]
@@ -388,12 +388,9 @@ class PromptIds:
 
     def _piece(self, piece: str) -> PieceIds:
         if piece not in self._known:
-            ids = self._shared(self._template.token_ids(piece))
+            ids = _shared(self._template.token_ids(piece))
             self._known[piece] = PieceIds(ids, ids_array(ids))
         return self._known[piece]
-
-    def _shared(self, token_ids: Sequence[int]) -> list[int]:
-        return list(map(self._ids.setdefault, token_ids, token_ids))
 
     def _divided(self, text: str) -> list[str]:
         """Return the text in pieces, or as one piece if its pieces would have other tokens."""
@@ -406,6 +403,20 @@ class PromptIds:
             joined = [token for piece in pieces for token in self._piece(piece).ids]
             self._divides = joined == self._template.token_ids(text)
         return pieces if self._divides else [text]
+
+
+@cache
+def _objects() -> tuple[int, ...]:
+    """Return one object for each token, so that long lists of all sessions need no more."""
+    return tuple(range(MAX_SHARED))
+
+
+def _shared(token_ids: Sequence[int]) -> list[int]:
+    objects = _objects()
+    try:
+        return [objects[token_id] for token_id in token_ids]
+    except IndexError:
+        return list(token_ids)
 
 
 def _num_shared(messages: Sequence[Message], last: Sequence[Message]) -> int:

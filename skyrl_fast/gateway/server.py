@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import uvicorn
-from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Route, Router
 
 from skyrl_fast.config.upstream import Upstream
 from skyrl_fast.gateway.dialects.anthropic_messages import AnthropicMessages
@@ -160,7 +159,7 @@ class Gateway:
         if session is not None:
             await session.close()
 
-    def app(self) -> Starlette:
+    def app(self) -> Router:
         """Return the ASGI application."""
         chat, messages = OpenAIChat(), AnthropicMessages()
 
@@ -176,7 +175,7 @@ class Gateway:
 
             return Route(path, endpoint, methods=[method])
 
-        return Starlette(
+        return Router(  # without middleware
             routes=[
                 calls("/v1/chat/completions", chat),
                 calls("/v1/completions", OpenAICompletions()),

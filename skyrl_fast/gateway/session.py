@@ -7,10 +7,10 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
@@ -29,6 +29,7 @@ from skyrl_fast.rollout.stop_reason import LENGTH, MAX_TURNS, STOP
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # How long an answer waits for a client that has disconnected: SDKs call again after up to 8 s.
 RETRY_SECONDS = 10.0
@@ -234,15 +235,13 @@ class Session:
         self._places[prompt.digest] += call.num_choices
         self._began()
         choices = [
-            asyncio.create_task(
-                self._choices.sampled(
-                    call, prompt, f"{prompt.digest.hex()}-{number + n}", self._entry.attempt
-                )
+            self._choices.sampled(
+                call, prompt, f"{prompt.digest.hex()}-{number + n}", self._entry.attempt
             )
             for n in range(call.num_choices)
         ]
         try:
-            sampled = await asyncio.gather(*choices)
+            sampled = await _all(choices)
         except EngineError as error:
             if isinstance(error, RefusedRequestError) and call.is_constrained:
                 raise ApiError(
@@ -253,8 +252,6 @@ class Session:
                 self.engine_died.set()
             raise
         finally:
-            for choice in choices:  # the others, if one failed
-                choice.cancel()
             self._ended()
         self.engine_failure = None
         answer = Answer(
@@ -348,6 +345,18 @@ class Session:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _all(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return all results, or raise the first error and cancel the others."""
+    if len(coroutines) == 1:  # the usual call, which needs no task of its own
+        return [await coroutines[0]]
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _failed(task: asyncio.Task[Any]) -> bool:

@@ -29,9 +29,9 @@ from skyrl_fast.rollout.tokenization import decode
 CONTINUED = "continued"  # begins with the prompt and the response of an earlier call
 FIRST = "first"  # the session's first
 RESTARTED = "restarted"  # no answer of this session in it: a sub-agent, or a summarised context
+FORKED = "forked"  # has an answer of this session, but after other tokens
 MAX_STARTS = 8  # beginnings of earlier prompts that are kept: of as many interleaved conversations
 MAX_SHARED = 1 << 18  # tokens of the largest usual vocabularies
-FORKED = "forked"  # has an answer of this session, but after other tokens
 
 
 class PieceIds(NamedTuple):

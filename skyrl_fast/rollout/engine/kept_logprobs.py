@@ -86,19 +86,16 @@ def return_kept_only(sampler: Any) -> None:
         return
 
     def gather_kept(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> Any:
-        if logprobs.device.type != "cpu":
-            return gathered(logprobs, num_logprobs, token_ids)
-        if num_logprobs == 0:
+        is_encoded = logprobs.device.type == "cpu"
+        if is_encoded and num_logprobs == 0:
             sampled = token_ids.unsqueeze(-1)
             values = logprobs.gather(-1, sampled)
             return _encoding()(sampled.int(), values, (logprobs >= values).sum(dim=-1))
-        return _encoding()(*gathered(logprobs, num_logprobs, token_ids))
-
-    def gathered(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> Any:
         if num_logprobs > 1:
             most = int((logprobs > EXCLUDED_LOGPROB).sum(dim=-1).max())
             num_logprobs = min(num_logprobs, max(most, 1))
-        return gather(logprobs, num_logprobs, token_ids=token_ids)
+        tensors = gather(logprobs, num_logprobs, token_ids=token_ids)
+        return _encoding()(*tensors) if is_encoded else tensors
 
     sampler.gather_logprobs = gather_kept
 

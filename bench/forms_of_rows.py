@@ -1,5 +1,7 @@
 """Tokens and time of one training step, and sampled tokens that are trained, of a stored run.
 
+A training run, or a recording (`--model` is needed then).
+
     python -m bench.forms_of_rows RUN [--step 5] [--model FOLDER]
 
 Six ways to train on calls that form a forest: every call as a row; rows joined where the context
@@ -17,6 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,7 +30,7 @@ from skyrl_fast.train.model.policy import Policy, hide_progress_bars, load_model
 from skyrl_fast.trajectory_store import read_index
 from skyrl_fast.trajectory_store.recorded import recorded_trajectories
 
-REPETITIONS = 5
+RECORDING_BUDGET = 32_768  # tokens of a pass
 
 Chain = list[int]  # numbers of a trajectory's steps
 
@@ -84,36 +87,48 @@ def forms_of(trajectories: Sequence[Trajectory]) -> list[Form]:
     ]
 
 
-def measured(form: Form, policy: Policy) -> tuple[int, float]:
+def measured(form: Form, policy: Policy, repetitions: int) -> tuple[int, float]:
     """Return the tokens that the model processes, and the median seconds of a step."""
-    tokens = training_step(form.layout, policy, form.batch)[1]
-    seconds = []
-    for _ in range(REPETITIONS):
+    tokens, seconds = 0, []
+    for _ in range(repetitions):
         started = time.process_time()
-        training_step(form.layout, policy, form.batch)
+        _, tokens = training_step(form.layout, policy, form.batch)
         seconds.append(time.process_time() - started)
     return tokens, statistics.median(seconds)
+
+
+def trainer_settings(run: Path) -> dict[str, Any]:
+    """Return those of a training run; none for a recording."""
+    path = run / "config.json"
+    return dict(json.loads(path.read_text())["trainer"]) if path.exists() else {}
 
 
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--step", type=int, help="of the run; default: the last one")
+    parser.add_argument("--step", type=int, help="of a training run; default: the last one")
     parser.add_argument("--model", type=Path, help="default: that of the run's settings")
+    parser.add_argument("--trajectories", type=int, help="only the first ones")
+    parser.add_argument("--repetitions", type=int, default=5, help="of which the median is shown")
     options = parser.parse_args()
-    last = max(entry.step for entry in read_index(options.run) if entry.phase == "train")
+    entries = read_index(options.run)
+    phase = "train" if any(entry.phase == "train" for entry in entries) else "eval"
+    last = max(entry.step for entry in entries if entry.phase == phase)
     step = last if options.step is None else options.step
-    trainer = json.loads((options.run / "config.json").read_text())["trainer"]
     hide_progress_bars()
     torch.set_num_threads(1)
+    settings = trainer_settings(options.run)
+    if options.model is None and not settings:
+        parser.error(f"{options.run} is a recording, which does not name its model: give --model")
     policy = Policy(
         load_model(
-            str(options.model or trainer["policy"]["model"]["path"]), device=torch.device("cpu")
+            str(options.model or settings["policy"]["model"]["path"]), device=torch.device("cpu")
         ),
-        max_tokens_per_microbatch=trainer["max_tokens_per_microbatch"],
+        max_tokens_per_microbatch=settings.get("max_tokens_per_microbatch", RECORDING_BUDGET),
     )
-    forms = forms_of(recorded_trajectories(options.run, phase="train", steps=[step]))
+    found = recorded_trajectories(options.run, phase=phase, steps=[step])[: options.trajectories]
+    forms = forms_of(found)
     rows, _, leaves = (form.batch for form in forms[:3])
     every = int(rows.loss_mask.sum())
     print(
@@ -123,7 +138,7 @@ def main() -> None:
     print("| form | tokens processed | sampled tokens trained | forward and backward, CPU ms |")
     print("|---|---|---|---|")
     for form in forms:
-        tokens, seconds = measured(form, policy)
+        tokens, seconds = measured(form, policy, options.repetitions)
         trained = int(form.batch.loss_mask.sum())
         share = f"{trained:,} ({trained / every:.0%})"
         print(f"| {form.name} | {tokens:,} | {share} | {1000 * seconds:.0f} |")

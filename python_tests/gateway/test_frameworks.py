@@ -24,6 +24,9 @@ from skyrl_fast.batch import batch_from_trajectories
 from skyrl_fast.config import SamplingParams
 from skyrl_fast.gateway.agents.command import CommandAgent
 from skyrl_fast.rollout.tool_calls import ToolCallParser
+from skyrl_fast.trajectory_store.reader import FOLDER
+from skyrl_fast.trajectory_store.recorded import recorded_trajectories
+from skyrl_fast.trajectory_store.writer import TrajectoryWriter
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -295,7 +298,10 @@ def test_pydantic_ai(client: str, tokenizer: Any, model: Path) -> None:
     assert [t.steps[-1].reward for t in out.trajectories] == [1.0] * SAMPLES
 
 
-def test_deepagents_with_a_sub_agent_and_summaries(tokenizer: Any, model: Path) -> None:
+def test_deepagents_with_a_sub_agent_and_summaries(
+    tokenizer: Any, model: Path, tmp_path: Path
+) -> None:
+    """`bench.forms_of_rows` reads what is stored here."""
     deepagents = pytest.importorskip("deepagents")
     pytest.importorskip("langchain_openai")
     from langchain_openai import ChatOpenAI
@@ -340,6 +346,14 @@ def test_deepagents_with_a_sub_agent_and_summaries(tokenizer: Any, model: Path) 
     assert any("You know the price of blue lamps." in prompt for prompt in prompts)
     assert any("messages to summarize" in prompt.lower() for prompt in prompts)
     assert sum(t.env_metrics["restarted_prompts"] for t in out.trajectories) > 0
+    folder = tmp_path / FOLDER
+    TrajectoryWriter(folder, tokenizer, last_step=0, with_replay=True).write(
+        1, "eval", out.trajectories
+    )
+    rows = batch_from_trajectories(out.trajectories)
+    stored = batch_from_trajectories(recorded_trajectories(tmp_path))
+    assert torch.equal(stored.tokens, rows.tokens)
+    assert torch.equal(stored.loss_mask, rows.loss_mask)
 
 
 def test_mini_swe_agent_as_a_command(tokenizer: Any, model: Path, tmp_path: Path) -> None:

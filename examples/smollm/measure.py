@@ -3,7 +3,7 @@
     python examples/smollm/measure.py --base work
 
 Runs one after the other; a finished run is read, not repeated. Prints a table, and writes
-`smollm.png`.
+`runs/smollm/rewards.png`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def main() -> None:
     base = parser.parse_args().base
     found = [one_run(base, seed, frozen=frozen) for seed, frozen in RUNS]
     report(found)
-    plot(found, base / "smollm.png")
+    plot(found, base / "runs/smollm/rewards.png")
 
 
 if __name__ == "__main__":

@@ -131,6 +131,7 @@ def main() -> None:
         load_model(
             str(options.model or settings["policy"]["model"]["path"]), device=torch.device("cpu")
         ),
+        tree=None,
         max_tokens_per_microbatch=settings.get("max_tokens_per_microbatch", RECORDING_BUDGET),
     )
     found = recorded_trajectories(options.run, phase=phase, steps=[step])[: options.trajectories]

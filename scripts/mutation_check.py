@@ -108,10 +108,10 @@ FAULTS = (
         ("train",),
     ),
     Fault(
-        "the answer's end token is not part of the next prompt",
+        "an answer's end token is twice in the next prompt",
         "skyrl_fast/rollout/context.py",
-        "return [*render.token_ids(text), tokenizer.eos_token_id]",
-        "return [*render.token_ids(text)]",
+        "ids = ids[index + 1 :]",
+        "ids = ids[index:]",
         ("rollout", "train"),
     ),
     Fault(

@@ -183,14 +183,16 @@ def run(
     seed: int = 1,
     policy_version: int = 7,
     on_trajectory: Callable[[Trajectory], None] | None = None,
+    make_env: Any = None,
 ) -> list[Trajectory]:
-    """Roll out with scripted environments and engine."""
+    """Roll out with scripted environments and engine; `make_env`: in place of those."""
 
     async def go() -> list[Trajectory]:
         factory = EnvFactory(
             EnvironmentConfig(
                 timeout_seconds=timeout, skyrl_gym=SkyRLGymConfig(max_env_workers=workers)
-            )
+            ),
+            make_env=make_env,
         )
         try:
             return await rollout(

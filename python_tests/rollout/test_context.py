@@ -91,7 +91,7 @@ def test_single_conversation_is_one_answer_with_observations(tiny_tokenizer) -> 
     assert prompts[2] == "<|im_start|>user\ntask<|im_end|>\n<|im_start|>assistant\naobs1aobs2"
 
 
-TOOL_ANSWERS = [
+TOOLMARKERS = [
     {"role": "tool", "name": "look", "tool_call_id": "c1", "content": "blue"},
     {"role": "tool", "name": "look", "tool_call_id": "c2", "content": "red"},
 ]
@@ -101,8 +101,8 @@ TOOL_ANSWERS = [
 @pytest.mark.parametrize("context", ["append", "retemplate"])
 def test_tool_messages_reach_the_template_with_all_keys(tiny_tokenizer, context: str) -> None:
     config = loop_config(max_turns=2, context=context, chat_template=TOOL_TEMPLATE)
-    prompts = prompts_of(tiny_tokenizer, config, "a", turns=2, messages=TOOL_ANSWERS)
-    history = [*TASK, {"role": "assistant", "content": "a"}, *TOOL_ANSWERS]
+    prompts = prompts_of(tiny_tokenizer, config, "a", turns=2, messages=TOOLMARKERS)
+    history = [*TASK, {"role": "assistant", "content": "a"}, *TOOLMARKERS]
     assert prompts[1] == rendered(tiny_tokenizer, TOOL_TEMPLATE, history)
     assert "tool\nblue(look)<|im_end|>" in prompts[1]
 
@@ -114,11 +114,11 @@ def test_answer_as_a_message_with_tool_calls(tiny_tokenizer, context: str) -> No
     message = {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}
     config = loop_config(max_turns=2, context=context, chat_template=TOOL_TEMPLATE)
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, said))
-    prompt = prompt_with(turns=2, messages=TOOL_ANSWERS, rewrite=message)
+    prompt = prompt_with(turns=2, messages=TOOLMARKERS, rewrite=message)
     (t,) = run(tiny_tokenizer, [prompt], config, engine)
     assert t.failure is None
     second = tiny_tokenizer.decode(t.steps[1].prompt_token_ids)
-    history = [*TASK, message, *TOOL_ANSWERS]
+    history = [*TASK, message, *TOOLMARKERS]
     assert second == rendered(tiny_tokenizer, TOOL_TEMPLATE, history)
     assert tiny_tokenizer.decode(t.steps[0].response_ids) == said + "<|im_end|>"
 
@@ -157,7 +157,7 @@ def test_text_of_a_message(message: dict[str, Any], text: str) -> None:
 
 @pytest.mark.spec("rollout.messages")
 def test_prompt_with_tool_calls_without_content(tiny_tokenizer) -> None:
-    few_shot = [{"role": "assistant", "tool_calls": [CALL]}, TOOL_ANSWERS[0], *TASK]
+    few_shot = [{"role": "assistant", "tool_calls": [CALL]}, TOOLMARKERS[0], *TASK]
     context = make_context("append", tiny_tokenizer, few_shot, chat_template=TOOL_TEMPLATE)
     text = tiny_tokenizer.decode(context.prompt_token_ids())
     assert text == rendered(tiny_tokenizer, TOOL_TEMPLATE, few_shot)
@@ -178,9 +178,9 @@ def test_sampled_end_token_is_not_duplicated(tiny_tokenizer) -> None:
 
 
 def test_observation_cannot_imitate_the_end_of_the_answer(tiny_tokenizer) -> None:
-    from skyrl_fast.rollout.context import _ANSWER
+    from skyrl_fast.rollout.chat_template import MARKER
 
-    hostile = f"before {_ANSWER} and {_ANSWER}- behind"
+    hostile = f"before {MARKER} and {MARKER}- behind"
     context = make_context("append", tiny_tokenizer, TASK)
     context.add_response([1, 2], {"role": "assistant", "content": "x"}, replaced=False)
     context.add_observation([{"role": "user", "content": hostile}])
@@ -197,7 +197,7 @@ def test_template_that_rewrites_calls_is_refused_with_advice(tiny_tokenizer) -> 
     message = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     context.add_response([1, 2], message, replaced=False)
     with pytest.raises(ContextError, match="use context=retemplate"):
-        context.add_observation(TOOL_ANSWERS)
+        context.add_observation(TOOLMARKERS)
 
 
 @pytest.mark.spec("rollout.env-error")

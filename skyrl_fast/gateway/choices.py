@@ -99,7 +99,7 @@ class Choices:
             place=place,
         )
         generation = versioned.generation
-        text = decode_response(policy.calls.tokenizer, generation)
+        text = decode_response(policy.template, generation)
         complete = text if generation.stop_string is None else None  # else it may have been cut
         self._prompts.add_response(prompt, generation.token_ids, complete)
         step = recorded_step(
@@ -130,14 +130,14 @@ class Choices:
 
     def _appended(self, generation: Generation, sampling: SamplingParams) -> int | None:
         """Return the end token that is appended to a response; None: none is."""
-        end: int = self._policy.calls.tokenizer.eos_token_id
+        template, ids = self._policy.template, generation.token_ids
         appended = (
             generation.stop_string is not None
             and self._policy.config.append_eos_token_after_stop_str_in_multi_turn
-            and generation.token_ids[-1] != end
-            and len(generation.token_ids) < sampling.max_generate_length
+            and not template.ends_turn(ids, stopped=False)
+            and len(ids) < sampling.max_generate_length
         )
-        return end if appended else None
+        return template.end_id if appended else None
 
     def _sampling(self, call: Call) -> SamplingParams:
         run = self._policy.config.sampling(self._trajectory.phase)
@@ -186,7 +186,7 @@ class Choices:
         if not reasons and not calls:
             return _Parts("", text)
         thoughts = ""
-        marked = decode_response(policy.calls.tokenizer, generation, skip_special_tokens=False)
+        marked = decode_response(policy.template, generation, skip_special_tokens=False)
         if policy.reasoning_parser is not None and reasons:
             kwargs = {**policy.config.chat_template_kwargs, **call.template_kwargs}
             thoughts, marked = policy.reasoning_parser.divided(marked, kwargs)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from skyrl_fast.config import GeneratorConfig
 from skyrl_fast.rollout.activity import ACTING, GENERATING, Activity, ActivityBoard
-from skyrl_fast.rollout.chat_template import Message, message_text
+from skyrl_fast.rollout.chat_template import ChatTemplate, Message, message_text
 from skyrl_fast.rollout.context import Context, make_context
 from skyrl_fast.rollout.continued import VersionedGeneration
 from skyrl_fast.rollout.engine.protocol import Generation
@@ -149,7 +149,7 @@ class _EnvEpisode:
             generation = versioned.generation
             routes = turn_routes(steps, prompt_token_ids, generation)
             text = decode_response(
-                loop.tokenizer, generation, skip_special_tokens=loop.skip_special_tokens
+                context.template, generation, skip_special_tokens=loop.skip_special_tokens
             )
             parsed = ParsedAnswer(text)
             if loop.tool_parser is not None:
@@ -157,7 +157,7 @@ class _EnvEpisode:
             loop.board.set_phase(entry, ACTING, attempt=entry.attempt, turn=turn)
             answer = await env.step(Action(text, parsed.tool_calls))
             last = answer.done or turn + 1 == loop.config.max_turns
-            sampled = self._with_end_token(generation, is_last=last)
+            sampled = self._with_end_token(context.template, generation, is_last=last)
             before, kept = prompt_token_ids, grown_ids(prompt_token_ids, before, kept)
             step = recorded_step(
                 kept,
@@ -176,7 +176,7 @@ class _EnvEpisode:
                 truncated = generation.stop_reason == LENGTH
                 return generation.stop_reason if answer.done or truncated else MAX_TURNS
             characters += _characters([*answer.messages, answer.postprocessed_action])
-            extend = partial(_extend_context, context, sampled, text, parsed, answer)
+            extend = partial(_extend_context, context, sampled, generation, text, parsed, answer)
             await _off_loop(characters, extend)
         raise AssertionError("unreachable: the last turn returns")
 
@@ -192,16 +192,18 @@ class _EnvEpisode:
             expert_indices_start=0 if known is None else len(known),
         )
 
-    def _with_end_token(self, generation: Generation, *, is_last: bool) -> SampledTokens:
-        """Append the end token where the specification asks for one.
+    def _with_end_token(
+        self, template: ChatTemplate, generation: Generation, *, is_last: bool
+    ) -> SampledTokens:
+        """Append the end of the turn where the specification asks for one.
 
         That is: a stop string ended the response (several turns), or the last response lacks its
         end token and was not truncated (single conversation). A response of the maximum length has
         no room for it.
         """
-        end = self._loop.tokenizer.eos_token_id
+        ids = generation.token_ids
         longest = self._loop.config.sampling(self._trajectory.phase).max_generate_length
-        if generation.token_ids[-1] == end or len(generation.token_ids) >= longest:
+        if template.ends_turn(ids, stopped=generation.stopped_at_token) or len(ids) >= longest:
             append = False
         elif self._loop.config.context == "single":
             append = is_last and generation.stop_reason != LENGTH
@@ -210,7 +212,7 @@ class _EnvEpisode:
                 generation.stop_string is not None
                 and self._loop.config.append_eos_token_after_stop_str_in_multi_turn
             )
-        return sampled_tokens(generation, appended_eos=end if append else None)
+        return sampled_tokens(generation, appended_eos=template.end_id if append else None)
 
 
 def _characters(messages: Sequence[Message | str | None]) -> int:
@@ -223,7 +225,12 @@ async def _off_loop(characters: int, call: Callable[[], T]) -> T:
 
 
 def _extend_context(
-    context: Context, sampled: SampledTokens, text: str, parsed: ParsedAnswer, answer: EnvAnswer
+    context: Context,
+    sampled: SampledTokens,
+    generation: Generation,
+    text: str,
+    parsed: ParsedAnswer,
+    answer: EnvAnswer,
 ) -> None:
     """Add the turn's two messages to the context."""
     action = answer.postprocessed_action
@@ -233,9 +240,11 @@ def _extend_context(
             "content": parsed.content,
             "tool_calls": parsed.tool_calls,
         }
-    if isinstance(action, dict):  # the same answer as a message, with its tool calls
-        context.add_response(sampled.response_ids, action, replaced=False)
-    else:
-        message = {"role": "assistant", "content": text if action is None else action}
-        context.add_response(sampled.response_ids, message, replaced=action is not None)
+    replaced = isinstance(action, str)
+    if not isinstance(action, dict):
+        action = {"role": "assistant", "content": text if action is None else action}
+    # A dictionary is the same answer as a message, with its tool calls.
+    context.add_response(
+        sampled.response_ids, action, replaced=replaced, stopped=generation.stopped_at_token
+    )
     context.add_observation(answer.messages)

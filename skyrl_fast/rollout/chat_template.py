@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import takewhile
 from typing import Any
 
-from skyrl_fast.rollout.tokenization import encode
+from skyrl_fast.rollout.tokenization import decode, encode
 
 Message = dict[str, Any]
 
@@ -21,12 +22,15 @@ CHARACTERS_PER_TOKEN = 512
 FIRST_FACTORS = (8, 64)  # characters per token of which a long text is tokenised first
 KNOWN_TEXTS = 1024  # whose tokens are remembered
 LONGEST_KNOWN = 8192  # characters
+SHORTEST_PART = 32  # characters of a message that are in no prompt by chance
 MARGIN = 64  # tokens that the end of a cut text may change
 PLAIN_KEYS = {"role", "content"}  # of most messages
 AS_JSON = "{{ messages[0] | tojson }}"  # a template that shows what templates see of a message
 # Divides the name of a control token in a text, so that its parts are encoded separately. Unicode
 # guarantees that these code points are no characters.
 BREAK = "\ufdd0\ufdd1"
+CONTINUED = "\n"  # a text before another one, with which it forms no tokens
+MARKER = "ANSWER-4f1c9b"  # stands for the model's answer in a rendered template
 
 
 class ContextError(RuntimeError):
@@ -82,6 +86,48 @@ class ChatTemplate:
         """Name of each control token that is one token, by id."""
         return self._control.names
 
+    @property
+    def end_id(self) -> int:
+        """The token that ends an answer: the one that the template writes after it.
+
+        Its tokenizer's end-of-sequence token where the template writes none: a turn of GLM ends
+        where the next role begins.
+        """
+        tokenizer = self.tokenizer
+        return _end_of_turn(tokenizer, _vocab_size(tokenizer), self._chat_template)
+
+    def ends_turn(self, token_ids: Sequence[int], *, stopped: bool = True) -> bool:
+        """Return whether an answer's last token ended the model's turn.
+
+        A model has several end tokens: the template's, its tokenizer's, and others of which only
+        its engine knows, from the generation config.
+
+        Args:
+            token_ids: the answer.
+            stopped: whether the engine stopped because of the last token.
+        """
+        last = token_ids[-1] if token_ids else None
+        ends = (self.end_id, self.tokenizer.eos_token_id)
+        return last in ends or (stopped and last in self._control.added_names)
+
+    def until_end(self, token_ids: Sequence[int]) -> list[int]:
+        """Return an answer without what follows its end, such as the end of the conversation."""
+        kept = number = len(token_ids)
+        while number and self._separates(token_ids[number - 1]):
+            if self.ends_turn(token_ids[:number], stopped=False):
+                kept = number
+            number -= 1
+        return list(token_ids[:kept])
+
+    def _separates(self, token_id: int) -> bool:
+        added = token_id in self._control.added_names
+        return added or not decode(self.tokenizer, [token_id]).strip()
+
+    def first_added(self, token_ids: Sequence[int]) -> int | None:
+        """Return the index of the added token that begins a text, after white space; None: none."""
+        run = takewhile(lambda index: self._separates(token_ids[index]), range(len(token_ids)))
+        return next((n for n in run if token_ids[n] in self._control.added_names), None)
+
     def text(
         self,
         messages: Sequence[Message],
@@ -107,6 +153,54 @@ class ChatTemplate:
                 tokenize=False,
                 **{**self._kwargs, **given},
             )
+
+    def checked_text(
+        self, messages: Sequence[Message], num_checked: int = 0, *, answer_next: bool = True
+    ) -> str:
+        """Return the messages as text; see `text`.
+
+        Args:
+            messages: of the conversation.
+            num_checked: number of leading messages of which it is known that they are written.
+
+        Raises:
+            ContextError: the template refuses the messages, or leaves one out: some know no tools.
+        """
+        text = self.text(messages, answer_next=answer_next)
+        for index, message in enumerate(messages[num_checked:], num_checked):
+            if not self._writes(message, text, [*messages], index, answer_next):
+                role = message.get("role")
+                what = "tool calls" if role == "assistant" else f"messages of the role {role}"
+                raise ContextError(f"the chat template leaves out {what}")
+        return text
+
+    def _writes(
+        self, message: Message, text: str, messages: list[Message], index: int, answer_next: bool
+    ) -> bool:
+        """Return whether a text has a message of another role than the model's, or its calls.
+
+        Templates may leave out thoughts of earlier answers.
+        """
+        if message.get("role") != "assistant":
+            part, others = message_text(message).strip(), []
+        else:
+            part = str(message.get("tool_calls") or "")
+            others = [{key: value for key, value in message.items() if key != "tool_calls"}]
+        if not part:
+            return True
+        # A short text may be in the prompt by chance: each role is looked at once.
+        written = _written_roles(self.tokenizer, _vocab_size(self.tokenizer), self._chat_template)
+        is_short = len(part) < SHORTEST_PART
+        if part in text and (not is_short or message["role"] in written):
+            return True
+        try:  # changed or left out? the text without it tells
+            messages[index : index + 1] = others
+            writes = self.text(messages, answer_next=answer_next) != text
+        except ContextError:  # the template requires it
+            writes = True
+        if writes and is_short:
+            written.add(message["role"])
+        return writes
 
     def seen(self, message: Message) -> Message:
         """Return a message of plain values as templates see it, for `parts_of_seen`.
@@ -167,29 +261,48 @@ class ChatTemplate:
             template = self.tokenizer.get_chat_template(self._chat_template, values["tools"])
             return [*_compiled(template).generate(values)]
 
-    def token_ids(self, text: str) -> list[int]:
+    def token_ids(self, text: str, *, after: Sequence[int] = ()) -> list[int]:
         """Return the tokens of rendered text; the template has written its special tokens.
 
         Of a text that is too long for any prompt, the first ones, which are too long as well.
+
+        Args:
+            text: to encode.
+            after: the prompt's tokens before it. SentencePiece tokenizers write a space before a
+                text that begins a prompt, some also before one that follows a special token.
         """
         if self._max_length is not None:
             for factor in FIRST_FACTORS:
                 first = text[: factor * self._max_length]
                 if len(first) == len(text):
                     break
-                token_ids = self._encoded(first)
+                token_ids = self._encode(first, after)
                 if len(token_ids) > self._max_length + MARGIN:
                     return token_ids
-        return self._encoded(text)
+        return self._encode(text, after)
 
-    def _encoded(self, text: str) -> list[int]:
+    def _encode(self, text: str, after: Sequence[int]) -> list[int]:
+        before = self._control.added_names.get(after[-1], CONTINUED) if after else ""
         try:
-            return [token_id for part in text.split(BREAK) for token_id in self._ids_of(part)]
+            token_ids: list[int] = []
+            for part in text.split(BREAK):
+                token_ids += self._encode_part(part, before)
+                before = CONTINUED
+            return token_ids
         except Exception as error:  # a lone surrogate, for example, is in no vocabulary
             raise ContextError(
                 f"the tokenizer refuses the messages' text ({len(text)} characters): "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+    def _encode_part(self, part: str, before: str) -> Sequence[int]:
+        if not (before and self._control.has_prefix):
+            return self._ids_of(part)
+        for start in dict.fromkeys((before, CONTINUED, ".")):
+            token_ids, number = self._ids_of(start + part), len(self._ids_of(start))
+            if list(token_ids[:number]) == list(self._ids_of(start)):
+                return token_ids[number:]
+        return self._ids_of(part)  # every start forms tokens with it
 
     def _ids_of(self, part: str) -> Sequence[int]:
         if len(part) > LONGEST_KNOWN:
@@ -224,6 +337,21 @@ class ChatTemplate:
         if any(text[:length] in control.ends for length in lengths):
             text = text[:1] + BREAK + text[1:]
         return text
+
+
+def text_after(marker: str, text: str) -> str:
+    """Return what a template has written after a marker in the place of an answer.
+
+    Raises:
+        ContextError: the marker is not in the text.
+    """
+    _, found, rest = text.rpartition(marker)
+    if not found:
+        raise ContextError(
+            "the chat template leaves out or changes an answer when an observation follows: use "
+            "context=retemplate"
+        )
+    return rest
 
 
 @contextmanager
@@ -274,6 +402,9 @@ class _ControlTokens:
         pattern: matches any of their names.
         names: by id, of those that are one token.
         special_ids: of all special tokens, also those with one character.
+        added_names: by id, of all tokens that the tokenizer finds before it divides a text: special
+            ones and others, such as `<think>`.
+        has_prefix: whether a text has other tokens at the beginning than inside another one.
         beginnings, ends: parts of the names.
         longest_part: characters of the longest of these.
     """
@@ -281,6 +412,8 @@ class _ControlTokens:
     pattern: re.Pattern[str]
     names: Mapping[int, str]
     special_ids: frozenset[int]
+    added_names: Mapping[int, str]
+    has_prefix: bool
     beginnings: frozenset[str]
     ends: frozenset[str]
     longest_part: int
@@ -303,14 +436,45 @@ def _control_tokens(tokenizer: Any, _size: int) -> _ControlTokens:
     names = sorted((name for name in found if len(name) > 1), key=len, reverse=True)
     encoded = {name: tokenizer.encode(name, add_special_tokens=False) for name in found}
     single = {ids[0]: name for name, ids in encoded.items() if len(ids) == 1}
+    added_names = {**{id: str(token) for id, token in added.items()}, **single}
     return _ControlTokens(
         re.compile("|".join(map(re.escape, names)) or r"(?!)"),
         {token_id: name for token_id, name in single.items() if len(name) > 1},
         frozenset({*special, *single}),
+        added_names,
+        encode(tokenizer, "\nx") != encode(tokenizer, "\n") + encode(tokenizer, "x"),
         frozenset(name[:end] for name in names for end in range(2, len(name))),
         frozenset(name[start:] for name in names for start in range(1, len(name) - 1)),
         max(map(len, names), default=1) - 1,
     )
+
+
+@lru_cache(maxsize=8)
+def _written_roles(_tokenizer: Any, _size: int, _chat_template: str | None) -> set[str]:
+    """Return the roles of which it is known that a chat template writes them."""
+    return set()
+
+
+@lru_cache(maxsize=8)
+def _end_of_turn(tokenizer: Any, _size: int, chat_template: str | None) -> int:
+    """Return the token that a chat template writes after an answer that other messages follow."""
+    template = ChatTemplate(tokenizer, chat_template)
+    answered = [{"role": "user", "content": "a"}, {"role": "assistant", "content": MARKER}]
+    try:
+        texts = [
+            text_after(MARKER, template.text(answered, answer_next=False)),
+            text_after(MARKER, template.text([*answered, answered[0]])),
+        ]
+        last, inner = map(template.token_ids, texts)
+    except ContextError:  # of a template that requires other messages
+        last = inner = []
+    # An added token after an answer inside a conversation is its end only if the last one has an
+    # end, too: else it begins the next message. gpt-oss writes two different ends.
+    if (index := template.first_added(last)) is None:
+        end: int = tokenizer.eos_token_id
+        return end
+    inner_index = template.first_added(inner)
+    return last[index] if inner_index is None else inner[inner_index]
 
 
 @lru_cache(maxsize=KNOWN_TEXTS)

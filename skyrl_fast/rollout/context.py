@@ -6,29 +6,45 @@ Three kinds with one interface: `prompt_token_ids` returns a turn's prompt; `add
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from skyrl_fast.rollout.chat_template import ChatTemplate, ContextError, Message, message_text
+from skyrl_fast.rollout.chat_template import (
+    MARKER,
+    ChatTemplate,
+    ContextError,
+    Message,
+    message_text,
+    text_after,
+)
 
 CONTEXTS = ("append", "retemplate", "single")
-# Marks the place of the model's answer in a rendered template.
-_ANSWER = "ANSWER-4f1c9b"
+_OPENING_TAG = re.compile(r"([<\[◁])(\w+)([>\]▷])")  # of thoughts, such as <think>
 
 
 class Context(Protocol):
-    """What the agent loop needs from a context."""
+    """What the agent loop needs from a context.
+
+    Args:
+        template: of the model.
+    """
+
+    template: ChatTemplate
 
     def prompt_token_ids(self) -> list[int]:
         """Return the tokens of this turn's prompt, as a new list."""
 
-    def add_response(self, token_ids: Sequence[int], message: Message, *, replaced: bool) -> None:
+    def add_response(
+        self, token_ids: Sequence[int], message: Message, *, replaced: bool, stopped: bool = True
+    ) -> None:
         """Add the model's answer.
 
         Args:
             token_ids: the sampled tokens, and an end token where one was appended.
             message: the answer for contexts made of messages; it may have tool calls.
             replaced: whether the environment replaced the sampled answer by the message's text.
+            stopped: whether the engine stopped because of the last token.
         """
 
     def add_observation(self, messages: Sequence[Message]) -> None:
@@ -61,13 +77,13 @@ def make_context(
     Raises:
         ValueError: unknown kind. ContextError: the chat template refuses the messages.
     """
-    render = ChatTemplate(tokenizer, chat_template, template_kwargs, max_length=max_length)
+    template = ChatTemplate(tokenizer, chat_template, template_kwargs, max_length=max_length)
     if kind == "append":
-        return _AppendContext(render, messages)
+        return _AppendContext(template, messages)
     if kind == "retemplate":
-        return _RetemplateContext(render, messages)
+        return _RetemplateContext(template, messages)
     if kind == "single":
-        return _SingleContext(render, messages)
+        return _SingleContext(template, messages)
     raise ValueError(f"make_context: kind: wanted one of {CONTEXTS}, got {kind!r}")
 
 
@@ -75,48 +91,102 @@ def rendered_answer(
     tokenizer: Any,
     messages: Sequence[Message],
     answer: Message,
+    following: Sequence[Message] = (),
     *,
     chat_template: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Return the tokens of an answer as the chat template writes it, with its end token.
 
-    Where the template does not write the answer after the prompt (it adds or removes thoughts,
-    say), they are those of its text.
+    Thoughts in the answer's text that the template removes are kept, as the model writes them.
 
     Args:
         tokenizer, chat_template, template_kwargs: as for `make_context`.
         messages: before the answer.
         answer: an assistant message; it may have tool calls.
+        following: messages after it. Where the template writes no end after an answer, it ends
+            with the beginning of the next message, if there is one: GLM's models do.
 
     Raises:
-        ContextError: the chat template refuses the messages.
+        ContextError: the chat template refuses the messages or leaves out a part of the answer.
     """
-    render = ChatTemplate(tokenizer, chat_template, template_kwargs)
-    prompt = render.text(messages)
-    complete = render.text([*messages, answer], answer_next=False)
-    text = complete[len(prompt) :] if complete.startswith(prompt) else message_text(answer)
-    text = text.partition(tokenizer.eos_token)[0]
-    return [*render.token_ids(text), tokenizer.eos_token_id]
+    template = ChatTemplate(tokenizer, chat_template, template_kwargs)
+    prompt = template.text(messages)
+    text = _answer_text(template, prompt, messages, answer)
+    ids = template.token_ids(text, after=template.token_ids(prompt))
+    ids = template.until_end(ids)
+    if template.ends_turn(ids, stopped=False) or template.special_ids.issuperset(ids[-1:]):
+        return ids
+    after = _after_answer(template, messages, answer, following) if following else ""
+    following_ids = template.token_ids(after, after=ids)
+    index = template.first_added(following_ids)
+    return [*ids, template.end_id if index is None else following_ids[index]]
+
+
+def _answer_text(
+    template: ChatTemplate, prompt: str, messages: Sequence[Message], answer: Message
+) -> str:
+    """Return what the template writes for an answer after the prompt.
+
+    Raises:
+        ContextError: the template leaves out a part of it, or the prompt has begun another one.
+    """
+    complete = template.checked_text([*messages, answer], len(messages), answer_next=False)
+    shared = len(prompt)
+    if not complete.startswith(prompt):
+        pairs = zip(prompt, complete, strict=False)
+        shared = next((n for n, (one, other) in enumerate(pairs) if one != other), len(complete))
+    opened, text = prompt[shared:], complete[shared:]
+    content = message_text(answer)
+    before = template.text(messages, answer_next=False)
+    if not _contains(prompt[len(before) : shared] + text, content):
+        # The template drops thoughts, which the model writes: they are trained as they are.
+        text = content
+        if answer.get("tool_calls"):
+            raise ContextError("the chat template leaves out the text before tool calls")
+    if opened.strip() and content.lstrip().startswith(opened.strip()):
+        text = content.lstrip().removeprefix(opened.strip()).removeprefix("\n")
+    for left, tag, right in _OPENING_TAG.findall(opened):
+        closing = f"{left}/{tag}{right}"
+        if closing not in opened and closing not in text:
+            raise ContextError(
+                f"the chat template begins an answer with {left}{tag}{right}, which this answer "
+                f"does not continue: expected thoughts and {closing} before its text"
+            )
+    if not _contains(text, message_text({"content": answer.get("reasoning_content")})):
+        raise ContextError("the chat template leaves out the thoughts of the answer")
+    return text
+
+
+def _contains(text: str, part: str) -> bool:
+    """Return whether a text contains another one, but for white space."""
+    return "".join(part.split()) in "".join(text.split())
 
 
 def _after_answer(
-    render: ChatTemplate, prompt: Sequence[Message], answer: Message, observation: Sequence[Message]
+    template: ChatTemplate,
+    prompt: Sequence[Message],
+    answer: Message,
+    observation: Sequence[Message],
 ) -> str:
     """Return what the template writes after an answer: its end, observation, next start."""
-    marker = _ANSWER
+    marker = MARKER
     while any(marker in message_text(message) for message in (*prompt, *observation)):
         marker += "-"
     plain = {"role": "assistant", "content": marker}
     if not answer.get("tool_calls"):
-        return _text_after(marker, render.text([*prompt, plain, *observation]))
+        return text_after(
+            marker, template.checked_text([*prompt, plain, *observation], len(prompt))
+        )
     # The sampled tokens contain the calls already, but some templates require a tool's answer
     # to follow its call. So: the end of a plain answer, then what the observation adds after
     # the answer with calls.
-    closed = _text_after(marker, render.text([*prompt, plain], answer_next=False))
+    closed = text_after(marker, template.text([*prompt, plain], answer_next=False))
     called = [*prompt, {**answer, "content": marker}]
-    before = _text_after(marker, render.text(called, answer_next=False))
-    after = _text_after(marker, render.text([*called, *observation]))
+    before = template.text(called, answer_next=False)
+    after = template.checked_text([*called, *observation], len(called))
+    if marker in before and marker in after:  # some templates write calls without a text
+        before, after = text_after(marker, before), text_after(marker, after)
     if not after.startswith(before):
         raise ContextError(
             "the chat template rewrites an answer with tool calls when an observation follows: "
@@ -125,79 +195,88 @@ def _after_answer(
     return closed + after[len(before) :]
 
 
-def _text_after(marker: str, text: str) -> str:
-    _, found, rest = text.rpartition(marker)
-    if not found:
-        raise ContextError(
-            "the chat template leaves out or changes an answer when an observation follows: use "
-            "context=retemplate"
-        )
-    return rest
-
-
 class _AppendContext:
     """Tokens are only appended: token ids in, token ids out."""
 
-    def __init__(self, render: ChatTemplate, messages: Sequence[Message]) -> None:
-        self._render = render
-        self._token_ids = render.token_ids(render.text(messages))
+    def __init__(self, template: ChatTemplate, messages: Sequence[Message]) -> None:
+        self.template = template
+        self._token_ids = template.token_ids(template.checked_text(messages))
         # Some templates require a system or user message first: keep the prompt's messages.
         self._messages = list(messages)
         self._answer: Message = {}
+        self._ended = False
 
     def prompt_token_ids(self) -> list[int]:
         return list(self._token_ids)
 
-    def add_response(self, token_ids: Sequence[int], message: Message, *, replaced: bool) -> None:
-        self._answer = self._render.without_control_tokens(message)
-        text = message_text(self._answer)
-        self._token_ids += self._render.token_ids(text) if replaced else token_ids
+    def add_response(
+        self, token_ids: Sequence[int], message: Message, *, replaced: bool, stopped: bool = True
+    ) -> None:
+        self._answer = self.template.without_control_tokens(message)
+        if replaced:
+            text = message_text(self._answer)
+            token_ids = self.template.token_ids(text, after=self._token_ids)
+        self._token_ids += token_ids
+        self._ended = not replaced and self.template.ends_turn(token_ids, stopped=stopped)
 
     def add_observation(self, messages: Sequence[Message]) -> None:
-        observation = self._render.without_control_tokens(messages)
-        text = _after_answer(self._render, self._messages, self._answer, observation)
-        tokenizer = self._render.tokenizer
-        if self._token_ids[-1:] == [tokenizer.eos_token_id]:
-            # The answer ends with its end token; some templates write a space before it.
-            before, found, rest = text.partition(tokenizer.eos_token)
-            text = rest if found and not before.strip() else text
-        self._token_ids += self._render.token_ids(text)
+        template = self.template
+        observation = template.without_control_tokens(messages)
+        text = _after_answer(template, self._messages, self._answer, observation)
+        ids = template.token_ids(text, after=self._token_ids)
+        index = template.first_added(ids)
+        if index is not None:
+            is_end = self._ended and template.ends_turn(ids[: index + 1], stopped=False)
+            if is_end or [ids[index]] == self._token_ids[-1:]:  # the answer has its end already
+                ids = ids[index + 1 :]
+        self._token_ids += ids
 
 
 class _RetemplateContext:
     """The chat template renders the complete history every turn."""
 
-    def __init__(self, render: ChatTemplate, messages: Sequence[Message]) -> None:
-        self._render = render
+    def __init__(self, template: ChatTemplate, messages: Sequence[Message]) -> None:
+        self.template = template
         self._messages = list(messages)
+        self._num_checked = 0
 
     def prompt_token_ids(self) -> list[int]:
-        return self._render.token_ids(self._render.text(self._messages))
+        text = self.template.checked_text(self._messages, self._num_checked)
+        self._num_checked = len(self._messages)
+        return self.template.token_ids(text)
 
-    def add_response(self, token_ids: Sequence[int], message: Message, *, replaced: bool) -> None:
-        self._messages.append(self._render.without_control_tokens(message))
+    def add_response(
+        self, token_ids: Sequence[int], message: Message, *, replaced: bool, stopped: bool = True
+    ) -> None:
+        self._messages.append(self.template.without_control_tokens(message))
 
     def add_observation(self, messages: Sequence[Message]) -> None:
-        self._messages += self._render.without_control_tokens(messages)
+        self._messages += self.template.without_control_tokens(messages)
 
 
 class _SingleContext:
     """One long answer of the model, with observations inside."""
 
-    def __init__(self, render: ChatTemplate, messages: Sequence[Message]) -> None:
-        self._render = render
-        self._token_ids = render.token_ids(render.text(messages))
+    def __init__(self, template: ChatTemplate, messages: Sequence[Message]) -> None:
+        self.template = template
+        self._token_ids = template.token_ids(template.checked_text(messages))
 
     def prompt_token_ids(self) -> list[int]:
         return list(self._token_ids)
 
-    def add_response(self, token_ids: Sequence[int], message: Message, *, replaced: bool) -> None:
-        end = self._render.tokenizer.eos_token_id
-        kept = token_ids[:-1] if token_ids and token_ids[-1] == end else token_ids
-        text = self._render.without_control_tokens(message_text(message))
-        self._token_ids += self._render.token_ids(text) if replaced else kept
+    def add_response(
+        self, token_ids: Sequence[int], message: Message, *, replaced: bool, stopped: bool = True
+    ) -> None:
+        if replaced:
+            self._add_text(message_text(message))
+        else:
+            ends = self.template.ends_turn(token_ids, stopped=stopped)
+            self._token_ids += token_ids[:-1] if ends else token_ids
 
     def add_observation(self, messages: Sequence[Message]) -> None:
         for message in messages:
-            text = self._render.without_control_tokens(message_text(message))
-            self._token_ids += self._render.token_ids(text)
+            self._add_text(message_text(message))
+
+    def _add_text(self, text: str) -> None:
+        text = self.template.without_control_tokens(text)
+        self._token_ids += self.template.token_ids(text, after=self._token_ids)

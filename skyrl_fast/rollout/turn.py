@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from skyrl_fast.rollout.chat_template import ChatTemplate
 from skyrl_fast.rollout.engine.protocol import EngineError, Generation
 from skyrl_fast.rollout.tokenization import decode
 
@@ -70,17 +70,18 @@ def request_seed(seed: int, name: str, attempt: int, turn: int | str) -> int:
 
 
 def decode_response(
-    tokenizer: Any, generation: Generation, *, skip_special_tokens: bool = True
+    template: ChatTemplate, generation: Generation, *, skip_special_tokens: bool = True
 ) -> str:
     """Return the response as text, cut after its stop string.
 
     Args:
+        template: of the model.
         skip_special_tokens: whether to leave out special tokens; the end token always is.
     """
     token_ids = generation.token_ids
-    if token_ids and token_ids[-1] == tokenizer.eos_token_id:
+    if template.ends_turn(token_ids, stopped=generation.stopped_at_token):
         token_ids = token_ids[:-1]
-    text = decode(tokenizer, token_ids, skip_special_tokens=skip_special_tokens)
+    text = decode(template.tokenizer, token_ids, skip_special_tokens=skip_special_tokens)
     return until_stop_string(text, generation)
 
 

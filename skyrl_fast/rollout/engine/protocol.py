@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from skyrl_fast.config import SamplingParams
+from skyrl_fast.rollout.stop_reason import STOP
 
 if TYPE_CHECKING:
     from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
@@ -118,6 +119,11 @@ class Generation:
     expert_indices_start: int = 0
     kept_ids: list[np.ndarray] | None = field(default=None, compare=False)
     num_cached_tokens: int | None = field(default=None, compare=False)
+
+    @property
+    def stopped_at_token(self) -> bool:
+        """Whether the engine stopped because of the last token, such as an end of sequence."""
+        return self.stop_reason == STOP and self.stop_string is None
 
 
 class Sampler(Protocol):

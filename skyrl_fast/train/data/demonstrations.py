@@ -91,7 +91,9 @@ def demonstrated_steps(
     while place < len(plain):
         answer = plain[place]
         prompt = context.prompt_token_ids()
-        response = rendered_answer(tokenizer, plain[:place], answer, **options)
+        following = first_answer(plain[place + 1 :])
+        observation = plain[place + 1 : place + 1 + following]
+        response = rendered_answer(tokenizer, plain[:place], answer, observation, **options)
         for name, ids, limit, setting in (
             ("prompt", prompt, generator.max_input_length, "max_input_length"),
             ("answer", response, longest, "sampling_params.max_generate_length"),
@@ -102,8 +104,6 @@ def demonstrated_steps(
                     f"{limit} tokens, got {len(ids)}"
                 )
         steps.append(_step(prompt, response, answer, is_trained(messages[place])))
-        following = first_answer(plain[place + 1 :])
-        observation = plain[place + 1 : place + 1 + following]
         context.add_response(response, answer, replaced=False)
         context.add_observation(observation)
         place += 1 + following

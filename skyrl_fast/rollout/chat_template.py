@@ -181,25 +181,23 @@ class ChatTemplate:
 
         Templates may leave out thoughts of earlier answers.
         """
-        if message.get("role") != "assistant":
-            part, others = message_text(message).strip(), []
-        else:
-            part = str(message.get("tool_calls") or "")
-            others = [{key: value for key, value in message.items() if key != "tool_calls"}]
-        if not part:
+        role, calls = message.get("role"), message.get("tool_calls")
+        others = [{key: value for key, value in message.items() if key != "tool_calls"}]
+        part = "" if role == "assistant" else message_text(message).strip()
+        if not (part or (calls and role == "assistant")):
             return True
-        # A short text may be in the prompt by chance: each role is looked at once.
-        written = _written_roles(self.tokenizer, _vocab_size(self.tokenizer), self._chat_template)
-        is_short = len(part) < SHORTEST_PART
-        if part in text and (not is_short or message["role"] in written):
+        # A short text may be in the prompt by chance, and calls are written in many ways: whether
+        # the template knows the role is looked up once.
+        known = _written_roles(self.tokenizer, _vocab_size(self.tokenizer), self._chat_template)
+        if part in text and (role in known or len(part) >= SHORTEST_PART):
             return True
         try:  # changed or left out? the text without it tells
-            messages[index : index + 1] = others
+            messages[index : index + 1] = others if role == "assistant" else []
             writes = self.text(messages, answer_next=answer_next) != text
         except ContextError:  # the template requires it
             writes = True
-        if writes and is_short:
-            written.add(message["role"])
+        if writes:
+            known.add(role)
         return writes
 
     def seen(self, message: Message) -> Message:
@@ -450,7 +448,7 @@ def _control_tokens(tokenizer: Any, _size: int) -> _ControlTokens:
 
 
 @lru_cache(maxsize=8)
-def _written_roles(_tokenizer: Any, _size: int, _chat_template: str | None) -> set[str]:
+def _written_roles(_tokenizer: Any, _size: int, _chat_template: str | None) -> set[Any]:
     """Return the roles of which it is known that a chat template writes them."""
     return set()
 

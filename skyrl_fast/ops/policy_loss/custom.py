@@ -155,11 +155,6 @@ def register_policy_loss(
     return _registry.register(function, name, make)
 
 
-def policy_loss_names() -> tuple[str, ...]:
-    """Return the names of the built-in and the registered losses."""
-    return _registry.names
-
-
 def find_policy_loss(name: str) -> LossSpec | CustomLoss:
     """Return the loss of a name, or of a function by `module:function`.
 

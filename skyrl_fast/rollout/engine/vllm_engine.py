@@ -110,11 +110,6 @@ class VllmEngine:
     starts_with_model = True  # those of its folder; a server may have been given others
     weights_dtype: torch.dtype | None = None
 
-    @property
-    def num_in_flight(self) -> int:
-        """Number of requests that are being served."""
-        return self._in_flight
-
     async def start(self) -> None:
         """Load the model and wait until requests can be served.
 

@@ -7,8 +7,7 @@ verified on each engine, as in a run: digests, parameters without new values, an
 log-probabilities. Seconds are from the first byte to the last engine's answer, without the probe,
 of which the column `probe` has the median. CPU seconds are medians of an update with its probe: of
 this process, and of all engines. With `--ranks 2` so many processes share the weights by FSDP2; the
-CPU seconds are those of rank 0. With `--lr 1e-6` an update moves each weight by so much up or down,
-as AdamW does; without it, all weights grow by a thousandth.
+CPU seconds are those of rank 0.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from skyrl_fast.rollout.engine.protocol import Engine
 from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.serve_vllm import serve_command, serve_environment
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
-from skyrl_fast.rollout.engine.weights.bucket_source import SentWeights
 from skyrl_fast.rollout.engine.weights.sync import WeightSync
 from skyrl_fast.rollout.engine.weights.transfer import WeightTransfer, by_broadcast, by_file
 from skyrl_fast.train.model.policy import Policy
@@ -51,7 +49,6 @@ PROBE = [list(range(5, 53))]
 SHAPES = {"0.4M": (2, 128, 512), "26M": (8, 512, 4096), "135M": (30, 576, 49_152)}
 TRANSFERS: dict[str, tuple[str, Callable[[], WeightTransfer]]] = {
     "gloo": ("gloo", lambda: by_broadcast),
-    "delta": ("gloo", lambda: partial(by_broadcast, sent=SentWeights())),
     "file": ("file", by_file),
 }
 
@@ -67,7 +64,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--by", nargs="*", choices=TRANSFERS, default=["gloo", "file"])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--lr", type=float, default=None)
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(
@@ -90,9 +86,7 @@ def main() -> None:
             ]
             for number in options.engines:
                 for by in options.by:
-                    row = asyncio.run(
-                        measured(policy, servers[:number], by, options.rounds, options.lr)
-                    )
+                    row = asyncio.run(measured(policy, servers[:number], by, options.rounds))
                     millions = sum(p.numel() for p in policy.model.parameters()) / 1e6
                     print(
                         f"| {millions:.1f} M | {options.ranks} | {number} | {by} | {row} |",
@@ -132,14 +126,11 @@ def policy_of(folder: str, dtype: str, ranks: Ranks) -> Policy:
 
 
 @run_on_all_ranks
-def change(policy: Policy, lr: float | None) -> None:
-    """Change all weights, by `lr` up or down; None: by a thousandth of each."""
+def change(policy: Policy) -> None:
+    """Change all weights by a thousandth of each."""
     with torch.no_grad():
         for parameter in policy.model.parameters():
-            local = local_tensor(parameter)
-            local.mul_(1.001) if lr is None else local.add_(
-                torch.randn_like(local).sign_(), alpha=lr
-            )
+            local_tensor(parameter).mul_(1.001)
 
 
 @contextmanager
@@ -167,7 +158,6 @@ async def measured(
     servers: Sequence[tuple[str, psutil.Process]],
     by: str,
     rounds: int,
-    lr: float | None,
 ) -> str:
     """Return bytes, seconds, and the probe's and CPU seconds of verified updates of servers."""
     way, transfer = TRANSFERS[by]
@@ -177,7 +167,7 @@ async def measured(
     reports, seconds = [], []
     try:
         for _ in range(rounds + 1):
-            change(policy, lr)
+            change(policy)
             cpu, before = time.process_time(), engine_cpu_seconds(servers)
             started = time.perf_counter()
             worst = await pool.update(

@@ -22,7 +22,7 @@ from skyrl_fast.rollout.engine.protocol import EngineDeadError
 from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.weights import bucket_source
 from skyrl_fast.rollout.engine.weights import sender as weights_sender
-from skyrl_fast.rollout.engine.weights.bucket import Message
+from skyrl_fast.rollout.engine.weights.bucket import Bucket
 from skyrl_fast.rollout.engine.weights.digest import tensor_digest
 from skyrl_fast.rollout.engine.weights.group import WeightsGroup
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
@@ -127,18 +127,18 @@ def test_an_error_of_a_servers_loader_ends_the_broadcast() -> None:
     assert no_sending_thread()
 
 
-def swapped(buckets: list[Message]) -> list[Message]:
+def swapped(buckets: list[Bucket]) -> list[Bucket]:
     """Return buckets with each other's values, in a chain of equal sizes."""
     first, second = buckets[1:3]
     return [buckets[0], replace(first, data=second.data), replace(second, data=first.data)]
 
 
-def changed(buckets: list[Message]) -> list[Message]:
+def changed(buckets: list[Bucket]) -> list[Bucket]:
     buckets[1].data.view(torch.int32)[77] ^= 1  # one bit
     return buckets
 
 
-def in_another_order(buckets: list[Message]) -> list[Message]:
+def in_another_order(buckets: list[Bucket]) -> list[Bucket]:
     buckets[1].data.copy_(buckets[1].data.view(torch.int32).roll(1).view(torch.uint8))
     return buckets
 

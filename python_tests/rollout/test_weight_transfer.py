@@ -9,7 +9,6 @@ import logging
 import subprocess
 import sys
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,6 @@ from skyrl_fast.config import ConfigError
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.engine.weights import file as weights_file
-from skyrl_fast.rollout.engine.weights.bucket_source import SentWeights
 from skyrl_fast.rollout.engine.weights.cuda_handles import tensors_of_handles
 from skyrl_fast.rollout.engine.weights.group import BACKENDS
 from skyrl_fast.rollout.engine.weights.receipt import Receipt, WeightSyncError, read_receipts
@@ -366,7 +364,7 @@ def test_the_pool_casts_to_the_dtype_of_all_its_engines(
     assert seen == [expected, *[WorkerCall("load", None, {})] * 2, "closed"]
 
 
-@pytest.mark.spec("async.weight-transfer", "async.weight-delta")
+@pytest.mark.spec("async.weight-transfer")
 def test_the_setting_chooses_the_transfer() -> None:
     needed = ["data.train_data=[x]", "trainer.policy.model.path=m"]
     key = "generator.inference_engine"
@@ -385,14 +383,6 @@ def test_the_setting_chooses_the_transfer() -> None:
     assert _weight_transfer(engine(*shared)) is not by_broadcast
     assert _weight_transfer(engine()) not in (by_ipc, by_broadcast)
     engine(*servers, f"{key}.weight_sync_backend=reload")
-    delta = f"{key}.weight_sync_delta=true"
-    for overrides in ([on_cluster], [f"{key}.weight_sync_backend=gloo"]):
-        chosen = _weight_transfer(engine(delta, *overrides))
-        assert isinstance(chosen, partial) and chosen.func is by_broadcast
-        assert isinstance(chosen.keywords["sent"], SentWeights)
-    for overrides in ([], [*servers], shared):
-        with pytest.raises(ConfigError, match="weight_sync_delta: wanted it with"):
-            engine(delta, *overrides)
     for overrides, wanted in (
         ([f"{key}.weight_sync_backend=reload"], "auto, ipc, nccl, gloo, file with"),
         ([*servers, f"{key}.weight_sync_backend=ipc"], "auto, file, reload with"),

@@ -210,12 +210,6 @@ def test_an_engine_with_a_gpu_of_its_own_has_its_own_part(small: Path) -> None:
     cluster = "trainer.placement.colocate_all=false"
     on_cluster = plan_memory(config_of(small, cluster), capacity=GPU, num_gpus=2)
     assert sizes(on_cluster)[sent] == 2 * embedding
-    key = "generator.inference_engine"
-    deltas = config_of(small, f"{key}.weight_sync_delta=true", f"{key}.weight_sync_backend=nccl")
-    with_deltas = plan_memory(deltas, capacity=GPU, num_gpus=2)
-    assert sizes(with_deltas)[sent] == 5 * embedding
-    assert sizes(with_deltas, 1)["engine: CUDA context, buckets"] == GIB + 5 * embedding
-    assert with_deltas.host_bytes == 2 * 2 * 494_032_768  # of the trainer, and of the worker
     by_gloo = config_of(small, cluster, "generator.inference_engine.weight_sync_backend=gloo")
     assert sent not in sizes(plan_memory(by_gloo, capacity=GPU, num_gpus=2))
     assert sizes(by_file, 1)["engine: CUDA context"] == GIB

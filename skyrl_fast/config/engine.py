@@ -41,11 +41,6 @@ class InferenceEngineConfig:
         "file",
         choices=("auto", "ipc", "nccl", "gloo", "file", "reload"),
     )
-    weight_sync_delta: bool = setting(
-        False,
-        "for nccl and gloo: broadcast only elements that changed since the last update, exactly. "
-        "Keeps the weights in main memory, of the trainer and of each worker of the engines",
-    )
     weight_sync_path: str | None = setting(
         None, "folder shared by trainer and servers; null: this machine's shared memory"
     )

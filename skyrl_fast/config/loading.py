@@ -383,12 +383,6 @@ def _check_engines(engine: InferenceEngineConfig, *, is_synchronous: bool) -> No
 def _check_cluster_engines(config: Config) -> None:
     """Check the settings of several engines, and of engines on a cluster."""
     engine, key = config.generator.inference_engine, "generator.inference_engine"
-    broadcasts = ("nccl", "gloo", "auto") if config.engines_on_cluster else ("nccl", "gloo")
-    if engine.weight_sync_delta and engine.weight_sync_backend not in broadcasts:
-        raise ConfigError(
-            f"{key}.weight_sync_delta: wanted it with weight_sync_backend="
-            f"{' or '.join(broadcasts)}, got {engine.weight_sync_backend}"
-        )
     if not config.engines_on_cluster:
         if engine.num_engines > 1:
             wanted = (

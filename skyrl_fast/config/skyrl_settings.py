@@ -120,7 +120,7 @@ SKYRL_ONLY = {
         ),
         f"see {_ENGINE}.weight_sync_backend and enable_sleep_mode; remove it",
     ),
-    f"{_ENGINE}.delta_weight_sync": f"use {_ENGINE}.weight_sync_delta=true",
+    f"{_ENGINE}.delta_weight_sync": "not supported: all weights are sent",
     f"{_ENGINE}.enable_return_sample_support_set": "use generator.sampling_params.max_kept_tokens",
     f"{_ENGINE}.fully_sharded_loras": _FULL_WEIGHTS,
     f"{_ENGINE}.enable_chunked_prefill": f"vLLM's default; {_ENGINE}.engine_init_kwargs has others",

@@ -38,8 +38,6 @@ CONTEXT_BYTES = GIB  # a process's CUDA context and libraries
 # Of a broadcast that exist at a time: one on its way, and one being packed; one being received, one
 # being loaded, and one of whose layer not all was loaded.
 SENT_BUCKETS, RECEIVED_BUCKETS = 2, 3
-# The same for weight_sync_delta: the last version, a mask, indices; what changed in two buckets.
-SENT_DELTA_BUCKETS, RECEIVED_DELTA_BUCKETS = 3, 2
 ASLEEP_BYTES = 2 * GIB  # of a sleeping engine: its context, CUDA graphs, libraries
 FRAGMENTATION = 0.1  # of activations: blocks that the caching allocator cannot reuse
 ENGINE_LIMIT = 0.9  # largest share that is computed for the engine; vLLM's default
@@ -152,12 +150,8 @@ def _plan(
     resident = _resident_items(config, measure)
     trainer = [*resident, *_largest_update(config, measure)]
     ranks = range(config.trainer.placement.num_ranks)
-    bucket, delta = (
-        broadcast_bytes(config, size),
-        config.generator.inference_engine.weight_sync_delta,
-    )
-    num_sent = SENT_BUCKETS + delta * SENT_DELTA_BUCKETS
-    sent = Item("buckets of weights that are broadcast", num_sent * bucket)
+    bucket = broadcast_bytes(config, size)
+    sent = Item("buckets of weights that are broadcast", SENT_BUCKETS * bucket)
     if engine is None:
         if on_cluster:
             trainer = [*trainer, sent]
@@ -165,8 +159,8 @@ def _plan(
         return MemoryPlan(alone, None, 0, _saved_logits_bytes(config, size, alone))
     context = Item("engine: CUDA context", CONTEXT_BYTES)
     if engine.weight_sync == "nccl":  # its GPUs are none of the trainer's
-        received = RECEIVED_BUCKETS + delta * RECEIVED_DELTA_BUCKETS
-        context = Item("engine: CUDA context, buckets", CONTEXT_BYTES + received * bucket)
+        received = RECEIVED_BUCKETS * bucket
+        context = Item("engine: CUDA context, buckets", CONTEXT_BYTES + received)
         trainer = [*trainer, sent]
     together = [*(trainer if engine.shared else ()), context]  # on the engine's fullest GPU
     if engine.sleeps:
@@ -181,8 +175,7 @@ def _plan(
         asleep = Item("sleeping engine: CUDA context and graphs", ASLEEP_BYTES)
         devices = [*_devices(engine.shared, [*trainer, asleep], capacity, ", update"), *devices]
     # By a file: a copy in this process, and the file in shared memory. Those of a sleeping engine.
-    # For deltas: in this process, and in each worker.
-    copies = 2 * (engine.weight_sync == "file") + engine.sleeps + delta * (1 + len(engine.gpu_ids))
+    copies = 2 * (engine.weight_sync == "file") + engine.sleeps
     item = _dtype(config.generator.inference_engine.model_dtype).itemsize
     updates = [device for device in devices if trainer[-1] in device.items]
     saved = _saved_logits_bytes(config, size, updates)

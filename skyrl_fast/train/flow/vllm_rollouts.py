@@ -24,7 +24,6 @@ from skyrl_fast.rollout.engine.ray_engine import EnginePlace, RayEngine
 from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
-from skyrl_fast.rollout.engine.weights.bucket_source import SentWeights
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.engine.weights.group import BACKENDS
 from skyrl_fast.rollout.engine.weights.probe_limits import ProbeLimits
@@ -225,8 +224,7 @@ def _weight_transfer(config: settings.Config) -> WeightTransfer:
     if backend == "ipc":
         return by_ipc
     if backend in BACKENDS:
-        delta = engine.weight_sync_delta
-        return partial(by_broadcast, sent=SentWeights()) if delta else by_broadcast
+        return by_broadcast
     return by_file(engine.weight_sync_path, unnamed=config.engine_in_process)
 
 

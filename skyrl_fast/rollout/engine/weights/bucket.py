@@ -46,10 +46,9 @@ class Bucket:
             yield name, self.data[start : start + size].view(dtype_of(info)).view(shape)
             start += aligned(size)
 
-    @property
-    def num_tensor_bytes(self) -> int:
-        """Bytes of the tensors, without what aligns them."""
-        return sum(tensor.nbytes for _, tensor in self.tensors())
+    def header(self) -> str:
+        """Return what a worker needs to receive the bucket."""
+        return json.dumps(self.infos)
 
 
 def packed(
@@ -97,47 +96,16 @@ def _groups(
         yield group
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """What is broadcast at once: a bucket, or what has changed in it.
-
-    Args:
-        infos: of the bucket's tensors.
-        data: (bytes,) uint8: the bucket's, or that of `delta.changes`.
-        counts: changed elements of each tensor; None: `data` is the bucket's.
-        kept: whether the workers are to keep the bucket for changes of it.
-    """
-
-    infos: list[TensorInfo]
-    data: torch.Tensor
-    counts: list[int] | None = None
-    kept: bool = False
-
-    def header(self) -> str:
-        """Return what a worker needs to receive it."""
-        return json.dumps({"infos": self.infos, "counts": self.counts, "kept": self.kept})
-
-
-def read_header(text: str) -> tuple[list[TensorInfo], list[int] | None, bool]:
-    """Return infos, counts and whether the bucket is kept, of `Message.header`.
+def read_header(text: str) -> list[TensorInfo]:
+    """Return the infos of `Bucket.header`.
 
     Raises:
         ValueError: the text is none.
     """
     match json.loads(text):
-        case {"infos": [*infos], "counts": None | [*_] as counts, "kept": bool(kept)} if all(
-            map(_is_tensor_info, infos)
-        ):
-            if counts is None or _are_counts(counts, infos):
-                return infos, counts, kept
-    raise ValueError(f"wanted names, dtypes and shapes of tensors, got {text[:200]}")
-
-
-def _are_counts(counts: list[Any], infos: list[TensorInfo]) -> bool:
-    return len(counts) == len(infos) and all(
-        type(count) is int and 0 <= count <= torch.Size(shape).numel()
-        for count, (_, _, shape) in zip(counts, infos, strict=True)
-    )
+        case [*infos] if all(map(_is_tensor_info, infos)):
+            return infos
+    raise ValueError(f"expected names, dtypes and shapes of tensors, got {text[:200]}")
 
 
 def _is_tensor_info(info: Any) -> bool:

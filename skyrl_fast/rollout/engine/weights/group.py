@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from skyrl_fast.network_interface import LOOPBACK, address_towards
-from skyrl_fast.rollout.engine.weights.bucket import Bucket, Message, read_header
-from skyrl_fast.rollout.engine.weights.delta import KeptBuckets, empty_changes
+from skyrl_fast.rollout.engine.weights.bucket import Bucket, read_header
 from skyrl_fast.rollout.engine.weights.prefetch import Prefetch
 
 BACKENDS = ("nccl", "gloo")  # as in weight_sync_backend
@@ -28,7 +27,7 @@ WAIT_SECONDS = 300.0  # for all to be ready for a bucket: the workers load the o
 WORKER_WAIT_SECONDS = 2 * WAIT_SECONDS
 MOVE_SECONDS = 30.0  # for members that are ready to connect, or to send a bucket; for the store
 POLL_SECONDS = 0.002  # between two checks whether all are ready, or a bucket was sent
-THE_END = "the end"  # in place of the header of a message
+THE_END = "the end"  # in place of the header of a bucket
 GIVEN_UP = "given up"  # key of the store: the others need not wait
 
 
@@ -88,7 +87,6 @@ class WeightsGroup:
         self._group: Any = None
         self._meetings = 0
         self._aborted = False
-        self._kept = KeptBuckets()
 
     def connect(self, store: dist.Store) -> None:
         """Connect with all other members; blocks until they have.
@@ -140,19 +138,19 @@ class WeightsGroup:
                 )
             time.sleep(POLL_SECONDS)
 
-    def send(self, messages: Iterable[Message]) -> None:
-        """Broadcast messages to the workers; blocks until all have received them.
+    def send(self, buckets: Iterable[Bucket]) -> None:
+        """Broadcast buckets to the workers; blocks until all have received them.
 
         Raises:
             TimeoutError: the workers do not receive.
             RuntimeError: a worker is gone, or the group was aborted.
-            What `messages` raises.
+            What `buckets` raises.
         """
         try:
-            for message in messages:
-                self._meet(self._seconds, message.header())
-                self._broadcast(message.data)
-                del message  # its memory may be that of the next but one
+            for bucket in buckets:
+                self._meet(self._seconds, bucket.header())
+                self._broadcast(bucket.data)
+                del bucket  # its memory may be that of the next but one
             self._meet(self._seconds, THE_END)
         except BaseException:
             self._store.set(GIVEN_UP, "")
@@ -182,21 +180,11 @@ class WeightsGroup:
 
     def _received(self, stream: Any) -> Iterator[Bucket]:
         with torch.cuda.stream(stream):  # None: does nothing
-            number = 0
             while (text := self._meet(self._seconds)) != THE_END:
-                infos, counts, kept = read_header(text)
-                if counts is None:
-                    bucket = Bucket.empty(infos, self.device)
-                    self._broadcast(bucket.data)
-                    if kept:
-                        self._kept.keep(number, bucket)
-                else:
-                    data = empty_changes(infos, counts, self.device)
-                    self._broadcast(data)
-                    bucket = self._kept.changed(number, infos, counts, data)
+                bucket = Bucket.empty(read_header(text), self.device)
+                self._broadcast(bucket.data)
                 yield bucket
                 del bucket
-                number += 1
 
     def abort(self) -> None:
         """Make this member's pending and later calls fail soon; from any thread."""

@@ -43,7 +43,6 @@ class WeightsSender:
             device=torch.device(device),
             trainer=address,
         )
-        self._version: int | None = None  # of the weights that the workers keep
         # Of the workers' `join_weights_group`.
         self.join_arguments = (backend, address, port, num_workers + 1)
 
@@ -68,17 +67,14 @@ class WeightsSender:
             RuntimeError: the connection was lost, or what `answer` raises.
         """
         assert call.buckets is not None
-        buckets = call.buckets.on(self._group.device, self._version)
-        self._version = None
+        buckets = call.buckets.on(self._group.device)
 
         def stop() -> None:
             buckets.close()
             self._group.abort()
 
         try:
-            result = await self._together(partial(self._group.send, buckets), answer, stop)
-            self._version = buckets.version
-            return result
+            return await self._together(partial(self._group.send, buckets), answer, stop)
         finally:
             buckets.close()
 

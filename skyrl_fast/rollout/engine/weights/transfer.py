@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from skyrl_fast.rollout.engine.weights.bucket import BUCKET_BYTES
-from skyrl_fast.rollout.engine.weights.bucket_source import Buckets, BucketSource, SentWeights
+from skyrl_fast.rollout.engine.weights.bucket_source import Buckets, BucketSource
 from skyrl_fast.rollout.engine.weights.cuda_handles import cuda_handle
 from skyrl_fast.rollout.engine.weights.digest import tensor_digest
 from skyrl_fast.rollout.engine.weights.file import WeightsFile, distinct_tensors
@@ -148,7 +148,6 @@ def by_broadcast(
     dtype: torch.dtype | None,
     *,
     bucket_bytes: int = BUCKET_BYTES,
-    sent: SentWeights | None = None,
 ) -> Iterator[WorkerCall]:
     """Broadcast the trainer's tensors over engines' `WeightsGroup`s, while they are gathered.
 
@@ -159,15 +158,13 @@ def by_broadcast(
         weights: not to be changed in the context.
         dtype: of the floating-point tensors that are sent; None: as they are.
         bucket_bytes: of one broadcast.
-        sent: what the engines have got so far: they get only elements that changed, where these
-            have fewer bytes. None: they get all.
 
     Raises:
         WeightSyncError: there are none.
     """
     if isinstance(weights, Iterator):
         weights = dict(distinct_tensors(weights))
-    source = BucketSource(weights, dtype, bucket_bytes=bucket_bytes, sent=sent)
+    source = BucketSource(weights, dtype, bucket_bytes=bucket_bytes)
     call = WorkerCall("load_weights_broadcast", None, source.digests, source=source)
     try:
         yield call.for_engines(1)[0]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import skyrl_fast.train
-from skyrl_fast.cli import _parser as command_parser
+from skyrl_fast.cli import command_parser
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 HEAD = """# Python API of the trainer

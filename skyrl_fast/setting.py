@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Any
 
+from skyrl_fast.errors import RunError
 from skyrl_fast.printable import shortened
 
 MAX_MESSAGE = 800  # characters of an error; the values of a setting may be of any length
@@ -39,11 +40,13 @@ class EnvironmentValue(str):
         return repr(self.written)
 
 
-class ConfigError(ValueError):
+class ConfigError(RunError, ValueError):
     """A setting that is unknown, mistyped or out of range; the message names its dotted key.
 
     The message is one line, and cut if it is very long.
     """
+
+    exit_code = 2
 
     def __init__(self, message: str) -> None:
         line = " ".join(part.strip() for part in message.splitlines())

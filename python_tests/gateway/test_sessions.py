@@ -25,12 +25,12 @@ from skyrl_fast import cli
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.generator_from_trajectories import generator_output_from_trajectories
 from skyrl_fast.batch.generator_output import validate_generator_output
+from skyrl_fast.commands.gateway import KEY_FILE, serving
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.gateway import recording
 from skyrl_fast.gateway.sessions import Sessions
 from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.train.data.demonstrations import chat_of
-from skyrl_fast.train.gateway_command import KEY_FILE, serving
 from skyrl_fast.trajectory_store import read_index, read_trajectories
 from skyrl_fast.trajectory_store.recorded import recorded_trajectories, sft_rows
 from skyrl_fast.trajectory_store.writer import StoreError
@@ -326,11 +326,11 @@ def test_each_answer_is_trained_in_one_conversation(
 def test_a_model_or_a_configuration_file_is_needed(
     tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from skyrl_fast.train.gateway_command import _config
+    from skyrl_fast.commands.gateway import _config
 
     assert cli.main(["gateway", "--record", str(tmp_path)]) == 2
     assert "wanted a configuration file or --model" in capsys.readouterr().err
-    parsed = cli._parser().parse_args(
+    parsed = cli.command_parser().parse_args(
         ["gateway", "trainer.seed=7", "--model", str(tiny_model_folder), "--engine", "http://a:1"]
     )
     config = _config(parsed)

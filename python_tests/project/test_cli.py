@@ -14,12 +14,15 @@ pytest.importorskip("transformers")
 
 import skyrl_fast
 from skyrl_fast import cli
+from skyrl_fast.commands.train import summary
 from skyrl_fast.config import Config
 from skyrl_fast.config.settings import leaves
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 from skyrl_fast.rollout.failures import RolloutError
 from skyrl_fast.train import run as run_module
+from skyrl_fast.train.callbacks import CallbackError
+from skyrl_fast.train.cluster import ClusterError
 from skyrl_fast.train.output.checkpoint import CheckpointError, RunInUseError
 from skyrl_fast.train.run import TrainResult
 from skyrl_fast.train.setup.errors import SetupError
@@ -103,7 +106,7 @@ def test_train_prints_output_paths(
     ],
 )
 def test_missing_evaluation_is_not_shown(rewards: Any, line: str | None) -> None:
-    text = cli.summary(outcome(**rewards))
+    text = summary(outcome(**rewards))
     assert ("evaluation reward" in text) == (line is not None)
     assert line is None or line in text
 
@@ -139,6 +142,8 @@ def test_stopped_runs_say_how_to_continue(
         (WeightSyncError("the engine's logprobs differ"), 1),
         (RolloutError("all 8 trajectories failed"), 1),
         (StoreError("the disk is full"), 1),
+        (CallbackError("callback Plot: on_step: ValueError"), 1),
+        (ClusterError("1 node has the CPUs, 2 are needed"), 1),
         (KeyboardInterrupt(), 130),
     ],
 )

@@ -233,7 +233,7 @@ def fault_of_ours(arguments: list[str]) -> str:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-            options, rest = cli._parser().parse_known_args(arguments)
+            options, rest = cli.command_parser().parse_known_args(arguments)
     except SystemExit as error:
         return said.getvalue() if error.code else ""
     given: list[Any] = [*getattr(options, "overrides", []), *rest]

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from skyrl_fast import _C, doctor
+from skyrl_fast import _C
+from skyrl_fast.commands import doctor
 
 
 def test_report_lists_every_check() -> None:

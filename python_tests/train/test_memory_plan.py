@@ -21,6 +21,7 @@ import skyrl_fast
 from scripts import hardware_page
 from scripts.published_models import BILLIONS, model_folder
 from skyrl_fast.cli import main
+from skyrl_fast.commands.plan import num_bytes
 from skyrl_fast.config import Config, ConfigError
 from skyrl_fast.config.loading import as_config, load_config
 from skyrl_fast.ops.logprob.linear import linear_logprob
@@ -31,7 +32,6 @@ from skyrl_fast.train.device_plan import GIB, MemoryPlan
 from skyrl_fast.train.memory_plan import gpu_memory, head_bytes, plan_memory
 from skyrl_fast.train.model.activation_memory import ModelSize
 from skyrl_fast.train.model.policy import recomputes_activations
-from skyrl_fast.train.plan_command import num_bytes
 from skyrl_fast.train.setup import gpu_sharing
 from skyrl_fast.train.setup.errors import SetupError
 from skyrl_fast.train.setup.given_objects import with_absolute_paths

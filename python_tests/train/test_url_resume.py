@@ -20,7 +20,7 @@ from _training import Recorder, settings, steady, train
 from _training import folder as folder
 
 import skyrl_fast
-from skyrl_fast.cli import summary
+from skyrl_fast.commands.train import summary
 from skyrl_fast.config import ConfigError
 from skyrl_fast.train import Callback
 from skyrl_fast.train.output.checkpoint import CheckpointError, RunInUseError

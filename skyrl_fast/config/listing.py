@@ -1,9 +1,7 @@
-"""All settings with default, limits and help: the command `skyrl-fast settings`."""
+"""All settings as text, with default, limits and help."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import Field
@@ -15,20 +13,8 @@ from skyrl_fast.config.skyrl_settings import SKYRL_ONLY
 _WIDTH = 96
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
-    parser.add_argument("word", nargs="?", default="", help="part of a name or of its help")
-
-
-def print_settings(options: argparse.Namespace) -> int:
-    """Print the settings that have the word in their name or help; return the exit code."""
-    word = options.word.lower()
-    lines = [line for line in _all_lines() if word in line.lower()]
-    sys.stdout.write("".join(lines) or f"no setting has {options.word!r} in its name or help\n")
-    return 0 if lines else 1
-
-
-def _all_lines() -> Iterator[str]:
+def setting_entries() -> Iterator[str]:
+    """Yield the text of each setting, then of those that only SkyRL has."""
     for name, default, item in leaves(Config()):
         yield _entry(f"{name} = {shown(default)}", description(item))
     for name, advice in SKYRL_ONLY.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from skyrl_fast.errors import RunError
 from skyrl_fast.printable import log_line
 from skyrl_fast.rollout.trajectory import Trajectory
 
@@ -14,7 +15,7 @@ MAX_LOGGED_FAILURES = 5  # of one batch; the others are only counted
 MAX_FAILED_BATCHES = 3  # in a row: chance does not explain that many
 
 
-class RolloutError(RuntimeError):
+class RolloutError(RunError):
     """Several batches in a row had no usable trajectory: the setup is wrong."""
 
 

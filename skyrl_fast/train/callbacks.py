@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from skyrl_fast.errors import RunError
 
-class CallbackError(RuntimeError):
+
+class CallbackError(RunError):
     """A callback raised; the run ended with a checkpoint of its last complete step."""
 
 

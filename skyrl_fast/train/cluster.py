@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_fast.config import Config
+from skyrl_fast.errors import RunError
 from skyrl_fast.ray_connection import connected, imported_ray
 from skyrl_fast.rollout.engine.engine_actor import enter
 from skyrl_fast.rollout.engine.ray_engine import EnginePlace
@@ -38,7 +39,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 RunHere = Callable[[Config, StopSignals, RankStarter], Any]
 
 
-class ClusterError(RuntimeError):
+class ClusterError(RunError):
     """Ray is missing, the cluster has too few nodes, or it lost them without any progress."""
 
 

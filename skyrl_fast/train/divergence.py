@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 
+from skyrl_fast.errors import RunError
+
 WINDOW = 10  # optimizer steps that are looked at
 
 
-class DivergedError(RuntimeError):
+class DivergedError(RunError):
     """Most optimizer steps are skipped for a gradient that is infinite or NaN."""
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from skyrl_fast.batch import StepBatch
+from skyrl_fast.errors import RunError
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.trajectory_store.lines import encode_line
 from skyrl_fast.trajectory_store.parts import (
@@ -28,7 +29,7 @@ from skyrl_fast.trajectory_store.token_text import TokenText
 from skyrl_fast.trajectory_store.trained import trained_steps
 
 
-class StoreError(RuntimeError):
+class StoreError(RunError):
     """Trajectories could not be written; the message says how to fix it."""
 
 

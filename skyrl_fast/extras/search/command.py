@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from skyrl_fast.commands.command import as_usage_error, needs_extra
 from skyrl_fast.parent_watch import watch_parent
 
 if TYPE_CHECKING:
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 SHUTDOWN_SECONDS = 2
-EXIT_USAGE = 2
+HELP = "serve a corpus to search agents"
+DESCRIPTION = "Search-R1's API: POST /retrieve, GET /health; BM25 by default."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,17 +55,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
 
 
-def serve(options: argparse.Namespace) -> int:
-    """Serve until a signal stops the server; return the exit code."""
+def run(options: argparse.Namespace) -> int:
+    """Serve until a signal stops the server."""
     if options.parent is not None:
         watch_parent(options.parent)  # a killed parent cannot stop its server
-    try:
+    with needs_extra("search"):
         import uvicorn
 
         from skyrl_fast.extras.search.connections import LimitedProtocol, backlog
         from skyrl_fast.extras.search.server import Limits, make_app
-    except ImportError as error:
-        return _usage_error(f"a package is missing: {error}; pip install 'skyrl-fast[search]'")
     from skyrl_fast.extras.search.corpus import Corpus
 
     limits = Limits(
@@ -72,12 +72,10 @@ def serve(options: argparse.Namespace) -> int:
         query_characters=options.max_query_characters,
         topk=options.max_topk,
     )
-    try:
+    with as_usage_error(ImportError, OSError, ValueError):
         corpus = Corpus(options.corpus)
         app = make_app(corpus, _index(options, corpus), topk=options.topk, limits=limits)
         listening = _listen(options)
-    except (ImportError, OSError, ValueError) as error:
-        return _usage_error(str(error))
     host, port = listening.getsockname()[:2]
     sys.stderr.write(f"{len(corpus)} passages at http://{host}:{port}/retrieve\n")
     server = uvicorn.Server(
@@ -114,8 +112,3 @@ def _listen(options: argparse.Namespace) -> socket.socket:
         raise ValueError(f"cannot listen on {options.host}:{options.port}: {error}") from error
     listening.listen()
     return listening
-
-
-def _usage_error(message: str) -> int:
-    sys.stderr.write(f"skyrl-fast retrieval: {message}\n")
-    return EXIT_USAGE

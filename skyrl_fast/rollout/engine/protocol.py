@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from skyrl_fast.config import SamplingParams
+from skyrl_fast.errors import RunError
 from skyrl_fast.rollout.stop_reason import STOP
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ EXCLUDED_LOGPROB = -9000.0  # vLLM's servers write -9999 for -inf
 MASS_TOLERANCE = 1e-3  # of the sum of the kept tokens' probabilities
 
 
-class EngineError(RuntimeError):
+class EngineError(RunError):
     """The engine refused or failed one request; others may still succeed."""
 
 

@@ -16,12 +16,13 @@ from typing import NamedTuple
 import numpy as np
 
 from skyrl_fast.config import DynamicSamplingConfig
+from skyrl_fast.errors import RunError
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.algorithm.sequence_scope import Sequences, group_spread
 from skyrl_fast.train.algorithm.training_rows import GroupRows, SampledRows, join_groups
 
 
-class DynamicSamplingError(RuntimeError):
+class DynamicSamplingError(RunError):
     """The limit of sampled batches was reached with too few informative groups."""
 
 

@@ -28,6 +28,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from skyrl_fast.errors import RunError
 from skyrl_fast.file_lock import close_locked, is_locked, lock_file
 from skyrl_fast.train.output.manifest import MANIFEST, Entries, find_damage, make_manifest
 from skyrl_fast.train.output.saved_state import check_state
@@ -43,12 +44,14 @@ _NAME = re.compile(r"step_(\d{6,})")
 _LEFT = re.compile(r"\.(step_\d{6,})\.(partial|old)")  # being written or deleted; replaced
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(RunError):
     """A checkpoint could not be written, or is damaged; the message says what to do."""
 
 
-class RunInUseError(RuntimeError):
+class RunInUseError(RunError):
     """A folder of the run belongs to a running process or to an earlier run."""
+
+    exit_code = 2
 
 
 def write_checkpoint(

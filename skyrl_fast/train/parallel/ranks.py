@@ -20,6 +20,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
+from skyrl_fast.errors import RunError
 from skyrl_fast.train.parallel.sequence_ranks import SINGLE, SequenceRanks
 from skyrl_fast.train.parallel.traffic import CALLS, RESULTS, Traffic
 
@@ -29,7 +30,7 @@ Owner = TypeVar("Owner")
 ERROR_SECONDS = 5.0  # within which an exit of another rank is taken as the cause of an error here
 
 
-class RankError(RuntimeError):
+class RankError(RunError):
     """The ranks cannot continue: one of them has exited, or they are out of sync."""
 
 

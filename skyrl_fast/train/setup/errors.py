@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from skyrl_fast.errors import RunError
 
-class SetupError(ValueError):
+
+class SetupError(RunError, ValueError):
     """Data, model, packages or engine are not usable; the message says what to fix."""
+
+    exit_code = 2
 
 
 @contextmanager

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
+from skyrl_fast.errors import RunError
 from skyrl_fast.rollout.engine.weights.digest import tensor_digest
 
 MAX_NAMES = 8  # named in an error
 
 
-class WeightSyncError(RuntimeError):
+class WeightSyncError(RunError):
     """The engine does not hold the trainer's weights."""
 
 

@@ -8,14 +8,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from skyrl_fast.printable import MAX_FAILURE, printable
+from skyrl_fast.commands.command import as_usage_error
 
 BATCH, SKYRL, SFT = "batch", "skyrl", "sft"
-EXIT_USAGE = 2
+
+
+HELP = "write recorded sessions as training data"
+DESCRIPTION = (
+    "Write the trajectories of a recording or a run as a batch, as SkyRL's generator output, or as "
+    "chats for fine-tuning."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `skyrl-fast export` to the parser."""
+    """Add the command's arguments to its parser."""
     parser.add_argument("run", type=Path, help="folder of a recording, or of a run")
     parser.add_argument("out", type=Path, help="file to write; an existing one is replaced")
     parser.add_argument(
@@ -30,13 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def export(options: argparse.Namespace) -> int:
-    """Write the file and return the exit code."""
-    try:
+def run(options: argparse.Namespace) -> int:
+    """Write the file."""
+    with as_usage_error(ValueError, OSError, ImportError):
         written = _written(options)
-    except (ValueError, OSError, ImportError) as error:
-        sys.stderr.write(f"skyrl-fast: {printable(str(error), MAX_FAILURE)}\n")
-        return EXIT_USAGE
     sys.stdout.write(f"{written} in {options.out}\n")
     return 0
 

@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from pathlib import Path
 
-from skyrl_fast.printable import MAX_FAILURE, printable
+from skyrl_fast.commands.command import as_usage_error, log_to_stderr
 
-EXIT_USAGE = 2
 _MIB = 1 << 20
 
 
+HELP = "show a run's trajectories and metrics in a browser"
+DESCRIPTION = "Write the report of a run as static pages; no server needed."
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `skyrl-fast view` to the parser."""
+    """Add the command's arguments to its parser."""
     parser.add_argument("run", type=Path, help="folder of a run (trainer.run_path)")
     parser.add_argument("--out", type=Path, help="output folder (default: RUN/view)")
 
 
-def view(options: argparse.Namespace) -> int:
-    """Write the page, print its address and return the exit code."""
+def run(options: argparse.Namespace) -> int:
+    """Write the page and print its address."""
     from skyrl_fast.viewer.build import build_view
 
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    try:
+    log_to_stderr()
+    with as_usage_error(ValueError, OSError):
         built = build_view(options.run, options.out)
-    except (ValueError, OSError) as error:
-        sys.stderr.write(f"skyrl-fast: {printable(str(error), MAX_FAILURE)}\n")
-        return EXIT_USAGE
     sys.stdout.write(
         f"{built.trajectories} trajectories in {built.files} files, "
         f"{built.bytes / _MIB:.1f} MiB\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import importlib.util
 import json
@@ -117,7 +118,16 @@ def report(*, as_json: bool) -> str:
     return "\n".join(lines)
 
 
-def main(*, as_json: bool = False) -> int:
-    """Print the report; return 1 if a required part is missing, else 0."""
-    sys.stdout.write(report(as_json=as_json) + "\n")
+HELP = "report what is built, found and missing"
+DESCRIPTION = "Report what is built, found and missing. Exit code 1: a required part is missing."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
+    parser.add_argument("--json", action="store_true", help="output as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the report; return 1 if a required part is missing."""
+    sys.stdout.write(report(as_json=options.json) + "\n")
     return int(any(f.status == PROBLEM for f in findings()))

@@ -12,7 +12,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyrl_fast.printable import MAX_FAILURE, PrintableFormatter, printable
+from skyrl_fast.commands.command import (
+    add_config_arguments,
+    as_usage_error,
+    log_to_stderr,
+    needs_extra,
+)
 
 if TYPE_CHECKING:
     from skyrl_fast.config import Config
@@ -29,18 +34,18 @@ MAX_CALLS = 10_000
 MAX_CONTEXT = 32_768
 MAX_ANSWER = 4_096
 SESSION_SECONDS = 24 * 3600
-FAILED, USAGE = 1, 2  # exit codes
+
+
+HELP = "record the calls of agents, without training"
+DESCRIPTION = (
+    "Serve a model by OpenAI's and Anthropic's APIs, and record sessions with the exact tokens. "
+    "`skyrl-fast export` and `skyrl-fast view` read them."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
-    parser.add_argument("config", nargs="?", help="the trainer's YAML file; or give --model")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="settings that override the file, or YAML files with such",
-    )
+    add_config_arguments(parser, is_required=False)
     parser.add_argument("--model", help="model folder or hub name: trainer.policy.model.path")
     parser.add_argument(
         "--engine",
@@ -62,23 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def gateway(options: argparse.Namespace) -> int:
-    """Serve until a signal; return 1 if the engine died, 2 if the setup is wrong."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(PrintableFormatter("%(message)s"))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    try:
-        from skyrl_fast.rollout.engine.protocol import EngineError
-        from skyrl_fast.trajectory_store.writer import StoreError
-    except ImportError as error:
-        return _complain(f"a package is missing: {error}; pip install 'skyrl-fast[train,gateway]'")
-    try:
+def run(options: argparse.Namespace) -> int:
+    """Serve until a signal."""
+    log_to_stderr()
+    with needs_extra("train,gateway"):
+        import skyrl_fast.gateway.server  # noqa: F401
+    with as_usage_error(ValueError, ImportError):
         config = _config(options)
         asyncio.run(_serve(config, options.record))
-    except (ValueError, ImportError) as error:
-        return _complain(str(error))
-    except (EngineError, StoreError) as error:
-        return _complain(str(error), FAILED)
     return 0
 
 
@@ -226,8 +222,3 @@ def _greeting(config: Config, sessions: Sessions, run: Path) -> str:
         f'$(cat {run / KEY_FILE})"\n'
         f"recorded sessions: skyrl-fast view {run}\n"
     )
-
-
-def _complain(message: str, code: int = USAGE) -> int:
-    sys.stderr.write(f"skyrl-fast: {printable(message, MAX_FAILURE)}\n")
-    return code

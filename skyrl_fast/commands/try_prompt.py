@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import faulthandler
 import json
-import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyrl_fast.printable import MAX_FAILURE, PrintableFormatter, printable
+from skyrl_fast.commands.command import (
+    add_config_arguments,
+    as_usage_error,
+    log_to_stderr,
+    needs_extra,
+)
+from skyrl_fast.printable import printable
 
 if TYPE_CHECKING:
     from skyrl_fast.config import Config
@@ -27,18 +32,19 @@ DEFAULT_TIMEOUT = 2.0  # seconds of an environment's call; a run's is for slow o
 GRACE_SECONDS = 10.0  # beyond the timeout; then the environment holds Python's lock
 PLACEHOLDER = "(a scripted answer; give others by --answers)"
 MAX_SHOWN = 4_000  # characters of one text
-FAILED, USAGE = 1, 2  # exit codes
+FAILED = 1  # exit code
+
+
+HELP = "play one prompt through the environment and print it"
+DESCRIPTION = (
+    "Run the agent loop on one training prompt, with scripted answers or the model's. Exit code 1: "
+    "a trajectory failed."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
-    parser.add_argument("config", help="the trainer's YAML file")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="settings that override the file, or YAML files with such",
-    )
+    add_config_arguments(parser)
     parser.add_argument("--prompt", type=int, default=0, help="row of the training prompts, from 0")
     parser.add_argument("--samples", type=int, default=1, help="trajectories of the prompt")
     parser.add_argument(
@@ -63,25 +69,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def try_prompt(options: argparse.Namespace) -> int:
-    """Print the trajectories of one prompt; return 1 if one failed, 2 if the setup is wrong."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(PrintableFormatter("%(message)s"))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    try:
+def run(options: argparse.Namespace) -> int:
+    """Print the trajectories of one prompt; return 1 if one failed."""
+    log_to_stderr()
+    with needs_extra("train"):
         from skyrl_fast.config.loading import load_config
-        from skyrl_fast.rollout.engine.protocol import EngineError
         from skyrl_fast.train.algorithm.unread_rewards import unread_rewards
-    except ImportError as error:
-        return _complain(f"a package is missing: {error}; pip install 'skyrl-fast[train]'")
-    try:
+    with as_usage_error(ValueError, OSError, ImportError):
         config = _tried(load_config(options.config, options.overrides), options)
         play = _sampled if options.engine else partial(_scripted, options=options)
         attempt = asyncio.run(play(config, _prompt(config, options.prompt)))
-    except (ValueError, OSError, ImportError) as error:
-        return _complain(str(error))
-    except EngineError as error:
-        return _complain(str(error), FAILED)
     sys.stdout.write(_attempt_text(attempt))
     unread = unread_rewards(config, attempt.trajectories)
     if unread is not None:
@@ -312,8 +309,3 @@ def _entry(name: str, value: Any, *, indent: str = "  ") -> list[str]:
     """Return a name and a value; further lines of the value are indented."""
     text = printable(str(value).strip(), MAX_SHOWN).replace("\n", f"\n{indent}  ")
     return [f"{indent}{name}: {text}"]
-
-
-def _complain(message: str, code: int = USAGE) -> int:
-    sys.stderr.write(f"skyrl-fast: {printable(message, MAX_FAILURE)}\n")
-    return code

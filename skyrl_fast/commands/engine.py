@@ -1,0 +1,47 @@
+"""The command `skyrl-fast engine`."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from skyrl_fast.commands.command import add_config_arguments, as_usage_error, needs_extra
+
+HELP = "serve a model to trainers"
+DESCRIPTION = (
+    "Run vLLM's server for generator.inference_engine.external_server_urls. Requests need the key "
+    "in generator.inference_engine.api_key_file, which is created if it is missing; over a network "
+    "it is not encrypted."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
+    add_config_arguments(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Replace this process by the server."""
+    with needs_extra("train,vllm"):
+        from skyrl_fast.config.loading import load_config
+        from skyrl_fast.rollout.engine.api_key import engine_key
+        from skyrl_fast.rollout.engine.protocol import EngineDeadError
+        from skyrl_fast.rollout.engine.serve_vllm import serve
+        from skyrl_fast.rollout.engine.vllm_start import check_model_folder
+        from skyrl_fast.train.flow.vllm_rollouts import key_file, vllm_setup
+        from skyrl_fast.train.model.model_folder import model_folder
+    with as_usage_error(ValueError, EngineDeadError):
+        config = load_config(options.config, options.overrides)
+        setup = vllm_setup(config, str(model_folder(str(config.trainer.policy.model.path))))
+        check_model_folder(setup)
+        key = engine_key(key_file(config))
+    serve(
+        replace(setup, log_file=None),
+        host=options.host,
+        port=options.port,
+        key=key,
+        weights_folder=config.generator.inference_engine.weight_sync_path,
+    )
+    raise AssertionError("unreachable: the server has replaced this process")

@@ -1,0 +1,27 @@
+"""The command `skyrl-fast settings`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from skyrl_fast.config.listing import setting_entries
+
+HELP = "print the settings with their defaults"
+DESCRIPTION = (
+    "Print the settings that have a word in their name or help, SkyRL's included. Exit code 1: "
+    "none has."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
+    parser.add_argument("word", nargs="?", default="", help="part of a name or of its help")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the settings that have the word in their name or help; return 1 if none has."""
+    word = options.word.lower()
+    entries = [entry for entry in setting_entries() if word in entry.lower()]
+    sys.stdout.write("".join(entries) or f"no setting has {options.word!r} in its name or help\n")
+    return 0 if entries else 1

@@ -1,0 +1,85 @@
+"""The command `skyrl-fast train`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from skyrl_fast.commands.command import add_config_arguments, log_to_stderr, needs_extra
+from skyrl_fast.errors import RunError
+
+if TYPE_CHECKING:
+    from skyrl_fast.config import Config
+    from skyrl_fast.train.run import TrainResult
+
+HELP = "train an agent"
+DESCRIPTION = "Train with the settings of a YAML file and overrides."
+SIGNAL_EXIT = 128  # plus the signal number, as in shells
+LOG_FORM = "%(asctime)s %(name)s: %(message)s"
+
+
+class StoppedError(RunError):
+    """Ctrl-C before training began."""
+
+    exit_code = SIGNAL_EXIT + 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
+    add_config_arguments(parser)
+    parser.add_argument(
+        "--resume", action="store_true", help="resume from the newest checkpoint, if there is one"
+    )
+    parser.add_argument("--verbose", action="store_true", help="log at level INFO")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train; return 0, or the exit code of the signal that stopped the run."""
+    with needs_extra("train"):
+        from skyrl_fast.train.run import train
+    return run_with(train, options)
+
+
+def run_with(train: Callable[[Config], TrainResult], options: argparse.Namespace) -> int:
+    """Train by a function and print the summary; return as `run` does."""
+    from skyrl_fast.config.loading import load_config
+
+    log_to_stderr(logging.INFO if options.verbose else logging.WARNING, LOG_FORM)
+    overrides = [*options.overrides, *(["trainer.resume_mode=latest"] if options.resume else [])]
+    try:
+        result = train(load_config(options.config, overrides))
+    except KeyboardInterrupt as error:
+        raise StoppedError("stopped before training began") from error
+    sys.stdout.write(summary(result))
+    return 0 if result.signal is None else SIGNAL_EXIT + result.signal
+
+
+def summary(result: TrainResult) -> str:
+    """Return the summary of a run: rewards before and after, files, one trajectory."""
+    done = f"{result.step} of {result.total_steps} steps"
+    lines = ["", f"{'finished' if result.signal is None else 'stopped'}: {done}"]
+    rewards = [
+        f"{reward:.3f} {when}"
+        for when, reward in (("before", result.before), ("after", result.after))
+        if reward is not None
+    ]
+    if rewards:
+        lines.append(f"evaluation reward: {', '.join(rewards)}")
+    for name, path in (
+        ("learning curve", result.plot),
+        ("metrics", result.metrics),
+        ("trajectories", result.trajectories),
+        ("checkpoint", result.checkpoint),
+    ):
+        if path is not None:
+            lines.append(f"{name + ':':16}{path}")
+    if result.trajectories.is_dir():
+        lines.append(f"{'view it:':16}skyrl-fast view {result.run_path}")
+    if result.sample:
+        lines += ["", "one trajectory:", result.sample]
+    if result.signal is not None:
+        lines += ["", "run the same command with --resume to continue"]
+    return "\n".join(lines) + "\n"

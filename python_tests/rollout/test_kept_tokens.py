@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from skyrl_fast.config import ConfigError, GeneratorConfig, SamplingParams
-from skyrl_fast.config.sampling import check_sampling
+from skyrl_fast.config.sampling import ADDITIONAL, check_sampling
 from skyrl_fast.rollout.continued import generate_through_updates
 from skyrl_fast.rollout.engine.kept_logprobs import return_kept_only, store_ids_and_values
 from skyrl_fast.rollout.engine.protocol import (
@@ -103,6 +103,45 @@ def test_sampling_that_the_trainer_cannot_repeat_is_refused(options: Any, messag
     with pytest.raises(ConfigError, match=message):
         check(**options)
     check(trained=False, **options)
+
+
+@pytest.mark.spec("kept.known-parameters")
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            {"min_token": 4},
+            r"expected vLLM parameters of allowed.*got min_token \(did you mean 'min_",
+        ),
+        ({"guided_json": {}}, "got guided_json"),
+        ({"best_of": 2}, "got best_of"),
+        ({"use_beam_search": None}, "got use_beam_search"),
+        ({"extra_args": {}}, "got extra_args"),
+        ({"repetition_detection": {"max_pattern_size": 3}}, "got repetition_detection"),
+        ({"skip_reading_prefix_cache": True}, "got skip_reading_prefix_cache"),
+        (
+            {"min_tokens": 9},
+            "min_tokens: expected an integer from 0 to max_generate_length=8, got 9",
+        ),
+        ({"min_tokens": "4"}, "min_tokens: expected an integer from 0 .* got '4'"),
+        ({"min_tokens": True}, "min_tokens: expected an integer from 0 .* got True"),
+    ],
+)
+def test_parameters_that_engines_read_differently_are_refused(
+    more: dict[str, Any], message: str, trained: bool
+) -> None:
+    with pytest.raises(ConfigError, match=f"{KEY}.additional_kwargs.*{message}"):
+        check(trained=trained, max_generate_length=8, additional_kwargs=more)
+
+
+@pytest.mark.vllm
+@pytest.mark.spec("kept.known-parameters")
+def test_engine_and_server_of_vllm_know_the_accepted_parameters() -> None:
+    from vllm import SamplingParams as OfEngine
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest as OfServer
+
+    assert set(ADDITIONAL) <= set(OfEngine.__struct_fields__) & set(OfServer.model_fields)
 
 
 @pytest.mark.spec("kept.refused")

@@ -151,6 +151,119 @@ def test_any_interruptions_give_the_complete_response(sizes: list[int], length: 
     assert [-v for v in got.versions] == got.generation.logprobs
 
 
+# Tokens of which several make a stop string, a bad word or a character; the last two are an end and
+# a special token, which has no text.
+PIECES = [b"a", b"b<", b"<", b"/", b"</", b"/a", b"a>", b">", b"\xc3", b"\xa9", b"END", b""]
+END, SPECIAL = len(PIECES) - 2, len(PIECES) - 1
+INSTEAD = 0  # sampled where the script's token is excluded
+
+
+class Pieces:
+    """The tokenizer of PIECES."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        texts = [PIECES[i] if i != SPECIAL or skip_special_tokens else b"<s>" for i in ids]
+        return b"".join(texts).decode(errors="replace")
+
+
+class ScriptedModel:
+    """Answers by a script, as vLLM reads limits: within one request; updates come after `cuts`."""
+
+    def __init__(self, gate: WeightGate, script: Sequence[int], cuts: Sequence[int]) -> None:
+        self.gate, self.script, self.cuts = gate, script, list(cuts)
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, **_: Any
+    ) -> Generation:
+        more, stops = sampling.additional_kwargs, sampling.stop or []
+        ends = {END, *more.get("stop_token_ids", ())}
+        least, first = more.get("min_tokens", 0), len(prompt_token_ids) - 1
+        assert least <= sampling.max_generate_length  # vLLM refuses other requests
+        out: list[int] = []
+        cut = self.cuts.pop(0) if self.cuts else None
+
+        def answer(reason: str, stop: str | None = None) -> Generation:
+            kept = [np.array([i], np.int32) for i in out] if sampling.num_kept_tokens else None
+            return Generation(out, [-0.5] * len(out), reason, stop, kept_ids=kept)
+
+        while True:
+            if cut == len(out):
+                self.gate.version += 1
+                return answer(INTERRUPTED)
+            token = self.script[first + len(out)]
+            bad = any([*out, token][-len(word) :] == word for word in map(pieces_of, bad_of(more)))
+            token = INSTEAD if bad or (token in ends and len(out) < least) else token
+            out.append(token)
+            if len(out) > least:
+                if token in ends:
+                    return answer("stop")
+                known, text = Pieces().decode(out[:-1]), Pieces().decode(out)
+                beyond = max(len(known), len(Pieces().decode(out[:least])))
+                for stop in stops:
+                    if text.find(stop, max(0, beyond + 1 - len(stop))) >= 0:
+                        return answer("stop", stop)
+            if len(out) == sampling.max_generate_length:
+                return answer("length")
+
+
+def bad_of(more: dict[str, Any]) -> list[str]:
+    return list(more.get("bad_words", ()))
+
+
+def pieces_of(word: str) -> list[int]:
+    return [PIECES.index(char.encode()) for char in word]
+
+
+@pytest.mark.spec("async.stop-strings", "async.limits")
+@given(
+    script=st.lists(st.integers(0, SPECIAL), min_size=24, max_size=24),
+    cuts=st.lists(st.integers(0, 5), max_size=8),
+    stop=st.lists(st.sampled_from(["</a>", "b</a", "<<", "/é>", "aaaa", "</a></"]), max_size=2),
+    length=st.integers(1, 24),
+    least=st.integers(0, 24),
+    end=st.sampled_from([[], [3], [SPECIAL]]),
+    words=st.lists(st.sampled_from(["a</", "</>", ">a"]), max_size=1),
+)
+def test_an_answer_over_updates_is_one_that_its_limits_allow_without_them(
+    script: list[int], cuts: list[int], stop: list[str], length: int, least: int, end: list[int],
+    words: list[str],
+) -> None:  # fmt: skip
+    sampling = SamplingParams(
+        max_generate_length=length,
+        stop=stop,
+        additional_kwargs={
+            "min_tokens": min(least, length),
+            "stop_token_ids": end,
+            "bad_words": words,
+        },
+    )
+
+    def answer(cuts: Sequence[int]) -> VersionedGeneration:
+        gate = WeightGate()
+        return asyncio.run(
+            generate_through_updates(
+                ScriptedModel(gate, script, cuts), gate, Pieces(), [1], sampling,
+                session_id="s", part_seed=lambda part: part,
+            )
+        )  # fmt: skip
+
+    uncut, got = answer(()), answer(cuts)
+    assert got.generation == uncut.generation
+    sets = got.generation.kept_ids
+    assert (sets is None) == (sampling.num_kept_tokens is None)
+    assert sets is None or [ids.tolist() for ids in sets] == [[i] for i in got.generation.token_ids]
+    assert got.versions == sorted(got.versions)
+
+
+@pytest.mark.spec("async.limits")
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
+def test_an_answer_with_penalties_begins_again(tiny_tokenizer: Any, name: str) -> None:
+    """The engine counts the tokens of each request."""
+    parts, got = through(tiny_tokenizer, [10, 11, 12], [2], **{name: 0.5})
+    assert [ids for ids, _, _ in parts.asked] == [[1, 2]] * 2
+    assert got.versions == [8] * 3
+
+
 @pytest.mark.spec("async.verified-update")
 def test_no_request_passes_a_closed_gate_and_an_update_waits_for_those_inside() -> None:
     async def go() -> list[str]:

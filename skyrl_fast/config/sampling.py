@@ -6,8 +6,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_fast.setting import ConfigError, setting
+from skyrl_fast.setting import ConfigError, did_you_mean, setting
 
+# vLLM parameters that mean the same to an engine of the run and to a server.
+ADDITIONAL = (
+    *("allowed_token_ids", "bad_words", "frequency_penalty", "ignore_eos", "logit_bias"),
+    *("min_tokens", "presence_penalty", "skip_special_tokens", "spaces_between_special_tokens"),
+    *("stop_token_ids", "structured_outputs", "thinking_token_budget", "watermarking"),
+)
 # vLLM parameters that the settings or the agent loop already set.
 _RESERVED = frozenset(
     (
@@ -22,6 +28,8 @@ _EXCLUDING = frozenset(
 )
 # vLLM parameters that change the logits of tokens that may be sampled.
 _CHANGING = frozenset(("frequency_penalty", "presence_penalty", "logit_bias", "watermarking"))
+# vLLM parameters that depend on all tokens of an answer, which the engine forgets between requests.
+_OF_WHOLE_ANSWERS = frozenset(("frequency_penalty", "presence_penalty", "structured_outputs"))
 
 
 @dataclass(slots=True)
@@ -44,7 +52,9 @@ class SamplingParams:
         "log-probabilities are normalized over them",
         at_least=1,
     )
-    additional_kwargs: dict[str, Any] = setting({}, "additional vLLM sampling parameters")
+    additional_kwargs: dict[str, Any] = setting(
+        {}, f"additional vLLM sampling parameters, of {', '.join(ADDITIONAL)}"
+    )
 
     @property
     def excludes_tokens(self) -> bool:
@@ -53,9 +63,9 @@ class SamplingParams:
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or bool(given & _EXCLUDING)
 
     @property
-    def is_structured(self) -> bool:
-        """Whether a grammar says what may be sampled, from the first token of an answer on."""
-        return bool(self.additional_kwargs.get("structured_outputs"))
+    def begins_again(self) -> bool:
+        """Whether an answer that a weight update interrupts is sampled again from its start."""
+        return any(self.additional_kwargs.get(name) for name in _OF_WHOLE_ANSWERS)
 
     @property
     def num_kept_tokens(self) -> int | None:
@@ -79,6 +89,17 @@ def check_sampling(key: str, sampling: SamplingParams, *, trained: bool) -> None
         raise ConfigError(
             f"{key}.additional_kwargs: wanted vLLM parameters that neither the settings nor the "
             f"agent loop set, got {name}"
+        )
+    for name in sorted(sampling.additional_kwargs.keys() - set(ADDITIONAL)):
+        raise ConfigError(
+            f"{key}.additional_kwargs: expected vLLM parameters of {', '.join(ADDITIONAL)}, "
+            f"got {name}{did_you_mean(name, ADDITIONAL)}"
+        )
+    least = sampling.additional_kwargs.get("min_tokens") or 0
+    if type(least) is not int or not 0 <= least <= sampling.max_generate_length:
+        raise ConfigError(
+            f"{key}.additional_kwargs.min_tokens: expected an integer from 0 to "
+            f"max_generate_length={sampling.max_generate_length}, got {least!r}"
         )
     if not trained:
         return

@@ -17,6 +17,9 @@ from skyrl_fast.config import SamplingParams
 from skyrl_fast.rollout.engine.protocol import EngineError, Generation, Sampler
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
+from skyrl_fast.rollout.tokenization import decode
+
+REPLACEMENT_CHARACTER = "\ufffd"  # the text of a character whose bytes are incomplete
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ async def generate_through_updates(
 
     Args:
         engine, gate: of the policy.
-        tokenizer: detects parts that end in the middle of a stop string.
+        tokenizer: detects parts that end in the middle of a stop string or bad word.
         prompt_token_ids: the full context.
         sampling: of the complete response.
         session_id: of the trajectory.
@@ -63,7 +66,7 @@ async def generate_through_updates(
         async with gate.request() as version:
             part = await engine.generate(
                 [*prompt_token_ids, *ids] if ids else prompt_token_ids,
-                replace(sampling, max_generate_length=left),
+                _rest(sampling, len(ids)),
                 session_id=session_id,
                 policy_version=version,
                 seed=part_seed(number),
@@ -72,12 +75,8 @@ async def generate_through_updates(
         kept = len(part.token_ids)
         if part.stop_reason == INTERRUPTED:
             # Interrupted at the last moment, it may already have all of its tokens.
-            kept = min(kept, left - 1)
-            kept -= _partial_stop_string(
-                tokenizer, [*ids, *part.token_ids[:kept]], sampling.stop or ()
-            )
-            # The next part's grammar begins with it.
-            kept = 0 if sampling.is_structured else max(kept, 0)
+            kept = 0 if sampling.begins_again else min(kept, left - 1)
+            kept = _uncut_length(tokenizer, [*ids, *part.token_ids[:kept]], sampling) - len(ids)
         ids += part.token_ids[:kept]
         logprobs += part.logprobs[:kept]
         versions += [version] * kept
@@ -98,20 +97,56 @@ async def generate_through_updates(
         number += 1
 
 
-def _partial_stop_string(tokenizer: Any, token_ids: Sequence[int], stop: Sequence[str]) -> int:
-    """Return the number of tokens at the end that may be the beginning of a stop string.
+def _rest(sampling: SamplingParams, num_sampled: int) -> SamplingParams:
+    """Return how to sample the rest of an answer: the engine counts from each request's start."""
+    rest = replace(sampling, max_generate_length=sampling.max_generate_length - num_sampled)
+    least = sampling.additional_kwargs.get("min_tokens")
+    if not least:
+        return rest
+    least = max(0, min(least, sampling.max_generate_length) - num_sampled)
+    # Without the minimum, too, each token is sampled from the same number of tokens, and recorded.
+    top_k = sampling.num_kept_tokens if sampling.top_k < 1 else None
+    return replace(
+        rest,
+        top_k=top_k or sampling.top_k,
+        additional_kwargs={**sampling.additional_kwargs, "min_tokens": least},
+    )
 
-    The engine looks for stop strings within one request. These tokens are sampled again, so that a
-    stop string is never split between two requests.
+
+def _uncut_length(tokenizer: Any, token_ids: Sequence[int], sampling: SamplingParams) -> int:
+    """Return the number of tokens before what may be the beginning of a stop string or bad word.
+
+    The engine looks for these within one request. What follows is sampled again, so that none is
+    split between two requests, nor is a character.
     """
-    if not stop or not token_ids:
-        return 0
-    longest = max(map(len, stop))
-    for number in range(min(len(token_ids), longest), 0, -1):
-        tail = tokenizer.decode(list(token_ids[-number:]), skip_special_tokens=True).lstrip()
-        if tail and any(text != tail and text.startswith(tail) for text in stop):
-            return number
-    return 0
+    more = sampling.additional_kwargs
+    strings = [
+        (list(sampling.stop or ()), bool(more.get("skip_special_tokens", True))),
+        (list(more.get("bad_words") or ()), False),
+    ]
+    length = len(token_ids)
+    while length and any(
+        _ends_within(tokenizer, token_ids[:length], texts, skip_special_tokens=skip)
+        for texts, skip in strings
+        if texts
+    ):
+        length -= 1
+    return length
+
+
+def _ends_within(
+    tokenizer: Any, token_ids: Sequence[int], strings: Sequence[str], *, skip_special_tokens: bool
+) -> bool:
+    """Return whether the text ends within one of the strings, or within a character."""
+    longest = max(map(len, strings))
+    size = longest + 1
+    while True:  # special tokens may have no text
+        tail = decode(tokenizer, token_ids[-size:], skip_special_tokens=skip_special_tokens)
+        if len(tail) > longest or size >= len(token_ids):
+            break
+        size *= 2
+    beginnings = tuple(text[:n] for text in strings for n in range(1, len(text)))
+    return tail.endswith((*beginnings, REPLACEMENT_CHARACTER))
 
 
 def _joined(routes: np.ndarray | None, part: Generation, num_tokens: int) -> np.ndarray | None:

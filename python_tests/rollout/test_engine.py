@@ -182,9 +182,11 @@ def test_additional_sampling_parameters_take_precedence_and_invalid_ones_fail_th
 @pytest.mark.parametrize(
     ("tokens", "logprob", "wanted"),
     [
-        ([7], float("nan"), "logprob 0: wanted a finite number of at most 0, got nan"),
-        ([7], float("-inf"), "logprob 0: wanted a finite number of at most 0, got -inf"),
-        ([7], 3.0, "logprob 0: wanted a finite number of at most 0, got 3.0"),
+        ([7], float("nan"), "logprob 0: expected a number from -9000 to 0, got nan"),
+        ([7], float("-inf"), "logprob 0: expected a number from -9000 to 0, got -inf"),
+        ([7], -9999.0, "logprob 0: expected a number from -9000 to 0, got -9999.0"),
+        ([7], -1e30, "logprob 0: expected a number from -9000 to 0, got -1e\\+30"),
+        ([7], 3.0, "logprob 0: expected a number from -9000 to 0, got 3.0"),
         ([7] * 3, -0.5, "wanted at most 2 tokens, got 3"),
         (
             [8],

@@ -316,9 +316,19 @@ def test_error_of_a_refused_call_quotes_the_server() -> None:
         *(
             (
                 json_of(choice([5], [7])).replace("7", value),
-                "s-1: logprob 0: wanted a finite number",
+                "s-1: logprob 0: expected a number from -9000 to 0",
             )
-            for value in ("NaN", "Infinity", "-Infinity", "3.0", "0.5", "1e999", "1")
+            for value in (
+                "NaN",
+                "Infinity",
+                "-Infinity",
+                "3.0",
+                "0.5",
+                "1e999",
+                "1",
+                "-9999",
+                "-1e30",
+            )
         ),
         (choice("5", [-0.5]), "TypeError: wanted a list, got str"),
         (choice(None, []), "TypeError: wanted a list, got NoneType"),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from skyrl_fast.rollout.engine.protocol import MAX_TOKEN_ID, EngineError, Generation
+from skyrl_fast.rollout.engine.protocol import (
+    EXCLUDED_LOGPROB,
+    MAX_TOKEN_ID,
+    EngineError,
+    Generation,
+)
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 
 STOP_REASONS = ("stop", "length", INTERRUPTED)
@@ -59,7 +63,10 @@ def _problem(generation: Generation, max_tokens: int, limit: int, stops: Sequenc
             return f"token {position}: wanted an id from 0 to {limit - 1}, got {token!r:.80}"
     for position, logprob in enumerate(logprobs):
         if not _is_number(logprob, int | float) or not _is_logprob(logprob):
-            return f"logprob {position}: wanted a finite number of at most 0, got {logprob!r:.80}"
+            return (
+                f"logprob {position}: expected a number from {EXCLUDED_LOGPROB:g} to 0, "
+                f"got {logprob!r:.80}"
+            )
     return "" if generation.kept_ids is None else _problem_of_kept(generation.kept_ids, ids, limit)
 
 
@@ -78,4 +85,5 @@ def _is_number(value: Any, kind: Any) -> bool:
 
 
 def _is_logprob(value: float) -> bool:
-    return -math.inf < value <= LOGPROB_ROUNDING  # false for NaN
+    """Return whether it is one; servers write a large negative number in place of -inf and NaN."""
+    return EXCLUDED_LOGPROB < value <= LOGPROB_ROUNDING  # false for NaN

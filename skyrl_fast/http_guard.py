@@ -104,7 +104,7 @@ class HttpGuard:
             elif body:
                 raise RefusedError(400, "wanted no body")
         except RefusedError as error:
-            await _refuse(error, send)
+            await refuse(error, send)
             return
         messages = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -175,7 +175,8 @@ def _is_json(content_type: bytes) -> bool:
     return content_type.partition(b";")[0].strip().lower() == b"application/json"
 
 
-async def _refuse(error: RefusedError, send: Send) -> None:
+async def refuse(error: RefusedError, send: Send) -> None:
+    """Answer a request with the status and the reason of its refusal."""
     body = json.dumps({"detail": str(error)}).encode()
     headers = [
         (b"content-type", b"application/json"),

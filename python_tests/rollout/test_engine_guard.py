@@ -19,7 +19,14 @@ from skyrl_fast.http_guard import HttpGuard
 from skyrl_fast.rollout.engine.api_key import engine_key
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
 from skyrl_fast.rollout.engine.remote import RemoteEngine
-from skyrl_fast.rollout.engine.serve_guard import EngineGuard, guard_environment
+from skyrl_fast.rollout.engine.serve_guard import (
+    CLAIM_AGAIN,
+    CLAIM_FIRST,
+    CLAIM_HEADER,
+    TRAINER_HEADER,
+    EngineGuard,
+    guard_environment,
+)
 from skyrl_fast.rollout.engine.serve_vllm import serve_command
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 
@@ -71,6 +78,24 @@ def ask(guard: HttpGuard, method: str, path: str, **arguments: Any) -> int:
 
 def call(guard: HttpGuard, body: Any) -> int:
     return ask(guard, "POST", "/collective_rpc", json=body, headers=HEADERS)
+
+
+@pytest.mark.spec("engine.claim")
+def test_a_server_is_its_latest_trainers(guard: HttpGuard, app: Recorder) -> None:
+    """And of none after a restart, until the trainer has connected again."""
+
+    def request(trainer: str | None, claim: str | None = None) -> int:
+        headers = {TRAINER_HEADER: trainer, CLAIM_HEADER: claim}
+        given = {name: value for name, value in headers.items() if value is not None}
+        return ask(guard, "GET", "/v1/models", headers=HEADERS | given)
+
+    assert request("a") == 409
+    assert [request("a", CLAIM_FIRST), request("a")] == [200, 200]
+    assert [request("b", CLAIM_FIRST), request("b"), request("a")] == [200, 200, 409]
+    assert request("a", CLAIM_AGAIN) == 409  # it does not take the server back
+    assert request(None) == 200
+    guard = EngineGuard(app)
+    assert [request("b"), request("b", CLAIM_AGAIN), request("b")] == [409, 200, 200]
 
 
 @pytest.mark.spec("engine.guard")

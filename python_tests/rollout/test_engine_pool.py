@@ -291,7 +291,7 @@ def test_an_update_that_it_survives_resets_the_count() -> None:
 
 
 @pytest.mark.spec("async.verified-update", "async.server-weights")
-def test_update_reaches_all_engines_or_stops_the_run() -> None:
+def test_update_reaches_an_engine_or_stops_the_run() -> None:
     async def go() -> None:
         engines = [OneWeight("a"), OneWeight("b")]
         pool, trainer = await started(*engines)
@@ -299,10 +299,94 @@ def test_update_reaches_all_engines_or_stops_the_run() -> None:
         report = await pool.update(trainer.weights, trainer.make_sync)
         assert [engine.weight for engine in engines] == [0.25, 0.25]
         assert report.difference.maximum == 0
-        engines[1].deaf = True
+        engines[0].deaf = engines[1].deaf = True
         trainer.weight = 0.75
         with pytest.raises(WeightSyncError, match=r"differ from the trainer's by up to 0\.5"):
             await pool.update(trainer.weights, trainer.make_sync)
+
+    asyncio.run(go())
+
+
+class Failing(OneWeight):
+    """Raises an error in one call of an update."""
+
+    def __init__(self, name: str, call: str, error: Exception) -> None:
+        super().__init__(name)
+        self.call, self.error, self.fails = call, error, False
+
+    def fail(self, call: str) -> None:
+        if self.fails and call == self.call:
+            raise self.error
+
+    async def load_weights(self, call: WorkerCall) -> None:
+        self.fail("load_weights")
+        await super().load_weights(call)
+
+    async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        self.fail("prompt_logprobs")
+        return await super().prompt_logprobs(token_ids)
+
+    async def interrupt(self) -> None:
+        self.fail("interrupt")
+        await super().interrupt()
+
+    async def resume(self) -> None:
+        self.fail("resume")
+        await super().resume()
+
+
+@pytest.mark.spec("async.failed-update")
+@pytest.mark.parametrize("call", ["load_weights", "resume", "prompt_logprobs"])
+@pytest.mark.parametrize("error", [EngineError("answered 500"), WeightSyncError("wrong digest")])
+def test_an_engine_that_fails_an_update_is_left_out_until_its_restart(
+    call: str, error: Exception
+) -> None:
+    async def go() -> None:
+        bad, good = Failing("a", call, error), OneWeight("b")
+        pool, trainer = await started(bad, good)
+        bad.fails, trainer.weight = True, 0.5
+        await pool.interrupt()
+        await pool.update(trainer.weights, trainer.make_sync)
+        got = await asyncio.gather(*(ask(pool, f"s{i}") for i in range(20)))
+        assert {x for g in got for x in g.logprobs} == {0.5} and not bad.sessions
+        assert pool.activity() == [f"a is down for 0 s: {error}"]
+        assert pool.faults == {"engine_deaths": 1}
+
+        bad.fails = False
+        await asyncio.wait_for(pool.wait_for_fault(), 5)
+        await pool.repair(trainer.weights, trainer.make_sync)
+        await asyncio.gather(*(ask(pool, f"s{i}") for i in range(20)))
+        assert (bad.weight, bad.paused, good.paused) == (0.5, False, False) and bad.sessions
+        assert pool.activity() == []
+
+    asyncio.run(go())
+
+
+@pytest.mark.spec("async.failed-update")
+def test_an_engine_that_cannot_be_paused_is_restarted_by_the_update() -> None:
+    async def go() -> None:
+        bad, good = Failing("a", "interrupt", EngineError("answered 500")), OneWeight("b")
+        pool, trainer = await started(bad, good)
+        bad.fails, trainer.weight = True, 0.5
+        await pool.interrupt()
+        await pool.update(trainer.weights, trainer.make_sync)
+        assert [engine.weight for engine in (bad, good)] == [0.5, 0.5]
+        assert (bad.starts, bad.paused, pool.activity()) == (2, False, [])
+
+    asyncio.run(go())
+
+
+@pytest.mark.spec("async.failed-update")
+def test_an_update_that_all_engines_fail_ends_the_run() -> None:
+    async def go() -> None:
+        errors = EngineError("first"), WeightSyncError("second")
+        engines = [Failing("a", "load_weights", error) for error in errors]
+        pool, trainer = await started(*engines)
+        for engine in engines:
+            engine.fails = True
+        with pytest.raises(EngineError, match="first"):
+            await pool.update(trainer.weights, trainer.make_sync)
+        assert [engine.starts for engine in engines] == [1, 1]
 
     asyncio.run(go())
 

@@ -22,6 +22,7 @@ from skyrl_fast.config.loading import load_config
 from skyrl_fast.rollout.engine import remote
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, Generation
 from skyrl_fast.rollout.engine.remote import RemoteEngine
+from skyrl_fast.rollout.engine.serve_guard import CLAIM_FIRST, CLAIM_HEADER, TRAINER_HEADER
 from skyrl_fast.rollout.engine.serve_vllm import serve_command, serve_environment
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weights.digest import tensor_digest
@@ -48,6 +49,7 @@ class Server:
         self.completion = completion or (lambda body: choice([5, 6], [-0.5, -0.25]))
         self.missing: list[str] = []
         self.results: Any = None
+        self.trainer: str | None = None
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if not self.well:
@@ -55,6 +57,11 @@ class Server:
         path = request.url.path
         if path == "/health":
             return httpx.Response(200)
+        trainer = request.headers.get(TRAINER_HEADER)
+        if request.headers.get(CLAIM_HEADER) == CLAIM_FIRST:
+            self.trainer = trainer
+        if trainer not in (None, self.trainer):
+            return httpx.Response(409, json={"detail": "another trainer updates this server now"})
         if path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "the-model"}]})
         body = json.loads(request.content) if request.content else dict(request.url.params)
@@ -654,3 +661,42 @@ def test_vocabulary_of_a_server_is_that_of_the_policy(
     (engine,) = engines(load_config(None, overrides), str(tmp_path))
     assert isinstance(engine, RemoteEngine)
     assert engine._vocab_size == wanted
+
+
+@pytest.mark.spec("engine.claim")
+def test_two_trainers_do_not_share_a_server() -> None:
+    server = Server()
+
+    async def go() -> None:
+        transport = httpx.MockTransport(server)
+        first, second = (RemoteEngine("http://there:1", transport=transport) for _ in range(2))
+        async with first, second:
+            assert (await ask(second)).token_ids == [5, 6]
+            for work in (ask(first), first.interrupt(), first.restart()):
+                with pytest.raises(EngineDeadError, match="another trainer updates this server"):
+                    await work
+            assert (await ask(second)).token_ids == [5, 6]
+
+    asyncio.run(go())
+
+
+@pytest.mark.spec("async.failed-update")
+def test_a_busy_server_is_asked_again_and_a_paused_one_resumes_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote, "RESEND_SECONDS", 0.0)
+    statuses = [503, 502]
+    server = Server(
+        lambda body: httpx.Response(statuses.pop()) if statuses else choice([5], [-0.5])
+    )
+
+    async def work(engine: RemoteEngine) -> list[int]:
+        got = await ask(engine)
+        await engine.interrupt()
+        return got.token_ids
+
+    assert with_engine(server, work) == [5]
+    assert [path for path, _ in server.asked][-2:] == ["/pause", "/resume"]
+    statuses += [503] * 3
+    with pytest.raises(EngineError, match="answered 503 to /v1/completions"):
+        with_engine(server, ask)

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from skyrl_fast.rollout.engine.protocol import (
     Generation,
     NoRoomError,
 )
+from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 from skyrl_fast.rollout.engine.weights.sync import WeightSync, WeightSyncReport
 from skyrl_fast.rollout.engine.weights.transfer import (
     Weights,
@@ -70,7 +72,7 @@ class _Member:
     engine: PooledEngine
     sync: WeightSync | None = None
     down_since: float | None = None
-    error: EngineDeadError | None = None
+    error: EngineError | WeightSyncError | None = None
     restarts: int = 0  # since the last weight update that it survived
     given_up: bool = False
     calls: set[asyncio.Task[Any]] = field(default_factory=set)  # still without an answer
@@ -207,11 +209,15 @@ class EnginePool:
     ) -> WeightSyncReport:
         """Load the weights into all engines, and verify them; return the worst report.
 
-        No request runs during the update. Dead engines are restarted if possible.
+        No request runs during the update. Dead engines are restarted if possible; one that fails
+        the update counts as dead.
 
         Args:
             weights: of the policy, by Hugging Face name.
             make_sync: returns the `WeightSync` that compares an engine with the trainer.
+
+        Raises:
+            WeightSyncError, EngineError: all engines failed the update.
         """
         reports: list[WeightSyncReport] = []
         self.reports.clear()
@@ -224,6 +230,7 @@ class EnginePool:
                 found = await self._load_all(members, call, make_sync, seconds)
                 reports = [report for report in found if report is not None]
                 if not reports:
+                    self._refuse_if_all_fail()
                     self._refuse_if_none_comes_back()
                     self._refuse_long_wait()
                     waited = await self._wait_for_any(waited)
@@ -275,12 +282,13 @@ class EnginePool:
         """Restart dead engines with these weights; the others continue to serve.
 
         Raises:
-            WeightSyncError: an engine has other weights. EngineDeadError: none is left.
+            WeightSyncError: all engines have other weights. EngineDeadError: none is left.
         """
         restarted = await self._restarted()
         if restarted:
             async with handed_over(self._transfer, weights, self.weights_dtype) as call:
                 await self._load_all(restarted, call, make_sync, 0.0)
+        self._refuse_if_all_fail()
         self._refuse_if_none_comes_back()
         await self._serve_waiting()
 
@@ -323,10 +331,11 @@ class EnginePool:
         digest = hashlib.blake2b(session_id.encode(), digest_size=8).digest()
         return up[int.from_bytes(digest, "little") % len(up)]
 
-    async def _mark_dead(self, member: _Member, error: EngineDeadError) -> None:
+    async def _mark_dead(self, member: _Member, error: EngineError | WeightSyncError) -> None:
+        member.error = error
         if not member.up:
             return
-        member.down_since, member.error = time.monotonic(), error
+        member.down_since = time.monotonic()
         self.faults["engine_deaths"] += 1
         log.warning(
             "DEAD: %s; %d of %d engines are up: %s",
@@ -343,7 +352,7 @@ class EnginePool:
     async def _call(
         self, member: _Member, call: Callable[[], Coroutine[Any, Any, T]], seconds: float
     ) -> T | None:
-        """Return the engine's answer, or None if it dies or does not answer in time."""
+        """Return the engine's answer, or None if it fails or does not answer in time."""
 
         async def answer() -> T:
             async with asyncio.timeout(seconds):
@@ -353,7 +362,7 @@ class EnginePool:
         member.calls.add(task)
         try:
             return await task
-        except EngineDeadError as error:
+        except (EngineError, WeightSyncError) as error:
             await self._mark_dead(member, error)
         except TimeoutError:
             text = f"{member.engine.name} did not answer within {seconds:g} s"
@@ -399,7 +408,7 @@ class EnginePool:
         make_sync: Callable[[Engine], WeightSync],
         seconds: float,
     ) -> WeightSyncReport | None:
-        """Load and verify the weights, and serve again; None if the engine died."""
+        """Load and verify the weights, and serve again; None if the engine failed."""
 
         async def load() -> WeightSyncReport:
             started = time.perf_counter()
@@ -444,6 +453,13 @@ class EnginePool:
             member.sync = None
             started.append(member)
         return started
+
+    def _refuse_if_all_fail(self) -> None:
+        """Raise the first engine's error if none died: the setup is wrong, a restart is no help."""
+        first = self._members[0].error
+        dead = (EngineDeadError, NoneType)
+        if first is not None and not any(isinstance(m.error, dead) for m in self._members):
+            raise first
 
     def _refuse_if_none_comes_back(self) -> None:
         if all(member.given_up for member in self._members):

@@ -13,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import logging
+import secrets
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,12 @@ from skyrl_fast.rollout.engine.protocol import (
     RefusedRequestError,
     vllm_sampling_params,
 )
+from skyrl_fast.rollout.engine.serve_guard import (
+    CLAIM_AGAIN,
+    CLAIM_FIRST,
+    CLAIM_HEADER,
+    TRAINER_HEADER,
+)
 from skyrl_fast.rollout.engine.weights.group import BACKENDS
 from skyrl_fast.rollout.engine.weights.receipt import (
     WeightSyncError,
@@ -61,7 +68,9 @@ HANDSHAKE_SECONDS = 60.0  # for all calls to a server that has just started
 START_POLL_SECONDS = 1.0
 # Of one answer: routes of a million tokens, or kept tokens of a long response, take hundreds of MB.
 MAX_ANSWER_BYTES = 1 << 30
-MAX_SENDS = 3  # of a request whose connection broke while the server is healthy
+MAX_SENDS = 3  # of a request whose connection broke, or that a healthy server had no time for
+RESEND_SECONDS = 0.2  # after an answer that the server is busy
+CLAIM_BYTES = 16
 EXTENDED = ("file", *BACKENDS)  # need this package's worker extension
 RPC = "/collective_rpc"
 COMPLETIONS = "/v1/completions"
@@ -128,6 +137,8 @@ class RemoteEngine:
         self._client: Any = None
         self._model = ""
         self._interrupted = False
+        self._claim = None if weight_sync is None else secrets.token_hex(CLAIM_BYTES)
+        self._has_claimed = False
 
     async def __aenter__(self) -> RemoteEngine:
         """Start."""
@@ -149,7 +160,7 @@ class RemoteEngine:
         if self._client is None:
             self._client = httpx.AsyncClient(
                 base_url=self._url,
-                headers=self._headers,
+                headers=self._headers | ({TRAINER_HEADER: self._claim} if self._claim else {}),
                 # A response may take as long as its trajectory's deadline, which cancels it.
                 timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
                 limits=httpx.Limits(max_connections=None),
@@ -173,7 +184,9 @@ class RemoteEngine:
             raise EngineDeadError(text) from error
 
     async def _handshake(self) -> None:
-        models = await self._get("/v1/models")
+        first = {CLAIM_HEADER: CLAIM_AGAIN if self._has_claimed else CLAIM_FIRST}
+        models = await self._get("/v1/models", headers=first if self._claim else {})
+        self._has_claimed = True
         with self._parsing("/v1/models"):
             self._model = str(models["data"][0]["id"])
         if self._weight_sync is None:
@@ -207,6 +220,10 @@ class RemoteEngine:
 
     async def close(self) -> None:
         """Disconnect from the server, which keeps running."""
+        if self._client is not None and self._interrupted:
+            with suppress(EngineError, TimeoutError):  # it may be gone
+                async with asyncio.timeout(HEALTH_SECONDS):
+                    await self.resume()  # for other clients
         client, self._client = self._client, None
         self._interrupted = False
         self._sender = None
@@ -376,8 +393,8 @@ class RemoteEngine:
             choice: dict[str, Any] = answer["choices"][0]
         return choice
 
-    async def _get(self, path: str) -> Any:
-        return self._json(await self._send("GET", path), path)
+    async def _get(self, path: str, **arguments: Any) -> Any:
+        return self._json(await self._send("GET", path, **arguments), path)
 
     async def _post(self, path: str, **arguments: Any) -> Any:
         answer = await self._send("POST", path, **arguments)
@@ -411,6 +428,7 @@ class RemoteEngine:
         """Return the server's answer; resend if the connection broke but the server is healthy."""
         import httpx
 
+        text = f"{self.name}: the connection for {path} broke {MAX_SENDS} times"
         for _ in range(MAX_SENDS):
             if self._client is None:
                 raise EngineDeadError(f"{self.name} is not connected: await engine.start() first")
@@ -428,6 +446,11 @@ class RemoteEngine:
             failed = answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR
             if failed and await self._unhealthy_reason():
                 raise EngineDeadError(text)
+            if answer.status_code in (httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE):
+                await asyncio.sleep(RESEND_SECONDS)
+                continue
+            if answer.status_code == httpx.codes.CONFLICT:  # of the claim
+                raise EngineDeadError(text)
             refused = answer.status_code == httpx.codes.BAD_REQUEST
             raise RefusedRequestError(text) if refused else EngineError(text)
-        raise EngineError(f"{self.name}: the connection for {path} broke {MAX_SENDS} times")
+        raise EngineError(text)

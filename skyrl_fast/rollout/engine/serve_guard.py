@@ -15,12 +15,26 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_fast.child_environment import KEY_VARIABLE
-from skyrl_fast.http_guard import App, HttpGuard, RefusedError, Route, unchanged
+from skyrl_fast.http_guard import (
+    App,
+    HttpGuard,
+    Receive,
+    RefusedError,
+    Route,
+    Scope,
+    Send,
+    refuse,
+    unchanged,
+)
 from skyrl_fast.rollout.engine.weights.file import is_weights_file
 from skyrl_fast.rollout.engine.weights.group import BACKENDS
 
 FOLDERS_VARIABLE = "SKYRL_FAST_WEIGHTS_FOLDERS"
 TRAINER_VARIABLE = "SKYRL_FAST_TRAINER"
+TRAINER_HEADER = "x-skyrl-fast-trainer"
+CLAIM_HEADER = "x-skyrl-fast-claim"
+CLAIM_FIRST = "first"  # takes the server from another trainer, which may have been killed
+CLAIM_AGAIN = "again"  # after the server was restarted
 MAX_PORT = 2**16
 MAX_MEMBERS = 2**16  # of a process group
 MAX_BODY_BYTES = 64 << 20  # a prompt of millions of token ids
@@ -33,11 +47,40 @@ class EngineGuard(HttpGuard):
     def __init__(self, app: App) -> None:
         folders = [Path(text) for text in os.environ[FOLDERS_VARIABLE].split(os.pathsep)]
         super().__init__(
-            app,
+            TrainerClaim(app),
             engine_routes(folders, trainer=os.environ.get(TRAINER_VARIABLE)),
             key=os.environ[KEY_VARIABLE],
             max_body_bytes=MAX_BODY_BYTES,
         )
+
+
+class TrainerClaim:
+    """Pass the requests of the trainer whose weights the server holds; others get status 409.
+
+    A trainer names itself with each request, and claims the server with its first one. Thus the
+    trainer before it, and one whose server was restarted, notice before they get a token that
+    their policy did not sample. Clients that update no weights send no name, and pass.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._trainer: bytes | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one ASGI connection."""
+        headers = dict(scope.get("headers", ()))
+        trainer = headers.get(TRAINER_HEADER.encode())
+        if trainer is not None:
+            claim = headers.get(CLAIM_HEADER.encode(), b"").decode("latin-1")
+            if claim == CLAIM_FIRST or (claim == CLAIM_AGAIN and self._trainer is None):
+                self._trainer = trainer
+            if self._trainer is None:
+                await refuse(RefusedError(409, "the server was restarted: it has no weights"), send)
+                return
+            if self._trainer != trainer:
+                await refuse(RefusedError(409, "another trainer updates this server now"), send)
+                return
+        await self._app(scope, receive, send)
 
 
 def guard_environment(

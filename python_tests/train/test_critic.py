@@ -115,6 +115,19 @@ def test_loss_is_the_mean_over_trained_tokens() -> None:
     assert metrics["critic/grad_norm"] > 0
 
 
+@pytest.mark.spec("advantage.critic-tokens")
+def test_tokens_of_the_environment_are_not_the_critics() -> None:
+    plain = make_batch()
+    observed = plain.with_(cross_entropy_weights=(plain.loss_mask == 0).float())
+    got = []
+    for batch in (plain, observed):
+        critic = make_critic(mini_batch_size=4)
+        values = critic.batch_values(batch)
+        got.append((values, critic.update(batch), critic.batch_values(plain)))
+    assert torch.equal(got[0][0], got[1][0]) and torch.equal(got[0][2], got[1][2])
+    assert got[0][1] == got[1][1]
+
+
 def test_loss_falls() -> None:
     critic, batch = make_critic(), make_batch()
     losses = [critic.update(batch)["critic/critic_loss"] for _ in range(30)]

@@ -43,10 +43,10 @@ def test_weights_are_on_the_tokens_that_no_step_has() -> None:
 
 
 def gradient(
-    batch: StepBatch, tree: bool = False, **options: Any
+    batch: StepBatch, tree: bool = False, budget: int = 64, **options: Any
 ) -> tuple[torch.Tensor, dict[str, float]]:
     model = tiny_model(dtype=torch.float64)
-    policy = Policy(model, tree=tree, max_tokens_per_microbatch=64)
+    policy = Policy(model, tree=tree, max_tokens_per_microbatch=budget)
     metrics = accumulate_gradient(policy, batch, algorithm=AlgorithmConfig(**options))
     return torch.cat([p.grad.flatten() for p in model.parameters()]), metrics
 
@@ -88,6 +88,22 @@ def test_gradient_is_that_of_the_sum_of_terms(tree: bool) -> None:
     assert (got - wanted).abs().max() < 1e-6 * wanted.abs().max()
     assert metrics["policy/trained_tokens"] == int(batch.loss_mask.sum())
     assert metrics["policy/cross_entropy_tokens"] == int(batch.cross_entropy_weights.sum())
+
+
+@pytest.mark.spec("terms.sum")
+@pytest.mark.parametrize("loss", ["regular", "cross_entropy"])
+def test_metrics_of_tokens_do_not_depend_on_the_split(loss: str) -> None:
+    batch = merged_batch()
+    options: Any = {"observation_loss_coef": 0.3, "policy_loss_type": loss}
+    whole = gradient(batch, budget=10**6, **options)[1]
+    parts = gradient(batch, budget=24, **options)[1]
+    assert parts["policy/num_micro_batches"] > whole["policy/num_micro_batches"] == 1
+    of_passes = ("policy/num_micro_batches", "policy/forward_tokens", "policy/token_saving")
+    for name in whole.keys() - set(of_passes):
+        assert parts[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-6), name  # float32 sums
+    assert whole["policy/cross_entropy_loss"] == pytest.approx(
+        0.3 * whole["policy/cross_entropy"], rel=1e-5
+    )
 
 
 @pytest.mark.spec("terms.sum")

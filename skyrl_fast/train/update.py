@@ -364,7 +364,8 @@ def _micro_step(
     left_out = _RECOMPUTED if algorithm.use_kl_loss else _RECOMPUTED | _OF_REFERENCE
     metrics = {f"policy/{k}": float(v) for k, v in out.metrics.items() if k not in left_out}
     num_sampled = int(sampled.sum())
-    if num_sampled and algorithm.policy_loss_type == "cross_entropy":
+    is_supervised = algorithm.policy_loss_type == "cross_entropy"
+    if num_sampled and is_supervised and rows.cross_entropy_weights is None:
         metrics["policy/cross_entropy"] = -float(trained.detach()[sampled].mean())
     if num_sampled:
         metrics["policy/policy_entropy"] = float(entropy.detach()[sampled].mean())

@@ -228,7 +228,7 @@ class Critic:
     def _micro_batches(self, batch: StepBatch) -> list[MicroBatch]:
         plan = partial(
             plan_micro_batches,
-            batch,
+            batch.with_(cross_entropy_weights=None),  # the environment's tokens are the policy's
             tree=self.tree,
             costs=self.layout_costs,
             limits=self.rope_limits,

@@ -180,8 +180,8 @@ METRICS = (
     Metric("policy/rollout_train_logprobs_abs_diff_max", "its maximum", "nats", "below 2"),
     Metric(
         "policy/cross_entropy",
-        "mean cross-entropy: of the answers in fine-tuning, of the environment's tokens with "
-        "observation_loss_coef",
+        "mean cross-entropy: of the environment's tokens with observation_loss_coef, else of the "
+        "answers in fine-tuning",
         "nats",
         "falls",
     ),

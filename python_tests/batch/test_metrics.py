@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.metrics import (
+    Reports,
+    _environment_metrics,
     batch_metrics,
     eval_metrics,
     pass_at_k,
@@ -104,6 +106,17 @@ def test_rollout_metrics_per_trajectory():
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
     assert "generate/stop_reason/stop" not in metrics  # only intermediate rows have it
+
+
+@pytest.mark.spec("metrics.environment")
+def test_only_finite_numbers_of_environments_have_a_part_in_means(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    odd = [float("nan"), float("inf"), 10**400, [1.0], "2", {"a": 1.0}, 1j, None]
+    reported = [{"hits": 1}, {"hits": np.float32(3)}, *({"hits": value} for value in odd)]
+    got = _environment_metrics(Reports(None, None, {}, reported))
+    assert got == {"environment/hits": 2.0}
+    assert caplog.messages == ["environment/hits: expected finite numbers, left out nan"]
 
 
 @pytest.mark.spec("metrics.per-turn")

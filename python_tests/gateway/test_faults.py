@@ -292,7 +292,7 @@ def test_failures_of_agent_and_engine_are_told_apart_and_retried(tiny_tokenizer:
         return "good"
 
     out = played(odd, tiny_tokenizer, max_retries=0)
-    assert "wanted a finite number, got 'good'" in str(out.only.failure)
+    assert "expected a finite float32 number, got 'good'" in str(out.only.failure)
 
 
 @pytest.mark.spec("gateway.agent-failures")

@@ -172,12 +172,21 @@ def test_sessions_are_opened_with_the_gateways_key(tmp_path: Path, tiny_tokenize
         assert page.status_code == 403
         bad = await client.post("/sessions/end", opened["api_key"], {"reward": "much"})
         assert bad.status_code == 400
-        assert "reward: wanted a finite number" in bad.json()["error"]["message"]
+        assert "reward: expected a finite float32 number" in bad.json()["error"]["message"]
         answer = await client.post(
             "/chat/completions", opened["api_key"], {"model": "policy", "messages": [USER]}
         )
         relayed = {"authorization": "Bearer EMPTY", "x-api-key": opened["api_key"]}
         assert (await client._http.get("/models", headers=relayed)).status_code == 200
+        for number in (1e39, -1e39, 10**400):
+            for path in ("/sessions/end", "/rewards"):
+                bad = await client.post(path, opened["api_key"], {"reward": number})
+                assert bad.status_code == 400, (path, number, bad.text)
+        big = {"reward": 3e38}
+        assert (await client.post("/rewards", opened["api_key"], big)).status_code == 200
+        bad = await client.post("/rewards", opened["api_key"], big)
+        assert "expected a finite float32 number" in bad.text
+        assert (await client.post("/rewards", opened["api_key"], {"reward": -3e38})).is_error
         rewards = {answer.json()["id"]: 0.5}
         unknown = {"call_rewards": {**rewards, "chatcmpl-none": 1.0}}
         assert (await client.post("/sessions/end", opened["api_key"], unknown)).status_code == 404
@@ -185,7 +194,7 @@ def test_sessions_are_opened_with_the_gateways_key(tmp_path: Path, tiny_tokenize
 
     served(tmp_path, tiny_tokenizer, use)
     assert (tmp_path / KEY_FILE).stat().st_mode & 0o777 == 0o600
-    assert [entry.reward for entry in read_index(tmp_path)] == [0.5]  # once
+    assert [entry.reward for entry in read_index(tmp_path)] == [3e38]  # once
 
 
 @pytest.mark.spec("gateway.sessions")

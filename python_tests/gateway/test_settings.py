@@ -65,7 +65,14 @@ def test_outcomes(value: Any, outcome: Outcome) -> None:
     assert outcome_of(value) == outcome
 
 
-@pytest.mark.parametrize("value", ["1", float("nan"), [1], {"reward": "a"}, {"call_rewards": 3}])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("1", float("nan"), [1], 1e39, 10**400),
+        *({"reward": "a"}, {"reward": -1e39}, {"call_rewards": 3}, {"call_rewards": {"a": 1e39}}),
+        {"reward": 1.0, "score": float("inf")},
+    ],
+)
 def test_outcomes_that_are_none(value: Any) -> None:
     with pytest.raises(OutcomeError):
         outcome_of(value)

@@ -349,15 +349,15 @@ GOOD = {"observations": [], "reward": 1, "done": False}
     [
         (None, "wanted an EnvStep, or a mapping with observations, reward, done; got NoneType"),
         ({"reward": 1.0}, "the answer lacks observations, done"),
-        ({**GOOD, "reward": float("nan")}, "reward: wanted a finite number, got nan"),
-        ({**GOOD, "reward": "high"}, "reward: wanted a finite number, got 'high'"),
-        ({**GOOD, "reward": None}, "reward: wanted a finite number, got None"),
-        ({**GOOD, "reward": 10**400}, "reward: wanted a finite number, got 1000"),
+        ({**GOOD, "reward": float("nan")}, "reward: expected a finite float32 number, got nan"),
+        ({**GOOD, "reward": "high"}, "reward: expected a finite float32 number, got 'high'"),
+        ({**GOOD, "reward": None}, "reward: expected a finite float32 number, got None"),
+        ({**GOOD, "reward": 10**400}, "reward: expected a finite float32 number, got 1000"),
         (
             {**GOOD, "reward": -1e39},
-            "reward: wanted a finite number, got -1e",
+            "reward: expected a finite float32 number, got -1e",
         ),  # out of float32's range
-        ({**GOOD, "reward": np.ones(2)}, "reward: wanted a finite number, got array"),
+        ({**GOOD, "reward": np.ones(2)}, "reward: expected a finite float32 number, got array"),
         ({**GOOD, "done": np.array([True, False])}, "done: wanted true or false, got array"),
         ({"observations": [], 3: 4}, r"lacks reward, done; it has \['3', 'observations'\]"),
         ({**GOOD, "observations": [1]}, "wanted messages with role and content"),

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -326,13 +327,47 @@ def test_functions_that_fail_are_called_again_and_fail_their_group(tiny_tokenize
     for function, wanted in (
         (lambda **columns: 1.0, r"'<lambda>': wanted a list of 2 rewards.* got 1\.0"),
         (lambda **columns: [1.0], r"wanted a list of 2 rewards, one for each answer of the group"),
-        (lambda **columns: [1.0, float("inf")], "wanted finite rewards"),
+        *(
+            (lambda value=value, **columns: [1.0, value], "expected a finite float32 number, got ")
+            for value in (float("inf"), float("nan"), 1e39, 10**400, "high")
+        ),
+        (lambda log_metric, **columns: log_metric("reward_<lambda>", 1.0) or [1.0, 2.0], "another"),
     ):
         group = rewarded(RewardFunctions([function], [1.0]), tiny_tokenizer, {}, ["5", "6"])
         for trajectory in group:
             assert re.search(wanted, trajectory.failure or "")
             assert trajectory.stop_reason == "env_error"
             assert trajectory.steps_or_placeholder()[0].reward == 0.0
+
+
+class Constant:
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __call__(self, completions: Any, **columns: Any) -> list[float]:
+        return [self.value] * len(completions)
+
+
+def constant(completions: Any, value: float, **columns: Any) -> list[float]:
+    return [value] * len(completions)
+
+
+@pytest.mark.spec("run.reward-functions")
+def test_each_reward_function_has_a_metric_of_its_own(tiny_tokenizer: Any) -> None:
+    def constant_2(completions: Any, **columns: Any) -> list[float]:
+        return [6.0] * len(completions)
+
+    functions = [partial(constant, value=1.0), partial(constant, value=2.0), constant_2]
+    made = RewardFunctions([*functions, Constant(3.0), Constant(4.0), short], [1.0] * 6)
+    (one,) = rewarded(made, tiny_tokenizer, {}, ["5"])
+    assert one.env_metrics == {
+        "reward_constant_1": 1.0, "reward_constant_3": 2.0, "reward_constant_2": 6.0,
+        "reward_Constant_1": 3.0, "reward_Constant_2": 4.0, "reward_short": -1.0,
+    }  # fmt: skip
+    assert one.steps[0].reward == 15.0
+    made = RewardFunctions([Constant(3e38)], [2.0])
+    (failed,) = rewarded(made, tiny_tokenizer, {}, ["5"])
+    assert "the sum of weighted rewards: expected a finite" in str(failed.failure)
 
 
 @pytest.mark.spec("run.reward-functions")

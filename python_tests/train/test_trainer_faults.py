@@ -45,6 +45,30 @@ def test_failed_trajectories_are_counted_and_do_not_stop_the_step(folder: Path) 
     assert row["generate/num_trajectories"] == 16
 
 
+@pytest.mark.spec("run.finite-rewards")
+@pytest.mark.parametrize("rewards", [(0.0, 1e39), (3e38, 3e38), (0.0, float("nan"))])
+def test_rewards_beyond_float32_fail_their_trajectory(
+    folder: Path, rewards: tuple[float, float]
+) -> None:
+    class Rewarding(FakeRollouts):
+        async def generate(
+            self, prompts: Sequence[Prompt], *, step: int, phase: str
+        ) -> list[Trajectory]:
+            trajectories = await super().generate(prompts, step=step, phase=phase)
+            first, last = trajectories[0].steps[0], trajectories[0].steps[-1]
+            first.reward, last.reward = rewards
+            return trajectories
+
+    async def make(config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
+        return Rewarding(config, tiny_model())
+
+    config = settings(folder, "run", "trainer.max_training_steps=1")
+    outcome = skyrl_fast.train(config, make_rollouts=make)
+    row = read_metrics(outcome.metrics)[1]
+    assert row["generate/stop_reason/env_error"] == 4 / 16
+    assert 0 <= row["reward/avg_raw_reward"] <= 1
+
+
 @pytest.mark.spec("rollout.failure-tolerance", "rollout.all-failed")
 def test_a_batch_in_which_everything_failed_trains_nothing_and_the_run_continues(
     folder: Path,

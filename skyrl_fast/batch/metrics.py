@@ -6,6 +6,8 @@ steps are not samples with reward zero. Padding rows never count.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +24,10 @@ from skyrl_fast.ops import _backend, _ragged
 from skyrl_fast.rollout.stop_reason import LENGTH
 from skyrl_fast.rollout.trajectory import Trajectory
 
+log = logging.getLogger(__name__)
+
+MAX_WARNINGS = 20  # of metrics that are left out
+_LEFT_OUT: set[str] = set()  # their names
 PASS_THRESHOLD = 0.0  # a trajectory passes if its reward is larger
 SLOW_PERCENTILE = 90  # of completion times
 RENAMED_SOURCES = {None: "unknown", "": "unknown", "all": "all_"}  # eval/all/ covers all sources
@@ -301,13 +307,34 @@ def _time_metrics(reports: Reports) -> dict[str, float]:
 
 
 def _environment_metrics(reports: Reports) -> dict[str, float]:
-    """Return the mean of each reported number over the trajectories that report it."""
+    """Return the mean of each finite number that is reported, over those that report one."""
     values: dict[str, list[float]] = {}
     for reported in reports.env_metrics or ():
         for name, value in (reported or {}).items():
-            if isinstance(value, (bool, int, float, np.number)):
-                values.setdefault(name, []).append(float(value))
+            number = _as_float(value)
+            if number is not None:
+                values.setdefault(name, []).append(number)
+            elif value is not None:
+                _warn_of_metric(str(name), f"{value!r:.80}")
     return {f"environment/{name}": sum(v) / len(v) for name, v in values.items()}
+
+
+def _as_float(value: Any) -> float | None:
+    """Return a finite number, or None for anything else."""
+    if not isinstance(value, (bool, int, float, np.number)):
+        return None
+    try:
+        number = float(value)
+    except (OverflowError, TypeError):  # a huge integer, a complex number
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _warn_of_metric(name: str, value: str) -> None:
+    """Log that a metric's value has no part in the mean, once for each name."""
+    if name not in _LEFT_OUT and len(_LEFT_OUT) < MAX_WARNINGS:
+        _LEFT_OUT.add(name)
+        log.warning("environment/%s: expected finite numbers, left out %s", name, value)
 
 
 # --- reward and evaluation metrics --------------------------------------------------------------

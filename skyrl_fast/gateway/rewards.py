@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 from skyrl_fast.gateway.messages import ApiError, Outcome
+from skyrl_fast.rollout.env.answers import LARGEST_REWARD
 from skyrl_fast.rollout.trajectory import Step
 
 
@@ -33,15 +33,15 @@ class Rewards:
         """Add a reward to a call, to the last step of a span, or to the trajectory.
 
         Args:
-            value: finite.
+            value: finite in float32, also added to the rewards before it.
             call: id of the answer, with or without the prefix of its dialect.
             span: name of the part of the agent.
 
         Raises:
             ApiError: there is no such call or span, or the value is not finite.
         """
-        if not math.isfinite(value):
-            raise ApiError(400, f"reward: wanted a finite number, got {value}")
+        if not sum((abs(given) for _, _, given in self._given), abs(value)) <= LARGEST_REWARD:
+            raise ApiError(400, f"reward: expected a finite float32 number, got {value}")
         name = None if call is None else re.split("[-_]", call)[-1]
         if name is not None and name not in self._calls:
             raise ApiError(404, "no trained answer of this trajectory has this id")
@@ -57,18 +57,18 @@ class Rewards:
             last: step of the trajectory, which gets the trajectory's rewards.
 
         Raises:
-            ApiError: a reward for a call that does not exist.
+            ApiError: a reward for a call that does not exist, or not finite.
         """
         before = list(self._given)
+        posted = any(call is None and span is None for call, span, _ in self._given)
         try:
             for answer, value in outcome.call_rewards.items():
                 self.add(value, call=answer)
+            if outcome.reward is not None and not (posted and outcome.unless_posted):
+                self.add(outcome.reward)
         except ApiError:
             self._given = before  # none of them, where one is wrong
             raise
-        posted = any(call is None and span is None for call, span, _ in self._given)
-        if outcome.reward is not None and not (posted and outcome.unless_posted):
-            self._given.append((None, None, outcome.reward))
         for call, span, value in self._given:
             step = self._calls[call] if call else self._spans[span] if span else last
             step.reward += value

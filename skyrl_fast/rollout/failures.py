@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from skyrl_fast.errors import RunError
 from skyrl_fast.printable import log_line
+from skyrl_fast.rollout.env.answers import LARGEST_REWARD
+from skyrl_fast.rollout.stop_reason import ENV_ERROR
 from skyrl_fast.rollout.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
@@ -17,6 +19,16 @@ MAX_FAILED_BATCHES = 3  # in a row: chance does not explain that many
 
 class RolloutError(RunError):
     """Several batches in a row had no usable trajectory: the setup is wrong."""
+
+
+def fail_infinite_rewards(trajectories: Sequence[Trajectory]) -> None:
+    """Mark trajectories as failed whose rewards, or their sums, are not finite in float32."""
+    for trajectory in trajectories:
+        total = sum(abs(step.reward) for step in trajectory.steps)
+        if trajectory.failure is None and not total <= LARGEST_REWARD:
+            rewards = [step.reward for step in trajectory.steps]
+            trajectory.failure = f"rewards: expected finite float32 numbers, got {rewards!r:.200}"
+            trajectory.stop_reason = ENV_ERROR
 
 
 def log_failures(trajectories: Sequence[Trajectory]) -> None:

@@ -21,7 +21,7 @@ import torch
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.metrics import eval_metrics
 from skyrl_fast.config import Config, max_input_length, to_dict
-from skyrl_fast.rollout.failures import FailureWatch, log_failures
+from skyrl_fast.rollout.failures import FailureWatch, fail_infinite_rewards, log_failures
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.algorithm.dynamic_sampling import GroupSampling
 from skyrl_fast.train.algorithm.off_policy import warn_of_stale_tokens
@@ -397,6 +397,7 @@ class Trainer:
             prompts = components.eval_prompts[start : start + size]
             work = components.rollouts.generate(prompts, step=0, phase="eval")
             sampled = await self._timed("eval", times, self._until_stopped(work))
+            fail_infinite_rewards(sampled)
             log_failures(sampled)
             self._failures.see(sampled)
             trajectories += sampled

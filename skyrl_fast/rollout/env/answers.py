@@ -83,19 +83,25 @@ def answer_of(answer: Any, data: PlainData) -> EnvAnswer:
         raise AnswerError(f"the answer lacks {', '.join(absent)}; it has {has}")
     return EnvAnswer(
         messages_of(answer["observations"], data),
-        _reward(answer["reward"]),
+        read_reward(answer["reward"], "reward"),
         _done(answer["done"]),
         _action(answer.get("postprocessed_action"), data),
     )
 
 
-def _reward(value: Any) -> float:
+def read_reward(value: Any, name: str) -> float:
+    """Return a reward as a number.
+
+    Raises:
+        AnswerError: it is none, or not finite in float32; the message begins with the name.
+    """
     try:
         reward = float.__float__(float(value))
     except Exception:  # of any type: an array, a tensor, a huge integer
         reward = math.nan
     if not abs(reward) <= LARGEST_REWARD:
-        raise AnswerError(f"reward: wanted a finite number, got {plain_repr(value, 100)}")
+        got = plain_repr(value, 100)
+        raise AnswerError(f"{name}: expected a finite float32 number, got {got}")
     return reward
 
 

@@ -7,13 +7,16 @@ A function is called as by TRL's `GRPOTrainer`, with the lists of a group: `prom
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
+import itertools
 import logging
-import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_fast.rollout.env.answers import read_reward
 from skyrl_fast.rollout.env.errors import EnvError
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.env.protocol import Env, EnvStep, Message
@@ -89,13 +92,19 @@ class _GroupEnv(Env):
         rewards = [0.0] * count
         metrics: list[dict[str, float]] = [{} for _ in texts]
         parent = self._parent
-        for function, weight in zip(parent.functions, parent.weights, strict=True):
+        names = _metric_names(parent.functions)
+        for function, name, weight in zip(parent.functions, names, parent.weights, strict=True):
             for number, reward in enumerate(_rewards(function, arguments, count)):
-                if not math.isnan(reward):
-                    metrics[number][f"reward_{_name(function)}"] = reward
+                if reward is not None:
+                    metrics[number][name] = reward
                     rewards[number] += weight * reward
         if not all(metrics):
             log.warning("no reward function applies to an answer: its reward is 0")
+        for reward in rewards:
+            read_reward(reward, "reward_funcs: the sum of weighted rewards")
+        taken = sorted(self._logged.keys() & set(names))
+        if taken:
+            raise ValueError(f"log_metric: expected another name than a reward's, got {taken[0]!r}")
         self._found = {"rewards": rewards, "metrics": [{**m, **self._logged} for m in metrics]}
         return EnvStep(0.0, done=True)
 
@@ -157,8 +166,10 @@ class GroupRewards:
             await env.close()
 
 
-def _rewards(function: RewardFunction, arguments: Mapping[str, Any], count: int) -> list[float]:
-    """Return the reward of each answer; NaN: the function does not apply.
+def _rewards(
+    function: RewardFunction, arguments: Mapping[str, Any], count: int
+) -> list[float | None]:
+    """Return the reward of each answer; None: the function does not apply.
 
     Raises:
         ValueError: it returned something else than a list of a number or None for each.
@@ -172,10 +183,8 @@ def _rewards(function: RewardFunction, arguments: Mapping[str, Any], count: int)
             f"reward_funcs: {_name(function)!r}: wanted a list of {count} rewards, one for each "
             f"answer of the group, got {found!r:.100}"
         )
-    numbers = [math.nan if value is None else float(value) for value in values]
-    if any(map(math.isinf, numbers)):
-        raise ValueError(f"reward_funcs: {_name(function)!r}: wanted finite rewards, got {numbers}")
-    return numbers
+    where = f"reward_funcs: {_name(function)!r}"
+    return [None if value is None else read_reward(value, where) for value in values]
 
 
 async def _awaited(value: Any) -> Any:
@@ -190,5 +199,21 @@ def _accepted(function: RewardFunction, arguments: Mapping[str, Any]) -> dict[st
     return {item.name: arguments[item.name] for item in parameters if item.name in arguments}
 
 
+def _metric_names(functions: Sequence[RewardFunction]) -> list[str]:
+    """Return a metric's name for each function; those of equal names are numbered from 1."""
+    names = [f"reward_{_name(function)}" for function in functions]
+    several = {name for name, count in Counter(names).items() if count > 1}
+    taken = set(names) - several
+    found = []
+    for name in names:
+        if name in several:
+            name = next(n for i in itertools.count(1) if (n := f"{name}_{i}") not in taken)
+            taken.add(name)
+        found.append(name)
+    return found
+
+
 def _name(function: RewardFunction) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
     return str(getattr(function, "__name__", type(function).__name__))

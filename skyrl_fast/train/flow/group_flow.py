@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
-from skyrl_fast.rollout.failures import RolloutError
+from skyrl_fast.rollout.failures import RolloutError, fail_infinite_rewards
 from skyrl_fast.rollout.group_runner import GroupDroppedError
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.data.prompts import Prompt, PromptSampler
@@ -203,6 +203,7 @@ class GroupFlow:
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is None:
             self._trajectories[group] = task.result()
+            fail_infinite_rewards(self._trajectories[group])
             self.schedule.finish(group)
             self._dropped_in_a_row = 0
         elif isinstance(error, GroupDroppedError):

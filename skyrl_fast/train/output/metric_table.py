@@ -114,7 +114,10 @@ METRICS = (
             ("answers_with_thoughts", "answers in which thoughts were found", ""),
         )
     ),
-    Metric("environment/{name}", "mean of what the environment's `metrics` returned under a name"),
+    Metric(
+        "environment/{name}",
+        "mean of the finite numbers that the environment's `metrics` returned under a name",
+    ),
     # --- the update ---
     Metric(
         "policy/loss",

@@ -150,6 +150,22 @@ def test_run_ends_if_prompts_run_out_before_the_batch_is_full(
     assert again.step == 1
 
 
+@pytest.mark.spec("filter.dynamic-data-end")
+@pytest.mark.parametrize(
+    "options",
+    [
+        (FILTER,),
+        ("trainer.algorithm.dynamic_sampling.type=replace",),
+        ("trainer.algorithm.dynamic_sampling.type=replace", "trainer.fully_async.enabled=true"),
+    ],
+)
+def test_a_run_without_a_step_is_an_error(folder: Path, options: tuple[str, ...]) -> None:
+    make = outcomes_by_uid([str(i) for i in range(8)])
+    wanted = "without a training step: 0 of 8 sampled groups are informative, for a batch of 4"
+    with pytest.raises(DynamicSamplingError, match=wanted):
+        skyrl_fast.train(settings(folder, "run", *options, "trainer.epochs=1"), make_rollouts=make)
+
+
 @pytest.mark.spec("filter.dynamic-data-end", "metrics.reported-once")
 def test_resume_after_prompts_ran_out_repeats_nothing(folder: Path) -> None:
     order = PromptSampler(8, batch_size=4, seed=42)

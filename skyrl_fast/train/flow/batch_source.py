@@ -12,7 +12,7 @@ import numpy as np
 from skyrl_fast.config import Config
 from skyrl_fast.rollout.failures import FailureWatch, log_failures
 from skyrl_fast.rollout.trajectory import Trajectory
-from skyrl_fast.train.algorithm.dynamic_sampling import GroupSampling
+from skyrl_fast.train.algorithm.dynamic_sampling import DynamicSamplingError, GroupSampling
 from skyrl_fast.train.algorithm.training_rows import SampledRows
 from skyrl_fast.train.flow.group_flow import GroupFlow, ReadyGroup
 
@@ -54,6 +54,10 @@ class BatchSource:
             step: batches trained so far, a seed of the random numbers.
             wait: awaits groups.
             judge: builds rows and finds the informative groups, for dynamic sampling.
+
+        Raises:
+            DynamicSamplingError: the data ran out before the first step, or the limit of sampled
+                batches was reached.
         """
         random = np.random.default_rng((self._seed, step))
         sampling = GroupSampling(self._dynamic, self._wanted, random)
@@ -61,6 +65,13 @@ class BatchSource:
         while True:
             missing = self._wanted if self._full_batches else self._wanted - sampling.num_kept
             ready = await wait(flow.take(missing))
+            if ready is None and step == 0:
+                self._failures.end()  # the likelier reason
+                raise DynamicSamplingError(
+                    "the prompts of all epochs are used up without a training step: "
+                    f"{sampling.shortfall()}. The prompts are too few, or too easy or too hard for "
+                    "this policy: change the data, or raise trainer.epochs"
+                )
             if ready is None:
                 logger.warning(
                     "the prompts of all epochs are used up; incomplete last batch dropped: %s",

@@ -32,6 +32,57 @@ def test_overrides_take_precedence_over_the_file(tmp_path: Path) -> None:
     assert config.generator.sampling_params.stop == ["</sql>"]
 
 
+@pytest.mark.spec("settings.texts")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0123",
+        "1_000",
+        "0x10",
+        "1:30",
+        "12.50",
+        "1e5",
+        "no",
+        "on",
+        "true",
+        "2026-11-25",
+        "it's",
+        ".inf",
+    ],
+)
+def test_settings_that_are_texts_are_texts(text: str, tmp_path: Path) -> None:
+    stop = "generator.sampling_params.stop"
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        f"trainer:\n  run_name: {text}  # a name\n  ckpt_path: &p {text}\n"
+        f"generator: {{sampling_params: {{stop: [{text}, {text}]}}}}\nagent.model: {text}\n"
+        f"environment: {{env_class: ! {text}}}\n"
+    )
+    for config in (
+        load_config(path, NEEDED),
+        load_config(
+            None,
+            [*NEEDED, f"trainer.run_name={text}", f"trainer.ckpt_path={text}",
+             f"{stop}=[{text}, {text}]", f"agent.model={text}", f"environment.env_class={text}"],
+        ),
+    ):  # fmt: skip
+        got = config.trainer.run_name, config.trainer.ckpt_path, config.agent.model
+        assert got == (text,) * 3
+        assert config.generator.sampling_params.stop == [text] * 2
+        assert config.environment.env_class == text
+    one = load_config(None, [*NEEDED, f"{stop}={text}", "trainer.run_name='x'"])
+    assert (one.generator.sampling_params.stop, one.trainer.run_name) == ([text], "x")
+
+
+@pytest.mark.spec("settings.texts")
+def test_null_is_no_text_and_values_of_other_types_are_unchanged() -> None:
+    options = ["trainer.ckpt_path=null", "trainer.seed=0x10", "generator.chat_template_kwargs.x=no"]
+    config = load_config(None, [*NEEDED, *options])
+    assert (config.trainer.ckpt_path, config.trainer.seed) == (None, 16)
+    assert config.generator.chat_template_kwargs == {"x": False}
+    assert "trainer.run_name: wanted a string, got None" in error_of("trainer.run_name=~")
+
+
 def test_interpolation_and_optional_section() -> None:
     config = load_config(
         None,

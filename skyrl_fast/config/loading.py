@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import io
 import os
 import types
 import typing
@@ -123,7 +124,9 @@ def _read_yaml(path: str | Path | None, overrides: Sequence[str]) -> dict[str, A
                 continue
             if "=" not in text or text.startswith(("=", "+", "-")):
                 raise ConfigError(f"{where}: wanted dotted.key=value, or another YAML file")
-            merged.merge_with(OmegaConf.from_dotlist([text]))
+            key, _, value = text.partition("=")
+            value = _quote_texts(value, _hint_at(Config, key.split(".")))
+            merged.merge_with(OmegaConf.from_dotlist([f"{key}={value}"]))
         where = "overrides" if path is None else str(path)
         values: Any = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
         written = OmegaConf.to_container(merged, resolve=False)
@@ -147,10 +150,62 @@ def _sections(path: str | Path) -> Any:
 
     if not Path(path).is_file():
         raise ConfigError(f"config file not found: {path}")
-    loaded = OmegaConf.load(path)
+    text = Path(path).read_text(encoding="utf-8")
+    loaded = OmegaConf.load(io.StringIO(_quote_texts(text, Config)))
     if not OmegaConf.is_dict(loaded):
         raise ConfigError(f"{path}: wanted sections (data, trainer, ...), got a list or nothing")
     return loaded
+
+
+def _quote_texts(text: str, hint: Any) -> str:
+    """Return YAML whose plain values for strings are quoted: `run_name: 0123` is not 83, nor `on`.
+
+    Args:
+        hint: type of the value.
+    """
+    import yaml
+
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    found: dict[int, yaml.ScalarNode] = {}
+    if node is not None:
+        _find_texts(node, hint, found)
+    for start in sorted(found, reverse=True):
+        quoted = found[start].value.replace("'", "''")
+        text = f"{text[:start]}'{quoted}'{text[found[start].end_mark.index :]}"
+    return text
+
+
+def _find_texts(node: Any, hint: Any, found: dict[int, Any]) -> None:
+    """Add the plain values for strings, by their place in the YAML; null is none of them."""
+    hint = _without_none(hint)
+    if typing.get_origin(hint) is list:
+        for item in node.value if node.id == "sequence" else [node]:
+            _find_texts(item, typing.get_args(hint)[0], found)
+    elif dataclasses.is_dataclass(hint) and node.id == "mapping":
+        for key, value in node.value:
+            _find_texts(value, _hint_at(hint, str(key.value).split(".")), found)
+    elif hint is str and node.id == "scalar" and node.style is None and node.value:
+        in_a_line = node.start_mark.line == node.end_mark.line
+        if in_a_line and node.tag != "tag:yaml.org,2002:null":
+            found[node.start_mark.index] = node
+
+
+def _hint_at(hint: Any, keys: Sequence[str]) -> Any:
+    """Return the type of a setting below one of this type; None: there is none."""
+    for key in keys:
+        section = _without_none(hint)
+        hint = (
+            typing.get_type_hints(section).get(key) if dataclasses.is_dataclass(section) else None
+        )
+    return hint
+
+
+def _without_none(hint: Any) -> Any:
+    """Return the type of an optional setting's values."""
+    if typing.get_origin(hint) not in (types.UnionType, typing.Union):
+        return hint
+    (inner,) = [one for one in typing.get_args(hint) if one is not types.NoneType]
+    return inner
 
 
 def _uses_environment(written: Any) -> bool:
@@ -478,10 +533,7 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     if hint is Any:
         return value
     if origin in (types.UnionType, typing.Union):
-        if value is None:
-            return None
-        (inner,) = [argument for argument in arguments if argument is not type(None)]
-        return _convert(inner, value, key)
+        return None if value is None else _convert(_without_none(hint), value, key)
     if dataclasses.is_dataclass(hint):
         return _build(typing.cast(type, hint), value, key)
     if origin is list:

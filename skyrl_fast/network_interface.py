@@ -15,6 +15,32 @@ SIOCGIFADDR = 0x8915  # of Linux's ioctl: the address of an interface
 DISCARD_PORT = 9  # of RFC 863; nothing is sent to it
 
 
+def listen_at(host: str, port: int = 0, *, backlog: int | None = None) -> socket.socket:
+    """Return a socket that listens at an address or name, of IPv4 where the name has both.
+
+    Args:
+        port: 0: any that is free.
+        backlog: connections that wait to be accepted; None: the system's default.
+
+    Raises:
+        OSError: the address is not available. OverflowError: there is no such port.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    families = [family for family, *_ in found]
+    family = socket.AF_INET if socket.AF_INET in families else families[0]
+    return socket.create_server((host, port), family=family, backlog=backlog)
+
+
+def http_url(host: str, port: int) -> str:
+    """Return the URL of a server.
+
+    Example:
+        >>> http_url("::1", 80)
+        'http://[::1]:80'
+    """
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def address_towards(address: str) -> str:
     """Return the IPv4 address of this machine from which it reaches another one.
 

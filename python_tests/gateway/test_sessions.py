@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from skyrl_fast.commands.gateway import KEY_FILE, serving
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.gateway import recording
 from skyrl_fast.gateway.sessions import Sessions
+from skyrl_fast.network_interface import listen_at
 from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.train.data.demonstrations import chat_of
 from skyrl_fast.trajectory_store import read_index, read_trajectories
@@ -114,6 +116,27 @@ async def conversation(client: Client) -> Any:
     await client.chat(opened, history, stream=True)
     await client.chat(opened, [USER, said("a0"), user("other")])
     return await client.end(opened, reward=2.0, score=5)
+
+
+@pytest.mark.spec("gateway.address")
+@pytest.mark.parametrize(
+    ("host", "url"), [("::1", r"http://\[::1\]:\d+/v1"), ("localhost", r"http://localhost:\d+/v1")]
+)
+def test_gateway_listens_at_addresses_of_both_families(
+    host: str, url: str, tmp_path: Path, tiny_tokenizer: Any
+) -> None:
+    if host == "::1":
+        try:
+            listen_at(host).close()
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+
+    async def use(client: Client) -> None:
+        opened = await client.open(uid="t")
+        assert re.fullmatch(url, opened["base_url"])
+        assert await client.chat(opened, [USER]) == "a0"
+
+    served(tmp_path, tiny_tokenizer, use, f"agent.host={host}")
 
 
 @pytest.mark.spec("gateway.sessions")

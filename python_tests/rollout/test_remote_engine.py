@@ -623,6 +623,14 @@ def test_server_that_never_answers_times_out() -> None:
             "wanted http://host:",
         ),
         (["run_engines_locally=false", "external_server_urls=['http://']"], "wanted http://host:"),
+        *(
+            (["run_engines_locally=false", f"external_server_urls=['{url}']"], "without /v1 or a q")
+            for url in ("http://a:1/v1", "http://a:1/proxy/v1/", "http://a:1?x=1", "http://a:1#x")
+        ),
+        (
+            ["run_engines_locally=false", "external_server_urls=['http://a:1','http://a:1/']"],
+            "got one twice",
+        ),
         (["external_proxy_url=x"], "requests are sent directly to"),
         (
             ["run_engines_locally=false", "external_server_urls=['http://a:1']", "num_engines=2"],

@@ -431,7 +431,15 @@ def _check_engines(engine: InferenceEngineConfig, *, is_synchronous: bool) -> No
     for url in engine.external_server_urls:
         if not url.startswith(("http://", "https://")) or not _has_host(url):
             raise ConfigError(f"{key}.external_server_urls: wanted http://host:port, got {url!r}")
-    if len(set(engine.external_server_urls)) < len(engine.external_server_urls):
+        parts = urlsplit(url)
+        if parts.path.rstrip("/").endswith("/v1") or parts.query or parts.fragment:
+            raise ConfigError(
+                f"{key}.external_server_urls: expected http://host:port, the server's address "
+                f"without /v1 or a query, got {url!r}"
+            )
+    if len({url.rstrip("/") for url in engine.external_server_urls}) < len(
+        engine.external_server_urls
+    ):
         raise ConfigError(f"{key}.external_server_urls: wanted different ones, got one twice")
 
 

@@ -10,7 +10,6 @@ import asyncio
 import hashlib
 import logging
 import secrets
-import socket
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -31,7 +30,7 @@ from skyrl_fast.gateway.dialects.openai_responses import OpenAIResponses
 from skyrl_fast.gateway.messages import Answer, ApiError, Call
 from skyrl_fast.gateway.request_body import Fields, checked, parsed_json
 from skyrl_fast.gateway.session import RunningCall, Session
-from skyrl_fast.network_interface import LOOPBACK
+from skyrl_fast.network_interface import LOOPBACK, http_url, listen_at
 from skyrl_fast.printable import log_line
 from skyrl_fast.rollout.engine.protocol import EngineError
 
@@ -100,7 +99,8 @@ class Gateway:
     @property
     def url(self) -> str:
         """Base URL, without `/v1`."""
-        return f"http://{self._host}:{self._port}"
+        assert self._host is not None
+        return http_url(self._host, self._port)
 
     async def start(self, host: str = LOOPBACK) -> None:
         """Begin to listen.
@@ -113,8 +113,8 @@ class Gateway:
         """
         self._host = self._host or host
         try:
-            listening = socket.create_server((self._host, self._port), backlog=BACKLOG)
-        except OSError as error:
+            listening = listen_at(self._host, self._port, backlog=BACKLOG)
+        except (OSError, OverflowError) as error:
             place = f"{self._host}:{self._port}"
             raise ValueError(
                 f"agent.host, agent.port: cannot listen at {place}: {error}"

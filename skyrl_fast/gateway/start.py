@@ -67,13 +67,14 @@ def _check_reachable(host: str | None) -> None:
     if host is None:
         return
     try:
-        address = ipaddress.ip_address(socket.gethostbyname(host))
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = [ipaddress.ip_address(place[0]) for *_, place in found]
     except OSError as error:
         raise ValueError(f"agent.host: {host!r}: {error}") from error
-    if address.is_loopback or address.is_unspecified:
+    if any(address.is_loopback or address.is_unspecified for address in addresses):
         raise ValueError(
             "agent.host: with agent.workers=cluster, wanted an address of this machine that the "
-            f"other nodes reach, or null for that in the cluster, got {host!r} ({address})"
+            f"other nodes reach, or null for that in the cluster, got {host!r} ({addresses[0]})"
         )
 
 

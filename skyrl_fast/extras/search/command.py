@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_fast.commands.command import as_usage_error, needs_extra
+from skyrl_fast.network_interface import http_url, listen_at
 from skyrl_fast.parent_watch import watch_parent
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
         app = make_app(corpus, _index(options, corpus), topk=options.topk, limits=limits)
         listening = _listen(options)
     host, port = listening.getsockname()[:2]
-    sys.stderr.write(f"{len(corpus)} passages at http://{host}:{port}/retrieve\n")
+    sys.stderr.write(f"{len(corpus)} passages at {http_url(host, port)}/retrieve\n")
     server = uvicorn.Server(
         uvicorn.Config(
             app,
@@ -103,12 +104,7 @@ def _index(options: argparse.Namespace, corpus: Corpus) -> Index:
 def _listen(options: argparse.Namespace) -> socket.socket:
     if options.socket_fd is not None:
         return socket.socket(fileno=options.socket_fd)
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind((options.host, options.port))
+        return listen_at(options.host, options.port)
     except (OSError, OverflowError) as error:
         raise ValueError(f"cannot listen on {options.host}:{options.port}: {error}") from error
-    listening.listen()
-    return listening

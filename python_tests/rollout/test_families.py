@@ -14,7 +14,7 @@ from _families import FOLDER, byte_tokenizer, family, sentencepiece_tokenizer
 from _gateway import chat, played
 from fake_envs import FakePrompt, ScriptedEngine, loop_config, run
 
-from skyrl_fast.config import as_config
+from skyrl_fast.config import SamplingParams, as_config
 from skyrl_fast.rollout.context import ContextError, make_context, rendered_answer
 from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.rollout.env.protocol import Env, EnvStep
@@ -282,6 +282,36 @@ def test_environments_and_rows_have_the_end_that_the_template_writes(kind: str) 
     responses = [step.response_ids for step in trajectory.steps]
     assert [response[-1] for response in responses] == [end, end]
     assert [step.loss_mask[-1] for step in trajectory.steps] == [1, 0]
+
+
+@pytest.mark.spec("rollout.end-tokens", "rollout.end-token")
+@pytest.mark.parametrize("ends_turn", [False, True])
+def test_stop_tokens_of_the_settings_are_stop_strings(ends_turn: bool) -> None:
+    tokenizer = family("qwen25")
+    name = "<|im_end|>" if ends_turn else "</tool_call>"
+    stop, end = (tokenizer.convert_tokens_to_ids(text) for text in (name, "<|im_end|>"))
+    texts: list[str] = []
+
+    class Echo(Env):
+        def step(self, action: str) -> EnvStep:
+            texts.append(str(action))
+            return EnvStep(1.0, done=len(texts) == 2, observations="more")
+
+    def answer(call: Any, n: int) -> Generation:
+        ids = [*ids_of(tokenizer, "ab"), stop]
+        return Generation(ids, [-0.5] * len(ids), "stop")
+
+    sampling = SamplingParams(max_generate_length=8, additional_kwargs={"stop_token_ids": [stop]})
+    config = loop_config(max_turns=3, skip_special_tokens=False, sampling_params=sampling)
+    prompts = [FakePrompt("p")]
+    engine = ScriptedEngine(answer)
+    (trajectory,) = run(tokenizer, prompts, config, engine, make_env=lambda row: Echo())
+    assert texts == ["ab" if ends_turn else "ab</tool_call>"] * 2
+    first, second = trajectory.steps
+    assert first.response_ids[-2:] == (
+        [*ids_of(tokenizer, "b"), stop] if ends_turn else [stop, end]
+    )
+    assert list(second.prompt_token_ids).count(end) == 4  # system, user, answer, observation
 
 
 SENTENCEPIECE = [

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from skyrl_fast.config import SamplingParams
 from skyrl_fast.rollout.continued import VersionedGeneration, generate_through_updates
 from skyrl_fast.rollout.engine.protocol import EngineError, Sampler
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
+from skyrl_fast.rollout.tokenization import decode
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.rollout.turn import SampledTokens, request_seed
 
@@ -77,8 +78,14 @@ class PolicyCalls:
             part_seed=part_seed,
             expert_indices_start=expert_indices_start,
         )
-        if not versioned.generation.token_ids:
+        generation = versioned.generation
+        if not generation.token_ids:
             raise EngineError(f"the engine returned no tokens for session {name}-{attempt}")
+        last, stops = generation.token_ids[-1], sampling.additional_kwargs.get("stop_token_ids")
+        if generation.stopped_at_token and last in (stops or ()):
+            # It ends the answer as a stop string does, and not the model's turn.
+            generation = replace(generation, stop_string=decode(self.tokenizer, [last]))
+            versioned = replace(versioned, generation=generation)
         return versioned, time.perf_counter() - started
 
 

@@ -97,7 +97,7 @@ class _EnvEpisode:
         # The environment ends the episode at its own max_turns: pass it our limit.
         extras = {**self._prompt.env_extras, "max_turns": loop.config.max_turns}
         self._env = await loop.env_factory.make(self._prompt.env_class, extras)
-        messages = await self._env.init([dict(message) for message in self._prompt.messages])
+        messages = await self._env.init(self._prompt.messages)
         template_kwargs = self._template_kwargs()
         make = partial(
             make_context,

@@ -179,7 +179,7 @@ class EnvSession:
         self._place = place
         self._busy = False  # a call was abandoned and may still run
 
-    async def init(self, messages: Sequence[Message]) -> list[Message]:
+    async def init(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         """Begin an episode; return the first prompt's messages (the environment may change them).
 
         Raises:

@@ -15,6 +15,7 @@ from skyrl_fast.rollout.env.answers import AnswerError, answer_of, messages_of
 from skyrl_fast.rollout.env.plain import PlainData, plain_text, type_name
 from skyrl_fast.rollout.env.protocol import Env
 from skyrl_fast.rollout.env.traces import trace_of_error
+from skyrl_fast.rollout.loop_settings import copy_row
 
 MakeEnv = Callable[[dict[str, Any]], Env]
 GymSettings = Mapping[str, Mapping[str, Any]]
@@ -174,7 +175,8 @@ class EnvHost:
 
     def _called(self, what: str, argument: Any) -> Any:
         if what == "make":
-            return self._make(*argument)
+            env_class, extras = argument
+            return self._make(env_class, copy_row(extras))
         if what == "close":
             # The last reference: code that runs when an object is freed runs here, too.
             env, self._env = self._env, None
@@ -182,6 +184,7 @@ class EnvHost:
                 env.close()
             return None
         assert self._env is not None
+        argument = copy_row({what: argument})[what]  # the context reads messages and calls later
         data = PlainData(self._settings.longest_text)
         if what == "init":
             return messages_of(self._env.init(argument), data)
@@ -221,7 +224,7 @@ def created_env(
     if make_env is None and ":" in env_class:
         make_env = load_object(env_class)
     if make_env is None:
-        return skyrl_gym_env.make(env_class, skyrl_gym.get(env_class, {}), extras)
+        return skyrl_gym_env.make(env_class, copy_row(skyrl_gym.get(env_class, {})), extras)
     env = make_env(extras)
     absent = [name for name in METHODS if not callable(getattr(env, name, None))]
     if absent:

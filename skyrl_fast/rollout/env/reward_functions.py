@@ -20,7 +20,7 @@ from skyrl_fast.rollout.env.answers import read_reward
 from skyrl_fast.rollout.env.errors import EnvError
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.env.protocol import Env, EnvStep, Message
-from skyrl_fast.rollout.loop_settings import RolloutPrompt
+from skyrl_fast.rollout.loop_settings import RolloutPrompt, copy_row
 from skyrl_fast.rollout.stop_reason import ENV_ERROR
 from skyrl_fast.rollout.trajectory import Trajectory
 
@@ -94,7 +94,14 @@ class _GroupEnv(Env):
         parent = self._parent
         names = _metric_names(parent.functions)
         for function, name, weight in zip(parent.functions, names, parent.weights, strict=True):
-            for number, reward in enumerate(_rewards(function, arguments, count)):
+            # A function may change its arguments, which others get, too.
+            accepted = {
+                key: [copy_row({key: item})[key] for item in value]
+                if isinstance(value, list)
+                else value
+                for key, value in _accepted(function, arguments).items()
+            }
+            for number, reward in enumerate(_rewards(function, accepted, count)):
                 if reward is not None:
                     metrics[number][name] = reward
                     rewards[number] += weight * reward
@@ -158,7 +165,7 @@ class GroupRewards:
         extras = {**prompt.env_extras, ANSWERS: answers}
         env = await self._environments.make(prompt.env_class, extras)
         try:
-            await env.init([dict(message) for message in prompt.messages])
+            await env.init(prompt.messages)
             await env.step("")
             found: dict[str, Any] = await env.call("metrics", None)
             return found
@@ -174,7 +181,7 @@ def _rewards(
     Raises:
         ValueError: it returned something else than a list of a number or None for each.
     """
-    found = function(**_accepted(function, arguments))
+    found = function(**arguments)
     if inspect.isawaitable(found):
         found = asyncio.run(_awaited(found))
     values = found.tolist() if hasattr(found, "tolist") else found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from skyrl_fast.rollout.tool_calls import ParsedAnswer
@@ -24,6 +25,17 @@ LOOK = {
     },
 }
 CALL = '<call>{"name": "look", "arguments": {"at": "door"}}</call>'
+
+
+HOSTILE = "a" * 2_000 + "!"
+
+
+class SlowParser:
+    """Stands in for vLLM's parsers: takes years for HOSTILE, and holds the interpreter's lock."""
+
+    def parsed(self, text: str, tools: Any, *, forced: str | None = None) -> ParsedAnswer:
+        re.fullmatch("(a+)+", text)
+        return ParsedAnswer("quick")
 
 
 class CallParser:

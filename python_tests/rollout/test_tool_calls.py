@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import re
 from typing import Any
 
 import pytest
-from _tools import TEMPLATE
+from _gateway import USER, chat, played
+from _tools import HOSTILE, TEMPLATE, SlowParser
 from fake_envs import FakePrompt, ScriptedEngine, loop_config, says
 
-from skyrl_fast.config import EnvironmentConfig
-from skyrl_fast.rollout import groups
+from skyrl_fast.config import EnvironmentConfig, SamplingParams
+from skyrl_fast.rollout import answer_parser, groups
+from skyrl_fast.rollout.answer_parser import AnswerParser, AnswerParts
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.env.protocol import Action, Env, EnvStep
 from skyrl_fast.rollout.groups import rollout
+from skyrl_fast.rollout.reasoning import ReasoningParser
 from skyrl_fast.rollout.tool_calls import ParsedAnswer, ToolCallParser, check_tool_parser
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.data.prompts import prompts_from
@@ -35,7 +39,7 @@ class JsonParser:
         self.seen: list[tuple[str, Any]] = []
         parsers.append(self)
 
-    def parsed(self, text: str, tools: Any) -> ParsedAnswer:
+    def parsed(self, text: str, tools: Any, *, forced: str | None = None) -> ParsedAnswer:
         self.seen.append((text, tools))
         return ParsedAnswer("I look.", [json.loads(text)]) if text[0] == "{" else ParsedAnswer(text)
 
@@ -112,7 +116,8 @@ def test_environment_gets_parsed_calls_and_the_text(
         context=context,
     )
     first, second = Recording.actions
-    assert (first, first.tool_calls) == (text, [CALL])
+    (call,) = first.tool_calls
+    assert (first, {**CALL, "id": call["id"]}) == (text, call)
     assert (second, second.tool_calls) == ("done", [])
     assert parsers[-1].seen == [(text, tools), ("done", tools)]
     prompt = tiny_tokenizer.decode(engine.calls[1].prompt_token_ids)
@@ -140,8 +145,85 @@ def test_special_tokens_of_a_response(
 
 
 def test_action_reaches_another_process() -> None:
-    action = pickle.loads(pickle.dumps(Action("text", [CALL])))
+    action = pickle.loads(pickle.dumps(Action("text", [CALL], True)))
     assert (type(action), action, action.tool_calls) == (Action, "text", [CALL])
+    assert action.unparsed_tool_calls
+
+
+@pytest.mark.spec("rollout.tool-calls", "rollout.unparsed-tool-calls", "gateway.tools")
+@pytest.mark.parametrize(
+    ("name", "arguments", "counted", "seen"),
+    [
+        ("look", {"at": "door"}, False, True),
+        ("look", {}, False, True),
+        ("fly", {"at": "door"}, True, True),
+        ("look", "door", True, False),
+        ("look", "null", True, False),
+    ],
+)
+def test_calls_that_a_model_got_wrong(
+    name: str,
+    arguments: Any,
+    counted: bool,
+    seen: bool,
+    tiny_tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    monkeypatch.setattr(groups, "ToolCallParser", JsonParser)
+    prompt = FakePrompt("a", env_extras={"tools": [tool("look")]})
+    ((trajectory,), _) = run(tiny_tokenizer, [json.dumps(call), "x"], [prompt], tool_parser="json")
+    action = Recording.actions[0]
+    assert [c["function"] for c in action.tool_calls] == ([call["function"]] if seen else [])
+    assert action.unparsed_tool_calls == counted
+    assert trajectory.env_metrics == {"unparsed_tool_calls": float(counted)}
+
+    async def agent(task: Any) -> float:
+        message = (await chat(task, [USER], tools=[tool("look")])).choices[0].message
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        (asked,) = message.tool_calls
+        assert (asked.function.name, asked.function.arguments) == (name, text)
+        return 1.0
+
+    out = played(
+        agent, tiny_tokenizer, chat_template=TEMPLATE, tool_parser=JsonParser("", None),
+        answer=lambda _, n: says(tiny_tokenizer, json.dumps(call)), max_input_length=500,
+        sampling_params=SamplingParams(max_generate_length=200),
+    )  # fmt: skip
+    assert out.only.env_metrics["unparsed_tool_calls"] == counted
+
+
+@pytest.mark.spec("rollout.tool-call-ids")
+def test_ids_of_calls_follow_from_their_place() -> None:
+    def ids(place: str, *calls: dict[str, Any]) -> list[str]:
+        parser = AnswerParser(JsonParser("", None))  # type: ignore[arg-type]
+        parser.tool_parser.parsed = lambda *a, **k: ParsedAnswer("", [*calls])  # type: ignore
+        parts = asyncio.run(parser.parse("x", None, place=place))
+        return [call["id"] for call in parts.parsed.tool_calls]
+
+    first, second = ids("turn-0", CALL, CALL)
+    assert ids("turn-0", CALL, CALL) == [first, second]
+    assert len({first, second, *ids("turn-1", CALL, CALL)}) == 4
+    assert all(re.fullmatch("[0-9a-zA-Z]{9}", made) for made in (first, second))
+    assert ids("turn-0", {**CALL, "id": "functions.f:0"}) == ["functions.f:0"]
+
+
+@pytest.mark.spec("rollout.long-answers")
+def test_a_late_parser_neither_stops_the_loop_nor_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def go() -> tuple[AnswerParts, AnswerParts, int]:
+        parser, beats = AnswerParser(SlowParser()), 0  # type: ignore[arg-type]
+        quick = await parser.parse("b" * 1_000, None, place="0")
+        monkeypatch.setattr(answer_parser, "PARSE_SECONDS", 0.2)
+        late = asyncio.ensure_future(parser.parse(HOSTILE, None, place="0"))
+        while not late.done():
+            await asyncio.sleep(0.001)
+            beats += 1
+        return quick, await late, beats
+
+    quick, late, beats = asyncio.run(go())
+    assert quick.parsed == ParsedAnswer("quick")
+    assert late.parsed == ParsedAnswer(HOSTILE, failed=True)
+    assert beats > 10  # of about 200
 
 
 @pytest.mark.spec("rollout.tool-calls")
@@ -159,6 +241,29 @@ def test_parser_of_vllm(tiny_tokenizer: Any) -> None:
         check_tool_parser("hermez")
     with pytest.raises(ValueError, match=r"generator\.tool_parser: mistral refuses the tokenizer"):
         ToolCallParser("mistral", tiny_tokenizer)
+
+
+@pytest.mark.spec("rollout.tool-call-ids")
+def test_an_id_that_the_model_wrote_is_kept(tiny_tokenizer: Any) -> None:
+    pytest.importorskip("vllm")
+    text = (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:3"
+        '<|tool_call_argument_begin|>{"at": "door"}<|tool_call_end|><|tool_calls_section_end|>'
+    )
+    parser = ToolCallParser("kimi_k2", tiny_tokenizer)
+    (called,) = parser.parsed(text, [tool("look")]).tool_calls
+    assert called == {**CALL, "id": "functions.look:3"}
+
+
+@pytest.mark.spec("rollout.parser-stubs")
+@pytest.mark.parametrize("name", ["openai", "cohere_command3"])
+def test_parsers_that_read_no_text_are_refused(name: str, tiny_tokenizer: Any) -> None:
+    pytest.importorskip("vllm")
+    with pytest.raises(ValueError, match=rf"generator\.tool_parser: .*'{name}'"):
+        ToolCallParser(name, tiny_tokenizer)
+    name = name.replace("openai", "openai_gptoss")
+    with pytest.raises(ValueError, match=rf"generator\.reasoning_parser: .*'{name}'"):
+        ReasoningParser(name, tiny_tokenizer)
 
 
 @pytest.mark.spec("gateway.tools")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import uuid
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -110,7 +109,7 @@ class Choices:
             llm_seconds=seconds,
         )
         step.expert_indices = turn_routes([], prompt.token_ids, generation)
-        parts = await self._parts(call, prompt, generation, step.text)
+        parts = await self._parts(call, prompt, generation, step.text, place)
         text, stop_string = parts.text, generation.stop_string
         if stop_string is not None and call.stop is not None and not call.include_stop:
             text = text.removesuffix(stop_string)
@@ -171,7 +170,7 @@ class Choices:
     # --- what the client gets
 
     async def _parts(
-        self, call: Call, prompt: PromptTokens, generation: Generation, text: str
+        self, call: Call, prompt: PromptTokens, generation: Generation, text: str, place: str
     ) -> _Parts:
         """Return the answer's parts, as the template has to get them back.
 
@@ -179,26 +178,30 @@ class Choices:
 
         Args:
             text: of the answer, without special tokens.
+            place: of the answer in its trajectory.
         """
         policy = self._policy
         reasons = policy.reasoning_parser is not None and call.messages is not None
         calls = policy.tool_parser is not None and call.parse_tools and bool(call.tools)
         if not reasons and not calls:
             return _Parts("", text)
-        thoughts = ""
-        marked = decode_response(policy.template, generation, skip_special_tokens=False)
-        if policy.reasoning_parser is not None and reasons:
-            kwargs = {**policy.config.chat_template_kwargs, **call.template_kwargs}
-            thoughts, marked = policy.reasoning_parser.divided(marked, kwargs)
-            text = policy.template.control_tokens.sub("", marked) if thoughts else text
-            self._counts["answers_with_thoughts"] += bool(thoughts)
-        parts = _Parts(thoughts, text)
-        if policy.tool_parser is not None and calls:
-            parsed = policy.tool_parser.parsed(marked, call.tools, forced=call.forced_tool)
-            if parsed.tool_calls:
-                parts = _Parts(thoughts, parsed.content, parsed.tool_calls)
-            self._counts["answers_with_tool_calls"] += bool(parsed.tool_calls)
-            self._counts["unparsed_tool_calls"] += parsed.failed
+        answer = await policy.answer_parser.parse(
+            decode_response(policy.template, generation, skip_special_tokens=False),
+            call.tools,
+            place=place,
+            forced=call.forced_tool,
+            template_kwargs={**policy.config.chat_template_kwargs, **call.template_kwargs},
+            with_thoughts=reasons,
+            with_calls=calls,
+        )
+        if answer.thoughts:
+            text = policy.template.control_tokens.sub("", answer.rest)
+        parts = _Parts(answer.thoughts, text)
+        if answer.parsed.tool_calls:
+            parts = _Parts(answer.thoughts, answer.parsed.content, answer.parsed.tool_calls)
+        self._counts["answers_with_thoughts"] += bool(answer.thoughts)
+        self._counts["answers_with_tool_calls"] += bool(answer.parsed.tool_calls)
+        self._counts["unparsed_tool_calls"] += answer.parsed.failed
         return await self._returnable(call, prompt, generation.token_ids, parts)
 
     async def _returnable(
@@ -249,4 +252,4 @@ def _tool_call(call: Mapping[str, Any]) -> ToolCall:
     arguments = function["arguments"]
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(f"call_{uuid.uuid4().hex[:24]}", function["name"], arguments)
+    return ToolCall(call["id"], function["name"], arguments)

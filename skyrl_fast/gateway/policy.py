@@ -9,6 +9,7 @@ from skyrl_fast.config import GeneratorConfig
 from skyrl_fast.config.upstream import Upstream
 from skyrl_fast.gateway.messages import ApiError
 from skyrl_fast.rollout.activity import ActivityBoard
+from skyrl_fast.rollout.answer_parser import AnswerParser
 from skyrl_fast.rollout.chat_template import ChatTemplate
 from skyrl_fast.rollout.policy_calls import PolicyCalls
 from skyrl_fast.rollout.reasoning import ReasoningParser
@@ -32,6 +33,7 @@ class Policy:
         one_line: whether a trajectory's calls must follow each other, for estimators per turn.
         takes_rewards: whether rewards may be posted. Code that a model writes can have the key.
         said: what the log has said once.
+        answer_parser: of both parsers, with the processes of all sessions.
     """
 
     calls: PolicyCalls
@@ -46,6 +48,11 @@ class Policy:
     one_line: bool = False
     takes_rewards: bool = True
     said: set[str] = field(default_factory=set)
+    answer_parser: AnswerParser = field(init=False)
+
+    def __post_init__(self) -> None:  # noqa: D105
+        parser = AnswerParser(self.tool_parser, self.reasoning_parser)
+        object.__setattr__(self, "answer_parser", parser)  # the class is frozen
 
     def check_model(self, name: str) -> None:
         """Raise ApiError for an unknown name."""

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from skyrl_fast.config import GeneratorConfig
 from skyrl_fast.rollout.activity import ACTING, GENERATING, Activity, ActivityBoard
+from skyrl_fast.rollout.answer_parser import AnswerParser
 from skyrl_fast.rollout.chat_template import ChatTemplate, Message, message_text
 from skyrl_fast.rollout.context import Context, make_context
 from skyrl_fast.rollout.continued import VersionedGeneration
@@ -62,7 +63,7 @@ class AgentLoop:
         assert config.max_input_length is not None
         self.max_input_length = config.max_input_length
         self.board = board
-        self.tool_parser = tool_parser
+        self.parser = AnswerParser(tool_parser)
         chosen = config.skip_special_tokens
         self.skip_special_tokens = tool_parser is None if chosen is None else chosen
 
@@ -90,6 +91,7 @@ class _EnvEpisode:
         self._entry = entry
         self._policy_version = policy_version
         self._env: EnvSession | None = None
+        self._unparsed = 0  # answers with a failed call
 
     async def play(self) -> str:
         """See `Episode.play`."""
@@ -116,7 +118,9 @@ class _EnvEpisode:
         """See `Episode.close`."""
         if self._env is not None:
             if self._trajectory.failure is None:
-                self._trajectory.env_metrics = await self._env.metrics()
+                counts = {"unparsed_tool_calls": float(self._unparsed)}
+                counts = {} if self._loop.parser.tool_parser is None else counts
+                self._trajectory.env_metrics = {**counts, **await self._env.metrics()}
             await self._env.close()
 
     def _template_kwargs(self) -> dict[str, Any]:
@@ -151,11 +155,12 @@ class _EnvEpisode:
             text = decode_response(
                 context.template, generation, skip_special_tokens=loop.skip_special_tokens
             )
-            parsed = ParsedAnswer(text)
-            if loop.tool_parser is not None:
-                parsed = loop.tool_parser.parsed(text, tools)
+            parsed = (await loop.parser.parse(text, tools, place=f"turn-{turn}")).parsed
+            if not all(isinstance(c["function"]["arguments"], dict) for c in parsed.tool_calls):
+                parsed = ParsedAnswer(text, failed=True)  # environments index the arguments
+            self._unparsed += parsed.failed
             loop.board.set_phase(entry, ACTING, attempt=entry.attempt, turn=turn)
-            answer = await env.step(Action(text, parsed.tool_calls))
+            answer = await env.step(Action(text, parsed.tool_calls, parsed.failed))
             last = answer.done or turn + 1 == loop.config.max_turns
             sampled = self._with_end_token(context.template, generation, is_last=last)
             before, kept = prompt_token_ids, grown_ids(prompt_token_ids, before, kept)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_fast.printable import log_line
-from skyrl_fast.rollout.vllm_parsers import WithVocabulary, parser_class
+from skyrl_fast.rollout.vllm_parsers import WithVocabulary, check_reads_text, parser_class
 
 log = logging.getLogger(__name__)
 
@@ -22,17 +22,22 @@ class ReasoningParser:
         tokenizer: of the model.
 
     Raises:
-        ValueError: vLLM is missing or has no parser of this name, or the tokenizer is not of its
-            model family.
+        ValueError: vLLM is missing or has no parser of this name, the tokenizer is not of its
+            model family, or it reads no text.
     """
 
     def __init__(self, name: str, tokenizer: Any) -> None:
         self._make = _parser_class(name)
+        self._arguments = (name, tokenizer)
         self._tokenizer = WithVocabulary(tokenizer)
         try:
-            self._make(self._tokenizer)
+            parser = self._make(self._tokenizer)
         except Exception as error:  # of any parser
             raise ValueError(f"{SETTING}: {name} refuses the tokenizer: {error}") from error
+        check_reads_text(SETTING, name, lambda: parser.extract_reasoning("x", _request({})))
+
+    def __reduce__(self) -> tuple[Any, ...]:  # noqa: D105
+        return ReasoningParser, self._arguments
 
     def divided(self, text: str, template_kwargs: Mapping[str, Any]) -> tuple[str, str]:
         """Return the thoughts of an answer, and the text after them.
@@ -41,20 +46,25 @@ class ReasoningParser:
             text: of the answer, with special tokens.
             template_kwargs: of the chat template, such as `enable_thinking`.
         """
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
         try:
-            request = ChatCompletionRequest(
-                model="",
-                messages=[{"role": "user", "content": ""}],
-                chat_template_kwargs=dict(template_kwargs),
-            )
+            request = _request(template_kwargs)
             parser = self._make(self._tokenizer, chat_template_kwargs=dict(template_kwargs))
             thoughts, rest = parser.extract_reasoning(text, request)
         except Exception as error:  # whatever a model wrote
             log.info("%s: no thoughts: %s", SETTING, log_line(f"{type(error).__name__}: {error}"))
             return "", text
         return thoughts or "", rest or ""
+
+
+def _request(template_kwargs: Mapping[str, Any]) -> Any:
+    """Return vLLM's request with these arguments of the chat template."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    return ChatCompletionRequest(
+        model="",
+        messages=[{"role": "user", "content": ""}],
+        chat_template_kwargs=dict(template_kwargs),
+    )
 
 
 def check_reasoning_parser(name: str) -> None:

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from skyrl_fast.printable import log_line
-from skyrl_fast.rollout.vllm_parsers import WithVocabulary, parser_class
+from skyrl_fast.rollout.vllm_parsers import WithVocabulary, check_reads_text, parser_class
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +28,9 @@ class ParsedAnswer:
     Args:
         content: its text without calls.
         tool_calls: as in a chat message, `{"type": "function", "function": {"name": ...,
-            "arguments": {...}}}`; arguments that are no JSON object stay text.
-        failed: whether it has the beginning of a call, but none could be parsed.
+            "arguments": {...}}}`; arguments that are no JSON object stay text. A call has an `id`
+            if the model wrote one, as Kimi K2 does.
+        failed: whether it has a call that cannot be parsed, or is not of an offered function.
     """
 
     content: str
@@ -45,18 +46,23 @@ class ToolCallParser:
         tokenizer: of the model.
 
     Raises:
-        ValueError: vLLM is missing or has no parser of this name, or the tokenizer is not of its
-            model family.
+        ValueError: vLLM is missing or has no parser of this name, the tokenizer is not of its
+            model family, or it reads no text.
     """
 
     def __init__(self, name: str, tokenizer: Any) -> None:
         self._make = _parser_class(name)
+        self._arguments = (name, tokenizer)
         self._tokenizer = WithVocabulary(tokenizer)
         self._errors = _logged_errors()
         try:
-            self._make(self._tokenizer, None)
+            parser = self._make(self._tokenizer, None)
         except Exception as error:  # of any parser
             raise ValueError(f"{SETTING}: {name} refuses the tokenizer: {error}") from error
+        check_reads_text(SETTING, name, lambda: parser.extract_tool_calls("x", _request(None)))
+
+    def __reduce__(self) -> tuple[Any, ...]:  # noqa: D105
+        return ToolCallParser, self._arguments
 
     def parsed(
         self,
@@ -87,7 +93,15 @@ class ToolCallParser:
             return ParsedAnswer(text, failed=begins or self._errors.number > logged)
         return ParsedAnswer(
             found.content or "",
-            [_call(call.function.name, call.function.arguments) for call in found.tool_calls],
+            [
+                # Parsers invent a random id where the model wrote none.
+                _call(
+                    call.function.name,
+                    call.function.arguments,
+                    call.id if call.id in text else None,
+                )
+                for call in found.tool_calls
+            ],
         )
 
     def forcing(self, tools: Sequence[Mapping[str, Any]], forced: str) -> dict[str, Any]:
@@ -150,13 +164,14 @@ def _parser_class(name: str) -> Any:
     )
 
 
-def _call(name: str, arguments: str) -> dict[str, Any]:
+def _call(name: str, arguments: str, sampled_id: str | None = None) -> dict[str, Any]:
     try:
         values = json.loads(arguments)
     except ValueError:
         values = arguments
     given = values if isinstance(values, dict) else arguments
-    return {"type": "function", "function": {"name": name, "arguments": given}}
+    call = {"type": "function", "function": {"name": name, "arguments": given}}
+    return {"id": sampled_id, **call} if sampled_id else call
 
 
 def _request(tools: Sequence[Mapping[str, Any]] | None, forced: str | None = None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +28,28 @@ def parser_class(setting: str, name: str, *, module: str, manager: str, get: str
     except KeyError:
         known = ", ".join(registered.list_registered())
         raise ValueError(f"{setting}: wanted null or one of {known}, got {name!r}") from None
+
+
+def check_reads_text(setting: str, name: str, trial: Callable[[], Any]) -> None:
+    """Raise ValueError if a parser raises, or returns nothing, for any text.
+
+    vLLM registers such stubs for families that it parses by their tokens, such as gpt-oss.
+
+    Args:
+        setting: for messages, such as "generator.tool_parser".
+        name: of the parser.
+        trial: parses a plain text.
+    """
+    try:
+        failure = "it returns nothing" if trial() is None else ""
+    except Exception as error:  # of any parser
+        failure = f"{type(error).__name__}: {error}"
+    if failure:
+        raise ValueError(
+            f"{setting}: expected a parser of text, got {name!r}, which vLLM uses only next to a "
+            f"parser of tokens ({failure}); set it to null, and read the calls and thoughts in the "
+            "environment or agent: generator.skip_special_tokens=false keeps their marks"
+        )
 
 
 class WithVocabulary:

@@ -80,11 +80,12 @@ class ProcessPlaces:
 
     async def close(self) -> None:
         """Kill all processes."""
-        await asyncio.to_thread(self._end_server)
+        await asyncio.to_thread(self.end)
+
+    def end(self) -> None:
+        """Kill all processes, and wait for their end."""
         while self._idle:
             self._idle.pop().close()
-
-    def _end_server(self) -> None:
         with self._lock:  # it may be starting
             if self._server is not None:
                 self._server.end()

@@ -16,7 +16,10 @@ class Action(str):
     Args:
         text: of the response.
         tool_calls: those that `generator.tool_parser` found, in order:
-            `{"type": "function", "function": {"name": ..., "arguments": {...}}}`.
+            `{"id": ..., "type": "function", "function": {"name": ..., "arguments": {...}}}`.
+            An answer with a call whose arguments are no JSON object has none.
+        unparsed_tool_calls: whether a call in it cannot be parsed, or is of a function that the
+            prompt's tools do not have.
 
     Example:
         >>> Action("no calls here").tool_calls
@@ -24,14 +27,21 @@ class Action(str):
     """
 
     tool_calls: list[dict[str, Any]]
+    unparsed_tool_calls: bool
 
-    def __new__(cls, text: str, tool_calls: Sequence[dict[str, Any]] = ()) -> Action:  # noqa: D102
+    def __new__(  # noqa: D102
+        cls,
+        text: str,
+        tool_calls: Sequence[dict[str, Any]] = (),
+        unparsed_tool_calls: bool = False,
+    ) -> Action:
         action = super().__new__(cls, text)
         action.tool_calls = list(tool_calls)
+        action.unparsed_tool_calls = unparsed_tool_calls
         return action
 
-    def __reduce__(self) -> tuple[type[Action], tuple[str, list[dict[str, Any]]]]:  # noqa: D105
-        return Action, (str(self), self.tool_calls)
+    def __reduce__(self) -> tuple[type[Action], tuple[Any, ...]]:  # noqa: D105
+        return Action, (str(self), self.tool_calls, self.unparsed_tool_calls)
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,9 +110,16 @@ METRICS = (
             ("upstream_calls", "calls that were sent on by `agent.upstreams`", ""),
             ("too_long_prompts", "prompts longer than max_input_length", "near 0"),
             ("answers_with_tool_calls", "answers in which tool calls were found", ""),
-            ("unparsed_tool_calls", "answers with tool calls that could not be parsed", ""),
             ("answers_with_thoughts", "answers in which thoughts were found", ""),
         )
+    ),
+    Metric(
+        "environment/unparsed_tool_calls",
+        "answers with a call that could not be parsed or is not of an offered function, per "
+        "trajectory",
+        "",
+        "near 0",
+        "with generator.tool_parser",
     ),
     Metric(
         "environment/{name}",

@@ -16,7 +16,7 @@ from skyrl_fast.gateway.agents.outcome import OutcomeError, outcome_of
 from skyrl_fast.gateway.agents.task import AgentTask
 from skyrl_fast.gateway.messages import Outcome
 from skyrl_fast.rollout.env.errors import EnvError
-from skyrl_fast.rollout.loop_settings import copy_row
+from skyrl_fast.rollout.rows import copy_row
 
 
 class FunctionAgent(BlackBox):

@@ -15,7 +15,7 @@ from skyrl_fast.rollout.env.answers import AnswerError, answer_of, messages_of
 from skyrl_fast.rollout.env.plain import PlainData, plain_text, type_name
 from skyrl_fast.rollout.env.protocol import Env
 from skyrl_fast.rollout.env.traces import trace_of_error
-from skyrl_fast.rollout.loop_settings import copy_row
+from skyrl_fast.rollout.rows import copy_row
 
 MakeEnv = Callable[[dict[str, Any]], Env]
 GymSettings = Mapping[str, Mapping[str, Any]]

@@ -20,7 +20,8 @@ from skyrl_fast.rollout.env.answers import read_reward
 from skyrl_fast.rollout.env.errors import EnvError
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.env.protocol import Env, EnvStep, Message
-from skyrl_fast.rollout.loop_settings import RolloutPrompt, copy_row
+from skyrl_fast.rollout.loop_settings import RolloutPrompt
+from skyrl_fast.rollout.rows import copy_row
 from skyrl_fast.rollout.stop_reason import ENV_ERROR
 from skyrl_fast.rollout.trajectory import Trajectory
 

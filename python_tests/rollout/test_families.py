@@ -398,3 +398,49 @@ def test_what_a_template_leaves_out_is_refused(
     with pytest.raises(ContextError, match=f"leaves out .*{what}"):
         context.add_observation(messages[-1:])
         context.prompt_token_ids()
+
+
+SYSTEMS = [  # family, messages, as the template gets them
+    ("qwen3", "s:A u:B s:C a:D s:E", "s:A u:B s:C a:D s:E"),
+    ("gemma3", "s:A s:B u:C", "s:A\n\nB u:C"),
+    ("gemma3", "s:A u:B s:C a:D s:E", "s:A u:B\n\nC a:D u:E"),
+    ("mistral_v3", "u:A s:B", "u:A\n\nB"),
+    ("deepseek_r1", "s:A u:B a:C s:D u:E", "s:A u:B a:C u:D u:E"),
+    ("no system", "s:A s:B u:C a:D s:E", "u:A\n\nB\n\nC a:D u:E"),
+    ("one system", "s:A u:B s:C", "s:A u:B\n\nC"),
+]
+ROLES = {"s": "system", "u": "user", "a": "assistant"}
+ONE_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('system message must be first') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.spec("rollout.system-messages")
+@pytest.mark.parametrize(("name", "sent", "expected"), SYSTEMS)
+def test_system_messages_are_where_the_template_takes_them(
+    name: str, sent: str, expected: str
+) -> None:
+    tokenizer = family("chatml" if " " in name else name)
+    if " " in name:
+        tokenizer.chat_template = (
+            ONE_SYSTEM if name == "one system" else ONE_SYSTEM.replace("not loop.first", "true")
+        )
+
+    def messages_of(text: str) -> list[dict[str, Any]]:
+        pairs = (part.split(":", 1) for part in text.split(" "))
+        return [{"role": ROLES[role], "content": content} for role, content in pairs]
+
+    messages = messages_of(sent)
+    context = make_context("retemplate", tokenizer, messages)
+    text = tokenizer.decode(context.prompt_token_ids())
+    assert text == rendered(tokenizer, messages_of(expected), tools=None)
+
+    async def agent(task: Any) -> float:
+        await chat(task, messages)
+        return 1.0
+
+    (step,) = played(agent, tokenizer, max_input_length=8192).only.steps
+    assert tokenizer.decode(list(step.prompt_token_ids)) == text

@@ -30,6 +30,7 @@ AS_JSON = "{{ messages[0] | tojson }}"  # a template that shows what templates s
 # guarantees that these code points are no characters.
 BREAK = "\ufdd0\ufdd1"
 CONTINUED = "\n"  # a text before another one, with which it forms no tokens
+ANYWHERE, FIRST, NOWHERE = "anywhere", "first", "nowhere"  # where system messages may be
 MARKER = "ANSWER-4f1c9b"  # stands for the model's answer in a rendered template
 
 
@@ -145,6 +146,7 @@ class ChatTemplate:
             kwargs: other keyword arguments, in place of the template's.
         """
         given = kwargs if tools is None else {**kwargs, "tools": list(tools)}
+        messages = self._arrange(messages)
         with _refusals(messages):
             return self.tokenizer.apply_chat_template(
                 list(messages),
@@ -153,6 +155,32 @@ class ChatTemplate:
                 tokenize=False,
                 **{**self._kwargs, **given},
             )
+
+    def _arrange(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return messages with system messages only where the template takes them.
+
+        Agents send several. Where the template takes one, first, leading ones are joined, and a
+        later one is added to the user message before it, or becomes one. Where it takes none, the
+        leading ones are added to the user message after them.
+        """
+        systems = [index for index, m in enumerate(messages) if m.get("role") == "system"]
+        size = _vocab_size(self.tokenizer)
+        accepted = _accepted_systems(self.tokenizer, size, self._chat_template) if systems else ""
+        if accepted in ("", ANYWHERE) or (accepted == FIRST and systems == [0]):
+            return messages
+        arranged: list[Message] = []
+        for message in messages:
+            role = message.get("role")
+            last_role = arranged[-1].get("role") if arranged else None
+            joins_user = role == "user" and last_role == "system" and accepted == NOWHERE
+            if joins_user or (role == "system" and last_role in ("system", "user")):
+                text = f"{message_text(arranged[-1])}\n\n{message_text(message)}"
+                role = role if joins_user else last_role
+                arranged[-1] = {**arranged[-1], "role": role, "content": text}
+            else:
+                later = role == "system" and arranged
+                arranged.append({**message, "role": "user"} if later else message)
+        return arranged
 
     def checked_text(
         self, messages: Sequence[Message], num_checked: int = 0, *, answer_next: bool = True
@@ -234,6 +262,7 @@ class ChatTemplate:
         given: dict[str, Any] = {**self._kwargs, **kwargs}
         if tools is not None:
             given["tools"] = list(tools)
+        messages = self._arrange(messages)
         may_be_direct = self._direct is not False and _parameters().isdisjoint(given)
         if may_be_direct and self._direct:
             return self._rendered(messages, answer_next, given)
@@ -451,6 +480,24 @@ def _control_tokens(tokenizer: Any, _size: int) -> _ControlTokens:
 def _written_roles(_tokenizer: Any, _size: int, _chat_template: str | None) -> set[Any]:
     """Return the roles of which it is known that a chat template writes them."""
     return set()
+
+
+@lru_cache(maxsize=8)
+def _accepted_systems(tokenizer: Any, _size: int, chat_template: str | None) -> str:
+    """Return where a chat template takes system messages: ANYWHERE, FIRST or NOWHERE."""
+    first, last = {"role": "system", "content": MARKER}, {"role": "system", "content": MARKER[::-1]}
+    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    everywhere = [first, user, answer, last, user]
+    for place, messages in ((ANYWHERE, everywhere), (FIRST, [first, user]), (NOWHERE, [user])):
+        try:
+            text = tokenizer.apply_chat_template(
+                messages, chat_template=chat_template, tokenize=False, add_generation_prompt=True
+            )
+        except Exception:  # whatever a template raises
+            continue
+        if all(m["content"] in text for m in messages if m["role"] == "system"):
+            return place
+    return ANYWHERE  # a template that requires other messages
 
 
 @lru_cache(maxsize=8)

@@ -138,8 +138,8 @@ def test_responses_errors(tiny_tokenizer: Any) -> None:
         create = task.async_openai.with_options(max_retries=0).responses.create
         with pytest.raises(openai.NotFoundError, match="resp_1"):
             await create(model=MODEL, input="a", previous_response_id="resp_1")
-        with pytest.raises(openai.BadRequestError, match="web_search"):
-            await create(model=MODEL, input="a", tools=[{"type": "web_search"}])
+        with pytest.raises(openai.BadRequestError, match="background"):
+            await create(model=MODEL, input="a", background=True)
         cut = await create(model=MODEL, input="a", max_output_tokens=16)
         assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
         return 1.0

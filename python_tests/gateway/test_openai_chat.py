@@ -189,8 +189,10 @@ def test_length_and_stop_are_the_requests_and_the_rest_is_the_runs(
     end = tiny_tokenizer.eos_token_id
     assert out.only.steps[0].response_ids == [*tiny_tokenizer.encode("one;"), end]
     assert out.only.steps[0].loss_mask == [1, 1, 1, 1, 0]  # the appended end token
-    said = [r.args[0] for r in caplog.records if r.args and "sampling parameters" in r.msg]
-    assert sorted(said) == ["temperature", "top_k", "top_p"]
+    texts = [r.getMessage() for r in caplog.records if "sampling parameters" in r.getMessage()]
+    assert sorted(text.split(":")[0] for text in texts) == [
+        f"an agent sets {name}" for name in ("temperature", "top_k", "top_p")
+    ]
 
 
 @pytest.mark.spec("gateway.errors")

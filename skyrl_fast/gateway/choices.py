@@ -19,6 +19,7 @@ from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.rollout.engine.route_record import turn_routes
 from skyrl_fast.rollout.policy_calls import recorded_step
 from skyrl_fast.rollout.stop_reason import LENGTH, STOP
+from skyrl_fast.rollout.tool_calls import REQUIRED
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.rollout.turn import decode_response, sampled_tokens
 
@@ -144,11 +145,15 @@ class Choices:
         structured = call.structured
         if call.forced_tool is not None:
             structured = self._forcing(call, call.forced_tool)
+        elif structured is not None and call.tools and call.parse_tools:
+            structured = self._form_or_calls(call, structured)
         is_trained = self._trajectory.phase == "train"
         if structured is not None and is_trained and run.max_kept_tokens is None:
             name = "generator.sampling_params.max_kept_tokens"
             raise ApiError(400, f"the form of an answer can be set only with {name}, got null")
-        more = {} if structured is None else {"structured_outputs": structured}
+        more: dict[str, Any] = {} if structured is None else {"structured_outputs": structured}
+        if call.stop_token_ids is not None:
+            more["stop_token_ids"] = call.stop_token_ids
         return replace(
             run,
             max_generate_length=min(call.max_tokens or longest, longest),
@@ -166,6 +171,22 @@ class Choices:
             return parser.forcing(call.tools, forced)
         except ValueError as error:
             raise ApiError(400, f"tool_choice: {error}") from error
+
+    def _form_or_calls(self, call: Call, form: dict[str, Any]) -> dict[str, Any]:
+        """Return the form of an answer that has the wanted form, or calls tools."""
+        if self._policy.tool_parser is None:  # none can be called
+            return form
+        tag = self._forcing(call, REQUIRED).get("structural_tag")
+        if tag is None or form.keys() != {"json"}:
+            raise ApiError(
+                400,
+                "the form of an answer, with tools: expected a JSON schema and a "
+                "generator.tool_parser whose calls vLLM can describe; leave out one of the two",
+                code="unsupported",
+            )
+        schema = {"type": "json_schema", "json_schema": form["json"]}
+        either = {"type": "or", "elements": [schema, json.loads(tag)["format"]]}
+        return {"structural_tag": json.dumps({"type": "structural_tag", "format": either})}
 
     # --- what the client gets
 
@@ -197,8 +218,12 @@ class Choices:
         if answer.thoughts:
             text = policy.template.control_tokens.sub("", answer.rest)
         parts = _Parts(answer.thoughts, text)
-        if answer.parsed.tool_calls:
-            parts = _Parts(answer.thoughts, answer.parsed.content, answer.parsed.tool_calls)
+        tool_calls = answer.parsed.tool_calls
+        if tool_calls:
+            # As vLLM's server does; the step has all that was sampled.
+            allowed = None if call.parallel_tool_calls else 1
+            parts = _Parts(answer.thoughts, answer.parsed.content, tool_calls[:allowed])
+            self._counts["left_out_tool_calls"] += len(tool_calls[allowed or len(tool_calls) :])
         self._counts["answers_with_thoughts"] += bool(answer.thoughts)
         self._counts["answers_with_tool_calls"] += bool(answer.parsed.tool_calls)
         self._counts["unparsed_tool_calls"] += answer.parsed.failed

@@ -43,7 +43,9 @@ class Call:
         include_stop: whether the answer contains the stop string that ended it.
         num_choices: number of answers.
         stream: whether the answer is sent as events.
-        not_honoured: parameters of the request that are not the run's, so that its values are used.
+        stop_token_ids: tokens that end the answer; None: the run's.
+        parallel_tool_calls: whether an answer may have several tool calls.
+        ignored: parameters of the request that change nothing here, each with the reason.
     """
 
     model: str
@@ -59,7 +61,9 @@ class Call:
     include_stop: bool = False
     num_choices: int = 1
     stream: bool = False
-    not_honoured: tuple[str, ...] = ()
+    stop_token_ids: list[int] | None = None
+    parallel_tool_calls: bool = True
+    ignored: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_constrained(self) -> bool:

@@ -32,7 +32,7 @@ class Policy:
         reasoning_parser: finds thoughts in answers; None: they are part of the text.
         one_line: whether a trajectory's calls must follow each other, for estimators per turn.
         takes_rewards: whether rewards may be posted. Code that a model writes can have the key.
-        said: what the log has said once.
+        warned: warnings that the log has already.
         answer_parser: of both parsers, with the processes of all sessions.
     """
 
@@ -47,7 +47,7 @@ class Policy:
     reasoning_parser: ReasoningParser | None = None
     one_line: bool = False
     takes_rewards: bool = True
-    said: set[str] = field(default_factory=set)
+    warned: set[str] = field(default_factory=set)
     answer_parser: AnswerParser = field(init=False)
 
     def __post_init__(self) -> None:  # noqa: D105

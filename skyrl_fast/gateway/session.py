@@ -48,6 +48,7 @@ COUNTS = (
     "undelivered_calls",
     "answers_with_tool_calls",
     "unparsed_tool_calls",
+    "left_out_tool_calls",
     "answers_with_thoughts",
 )
 
@@ -117,6 +118,10 @@ class Session:
         if len(prompt.token_ids) > limit:
             self.refused = LENGTH
             self.counts["too_long_prompts"] += 1
+            self._warn_once(
+                f"an agent's prompt of {len(prompt.token_ids):,} tokens is longer than "
+                f"generator.max_input_length={limit}: such calls are refused, and are not trained"
+            )
             raise ApiError(
                 400,
                 f"prompt is too long: {len(prompt.token_ids)} tokens > {limit} maximum. This "
@@ -195,7 +200,7 @@ class Session:
                 "calls of one trajectory must follow each other: the run's advantage estimator is "
                 "per turn or token (trainer.algorithm.advantage_estimator)",
             )
-        self._say_not_honoured(call)
+        self._warn_of_ignored(call)
         self.refused = None
         self._num_choices += call.num_choices
         self.counts["calls"] += 1
@@ -218,15 +223,14 @@ class Session:
         calls = [c for m in call.messages or [] for c in m.get("tool_calls") or []]
         return FORKED if any(c.get("id") in self._choices.called for c in calls) else RESTARTED
 
-    def _say_not_honoured(self, call: Call) -> None:
-        for name in call.not_honoured:
-            if name not in self.policy.said:
-                self.policy.said.add(name)
-                log.warning(
-                    "an agent sets %s: the run's sampling parameters are used, so that the "
-                    "trainer can compute log-probabilities; said once",
-                    name,
-                )
+    def _warn_of_ignored(self, call: Call) -> None:
+        for name, reason in call.ignored.items():
+            self._warn_once(f"an agent sets {name}: {reason}")
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self.policy.warned:
+            self.policy.warned.add(text)
+            log.warning("%s; said once", text)
 
     # --- sampling
 

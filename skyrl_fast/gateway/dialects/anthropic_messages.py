@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from hashlib import blake2b
 from typing import Any, Literal
 
 from pydantic import Field
@@ -12,16 +13,16 @@ from skyrl_fast.gateway.dialects.dialect import (
     Format,
     ParsedCall,
     event,
-    not_honoured,
     structured_form,
     text_parts,
 )
+from skyrl_fast.gateway.dialects.openai_chat import callable_tools
+from skyrl_fast.gateway.dialects.parameters import MESSAGES, check_parameters
 from skyrl_fast.gateway.messages import Answer, ApiError, Call, Choice
 from skyrl_fast.gateway.request_body import Fields, RequestBodies
 from skyrl_fast.rollout.chat_template import Message
 from skyrl_fast.rollout.tool_calls import REQUIRED
 
-SAMPLING = {"temperature": None, "top_p": None, "top_k": None, "thinking": {"type": "disabled"}}
 KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -29,7 +30,6 @@ KINDS = {
     404: "not_found_error",
     413: "request_too_large",
 }
-SIGNATURE = "skyrl_fast"
 THOUGHTS = ("thinking", "redacted_thinking")
 
 
@@ -54,11 +54,12 @@ class AnthropicMessage(Fields):
 
 
 class AnthropicTool(Fields):
-    """A function that the model may call."""
+    """A function that the model may call, or a tool of another type, which it cannot."""
 
-    name: str
+    type: str | None = "custom"
+    name: str = ""
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: dict[str, Any] | None = None
 
 
 class ToolChoice(Fields):
@@ -66,6 +67,7 @@ class ToolChoice(Fields):
 
     type: str = "auto"
     name: str | None = None
+    disable_parallel_tool_use: bool | None = None
 
 
 class OutputConfig(Fields):
@@ -91,6 +93,7 @@ class MessagesRequest(CountRequest):
     stop_sequences: list[str] | None = None
     stream: bool | None = False
     output_config: OutputConfig | None = None
+    output_format: Format | None = None  # the same, of older clients
 
 
 class AnthropicMessages:
@@ -99,27 +102,34 @@ class AnthropicMessages:
     def parsed(self, body: bytes, bodies: RequestBodies, memory: dict[str, Any]) -> ParsedCall:
         """See `Dialect.parsed`."""
         fields = bodies.fields(body, MessagesRequest, "messages")
-        names = not_honoured(fields, SAMPLING)
+        ignored = check_parameters(fields, MESSAGES)
+        if fields.messages[-1].role == "assistant":
+            raise ApiError(
+                400, "messages: the last one is the assistant's: prefill is not supported"
+            )
         choice = fields.tool_choice or ToolChoice()
-        form = None if fields.output_config is None else fields.output_config.format
+        config = fields.output_config or OutputConfig()
         call = Call(
             model=fields.model,
             messages=_messages(fields),
-            tools=_tools(fields),
+            tools=_tools(fields, ignored),
             parse_tools=choice.type != "none",
             forced_tool=_forced_tool(choice),
-            structured=structured_form("output_config.format", form),
+            structured=structured_form(
+                "output_config.format", config.format or fields.output_format
+            ),
             max_tokens=fields.max_tokens,
             stop=[text for text in fields.stop_sequences or [] if text] or None,
             stream=bool(fields.stream),
-            not_honoured=names,
+            parallel_tool_calls=not choice.disable_parallel_tool_use,
+            ignored=ignored,
         )
         return ParsedCall(call, fields)
 
     def counted(self, body: bytes, bodies: RequestBodies) -> Call:
         """Return the call whose tokens are to be counted."""
         fields = bodies.fields(body, CountRequest, "messages")
-        return Call(model=fields.model, messages=_messages(fields), tools=_tools(fields))
+        return Call(model=fields.model, messages=_messages(fields), tools=_tools(fields, {}))
 
     def response(self, answer: Answer, request: ParsedCall, tokens: Any) -> dict[str, Any]:
         """See `Dialect.response`."""
@@ -214,18 +224,18 @@ def _text(content: str | list[Block], between: str) -> str:
     return between.join(block.text or "" for block in content)
 
 
-def _tools(fields: CountRequest) -> list[dict[str, Any]] | None:
-    return [
-        {
-            "type": "function",
-            "function": {
-                "name": tool.name,
-                **({} if tool.description is None else {"description": tool.description}),
-                "parameters": tool.input_schema,
-            },
-        }
-        for tool in fields.tools or []
-    ] or None
+def _tools(fields: CountRequest, ignored: dict[str, str]) -> list[dict[str, Any]] | None:
+    """Return the functions; tools of other types are left out and added to the ignored."""
+    return callable_tools([_function(tool) for tool in fields.tools or []], ignored)
+
+
+def _function(tool: AnthropicTool) -> tuple[str, dict[str, Any] | None]:
+    if tool.type not in ("custom", None):
+        return tool.type, None
+    if tool.input_schema is None:
+        raise ApiError(400, f"tools: {tool.name}: input_schema: field required")
+    described = {} if tool.description is None else {"description": tool.description}
+    return "function", {"name": tool.name, **described, "parameters": tool.input_schema}
 
 
 def _head(answer: Answer) -> dict[str, Any]:
@@ -240,8 +250,9 @@ def _head(answer: Answer) -> dict[str, Any]:
 def _blocks(choice: Choice) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if choice.thoughts:
-        # Clients send the signature back; nothing here reads it.
-        blocks.append({"type": "thinking", "thinking": choice.thoughts, "signature": SIGNATURE})
+        # Clients send the signature back, and some know a block by it; nothing here reads it.
+        signature = f"skyrl_fast-{blake2b(choice.thoughts.encode(), digest_size=16).hexdigest()}"
+        blocks.append({"type": "thinking", "thinking": choice.thoughts, "signature": signature})
     if choice.text or not choice.tool_calls:
         blocks.append({"type": "text", "text": choice.text})
     for call in choice.tool_calls:

@@ -28,6 +28,16 @@ class Format(Fields):
     schema_: dict[str, Any] | None = Field(None, alias="schema")
 
 
+class Forms(Fields):
+    """The form of an answer by vLLM's names, the older ones included."""
+
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+
 class Dialect(Protocol):
     """One API."""
 
@@ -81,6 +91,35 @@ def structured_form(name: str, form: Format | None) -> dict[str, Any] | None:
     return {"json": form.schema_}
 
 
+FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")  # vLLM's
+
+
+def one_form(fields: Forms, form: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """Return vLLM's structured outputs that a request asks for by one of several names.
+
+    Args:
+        fields: of the request.
+        form: what it asks for by its dialect's own name.
+
+    Raises:
+        ApiError: it uses two names, or asks for a form that vLLM does not have.
+    """
+    forms = [form] if form is not None else []
+    if fields.structured_outputs:
+        known = {k: v for k, v in fields.structured_outputs.items() if v not in (None, False)}
+        if len(known) != 1 or not known.keys() <= set(FORMS):
+            expected = f"structured_outputs: expected one of {', '.join(FORMS)}"
+            raise ApiError(400, f"{expected}; got {', '.join(known)}", code="invalid_value")
+        forms.append(known)
+    for kind in ("json", "regex", "choice", "grammar"):
+        value = getattr(fields, f"guided_{kind}")
+        if value is not None:
+            forms.append({kind: value})
+    if len(forms) > 1:
+        raise ApiError(400, "the form of the answer is given more than once", code="invalid_value")
+    return forms[0] if forms else None
+
+
 def event(data: Mapping[str, Any], name: str | None = None) -> str:
     """Return one server-sent event with JSON data."""
     head = "" if name is None else f"event: {name}\n"
@@ -93,14 +132,3 @@ def text_parts(text: str) -> list[str]:
     for word in text.split(" "):
         parts.append(word if not parts else " " + word)
     return [part for part in parts if part]
-
-
-def not_honoured(fields: Fields, names: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the sampling parameters of a request that differ from values without effect.
-
-    Args:
-        fields: of the request.
-        names: parameter -> value that changes nothing.
-    """
-    given = {**fields.model_dump(include=set(names)), **(fields.model_extra or {})}
-    return tuple(n for n, plain in names.items() if given.get(n) not in (None, plain, [], {}))

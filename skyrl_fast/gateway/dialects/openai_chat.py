@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -11,12 +11,14 @@ from pydantic import Field
 
 from skyrl_fast.gateway.dialects.dialect import (
     Format,
+    Forms,
     ParsedCall,
     event,
-    not_honoured,
+    one_form,
     structured_form,
     text_parts,
 )
+from skyrl_fast.gateway.dialects.parameters import CHAT, check_parameters
 from skyrl_fast.gateway.messages import Answer, ApiError, Call, Choice, ToolCall
 from skyrl_fast.gateway.request_body import Fields, RequestBodies
 from skyrl_fast.rollout.chat_template import Message
@@ -24,11 +26,6 @@ from skyrl_fast.rollout.tool_calls import REQUIRED
 
 MAX_CHOICES = 128  # OpenAI's limit of n
 MAX_STOPS = 64
-# Sampling parameters for which the run's values are used, and their values without effect.
-SAMPLING = {
-    **{"temperature": None, "top_p": None, "top_k": None, "min_p": None, "seed": None},
-    **{"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "logit_bias": None},
-}
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
 
@@ -76,10 +73,10 @@ class ChatMessage(Fields):
 
 
 class Tool(Fields):
-    """A function that the model may call."""
+    """A function that the model may call, or a tool of another type, which it cannot."""
 
-    type: Literal["function"] = "function"
-    function: dict[str, Any]
+    type: str = "function"
+    function: dict[str, Any] | None = None
 
 
 class StreamOptions(Fields):
@@ -94,7 +91,7 @@ class ResponseFormat(Format):
     json_schema: Format | None = None
 
 
-class ChatRequest(Fields):
+class ChatRequest(Forms):
     """A request."""
 
     model: str
@@ -108,8 +105,10 @@ class ChatRequest(Fields):
     logprobs: bool | None = False
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
-    include_stop_str_in_output: bool = False  # vLLM's, as the next
+    stop_token_ids: list[int] | None = None  # vLLM's, as the next ones
+    include_stop_str_in_output: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -119,25 +118,27 @@ class OpenAIChat:
     def parsed(self, body: bytes, bodies: RequestBodies, memory: dict[str, Any]) -> ParsedCall:
         """See `Dialect.parsed`."""
         fields = bodies.fields(body, ChatRequest, "messages")
-        refuse_unsupported(fields)
-        names = not_honoured(fields, SAMPLING)
+        ignored = check_parameters(fields, CHAT)
+        tools = callable_tools([(tool.type, tool.function) for tool in fields.tools or []], ignored)
         form = fields.response_format
         if form is not None and form.json_schema is not None:
             form.schema_ = form.json_schema.schema_
         call = Call(
             model=fields.model,
             messages=[message.plain for message in fields.messages],
-            tools=[tool.model_dump(exclude_none=True) for tool in fields.tools or []] or None,
+            tools=tools,
             template_kwargs=fields.chat_template_kwargs or {},
             parse_tools=fields.tool_choice != "none",
             forced_tool=forced_tool(fields.tool_choice),
-            structured=structured_form("response_format", form),
+            structured=one_form(fields, structured_form("response_format", form)),
             max_tokens=fields.max_completion_tokens or fields.max_tokens,
             stop=stop_strings(fields.stop),
             include_stop=fields.include_stop_str_in_output,
             num_choices=fields.n or 1,
             stream=bool(fields.stream),
-            not_honoured=names,
+            stop_token_ids=fields.stop_token_ids,
+            parallel_tool_calls=fields.parallel_tool_calls is not False,
+            ignored=ignored,
         )
         return ParsedCall(call, fields)
 
@@ -211,11 +212,25 @@ def openai_error(error: ApiError) -> dict[str, Any]:
     }
 
 
-def refuse_unsupported(fields: Fields) -> None:
-    """Raise ApiError for what the gateway does not have: an error is better than another answer."""
-    for name in ("functions", "audio", "prediction"):
-        if (fields.model_extra or {}).get(name):
-            raise ApiError(400, f"{name} is not supported", code="unsupported")
+def callable_tools(
+    tools: Sequence[tuple[str, dict[str, Any] | None]], ignored: dict[str, str]
+) -> list[dict[str, Any]] | None:
+    """Return a request's functions as chat templates take them; None: it has none.
+
+    A tool that a provider executes, such as a web search, cannot be called here: it is left out of
+    the prompt and added to the ignored parameters.
+
+    Args:
+        tools: type of each, and the function.
+        ignored: of the request.
+    """
+    functions = []
+    for kind, function in tools:
+        if kind == "function" and function is not None:
+            functions.append({"type": "function", "function": function})
+        else:
+            ignored[f"a tool of type {kind}"] = "the model here cannot call it, and does not see it"
+    return functions or None
 
 
 def forced_tool(choice: str | dict[str, Any] | None) -> str | None:

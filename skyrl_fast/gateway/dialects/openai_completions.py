@@ -7,24 +7,22 @@ from typing import Any
 
 from pydantic import Field
 
-from skyrl_fast.gateway.dialects.dialect import ParsedCall, event, not_honoured
+from skyrl_fast.gateway.dialects.dialect import Forms, ParsedCall, event, one_form
 from skyrl_fast.gateway.dialects.openai_chat import (
     MAX_CHOICES,
-    SAMPLING,
     StreamOptions,
     openai_error,
-    refuse_unsupported,
     stop_strings,
     usage,
 )
+from skyrl_fast.gateway.dialects.parameters import COMPLETIONS, check_parameters
 from skyrl_fast.gateway.messages import Answer, ApiError, Call, Choice
-from skyrl_fast.gateway.request_body import Fields, RequestBodies, checked, parsed_json
+from skyrl_fast.gateway.request_body import RequestBodies, checked, parsed_json
 
-UNSUPPORTED = ("suffix", "echo", "best_of")
 DEFAULT_TOKENS = 16  # of an answer, as in OpenAI's API
 
 
-class CompletionRequest(Fields):
+class CompletionRequest(Forms):
     """A request."""
 
     model: str
@@ -35,7 +33,8 @@ class CompletionRequest(Fields):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     logprobs: int | None = None
-    include_stop_str_in_output: bool = False  # vLLM's
+    stop_token_ids: list[int] | None = None  # vLLM's, as the next one
+    include_stop_str_in_output: bool = False
 
 
 class OpenAICompletions:
@@ -44,10 +43,14 @@ class OpenAICompletions:
     def parsed(self, body: bytes, bodies: RequestBodies, memory: dict[str, Any]) -> ParsedCall:
         """See `Dialect.parsed`."""
         fields = checked(CompletionRequest, parsed_json(body))
-        refuse_unsupported(fields)
-        for name in UNSUPPORTED:
-            if (fields.model_extra or {}).get(name) not in (None, False, 1):
-                raise ApiError(400, f"{name} is not supported", code="unsupported")
+        ignored = check_parameters(fields, COMPLETIONS)
+        if (fields.logprobs or 0) > 1:
+            raise ApiError(
+                400,
+                f"logprobs: expected 0 or 1, got {fields.logprobs}: only the sampled tokens' are "
+                "recorded",
+                code="unsupported",
+            )
         call = Call(
             model=fields.model,
             prompt=_prompt(fields.prompt),
@@ -56,7 +59,9 @@ class OpenAICompletions:
             include_stop=fields.include_stop_str_in_output,
             num_choices=fields.n or 1,
             stream=bool(fields.stream),
-            not_honoured=not_honoured(fields, SAMPLING),
+            structured=one_form(fields),
+            stop_token_ids=fields.stop_token_ids,
+            ignored=ignored,
         )
         return ParsedCall(call, fields)
 

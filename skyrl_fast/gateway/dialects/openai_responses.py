@@ -12,19 +12,21 @@ from skyrl_fast.gateway.dialects.dialect import (
     Format,
     ParsedCall,
     event,
-    not_honoured,
     structured_form,
     text_parts,
 )
 from skyrl_fast.gateway.dialects.openai_chat import (
-    SAMPLING,
+    callable_tools,
     forced_tool,
     openai_error,
     plain_arguments,
 )
+from skyrl_fast.gateway.dialects.parameters import RESPONSES, check_parameters
 from skyrl_fast.gateway.messages import Answer, ApiError, Call
 from skyrl_fast.gateway.request_body import Fields, RequestBodies
 from skyrl_fast.rollout.chat_template import Message
+
+LOGPROBS = "message.output_text.logprobs"
 
 
 class Content(Fields):
@@ -38,6 +40,7 @@ class Item(Fields):
     """A message, a function call, or its output."""
 
     type: str = "message"
+    id: str | None = None
     role: str | None = None
     content: str | list[Content] | None = None
     call_id: str = ""
@@ -72,6 +75,8 @@ class ResponseRequest(Fields):
     stream: bool | None = False
     tools: list[ResponseTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include: list[str] | None = None
     text: TextOptions | None = None
 
 
@@ -82,7 +87,7 @@ class Request:
     Args:
         fields: as sent.
         messages: of the conversation, without the instructions.
-        memory: of the session: messages by the id of a response.
+        memory: of the session: messages by the id of a response, items by their id.
     """
 
     fields: ResponseRequest
@@ -106,19 +111,24 @@ class OpenAIResponses:
                     code="previous_response_not_found",
                 )
             messages += memory[fields.previous_response_id]
-        messages += _messages(fields.input)
+        messages += _messages(_items(fields.input, memory))
         system = [{"role": "system", "content": fields.instructions}] if fields.instructions else []
-        names = not_honoured(fields, SAMPLING)
+        ignored = check_parameters(fields, RESPONSES)
+        for name in fields.include or []:
+            if name == LOGPROBS:
+                raise ApiError(400, f"include: {name} is not supported", code="unsupported")
+            ignored[f"include: {name}"] = "the gateway does not have it"
         call = Call(
             model=fields.model,
             messages=[*system, *messages],
-            tools=_tools(fields.tools or []) or None,
+            tools=callable_tools([(t.type, _function(t)) for t in fields.tools or []], ignored),
             parse_tools=fields.tool_choice != "none",
             forced_tool=forced_tool(fields.tool_choice),
             structured=structured_form("text.format", form),
             max_tokens=fields.max_output_tokens,
             stream=bool(fields.stream),
-            not_honoured=names,
+            parallel_tool_calls=fields.parallel_tool_calls is not False,
+            ignored=ignored,
         )
         return ParsedCall(call, Request(fields, messages, memory))
 
@@ -126,7 +136,9 @@ class OpenAIResponses:
         """See `Dialect.response`."""
         checked_request: Request = request.fields
         items = _output(answer)
-        history = [*checked_request.messages, *_messages([Item(**item) for item in items])]
+        answered = [Item(**item) for item in items]
+        history = [*checked_request.messages, *_messages(answered)]
+        checked_request.memory.update((str(item.id), item) for item in answered)
         checked_request.memory[f"resp_{answer.id}"] = history
         return _response(answer, checked_request.fields, items)
 
@@ -214,21 +226,27 @@ def _text(content: str | list[Content] | None) -> str:
     return "\n".join(part.text or "" for part in content)
 
 
-def _tools(tools: list[ResponseTool]) -> list[dict[str, Any]]:
-    for tool in tools:
-        if tool.type != "function":
-            raise ApiError(400, f"tools: wanted functions, got {tool.type!r}", code="unsupported")
-    return [
-        {
-            "type": "function",
-            "function": {
-                "name": tool.name,
-                **({} if tool.description is None else {"description": tool.description}),
-                "parameters": tool.parameters or {"type": "object", "properties": {}},
-            },
-        }
-        for tool in tools
-    ]
+def _items(given: str | list[Item], memory: dict[str, Any]) -> str | list[Item]:
+    """Return a request's items, those of earlier answers in place of references to them."""
+    if isinstance(given, str):
+        return given
+    items = []
+    for item in given:
+        if item.type == "item_reference":
+            known = memory.get(item.id or "")
+            if not isinstance(known, Item):
+                raise ApiError(404, f"Item with id '{item.id}' not found.", code="item_not_found")
+            item = known
+        items.append(item)
+    return items
+
+
+def _function(tool: ResponseTool) -> dict[str, Any]:
+    return {
+        "name": tool.name,
+        **({} if tool.description is None else {"description": tool.description}),
+        "parameters": tool.parameters or {"type": "object", "properties": {}},
+    }
 
 
 def _output(answer: Answer) -> list[dict[str, Any]]:
@@ -285,7 +303,7 @@ def _response(
         "metadata": {},
         "model": answer.model,
         "output": items,
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": fields.parallel_tool_calls is not False,
         "previous_response_id": fields.previous_response_id,
         "temperature": None,
         "tool_choice": fields.tool_choice or "auto",

@@ -110,6 +110,11 @@ METRICS = (
             ("upstream_calls", "calls that were sent on by `agent.upstreams`", ""),
             ("too_long_prompts", "prompts longer than max_input_length", "near 0"),
             ("answers_with_tool_calls", "answers in which tool calls were found", ""),
+            (
+                "left_out_tool_calls",
+                "tool calls after the first of an answer, for clients that take one",
+                "",
+            ),
             ("answers_with_thoughts", "answers in which thoughts were found", ""),
         )
     ),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gzip
 import json
 import threading
+import zlib
 from typing import Any
 
 import pytest
@@ -255,7 +258,7 @@ def test_malformed_bodies_are_refused_in_the_dialects_form(tiny_tokenizer: Any) 
 
     out = played(agent, tiny_tokenizer)
     assert len(out.only.steps) == len(out.engine.calls) == 1
-    assert out.faults["gateway_refused_calls"] == len(MALFORMED)
+    assert out.faults["gateway_refused_calls"] == len(MALFORMED) + 1  # the unknown path
 
 
 @pytest.mark.spec("gateway.agent-failures")
@@ -372,3 +375,65 @@ def test_an_agent_at_its_deadline_keeps_its_steps(blocking: bool, tiny_tokenizer
     assert (t.stop_reason, t.failure, len(t.steps)) == ("timeout", None, 1)
     assert (t.steps[0].stop_reason, t.steps[0].reward) == ("timeout", 0.0)
     assert t.env_metrics["calls"] == 1
+
+
+@pytest.mark.spec("gateway.retries")
+@pytest.mark.parametrize(
+    ("other", "calls"), [('{"b": "2", "a": "1"}', 1), ('{"b": "3", "a": "1"}', 2)]
+)
+def test_a_retry_with_its_keys_in_another_order_is_the_same_call(
+    other: str, calls: int, tiny_tokenizer: Any
+) -> None:
+    async def agent(task: Any) -> float:
+        async with client_of(task) as client:
+            for metadata, timeout in (('{"a": "1", "b": "2"}', 0.3), (other, 5.0)):
+                body = (
+                    f'{{"model": "{task.model}", "metadata": {metadata}, '
+                    '"messages": [{"role": "user", "content": "hi"}]}'
+                )
+                with contextlib.suppress(httpx.ReadTimeout):
+                    await client.post("/chat/completions", content=body, timeout=timeout)
+        return 1.0
+
+    async def wait() -> None:
+        await asyncio.sleep(0.8)
+
+    out = played(with_waits(agent, wait), tiny_tokenizer)
+    assert len(out.engine.calls) == calls
+    assert out.only.env_metrics["repeated_calls"] == 2 - calls
+
+
+ENCODINGS = [
+    ("gzip", gzip.compress, 200),
+    ("deflate", zlib.compress, 200),
+    ("identity", bytes, 200),
+    ("gzip", bytes, 400),
+    ("gzip", lambda body: gzip.compress(body)[:-9], 400),
+    ("gzip", lambda body: gzip.compress(b" " * (65 << 20)), 413),
+    ("br", bytes, 415),
+]
+
+
+@pytest.mark.spec("gateway.errors")
+def test_compressed_bodies_and_wrong_base_urls(
+    tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def agent(task: Any) -> float:
+        body = json.dumps({"model": task.model, "messages": [USER]}).encode()
+        async with client_of(task) as client:
+            for encoding, compress, status in ENCODINGS:
+                headers = {"content-encoding": encoding}
+                answer = await client.post(
+                    "/chat/completions", content=compress(body), headers=headers
+                )
+                assert answer.status_code == status, answer.text
+            root = task.base_url.removesuffix("/v1")
+            for before, path in (("", "/chat/completions"), ("/v1/v1", "/messages")):
+                answer = await client.post(root + before + path, content=body)
+                assert answer.status_code == 404
+                assert f"expected {root}/v1{path}: check the base URL" in answer.text
+        return 1.0
+
+    out = played(agent, tiny_tokenizer)
+    assert len(out.only.steps) == 3
+    assert "/v1/v1/messages" in caplog.text

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from _gateway import MODEL
+from _gateway import MODEL, USER, chat, played
+from fake_envs import says
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -295,3 +296,18 @@ def test_a_conversation_that_grows_is_one_list_of_ids(tokenizer: Any) -> None:
     assert shorter.token_ids is not lists[0]
     assert tokenizer.decode(previous.token_ids) == texts[-1]
     assert tokenizer.decode(shorter.token_ids) == texts[0]
+
+
+@pytest.mark.spec("gateway.continuity")
+def test_a_later_answer_that_came_back_changed_is_a_fork(tiny_tokenizer: Any) -> None:
+    async def agent(task: Any) -> float:
+        messages = [USER]
+        for turn in range(5):
+            text = (await chat(task, messages)).choices[0].message.content
+            text = text if turn == 0 else text.strip()
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "go"}]
+        return 1.0
+
+    out = played(agent, tiny_tokenizer, answer=lambda call, n: says(tiny_tokenizer, f" answer {n}"))
+    metrics = out.only.env_metrics
+    assert [metrics[f"{kind}_prompts"] for kind in ("first", "continued", "forked")] == [1, 1, 3]

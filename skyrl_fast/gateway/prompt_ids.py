@@ -26,7 +26,7 @@ from skyrl_fast.rollout.chat_template import ChatTemplate, ContextError, Message
 from skyrl_fast.rollout.token_ids import TokenIds, ids_array
 from skyrl_fast.rollout.tokenization import decode
 
-CONTINUED = "continued"  # begins with the prompt and the response of an earlier call
+CONTINUED = "continued"  # begins with the prompt and response of a call, its last answer
 FIRST = "first"  # the session's first
 RESTARTED = "restarted"  # no answer of this session in it: a sub-agent, or a summarised context
 FORKED = "forked"  # has an answer of this session, but after other tokens
@@ -90,6 +90,7 @@ class PromptTokens:
         last_text, last_ids: the last piece, which the response continues.
         kind: how it relates to the session's earlier calls.
         digest: of the complete prompt.
+        num_answers: messages of the assistant in it; None: unknown, of a text or of tokens.
     """
 
     token_ids: list[int]
@@ -100,6 +101,7 @@ class PromptTokens:
     last_ids: list[int]
     kind: str
     digest: bytes
+    num_answers: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +114,7 @@ class _Start:
         num_tokens: of these pieces.
         parts: these pieces' tokens.
         chain: their digest.
-        continues, answers: as for the kind of a prompt.
+        end, answers: as for the kind of a prompt.
         released: whether the earlier prompt's list may be extended.
     """
 
@@ -121,7 +123,7 @@ class _Start:
     num_tokens: int
     parts: tuple[np.ndarray, ...]
     chain: bytes
-    continues: bool
+    end: bytes | None
     answers: bool
     released: bool = False
 
@@ -154,7 +156,8 @@ class PromptIds:
         self._sampled: dict[
             tuple[bytes, str], PieceIds
         ] = {}  # of one with a response, by its place
-        self._ends: set[bytes] = set()  # chains that end with a response
+        # Chains that end with a response, each with the number of the assistant's messages in it.
+        self._ends: dict[bytes, int | None] = {}
         self._answers: set[str] = set()  # pieces with a response
         self._divides: bool | None = None  # whether pieces are encoded as the complete text is
 
@@ -175,7 +178,9 @@ class PromptIds:
             ContextError: the chat template refuses the messages, or the tokenizer their text.
         """
         with self._lock:
-            return self._prompt(self._rendered(messages, tools, template_kwargs))
+            num_answers = sum(message.get("role") == "assistant" for message in messages)
+            rendered = self._rendered(messages, tools, template_kwargs)
+            return self._prompt(rendered, num_answers)
 
     def _rendered(
         self,
@@ -239,7 +244,7 @@ class PromptIds:
         except OverflowError as error:
             raise ContextError(f"prompt: {error}") from error
         digest = _link(b"", repr(list(token_ids)))
-        kind = self._kind(False, False)
+        kind = self._kind(None, False, None)
         return PromptTokens(list(token_ids), kept, RenderedText([]), b"", "", [], kind, digest)
 
     def release(self, prompt: PromptTokens) -> None:
@@ -272,7 +277,8 @@ class PromptIds:
                     self._sampled.setdefault((chain, piece), known)
                     self._answers.add(piece)
                     chain = _link(chain, piece)
-                self._ends.add(chain)
+                before = prompt.num_answers
+                self._ends[chain] = None if before is None else before + 1
 
     def continuing(
         self,
@@ -342,10 +348,10 @@ class PromptIds:
         text, ids = pieces[0]
         return [(prompt.last_text + text, prompt.last_ids + ids), *pieces[1:]]
 
-    def _prompt(self, rendered: RenderedText) -> PromptTokens:
+    def _prompt(self, rendered: RenderedText, num_answers: int | None = None) -> PromptTokens:
         start, new_text = self._start(rendered)
         token_ids, parts = start.ids(), [*start.parts]
-        chain, continues, answers = start.chain, start.continues, start.answers
+        chain, end, answers = start.chain, start.end, start.answers
         *before, last = self._divided(new_text)
         for piece in before:
             ids, array = self._ids_at(chain, piece)
@@ -353,18 +359,19 @@ class PromptIds:
             parts.append(array)
             answers = answers or piece in self._answers
             chain = _link(chain, piece)
-            continues = continues or chain in self._ends
+            end = chain if chain in self._ends else end
         if self._divides:
             if start in self._starts:
                 self._starts.remove(start)  # the new one is longer, or the same
             known = (rendered.without_end(len(last)), token_ids, len(token_ids), tuple(parts))
-            self._starts.append(_Start(*known, chain, continues, answers))
+            self._starts.append(_Start(*known, chain, end, answers))
         ids, array = self._ids_at(chain, last)
         token_ids += ids
         kept = TokenIds([*parts, array], len(token_ids))
         digest = _link(chain, last)
-        kind = self._kind(continues or digest in self._ends, answers or last in self._answers)
-        return PromptTokens(token_ids, kept, rendered, chain, last, ids, kind, digest)
+        end = digest if digest in self._ends else end
+        kind = self._kind(end, answers or last in self._answers, num_answers)
+        return PromptTokens(token_ids, kept, rendered, chain, last, ids, kind, digest, num_answers)
 
     def _ids_at(self, chain: bytes, piece: str) -> PieceIds:
         """Return the tokens of a piece after the pieces of a chain."""
@@ -377,11 +384,20 @@ class PromptIds:
             new_text = rendered.after(start.rendered)
             if new_text is not None and next_piece(new_text):
                 return start, new_text
-        return _Start(RenderedText([]), [], 0, (), b"", False, False), rendered.text
+        return _Start(RenderedText([]), [], 0, (), b"", None, False), rendered.text
 
-    def _kind(self, continues: bool, answers: bool) -> str:
-        if continues:
-            return CONTINUED
+    def _kind(self, end: bytes | None, answers: bool, num_answers: int | None) -> str:
+        """Return the kind of a prompt.
+
+        Args:
+            end: the last chain in it that ends with a response; None: there is none.
+            answers: whether a piece of it is one of a response.
+            num_answers: messages of the assistant in it; None: unknown.
+        """
+        if end is not None:
+            # An answer after the response is one that came back changed.
+            is_last = num_answers is None or self._ends[end] in (None, num_answers)
+            return CONTINUED if is_last else FORKED
         if not self._ends:
             return FIRST
         return FORKED if answers else RESTARTED

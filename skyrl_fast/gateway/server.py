@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import logging
 import secrets
+import zlib
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -55,6 +56,10 @@ ENDED_KEYS = 10_000  # that are remembered, to tell a late call from a wrong key
 SPAN_HEADER = "x-span"
 RETRY_HEADER = "x-stainless-retry-count"  # of the official OpenAI and Anthropic clients
 SERVER_ERROR = 500
+ENDS = (
+    *("/chat/completions", "/completions", "/responses", "/messages", "/messages/count_tokens"),
+    "/models",
+)
 
 
 class RewardRequest(Fields):
@@ -186,8 +191,19 @@ class Gateway:
                 others("/v1/models/{name:path}", chat, self._model, "GET"),
                 others("/v1/rewards", chat, self._reward),
                 *self.routes,
-            ]
+            ],
+            default=self._refuse_path,
         )
+
+    async def _refuse_path(self, scope: Any, receive: Any, send: Any) -> None:
+        """Say how a base URL differs from that of a dialect: an ASGI application."""
+        self.faults["gateway_refused_calls"] += 1
+        path = scope["path"]
+        known = next((end for end in ENDS if path.endswith(end)), None)
+        hint = "" if known is None else f"; expected {self.url}/v1{known}: check the base URL"
+        log.warning("a client asks for %s%s", log_line(path), log_line(hint))
+        error = ApiError(404, f"unknown path {path}{hint}", code="not_found")
+        await JSONResponse(OpenAIChat().error(error), error.status)(scope, receive, send)
 
     # --- requests
 
@@ -395,7 +411,30 @@ async def _body(request: Request) -> bytes:
                     raise ApiError(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
-    return b"".join(parts)
+    return _decompressed(b"".join(parts), request.headers.get("content-encoding", "identity"))
+
+
+def _decompressed(body: bytes, encoding: str) -> bytes:
+    """Return a body without its compression.
+
+    Raises:
+        ApiError: another one than gzip and deflate, damaged data, or too long a body.
+    """
+    kind = encoding.strip().lower()
+    if kind in ("", "identity"):
+        return body
+    if kind not in ("gzip", "deflate"):
+        raise ApiError(415, f"content-encoding: expected gzip, deflate or identity, got {encoding}")
+    decompressor = zlib.decompressobj(zlib.MAX_WBITS | 32)  # of gzip's or zlib's header
+    try:
+        text = decompressor.decompress(body, MAX_BODY_BYTES + 1)
+    except zlib.error as error:
+        raise ApiError(400, f"content-encoding: {encoding}: {error}") from None
+    if len(text) > MAX_BODY_BYTES:
+        raise ApiError(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
+    if not decompressor.eof:
+        raise ApiError(400, f"content-encoding: {encoding}: the body is cut")
+    return text
 
 
 class _Server(uvicorn.Server):

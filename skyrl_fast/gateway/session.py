@@ -19,7 +19,7 @@ from skyrl_fast.gateway.messages import Answer, ApiError, Call, Outcome
 from skyrl_fast.gateway.other_calls import OtherCalls
 from skyrl_fast.gateway.policy import Policy
 from skyrl_fast.gateway.prompt_ids import FORKED, RESTARTED, PromptIds, PromptTokens
-from skyrl_fast.gateway.request_body import RequestBodies
+from skyrl_fast.gateway.request_body import RequestBodies, parsed_json
 from skyrl_fast.gateway.rewards import Rewards
 from skyrl_fast.printable import log_line
 from skyrl_fast.rollout.activity import ACTING, GENERATING, Activity
@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 # How long an answer waits for a client that has disconnected: SDKs call again after up to 8 s.
 RETRY_SECONDS = 10.0
+MAX_BODIES = 8  # of the last calls, which are kept until they are delivered
 LONG_TEXT = 5_000  # characters; fewer are tokenised in two milliseconds, others in a thread
 # Metrics of a trajectory that are there even if their count is 0.
 COUNTS = (
@@ -59,6 +60,7 @@ class RunningCall:
 
     Args:
         task: returns the answer, and the steps of its choices.
+        path, body: of the request.
         span: name of the part of the agent that called.
         trained: whether its steps are the trajectory's.
         waiting: number of clients that wait for its answer.
@@ -66,6 +68,8 @@ class RunningCall:
     """
 
     task: asyncio.Task[tuple[Answer, list[Step]]]
+    path: str
+    body: bytes
     span: str | None
     trained: bool
     waiting: int = 0
@@ -175,7 +179,7 @@ class Session:
         Args:
             call: the request.
             prompt: its tokens.
-            path, body: of it; a repetition has the same.
+            path, body: of it; a repetition has the same, or the same JSON.
             is_retry: what the client says.
             span: name of the part of the agent that calls.
 
@@ -183,7 +187,7 @@ class Session:
             ApiError: the trajectory has had all its calls, or they must not overlap.
         """
         key = (path, xxhash.xxh3_128_digest(body))
-        known = self._by_body.get(key)
+        known = self._by_body.get(key) or self._same_json(path, body, is_retry)
         abandoned = known is not None and known.waiting == 0 and not known.delivered
         if known is not None and (is_retry or abandoned) and not _failed(known.task):
             self.counts["repeated_calls"] += 1
@@ -206,11 +210,27 @@ class Session:
         self.counts["calls"] += 1
         self.counts[f"{self._kind(call, prompt)}_prompts"] += 1
         self.counts["untrained_calls"] += not trained
-        running = RunningCall(asyncio.create_task(self._sampled(call, prompt)), span, trained)
+        for earlier in self._calls[-MAX_BODIES:]:
+            earlier.body = b"" if earlier.delivered else earlier.body
+        task = asyncio.create_task(self._sampled(call, prompt))
+        running = RunningCall(task, path, body, span, trained)
         running.task.add_done_callback(_retrieve)
         self._by_body[key] = running
         self._calls.append(running)
         return running
+
+    def _same_json(self, path: str, body: bytes, is_retry: bool) -> RunningCall | None:
+        """Return an undelivered call whose body has the same JSON, in whatever order of keys.
+
+        Some clients write their metadata in another order when they try again.
+        """
+        for running in reversed(self._calls):
+            waits = running.waiting and not is_retry
+            if waits or running.delivered or running.path != path:
+                continue
+            if len(running.body) == len(body) and parsed_json(running.body) == parsed_json(body):
+                return running
+        return None
 
     def _overlaps(self, call: Call) -> bool:
         running = any(other.trained and not other.task.done() for other in self._calls)

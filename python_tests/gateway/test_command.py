@@ -18,6 +18,7 @@ from fake_envs import FakePrompt
 from skyrl_fast.gateway.agents import command
 from skyrl_fast.gateway.agents.command import CommandAgent
 from skyrl_fast.gateway.agents.task import AgentTask
+from skyrl_fast.rollout.env.errors import EnvError
 
 pytest.importorskip("starlette")
 
@@ -76,6 +77,97 @@ def test_reward_by_exit_code_verifier_and_file(
         assert "agent.reward_file: out.json:" in str(out.only.failure)
     out = played(CommandAgent(["no-such-program"]), tiny_tokenizer, max_retries=0)
     assert "no program 'no-such-program'" in str(out.only.failure)
+
+
+LEFT_BEHIND = {  # what a command does to its folder, and what is said of the reward file
+    "nothing": ("pass", "no such file; exit code 0; output: bye"),
+    "fifo": ("os.mkfifo('r')", "not a regular file"),
+    "fifo as output": ("os.remove('.agent_output'); os.mkfifo('.agent_output')", "output: bye"),
+    "link to a fifo as output": (
+        "os.mkfifo('f'); os.remove('.agent_output'); os.symlink('f', '.agent_output')",
+        "output: bye",
+    ),
+    "output is a folder": ("os.remove('.agent_output'); os.mkdir('.agent_output')", "output: bye"),
+    "output renamed": ("os.rename('.agent_output', 'r')", "Expecting value"),
+    "output deleted": ("os.remove('.agent_output')", "output: bye"),
+    "output is endless": (
+        "os.remove('.agent_output'); os.symlink('/dev/zero', '.agent_output')",
+        "output: bye",
+    ),
+    "device": ("os.symlink('/dev/zero', 'r')", "symbolic links"),
+    "link": ("os.symlink('task.json', 'r')", "symbolic links"),
+    "link to itself": ("os.symlink('r', 'r')", "symbolic links"),
+    "hard link to a fifo": ("os.mkfifo('f'); os.link('f', 'r')", "not a regular file"),
+    "socket": ("import socket; socket.socket(socket.AF_UNIX).bind('r')", "No such device"),
+    "folder": ("os.mkdir('r')", "not a regular file"),
+    "huge": ("open('r', 'w').truncate(1 << 40)", "expected at most 1,048,576 bytes, got more"),
+    "padded": ("open('r', 'w').write('1' + ' ' * (1 << 20))", "expected at most 1,048,576 bytes"),
+    "deep": ("open('r', 'w').write('[' * 500000)", "maximum recursion depth"),
+    "digits": ("open('r', 'w').write('1' * 9999)", "4300 digits"),
+    "not finite": ("open('r', 'w').write('1e999')", "expected a finite float32 number, got inf"),
+    "beyond float32": ("open('r', 'w').write('1e39')", "expected a finite float32 number, got 1e"),
+    "no JSON": ("open('r', 'wb').write(b'\\xff')", "codec can't decode"),
+    "unreadable": ("open('r', 'w').close(); os.chmod('r', 0)", "agent.reward_file: r: "),
+    "folder deleted": ("import shutil; shutil.rmtree(os.getcwd())", "agent."),
+    "folder renamed": ("os.rename(os.getcwd(), os.getcwd() + '-moved')", "agent."),
+    "folder is a file": (
+        "d = os.getcwd(); os.rename(d, d + '-moved'); open(d, 'w').close()", "agent.",
+    ),
+    "folder is a fifo": ("d = os.getcwd(); os.rename(d, d + '-moved'); os.mkfifo(d)", "agent."),
+    "deep folders": (
+        "[(os.mkdir('d'), os.chdir('d')) for _ in range(3000)]",
+        "no such file; exit code 0",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.spec("gateway.command-left-behind")
+@pytest.mark.parametrize("verified", [False, True])
+def test_what_a_command_leaves_behind_ends_in_a_named_error(
+    verified: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    verifier = python("pass") if verified else ()
+    task = AgentTask({"prompt": []}, "http://nowhere", "key", "model")
+
+    async def error_of(code: str) -> str:
+        agent = CommandAgent(
+            python(f"import os\nprint('bye', flush=True)\n{code}"),
+            verifier=verifier,
+            reward_file="r",
+        )
+        with pytest.raises(EnvError) as caught:
+            await asyncio.wait_for(agent.run(task), 60)
+        return str(caught.value)
+
+    cases = {
+        name: case
+        for name, case in LEFT_BEHIND.items()
+        if not verified or "output" in name or "folder" in name
+    }
+
+    async def go() -> list[str]:
+        return await asyncio.gather(*(error_of(code) for code, _ in cases.values()))
+
+    for (name, (_, wanted)), error in zip(cases.items(), asyncio.run(go()), strict=True):
+        assert error.startswith("agent.") and wanted in error, (name, error)
+    left = [path.name for path in tmp_path.iterdir() if not path.name.endswith("-moved")]
+    assert [name for name in left if (tmp_path / name).is_dir()] == []
+
+
+@pytest.mark.spec("gateway.command-left-behind")
+def test_a_command_without_a_reward_file_is_rewarded_whatever_it_leaves() -> None:
+    async def go() -> list[float | None]:
+        task = AgentTask({"prompt": []}, "http://nowhere", "key", "model")
+        runs = [
+            CommandAgent(python(f"import os\n{code}")).run(task)
+            for code, _ in LEFT_BEHIND.values()
+            if "r'" not in code
+        ]
+        return [outcome.reward for outcome in await asyncio.gather(*runs)]
+
+    rewards = asyncio.run(go())
+    assert len(rewards) > 8 and set(rewards) == {1.0}
 
 
 CHATTER = """

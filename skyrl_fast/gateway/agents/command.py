@@ -21,7 +21,6 @@ from skyrl_fast.gateway.agents.black_box import BlackBox
 from skyrl_fast.gateway.agents.outcome import OutcomeError, outcome_of
 from skyrl_fast.gateway.agents.task import AgentTask
 from skyrl_fast.gateway.messages import Outcome
-from skyrl_fast.log_tail import log_tail
 from skyrl_fast.printable import printable
 from skyrl_fast.rollout.env.errors import EnvError
 
@@ -31,6 +30,7 @@ TASK_FILE = "task.json"
 OUTPUT_FILE = ".agent_output"
 TASK_VARIABLE = "SKYRL_FAST_TASK"
 OUTPUT_CHARACTERS = 1_000  # at the end of a command's output, quoted when it fails
+UTF8_BYTES = 4  # of a character, at most
 MAX_REWARD_BYTES = 1 << 20
 KEPT_OUTPUT_BYTES = 256 << 10  # of a command, at least; the file may have twice as much
 DROPPED = b"(the beginning of the output was dropped)\n"
@@ -51,7 +51,10 @@ def kill():
 def watch():
     sys.stdin.buffer.read()
     kill()
-    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    except RecursionError:
+        subprocess.run(["rm", "-rf", "--", folder])
     os._exit(1)
 def copy():
     kept = b""
@@ -106,61 +109,68 @@ class CommandAgent(BlackBox):
         folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="skyrl_fast_agent_"))
         try:
             (folder / TASK_FILE).write_text(json.dumps(dict(task.row), default=str))
-            variables = {**task.environment, TASK_VARIABLE: str(folder / TASK_FILE)}
-            code = await _exit_code(self._command, folder, variables)
-            if self._verifier:
-                code = await _exit_code(self._verifier, folder, variables)
-            self._say_dropped(folder)
-            if self._reward_file is None:
-                return Outcome(float(code == 0), unless_posted=True)
-            return self._read(folder, code)
+            # Open from the start on: later this name may be a pipe that nobody writes to.
+            with (folder / OUTPUT_FILE).open("ab+") as output:
+                return await self._run(task, folder, output.fileno())
+        except OSError as error:
+            raise EnvError(f"agent.command: {error}") from error
         finally:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            await asyncio.to_thread(_delete, folder)
 
-    def _say_dropped(self, folder: Path) -> None:
+    async def _run(self, task: AgentTask, folder: Path, output: int) -> Outcome:
+        variables = {**task.environment, TASK_VARIABLE: str(folder / TASK_FILE)}
+        code = await _exit_code(self._command, folder, output, variables)
+        if self._verifier:
+            code = await _exit_code(self._verifier, folder, output, variables)
+        self._say_dropped(output)
+        if self._reward_file is None:
+            return Outcome(float(code == 0), unless_posted=True)
+        return self._read(folder, output, code)
+
+    def _say_dropped(self, output: int) -> None:
         if self._said_dropped:
             return
-        with (folder / OUTPUT_FILE).open("rb") as file:
-            self._said_dropped = file.read(len(DROPPED)) == DROPPED
+        self._said_dropped = os.pread(output, len(DROPPED), 0) == DROPPED
         if self._said_dropped:
             log.warning(
                 "agent.command: more than %d KiB of output: only its end is kept; said once",
                 2 * KEPT_OUTPUT_BYTES >> 10,
             )
 
-    def _read(self, folder: Path, code: int) -> Outcome:
+    def _read(self, folder: Path, output: int, code: int) -> Outcome:
         name = f"agent.reward_file: {self._reward_file}"
         try:
             return outcome_of(json.loads(_regular_file(folder / str(self._reward_file))))
         except FileNotFoundError:
-            end = _end_of_output(folder)
+            end = _end_of_output(output)
             raise EnvError(f"{name}: no such file; exit code {code}; output: {end}") from None
         except (OSError, OutcomeError, ValueError, RecursionError) as error:
             raise EnvError(f"{name}: {error}") from error
 
 
-async def _exit_code(command: Sequence[str], folder: Path, variables: Mapping[str, str]) -> int:
+async def _exit_code(
+    command: Sequence[str], folder: Path, output: int, variables: Mapping[str, str]
+) -> int:
     """Run a command to its end; kill its process group, also if this call is cancelled.
 
+    Args:
+        output: descriptor of the file for its output.
+
     Raises:
-        EnvError: it cannot be started.
+        EnvError: there is no such program. OSError: it cannot be started.
     """
     if shutil.which(command[0], path=os.environ.get("PATH")) is None:
         raise EnvError(f"agent.command: no program {command[0]!r}")
-    with open(folder / OUTPUT_FILE, "ab") as output:
-        try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-I", "-S", "-c", _LEASH, str(KEPT_OUTPUT_BYTES), DROPPED.decode(), *command),
-                cwd=folder,
-                env={**environment_without_key(), **variables},
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise EnvError(f"agent.command: {error}") from error
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-I", "-S", "-c", _LEASH, str(KEPT_OUTPUT_BYTES), DROPPED.decode(), *command),
+        cwd=folder,
+        env={**environment_without_key(), **variables},
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+    )
     try:
         return await process.wait()
     finally:
@@ -180,15 +190,33 @@ def _regular_file(path: Path) -> bytes:
         OSError: it is missing, or no regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-    with open(descriptor, "rb") as file:
+    try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError("not a regular file")
-        return file.read(MAX_REWARD_BYTES)
+        with open(descriptor, "rb", closefd=False) as file:
+            content = file.read(MAX_REWARD_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    if len(content) > MAX_REWARD_BYTES:
+        raise OSError(f"expected at most {MAX_REWARD_BYTES:,} bytes, got more")
+    return content
 
 
-def _end_of_output(folder: Path) -> str:
-    try:
-        text = log_tail(folder / OUTPUT_FILE)
-    except OSError:
-        return ""
+def _end_of_output(output: int) -> str:
+    """Return the last OUTPUT_CHARACTERS of the file with this descriptor."""
+    size = UTF8_BYTES * OUTPUT_CHARACTERS
+    text = os.pread(output, size, max(0, os.fstat(output).st_size - size)).decode(errors="replace")
     return printable(text[-OUTPUT_CHARACTERS:].strip(), OUTPUT_CHARACTERS)
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder, or what a command has put in its place; what cannot be deleted stays."""
+    try:
+        if folder.is_dir() and not folder.is_symlink():
+            shutil.rmtree(folder, ignore_errors=True)
+        else:  # rmtree would open a pipe, and wait for someone who writes
+            folder.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("agent.command: %s stays: %s", folder, error)
+    except RecursionError:  # of Python's rmtree
+        subprocess.run(["rm", "-rf", "--", str(folder)], check=False, stderr=subprocess.DEVNULL)

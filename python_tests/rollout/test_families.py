@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import openai
 import pytest
 from _families import FOLDER, byte_tokenizer, family, sentencepiece_tokenizer
 from _gateway import chat, played
@@ -19,6 +20,8 @@ from skyrl_fast.rollout.context import ContextError, make_context, rendered_answ
 from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.rollout.env.protocol import Env, EnvStep
 from skyrl_fast.rollout.loop_settings import loop_settings
+from skyrl_fast.rollout.reasoning import ReasoningParser
+from skyrl_fast.rollout.tool_calls import ToolCallParser
 from skyrl_fast.train.data.demonstrations import demonstrated_steps
 
 ROUNDS = 5
@@ -375,7 +378,7 @@ LOST = [  # family, conversation, what its template has no place for
         "role developer",
     ),
     ("phi4", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [
-        {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
+        {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     ]}], "tool calls"),
 ]  # fmt: skip
 
@@ -444,3 +447,79 @@ def test_system_messages_are_where_the_template_takes_them(
 
     (step,) = played(agent, tokenizer, max_input_length=8192).only.steps
     assert tokenizer.decode(list(step.prompt_token_ids)) == text
+
+
+@pytest.mark.spec("gateway.continuity")
+@pytest.mark.parametrize("thinks", [False, True])
+def test_answers_with_text_before_a_call_are_continued(thinks: bool) -> None:
+    tokenizer = family("qwen3")
+    text = ("<think>\nhm\n</think>\n\n" if thinks else "") + (
+        'I look.\n<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
+    )
+
+    async def agent(task: Any) -> float:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "task"}]
+        for n in range(4):
+            message = (await chat(task, messages, tools=[LOOK])).choices[0].message
+            messages.append(message.model_dump(exclude_none=True))
+            (call,) = message.tool_calls
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": f"seen {n}"})
+        return 1.0
+
+    def answer(call: Any, n: int) -> Generation:
+        ids = ids_of(tokenizer, text + "<|im_end|>")
+        return Generation(ids, [-0.5] * len(ids), "stop")
+
+    parser = ReasoningParser("qwen3", tokenizer) if thinks else None
+    trajectory = played(
+        agent, tokenizer, answer=answer, max_input_length=8192,
+        tool_parser=ToolCallParser("hermes", tokenizer), reasoning_parser=parser,
+        sampling_params=SamplingParams(max_generate_length=256),
+    ).only  # fmt: skip
+    assert trajectory.env_metrics["continued_prompts"] == 3
+
+
+@pytest.mark.spec("gateway.continuity")
+@pytest.mark.parametrize("sends_thoughts", [False, True])
+def test_answers_that_come_back_without_thoughts_are_forked(sends_thoughts: bool) -> None:
+    tokenizer = family("qwen3")
+
+    async def agent(task: Any) -> float:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "task"}]
+        for _ in range(3):
+            message = (await chat(task, messages)).choices[0].message
+            back = {"role": "assistant", "content": message.content}
+            messages += [message.model_dump(exclude_none=True) if sends_thoughts else back]
+            messages.append({"role": "user", "content": "more"})
+        await chat(task, [{"role": "user", "content": "another task"}])
+        return 1.0
+
+    def answer(call: Any, n: int) -> Generation:
+        ids = ids_of(tokenizer, f"<think>\nhm {n}\n</think>\n\nanswer {n}<|im_end|>")
+        return Generation(ids, [-0.5] * len(ids), "stop")
+
+    trajectory = played(
+        agent, tokenizer, answer=answer, max_input_length=8192,
+        reasoning_parser=ReasoningParser("qwen3", tokenizer),
+    ).only  # fmt: skip
+    kinds = ("first", "continued", "forked", "restarted")
+    metrics = trajectory.env_metrics
+    assert [metrics[f"{kind}_prompts"] for kind in kinds] == [1, 0, 2, 1]
+
+
+@pytest.mark.spec("rollout.messages-written")
+def test_the_gateway_refuses_what_a_template_leaves_out() -> None:
+    tokenizer = family("phi4")
+    refused: list[str] = []
+
+    async def agent(task: Any) -> float:
+        await chat(task, [{"role": "user", "content": "price?"}])
+        for _, messages, what in LOST:
+            try:
+                await chat(task, [*messages, {"role": "user", "content": "go"}])
+            except openai.BadRequestError as error:
+                refused.append(what if what in str(error) else str(error))
+        return 1.0
+
+    assert len(played(agent, tokenizer, max_input_length=8192).only.steps) == 2
+    assert refused == ["role tool", "tool calls"]

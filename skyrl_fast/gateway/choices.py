@@ -64,7 +64,7 @@ class Choices:
         counts: Counter[str],
         policy_version: int,
     ) -> None:
-        self.called: set[str] = set()  # ids of tool calls
+        self.known: set[str] = set()  # ids of tool calls, and texts without thoughts
         self._policy = policy
         self._trajectory = trajectory
         self._prompts = prompts
@@ -116,7 +116,7 @@ class Choices:
             text = text.removesuffix(stop_string)
         finish = LENGTH if generation.stop_reason == LENGTH else STOP
         tool_calls = list(map(_tool_call, parts.tool_calls))
-        self.called.update(tool_call.id for tool_call in tool_calls)
+        self.known.update([text.strip(), *(tool_call.id for tool_call in tool_calls)])
         choice = Choice(
             text=text,
             thoughts=parts.thoughts,

@@ -175,11 +175,21 @@ class PromptIds:
             template_kwargs: of the request, in place of the run's.
 
         Raises:
-            ContextError: the chat template refuses the messages, or the tokenizer their text.
+            ContextError: the chat template refuses the messages or leaves one out, or the tokenizer
+                refuses their text.
         """
         with self._lock:
             num_answers = sum(message.get("role") == "assistant" for message in messages)
+            shared = _num_shared(messages, self._last[0])
             rendered = self._rendered(messages, tools, template_kwargs)
+            as_text = self._template.without_control_tokens
+            self._template.check_written(
+                rendered.text,
+                self._last[1],
+                shared,
+                tools=as_text(tools) if tools else None,
+                **as_text(template_kwargs),
+            )
             return self._prompt(rendered, num_answers)
 
     def _rendered(
@@ -187,13 +197,10 @@ class PromptIds:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
         template_kwargs: Mapping[str, Any],
-        *,
-        answer_next: bool = True,
     ) -> RenderedText:
         as_text = self._template.without_control_tokens
         parts = self._template.parts_of_seen(
             self._seen(messages),
-            answer_next=answer_next,
             tools=as_text(tools) if tools else None,
             **as_text(template_kwargs),
         )
@@ -290,7 +297,8 @@ class PromptIds:
     ) -> int | None:
         """Return the index of the first form of an answer that the template writes as sampled.
 
-        None: it writes none of them so.
+        None: it writes none of them so. Some templates write the last message in another way than
+        earlier ones, so a message follows it.
 
         Args:
             prompt: of the answer.
@@ -305,12 +313,14 @@ class PromptIds:
             for pieces in self._forms(prompt, token_ids)
         ]
         for index, answer in enumerate(answers):
-            try:
-                form = self._rendered([*messages, answer], answer_next=False, **arguments)
-            except ContextError:
-                continue
-            if any(map(form.text.startswith, expected)):
-                return index
+            for following in _following(answer):
+                try:
+                    form = self._rendered([*messages, answer, *following], **arguments)
+                except ContextError:
+                    continue
+                if any(map(form.text.startswith, expected)):
+                    return index
+                break
         return None
 
     def _forms(
@@ -419,6 +429,15 @@ class PromptIds:
             joined = [token for piece in pieces for token in self._piece(piece).ids]
             self._divides = joined == self._template.token_ids(text)
         return pieces if self._divides else [text]
+
+
+def _following(answer: Message) -> list[list[Message]]:
+    """Return messages that may follow an answer: results of its calls, or a user's."""
+    user: Message = {"role": "user", "content": ""}
+    calls = answer.get("tool_calls") or []
+    if not calls:
+        return [[user]]
+    return [[{"role": "tool", "tool_call_id": c.get("id"), "content": ""} for c in calls], [user]]
 
 
 @cache

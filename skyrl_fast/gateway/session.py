@@ -23,7 +23,7 @@ from skyrl_fast.gateway.request_body import RequestBodies, parsed_json
 from skyrl_fast.gateway.rewards import Rewards
 from skyrl_fast.printable import log_line
 from skyrl_fast.rollout.activity import ACTING, GENERATING, Activity
-from skyrl_fast.rollout.chat_template import ContextError
+from skyrl_fast.rollout.chat_template import ContextError, message_text
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, RefusedRequestError
 from skyrl_fast.rollout.stop_reason import LENGTH, MAX_TURNS, STOP
 from skyrl_fast.rollout.trajectory import Step, Trajectory
@@ -237,11 +237,17 @@ class Session:
         return running or call.num_choices > 1
 
     def _kind(self, call: Call, prompt: PromptTokens) -> str:
-        """Return how a prompt relates to the earlier calls, also by the ids of tool calls."""
+        """Return how a prompt relates to the earlier calls.
+
+        An answer without its thoughts, or with its calls in another form, is known by its text or
+        by the calls' ids.
+        """
         if prompt.kind != RESTARTED:
             return prompt.kind
-        calls = [c for m in call.messages or [] for c in m.get("tool_calls") or []]
-        return FORKED if any(c.get("id") in self._choices.called for c in calls) else RESTARTED
+        answers = [m for m in call.messages or [] if m.get("role") == "assistant"]
+        names = {message_text(m).strip() for m in answers}
+        names |= {c.get("id") for m in answers for c in m.get("tool_calls") or []}
+        return RESTARTED if self._choices.known.isdisjoint(names - {""}) else FORKED
 
     def _warn_of_ignored(self, call: Call) -> None:
         for name, reason in call.ignored.items():

@@ -195,20 +195,36 @@ class ChatTemplate:
             ContextError: the template refuses the messages, or leaves one out: some know no tools.
         """
         text = self.text(messages, answer_next=answer_next)
+        self.check_written(text, messages, num_checked, answer_next=answer_next)
+        return text
+
+    def check_written(
+        self, text: str, messages: Sequence[Message], num_checked: int, **options: Any
+    ) -> None:
+        """Raise ContextError if a text has not all messages of other roles than the model's.
+
+        It must have the model's tool calls, too. Templates may leave out thoughts.
+
+        Args:
+            text: of the messages.
+            messages: of the conversation.
+            num_checked: number of leading messages of which it is known that they are written.
+            options: of `text`, by which it was made.
+        """
         for index, message in enumerate(messages[num_checked:], num_checked):
-            if not self._writes(message, text, [*messages], index, answer_next):
+            if not self._writes(message, text, [*messages], index, options):
                 role = message.get("role")
                 what = "tool calls" if role == "assistant" else f"messages of the role {role}"
                 raise ContextError(f"the chat template leaves out {what}")
-        return text
 
     def _writes(
-        self, message: Message, text: str, messages: list[Message], index: int, answer_next: bool
+        self,
+        message: Message,
+        text: str,
+        messages: list[Message],
+        index: int,
+        options: Mapping[str, Any],
     ) -> bool:
-        """Return whether a text has a message of another role than the model's, or its calls.
-
-        Templates may leave out thoughts of earlier answers.
-        """
         role, calls = message.get("role"), message.get("tool_calls")
         others = [{key: value for key, value in message.items() if key != "tool_calls"}]
         part = "" if role == "assistant" else message_text(message).strip()
@@ -221,7 +237,7 @@ class ChatTemplate:
             return True
         try:  # changed or left out? the text without it tells
             messages[index : index + 1] = others if role == "assistant" else []
-            writes = self.text(messages, answer_next=answer_next) != text
+            writes = self.text(messages, **options) != text
         except ContextError:  # the template requires it
             writes = True
         if writes:

@@ -16,7 +16,7 @@ from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.env.protocol import Action, Env, EnvStep
 from skyrl_fast.rollout.env.reward_env import RewardEnv
 from skyrl_fast.rollout.env.reward_functions import GroupRewards, RewardFunctions
-from skyrl_fast.rollout.loop_settings import copy_row
+from skyrl_fast.rollout.rows import copy_row
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 SEEN: list[Any] = []

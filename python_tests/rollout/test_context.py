@@ -148,7 +148,7 @@ def test_empty_text_replaces_the_answer(tiny_tokenizer, context: str) -> None:
         ({"role": "user", "content": "a"}, "a"),
         ({"role": "assistant", "content": None, "tool_calls": [CALL]}, ""),
         ({"role": "assistant", "tool_calls": [CALL]}, ""),
-        ({"role": "user", "content": [{"type": "text", "text": "a"}, "b", {"type": "x"}]}, "ab"),
+        ({"role": "user", "content": [{"type": "text", "text": "a"}, "b", {"type": "x"}]}, "a\nb"),
     ],
 )
 def test_text_of_a_message(message: dict[str, Any], text: str) -> None:

@@ -362,6 +362,11 @@ GOOD = {"observations": [], "reward": 1, "done": False}
         ({"observations": [], 3: 4}, r"lacks reward, done; it has \['3', 'observations'\]"),
         ({**GOOD, "observations": [1]}, "wanted messages with role and content"),
         ({**GOOD, "observations": [{"role": "user"}]}, "wanted messages with role and content"),
+        (
+            {**GOOD, "observations": [{"role": "tool", "content": {}}]},
+            "message 0: content: expected",
+        ),
+        ({**GOOD, "postprocessed_action": {"role": "assistant", "content": [{}]}}, "got a part of"),
         ({**GOOD, "postprocessed_action": 3}, "postprocessed_action: wanted text or an assistant"),
         ({**GOOD, "postprocessed_action": {"role": "user", "content": ""}}, "assistant message"),
     ],
@@ -380,10 +385,13 @@ def test_invalid_step_results(answer: Any, message: str) -> None:
         ("text", [{"role": "user", "content": "text"}]),
         ({"role": "tool", "content": "t"}, [{"role": "tool", "content": "t"}]),
         ([{"role": "user", "content": "a"}], [{"role": "user", "content": "a"}]),
-        ([{"role": "assistant", "tool_calls": [1]}], [{"role": "assistant", "tool_calls": [1]}]),
+        (
+            [{"role": "developer", "content": [{"text": "a"}, "b"], "own": 1, "name": None}],
+            [{"role": "system", "content": "a\nb", "own": 1}],
+        ),
     ],
 )
-def test_observation_formats(value: Any, wanted: list[dict[str, str]]) -> None:
+def test_observation_formats(value: Any, wanted: list[dict[str, Any]]) -> None:
     assert messages_of(value, PlainData(1_000)) == wanted
 
 

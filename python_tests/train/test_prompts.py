@@ -77,6 +77,92 @@ def test_invalid_prompt_files_error_names_the_place(
         load_prompts([str(tmp_path / name)], default_env_class="d")
 
 
+ROWS = [{"prompt": "a", "answer": "1"}, {"prompt": [{"role": "user", "content": "b"}], "n": 2}]
+
+
+class OfPolars:
+    """A table of polars, as far as it is used."""
+
+    columns = ("prompt", "answer")
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        return ROWS[:1] * 2
+
+
+@pytest.mark.spec("rollout.tables")
+def test_tables_give_their_rows() -> None:
+    pandas, pyarrow = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
+    datasets = pytest.importorskip("datasets")
+    texts = {"prompt": ["a", "a"], "answer": ["1", "1"]}
+    data = datasets.Dataset.from_dict(texts)
+    for source in (
+        pandas.DataFrame(texts),
+        pyarrow.table(texts),
+        pyarrow.table(texts).to_batches()[0],
+        OfPolars(),
+        data,
+        data.to_iterable_dataset(),
+    ):
+        prompts = prompts_from(source, default_env_class="e")
+        assert [(p.messages[0]["content"], p.env_extras) for p in prompts] == [
+            ("a", {"answer": "1"})
+        ] * 2, type(source)
+    for column in (data["prompt"], pandas.Series(["a", "a"]), pyarrow.array(["a", "a"])):
+        assert [p.messages[0]["content"] for p in prompts_from(column, default_env_class="e")] == [
+            *"aa"
+        ]
+    # A missing value is null, not NaN; lists that pandas has read are arrays.
+    frame = pandas.DataFrame([*ROWS, {"prompt": np.array([{"role": "user", "content": "c"}])}])
+    first, second, third = prompts_from(frame, default_env_class="e")
+    assert (first.env_extras, second.env_extras) == (
+        {"answer": "1", "n": None},
+        {"answer": None, "n": 2},
+    )
+    assert third.messages == [{"role": "user", "content": "c"}] and third.env_class == "e"
+
+
+@pytest.mark.spec("rollout.tables")
+def test_other_tables_and_mappings_are_refused() -> None:
+    class Frame:
+        columns = ("prompt", "answer")
+
+        def __iter__(self) -> Any:
+            return iter(self.columns)
+
+    for source, error in [
+        (Frame(), "prompts: expected rows, got a Frame"),
+        ({"train": ROWS}, "prompts: expected rows, got a mapping with train"),
+    ]:
+        with pytest.raises(ValueError, match=error):
+            prompts_from(source, default_env_class="e")
+
+
+@pytest.mark.spec("rollout.message-forms", "rollout.tools")
+@pytest.mark.parametrize(
+    ("row", "error"),
+    [
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
+            "prompt: message 0: content",
+        ),
+        ({"prompt": "a", "tools": "{"}, "tools: expected JSON"),
+        ({"prompt": "a", "tools": float("nan")}, "tools: wanted a list of mappings"),
+        ({"prompt": "a", "chat_template_kwargs": 3}, "chat_template_kwargs: expected a mapping"),
+    ],
+)
+def test_rows_that_no_template_takes_are_named(row: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=f"^prompts, row 1: {error}"):
+        prompts_from(["a", row], default_env_class="e")
+
+
+def test_environments_get_the_messages_of_the_row_and_tools_as_a_list() -> None:
+    messages = [{"role": "developer", "content": [{"type": "text", "text": "a"}]}]
+    row = {"prompt": messages, "tools": '[{"type": "function"}]'}
+    (prompt,) = prompts_from([row], default_env_class="e")
+    assert prompt.messages == messages
+    assert prompt.env_extras == {"tools": [{"type": "function"}]}
+
+
 @pytest.mark.spec("run.same-prompts")
 def test_digest_depends_on_rows_and_order_only() -> None:
     def digest(*rows: dict[str, Any]) -> str:

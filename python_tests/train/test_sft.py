@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from helpers._fakes import tiny_model
 from skyrl_fast.cli import main
 from skyrl_fast.config import GeneratorConfig, SamplingParams
 from skyrl_fast.train.data.demonstrations import chat_of, demonstrated_steps
+from skyrl_fast.train.data.prompts import prompts_from
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.setup.errors import SetupError
 from skyrl_fast.train.supervised import sft
@@ -59,6 +61,73 @@ def test_answers_of_weight_0_are_context_only(tiny_tokenizer: Any) -> None:
     chat = [CHAT[0], {**CHAT[1], "weight": 0}, *CHAT[2:]]
     steps = demonstrated_steps(chat_of(chat, "row 0"), tiny_tokenizer, generator(), "row 0")
     assert [step.loss_mask for step in steps] == [[0, 0, 0], [1, 1]]
+
+
+@pytest.mark.spec("sft.rows")
+@pytest.mark.parametrize(
+    "flag",
+    [{"weight": "0"}, {"weight": 0.0}, {"train": False}, {"loss": False}, {"loss": "false"},
+     {"train": True, "weight": 0}],
+)  # fmt: skip
+def test_flags_exclude_answers(flag: dict[str, Any], tiny_tokenizer: Any) -> None:
+    kept = {"weight": 1, "train": True, "loss": None}
+    chat = [{**CHAT[0], "train": False}, {**CHAT[1], **flag}, CHAT[2], {**CHAT[3], **kept}]
+    steps = demonstrated_steps(chat_of(chat, "row 0"), tiny_tokenizer, generator(), "row 0")
+    assert [step.loss_mask for step in steps] == [[0, 0, 0], [1, 1]]
+    (name,) = [name for name in flag if name != "train"] or ["train"]
+    with pytest.raises(ValueError, match=f"^row 0: {name}: expected 0, 1, true or false, got 0.5"):
+        chat_of([CHAT[0], {**CHAT[1], name: 0.5}], "row 0")
+
+
+TOOLS = [{"type": "function", "function": {"name": "look"}}]
+
+
+@pytest.mark.spec("sft.template-arguments")
+@pytest.mark.parametrize("as_text", [False, True])
+def test_template_arguments_of_a_row(
+    as_text: bool, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = (
+        "{% for t in tools or [] %}({{ t.function.name }}){% endfor %}{{ style }} "
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    given: dict[str, Any] = {"tools": TOOLS, "chat_template_kwargs": {"style": "short"}}
+    given = {name: json.dumps(v) for name, v in given.items()} if as_text else given
+
+    def made(config: Any, *, prompts: Any, make_rollouts: Any, **_: Any) -> Any:
+        async def go() -> Any:
+            rollouts = await make_rollouts(config, tiny_tokenizer, "")
+            tasks = prompts_from(prompts, default_env_class="e")
+            return await rollouts.generate(tasks, step=0, phase="train")
+
+        return asyncio.run(go())
+
+    monkeypatch.setattr("skyrl_fast.train.supervised.train", made)
+    kwargs = {"style": "long", "tools": TOOLS * 2}
+    options = {"chat_template": template, "chat_template_kwargs": kwargs, "max_input_length": 64}
+    config = {"trainer.policy.model.path": "m"}
+    config |= {f"generator.{name}": value for name, value in options.items()}
+    rows: Any = [{"messages": CHAT[:2], **given}, CHAT[:2]]
+    trajectories: Any = sft(config, demonstrations=rows)
+    texts = [tiny_tokenizer.decode(list(t.steps[0].prompt_token_ids)) for t in trajectories]
+    end = " user:ab<|im_end|>assistant:"
+    assert texts == [f"(look)short{end}", f"(look)(look)long{end}"]
+
+
+@pytest.mark.spec("sft.refused-rows")
+def test_rows_that_the_template_refuses_are_named_before_a_model_is_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr("skyrl_fast.train.run.make_models", fail)
+    refusing = "{{ raise_exception('no b') if 'b' in messages[-1].content }}"
+    rows = [{"prompt": "a", "completion": "c"}] * 3 + [{"prompt": "b", "completion": "c"}]
+    options = settings(folder, "run", **{"generator.chat_template": refusing})
+    with pytest.raises(SetupError, match=r"^demonstrations, row 3, message 1: the chat template"):
+        sft(options, demonstrations=rows)
 
 
 @pytest.mark.spec("sft.rows")

@@ -272,7 +272,7 @@ def _prompt_lines(attempt: _Attempt, trajectory: Trajectory) -> list[str]:
     if trajectory.steps:
         text = attempt.tokenizer.decode(list(trajectory.steps[0].prompt_token_ids))
     else:
-        text = "\n".join(f"[{m['role']}] {m['content']}" for m in attempt.prompt.messages)
+        text = "\n".join(f"[{m['role']}] {m.get('content')}" for m in attempt.prompt.messages)
     return _entry("prompt", text, indent="")
 
 

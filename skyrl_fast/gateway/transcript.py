@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_fast.gateway.dialects.openai_chat import plain_arguments
 from skyrl_fast.gateway.messages import Answer, Call, Choice
-from skyrl_fast.rollout.chat_template import Message
+from skyrl_fast.rollout.chat_messages import Message, parse_arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +19,13 @@ class _Said:
             included.
         messages: the others before the answer.
         answer: assistant message.
-        tools: that the request offered.
+        template: what else the request says of the prompt: `tools`, `chat_template_kwargs`.
     """
 
     shared: int
     messages: list[Message]
     answer: Message
-    tools: list[dict[str, Any]] | None
+    template: dict[str, Any]
 
 
 class Transcript:
@@ -45,10 +44,12 @@ class Transcript:
         if call.messages is None or answer.id in self._ids:
             return
         self._ids.add(answer.id)
+        given = {"tools": call.tools, "chat_template_kwargs": call.template_kwargs}
+        template = {name: value for name, value in given.items() if value}
         for choice in answer.choices:
             message = _message(choice)
             shared = _shared(self._last, call.messages)
-            self._said.append(_Said(shared, call.messages[shared:], message, call.tools))
+            self._said.append(_Said(shared, call.messages[shared:], message, template))
             self._last = [*call.messages, message]
 
     def records(self) -> list[dict[str, Any]]:
@@ -58,7 +59,7 @@ class Transcript:
                 "shared": said.shared,
                 "messages": said.messages,
                 "answer": said.answer,
-                **({} if said.tools is None else {"tools": said.tools}),
+                **said.template,
             }
             for said in self._said
         ]
@@ -74,7 +75,7 @@ def _message(choice: Choice) -> Message:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": plain_arguments(call.arguments)},
+                "function": {"name": call.name, "arguments": parse_arguments(call.arguments)},
             }
             for call in choice.tool_calls
         ]

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from skyrl_fast.config import GeneratorConfig
 from skyrl_fast.rollout.activity import ACTING, GENERATING, Activity, ActivityBoard
 from skyrl_fast.rollout.answer_parser import AnswerParser
+from skyrl_fast.rollout.chat_messages import template_kwargs_of
 from skyrl_fast.rollout.chat_template import ChatTemplate, Message, message_text
 from skyrl_fast.rollout.context import Context, make_context
 from skyrl_fast.rollout.continued import VersionedGeneration
@@ -124,9 +125,10 @@ class _EnvEpisode:
             await self._env.close()
 
     def _template_kwargs(self) -> dict[str, Any]:
-        tools = self._prompt.env_extras.get("tools")
-        shared = self._loop.config.chat_template_kwargs
-        return dict(shared) if tools is None else {**shared, "tools": tools}
+        return {
+            **self._loop.config.chat_template_kwargs,
+            **template_kwargs_of(self._prompt.env_extras),
+        }
 
     async def _turns(
         self,

@@ -13,9 +13,8 @@ from functools import cache, lru_cache
 from itertools import takewhile
 from typing import Any
 
+from skyrl_fast.rollout.chat_messages import BETWEEN_PARTS, Message
 from skyrl_fast.rollout.tokenization import decode, encode
-
-Message = dict[str, Any]
 
 # A text of more characters than this for each of n tokens has more than n tokens.
 CHARACTERS_PER_TOKEN = 512
@@ -49,7 +48,9 @@ def message_text(message: Message) -> str:
     if content is None:
         return ""
     if isinstance(content, list):
-        return "".join(str(p.get("text", "")) if isinstance(p, dict) else str(p) for p in content)
+        parts = [p.get("text") if isinstance(p, dict) else p for p in content]
+        texts = [str(part) for part in parts if part is not None]
+        return BETWEEN_PARTS.join(texts)
     return str(content)
 
 

@@ -123,6 +123,7 @@ def train(
     estimator: Callable[..., Any] | str | None = None,
     callbacks: Sequence[Callback] = (),
     make_rollouts: MakeRollouts | None = None,
+    check_rollouts: Callable[[Config, str], None] | None = None,
 ) -> TrainResult:
     """Train an agent; all output is written to the run folder.
 
@@ -135,8 +136,8 @@ def train(
         env: an `Env` class or a factory that creates a trajectory's environment from its row; or
             a name as in `environment.env_class`. None: `environment.env_class`.
         prompts: rows (mappings with `prompt`), strings or lists of chat messages; a
-            `datasets.Dataset`; a file; or a dataset on the Hugging Face hub, of which the split
-            "train" is used. None: `data.train_data`.
+            `datasets.Dataset` or a table of pandas, polars or pyarrow; a file; or a dataset on the
+            Hugging Face hub, of which the split "train" is used. None: `data.train_data`.
         eval_prompts: the same for evaluation (split "test"). None: `data.val_data`.
         reward: instead of an environment: `reward(answer, row)` for single-turn tasks.
         reward_funcs: the same by TRL's reward functions: one, or a list whose rewards are added;
@@ -150,6 +151,8 @@ def train(
         callbacks: called after steps, evaluations and checkpoints.
         make_rollouts: factory of the rollouts, called with settings, tokenizer and model folder;
             None: vLLM.
+        check_rollouts: called with settings and model folder before a run loads its model for the
+            first time; raises ValueError for data that `make_rollouts` refuses.
 
     Raises:
         ConfigError: a setting is unknown, of the wrong type or out of range.
@@ -191,6 +194,7 @@ def train(
         make_env=make_env,
         callbacks=callbacks,
         make_rollouts=make_rollouts,
+        check_rollouts=check_rollouts,
     )
     if config.trainer.placement.policy_num_nodes > 1 or config.engines_on_cluster:
         from skyrl_fast.train.cluster import run_on_cluster
@@ -211,6 +215,7 @@ def _run_here(
     make_env: MakeEnv | None,
     callbacks: Sequence[Callback],
     make_rollouts: MakeRollouts | None,
+    check_rollouts: Callable[[Config, str], None] | None,
 ) -> TrainResult:
     """Run with rank 0 in this process."""
     checkpoints = checkpoint_folder(config)
@@ -226,6 +231,8 @@ def _run_here(
                 model_folder(model_path(config, None))  # for the engine
             if make_rollouts is None:
                 _check_rollouts(config, folder, data, make_env)
+            if check_rollouts is not None and start.checkpoint is None:
+                check_rollouts(config, str(folder))
             plan = planned_memory(config, start.checkpoint, with_engine=make_rollouts is None)
             saved = None if plan is None else plan.saved_logits_bytes
             make: Callable[[Ranks], Models] = partial(

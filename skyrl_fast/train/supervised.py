@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from skyrl_fast.batch import batch_from_trajectories
 from skyrl_fast.batch.segments import segment_sums
 from skyrl_fast.config import Config, ConfigSource, as_config
 from skyrl_fast.rollout.activity import ActivityBoard
-from skyrl_fast.rollout.context import ContextError, Message
+from skyrl_fast.rollout.chat_messages import Message, template_kwargs_of
 from skyrl_fast.rollout.loop_settings import loop_settings
 from skyrl_fast.rollout.stop_reason import STOP
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.train.callbacks import Callback
 from skyrl_fast.train.data.demonstrations import chat_of, demonstrated_steps, first_answer
-from skyrl_fast.train.data.prompts import Prompt, placed_rows
-from skyrl_fast.train.model.policy import Policy
+from skyrl_fast.train.data.prompts import Prompt, PromptSource, placed_rows, rows_from
+from skyrl_fast.train.model.policy import Policy, load_tokenizer
 from skyrl_fast.train.run import TrainResult, train
 from skyrl_fast.train.setup.errors import SetupError
 from skyrl_fast.train.setup.run_data import EVAL_UID
@@ -28,7 +27,7 @@ from skyrl_fast.train.setup.run_data import EVAL_UID
 def sft(
     config: ConfigSource,
     *,
-    demonstrations: Iterable[Any] | None = None,
+    demonstrations: PromptSource | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> TrainResult:
     """Train a model on demonstrations; all output is written to the run folder.
@@ -44,7 +43,8 @@ def sft(
 
     Args:
         config: as for `train`. `data.train_data` are files or data sets on the hub.
-        demonstrations: rows in memory instead of `data.train_data`; see `chat_of`.
+        demonstrations: rows instead of `data.train_data`: in a list, a `datasets.Dataset` or a
+            table of pandas, polars or pyarrow; see `chat_of`.
         callbacks: called after steps, evaluations and checkpoints.
 
     Raises:
@@ -59,24 +59,27 @@ def sft(
         1
     """
     config = _settings(as_config(config))
+    data = config.data
     try:
         if demonstrations is None:
-            rows = [row for path in config.data.train_data for row in placed_rows(path, "train")]
+            rows = [row for path in data.train_data for row in placed_rows(path, "train")]
         else:
-            rows = [(f"demonstrations, row {n}", row) for n, row in enumerate(demonstrations)]
-        held_out = [row for path in config.data.val_data for row in placed_rows(path, "test")]
-        chats = [(where, chat_of(row, where)) for where, row in rows]
-        held_out_chats = [(where, chat_of(row, where)) for where, row in held_out]
+            rows = [*rows_from(demonstrations, "train", "demonstrations")]
+        held_out = [row for path in data.val_data for row in placed_rows(path, "test")]
+        chats = [_chat(row, where) for where, row in rows]
+        held_out_chats = [_chat(row, where) for where, row in held_out]
     except ValueError as error:
         raise SetupError(str(error)) from error
     numbered = {str(number): chat for number, chat in enumerate(chats)}
     numbered |= {f"{EVAL_UID}{number}": chat for number, chat in enumerate(held_out_chats)}
+    maker = _DemonstrationMaker(numbered)
     return train(
         config,
-        prompts=_prompts(chats),
-        eval_prompts=_prompts(held_out_chats) or None,
+        prompts=[chat.row for chat in chats],
+        eval_prompts=[chat.row for chat in held_out_chats] or None,
         callbacks=callbacks,
-        make_rollouts=partial(_demonstrations, chats=numbered),
+        make_rollouts=maker,
+        check_rollouts=maker.check,
     )
 
 
@@ -101,26 +104,59 @@ def _settings(config: Config) -> Config:
     return replace(config, trainer=trainer, generator=generator)
 
 
-def _prompts(chats: Iterable[tuple[str, list[Message]]]) -> list[dict[str, Any]]:
-    return [{"prompt": chat[: first_answer(chat)], "demonstration": chat} for _, chat in chats]
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """A demonstration: its location, messages, and the row's arguments of the chat template."""
+
+    where: str
+    messages: list[Message]
+    template_kwargs: dict[str, Any]
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The row by which the run knows it; a resumed run must have the same."""
+        kwargs = {"chat_template_kwargs": self.template_kwargs} if self.template_kwargs else {}
+        prompt = self.messages[: first_answer(self.messages)]
+        return {"prompt": prompt, "demonstration": self.messages, **kwargs}
 
 
-async def _demonstrations(
-    config: Config,
-    tokenizer: Any,
-    model_path: str,
-    *,
-    chats: Mapping[str, tuple[str, list[Message]]],
-) -> Demonstrations:
-    generator = loop_settings(config)
+def _chat(row: Any, where: str) -> _Chat:
+    messages = chat_of(row, where)
     try:
-        steps = {
-            uid: demonstrated_steps(chat, tokenizer, generator, where)
-            for uid, (where, chat) in chats.items()
+        return _Chat(where, messages, template_kwargs_of(row) if isinstance(row, Mapping) else {})
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+class _DemonstrationMaker:
+    """Makes the `Demonstrations` of chats, which are known by uid.
+
+    Rows that the chat template refuses are found before a model is loaded.
+    """
+
+    def __init__(self, chats: Mapping[str, _Chat]) -> None:
+        self._chats = chats
+        self._steps: dict[str, list[Step]] = {}
+
+    def check(self, config: Config, model_path: str) -> None:
+        """Tokenize all chats; raise ValueError, which names the row, for one that is invalid."""
+        self._steps = self._tokenize(config, load_tokenizer(model_path))
+
+    async def __call__(self, config: Config, tokenizer: Any, model_path: str) -> Demonstrations:
+        return Demonstrations(self._steps or self._tokenize(config, tokenizer))
+
+    def _tokenize(self, config: Config, tokenizer: Any) -> dict[str, list[Step]]:
+        generator = loop_settings(config)
+        return {
+            uid: demonstrated_steps(
+                chat.messages,
+                tokenizer,
+                generator,
+                chat.where,
+                template_kwargs=chat.template_kwargs,
+            )
+            for uid, chat in self._chats.items()
         }
-    except ContextError as error:
-        raise ValueError(str(error)) from error
-    return Demonstrations(steps)
 
 
 class Demonstrations:

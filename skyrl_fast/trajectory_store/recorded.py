@@ -16,6 +16,7 @@ from skyrl_fast.trajectory_store.parts import read_lines
 from skyrl_fast.trajectory_store.reader import StoredStep, StoredTrajectory, read_trajectories
 
 MESSAGES = "messages.jsonl"  # in the folder of a recording
+TEMPLATE_KEYS = ("tools", "chat_template_kwargs")  # of a call there
 
 
 def recorded_trajectories(
@@ -100,9 +101,10 @@ def _step(stored: StoredStep) -> Step:
 def sft_rows(run: str | Path, *, min_reward: float | None = None) -> Iterator[dict[str, Any]]:
     """Yield the conversations of a recording as rows of `skyrl-fast sft`.
 
-    A row has `messages`, with `tools` if the request offered some. Each answer of the policy is
-    trained in one row: a conversation that only grew is one row, a fork is another, in which
-    answers that an earlier row trains, and those of other models, have `weight` 0.
+    A row has `messages`, with the `tools` and `chat_template_kwargs` of its requests. Each answer
+    of the policy is trained in one row: a conversation that only grew is one row, a fork is
+    another, in which answers that an earlier row trains, and those of other models, have `weight`
+    0.
 
     Args:
         run: folder of a recording.
@@ -125,10 +127,11 @@ def _rows(calls: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     for call in calls:
         last = [*last[: call["shared"]], *call["messages"], call["answer"]]
         chats.append(last)
-    chains = [_chain(chat) for chat in chats]
+    templates = [{name: call[name] for name in TEMPLATE_KEYS if name in call} for call in calls]
+    chains = [_chain(chat, template) for chat, template in zip(chats, templates, strict=True)]
     untrained = {chain[-1] for chain in chains}  # answers that no row has yet
     continued = {digest for chain in chains for digest in chain[:-1]}
-    for call, chat, chain in zip(calls, chats, chains, strict=True):
+    for template, chat, chain in zip(templates, chats, chains, strict=True):
         if chain[-1] in continued or chain[-1] not in untrained:
             continue
         messages = []
@@ -137,14 +140,15 @@ def _rows(calls: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
             untrained.discard(digest)
             skipped = message["role"] == "assistant" and not trained
             messages.append({**message, "weight": 0} if skipped else message)
-        yield {"messages": messages, **({"tools": call["tools"]} if "tools" in call else {})}
+        yield {"messages": messages, **template}
 
 
-def _chain(chat: Sequence[Mapping[str, Any]]) -> list[bytes]:
-    """Return a digest of the conversation up to each message."""
+def _chain(chat: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> list[bytes]:
+    """Return a digest of the conversation up to each message; with other tools it is another."""
 
     def link(before: bytes, message: Any) -> bytes:
         text = json.dumps(message, sort_keys=True, default=str)
         return hashlib.blake2b(before + text.encode(), digest_size=16).digest()
 
-    return list(accumulate(chat, link, initial=b""))[1:]
+    first = link(b"", template) if template else b""
+    return list(accumulate(chat, link, initial=first))[1:]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, Literal
@@ -21,7 +20,7 @@ from skyrl_fast.gateway.dialects.dialect import (
 from skyrl_fast.gateway.dialects.parameters import CHAT, check_parameters
 from skyrl_fast.gateway.messages import Answer, ApiError, Call, Choice, ToolCall
 from skyrl_fast.gateway.request_body import Fields, RequestBodies
-from skyrl_fast.rollout.chat_template import Message
+from skyrl_fast.rollout.chat_messages import Message, normalize_message, normalize_tools
 from skyrl_fast.rollout.tool_calls import REQUIRED
 
 MAX_CHOICES = 128  # OpenAI's limit of n
@@ -46,7 +45,7 @@ class Function(Fields):
 class CalledTool(Fields):
     """A tool call of an assistant message."""
 
-    id: str = ""
+    id: str | None = None
     type: Literal["function"] = "function"
     function: Function
 
@@ -61,15 +60,27 @@ class ChatMessage(Fields):
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    function_call: Any = None
 
     @cached_property
     def plain(self) -> Message:
         """The message as chat templates take it; the same object in later calls that repeat it.
 
         Raises:
-            ApiError: it has other parts than text.
+            ApiError: it has other parts than text, or OpenAI's earlier form of tool calls.
         """
-        return _message(self)
+        try:
+            return normalize_message(self.model_dump(include=_MESSAGE_FIELDS))
+        except ValueError as error:
+            raise ApiError(400, str(error)) from None
+
+
+# Templates see no other keys, as in vLLM's server: clients add some of their own to answers.
+_CALL_FIELDS = {**dict.fromkeys(("id", "type"), True), "function": {"name", "arguments"}}
+_MESSAGE_FIELDS: Any = {
+    **dict.fromkeys(ChatMessage.model_fields, True),
+    "tool_calls": {"__all__": _CALL_FIELDS},
+}
 
 
 class Tool(Fields):
@@ -230,7 +241,7 @@ def callable_tools(
             functions.append({"type": "function", "function": function})
         else:
             ignored[f"a tool of type {kind}"] = "the model here cannot call it, and does not see it"
-    return functions or None
+    return normalize_tools(functions) or None
 
 
 def forced_tool(choice: str | dict[str, Any] | None) -> str | None:
@@ -260,20 +271,6 @@ def stop_strings(stop: str | list[str] | None) -> list[str] | None:
     return stops or None
 
 
-def text_of(content: str | list[Part] | None) -> str:
-    """Return a content as text; parts are joined by line breaks, as vLLM's server does.
-
-    Raises:
-        ApiError: it is not only text.
-    """
-    if content is None or isinstance(content, str):
-        return content or ""
-    for part in content:
-        if part.text is None:
-            raise ApiError(400, f"content: wanted text, got a part of type {part.type!r}")
-    return "\n".join(part.text or "" for part in content)
-
-
 def usage(answer: Answer) -> dict[str, Any]:
     """Return the token counts of an answer."""
     return {
@@ -281,39 +278,6 @@ def usage(answer: Answer) -> dict[str, Any]:
         "completion_tokens": answer.num_sampled_tokens,
         "total_tokens": answer.num_prompt_tokens + answer.num_sampled_tokens,
     }
-
-
-def plain_arguments(arguments: str) -> Any:
-    """Return a call's arguments as chat templates take them: a mapping where it is one."""
-    try:
-        values = json.loads(arguments)
-    except ValueError:
-        return arguments
-    return values if isinstance(values, dict) else arguments
-
-
-def _message(message: ChatMessage) -> Message:
-    role = "system" if message.role == "developer" else message.role
-    plain: Message = {"role": role, "content": text_of(message.content)}
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": plain_arguments(call.function.arguments),
-                },
-            }
-            for call in message.tool_calls
-        ]
-    if (message.reasoning_content or message.reasoning) is not None:
-        plain["reasoning_content"] = message.reasoning_content or message.reasoning
-    for name in ("tool_call_id", "name"):
-        value = getattr(message, name)
-        if value is not None:
-            plain[name] = value
-    return plain
 
 
 def _head(answer: Answer, kind: str) -> dict[str, Any]:

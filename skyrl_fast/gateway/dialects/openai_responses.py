@@ -19,12 +19,11 @@ from skyrl_fast.gateway.dialects.openai_chat import (
     callable_tools,
     forced_tool,
     openai_error,
-    plain_arguments,
 )
 from skyrl_fast.gateway.dialects.parameters import RESPONSES, check_parameters
 from skyrl_fast.gateway.messages import Answer, ApiError, Call
 from skyrl_fast.gateway.request_body import Fields, RequestBodies
-from skyrl_fast.rollout.chat_template import Message
+from skyrl_fast.rollout.chat_messages import Message, parse_arguments
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -206,7 +205,7 @@ def _messages(given: str | list[Item]) -> list[Message]:
             if not messages or messages[-1]["role"] != "assistant" or thoughts:
                 messages.append({"role": "assistant", "content": "", **thoughts})
                 thoughts = {}
-            function = {"name": item.name, "arguments": plain_arguments(item.arguments)}
+            function = {"name": item.name, "arguments": parse_arguments(item.arguments)}
             calls = messages[-1].setdefault("tool_calls", [])
             calls.append({"id": item.call_id, "type": "function", "function": function})
         elif item.type == "function_call_output":

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from skyrl_fast.rollout.chat_messages import normalize_message, normalize_messages
 from skyrl_fast.rollout.env.plain import PlainData, plain_repr, type_name
 from skyrl_fast.rollout.env.protocol import EnvStep, Message
 
@@ -58,7 +59,10 @@ def messages_of(value: Any, data: PlainData) -> list[Message]:
         raise AnswerError(f"messages: {error}") from error
     if not all(map(_is_message, messages)):
         raise AnswerError(f"wanted messages with role and content, got {plain_repr(messages)}")
-    return messages
+    try:
+        return normalize_messages(messages)
+    except ValueError as error:
+        raise AnswerError(str(error)) from error
 
 
 def answer_of(answer: Any, data: PlainData) -> EnvAnswer:
@@ -121,17 +125,17 @@ def _action(value: Any, data: PlainData) -> str | Message | None:
     if isinstance(value, Mapping):
         try:
             message: Message = data.of(value)
+            if _is_message(message) and message["role"] == "assistant":
+                return normalize_message(message)
         except (TypeError, ValueError) as error:
             raise AnswerError(f"postprocessed_action: {error}") from error
-        if _is_message(message) and message["role"] == "assistant":
-            return message
     raise AnswerError(
         f"postprocessed_action: wanted text or an assistant message, got {plain_repr(value)}"
     )
 
 
 def _is_message(value: Any) -> bool:
-    """Return whether it is a chat message; other keys pass to the chat template unchanged."""
+    """Return whether it is a chat message."""
     return (
         isinstance(value, dict)
         and isinstance(value.get("role"), str)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from skyrl_fast.config import GeneratorConfig
-from skyrl_fast.rollout.chat_template import Message
-from skyrl_fast.rollout.context import make_context, rendered_answer
+from skyrl_fast.rollout.chat_messages import Message, normalize_messages, plain_value
+from skyrl_fast.rollout.context import ContextError, make_context, rendered_answer
 from skyrl_fast.rollout.stop_reason import STOP
 from skyrl_fast.rollout.trajectory import Step
+
+FLAGS = ("weight", "train", "loss")  # of a message, by which data sets exclude answers
+_TRUE, _FALSE = ("1", "1.0", "true"), ("0", "0.0", "false")
 
 
 def chat_of(row: Any, where: str) -> list[Message]:
@@ -23,24 +26,27 @@ def chat_of(row: Any, where: str) -> list[Message]:
     Raises:
         ValueError: another row, a message without role or content, or no answer to train.
     """
-    found = row
-    if isinstance(row, Mapping):
-        found = row.get("messages")
+    found = plain_value(row)
+    if isinstance(found, Mapping):
+        given, found = found, found.get("messages")
         if found is None:
-            found = [*_as_messages(row.get("prompt"), "user")]
-            found += _as_messages(row.get("completion"), "assistant")
-    if not isinstance(found, list | tuple) or not all(
+            found = [*_as_messages(given.get("prompt"), "user")]
+            found += _as_messages(given.get("completion"), "assistant")
+    if not isinstance(found, list) or not all(
         isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in found
     ):
         raise ValueError(
             f"{where}: wanted a list of messages with role and content, `messages`, or `prompt` "
             f"and `completion`, got {row!r:.200}"
         )
-    messages = [dict(message) for message in found]
-    first = first_answer(messages)
-    if first == 0 or all(not is_trained(message) for message in messages):
+    try:
+        messages = normalize_messages(found)
+        trained = list(map(is_trained, messages))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if first_answer(messages) == 0 or not any(trained):
         raise ValueError(
-            f"{where}: wanted a prompt and an assistant message of weight other than 0 after it, "
+            f"{where}: wanted a prompt and an assistant message after it that is to be trained, "
             f"got the roles {', '.join(message['role'] for message in messages) or 'none'}"
         )
     return messages
@@ -49,7 +55,7 @@ def chat_of(row: Any, where: str) -> list[Message]:
 def _as_messages(value: Any, role: str) -> list[Any]:
     if isinstance(value, str):
         return [{"role": role, "content": value}]
-    return list(value) if isinstance(value, list | tuple) else [value]
+    return value if isinstance(value, list) else [value]
 
 
 def first_answer(messages: Sequence[Message]) -> int:
@@ -59,12 +65,26 @@ def first_answer(messages: Sequence[Message]) -> int:
 
 
 def is_trained(message: Message) -> bool:
-    """Return whether a message is an answer to train; `weight: 0` excludes it."""
-    return message["role"] == "assistant" and message.get("weight", 1) != 0
+    """Return whether a message is an answer to train; `weight: 0` or `train: false` excludes it.
+
+    Raises:
+        ValueError: one of the FLAGS is neither true nor false; the error names it.
+    """
+    flags = [(name, message[name]) for name in FLAGS if message.get(name) is not None]
+    for name, value in flags:
+        if str(value).lower() not in (*_TRUE, *_FALSE):
+            raise ValueError(f"{name}: expected 0, 1, true or false, got {value!r:.100}")
+    is_excluded = any(str(value).lower() in _FALSE for _, value in flags)
+    return message["role"] == "assistant" and not is_excluded
 
 
 def demonstrated_steps(
-    messages: Sequence[Message], tokenizer: Any, generator: GeneratorConfig, where: str
+    messages: Sequence[Message],
+    tokenizer: Any,
+    generator: GeneratorConfig,
+    where: str,
+    *,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[Step]:
     """Return a step per answer, with the prompt that the agent loop would make.
 
@@ -73,22 +93,36 @@ def demonstrated_steps(
         tokenizer: with a chat template and an end token.
         generator: settings with `context`, `chat_template` and `max_input_length` resolved.
         where: location of the row, for messages.
+        template_kwargs: the row's, such as `tools`, in place of the settings'.
 
     Raises:
-        ValueError: a prompt or an answer is longer than the settings allow.
-        ContextError: the chat template refuses the messages.
+        ValueError: the chat template refuses the messages, or a prompt or an answer is longer than
+            the settings allow. The error names row and message.
     """
+    steps: list[Step] = []
+    kwargs = {**generator.chat_template_kwargs, **(template_kwargs or {})}
+    try:
+        for step in _steps(messages, tokenizer, generator, kwargs):
+            steps.append(step)
+    except (ContextError, ValueError) as error:
+        places = [number for number, m in enumerate(messages) if m["role"] == "assistant"]
+        raise ValueError(f"{where}, message {places[len(steps)]}: {error}") from error
+    return steps
+
+
+def _steps(
+    messages: Sequence[Message], tokenizer: Any, generator: GeneratorConfig, kwargs: dict[str, Any]
+) -> Iterator[Step]:
     assert generator.max_input_length is not None
-    plain = [{k: v for k, v in message.items() if k != "weight"} for message in messages]
+    plain = [{k: v for k, v in message.items() if k not in FLAGS} for message in messages]
     place = first_answer(plain)
     options: dict[str, Any] = {
         "chat_template": generator.chat_template,
-        "template_kwargs": generator.chat_template_kwargs,
+        "template_kwargs": kwargs,
     }
     context = make_context(generator.context, tokenizer, plain[:place], **options)
     longest = generator.sampling_params.max_generate_length
-    steps: list[Step] = []
-    while place < len(plain):
+    while True:
         answer = plain[place]
         prompt = context.prompt_token_ids()
         following = first_answer(plain[place + 1 :])
@@ -100,16 +134,14 @@ def demonstrated_steps(
         ):
             if len(ids) > limit:
                 raise ValueError(
-                    f"{where}, message {place}: wanted a {name} of at most generator.{setting}="
-                    f"{limit} tokens, got {len(ids)}"
+                    f"wanted a {name} of at most generator.{setting}={limit} tokens, got {len(ids)}"
                 )
-        steps.append(_step(prompt, response, answer, is_trained(messages[place])))
-        context.add_response(response, answer, replaced=False)
-        context.add_observation(observation)
+        yield _step(prompt, response, answer, is_trained(messages[place]))
         place += 1 + following
         if place == len(plain):
-            break
-    return steps
+            return
+        context.add_response(response, answer, replaced=False)
+        context.add_observation(observation)
 
 
 def _step(prompt: list[int], response: list[int], answer: Message, trained: bool) -> Step:

@@ -1,7 +1,8 @@
 """Prompts from rows in SkyRL's format, and the order of the prompts in training.
 
 A row is a mapping with `prompt` (a list of chat messages), optionally `env_class`, `data_source`,
-`tools` (for the chat template) and further keys; the environment gets them as `env_extras`.
+`tools` and `chat_template_kwargs` (for the chat template) and further keys; the environment gets
+them as `env_extras`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,18 @@ from typing import Any
 
 import torch
 
-from skyrl_fast.setting import tools_error
+from skyrl_fast.rollout.chat_messages import (
+    normalize_messages,
+    parse_json,
+    plain_value,
+    template_kwargs_of,
+    without_nulls,
+)
 
 PromptSource = str | os.PathLike[str] | Iterable[Any]
 SUFFIXES = (".jsonl", ".json", ".parquet")
+CHATS = ("prompt", "messages", "completion")  # columns of messages
+TEMPLATE_KWARGS = ("tools", "chat_template_kwargs")  # columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,23 +72,13 @@ def prompts_from(
     """Return prompts from rows in memory, from files, or from a dataset on the hub.
 
     Args:
-        source: rows as in the files, strings or lists of chat messages, in a list or a
-            `datasets.Dataset`; or the name of a file or of a dataset on the hub. In a list, a
-            `Path`, or a string that ends in .jsonl, .json or .parquet, is a file.
+        source: of `rows_from`; a row may also be a string or a list of chat messages.
         default_env_class, prefix, split: as for `load_prompts`.
 
     Raises:
-        ValueError: as for `load_prompts`; or the source is a mapping, e.g. of several splits.
+        ValueError: as for `load_prompts` and `rows_from`.
     """
-    if isinstance(source, (str, os.PathLike)):
-        source = [Path(source)] if isinstance(source, os.PathLike) else [source]
-        paths = [os.fspath(path) for path in source]
-        return load_prompts(paths, default_env_class=default_env_class, prefix=prefix, split=split)
-    if isinstance(source, Mapping):
-        raise ValueError(
-            f"prompts: wanted rows, got a mapping with {', '.join(map(str, source))}: choose one"
-        )
-    return _prompts(_placed_items(source, split), default_env_class, prefix)
+    return _prompts(rows_from(source, split, "prompts"), default_env_class, prefix)
 
 
 def _prompts(rows: Iterable[tuple[str, Any]], default_env_class: str, prefix: str) -> list[Prompt]:
@@ -89,13 +88,70 @@ def _prompts(rows: Iterable[tuple[str, Any]], default_env_class: str, prefix: st
     ]
 
 
-def _placed_items(items: Iterable[Any], split: str) -> Iterator[tuple[str, Any]]:
-    for number, item in enumerate(items):
+def rows_from(source: PromptSource, split: str, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield each row with its location for error messages.
+
+    Args:
+        source: rows, in a list, a `datasets.Dataset` or a table of pandas, polars or pyarrow; or
+            the name of a file or of a dataset on the hub. In a list, a `Path`, or a string that
+            ends in .jsonl, .json or .parquet, is a file.
+        split: of datasets on the hub.
+        name: of the argument, for messages.
+
+    Raises:
+        ValueError: a file as for `load_prompts`; or the source is a mapping, e.g. of several
+            splits, or a table of another kind.
+    """
+    if isinstance(source, str | os.PathLike):
+        yield from placed_rows(os.fspath(source), split)
+        return
+    for number, item in enumerate(_rows_of(source, name)):
         if isinstance(item, os.PathLike) or _is_file_name(item):
             yield from placed_rows(os.fspath(item), split)
         else:
-            row = {"prompt": item} if isinstance(item, str | list | tuple) else item
-            yield f"prompts, row {number}", row
+            yield f"{name}, row {number}", item
+
+
+def _rows_of(source: Iterable[Any], name: str) -> Iterable[Any]:
+    """Return the rows of a source, which may iterate over the names of its columns."""
+    if isinstance(source, Mapping):
+        names = ", ".join(map(str, source))
+        raise ValueError(f"{name}: expected rows, got a mapping with {names}: choose one")
+    kind = type(source)
+    table: Any = source
+    if callable(getattr(kind, "to_pylist", None)):  # of pyarrow
+        return map(_without_fill, table.to_pylist())
+    if callable(getattr(kind, "to_dicts", None)):  # of polars
+        return map(_without_fill, table.to_dicts())
+    if callable(getattr(kind, "notna", None)):  # of pandas, whose missing values may be NaN
+        values = table.astype(object).where(table.notna(), None)
+        return map(_without_fill, values.to_dict("records") if values.ndim > 1 else values)
+    if hasattr(source, "column_names") or hasattr(source, "column_name"):  # of datasets
+        return map(_without_fill, source)
+    if hasattr(source, "columns"):
+        raise ValueError(f"{name}: expected rows, got a {kind.__name__}: pass a list of its rows")
+    return source
+
+
+def _without_fill(row: Any) -> Any:
+    """Return an Arrow row without the nulls that stand for keys that only other rows have.
+
+    All rows of a column have the same keys there. In columns that no chat template reads, a null
+    may as well be a value.
+    """
+    if not isinstance(row, Mapping):
+        return _chat_without_fill(row)
+    plain = dict(row)
+    plain |= {name: _chat_without_fill(row[name]) for name in CHATS if name in row}
+    plain |= {n: without_nulls(plain_value(row[n])) for n in TEMPLATE_KWARGS if n in row}
+    return plain
+
+
+def _chat_without_fill(chat: Any) -> Any:
+    chat = plain_value(chat)
+    if not isinstance(chat, list):
+        return chat
+    return [without_nulls(message, keep=("content",)) for message in chat]
 
 
 def _is_file_name(item: Any) -> bool:
@@ -103,7 +159,7 @@ def _is_file_name(item: Any) -> bool:
 
 
 def placed_rows(path: str, split: str) -> Iterator[tuple[str, Any]]:
-    """Yield each row with its location for error messages."""
+    """Yield each row of a file, or of a dataset on the hub, as `rows_from` does."""
     file = Path(path).expanduser()
     rows = _rows(file) if file.suffix in SUFFIXES or file.exists() else _hub_rows(path, split)
     for number, row in enumerate(rows):
@@ -125,7 +181,7 @@ def _hub_rows(name: str, split: str) -> Iterable[Any]:
             f"{name}: no such file, and no dataset on the hub with the split {split!r}: "
             f"{type(error).__name__}: {error}"
         ) from error
-    return rows
+    return _rows_of(rows, name)
 
 
 def _rows(path: Path) -> Iterator[Any]:
@@ -156,7 +212,7 @@ def _rows(path: Path) -> Iterator[Any]:
             raise ValueError(
                 f"{path}: reading parquet needs pyarrow (pip install pyarrow)"
             ) from error
-        yield from pyarrow.parquet.read_table(path).to_pylist()
+        yield from _rows_of(pyarrow.parquet.read_table(path), str(path))
     else:
         raise ValueError(
             f"{path}: wanted .jsonl, .json or .parquet, got {path.suffix or 'no suffix'!r}"
@@ -165,25 +221,32 @@ def _rows(path: Path) -> Iterator[Any]:
 
 def _prompt(row: Any, uid: str, default_env_class: str, where: str) -> Prompt:
     if not isinstance(row, Mapping):
-        raise ValueError(f"{where}: wanted a mapping, got {type(row).__name__}")
+        chat = plain_value(row)
+        is_chat = isinstance(chat, list) and all(isinstance(m, Mapping) for m in chat)
+        if not (is_chat or isinstance(chat, str)):
+            raise ValueError(f"{where}: wanted a mapping, got {type(row).__name__}")
+        row = {"prompt": chat}
     extras = dict(row)
-    messages = extras.pop("prompt", None)
+    messages = plain_value(extras.pop("prompt", None))
     is_text = isinstance(messages, str)
     if is_text:
         messages = [{"role": "user", "content": messages}]
-    if not isinstance(messages, list | tuple) or not all(
-        isinstance(message, Mapping) and "role" in message and "content" in message
-        for message in messages
-    ):
+    if not isinstance(messages, list) or not all(isinstance(m, Mapping) for m in messages):
         raise ValueError(
             f"{where}: prompt: wanted a list of messages with role and content, got {messages!r}"
         )
-    wrong = tools_error(extras.get("tools"))
-    if wrong is not None:
-        raise ValueError(f"{where}: tools: {wrong}")
+    # Refused here, not in each episode; environments and agents get the messages of the row.
+    try:
+        normalize_messages(messages)
+    except ValueError as error:
+        raise ValueError(f"{where}: prompt: {error}") from None
+    try:
+        extras |= {n: plain_value(parse_json(extras[n], n)) for n in TEMPLATE_KWARGS if n in extras}
+        template_kwargs_of(extras)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
     env_class = extras.pop("env_class", None) or default_env_class
     source = extras.get("data_source")
-    messages = [dict(message) for message in messages]
     source = None if source is None else str(source)
     return Prompt(uid, messages, str(env_class), extras, source, is_text)
 

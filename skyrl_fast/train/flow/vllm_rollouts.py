@@ -16,7 +16,7 @@ import torch
 from skyrl_fast.config import SamplingParams, estimator_spec, settings
 from skyrl_fast.gateway.start import black_box, gateway_agent
 from skyrl_fast.network_interface import LOOPBACK
-from skyrl_fast.rollout.chat_template import CHARACTERS_PER_TOKEN
+from skyrl_fast.rollout.chat_template import CHARACTERS_PER_TOKEN, message_text
 from skyrl_fast.rollout.engine.api_key import DEFAULT_NAME, engine_key
 from skyrl_fast.rollout.engine.pool import EnginePool, PooledEngine
 from skyrl_fast.rollout.engine.protocol import Engine
@@ -397,7 +397,7 @@ class VllmRollouts:
         longest = settings.max_input_length(self._config) + sampling.max_generate_length - 1
         probe = []
         for prompt in self._probe_prompts:
-            text = "\n".join(str(message["content"]) for message in prompt.messages)
+            text = "\n".join(map(message_text, prompt.messages))
             ids = self._tokenizer.encode(text, add_special_tokens=False)
             ids = ids[: min(PROBE_TOKENS, longest)]
             probe.append(ids if len(ids) > 1 else [0, 1])

@@ -1,0 +1,205 @@
+"""Chat messages and tools as chat templates take them, from whichever source they come.
+
+Rows of prompts and demonstrations, environments, and requests at the gateway write the same
+conversation in several ways; see docs/spec.md, section 3.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from skyrl_fast.setting import tools_error
+
+Message = dict[str, Any]
+
+BETWEEN_PARTS = "\n"  # as vLLM's server joins them
+_PLAIN_KEYS, _PLAIN_ROLES = {"role", "content"}, ("system", "user", "assistant", "tool")
+# Keys in the order in which templates see them that write a message, a call or a tool as JSON.
+_MESSAGE_KEYS = ("role", "content", "tool_calls", "reasoning_content")
+_CALL_KEYS = ("id", "type", "function", "name", "arguments")
+_TOOL_KEYS = ("type", "function")
+
+
+def normalize_messages(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
+    """Return each message by `normalize_message`.
+
+    Raises:
+        ValueError: a message is invalid; the error names it by its number.
+    """
+    plain = []
+    for number, message in enumerate(messages):
+        try:
+            plain.append(normalize_message(message))
+        except ValueError as error:
+            raise ValueError(f"message {number}: {error}") from None
+    return plain
+
+
+def normalize_message(message: Mapping[str, Any]) -> Message:
+    """Return a message as chat templates take it.
+
+    The content is text, `developer` is `system`, arguments of calls are mappings where their text
+    is JSON of one, thoughts are `reasoning_content`, and there are no nulls. Other keys remain.
+
+    Raises:
+        ValueError: it has no role, parts that are not text, or neither content nor tool calls.
+
+    Example:
+        >>> normalize_message({"role": "developer", "content": [{"type": "text", "text": "hi"}]})
+        {'role': 'system', 'content': 'hi'}
+    """
+    role, content = message.get("role"), message.get("content")
+    if message.keys() == _PLAIN_KEYS and role in _PLAIN_ROLES and isinstance(content, str):
+        return dict(message)  # most messages
+    calls = plain_value(message.get("tool_calls"))
+    if not isinstance(role, str):
+        raise ValueError(f"expected a role, got {role!r:.100}")
+    if message.get("function_call") is not None:
+        raise ValueError("function_call: expected tool_calls, got OpenAI's earlier form of them")
+    if "content" not in message and not calls:
+        raise ValueError(f"expected content or tool_calls, got the keys {', '.join(message)}")
+    plain = {
+        **{name: plain_value(value) for name, value in message.items()},
+        "role": "system" if role == "developer" else role,
+        "content": _text_of(content),
+        "tool_calls": [_normalize_call(call) for call in calls or ()] or None,
+        "reasoning_content": message.get("reasoning_content") or message.get("reasoning") or None,
+    }
+    plain.pop("reasoning", None)
+    return _ordered(plain, _MESSAGE_KEYS)
+
+
+def _text_of(content: Any) -> str:
+    content = plain_value(content)
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, int | float):
+        return str(content)
+    if not isinstance(content, list):
+        raise ValueError(f"content: expected text, got {content!r:.100}")
+    texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+    for part, text in zip(content, texts, strict=True):
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise ValueError(f"content: expected text, got a part of type {kind!r}")
+    return BETWEEN_PARTS.join(texts)
+
+
+def _normalize_call(call: Any) -> dict[str, Any]:
+    if not isinstance(call, Mapping):
+        raise ValueError(f"tool_calls: expected mappings, got {call!r:.100}")
+    function = call.get("function")
+    if isinstance(function, Mapping):
+        named = {**function, "arguments": parse_arguments(function.get("arguments"))}
+        call = {**call, "type": call.get("type") or "function"}
+        call["function"] = _ordered(named, _CALL_KEYS)
+    elif "arguments" in call:  # without `function` around name and arguments
+        call = {**call, "arguments": parse_arguments(call["arguments"])}
+    return _ordered(call, _CALL_KEYS)
+
+
+def parse_arguments(arguments: Any) -> Any:
+    """Return a call's arguments as chat templates take them: a mapping where they are JSON of one.
+
+    Example:
+        >>> parse_arguments('{"x": 1}'), parse_arguments("[1]"), parse_arguments(None)
+        ({'x': 1}, '[1]', {})
+    """
+    if not arguments:
+        return {}
+    try:
+        values = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments
+    return values if isinstance(values, dict) else arguments
+
+
+def normalize_tools(tools: Any) -> list[dict[str, Any]] | None:
+    """Return tools as chat templates take them; None: there are none.
+
+    Nulls of a tool and of its function are left out, but those inside a schema mean something.
+
+    Args:
+        tools: a list of mappings, or JSON text of one.
+
+    Raises:
+        ValueError: they are something else.
+    """
+    tools = plain_value(parse_json(tools, "tools"))
+    wrong = tools_error(tools)
+    if wrong is not None:
+        raise ValueError(f"tools: {wrong}")
+    if tools is None:
+        return None
+    plain = []
+    for tool in tools:
+        function = tool.get("function")
+        named = _ordered(function) if isinstance(function, Mapping) else function
+        plain.append(_ordered({**tool, "function": named}, _TOOL_KEYS))
+    return plain
+
+
+def template_kwargs_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a row has for the chat template.
+
+    Args:
+        row: of which the columns `chat_template_kwargs` and `tools` count, each as value or JSON
+            text.
+
+    Raises:
+        ValueError: a column has another type; the error names it.
+    """
+    kwargs = plain_value(parse_json(row.get("chat_template_kwargs"), "chat_template_kwargs"))
+    if kwargs is None:
+        kwargs = {}
+    if not isinstance(kwargs, dict):
+        raise ValueError(f"chat_template_kwargs: expected a mapping, got {kwargs!r:.100}")
+    tools = row.get("tools")
+    tools = normalize_tools(kwargs.get("tools") if tools is None else tools)
+    return kwargs if tools is None else {**kwargs, "tools": tools}
+
+
+def plain_value(value: Any) -> Any:
+    """Return a value with lists for tuples and arrays, and numbers for those of NumPy."""
+    if isinstance(value, str | int | float | None):
+        return value
+    if isinstance(value, Mapping):
+        return {name: plain_value(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(item) for item in value]
+    return plain_value(value.tolist()) if callable(getattr(value, "tolist", None)) else value
+
+
+def without_nulls(value: Any, keep: Collection[str] = ()) -> Any:
+    """Return a plain value without the keys whose value is null, at any depth.
+
+    Args:
+        value: of `plain_value`.
+        keep: keys of the outermost mapping that stay.
+    """
+    if isinstance(value, dict):
+        items = value.items()
+        return {k: without_nulls(item) for k, item in items if item is not None or k in keep}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def parse_json(value: Any, name: str) -> Any:
+    """Return the value of a JSON text; another value as it is.
+
+    Raises:
+        ValueError: the text is no JSON; the error has the column's name.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name}: expected JSON, got {value!r:.100}: {error}") from None
+
+
+def _ordered(values: Mapping[str, Any], first: Collection[str] = ()) -> dict[str, Any]:
+    """Return the values that are not null, those of some keys first."""
+    names = [*(name for name in first if name in values), *(n for n in values if n not in first)]
+    return {name: values[name] for name in names if values[name] is not None}

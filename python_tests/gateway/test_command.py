@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from _gateway import played
 from fake_envs import FakePrompt
@@ -77,6 +78,30 @@ def test_reward_by_exit_code_verifier_and_file(
         assert "agent.reward_file: out.json:" in str(out.only.failure)
     out = played(CommandAgent(["no-such-program"]), tiny_tokenizer, max_retries=0)
     assert "no program 'no-such-program'" in str(out.only.failure)
+
+
+@pytest.mark.spec("gateway.command-row")
+def test_a_command_gets_the_row_as_json_values(tiny_tokenizer: Any) -> None:
+    row = {
+        "ids": np.arange(2000),
+        "solved": np.bool_(False),
+        "nested": [{"at": np.float32(0.5), np.int64(3): (np.array(["a", "b"], object),)}],
+        "day": np.array(["2025-01-02"], "datetime64[ns]"),
+        "path": Path("x"),
+    }
+    check = (
+        CALL
+        + """
+row = json.load(open("task.json"))
+assert row["ids"] == list(range(2000)) and row["solved"] is False, row
+assert row["nested"] == [{"at": 0.5, "3": [["a", "b"]]}] and row["path"] == "x", row
+assert row["day"][0].startswith("2025-01-02"), row
+"""
+    )
+    out = played(
+        CommandAgent(python(check)), tiny_tokenizer, prompts=[FakePrompt("p", env_extras=row)]
+    )
+    assert (out.only.failure, out.only.steps[0].reward) == (None, 1.0)
 
 
 LEFT_BEHIND = {  # what a command does to its folder, and what is said of the reward file

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_fast.gateway.agents.task import AgentTask
+from skyrl_fast.rollout.chat_messages import plain_value
 
 INPUT = "verifiers_input"  # column with the JSON of an example
 
@@ -70,4 +71,4 @@ def _row(example: Mapping[str, Any]) -> dict[str, Any]:
     prompt = example["prompt"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     shown = [{"role": m["role"], "content": m.get("content") or ""} for m in messages]
-    return {"prompt": shown, INPUT: json.dumps(dict(example), default=str)}
+    return {"prompt": shown, INPUT: json.dumps(plain_value(example), default=str)}

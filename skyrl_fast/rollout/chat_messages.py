@@ -166,10 +166,16 @@ def plain_value(value: Any) -> Any:
     if isinstance(value, str | int | float | None):
         return value
     if isinstance(value, Mapping):
-        return {name: plain_value(item) for name, item in value.items()}
+        return {
+            name if isinstance(name, tuple) else plain_value(name): plain_value(item)
+            for name, item in value.items()
+        }
     if isinstance(value, list | tuple):
         return [plain_value(item) for item in value]
-    return plain_value(value.tolist()) if callable(getattr(value, "tolist", None)) else value
+    if not callable(getattr(value, "tolist", None)):
+        return value
+    is_time = getattr(getattr(value, "dtype", None), "kind", "") in ("M", "m")  # else a number
+    return plain_value((value.astype(str) if is_time else value).tolist())
 
 
 def without_nulls(value: Any, keep: Collection[str] = ()) -> Any:

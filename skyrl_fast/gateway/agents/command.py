@@ -22,6 +22,7 @@ from skyrl_fast.gateway.agents.outcome import OutcomeError, outcome_of
 from skyrl_fast.gateway.agents.task import AgentTask
 from skyrl_fast.gateway.messages import Outcome
 from skyrl_fast.printable import printable
+from skyrl_fast.rollout.chat_messages import plain_value
 from skyrl_fast.rollout.env.errors import EnvError
 
 log = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ class CommandAgent(BlackBox):
         """
         folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="skyrl_fast_agent_"))
         try:
-            (folder / TASK_FILE).write_text(json.dumps(dict(task.row), default=str))
+            (folder / TASK_FILE).write_text(json.dumps(plain_value(task.row), default=str))
             # Open from the start on: later this name may be a pipe that nobody writes to.
             with (folder / OUTPUT_FILE).open("ab+") as output:
                 return await self._run(task, folder, output.fileno())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import httpx
 import pytest
 from _gateway import MODEL, USER, played
 from _tools import CALL, LOOK, TEMPLATE, CallParser
@@ -178,3 +179,31 @@ def test_completions_of_text_and_tokens(stream: bool, tiny_tokenizer: Any) -> No
     ids = tiny_tokenizer.encode(text)
     assert [s.prompt_token_ids for s in out.only.steps] == [ids] * 3
     assert [s.text for s in out.only.steps] == ["a0", "a1", "a2"]
+
+
+@pytest.mark.spec("gateway.errors")
+def test_lone_surrogates_in_fields_that_answers_repeat(tiny_tokenizer: Any) -> None:
+    lone = "\ud800"
+
+    async def agent(task: Any) -> float:
+        async def post(path: str, **body: Any) -> httpx.Response:
+            headers = {"authorization": f"Bearer {task.api_key}"}
+            content = json.dumps({"model": MODEL, **body})
+            url = f"{task.base_url}/{path}"
+            headers["content-type"] = "application/json"
+            return await client.post(url, content=content, headers=headers)
+
+        message = {"role": "user", "content": "a"}
+        async with httpx.AsyncClient() as client:
+            for path, body in (
+                ("responses", {"input": "a", "previous_response_id": lone}),
+                ("chat/completions", {"messages": [message], "model": lone}),
+                ("messages", {"messages": [message], "max_tokens": 4, "model": lone}),
+            ):
+                answer = await post(path, **body)
+                assert answer.status_code == 404 and r"\ud800" in answer.text, answer.text
+            assert (await post("responses", input="a")).status_code == 200
+        return 1.0
+
+    out = played(agent, tiny_tokenizer)
+    assert out.only.failure is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from fake_envs import Call, says
 
 from skyrl_fast.batch import batch_from_trajectories
 from skyrl_fast.config import SamplingParams
+from skyrl_fast.gateway.form_limits import FormError, check_form
 from skyrl_fast.rollout.engine.protocol import Generation, RefusedRequestError
 
 anthropic = pytest.importorskip("anthropic")
@@ -170,3 +172,109 @@ def test_calls_that_do_not_parse_are_text_and_counted(tiny_tokenizer: Any) -> No
     )  # fmt: skip
     metrics = out.only.env_metrics
     assert (metrics["unparsed_tool_calls"], metrics["answers_with_tool_calls"]) == (1, 0)
+
+
+def strings(**limits: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": {"type": "string", **limits}}}
+
+
+def doubling(levels: int) -> dict[str, Any]:
+    """A schema that is 2**levels values with its references written out."""
+    definitions: dict[str, Any] = {f"d{levels}": {"type": "string"}}
+    for level in range(levels):
+        inner = {"$ref": f"#/$defs/d{level + 1}"}
+        definitions[f"d{level}"] = {"properties": {"a": inner, "b": inner}}
+    return {"$defs": definitions, "$ref": "#/$defs/d0"}
+
+
+def nested(levels: int, key: str = "items") -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(levels):
+        schema = {key: schema}
+    return schema
+
+
+def names(count: int) -> list[str]:
+    return [f"p{number}" for number in range(count)]
+
+
+@pytest.mark.spec("gateway.form-limits")
+@pytest.mark.parametrize(
+    ("form", "wanted"),
+    [
+        ({"json": strings(pattern="^(?=.*a).+$")}, "json.properties.a.pattern: .*without look-aro"),
+        ({"json": strings(pattern="(?<!a)b")}, "without look-around"),
+        ({"json": strings(pattern=r"(a+)\1")}, "without back references"),
+        ({"json": strings(pattern=r"^\p{L}+$")}, r"a simple pattern: bad escape \\p"),
+        ({"json": strings(pattern="(a{1,99}){1,99}")}, "at most 1,000 elements"),
+        ({"json": strings(pattern="[\u0100-\uffff]{1,500}")}, "at most 1,000 elements"),
+        ({"json": strings(pattern="a{99999999999}")}, "a simple pattern: the repetition number"),
+        ({"json": strings(pattern="(" * 400)}, "a simple pattern"),
+        ({"json": strings(pattern="a" * 501)}, "a pattern of at most 500 characters"),
+        (
+            {"json": {"patternProperties": {"(?!a)": {}}}},
+            "patternProperties: .*without look-around",
+        ),
+        ({"json": strings(maxLength=10_000_000)}, "a.maxLength: expected at most 10,000, got 1000"),
+        (
+            {"json": strings(minLength=float("inf"))},
+            "a.minLength: expected at most 10,000, got inf",
+        ),
+        ({"json": {"type": "array", "minItems": 20_000}}, "json.minItems: expected at most"),
+        (
+            {"json": {"enum": names(200_000)}},
+            "json.enum: expected at most 2,000 values, got 200,000",
+        ),
+        ({"json": {"enum": ["x" * 100_001]}}, "json.enum: expected at most 100,000 characters"),
+        (
+            {"json": {"properties": {name: {} for name in names(20_000)}}},
+            "json.properties: .*20,000",
+        ),
+        ({"json": {"required": names(2_001)}}, "json.required: expected at most 2,000 values"),
+        ({"json": {"anyOf": [{}] * 5_000}}, "expected at most 4,000 values in a schema"),
+        ({"json": doubling(25)}, "expected at most 4,000 values with what it refers to"),
+        ({"json": nested(500)}, "expected at most 48 levels in a schema"),
+        ({"json": {"$ref": "http://a/b.json"}}, r"json.\$ref: expected a place in the schema"),
+        ({"json": "[" * 10**5}, "json: expected JSON"),
+        ({"regex": "(?=a)b"}, "regex: expected a pattern without look-around"),
+        ({"choice": names(2_001)}, "choice: expected at most 2,000 values"),
+        ({"grammar": "x" * 100_001}, "grammar: expected at most 100,000 characters"),
+        ({"structural_tag": json.dumps({"json_schema": doubling(25)})}, "json_schema: expected at"),
+        ({"structural_tag": json.dumps({"format": nested(40, "schema")})}, None),
+        ({"json": doubling(8)}, None),
+        ({"json": nested(40)}, None),
+        ({"json": {"$ref": "#"}}, None),
+        ({"json": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}}, None),
+        (
+            {"json": strings(pattern=r"^\d{4}-\d{2}-\d{2}T[0-9:]{5,8}(Z|\+\d\d)?$", maxLength=30)},
+            None,
+        ),
+        ({"json": {"properties": {"pattern": {"enum": ["(?=a)"]}, "maxLength": {}}}}, None),
+        (
+            {"json": {"default": {"pattern": "(?=a)", "minLength": -1}, "const": {"$ref": "x"}}},
+            None,
+        ),
+        ({"json_object": True}, None),
+    ],
+)
+def test_forms_beyond_the_limits_are_refused_by_their_place(
+    form: dict[str, Any], wanted: str | None
+) -> None:
+    if wanted is None:
+        check_form(form)
+    else:
+        with pytest.raises(FormError, match=wanted):
+            check_form(form)
+
+
+@pytest.mark.spec("gateway.form-limits")
+def test_a_refused_form_is_an_error_of_its_request(tiny_tokenizer: Any) -> None:
+    async def agent(task: Any) -> float:
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": doubling(25)}}
+        with pytest.raises(openai.BadRequestError, match="the form of an answer: json: expected"):
+            await chat(task, [USER], response_format=form)
+        await chat(task, [USER])
+        return 1.0
+
+    out = played(agent, tiny_tokenizer, max_retries=0)
+    assert out.only.failure is None and len(out.only.steps) == 1

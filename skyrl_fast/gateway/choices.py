@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any
 
 from skyrl_fast.config import SamplingParams
+from skyrl_fast.gateway.form_limits import FormError, check_form
 from skyrl_fast.gateway.messages import ApiError, Call, Choice, ToolCall
 from skyrl_fast.gateway.policy import Policy
 from skyrl_fast.gateway.prompt_ids import PromptIds, PromptTokens
@@ -147,6 +148,10 @@ class Choices:
             structured = self._forcing(call, call.forced_tool)
         elif structured is not None and call.tools and call.parse_tools:
             structured = self._form_or_calls(call, structured)
+        try:
+            check_form(structured or {})
+        except FormError as error:
+            raise ApiError(400, f"the form of an answer: {error}", code="unsupported") from error
         is_trained = self._trajectory.phase == "train"
         if structured is not None and is_trained and run.max_kept_tokens is None:
             name = "generator.sampling_params.max_kept_tokens"

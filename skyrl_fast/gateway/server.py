@@ -24,7 +24,7 @@ from starlette.routing import Route, Router
 
 from skyrl_fast.config.upstream import Upstream
 from skyrl_fast.gateway.dialects.anthropic_messages import AnthropicMessages
-from skyrl_fast.gateway.dialects.dialect import Dialect, ParsedCall, event
+from skyrl_fast.gateway.dialects.dialect import Dialect, ParsedCall, event, json_text
 from skyrl_fast.gateway.dialects.openai_chat import OpenAIChat
 from skyrl_fast.gateway.dialects.openai_completions import OpenAICompletions
 from skyrl_fast.gateway.dialects.openai_responses import OpenAIResponses
@@ -68,6 +68,13 @@ class RewardRequest(Fields):
     reward: float
     id: str | None = None
     span: str | None = None
+
+
+class JsonAnswer(JSONResponse):
+    """An answer in JSON that repeats any text of its request."""
+
+    def render(self, content: Any) -> bytes:  # noqa: D102
+        return json_text(content).encode()
 
 
 class Gateway:
@@ -236,7 +243,7 @@ class Gateway:
         if failure.status < SERVER_ERROR:
             self.faults["gateway_refused_calls"] += 1
             log.info("%s: %d: %s", request.url.path, failure.status, log_line(failure.message))
-        return JSONResponse((dialect or OpenAIChat()).error(failure), failure.status)
+        return JsonAnswer((dialect or OpenAIChat()).error(failure), failure.status)
 
     def session_of(self, request: Request) -> Session:
         """Return the session of a request's key.
@@ -282,7 +289,7 @@ class Gateway:
             await self._until_done(running, request)
             answer = session.deliver(running)
         self._delivered(session, parsed.call, answer)
-        return JSONResponse(dialect.response(answer, parsed, tokens))
+        return JsonAnswer(dialect.response(answer, parsed, tokens))
 
     async def _until_done(self, running: RunningCall, request: Request) -> None:
         """Wait for the answer.
@@ -351,25 +358,25 @@ class Gateway:
         self, request: Request, session: Session, dialect: AnthropicMessages
     ) -> Response:
         call = dialect.counted(await _body(request), session.bodies)
-        return JSONResponse({"input_tokens": await session.count_tokens(call)})
+        return JsonAnswer({"input_tokens": await session.count_tokens(call)})
 
     async def _models(self, request: Request, session: Session, dialect: Dialect) -> Response:
         policy = session.policy
         names = [policy.model, *policy.untrained_models, *policy.upstreams]
-        return JSONResponse({"object": "list", "data": [_model_entry(name) for name in names]})
+        return JsonAnswer({"object": "list", "data": [_model_entry(name) for name in names]})
 
     async def _model(self, request: Request, session: Session, dialect: Dialect) -> Response:
         name = request.path_params["name"]
         if name not in session.policy.upstreams:
             session.policy.check_model(name)
-        return JSONResponse(_model_entry(name))
+        return JsonAnswer(_model_entry(name))
 
     async def _reward(self, request: Request, session: Session, dialect: Dialect) -> Response:
         if not session.policy.takes_rewards:
             raise ApiError(403, "rewards are those of agent.verifier")
         fields = checked(RewardRequest, parsed_json(await _body(request)))
         session.rewards.add(fields.reward, call=fields.id, span=fields.span)
-        return JSONResponse({"object": "reward", "reward": fields.reward})
+        return JsonAnswer({"object": "reward", "reward": fields.reward})
 
 
 def key_of(request: Request) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from skyrl_fast.gateway.agents.outcome import OutcomeError, outcome_of
@@ -23,7 +23,7 @@ from skyrl_fast.gateway.messages import ApiError, Outcome
 from skyrl_fast.gateway.policy import Policy
 from skyrl_fast.gateway.recording import RecordedSession, Recording
 from skyrl_fast.gateway.request_body import Fields, checked
-from skyrl_fast.gateway.server import Gateway, json_body, key_of
+from skyrl_fast.gateway.server import Gateway, JsonAnswer, json_body, key_of
 from skyrl_fast.gateway.session import Session
 from skyrl_fast.gateway.transcript import Transcript
 from skyrl_fast.rollout.activity import Activity
@@ -181,7 +181,7 @@ class Sessions:
                 raise ApiError(401, "Incorrect API key provided", code="invalid_api_key")
             fields = checked(SessionRequest, await json_body(request) or {})
             opened = self.open(uid=fields.uid, data_source=fields.data_source)
-            return JSONResponse(
+            return JsonAnswer(
                 {
                     "object": "session",
                     "api_key": opened.key,
@@ -207,7 +207,7 @@ class Sessions:
                 trajectory = await self.end(session, outcome)
             except (StoreError, OSError) as error:
                 raise ApiError(500, str(error)) from error
-            return JSONResponse(
+            return JsonAnswer(
                 {
                     "object": "session",
                     "uid": trajectory.uid,

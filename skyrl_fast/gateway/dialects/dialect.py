@@ -123,7 +123,17 @@ def one_form(fields: Forms, form: dict[str, Any] | None = None) -> dict[str, Any
 def event(data: Mapping[str, Any], name: str | None = None) -> str:
     """Return one server-sent event with JSON data."""
     head = "" if name is None else f"event: {name}\n"
-    return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n"
+    return f"{head}data: {json_text(data)}\n\n"
+
+
+def json_text(value: Any) -> str:
+    """Return JSON that UTF-8 can encode: lone surrogates, which clients may send, are escaped."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text
 
 
 def text_parts(text: str) -> list[str]:

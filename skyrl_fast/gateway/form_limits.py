@@ -1,0 +1,204 @@
+"""Limits of the form that a request may ask for: a schema, a pattern, choices, a grammar.
+
+The engine checks a form in the event loop of all sessions, and falls back from one compiler to
+others, some of which expand what they read. What they cannot expand without end is refused here,
+by its place in the form.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import re._constants as kinds  # the parser of `re`, without its compiler
+import re._parser as patterns
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+MAX_NODES = 4_000  # of a schema, with all that its references refer to
+MAX_DEPTH = 48
+MAX_PROPERTIES = 500  # of one object
+MAX_VALUES = 2_000  # of an enumeration, or choices
+MAX_COUNT = 10_000  # of characters, items or properties
+MAX_PATTERN = 500  # characters
+MAX_ELEMENTS = 1_000  # of a pattern whose repetitions are written out
+UNICODE_ELEMENTS = 4  # that a class of characters beyond ASCII counts as: of its bytes
+LAST_ASCII = 127
+MAX_TEXT = 100_000  # characters of all choices or values, or of a grammar
+_COUNTS = {f"{end}{of}" for end in ("min", "max") for of in ("Length", "Items", "Properties")}
+_BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+_DATA = {"const", "default", "examples"}
+_SCHEMAS = {"json_schema", "schema"}  # in a structural tag
+
+
+class FormError(ValueError):
+    """A form is larger than the limits, or asks for something that no compiler reads quickly."""
+
+
+def check_form(form: Mapping[str, Any]) -> None:
+    """Raise FormError for a form beyond the limits.
+
+    Args:
+        form: vLLM's structured outputs, such as {"json": schema}.
+    """
+    for kind, value in form.items():
+        if kind in ("json", "structural_tag"):
+            schema = _read_json(kind, value)
+            _check_node(kind, schema, 0, [MAX_NODES])
+            _check_references(kind, schema)
+        elif kind == "regex":
+            _check_pattern(kind, value)
+        elif kind == "choice":
+            _check_values(kind, value)
+        elif kind == "grammar" and len(str(value)) > MAX_TEXT:
+            raise FormError(f"{kind}: expected at most {MAX_TEXT:,} characters, got {len(value):,}")
+
+
+def _read_json(kind: str, value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise FormError(f"{kind}: expected JSON, got {error}") from error
+
+
+def _check_references(place: str, schema: Any) -> None:
+    try:
+        size = _expanded_size(schema, schema, {})
+    except RecursionError:
+        size = MAX_NODES + 1
+    if size > MAX_NODES:
+        expected = f"expected at most {MAX_NODES:,} values with what it refers to"
+        raise FormError(f"{place:.200}: {expected}, got more")
+
+
+def _check_node(place: str, node: Any, depth: int, left: list[int], *, of: str = "") -> None:
+    """Check one value of a schema and those in it.
+
+    Args:
+        left: number of values that may follow, counted down.
+        of: the keyword whose value it is.
+    """
+    left[0] -= 1
+    if left[0] < 0 or depth > MAX_DEPTH:
+        what = f"{MAX_NODES:,} values" if depth <= MAX_DEPTH else f"{MAX_DEPTH} levels"
+        raise FormError(f"{place:.200}: expected at most {what} in a schema, got more")
+    if isinstance(node, list):
+        for number, value in enumerate(node):
+            _check_node(f"{place}[{number}]", value, depth + 1, left, of=of if of in _DATA else "")
+    if not isinstance(node, Mapping):
+        return
+    if of in _BY_NAME and len(node) > MAX_PROPERTIES:
+        got = f"got {len(node):,}"
+        raise FormError(f"{place:.200}: expected at most {MAX_PROPERTIES} of them, {got}")
+    for key, value in node.items():
+        inner = f"{place}.{key}"
+        if of == "patternProperties":
+            _check_pattern(place, key)
+        if of in _BY_NAME or of in _DATA:
+            _check_node(inner, value, depth + 1, left, of=of if of in _DATA else "")
+            continue
+        if key in ("enum", "required") and isinstance(value, list):
+            _check_values(inner, value)
+            continue
+        if key in _COUNTS:
+            _check_count(inner, value)
+        if key == "pattern" and isinstance(value, str):
+            _check_pattern(inner, value)
+        if key == "$ref" and isinstance(value, str) and not value.startswith("#"):
+            raise FormError(f"{inner:.200}: expected a place in the schema, got {value!r:.80}")
+        _check_node(inner, value, depth + 1, left, of=str(key))
+        if key in _SCHEMAS and isinstance(value, Mapping):
+            _check_references(inner, value)  # they begin at the schema in a tag
+
+
+def _expanded_size(node: Any, root: Any, sizes: dict[int, int]) -> int:
+    """Return the number of values with references written out; those to what contains them once.
+
+    Args:
+        sizes: of values that were counted, by their identity.
+    """
+    if id(node) in sizes:
+        return sizes[id(node)]
+    sizes[id(node)] = 1  # while it is counted
+    size = 1
+    for value in _inner(node, root):
+        size += _expanded_size(value, root, sizes)
+    sizes[id(node)] = size
+    return size
+
+
+def _inner(node: Any, root: Any) -> Iterator[Any]:
+    """Yield the values in a value, and what it refers to."""
+    if isinstance(node, Mapping):
+        yield from (value for key, value in node.items() if key not in ("$defs", "definitions"))
+        if isinstance(node.get("$ref"), str):
+            yield from _referred(node["$ref"], root)
+    elif isinstance(node, list):
+        yield from node
+
+
+def _referred(reference: str, root: Any) -> Iterator[Any]:
+    node = root
+    for name in reference.removeprefix("#").split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        if not isinstance(node, Mapping) or name not in node:
+            return
+        node = node[name]
+    yield node
+
+
+def _check_values(place: str, values: Any) -> None:
+    if len(values) > MAX_VALUES:
+        raise FormError(
+            f"{place:.200}: expected at most {MAX_VALUES:,} values, got {len(values):,}"
+        )
+    size = sum(len(str(value)) for value in values)
+    if size > MAX_TEXT:
+        raise FormError(f"{place:.200}: expected at most {MAX_TEXT:,} characters, got {size:,}")
+
+
+def _check_count(place: str, count: Any) -> None:
+    if not isinstance(count, int | float) or not 0 <= count <= MAX_COUNT:
+        raise FormError(f"{place:.200}: expected at most {MAX_COUNT:,}, got {count!r:.80}")
+
+
+def _check_pattern(place: str, pattern: Any) -> None:
+    if not isinstance(pattern, str) or len(pattern) > MAX_PATTERN:
+        raise FormError(f"{place:.200}: expected a pattern of at most {MAX_PATTERN} characters")
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            size = _pattern_size(place, patterns.parse(pattern))
+    except (re.error, RecursionError, OverflowError) as error:
+        raise FormError(f"{place:.200}: expected a simple pattern: {error}") from error
+    if size > MAX_ELEMENTS:
+        raise FormError(
+            f"{place:.200}: expected at most {MAX_ELEMENTS:,} elements with repetitions, got more"
+        )
+
+
+def _pattern_size(place: str, node: Any) -> int:
+    """Return the number of elements with all repetitions written out; `*` counts as two."""
+    if isinstance(node, patterns.SubPattern | list):
+        return sum(_pattern_size(place, item) for item in node)
+    if not isinstance(node, tuple):
+        return 0
+    kind, value = (*node, None)[:2]
+    if kind in (kinds.ASSERT, kinds.ASSERT_NOT, kinds.GROUPREF, kinds.GROUPREF_EXISTS):
+        what = "look-around" if kind in (kinds.ASSERT, kinds.ASSERT_NOT) else "back references"
+        raise FormError(f"{place:.200}: expected a pattern without {what}")
+    if kind in (kinds.MAX_REPEAT, kinds.MIN_REPEAT, kinds.POSSESSIVE_REPEAT):
+        least, most, inner = value
+        times = most if most is not kinds.MAXREPEAT else least + 1
+        return max(int(times), 1) * max(_pattern_size(place, inner), 1)
+    if kind is kinds.SUBPATTERN:
+        return _pattern_size(place, value[-1])
+    if kind is kinds.BRANCH:
+        return sum(_pattern_size(place, branch) for branch in value[1])
+    if kind is kinds.ATOMIC_GROUP:
+        return _pattern_size(place, value)
+    is_wide = kind is kinds.IN and any(
+        item is kinds.RANGE and bounds[1] > LAST_ASCII for item, bounds in value
+    )
+    return UNICODE_ELEMENTS if is_wide or kind is kinds.ANY else 1

@@ -96,6 +96,15 @@ async def ask(task: Any, text: str, **options: Any) -> Any:
 
 
 @pytest.mark.spec("gateway.upstreams")
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_texts_of_events_may_have_line_ends_of_unicode(end: str) -> None:
+    text = "a\u2028b\u0085c\u2029d\x0be"
+    event = {"choices": [{"delta": {"content": text}}]}
+    lines = ["event: x", f"data: {json.dumps(event, ensure_ascii=False)}", "", "data: [DONE]", ""]
+    assert other_calls._text_of_events(end.join(lines).encode()) == text
+
+
+@pytest.mark.spec("gateway.upstreams")
 def test_calls_by_name_go_on_to_another_server(tiny_tokenizer: Any) -> None:
     judge = Judge()
 

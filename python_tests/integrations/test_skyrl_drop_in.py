@@ -425,6 +425,8 @@ def test_fingerprint_ignores_only_comments_and_formatting() -> None:
         == "deff(a,b=1):returna+b"
     )
     assert normalized_source(plain) != normalized_source(plain.replace("b=1", "b=2"))
+    lines = "def f():\n    x = 'a\u2028b'  # one\n    return x  # two\n"
+    assert normalized_source(lines) == "deff():x='ab'returnx"
 
 
 def test_every_replacement_exists() -> None:

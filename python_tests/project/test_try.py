@@ -77,13 +77,13 @@ def test_prints_the_turns_of_one_prompt(config: str, capsys: pytest.CaptureFixtu
 def test_answers_of_a_file_for_samples_of_another_prompt(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path("answers.txt").write_text("red\ngreen\nyellow\n")
+    Path("answers.txt").write_text("red\u2028\ngreen\nyellow\n")  # lines end with \n alone
     options = ["--prompt", "1", "--samples", "2", "--answers", "@answers.txt"]
     assert cli.main(["try", config, "generator.max_turns=2", *options]) == 0
     first, second = capsys.readouterr().out.split("\n\n")
     assert first.removeprefix("sample 0") == second.strip().removeprefix("sample 1")
     assert "Colour 1?" in first
-    assert first.count("answer: ") == 2
+    assert first.count("answer: ") == 2 and "answer: green" in first
     assert first.endswith("rewards: 0 0; ended by max_turns")
 
 

@@ -111,7 +111,8 @@ def _answers(given: Sequence[str] | None) -> list[str]:
     if len(given) != 1 or not given[0].startswith("@"):
         return list(given)
     text = Path(given[0][1:]).expanduser().read_text(encoding="utf-8")
-    answers = json.loads(text) if text.lstrip().startswith("[") else text.splitlines()
+    lines = text.removesuffix("\n").split("\n") if text else []
+    answers = json.loads(text) if text.lstrip().startswith("[") else lines
     if not answers or not all(isinstance(answer, str) for answer in answers):
         raise ValueError(f"--answers: wanted a list of strings in {given[0][1:]}, got {answers!r}")
     return answers

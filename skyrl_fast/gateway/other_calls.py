@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -170,7 +171,8 @@ def _text_of(content: bytes) -> str:
 def _text_of_events(content: bytes) -> str:
     """Return the text of a stream's events."""
     parts = []
-    for line in content.decode("utf-8", "replace").splitlines():
+    # JSON may contain U+2028 and others at which str.splitlines divides, too.
+    for line in re.split("\r\n|\r|\n", content.decode("utf-8", "replace")):
         if line.startswith("data:"):
             try:
                 parts.append(_said(json.loads(line[len("data:") :])))

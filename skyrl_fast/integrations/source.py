@@ -55,7 +55,7 @@ def normalized_source(source: str) -> str:
         'deff(x):returnx'
     """
     source = textwrap.dedent(source)
-    lines = source.splitlines(keepends=True)
+    lines = io.StringIO(source).readlines()  # as tokenize does; a text may contain U+2028
     spans = [
         (token.start, token.end)
         for token in tokenize.generate_tokens(io.StringIO(source).readline)

@@ -34,7 +34,7 @@ from skyrl_fast.network_interface import listen_at
 from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.train.data.demonstrations import chat_of
 from skyrl_fast.trajectory_store import read_index, read_trajectories
-from skyrl_fast.trajectory_store.recorded import recorded_trajectories, sft_rows
+from skyrl_fast.trajectory_store.recorded import _rows, recorded_trajectories, sft_rows
 from skyrl_fast.trajectory_store.writer import StoreError
 
 USER = {"role": "user", "content": "task"}
@@ -266,6 +266,41 @@ def test_sessions_that_cannot_be_written_are_kept(
     assert [row["messages"][-1]["content"] for row in sft_rows(tmp_path)] == ["a0", "a1"]
 
 
+@pytest.mark.spec("gateway.export-groups")
+@pytest.mark.parametrize(("fields", "groups"), [({}, 2), ({"uid": "t"}, 1)])
+def test_export_warns_of_groups_of_one(
+    fields: dict[str, str],
+    groups: int,
+    tmp_path: Path,
+    tiny_tokenizer: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def use(client: Client) -> None:
+        for _ in range(2):
+            session = await client.open(**fields)
+            await client.chat(session, [USER])
+            await client.end(session, reward=1)
+
+    served(tmp_path, tiny_tokenizer, use)
+    out = tmp_path / "batch.safetensors"
+    assert cli.main(["export", str(tmp_path), str(out), "--to", "batch"]) == 0
+    printed = capsys.readouterr()
+    assert f"2 rows of 2 trajectories in {groups} groups in {out}\n" in printed.out
+    assert ("warning: each group has one trajectory" in printed.err) == (groups == 2)
+
+
+@pytest.mark.spec("gateway.export-sft")
+def test_another_offer_of_tools_begins_another_row_of_the_export() -> None:
+    def call(shared: int, message: str, answer: str, **template: Any) -> dict[str, Any]:
+        return {"shared": shared, "messages": [user(message)], "answer": said(answer), **template}
+
+    tools = {"tools": [{"type": "function", "function": {"name": "look"}}]}
+    calls = [call(0, "a", "b"), call(2, "c", "d", **tools), call(4, "e", "f", **tools)]
+    first = [user("a"), said("b")]
+    more = [{**said("b"), "weight": 0}, user("c"), said("d"), user("e"), said("f")]
+    assert list(_rows(calls)) == [{"messages": first}, {"messages": [user("a"), *more], **tools}]
+
+
 @pytest.mark.spec("gateway.export")
 def test_exports_have_the_recorded_tokens(
     tmp_path: Path, tiny_tokenizer: Any, capsys: pytest.CaptureFixture[str]
@@ -274,7 +309,7 @@ def test_exports_have_the_recorded_tokens(
     batch_file, skyrl_file = tmp_path / "batch.safetensors", tmp_path / "skyrl.json"
     assert cli.main(["export", str(tmp_path), str(batch_file), "--to", "batch"]) == 0
     assert cli.main(["export", str(tmp_path), str(skyrl_file), "--to", "skyrl"]) == 0
-    assert "3 rows of 1 trajectories" in capsys.readouterr().out
+    assert "3 rows of 1 trajectories in 1 groups" in capsys.readouterr().out
     end = tiny_tokenizer.eos_token_id
     answers = [[*tiny_tokenizer.encode(f"a{n}"), end] for n in range(3)]
     batch = StepBatch.load(batch_file)

@@ -65,7 +65,13 @@ def _written(options: argparse.Namespace) -> str:
         output["trajectory_ids"] = [one._asdict() for one in ids]
         _replace(options.out, json.dumps(output, default=_listed))
     rows = sum(len(t.steps_or_placeholder()) for t in trajectories)
-    return f"{rows} rows of {len(trajectories)} trajectories"
+    groups = len({trajectory.uid for trajectory in trajectories})
+    if groups == len(trajectories):
+        sys.stderr.write(
+            "warning: each group has one trajectory, so that rewards have no baseline; open "
+            "sessions of one task with the same uid\n"
+        )
+    return f"{rows} rows of {len(trajectories)} trajectories in {groups} groups"
 
 
 def _listed(array: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from _gateway import played
+from _tools import TEMPLATE
 from fake_envs import says
 
 pytest.importorskip("mcp")
@@ -75,6 +76,7 @@ def test_an_agent_uses_the_tools_of_a_server(tmp_path: Path, tiny_tokenizer: Any
         answer=lambda call, n: says(tiny_tokenizer, answers[n]),
         tool_parser=Parser(),
         max_input_length=4000,
+        chat_template=TEMPLATE,
     ).only
     assert (t.failure, len(t.steps)) == (None, 5)
     results = [message["content"] for message in seen if message["role"] == "tool"]

@@ -90,7 +90,7 @@ def test_tools_and_template_arguments_of_a_row() -> None:
     }
     assert template_kwargs_of({"tools": None, "chat_template_kwargs": '{"a": 1}'}) == {"a": 1}
     for row, error in [
-        ({"tools": "{"}, "tools: expected JSON"),
+        ({"tools": "{"}, "tools: wanted a list of mappings"),
         ({"tools": '{"a": 1}'}, "tools: wanted a list of mappings"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs: expected a mapping"),
     ]:

@@ -124,14 +124,16 @@ def test_tables_give_their_rows() -> None:
 @pytest.mark.spec("rollout.tables")
 def test_other_tables_and_mappings_are_refused() -> None:
     class Frame:
-        columns = ("prompt", "answer")
+        def __init__(self, attribute: str) -> None:
+            setattr(self, attribute, ["prompt", "answer"])
 
         def __iter__(self) -> Any:
-            return iter(self.columns)
+            return iter(["prompt", "answer"])
 
     for source, error in [
-        (Frame(), "prompts: expected rows, got a Frame"),
-        ({"train": ROWS}, "prompts: expected rows, got a mapping with train"),
+        (Frame("columns"), "prompts: expected rows, got a Frame"),
+        (Frame("column_names"), "prompts: expected rows, got a Frame"),
+        ({"train": ROWS}, "prompts: wanted rows, got a mapping with train"),
     ]:
         with pytest.raises(ValueError, match=error):
             prompts_from(source, default_env_class="e")
@@ -145,7 +147,7 @@ def test_other_tables_and_mappings_are_refused() -> None:
             {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
             "prompt: message 0: content",
         ),
-        ({"prompt": "a", "tools": "{"}, "tools: expected JSON"),
+        ({"prompt": "a", "tools": "{"}, "tools: wanted a list of mappings"),
         ({"prompt": "a", "tools": float("nan")}, "tools: wanted a list of mappings"),
         ({"prompt": "a", "chat_template_kwargs": 3}, "chat_template_kwargs: expected a mapping"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import inspect
 import json
 import os
@@ -171,9 +170,8 @@ def test_invalid_prompts_are_named(source: Any, message: str) -> None:
         prompts_from(source, default_env_class="d")
 
 
-def test_hub_data_set_requires_the_datasets_package() -> None:
-    if importlib.util.find_spec("datasets") is not None:
-        pytest.skip("datasets is installed")
+def test_hub_data_set_requires_the_datasets_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
     wanted = "org/name; a dataset on the hub needs datasets: pip install datasets"
     with pytest.raises(ValueError, match=wanted):
         prompts_from("org/name", default_env_class="d")

@@ -59,7 +59,9 @@ def normalize_message(message: Mapping[str, Any]) -> Message:
     if message.get("function_call") is not None:
         raise ValueError("function_call: expected tool_calls, got OpenAI's earlier form of them")
     if "content" not in message and not calls:
-        raise ValueError(f"expected content or tool_calls, got the keys {', '.join(message)}")
+        raise ValueError(
+            f"expected content or tool_calls, got the keys {', '.join(map(str, message))}"
+        )
     plain = {
         **{name: plain_value(value) for name, value in message.items()},
         "role": "system" if role == "developer" else role,
@@ -109,10 +111,7 @@ def parse_arguments(arguments: Any) -> Any:
     """
     if not arguments:
         return {}
-    try:
-        values = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return arguments
+    values = parse_json(arguments)
     return values if isinstance(values, dict) else arguments
 
 
@@ -127,7 +126,7 @@ def normalize_tools(tools: Any) -> list[dict[str, Any]] | None:
     Raises:
         ValueError: they are something else.
     """
-    tools = plain_value(parse_json(tools, "tools"))
+    tools = plain_value(parse_json(tools))
     wrong = tools_error(tools)
     if wrong is not None:
         raise ValueError(f"tools: {wrong}")
@@ -151,7 +150,7 @@ def template_kwargs_of(row: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: a column has another type; the error names it.
     """
-    kwargs = plain_value(parse_json(row.get("chat_template_kwargs"), "chat_template_kwargs"))
+    kwargs = plain_value(parse_json(row.get("chat_template_kwargs")))
     if kwargs is None:
         kwargs = {}
     if not isinstance(kwargs, dict):
@@ -191,18 +190,12 @@ def without_nulls(value: Any, keep: Collection[str] = ()) -> Any:
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def parse_json(value: Any, name: str) -> Any:
-    """Return the value of a JSON text; another value as it is.
-
-    Raises:
-        ValueError: the text is no JSON; the error has the column's name.
-    """
-    if not isinstance(value, str):
-        return value
+def parse_json(value: Any) -> Any:
+    """Return the value of a JSON text; any other value as it is."""
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name}: expected JSON, got {value!r:.100}: {error}") from None
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
 
 
 def _ordered(values: Mapping[str, Any], first: Collection[str] = ()) -> dict[str, Any]:

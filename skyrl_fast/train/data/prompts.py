@@ -116,7 +116,7 @@ def _rows_of(source: Iterable[Any], name: str) -> Iterable[Any]:
     """Return the rows of a source, which may iterate over the names of its columns."""
     if isinstance(source, Mapping):
         names = ", ".join(map(str, source))
-        raise ValueError(f"{name}: expected rows, got a mapping with {names}: choose one")
+        raise ValueError(f"{name}: wanted rows, got a mapping with {names}: choose one")
     kind = type(source)
     table: Any = source
     if callable(getattr(kind, "to_pylist", None)):  # of pyarrow
@@ -126,9 +126,9 @@ def _rows_of(source: Iterable[Any], name: str) -> Iterable[Any]:
     if callable(getattr(kind, "notna", None)):  # of pandas, whose missing values may be NaN
         values = table.astype(object).where(table.notna(), None)
         return map(_without_fill, values.to_dict("records") if values.ndim > 1 else values)
-    if hasattr(source, "column_names") or hasattr(source, "column_name"):  # of datasets
+    if any(base.__module__.partition(".")[0] == "datasets" for base in kind.__mro__):
         return map(_without_fill, source)
-    if hasattr(source, "columns"):
+    if hasattr(source, "columns") or hasattr(source, "column_names"):
         raise ValueError(f"{name}: expected rows, got a {kind.__name__}: pass a list of its rows")
     return source
 
@@ -241,7 +241,7 @@ def _prompt(row: Any, uid: str, default_env_class: str, where: str) -> Prompt:
     except ValueError as error:
         raise ValueError(f"{where}: prompt: {error}") from None
     try:
-        extras |= {n: plain_value(parse_json(extras[n], n)) for n in TEMPLATE_KWARGS if n in extras}
+        extras |= {n: plain_value(parse_json(extras[n])) for n in TEMPLATE_KWARGS if n in extras}
         template_kwargs_of(extras)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None

@@ -17,15 +17,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("transformers")
 
 from _fakes import FakeRollouts, make_prompts, tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from skyrl_fast.batch import StepBatch, batch_from_trajectories
 from skyrl_fast.config import AlgorithmConfig, Config, OptimizerConfig
 from skyrl_fast.extras.search.index import TransformersEncoder
 from skyrl_fast.train.algorithm.advantages import advantages
 from skyrl_fast.train.model import policy as policy_module
+from skyrl_fast.train.model.critic import Critic, ValueModel
 from skyrl_fast.train.model.micro_batch import cheapest_runs, plan_micro_batches, sequence_hosts
 from skyrl_fast.train.model.optimizer import Optimizer, learning_rate
-from skyrl_fast.train.model.policy import Policy, load_model, load_tokenizer
+from skyrl_fast.train.model.policy import Policy, load_model, load_tokenizer, remove_dropout
 from skyrl_fast.train.update import accumulate_gradient, contributing_rows, update_policy
 
 
@@ -541,6 +543,88 @@ def test_head_with_a_bias_of_zeros_is_refused() -> None:
     torch.nn.init.zeros_(model.lm_head.bias)  # does not show in the logits, but would be trained
     with pytest.raises(ValueError, match=r"by lm_head\.bias, which would not be trained"):
         Policy(model)
+
+
+@pytest.mark.spec("loss.lm-head")
+def test_a_soft_cap_beyond_the_logits_of_a_fresh_model_is_refused() -> None:
+    sizes: dict[str, Any] = {
+        "vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "sliding_window": 4,
+    }  # fmt: skip
+    config = Gemma2Config(**sizes, final_logit_softcapping=30.0, attn_logit_softcapping=None)
+    with pytest.raises(ValueError, match="a soft cap, scale or bias"):
+        Policy(Gemma2ForCausalLM(config))
+    config.final_logit_softcapping = None
+    Policy(Gemma2ForCausalLM(config))
+
+
+@pytest.mark.spec("loss.lm-head")
+def test_parameters_of_a_head_beside_its_weight_are_refused() -> None:
+    class Scaled(torch.nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(16, 16, bias=False)
+            self.logit_scale = torch.nn.Parameter(torch.ones(16))  # does not show in the logits
+
+    model = tiny_model()
+    model.lm_head = Scaled()
+    with pytest.raises(ValueError, match=r"by lm_head\.logit_scale, which would not be trained"):
+        Policy(model)
+
+
+RANDOM = {
+    "mixtral": {"router_jitter_noise": 0.01, "attention_dropout": 0.3, "num_local_experts": 4},
+    "phimoe": {"router_jitter_noise": 0.01, "input_jitter_noise": 0.01, "num_local_experts": 4},
+    "starcoder2": {"residual_dropout": 0.3, "embedding_dropout": 0.3},
+    "opt": {"dropout": 0.3, "layerdrop": 0.3, "ffn_dim": 16, "word_embed_proj_dim": 16},
+    "gpt2": {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "n_layer": 2, "n_embd": 16, "n_head": 2},
+}
+
+
+@pytest.mark.spec("loss.training-mode")
+@pytest.mark.parametrize("kind", RANDOM)
+def test_checkpointed_models_compute_as_the_sampler_does(kind: str) -> None:
+    sizes = {
+        "vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **(sizes | RANDOM[kind]))
+    model = AutoModelForCausalLM.from_config(config)
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        wanted = model.eval()(input_ids=ids).logits
+        random = model.train()(input_ids=ids).logits
+        remove_dropout(model)
+        for _ in range(3):
+            assert torch.equal(model(input_ids=ids, use_cache=False).logits, wanted)
+    assert not torch.equal(random, wanted)
+    state = torch.get_rng_state()
+    Policy(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert getattr(model.config, next(iter(RANDOM[kind]))) > 0  # what is saved is unchanged
+
+
+@pytest.mark.spec("loss.training-mode")
+def test_dropout_that_a_model_reads_from_its_configuration_is_refused() -> None:
+    sizes = {"vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model("falcon", **sizes, hidden_dropout=0.3)
+    model = AutoModelForCausalLM.from_config(config).train()
+    remove_dropout(model)
+    with pytest.raises(ValueError, match=r"random in training mode.*: set hidden_dropout to 0 in"):
+        Policy(model)
+    Policy(model.eval())
+
+
+@pytest.mark.spec("loss.training-mode")
+def test_a_model_that_is_random_in_training_mode_is_refused() -> None:
+    model = tiny_model().train()
+    model.model.embed_tokens.register_forward_hook(
+        lambda module, arguments, output: output * (1 + 1e-4 * torch.rand(1))
+    )
+    with pytest.raises(ValueError, match="is random in training mode, which gradient checkpoint"):
+        Policy(model)
+    with pytest.raises(ValueError, match="is random in training mode"):
+        Critic(ValueModel(model.base_model), OptimizerConfig(), total_steps=1, mini_batch_size=1)
 
 
 @pytest.mark.spec("tree.sequence-passes")

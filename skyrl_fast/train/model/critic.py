@@ -20,7 +20,7 @@ from skyrl_fast.config import Config, OptimizerConfig
 from skyrl_fast.train.data.schedule import total_optimizer_steps
 from skyrl_fast.train.model.micro_batch import MicroBatch, plan_micro_batches, response_positions
 from skyrl_fast.train.model.optimizer import Optimizer
-from skyrl_fast.train.model.policy import load_model, recomputes_activations
+from skyrl_fast.train.model.policy import load_model, recomputes_activations, refuse_random_passes
 from skyrl_fast.train.model.residual_stream import round_residual_stream
 from skyrl_fast.train.model.rope_limits import rope_limits
 from skyrl_fast.train.model.row_layout import (
@@ -107,6 +107,7 @@ class Critic:
         self.dtype = dtype
         self.rope_limits = rope_limits(model.backbone.config)
         self.tree = supports_trees(model.backbone, tree, ranks.sequence)
+        refuse_random_passes(model.backbone, self._autocast)
         shard(model, ranks)
         ranks.register(self)
         self.layout_costs: LayoutCosts | None = None

@@ -7,7 +7,7 @@ autocast. A response tokens of a batch, M trained tokens, H hidden size, V vocab
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,8 @@ from skyrl_fast.train.parallel.sharding import (
 
 PROBE_TOKENS = 8  # of the check that our logprobs equal the model's
 PROBE_TOLERANCE = 1e-3  # float32 noise is below 1e-5; soft-capped or scaled logits differ by more
+LARGE_LOGIT = 1000.0  # beyond every soft cap, which a fresh model's small logits do not reach
+RANDOM_PASSES = 16  # of the check that nothing is random: a layer is seldom dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +78,9 @@ class Policy:
         ranks: that share the work and the weights.
 
     Raises:
-        ValueError: the model changes its logits after the head (a soft cap, a scale, a bias), its
-            routers do not support replay, or its attention does not support trees.
+        ValueError: the model changes its logits after the head (a soft cap, a scale, a bias), is
+            random in training mode, its routers do not support replay, or its attention does not
+            support trees.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class Policy:
         self._replay = RouterReplay(model) if router_replay else None
         if self._replay is not None and _checkpoints_gradients(model):
             checkpoint_gradients(model, context_fn=self._replay.checkpoint_contexts)
+        refuse_random_passes(model, self._autocast)
         self._check_head()
         self.saved_logits_bytes = saved_logits_bytes
         self.rope_limits = rope_limits(model.config)
@@ -270,15 +274,16 @@ class Policy:
         head = self.model.get_output_embeddings()
         if head is None or not hasattr(self.model, "base_model"):
             raise ValueError(f"policy: wanted a causal LM, got {type(self.model).__name__}")
-        if getattr(head, "bias", None) is not None:
+        others = [name for name, _ in head.named_parameters() if name != "weight"]
+        if others:
             (name,) = (name for name, module in self.model.named_modules() if module is head)
             raise ValueError(
                 f"policy: {type(self.model).__name__} changes its logits after the LM head by "
-                f"{name}.bias, which would not be trained; not supported"
+                f"{name}.{others[0]}, which would not be trained; not supported"
             )
         vocabulary = head.weight.shape[0]
         ids = torch.arange(PROBE_TOKENS, device=self.device)[None] % vocabulary
-        with torch.no_grad(), self._autocast():
+        with _random_state_kept(self.device), torch.no_grad(), self._autocast():
             output = self.model.base_model(input_ids=ids, use_cache=False)
             hidden = getattr(output, "last_hidden_state", None)
             if hidden is None:
@@ -287,8 +292,20 @@ class Policy:
                     "last_hidden_state; not supported"
                 )
             ours = (hidden @ head.weight.to(hidden.dtype).T).float()
+            for scale in (1.0, LARGE_LOGIT / max(ours.abs().max().item(), 1e-6)):
+                self._check_logits(head, ids, ours, scale)
+
+    def _check_logits(self, head: Any, ids: torch.Tensor, ours: torch.Tensor, scale: float) -> None:
+        """Check that the model's logits are the head's, also of the head's output times `scale`."""
+        calls = []
+
+        def scaled(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+            calls.append(module)
+            return output.float() * scale
+
+        with head.register_forward_hook(scaled):
             expected = self.model(input_ids=ids, use_cache=False).logits.float()
-        difference = (ours - expected).abs().max().item()
+        difference = (ours * (scale if calls else 1.0) - expected).abs().max().item()
         if not difference <= PROBE_TOLERANCE * max(1.0, expected.abs().max().item()):
             raise ValueError(
                 f"policy: {type(self.model).__name__} changes its logits after the LM head "
@@ -355,12 +372,62 @@ def hide_progress_bars() -> None:
 
 
 def remove_dropout(model: Any) -> None:
-    """Set all dropout to 0: checkpointing needs training mode, but the sampler has no dropout."""
+    """Set all that is random in training mode to 0: checkpointing needs it, the sampler has none.
+
+    Models have numbers of many names: `activation_dropout`, `layerdrop`, `router_jitter_noise`.
+    """
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and _is_of_randomness(name):
+                setattr(module, name, 0.0)
+
+
+def _random_state_kept(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
+
+
+def _is_of_randomness(name: str) -> bool:
+    return "drop" in name or "jitter" in name
+
+
+def refuse_random_passes(
+    model: Any, autocast: Callable[[], contextlib.AbstractContextManager[Any]]
+) -> None:
+    """Raise ValueError for a model in training mode whose passes differ.
+
+    Args:
+        model: a transformers model.
+        autocast: of its passes.
+    """
+    if not any(module.training for module in model.modules()):
+        return
+    backbone, device = model.base_model, next(model.parameters()).device
+    vocabulary = backbone.get_input_embeddings().weight.shape[0]
+    ids = torch.arange(PROBE_TOKENS, device=device)[None] % vocabulary
+
+    def random_state() -> torch.Tensor:
+        return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+    def hidden() -> Any:
+        output = backbone(input_ids=ids, use_cache=False)
+        return getattr(output, "last_hidden_state", None)
+
+    with _random_state_kept(device), torch.no_grad(), autocast():
+        before = random_state()
+        first = hidden()
+        if first is None or torch.equal(before, random_state()):  # no random number was drawn
+            return
+        is_random = any(not torch.equal(first, hidden()) for _ in range(RANDOM_PASSES))
+    if is_random:
+        numbers = model.config.to_dict().items()
+        names = [n for n, v in numbers if isinstance(v, float) and v and _is_of_randomness(n)]
+        hint = f": set {', '.join(names)} to 0 in its config.json" if names else ""
+        raise ValueError(
+            f"{type(model).__name__} is random in training mode, which gradient checkpointing "
+            f"needs, and the sampler is not{hint}, or trainer.gradient_checkpointing=false"
+        )
 
 
 def load_tokenizer(path: str) -> Any:

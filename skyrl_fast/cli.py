@@ -9,7 +9,7 @@ from importlib import import_module
 
 from skyrl_fast import __version__
 from skyrl_fast.errors import RunError
-from skyrl_fast.printable import MAX_FAILURE, printable
+from skyrl_fast.system.printable import MAX_FAILURE, printable
 
 COMMANDS = {  # each a module with HELP, DESCRIPTION, add_arguments and run
     "train": "skyrl_fast.commands.train",

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
-from skyrl_fast.importing import load_object, name_of
 from skyrl_fast.setting import did_you_mean
+from skyrl_fast.system.importing import load_object, name_of
 
 
 class Custom(Protocol):

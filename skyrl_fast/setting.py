@@ -12,7 +12,7 @@ from dataclasses import field
 from typing import Any
 
 from skyrl_fast.errors import RunError
-from skyrl_fast.printable import shortened
+from skyrl_fast.system.printable import shortened
 
 MAX_MESSAGE = 800  # characters of an error; the values of a setting may be of any length
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -30,8 +30,8 @@ from skyrl_fast.commands.gateway import KEY_FILE, serving
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.gateway import recording
 from skyrl_fast.gateway.sessions import Sessions
-from skyrl_fast.network_interface import listen_at
 from skyrl_fast.rollout.engine.protocol import Generation
+from skyrl_fast.system.network_interface import listen_at
 from skyrl_fast.train.data.demonstrations import chat_of
 from skyrl_fast.trajectory_store import read_index, read_trajectories
 from skyrl_fast.trajectory_store.recorded import _rows, recorded_trajectories, sft_rows

@@ -207,7 +207,7 @@ def test_torch_threads_of_one_thread_end_and_start_again() -> None:
         THREADS
         + """
 import threading
-from skyrl_fast.torch_threads import end_torch_threads
+from skyrl_fast.system.torch_threads import end_torch_threads
 torch.set_num_threads(PARTS)
 numbers, go, done = torch.ones(1 << 20), threading.Event(), threading.Event()
 def other():

@@ -119,6 +119,13 @@ def test_kernels_include_neither_python_nor_torch() -> None:
                 assert word not in text, f"{path.relative_to(ROOT)}: {word}"
 
 
+def test_the_system_imports_nothing_above_it() -> None:
+    files = python_files("system")
+    names = {name for path in files for name in imported(path) if name.startswith("skyrl_fast")}
+    assert names and all(name.startswith("skyrl_fast.system.") for name in names)
+    assert offenders(files, ("torch", "vllm", "transformers")) == []
+
+
 def test_ops_do_not_import_rollouts() -> None:
     areas = ("rollout", "train", "batch", "config", "extras", "cli")
     forbidden = (*(f"skyrl_fast.{area}" for area in areas), "vllm", "skyrl_gym", "transformers")

@@ -25,8 +25,8 @@ from skyrl_fast.extras.search.connections import LimitedProtocol
 from skyrl_fast.extras.search.corpus import Corpus
 from skyrl_fast.extras.search.index import Bm25Index
 from skyrl_fast.extras.search.server import make_app
-from skyrl_fast.http_guard import HttpGuard
 from skyrl_fast.rollout.engine.serve_guard import PAUSE_QUERY, engine_routes
+from skyrl_fast.system.http_guard import HttpGuard
 
 FEW, MANY = 400, 100_000 if THOROUGH else 20_000
 KEY = "k" * 32

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from _asgi import Recorder
 
-from skyrl_fast import http_guard
-from skyrl_fast.http_guard import HttpGuard, RefusedError, Route, unchanged
+from skyrl_fast.system import http_guard
+from skyrl_fast.system.http_guard import HttpGuard, RefusedError, Route, unchanged
 
 KEY = "0123456789abcdef"
 JSON = ("content-type", "application/json")

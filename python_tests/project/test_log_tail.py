@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from skyrl_fast.extras.search import launch
-from skyrl_fast.log_tail import TAIL_BYTES, log_tail
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
+from skyrl_fast.system.log_tail import TAIL_BYTES, log_tail
 from skyrl_fast.train.parallel.local_ranks import LocalRank
 
 HUGE = 1 << 40  # bytes; without memory on the disk

@@ -17,7 +17,7 @@ END_SECONDS = 20.0  # of a loaded machine; the kernel needs milliseconds
 # A main module that takes long to import in each process: the watch must not wait for it.
 PARENT = """
 import multiprocessing, os, sys, time
-from skyrl_fast.parent_watch import children_exit_with_this_process
+from skyrl_fast.system.parent_watch import children_exit_with_this_process
 
 if __name__ != "__main__" and os.environ.get("STUCK"):
     print("child", os.getpid(), flush=True)
@@ -67,7 +67,7 @@ def test_spawned_processes_exit_with_a_killed_parent(tmp_path: Path, stuck: str)
 
 BLOCKED = """
 import multiprocessing, signal
-from skyrl_fast.parent_watch import children_exit_with_this_process
+from skyrl_fast.system.parent_watch import children_exit_with_this_process
 
 def blocked():
     return signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -93,7 +93,7 @@ def test_signals_of_the_terminal_do_not_reach_children(tmp_path: Path) -> None:
 @pytest.mark.spec("update.engine-exit")
 def test_a_child_of_any_kind_exits_with_its_killed_parent() -> None:
     """A server that an actor starts, after its exec."""
-    watch = ROOT / "skyrl_fast" / "parent_watch.py"
+    watch = ROOT / "skyrl_fast" / "system" / "parent_watch.py"
     child = (
         "import os, runpy, time; "
         f"runpy.run_path({str(watch)!r})['exit_with_parent'](os.getppid()); "

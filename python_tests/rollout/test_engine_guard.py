@@ -14,8 +14,6 @@ import pytest
 from _asgi import Recorder
 
 from skyrl_fast import cli
-from skyrl_fast.child_environment import KEY_VARIABLE
-from skyrl_fast.http_guard import HttpGuard
 from skyrl_fast.rollout.engine.api_key import engine_key
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
 from skyrl_fast.rollout.engine.remote import RemoteEngine
@@ -29,6 +27,8 @@ from skyrl_fast.rollout.engine.serve_guard import (
 )
 from skyrl_fast.rollout.engine.serve_vllm import serve_command
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
+from skyrl_fast.system.child_environment import KEY_VARIABLE
+from skyrl_fast.system.http_guard import HttpGuard
 
 KEY = "k" * 32
 HEADERS = {"authorization": f"Bearer {KEY}"}

@@ -15,7 +15,6 @@ from fake_envs import FakePrompt, ScriptedEngine, loop_config, says
 from hostile_answers import HostileEnv, LoudError, SilentError
 
 from skyrl_fast.config import EnvironmentConfig
-from skyrl_fast.printable import MAX_FAILURE
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.env.host import EnvHost, EnvSettings
 from skyrl_fast.rollout.env.plain import MAX_DEPTH, PlainData
@@ -23,6 +22,7 @@ from skyrl_fast.rollout.env.protocol import Env, EnvStep
 from skyrl_fast.rollout.env.traces import MAX_FRAMES, innermost_place
 from skyrl_fast.rollout.groups import rollout
 from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.system.printable import MAX_FAILURE
 
 TEXT = 10_000  # longest text of the environments here
 GOOD = {"observations": "more", "reward": 0.5, "done": False}

@@ -18,13 +18,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from skyrl_fast import temporary_folder
 from skyrl_fast.rollout.engine.weights import file as weights_file
 from skyrl_fast.rollout.engine.weights.file import WeightsFile
 from skyrl_fast.rollout.engine.weights.probe_limits import LIMITS, ProbeDifference
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 from skyrl_fast.rollout.engine.weights.sync import Logprobs, WeightSync
 from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
+from skyrl_fast.system import temporary_folder
 
 PROBE = [[1, 2, 3], [4, 5]]
 

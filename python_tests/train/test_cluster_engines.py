@@ -35,7 +35,7 @@ from examples.asynchronous.soak import children, command_of
 from skyrl_fast import train
 from skyrl_fast.config import Config
 from skyrl_fast.config.loading import load_config
-from skyrl_fast.file_lock import close_locked, lock_file
+from skyrl_fast.system.file_lock import close_locked, lock_file
 from skyrl_fast.train import cluster as cluster_module
 from skyrl_fast.train.run import TrainResult
 

@@ -7,10 +7,16 @@ import logging
 import pytest
 from _fakes import FakeTokenizer
 
-from skyrl_fast.printable import MAX_FAILURE, MAX_LOGGED, PrintableFormatter, log_line, printable
 from skyrl_fast.rollout.failures import FailureWatch, RolloutError, log_failures
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.rollout.trajectory_runner import _end
+from skyrl_fast.system.printable import (
+    MAX_FAILURE,
+    MAX_LOGGED,
+    PrintableFormatter,
+    log_line,
+    printable,
+)
 from skyrl_fast.trajectory_store.words import MAX_SHOWN, readable
 
 SCREEN = "\x1b[2J\x1b[H\x1b]52;c;cm0gLXJm\x07\rfake\x08\x9b31m\u202egnp\u2028\ud800"

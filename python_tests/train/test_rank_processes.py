@@ -22,7 +22,7 @@ from _rank_probe import Probe, fail, with_a_thread
 from _training import folder as folder
 from _training import settings, steady, train
 
-from skyrl_fast.network_interface import interface_to
+from skyrl_fast.system.network_interface import interface_to
 from skyrl_fast.train.parallel import rank_processes
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
 from skyrl_fast.train.parallel.rank_processes import started_ranks

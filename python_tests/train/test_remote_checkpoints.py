@@ -22,7 +22,7 @@ from _object_stores import URL, FlakyStore, KillAt, KilledError, plain
 from _object_stores import store as store
 from test_rank_checkpoints import STATE
 
-from skyrl_fast.temporary_folder import locked_folder
+from skyrl_fast.system.temporary_folder import locked_folder
 from skyrl_fast.train.output import run_claim
 from skyrl_fast.train.output.checkpoint import CheckpointError, RunInUseError
 from skyrl_fast.train.output.object_folder import ObjectFolder, check_url

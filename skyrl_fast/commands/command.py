@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from skyrl_fast.errors import RunError
-from skyrl_fast.printable import PrintableFormatter
+from skyrl_fast.system.printable import PrintableFormatter
 
 EXIT_USAGE = 2  # the settings, or what is installed, must be changed first
 

@@ -19,7 +19,7 @@ from skyrl_fast.commands.command import (
     log_to_stderr,
     needs_extra,
 )
-from skyrl_fast.printable import printable
+from skyrl_fast.system.printable import printable
 
 if TYPE_CHECKING:
     from skyrl_fast.config import Config

@@ -35,8 +35,8 @@ from skyrl_fast.config.settings import (
 )
 from skyrl_fast.config.skyrl_settings import advice_by_name, skyrl_advice
 from skyrl_fast.ops.policy_loss.losses import POLICY_LOSSES, Cispo, LossSpec
-from skyrl_fast.printable import shortened
 from skyrl_fast.setting import ConfigError, EnvironmentValue, limit_error, tools_error
+from skyrl_fast.system.printable import shortened
 
 YAML = (".yaml", ".yml")  # of an override that is a file
 _NEAR = 0.75  # similarity of a misspelled name, see difflib

@@ -13,8 +13,8 @@ from starlette.responses import Response, StreamingResponse
 
 from skyrl_fast.config.upstream import Upstream
 from skyrl_fast.gateway.messages import Answer, ApiError, Call
-from skyrl_fast.printable import log_line, shortened
 from skyrl_fast.rollout.trajectory import OtherCall, Trajectory
+from skyrl_fast.system.printable import log_line, shortened
 
 if TYPE_CHECKING:
     import httpx

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_fast.file_lock import close_locked, lock_file
 from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.system.file_lock import close_locked, lock_file
 from skyrl_fast.trajectory_store.lines import encode_line, json_value
 from skyrl_fast.trajectory_store.parts import parts
 from skyrl_fast.trajectory_store.reader import FOLDER, read_index

@@ -31,9 +31,9 @@ from skyrl_fast.gateway.dialects.openai_responses import OpenAIResponses
 from skyrl_fast.gateway.messages import Answer, ApiError, Call
 from skyrl_fast.gateway.request_body import Fields, checked, parsed_json
 from skyrl_fast.gateway.session import RunningCall, Session
-from skyrl_fast.network_interface import LOOPBACK, http_url, listen_at
-from skyrl_fast.printable import log_line
 from skyrl_fast.rollout.engine.protocol import EngineError
+from skyrl_fast.system.network_interface import LOOPBACK, http_url, listen_at
+from skyrl_fast.system.printable import log_line
 
 if TYPE_CHECKING:
     import httpx

@@ -21,12 +21,12 @@ from skyrl_fast.gateway.policy import Policy
 from skyrl_fast.gateway.prompt_ids import FORKED, RESTARTED, PromptIds, PromptTokens
 from skyrl_fast.gateway.request_body import RequestBodies, parsed_json
 from skyrl_fast.gateway.rewards import Rewards
-from skyrl_fast.printable import log_line
 from skyrl_fast.rollout.activity import ACTING, GENERATING, Activity
 from skyrl_fast.rollout.chat_template import ContextError, message_text
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, RefusedRequestError
 from skyrl_fast.rollout.stop_reason import LENGTH, MAX_TURNS, STOP
 from skyrl_fast.rollout.trajectory import Step, Trajectory
+from skyrl_fast.system.printable import log_line
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from skyrl_fast.config import AgentConfig, GeneratorConfig
 from skyrl_fast.config.upstream import upstreams_of
-from skyrl_fast.importing import absolute_name
 from skyrl_fast.rollout.activity import ActivityBoard
 from skyrl_fast.rollout.chat_template import ChatTemplate
 from skyrl_fast.rollout.env.cluster import ClusterPlaces, NodeShare
@@ -18,6 +17,7 @@ from skyrl_fast.rollout.env.processes import ProcessPlaces
 from skyrl_fast.rollout.policy_calls import PolicyCalls
 from skyrl_fast.rollout.reasoning import ReasoningParser
 from skyrl_fast.rollout.tool_calls import ToolCallParser
+from skyrl_fast.system.importing import absolute_name
 
 if TYPE_CHECKING:
     from skyrl_fast.gateway.agent import GatewayAgent

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Sequence
 
 from skyrl_fast.errors import RunError
-from skyrl_fast.printable import log_line
 from skyrl_fast.rollout.env.answers import LARGEST_REWARD
 from skyrl_fast.rollout.stop_reason import ENV_ERROR
 from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.system.printable import log_line
 
 log = logging.getLogger(__name__)
 

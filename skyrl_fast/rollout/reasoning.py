@@ -6,8 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_fast.printable import log_line
 from skyrl_fast.rollout.vllm_parsers import WithVocabulary, check_reads_text, parser_class
+from skyrl_fast.system.printable import log_line
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ from collections import Counter
 from typing import Protocol
 
 from skyrl_fast.config import GeneratorConfig
-from skyrl_fast.printable import MAX_FAILURE, log_line, shortened
 from skyrl_fast.rollout.activity import CLOSING, MAKING, Activity, ActivityBoard
 from skyrl_fast.rollout.chat_template import ContextError
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError
@@ -17,6 +16,7 @@ from skyrl_fast.rollout.env.errors import EnvError
 from skyrl_fast.rollout.loop_settings import RolloutPrompt
 from skyrl_fast.rollout.stop_reason import ENGINE_ERROR, ENV_ERROR, STOP, TIMEOUT
 from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.system.printable import MAX_FAILURE, log_line, shortened
 
 log = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from typing import Any
 
 from skyrl_fast.config import Config
 from skyrl_fast.errors import RunError
-from skyrl_fast.ray_connection import connected, imported_ray
 from skyrl_fast.rollout.engine.engine_actor import enter
 from skyrl_fast.rollout.engine.ray_engine import EnginePlace
+from skyrl_fast.system.ray_connection import connected, imported_ray
 from skyrl_fast.train.flow.event_loop import StopSignals
 from skyrl_fast.train.output.remote_checkpoints import RemoteCheckpoints
 from skyrl_fast.train.parallel.rank_processes import RankStarter

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from skyrl_fast.printable import printable
 from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.system.printable import printable
 from skyrl_fast.trajectory_store.record import total_reward
 
 MAX_SHOWN = 4_000  # characters of a prompt, an answer or an observation

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_fast.commands.command import as_usage_error, needs_extra
-from skyrl_fast.network_interface import http_url, listen_at
-from skyrl_fast.parent_watch import watch_parent
+from skyrl_fast.system.network_interface import http_url, listen_at
+from skyrl_fast.system.parent_watch import watch_parent
 
 if TYPE_CHECKING:
     from skyrl_fast.extras.search.corpus import Corpus

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from skyrl_fast.extras.search.corpus import Corpus
 from skyrl_fast.extras.search.index import Index
-from skyrl_fast.http_guard import HttpGuard, Route, unchanged
+from skyrl_fast.system.http_guard import HttpGuard, Route, unchanged
 
 ROUTES = (Route("GET", "/health"), Route("POST", "/retrieve", check=unchanged))
 UNPROCESSABLE = 422

@@ -25,7 +25,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from skyrl_fast.child_environment import environment_without_key
 from skyrl_fast.extras.text2sql import query
 from skyrl_fast.extras.text2sql.query import (
     QueryError,
@@ -34,6 +33,7 @@ from skyrl_fast.extras.text2sql.query import (
     QueryTimeoutError,
     Row,
 )
+from skyrl_fast.system.child_environment import environment_without_key
 
 KILL_FACTOR = 1.5  # times a query's limit, at which it ordinarily stops by itself
 LAST_KILL_FACTOR = 1.9  # the same, with the time of a first attempt in SMALL_BYTES

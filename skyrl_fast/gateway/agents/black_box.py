@@ -6,7 +6,7 @@ from typing import Protocol
 
 from skyrl_fast.gateway.agents.task import AgentTask
 from skyrl_fast.gateway.messages import Outcome
-from skyrl_fast.network_interface import LOOPBACK
+from skyrl_fast.system.network_interface import LOOPBACK
 
 
 class BlackBox(Protocol):

@@ -16,14 +16,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from skyrl_fast.child_environment import environment_without_key
 from skyrl_fast.gateway.agents.black_box import BlackBox
 from skyrl_fast.gateway.agents.outcome import OutcomeError, outcome_of
 from skyrl_fast.gateway.agents.task import AgentTask
 from skyrl_fast.gateway.messages import Outcome
-from skyrl_fast.printable import printable
 from skyrl_fast.rollout.chat_messages import plain_value
 from skyrl_fast.rollout.env.errors import EnvError
+from skyrl_fast.system.child_environment import environment_without_key
+from skyrl_fast.system.printable import printable
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_fast.gateway.messages import Outcome
-from skyrl_fast.printable import shortened
 from skyrl_fast.rollout.env.answers import LARGEST_REWARD
+from skyrl_fast.system.printable import shortened
 
 MAX_SHOWN = 100  # characters of a wrong value, in an error
 

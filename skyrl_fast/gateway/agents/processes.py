@@ -17,12 +17,12 @@ from skyrl_fast.gateway.agents.function import FunctionAgent
 from skyrl_fast.gateway.agents.outcome import outcome_of
 from skyrl_fast.gateway.agents.task import AgentTask
 from skyrl_fast.gateway.messages import Outcome
-from skyrl_fast.importing import load_object
-from skyrl_fast.printable import MAX_FAILURE, shortened
 from skyrl_fast.rollout.env.cluster import ClusterPlace, ClusterPlaces
 from skyrl_fast.rollout.env.errors import EnvError, EnvLostError
 from skyrl_fast.rollout.env.host import Outcome as CallOutcome
 from skyrl_fast.rollout.env.processes import ProcessPlace, ProcessPlaces
+from skyrl_fast.system.importing import load_object
+from skyrl_fast.system.printable import MAX_FAILURE, shortened
 
 CALL = "agent"  # the only one of a host
 MAX_ANSWER_BYTES = 64 << 20

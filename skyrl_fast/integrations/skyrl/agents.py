@@ -22,7 +22,6 @@ from skyrl_fast.batch.generator_from_trajectories import generator_output_from_t
 from skyrl_fast.config import Config, GeneratorConfig, SamplingParams
 from skyrl_fast.config.loading import as_config
 from skyrl_fast.gateway.start import black_box, gateway_agent
-from skyrl_fast.importing import absolute_name
 from skyrl_fast.rollout.engine.protocol import EngineError, Generation
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.failures import log_failures
@@ -30,6 +29,7 @@ from skyrl_fast.rollout.policy_calls import PolicyCalls
 from skyrl_fast.rollout.stop_reason import STOP
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.rollout.trajectory_runner import TrajectoryRunner
+from skyrl_fast.system.importing import absolute_name
 from skyrl_fast.train.data.prompts import Prompt
 
 # Settings of `generator` that SkyRL does not have.

@@ -38,7 +38,7 @@ from skyrl_fast.integrations.skyrl.replacement import (
 from skyrl_fast.integrations.skyrl.report import Report, Row, SkyRLFastWarning
 from skyrl_fast.integrations.skyrl.worker_calls import add_calls
 from skyrl_fast.integrations.source import undecorated
-from skyrl_fast.printable import printable
+from skyrl_fast.system.printable import printable
 
 OURS = "skyrl_fast"
 MODES = ("compat", "fixed")

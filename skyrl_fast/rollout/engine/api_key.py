@@ -9,7 +9,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from skyrl_fast.child_environment import KEY_VARIABLE
+from skyrl_fast.system.child_environment import KEY_VARIABLE
 
 DEFAULT_NAME = "engine_key"  # in the run folder
 _KEY = re.compile(r"[!-~]{16,1024}")  # characters that a header may have

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_fast.printable import shortened
 from skyrl_fast.rollout.engine.protocol import EngineError, kept_tokens
+from skyrl_fast.system.printable import shortened
 
 # What hostile JSON and arrays can raise: missing and odd values, cut payloads, huge sizes, nesting.
 _UNREADABLE = (

@@ -10,13 +10,13 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from skyrl_fast.log_tail import log_tail
 from skyrl_fast.rollout.engine.serve_vllm import (
     PARENT_VARIABLE,
     serve_command,
     serve_environment,
 )
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup, check_model_folder
+from skyrl_fast.system.log_tail import log_tail
 
 LOG_LINES = 5  # of the server's log, quoted when it has exited
 

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 
 from skyrl_fast.config import SamplingParams
-from skyrl_fast.network_interface import LOOPBACK
 from skyrl_fast.rollout.engine.completion_answer import (
     QUOTED_CHARACTERS,
     entries,
@@ -58,6 +57,7 @@ from skyrl_fast.rollout.engine.weights.sender import WeightsSender
 from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
 from skyrl_fast.rollout.engine.weights.worker import common_dtype
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
+from skyrl_fast.system.network_interface import LOOPBACK
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from skyrl_fast.child_environment import KEY_VARIABLE
-from skyrl_fast.http_guard import (
+from skyrl_fast.rollout.engine.weights.file import is_weights_file
+from skyrl_fast.rollout.engine.weights.group import BACKENDS
+from skyrl_fast.system.child_environment import KEY_VARIABLE
+from skyrl_fast.system.http_guard import (
     App,
     HttpGuard,
     Receive,
@@ -26,8 +28,6 @@ from skyrl_fast.http_guard import (
     refuse,
     unchanged,
 )
-from skyrl_fast.rollout.engine.weights.file import is_weights_file
-from skyrl_fast.rollout.engine.weights.group import BACKENDS
 
 FOLDERS_VARIABLE = "SKYRL_FAST_WEIGHTS_FOLDERS"
 TRAINER_VARIABLE = "SKYRL_FAST_TRAINER"

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_fast.parent_watch import exit_with_parent, tie_spawned_processes
 from skyrl_fast.rollout.engine.serve_guard import EngineGuard, guard_environment
 from skyrl_fast.rollout.engine.vllm_start import (
     SOCKETS,
@@ -19,6 +18,7 @@ from skyrl_fast.rollout.engine.vllm_start import (
     socket_folder,
 )
 from skyrl_fast.rollout.engine.weights.file import weights_folders
+from skyrl_fast.system.parent_watch import exit_with_parent, tie_spawned_processes
 
 PARENT_VARIABLE = "SKYRL_FAST_PARENT"  # the process id of a parent with which a server exits
 # Arguments of the Python class that the server has no flag for.

@@ -18,8 +18,6 @@ import numpy as np
 import torch
 
 from skyrl_fast.config import SamplingParams
-from skyrl_fast.log_tail import log_tail
-from skyrl_fast.parent_watch import children_exit_with_this_process
 from skyrl_fast.rollout.engine.completion_answer import parsing
 from skyrl_fast.rollout.engine.generation_check import checked_generation
 from skyrl_fast.rollout.engine.kept_logprobs import store_ids_and_values
@@ -53,6 +51,8 @@ from skyrl_fast.rollout.engine.weights.sender import WeightsSender
 from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
 from skyrl_fast.rollout.engine.weights.worker import common_dtype
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
+from skyrl_fast.system.log_tail import log_tail
+from skyrl_fast.system.parent_watch import children_exit_with_this_process
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

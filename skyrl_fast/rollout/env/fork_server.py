@@ -19,10 +19,10 @@ import threading
 import time
 from contextlib import suppress
 
-from skyrl_fast.importing import load_module
-from skyrl_fast.printable import MAX_FAILURE
 from skyrl_fast.rollout.env.host import HostSettings, Outcome
 from skyrl_fast.rollout.env.processes import FORK, KILL, LENGTH, REQUEST, STATUS
+from skyrl_fast.system.importing import load_module
+from skyrl_fast.system.printable import MAX_FAILURE
 
 log = logging.getLogger(__name__)
 

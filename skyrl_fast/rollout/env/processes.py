@@ -25,10 +25,10 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from skyrl_fast.child_environment import environment_without_key
-from skyrl_fast.network_interface import LOOPBACK
-from skyrl_fast.printable import MAX_FAILURE
 from skyrl_fast.rollout.env.host import HostSettings, Outcome
+from skyrl_fast.system.child_environment import environment_without_key
+from skyrl_fast.system.network_interface import LOOPBACK
+from skyrl_fast.system.printable import MAX_FAILURE
 
 START_SECONDS = 120.0  # for the fork server to import what its processes need
 END_SECONDS = 10.0  # for it to end its processes

@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from skyrl_fast.printable import MAX_FAILURE, shortened
+from skyrl_fast.system.printable import MAX_FAILURE, shortened
 
 MAX_FRAMES = 20  # of a trace, the innermost ones
 _CALLER = str(Path(__file__).parent)  # the code that calls environments

@@ -15,7 +15,6 @@ import torch
 
 from skyrl_fast.config import SamplingParams, estimator_spec, settings
 from skyrl_fast.gateway.start import black_box, gateway_agent
-from skyrl_fast.network_interface import LOOPBACK
 from skyrl_fast.rollout.chat_template import CHARACTERS_PER_TOKEN, message_text
 from skyrl_fast.rollout.engine.api_key import DEFAULT_NAME, engine_key
 from skyrl_fast.rollout.engine.pool import EnginePool, PooledEngine
@@ -49,6 +48,7 @@ from skyrl_fast.rollout.policy_calls import PolicyCalls
 from skyrl_fast.rollout.reasoning import check_reasoning_parser
 from skyrl_fast.rollout.tool_calls import check_tool_parser
 from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.system.network_interface import LOOPBACK
 from skyrl_fast.train.data.prompts import Prompt
 from skyrl_fast.train.model.model_folder import model_folder
 from skyrl_fast.train.model.models import find_device

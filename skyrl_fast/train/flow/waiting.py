@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from skyrl_fast.torch_threads import end_torch_threads
+from skyrl_fast.system.torch_threads import end_torch_threads
 
 T = TypeVar("T")
 

@@ -29,7 +29,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from skyrl_fast.errors import RunError
-from skyrl_fast.file_lock import close_locked, is_locked, lock_file
+from skyrl_fast.system.file_lock import close_locked, is_locked, lock_file
 from skyrl_fast.train.output.manifest import MANIFEST, Entries, find_damage, make_manifest
 from skyrl_fast.train.output.saved_state import check_state
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from skyrl_fast.config import LOGGERS
-from skyrl_fast.importing import load_object
+from skyrl_fast.system.importing import load_object
 from skyrl_fast.trajectory_store.parts import NON_FINITE, read_lines
 
 log = logging.getLogger(__name__)

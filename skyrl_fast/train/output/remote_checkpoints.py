@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path, PurePosixPath
 
-from skyrl_fast.temporary_folder import temporary_folder
+from skyrl_fast.system.temporary_folder import temporary_folder
 from skyrl_fast.train.output.checkpoint import (
     ADVICE,
     CheckpointError,

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from skyrl_fast.printable import log_line
+from skyrl_fast.system.printable import log_line
 
 logger = logging.getLogger(__name__)
 

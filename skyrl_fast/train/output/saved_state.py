@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from skyrl_fast.printable import shortened
+from skyrl_fast.system.printable import shortened
 
 _MT19937_WORDS = 624  # of the generators of Python and NumPy
 _MAX_SHOWN = 60  # characters of a wrong value: a line of a terminal

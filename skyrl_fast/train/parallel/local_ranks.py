@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from skyrl_fast.log_tail import log_tail
-from skyrl_fast.network_interface import LOOPBACK
-from skyrl_fast.parent_watch import children_exit_with_this_process
 from skyrl_fast.rollout.engine.ray_engine import EnginePlace
+from skyrl_fast.system.log_tail import log_tail
+from skyrl_fast.system.network_interface import LOOPBACK
+from skyrl_fast.system.parent_watch import children_exit_with_this_process
 from skyrl_fast.train.parallel.rank_processes import RankPlace, follow
 from skyrl_fast.train.parallel.ranks import Ranks
 

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from skyrl_fast.network_interface import interface_to
 from skyrl_fast.rollout.engine.ray_engine import EnginePlace
+from skyrl_fast.system.network_interface import interface_to
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK, RankError, Ranks
 from skyrl_fast.train.parallel.shared_files import SharedFiles
 

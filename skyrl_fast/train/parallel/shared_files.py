@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from skyrl_fast.temporary_folder import temporary_folder
+from skyrl_fast.system.temporary_folder import temporary_folder
 from skyrl_fast.train.output.manifest import Entries, entries
 from skyrl_fast.train.output.object_folder import ObjectFolder
 from skyrl_fast.train.output.remote_checkpoints import TEMPORARY

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from skyrl_fast.temporary_folder import locked_folder, remove_stale_folders
+from skyrl_fast.system.temporary_folder import locked_folder, remove_stale_folders
 from skyrl_fast.train.output.remote_checkpoints import TEMPORARY, fetch
 from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
 

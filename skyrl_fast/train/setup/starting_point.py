@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_fast.config import Config
-from skyrl_fast.temporary_folder import temporary_folder
+from skyrl_fast.system.temporary_folder import temporary_folder
 from skyrl_fast.train.data.schedule import total_steps
 from skyrl_fast.train.output.checkpoint import (
     STATE,

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from skyrl_fast.file_lock import close_locked
 from skyrl_fast.rollout.engine.weights.digest import tensor_digest
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
-from skyrl_fast.temporary_folder import locked_folder, remove_stale_folders
+from skyrl_fast.system.file_lock import close_locked
+from skyrl_fast.system.temporary_folder import locked_folder, remove_stale_folders
 
 log = logging.getLogger(__name__)
 

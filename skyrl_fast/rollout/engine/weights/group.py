@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from skyrl_fast.network_interface import LOOPBACK, address_towards
 from skyrl_fast.rollout.engine.weights.bucket import Bucket, read_header
 from skyrl_fast.rollout.engine.weights.prefetch import Prefetch
+from skyrl_fast.system.network_interface import LOOPBACK, address_towards
 
 BACKENDS = ("nccl", "gloo")  # as in weight_sync_backend
 JOIN_SECONDS = 120.0  # for all members to come

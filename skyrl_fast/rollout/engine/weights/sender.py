@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from skyrl_fast.network_interface import LOOPBACK
 from skyrl_fast.rollout.engine.weights.group import WeightsGroup, listening_store
 from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
+from skyrl_fast.system.network_interface import LOOPBACK
 
 T = TypeVar("T")
 

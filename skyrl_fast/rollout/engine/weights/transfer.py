@@ -21,7 +21,7 @@ from skyrl_fast.rollout.engine.weights.cuda_handles import cuda_handle
 from skyrl_fast.rollout.engine.weights.digest import tensor_digest
 from skyrl_fast.rollout.engine.weights.file import WeightsFile, distinct_tensors
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
-from skyrl_fast.torch_threads import end_torch_threads
+from skyrl_fast.system.torch_threads import end_torch_threads
 
 # By name. They are read again for an engine that is restarted, unless they are an iterator.
 Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]

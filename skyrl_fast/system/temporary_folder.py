@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from skyrl_fast.file_lock import close_locked, lock_file
+from skyrl_fast.system.file_lock import close_locked, lock_file
 
 _TAKEN = ".taken"
 

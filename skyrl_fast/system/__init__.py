@@ -1,0 +1,1 @@
+"""Locks, processes, sockets and folders: what knows nothing of learning."""

@@ -22,7 +22,7 @@ from skyrl_fast.rollout.engine.protocol import (
 )
 from skyrl_fast.rollout.engine.vllm_engine import _sampled_logprobs
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
-from skyrl_fast.rollout.turn import sampled_tokens
+from skyrl_fast.rollout.trajectory import Step
 
 KEY = "generator.sampling_params"
 
@@ -163,22 +163,16 @@ def test_sets_are_joined_across_weight_updates() -> None:
             return parts.pop(0)
 
     async def go() -> Generation:
-        versioned = await generate_through_updates(
+        return await generate_through_updates(
             Engine(), WeightGate(), None, [1], SamplingParams(max_generate_length=8),
             session_id="a", part_seed=lambda part: part,
         )  # fmt: skip
-        return versioned.generation
 
     generation = asyncio.run(go())
     assert [one.tolist() for one in generation.kept_ids or []] == [[5], [6, 8], [2, 7]]
-    sampled = sampled_tokens(generation, appended_eos=3)
-    assert [one.tolist() for one in sampled.kept_ids or []] == [[5], [6, 8], [2, 7], []]
-
-
-@pytest.mark.spec("kept.record")
-def test_an_engine_that_returns_another_number_of_sets_is_refused() -> None:
-    with pytest.raises(EngineError, match="2 tokens but 1 sets of kept tokens"):
-        sampled_tokens(Generation([5, 6], [-0.1, -0.2], "stop", kept_ids=[ids(5)]))
+    step = Step.from_generation([1], generation, text="", appended_end=3)
+    assert step.versions == [0] * 4
+    assert [one.tolist() for one in step.kept_ids or []] == [[5], [6, 8], [2, 7], []]
 
 
 def ids(*numbers: int) -> np.ndarray:

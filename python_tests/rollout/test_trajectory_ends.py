@@ -168,7 +168,7 @@ def test_deadline_covers_all_attempts(tiny_tokenizer) -> None:
     assert 0.3 <= t.seconds < 5.0  # well below a second deadline; machines may pause
 
 
-@pytest.mark.spec("rollout.engine-error")
+@pytest.mark.spec("rollout.engine-error", "kept.record")
 @pytest.mark.parametrize(
     ("answer", "failure"),
     [
@@ -176,6 +176,7 @@ def test_deadline_covers_all_attempts(tiny_tokenizer) -> None:
         (TimeoutError("no answer from the server"), "TimeoutError: no answer from the server"),
         (Generation([], [], "stop"), "the engine returned no tokens"),
         (Generation([1, 2], [-1.0], "stop"), "2 tokens but 1 logprobs"),
+        (Generation([1], [-1.0], "stop", kept_ids=[]), "1 tokens but 0 sets of kept tokens"),
     ],
 )
 def test_engine_errors(tiny_tokenizer, answer: Generation | Exception, failure: str) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_fast.config import EnvironmentConfig, SamplingParams
-from skyrl_fast.rollout.continued import VersionedGeneration, generate_through_updates
+from skyrl_fast.rollout.continued import generate_through_updates
 from skyrl_fast.rollout.engine.protocol import EngineError, Generation
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.env.factory import EnvFactory
@@ -71,8 +71,8 @@ def through(
     sizes: Sequence[int],
     stop: Sequence[str] = (),
     **additional: Any,
-) -> tuple[Parts, VersionedGeneration]:
-    async def go() -> tuple[Parts, VersionedGeneration]:
+) -> tuple[Parts, Generation]:
+    async def go() -> tuple[Parts, Generation]:
         gate = WeightGate(7)
         parts = Parts(gate, response, sizes)
         got = await generate_through_updates(
@@ -90,10 +90,10 @@ def through(
 @pytest.mark.spec("async.in-flight-update", "async.token-versions")
 def test_tokens_are_kept_with_their_version(tiny_tokenizer: Any) -> None:
     parts, got = through(tiny_tokenizer, [10, 11, 12, 13, 14], [2, 0, 1])
-    assert got.generation.token_ids == [10, 11, 12, 13, 14]
+    assert got.token_ids == [10, 11, 12, 13, 14]
     assert got.versions == [7, 7, 9, 10, 10]
-    assert got.generation.logprobs == [-7.0, -7.0, -9.0, -10.0, -10.0]
-    assert got.generation.stop_reason == "stop"
+    assert got.logprobs == [-7.0, -7.0, -9.0, -10.0, -10.0]
+    assert got.stop_reason == "stop"
     assert [ids for ids, _, _ in parts.asked] == [
         [1, 2], [1, 2, 10, 11], [1, 2, 10, 11], [1, 2, 10, 11, 12],
     ]  # fmt: skip
@@ -106,7 +106,7 @@ def test_an_answer_under_a_grammar_begins_again(tiny_tokenizer: Any) -> None:
     """The engine's grammar begins with each request."""
     form = {"json_object": True}
     parts, got = through(tiny_tokenizer, [10, 11, 12, 13], [3, 1], structured_outputs=form)
-    assert got.generation.token_ids == [10, 11, 12, 13]
+    assert got.token_ids == [10, 11, 12, 13]
     assert got.versions == [9] * 4
     assert [ids for ids, _, _ in parts.asked] == [[1, 2]] * 3
     assert [s.max_generate_length for _, s, _ in parts.asked] == [4] * 3
@@ -114,7 +114,7 @@ def test_an_answer_under_a_grammar_begins_again(tiny_tokenizer: Any) -> None:
 
 def test_recorded_routes_are_kept(tiny_tokenizer: Any) -> None:
     _, got = through(tiny_tokenizer, [10, 11, 12], [2])
-    routes = got.generation.expert_indices
+    routes = got.expert_indices
     assert routes is not None
     # Prompt and two tokens under version 7: three routes; the rest under version 8.
     assert routes[:, 0, 0].tolist() == [700, 701, 702, 803]
@@ -122,7 +122,7 @@ def test_recorded_routes_are_kept(tiny_tokenizer: Any) -> None:
 
 def test_interruption_at_the_last_token_leaves_room_for_an_end_token(tiny_tokenizer: Any) -> None:
     parts, got = through(tiny_tokenizer, [10, 11, 12], [3])
-    assert got.generation.token_ids == [10, 11, 12]
+    assert got.token_ids == [10, 11, 12]
     assert got.versions == [7, 7, 8]
     assert parts.asked[1][1].max_generate_length == 1
 
@@ -138,17 +138,17 @@ def test_a_partial_stop_string_is_sampled_again(tiny_tokenizer: Any, text: str, 
     parts, got = through(tiny_tokenizer, response, [part], stop=("</solution>", "</sql>"))
     asked_again = parts.asked[1][0][2:]
     assert tiny_tokenizer.decode(asked_again) == kept
-    assert got.generation.token_ids == response
+    assert got.token_ids == response
     assert got.versions == [7] * len(asked_again) + [8] * (len(response) - len(asked_again))
 
 
 @given(st.lists(st.integers(0, 4), max_size=6), st.integers(1, 12))
 def test_any_interruptions_give_the_complete_response(sizes: list[int], length: int) -> None:
     _, got = through(None, list(range(length)), sizes)
-    assert got.generation.token_ids == list(range(length))
-    assert len(got.versions) == len(got.generation.logprobs) == length
+    assert got.token_ids == list(range(length))
+    assert len(got.versions) == len(got.logprobs) == length
     assert got.versions == sorted(got.versions)
-    assert [-v for v in got.versions] == got.generation.logprobs
+    assert [-v for v in got.versions] == got.logprobs
 
 
 # Tokens of which several make a stop string, a bad word or a character; the last two are an end and
@@ -238,7 +238,7 @@ def test_an_answer_over_updates_is_one_that_its_limits_allow_without_them(
         },
     )
 
-    def answer(cuts: Sequence[int]) -> VersionedGeneration:
+    def answer(cuts: Sequence[int]) -> Generation:
         gate = WeightGate()
         return asyncio.run(
             generate_through_updates(
@@ -248,10 +248,10 @@ def test_an_answer_over_updates_is_one_that_its_limits_allow_without_them(
         )  # fmt: skip
 
     uncut, got = answer(()), answer(cuts)
-    assert got.generation == uncut.generation
-    sets = got.generation.kept_ids
+    assert got == uncut
+    sets = got.kept_ids
     assert (sets is None) == (sampling.num_kept_tokens is None)
-    assert sets is None or [ids.tolist() for ids in sets] == [[i] for i in got.generation.token_ids]
+    assert sets is None or [ids.tolist() for ids in sets] == [[i] for i in got.token_ids]
     assert got.versions == sorted(got.versions)
 
 

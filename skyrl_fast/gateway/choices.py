@@ -18,11 +18,10 @@ from skyrl_fast.gateway.policy import Policy
 from skyrl_fast.gateway.prompt_ids import PromptIds, PromptTokens
 from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.rollout.engine.route_record import turn_routes
-from skyrl_fast.rollout.policy_calls import recorded_step
 from skyrl_fast.rollout.stop_reason import LENGTH, STOP
 from skyrl_fast.rollout.tool_calls import REQUIRED
 from skyrl_fast.rollout.trajectory import Step, Trajectory
-from skyrl_fast.rollout.turn import decode_response, sampled_tokens
+from skyrl_fast.rollout.turn import decode_response, end_to_append
 
 MAX_WHITE_SPACE = 3  # characters at the end of a text before a tool call that may be the template's
 MAX_UNFIT = 3  # answers that no form continues, after which others like them are not tried
@@ -91,7 +90,7 @@ class Choices:
         """
         policy = self._policy
         sampling = self._sampling(call)
-        versioned, seconds = await policy.calls.sample(
+        generation = await policy.calls.sample(
             self._trajectory,
             prompt.token_ids,
             sampling,
@@ -99,18 +98,20 @@ class Choices:
             attempt=attempt,
             place=place,
         )
-        generation = versioned.generation
         text = decode_response(policy.template, generation)
         complete = text if generation.stop_string is None else None  # else it may have been cut
         self._prompts.add_response(prompt, generation.token_ids, complete)
-        step = recorded_step(
-            prompt.kept,
-            sampled_tokens(generation, appended_eos=self._appended(generation, sampling)),
-            versioned,
-            text=text,
-            llm_seconds=seconds,
+        append = (
+            generation.stop_string is not None
+            and policy.config.append_eos_token_after_stop_str_in_multi_turn
         )
-        step.expert_indices = turn_routes([], prompt.token_ids, generation)
+        step = Step.from_generation(
+            prompt.kept,
+            generation,
+            text=text,
+            appended_end=end_to_append(policy.template, generation, sampling) if append else None,
+            expert_indices=turn_routes([], prompt.token_ids, generation),
+        )
         parts = await self._parts(call, prompt, generation, step.text, place)
         text, stop_string = parts.text, generation.stop_string
         if stop_string is not None and call.stop is not None and not call.include_stop:
@@ -128,17 +129,6 @@ class Choices:
             logprobs=generation.logprobs,
         )
         return choice, step
-
-    def _appended(self, generation: Generation, sampling: SamplingParams) -> int | None:
-        """Return the end token that is appended to a response; None: none is."""
-        template, ids = self._policy.template, generation.token_ids
-        appended = (
-            generation.stop_string is not None
-            and self._policy.config.append_eos_token_after_stop_str_in_multi_turn
-            and not template.ends_turn(ids, stopped=False)
-            and len(ids) < sampling.max_generate_length
-        )
-        return template.end_id if appended else None
 
     def _sampling(self, call: Call) -> SamplingParams:
         run = self._policy.config.sampling(self._trajectory.phase)

@@ -17,19 +17,18 @@ from skyrl_fast.rollout.answer_parser import AnswerParser
 from skyrl_fast.rollout.chat_messages import template_kwargs_of
 from skyrl_fast.rollout.chat_template import ChatTemplate, Message, message_text
 from skyrl_fast.rollout.context import Context, make_context
-from skyrl_fast.rollout.continued import VersionedGeneration
 from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.rollout.engine.route_record import recorded_routes, turn_routes
 from skyrl_fast.rollout.env.answers import EnvAnswer
 from skyrl_fast.rollout.env.factory import EnvFactory, EnvSession
 from skyrl_fast.rollout.env.protocol import Action
 from skyrl_fast.rollout.loop_settings import RolloutPrompt
-from skyrl_fast.rollout.policy_calls import PolicyCalls, recorded_step
+from skyrl_fast.rollout.policy_calls import PolicyCalls
 from skyrl_fast.rollout.stop_reason import LENGTH, MAX_TURNS
 from skyrl_fast.rollout.token_ids import TokenIds, grown_ids
 from skyrl_fast.rollout.tool_calls import ParsedAnswer, ToolCallParser
-from skyrl_fast.rollout.trajectory import Trajectory
-from skyrl_fast.rollout.turn import SampledTokens, decode_response, sampled_tokens
+from skyrl_fast.rollout.trajectory import Step, Trajectory
+from skyrl_fast.rollout.turn import decode_response, end_to_append
 
 T = TypeVar("T")
 
@@ -151,8 +150,7 @@ class _EnvEpisode:
             if len(prompt_token_ids) > loop.max_input_length:
                 return LENGTH
             loop.board.set_phase(entry, GENERATING, attempt=entry.attempt, turn=turn)
-            versioned, llm_seconds = await self._generate(prompt_token_ids)
-            generation = versioned.generation
+            generation = await self._generate(prompt_token_ids)
             routes = turn_routes(steps, prompt_token_ids, generation)
             text = decode_response(
                 context.template, generation, skip_special_tokens=loop.skip_special_tokens
@@ -164,30 +162,28 @@ class _EnvEpisode:
             loop.board.set_phase(entry, ACTING, attempt=entry.attempt, turn=turn)
             answer = await env.step(Action(text, parsed.tool_calls, parsed.failed))
             last = answer.done or turn + 1 == loop.config.max_turns
-            sampled = self._with_end_token(context.template, generation, is_last=last)
             before, kept = prompt_token_ids, grown_ids(prompt_token_ids, before, kept)
-            step = recorded_step(
+            step = Step.from_generation(
                 kept,
-                sampled,
-                versioned,
+                generation,
                 text=text,
-                llm_seconds=llm_seconds,
+                appended_end=self._end_token(context.template, generation, is_last=last),
                 reward=answer.reward,
                 observation="\n".join(message_text(message) for message in answer.messages),
                 env_seconds=answer.seconds,
+                expert_indices=routes,
             )
-            step.expert_indices = routes
             steps.append(step)
             if last:
                 # A truncated response keeps "length": the filter for overlong ones reads it.
                 truncated = generation.stop_reason == LENGTH
                 return generation.stop_reason if answer.done or truncated else MAX_TURNS
             characters += _characters([*answer.messages, answer.postprocessed_action])
-            extend = partial(_extend_context, context, sampled, generation, text, parsed, answer)
+            extend = partial(_extend_context, context, step, generation, parsed, answer)
             await _off_loop(characters, extend)
         raise AssertionError("unreachable: the last turn returns")
 
-    async def _generate(self, prompt_token_ids: list[int]) -> tuple[VersionedGeneration, float]:
+    async def _generate(self, prompt_token_ids: list[int]) -> Generation:
         known = recorded_routes(self._trajectory.steps, prompt_token_ids)
         return await self._loop.calls.sample(
             self._trajectory,
@@ -199,27 +195,25 @@ class _EnvEpisode:
             expert_indices_start=0 if known is None else len(known),
         )
 
-    def _with_end_token(
+    def _end_token(
         self, template: ChatTemplate, generation: Generation, *, is_last: bool
-    ) -> SampledTokens:
-        """Append the end of the turn where the specification asks for one.
+    ) -> int | None:
+        """Return the end token to append where the specification asks for one, else None.
 
         That is: a stop string ended the response (several turns), or the last response lacks its
         end token and was not truncated (single conversation). A response of the maximum length has
         no room for it.
         """
-        ids = generation.token_ids
-        longest = self._loop.config.sampling(self._trajectory.phase).max_generate_length
-        if template.ends_turn(ids, stopped=generation.stopped_at_token) or len(ids) >= longest:
-            append = False
-        elif self._loop.config.context == "single":
+        config = self._loop.config
+        if config.context == "single":
             append = is_last and generation.stop_reason != LENGTH
         else:
             append = (
                 generation.stop_string is not None
-                and self._loop.config.append_eos_token_after_stop_str_in_multi_turn
+                and config.append_eos_token_after_stop_str_in_multi_turn
             )
-        return sampled_tokens(generation, appended_eos=template.end_id if append else None)
+        sampling = config.sampling(self._trajectory.phase)
+        return end_to_append(template, generation, sampling) if append else None
 
 
 def _characters(messages: Sequence[Message | str | None]) -> int:
@@ -233,9 +227,8 @@ async def _off_loop(characters: int, call: Callable[[], T]) -> T:
 
 def _extend_context(
     context: Context,
-    sampled: SampledTokens,
+    step: Step,
     generation: Generation,
-    text: str,
     parsed: ParsedAnswer,
     answer: EnvAnswer,
 ) -> None:
@@ -249,9 +242,9 @@ def _extend_context(
         }
     replaced = isinstance(action, str)
     if not isinstance(action, dict):
-        action = {"role": "assistant", "content": text if action is None else action}
+        action = {"role": "assistant", "content": step.text if action is None else action}
     # A dictionary is the same answer as a message, with its tool calls.
     context.add_response(
-        sampled.response_ids, action, replaced=replaced, stopped=generation.stopped_at_token
+        step.response_ids, action, replaced=replaced, stopped=generation.stopped_at_token
     )
     context.add_observation(answer.messages)

@@ -8,7 +8,7 @@ version of every token is known, and its log-probability is exactly that policy'
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,14 +22,6 @@ from skyrl_fast.rollout.tokenization import decode
 REPLACEMENT_CHARACTER = "\ufffd"  # the text of a character whose bytes are incomplete
 
 
-@dataclass(frozen=True, slots=True)
-class VersionedGeneration:
-    """A complete response, and the policy version of each of its tokens."""
-
-    generation: Generation
-    versions: list[int]
-
-
 async def generate_through_updates(
     engine: Sampler,
     gate: WeightGate,
@@ -40,8 +32,8 @@ async def generate_through_updates(
     session_id: str,
     part_seed: Callable[[int], int],
     expert_indices_start: int = 0,
-) -> VersionedGeneration:
-    """Return one response, sampled in as many parts as there were interruptions plus one.
+) -> Generation:
+    """Return one response with its versions, in as many parts as interruptions plus one.
 
     Args:
         engine, gate: of the policy.
@@ -51,6 +43,9 @@ async def generate_through_updates(
         session_id: of the trajectory.
         part_seed: returns the seed of part 0, 1, ...
         expert_indices_start: as for `Engine.generate`.
+
+    Raises:
+        EngineError: the engine failed, or returned lists of different lengths.
     """
     ids: list[int] = []
     logprobs: list[float] = []
@@ -72,6 +67,7 @@ async def generate_through_updates(
                 seed=part_seed(number),
                 expert_indices_start=expert_indices_start,
             )
+        _check_lengths(part)
         kept = len(part.token_ids)
         if part.stop_reason == INTERRUPTED:
             # Interrupted at the last moment, it may already have all of its tokens.
@@ -85,16 +81,24 @@ async def generate_through_updates(
             number_cached = part.num_cached_tokens
         routes = _joined(routes, part, len(prompt_token_ids) + len(ids))
         if part.stop_reason != INTERRUPTED:
-            complete = replace(
+            return replace(
                 part,
                 token_ids=ids,
                 logprobs=logprobs,
                 expert_indices=routes,
                 kept_ids=kept_ids or None,
                 num_cached_tokens=number_cached,
+                versions=versions,
             )
-            return VersionedGeneration(complete, versions)
         number += 1
+
+
+def _check_lengths(part: Generation) -> None:
+    for name, values in (("logprobs", part.logprobs), ("sets of kept tokens", part.kept_ids)):
+        if values is not None and len(values) != len(part.token_ids):
+            raise EngineError(
+                f"the engine returned {len(part.token_ids)} tokens but {len(values)} {name}"
+            )
 
 
 def _rest(sampling: SamplingParams, num_sampled: int) -> SamplingParams:

@@ -1,19 +1,18 @@
-"""Calls of the policy: prompt tokens in, sampled tokens with their versions out, and their step."""
+"""Calls of the policy: prompt tokens in, sampled tokens with their versions out."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from skyrl_fast.config import SamplingParams
-from skyrl_fast.rollout.continued import VersionedGeneration, generate_through_updates
-from skyrl_fast.rollout.engine.protocol import EngineError, Sampler
+from skyrl_fast.rollout.continued import generate_through_updates
+from skyrl_fast.rollout.engine.protocol import EngineError, Generation, Sampler
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.tokenization import decode
-from skyrl_fast.rollout.trajectory import Step, Trajectory
-from skyrl_fast.rollout.turn import SampledTokens, request_seed
+from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.rollout.turn import request_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +41,8 @@ class PolicyCalls:
         attempt: int,
         place: int | str,
         expert_indices_start: int = 0,
-    ) -> tuple[VersionedGeneration, float]:
-        """Return one response, through any weight updates, and the seconds that it took.
+    ) -> Generation:
+        """Return one response, through any weight updates, with its versions and seconds.
 
         Args:
             trajectory: that the call belongs to.
@@ -68,7 +67,7 @@ class PolicyCalls:
             return request_seed(self.seed, part_name, attempt, place)
 
         started = time.perf_counter()
-        versioned = await generate_through_updates(
+        generation = await generate_through_updates(
             self.engine,
             self.gate,
             self.tokenizer,
@@ -78,51 +77,10 @@ class PolicyCalls:
             part_seed=part_seed,
             expert_indices_start=expert_indices_start,
         )
-        generation = versioned.generation
         if not generation.token_ids:
             raise EngineError(f"the engine returned no tokens for session {name}-{attempt}")
         last, stops = generation.token_ids[-1], sampling.additional_kwargs.get("stop_token_ids")
         if generation.stopped_at_token and last in (stops or ()):
             # It ends the answer as a stop string does, and not the model's turn.
             generation = replace(generation, stop_string=decode(self.tokenizer, [last]))
-            versioned = replace(versioned, generation=generation)
-        return versioned, time.perf_counter() - started
-
-
-def recorded_step(
-    prompt_token_ids: Sequence[int],
-    sampled: SampledTokens,
-    versioned: VersionedGeneration,
-    *,
-    text: str,
-    llm_seconds: float,
-    reward: float = 0.0,
-    observation: str = "",
-    env_seconds: float = 0.0,
-) -> Step:
-    """Return the gen-only step of a call; arguments as of `Step`.
-
-    Args:
-        sampled: the response as it is trained, with any appended end token.
-        versioned: the response, and the policy version of each of its tokens.
-    """
-    versions = versioned.versions
-    single_version = versions[0] == versions[-1]
-    # An appended end token was not sampled: it takes the version of the token before it.
-    appended = len(sampled.response_ids) - len(versions)
-    return Step(
-        prompt_token_ids=prompt_token_ids,
-        response_ids=sampled.response_ids,
-        loss_mask=sampled.loss_mask,
-        rollout_logprobs=sampled.rollout_logprobs,
-        reward=reward,
-        stop_reason=versioned.generation.stop_reason,
-        policy_version=versions[0],
-        text=text,
-        observation=observation,
-        llm_seconds=llm_seconds,
-        env_seconds=env_seconds,
-        token_versions=None if single_version else versions + versions[-1:] * appended,
-        kept_ids=sampled.kept_ids,
-        num_cached_tokens=versioned.generation.num_cached_tokens,
-    )
+        return replace(generation, seconds=time.perf_counter() - started)

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from skyrl_fast.rollout.engine.protocol import Generation
+
 PLACEHOLDER_PROMPT = (0,)  # the one attended token of a trajectory without steps
 
 
@@ -52,6 +54,56 @@ class Step:
     token_versions: list[int] | None = None
     kept_ids: list[np.ndarray] | None = None
     num_cached_tokens: int | None = None
+
+    @classmethod
+    def from_generation(
+        cls,
+        prompt_token_ids: Sequence[int],
+        generation: Generation,
+        *,
+        text: str,
+        appended_end: int | None = None,
+        reward: float = 0.0,
+        observation: str = "",
+        env_seconds: float = 0.0,
+        expert_indices: np.ndarray | None = None,
+    ) -> Step:
+        """Return the step of a call of the policy; other arguments as of `Step`.
+
+        Args:
+            generation: a response with its versions.
+            appended_end: the end token that is appended to it: mask 0, logprob 0.0, the version of
+                the token before it; None: none.
+
+        Example:
+            >>> sampled = Generation([5, 6], [-0.1, -0.2], "stop", "</a>", versions=[3, 3])
+            >>> step = Step.from_generation([1], sampled, text="hi", appended_end=2)
+            >>> step.response_ids, step.loss_mask, step.rollout_logprobs
+            ([5, 6, 2], [1, 1, 0], [-0.1, -0.2, 0.0])
+        """
+        versions, kept_ids = generation.versions, generation.kept_ids
+        assert versions
+        appended = [] if appended_end is None else [appended_end]
+        if kept_ids is not None:
+            kept_ids = [*kept_ids, *(np.zeros(0, np.int32) for _ in appended)]
+        is_one_version = versions[0] == versions[-1]
+        return cls(
+            prompt_token_ids=prompt_token_ids,
+            response_ids=generation.token_ids + appended,
+            loss_mask=[1] * len(generation.token_ids) + [0] * len(appended),
+            rollout_logprobs=generation.logprobs + [0.0] * len(appended),
+            reward=reward,
+            stop_reason=generation.stop_reason,
+            policy_version=versions[0],
+            text=text,
+            observation=observation,
+            llm_seconds=generation.seconds,
+            env_seconds=env_seconds,
+            expert_indices=expert_indices,
+            token_versions=None if is_one_version else versions + versions[-1:] * len(appended),
+            kept_ids=kept_ids,
+            num_cached_tokens=generation.num_cached_tokens,
+        )
 
     @property
     def versions(self) -> list[int]:

@@ -110,6 +110,8 @@ class Generation:
             None: the vocabulary, or not recorded (`SamplingParams.max_kept_tokens`).
         num_cached_tokens: leading prompt tokens whose keys and values were in the engine's prefix
             cache; None: unknown.
+        versions: the policy version of each token; None: the request's, as engines return it.
+        seconds: time from the request to its answer, set by `PolicyCalls`.
     """
 
     token_ids: list[int]
@@ -120,6 +122,8 @@ class Generation:
     expert_indices_start: int = 0
     kept_ids: list[np.ndarray] | None = field(default=None, compare=False)
     num_cached_tokens: int | None = field(default=None, compare=False)
+    versions: list[int] | None = field(default=None, compare=False)
+    seconds: float = field(default=0.0, compare=False)
 
     @property
     def stopped_at_token(self) -> bool:

@@ -33,10 +33,10 @@ class EnvironmentValue(str):
         result.written = written
         return result
 
-    def __reduce__(self) -> tuple[type[EnvironmentValue], tuple[str, str]]:  # noqa: D105 - pickle
+    def __reduce__(self) -> tuple[type[EnvironmentValue], tuple[str, str]]:
         return EnvironmentValue, (str(self), self.written)
 
-    def __repr__(self) -> str:  # noqa: D105 - in error messages
+    def __repr__(self) -> str:
         return repr(self.written)
 
 

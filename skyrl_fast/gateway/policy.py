@@ -50,7 +50,7 @@ class Policy:
     warned: set[str] = field(default_factory=set)
     answer_parser: AnswerParser = field(init=False)
 
-    def __post_init__(self) -> None:  # noqa: D105
+    def __post_init__(self) -> None:
         parser = AnswerParser(self.tool_parser, self.reasoning_parser)
         object.__setattr__(self, "answer_parser", parser)  # the class is frozen
 

@@ -36,7 +36,7 @@ class ReasoningParser:
             raise ValueError(f"{SETTING}: {name} refuses the tokenizer: {error}") from error
         check_reads_text(SETTING, name, lambda: parser.extract_reasoning("x", _request({})))
 
-    def __reduce__(self) -> tuple[Any, ...]:  # noqa: D105
+    def __reduce__(self) -> tuple[Any, ...]:
         return ReasoningParser, self._arguments
 
     def divided(self, text: str, template_kwargs: Mapping[str, Any]) -> tuple[str, str]:

@@ -43,7 +43,7 @@ class TokenIds(Sequence[int]):
         """Return all of them as a new array, (n,) int32."""
         return np.concatenate(self.parts) if self.parts else np.zeros(0, np.int32)
 
-    def __len__(self) -> int:  # noqa: D105
+    def __len__(self) -> int:
         return self._length
 
     @overload
@@ -52,24 +52,24 @@ class TokenIds(Sequence[int]):
     @overload
     def __getitem__(self, index: slice) -> list[int]: ...
 
-    def __getitem__(self, index: SupportsIndex | slice) -> int | list[int]:  # noqa: D105
+    def __getitem__(self, index: SupportsIndex | slice) -> int | list[int]:
         found: int | list[int] = self.array()[index].tolist()
         return found
 
-    def __iter__(self) -> Iterator[int]:  # noqa: D105
+    def __iter__(self) -> Iterator[int]:
         return iter(self.array().tolist())
 
-    def __add__(self, other: Iterable[int]) -> list[int]:  # noqa: D105
+    def __add__(self, other: Iterable[int]) -> list[int]:
         return [*self, *other]
 
-    def __eq__(self, other: Any) -> bool:  # noqa: D105
+    def __eq__(self, other: Any) -> bool:
         if not isinstance(other, Sequence):
             return NotImplemented
         return len(other) == len(self) and self[:] == list(other)
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __repr__(self) -> str:  # noqa: D105
+    def __repr__(self) -> str:
         shown = self.prefix(NUM_SHOWN)[:]
         more = f" and {len(self) - len(shown):,} more" if len(self) > len(shown) else ""
         return f"TokenIds({shown}{more})"

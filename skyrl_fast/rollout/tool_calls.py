@@ -61,7 +61,7 @@ class ToolCallParser:
             raise ValueError(f"{SETTING}: {name} refuses the tokenizer: {error}") from error
         check_reads_text(SETTING, name, lambda: parser.extract_tool_calls("x", _request(None)))
 
-    def __reduce__(self) -> tuple[Any, ...]:  # noqa: D105
+    def __reduce__(self) -> tuple[Any, ...]:
         return ToolCallParser, self._arguments
 
     def parsed(

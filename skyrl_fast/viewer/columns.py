@@ -51,7 +51,7 @@ class Columns:
         self._columns["script"].append(script)
         self._columns["place"].append(place)
 
-    def __len__(self) -> int:  # noqa: D105
+    def __len__(self) -> int:
         return len(self._columns["script"])
 
     def as_dict(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Action(str):
         action.unparsed_tool_calls = unparsed_tool_calls
         return action
 
-    def __reduce__(self) -> tuple[type[Action], tuple[Any, ...]]:  # noqa: D105
+    def __reduce__(self) -> tuple[type[Action], tuple[Any, ...]]:
         return Action, (str(self), self.tool_calls, self.unparsed_tool_calls)
 
 

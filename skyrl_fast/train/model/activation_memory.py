@@ -66,10 +66,10 @@ class PassMemory:
         """Return the bytes for a number of sequences, which need not be an integer."""
         return math.ceil(self.fixed + sequences * self.per_sequence)
 
-    def __add__(self, other: PassMemory) -> PassMemory:  # noqa: D105
+    def __add__(self, other: PassMemory) -> PassMemory:
         return PassMemory(self.fixed + other.fixed, self.per_sequence + other.per_sequence)
 
-    def __mul__(self, factor: float) -> PassMemory:  # noqa: D105
+    def __mul__(self, factor: float) -> PassMemory:
         return PassMemory(self.fixed * factor, self.per_sequence * factor)
 
 

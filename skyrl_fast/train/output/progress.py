@@ -61,13 +61,13 @@ class ProgressDisplay:
         self._task = self._bar.add_task("starting", total=total_steps, completed=start_step)
         self._live: Live | None = None
 
-    def __enter__(self) -> ProgressDisplay:  # noqa: D105
+    def __enter__(self) -> ProgressDisplay:
         if self._console.is_terminal:
             self._live = Live(self._render(), console=self._console, refresh_per_second=4)
             self._live.start()
         return self
 
-    def __exit__(self, *_: Any) -> None:  # noqa: D105
+    def __exit__(self, *_: Any) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None

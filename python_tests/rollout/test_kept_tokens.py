@@ -13,7 +13,6 @@ import torch
 from skyrl_fast.config import ConfigError, GeneratorConfig, SamplingParams
 from skyrl_fast.config.sampling import ADDITIONAL, check_sampling
 from skyrl_fast.rollout.continued import generate_through_updates
-from skyrl_fast.rollout.engine.kept_logprobs import return_kept_only, store_ids_and_values
 from skyrl_fast.rollout.engine.protocol import (
     EngineError,
     Generation,
@@ -21,6 +20,10 @@ from skyrl_fast.rollout.engine.protocol import (
     vllm_sampling_params,
 )
 from skyrl_fast.rollout.engine.vllm_engine import _sampled_logprobs
+from skyrl_fast.rollout.engine.vllm_patches.kept_logprobs import (
+    return_kept_only,
+    store_ids_and_values,
+)
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.trajectory import Step
 

@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl_fast.rollout.engine.seeded_sampling import BLOCK, Numbers, inverted, sample_by_inversion
+from skyrl_fast.rollout.engine.vllm_patches.seeded_sampling import (
+    BLOCK,
+    Numbers,
+    inverted,
+    sample_by_inversion,
+)
 
 EXCLUDED = -torch.inf
 

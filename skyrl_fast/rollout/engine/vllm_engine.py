@@ -20,7 +20,6 @@ import torch
 from skyrl_fast.config import SamplingParams
 from skyrl_fast.rollout.engine.completion_answer import parsing
 from skyrl_fast.rollout.engine.generation_check import checked_generation
-from skyrl_fast.rollout.engine.kept_logprobs import store_ids_and_values
 from skyrl_fast.rollout.engine.protocol import (
     EngineDeadError,
     EngineError,
@@ -29,6 +28,7 @@ from skyrl_fast.rollout.engine.protocol import (
     kept_tokens,
     vllm_sampling_params,
 )
+from skyrl_fast.rollout.engine.vllm_patches.kept_logprobs import store_ids_and_values
 from skyrl_fast.rollout.engine.vllm_start import (
     SOCKETS,
     VllmSetup,

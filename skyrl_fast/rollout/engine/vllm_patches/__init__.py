@@ -1,0 +1,1 @@
+"""Patches of vLLM: changes of its internals."""

@@ -96,7 +96,7 @@ class Worker(WeightUpdateExtension):
 
 @pytest.mark.spec("sync.receipts")
 def test_config_is_set_while_weights_are_processed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "renewed_packed_weights", lambda model: nullcontext())
+    monkeypatch.setattr(worker, "renew_packed_weights", lambda model: nullcontext())
     one, weight = Worker(), torch.tensor([[1.0, 2.0]])
     with WeightsFile() as file:
         file.write({"weight": weight})

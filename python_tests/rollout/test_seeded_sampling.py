@@ -13,7 +13,7 @@ import torch
 from skyrl_fast.rollout.engine.vllm_patches.seeded_sampling import (
     BLOCK,
     Numbers,
-    inverted,
+    draw_tokens,
     sample_by_inversion,
 )
 
@@ -49,13 +49,13 @@ def test_a_number_becomes_the_word_whose_share_it_falls_into(
     """By hand: shares 0, 1/4, 0, 1/2, 1/4, 0; words without a share are never sampled."""
     monkeypatch.setattr(torch, "rand", Drawing(drawn))
     shares = log_probabilities([0, 0.25, 0, 0.5, 0.25, 0])
-    assert inverted(shares, generators(0), Numbers()).tolist() == [token]
+    assert draw_tokens(shares, generators(0), Numbers()).tolist() == [token]
 
 
 def test_frequencies_are_the_probabilities() -> None:
     rows = 20_000
     shares = torch.tensor([0.5, 0.2, 0.0, 0.15, 0.1, 0.04, 0.01])
-    tokens = inverted(shares.log().expand(rows, -1), generators(*range(rows)), Numbers())
+    tokens = draw_tokens(shares.log().expand(rows, -1), generators(*range(rows)), Numbers())
     counts = torch.bincount(tokens, minlength=len(shares)).double()
     spread = (rows * shares * (1 - shares)).sqrt().clamp(min=1e-9)
     assert counts[2] == 0
@@ -65,10 +65,10 @@ def test_frequencies_are_the_probabilities() -> None:
 @pytest.mark.parametrize("words", [1, 2, 1000, 151_936])
 def test_tokens_depend_on_the_row_and_its_generator_alone(words: int) -> None:
     logprobs = torch.randn(5, words, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
-    together = inverted(logprobs, generators(3, 1, 4, 1, 5), Numbers())
+    together = draw_tokens(logprobs, generators(3, 1, 4, 1, 5), Numbers())
     again = generators(3, 1, 4, 1, 5)
     other_rows = {4 - row: again[row] for row in reversed(range(5))}
-    backwards = inverted(logprobs.flip(0), other_rows, Numbers())
+    backwards = draw_tokens(logprobs.flip(0), other_rows, Numbers())
     assert backwards.flip(0).tolist() == together.tolist()
     drawn = [torch.rand(1, generator=g, dtype=torch.float64).item() for g in generators(3).values()]
     cumulative = np.exp(logprobs[0].double().numpy()).cumsum()
@@ -77,11 +77,11 @@ def test_tokens_depend_on_the_row_and_its_generator_alone(words: int) -> None:
 
 def test_seeded_rows_are_the_same_next_to_rows_without_a_seed() -> None:
     logprobs = torch.randn(200, 50).log_softmax(-1)
-    alone = inverted(logprobs[::2], generators(*range(100)), Numbers())
+    alone = draw_tokens(logprobs[::2], generators(*range(100)), Numbers())
     mixed = {2 * row: generator for row, generator in generators(*range(100)).items()}
     # Twice, with the same seeds and another state of the global generator.
     copies = [{row: g.clone_state() for row, g in mixed.items()} for _ in "ab"]
-    together = [inverted(logprobs, copy, Numbers()) for copy in copies]
+    together = [draw_tokens(logprobs, copy, Numbers()) for copy in copies]
     for tokens in together:
         assert tokens[::2].tolist() == alone.tolist()
     assert not torch.equal(together[0][1::2], together[1][1::2])  # by the global generator
@@ -106,7 +106,7 @@ def test_a_generators_numbers_are_its_own_one_by_one() -> None:
 
 
 def test_nan_is_a_word_of_the_vocabulary() -> None:
-    tokens = inverted(torch.full((1, 4), torch.nan), generators(0), Numbers())
+    tokens = draw_tokens(torch.full((1, 4), torch.nan), generators(0), Numbers())
     assert 0 <= int(tokens) < 4
 
 

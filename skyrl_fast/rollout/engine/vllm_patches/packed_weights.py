@@ -12,16 +12,16 @@ from typing import Any
 
 
 @contextmanager
-def renewed_packed_weights(model: Any) -> Iterator[None]:
+def renew_packed_weights(model: Any) -> Iterator[None]:
     """Update the kernels' copies of all weights that are reloaded in the context."""
-    with _repacked_experts(model):
+    with _repack_experts(model):
         yield
     _repack_tied_heads(model)
     _drop_combined_gates(model)
 
 
 @contextmanager
-def _repacked_experts(model: Any) -> Iterator[None]:
+def _repack_experts(model: Any) -> Iterator[None]:
     """Make a reload prepare mixture-of-experts weights as the first load did.
 
     On CPU the experts' weights are padded and reordered for the kernel. vLLM does so only while it

@@ -23,10 +23,10 @@ def sample_by_inversion(sampler: Any) -> None:
         sampler: vLLM's `Sampler`, whose `topk_topp_sampler` gets another `forward`; other classes
             are unchanged.
     """
-    chosen = getattr(sampler, "topk_topp_sampler", None)
-    if chosen is None:
+    draw = getattr(sampler, "topk_topp_sampler", None)
+    if draw is None:
         return
-    usual = chosen.forward
+    usual = draw.forward
     numbers = Numbers()
 
     def forward(
@@ -39,9 +39,9 @@ def sample_by_inversion(sampler: Any) -> None:
         logits = apply_top_k_top_p(logits, k, p)
         logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
         returned = {"processed_logits": logits, "processed_logprobs": logprobs}
-        return inverted(logprobs, generators, numbers), returned.get(chosen.logprobs_mode)
+        return draw_tokens(logprobs, generators, numbers), returned.get(draw.logprobs_mode)
 
-    chosen.forward = forward
+    draw.forward = forward
 
 
 class Numbers:
@@ -62,7 +62,7 @@ class Numbers:
         return drawn.pop()
 
 
-def inverted(
+def draw_tokens(
     logprobs: torch.Tensor, generators: dict[int, torch.Generator], numbers: Numbers
 ) -> torch.Tensor:
     """Return a token for each row: the first at which the cumulative probability exceeds a number.
@@ -74,9 +74,9 @@ def inverted(
     """
     cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
     drawn = torch.rand(len(logprobs), 1, dtype=torch.float64)
-    given = list(map(numbers.next, generators.values()))
-    drawn[list(generators), 0] = torch.tensor(given, dtype=torch.float64)
+    seeded = list(map(numbers.next, generators.values()))
+    drawn[list(generators), 0] = torch.tensor(seeded, dtype=torch.float64)
     total = cumulative[:, -1:]
     below = torch.nextafter(total, torch.zeros_like(total))  # a product may round to the total
-    found = torch.searchsorted(cumulative, torch.minimum(drawn * total, below), right=True)
-    return found.squeeze(-1).clamp_(max=logprobs.shape[-1] - 1)  # NaN: the logprob says so
+    words = torch.searchsorted(cumulative, torch.minimum(drawn * total, below), right=True)
+    return words.squeeze(-1).clamp_(max=logprobs.shape[-1] - 1)  # NaN: the logprob says so

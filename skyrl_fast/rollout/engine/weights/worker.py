@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from skyrl_fast.rollout.engine.vllm_patches.kept_logprobs import return_kept_only
-from skyrl_fast.rollout.engine.vllm_patches.packed_weights import renewed_packed_weights
+from skyrl_fast.rollout.engine.vllm_patches.packed_weights import renew_packed_weights
 from skyrl_fast.rollout.engine.vllm_patches.seeded_sampling import sample_by_inversion
 from skyrl_fast.rollout.engine.weights.cuda_handles import tensors_of_handles
 from skyrl_fast.rollout.engine.weights.digest import dtype_name
@@ -88,7 +88,7 @@ class WeightUpdateExtension:
 
         model.load_weights = load_and_record
         try:
-            with renewed_packed_weights(model):
+            with renew_packed_weights(model):
                 # The worker's method, not the runner's: it sets the config that kernels ask for.
                 self.reload_weights(weights_iterator=recorded(weights, digests))
         finally:

@@ -249,7 +249,7 @@ def unreachable(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_unreachable_hub_is_one_line(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from skyrl_fast.train.model.model_folder import model_folder
+    from skyrl_fast.config.model_folder import model_folder
 
     asked = unreachable(monkeypatch)
     with pytest.raises(ValueError, match=r"^trainer\.policy\.model\.path: org/other is no") as one:
@@ -263,7 +263,7 @@ def test_unreachable_hub_is_one_line(
 
 @pytest.mark.spec("run.hub-models")
 def test_complete_download_needs_no_network(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from skyrl_fast.train.model.model_folder import model_folder
+    from skyrl_fast.config.model_folder import model_folder
 
     asked = unreachable(monkeypatch)
     assert model_folder("org/model", with_weights=False) == cache

@@ -106,8 +106,8 @@ def _config(options: argparse.Namespace) -> Config:
 
 def _lengths(model: str) -> list[str]:
     """Return settings that use the model's context."""
+    from skyrl_fast.config.model_folder import model_folder
     from skyrl_fast.train.flow.vllm_rollouts import positions_of
-    from skyrl_fast.train.model.model_folder import model_folder
 
     context = min(positions_of(str(model_folder(model))) or MAX_CONTEXT, MAX_CONTEXT)
     answer = min(MAX_ANSWER, context // 4)
@@ -120,10 +120,10 @@ def _lengths(model: str) -> list[str]:
 
 
 async def _serve(config: Config, run: Path) -> None:
+    from skyrl_fast.config.model_folder import model_folder
     from skyrl_fast.rollout.engine.pool import EnginePool
     from skyrl_fast.train.flow.frozen_heap import frozen_heap
     from skyrl_fast.train.flow.vllm_rollouts import untrained_engines
-    from skyrl_fast.train.model.model_folder import model_folder
     from skyrl_fast.train.model.policy import load_tokenizer
 
     folder = str(model_folder(str(config.trainer.policy.model.path)))

@@ -194,8 +194,8 @@ async def _played_by_agent(config: Config, calls: PolicyCalls, prompt: Prompt) -
 
 async def _sampled(config: Config, prompt: Prompt) -> _Attempt:
     """Return the trajectories with answers sampled from the model."""
+    from skyrl_fast.config.model_folder import model_folder
     from skyrl_fast.train.flow.vllm_rollouts import start_rollouts
-    from skyrl_fast.train.model.model_folder import model_folder
 
     tokenizer = _tokenizer(config)
     Path(config.trainer.run_path).mkdir(parents=True, exist_ok=True)  # for engine.log

@@ -22,6 +22,7 @@ from skyrl_fast.config import (
     check_config,
     to_dict,
 )
+from skyrl_fast.config.model_folder import model_folder
 from skyrl_fast.gateway.agents.task import AgentTask
 from skyrl_fast.rollout.env.host import MakeEnv
 from skyrl_fast.rollout.env.reward_env import Reward
@@ -34,7 +35,6 @@ from skyrl_fast.train.device_plan import MemoryPlan
 from skyrl_fast.train.flow.event_loop import StopSignals
 from skyrl_fast.train.flow.frozen_heap import frozen_heap
 from skyrl_fast.train.flow.rollouts import Rollouts
-from skyrl_fast.train.model.model_folder import model_folder
 from skyrl_fast.train.model.models import (
     Models,
     find_device,

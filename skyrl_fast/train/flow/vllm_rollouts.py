@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from skyrl_fast.config import SamplingParams, estimator_spec, settings
+from skyrl_fast.config.model_folder import model_folder
 from skyrl_fast.gateway.start import black_box, gateway_agent
 from skyrl_fast.rollout.chat_template import CHARACTERS_PER_TOKEN, message_text
 from skyrl_fast.rollout.engine.api_key import DEFAULT_NAME, engine_key
@@ -50,7 +51,6 @@ from skyrl_fast.rollout.tool_calls import check_tool_parser
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.system.network_interface import LOOPBACK
 from skyrl_fast.train.data.prompts import Prompt
-from skyrl_fast.train.model.model_folder import model_folder
 from skyrl_fast.train.model.models import find_device
 from skyrl_fast.train.model.policy import Policy
 

@@ -18,7 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from skyrl_fast.train.model.model_folder import model_folder
+from skyrl_fast.config.model_folder import model_folder
 from skyrl_fast.train.model.policy import checkpoint_gradients, remove_dropout
 
 FLOAT32_BYTES = 4

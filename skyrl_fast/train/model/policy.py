@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from skyrl_fast.batch import StepBatch
+from skyrl_fast.config.model_folder import POLICY, model_folder
 from skyrl_fast.config.settings import TrainerConfig
 from skyrl_fast.ops.logprob.linear import linear_logprob
 from skyrl_fast.train.model.micro_batch import MicroBatch, plan_micro_batches, response_positions
-from skyrl_fast.train.model.model_folder import POLICY, model_folder
 from skyrl_fast.train.model.rope_limits import rope_limits
 from skyrl_fast.train.model.router_replay import RouterReplay
 from skyrl_fast.train.model.row_layout import LayoutCosts, cheapest_layout, supports_trees

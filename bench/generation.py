@@ -26,12 +26,13 @@ from typing import Any, NamedTuple
 
 from skyrl_fast.config import Config, SamplingParams
 from skyrl_fast.config.loading import load_config
+from skyrl_fast.rollout.engine.from_settings import make_vllm_setup
 from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.engine.protocol import Generation, vllm_sampling_params
 from skyrl_fast.rollout.engine.vllm_start import engine_args, engine_environment, environment
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.data.prompts import Prompt, PromptSampler, digest_of, load_prompts
-from skyrl_fast.train.flow.vllm_rollouts import VllmRollouts, start_rollouts, vllm_setup
+from skyrl_fast.train.flow.vllm_rollouts import VllmRollouts, start_rollouts
 from skyrl_fast.train.model.policy import load_tokenizer
 
 WARM_UP = 2  # batches
@@ -78,7 +79,7 @@ def batches(config: Config, prompts: list[Prompt], count: int) -> list[list[Prom
 
 def start_llm(config: Config, model: str) -> Any:
     """Return vLLM's offline engine with the settings of ours."""
-    setup = vllm_setup(config, model)
+    setup = make_vllm_setup(config, model)
     with environment(engine_environment(setup)):
         from vllm import LLM
 

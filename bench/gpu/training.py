@@ -65,7 +65,7 @@ def main() -> None:
     from skyrl_fast.train.run import train
 
     started = time.perf_counter()
-    with mock.patch("skyrl_fast.train.flow.vllm_rollouts.VllmEngine", TorchEngine):
+    with mock.patch("skyrl_fast.rollout.engine.from_settings.VllmEngine", TorchEngine):
         result = train(config)
     for row in read_metrics(run / "metrics.jsonl"):
         print(row["step"], {name: round(row[name], 5) for name in SHOWN if name in row}, flush=True)

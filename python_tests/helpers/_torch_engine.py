@@ -10,4 +10,4 @@ from bench.gpu.torch_engine import TorchEngine
 @pytest.fixture
 def torch_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make runs use `TorchEngine` instead of vLLM."""
-    monkeypatch.setattr("skyrl_fast.train.flow.vllm_rollouts.VllmEngine", TorchEngine)
+    monkeypatch.setattr("skyrl_fast.rollout.engine.from_settings.VllmEngine", TorchEngine)

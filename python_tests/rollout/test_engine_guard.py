@@ -380,7 +380,7 @@ def test_server_and_trainer_use_the_key_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from skyrl_fast.config.loading import load_config
-    from skyrl_fast.train.flow.vllm_rollouts import engines
+    from skyrl_fast.rollout.engine.from_settings import make_engines
 
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     model = tmp_path / "model"
@@ -407,7 +407,7 @@ def test_server_and_trainer_use_the_key_of_the_run(
         cli.main(["engine", str(tmp_path / "c.yaml"), *overrides])
     key = (tmp_path / "run/engine_key").read_text().strip()
     assert started[0][KEY_VARIABLE] == key
-    (engine,) = engines(load_config(None, overrides), str(model))
+    (engine,) = make_engines(load_config(None, overrides), str(model))
     assert isinstance(engine, RemoteEngine)
     assert engine._headers == {"authorization": f"Bearer {key}"}
 

@@ -20,6 +20,7 @@ from skyrl_fast import cli
 from skyrl_fast.config import ConfigError, InferenceEngineConfig, SamplingParams
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.rollout.engine import remote
+from skyrl_fast.rollout.engine.from_settings import make_engines, make_vllm_setup
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, Generation
 from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.serve_guard import CLAIM_FIRST, CLAIM_HEADER, TRAINER_HEADER
@@ -29,7 +30,6 @@ from skyrl_fast.rollout.engine.weights.digest import tensor_digest
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 from skyrl_fast.rollout.engine.weights.transfer import by_file
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
-from skyrl_fast.train.flow.vllm_rollouts import engines, vllm_setup
 
 SAMPLING = SamplingParams(
     max_generate_length=8, temperature=0.5, stop=["</a>"], additional_kwargs={"stop_token_ids": [9]}
@@ -584,9 +584,9 @@ def test_rows_beyond_max_position_embeddings_are_refused_before_the_engine_start
     if refused:
         wanted = r"max_input_length \(32\) and .*max_generate_length \(16\): .* 40 positions .* 48$"
         with pytest.raises(ValueError, match=wanted):
-            vllm_setup(config, str(tmp_path))
+            make_vllm_setup(config, str(tmp_path))
     else:
-        assert vllm_setup(config, str(tmp_path)).max_model_len == 48
+        assert make_vllm_setup(config, str(tmp_path)).max_model_len == 48
 
 
 def test_server_that_a_killed_trainer_has_paused_is_resumed() -> None:
@@ -666,7 +666,7 @@ def test_vocabulary_of_a_server_is_that_of_the_policy(
         "generator.inference_engine.run_engines_locally=false",
         "generator.inference_engine.external_server_urls=['http://127.0.0.1:1']",
     ]
-    (engine,) = engines(load_config(None, overrides), str(tmp_path))
+    (engine,) = make_engines(load_config(None, overrides), str(tmp_path))
     assert isinstance(engine, RemoteEngine)
     assert engine._vocab_size == wanted
 

@@ -12,14 +12,18 @@ import torch
 
 from skyrl_fast.config import Config, ConfigError, EnvironmentConfig
 from skyrl_fast.config.loading import load_config
+from skyrl_fast.rollout.engine.from_settings import (
+    choose_cluster_backend,
+    make_cluster_engines,
+    make_vllm_setup,
+)
 from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.engine.ray_engine import EnginePlace
 from skyrl_fast.rollout.engine.weights.probe_limits import LIMITS, ProbeLimits
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.loop_settings import loop_settings
 from skyrl_fast.train.data.prompts import load_prompts
-from skyrl_fast.train.flow import vllm_rollouts
-from skyrl_fast.train.flow.vllm_rollouts import VllmRollouts, vllm_setup
+from skyrl_fast.train.flow.vllm_rollouts import VllmRollouts
 
 
 class NoEngine:
@@ -105,10 +109,10 @@ def test_engine_and_trainer_use_the_same_model_path(
         None,
         [*needed, "trainer.max_prompt_length=8", "generator.sampling_params.max_generate_length=8"],
     )
-    assert vllm_setup(config, path).model == str(folder)
+    assert make_vllm_setup(config, path).model == str(folder)
     config.trainer.max_prompt_length = 60  # its max_position_embeddings is read from there, too
     with pytest.raises(ValueError, match="wanted at most the 64 positions"):
-        vllm_setup(config, path)
+        make_vllm_setup(config, path)
 
 
 @pytest.mark.parametrize(("text", "wanted"), [("{", "invalid JSON"), ("[]", "got list")])
@@ -116,7 +120,7 @@ def test_a_models_broken_settings_are_named(text: str, wanted: str, tmp_path: Pa
     (tmp_path / "config.json").write_text(text)
     needed = ["data.train_data=[x.jsonl]", f"trainer.policy.model.path={tmp_path}"]
     with pytest.raises(ValueError, match=rf"config\.json: .*{wanted}"):
-        vllm_setup(load_config(None, needed), str(tmp_path))
+        make_vllm_setup(load_config(None, needed), str(tmp_path))
 
 
 @pytest.mark.spec("rollout.eval-sampling-defaults")
@@ -144,7 +148,7 @@ def test_evaluation_without_the_training_stop_strings_is_a_warning(
 def test_unresolved_model_keeps_its_name() -> None:
     config = load_config(None, ["data.train_data=[a.jsonl]", "trainer.policy.model.path=m"])
     for path in ("nowhere", "./nowhere", "org/nowhere", "no/hub/name"):
-        assert vllm_setup(config, path).model == path
+        assert make_vllm_setup(config, path).model == path
 
 
 def on_cluster(*overrides: str) -> Config:
@@ -155,12 +159,12 @@ def on_cluster(*overrides: str) -> Config:
 @pytest.mark.spec("async.cluster-weights")
 def test_engines_on_a_cluster_get_weights_by_a_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
     key = "generator.inference_engine"
-    assert vllm_rollouts._cluster_weight_sync(on_cluster("trainer.device=cpu")) == "gloo"
-    monkeypatch.setattr(vllm_rollouts, "find_device", lambda chosen: torch.device("cuda"))
+    assert choose_cluster_backend(on_cluster("trainer.device=cpu")) == "gloo"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     ranks = "trainer.placement.policy_num_gpus_per_node=4"
-    assert vllm_rollouts._cluster_weight_sync(on_cluster(ranks)) == "nccl"
+    assert choose_cluster_backend(on_cluster(ranks)) == "nccl"
     shared = [f"{key}.weight_sync_backend=file", f"{key}.weight_sync_path=/shared"]
-    assert vllm_rollouts._cluster_weight_sync(on_cluster(*shared)) == "file"
+    assert choose_cluster_backend(on_cluster(*shared)) == "file"
 
 
 @pytest.mark.spec("async.cluster-weights", "update.engine-nodes")
@@ -186,6 +190,6 @@ def test_several_engines_are_those_of_a_cluster() -> None:
         load_config(None, [*needed, two])
     config = on_cluster(two, "trainer.run_path=r", "generator.inference_engine.num_threads=3")
     places = [EnginePlace(None, bundle) for bundle in range(2)]
-    one, other = vllm_rollouts.cluster_engines(config, "m", "127.0.0.1", places)
+    one, other = make_cluster_engines(config, "m", "127.0.0.1", places)
     assert (one.name, other.name) == ("engine 0", "engine 1")
     assert one.starts_with_model

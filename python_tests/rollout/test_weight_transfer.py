@@ -20,6 +20,7 @@ from torch.multiprocessing import reductions
 
 from skyrl_fast.config import ConfigError
 from skyrl_fast.config.loading import load_config
+from skyrl_fast.rollout.engine.from_settings import choose_transfer
 from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.engine.weights import file as weights_file
 from skyrl_fast.rollout.engine.weights.cuda_handles import tensors_of_handles
@@ -28,7 +29,6 @@ from skyrl_fast.rollout.engine.weights.receipt import Receipt, WeightSyncError, 
 from skyrl_fast.rollout.engine.weights.sync import WeightSync
 from skyrl_fast.rollout.engine.weights.transfer import WorkerCall, by_broadcast, by_file, by_ipc
 from skyrl_fast.rollout.engine.weights.worker import WeightUpdateExtension, common_dtype
-from skyrl_fast.train.flow.vllm_rollouts import _weight_transfer
 from skyrl_fast.train.parallel.ranks import Ranks
 from skyrl_fast.train.parallel.sharding import full_tensors
 
@@ -373,15 +373,15 @@ def test_the_setting_chooses_the_transfer() -> None:
     def engine(*overrides: str) -> Any:
         return load_config(None, [*needed, *overrides])
 
-    assert _weight_transfer(engine(f"{key}.weight_sync_backend=ipc")) is by_ipc
+    assert choose_transfer(engine(f"{key}.weight_sync_backend=ipc")) is by_ipc
     for backend in BACKENDS:
         chosen = engine(f"{key}.weight_sync_backend={backend}")
-        assert _weight_transfer(chosen) is by_broadcast
+        assert choose_transfer(chosen) is by_broadcast
     on_cluster = "trainer.placement.colocate_all=false"
-    assert _weight_transfer(engine(on_cluster)) is by_broadcast
+    assert choose_transfer(engine(on_cluster)) is by_broadcast
     shared = [on_cluster, f"{key}.weight_sync_backend=file", f"{key}.weight_sync_path=/shared"]
-    assert _weight_transfer(engine(*shared)) is not by_broadcast
-    assert _weight_transfer(engine()) not in (by_ipc, by_broadcast)
+    assert choose_transfer(engine(*shared)) is not by_broadcast
+    assert choose_transfer(engine()) not in (by_ipc, by_broadcast)
     engine(*servers, f"{key}.weight_sync_backend=reload")
     for overrides, wanted in (
         ([f"{key}.weight_sync_backend=reload"], "auto, ipc, nccl, gloo, file with"),

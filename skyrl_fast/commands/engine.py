@@ -28,13 +28,13 @@ def run(options: argparse.Namespace) -> int:
         from skyrl_fast.config.loading import load_config
         from skyrl_fast.config.model_folder import model_folder
         from skyrl_fast.rollout.engine.api_key import engine_key
+        from skyrl_fast.rollout.engine.from_settings import key_file, make_vllm_setup
         from skyrl_fast.rollout.engine.protocol import EngineDeadError
         from skyrl_fast.rollout.engine.serve_vllm import serve
         from skyrl_fast.rollout.engine.vllm_start import check_model_folder
-        from skyrl_fast.train.flow.vllm_rollouts import key_file, vllm_setup
     with as_usage_error(ValueError, EngineDeadError):
         config = load_config(options.config, options.overrides)
-        setup = vllm_setup(config, str(model_folder(str(config.trainer.policy.model.path))))
+        setup = make_vllm_setup(config, str(model_folder(str(config.trainer.policy.model.path))))
         check_model_folder(setup)
         key = engine_key(key_file(config))
     serve(

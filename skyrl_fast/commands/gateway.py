@@ -107,9 +107,9 @@ def _config(options: argparse.Namespace) -> Config:
 def _lengths(model: str) -> list[str]:
     """Return settings that use the model's context."""
     from skyrl_fast.config.model_folder import model_folder
-    from skyrl_fast.train.flow.vllm_rollouts import positions_of
+    from skyrl_fast.rollout.engine.from_settings import read_positions
 
-    context = min(positions_of(str(model_folder(model))) or MAX_CONTEXT, MAX_CONTEXT)
+    context = min(read_positions(str(model_folder(model))) or MAX_CONTEXT, MAX_CONTEXT)
     answer = min(MAX_ANSWER, context // 4)
     return [
         f"generator.max_turns={MAX_CALLS}",
@@ -121,15 +121,15 @@ def _lengths(model: str) -> list[str]:
 
 async def _serve(config: Config, run: Path) -> None:
     from skyrl_fast.config.model_folder import model_folder
+    from skyrl_fast.rollout.engine.from_settings import make_untrained_engines
     from skyrl_fast.rollout.engine.pool import EnginePool
     from skyrl_fast.train.flow.frozen_heap import frozen_heap
-    from skyrl_fast.train.flow.vllm_rollouts import untrained_engines
     from skyrl_fast.train.model.policy import load_tokenizer
 
     folder = str(model_folder(str(config.trainer.policy.model.path)))
     run.mkdir(parents=True, exist_ok=True)  # for engine.log
     restarts = config.generator.inference_engine.max_restarts
-    pool = EnginePool(untrained_engines(config, folder), max_restarts=restarts)
+    pool = EnginePool(make_untrained_engines(config, folder), max_restarts=restarts)
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

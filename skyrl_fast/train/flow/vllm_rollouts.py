@@ -1,31 +1,28 @@
-"""Rollouts by vLLM, in this process or on servers: engines and agent loop from the settings."""
+"""Rollouts by vLLM: engines, agent loop and verified weight updates of a run."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property, partial
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
-from skyrl_fast.config import SamplingParams, estimator_spec, settings
-from skyrl_fast.config.model_folder import model_folder
+from skyrl_fast.config import estimator_spec, settings
 from skyrl_fast.gateway.start import black_box, gateway_agent
 from skyrl_fast.rollout.chat_template import CHARACTERS_PER_TOKEN, message_text
-from skyrl_fast.rollout.engine.api_key import DEFAULT_NAME, engine_key
-from skyrl_fast.rollout.engine.pool import EnginePool, PooledEngine
+from skyrl_fast.rollout.engine.from_settings import (
+    choose_transfer,
+    make_cluster_engines,
+    make_engines,
+    make_vllm_setup,
+)
+from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.engine.protocol import Engine
-from skyrl_fast.rollout.engine.ray_engine import EnginePlace, RayEngine
-from skyrl_fast.rollout.engine.remote import RemoteEngine
-from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
-from skyrl_fast.rollout.engine.vllm_start import VllmSetup
+from skyrl_fast.rollout.engine.ray_engine import EnginePlace
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
-from skyrl_fast.rollout.engine.weights.group import BACKENDS
 from skyrl_fast.rollout.engine.weights.probe_limits import ProbeLimits
 from skyrl_fast.rollout.engine.weights.sync import (
     Logprobs,
@@ -34,10 +31,6 @@ from skyrl_fast.rollout.engine.weights.sync import (
 )
 from skyrl_fast.rollout.engine.weights.transfer import (
     Weights,
-    WeightTransfer,
-    by_broadcast,
-    by_file,
-    by_ipc,
 )
 from skyrl_fast.rollout.env.factory import EnvFactory, check_env_classes
 from skyrl_fast.rollout.env.host import MakeEnv
@@ -51,7 +44,6 @@ from skyrl_fast.rollout.tool_calls import check_tool_parser
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.system.network_interface import LOOPBACK
 from skyrl_fast.train.data.prompts import Prompt
-from skyrl_fast.train.model.models import find_device
 from skyrl_fast.train.model.policy import Policy
 
 log = logging.getLogger(__name__)
@@ -98,14 +90,14 @@ async def start_rollouts(
     environments = EnvFactory(config.environment, make_env=make_env, longest_text=longest_text)
     settings_of_engine = config.generator.inference_engine
     started = (
-        cluster_engines(config, model_path, address, places)
+        make_cluster_engines(config, model_path, address, places)
         if config.engines_on_cluster
-        else engines(config, model_path)
+        else make_engines(config, model_path)
     )
     pool = EnginePool(
         started,
         max_restarts=settings_of_engine.max_restarts,
-        transfer=_weight_transfer(config),
+        transfer=choose_transfer(config),
         wait_seconds=WAIT_SECONDS if config.engines_on_cluster else None,
     )
     on_group = None
@@ -131,7 +123,7 @@ def check_rollouts(
         ValueError: sequences can be too long for model or engine, an environment's module cannot be
             imported, or there is no environment of a row's name or no such tool parser.
     """
-    vllm_setup(config, model_path)
+    make_vllm_setup(config, model_path)
     if config.generator.tool_parser is not None:
         check_tool_parser(config.generator.tool_parser)
     if config.generator.reasoning_parser is not None:
@@ -141,97 +133,6 @@ def check_rollouts(
         black_box(config.agent)
     elif make_env is None:
         check_env_classes(prompt.env_class for prompt in prompts)
-
-
-def engines(config: settings.Config, model_path: str) -> list[PooledEngine]:
-    """Return the engines that the settings ask for, not started."""
-    engine = config.generator.inference_engine
-    _say_limited_top_k(config.generator.sampling_params)
-    if engine.run_engines_locally:
-        return [VllmEngine(vllm_setup(config, model_path))]
-    by = "reload" if engine.weight_sync_backend == "reload" else "file"
-    return _servers(config, model_path, weight_sync=by)
-
-
-def cluster_engines(
-    config: settings.Config, model_path: str, address: str, places: Sequence[EnginePlace]
-) -> list[PooledEngine]:
-    """Return the engines of a cluster, not started.
-
-    Args:
-        address: of this machine, which the engines' nodes reach.
-        places: one for each.
-    """
-    engine = config.generator.inference_engine
-    _say_limited_top_k(config.generator.sampling_params)
-    return [
-        RayEngine(
-            number,
-            place,
-            partial(_setup_on_node, config, model_path, number),
-            weight_sync=_cluster_weight_sync(config),
-            trainer=address,
-            weights_folder=engine.weight_sync_path,
-            records_routes=engine.enable_return_routed_experts,
-            vocab_size=_vocab_size(_model_folder(model_path)),
-        )
-        for number, place in enumerate(places)
-    ]
-
-
-def _setup_on_node(config: settings.Config, model_path: str, number: int) -> VllmSetup:
-    """Return an engine's settings on the node where it runs, where its model may be downloaded."""
-    setup = vllm_setup(config, str(model_folder(model_path)))
-    return replace(setup, log_file=str(Path(config.trainer.run_path) / f"engine_{number}.log"))
-
-
-def _cluster_weight_sync(config: settings.Config) -> str:
-    """Return how engines of a cluster get new weights; without a shared disk a file cannot."""
-    chosen = config.generator.inference_engine.weight_sync_backend
-    if chosen != "auto":
-        return chosen
-    return "nccl" if find_device(config.trainer.device).type == "cuda" else "gloo"
-
-
-def untrained_engines(config: settings.Config, model_path: str) -> list[PooledEngine]:
-    """Return the engines of a model whose weights are not updated, not started."""
-    if config.generator.inference_engine.run_engines_locally:
-        return [VllmEngine(vllm_setup(config, model_path))]
-    return _servers(config, model_path, weight_sync=None)
-
-
-def _servers(
-    config: settings.Config, model_path: str, *, weight_sync: str | None
-) -> list[PooledEngine]:
-    engine, key = config.generator.inference_engine, engine_key(key_file(config))
-    return [
-        RemoteEngine(
-            url,
-            api_key=key,
-            weight_sync=weight_sync,
-            records_routes=engine.enable_return_routed_experts,
-            vocab_size=_vocab_size(_model_folder(model_path)),
-        )
-        for url in engine.external_server_urls
-    ]
-
-
-def _weight_transfer(config: settings.Config) -> WeightTransfer:
-    engine = config.generator.inference_engine
-    backend = engine.weight_sync_backend
-    if config.engines_on_cluster:
-        backend = _cluster_weight_sync(config)
-    if backend == "ipc":
-        return by_ipc
-    if backend in BACKENDS:
-        return by_broadcast
-    return by_file(engine.weight_sync_path, unnamed=config.engine_in_process)
-
-
-def key_file(config: settings.Config) -> Path:
-    """Return the file with the key of the run's external servers."""
-    file = config.generator.inference_engine.api_key_file
-    return Path(file).expanduser() if file else Path(config.trainer.run_path) / DEFAULT_NAME
 
 
 class VllmRollouts:
@@ -402,107 +303,6 @@ class VllmRollouts:
             ids = ids[: min(PROBE_TOKENS, longest)]
             probe.append(ids if len(ids) > 1 else [0, 1])
         return probe
-
-
-def vllm_setup(config: settings.Config, model_path: str) -> VllmSetup:
-    """Return the start-up settings of the engine, from generator.inference_engine.
-
-    Args:
-        model_path: a folder, or the hub name of a downloaded model.
-
-    Raises:
-        ValueError: prompt and response can exceed the model's `max_position_embeddings` or a
-            `max_model_len` in engine_init_kwargs, or its config.json is invalid.
-    """
-    model_path = _model_folder(model_path)
-    return VllmSetup(
-        model=model_path,
-        engine=config.generator.inference_engine,
-        max_model_len=_longest_sequence(config, model_path),
-        seed=config.trainer.seed,
-        log_file=str(Path(config.trainer.run_path) / "engine.log"),
-        reasoning_parser=config.generator.reasoning_parser,
-    )
-
-
-def _longest_sequence(config: settings.Config, model_path: str) -> int:
-    """Return the tokens of the longest prompt and response."""
-    generator = config.generator
-    samplings = [generator.sampling_params, generator.eval_sampling_params]
-    prompt = settings.max_input_length(config)
-    response = max(s.max_generate_length for s in samplings if s is not None)
-    lengths = (
-        f"generator.max_input_length ({prompt}) and sampling_params.max_generate_length "
-        f"({response})"
-    )
-    others = generator.inference_engine.engine_init_kwargs
-    longest = others.get("max_model_len")
-    if isinstance(longest, int) and prompt + response > longest:
-        raise ValueError(
-            f"{lengths}: wanted at most {longest} tokens together, as "
-            "generator.inference_engine.engine_init_kwargs.max_model_len says, got "
-            f"{prompt + response}"
-        )
-    positions = positions_of(model_path)
-    if positions is not None and prompt + response > positions and not others:
-        raise ValueError(
-            f"{lengths}: wanted at most the {positions} positions of {model_path} together, got "
-            f"{prompt + response}"
-        )
-    return prompt + response
-
-
-def _model_folder(path: str) -> str:
-    """Return the folder of a model's files, as the trainer finds it; else `path` itself."""
-    from huggingface_hub import try_to_load_from_cache
-
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return str(folder)
-    try:
-        config = try_to_load_from_cache(path, "config.json")
-    except ValueError:  # not a hub name either
-        return path
-    return str(Path(config).parent) if isinstance(config, str) else path
-
-
-def positions_of(model_path: str) -> int | None:
-    """Return the model's `max_position_embeddings`; None: unknown, or with scaled RoPE."""
-    model = _model_config(model_path)
-    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
-    is_scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
-    return None if is_scaled else model.get("max_position_embeddings")
-
-
-def _vocab_size(model_path: str) -> int | None:
-    """Return the number of the model's token ids; None: unknown."""
-    model = _model_config(model_path)
-    text = model.get("text_config") or {}
-    return model.get("vocab_size", text.get("vocab_size"))
-
-
-def _model_config(model_path: str) -> dict[str, Any]:
-    """Return the model's config.json; empty if there is none."""
-    path = Path(model_path) / "config.json"
-    if not path.is_file():
-        return {}
-    try:
-        model = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path}: invalid JSON: {error}") from error
-    if not isinstance(model, dict):
-        raise ValueError(f"{path}: wanted a JSON object, got {type(model).__name__}")
-    return model
-
-
-def _say_limited_top_k(sampling: SamplingParams) -> None:
-    limit = sampling.num_kept_tokens
-    if limit is not None and sampling.top_k < 1:
-        log.info(
-            "training samples from the %d most likely tokens at most "
-            "(generator.sampling_params.max_kept_tokens), and records which remained",
-            limit,
-        )
 
 
 def _sync_metrics(

@@ -1,0 +1,226 @@
+"""Engines from the settings: in this process, on servers, or on a cluster."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skyrl_fast.config import SamplingParams, settings
+from skyrl_fast.config.model_folder import model_folder
+from skyrl_fast.rollout.engine.api_key import DEFAULT_NAME, engine_key
+from skyrl_fast.rollout.engine.pool import PooledEngine
+from skyrl_fast.rollout.engine.ray_engine import EnginePlace, RayEngine
+from skyrl_fast.rollout.engine.remote import RemoteEngine
+from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
+from skyrl_fast.rollout.engine.vllm_start import VllmSetup
+from skyrl_fast.rollout.engine.weights.group import BACKENDS
+from skyrl_fast.rollout.engine.weights.transfer import (
+    WeightTransfer,
+    by_broadcast,
+    by_file,
+    by_ipc,
+)
+
+log = logging.getLogger(__name__)
+
+
+def make_engines(config: settings.Config, model_path: str) -> list[PooledEngine]:
+    """Return the engines that the settings ask for, not started."""
+    engine = config.generator.inference_engine
+    _log_limited_top_k(config.generator.sampling_params)
+    if engine.run_engines_locally:
+        return [VllmEngine(make_vllm_setup(config, model_path))]
+    by = "reload" if engine.weight_sync_backend == "reload" else "file"
+    return _make_remote_engines(config, model_path, weight_sync=by)
+
+
+def make_cluster_engines(
+    config: settings.Config, model_path: str, address: str, places: Sequence[EnginePlace]
+) -> list[PooledEngine]:
+    """Return the engines of a cluster, not started.
+
+    Args:
+        address: of this machine, which the engines' nodes reach.
+        places: one for each.
+    """
+    engine = config.generator.inference_engine
+    _log_limited_top_k(config.generator.sampling_params)
+    return [
+        RayEngine(
+            number,
+            place,
+            partial(_make_setup_on_node, config, model_path, number),
+            weight_sync=choose_cluster_backend(config),
+            trainer=address,
+            weights_folder=engine.weight_sync_path,
+            records_routes=engine.enable_return_routed_experts,
+            vocab_size=_read_vocab_size(_find_cached_folder(model_path)),
+        )
+        for number, place in enumerate(places)
+    ]
+
+
+def make_untrained_engines(config: settings.Config, model_path: str) -> list[PooledEngine]:
+    """Return the engines of a model whose weights are not updated, not started."""
+    if config.generator.inference_engine.run_engines_locally:
+        return [VllmEngine(make_vllm_setup(config, model_path))]
+    return _make_remote_engines(config, model_path, weight_sync=None)
+
+
+def _make_setup_on_node(config: settings.Config, model_path: str, number: int) -> VllmSetup:
+    """Return an engine's settings on the node where it runs, where its model may be downloaded."""
+    setup = make_vllm_setup(config, str(model_folder(model_path)))
+    return replace(setup, log_file=str(Path(config.trainer.run_path) / f"engine_{number}.log"))
+
+
+def _make_remote_engines(
+    config: settings.Config, model_path: str, *, weight_sync: str | None
+) -> list[PooledEngine]:
+    engine, key = config.generator.inference_engine, engine_key(key_file(config))
+    return [
+        RemoteEngine(
+            url,
+            api_key=key,
+            weight_sync=weight_sync,
+            records_routes=engine.enable_return_routed_experts,
+            vocab_size=_read_vocab_size(_find_cached_folder(model_path)),
+        )
+        for url in engine.external_server_urls
+    ]
+
+
+def choose_transfer(config: settings.Config) -> WeightTransfer:
+    """Return how the run's engines get new weights."""
+    engine = config.generator.inference_engine
+    backend = engine.weight_sync_backend
+    if config.engines_on_cluster:
+        backend = choose_cluster_backend(config)
+    if backend == "ipc":
+        return by_ipc
+    if backend in BACKENDS:
+        return by_broadcast
+    return by_file(engine.weight_sync_path, unnamed=config.engine_in_process)
+
+
+def choose_cluster_backend(config: settings.Config) -> str:
+    """Return how engines of a cluster get new weights; without a shared disk a file cannot."""
+    backend = config.generator.inference_engine.weight_sync_backend
+    if backend != "auto":
+        return backend
+    # The trainer sends from its GPU if it has one.
+    has_gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
+    return "nccl" if has_gpu else "gloo"
+
+
+def key_file(config: settings.Config) -> Path:
+    """Return the file with the key of the run's external servers."""
+    file = config.generator.inference_engine.api_key_file
+    return Path(file).expanduser() if file else Path(config.trainer.run_path) / DEFAULT_NAME
+
+
+def make_vllm_setup(config: settings.Config, model_path: str) -> VllmSetup:
+    """Return the start-up settings of the engine, from generator.inference_engine.
+
+    Args:
+        model_path: a folder, or the hub name of a downloaded model.
+
+    Raises:
+        ValueError: prompt and response can exceed the model's `max_position_embeddings` or a
+            `max_model_len` in engine_init_kwargs, or its config.json is invalid.
+    """
+    model_path = _find_cached_folder(model_path)
+    return VllmSetup(
+        model=model_path,
+        engine=config.generator.inference_engine,
+        max_model_len=_check_longest_sequence(config, model_path),
+        seed=config.trainer.seed,
+        log_file=str(Path(config.trainer.run_path) / "engine.log"),
+        reasoning_parser=config.generator.reasoning_parser,
+    )
+
+
+def _check_longest_sequence(config: settings.Config, model_path: str) -> int:
+    """Return the tokens of the longest prompt and response, if model and engine take them."""
+    generator = config.generator
+    samplings = [generator.sampling_params, generator.eval_sampling_params]
+    prompt = settings.max_input_length(config)
+    response = max(s.max_generate_length for s in samplings if s is not None)
+    lengths = (
+        f"generator.max_input_length ({prompt}) and sampling_params.max_generate_length "
+        f"({response})"
+    )
+    others = generator.inference_engine.engine_init_kwargs
+    longest = others.get("max_model_len")
+    if isinstance(longest, int) and prompt + response > longest:
+        raise ValueError(
+            f"{lengths}: wanted at most {longest} tokens together, as "
+            "generator.inference_engine.engine_init_kwargs.max_model_len says, got "
+            f"{prompt + response}"
+        )
+    positions = read_positions(model_path)
+    if positions is not None and prompt + response > positions and not others:
+        raise ValueError(
+            f"{lengths}: wanted at most the {positions} positions of {model_path} together, got "
+            f"{prompt + response}"
+        )
+    return prompt + response
+
+
+def _find_cached_folder(path: str) -> str:
+    """Return the folder of a model's files, as the trainer finds it; else `path` itself."""
+    from huggingface_hub import try_to_load_from_cache
+
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return str(folder)
+    try:
+        config = try_to_load_from_cache(path, "config.json")
+    except ValueError:  # not a hub name either
+        return path
+    return str(Path(config).parent) if isinstance(config, str) else path
+
+
+def read_positions(model_path: str) -> int | None:
+    """Return the model's `max_position_embeddings`; None: unknown, or with scaled RoPE."""
+    model = _read_model_config(model_path)
+    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    is_scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
+    return None if is_scaled else model.get("max_position_embeddings")
+
+
+def _read_vocab_size(model_path: str) -> int | None:
+    """Return the number of the model's token ids; None: unknown."""
+    model = _read_model_config(model_path)
+    text = model.get("text_config") or {}
+    return model.get("vocab_size", text.get("vocab_size"))
+
+
+def _read_model_config(model_path: str) -> dict[str, Any]:
+    """Return the model's config.json; empty if there is none."""
+    path = Path(model_path) / "config.json"
+    if not path.is_file():
+        return {}
+    try:
+        model = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: invalid JSON: {error}") from error
+    if not isinstance(model, dict):
+        raise ValueError(f"{path}: wanted a JSON object, got {type(model).__name__}")
+    return model
+
+
+def _log_limited_top_k(sampling: SamplingParams) -> None:
+    limit = sampling.num_kept_tokens
+    if limit is not None and sampling.top_k < 1:
+        log.info(
+            "training samples from the %d most likely tokens at most "
+            "(generator.sampling_params.max_kept_tokens), and records which remained",
+            limit,
+        )

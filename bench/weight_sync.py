@@ -34,7 +34,7 @@ from skyrl_fast.rollout.engine.protocol import Engine
 from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.serve_vllm import serve_command, serve_environment
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
-from skyrl_fast.rollout.engine.weights.sync import WeightSync
+from skyrl_fast.rollout.engine.weights.probe import WeightSync
 from skyrl_fast.rollout.engine.weights.transfer import WeightTransfer, by_broadcast, by_file
 from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.parallel.local_ranks import LocalRanks

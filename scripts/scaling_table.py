@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.published_models import model_folder
-from skyrl_fast.rollout.engine.weights.bucket import BUCKET_BYTES
+from skyrl_fast.rollout.engine.weights.buckets import BUCKET_BYTES
 from skyrl_fast.train.device_plan import GIB
 from skyrl_fast.train.memory_plan import (
     GATHERED_LAYERS,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from skyrl_fast.rollout.engine.weights.digest import dtype_name
-from skyrl_fast.rollout.engine.weights.file import WeightsFile
+from skyrl_fast.rollout.engine.weights.probe import Logprobs, WeightSync
 from skyrl_fast.rollout.engine.weights.probe_limits import ProbeDifference, ProbeLimits
 from skyrl_fast.rollout.engine.weights.receipt import (
     Receipt,
@@ -26,7 +26,7 @@ from skyrl_fast.rollout.engine.weights.receipt import (
     check_receipts,
     recorded,
 )
-from skyrl_fast.rollout.engine.weights.sync import Logprobs, WeightSync
+from skyrl_fast.rollout.engine.weights.transports.file import WeightsFile
 from skyrl_fast.rollout.engine.weights.worker import _tensors_of
 from skyrl_fast.train.model.policy import Policy
 

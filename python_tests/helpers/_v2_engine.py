@@ -13,7 +13,7 @@ from _probe_sweep import _step
 from skyrl_fast.config import InferenceEngineConfig, SamplingParams
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
-from skyrl_fast.rollout.engine.weights.sync import WeightSync
+from skyrl_fast.rollout.engine.weights.probe import WeightSync
 from skyrl_fast.train.model.policy import Policy, load_model
 
 PROMPT = [1, 2, 3]

@@ -22,8 +22,8 @@ from skyrl_fast.config import InferenceEngineConfig, SamplingParams
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, Generation
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup, engine_environment, environment
+from skyrl_fast.rollout.engine.weights.probe import WeightSync
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
-from skyrl_fast.rollout.engine.weights.sync import WeightSync
 from skyrl_fast.rollout.engine.weights.transfer import file_call
 
 needs_vllm = pytest.mark.skipif(

@@ -20,8 +20,8 @@ from skyrl_fast.rollout.engine.protocol import (
     NoRoomError,
     SamplingParams,
 )
+from skyrl_fast.rollout.engine.weights.probe import WeightSync
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
-from skyrl_fast.rollout.engine.weights.sync import WeightSync
 from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 

@@ -22,12 +22,12 @@ from skyrl_fast.rollout.engine.protocol import EngineDeadError
 from skyrl_fast.rollout.engine.serve_vllm import serve_command
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
-from skyrl_fast.rollout.engine.weights import file as weights_file
 from skyrl_fast.rollout.engine.weights.digest import tensor_digest
+from skyrl_fast.rollout.engine.weights.probe import WeightSync, WeightSyncReport
 from skyrl_fast.rollout.engine.weights.probe_limits import ProbeDifference
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
-from skyrl_fast.rollout.engine.weights.sync import WeightSync, WeightSyncReport
 from skyrl_fast.rollout.engine.weights.transfer import by_file, file_call
+from skyrl_fast.rollout.engine.weights.transports import file as weights_file
 from skyrl_fast.train.flow.vllm_rollouts import VllmRollouts
 
 needs_vllm = pytest.mark.skipif(

@@ -22,7 +22,7 @@ from skyrl_fast.rollout.engine.protocol import Engine
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
-from skyrl_fast.rollout.engine.weights.sync import WeightSync
+from skyrl_fast.rollout.engine.weights.probe import WeightSync
 from skyrl_fast.rollout.engine.weights.transfer import by_broadcast
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.groups import environment_runner, run_groups

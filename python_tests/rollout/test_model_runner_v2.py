@@ -20,7 +20,7 @@ from _probe_sweep import ModelKind, make_model
 
 from skyrl_fast.rollout.engine.weights import worker
 from skyrl_fast.rollout.engine.weights.digest import tensor_digest
-from skyrl_fast.rollout.engine.weights.file import WeightsFile
+from skyrl_fast.rollout.engine.weights.transports.file import WeightsFile
 from skyrl_fast.rollout.engine.weights.worker import WeightUpdateExtension
 
 HELPERS = Path(__file__).resolve().parent.parent / "helpers"

@@ -20,8 +20,8 @@ from skyrl_fast.config import EnvironmentConfig, InferenceEngineConfig, Sampling
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
+from skyrl_fast.rollout.engine.weights.probe import WeightSync
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
-from skyrl_fast.rollout.engine.weights.sync import WeightSync
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.groups import rollout
 from skyrl_fast.rollout.trajectory import Trajectory

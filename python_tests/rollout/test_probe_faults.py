@@ -27,8 +27,8 @@ from _thorough import THOROUGH
 from skyrl_fast.config import InferenceEngineConfig
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
+from skyrl_fast.rollout.engine.weights.probe import WeightSync
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
-from skyrl_fast.rollout.engine.weights.sync import WeightSync
 from skyrl_fast.train.model.policy import Policy
 
 # One layer's update at these learning rates is smaller than bfloat16 rounds: only what the loader

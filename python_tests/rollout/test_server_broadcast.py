@@ -21,12 +21,12 @@ from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
 from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.weights import bucket_source
-from skyrl_fast.rollout.engine.weights import sender as weights_sender
-from skyrl_fast.rollout.engine.weights.bucket import Bucket
+from skyrl_fast.rollout.engine.weights.buckets import Bucket
 from skyrl_fast.rollout.engine.weights.digest import tensor_digest
 from skyrl_fast.rollout.engine.weights.group import WeightsGroup
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 from skyrl_fast.rollout.engine.weights.transfer import by_broadcast
+from skyrl_fast.rollout.engine.weights.transports import broadcast as weights_sender
 from skyrl_fast.train.parallel.ranks import RankError
 
 __all__ = ["few_seconds"]  # a fixture for all tests here

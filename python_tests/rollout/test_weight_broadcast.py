@@ -28,9 +28,8 @@ from skyrl_fast.rollout.engine.protocol import EngineDeadError
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weights import group as weights_group
-from skyrl_fast.rollout.engine.weights import sender as weights_sender
-from skyrl_fast.rollout.engine.weights.bucket import Bucket, packed, read_header
 from skyrl_fast.rollout.engine.weights.bucket_source import Buckets
+from skyrl_fast.rollout.engine.weights.buckets import Bucket, packed, read_header
 from skyrl_fast.rollout.engine.weights.digest import tensor_digest
 from skyrl_fast.rollout.engine.weights.group import (
     LOOPBACK,
@@ -38,9 +37,10 @@ from skyrl_fast.rollout.engine.weights.group import (
     listening_store,
     store_at,
 )
+from skyrl_fast.rollout.engine.weights.probe import WeightSync
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
-from skyrl_fast.rollout.engine.weights.sync import WeightSync
 from skyrl_fast.rollout.engine.weights.transfer import WorkerCall, by_broadcast
+from skyrl_fast.rollout.engine.weights.transports import broadcast as weights_sender
 from skyrl_fast.rollout.engine.weights.worker import WeightUpdateExtension
 
 needs_vllm = pytest.mark.skipif(
@@ -284,7 +284,7 @@ def test_a_worker_that_refuses_ends_the_wait_of_all() -> None:
 
 FAILED_JOIN = """
 import asyncio
-from skyrl_fast.rollout.engine.weights.sender import WeightsSender
+from skyrl_fast.rollout.engine.weights.transports.broadcast import WeightsSender
 
 async def go():
     try:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from skyrl_fast.rollout.engine.weights.digest import tensor_digest
-from skyrl_fast.rollout.engine.weights.file import WeightsFile
 from skyrl_fast.rollout.engine.weights.receipt import (
     Receipt,
     WeightSyncError,
@@ -16,6 +15,7 @@ from skyrl_fast.rollout.engine.weights.receipt import (
     read_receipts,
     recorded,
 )
+from skyrl_fast.rollout.engine.weights.transports.file import WeightsFile
 
 pytestmark = pytest.mark.spec("sync.receipts")
 

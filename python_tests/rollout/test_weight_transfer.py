@@ -22,12 +22,12 @@ from skyrl_fast.config import ConfigError
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.rollout.engine.from_settings import choose_transfer
 from skyrl_fast.rollout.engine.pool import EnginePool
-from skyrl_fast.rollout.engine.weights import file as weights_file
-from skyrl_fast.rollout.engine.weights.cuda_handles import tensors_of_handles
 from skyrl_fast.rollout.engine.weights.group import BACKENDS
+from skyrl_fast.rollout.engine.weights.probe import WeightSync
 from skyrl_fast.rollout.engine.weights.receipt import Receipt, WeightSyncError, read_receipts
-from skyrl_fast.rollout.engine.weights.sync import WeightSync
 from skyrl_fast.rollout.engine.weights.transfer import WorkerCall, by_broadcast, by_file, by_ipc
+from skyrl_fast.rollout.engine.weights.transports import file as weights_file
+from skyrl_fast.rollout.engine.weights.transports.ipc import tensors_of_handles
 from skyrl_fast.rollout.engine.weights.worker import WeightUpdateExtension, common_dtype
 from skyrl_fast.train.parallel.ranks import Ranks
 from skyrl_fast.train.parallel.sharding import full_tensors

@@ -18,12 +18,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from skyrl_fast.rollout.engine.weights import file as weights_file
-from skyrl_fast.rollout.engine.weights.file import WeightsFile
+from skyrl_fast.rollout.engine.weights.probe import Logprobs, WeightSync
 from skyrl_fast.rollout.engine.weights.probe_limits import LIMITS, ProbeDifference
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
-from skyrl_fast.rollout.engine.weights.sync import Logprobs, WeightSync
 from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
+from skyrl_fast.rollout.engine.weights.transports import file as weights_file
+from skyrl_fast.rollout.engine.weights.transports.file import WeightsFile
 from skyrl_fast.system import temporary_folder
 
 PROBE = [[1, 2, 3], [4, 5]]
@@ -224,7 +224,7 @@ def test_weights_file_is_private_and_deleted_after_use() -> None:
 
 KILLED_WHILE_IT_HANDS_OVER = """
 import os, signal, sys, torch
-from skyrl_fast.rollout.engine.weights.file import WeightsFile
+from skyrl_fast.rollout.engine.weights.transports.file import WeightsFile
 
 with WeightsFile(sys.argv[1]) as file:
     file.write({"a": torch.zeros(3)})

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import AlgorithmConfig
-from skyrl_fast.rollout.engine.weights.file import WeightsFile, distinct_tensors
+from skyrl_fast.rollout.engine.weights.transports.file import WeightsFile, distinct_tensors
 from skyrl_fast.train.model import policy as policy_module
 from skyrl_fast.train.model.policy import Policy, load_model
 from skyrl_fast.train.parallel.local_ranks import LocalRanks

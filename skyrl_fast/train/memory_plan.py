@@ -15,7 +15,7 @@ import torch
 
 from skyrl_fast.config import Config, ConfigError, max_input_length, policy_loss_spec
 from skyrl_fast.ops.logprob.linear_rows import COLUMN_MULTIPLE, default_chunk_rows
-from skyrl_fast.rollout.engine.weights.bucket import BUCKET_BYTES
+from skyrl_fast.rollout.engine.weights.buckets import BUCKET_BYTES
 from skyrl_fast.train.device_plan import GIB, DevicePlan, Item, MemoryPlan
 from skyrl_fast.train.model.activation_memory import (
     FLOAT32_BYTES,

@@ -22,8 +22,8 @@ from skyrl_fast.rollout.engine.protocol import (
     Generation,
     NoRoomError,
 )
+from skyrl_fast.rollout.engine.weights.probe import WeightSync, WeightSyncReport
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
-from skyrl_fast.rollout.engine.weights.sync import WeightSync, WeightSyncReport
 from skyrl_fast.rollout.engine.weights.transfer import (
     Weights,
     WeightTransfer,

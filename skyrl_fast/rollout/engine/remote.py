@@ -53,8 +53,8 @@ from skyrl_fast.rollout.engine.weights.receipt import (
     check_receipts,
     read_receipts,
 )
-from skyrl_fast.rollout.engine.weights.sender import WeightsSender
 from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
+from skyrl_fast.rollout.engine.weights.transports.broadcast import WeightsSender
 from skyrl_fast.rollout.engine.weights.worker import common_dtype
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 from skyrl_fast.system.network_interface import LOOPBACK

@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from skyrl_fast.rollout.engine.weights.file import is_weights_file
 from skyrl_fast.rollout.engine.weights.group import BACKENDS
+from skyrl_fast.rollout.engine.weights.transports.file import is_weights_file
 from skyrl_fast.system.child_environment import KEY_VARIABLE
 from skyrl_fast.system.http_guard import (
     App,

@@ -17,7 +17,7 @@ from skyrl_fast.rollout.engine.vllm_start import (
     engine_environment,
     socket_folder,
 )
-from skyrl_fast.rollout.engine.weights.file import weights_folders
+from skyrl_fast.rollout.engine.weights.transports.file import weights_folders
 from skyrl_fast.system.parent_watch import exit_with_parent, tie_spawned_processes
 
 PARENT_VARIABLE = "SKYRL_FAST_PARENT"  # the process id of a parent with which a server exits

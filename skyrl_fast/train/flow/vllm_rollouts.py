@@ -23,12 +23,12 @@ from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.engine.protocol import Engine
 from skyrl_fast.rollout.engine.ray_engine import EnginePlace
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
-from skyrl_fast.rollout.engine.weights.probe_limits import ProbeLimits
-from skyrl_fast.rollout.engine.weights.sync import (
+from skyrl_fast.rollout.engine.weights.probe import (
     Logprobs,
     WeightSync,
     WeightSyncReport,
 )
+from skyrl_fast.rollout.engine.weights.probe_limits import ProbeLimits
 from skyrl_fast.rollout.engine.weights.transfer import (
     Weights,
 )

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from skyrl_fast.rollout.engine.weights.bucket import Bucket, packed
+from skyrl_fast.rollout.engine.weights.buckets import Bucket, packed
 from skyrl_fast.rollout.engine.weights.digest import tensor_digest
-from skyrl_fast.rollout.engine.weights.file import distinct_tensors
 from skyrl_fast.rollout.engine.weights.prefetch import Prefetch, Reader
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
+from skyrl_fast.rollout.engine.weights.transports.file import distinct_tensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from skyrl_fast.rollout.engine.weights.bucket import Bucket, read_header
+from skyrl_fast.rollout.engine.weights.buckets import Bucket, read_header
 from skyrl_fast.rollout.engine.weights.prefetch import Prefetch
 from skyrl_fast.system.network_interface import LOOPBACK, address_towards
 

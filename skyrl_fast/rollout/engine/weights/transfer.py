@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from skyrl_fast.rollout.engine.weights.bucket import BUCKET_BYTES
 from skyrl_fast.rollout.engine.weights.bucket_source import Buckets, BucketSource
-from skyrl_fast.rollout.engine.weights.cuda_handles import cuda_handle
+from skyrl_fast.rollout.engine.weights.buckets import BUCKET_BYTES
 from skyrl_fast.rollout.engine.weights.digest import tensor_digest
-from skyrl_fast.rollout.engine.weights.file import WeightsFile, distinct_tensors
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
+from skyrl_fast.rollout.engine.weights.transports.file import WeightsFile, distinct_tensors
+from skyrl_fast.rollout.engine.weights.transports.ipc import cuda_handle
 from skyrl_fast.system.torch_threads import end_torch_threads
 
 # By name. They are read again for an engine that is restarted, unless they are an iterator.

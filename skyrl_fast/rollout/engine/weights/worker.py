@@ -11,10 +11,10 @@ import torch
 from skyrl_fast.rollout.engine.vllm_patches.kept_logprobs import return_kept_only
 from skyrl_fast.rollout.engine.vllm_patches.packed_weights import renew_packed_weights
 from skyrl_fast.rollout.engine.vllm_patches.seeded_sampling import sample_by_inversion
-from skyrl_fast.rollout.engine.weights.cuda_handles import tensors_of_handles
 from skyrl_fast.rollout.engine.weights.digest import dtype_name
 from skyrl_fast.rollout.engine.weights.group import WeightsGroup, store_at
 from skyrl_fast.rollout.engine.weights.receipt import Receipt, recorded
+from skyrl_fast.rollout.engine.weights.transports.ipc import tensors_of_handles
 
 FLOATS = ("float32", "bfloat16", "float16")  # dtypes that weights are cast to for an engine
 

@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -34,8 +34,10 @@ from skyrl_fast.rollout.engine.protocol import Engine
 from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.serve_vllm import serve_command, serve_environment
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
-from skyrl_fast.rollout.engine.weights.probe import WeightSync
-from skyrl_fast.rollout.engine.weights.transfer import WeightTransfer, by_broadcast, by_file
+from skyrl_fast.rollout.engine.weights.probe import WeightProbe
+from skyrl_fast.rollout.engine.weights.transfer import Transport
+from skyrl_fast.rollout.engine.weights.transports.broadcast import send_by_broadcast
+from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
 from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
 from skyrl_fast.train.parallel.rank_processes import started_ranks
@@ -47,9 +49,9 @@ KEY = "k" * 32
 PROBE = [list(range(5, 53))]
 # layers, width, vocabulary: of the quickstart, of design 020, of SmolLM2-135M
 SHAPES = {"0.4M": (2, 128, 512), "26M": (8, 512, 4096), "135M": (30, 576, 49_152)}
-TRANSFERS: dict[str, tuple[str, Callable[[], WeightTransfer]]] = {
-    "gloo": ("gloo", lambda: by_broadcast),
-    "file": ("file", by_file),
+TRANSPORTS: dict[str, tuple[str, Transport]] = {
+    "gloo": ("gloo", send_by_broadcast),
+    "file": ("file", send_by_file),
 }
 
 
@@ -62,7 +64,7 @@ def main() -> None:
     parser.add_argument("--engines", nargs="*", type=int, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--by", nargs="*", choices=TRANSFERS, default=["gloo", "file"])
+    parser.add_argument("--by", nargs="*", choices=TRANSPORTS, default=["gloo", "file"])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -160,9 +162,9 @@ async def measured(
     rounds: int,
 ) -> str:
     """Return bytes, seconds, and the probe's and CPU seconds of verified updates of servers."""
-    way, transfer = TRANSFERS[by]
+    way, transport = TRANSPORTS[by]
     engines = [RemoteEngine(url, api_key=KEY, weight_sync=way, trainer=HOST) for url, _ in servers]
-    pool = EnginePool(engines, transfer=transfer())
+    pool = EnginePool(engines, transport=transport)
     await pool.start()
     reports, seconds = [], []
     try:
@@ -171,7 +173,7 @@ async def measured(
             cpu, before = time.process_time(), engine_cpu_seconds(servers)
             started = time.perf_counter()
             worst = await pool.update(
-                policy.named_weights(pool.weights_dtype), partial(sync_of, policy)
+                policy.named_weights(pool.weights_dtype), partial(probe_of, policy)
             )
             taken = time.perf_counter() - started
             cpu, after = time.process_time() - cpu, engine_cpu_seconds(servers)
@@ -194,9 +196,9 @@ def engine_cpu_seconds(servers: Sequence[tuple[str, psutil.Process]]) -> float:
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
-def sync_of(policy: Policy, engine: Engine) -> WeightSync:
+def probe_of(policy: Policy, engine: Engine) -> WeightProbe:
     """Return the comparison of an engine with the policy."""
-    return WeightSync(
+    return WeightProbe(
         engine,
         probe=PROBE,
         trainer_logprobs=lambda probe: [policy.sequence_logprobs(ids) for ids in probe],

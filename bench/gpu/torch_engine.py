@@ -99,7 +99,8 @@ class TorchEngine:
         from safetensors.torch import load_file
 
         async with self._lock:
-            self._model.load_state_dict(load_file(call.argument), strict=False)  # tied ones once
+            weights = load_file(call.arguments[0])
+            self._model.load_state_dict(weights, strict=False)  # tied ones once
 
     async def sleep(self) -> None:
         """Do nothing: the memory stays."""

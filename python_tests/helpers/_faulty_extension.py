@@ -12,9 +12,9 @@ import torch
 from _probe_sweep import KERNEL_FAULTS, TRANSFER_FAULTS
 
 from skyrl_fast.rollout.engine.weights import worker
-from skyrl_fast.rollout.engine.weights.digest import dtype_name
-from skyrl_fast.rollout.engine.weights.receipt import Receipt, recorded
-from skyrl_fast.rollout.engine.weights.worker import WeightUpdateExtension, _tensors_of
+from skyrl_fast.rollout.engine.weights.receipt import Receipt, dtype_name, record_digests
+from skyrl_fast.rollout.engine.weights.transports.file import receive_by_file
+from skyrl_fast.rollout.engine.weights.worker import WeightUpdateExtension
 
 STALE = "engine stale by one update"
 
@@ -40,14 +40,14 @@ class FaultyExtension(WeightUpdateExtension):
                 return self.last_receipt
             case ("kernels", name) if name == STALE:
                 digests: dict[str, str] = {}
-                list(recorded(_tensors_of(path), digests))
+                list(record_digests(receive_by_file(path), digests))
                 return asdict(Receipt(digests, [], dtype_name(self.model_config.dtype)))
             case ("transfer", name):
-                arriving = TRANSFER_FAULTS[name](list(_tensors_of(path)), random.Random(0))
-                with patch.object(worker, "_tensors_of", lambda _: iter(arriving)):
+                arriving = TRANSFER_FAULTS[name](list(receive_by_file(path)), random.Random(0))
+                with patch.object(worker, "receive_by_file", lambda _: iter(arriving)):
                     return super().load_weights_file(path)
             case (_, name):
-                with patch.object(worker, "recorded", _changed_after_recording(name)):
+                with patch.object(worker, "record_digests", _changed_after_recording(name)):
                     return super().load_weights_file(path)
         raise AssertionError(self.fault)
 
@@ -56,7 +56,7 @@ def _changed_after_recording(name: str) -> Any:
     def changed(
         weights: Iterable[tuple[str, torch.Tensor]], digests: dict[str, str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        taken = list(recorded(weights, digests))
+        taken = list(record_digests(weights, digests))
         return iter(KERNEL_FAULTS[name](taken, random.Random(0)))
 
     return changed

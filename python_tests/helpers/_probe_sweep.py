@@ -12,22 +12,25 @@ import dataclasses
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from skyrl_fast.rollout.engine.weights.digest import dtype_name
-from skyrl_fast.rollout.engine.weights.probe import Logprobs, WeightSync
-from skyrl_fast.rollout.engine.weights.probe_limits import ProbeDifference, ProbeLimits
+from skyrl_fast.rollout.engine.weights.probe import (
+    Logprobs,
+    ProbeDifference,
+    ProbeLimits,
+    WeightProbe,
+)
 from skyrl_fast.rollout.engine.weights.receipt import (
     Receipt,
     WeightSyncError,
     check_receipts,
-    recorded,
+    dtype_name,
+    record_digests,
 )
-from skyrl_fast.rollout.engine.weights.transports.file import WeightsFile
-from skyrl_fast.rollout.engine.weights.worker import _tensors_of
+from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
+from skyrl_fast.rollout.engine.weights.transports.file import receive_by_file, send_by_file
 from skyrl_fast.train.model.policy import Policy
 
 Weights = list[tuple[str, torch.Tensor]]
@@ -173,17 +176,17 @@ class CopyEngine:
         self.kernels: Fault | None = None
         self.choice = random.Random(0)
 
-    def load_weights_file(self, path: Path, sent: dict[str, str]) -> None:
-        """Load the file, with the faults; return normally if the receipt is accepted."""
-        weights = list(_tensors_of(str(path)))
+    def load_weights_file(self, call: WorkerCall) -> None:
+        """Load the call's file, with the faults; return normally if the receipt is accepted."""
+        weights = list(receive_by_file(*call.arguments))
         arriving = self.transfer(weights, self.choice) if self.transfer else weights
         digests: dict[str, str] = {}
-        taken = list(recorded(arriving, digests))
+        taken = list(record_digests(arriving, digests))
         held = self.kernels(taken, self.choice) if self.kernels else taken
         self.model.load_state_dict(dict(held), strict=False)
         receipt = Receipt(digests, [], dtype_name(self.model.dtype))
         self.compute_dtype = self.model.dtype
-        check_receipts([receipt], sent)
+        check_receipts([receipt], call.sent.digests)
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Return logits in the engine's dtype, softmax in float32, as vLLM."""
@@ -228,7 +231,7 @@ def _run_model(
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
     engine, choice = CopyEngine(model), random.Random(seed)
     trainer_logprobs: Logprobs = []
-    sync = WeightSync(
+    sync = WeightProbe(
         engine,  # type: ignore[arg-type]
         probe=probe,
         trainer_logprobs=lambda _: trainer_logprobs,
@@ -239,13 +242,12 @@ def _run_model(
     for learning_rate in learning_rates:
         _step(model, optimizer, learning_rate)
         trainer_logprobs = [policy.sequence_logprobs(ids) for ids in probe]
-        with WeightsFile() as file:
-            file.write(policy.named_weights())
+        with send_by_file(policy.named_weights()) as call:
             for place, name, faulty in _faulty_engines(engine, choice):
                 other = copy.copy(sync)
                 other._engine = faulty  # type: ignore[assignment]
-                yield place, name, *_refusals(other, file)
-            yield "none", "update", *_refusals(sync, file)
+                yield place, name, *_refusals(other, call)
+            yield "none", "update", *_refusals(sync, call)
 
 
 def _step(model: Any, optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
@@ -270,13 +272,13 @@ def _faulty_engines(
 
 
 def _refusals(
-    sync: WeightSync, file: WeightsFile | None
+    sync: WeightProbe, call: WorkerCall | None
 ) -> tuple[set[str], ProbeDifference | None]:
     """Return the checks that refuse an update (None: the start), each asked, and the difference."""
     refused = set()
-    if file is not None:
+    if call is not None:
         try:
-            sync._engine.load_weights_file(file.path, file.digests)  # type: ignore[attr-defined]
+            sync._engine.load_weights_file(call)  # type: ignore[attr-defined]
         except WeightSyncError:
             refused.add("receipts")
     try:

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 from _probe_sweep import _step
+from _weights import update_engine
 
 from skyrl_fast.config import InferenceEngineConfig, SamplingParams
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
-from skyrl_fast.rollout.engine.weights.probe import WeightSync
+from skyrl_fast.rollout.engine.weights.probe import WeightProbe
 from skyrl_fast.train.model.policy import Policy, load_model
 
 PROMPT = [1, 2, 3]
@@ -30,14 +31,14 @@ async def main(folder: Path) -> None:
         log_file=str(folder / "engine.log"),
     )
     async with VllmEngine(config) as engine:
-        sync = WeightSync(
+        sync = WeightProbe(
             engine,
             probe=[list(range(5, 45))],
             trainer_logprobs=lambda probe: [policy.sequence_logprobs(ids) for ids in probe],
         )
         await sync.verify()
         _step(model, torch.optim.AdamW(model.parameters()), 1e-3)
-        report = await sync.update(policy.named_weights())
+        report = await update_engine(engine, sync, policy.named_weights())
         # Random sampling uses a function that the interpreter lacks (libdevice's log).
         greedy = SamplingParams(max_generate_length=4, temperature=0.0)
         generation = await engine.generate(PROMPT, greedy, session_id="a", policy_version=1)

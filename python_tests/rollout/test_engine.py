@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 import torch
 from _listening import LOOPBACK, listening
+from _weights import file_call, update_engine
 
 from examples.asynchronous.soak import children
 from skyrl_fast.config import InferenceEngineConfig, SamplingParams
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, Generation
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup, engine_environment, environment
-from skyrl_fast.rollout.engine.weights.probe import WeightSync
+from skyrl_fast.rollout.engine.weights.probe import WeightProbe
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
-from skyrl_fast.rollout.engine.weights.transfer import file_call
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
@@ -225,7 +225,7 @@ def test_call_ends_if_a_killed_engine_never_answers(
 
     engine = VllmEngine(VllmSetup("anything"))
     engine._llm = Killed()
-    arguments = [file_call(tmp_path, {})] if call == "load_weights" else []
+    arguments = [file_call(tmp_path)] if call == "load_weights" else []
     with pytest.raises(EngineDeadError, match="the vLLM engine for anything"):
         asyncio.run(asyncio.wait_for(getattr(engine, call)(*arguments), 5))
 
@@ -395,7 +395,7 @@ async def _stops_where_told(engine: VllmEngine, tokenizer) -> None:
 
 
 async def _updates_are_verified(engine: VllmEngine, model, prompts) -> None:
-    sync = WeightSync(
+    sync = WeightProbe(
         engine,
         probe=[p[:24] for p in prompts[:3]],
         trainer_logprobs=lambda probe: [(row, 1.0) for row in hf_logprobs(model, probe)],
@@ -409,15 +409,15 @@ async def _updates_are_verified(engine: VllmEngine, model, prompts) -> None:
         await sync.verify()  # stale on purpose: the policy changed, the engine was not updated
     running = asyncio.create_task(_sample(engine, prompts, version=5))
     await asyncio.sleep(0.02)
-    report = await sync.update(model.state_dict())
+    report = await update_engine(engine, sync, model.state_dict())
     assert report.difference.maximum < 1e-4 < report.max_change
     assert len(await running) == len(prompts)  # requests in flight continued
     await _agrees_with_hugging_face(model, prompts, await _sample(engine, prompts, version=6))
     incomplete = dict(model.named_parameters())
     del incomplete["model.layers.0.mlp.down_proj.weight"]
     with pytest.raises(WeightSyncError, match=r"got no new values.*down_proj"):
-        await sync.update(incomplete)
-    await sync.update(model.state_dict())
+        await update_engine(engine, sync, incomplete)
+    await update_engine(engine, sync, model.state_dict())
 
 
 def _interrupts_do_not_reach(pids: list[int]) -> None:

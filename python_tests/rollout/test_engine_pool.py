@@ -20,7 +20,7 @@ from skyrl_fast.rollout.engine.protocol import (
     NoRoomError,
     SamplingParams,
 )
-from skyrl_fast.rollout.engine.weights.probe import WeightSync
+from skyrl_fast.rollout.engine.weights.probe import WeightProbe
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
@@ -90,7 +90,7 @@ class OneWeight:
     async def load_weights(self, call: WorkerCall) -> None:
         self.check_running()
         if not self.deaf:
-            self.weight = float(load_file(call.argument)["w"])
+            self.weight = float(load_file(call.arguments[0])["w"])
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         self.check_running()
@@ -122,8 +122,8 @@ class Trainer:
     def weights(self) -> dict[str, torch.Tensor]:
         return {"w": torch.tensor(self.weight)}
 
-    def make_sync(self, engine: Engine) -> WeightSync:
-        return WeightSync(
+    def make_probe(self, engine: Engine) -> WeightProbe:
+        return WeightProbe(
             engine,
             probe=[[1, 2]],
             trainer_logprobs=lambda probe: [([self.weight], 1.0)] * len(probe),
@@ -134,7 +134,7 @@ async def started(*engines: OneWeight, max_restarts: int = 3) -> tuple[EnginePoo
     pool = EnginePool(engines, max_restarts=max_restarts)  # type: ignore[arg-type]
     await pool.start()
     trainer = Trainer()
-    await pool.verify(trainer.make_sync)
+    await pool.verify(trainer.make_probe)
     return pool, trainer
 
 
@@ -186,12 +186,12 @@ def test_dead_engine_restarts_with_the_current_weights() -> None:
         engine = OneWeight("a")
         pool, trainer = await started(engine)
         trainer.weight = 0.5
-        await pool.update(trainer.weights, trainer.make_sync)
+        await pool.update(trainer.weights, trainer.make_probe)
         engine.alive = False
         waiting = asyncio.create_task(ask(pool, "s"))
         await asyncio.wait_for(pool.wait_for_fault(), 5)
         assert not waiting.done()
-        await pool.repair(trainer.weights, trainer.make_sync)
+        await pool.repair(trainer.weights, trainer.make_probe)
         got = await waiting
         assert got.logprobs == [0.5]  # not the weights it was started with
         assert engine.starts == 2
@@ -209,7 +209,7 @@ def test_an_engine_that_dies_without_requests_is_restarted() -> None:
         engines[1].alive = False
         await asyncio.wait_for(pool.wait_for_fault(), 5)
         assert [text.split()[0] for text in pool.activity()] == ["b"]
-        await pool.repair(trainer.weights, trainer.make_sync)
+        await pool.repair(trainer.weights, trainer.make_probe)
         assert pool.faults == {"engine_deaths": 1, "engine_restarts": 1}
         assert [engine.starts for engine in engines] == [1, 2]
 
@@ -241,12 +241,12 @@ def test_a_restarted_engine_serves_no_request_before_it_has_the_weights() -> Non
         engines = [OneWeight("a"), OneWeight("b")]
         pool, trainer = await started(*engines)
         trainer.weight = 0.5
-        await pool.update(trainer.weights, trainer.make_sync)
+        await pool.update(trainer.weights, trainer.make_probe)
         for engine in engines:
             engine.alive = False
         asked = [asyncio.create_task(ask(pool, f"s{i}")) for i in range(20)]
         await asyncio.wait_for(pool.wait_for_fault(), 5)
-        await pool.repair(trainer.weights, trainer.make_sync)
+        await pool.repair(trainer.weights, trainer.make_probe)
         assert {x for g in await asyncio.gather(*asked) for x in g.logprobs} == {0.5}
 
     asyncio.run(go())
@@ -261,13 +261,13 @@ def test_engine_that_keeps_dying_is_abandoned() -> None:
             engine.alive = False
             waiting = asyncio.create_task(ask(pool, "s"))
             await asyncio.wait_for(pool.wait_for_fault(), 5)
-            await pool.repair(trainer.weights, trainer.make_sync)
+            await pool.repair(trainer.weights, trainer.make_probe)
             await waiting
         engine.alive = False
         waiting = asyncio.create_task(ask(pool, "s"))
         await asyncio.wait_for(pool.wait_for_fault(), 5)
         with pytest.raises(EngineDeadError, match="no engine is left; the first one: a died"):
-            await pool.repair(trainer.weights, trainer.make_sync)
+            await pool.repair(trainer.weights, trainer.make_probe)
         waiting.cancel()
 
     asyncio.run(go())
@@ -281,10 +281,10 @@ def test_an_update_that_it_survives_resets_the_count() -> None:
             engine.alive = False
             waiting = asyncio.create_task(ask(pool, "s"))
             await asyncio.wait_for(pool.wait_for_fault(), 5)
-            await pool.repair(trainer.weights, trainer.make_sync)
+            await pool.repair(trainer.weights, trainer.make_probe)
             await waiting
             trainer.weight += 0.5
-            await pool.update(trainer.weights, trainer.make_sync)
+            await pool.update(trainer.weights, trainer.make_probe)
         assert engine.starts == 5
 
     asyncio.run(go())
@@ -296,13 +296,13 @@ def test_update_reaches_an_engine_or_stops_the_run() -> None:
         engines = [OneWeight("a"), OneWeight("b")]
         pool, trainer = await started(*engines)
         trainer.weight = 0.25
-        report = await pool.update(trainer.weights, trainer.make_sync)
+        report = await pool.update(trainer.weights, trainer.make_probe)
         assert [engine.weight for engine in engines] == [0.25, 0.25]
         assert report.difference.maximum == 0
         engines[0].deaf = engines[1].deaf = True
         trainer.weight = 0.75
         with pytest.raises(WeightSyncError, match=r"differ from the trainer's by up to 0\.5"):
-            await pool.update(trainer.weights, trainer.make_sync)
+            await pool.update(trainer.weights, trainer.make_probe)
 
     asyncio.run(go())
 
@@ -346,7 +346,7 @@ def test_an_engine_that_fails_an_update_is_left_out_until_its_restart(
         pool, trainer = await started(bad, good)
         bad.fails, trainer.weight = True, 0.5
         await pool.interrupt()
-        await pool.update(trainer.weights, trainer.make_sync)
+        await pool.update(trainer.weights, trainer.make_probe)
         got = await asyncio.gather(*(ask(pool, f"s{i}") for i in range(20)))
         assert {x for g in got for x in g.logprobs} == {0.5} and not bad.sessions
         assert pool.activity() == [f"a is down for 0 s: {error}"]
@@ -354,7 +354,7 @@ def test_an_engine_that_fails_an_update_is_left_out_until_its_restart(
 
         bad.fails = False
         await asyncio.wait_for(pool.wait_for_fault(), 5)
-        await pool.repair(trainer.weights, trainer.make_sync)
+        await pool.repair(trainer.weights, trainer.make_probe)
         await asyncio.gather(*(ask(pool, f"s{i}") for i in range(20)))
         assert (bad.weight, bad.paused, good.paused) == (0.5, False, False) and bad.sessions
         assert pool.activity() == []
@@ -369,7 +369,7 @@ def test_an_engine_that_cannot_be_paused_is_restarted_by_the_update() -> None:
         pool, trainer = await started(bad, good)
         bad.fails, trainer.weight = True, 0.5
         await pool.interrupt()
-        await pool.update(trainer.weights, trainer.make_sync)
+        await pool.update(trainer.weights, trainer.make_probe)
         assert [engine.weight for engine in (bad, good)] == [0.5, 0.5]
         assert (bad.starts, bad.paused, pool.activity()) == (2, False, [])
 
@@ -385,7 +385,7 @@ def test_an_update_that_all_engines_fail_ends_the_run() -> None:
         for engine in engines:
             engine.fails = True
         with pytest.raises(EngineError, match="first"):
-            await pool.update(trainer.weights, trainer.make_sync)
+            await pool.update(trainer.weights, trainer.make_probe)
         assert [engine.starts for engine in engines] == [1, 1]
 
     asyncio.run(go())
@@ -399,11 +399,11 @@ def test_engine_that_dies_during_an_update_does_not_block_it() -> None:
         engines[1].alive = False
         trainer.weight = 0.5
         await pool.interrupt()
-        await pool.update(trainer.weights, trainer.make_sync)
+        await pool.update(trainer.weights, trainer.make_probe)
         assert (await ask(pool, "s")).logprobs == [0.5]
         engines[1].may_come_back = True
         trainer.weight = 0.75
-        await pool.update(trainer.weights, trainer.make_sync)
+        await pool.update(trainer.weights, trainer.make_probe)
         assert [engine.weight for engine in engines] == [0.75, 0.75]
         assert pool.faults == {"engine_deaths": 1, "engine_restarts": 1}
 
@@ -424,7 +424,7 @@ def test_requests_waiting_for_an_engine_do_not_block_an_update() -> None:
         assert (got.token_ids, got.stop_reason) == ([], INTERRUPTED)
         engine.may_come_back = True
         trainer.weight = 0.5
-        await pool.update(trainer.weights, trainer.make_sync)
+        await pool.update(trainer.weights, trainer.make_probe)
         assert (await ask(pool, "s")).logprobs == [0.5]
 
     asyncio.run(go())
@@ -453,7 +453,7 @@ def test_hanging_engine_is_treated_as_dead_by_an_update(monkeypatch: pytest.Monk
         engines[0].hangs = True
         trainer.weight = 0.5
         await pool.interrupt()
-        await pool.update(trainer.weights, trainer.make_sync)
+        await pool.update(trainer.weights, trainer.make_probe)
         got = await asyncio.wait_for(asyncio.gather(*asked), 5)
         assert len(got) == 20
         assert pool.faults["engine_deaths"] == pool.faults["engine_restarts"] == 1
@@ -481,7 +481,7 @@ def test_pause_ends_when_its_engine_dies() -> None:
         engine.alive = False
         trainer.weight = 0.5
         await asyncio.wait_for(pool.interrupt(), 5)
-        await asyncio.wait_for(pool.update(trainer.weights, trainer.make_sync), 5)
+        await asyncio.wait_for(pool.update(trainer.weights, trainer.make_probe), 5)
         assert (await asked).stop_reason in ("stop", INTERRUPTED)
         assert engine.weight == 0.5
 
@@ -513,7 +513,7 @@ def test_waiting_for_any_engine_is_logged(
         engine = OneWeight("a", comes_back=False)
         pool, trainer = await started(engine)
         engine.alive = False
-        update = asyncio.create_task(pool.update(trainer.weights, trainer.make_sync))
+        update = asyncio.create_task(pool.update(trainer.weights, trainer.make_probe))
         await asyncio.sleep(0.2)
         assert not update.done()
         engine.may_come_back = True
@@ -556,7 +556,7 @@ def test_restarted_engine_that_refuses_is_abandoned_and_the_others_continue() ->
         )  # some are sent to the dead engine
         for _ in range(2):  # a restart, then it is abandoned
             await asyncio.wait_for(pool.wait_for_fault(), 5)
-            await pool.repair(trainer.weights, trainer.make_sync)
+            await pool.repair(trainer.weights, trainer.make_probe)
         assert (other.starts, pool.faults["engine_restarts"]) == (2, 0)
         assert "b answered 404" in pool.activity()[0]
         assert (await ask(pool, "s")).stop_reason == "stop"
@@ -580,7 +580,7 @@ def test_an_engine_without_room_at_the_start_joins_later(caplog: pytest.LogCaptu
         one, other = OneWeight("a"), Roomless("b")
         pool, trainer = await started(one, other)
         trainer.weight = 0.5
-        await pool.update(trainer.weights, trainer.make_sync)  # it has come: at once with these
+        await pool.update(trainer.weights, trainer.make_probe)  # it has come: at once with these
         assert (one.weight, other.weight, other.starts) == (0.5, 0.5, 2)
         assert pool.activity() == [] and sorted(pool.reports) == [0, 1]
 
@@ -607,7 +607,7 @@ def test_a_run_whose_engines_stay_away_ends(waits: str) -> None:
         trainer = Trainer()
         engine.alive = False
         if waits == "in an update":
-            await asyncio.wait_for(pool.update(trainer.weights, trainer.make_sync), 5)
+            await asyncio.wait_for(pool.update(trainer.weights, trainer.make_probe), 5)
         asked = asyncio.create_task(ask(pool, "s"))
         try:
             await asyncio.wait_for(pool.wait_for_fault(), 5)
@@ -619,5 +619,5 @@ def test_a_run_whose_engines_stay_away_ends(waits: str) -> None:
 
 
 def test_empty_pool_is_refused() -> None:
-    with pytest.raises(ValueError, match="engines: wanted at least one"):
+    with pytest.raises(ValueError, match="engines: expected at least one"):
         EnginePool([])

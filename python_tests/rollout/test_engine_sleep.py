@@ -6,12 +6,14 @@ import asyncio
 import importlib.util
 import inspect
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from _weights import file_call, make_probe
 from safetensors.torch import load_file
 
 from skyrl_fast.config import ConfigError, InferenceEngineConfig, SamplingParams
@@ -22,12 +24,10 @@ from skyrl_fast.rollout.engine.protocol import EngineDeadError
 from skyrl_fast.rollout.engine.serve_vllm import serve_command
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
-from skyrl_fast.rollout.engine.weights.digest import tensor_digest
-from skyrl_fast.rollout.engine.weights.probe import WeightSync, WeightSyncReport
-from skyrl_fast.rollout.engine.weights.probe_limits import ProbeDifference
-from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
-from skyrl_fast.rollout.engine.weights.transfer import by_file, file_call
+from skyrl_fast.rollout.engine.weights.probe import ProbeDifference, WeightSyncReport
+from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError, tensor_digest
 from skyrl_fast.rollout.engine.weights.transports import file as weights_file
+from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
 from skyrl_fast.train.flow.vllm_rollouts import VllmRollouts
 
 needs_vllm = pytest.mark.skipif(
@@ -77,8 +77,8 @@ def test_weights_are_woken_first_and_the_kv_cache_after_they_are_loaded() -> Non
 
     async def go() -> None:
         await engine.sleep()
-        await engine.load_weights(file_call(Path("/w"), {}))
-        await engine.load_weights(file_call(Path("/w2"), {}))  # awake: as always
+        await engine.load_weights(file_call("/w"))
+        await engine.load_weights(file_call("/w2"))  # awake: as always
 
     asyncio.run(go())
     assert llm.calls == [
@@ -100,7 +100,7 @@ def test_an_engine_that_lacks_weights_after_sleeping_stops_the_run() -> None:
 
     async def go() -> None:
         await engine.sleep()
-        await engine.load_weights(file_call(Path("/w"), {}))
+        await engine.load_weights(file_call("/w"))
 
     with pytest.raises(WeightSyncError, match=r"model\.norm\.weight"):
         asyncio.run(go())
@@ -125,10 +125,7 @@ class Mortal(VllmEngine):
 @pytest.mark.parametrize("dies", ["while it falls asleep", "asleep"])
 def test_an_engine_that_dies_asleep_restarts_awake(dies: str, tmp_path: Path) -> None:
     engine = Mortal()
-    pool = EnginePool([engine], transfer=by_file(str(tmp_path)))
-
-    def make_sync(engine: Any) -> WeightSync:
-        return WeightSync(engine, probe=[[1, 2]], trainer_logprobs=lambda probe: [([0.0], 1.0)])
+    pool = EnginePool([engine], transport=partial(send_by_file, folder=str(tmp_path)))
 
     async def go() -> None:
         await pool.start()
@@ -136,7 +133,7 @@ def test_an_engine_that_dies_asleep_restarts_awake(dies: str, tmp_path: Path) ->
             engine.llms[0].errored = True
         await pool.sleep()
         engine.llms[0].errored = True
-        await pool.update({"w": torch.zeros(1)}, make_sync)
+        await pool.update({"w": torch.zeros(1)}, make_probe)
 
     asyncio.run(go())
     names = [call[0] for call in engine.llms[1].calls]
@@ -174,11 +171,11 @@ class FakePool:
 
     interrupt = release
 
-    async def verify(self, make_sync: Any) -> Any:
+    async def verify(self, make_probe: Any) -> Any:
         self.events.append("verify")
         return self.report
 
-    async def update(self, weights: Any, make_sync: Any) -> Any:
+    async def update(self, weights: Any, make_probe: Any) -> Any:
         for name, _ in weights:
             self.events.append(name)
         self.events.append("load")
@@ -307,7 +304,8 @@ def test_real_vllm_serves_after_sleeping(
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.add_(0.02 * torch.randn_like(parameter))
-            with by_file(unnamed=True)(dict(model.named_parameters()), torch.float32) as call:
+            weights = dict(model.named_parameters())
+            with send_by_file(weights, torch.float32, unnamed=True) as call:
                 await engine.load_weights(call)
             assert not await engine._llm.is_sleeping()
             after = await engine.prompt_logprobs([1, 2, 3])

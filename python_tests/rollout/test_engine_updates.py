@@ -22,8 +22,8 @@ from skyrl_fast.rollout.engine.protocol import Engine
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
-from skyrl_fast.rollout.engine.weights.probe import WeightSync
-from skyrl_fast.rollout.engine.weights.transfer import by_broadcast
+from skyrl_fast.rollout.engine.weights.probe import WeightProbe
+from skyrl_fast.rollout.engine.weights.transports.broadcast import send_by_broadcast
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.groups import environment_runner, run_groups
 from skyrl_fast.rollout.policy_calls import PolicyCalls
@@ -61,8 +61,8 @@ class Versions:
         values = self.models[version](rows).logits[0, :-1].float().log_softmax(-1)
         return values.gather(1, rows[0, 1:, None])[:, 0]
 
-    def make_sync(self, engine: Engine) -> WeightSync:
-        return WeightSync(
+    def make_probe(self, engine: Engine) -> WeightProbe:
+        return WeightProbe(
             engine,
             probe=[[5, 6, 7, 8, 9]],
             trainer_logprobs=lambda probe: [
@@ -119,7 +119,7 @@ def test_every_token_has_its_version_and_a_killed_engine_restarts(
             InferenceEngineConfig(weight_sync_backend="gloo"),
             log_file=str(tmp_path / "engine.log"),
         )
-        pool = EnginePool([VllmEngine(config)], transfer=by_broadcast)
+        pool = EnginePool([VllmEngine(config)], transport=send_by_broadcast)
         await pool.start()
         gate = WeightGate()
         factory = EnvFactory(EnvironmentConfig())
@@ -133,7 +133,7 @@ def test_every_token_has_its_version_and_a_killed_engine_restarts(
         )
         runner = environment_runner(PolicyCalls(pool, gate, tiny_tokenizer, 0), factory, loop)
         try:
-            await pool.verify(versions.make_sync)
+            await pool.verify(versions.make_probe)
             prompts = [FakePrompt(str(i)) for i in range(4)]
             work = asyncio.create_task(run_groups(runner, prompts, phase="train", policy_version=0))
             for version in range(1, 4):
@@ -141,7 +141,7 @@ def test_every_token_has_its_version_and_a_killed_engine_restarts(
                 versions.another()
                 async with gate.closed(pool.interrupt):
                     await pool.update(
-                        dict(versions.models[-1].named_parameters()), versions.make_sync
+                        dict(versions.models[-1].named_parameters()), versions.make_probe
                     )
                     gate.version = version
             got = await work
@@ -156,7 +156,7 @@ def test_every_token_has_its_version_and_a_killed_engine_restarts(
             kill_engine_process()
             await asyncio.wait_for(pool.wait_for_fault(), 60)
             assert not work.done()
-            await pool.repair(dict(versions.models[-1].named_parameters()), versions.make_sync)
+            await pool.repair(dict(versions.models[-1].named_parameters()), versions.make_probe)
             got = await work
             assert [t.failure for t in got] == [None] * 24
             assert wrong_tokens(versions, got)[:2] == (0, 24 * 3 * 120)

@@ -19,8 +19,8 @@ import torch
 from _probe_sweep import ModelKind, make_model
 
 from skyrl_fast.rollout.engine.weights import worker
-from skyrl_fast.rollout.engine.weights.digest import tensor_digest
-from skyrl_fast.rollout.engine.weights.transports.file import WeightsFile
+from skyrl_fast.rollout.engine.weights.receipt import tensor_digest
+from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
 from skyrl_fast.rollout.engine.weights.worker import WeightUpdateExtension
 
 HELPERS = Path(__file__).resolve().parent.parent / "helpers"
@@ -98,9 +98,8 @@ class Worker(WeightUpdateExtension):
 def test_config_is_set_while_weights_are_processed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "renew_packed_weights", lambda model: nullcontext())
     one, weight = Worker(), torch.tensor([[1.0, 2.0]])
-    with WeightsFile() as file:
-        file.write({"weight": weight})
-        receipt = one.load_weights_file(str(file.path))
+    with send_by_file({"weight": weight}) as call:
+        receipt = one.load_weights_file(*call.arguments)
     assert receipt == {
         "digests": {"weight": tensor_digest(weight)},
         "unloaded": [],

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from _weights import update_engine
 from fake_envs import FakePrompt, loop_config, register_fakes
 
 from skyrl_fast.batch import StepBatch
@@ -20,7 +21,7 @@ from skyrl_fast.config import EnvironmentConfig, InferenceEngineConfig, Sampling
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
-from skyrl_fast.rollout.engine.weights.probe import WeightSync
+from skyrl_fast.rollout.engine.weights.probe import WeightProbe
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.groups import rollout
@@ -102,14 +103,14 @@ async def _update(folder: Path, tmp_path: Path) -> None:
     policy = Policy(load_model(str(folder), device=torch.device("cpu")))
     config = VllmSetup(str(folder), max_model_len=300, log_file=str(tmp_path / "vllm.log"))
     async with VllmEngine(config) as engine:
-        sync = WeightSync(
+        sync = WeightProbe(
             engine,
             probe=[list(range(5, 50))],
             trainer_logprobs=lambda probe: [policy.sequence_logprobs(ids) for ids in probe],
         )
         assert (await sync.verify()).difference.maximum < EXACT
         _move(policy.model)
-        report = await sync.update(policy.named_weights())
+        report = await update_engine(engine, sync, policy.named_weights())
         assert report.difference.maximum < EXACT < 0.1 < report.max_change
 
 
@@ -146,7 +147,7 @@ async def _drive(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
         log_file=str(tmp_path / "vllm.log"),
     )
     async with VllmEngine(config) as engine:
-        sync = WeightSync(
+        sync = WeightProbe(
             engine,
             probe=[tokenizer.encode("a probe of some tokens"), tokenizer.encode("and another")],
             trainer_logprobs=lambda probe: [policy.sequence_logprobs(ids) for ids in probe],
@@ -167,7 +168,7 @@ async def _drive(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
         _move(model)
         with pytest.raises(WeightSyncError, match="differ from the trainer's"):
             await sync.verify()  # the policy changed, the engine was not updated
-        report = await sync.update(policy.named_weights())
+        report = await update_engine(engine, sync, policy.named_weights())
         assert report.difference.maximum < EXACT < 0.1 < report.max_change
         after = _batch(await _rollouts(engine, tokenizer, version=1))
         _replay_matches_the_sampler(model, after)

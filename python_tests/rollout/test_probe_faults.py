@@ -23,11 +23,12 @@ from _probe_sweep import (
     sweep,
 )
 from _thorough import THOROUGH
+from _weights import update_engine
 
 from skyrl_fast.config import InferenceEngineConfig
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
-from skyrl_fast.rollout.engine.weights.probe import WeightSync
+from skyrl_fast.rollout.engine.weights.probe import WeightProbe
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 from skyrl_fast.train.model.policy import Policy
 
@@ -92,7 +93,7 @@ async def _drive(model: Any, folder: Path) -> None:
     )
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
     async with VllmEngine(config) as engine:
-        sync = WeightSync(
+        sync = WeightProbe(
             engine,
             probe=torch.randint(200, (2, 48)).tolist(),
             trainer_logprobs=lambda probe: [policy.sequence_logprobs(ids) for ids in probe],
@@ -102,14 +103,14 @@ async def _drive(model: Any, folder: Path) -> None:
         faults = [(place, name) for place, names in PLACES.items() for name in names]
         for place, name in faults:
             _step(model, optimizer, 1e-6)
-            reports.append(await sync.update(policy.named_weights()))
+            reports.append(await update_engine(engine, sync, policy.named_weights()))
             _step(model, optimizer, 1e-6)
             await engine._llm.collective_rpc("set_fault", args=(place, name))
             with pytest.raises(WeightSyncError) as caught:
-                await sync.update(policy.named_weights())
+                await update_engine(engine, sync, policy.named_weights())
             print(f"{place}: {name}: {str(caught.value)[:150]}")
             await engine._llm.collective_rpc("set_fault", args=(None,))
-        reports.append(await sync.update(policy.named_weights()))
+        reports.append(await update_engine(engine, sync, policy.named_weights()))
     for name in ("mean", "quantile", "maximum"):
         worst = max(getattr(r.difference, name) / r.difference.logit_std for r in reports)
         print(f"{len(reports)} syncs without a fault: largest {name} / logit_std {worst:.4f}")

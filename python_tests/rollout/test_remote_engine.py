@@ -26,9 +26,8 @@ from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.serve_guard import CLAIM_FIRST, CLAIM_HEADER, TRAINER_HEADER
 from skyrl_fast.rollout.engine.serve_vllm import serve_command, serve_environment
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
-from skyrl_fast.rollout.engine.weights.digest import tensor_digest
-from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
-from skyrl_fast.rollout.engine.weights.transfer import by_file
+from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError, tensor_digest
+from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 
 SAMPLING = SamplingParams(
@@ -264,7 +263,7 @@ def test_interrupted_request_returns_its_partial_response() -> None:
 
 
 async def load_zeros(engine: RemoteEngine) -> None:
-    with by_file()({"w": torch.zeros(2)}, engine.weights_dtype) as call:
+    with send_by_file({"w": torch.zeros(2)}, engine.weights_dtype) as call:
         await engine.load_weights(call)
 
 
@@ -337,8 +336,8 @@ def test_error_of_a_refused_call_quotes_the_server() -> None:
                 "-1e30",
             )
         ),
-        (choice("5", [-0.5]), "TypeError: wanted a list, got str"),
-        (choice(None, []), "TypeError: wanted a list, got NoneType"),
+        (choice("5", [-0.5]), "TypeError: expected a list, got str"),
+        (choice(None, []), "TypeError: expected a list, got NoneType"),
         (choice([5, 6], [-0.5]), "ended with 'stop', 2 tokens and 1 logprobs"),
         (choice([5] * 9, [-0.5] * 9), "s-1: wanted at most 8 tokens, got 9"),
         *(
@@ -401,12 +400,15 @@ def test_probe_logprobs_are_numbers(value: Any) -> None:
 def test_answer_that_is_no_receipt_is_an_error() -> None:
     receipt = {"digests": {}, "unloaded": [], "dtype": "bfloat16"}
     for results, wanted in (
-        ("a", "wanted a list"),
+        ("a", "expected a list"),
         ([[["x"], 3]], "another format"),
         ([3], "another format"),
         ([{**receipt, "digests": ["w"]}], "another format"),
         ([receipt], r"did not receive: w"),
-        ([{**receipt, "digests": {"w": "float32[2]:01"}}], r"loaded other values.*w \(float32"),
+        (
+            [{**receipt, "digests": {"w": "float32[2]:01"}}],
+            r"loaded other values.*w \(expected float32",
+        ),
         ([{"digests": {}, "unloaded": []}], "KeyError: 'dtype'"),
     ):
         server = Server()

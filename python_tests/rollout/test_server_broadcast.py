@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import importlib.util
 import json
 import threading
 from collections.abc import Iterator
@@ -15,21 +16,30 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from test_weight_broadcast import Llm, few_seconds, make_sync, needs_vllm, no_sending_thread
+from _weights import Llm, make_probe, no_sending_thread
 
 from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
 from skyrl_fast.rollout.engine.remote import RemoteEngine
-from skyrl_fast.rollout.engine.weights import bucket_source
+from skyrl_fast.rollout.engine.weights import receipt
 from skyrl_fast.rollout.engine.weights.buckets import Bucket
-from skyrl_fast.rollout.engine.weights.digest import tensor_digest
 from skyrl_fast.rollout.engine.weights.group import WeightsGroup
-from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
-from skyrl_fast.rollout.engine.weights.transfer import by_broadcast
-from skyrl_fast.rollout.engine.weights.transports import broadcast as weights_sender
+from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError, tensor_digest
+from skyrl_fast.rollout.engine.weights.transports import broadcast as broadcast
+from skyrl_fast.rollout.engine.weights.transports.broadcast import (
+    receive_by_broadcast,
+    send_by_broadcast,
+)
 from skyrl_fast.train.parallel.ranks import RankError
 
-__all__ = ["few_seconds"]  # a fixture for all tests here
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
+)
+
+
+@pytest.fixture(autouse=True)
+def few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broadcast, "NOTICE_SECONDS", 2.0)
 
 
 SENT = {
@@ -83,7 +93,7 @@ class Server(RemoteEngine):
 def die(worker: Any) -> None:
     """Receive one bucket, then close the connections."""
     with contextlib.suppress(RuntimeError):  # the other one died before
-        next(worker.weights_group.receive())
+        next(receive_by_broadcast(worker.weights_group))
     del worker.weights_group
 
 
@@ -91,12 +101,12 @@ def die(worker: Any) -> None:
 @pytest.mark.spec("async.weight-broadcast", "async.cluster-weights")
 def test_each_server_has_a_group_of_its_own() -> None:
     one, other = Server(), Server("http://b:1")
-    pool = EnginePool([one, other], transfer=by_broadcast)
+    pool = EnginePool([one, other], transport=send_by_broadcast)
 
     async def go() -> None:
         await pool.start()
         for _ in range(2):
-            await pool.update(SENT, make_sync)
+            await pool.update(SENT, make_probe)
         await pool.close()
 
     asyncio.run(go())
@@ -114,8 +124,8 @@ async def loaded(engine: Server, fault: str = "") -> None:
     await engine.start()
     engine.llm.fault = fault
     assert engine._sender is not None
-    engine._sender._group._seconds = 20.0  # the first load of a process takes more than one
-    with by_broadcast(SENT, None, bucket_bytes=BUCKET) as call:
+    engine._sender._group.wait_seconds = 20.0  # the first load of a process takes more than one
+    with send_by_broadcast(SENT, None, bucket_bytes=BUCKET) as call:
         await asyncio.wait_for(engine.load_weights(call), 60)
 
 
@@ -156,12 +166,12 @@ BREAK: dict[str, Any] = {
 @pytest.mark.spec("async.weight-broadcast")
 @pytest.mark.parametrize("fault", BREAK)
 def test_a_broken_transfer_is_named(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    send = WeightsGroup.send
+    send = broadcast.send_buckets
 
-    def broken(self: WeightsGroup, buckets: Any) -> None:
-        send(self, BREAK[fault](list(copy.deepcopy([*buckets]))))
+    def send_broken(group: WeightsGroup, buckets: Any) -> None:
+        send(group, BREAK[fault](list(copy.deepcopy([*buckets]))))
 
-    monkeypatch.setattr(WeightsGroup, "send", broken)
+    monkeypatch.setattr(broadcast, "send_buckets", send_broken)
     wanted = "did not receive|loaded other values than the trainer's: (also )?large"
     with pytest.raises((WeightSyncError, EngineDeadError), match=wanted):
         asyncio.run(loaded(Server()))
@@ -190,15 +200,15 @@ def update_of(
     servers: list[Server], weights: Any, fault: str = "", *, updates: int = 1
 ) -> EnginePool:
     """Return the pool after updates; the first server has a fault in the first of them."""
-    pool = EnginePool(servers, transfer=partial(by_broadcast, bucket_bytes=BUCKET))
+    pool = EnginePool(servers, transport=partial(send_by_broadcast, bucket_bytes=BUCKET))
 
     async def go() -> None:
         await pool.start()
         assert servers[0]._sender is not None
-        servers[0]._sender._group._seconds = 1.0
+        servers[0]._sender._group.wait_seconds = 1.0
         servers[0].llm.fault = fault
         for _ in range(updates):
-            await asyncio.wait_for(pool.update(weights, make_sync), 60)
+            await asyncio.wait_for(pool.update(weights, make_probe), 60)
         await pool.close()
 
     asyncio.run(go())
@@ -220,7 +230,7 @@ def test_each_bucket_is_made_once_for_all_engines(monkeypatch: pytest.MonkeyPatc
             digested.append(str(tensor.shape))
         return tensor_digest(tensor)
 
-    monkeypatch.setattr(bucket_source, "tensor_digest", counted)
+    monkeypatch.setattr(receipt, "tensor_digest", counted)
     weights, servers = Gathered(), [Server(f"http://{name}:1") for name in "abc"]
     pool = update_of(servers, weights)
     assert weights.reads == 1
@@ -236,7 +246,7 @@ def test_each_bucket_is_made_once_for_all_engines(monkeypatch: pytest.MonkeyPatc
 def test_an_engine_that_stops_in_an_update_holds_up_no_other(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights_sender, "NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr(broadcast, "NOTICE_SECONDS", 0.1)
     servers = [Server(f"http://{name}:1") for name in "abc"]
     pool = update_of(servers, Gathered(), fault)
     assert [received(server) for server in servers[1:]] == [True, True]

@@ -19,7 +19,7 @@ from skyrl_fast.rollout.engine.from_settings import (
 )
 from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.engine.ray_engine import EnginePlace
-from skyrl_fast.rollout.engine.weights.probe_limits import LIMITS, ProbeLimits
+from skyrl_fast.rollout.engine.weights.probe import LIMITS, ProbeLimits
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.loop_settings import loop_settings
 from skyrl_fast.train.data.prompts import load_prompts
@@ -85,7 +85,7 @@ def test_tolerance_replaces_the_limits_of_the_dtype(
     environments = EnvFactory(EnvironmentConfig())
     rollouts = VllmRollouts(config, tiny_tokenizer, EnginePool([engine]), environments, prompts)
     policy: Any = SimpleNamespace(dtype=torch.float32, router_replay=False)
-    sync = rollouts._weight_sync(engine, policy)
+    sync = rollouts._make_probe(engine, policy)
     assert (sync._dtype, sync._limits) == (dtype, limits)
 
 

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -21,41 +20,33 @@ import pytest
 import torch
 from _listening import LOOPBACK as LOOPBACK_HEX
 from _listening import listening
+from _weights import CPU, ScriptedEngine, make_probe, no_sending_thread
 
-from skyrl_fast.config import InferenceEngineConfig
 from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
-from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
-from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weights import group as weights_group
-from skyrl_fast.rollout.engine.weights.bucket_source import Buckets
-from skyrl_fast.rollout.engine.weights.buckets import Bucket, packed, read_header
-from skyrl_fast.rollout.engine.weights.digest import tensor_digest
+from skyrl_fast.rollout.engine.weights.buckets import Bucket, pack_buckets, read_header
 from skyrl_fast.rollout.engine.weights.group import (
     LOOPBACK,
     WeightsGroup,
     listening_store,
     store_at,
 )
-from skyrl_fast.rollout.engine.weights.probe import WeightSync
-from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
-from skyrl_fast.rollout.engine.weights.transfer import WorkerCall, by_broadcast
-from skyrl_fast.rollout.engine.weights.transports import broadcast as weights_sender
-from skyrl_fast.rollout.engine.weights.worker import WeightUpdateExtension
+from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError, tensor_digest
+from skyrl_fast.rollout.engine.weights.transports import broadcast as broadcast
+from skyrl_fast.rollout.engine.weights.transports.broadcast import (
+    receive_by_broadcast,
+    send_buckets,
+    send_by_broadcast,
+)
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
 )
-CPU = torch.device("cpu")
-
-
-def buckets_of(call: WorkerCall) -> Buckets:
-    assert call.buckets is not None
-    return call.buckets.on(CPU)
 
 
 def all_buckets(weights: dict[str, torch.Tensor]) -> list[Bucket]:
-    return list(packed(weights.items(), None, device=CPU, bucket_bytes=BUCKET))
+    return list(pack_buckets(weights.items(), None, device=CPU, bucket_bytes=BUCKET))
 
 
 WEIGHTS = {
@@ -88,23 +79,23 @@ def connected(size: int, **options: Any) -> list[WeightsGroup]:
 @pytest.mark.spec("async.weight-broadcast")
 def test_all_workers_receive_the_cast_tensors_in_order() -> None:
     trainer, *workers = connected(3)
-    with by_broadcast(WEIGHTS, torch.bfloat16, bucket_bytes=BUCKET) as call:
+    with send_by_broadcast(WEIGHTS, torch.bfloat16, bucket_bytes=BUCKET) as call:
         assert (call.method, call.arguments) == ("load_weights_broadcast", [])
         received: list[Any] = [None, None]
 
         def receive(worker: int) -> None:
-            received[worker] = list(workers[worker].receive())
+            received[worker] = list(receive_by_broadcast(workers[worker]))
 
         threads = [threading.Thread(target=receive, args=(worker,)) for worker in range(2)]
         for thread in threads:
             thread.start()
-        trainer.send(buckets_of(call))
+        send_buckets(trainer, call.buckets)
         for thread in threads:
             thread.join()
-        assert call.num_bytes == 600 + 24 + 2 + 0 + 14 + 3
+        assert call.sent.num_bytes == 600 + 24 + 2 + 0 + 14 + 3
     for worker in received:
         assert [name for name, _ in worker] == [*WEIGHTS]
-        assert {name: tensor_digest(tensor) for name, tensor in worker} == call.digests
+        assert {name: tensor_digest(tensor) for name, tensor in worker} == call.sent.digests
         found = dict(worker)
         assert torch.equal(found["a"], WEIGHTS["a"].bfloat16())
         assert torch.equal(found["b"], WEIGHTS["b"]) and float(found["scalar"]) == 2.5
@@ -121,9 +112,9 @@ def test_a_worker_receives_the_next_bucket_while_it_loads_one() -> None:
             yield message
             event.set()
 
-    sending = threading.Thread(target=lambda: trainer.send(messages()))
+    sending = threading.Thread(target=lambda: send_buckets(trainer, messages()))
     sending.start()
-    receiving = worker.receive()
+    receiving = receive_by_broadcast(worker)
     name, _ = next(receiving)
     assert name == "a" and sent[1].wait(60)  # "a" is a bucket
     assert [name for name, _ in receiving] == [*WEIGHTS][1:]
@@ -154,40 +145,40 @@ def test_workers_receive_names_dtypes_and_shapes_only(infos: Any) -> None:
 
 @pytest.mark.spec("async.weight-broadcast")
 def test_buckets_are_limited_and_their_tensors_aligned() -> None:
-    buckets = list(packed(WEIGHTS.items(), None, device=CPU, bucket_bytes=BUCKET))
+    buckets = list(pack_buckets(WEIGHTS.items(), None, device=CPU, bucket_bytes=BUCKET))
     names = [[name for name, _, _ in bucket.infos] for bucket in buckets]
     # 1200 bytes; 24 -> 32, 4 -> 16, 0, and 28 -> 32 would be too many; 28 -> 32, 3 -> 16
     assert names == [["a"], ["b", "scalar", "empty"], ["c", "d"]]
     assert [bucket.data.numel() for bucket in buckets] == [1200, 48, 48]
     addresses = [tensor.data_ptr() for _, tensor in buckets[2].tensors()]
     assert addresses[1] - addresses[0] == 32
-    assert list(packed([], None, device=CPU)) == []
+    assert list(pack_buckets([], None, device=CPU)) == []
 
 
 @pytest.mark.spec("async.weight-broadcast")
 def test_tied_weights_are_sent_once() -> None:
     tied = torch.ones(3)
-    with by_broadcast({"embed": tied, "head": tied.detach()}, None) as call:
-        (bucket,) = buckets_of(call)
+    with send_by_broadcast({"embed": tied, "head": tied.detach()}, None) as call:
+        (bucket,) = call.buckets
         assert bucket.infos == [["embed", "float32", [3]]]
     with (
         pytest.raises(WeightSyncError, match="no weights to hand over"),
-        by_broadcast({}, None) as call,
+        send_by_broadcast({}, None) as call,
     ):
-        list(buckets_of(call))
+        list(call.buckets)
 
 
 @pytest.mark.spec("async.weight-broadcast")
 def test_a_worker_that_does_not_receive_is_an_error_in_time() -> None:
     trainer, worker = connected(2)
-    trainer._seconds = 0.5  # to connect may take longer
+    trainer.wait_seconds = 0.5  # to connect may take longer
     large = {"w": torch.zeros(4 << 20)}  # more than the sockets hold
     with pytest.raises(
         TimeoutError, match=r"weight_sync_backend=gloo: ranks \[1\] of 2 .* within 0\.5 s"
     ):
-        trainer.send(all_buckets(large))
+        send_buckets(trainer, all_buckets(large))
     with pytest.raises(RuntimeError, match="aborted"):  # it ends at once, too
-        next(worker.receive())
+        next(receive_by_broadcast(worker))
 
 
 @pytest.mark.spec("async.weight-broadcast")
@@ -219,11 +210,11 @@ def test_nccl_raises_before_its_watchdog_ends_the_process(monkeypatch: pytest.Mo
     assert events == [(store, 0, 3, 60.0), torch.uint8, 0, timedelta(seconds=30)]
     monkeypatch.setattr(weights_group, "MOVE_SECONDS", 0.1)
     with pytest.raises(TimeoutError, match=r"weight_sync_backend=nccl: .* within 0\.1 s"):
-        group.send(all_buckets(WEIGHTS))
+        send_buckets(group, all_buckets(WEIGHTS))
     assert events[-1] == "abort"
     group.abort()
     with pytest.raises(RuntimeError, match="aborted"):
-        group.send(all_buckets(WEIGHTS))
+        send_buckets(group, all_buckets(WEIGHTS))
 
 
 # --- members that do not come ---------------------------------------------------------------------
@@ -254,7 +245,7 @@ def test_a_member_that_dies_while_it_connects_is_an_error(monkeypatch: pytest.Mo
 @pytest.mark.spec("async.weight-broadcast")
 def test_a_worker_that_refuses_ends_the_wait_of_all() -> None:
     async def go() -> threading.Thread:
-        sender = weights_sender.WeightsSender("gloo", num_workers=2)
+        sender = broadcast.BroadcastSender("gloo", num_workers=2)
         _, _, port, size = sender.join_arguments
         other = WeightsGroup("gloo", rank=1, size=size, device=CPU)
         joining = threading.Thread(
@@ -284,12 +275,12 @@ def test_a_worker_that_refuses_ends_the_wait_of_all() -> None:
 
 FAILED_JOIN = """
 import asyncio
-from skyrl_fast.rollout.engine.weights.transports.broadcast import WeightsSender
+from skyrl_fast.rollout.engine.weights.transports.broadcast import BroadcastSender
 
 async def go():
     try:
         async with asyncio.timeout(0.1):
-            await WeightsSender("gloo", num_workers=1).connect(asyncio.sleep(600))
+            await BroadcastSender("gloo", num_workers=1).connect(asyncio.sleep(600))
     except TimeoutError:
         print("left")
 
@@ -308,108 +299,26 @@ def test_a_process_ends_after_a_join_that_failed() -> None:
 # --- with the engine and the worker's extension --------------------------------------------------
 
 
-class Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.loaded: dict[str, torch.Tensor] = {}
-        self.w = torch.nn.Parameter(torch.zeros(1))
-
-    def load_weights(self, weights: Any) -> set[str]:
-        self.loaded = dict(weights)
-        return {*self.loaded}
-
-
-class Worker(WeightUpdateExtension):
-    """The attributes of vLLM's worker that a load uses."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank, self.device = rank, CPU
-        self.model = Model()
-        self.model_config = SimpleNamespace(dtype=torch.float32)
-        self.model_runner = SimpleNamespace(get_model=lambda: self.model)
-
-    def reload_weights(self, weights_iterator: Any) -> None:
-        self.model.load_weights(weights_iterator)
-
-
-class Llm:
-    """vLLM's AsyncLLM whose workers are threads; `fault` is what their next load does."""
-
-    def __init__(self, *, num_workers: int = 2) -> None:
-        self.errored = False
-        self.calls: list[str] = []
-        self.fault = ""
-        self.workers = [Worker(rank) for rank in range(num_workers)]
-
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        self.calls.append(method)
-        loading = method.startswith("load")
-        if loading and self.fault == "dies":
-            self.errored = True
-            for worker in self.workers:
-                del worker.weights_group
-            await asyncio.Event().wait()
-        if loading and self.fault == "hangs":
-            await asyncio.Event().wait()
-        if loading and self.fault == "refuses":
-            raise ValueError("unknown layer")
-        calls = (asyncio.to_thread(getattr(worker, method), *args) for worker in self.workers)
-        return await asyncio.gather(*calls)
-
-    async def wake_up(self, tags: list[str]) -> None:
-        self.calls.append(f"wake_up {tags[0]}")
-
-    async def sleep(self, level: int, mode: str) -> None:
-        self.calls.append("sleep")
-
-    async def reset_prefix_cache(self) -> None:
-        self.calls.append("reset_prefix_cache")
-
-    def shutdown(self, seconds: float) -> None:
-        self.calls.append("shutdown")
-
-
-class Engine(VllmEngine):
-    """An engine of fakes, connected for real."""
-
-    def __init__(self, backend: str = "gloo") -> None:
-        super().__init__(VllmSetup("model", InferenceEngineConfig(weight_sync_backend=backend)))
-        self.llms: list[Llm] = []
-
-    async def start(self) -> None:
-        self._llm = Llm()
-        self.llms.append(self._llm)
-        if self._setup.engine.weight_sync_backend == "gloo":
-            await self._connect(len(self._llm.workers))
-
-    async def prompt_logprobs(self, token_ids: Any) -> list[float]:
-        return [0.0] * (len(token_ids) - 1)
-
-
-def make_sync(engine: Any) -> WeightSync:
-    return WeightSync(engine, probe=[[1, 2]], trainer_logprobs=lambda probe: [([0.0], 1.0)])
-
-
 SENT = {"w": torch.ones(1), "large": torch.linspace(0, 1, 8 << 20)}
 
 
 @pytest.fixture(autouse=True)
 def few_seconds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(weights_sender, "NOTICE_SECONDS", 2.0)
+    monkeypatch.setattr(broadcast, "NOTICE_SECONDS", 2.0)
     yield
 
 
 @needs_vllm
 @pytest.mark.spec("async.weight-broadcast", "memory.sleep")
 def test_workers_are_awake_before_they_receive() -> None:
-    engine = Engine()
-    pool = EnginePool([engine], transfer=by_broadcast)
+    engine = ScriptedEngine()
+    pool = EnginePool([engine], transport=send_by_broadcast)
 
     async def go() -> None:
         await pool.start()
         await pool.sleep()
-        await pool.update(SENT, make_sync)
-        await pool.update(SENT, make_sync)  # over the same group
+        await pool.update(SENT, make_probe)
+        await pool.update(SENT, make_probe)  # over the same group
         await pool.close()
 
     asyncio.run(go())
@@ -426,13 +335,13 @@ def test_workers_are_awake_before_they_receive() -> None:
 @needs_vllm
 @pytest.mark.spec("async.weight-broadcast", "async.engine-restart")
 def test_an_engine_that_dies_in_a_broadcast_gets_the_weights_after_its_restart() -> None:
-    engine = Engine()
-    pool = EnginePool([engine], transfer=by_broadcast)
+    engine = ScriptedEngine()
+    pool = EnginePool([engine], transport=send_by_broadcast)
 
     async def go() -> None:
         await pool.start()
         engine.llms[0].fault = "dies"
-        await asyncio.wait_for(pool.update(SENT, make_sync), 60)
+        await asyncio.wait_for(pool.update(SENT, make_probe), 60)
 
     asyncio.run(go())
     first, second = engine.llms
@@ -442,16 +351,16 @@ def test_an_engine_that_dies_in_a_broadcast_gets_the_weights_after_its_restart()
     assert (pool.faults["engine_deaths"], pool.faults["engine_restarts"]) == (1, 1)
 
 
-async def loaded(engine: Engine, fault: str) -> None:
+async def loaded(engine: ScriptedEngine, fault: str) -> None:
     await engine.start()
     engine.llms[0].fault = fault
-    with by_broadcast(SENT, None) as call:
+    with send_by_broadcast(SENT, None) as call:
         await asyncio.wait_for(engine.load_weights(call), 60)
 
 
 @pytest.mark.spec("async.weight-broadcast")
 def test_an_error_of_the_loader_ends_the_broadcast() -> None:
-    engine = Engine()
+    engine = ScriptedEngine()
     with pytest.raises(WeightSyncError, match="could not load the new weights: unknown layer"):
         asyncio.run(loaded(engine, "refuses"))
     assert no_sending_thread()
@@ -459,15 +368,15 @@ def test_an_error_of_the_loader_ends_the_broadcast() -> None:
 
 @pytest.mark.spec("async.weight-broadcast")
 def test_workers_that_hang_count_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_sender, "NOTICE_SECONDS", 0.1)
-    engine = Engine()
+    monkeypatch.setattr(broadcast, "NOTICE_SECONDS", 0.1)
+    engine = ScriptedEngine()
 
     async def go() -> None:
         await engine.start()
         assert engine._sender is not None
-        engine._sender._group._seconds = 0.5
+        engine._sender._group.wait_seconds = 0.5
         engine.llms[0].fault = "hangs"
-        with by_broadcast(SENT, None) as call:
+        with send_by_broadcast(SENT, None) as call:
             await engine.load_weights(call)
 
     with pytest.raises(
@@ -478,12 +387,12 @@ def test_workers_that_hang_count_as_dead(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.spec("async.weight-broadcast")
 def test_an_update_that_is_cancelled_ends_the_broadcast() -> None:
-    engine = Engine()
+    engine = ScriptedEngine()
 
     async def go() -> None:
         await engine.start()
         engine.llms[0].fault = "hangs"
-        with by_broadcast(SENT, None) as call, pytest.raises(TimeoutError):
+        with send_by_broadcast(SENT, None) as call, pytest.raises(TimeoutError):
             async with asyncio.timeout(0.5):
                 await engine.load_weights(call)
 
@@ -493,18 +402,8 @@ def test_an_update_that_is_cancelled_ends_the_broadcast() -> None:
 
 @pytest.mark.spec("async.weight-broadcast")
 def test_an_engine_without_a_group_refuses_a_broadcast() -> None:
-    with pytest.raises(WeightSyncError, match="wanted one of nccl, gloo at the engine's start"):
-        asyncio.run(loaded(Engine("file"), ""))
-
-
-def no_sending_thread() -> bool:
-    """Return whether the threads that send end, within a time for a loaded machine."""
-    deadline = time.monotonic() + 30
-    while any(thread.name == "weights" for thread in threading.enumerate()):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
+    with pytest.raises(WeightSyncError, match="expected one of nccl, gloo at the engine's start"):
+        asyncio.run(loaded(ScriptedEngine("file"), ""))
 
 
 # --- two processes -------------------------------------------------------------------------------
@@ -512,10 +411,10 @@ def no_sending_thread() -> bool:
 
 def receive_one_bucket(port: int, kill: bool, results: Any) -> None:
     """Receive as a worker in another process, which may die in the middle."""
-    group = WeightsGroup("gloo", rank=1, size=2, device=CPU, seconds=60)
+    group = WeightsGroup("gloo", rank=1, size=2, device=CPU, wait_seconds=60)
     group.connect(store_at(LOOPBACK, port))
     found = {}
-    for name, tensor in group.receive():
+    for name, tensor in receive_by_broadcast(group):
         if kill:
             os.kill(os.getpid(), signal.SIGKILL)
         found[name] = tensor_digest(tensor)
@@ -527,21 +426,21 @@ def receive_one_bucket(port: int, kill: bool, results: Any) -> None:
 def test_two_processes(kill: bool) -> None:
     weights = {**WEIGHTS, "large": torch.ones(8 << 20)}
     store, port = listening_store()
-    with by_broadcast(weights, torch.bfloat16, bucket_bytes=BUCKET) as call:
+    with send_by_broadcast(weights, torch.bfloat16, bucket_bytes=BUCKET) as call:
         spawn = multiprocessing.get_context("spawn")
         results, there = spawn.Pipe(duplex=False)
         arguments = (port, kill, there)
         process = spawn.Process(target=receive_one_bucket, args=arguments, daemon=True)
         process.start()
         there.close()
-        group = WeightsGroup("gloo", rank=0, size=2, device=CPU, seconds=60)
+        group = WeightsGroup("gloo", rank=0, size=2, device=CPU, wait_seconds=60)
         group.connect(store)
         if kill:
-            group._seconds = 1.0  # without an engine that notices the death
+            group.wait_seconds = 1.0  # without an engine that notices the death
             with pytest.raises((RuntimeError, TimeoutError), match=r"by peer|ranks \[1\]"):
-                group.send(buckets_of(call))
+                send_buckets(group, call.buckets)
         else:
-            group.send(buckets_of(call))
-            assert results.recv() == call.digests
+            send_buckets(group, call.buckets)
+            assert results.recv() == call.sent.digests
         process.join(30)
         assert process.exitcode == (-signal.SIGKILL if kill else 0)

@@ -7,15 +7,15 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from skyrl_fast.rollout.engine.weights.digest import tensor_digest
 from skyrl_fast.rollout.engine.weights.receipt import (
     Receipt,
     WeightSyncError,
     check_receipts,
     read_receipts,
-    recorded,
+    record_digests,
+    tensor_digest,
 )
-from skyrl_fast.rollout.engine.weights.transports.file import WeightsFile
+from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
 
 pytestmark = pytest.mark.spec("sync.receipts")
 
@@ -57,7 +57,7 @@ RECEIPT = Receipt(digests=SENT, unloaded=[], dtype="bfloat16")
 
 def test_what_the_loader_took_is_recorded_and_confirmed() -> None:
     digests: dict[str, str] = {}
-    taken = recorded(WEIGHTS.items(), digests)
+    taken = record_digests(WEIGHTS.items(), digests)
     assert next(taken)[0] == "a"
     assert list(digests) == ["a"]  # not what it was offered
     list(taken)
@@ -66,10 +66,10 @@ def test_what_the_loader_took_is_recorded_and_confirmed() -> None:
     assert check_receipts([receipt, receipt], SENT) == torch.bfloat16
 
 
-def test_weights_file_notes_the_digests_of_what_it_writes() -> None:
-    with WeightsFile() as file:
-        file.write(WEIGHTS)
-        assert file.digests == SENT
+def test_a_file_has_the_digests_of_what_was_written() -> None:
+    with send_by_file(WEIGHTS) as call:
+        assert call.sent.digests == SENT
+        assert call.sent.num_bytes == 24 + 24 + 12
 
 
 def with_digests(**change: str | None) -> Receipt:
@@ -86,11 +86,11 @@ def with_digests(**change: str | None) -> Receipt:
         ([with_digests(a=SENT["b"], b=SENT["a"])], r"other values than the trainer's: a \(.*b \("),
         (
             [with_digests(a=tensor_digest(WEIGHTS["a"].nextafter(torch.tensor(9.0))))],
-            r"other values than the trainer's: a \(float32",
+            r"other values than the trainer's: a \(expected float32",
         ),
         (
             [with_digests(a=tensor_digest(WEIGHTS["a"].half()))],
-            r"a \(float16\[2, 3\].*wanted float32",
+            r"a \(expected float32.*got float16\[2, 3\]",
         ),
         ([replace(RECEIPT, unloaded=["lm_head"])], "got no new values: lm_head. The state dict"),
         ([RECEIPT, replace(RECEIPT, dtype="float16")], "do not name one dtype"),

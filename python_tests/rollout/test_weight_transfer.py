@@ -15,20 +15,27 @@ from typing import Any
 
 import pytest
 import torch
+from _weights import Worker, make_probe
 from safetensors.torch import load_file
 from torch.multiprocessing import reductions
 
 from skyrl_fast.config import ConfigError
 from skyrl_fast.config.loading import load_config
-from skyrl_fast.rollout.engine.from_settings import choose_transfer
+from skyrl_fast.rollout.engine.from_settings import choose_transport
 from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.engine.weights.group import BACKENDS
-from skyrl_fast.rollout.engine.weights.probe import WeightSync
-from skyrl_fast.rollout.engine.weights.receipt import Receipt, WeightSyncError, read_receipts
-from skyrl_fast.rollout.engine.weights.transfer import WorkerCall, by_broadcast, by_file, by_ipc
+from skyrl_fast.rollout.engine.weights.receipt import (
+    Receipt,
+    SentWeights,
+    WeightSyncError,
+    read_receipts,
+)
+from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
 from skyrl_fast.rollout.engine.weights.transports import file as weights_file
-from skyrl_fast.rollout.engine.weights.transports.ipc import tensors_of_handles
-from skyrl_fast.rollout.engine.weights.worker import WeightUpdateExtension, common_dtype
+from skyrl_fast.rollout.engine.weights.transports.broadcast import send_by_broadcast
+from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
+from skyrl_fast.rollout.engine.weights.transports.ipc import receive_by_ipc, send_by_ipc
+from skyrl_fast.rollout.engine.weights.worker import WeightUpdateExtension, find_common_dtype
 from skyrl_fast.train.parallel.ranks import Ranks
 from skyrl_fast.train.parallel.sharding import full_tensors
 
@@ -40,21 +47,21 @@ WEIGHTS = {"a": torch.linspace(-1, 1, 7), "b": torch.arange(3)}
 
 @pytest.mark.spec("async.weight-transfer")
 def test_weights_are_cast_to_the_engines_dtype() -> None:
-    with by_file()(WEIGHTS, torch.bfloat16) as call:
+    with send_by_file(WEIGHTS, torch.bfloat16) as call:
         assert call.method == "load_weights_file"
-        found = load_file(call.argument)
+        found = load_file(call.arguments[0])
     assert torch.equal(found["a"], WEIGHTS["a"].bfloat16())
     assert torch.equal(found["b"], WEIGHTS["b"]) and found["b"].dtype == torch.int64
-    assert not Path(call.argument).exists()
-    with by_file()(WEIGHTS, None) as call:
-        assert load_file(call.argument)["a"].dtype == torch.float32
+    assert not Path(call.arguments[0]).exists()
+    with send_by_file(WEIGHTS, None) as call:
+        assert load_file(call.arguments[0])["a"].dtype == torch.float32
 
 
 @pytest.mark.spec("async.weight-transfer")
 def test_temporary_tensors_at_the_same_address_are_not_taken_for_tied_ones() -> None:
     temporary = ((str(i), torch.full((1000,), float(i))) for i in range(20))
-    with by_file()(temporary, torch.bfloat16) as call:
-        found = load_file(call.argument)
+    with send_by_file(temporary, torch.bfloat16) as call:
+        found = load_file(call.arguments[0])
     assert {name: float(value[0]) for name, value in found.items()} == {
         str(i): float(i) for i in range(20)
     }
@@ -102,13 +109,13 @@ def small_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.spec("async.weight-transfer")
 @pytest.mark.usefixtures("small_shared_memory")
 def test_small_shared_memory_is_replaced_by_an_unnamed_file(tmp_path: Path) -> None:
-    with by_file(unnamed=True)({"w": torch.ones(1000)}, None) as call:
-        assert call.argument.startswith("/proc/")
-        command = [sys.executable, "-c", READ, call.argument]
+    with send_by_file({"w": torch.ones(1000)}, unnamed=True) as call:
+        assert call.arguments[0].startswith("/proc/")
+        command = [sys.executable, "-c", READ, call.arguments[0]]
         assert subprocess.run(command, capture_output=True, check=True).stdout == b"1000.0\n"
-    assert not Path(call.argument).exists()
-    with by_file(str(tmp_path), unnamed=True)({"w": torch.ones(1000)}, None) as call:
-        assert Path(call.argument).is_relative_to(tmp_path)  # as asked for
+    assert not Path(call.arguments[0]).exists()
+    with send_by_file({"w": torch.ones(1000)}, folder=str(tmp_path), unnamed=True) as call:
+        assert Path(call.arguments[0]).is_relative_to(tmp_path)  # as asked for
 
 
 @pytest.mark.spec("async.weight-transfer")
@@ -117,8 +124,8 @@ def test_servers_get_a_file_on_disk_and_the_log_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(weights_file.tempfile, "tempdir", str(tmp_path))
-    with caplog.at_level(logging.WARNING), by_file()({"w": torch.ones(1 << 20)}, None) as call:
-        assert Path(call.argument).is_relative_to(tmp_path)
+    with caplog.at_level(logging.WARNING), send_by_file({"w": torch.ones(1 << 20)}, None) as call:
+        assert Path(call.arguments[0]).is_relative_to(tmp_path)
     assert (
         f"/dev/shm has no room for 0.0 GiB of weights: every update writes them to {tmp_path}"
         in (caplog.text)
@@ -145,7 +152,7 @@ SIGNATURE = inspect.signature(reductions.rebuild_cuda_tensor)
 
 
 class OnGpu:
-    """A tensor on GPU 0, as far as `by_ipc` looks at it."""
+    """A tensor on GPU 0, as far as `send_by_ipc` looks at it."""
 
     device = torch.device("cuda", 0)
 
@@ -196,9 +203,9 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch, events: list[Any]) -> Any:
     yield
 
 
-def handed_over(events: list[Any], monkeypatch: pytest.MonkeyPatch) -> WorkerCall:
+def send_from_gpu(events: list[Any], monkeypatch: pytest.MonkeyPatch) -> WorkerCall:
     weights: Any = {"model.a": OnGpu((2, 3)), "model.b": OnGpu((4,))}
-    with fake_cuda(monkeypatch, events), by_ipc(weights, torch.bfloat16) as call:
+    with fake_cuda(monkeypatch, events), send_by_ipc(weights, torch.bfloat16) as call:
         events.append("loaded")
     return call
 
@@ -206,10 +213,10 @@ def handed_over(events: list[Any], monkeypatch: pytest.MonkeyPatch) -> WorkerCal
 @pytest.mark.spec("async.weight-transfer")
 def test_ipc_sends_handles_after_the_weights_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[Any] = []
-    call = handed_over(events, monkeypatch)
+    call = send_from_gpu(events, monkeypatch)
     assert events == ["synchronize", "handle", "handle", "loaded", "collect"]
     assert call.method == "load_weights_ipc"
-    assert call.argument == [
+    assert call.arguments[0] == [
         ["model.a", [2, 3], [3, 1], 0, "float32", *STORAGE.values()],
         ["model.b", [4], [1], 0, "float32", *STORAGE.values()],
     ]
@@ -218,9 +225,9 @@ def test_ipc_sends_handles_after_the_weights_are_complete(monkeypatch: pytest.Mo
 @pytest.mark.spec("async.weight-transfer")
 def test_the_engine_rebuilds_what_was_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[Any] = []
-    call = handed_over([], monkeypatch)
+    call = send_from_gpu([], monkeypatch)
     with fake_cuda(monkeypatch, events):
-        names = [name for name, _ in tensors_of_handles(call.argument)]
+        names = [name for name, _ in receive_by_ipc(call.arguments[0])]
     assert names == ["model.a", "model.b"]
     tensor = {
         "tensor_cls": torch.Tensor,
@@ -239,30 +246,9 @@ def test_vllm_sends_handles_without_pickle(monkeypatch: pytest.MonkeyPatch) -> N
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
     monkeypatch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION", raising=False)
-    call = handed_over([], monkeypatch)
-    sent = MsgpackDecoder().decode(MsgpackEncoder().encode((call.method, (call.argument,))))
-    assert sent == [call.method, [call.argument]]
-
-
-class Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = torch.nn.ParameterDict({"a": torch.zeros(2, 3), "missing": torch.zeros(1)})
-
-    def load_weights(self, weights: Any) -> set[str]:
-        return {name for name, _ in weights}
-
-
-class Worker(WeightUpdateExtension):
-    """The methods of vLLM's worker and its model runner that a load uses."""
-
-    def __init__(self) -> None:
-        self.model = Model()
-        self.model_config = SimpleNamespace(dtype=torch.bfloat16)
-        self.model_runner = SimpleNamespace(get_model=lambda: self.model)
-
-    def reload_weights(self, weights_iterator: Any) -> None:
-        self.model.load_weights(weights_iterator)
+    call = send_from_gpu([], monkeypatch)
+    sent = MsgpackDecoder().decode(MsgpackEncoder().encode((call.method, call.arguments)))
+    assert sent == [call.method, call.arguments]
 
 
 @needs_vllm
@@ -271,10 +257,10 @@ def test_the_engine_has_read_all_before_the_trainer_continues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     events: list[Any] = []
-    call = handed_over([], monkeypatch)
+    call = send_from_gpu([], monkeypatch)
     with fake_cuda(monkeypatch, events):
-        (receipt,) = read_receipts([Worker().load_weights_ipc(call.argument)])
-    assert receipt == Receipt(dict(call.digests), ["model.missing"], "bfloat16")
+        (receipt,) = read_receipts([Worker(dtype=torch.bfloat16).load_weights_ipc(*call.arguments)])
+    assert receipt == Receipt(dict(call.sent.digests), ["w"], "bfloat16")
     assert [event if isinstance(event, str) else "read" for event in events] == [
         *("read", "read", "synchronize", "collect")
     ]
@@ -285,7 +271,7 @@ def test_ipc_needs_weights_on_a_gpu() -> None:
     with pytest.raises(
         WeightSyncError, match=r"needs all weights on a GPU; not there: \['a', 'b'\]"
     ):
-        by_ipc(WEIGHTS).__enter__()
+        send_by_ipc(WEIGHTS).__enter__()
 
 
 # --- which dtype, which transfer -----------------------------------------------------------------
@@ -320,7 +306,7 @@ def test_weights_of_several_dtypes_are_not_cast(
     ],
 )
 def test_dtype_that_all_workers_name(answers: list[Any], expected: torch.dtype | None) -> None:
-    assert common_dtype(answers) is expected
+    assert find_common_dtype(answers) is expected
 
 
 @pytest.mark.spec("async.weight-transfer")
@@ -349,19 +335,16 @@ def test_the_pool_casts_to_the_dtype_of_all_its_engines(
             return [0.0]
 
     @contextmanager
-    def transfer(weights: Any, dtype: torch.dtype | None) -> Any:
+    def transport(weights: Any, dtype: torch.dtype | None) -> Any:
         seen.append(dtype)
-        yield WorkerCall("load", None, {})
+        yield WorkerCall("load", [], SentWeights())
         seen.append("closed")
 
     engines: Any = [Engine(torch.bfloat16), Engine(second)]
-    pool = EnginePool(engines, transfer=transfer)
+    pool = EnginePool(engines, transport=transport)
 
-    def make_sync(engine: Any) -> WeightSync:
-        return WeightSync(engine, probe=[[1, 2]], trainer_logprobs=lambda probe: [([0.0], 1.0)])
-
-    asyncio.run(pool.update(WEIGHTS, make_sync))
-    assert seen == [expected, *[WorkerCall("load", None, {})] * 2, "closed"]
+    asyncio.run(pool.update(WEIGHTS, make_probe))
+    assert seen == [expected, *[WorkerCall("load", [], SentWeights())] * 2, "closed"]
 
 
 @pytest.mark.spec("async.weight-transfer")
@@ -373,15 +356,15 @@ def test_the_setting_chooses_the_transfer() -> None:
     def engine(*overrides: str) -> Any:
         return load_config(None, [*needed, *overrides])
 
-    assert choose_transfer(engine(f"{key}.weight_sync_backend=ipc")) is by_ipc
+    assert choose_transport(engine(f"{key}.weight_sync_backend=ipc")) is send_by_ipc
     for backend in BACKENDS:
         chosen = engine(f"{key}.weight_sync_backend={backend}")
-        assert choose_transfer(chosen) is by_broadcast
+        assert choose_transport(chosen) is send_by_broadcast
     on_cluster = "trainer.placement.colocate_all=false"
-    assert choose_transfer(engine(on_cluster)) is by_broadcast
+    assert choose_transport(engine(on_cluster)) is send_by_broadcast
     shared = [on_cluster, f"{key}.weight_sync_backend=file", f"{key}.weight_sync_path=/shared"]
-    assert choose_transfer(engine(*shared)) is not by_broadcast
-    assert choose_transfer(engine()) not in (by_ipc, by_broadcast)
+    assert choose_transport(engine(*shared)) is not send_by_broadcast
+    assert choose_transport(engine()) not in (send_by_ipc, send_by_broadcast)
     engine(*servers, f"{key}.weight_sync_backend=reload")
     for overrides, wanted in (
         ([f"{key}.weight_sync_backend=reload"], "auto, ipc, nccl, gloo, file with"),

@@ -11,19 +11,20 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from _weights import update_engine
 from safetensors.torch import load_file
 
-from skyrl_fast.rollout.engine.weights.probe import Logprobs, WeightSync
-from skyrl_fast.rollout.engine.weights.probe_limits import LIMITS, ProbeDifference
+from skyrl_fast.rollout.engine.weights.probe import LIMITS, Logprobs, ProbeDifference, WeightProbe
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
 from skyrl_fast.rollout.engine.weights.transports import file as weights_file
-from skyrl_fast.rollout.engine.weights.transports.file import WeightsFile
+from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
 from skyrl_fast.system import temporary_folder
 
 PROBE = [[1, 2, 3], [4, 5]]
@@ -56,7 +57,7 @@ class FakeEngine(OneNumberModel):
 
     async def load_weights(self, call: WorkerCall) -> None:
         if not self.ignores_updates:
-            self.weight = float(load_file(call.argument)["w"])
+            self.weight = float(load_file(call.arguments[0])["w"])
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         return self.logprobs([token_ids])[0]
@@ -65,13 +66,15 @@ class FakeEngine(OneNumberModel):
         return self.logprobs([token_ids])[0], self.routes(token_ids)
 
 
-def make(trainer: OneNumberModel, engine: FakeEngine) -> WeightSync:
-    return WeightSync(engine, probe=PROBE, trainer_logprobs=trainer.scaled_logprobs)
+def make(trainer: OneNumberModel, engine: FakeEngine) -> WeightProbe:
+    return WeightProbe(engine, probe=PROBE, trainer_logprobs=trainer.scaled_logprobs)
 
 
-def push(sync: WeightSync, trainer: OneNumberModel, change: float):
+def push(sync: WeightProbe, trainer: OneNumberModel, change: float):
     trainer.weight += change
-    return asyncio.run(sync.update({"w": torch.tensor(trainer.weight, dtype=torch.float64)}))
+    return asyncio.run(
+        update_engine(sync._engine, sync, {"w": torch.tensor(trainer.weight, dtype=torch.float64)})
+    )
 
 
 def test_effective_update_is_reported() -> None:
@@ -100,7 +103,7 @@ def test_mixture_of_experts_is_compared_at_engine_routes() -> None:
     def free(probe: list[list[int]]) -> Logprobs:
         raise AssertionError("free routing was asked for")
 
-    sync = WeightSync(engine, probe=PROBE, trainer_logprobs=free, replayed_logprobs=replayed)
+    sync = WeightProbe(engine, probe=PROBE, trainer_logprobs=free, replayed_logprobs=replayed)
     assert asyncio.run(sync.verify()).difference.maximum == 0.0
     assert seen == [[(3, (3, 1, 1), 3), (2, (2, 1, 1), 3)]]
     engine.ignores_updates = True
@@ -149,12 +152,12 @@ def test_nan_and_inf_are_a_mismatch(bad: float) -> None:
 def test_probe_and_callback_are_validated() -> None:
     engine = FakeEngine()
     with pytest.raises(ValueError, match="at least 2 tokens"):
-        WeightSync(engine, probe=[[1]], trainer_logprobs=engine.scaled_logprobs)
+        WeightProbe(engine, probe=[[1]], trainer_logprobs=engine.scaled_logprobs)
     with pytest.raises(ValueError, match="at least 2 tokens"):
-        WeightSync(engine, probe=[], trainer_logprobs=engine.scaled_logprobs)
-    wrong = WeightSync(engine, probe=PROBE, trainer_logprobs=lambda probe: [([0.0], 1.0)] * 2)
+        WeightProbe(engine, probe=[], trainer_logprobs=engine.scaled_logprobs)
+    wrong = WeightProbe(engine, probe=PROBE, trainer_logprobs=lambda probe: [([0.0], 1.0)] * 2)
     with pytest.raises(
-        ValueError, match=r"wanted \[2, 1\] values per probe sequence, got \[1, 1\]"
+        ValueError, match=r"expected \[2, 1\] values per probe sequence, got \[1, 1\]"
     ):
         asyncio.run(wrong.verify())
 
@@ -162,7 +165,7 @@ def test_probe_and_callback_are_validated() -> None:
 @pytest.mark.spec("sync.standstill")
 def test_standstill_of_a_bfloat16_engine_is_measured_in_units_of_the_logits() -> None:
     trainer, engine = OneNumberModel(), FakeEngine()
-    sync = WeightSync(
+    sync = WeightProbe(
         engine, probe=PROBE, trainer_logprobs=trainer.scaled_logprobs, dtype=torch.bfloat16
     )
     asyncio.run(sync.verify())
@@ -175,13 +178,13 @@ def test_standstill_of_a_bfloat16_engine_is_measured_in_units_of_the_logits() ->
 @pytest.mark.spec("sync.dtype")
 def test_engine_of_another_dtype_is_refused() -> None:
     trainer, engine = OneNumberModel(), FakeEngine()
-    sync = WeightSync(
+    sync = WeightProbe(
         engine, probe=PROBE, trainer_logprobs=trainer.scaled_logprobs, dtype=torch.bfloat16
     )
     engine.compute_dtype = torch.bfloat16
     asyncio.run(sync.verify())
     engine.compute_dtype = torch.float16
-    with pytest.raises(WeightSyncError, match="computes in float16, wanted bfloat16"):
+    with pytest.raises(WeightSyncError, match="computes in float16, expected bfloat16"):
         asyncio.run(sync.verify())
 
 
@@ -209,9 +212,9 @@ def test_float32_keeps_a_limit_on_every_token() -> None:
 
 def test_weights_file_is_private_and_deleted_after_use() -> None:
     weight = torch.randn(3, 4)
-    with WeightsFile() as file:
-        file.write({"a": weight, "tied": weight, "b": weight.t(), "c": weight.bfloat16()})
-        path = file.path
+    tensors = {"a": weight, "tied": weight, "b": weight.t(), "c": weight.bfloat16()}
+    with send_by_file(tensors) as call:
+        path = Path(call.arguments[0])
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
         loaded = load_file(path)
         assert sorted(loaded) == ["a", "b", "c"]
@@ -224,10 +227,9 @@ def test_weights_file_is_private_and_deleted_after_use() -> None:
 
 KILLED_WHILE_IT_HANDS_OVER = """
 import os, signal, sys, torch
-from skyrl_fast.rollout.engine.weights.transports.file import WeightsFile
+from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
 
-with WeightsFile(sys.argv[1]) as file:
-    file.write({"a": torch.zeros(3)})
+with send_by_file({"a": torch.zeros(3)}, folder=sys.argv[1]):
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -239,11 +241,10 @@ def test_next_update_deletes_the_files_of_a_killed_process(tmp_path: Path) -> No
     assert killed.returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     (tmp_path / "skyrl_fast-weights-link").symlink_to(tmp_path.parent)  # never followed
-    with WeightsFile(str(tmp_path)) as one, WeightsFile(str(tmp_path)) as other:
-        one.write({"a": torch.zeros(3)})
-        other.write({"a": torch.zeros(3)})
+    send = partial(send_by_file, {"a": torch.zeros(3)}, folder=str(tmp_path))
+    with send() as one, send() as other:
         assert not left.exists()
-        assert one.path.exists() and other.path.exists()  # in use: not deleted
+        assert all(Path(call.arguments[0]).exists() for call in (one, other))  # in use
     assert [path.name for path in tmp_path.iterdir()] == ["skyrl_fast-weights-link"]
 
 
@@ -268,15 +269,12 @@ def test_names_of_other_users_are_left_alone(
 def test_no_weights_and_no_space_are_errors(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with WeightsFile() as file, pytest.raises(WeightSyncError, match="no weights"):
-        file.write({})
+    with pytest.raises(WeightSyncError, match="no weights"):
+        send_by_file({}).__enter__()
     full = type("Usage", (), {"free": 10})
     monkeypatch.setattr(weights_file.shutil, "disk_usage", lambda path: full)
-    with (
-        WeightsFile() as file,
-        pytest.raises(WeightSyncError, match="no room to hand over 48 bytes"),
-    ):
-        file.write({"a": torch.zeros(3, 4)})
+    with pytest.raises(WeightSyncError, match="no room to hand over 48 bytes"):
+        send_by_file({"a": torch.zeros(3, 4)}).__enter__()
 
 
 def test_temporary_folder_is_used_without_shared_memory(
@@ -284,6 +282,5 @@ def test_temporary_folder_is_used_without_shared_memory(
 ) -> None:
     monkeypatch.setattr(weights_file, "SHARED_MEMORY", tmp_path / "absent")
     monkeypatch.setattr(weights_file.tempfile, "tempdir", str(tmp_path))
-    with WeightsFile() as file:
-        file.write({"a": torch.zeros(3)})
-        assert file.path.is_relative_to(tmp_path)
+    with send_by_file({"a": torch.zeros(3)}) as call:
+        assert Path(call.arguments[0]).is_relative_to(tmp_path)

@@ -12,8 +12,7 @@ import torch
 from _training import fill, settings, train
 
 from scripts import metrics_page
-from skyrl_fast.rollout.engine.weights.probe import WeightSyncReport
-from skyrl_fast.rollout.engine.weights.probe_limits import ProbeDifference
+from skyrl_fast.rollout.engine.weights.probe import ProbeDifference, WeightSyncReport
 from skyrl_fast.train.flow import vllm_rollouts
 from skyrl_fast.train.model.peak_memory import PeakMemory
 from skyrl_fast.train.model.row_layout import LayoutCosts

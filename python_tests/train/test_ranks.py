@@ -21,7 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import AlgorithmConfig
-from skyrl_fast.rollout.engine.weights.transports.file import WeightsFile, distinct_tensors
+from skyrl_fast.rollout.engine.weights.transfer import distinct_tensors
+from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
 from skyrl_fast.train.model import policy as policy_module
 from skyrl_fast.train.model.policy import Policy, load_model
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
@@ -194,9 +195,8 @@ def test_engine_receives_the_weights_of_one_rank(
     for models in (both.alone, both.shared):
         policy = models.policies["untied"]
         monkeypatch.setattr(policy.model, "_weight_conversions", [joined], raising=False)
-        with WeightsFile(str(tmp_path)) as file:
-            file.write(policy.named_weights())
-            given.append(load_file(file.path))
+        with send_by_file(policy.named_weights(), folder=str(tmp_path)) as call:
+            given.append(load_file(call.arguments[0]))
     assert_close(*given)
     assert any(name.endswith("gate_up_proj.weight") for name in given[0])
 

@@ -47,7 +47,7 @@ def number(value: Any) -> float:
 def entries(value: Any) -> list[Any]:
     """Return a list; raise TypeError for anything else, such as text."""
     if not isinstance(value, list):
-        raise TypeError(f"wanted a list, got {type(value).__name__}")
+        raise TypeError(f"expected a list, got {type(value).__name__}")
     return value
 
 

@@ -21,12 +21,10 @@ from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weights.group import BACKENDS
-from skyrl_fast.rollout.engine.weights.transfer import (
-    WeightTransfer,
-    by_broadcast,
-    by_file,
-    by_ipc,
-)
+from skyrl_fast.rollout.engine.weights.transfer import Transport
+from skyrl_fast.rollout.engine.weights.transports.broadcast import send_by_broadcast
+from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
+from skyrl_fast.rollout.engine.weights.transports.ipc import send_by_ipc
 
 log = logging.getLogger(__name__)
 
@@ -96,17 +94,17 @@ def _make_remote_engines(
     ]
 
 
-def choose_transfer(config: settings.Config) -> WeightTransfer:
+def choose_transport(config: settings.Config) -> Transport:
     """Return how the run's engines get new weights."""
     engine = config.generator.inference_engine
     backend = engine.weight_sync_backend
     if config.engines_on_cluster:
         backend = choose_cluster_backend(config)
     if backend == "ipc":
-        return by_ipc
+        return send_by_ipc
     if backend in BACKENDS:
-        return by_broadcast
-    return by_file(engine.weight_sync_path, unnamed=config.engine_in_process)
+        return send_by_broadcast
+    return partial(send_by_file, folder=engine.weight_sync_path, unnamed=config.engine_in_process)
 
 
 def choose_cluster_backend(config: settings.Config) -> str:

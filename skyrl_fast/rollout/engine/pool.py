@@ -22,15 +22,15 @@ from skyrl_fast.rollout.engine.protocol import (
     Generation,
     NoRoomError,
 )
-from skyrl_fast.rollout.engine.weights.probe import WeightSync, WeightSyncReport
+from skyrl_fast.rollout.engine.weights.probe import WeightProbe, WeightSyncReport
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 from skyrl_fast.rollout.engine.weights.transfer import (
+    Transport,
     Weights,
-    WeightTransfer,
     WorkerCall,
-    by_file,
-    handed_over,
+    transfer_weights,
 )
+from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class PooledEngine(Engine, Protocol):
 @dataclass(slots=True)
 class _Member:
     engine: PooledEngine
-    sync: WeightSync | None = None
+    probe: WeightProbe | None = None
     down_since: float | None = None
     error: EngineError | WeightSyncError | None = None
     restarts: int = 0  # since the last weight update that it survived
@@ -91,7 +91,7 @@ class EnginePool:
     Args:
         engines: at least one.
         max_restarts: of one engine between two weight updates that it survives.
-        transfer: hands the weights over; None: by a file.
+        transport: how engines get new weights.
         wait_seconds: for any engine to come back if all are down; None: no limit.
     """
 
@@ -100,16 +100,16 @@ class EnginePool:
         engines: Sequence[PooledEngine],
         *,
         max_restarts: int = 3,
-        transfer: WeightTransfer | None = None,
+        transport: Transport = send_by_file,
         wait_seconds: float | None = None,
     ) -> None:
         if not engines:
-            raise ValueError("EnginePool: engines: wanted at least one")
+            raise ValueError("EnginePool: engines: expected at least one, got none")
         self.faults: Counter[str] = Counter()
         self.reports: dict[int, WeightSyncReport] = {}  # of each engine's last weight update
         self._members = [_Member(engine) for engine in engines]
         self._max_restarts = max_restarts
-        self._transfer = transfer or by_file()
+        self._transport = transport
         self._wait_seconds = wait_seconds
         self._changed = asyncio.Condition()
         self._interrupting = False
@@ -205,7 +205,7 @@ class EnginePool:
     async def update(
         self,
         weights: Weights,
-        make_sync: Callable[[Engine], WeightSync],
+        make_probe: Callable[[Engine], WeightProbe],
     ) -> WeightSyncReport:
         """Load the weights into all engines, and verify them; return the worst report.
 
@@ -214,7 +214,7 @@ class EnginePool:
 
         Args:
             weights: of the policy, by Hugging Face name.
-            make_sync: returns the `WeightSync` that compares an engine with the trainer.
+            make_probe: returns the `WeightProbe` that compares an engine with the trainer.
 
         Raises:
             WeightSyncError, EngineError: all engines failed the update.
@@ -222,13 +222,13 @@ class EnginePool:
         reports: list[WeightSyncReport] = []
         self.reports.clear()
         started = time.perf_counter()
-        async with handed_over(self._transfer, weights, self.weights_dtype) as call:
+        async with transfer_weights(self._transport, weights, self.weights_dtype) as call:
             seconds = time.perf_counter() - started
             waited = 0.0
             while not reports:
-                members = [*self._up(), *await self._restarted()]
-                found = await self._load_all(members, call, make_sync, seconds)
-                reports = [report for report in found if report is not None]
+                members = [*self._up(), *await self._restart_dead_engines()]
+                answers = await self._load_all(members, call, make_probe, seconds)
+                reports = [report for report in answers if report is not None]
                 if not reports:
                     self._refuse_if_all_fail()
                     self._refuse_if_none_comes_back()
@@ -237,12 +237,12 @@ class EnginePool:
         await self._serve_waiting()
         return max(reports, key=lambda report: report.difference.maximum)
 
-    async def verify(self, make_sync: Callable[[Engine], WeightSync]) -> WeightSyncReport:
+    async def verify(self, make_probe: Callable[[Engine], WeightProbe]) -> WeightSyncReport:
         """Compare all engines' log-probabilities with the trainer's; return the worst report."""
         reports = []
         for member in self._up():
-            member.sync = make_sync(member.engine)
-            reports.append(await member.sync.verify())
+            member.probe = make_probe(member.engine)
+            reports.append(await member.probe.verify())
         return max(reports, key=lambda report: report.difference.maximum)
 
     @property
@@ -277,17 +277,17 @@ class EnginePool:
     async def repair(
         self,
         weights: Weights,
-        make_sync: Callable[[Engine], WeightSync],
+        make_probe: Callable[[Engine], WeightProbe],
     ) -> None:
         """Restart dead engines with these weights; the others continue to serve.
 
         Raises:
             WeightSyncError: all engines have other weights. EngineDeadError: none is left.
         """
-        restarted = await self._restarted()
+        restarted = await self._restart_dead_engines()
         if restarted:
-            async with handed_over(self._transfer, weights, self.weights_dtype) as call:
-                await self._load_all(restarted, call, make_sync, 0.0)
+            async with transfer_weights(self._transport, weights, self.weights_dtype) as call:
+                await self._load_all(restarted, call, make_probe, 0.0)
         self._refuse_if_all_fail()
         self._refuse_if_none_comes_back()
         await self._serve_waiting()
@@ -298,7 +298,7 @@ class EnginePool:
         Raises:
             EngineDeadError: none is left.
         """
-        for member in await self._restarted():
+        for member in await self._restart_dead_engines():
             self.faults["engine_restarts"] += 1
             log.warning("BACK: %s", member.engine.name)
             member.down_since = member.error = None
@@ -385,13 +385,13 @@ class EnginePool:
         self,
         members: Sequence[_Member],
         call: WorkerCall,
-        make_sync: Callable[[Engine], WeightSync],
+        make_probe: Callable[[Engine], WeightProbe],
         seconds: float,
     ) -> list[WeightSyncReport | None]:
         """Load the weights into these engines at the same time; see `_load`."""
         calls = call.for_engines(len(members))
         loads = [
-            asyncio.create_task(self._load(member, each, make_sync, seconds))
+            asyncio.create_task(self._load(member, each, make_probe, seconds))
             for member, each in zip(members, calls, strict=True)
         ]
         try:
@@ -405,7 +405,7 @@ class EnginePool:
         self,
         member: _Member,
         call: WorkerCall,
-        make_sync: Callable[[Engine], WeightSync],
+        make_probe: Callable[[Engine], WeightProbe],
         seconds: float,
     ) -> WeightSyncReport | None:
         """Load and verify the weights, and serve again; None if the engine failed."""
@@ -415,8 +415,8 @@ class EnginePool:
             await member.engine.load_weights(call)
             await member.engine.resume()
             taken = seconds + time.perf_counter() - started
-            member.sync = member.sync or make_sync(member.engine)
-            return await member.sync.verify(update_seconds=taken, num_bytes=call.num_bytes)
+            member.probe = member.probe or make_probe(member.engine)
+            return await member.probe.verify(update_seconds=taken, num_bytes=call.sent.num_bytes)
 
         try:
             report = await self._call(member, load, LOAD_SECONDS)
@@ -433,7 +433,7 @@ class EnginePool:
         self.reports[self._members.index(member)] = report
         return report
 
-    async def _restarted(self) -> list[_Member]:
+    async def _restart_dead_engines(self) -> list[_Member]:
         """Restart dead engines if possible; they count as running once they have the weights."""
         started = []
         for member in self._members:
@@ -450,7 +450,7 @@ class EnginePool:
             except EngineError as error:  # the server answers, but not correctly
                 member.error = EngineDeadError(str(error))
                 continue
-            member.sync = None
+            member.probe = None
             started.append(member)
         return started
 

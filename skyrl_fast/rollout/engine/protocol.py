@@ -180,7 +180,7 @@ class Engine(Sampler, Protocol):
     async def load_weights(self, call: WorkerCall) -> None:
         """Load weights that were handed over, and drop cached keys and values.
 
-        This does not verify that they took effect; `WeightSync` does.
+        This does not verify that they took effect; `WeightProbe` does.
 
         Raises:
             WeightSyncError: the engine could not load them, or loaded others; see

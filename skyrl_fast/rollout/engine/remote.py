@@ -54,8 +54,8 @@ from skyrl_fast.rollout.engine.weights.receipt import (
     read_receipts,
 )
 from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
-from skyrl_fast.rollout.engine.weights.transports.broadcast import WeightsSender
-from skyrl_fast.rollout.engine.weights.worker import common_dtype
+from skyrl_fast.rollout.engine.weights.transports.broadcast import BroadcastCall, BroadcastSender
+from skyrl_fast.rollout.engine.weights.worker import find_common_dtype
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 from skyrl_fast.system.network_interface import LOOPBACK
 
@@ -128,7 +128,7 @@ class RemoteEngine:
         self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._weight_sync = weight_sync
         self._trainer = trainer
-        self._sender: WeightsSender | None = None
+        self._sender: BroadcastSender | None = None
         self._records_routes = records_routes
         self._vocab_size = vocab_size
         self.compute_dtype: torch.dtype | None = None
@@ -198,13 +198,13 @@ class RemoteEngine:
             answer = await self._post(RPC, json={"method": "weights_dtype"})
             with self._parsing(RPC):
                 dtypes = list(map(str, entries(answer["results"])))
-            self.weights_dtype = common_dtype(dtypes)
+            self.weights_dtype = find_common_dtype(dtypes)
             if self._weight_sync in BACKENDS:
-                await self._join(self._weight_sync, len(dtypes))
+                await self._join_workers(self._weight_sync, len(dtypes))
 
-    async def _join(self, backend: str, num_workers: int) -> None:
-        """Make a process group with the server's workers, for `by_broadcast`."""
-        sender = WeightsSender(backend, num_workers=num_workers, address=self._trainer)
+    async def _join_workers(self, backend: str, num_workers: int) -> None:
+        """Make a process group with the server's workers, for `send_by_broadcast`."""
+        sender = BroadcastSender(backend, num_workers=num_workers, address=self._trainer)
         join = {"method": "join_weights_group", "args": sender.join_arguments}
         try:
             await sender.connect(self._post(RPC, json=join))
@@ -313,11 +313,11 @@ class RemoteEngine:
         if self._weight_sync in EXTENDED:
             body: dict[str, Any] = {"method": call.method, "args": call.arguments}
         else:
-            folder = str(Path(call.argument).parent)
+            folder = str(Path(call.arguments[0]).parent)
             body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         try:
             loading = self._post(RPC, json=body, timeout=CONTROL_SECONDS)
-            if call.buckets is not None and self._sender is not None:
+            if isinstance(call, BroadcastCall) and self._sender is not None:
                 answer = await self._sender.send(call, loading)
             else:
                 answer = await loading
@@ -331,7 +331,7 @@ class RemoteEngine:
         if self._weight_sync in EXTENDED:
             with self._parsing(RPC):
                 receipts = read_receipts(answer["results"])
-            self.compute_dtype = check_receipts(receipts, call.digests)
+            self.compute_dtype = check_receipts(receipts, call.sent.digests)
 
     async def reset_prefix_cache(self) -> None:
         """Drop cached keys and values that no running request uses."""

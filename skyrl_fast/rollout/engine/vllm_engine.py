@@ -48,8 +48,8 @@ from skyrl_fast.rollout.engine.weights.receipt import (
     read_receipts,
 )
 from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
-from skyrl_fast.rollout.engine.weights.transports.broadcast import WeightsSender
-from skyrl_fast.rollout.engine.weights.worker import common_dtype
+from skyrl_fast.rollout.engine.weights.transports.broadcast import BroadcastCall, BroadcastSender
+from skyrl_fast.rollout.engine.weights.worker import find_common_dtype
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 from skyrl_fast.system.log_tail import log_tail
 from skyrl_fast.system.parent_watch import children_exit_with_this_process
@@ -94,7 +94,7 @@ class VllmEngine:
         self._refusals: tuple[type[Exception], ...] = (TypeError, ValueError)
         self._final_only: Any = None
         self._vocab_size: int | None = None
-        self._sender: WeightsSender | None = None
+        self._sender: BroadcastSender | None = None
         self.compute_dtype: torch.dtype | None = None
 
     async def __aenter__(self) -> VllmEngine:
@@ -141,16 +141,16 @@ class VllmEngine:
         self._vocab_size = self._llm.model_config.get_vocab_size()
         await self._llm.collective_rpc("prepare_sampler")
         dtypes = await self._llm.collective_rpc("weights_dtype")
-        self.weights_dtype = common_dtype(dtypes)
+        self.weights_dtype = find_common_dtype(dtypes)
         if self._setup.engine.weight_sync_backend in BACKENDS:
-            await self._connect(len(dtypes))
+            await self._join_workers(len(dtypes))
         log.info("vLLM is up after %.1f s", time.perf_counter() - started)
 
-    async def _connect(self, num_workers: int) -> None:
-        """Make a process group with the workers, for `by_broadcast`."""
+    async def _join_workers(self, num_workers: int) -> None:
+        """Make a process group with the workers, for `send_by_broadcast`."""
         backend = self._setup.engine.weight_sync_backend
         try:
-            sender = WeightsSender(backend, num_workers=num_workers)
+            sender = BroadcastSender(backend, num_workers=num_workers)
             join = self._llm.collective_rpc("join_weights_group", args=sender.join_arguments)
             await sender.connect(self._answer(join))
         except Exception as error:
@@ -310,7 +310,7 @@ class VllmEngine:
         async with self._paused():
             try:
                 await self._wake_up("weights")
-                answers = await self._loaded(call)
+                answers = await self._call_workers(call)
                 await self.reset_prefix_cache()
                 await self._wake_up("kv_cache")
                 self._sleeping = False
@@ -322,17 +322,17 @@ class VllmEngine:
                 if isinstance(error, TimeoutError):
                     raise EngineDeadError(self._explain("did not load weights", error)) from error
                 raise WeightSyncError(f"vLLM could not load the new weights: {error}") from error
-        self.compute_dtype = check_receipts(read_receipts(answers), call.digests)
+        self.compute_dtype = check_receipts(read_receipts(answers), call.sent.digests)
 
-    async def _loaded(self, call: WorkerCall) -> Any:
+    async def _call_workers(self, call: WorkerCall) -> Any:
         """Return the workers' receipts."""
         rpc = partial(self._alive().collective_rpc, call.method, args=(*call.arguments,))
-        if call.buckets is None:
+        if not isinstance(call, BroadcastCall):
             return await self._answer(rpc())
         if self._sender is None:
             raise WeightSyncError(
-                f"weight_sync_backend: wanted one of {', '.join(BACKENDS)} at the engine's start, "
-                f"got {self._setup.engine.weight_sync_backend}"
+                f"weight_sync_backend: expected one of {', '.join(BACKENDS)} at the engine's "
+                f"start, got {self._setup.engine.weight_sync_backend}"
             )
         return await self._sender.send(call, self._answer(rpc()))
 

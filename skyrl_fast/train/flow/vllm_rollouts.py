@@ -14,7 +14,7 @@ from skyrl_fast.config import estimator_spec, settings
 from skyrl_fast.gateway.start import black_box, gateway_agent
 from skyrl_fast.rollout.chat_template import CHARACTERS_PER_TOKEN, message_text
 from skyrl_fast.rollout.engine.from_settings import (
-    choose_transfer,
+    choose_transport,
     make_cluster_engines,
     make_engines,
     make_vllm_setup,
@@ -25,10 +25,10 @@ from skyrl_fast.rollout.engine.ray_engine import EnginePlace
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.engine.weights.probe import (
     Logprobs,
-    WeightSync,
+    ProbeLimits,
+    WeightProbe,
     WeightSyncReport,
 )
-from skyrl_fast.rollout.engine.weights.probe_limits import ProbeLimits
 from skyrl_fast.rollout.engine.weights.transfer import (
     Weights,
 )
@@ -97,7 +97,7 @@ async def start_rollouts(
     pool = EnginePool(
         started,
         max_restarts=settings_of_engine.max_restarts,
-        transfer=choose_transfer(config),
+        transport=choose_transport(config),
         wait_seconds=WAIT_SECONDS if config.engines_on_cluster else None,
     )
     on_group = None
@@ -204,16 +204,16 @@ class VllmRollouts:
         is only verified.
         """
 
-        def make_sync(engine: Engine) -> WeightSync:
-            return self._weight_sync(engine, policy)
+        def make_probe(engine: Engine) -> WeightProbe:
+            return self._make_probe(engine, policy)
 
         in_flight = self._config.trainer.fully_async.weight_update == "in_flight"
         interrupt = self._pool.interrupt if in_flight else self._pool.release
         async with self._gate.closed(interrupt) as inside:
             if self._updated or not self._pool.start_with_model:
-                report = await self._pool.update(self._weights(policy), make_sync)
+                report = await self._pool.update(self._weights(policy), make_probe)
             else:
-                report = await self._pool.verify(make_sync)
+                report = await self._pool.verify(make_probe)
             self._updated = True
             self._gate.version = version
         if in_flight:
@@ -228,7 +228,7 @@ class VllmRollouts:
         """See `Rollouts.repair`."""
         assert version == self._gate.version
         await self._pool.repair(
-            self._weights(policy), lambda engine: self._weight_sync(engine, policy)
+            self._weights(policy), lambda engine: self._make_probe(engine, policy)
         )
 
     def activity(self, uids: Sequence[str]) -> list[str]:
@@ -273,16 +273,16 @@ class VllmRollouts:
         yield from weights
         policy.free_cached_memory()
 
-    def _weight_sync(self, engine: Engine, policy: Policy) -> WeightSync:
-        chosen = self._config.generator.inference_engine.model_dtype
-        dtype = policy.dtype if chosen == "auto" else getattr(torch, chosen)
+    def _make_probe(self, engine: Engine, policy: Policy) -> WeightProbe:
+        name = self._config.generator.inference_engine.model_dtype
+        dtype = policy.dtype if name == "auto" else getattr(torch, name)
 
         tolerance = self._config.trainer.sync_tolerance
 
         def replayed(probe: list[list[int]], routes: list[np.ndarray]) -> Logprobs:
             return [policy.sequence_logprobs(*one) for one in zip(probe, routes, strict=True)]
 
-        return WeightSync(
+        return WeightProbe(
             engine,
             probe=self._probe,
             trainer_logprobs=lambda probe: [policy.sequence_logprobs(ids) for ids in probe],

@@ -1,4 +1,8 @@
-"""Buckets: tensors packed one after another, as they are broadcast."""
+"""Buckets: tensors packed one after another, as they are broadcast.
+
+One broadcast of 128 MiB in place of hundreds of small ones; what a worker needs to unpack it, its
+header, goes through the group's store.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,9 @@ from typing import Any
 
 import torch
 
-from skyrl_fast.rollout.engine.weights.digest import dtype_name
+from skyrl_fast.rollout.engine.weights.receipt import dtype_name
 
-# Of a tensor: its name, dtype and shape.
+# Name, dtype and shape of a tensor.
 TensorInfo = Sequence[Any]
 
 BUCKET_BYTES = 128 << 20  # of a bucket; a larger tensor is one by itself
@@ -21,10 +25,10 @@ MAX_DIMENSIONS = 8  # of a tensor
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Some tensors in one.
+    """Several tensors packed into one byte buffer.
 
     Args:
-        infos: of each.
+        infos: name, dtype and shape of each tensor.
         data: (bytes,) uint8.
     """
 
@@ -44,14 +48,14 @@ class Bucket:
             name, _, shape = info
             size = torch.Size(shape).numel() * dtype_of(info).itemsize
             yield name, self.data[start : start + size].view(dtype_of(info)).view(shape)
-            start += aligned(size)
+            start += align_up(size)
 
     def header(self) -> str:
         """Return what a worker needs to receive the bucket."""
         return json.dumps(self.infos)
 
 
-def packed(
+def pack_buckets(
     weights: Iterable[tuple[str, torch.Tensor]],
     dtype: torch.dtype | None,
     *,
@@ -61,11 +65,11 @@ def packed(
     """Yield all tensors in buckets, in their order.
 
     Args:
-        dtype: that floating-point tensors are cast to; None: as they are.
-        device: of the buckets.
-        bucket_bytes: at most, unless it is one tensor.
+        dtype: dtype that floating-point tensors are cast to; None: as they are.
+        device: where the buckets are made.
+        bucket_bytes: most bytes of a bucket of several tensors.
     """
-    for group in _groups(weights, dtype, bucket_bytes):
+    for group in _group_tensors(weights, dtype, bucket_bytes):
         yield _pack(group, device)
 
 
@@ -78,7 +82,7 @@ def _pack(group: list[tuple[TensorInfo, torch.Tensor]], device: torch.device) ->
     return bucket
 
 
-def _groups(
+def _group_tensors(
     weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None, most_bytes: int
 ) -> Iterator[list[tuple[TensorInfo, torch.Tensor]]]:
     group: list[tuple[TensorInfo, torch.Tensor]] = []
@@ -111,6 +115,7 @@ def read_header(text: str) -> list[TensorInfo]:
 def _is_tensor_info(info: Any) -> bool:
     match info:
         case [str(), str(dtype), list(shape)]:
+            # From the network: `getattr` must not return a function of torch.
             sizes = all(type(size) is int and size >= 0 for size in shape)
             known = isinstance(getattr(torch, dtype, None), torch.dtype)
             return sizes and known and len(shape) <= MAX_DIMENSIONS
@@ -119,15 +124,15 @@ def _is_tensor_info(info: Any) -> bool:
 
 def dtype_of(info: TensorInfo) -> torch.dtype:
     """Return the dtype of a tensor."""
-    found = getattr(torch, info[1])
-    assert isinstance(found, torch.dtype)
-    return found
+    dtype = getattr(torch, info[1])
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
-def aligned(num_bytes: int) -> int:
-    """Return the bytes from the start of something in a bucket to that of the next."""
+def align_up(num_bytes: int) -> int:
+    """Round a byte count up to ALIGNMENT."""
     return num_bytes + -num_bytes % ALIGNMENT
 
 
 def _num_bytes(info: TensorInfo) -> int:
-    return aligned(torch.Size(info[2]).numel() * dtype_of(info).itemsize)
+    return align_up(torch.Size(info[2]).numel() * dtype_of(info).itemsize)

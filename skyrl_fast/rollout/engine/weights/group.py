@@ -2,22 +2,20 @@
 
 It is made of torch's backends without `init_process_group`, whose default group the trainer's ranks
 and vLLM use themselves. Each engine has a group, so that the death of one ends no other's.
+
+Design: docs/design/007-rollout-and-weight-sync.md.
 """
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from skyrl_fast.rollout.engine.weights.buckets import Bucket, read_header
-from skyrl_fast.rollout.engine.weights.prefetch import Prefetch
 from skyrl_fast.system.network_interface import LOOPBACK, address_towards
 
 BACKENDS = ("nccl", "gloo")  # as in weight_sync_backend
@@ -27,7 +25,6 @@ WAIT_SECONDS = 300.0  # for all to be ready for a bucket: the workers load the o
 WORKER_WAIT_SECONDS = 2 * WAIT_SECONDS
 MOVE_SECONDS = 30.0  # for members that are ready to connect, or to send a bucket; for the store
 POLL_SECONDS = 0.002  # between two checks whether all are ready, or a bucket was sent
-THE_END = "the end"  # in place of the header of a bucket
 GIVEN_UP = "given up"  # key of the store: the others need not wait
 
 
@@ -61,10 +58,10 @@ class WeightsGroup:
         backend: "nccl", for members on different GPUs, or "gloo".
         rank: of this member.
         size: number of members.
-        device: on which buckets are sent and received; for gloo the CPU.
+        device: of the tensors that are broadcast; for gloo the CPU.
         trainer: the trainer's address; gloo listens on the interface to it alone.
-        seconds: for all members to be ready for a bucket; None: WAIT_SECONDS, or of a worker
-            WORKER_WAIT_SECONDS.
+        wait_seconds: for all members to be ready for a bucket; None: WAIT_SECONDS, or of a
+            worker WORKER_WAIT_SECONDS.
     """
 
     def __init__(
@@ -75,14 +72,14 @@ class WeightsGroup:
         size: int,
         device: torch.device,
         trainer: str = LOOPBACK,
-        seconds: float | None = None,
+        wait_seconds: float | None = None,
     ) -> None:
         self._backend, self._rank, self._size = backend, rank, size
         self.device = device
         self._trainer = trainer
-        if seconds is None:
-            seconds = WORKER_WAIT_SECONDS if rank else WAIT_SECONDS
-        self._seconds = seconds
+        if wait_seconds is None:
+            wait_seconds = WORKER_WAIT_SECONDS if rank else WAIT_SECONDS
+        self.wait_seconds = wait_seconds
         self._store: Any = None
         self._group: Any = None
         self._meetings = 0
@@ -96,7 +93,7 @@ class WeightsGroup:
             RuntimeError: a member gave up or is gone.
         """
         self._store = store
-        self._meet(JOIN_SECONDS)
+        self.meet(seconds=JOIN_SECONDS)
         if self._backend == "nccl":
             options: Any = dist.ProcessGroupNCCL.Options()
             # NCCL's watchdog ends the process at this time-out: broadcasts raise before it.
@@ -108,15 +105,24 @@ class WeightsGroup:
             options._devices = [gloo.create_device(hostname=address_towards(self._trainer))]
             options._timeout = timedelta(seconds=MOVE_SECONDS)
             self._group = gloo(store, self._rank, self._size, options)
-        self._meet(self._seconds)
-        self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))  # NCCL connects now
+        self.meet()
+        self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))  # NCCL connects now
 
-    def _meet(self, seconds: float, text: str = "") -> str:
+    def meet(self, text: str = "", *, seconds: float | None = None) -> str:
         """Wait until all members are here; return the trainer's text.
 
         torch's backends cannot be told to stop waiting for a member, even when the process exits.
         Members that have met wait for each other no longer than a transfer takes.
+
+        Args:
+            text: of the trainer, for the others.
+            seconds: to wait; None: `wait_seconds`.
+
+        Raises:
+            TimeoutError: some members did not come.
+            RuntimeError: a member gave up or is gone.
         """
+        seconds = self.wait_seconds if seconds is None else seconds
         self._meetings += 1
         here = [f"{rank} at {self._meetings}" for rank in range(self._size)]
         self._store.set(here[self._rank], text)
@@ -125,12 +131,12 @@ class WeightsGroup:
         while True:
             # The store raises if the trainer's process is gone.
             if self._aborted or self._store.check([GIVEN_UP]):
-                self._store.set(GIVEN_UP, "")
+                self.give_up()
                 raise RuntimeError("the broadcast of weights was aborted")
             if self._store.check(here):
                 return str(self._store.get(here[0]).decode())
             if time.monotonic() > deadline:
-                self._store.set(GIVEN_UP, "")
+                self.give_up()
                 missing = [rank for rank, key in enumerate(here) if not self._store.check([key])]
                 raise TimeoutError(
                     f"weight_sync_backend={self._backend}: ranks {missing} of {self._size} (0: the "
@@ -138,59 +144,13 @@ class WeightsGroup:
                 )
             time.sleep(POLL_SECONDS)
 
-    def send(self, buckets: Iterable[Bucket]) -> None:
-        """Broadcast buckets to the workers; blocks until all have received them.
+    def broadcast(self, data: torch.Tensor) -> None:
+        """Send the trainer's bytes, or receive them; blocks until this member has.
 
         Raises:
-            TimeoutError: the workers do not receive.
-            RuntimeError: a worker is gone, or the group was aborted.
-            What `buckets` raises.
+            TimeoutError: it was not over in time.
+            RuntimeError: a member is gone, or this one was aborted.
         """
-        try:
-            for bucket in buckets:
-                self._meet(self._seconds, bucket.header())
-                self._broadcast(bucket.data)
-                del bucket  # its memory may be that of the next but one
-            self._meet(self._seconds, THE_END)
-        except BaseException:
-            self._store.set(GIVEN_UP, "")
-            raise
-
-    def receive(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors that the trainer sends, in its order; the next bucket comes meanwhile.
-
-        A bucket's memory is not used again: vLLM holds tensors until their layer is complete.
-
-        Raises:
-            RuntimeError: the trainer does not send in time, is gone, or sends something else.
-        """
-        # Of the caller: a bucket that it has freed is used again only after what it has queued.
-        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
-        received = Prefetch(partial(self._received, stream))
-        (reader,) = received.readers
-        try:
-            for bucket in reader:
-                yield from bucket.tensors()
-                del bucket
-        except BaseException:  # of the loader, too
-            self.abort()
-            raise
-        finally:
-            received.close()
-
-    def _received(self, stream: Any) -> Iterator[Bucket]:
-        with torch.cuda.stream(stream):  # None: does nothing
-            while (text := self._meet(self._seconds)) != THE_END:
-                bucket = Bucket.empty(read_header(text), self.device)
-                self._broadcast(bucket.data)
-                yield bucket
-                del bucket
-
-    def abort(self) -> None:
-        """Make this member's pending and later calls fail soon; from any thread."""
-        self._aborted = True
-
-    def _broadcast(self, data: torch.Tensor) -> None:
         if not data.numel():
             return
         deadline = time.monotonic() + MOVE_SECONDS
@@ -206,3 +166,11 @@ class WeightsGroup:
                 )
             time.sleep(POLL_SECONDS)
         work.wait(timedelta(seconds=MOVE_SECONDS))  # raises what it failed with
+
+    def give_up(self) -> None:
+        """Tell the others that they need not wait."""
+        self._store.set(GIVEN_UP, "")
+
+    def abort(self) -> None:
+        """Make this member's pending and later calls fail soon; from any thread."""
+        self._aborted = True

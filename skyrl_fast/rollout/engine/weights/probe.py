@@ -1,9 +1,14 @@
-"""Updates of the running engine's weights, and the check that they took effect."""
+"""The probe: an engine's log-probabilities of a few sequences, compared with the trainer's.
+
+Receipts say what the engine's loader took; the probe shows that the kernels compute with it. How
+far rounding may move log-probabilities of the same weights stands in `LIMITS`.
+
+Design: docs/design/007-rollout-and-weight-sync.md.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -13,25 +18,79 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from skyrl_fast.rollout.engine.weights.digest import dtype_name
-from skyrl_fast.rollout.engine.weights.probe_limits import (
-    LIMITS,
-    STALE_SHARE,
-    ProbeDifference,
-    ProbeLimits,
-)
-from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
-from skyrl_fast.rollout.engine.weights.transfer import (
-    Weights,
-    WeightTransfer,
-    by_file,
-    handed_over,
-)
+from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError, dtype_name
 
 if TYPE_CHECKING:
     from skyrl_fast.rollout.engine.protocol import Engine
 
-log = logging.getLogger(__name__)
+QUANTILE = 0.9
+# A change of the trainer's logprobs by this share of the limits is no accident: the engine's, which
+# are the same in every bit for the same weights, must change, too.
+STALE_SHARE = 0.02
+MIN_LOGIT_STD = 0.01  # the log-softmax rounds even if all logits are equal
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeDifference:
+    """Distances between two lists of log-probabilities of the same tokens.
+
+    Args:
+        maximum, mean, quantile: statistics of the tokens; the quantile is that of 90 %.
+        logit_std: standard deviation of a token's logits, their unit.
+    """
+
+    maximum: float
+    mean: float
+    quantile: float
+    logit_std: float
+
+    @classmethod
+    def of(cls, distances: Sequence[float] | np.ndarray, logit_std: float) -> ProbeDifference:
+        """Return the statistics of these distances, of which there is at least one."""
+        ascending = np.sort(distances)
+        at = math.ceil(QUANTILE * (len(ascending) - 1))  # interpolation has no answer for inf
+        return cls(float(ascending[-1]), float(ascending.mean()), float(ascending[at]), logit_std)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeLimits:
+    """The largest differences that rounding explains; None: any.
+
+    Args:
+        maximum: limit of a single token.
+        mean, quantile: limits of all tokens, as a share of the logits' standard deviation.
+    """
+
+    maximum: float | None = None
+    mean: float | None = None
+    quantile: float | None = None
+
+    def allow(self, difference: ProbeDifference, *, share: float = 1.0) -> bool:
+        """Return whether the difference is at most this share of the limits; NaN is not."""
+        return all(got <= share * limit for _, got, limit in self._compare(difference))
+
+    def describe(self, difference: ProbeDifference) -> str:
+        """Return each limited value next to its limit."""
+        return ", ".join(
+            f"{name} {got:.3g}, allowed {limit:.3g}"
+            for name, got, limit in self._compare(difference)
+        )
+
+    def _compare(self, difference: ProbeDifference) -> list[tuple[str, float, float]]:
+        unit = max(difference.logit_std, MIN_LOGIT_STD)
+        rows = [
+            ("maximum", difference.maximum, self.maximum, 1.0),
+            ("mean", difference.mean, self.mean, unit),
+            ("90 % quantile", difference.quantile, self.quantile, unit),
+        ]
+        return [(name, got, limit * scale) for name, got, limit, scale in rows if limit is not None]
+
+
+# In float32 the engine is 1e-6 to 1e-5 away from the trainer, whatever the model. With 8 or 11 bits
+# of mantissa the error grows with logits and depth, and its maximum with the vocabulary's tail;
+# its mean stays below 0.03 standard deviations of the logits (docs/design/007).
+_HALF = ProbeLimits(mean=0.05, quantile=0.1)
+LIMITS = {torch.float32: ProbeLimits(maximum=1e-3), torch.bfloat16: _HALF, torch.float16: _HALF}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +98,9 @@ class WeightSyncReport:
     """Times and results of one verified update.
 
     Args:
-        update_seconds: for passing and loading the weights.
-        verify_seconds: for the logprobs of the probe on both sides.
-        difference: of |engine - trainer| over the probe's tokens.
+        update_seconds: time to pass and load the weights.
+        verify_seconds: time of the logprobs of the probe on both sides.
+        difference: |engine - trainer| over the probe's tokens.
         max_change: largest change of an engine logprob by this update.
         num_bytes: of the weights that the engine read.
     """
@@ -57,16 +116,17 @@ class WeightSyncReport:
 Logprobs = Sequence[tuple[Sequence[float], float]]
 
 
-class WeightSync:
-    """Update an engine's weights, and compare its logprobs with the trainer's on a probe.
+class WeightProbe:
+    """Compare an engine's logprobs with the trainer's.
 
-    It keeps the engine's logprobs of the last sync, so that an engine that ignores updates is
+    It keeps the engine's logprobs of the last time, so that an engine that ignores updates is
     detected even if one update is smaller than rounding.
 
     Example:
-        sync = WeightSync(engine, probe=[[1, 2, 3, 4]], trainer_logprobs=policy_logprobs)
-        await sync.verify()                      # the engine loaded what the trainer has
-        report = await sync.update(policy.state_dict())
+        probe = WeightProbe(engine, probe=[[1, 2, 3, 4]], trainer_logprobs=policy_logprobs)
+        await probe.verify()                      # the engine loaded what the trainer has
+        await engine.load_weights(call)
+        report = await probe.verify()
     """
 
     def __init__(
@@ -90,121 +150,116 @@ class WeightSync:
             replayed_logprobs: the same with the engine's routes of the probe, for a mixture of
                 experts; used instead of `trainer_logprobs`. Rounding moves a token near a tie to
                 other experts, which is no sign of different weights.
-            dtype: in which the engine is to compute.
-            limits: of |engine - trainer|; None: those of the dtype.
+            dtype: the dtype in which the engine is to compute.
+            limits: limits of |engine - trainer|; None: those of the dtype.
 
         Raises:
             ValueError: the probe is empty, or a sequence has fewer than two tokens.
         """
         self._engine = engine
         self._probe = [[int(token) for token in sequence] for sequence in probe]
-        if not self._probe or min(len(sequence) for sequence in self._probe) < 2:
+        lengths = [len(sequence) for sequence in self._probe]
+        if not lengths or min(lengths) < 2:
             raise ValueError(
-                "WeightSync: probe: wanted sequences of at least 2 tokens, got lengths "
-                f"{[len(sequence) for sequence in self._probe]}"
+                f"WeightProbe: probe: expected sequences of at least 2 tokens, got {lengths} tokens"
             )
         self._trainer_logprobs = trainer_logprobs
         self._replayed_logprobs = replayed_logprobs
         self._dtype = dtype
         self._limits = LIMITS[dtype] if limits is None else limits
-        self._engine_before: list[list[float]] | None = None
-        self._trainer_before: list[list[float]] | None = None
-
-    async def update(
-        self, weights: Weights, *, transfer: WeightTransfer | None = None
-    ) -> WeightSyncReport:
-        """Load the weights into the engine, then `verify`.
-
-        Args:
-            weights: Hugging Face names and tensors of any device and dtype; shared (tied) tensors
-                under each of their names, or once.
-            transfer: hands them over; None: by a file.
-
-        Raises:
-            WeightSyncError: the engine could not load them, or its logprobs show that it did not.
-        """
-        started = time.perf_counter()
-        dtype = self._engine.weights_dtype
-        async with handed_over(transfer or by_file(), weights, dtype) as call:
-            await self._engine.load_weights(call)
-        seconds = time.perf_counter() - started
-        return await self.verify(update_seconds=seconds, num_bytes=call.num_bytes)
+        # Logprobs of all tokens of the probe; None: not verified yet.
+        self._engine_before: np.ndarray | None = None
+        self._trainer_before: np.ndarray | None = None
 
     async def verify(self, *, update_seconds: float = 0.0, num_bytes: int = 0) -> WeightSyncReport:
-        """Compare logprobs now; WeightSyncError names the largest difference and likely causes.
+        """Compare logprobs now.
 
         Args:
             update_seconds, num_bytes: for the report.
+
+        Raises:
+            WeightSyncError: they differ, or did not change; the message names the largest
+                difference and likely causes.
         """
         started = time.perf_counter()
         self._refuse_other_dtype()
-        engine, trainer_values = await self._both()
-        trainer = [[float(x) for x in values] for values, _ in trainer_values]
-        logit_std = sum(float(std) for _, std in trainer_values) / len(self._probe)
-        _check_lengths(self._probe, trainer)
-        difference = ProbeDifference.of(_distances(engine, trainer), logit_std)
+        engine_rows, answers = await self._ask_both()
+        engine = self._concatenate("engine", engine_rows)
+        trainer = self._concatenate("trainer_logprobs", [values for values, _ in answers])
+        logit_std = sum(float(std) for _, std in answers) / len(self._probe)
+        distances = _measure_distances(engine, trainer)
+        difference = ProbeDifference.of(distances, logit_std)
         before = self._engine_before
-        change = max(_distances(engine, before)) if before is not None else 0.0
+        change = 0.0 if before is None else float(_measure_distances(engine, before).max())
         seconds = time.perf_counter() - started
         report = WeightSyncReport(update_seconds, seconds, difference, change, num_bytes)
-        self._refuse_mismatch(engine, trainer, difference)
+        if not self._limits.allow(difference):
+            worst = int(distances.argmax())
+            raise WeightSyncError(self._describe_mismatch(engine, trainer, worst, report))
         self._refuse_standstill(trainer, report)
         if before is None or change > 0.0:  # else the trainer's changes add up until they count
             self._engine_before, self._trainer_before = engine, trainer
         return report
 
-    async def _both(self) -> tuple[list[list[float]], Logprobs]:
+    async def _ask_both(self) -> tuple[list[list[float]], Logprobs]:
         """Return the logprobs of the probe by the engine, and by the trainer."""
         if self._replayed_logprobs is None:
             engine = await asyncio.gather(*map(self._engine.prompt_logprobs, self._probe))
-            return list(engine), self._trainer_logprobs(self._probe)
+            return engine, self._trainer_logprobs(self._probe)
         answers = await asyncio.gather(*map(self._engine.prompt_routes, self._probe))
         routes = [routes for _, routes in answers]
         return [values for values, _ in answers], self._replayed_logprobs(self._probe, routes)
+
+    def _concatenate(self, source: str, logprobs: Sequence[Sequence[float]]) -> np.ndarray:
+        """Return the logprobs of all sequences, one after another."""
+        expected = [len(sequence) - 1 for sequence in self._probe]
+        got = [len(values) for values in logprobs]
+        if expected != got:
+            raise ValueError(
+                f"WeightProbe: {source}: expected {expected} values per probe sequence, got {got}"
+            )
+        return np.concatenate([np.asarray(values, np.float64) for values in logprobs])
 
     def _refuse_other_dtype(self) -> None:
         got = self._engine.compute_dtype
         if got is not None and got != self._dtype:
             raise WeightSyncError(
-                f"the engine computes in {dtype_name(got)}, wanted {dtype_name(self._dtype)}: "
+                f"the engine computes in {dtype_name(got)}, expected {dtype_name(self._dtype)}: "
                 "start it with that dtype, or set generator.inference_engine.model_dtype"
             )
 
-    def _refuse_mismatch(
-        self,
-        engine: list[list[float]],
-        trainer: list[list[float]],
-        difference: ProbeDifference,
-    ) -> None:
-        if self._limits.allow(difference):
-            return
-        sequence, position = max(
-            ((i, t) for i, values in enumerate(engine) for t in range(len(values))),
-            key=lambda at: _distance(engine[at[0]][at[1]], trainer[at[0]][at[1]]),
-        )
+    def _describe_mismatch(
+        self, engine: np.ndarray, trainer: np.ndarray, worst: int, report: WeightSyncReport
+    ) -> str:
+        """Return the message for logprobs that differ most at one token of the whole probe."""
+        tokens = [
+            (number, position, sequence[position])
+            for number, sequence in enumerate(self._probe)
+            for position in range(1, len(sequence))
+        ]
+        sequence, position, token = tokens[worst]
         text = (
-            f"the engine's logprobs differ from the trainer's by up to {difference.maximum:.3g} "
-            f"({self._limits.describe(difference)}). Worst at token "
-            f"{position + 1} of probe sequence {sequence} (id "
-            f"{self._probe[sequence][position + 1]}): engine {engine[sequence][position]:.6f}, "
-            f"trainer {trainer[sequence][position]:.6f}. "
+            f"the engine's logprobs differ from the trainer's by up to "
+            f"{report.difference.maximum:.3g} ({self._limits.describe(report.difference)}). Worst "
+            f"at token {position} of probe sequence {sequence} (id {token}): engine "
+            f"{engine[worst]:.6f}, trainer {trainer[worst]:.6f}. "
         )
-        raise WeightSyncError(text + _likely_causes(engine, self._engine_before))
+        return text + _describe_causes(stands_still=report.max_change == 0.0)
 
-    def _refuse_standstill(self, trainer: list[list[float]], report: WeightSyncReport) -> None:
+    def _refuse_standstill(self, trainer: np.ndarray, report: WeightSyncReport) -> None:
         if self._trainer_before is None or report.max_change > 0.0:
             return
-        distances = _distances(trainer, self._trainer_before)
+        distances = _measure_distances(trainer, self._trainer_before)
         moved = ProbeDifference.of(distances, report.difference.logit_std)
         if not self._limits.allow(moved, share=STALE_SHARE):
             raise WeightSyncError(
                 "the engine's logprobs did not change in an update that changed the "
                 f"trainer's by up to {moved.maximum:.3g}: the engine still runs the old weights. "
-                + _likely_causes([], None)
+                + _describe_causes(stands_still=True)
             )
 
 
-def _likely_causes(engine: list[list[float]], before: list[list[float]] | None) -> str:
+def _describe_causes(*, stands_still: bool) -> str:
     """Return causes, the likeliest first: unchanged logprobs mean that no weights were loaded."""
     causes = [
         "this model type's weights cannot be reloaded in this vLLM (its kernel keeps its own "
@@ -215,33 +270,14 @@ def _likely_causes(engine: list[list[float]], before: list[list[float]] | None) 
         "the trainer's logprob callback uses another temperature, position ids or attention mask",
         "dropout is on: put the policy into eval mode in the callback",
     ]
-    standstill = before is None or max(_distances(engine, before)) == 0.0
-    if not standstill:
-        causes.append(causes.pop(0))
-        return "The engine's logprobs did change. Likely causes: " + "; ".join(causes)
-    return "Likely causes: " + "; ".join(causes)
+    if stands_still:
+        return "Likely causes: " + "; ".join(causes)
+    causes.append(causes.pop(0))
+    return "The engine's logprobs did change. Likely causes: " + "; ".join(causes)
 
 
-def _distance(a: float, b: float) -> float:
-    """Return |a - b|; infinite if either is NaN, 0 if both are the same infinity."""
-    if a == b:
-        return 0.0
-    difference = abs(a - b)
-    return math.inf if math.isnan(difference) else difference
-
-
-def _distances(a: list[list[float]], b: list[list[float]]) -> list[float]:
-    return [
-        _distance(x, y)
-        for left, right in zip(a, b, strict=True)
-        for x, y in zip(left, right, strict=True)
-    ]
-
-
-def _check_lengths(probe: list[list[int]], trainer: list[list[float]]) -> None:
-    wanted = [len(sequence) - 1 for sequence in probe]
-    got = [len(values) for values in trainer]
-    if wanted != got:
-        raise ValueError(
-            f"WeightSync: trainer_logprobs: wanted {wanted} values per probe sequence, got {got}"
-        )
+def _measure_distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return |a - b|; infinite where either is NaN, 0 where both are the same infinity."""
+    with np.errstate(invalid="ignore"):  # inf - inf
+        distances = np.abs(a - b)
+    return np.where(a == b, 0.0, np.where(np.isnan(distances), math.inf, distances))

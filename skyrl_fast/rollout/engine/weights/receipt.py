@@ -1,21 +1,26 @@
 """Receipts: what an engine's process says of the weights that it loaded, and their check.
 
 An update at a learning rate of 1e-6 moves log-probabilities by less than bfloat16 rounds, so they
-cannot show that one layer of it is missing. Digests can: they are exact.
+cannot show that one layer of it is missing. Digests can: they are equal on both ends of a transfer
+if and only if every bit arrived.
+
+Design: docs/design/007-rollout-and-weight-sync.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from skyrl_fast.errors import RunError
-from skyrl_fast.rollout.engine.weights.digest import tensor_digest
 
 MAX_NAMES = 8  # named in an error
+_WORD = 8  # bytes of an int64
+_CHUNK = 1 << 16  # words; the products of a chunk stay in the cache of a core
+_FACTOR = 0x1E3779B97F4A7C15  # odd: multiplying by it modulo 2**64 loses no bits
 
 
 class WeightSyncError(RunError):
@@ -37,7 +42,30 @@ class Receipt:
     dtype: str
 
 
-def recorded(
+@dataclass(frozen=True, slots=True)
+class SentWeights:
+    """What the trainer sends; complete when an engine has received all of it.
+
+    Args:
+        digests: of each tensor, by name.
+        sizes: bytes of each tensor, by name.
+    """
+
+    digests: dict[str, str] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(self.sizes.values())
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Record a tensor, in the dtype in which it is sent; again, if it is sent again."""
+        self.digests[name] = tensor_digest(tensor)
+        self.sizes[name] = tensor.nbytes
+
+
+def record_digests(
     weights: Iterable[tuple[str, torch.Tensor]], digests: dict[str, str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights, and add the digests of those that were taken."""
@@ -49,7 +77,7 @@ def recorded(
 def read_receipts(answers: Any) -> list[Receipt]:
     """Return the workers' receipts; raise TypeError, KeyError or the like for other answers."""
     if not isinstance(answers, list):
-        raise TypeError(f"wanted a list, got {type(answers).__name__}")
+        raise TypeError(f"expected a list, got {type(answers).__name__}")
     return [
         Receipt(
             digests={str(name): str(digest) for name, digest in answer["digests"].items()},
@@ -79,7 +107,7 @@ def check_receipts(receipts: Sequence[Receipt], sent: Mapping[str, str]) -> torc
         _refuse(
             "the engine loaded other values than the trainer's",
             [
-                f"{name} ({got[name]}, wanted {sent[name]})"
+                f"{name} (expected {sent[name]}, got {got[name]})"
                 for name in sent
                 if got[name] != sent[name]
             ],
@@ -89,18 +117,44 @@ def check_receipts(receipts: Sequence[Receipt], sent: Mapping[str, str]) -> torc
             receipt.unloaded,
             hint=". The state dict must contain every parameter under its Hugging Face name",
         )
-    return _dtype({receipt.dtype for receipt in receipts})
+    return _read_dtype({receipt.dtype for receipt in receipts})
 
 
 def _refuse(what: str, names: Iterable[str], *, hint: str = "") -> None:
-    found = sorted(names)
-    if found:
-        more = f" and {len(found) - MAX_NAMES} more" if len(found) > MAX_NAMES else ""
-        raise WeightSyncError(f"{what}: {', '.join(found[:MAX_NAMES])}{more}{hint}")
+    ordered = sorted(names)
+    if ordered:
+        more = f" and {len(ordered) - MAX_NAMES} more" if len(ordered) > MAX_NAMES else ""
+        raise WeightSyncError(f"{what}: {', '.join(ordered[:MAX_NAMES])}{more}{hint}")
 
 
-def _dtype(names: set[str]) -> torch.dtype:
+def _read_dtype(names: set[str]) -> torch.dtype:
     dtype = getattr(torch, names.pop(), None)
     if names or not isinstance(dtype, torch.dtype):
         raise WeightSyncError("the engine's workers do not name one dtype")
     return dtype
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """Return dtype, shape and a 64-bit sum of the words, each times its odd place.
+
+    Not cryptographic. Runs on the tensor's device, where one pass costs a read of its bytes; the
+    result is that of the CPU.
+
+    Example:
+        >>> tensor_digest(torch.tensor([1, 2]))
+        'int64[2]:0000000000000007'
+    """
+    data = tensor.detach().contiguous().flatten().view(torch.uint8)
+    if rest := -data.numel() % _WORD:
+        data = torch.cat([data, data.new_zeros(rest)])
+    words = data.view(torch.int64)
+    places = torch.arange(1, 2 * min(_CHUNK, words.numel()) + 1, 2, device=data.device)
+    total = words.new_zeros(())
+    for chunk in words.split(_CHUNK):  # int64 wraps around
+        total = total * _FACTOR + (chunk * places[: chunk.numel()]).sum()
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}:{total.item() % (1 << 64):016x}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name as in settings, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")

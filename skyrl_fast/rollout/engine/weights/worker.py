@@ -1,4 +1,7 @@
-"""The engine's side: what loads new weights in vLLM's worker processes."""
+"""The engine's side: what loads new weights in vLLM's worker processes.
+
+Design: docs/design/007-rollout-and-weight-sync.md.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,11 @@ import torch
 from skyrl_fast.rollout.engine.vllm_patches.kept_logprobs import return_kept_only
 from skyrl_fast.rollout.engine.vllm_patches.packed_weights import renew_packed_weights
 from skyrl_fast.rollout.engine.vllm_patches.seeded_sampling import sample_by_inversion
-from skyrl_fast.rollout.engine.weights.digest import dtype_name
 from skyrl_fast.rollout.engine.weights.group import WeightsGroup, store_at
-from skyrl_fast.rollout.engine.weights.receipt import Receipt, recorded
-from skyrl_fast.rollout.engine.weights.transports.ipc import tensors_of_handles
+from skyrl_fast.rollout.engine.weights.receipt import Receipt, dtype_name, record_digests
+from skyrl_fast.rollout.engine.weights.transports.broadcast import receive_by_broadcast
+from skyrl_fast.rollout.engine.weights.transports.file import receive_by_file
+from skyrl_fast.rollout.engine.weights.transports.ipc import receive_by_ipc
 
 FLOATS = ("float32", "bfloat16", "float16")  # dtypes that weights are cast to for an engine
 
@@ -43,16 +47,16 @@ class WeightUpdateExtension:
         Weights of another dtype are cast when they are loaded, so they may be cast before.
         """
         parameters = self.model_runner.get_model().parameters()
-        dtypes = {str(p.dtype).removeprefix("torch.") for p in parameters}
+        dtypes = {dtype_name(parameter.dtype) for parameter in parameters}
         return dtypes.pop() if len(dtypes) == 1 else None
 
     def load_weights_file(self, path: str) -> dict[str, Any]:
         """Load the tensors of a safetensors file; return a `Receipt` as a dict."""
-        return self._load(_tensors_of(path))
+        return self._load(receive_by_file(path))
 
     def load_weights_ipc(self, handles: list[Any]) -> dict[str, Any]:
         """Load tensors from the trainer's GPU memory; return a `Receipt` as a dict."""
-        receipt = self._load(tensors_of_handles(handles))
+        receipt = self._load(receive_by_ipc(handles))
         torch.accelerator.synchronize()  # all is read before the trainer continues
         torch.cuda.ipc_collect()
         return receipt
@@ -72,15 +76,16 @@ class WeightUpdateExtension:
 
     def load_weights_broadcast(self) -> dict[str, Any]:
         """Load the tensors that the trainer sends meanwhile; return a `Receipt` as a dict."""
-        return self._load(self.weights_group.receive())
+        return self._load(receive_by_broadcast(self.weights_group))
 
     def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> dict[str, Any]:
         model = self.model_runner.get_model()
-        wanted = {name for name, _ in model.named_parameters()}
+        parameters = {name for name, _ in model.named_parameters()}
         load_weights = model.load_weights
         loaded: set[str] | None = None
         digests: dict[str, str] = {}
 
+        # reload_weights returns nothing; the model's loader says which parameters it has set.
         def load_and_record(weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
             nonlocal loaded
             loaded = load_weights(weights)
@@ -90,19 +95,19 @@ class WeightUpdateExtension:
         try:
             with renew_packed_weights(model):
                 # The worker's method, not the runner's: it sets the config that kernels ask for.
-                self.reload_weights(weights_iterator=recorded(weights, digests))
+                self.reload_weights(weights_iterator=record_digests(weights, digests))
         finally:
             del model.load_weights
         return asdict(
             Receipt(
                 digests=digests,
-                unloaded=[] if loaded is None else _unloaded(wanted, loaded),
+                unloaded=[] if loaded is None else _find_unloaded(parameters, loaded),
                 dtype=dtype_name(self.model_config.dtype),
             )
         )
 
 
-def common_dtype(answers: Iterable[Any]) -> torch.dtype | None:
+def find_common_dtype(answers: Iterable[Any]) -> torch.dtype | None:
     """Return the dtype of all workers' weights, from their `weights_dtype`; None: several."""
     names = set(answers)
     name = names.pop() if len(names) == 1 else None
@@ -111,16 +116,8 @@ def common_dtype(answers: Iterable[Any]) -> torch.dtype | None:
     return dtype
 
 
-def _unloaded(wanted: set[str], loaded: set[str]) -> list[str]:
+def _find_unloaded(parameters: set[str], loaded: set[str]) -> list[str]:
     """Return parameters not in `loaded`, where vLLM names experts' weights by the layer above."""
     return sorted(
-        name for name in wanted if not {name, name.replace(".routed_experts.", ".")} & loaded
+        name for name in parameters if not {name, name.replace(".routed_experts.", ".")} & loaded
     )
-
-
-def _tensors_of(path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-            yield name, file.get_tensor(name)

@@ -1,35 +1,203 @@
-"""The trainer's side of `WeightsGroup`: a thread sends while a call of the workers receives."""
+"""Weights by a broadcast, where engines have GPUs or nodes of their own.
+
+The trainer sends buckets over each engine's `WeightsGroup`, while a call of its workers receives
+them. Each bucket is made once for all engines: gathered, cast on its device, packed, and its
+tensors' digests computed, while the engines receive the one before.
+
+Design: docs/design/007-rollout-and-weight-sync.md.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
+from skyrl_fast.rollout.engine.weights.buckets import (
+    BUCKET_BYTES,
+    Bucket,
+    pack_buckets,
+    read_header,
+)
 from skyrl_fast.rollout.engine.weights.group import WeightsGroup, listening_store
-from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
+from skyrl_fast.rollout.engine.weights.prefetch import Prefetch, Reader
+from skyrl_fast.rollout.engine.weights.receipt import SentWeights, WeightSyncError
+from skyrl_fast.rollout.engine.weights.transfer import Weights, WorkerCall, distinct_tensors
 from skyrl_fast.system.network_interface import LOOPBACK
 
 T = TypeVar("T")
 
+THE_END = "the end"  # in place of the header of a bucket
 NOTICE_SECONDS = 10.0  # for an engine's death to be noticed after the connection was lost
-ABORT_SECONDS = (
-    5.0  # for a thread to end after `abort`: Python's exit can crash one that is in torch
-)
+# For a thread to end after `abort`: Python's exit can crash one that is in torch.
+ABORT_SECONDS = 5.0
 
 
-class WeightsSender:
+@contextmanager
+def send_by_broadcast(
+    weights: Weights,
+    dtype: torch.dtype | None = None,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Iterator[BroadcastCall]:
+    """Make buckets of the trainer's tensors while they are gathered, for `BroadcastSender.send`.
+
+    Args:
+        weights: not to be changed in the context.
+        dtype: of the floating-point tensors that are sent; None: as they are.
+        bucket_bytes: of one broadcast.
+
+    Raises:
+        WeightSyncError: there are none.
+    """
+    if isinstance(weights, Iterator):
+        weights = dict(distinct_tensors(weights))  # a restarted engine needs them again
+    source = BucketSource(weights, dtype, bucket_bytes=bucket_bytes)
+    try:
+        yield source.make_calls(1)[0]
+    except Exception:
+        # An engine reports that its connection was lost; why, the source knows.
+        source.raise_error()
+        raise
+    finally:
+        source.close()
+
+
+def receive_by_broadcast(group: WeightsGroup) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that the trainer sends, in its order; the next bucket comes meanwhile.
+
+    A bucket's memory is not used again: vLLM holds tensors until their layer is complete.
+
+    Raises:
+        RuntimeError: the trainer does not send in time, is gone, or sends something else.
+    """
+    # Of the caller: a bucket that it has freed is used again only after what it has queued.
+    stream = torch.cuda.current_stream(group.device) if group.device.type == "cuda" else None
+    received = Prefetch(partial(_receive_buckets, group, stream))
+    (reader,) = received.readers
+    try:
+        for bucket in reader:
+            yield from bucket.tensors()
+            del bucket
+    except BaseException:  # of the loader, too
+        group.abort()
+        raise
+    finally:
+        received.close()
+
+
+def _receive_buckets(group: WeightsGroup, stream: Any) -> Iterator[Bucket]:
+    with torch.cuda.stream(stream):  # None: does nothing
+        while (text := group.meet()) != THE_END:
+            bucket = Bucket.empty(read_header(text), group.device)
+            group.broadcast(bucket.data)
+            yield bucket
+            del bucket
+
+
+def send_buckets(group: WeightsGroup, buckets: Iterable[Bucket]) -> None:
+    """Broadcast buckets to the workers; blocks until all have received them.
+
+    Raises:
+        TimeoutError: the workers do not receive.
+        RuntimeError: a worker is gone, or the group was aborted.
+        What `buckets` raises.
+    """
+    try:
+        for bucket in buckets:
+            group.meet(bucket.header())
+            group.broadcast(bucket.data)
+            del bucket  # its memory may be that of the next but one
+        group.meet(THE_END)
+    except BaseException:
+        group.give_up()
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastCall(WorkerCall):
+    """The call of one engine's workers, while which the trainer sends.
+
+    Args:
+        source: makes the buckets.
+        buckets: those for this engine.
+    """
+
+    source: BucketSource
+    buckets: Reader[Bucket]
+
+    def for_engines(self, number: int) -> Sequence[BroadcastCall]:
+        """Return calls that share buckets, which are sent to all before the next but one."""
+        return self.source.make_calls(number)
+
+    def close(self) -> None:
+        """Let the other engines continue without this one."""
+        self.buckets.close()
+
+
+class BucketSource:
+    """The buckets of an update, made once for all engines that load them together.
+
+    Args:
+        weights: by name; iterated once for each `make_calls`.
+        dtype, bucket_bytes: see `send_by_broadcast`.
+    """
+
+    def __init__(self, weights: Weights, dtype: torch.dtype | None, *, bucket_bytes: int) -> None:
+        self._weights = weights
+        self._dtype = dtype
+        self._bucket_bytes = bucket_bytes
+        self._pass: Prefetch[Bucket] | None = None
+        self._sent = SentWeights()
+        self.device = torch.device("cpu")  # set by the senders, which have the same
+
+    def make_calls(self, number: int) -> list[BroadcastCall]:
+        """Return the calls for so many engines; those of an earlier call end."""
+        self.close()
+        self._pass = Prefetch(self._make_buckets, number)
+        return [
+            BroadcastCall("load_weights_broadcast", [], self._sent, self, reader)
+            for reader in self._pass.readers
+        ]
+
+    def raise_error(self) -> None:
+        """Raise the error of the weights' iterator, if there was one."""
+        if self._pass is not None and self._pass.error is not None:
+            raise self._pass.error
+
+    def close(self) -> None:
+        """End what is being made."""
+        if self._pass is not None:
+            self._pass.close()
+
+    def _make_buckets(self) -> Iterator[Bucket]:
+        """Yield the buckets, in the thread of `Prefetch`."""
+        tensors = distinct_tensors(self._weights)
+        for bucket in pack_buckets(
+            tensors, self._dtype, device=self.device, bucket_bytes=self._bucket_bytes
+        ):
+            for name, tensor in bucket.tensors():
+                self._sent.add(name, tensor)  # as it is sent: a wrong cast or copy differs
+            yield bucket
+            del bucket
+        if not self._sent.digests:
+            raise WeightSyncError("there are no weights to hand over")
+
+
+class BroadcastSender:
     """Broadcasts weights to the workers of one start of an engine.
 
     Args:
-        backend: of `WeightsGroup`.
-        num_workers: of the engine.
-        address: of this machine, which the workers reach; nothing listens on another one.
+        backend: see `WeightsGroup`.
+        num_workers: number of the engine's workers.
+        address: address of this machine that the workers reach; nothing listens on another one.
     """
 
     def __init__(self, backend: str, *, num_workers: int, address: str = LOOPBACK) -> None:
@@ -55,9 +223,10 @@ class WeightsSender:
         Raises:
             RuntimeError: they do not connect, or what `answer` raises.
         """
-        await self._together(partial(self._group.connect, self._store), answer, self._group.abort)
+        connect = partial(self._group.connect, self._store)
+        await _run_together(connect, answer, stop=self._group.abort)
 
-    async def send(self, call: WorkerCall, answer: Coroutine[Any, Any, T]) -> T:
+    async def send(self, call: BroadcastCall, answer: Coroutine[Any, Any, T]) -> T:
         """Return the workers' answer to a call, whose buckets are broadcast meanwhile.
 
         After an error the sender cannot be used again.
@@ -66,43 +235,45 @@ class WeightsSender:
             TimeoutError: the workers do not receive.
             RuntimeError: the connection was lost, or what `answer` raises.
         """
-        assert call.buckets is not None
-        buckets = call.buckets.on(self._group.device)
+        call.source.device = self._group.device
 
         def stop() -> None:
-            buckets.close()
+            call.close()
             self._group.abort()
 
         try:
-            return await self._together(partial(self._group.send, buckets), answer, stop)
+            send = partial(send_buckets, self._group, call.buckets)
+            return await _run_together(send, answer, stop=stop)
         finally:
-            buckets.close()
+            call.close()
 
-    async def _together(
-        self, send: Callable[[], None], answer: Coroutine[Any, Any, T], stop: Callable[[], None]
-    ) -> T:
-        answered = asyncio.create_task(answer)
-        sent = _in_thread(send)
-        both: list[asyncio.Future[Any]] = [answered, sent]
-        try:
-            await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
-            if not answered.done():
-                await asyncio.wait({answered}, timeout=NOTICE_SECONDS)
-            if answered.done():
-                result = answered.result()  # says more than that the connection was lost
-                await asyncio.wait({sent})
-                sent.result()
-                return result
+
+async def _run_together(
+    send: Callable[[], None], answer: Coroutine[Any, Any, T], *, stop: Callable[[], None]
+) -> T:
+    """Run `send` in a thread, and return the answer when both are done; `stop` ends `send`."""
+    answered = asyncio.create_task(answer)
+    sent = _run_in_thread(send)
+    both: list[asyncio.Future[Any]] = [answered, sent]
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+        if not answered.done():
+            await asyncio.wait({answered}, timeout=NOTICE_SECONDS)
+        if answered.done():
+            result = answered.result()  # says more than that the connection was lost
+            await asyncio.wait({sent})
             sent.result()
-            raise AssertionError("neither side failed")
-        finally:
-            answered.cancel()
-            if not sent.done() or sent.exception():
-                stop()
-                await asyncio.wait({sent}, timeout=ABORT_SECONDS)
+            return result
+        sent.result()
+        raise AssertionError("neither side failed")
+    finally:
+        answered.cancel()
+        if not sent.done() or sent.exception():
+            stop()
+            await asyncio.wait({sent}, timeout=ABORT_SECONDS)
 
 
-def _in_thread(function: Callable[[], None]) -> asyncio.Future[None]:
+def _run_in_thread(function: Callable[[], None]) -> asyncio.Future[None]:
     """Return the end of a call in a thread that a process does not wait for at its exit."""
     future: Future[None] = Future()
 

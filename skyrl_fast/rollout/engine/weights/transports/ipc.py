@@ -1,29 +1,57 @@
-"""Tensors in another process's GPU memory (CUDA IPC), by torch's reductions as plain values.
+"""Weights by CUDA IPC: workers read the trainer's own GPU memory, and nothing is copied before.
 
-vLLM sends the arguments of its calls without pickle.
+The handles are those of torch's reductions, as plain values.
+
+Design: docs/design/007-rollout-and-weight-sync.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.multiprocessing import reductions
 
-
-def cuda_handle(tensor: torch.Tensor) -> list[Any]:
-    """Return what another process needs to read the tensor while it exists here."""
-    # The arguments of rebuild_cuda_tensor.
-    _, (_, size, stride, offset, _, dtype, *storage) = reductions.reduce_tensor(tensor.detach())
-    return [[*size], [*stride], offset, str(dtype).removeprefix("torch."), *storage]
+from skyrl_fast.rollout.engine.weights.receipt import SentWeights, WeightSyncError, dtype_name
+from skyrl_fast.rollout.engine.weights.transfer import Weights, WorkerCall
 
 
-def tensors_of_handles(handles: Iterable[list[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors that share another process's memory.
+@contextmanager
+def send_by_ipc(weights: Weights, dtype: torch.dtype | None = None) -> Iterator[WorkerCall]:
+    """Hand over the trainer's tensors, which workers of the same GPUs read.
+
+    Their processes must see the GPUs under the same numbers. They cast the weights.
 
     Args:
-        handles: for each the name, then what `cuda_handle` returned.
+        weights: on a GPU, not to be changed in the context.
+        dtype: unused.
+
+    Raises:
+        WeightSyncError: there are none, or some are not on a GPU.
+    """
+    tensors = dict(weights)  # held until the context ends
+    elsewhere = [name for name, tensor in tensors.items() if tensor.device.type != "cuda"]
+    if elsewhere or not tensors:
+        raise WeightSyncError(
+            f"weight_sync_backend: ipc needs all weights on a GPU; not there: {elsewhere[:8]}. "
+            "Set it to file"
+        )
+    torch.cuda.synchronize()  # the engine does not wait for this process's streams
+    handles = [[name, *_make_handle(tensor)] for name, tensor in tensors.items()]
+    sent = SentWeights()
+    for name, tensor in tensors.items():
+        sent.add(name, tensor)
+    yield WorkerCall("load_weights_ipc", [handles], sent)
+    torch.cuda.ipc_collect()
+
+
+def receive_by_ipc(handles: Iterable[list[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors that share the trainer's memory.
+
+    Args:
+        handles: for each the name, then its handle.
     """
     for name, size, stride, offset, dtype, *storage in handles:
         tensor = reductions.rebuild_cuda_tensor(
@@ -36,3 +64,10 @@ def tensors_of_handles(handles: Iterable[list[Any]]) -> Iterator[tuple[str, torc
             *storage,
         )
         yield name, tensor
+
+
+def _make_handle(tensor: torch.Tensor) -> list[Any]:
+    """Return what another process needs to read the tensor while it exists here."""
+    # The arguments of rebuild_cuda_tensor.
+    _, (_, size, stride, offset, _, dtype, *storage) = reductions.reduce_tensor(tensor.detach())
+    return [[*size], [*stride], offset, dtype_name(dtype), *storage]

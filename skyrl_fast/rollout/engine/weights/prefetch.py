@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
@@ -25,19 +26,11 @@ class Prefetch(Generic[T]):
 
     def __init__(self, items: Callable[[], Iterator[T]], num_readers: int = 1) -> None:
         self._items = items
-        self._changed = threading.Condition()
-        self._made: dict[int, T] = {}  # by number; those that a reader may still need
-        self._num_made = 0
-        self._positions = dict.fromkeys(range(num_readers), 0)  # of the readers that are open
-        self._ended = False
-        self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
-        self.readers = [Reader(self, number) for number in range(num_readers)]
-
-    @property
-    def error(self) -> BaseException | None:
-        """What the iterator raised."""
-        return self._error
+        self._ended = False
+        self.error: BaseException | None = None  # what the iterator raised
+        self.changed = threading.Condition()  # of anything here or in a reader
+        self.readers = [Reader(self) for _ in range(num_readers)]
 
     def close(self) -> None:
         """Close all readers, and wait for the end of the thread."""
@@ -46,89 +39,75 @@ class Prefetch(Generic[T]):
         if self._thread is not None:
             self._thread.join(END_SECONDS)
 
+    def wait_for_item(self, reader: Reader[T]) -> bool:
+        """Wait until the reader has an item; return False at the end.
+
+        Raises:
+            RuntimeError: the reader was closed, or the iterator raised an error.
+        """
+        with self.changed:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
+                self._thread.start()
+            self.changed.wait_for(lambda: reader.pending or self._ended or not reader.is_open)
+            if not reader.is_open:
+                raise RuntimeError("the reader was closed")
+            if self.error is not None and not reader.pending:
+                raise RuntimeError(f"{type(self.error).__name__}: {self.error}") from self.error
+            return bool(reader.pending)
+
     def _run(self) -> None:
         try:
             items = self._items()
-            while self._has_room():
+            while self._wait_for_room():
                 try:
                     item = next(items)
                 except StopIteration:
                     break
-                with self._changed:
-                    self._made[self._num_made] = item
-                    self._num_made += 1
-                    self._changed.notify_all()
-                del item
+                with self.changed:
+                    for reader in self.readers:
+                        if reader.is_open:
+                            reader.pending.append(item)
+                    self.changed.notify_all()
+                del item  # the readers alone hold it: it is freed when the last one has left it
         except BaseException as error:  # it is raised where the items are read
-            self._error = error
-        with self._changed:
+            self.error = error
+        with self.changed:
             self._ended = True
-            self._changed.notify_all()
+            self.changed.notify_all()
 
-    def _has_room(self) -> bool:
+    def _wait_for_room(self) -> bool:
         """Wait until another item may be made; return whether a reader is left."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._num_made <= min(self._positions.values(), default=0) + AHEAD
-                    or not self._positions
-                )
+        with self.changed:
+            self.changed.wait_for(
+                lambda: all(len(reader.pending) <= AHEAD for reader in self.readers)
             )
-            return bool(self._positions)
-
-    def _next(self, reader: int) -> T:
-        """Return the reader's item; raise StopIteration at the end."""
-        with self._changed:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
-                self._thread.start()
-            position = self._positions.get(reader, 0)
-            self._changed.wait_for(
-                lambda: self._num_made > position or self._ended or reader not in self._positions
-            )
-            if reader not in self._positions:
-                raise RuntimeError("the reader was closed")
-            if self._num_made > position:
-                return self._made[position]
-            if self._error is not None:
-                raise RuntimeError(f"{type(self._error).__name__}: {self._error}") from self._error
-            raise StopIteration
-
-    def _leave(self, reader: int, *, close: bool) -> None:
-        """Move a reader to its next item, or close it; free what no reader needs."""
-        with self._changed:
-            if reader not in self._positions:
-                return
-            self._positions[reader] += 1
-            if close:
-                del self._positions[reader]
-            first = min(self._positions.values(), default=self._num_made)
-            for number in [number for number in self._made if number < first]:
-                del self._made[number]
-            self._changed.notify_all()
+            return any(reader.is_open for reader in self.readers)
 
 
 class Reader(Generic[T]):
     """One reader of a `Prefetch`; iterate once."""
 
-    def __init__(self, source: Prefetch[T], number: int) -> None:
+    def __init__(self, source: Prefetch[T]) -> None:
         self._source = source
-        self._number = number
+        self.pending: deque[T] = deque()  # the item in use, and what was made after it
+        self.is_open = True
 
     def __iter__(self) -> Iterator[T]:
         """Yield each item, which is freed when all readers ask for the next."""
         try:
-            while True:
-                try:
-                    item = self._source._next(self._number)
-                except StopIteration:
-                    return
-                yield item
-                del item
-                self._source._leave(self._number, close=False)
+            while self._source.wait_for_item(self):
+                yield self.pending[0]
+                with self._source.changed:
+                    if self.is_open:
+                        self.pending.popleft()
+                    self._source.changed.notify_all()
         finally:
             self.close()
 
     def close(self) -> None:
         """Let the others continue without this reader; a wait of it ends with RuntimeError."""
-        self._source._leave(self._number, close=True)
+        with self._source.changed:
+            self.is_open = False
+            self.pending.clear()
+            self._source.changed.notify_all()

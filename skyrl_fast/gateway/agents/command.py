@@ -52,11 +52,18 @@ def kill():
 def watch():
     sys.stdin.buffer.read()
     kill()
+    delete()
+    os._exit(1)
+def delete():
+    if not os.path.isdir(folder):  # rmtree would open a pipe, and wait for someone who writes
+        return
     try:
         shutil.rmtree(folder, ignore_errors=True)
     except RecursionError:
-        subprocess.run(["rm", "-rf", "--", folder])
-    os._exit(1)
+        pass
+    if os.path.isdir(folder):  # too deep, or without rights
+        subprocess.run(["chmod", "-R", "u+rwX", "--", folder], stderr=subprocess.DEVNULL)
+        subprocess.run(["rm", "-rf", "--", folder], stderr=subprocess.DEVNULL)
 def copy():
     kept = b""
     while data := os.read(child.stdout.fileno(), 1 << 16):
@@ -213,11 +220,13 @@ def _end_of_output(output: int) -> str:
 def _delete(folder: Path) -> None:
     """Delete a folder, or what a command has put in its place; what cannot be deleted stays."""
     try:
-        if folder.is_dir() and not folder.is_symlink():
+        if folder.is_symlink() or not folder.is_dir():
+            folder.unlink(missing_ok=True)  # rmtree would open a pipe, and wait for a writer
+            return
+        with contextlib.suppress(RecursionError):
             shutil.rmtree(folder, ignore_errors=True)
-        else:  # rmtree would open a pipe, and wait for someone who writes
-            folder.unlink(missing_ok=True)
+        if folder.is_dir():  # too deep for rmtree, or without rights
+            for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+                subprocess.run([*command, "--", str(folder)], check=False, capture_output=True)
     except OSError as error:
         log.warning("agent.command: %s stays: %s", folder, error)
-    except RecursionError:  # of Python's rmtree
-        subprocess.run(["rm", "-rf", "--", str(folder)], check=False, stderr=subprocess.DEVNULL)

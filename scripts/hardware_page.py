@@ -12,8 +12,8 @@ from pathlib import Path
 
 from scripts.published_models import BILLIONS, model_folder
 from skyrl_fast.config.loading import load_config
-from skyrl_fast.train.device_plan import GIB, MemoryPlan, gib
-from skyrl_fast.train.memory_plan import plan_memory
+from skyrl_fast.train.memory.device_plan import GIB, MemoryPlan, gib
+from skyrl_fast.train.memory.plan import plan_memory
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "hardware.md"
 MEMORY = {"24 GB": 23.5, "48 GB": 47, "80 GB": 79, "141 GB": 139}  # GiB that torch reports, about

@@ -116,7 +116,7 @@ FAULTS = (
     ),
     Fault(
         "a checkpoint's files are not compared with its manifest",
-        "skyrl_fast/train/output/manifest.py",
+        "skyrl_fast/train/checkpoint/manifest.py",
         "same = _digest(folder / name, pool) == digest",
         "same = True",
         ("train",),

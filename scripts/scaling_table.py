@@ -14,8 +14,9 @@ from pathlib import Path
 
 from scripts.published_models import model_folder
 from skyrl_fast.rollout.engine.weights.buckets import BUCKET_BYTES
-from skyrl_fast.train.device_plan import GIB
-from skyrl_fast.train.memory_plan import (
+from skyrl_fast.train.memory.activations import load_model_config, model_size
+from skyrl_fast.train.memory.device_plan import GIB
+from skyrl_fast.train.memory.plan import (
     GATHERED_LAYERS,
     GRADIENT_BYTES,
     LAYER_BYTES,
@@ -24,7 +25,6 @@ from skyrl_fast.train.memory_plan import (
     SENT_BUCKETS,
     WEIGHT_BYTES,
 )
-from skyrl_fast.train.model.activation_memory import load_model_config, model_size
 from skyrl_fast.train.parallel.traffic import (
     CALLS,
     CHECKPOINT,

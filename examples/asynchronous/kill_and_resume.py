@@ -26,7 +26,7 @@ from examples.asynchronous.quickstart_run import (
     train,
     trained,
 )
-from skyrl_fast.train.output.checkpoint import checkpoints, read_state
+from skyrl_fast.train.checkpoint.local import checkpoints, read_state
 
 BATCH = 4
 SMALL = [

@@ -12,8 +12,8 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from skyrl_fast.train.output import object_folder
-from skyrl_fast.train.output.remote_checkpoints import TEMPORARY
+from skyrl_fast.train.checkpoint import object_folder
+from skyrl_fast.train.checkpoint.remote import TEMPORARY
 
 URL = "flaky://bucket/run"
 

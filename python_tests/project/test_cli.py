@@ -22,8 +22,8 @@ from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 from skyrl_fast.rollout.failures import RolloutError
 from skyrl_fast.train import run as run_module
 from skyrl_fast.train.callbacks import CallbackError
+from skyrl_fast.train.checkpoint.local import CheckpointError, RunInUseError
 from skyrl_fast.train.cluster import ClusterError
-from skyrl_fast.train.output.checkpoint import CheckpointError, RunInUseError
 from skyrl_fast.train.run import TrainResult
 from skyrl_fast.train.setup.errors import SetupError
 from skyrl_fast.trajectory_store.writer import StoreError

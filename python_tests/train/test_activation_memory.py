@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 import torch
 from _memory import ARCHITECTURES, config_of, peak_bytes, saved_bytes
 
-from skyrl_fast.train.model.activation_memory import activation_memory, model_size
+from skyrl_fast.train.memory.activations import activation_memory, model_size
 
 LENGTH = 128
 TOLERANCE = 0.01  # measured: 0.4 % at most

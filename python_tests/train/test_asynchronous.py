@@ -33,10 +33,10 @@ from skyrl_fast.rollout.failures import RolloutError
 from skyrl_fast.rollout.group_runner import GroupDroppedError
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train import run as run_module
+from skyrl_fast.train.checkpoint.local import checkpoints, read_state
 from skyrl_fast.train.data.prompts import Prompt, PromptSampler
 from skyrl_fast.train.flow.group_flow import GroupFlow
 from skyrl_fast.train.model.policy import Policy
-from skyrl_fast.train.output.checkpoint import checkpoints, read_state
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.run import TrainResult
 from skyrl_fast.trajectory_store import read_index

@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl_fast.train.data.random_state import load_random_state, save_random_state, seed_everything
-from skyrl_fast.train.output.checkpoint import (
+from skyrl_fast.train.checkpoint.local import (
     CheckpointError,
     RunInUseError,
     checkpoints,
@@ -29,6 +28,7 @@ from skyrl_fast.train.output.checkpoint import (
     write_checkpoint,
     write_json,
 )
+from skyrl_fast.train.data.random_state import load_random_state, save_random_state, seed_everything
 from skyrl_fast.train.output.loggers import JsonlLogger, RunInfo, read_metrics
 from skyrl_fast.train.output.plot import plot_learning_curve
 
@@ -112,7 +112,7 @@ def test_other_errors_propagate_and_leave_no_files(tmp_path: Path) -> None:
 KILLED = """
 import sys, time
 from pathlib import Path
-from skyrl_fast.train.output.checkpoint import write_checkpoint
+from skyrl_fast.train.checkpoint.local import write_checkpoint
 folder = Path(sys.argv[1])
 def slow(path):
     (path / "weights").write_text("half")
@@ -174,7 +174,7 @@ def test_crash_between_the_two_renames_is_recovered(tmp_path: Path) -> None:
 LOCKED = """
 import os, sys, time
 from pathlib import Path
-from skyrl_fast.train.output.checkpoint import locked_run
+from skyrl_fast.train.checkpoint.local import locked_run
 folder = Path(sys.argv[1])
 with locked_run(folder, folder / "checkpoints"):
     if "fork" in sys.argv and os.fork() == 0:

@@ -20,17 +20,17 @@ from _training import fill, settings, steady, train
 from safetensors.torch import load_file, save_file
 
 from skyrl_fast.config import OptimizerConfig
-from skyrl_fast.train.data.random_state import load_random_state, save_random_state
-from skyrl_fast.train.model.optimizer import Optimizer
-from skyrl_fast.train.model.policy import Policy
-from skyrl_fast.train.output.checkpoint import (
+from skyrl_fast.train.checkpoint.local import (
     CheckpointError,
     newest_intact,
     read_state,
     set_aside,
     verify_checkpoint,
 )
-from skyrl_fast.train.output.manifest import make_manifest
+from skyrl_fast.train.checkpoint.manifest import make_manifest
+from skyrl_fast.train.data.random_state import load_random_state, save_random_state
+from skyrl_fast.train.model.optimizer import Optimizer
+from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.run import TrainResult
 
 FILES = (
@@ -200,8 +200,8 @@ def test_damaged_resume_path_is_refused(finished: tuple[Path, TrainResult]) -> N
 def test_digest_of_a_file_of_several_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("skyrl_fast.train.output.manifest._PIECE", 4)
-    monkeypatch.setattr("skyrl_fast.train.output.manifest._BUFFER", 3)
+    monkeypatch.setattr("skyrl_fast.train.checkpoint.manifest._PIECE", 4)
+    monkeypatch.setattr("skyrl_fast.train.checkpoint.manifest._BUFFER", 3)
     (tmp_path / "file").write_bytes(b"abcdefghij")
     (tmp_path / "none").write_bytes(b"")
     files = make_manifest(tmp_path)["files"]

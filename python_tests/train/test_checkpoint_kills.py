@@ -15,7 +15,7 @@ pytest.importorskip("safetensors")
 import torch
 from safetensors.torch import load_file, save_file
 
-from skyrl_fast.train.output.checkpoint import newest_intact, write_checkpoint, write_json
+from skyrl_fast.train.checkpoint.local import newest_intact, write_checkpoint, write_json
 
 VALUES = 200_000  # per file
 

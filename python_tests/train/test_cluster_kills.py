@@ -29,8 +29,8 @@ from ray.cluster_utils import Cluster
 from test_cluster import TWO_NODES, assert_same
 
 from skyrl_fast.train import cluster as cluster_module
+from skyrl_fast.train.checkpoint.remote import RemoteCheckpoints
 from skyrl_fast.train.cluster import run_on_cluster
-from skyrl_fast.train.output.remote_checkpoints import RemoteCheckpoints
 
 # Each starts a cluster.
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
@@ -43,7 +43,7 @@ from pathlib import Path
 from _cluster_run import Here
 from _training import settings
 from skyrl_fast.train.cluster import run_on_cluster
-from skyrl_fast.train.output.remote_checkpoints import RemoteCheckpoints
+from skyrl_fast.train.checkpoint.remote import RemoteCheckpoints
 
 if __name__ == "__main__":
     folder, name, *overrides = sys.argv[1:]

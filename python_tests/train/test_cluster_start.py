@@ -26,7 +26,7 @@ pytest.importorskip("transformers")
 from _fakes import tiny_model
 from ray.util import get_node_ip_address
 
-from skyrl_fast.train.output.checkpoint import newest_intact
+from skyrl_fast.train.checkpoint.local import newest_intact
 
 ROOT = Path(__file__).resolve().parents[2]
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]

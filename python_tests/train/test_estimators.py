@@ -24,8 +24,8 @@ from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.train import run as run_module
 from skyrl_fast.train.algorithm.advantages import advantages, estimated, normalize_advantages
 from skyrl_fast.train.algorithm.anchor_states import anchor_ids
+from skyrl_fast.train.checkpoint.local import checkpoints
 from skyrl_fast.train.data.prompts import Prompt
-from skyrl_fast.train.output.checkpoint import checkpoints
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.prepare_batch import training_batch, with_advantages
 from skyrl_fast.train.run import TrainResult

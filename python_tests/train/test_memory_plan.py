@@ -26,11 +26,11 @@ from skyrl_fast.config import Config, ConfigError
 from skyrl_fast.config.loading import as_config, load_config
 from skyrl_fast.ops.logprob.linear import linear_logprob
 from skyrl_fast.rollout.engine import vllm_start
-from skyrl_fast.train import memory_plan
 from skyrl_fast.train import run as run_module
-from skyrl_fast.train.device_plan import GIB, MemoryPlan
-from skyrl_fast.train.memory_plan import gpu_memory, head_bytes, plan_memory
-from skyrl_fast.train.model.activation_memory import ModelSize
+from skyrl_fast.train.memory import plan as memory_plan
+from skyrl_fast.train.memory.activations import ModelSize
+from skyrl_fast.train.memory.device_plan import GIB, MemoryPlan
+from skyrl_fast.train.memory.plan import gpu_memory, head_bytes, plan_memory
 from skyrl_fast.train.model.policy import recomputes_activations
 from skyrl_fast.train.setup import gpu_sharing
 from skyrl_fast.train.setup.errors import SetupError

@@ -14,7 +14,7 @@ from _training import fill, settings, train
 from scripts import metrics_page
 from skyrl_fast.rollout.engine.weights.probe import ProbeDifference, WeightSyncReport
 from skyrl_fast.train.flow import vllm_rollouts
-from skyrl_fast.train.model.peak_memory import PeakMemory
+from skyrl_fast.train.memory.peak import PeakMemory
 from skyrl_fast.train.model.row_layout import LayoutCosts
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.output.metric_table import (

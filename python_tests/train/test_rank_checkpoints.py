@@ -30,22 +30,22 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from skyrl_fast.train import trainer as trainer_module
-from skyrl_fast.train.model.policy import load_model
-from skyrl_fast.train.output.checkpoint import (
+from skyrl_fast.train.checkpoint.fetched import FetchedCheckpoint
+from skyrl_fast.train.checkpoint.local import (
     CheckpointError,
     checkpoints,
     newest_intact,
     verify_checkpoint,
     write_json,
 )
-from skyrl_fast.train.output.checkpoint_writer import CheckpointWriter
+from skyrl_fast.train.checkpoint.remote import TEMPORARY, RemoteCheckpoints, fetch
+from skyrl_fast.train.checkpoint.writer import CheckpointWriter
+from skyrl_fast.train.model.policy import load_model
 from skyrl_fast.train.output.loggers import read_metrics
-from skyrl_fast.train.output.remote_checkpoints import TEMPORARY, RemoteCheckpoints, fetch
 from skyrl_fast.train.parallel.export import writers
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
 from skyrl_fast.train.parallel.rank_processes import started_ranks
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK
-from skyrl_fast.train.setup.fetched_checkpoint import FetchedCheckpoint
 
 STATE = {
     "manifest": "manifest.json",

@@ -23,17 +23,17 @@ from _object_stores import store as store
 from test_rank_checkpoints import STATE
 
 from skyrl_fast.system.temporary_folder import locked_folder
-from skyrl_fast.train.output import run_claim
-from skyrl_fast.train.output.checkpoint import CheckpointError, RunInUseError
-from skyrl_fast.train.output.object_folder import ObjectFolder, check_url
-from skyrl_fast.train.output.remote_checkpoints import (
+from skyrl_fast.train.checkpoint import run_claim
+from skyrl_fast.train.checkpoint.fetched import FetchedCheckpoint
+from skyrl_fast.train.checkpoint.local import CheckpointError, RunInUseError
+from skyrl_fast.train.checkpoint.object_folder import ObjectFolder, check_url
+from skyrl_fast.train.checkpoint.remote import (
     TEMPORARY,
     RemoteCheckpoints,
     fetch,
     manifests,
     set_remote_aside,
 )
-from skyrl_fast.train.setup.fetched_checkpoint import FetchedCheckpoint
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from helpers._training import fill, settings, train
 
 from skyrl_fast.config import Config, to_dict
 from skyrl_fast.config.loading import build_config
-from skyrl_fast.train.output.resumed_settings import changed_settings
+from skyrl_fast.train.checkpoint.resumed_settings import changed_settings
 
 
 def changed(**values: Any) -> list[str]:

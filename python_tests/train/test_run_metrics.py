@@ -20,7 +20,7 @@ from skyrl_fast.batch.metrics import (
 )
 from skyrl_fast.config import ConfigError
 from skyrl_fast.rollout.trajectory import Step, Trajectory
-from skyrl_fast.train.model.peak_memory import PeakMemory
+from skyrl_fast.train.memory.peak import PeakMemory
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.output.progress import ProgressDisplay
 from skyrl_fast.train.output.time_shares import time_shares

@@ -15,10 +15,10 @@ from _training import folder as folder
 from _training import settings, steady, train
 from test_url_resume import RESUME, after, interrupted_in
 
-from skyrl_fast.train.output import object_folder
-from skyrl_fast.train.output.checkpoint import RunInUseError
-from skyrl_fast.train.output.object_folder import ObjectFolder
-from skyrl_fast.train.output.remote_checkpoints import RemoteCheckpoints
+from skyrl_fast.train.checkpoint import object_folder
+from skyrl_fast.train.checkpoint.local import RunInUseError
+from skyrl_fast.train.checkpoint.object_folder import ObjectFolder
+from skyrl_fast.train.checkpoint.remote import RemoteCheckpoints
 
 pytestmark = pytest.mark.slow  # starts a server
 

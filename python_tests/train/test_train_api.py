@@ -36,8 +36,8 @@ from skyrl_fast.rollout.groups import environment_runner, run_groups
 from skyrl_fast.rollout.policy_calls import PolicyCalls
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train import Callback, CallbackError, SetupError
+from skyrl_fast.train.checkpoint.local import read_state
 from skyrl_fast.train.data.prompts import prompts_from
-from skyrl_fast.train.output.checkpoint import read_state
 from skyrl_fast.train.output.loggers import read_metrics
 
 ROOT = Path(__file__).parents[2]

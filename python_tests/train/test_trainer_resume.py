@@ -22,8 +22,8 @@ from _training import folder as folder  # a fixture
 import skyrl_fast
 from skyrl_fast.config import Config
 from skyrl_fast.train import run as run_module
+from skyrl_fast.train.checkpoint.local import RunInUseError, checkpoints
 from skyrl_fast.train.model.policy import Policy
-from skyrl_fast.train.output.checkpoint import RunInUseError, checkpoints
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.setup.errors import SetupError
 from skyrl_fast.trajectory_store import read_index

@@ -23,9 +23,9 @@ import skyrl_fast
 from skyrl_fast.commands.train import summary
 from skyrl_fast.config import ConfigError
 from skyrl_fast.train import Callback
-from skyrl_fast.train.output.checkpoint import CheckpointError, RunInUseError
+from skyrl_fast.train.checkpoint.local import CheckpointError, RunInUseError
+from skyrl_fast.train.checkpoint.remote import RemoteCheckpoints
 from skyrl_fast.train.output.loggers import read_metrics
-from skyrl_fast.train.output.remote_checkpoints import RemoteCheckpoints
 from skyrl_fast.train.setup.errors import SetupError
 
 AT_URL = f"trainer.ckpt_path={URL}"

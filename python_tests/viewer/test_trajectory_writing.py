@@ -19,8 +19,8 @@ from _training import Recorder, settings, steady, train
 from _training import folder as folder  # a fixture
 
 from skyrl_fast.train import run as run_module
+from skyrl_fast.train.checkpoint.local import checkpoints
 from skyrl_fast.train.flow.waiting import BackgroundWriter
-from skyrl_fast.train.output.checkpoint import checkpoints
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.trajectory_store.parts import parts
 from skyrl_fast.trajectory_store.writer import StoreError, TrajectoryWriter

@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
         import torch
 
         from skyrl_fast.config.loading import load_config
-        from skyrl_fast.train.memory_plan import gpu_memory, plan_memory
+        from skyrl_fast.train.memory.plan import gpu_memory, plan_memory
     with as_usage_error(ValueError):
         config = load_config(options.config, options.overrides)
         found = gpu_memory(config)

@@ -22,12 +22,12 @@ from skyrl_fast.errors import RunError
 from skyrl_fast.rollout.engine.engine_actor import enter
 from skyrl_fast.rollout.engine.ray_engine import EnginePlace
 from skyrl_fast.system.ray_connection import connected, imported_ray
+from skyrl_fast.train.checkpoint.remote import RemoteCheckpoints
+from skyrl_fast.train.checkpoint.starting_point import saved_checkpoints
 from skyrl_fast.train.flow.event_loop import StopSignals
-from skyrl_fast.train.output.remote_checkpoints import RemoteCheckpoints
 from skyrl_fast.train.parallel.rank_processes import RankStarter
 from skyrl_fast.train.parallel.ranks import RankError
 from skyrl_fast.train.parallel.ray_ranks import RayRanks
-from skyrl_fast.train.setup.starting_point import saved_checkpoints
 
 logger = logging.getLogger(__name__)
 

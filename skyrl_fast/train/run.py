@@ -29,12 +29,23 @@ from skyrl_fast.rollout.env.reward_env import Reward
 from skyrl_fast.rollout.env.reward_functions import RewardFunction, RewardFunctions
 from skyrl_fast.train.algorithm.advantages import warn_without_baseline
 from skyrl_fast.train.callbacks import Callback
+from skyrl_fast.train.checkpoint.local import write_json
+from skyrl_fast.train.checkpoint.remote import RemoteCheckpoints
+from skyrl_fast.train.checkpoint.resumed_settings import warn_of_changed_settings
+from skyrl_fast.train.checkpoint.starting_point import (
+    StartingPoint,
+    checkpoint_folder,
+    locked_folders,
+    set_checkpoints_aside,
+    starting_point,
+    warn_of_another_schedule,
+)
 from skyrl_fast.train.data.prompts import Prompt, PromptSource
 from skyrl_fast.train.data.schedule import total_steps
-from skyrl_fast.train.device_plan import MemoryPlan
 from skyrl_fast.train.flow.event_loop import StopSignals
 from skyrl_fast.train.flow.frozen_heap import frozen_heap
 from skyrl_fast.train.flow.rollouts import Rollouts
+from skyrl_fast.train.memory.device_plan import MemoryPlan
 from skyrl_fast.train.model.models import (
     Models,
     find_device,
@@ -42,12 +53,9 @@ from skyrl_fast.train.model.models import (
     model_path,
 )
 from skyrl_fast.train.model.policy import load_tokenizer
-from skyrl_fast.train.output.checkpoint import write_json
 from skyrl_fast.train.output.loggers import Logger, RunInfo, open_loggers, read_metrics
 from skyrl_fast.train.output.plot import plot_learning_curve
 from skyrl_fast.train.output.progress import ProgressDisplay
-from skyrl_fast.train.output.remote_checkpoints import RemoteCheckpoints
-from skyrl_fast.train.output.resumed_settings import warn_of_changed_settings
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
 from skyrl_fast.train.parallel.rank_processes import RankStarter, started_ranks
 from skyrl_fast.train.parallel.ranks import Ranks
@@ -60,14 +68,6 @@ from skyrl_fast.train.setup.given_objects import (
 )
 from skyrl_fast.train.setup.gpu_sharing import check_models, planned_memory
 from skyrl_fast.train.setup.run_data import RunData, run_data
-from skyrl_fast.train.setup.starting_point import (
-    StartingPoint,
-    checkpoint_folder,
-    locked_folders,
-    set_checkpoints_aside,
-    starting_point,
-    warn_of_another_schedule,
-)
 from skyrl_fast.train.trainer import Components, Progress, Trainer
 from skyrl_fast.trajectory_store.record import total_reward
 from skyrl_fast.trajectory_store.words import readable

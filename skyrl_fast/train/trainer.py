@@ -28,6 +28,11 @@ from skyrl_fast.train.algorithm.off_policy import warn_of_stale_tokens
 from skyrl_fast.train.algorithm.sequence_scope import Sequences
 from skyrl_fast.train.algorithm.unread_rewards import UnreadRewardsWatch
 from skyrl_fast.train.callbacks import Callback, CallbackList
+from skyrl_fast.train.checkpoint.local import STATE, CheckpointError, read_state, write_json
+from skyrl_fast.train.checkpoint.manifest import MANIFEST
+from skyrl_fast.train.checkpoint.remote import RemoteCheckpoints
+from skyrl_fast.train.checkpoint.starting_point import checkpoint_folder
+from skyrl_fast.train.checkpoint.writer import CheckpointWriter
 from skyrl_fast.train.data.prompts import Prompt, PromptSampler, digest_of
 from skyrl_fast.train.data.random_state import load_random_state, save_random_state
 from skyrl_fast.train.data.schedule import total_steps
@@ -42,20 +47,15 @@ from skyrl_fast.train.flow.waiting import (
     Stopwatch,
     until_stopped,
 )
+from skyrl_fast.train.memory.peak import PeakMemory
 from skyrl_fast.train.model.critic import Critic
 from skyrl_fast.train.model.optimizer import Optimizer
-from skyrl_fast.train.model.peak_memory import PeakMemory
 from skyrl_fast.train.model.policy import Policy
-from skyrl_fast.train.output.checkpoint import STATE, CheckpointError, read_state, write_json
-from skyrl_fast.train.output.checkpoint_writer import CheckpointWriter
 from skyrl_fast.train.output.loggers import Logger
-from skyrl_fast.train.output.manifest import MANIFEST
 from skyrl_fast.train.output.progress import ProgressDisplay
-from skyrl_fast.train.output.remote_checkpoints import RemoteCheckpoints
 from skyrl_fast.train.output.time_shares import time_shares
 from skyrl_fast.train.output.timeline import Timeline
 from skyrl_fast.train.prepare_batch import judged_rows, training_batch, with_advantages
-from skyrl_fast.train.setup.starting_point import checkpoint_folder
 from skyrl_fast.train.update import update_policy
 from skyrl_fast.trajectory_store.writer import TrajectoryWriter
 

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from skyrl_fast.train.output.checkpoint import damaged
+from skyrl_fast.train.checkpoint.local import damaged
 
 
 def save_random_state(path: Path) -> dict[str, Any]:

@@ -14,13 +14,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from skyrl_fast.config import OptimizerConfig
-from skyrl_fast.train.model.optimizer_shards import (
+from skyrl_fast.train.checkpoint.local import damaged
+from skyrl_fast.train.checkpoint.optimizer_shards import (
     check_moments,
     check_step_count,
     load_shards,
     queue_shards,
 )
-from skyrl_fast.train.output.checkpoint import damaged
 from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
 from skyrl_fast.train.parallel.sharding import full_tensor, shard_like
 

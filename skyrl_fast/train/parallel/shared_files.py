@@ -19,9 +19,9 @@ from typing import Any
 import torch.distributed as dist
 
 from skyrl_fast.system.temporary_folder import temporary_folder
-from skyrl_fast.train.output.manifest import Entries, entries
-from skyrl_fast.train.output.object_folder import ObjectFolder
-from skyrl_fast.train.output.remote_checkpoints import TEMPORARY
+from skyrl_fast.train.checkpoint.manifest import Entries, entries
+from skyrl_fast.train.checkpoint.object_folder import ObjectFolder
+from skyrl_fast.train.checkpoint.remote import TEMPORARY
 from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
 
 Write = Callable[[], Sequence[Path]]

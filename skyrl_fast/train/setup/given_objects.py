@@ -15,7 +15,7 @@ from skyrl_fast.rollout.env.host import MakeEnv
 from skyrl_fast.rollout.env.reward_env import Reward, RewardEnv
 from skyrl_fast.rollout.env.reward_functions import RewardFunction, RewardFunctions
 from skyrl_fast.system.importing import absolute_name, load_object, name_of
-from skyrl_fast.train.output.object_folder import check_url, is_url
+from skyrl_fast.train.checkpoint.object_folder import check_url, is_url
 from skyrl_fast.train.setup.errors import SetupError
 
 

@@ -10,9 +10,9 @@ import torch
 
 from skyrl_fast.config import Config, InferenceEngineConfig
 from skyrl_fast.config.model_folder import model_folder
-from skyrl_fast.train.device_plan import MemoryPlan
-from skyrl_fast.train.memory_plan import gpu_memory, plan_memory
-from skyrl_fast.train.model.activation_memory import UnmeasurableError
+from skyrl_fast.train.memory.activations import UnmeasurableError
+from skyrl_fast.train.memory.device_plan import MemoryPlan
+from skyrl_fast.train.memory.plan import gpu_memory, plan_memory
 from skyrl_fast.train.model.models import find_device, model_path, uses_reference
 from skyrl_fast.train.placement import engine_placement
 from skyrl_fast.train.setup.errors import SetupError

@@ -30,8 +30,8 @@ from safetensors import SafetensorError, safe_open
 
 from skyrl_fast.errors import RunError
 from skyrl_fast.system.file_lock import close_locked, is_locked, lock_file
-from skyrl_fast.train.output.manifest import MANIFEST, Entries, find_damage, make_manifest
-from skyrl_fast.train.output.saved_state import check_state
+from skyrl_fast.train.checkpoint.manifest import MANIFEST, Entries, find_damage, make_manifest
+from skyrl_fast.train.checkpoint.saved_state import check_state
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from skyrl_fast.train.output.checkpoint import begin_checkpoint, complete_checkpoint
-from skyrl_fast.train.output.object_folder import ObjectFolder
-from skyrl_fast.train.output.remote_checkpoints import RemoteCheckpoints
+from skyrl_fast.train.checkpoint.local import begin_checkpoint, complete_checkpoint
+from skyrl_fast.train.checkpoint.object_folder import ObjectFolder
+from skyrl_fast.train.checkpoint.remote import RemoteCheckpoints
 from skyrl_fast.train.parallel.ranks import Ranks
 
 T = TypeVar("T")

@@ -17,15 +17,15 @@ from itertools import count
 from pathlib import Path, PurePosixPath
 
 from skyrl_fast.system.temporary_folder import temporary_folder
-from skyrl_fast.train.output.checkpoint import (
+from skyrl_fast.train.checkpoint.local import (
     ADVICE,
     CheckpointError,
     RunInUseError,
     verify_checkpoint,
 )
-from skyrl_fast.train.output.manifest import MANIFEST, Entries, make_manifest
-from skyrl_fast.train.output.object_folder import ObjectFolder, ObjectStoreError
-from skyrl_fast.train.output.run_claim import RunClaim, run_id
+from skyrl_fast.train.checkpoint.manifest import MANIFEST, Entries, make_manifest
+from skyrl_fast.train.checkpoint.object_folder import ObjectFolder, ObjectStoreError
+from skyrl_fast.train.checkpoint.run_claim import RunClaim, run_id
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ import torch
 from skyrl_fast.config import Config, ConfigError, max_input_length, policy_loss_spec
 from skyrl_fast.ops.logprob.linear_rows import COLUMN_MULTIPLE, default_chunk_rows
 from skyrl_fast.rollout.engine.weights.buckets import BUCKET_BYTES
-from skyrl_fast.train.device_plan import GIB, DevicePlan, Item, MemoryPlan
-from skyrl_fast.train.model.activation_memory import (
+from skyrl_fast.train.memory.activations import (
     FLOAT32_BYTES,
     ActivationMemory,
     ModelSize,
@@ -25,6 +24,7 @@ from skyrl_fast.train.model.activation_memory import (
     load_model_config,
     model_size,
 )
+from skyrl_fast.train.memory.device_plan import GIB, DevicePlan, Item, MemoryPlan
 from skyrl_fast.train.parallel.sequence_ranks import check_heads
 from skyrl_fast.train.placement import EnginePlacement, engine_placement
 

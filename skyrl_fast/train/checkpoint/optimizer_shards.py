@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from skyrl_fast.train.output.checkpoint import damaged, write_json
+from skyrl_fast.train.checkpoint.local import damaged, write_json
 from skyrl_fast.train.parallel.ranks import Ranks
 from skyrl_fast.train.parallel.sharding import local_tensor
 

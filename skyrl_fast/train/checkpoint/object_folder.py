@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from fsspec import get_filesystem_class
 from fsspec.core import split_protocol, url_to_fs
 
-from skyrl_fast.train.output.checkpoint import CheckpointError
+from skyrl_fast.train.checkpoint.local import CheckpointError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

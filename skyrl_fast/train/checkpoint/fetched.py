@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from skyrl_fast.system.temporary_folder import locked_folder, remove_stale_folders
-from skyrl_fast.train.output.remote_checkpoints import TEMPORARY, fetch
+from skyrl_fast.train.checkpoint.remote import TEMPORARY, fetch
 from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
 
 T = TypeVar("T")

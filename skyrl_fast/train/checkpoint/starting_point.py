@@ -11,8 +11,8 @@ from typing import Any
 
 from skyrl_fast.config import Config
 from skyrl_fast.system.temporary_folder import temporary_folder
-from skyrl_fast.train.data.schedule import total_steps
-from skyrl_fast.train.output.checkpoint import (
+from skyrl_fast.train.checkpoint.fetched import FetchedCheckpoint
+from skyrl_fast.train.checkpoint.local import (
     STATE,
     RunInUseError,
     checkpoints,
@@ -22,19 +22,19 @@ from skyrl_fast.train.output.checkpoint import (
     set_aside,
     verify_checkpoint,
 )
-from skyrl_fast.train.output.loggers import read_metrics
-from skyrl_fast.train.output.manifest import MANIFEST
-from skyrl_fast.train.output.object_folder import is_url
-from skyrl_fast.train.output.progress import ProgressDisplay
-from skyrl_fast.train.output.remote_checkpoints import (
+from skyrl_fast.train.checkpoint.manifest import MANIFEST
+from skyrl_fast.train.checkpoint.object_folder import is_url
+from skyrl_fast.train.checkpoint.remote import (
     TEMPORARY,
     RemoteCheckpoints,
     fetch,
     manifests,
     set_remote_aside,
 )
+from skyrl_fast.train.data.schedule import total_steps
+from skyrl_fast.train.output.loggers import read_metrics
+from skyrl_fast.train.output.progress import ProgressDisplay
 from skyrl_fast.train.setup.errors import SetupError
-from skyrl_fast.train.setup.fetched_checkpoint import FetchedCheckpoint
 from skyrl_fast.trajectory_store.parts import parts as stored_parts
 
 logger = logging.getLogger(__name__)

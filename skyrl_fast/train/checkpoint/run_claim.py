@@ -20,8 +20,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from skyrl_fast.train.output.checkpoint import RunInUseError
-from skyrl_fast.train.output.object_folder import ObjectFolder, ObjectStoreError
+from skyrl_fast.train.checkpoint.local import RunInUseError
+from skyrl_fast.train.checkpoint.object_folder import ObjectFolder, ObjectStoreError
 
 logger = logging.getLogger(__name__)
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, ClassVar
 
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from skyrl_fast.train.checkpoint import object_folder
-from skyrl_fast.train.checkpoint.remote import TEMPORARY
+from skyrl_fast.train.checkpoint import remote
 
 URL = "flaky://bucket/run"
 
@@ -48,9 +45,9 @@ class FlakyStore(MemoryFileSystem):
     def rm(self, path: str, **options: Any) -> Any:
         return self._request("rm", path, **options)
 
-    def get(self, there: Any, here: Any, **options: Any) -> Any:
-        request = super().get
-        return type(self).around("get", str(there), lambda: request(there, here, **options))
+    def get_file(self, there: str, here: str, **options: Any) -> Any:
+        request = super().get_file
+        return type(self).around("get_file", there, lambda: request(there, here, **options))
 
     def put_file(self, here: str, there: str, **options: Any) -> Any:
         request = super().put_file
@@ -111,11 +108,8 @@ class KillAt:
 
 
 @pytest.fixture(autouse=True)
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FlakyStore]]:
-    """An empty store, requests repeated at once, and a temporary folder of the test."""
-    monkeypatch.setattr(object_folder, "WAITS", (0.0, 0.0))
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FlakyStore]]:
+    """An empty store, whose requests are repeated at once."""
+    monkeypatch.setattr(remote, "WAITS", (0.0, 0.0))
     with flaky_store() as found:
         yield found
-    assert list((tmp_path / "tmp").glob(f"*{TEMPORARY}*")) == []  # no local copy is left

@@ -29,7 +29,6 @@ from ray.cluster_utils import Cluster
 from test_cluster import TWO_NODES, assert_same
 
 from skyrl_fast.train import cluster as cluster_module
-from skyrl_fast.train.checkpoint.remote import RemoteCheckpoints
 from skyrl_fast.train.cluster import run_on_cluster
 
 # Each starts a cluster.
@@ -43,7 +42,6 @@ from pathlib import Path
 from _cluster_run import Here
 from _training import settings
 from skyrl_fast.train.cluster import run_on_cluster
-from skyrl_fast.train.checkpoint.remote import RemoteCheckpoints
 
 if __name__ == "__main__":
     folder, name, *overrides = sys.argv[1:]
@@ -123,9 +121,10 @@ def test_a_run_with_checkpoints_at_a_url_resumes_from_there(
         killer = threading.Thread(target=after_first_step, args=(run, 1.0, kill), daemon=True)
         killer.start()
         config = settings(folder, run.name, *overrides(TWO_NODES, f"trainer.ckpt_path={url}"))
-        outcome = run_on_cluster(config, Here(folder / "never"), RemoteCheckpoints(url))
+        outcome = run_on_cluster(config, Here(folder / "never"), run / "checkpoints")
         killer.join()
-    assert outcome.checkpoint == f"{url}/step_{STEPS:06d}"
+    assert outcome.checkpoint == run / f"checkpoints/step_{STEPS:06d}"
+    assert (folder / f"store/step_{STEPS:06d}/manifest.json").is_file()
     assert_same(alone, run)
 
 

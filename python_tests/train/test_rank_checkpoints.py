@@ -30,7 +30,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from skyrl_fast.train import trainer as trainer_module
-from skyrl_fast.train.checkpoint.fetched import FetchedCheckpoint
 from skyrl_fast.train.checkpoint.local import (
     CheckpointError,
     checkpoints,
@@ -38,7 +37,7 @@ from skyrl_fast.train.checkpoint.local import (
     verify_checkpoint,
     write_json,
 )
-from skyrl_fast.train.checkpoint.remote import TEMPORARY, RemoteCheckpoints, fetch
+from skyrl_fast.train.checkpoint.remote import CheckpointStore, download
 from skyrl_fast.train.checkpoint.writer import CheckpointWriter
 from skyrl_fast.train.model.policy import load_model
 from skyrl_fast.train.output.loggers import read_metrics
@@ -235,79 +234,20 @@ def full_disk() -> list[Path]:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@contextmanager
-def at_url(folder: Path) -> Iterator[RemoteCheckpoints]:
-    (folder / "run").mkdir(exist_ok=True)
-    checkpoints = RemoteCheckpoints(f"file://{folder}/store")
-    with checkpoints.claimed(folder / "run", resumes=True):
-        yield checkpoints
-
-
 @pytest.mark.spec("update.ranks-checkpoint", "run.checkpoint-url")
-def test_each_rank_uploads_its_files_and_one_rank_restores_them(
-    shared: Saved, tmp_path: Path
-) -> None:
-    wanted = shared.values()
-    with at_url(tmp_path) as checkpoints:
-        writer = CheckpointWriter(checkpoints, keep=-1, ranks=shared.ranks)
-        begin(writer, 1, shared)
-        writer.wait()
-        url = f"file://{tmp_path}/store/step_000001"
-        assert writer.finished() == (1, url)
-    at_path = written(tmp_path / "local", 1, shared)
-    copy = FetchedCheckpoint(url, fetch(url, tmp_path / "copy"))
+def test_files_of_all_ranks_are_uploaded(shared: Saved, tmp_path: Path) -> None:
+    store = CheckpointStore(f"file://{tmp_path}/store", keep=1)
+    writer = CheckpointWriter(tmp_path / "a", keep=-1, ranks=shared.ranks, upload=store.upload)
+    begin(writer, 1, shared)
+    writer.wait()
+    path = tmp_path / "a/step_000001"
+    assert writer.finished() == (1, path)
+    copy = download(f"{store.url}/step_000001", tmp_path / "copy")
     names = [
-        sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
-        for folder in (copy.folder, at_path)
+        sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*"))
+        for folder in (copy, path)
     ]
     assert names[0] == names[1] and "optimizer/shard-00002-of-00002.safetensors" in names[0]
-    with models(tmp_path, 1, copy.folder) as alone:
-        alone.restore(copy.folder)
-        restored = alone.values()
-        assert restored.keys() == wanted.keys()
-        assert_equal(restored, wanted)
-    copy.remove(shared)
-    assert not (tmp_path / "copy").exists()
-
-
-@pytest.mark.slow  # starts two processes
-@pytest.mark.spec("run.checkpoint-url")
-def test_ranks_of_a_node_without_a_copy_fetch_one(tmp_path: Path) -> None:
-    with at_url(tmp_path) as checkpoints, models(tmp_path, 1) as alone:
-        alone.step(0)
-        writer = CheckpointWriter(checkpoints, keep=-1, ranks=SINGLE_RANK)
-        begin(writer, 1, alone)
-        writer.wait()
-        _, url = writer.finished() or (0, "")
-        wanted = alone.values()
-    copy = FetchedCheckpoint(str(url), tmp_path / f"{TEMPORARY}x/step_000001")
-    make = partial(copy.then, partial(saved_models, checkpoint=copy.folder))
-    with started_ranks(3, make, cuda=False, starter=LocalRanks(tmp_path)) as ranks:
-        three = make(ranks)
-        three.restore(copy.folder)
-        assert_equal(three.values(), wanted)
-        copy.remove(three)
-        assert list(tmp_path.glob(f"*{TEMPORARY}*")) == []
-
-
-@pytest.mark.spec("run.checkpoint-url")
-@pytest.mark.parametrize("rank", [0, 1])
-def test_rank_that_cannot_upload_is_named(shared: Saved, tmp_path: Path, rank: int) -> None:
-    with at_url(tmp_path) as checkpoints:
-        writer = CheckpointWriter(checkpoints, keep=-1, ranks=shared.ranks)
-        begin(writer, 1, shared)
-        writer.wait()
-        kept = writer.finished()
-        shared.queue(rank, full_disk)
-        begin(writer, 2, shared)
-        writer.wait()
-        wanted = rf"step 2 not written to {checkpoints}: rank {rank}: OSError: .*No space.* intact"
-        with pytest.raises(CheckpointError, match=wanted):
-            writer.finished()
-        assert kept is not None and checkpoints.saved() == [kept]
-        begin(writer, 2, shared)  # the ranks are in sync
-        writer.wait()
-        assert writer.finished() == (2, f"{checkpoints}/step_000002-2")
 
 
 @pytest.mark.spec("async.checkpoint-state")

@@ -6,9 +6,8 @@ import itertools
 import json
 import shutil
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,46 +21,56 @@ from _object_stores import URL, FlakyStore, KillAt, KilledError, plain
 from _object_stores import store as store
 from test_rank_checkpoints import STATE
 
-from skyrl_fast.system.temporary_folder import locked_folder
-from skyrl_fast.train.checkpoint import run_claim
-from skyrl_fast.train.checkpoint.fetched import FetchedCheckpoint
-from skyrl_fast.train.checkpoint.local import CheckpointError, RunInUseError
-from skyrl_fast.train.checkpoint.object_folder import ObjectFolder, check_url
-from skyrl_fast.train.checkpoint.remote import (
-    TEMPORARY,
-    RemoteCheckpoints,
-    fetch,
-    manifests,
-    set_remote_aside,
+from skyrl_fast.config import Config, ConfigError, load_config
+from skyrl_fast.train.checkpoint.local import (
+    CheckpointError,
+    RunInUseError,
+    latest_checkpoint,
+    verify_checkpoint,
+    write_checkpoint,
 )
+from skyrl_fast.train.checkpoint.manifest import find_damage, listed_files
+from skyrl_fast.train.checkpoint.remote import CheckpointStore, ObjectStoreError, download
+from skyrl_fast.train.checkpoint.starting_point import starting_point
+from skyrl_fast.train.setup.given_objects import with_absolute_paths
 
 
-@contextmanager
-def claimed(run: Path, *, resumes: bool = True) -> Iterator[RemoteCheckpoints]:
-    run.mkdir(exist_ok=True)
-    checkpoints = RemoteCheckpoints(URL + "/")
-    with checkpoints.claimed(run, resumes=resumes):
-        yield checkpoints
+class Run:
+    """A run with a local folder, whose checkpoints are uploaded to the URL."""
+
+    def __init__(self, path: Path, *, keep: int = -1) -> None:
+        self.path = path
+        self.store = CheckpointStore(URL + "/", keep=keep)
+
+    def claimed(self, *, resumes: bool = True) -> AbstractContextManager[None]:
+        return self.store.claimed("run", self.path, resumes=resumes)
+
+    def write(self, step: int, text: str) -> None:
+        """Write a checkpoint with this text in its two files, and upload it."""
+
+        def files(folder: Path) -> None:
+            (folder / "policy").mkdir()
+            (folder / "policy/weights").write_text(text)
+            (folder / "state.json").write_text(json.dumps({**STATE, "step": step, "text": text}))
+
+        self.store.upload(write_checkpoint(self.path / "checkpoints", step, files))
+
+    def newest(self) -> str | None:
+        """Return the text of the newest checkpoint at the URL, which must be intact."""
+        saved = self.store.saved()
+        if not saved:
+            return None
+        local = download(saved[-1][1], self.path.parent / "copy")
+        text = (local / "policy/weights").read_text()
+        assert json.loads((local / "state.json").read_text())["text"] == text
+        shutil.rmtree(local)
+        return text
 
 
-def write(checkpoints: RemoteCheckpoints, step: int, text: str, *, keep: int = -1) -> str:
-    """Write a checkpoint with this text in its two files."""
-    with checkpoints.begin(step) as (local, target):
-        (local / "policy").mkdir()
-        (local / "policy/weights").write_text(text)
-        (local / "state.json").write_text(json.dumps({**STATE, "step": step, "text": text}))
-    return checkpoints.complete(step, local, target, keep=keep)
-
-
-def newest(folder: Path, checkpoints: RemoteCheckpoints | None = None) -> tuple[str, str] | None:
-    """Return URL and text of the newest checkpoint, which must be intact."""
-    url, local, damaged = (checkpoints or RemoteCheckpoints(URL)).newest_intact(folder / "copies")
-    assert damaged == []
-    if url is None or local is None:
-        return None
-    text = (local / "policy/weights").read_text()
-    assert json.loads((local / "state.json").read_text())["text"] == text
-    return url, text
+def run_at_url(folder: Path, *options: str) -> Config:
+    paths = f"trainer.run_path={folder}", f"trainer.ckpt_path={URL}"
+    needed = "data.train_data=[a.jsonl]", "trainer.policy.model.path=m"
+    return load_config(None, [*needed, *paths, *options])
 
 
 def objects(store: type[FlakyStore]) -> list[str]:
@@ -72,9 +81,10 @@ def objects(store: type[FlakyStore]) -> list[str]:
 def test_manifest_is_written_last_and_deleted_first(
     tmp_path: Path, store: type[FlakyStore]
 ) -> None:
-    with claimed(tmp_path / "run", resumes=False) as checkpoints:
-        assert newest(tmp_path) is None
-        write(checkpoints, 1, "one")
+    run = Run(tmp_path / "run", keep=1)
+    with run.claimed(resumes=False):
+        assert run.newest() is None
+        run.write(1, "one")
         requests: list[str] = []
 
         def listen(name: str, path: str, request: Callable[[], Any]) -> Any:
@@ -83,18 +93,18 @@ def test_manifest_is_written_last_and_deleted_first(
             return request()
 
         store.around = staticmethod(listen)
-        assert write(checkpoints, 12, "twelve", keep=1) == f"{URL}/step_000012"
+        run.write(12, "twelve")
         assert requests == [
             "put_file step_000012/policy/weights",
             "put_file step_000012/state.json",
-            "pipe_file step_000012/manifest.json",
+            "put_file step_000012/manifest.json",
             "rm step_000001/manifest.json",
             "rm step_000001",
         ]
-        assert newest(tmp_path) == (f"{URL}/step_000012", "twelve")
-        assert checkpoints.saved() == [(12, f"{URL}/step_000012")]
+        assert run.newest() == "twelve"
+        assert run.store.saved() == [(12, f"{URL}/step_000012")]
     files = ("manifest.json", "policy/weights", "state.json")
-    assert objects(store) == ["run.json", *(f"step_000012/{file}" for file in files)]
+    assert objects(store) == [f"step_000012/{file}" for file in files]
 
 
 @pytest.mark.spec("run.checkpoint-url-kills")
@@ -104,30 +114,26 @@ def test_kill_at_any_request_leaves_the_old_or_the_new_checkpoint(
     tmp_path: Path, store: type[FlakyStore], step: int, when: str
 ) -> None:
     """Step 2 replaces step 1, of which one is kept; or step 1 is written again."""
-    run, seen = tmp_path / "run", []
+    run, seen = Run(tmp_path / "run", keep=1), []
     for number in range(1000):
         store.store.clear()
         store.around = staticmethod(plain)
-        with claimed(run) as checkpoints:
-            write(checkpoints, 1, "old")
+        with run.claimed():
+            run.write(1, "old")
         kill = KillAt(number, when)
         store.around = staticmethod(kill)
-        try:
-            with claimed(run) as checkpoints:
-                write(checkpoints, step, "new", keep=1)
-        except KilledError:
-            pass
+        with suppress(KilledError), run.claimed():
+            run.write(step, "new")
         store.around = staticmethod(plain)
-        found = newest(tmp_path)
+        found = run.newest()
         assert found is not None
-        seen.append(found[1])
-        with claimed(run) as checkpoints:  # the next start removes what was left
-            kept = {url.rpartition("/")[2] for _, url in checkpoints.saved()}
-            names = {key.partition("/")[0] for key in objects(store)}
-            assert names == {"run.json", *kept}
-            assert newest(tmp_path) == found
-            write(checkpoints, 3, "next", keep=1)
-            assert newest(tmp_path) == (f"{URL}/step_000003", "next")
+        seen.append(found)
+        with run.claimed():  # the next start removes what was left
+            kept = {url.rpartition("/")[2] for _, url in run.store.saved()}
+            assert {key.partition("/")[0] for key in objects(store)} == {"run.json", *kept}
+            assert run.newest() == found
+            run.write(3, "next")
+            assert run.newest() == "next"
         if not kill.killed:
             break
     assert 10 < number < 100
@@ -146,11 +152,12 @@ def test_failed_requests_are_repeated(tmp_path: Path, store: type[FlakyStore]) -
         return request()
 
     store.around = staticmethod(once)
-    with claimed(tmp_path / "run") as checkpoints:
-        write(checkpoints, 1, "one")
-        assert newest(tmp_path) == (f"{URL}/step_000001", "one")
+    run = Run(tmp_path / "run")
+    with run.claimed():
+        run.write(1, "one")
+        assert run.newest() == "one"
     names = {name for name, _ in failed}
-    assert names == {"cat_file", "get", "info", "ls", "pipe_file", "put_file"}
+    assert names == {"cat_file", "get_file", "info", "ls", "pipe_file", "put_file", "rm"}
 
 
 @pytest.mark.spec("run.checkpoint-url")
@@ -165,43 +172,50 @@ def test_upload_that_arrives_cut_is_repeated(tmp_path: Path, store: type[FlakySt
         return done
 
     store.around = staticmethod(first)
-    with claimed(tmp_path / "run") as checkpoints:
-        write(checkpoints, 1, "one")
+    run = Run(tmp_path / "run")
+    with run.claimed():
+        run.write(1, "one")
     assert cut
-    assert newest(tmp_path) == (f"{URL}/step_000001", "one")
+    assert run.newest() == "one"
 
 
 @pytest.mark.spec("run.checkpoint-url")
-@pytest.mark.parametrize("request_name", ["put_file", "pipe_file"])
+@pytest.mark.parametrize("file", ["weights", "manifest.json"])
 @pytest.mark.parametrize("error", [PermissionError("no"), OSError(28, "full"), ValueError("odd")])
-def test_failed_upload_names_the_url_and_earlier_checkpoints_are_intact(
-    tmp_path: Path, store: type[FlakyStore], request_name: str, error: Exception
+def test_failed_upload_names_the_url_and_all_other_checkpoints_are_intact(
+    tmp_path: Path, store: type[FlakyStore], file: str, error: Exception
 ) -> None:
-    with claimed(tmp_path / "run") as checkpoints:
-        write(checkpoints, 1, "one", keep=1)
+    run = Run(tmp_path / "run", keep=1)
+    with run.claimed():
+        run.write(1, "one")
 
         def fails(name: str, path: str, request: Callable[[], Any]) -> Any:
-            if name == request_name:
+            if name == "put_file" and path.endswith(file):
                 raise error
             return request()
 
         store.around = staticmethod(fails)
-        wanted = rf"step 2 not written to {URL}: {URL}/step_000002/.*{type(error).__name__}.*intact"
+        wanted = rf"step_000002 not uploaded .*{URL}/step_000002/.*{type(error).__name__}.*intact"
         with pytest.raises(CheckpointError, match=wanted):
-            write(checkpoints, 2, "two", keep=1)
+            run.write(2, "two")
         store.around = staticmethod(plain)
-        assert newest(tmp_path) == (f"{URL}/step_000001", "one")
-        assert write(checkpoints, 2, "two", keep=1) == f"{URL}/step_000002-2"
-        assert newest(tmp_path) == (f"{URL}/step_000002-2", "two")
-    assert {key.partition("/")[0] for key in objects(store)} == {"run.json", "step_000002-2"}
+        local = latest_checkpoint(run.path / "checkpoints")
+        assert local is not None and local.name == "step_000002"
+        verify_checkpoint(local)
+        assert run.newest() == "one"
+        run.write(2, "two again")
+        assert run.newest() == "two again"
+    (name,) = {key.partition("/")[0] for key in objects(store)}
+    assert name == ("step_000002" if file == "weights" else "step_000002-2")
 
 
 @pytest.mark.spec("run.checkpoint-url")
 def test_old_checkpoint_that_cannot_be_deleted_is_a_warning(
     tmp_path: Path, store: type[FlakyStore], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with claimed(tmp_path / "run") as checkpoints:
-        write(checkpoints, 1, "one", keep=1)
+    run = Run(tmp_path / "run", keep=1)
+    with run.claimed():
+        run.write(1, "one")
 
         def fails(name: str, path: str, request: Callable[[], Any]) -> Any:
             if name == "rm":
@@ -209,12 +223,12 @@ def test_old_checkpoint_that_cannot_be_deleted_is_a_warning(
             return request()
 
         store.around = staticmethod(fails)
-        write(checkpoints, 2, "two", keep=1)
+        run.write(2, "two")
         assert "old checkpoints remain" in caplog.text and "no deletions" in caplog.text
         store.around = staticmethod(plain)
-        assert len(checkpoints.saved()) == 2
-        write(checkpoints, 3, "three", keep=1)
-        assert checkpoints.saved() == [(3, f"{URL}/step_000003")]
+        assert len(run.store.saved()) == 2
+        run.write(3, "three")
+        assert run.store.saved() == [(3, f"{URL}/step_000003")]
 
 
 def change(store: type[FlakyStore], name: str, content: bytes | None) -> None:
@@ -233,67 +247,102 @@ def change(store: type[FlakyStore], name: str, content: bytes | None) -> None:
         ("policy/weights", None, "policy/weights: missing"),
         ("state.json", b"", "state.json: wanted"),
         ("manifest.json", b"{", "manifest.json: not a manifest"),
-        ("manifest.json", b'{"files": {"../x": 1}}', "lists files outside its folder"),
-        ("manifest.json", b'{"files": {"/etc/x": 1}}', "lists files outside its folder"),
+        ("manifest.json", b'{"files": {"../x": 1}}', "manifest.json: not a manifest"),
     ],
 )
 def test_damaged_object_is_named_and_the_older_checkpoint_found(
-    tmp_path: Path, store: type[FlakyStore], name: str, content: bytes | None, reason: str
+    tmp_path: Path,
+    store: type[FlakyStore],
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    content: bytes | None,
+    reason: str,
 ) -> None:
-    with claimed(tmp_path / "run") as checkpoints:
-        write(checkpoints, 1, "one")
-        two = write(checkpoints, 2, "two")
+    run = Run(tmp_path / "run")
+    with run.claimed():
+        run.write(1, "one")
+        run.write(2, "two")
     change(store, f"step_000002/{name}", content)
-    url, local, damaged = RemoteCheckpoints(URL).newest_intact(tmp_path / "copies")
-    assert url == f"{URL}/step_000001" and local is not None
-    assert [found for found, _ in damaged] == [two]
-    assert reason in damaged[0][1]
-    assert str(tmp_path) not in damaged[0][1]
-    if "outside" not in reason:
-        assert f"step 2 is damaged: {two}/{name}" in damaged[0][1]
+    config = run_at_url(tmp_path / "elsewhere", "trainer.resume_mode=latest")
+    with ExitStack() as stack:
+        start = starting_point(config, run.store, stack)
+    assert start.checkpoint == tmp_path / "elsewhere/checkpoints/step_000001"
+    assert start.state["text"] == "one"
+    assert f"damaged: {URL}/step_000002/{name}" in caplog.text and reason in caplog.text
+    assert str(tmp_path) not in caplog.text
     change(store, "step_000001/policy/weights", b"")
+    shutil.rmtree(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match=f"no intact checkpoint in {URL}: .*; check"):
-        RemoteCheckpoints(URL).newest_intact(tmp_path / "copies")
+        starting_point(config, run.store, ExitStack())
+
+
+@pytest.mark.spec("run.checkpoint-url")
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x"])
+def test_manifest_names_no_file_outside_its_folder(tmp_path: Path, name: str) -> None:
+    content = {"files": {name: {"bytes": 1, "digest": ""}}, "algorithm": "xxh3_128", "digest": ""}
+    (tmp_path / "manifest.json").write_text(json.dumps(content))
+    assert listed_files((tmp_path / "manifest.json").read_bytes()) == []
+    assert find_damage(tmp_path) == ("manifest.json", "lists files outside its folder")
+
+
+@pytest.mark.spec("run.checkpoint-url")
+@pytest.mark.parametrize("newest", ["local", "url"])
+def test_newest_of_local_checkpoints_and_those_at_the_url_is_resumed(
+    tmp_path: Path, newest: str
+) -> None:
+    run = Run(tmp_path / "run")
+    with run.claimed():
+        run.write(1, "one")
+        run.write(2, "two")
+    if newest == "local":  # its upload has failed
+        run.store.set_later_aside(1)
+    else:  # the local one is damaged
+        (run.path / "checkpoints/step_000002/policy/weights").write_text("tow")
+    config = run_at_url(run.path, "trainer.resume_mode=latest")
+    start = starting_point(config, run.store, ExitStack())
+    assert start.checkpoint == run.path / "checkpoints/step_000002"
+    assert start.state["text"] == "two" and start.aside == []
+    verify_checkpoint(start.checkpoint)
 
 
 @pytest.mark.spec("run.checkpoint-url")
 def test_network_failure_while_reading_is_not_damage(
     tmp_path: Path, store: type[FlakyStore]
 ) -> None:
-    with claimed(tmp_path / "run") as checkpoints:
-        write(checkpoints, 1, "one")
+    run = Run(tmp_path / "run")
+    with run.claimed():
+        run.write(1, "one")
 
     def fails(name: str, path: str, request: Callable[[], Any]) -> Any:
-        if name == "get":
+        if name == "get_file":
             raise ConnectionError("reset by peer")
         return request()
 
     store.around = staticmethod(fails)
-    with pytest.raises(CheckpointError, match=f"{URL}/step_000001: ConnectionError: reset"):
-        RemoteCheckpoints(URL).newest_intact(tmp_path / "copies")
+    config = run_at_url(tmp_path / "elsewhere", "trainer.resume_mode=latest")
+    with pytest.raises(ObjectStoreError, match=rf"{URL}/step_000001/.*: ConnectionError: reset"):
+        starting_point(config, run.store, ExitStack())
 
 
 @pytest.mark.spec("run.checkpoint-url")
-def test_checkpoint_that_was_set_aside_is_kept_and_can_be_chosen(
+def test_checkpoint_that_was_set_aside_is_kept_and_not_read(
     tmp_path: Path, store: type[FlakyStore]
 ) -> None:
-    with claimed(tmp_path / "run") as checkpoints:
-        write(checkpoints, 1, "one")
-        two = write(checkpoints, 2, "two")
-        aside = f"{two}/manifest.later.json"
-        assert set_remote_aside(two, "later") == aside
-        assert newest(tmp_path) == (f"{URL}/step_000001", "one")
-        assert manifests(two) == ["manifest.later.json"]
-        assert (fetch(two, tmp_path / "chosen") / "policy/weights").read_text() == "two"
-    with claimed(tmp_path / "run") as checkpoints:
-        assert write(checkpoints, 2, "new", keep=1) == f"{two}-2"
-        assert newest(tmp_path) == (f"{two}-2", "new")
-        assert (fetch(two, tmp_path / "chosen") / "policy/weights").read_text() == "two"
-    assert {key.partition("/")[0] for key in objects(store)} == {
-        "run.json",
-        "step_000002",
-        "step_000002-2",
-    }
+    run = Run(tmp_path / "run", keep=1)
+    with run.claimed():
+        run.write(1, "one")
+        run.store = CheckpointStore(URL)
+        run.write(2, "two")
+        assert run.store.set_later_aside(1) == [f"{URL}/step_000002"]
+        assert run.newest() == "one"
+        with pytest.raises(CheckpointError, match="no complete checkpoint at flaky"):
+            download(f"{URL}/step_000002", tmp_path / "chosen")
+    run = Run(tmp_path / "run", keep=1)
+    with run.claimed():
+        run.write(2, "new")
+        assert run.newest() == "new"
+    names = {key.partition("/")[0] for key in objects(store)}
+    assert names == {"step_000002", "step_000002-2"}
 
 
 @pytest.mark.spec("run.own-files")
@@ -301,75 +350,54 @@ def test_other_objects_are_kept(tmp_path: Path, store: type[FlakyStore]) -> None
     for name in ("step_1/x", "step_000001.later/x", "notes.txt", "other/step_000001/x"):
         store().pipe_file(f"/bucket/run/{name}", b"")
     before = objects(store)
-    with claimed(tmp_path / "run") as checkpoints:
-        write(checkpoints, 1, "one", keep=1)
-        write(checkpoints, 2, "two", keep=1)
+    run = Run(tmp_path / "run", keep=1)
+    with run.claimed():
+        run.write(1, "one")
+        run.write(2, "two")
     assert set(before) < set(objects(store))
 
 
 @pytest.mark.spec("run.checkpoint-url-claim")
-def test_url_of_a_running_or_earlier_run_is_refused(tmp_path: Path) -> None:
-    in_use = rf"{URL} is in use by process \d+ on .* ends in \d+ s"
-    with claimed(tmp_path / "a", resumes=False) as checkpoints:
-        write(checkpoints, 1, "one")
+def test_url_of_a_running_run_is_refused(tmp_path: Path, store: type[FlakyStore]) -> None:
+    in_use = rf"{URL} is in use by process \d+ on .*, run folder {tmp_path}/a: .* delete "
+    with Run(tmp_path / "a").claimed(resumes=False):
         for resumes in (False, True):
             with (
                 pytest.raises(RunInUseError, match=in_use),
-                claimed(tmp_path / "b", resumes=resumes),
+                Run(tmp_path / "b").claimed(resumes=resumes),
             ):
                 pass
-        assert write(checkpoints, 2, "two")
-    for run in "ab":
-        with (
-            pytest.raises(RunInUseError, match=f"{URL} holds an earlier run: --resume continues"),
-            claimed(tmp_path / run, resumes=False),
-        ):
+    with Run(tmp_path / "b").claimed():  # after the first has ended
+        assert objects(store) == ["run.json"]
+    assert objects(store) == []
+
+
+@pytest.mark.spec("run.checkpoint-url-claim")
+def test_url_of_an_earlier_run_is_resumed_only(tmp_path: Path) -> None:
+    run = Run(tmp_path / "a")
+    with run.claimed():
+        run.write(1, "one")
+    with pytest.raises(RunInUseError, match=f"{URL} holds an earlier run: --resume continues"):
+        starting_point(run_at_url(tmp_path / "b"), run.store, ExitStack())
+
+
+@pytest.mark.spec("run.checkpoint-url-claim")
+@pytest.mark.parametrize("cut", [False, True])
+def test_claim_of_a_killed_run_ends_when_it_is_resumed(
+    tmp_path: Path, store: type[FlakyStore], cut: bool
+) -> None:
+    with Run(tmp_path / "a").claimed():
+        record = json.loads(store().cat_file("/bucket/run/run.json"))
+    record["process"] = "process 1 on another machine"
+    store().pipe_file("/bucket/run/run.json", b"" if cut else json.dumps(record).encode())
+    for name, resumes in (("a", False), ("b", True)):
+        with pytest.raises(RunInUseError), Run(tmp_path / name).claimed(resumes=resumes):
             pass
-    with claimed(tmp_path / "b") as checkpoints:  # on another machine, after the first has ended
-        assert [step for step, _ in checkpoints.saved()] == [1, 2]
-
-
-@pytest.mark.spec("run.checkpoint-url-claim")
-def test_claim_of_a_killed_run_ends(
-    tmp_path: Path, store: type[FlakyStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with claimed(tmp_path / "a") as checkpoints:
-        write(checkpoints, 1, "one")
-        record = store().cat_file("/bucket/run/run.json")
-    store().pipe_file("/bucket/run/run.json", record)  # as if it were killed
-    with pytest.raises(RunInUseError, match="in use"), claimed(tmp_path / "b"):
+    if cut:  # nobody's: it is to be deleted
+        store().rm("/bucket/run/run.json")
+    with Run(tmp_path / "a").claimed():
         pass
-    with claimed(tmp_path / "a"):  # the same run folder: nothing to wait for
-        pass
-    store().pipe_file("/bucket/run/run.json", record)
-    monkeypatch.setattr(run_claim, "LEASE_SECONDS", 0.0)
-    with claimed(tmp_path / "b") as checkpoints:
-        write(checkpoints, 2, "two")
-
-
-@pytest.mark.spec("run.checkpoint-url-claim")
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"run": "a"}'])
-def test_record_that_is_damaged_claims_nothing(
-    tmp_path: Path, store: type[FlakyStore], content: bytes
-) -> None:
-    store().pipe_file("/bucket/run/run.json", content)
-    with claimed(tmp_path / "a") as checkpoints:
-        write(checkpoints, 1, "one")
-
-
-@pytest.mark.spec("run.checkpoint-url-claim")
-def test_run_that_was_replaced_completes_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with claimed(tmp_path / "a") as first:
-        write(first, 1, "one")
-        monkeypatch.setattr(run_claim, "LEASE_SECONDS", -1.0)  # as if it had hung for long
-        with claimed(tmp_path / "b") as second:
-            with pytest.raises(CheckpointError, match=rf"{URL} has been taken over by process"):
-                write(first, 2, "two")
-            assert [step for step, _ in second.saved()] == [1]
-            write(second, 2, "of b")
-            assert newest(tmp_path) == (f"{URL}/step_000002", "of b")
+    assert objects(store) == []
 
 
 @pytest.mark.spec("run.checkpoint-url-claim")
@@ -381,7 +409,7 @@ def test_of_two_runs_at_the_same_moment_one_gets_the_folder(
     def run(number: int) -> None:
         start.wait(60)
         try:
-            with claimed(tmp_path / str(number)):
+            with Run(tmp_path / str(number)).claimed():
                 assert held.wait(60)
         except RunInUseError as error:
             refused.append(str(error))
@@ -404,27 +432,12 @@ def test_file_system_without_conditional_creation(
         MemoryFileSystem.pipe_file(self, path, value)
 
     monkeypatch.setattr(store, "pipe_file", pipe_file)
-    with claimed(tmp_path / "a") as checkpoints:
-        write(checkpoints, 1, "one")
-        with pytest.raises(RunInUseError, match="in use"), claimed(tmp_path / "b"):
-            pass
-
-
-@pytest.mark.spec("run.checkpoint-url-claim")
-def test_record_is_renewed(
-    tmp_path: Path, store: type[FlakyStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_claim, "RENEW_SECONDS", 0.01)
-
-    def written() -> float:
-        return float(json.loads(store().cat_file("/bucket/run/run.json"))["time"])
-
-    with claimed(tmp_path / "a"):
-        first, deadline = written(), time.monotonic() + 60
-        while written() == first:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-    assert written() == 0.0
+    with (
+        Run(tmp_path / "a").claimed(),
+        pytest.raises(RunInUseError, match="in use"),
+        Run(tmp_path / "b").claimed(),
+    ):
+        pass
 
 
 @pytest.mark.spec("run.checkpoint-url-claim")
@@ -438,7 +451,7 @@ def test_folder_that_cannot_be_written_is_refused_at_the_start(
 
     store.around = staticmethod(fails)
     wanted = f"cannot be used: {URL}/run.json: PermissionError: 403 Forbidden"
-    with pytest.raises(RunInUseError, match=wanted), claimed(tmp_path / "a"):
+    with pytest.raises(RunInUseError, match=wanted), Run(tmp_path / "a").claimed():
         pass
 
 
@@ -446,49 +459,34 @@ def test_folder_that_cannot_be_written_is_refused_at_the_start(
     ("url", "reason"),
     [
         ("nothing://a", "Protocol not known: nothing"),
-        ("filecache::memory://a", "wanted one scheme"),
+        ("filecache::memory://a", "expected one scheme"),
         ("missing-package://a", "Install the package of the test"),
     ],
 )
 @pytest.mark.spec("run.checkpoint-url")
-def test_url_without_a_file_system_is_an_error(url: str, reason: str) -> None:
+def test_url_without_a_file_system_is_an_error(tmp_path: Path, url: str, reason: str) -> None:
     register_implementation(
         "missing-package",
         "a_package_that_is_missing.Store",
         clobber=True,
         errtxt="Install the package of the test",
     )
-    with pytest.raises(ValueError, match=reason):
-        check_url(url)
+    with pytest.raises(ConfigError, match=rf"trainer.ckpt_path: .*{reason}"):
+        with_absolute_paths(run_at_url(tmp_path, f"trainer.ckpt_path={url}"))
 
 
 @pytest.mark.spec("run.checkpoint-url")
 def test_folders_are_created_where_the_file_system_has_them(tmp_path: Path) -> None:
-    folder = ObjectFolder(f"file://{tmp_path}/a/b [1]*")
-    file = tmp_path / "x"
-    file.write_bytes(b"123")
-    assert folder.names() == [] and folder.read("x") is None
-    assert folder.create("c/d", b"1") and not folder.create("c/d", b"2")
-    (folder / "c").upload(tmp_path, [file])
-    assert folder.read("c/d") == b"1" and (folder / "c").names() == ["d", "x"]
-    (folder / "c").download(tmp_path / "copy", ["x", "nothing"])
-    assert (tmp_path / "copy/x").read_bytes() == b"123"
-    folder.remove("c")
-    folder.remove("c")
-    assert folder.names() == []
-
-
-@pytest.mark.spec("run.checkpoint-url")
-def test_one_rank_of_a_node_fetches_a_checkpoint(tmp_path: Path) -> None:
-    with claimed(tmp_path / "run") as checkpoints:
-        url = write(checkpoints, 1, "one")
-    copy = FetchedCheckpoint(url, tmp_path / f"tmp/{TEMPORARY}x/step_000001")
-    threads = [threading.Thread(target=copy._on_this_node) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert (copy.folder / "policy/weights").read_text() == "one"
-    with pytest.raises(FileExistsError):
-        locked_folder(tmp_path / "tmp", TEMPORARY, name=f"{TEMPORARY}x")
-    shutil.rmtree(copy.folder.parent)
+    run = Run(tmp_path / "run", keep=1)
+    run.store = CheckpointStore(f"file://{tmp_path}/a/b [1]*", keep=1)
+    assert run.store.saved() == []
+    with run.claimed():
+        with (
+            pytest.raises(RunInUseError, match="in use"),
+            run.store.claimed("run", tmp_path / "b", resumes=True),
+        ):
+            pass
+        run.write(1, "one")
+        run.write(2, "two")
+        assert run.newest() == "two"
+    assert [path.name for path in (tmp_path / "a/b [1]*").iterdir()] == ["step_000002"]

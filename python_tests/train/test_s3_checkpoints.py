@@ -15,10 +15,9 @@ from _training import folder as folder
 from _training import settings, steady, train
 from test_url_resume import RESUME, after, interrupted_in
 
-from skyrl_fast.train.checkpoint import object_folder
+from skyrl_fast.train.checkpoint import remote
 from skyrl_fast.train.checkpoint.local import RunInUseError
-from skyrl_fast.train.checkpoint.object_folder import ObjectFolder
-from skyrl_fast.train.checkpoint.remote import RemoteCheckpoints
+from skyrl_fast.train.checkpoint.remote import CheckpointStore
 
 pytestmark = pytest.mark.slow  # starts a server
 
@@ -33,7 +32,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     host, port = server.get_host_and_port()
     keys = {"endpoint_url": f"http://{host}:{port}", "key": "x", "secret": "y"}
     monkeypatch.setitem(fsspec.config.conf, "s3", keys)
-    monkeypatch.setattr(object_folder, "WAITS", (0.0,))
+    monkeypatch.setattr(remote, "WAITS", (0.0,))
     found = get_session().create_client(
         "s3",
         region_name="us-east-1",
@@ -51,27 +50,28 @@ def test_stopped_run_resumes_from_s3(folder: Path, client: Any) -> None:
     expected = steady(train(settings(folder, "expected")).metrics)
     at_url = ("trainer.ckpt_path=s3://bucket/run", "trainer.max_ckpts_to_keep=1")
     stopped = train(settings(folder, "run", *at_url), interrupted_in(3))
-    assert stopped.checkpoint == "s3://bucket/run/step_000003"
+    assert stopped.step == 3
     found = client.list_objects_v2(Bucket="bucket")["Contents"]
-    assert {each["Key"].split("/")[1] for each in found} == {"run.json", "step_000003"}
+    assert {each["Key"].split("/")[1] for each in found} == {"step_000003"}
     with pytest.raises(RunInUseError, match="s3://bucket/run holds an earlier run"):
         train(settings(folder, "other", *at_url))
     resumed = train(settings(folder, "other", *at_url, RESUME))
     assert steady(resumed.metrics) == after(expected, 3)
-    assert RemoteCheckpoints("s3://bucket/run").saved() == [(6, "s3://bucket/run/step_000006")]
+    assert CheckpointStore("s3://bucket/run").saved() == [(6, "s3://bucket/run/step_000006")]
 
 
 @pytest.mark.spec("run.checkpoint-url-claim")
 def test_objects_are_created_once_and_buckets_never(folder: Path, client: Any) -> None:
-    store = ObjectFolder("s3://bucket/once")
-    assert store.names() == [] and store.read("run.json") is None
-    assert store.create("run.json", b"1") and not store.create("run.json", b"2")
-    assert store.read("run.json") == b"1" and store.names() == ["run.json"]
-    with pytest.raises(FileExistsError):  # by the server, without a look before
-        fsspec.filesystem("s3").pipe_file("bucket/once/run.json", b"3", mode="create")
-    store.remove("run.json")
-    store.remove("run.json")
-    assert store.names() == []
+    once = CheckpointStore("s3://bucket/once")
+    with once.claimed("run", folder, resumes=False):
+        with pytest.raises(FileExistsError):  # by the server, without a look before
+            fsspec.filesystem("s3").pipe_file("bucket/once/run.json", b"3", mode="create")
+        with (
+            pytest.raises(RunInUseError, match="s3://bucket/once is in use by process"),
+            once.claimed("run", folder, resumes=False),
+        ):
+            pass
+    assert "Contents" not in client.list_objects_v2(Bucket="bucket")
     with pytest.raises(RunInUseError, match=r"s3://missing/run/run.json: FileNotFoundError"):
         train(settings(folder, "run", "trainer.ckpt_path=s3://missing/run"))
     assert [each["Name"] for each in client.list_buckets()["Buckets"]] == ["bucket"]

@@ -20,11 +20,10 @@ from _training import Recorder, settings, steady, train
 from _training import folder as folder
 
 import skyrl_fast
-from skyrl_fast.commands.train import summary
 from skyrl_fast.config import ConfigError
 from skyrl_fast.train import Callback
 from skyrl_fast.train.checkpoint.local import CheckpointError, RunInUseError
-from skyrl_fast.train.checkpoint.remote import RemoteCheckpoints
+from skyrl_fast.train.checkpoint.remote import CheckpointStore
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.setup.errors import SetupError
 
@@ -53,23 +52,12 @@ def test_stopped_run_resumes_from_the_url_like_an_undisturbed_one(
     expected = steady(train(settings(folder, "expected")).metrics)
     stopped = train(settings(folder, "run", AT_URL), interrupted_in(3))
     assert (stopped.step, stopped.signal) == (3, signal.SIGINT)
-    assert stopped.checkpoint == f"{URL}/step_000003"
-    assert f"checkpoint:     {URL}/step_000003" in summary(stopped)
-    assert not (folder / "run/checkpoints").exists()
-    models: list[str] = []
-
-    class Listening(Recorder):
-        async def __call__(self, config: Any, tokenizer: Any, model_path: str) -> Any:
-            models.append(model_path)
-            return await super().__call__(config, tokenizer, model_path)
-
-    again = settings(folder, folder_of_resumed, AT_URL, RESUME)
-    resumed = train(again, Listening())
-    assert models == [f"{folder}/model"]  # the copy is removed before the run ends
+    assert stopped.checkpoint == folder / "run/checkpoints/step_000003"
+    resumed = train(settings(folder, folder_of_resumed, AT_URL, RESUME))
     first = -1 if folder_of_resumed == "run" else 3
     assert steady(resumed.metrics) == after(expected, first)
-    assert [step for step, _ in RemoteCheckpoints(URL).saved()] == [2, 3, 4, 6]
-    assert resumed.checkpoint == f"{URL}/step_000006"
+    assert [step for step, _ in CheckpointStore(URL).saved()] == [2, 3, 4, 6]
+    assert resumed.checkpoint == folder / folder_of_resumed / "checkpoints/step_000006"
 
 
 @pytest.mark.spec("run.checkpoint-url")
@@ -84,13 +72,18 @@ def test_resume_from_the_url_of_a_checkpoint_sets_later_ones_aside(
     shown = capsys.readouterr().err
     for step in (4, 6):
         name = f"{URL}/step_00000{step}"
-        assert f"{name}/manifest.json was renamed to {name}/manifest.later.json: it is" in shown
-    assert f"resuming after step 2 from {URL}/step_000002" in shown
-    assert resumed.checkpoint == f"{URL}/step_000006-2"
+        assert f"{name}/manifest.json was renamed to manifest.aside.json: the run" in shown
+        assert (
+            f"step_00000{step} was renamed to {folder}/run/checkpoints/step_00000{step}.l" in shown
+        )
+    assert [url for _, url in CheckpointStore(URL).saved()] == [
+        *(f"{URL}/step_000002", f"{URL}/step_000004-2", f"{URL}/step_000006-2")
+    ]
+    assert not (folder / "run/resume_path").exists()
     local = train(settings(folder, "local", *chosen))  # from a URL to a local folder
     assert steady(local.metrics) == after(expected, 2)
     assert local.checkpoint == folder / "local/checkpoints/step_000006"
-    with pytest.raises(SetupError, match=f"no complete checkpoint at {URL}/step_9"):
+    with pytest.raises(CheckpointError, match=f"no complete checkpoint at {URL}/step_9"):
         train(settings(folder, "other", chosen[0], f"trainer.resume_path={URL}/step_9"))
 
 
@@ -99,19 +92,19 @@ def test_damaged_checkpoint_is_set_aside_and_the_older_one_resumed(
     folder: Path, store: type[FlakyStore], capsys: pytest.CaptureFixture[str]
 ) -> None:
     expected = steady(train(settings(folder, "run", AT_URL)).metrics)
-    weights = "step_000006/policy/model.safetensors"
-    store().pipe_file(f"/bucket/run/{weights}", b"")
+    store().pipe_file("/bucket/run/step_000006/policy/model.safetensors", b"")
     capsys.readouterr()
-    assert steady(train(settings(folder, "run", AT_URL, RESUME)).metrics) == expected
-    shown = capsys.readouterr().err
-    assert f"manifest.damaged.json: checkpoint of step 6 is damaged: {URL}/{weights}: w" in shown
+    resumed = train(settings(folder, "on another machine", AT_URL, RESUME))
+    assert steady(resumed.metrics) == after(expected, 4)
+    name = f"{URL}/step_000006/manifest.json"
+    assert f"{name} was renamed to manifest.aside.json" in capsys.readouterr().err
 
 
 @pytest.mark.spec("run.checkpoint-url")
 def test_training_continues_during_an_upload(folder: Path, store: type[FlakyStore]) -> None:
     trained = threading.Event()
     uploads: list[bool] = []
-    complete: list[tuple[int, Path | str]] = []
+    complete: list[tuple[int, Path]] = []
 
     def slow(name: str, path: str, request: Callable[[], Any]) -> Any:
         if name == "put_file" and "step_000002" in path:
@@ -123,7 +116,7 @@ def test_training_continues_during_an_upload(folder: Path, store: type[FlakyStor
             trained.set()
 
     class Listening(Callback):
-        def on_checkpoint(self, step: int, path: Path | str) -> None:
+        def on_checkpoint(self, step: int, path: Path) -> None:
             complete.append((step, path))
 
     store.around = staticmethod(slow)
@@ -131,7 +124,7 @@ def test_training_continues_during_an_upload(folder: Path, store: type[FlakyStor
         settings(folder, "run", AT_URL), make_rollouts=Recorder(during), callbacks=[Listening()]
     )
     assert uploads and all(uploads)
-    assert complete == [(step, f"{URL}/step_00000{step}") for step in (2, 4, 6)]
+    assert complete == [(n, folder / f"run/checkpoints/step_00000{n}") for n in (2, 4, 6)]
 
 
 @pytest.mark.spec("run.checkpoint-url", "async.interrupt")
@@ -157,11 +150,11 @@ def test_run_that_is_stopped_during_an_upload_saves_its_last_step(
     store.around = staticmethod(slow)
     config = settings(folder, "run", AT_URL)
     if fails:
-        with pytest.raises(CheckpointError, match=r"step 2 not written .*403 Forbidden"):
+        with pytest.raises(CheckpointError, match=r"step_000002 not uploaded .*403 Forbidden"):
             train(config, Recorder(during))
     else:
         assert train(config, Recorder(during)).step == 3
-    saved = [step for step, _ in RemoteCheckpoints(URL).saved()]
+    saved = [step for step, _ in CheckpointStore(URL).saved()]
     assert saved == ([3] if fails else [2, 3])
 
 
@@ -177,11 +170,11 @@ def test_failed_upload_ends_the_run_which_can_be_resumed(
         return request()
 
     store.around = staticmethod(fails)
-    wanted = rf"step 4 not written to {URL}: .*403 Forbidden; earlier checkpoints are intact"
+    wanted = rf"step_000004 not uploaded to {URL}: .*403 Forbidden; it is intact"
     with pytest.raises(CheckpointError, match=wanted):
         train(settings(folder, "run", AT_URL))
     store.around = staticmethod(plain)
-    assert [step for step, _ in RemoteCheckpoints(URL).saved()] == [2]
+    assert [step for step, _ in CheckpointStore(URL).saved()] == [2]
     assert steady(train(settings(folder, "run", AT_URL, RESUME)).metrics) == expected
 
 

@@ -320,7 +320,7 @@ class TrainerConfig:
     eval_batch_size: int = setting(1024, "prompts per evaluation batch", at_least=1)
     run_path: str = setting("runs/default", "folder of all output of the run")
     ckpt_path: str | None = setting(
-        None, "folder of checkpoints, or its URL (s3://bucket/run); null: run_path/checkpoints"
+        None, "folder of checkpoints, null: run_path/checkpoints; or URL to upload those to"
     )
     ckpt_interval: int = setting(10, "steps between checkpoints; -1: only at the end", at_least=-1)
     max_ckpts_to_keep: int = setting(3, "newest checkpoints to keep; -1: all", at_least=-1)

@@ -35,12 +35,12 @@ class Callback:
             step: number of trained batches; 0 before training.
         """
 
-    def on_checkpoint(self, step: int, path: Path | str) -> None:
-        """Handle a complete checkpoint; several ranks complete it during later steps.
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        """Handle a complete checkpoint; several ranks, and uploads, complete it during later steps.
 
         Args:
             step: that it was written after.
-            path: its folder, or its URL as a string.
+            path: its local folder.
         """
 
 
@@ -59,7 +59,7 @@ class CallbackList:
         """See `Callback.on_eval`."""
         self._call("on_eval", step, metrics)
 
-    def on_checkpoint(self, step: int, path: Path | str) -> None:
+    def on_checkpoint(self, step: int, path: Path) -> None:
         """See `Callback.on_checkpoint`."""
         self._call("on_checkpoint", step, path)
 

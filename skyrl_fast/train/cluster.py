@@ -22,8 +22,7 @@ from skyrl_fast.errors import RunError
 from skyrl_fast.rollout.engine.engine_actor import enter
 from skyrl_fast.rollout.engine.ray_engine import EnginePlace
 from skyrl_fast.system.ray_connection import connected, imported_ray
-from skyrl_fast.train.checkpoint.remote import RemoteCheckpoints
-from skyrl_fast.train.checkpoint.starting_point import saved_checkpoints
+from skyrl_fast.train.checkpoint.local import checkpoints
 from skyrl_fast.train.flow.event_loop import StopSignals
 from skyrl_fast.train.parallel.rank_processes import RankStarter
 from skyrl_fast.train.parallel.ranks import RankError
@@ -64,9 +63,7 @@ class _Reservation:
         ray.util.remove_placement_group(self.ranks)
 
 
-def run_on_cluster(
-    config: Config, run_here: RunHere, checkpoint_folder: Path | RemoteCheckpoints
-) -> Any:
+def run_on_cluster(config: Config, run_here: RunHere, checkpoint_folder: Path) -> Any:
     """Return the result of `run_here`, called in an actor on the first of the run's nodes.
 
     A lost process or node of the ranks ends the attempt; the next one resumes from the newest
@@ -90,7 +87,7 @@ def run_on_cluster(
             try:
                 return _attempt(ray, reserved, _on_nodes(config, nodes), run_here)
             except _lost(ray) as error:
-                steps = [step for step, _ in saved_checkpoints(checkpoint_folder)]
+                steps = [step for step, _ in checkpoints(checkpoint_folder)]
                 newest = max(steps, default=0)
                 if newest <= failed_at:
                     raise

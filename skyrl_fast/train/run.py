@@ -30,7 +30,7 @@ from skyrl_fast.rollout.env.reward_functions import RewardFunction, RewardFuncti
 from skyrl_fast.train.algorithm.advantages import warn_without_baseline
 from skyrl_fast.train.callbacks import Callback
 from skyrl_fast.train.checkpoint.local import write_json
-from skyrl_fast.train.checkpoint.remote import RemoteCheckpoints
+from skyrl_fast.train.checkpoint.remote import CheckpointStore
 from skyrl_fast.train.checkpoint.resumed_settings import warn_of_changed_settings
 from skyrl_fast.train.checkpoint.starting_point import (
     StartingPoint,
@@ -89,7 +89,7 @@ class TrainResult:
             None where there was none.
         run_path: the run folder.
         metrics, trajectories: the file of the metrics, the folder of the trajectories.
-        checkpoint: folder or URL of the newest one, or None.
+        checkpoint: folder of the newest one, or None.
         plot: the learning curve, or None.
         sample: one trajectory as readable text.
         stopped_by: class of the callback that ended the run early, or None.
@@ -103,7 +103,7 @@ class TrainResult:
     run_path: Path
     metrics: Path
     trajectories: Path
-    checkpoint: Path | str | None
+    checkpoint: Path | None
     plot: Path | None
     sample: str
     stopped_by: str | None = None
@@ -218,17 +218,14 @@ def _run_here(
     check_rollouts: Callable[[Config, str], None] | None,
 ) -> TrainResult:
     """Run with rank 0 in this process."""
-    checkpoints = checkpoint_folder(config)
-    with signals.installed(), locked_folders(config, checkpoints), ExitStack() as stack:
-        start = starting_point(config, checkpoints, stack)
+    with signals.installed(), locked_folders(config) as store, ExitStack() as stack:
+        start = starting_point(config, store, stack)
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         with as_setup_error():
             data = run_data(config, prompts, eval_prompts, one_env=make_env is not None)
             if isinstance(make_env, RewardFunctions):
                 data = data.with_text_marked()
             folder = check_models(config, start.checkpoint)
-            if start.fetched is not None:
-                model_folder(model_path(config, None))  # for the engine
             if make_rollouts is None:
                 _check_rollouts(config, folder, data, make_env)
             if check_rollouts is not None and start.checkpoint is None:
@@ -242,9 +239,7 @@ def _run_here(
                 len(data.train),
                 saved_logits_bytes=saved,
             )
-            if start.fetched is not None:
-                make = partial(start.fetched.then, make)
-            output = _output(config, start, data, plan, stack, checkpoints)
+            output = _output(config, start, data, plan, stack, store)
             ranks = stack.enter_context(
                 started_ranks(
                     config.trainer.placement.num_ranks,
@@ -279,13 +274,13 @@ class _Output:
 
     Args:
         closing: closes the loggers.
-        checkpoints: their folder.
+        store: where checkpoints are uploaded to.
     """
 
     display: ProgressDisplay
     loggers: Sequence[Logger]
     closing: ExitStack
-    checkpoints: Path | RemoteCheckpoints
+    store: CheckpointStore | None
 
 
 def _output(
@@ -294,13 +289,13 @@ def _output(
     data: RunData,
     plan: MemoryPlan | None,
     stack: ExitStack,
-    checkpoints: Path | RemoteCheckpoints,
+    store: CheckpointStore | None,
 ) -> _Output:
     """Open the loggers, which may fail: a missing package or key is found before models load."""
     steps = total_steps(config, len(data.train))
     columns = config.trainer.progress
     display = ProgressDisplay(total_steps=steps, start_step=start.step, columns=columns)
-    set_checkpoints_aside(start, display)  # before metrics after the checkpoint are dropped
+    set_checkpoints_aside(start, store, display)  # before metrics after the checkpoint are dropped
     run_info = RunInfo(
         Path(config.trainer.run_path),
         config.trainer.project_name,
@@ -314,7 +309,7 @@ def _output(
         closing.callback(receiver.close)
     if plan is not None:
         display.say(f"memory plan\n{plan}")
-    return _Output(display, loggers, closing, checkpoints)
+    return _Output(display, loggers, closing, store)
 
 
 def _run(
@@ -333,7 +328,8 @@ def _run(
         components, policy_path = _components(config, start, data, make())
         components.callbacks = [evaluations, *callbacks]
         components.loggers = output.loggers
-        components.checkpoints = output.checkpoints
+        if output.store is not None:
+            components.upload = output.store.upload
         plot_module_checked = _check_plot(config)
     write_json(run_path / "config.json", to_dict(config))
     warn_of_another_schedule(config, start, len(components.train_prompts))
@@ -395,10 +391,7 @@ async def _run_loop(
         if start.checkpoint is not None:
             with as_setup_error():
                 trainer.restore(start.checkpoint)
-            if start.fetched is not None:
-                start.fetched.remove(components.policy)
-            trainer.progress.checkpoint = start.name
-            display.say(f"resuming after step {trainer.progress.step} from {start.name}")
+            display.say(f"resuming after step {trainer.progress.step} from {start.checkpoint}")
 
         def on_signal(number: int) -> None:
             if received:
@@ -435,8 +428,7 @@ def _components(
         reference=models.reference,
         critic=models.critic,
     )
-    # A local copy is removed, and other nodes may have none.
-    return components, path if start.fetched is None else model_path(config, None)
+    return components, path
 
 
 def _check_main_module() -> None:

@@ -30,7 +30,6 @@ from skyrl_fast.train.algorithm.unread_rewards import UnreadRewardsWatch
 from skyrl_fast.train.callbacks import Callback, CallbackList
 from skyrl_fast.train.checkpoint.local import STATE, CheckpointError, read_state, write_json
 from skyrl_fast.train.checkpoint.manifest import MANIFEST
-from skyrl_fast.train.checkpoint.remote import RemoteCheckpoints
 from skyrl_fast.train.checkpoint.starting_point import checkpoint_folder
 from skyrl_fast.train.checkpoint.writer import CheckpointWriter
 from skyrl_fast.train.data.prompts import Prompt, PromptSampler, digest_of
@@ -78,7 +77,7 @@ class Components:
     reference: Policy | None = None
     critic: Critic | None = None
     clock: Callable[[], float] = time.perf_counter
-    checkpoints: Path | RemoteCheckpoints | None = None  # None: those of the settings
+    upload: Callable[[Path], None] | None = None  # called with each complete checkpoint
 
 
 @dataclass(slots=True)
@@ -89,14 +88,14 @@ class Progress:
         step: batches trained.
         stopped: the run was asked to stop before its end.
         stopped_by: class of the callback that requested the stop, or None.
-        checkpoint: folder or URL of the newest one.
+        checkpoint: folder of the newest one.
         trajectories: of the last evaluation or batch, whichever is newer.
     """
 
     step: int = 0
     stopped: bool = False
     stopped_by: str | None = None
-    checkpoint: Path | str | None = None
+    checkpoint: Path | None = None
     trajectories: list[Trajectory] = field(default_factory=list)
 
 
@@ -118,9 +117,10 @@ class Trainer:
         self._display = display
         self._run_path = Path(settings.run_path)
         self._checkpoint_writer = CheckpointWriter(
-            components.checkpoints or checkpoint_folder(config),
+            checkpoint_folder(config),
             keep=settings.max_ckpts_to_keep,
             ranks=components.policy.ranks,
+            upload=components.upload,
         )
         self._sampler = PromptSampler(
             len(components.train_prompts),

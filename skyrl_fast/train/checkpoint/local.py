@@ -22,7 +22,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -291,22 +291,21 @@ def write_json(path: Path, value: Any) -> None:
 
 
 @contextmanager
-def locked_run(run_path: Path, checkpoint_folder: Path | None) -> Iterator[None]:
+def locked_run(run_path: Path, checkpoint_folder: Path) -> Iterator[None]:
     """Lock a run's folders; the locks are released when the process exits, however it exits.
 
     Args:
         run_path: trainer.run_path.
-        checkpoint_folder: trainer.ckpt_path, which may be inside another run's folder; None: it is
-            a URL.
+        checkpoint_folder: local one, which may be inside another run's folder.
 
     Raises:
         RunInUseError: another process holds one of them; the message names its pid.
     """
-    with ExitStack() as stack:
-        stack.enter_context(_locked(run_path / "run.lock", "run folder", "trainer.run_path"))
-        if checkpoint_folder is not None:
-            lock = checkpoint_folder / "checkpoints.lock"
-            stack.enter_context(_locked(lock, "checkpoint folder", "trainer.ckpt_path"))
+    lock = checkpoint_folder / "checkpoints.lock"
+    with (
+        _locked(run_path / "run.lock", "run folder", "trainer.run_path"),
+        _locked(lock, "checkpoint folder", "trainer.ckpt_path"),
+    ):
         yield
 
 

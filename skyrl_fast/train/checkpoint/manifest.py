@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import xxhash
@@ -50,6 +50,20 @@ def entries(folder: Path, paths: Sequence[Path]) -> Entries:
         }
 
 
+def listed_files(manifest: bytes) -> list[str]:
+    """Return the files that a manifest lists; none if `find_damage` will not accept it."""
+    try:
+        names = [str(name) for name in json.loads(manifest)["files"]]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return []
+    return [] if any(map(_is_outside, names)) else names
+
+
+def _is_outside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return path.is_absolute() or ".." in path.parts
+
+
 def find_damage(folder: Path) -> tuple[str, str] | None:
     """Compare the files with `manifest.json`; files that it does not list are ignored.
 
@@ -67,6 +81,8 @@ def find_damage(folder: Path) -> tuple[str, str] | None:
         return MANIFEST, _unreadable(error)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return MANIFEST, f"not a manifest: {type(error).__name__}: {error}"
+    if any(map(_is_outside, wanted)):
+        return MANIFEST, "lists files outside its folder"
     if algorithm != _ALGORITHM:
         return MANIFEST, f"wanted {_ALGORITHM} digests, got {algorithm!r:.50}"
     if not intact:

@@ -58,7 +58,7 @@ def queue_shards(
     file = f"shard-{ranks.rank + 1:05d}-of-{ranks.size:05d}.safetensors"
 
     def write() -> list[Path]:
-        path = ranks.files.place(folder) / file
+        path = folder / file
         save_file(shards, str(path), metadata={SHARDING_INFO: json.dumps(offsets)})
         return [path]
 

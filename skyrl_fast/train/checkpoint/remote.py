@@ -1,267 +1,250 @@
-"""Checkpoints at a URL: the files of `checkpoint.py`, complete when their manifest is there.
+"""Checkpoints at an fsspec URL (s3://bucket/run): copies of local ones, complete with a manifest.
 
-A checkpoint is written to a local folder and uploaded, the manifest last. Nothing that a manifest
-names is replaced: a second checkpoint of step 12 is `step_000012-2`. The manifest is deleted first.
-A checkpoint that must not be read any more has its manifest under another name.
+A local checkpoint (`local.py`) is uploaded, the manifest last, and deleted manifest first. Object
+stores have no rename and no locks, but an object appears with its full content or not at all.
+Nothing that a manifest names is replaced, so that a kill cannot mix two checkpoints: a second one
+of step 12 is `step_000012-2`.
+
+Design: docs/design/020-several-gpus.md
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path, PurePosixPath
+from typing import Any
 
-from skyrl_fast.system.temporary_folder import temporary_folder
+from fsspec.core import url_to_fs
+
 from skyrl_fast.train.checkpoint.local import (
-    ADVICE,
     CheckpointError,
     RunInUseError,
+    set_aside,
     verify_checkpoint,
 )
-from skyrl_fast.train.checkpoint.manifest import MANIFEST, Entries, make_manifest
-from skyrl_fast.train.checkpoint.object_folder import ObjectFolder, ObjectStoreError
-from skyrl_fast.train.checkpoint.run_claim import RunClaim, run_id
+from skyrl_fast.train.checkpoint.manifest import MANIFEST, listed_files
 
 logger = logging.getLogger(__name__)
 
-TEMPORARY = "skyrl_fast-checkpoint-"  # prefix of the local folders
+CLAIM = "run.json"  # names the run that writes at the URL, while it does
+ASIDE = "manifest.aside.json"  # of a checkpoint that is not to be read any more
+DOWNLOADS = 8  # at a time
+WAITS = (1.0, 4.0, 16.0)  # seconds before a request is repeated
 _NAME = re.compile(r"step_(\d{6,})(?:-(\d+))?")
-_ASIDE = re.compile(r"manifest\.\w+\.json")
 
 
-class RemoteCheckpoints:
-    """The checkpoints of a run in the folder at a URL.
+class ObjectStoreError(CheckpointError):
+    """Requests for a URL failed, repeatedly."""
 
-    Args:
-        url: trainer.ckpt_path.
-    """
 
-    def __init__(self, url: str) -> None:
-        self.folder = ObjectFolder(url.rstrip("/"))
-        self._claim: RunClaim | None = None
-        self._taken: set[str] = set()  # names of checkpoints, incomplete ones, too
-        self._local = Path()
+class CheckpointStore:
+    """The checkpoints of a run at a URL, of which the newest `keep` are kept; -1: all."""
 
-    def __str__(self) -> str:
-        """Return the URL."""
-        return self.folder.url
+    def __init__(self, url: str, *, keep: int = -1) -> None:
+        self.url = url.rstrip("/")
+        self._keep = keep
 
     @contextmanager
-    def claimed(self, run_path: Path, *, resumes: bool) -> Iterator[None]:
-        """Claim the folder for the run and remove what an interrupted one has left.
-
-        Args:
-            run_path: trainer.run_path, locked.
-            resumes: whether the run may continue an earlier one.
+    def claimed(self, run_name: str, run_path: Path, *, resumes: bool) -> Iterator[None]:
+        """Claim the URL, or take over the claim of this run if it was killed; clean up there.
 
         Raises:
-            RunInUseError: another run has the folder, or an earlier one has.
+            RunInUseError: another run has claimed the URL, or it cannot be used.
         """
-        claim = RunClaim(self.folder, run_id(run_path))
-        with temporary_folder(TEMPORARY) as self._local, claim.held():
-            if not resumes and self.saved():
-                raise RunInUseError(
-                    f"checkpoint folder {self} holds an earlier run: --resume continues it; for a "
-                    "new run choose another trainer.ckpt_path"
-                )
-            self._claim = claim
+        url, run = f"{self.url}/{CLAIM}", {"run_name": run_name, "run_path": str(run_path)}
+        mine = run | {"process": f"process {os.getpid()} on {socket.gethostname()}"}
+        try:
+            if not _create(url, json.dumps(mine).encode()):
+                owner = _read_claim(url)
+                # A repeated request finds what the first one has created.
+                if owner != mine and not (resumes and owner.items() >= run.items()):
+                    raise RunInUseError(
+                        f"checkpoint folder {self.url} is in use by {owner.get('process')}, run "
+                        f"folder {owner.get('run_path')}: wait for it, stop it, or choose another "
+                        "trainer.ckpt_path; if it was killed, --resume it with its "
+                        f"trainer.run_path and trainer.run_name, or delete {url}"
+                    )
+                _write(url, json.dumps(mine).encode())
             self._remove_old(keep=-1)
+        except ObjectStoreError as error:
+            raise RunInUseError(f"checkpoint folder cannot be used: {error}") from error
+        try:
             yield
+        finally:
+            with suppress(ObjectStoreError):
+                if _read_claim(url) == mine:
+                    _remove(url)
 
     def saved(self) -> list[tuple[int, str]]:
         """Return the complete checkpoints as (step, URL), oldest first."""
-        newest = _newest(self._files())
-        return [(step, (self.folder / name).url) for step, name in newest.items()]
+        return [(step, f"{self.url}/{name}") for step, name in _newest(self._files()).items()]
 
-    @contextmanager
-    def begin(self, step: int) -> Iterator[tuple[Path, ObjectFolder]]:
-        """Yield the empty local folder of a checkpoint and where its files belong.
+    def upload(self, checkpoint: Path) -> None:
+        """Upload a complete local checkpoint, the manifest last; delete old ones.
 
         Raises:
-            CheckpointError: the local folder cannot be written.
+            CheckpointError: it could not be uploaded; the local one and earlier ones are intact.
         """
-        names = (f"step_{step:06d}" + (f"-{n}" if n > 1 else "") for n in count(1))
-        name = next(name for name in names if name not in self._taken)
-        self._taken.add(name)
-        local = self._local / name
-        with self._removed_on_error(step, local):
-            local.mkdir()
-            yield local, self.folder / name
-
-    def complete(
-        self,
-        step: int,
-        local: Path,
-        target: ObjectFolder,
-        *,
-        keep: int = -1,
-        written: Callable[[], Entries] = dict,
-    ) -> str:
-        """Upload what is in the local folder, then the manifest; delete old checkpoints.
-
-        Args:
-            local, target: of `begin`.
-            keep: newest checkpoints to keep; -1: all.
-            written: waits for files that others upload, and returns their entries of the manifest.
-
-        Returns:
-            The checkpoint's URL.
-
-        Raises:
-            CheckpointError: it could not be uploaded, or the folder is another run's by now.
-        """
-        with self._removed_on_error(step, local):
-            known = written()
-            manifest = make_manifest(local, known)
-            mine = [local / name for name in manifest["files"] if name not in known]
-            target.upload(local, mine)
-            self._check_claim()
-            target.write(MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode())
-        shutil.rmtree(local, ignore_errors=True)
         try:
-            self._remove_old(keep=keep)
+            taken = _list(self.url)
+            names = (checkpoint.name + (f"-{n}" if n > 1 else "") for n in count(1))
+            name = next(name for name in names if name not in taken)
+            for file in (*listed_files((checkpoint / MANIFEST).read_bytes()), MANIFEST):
+                _upload(checkpoint / file, f"{self.url}/{name}/{file}")
+        except (ObjectStoreError, OSError) as error:
+            raise CheckpointError(
+                f"checkpoint {checkpoint} not uploaded to {self.url}: {error}; it is intact: "
+                "resume when the URL can be written"
+            ) from error
+        try:
+            self._remove_old(keep=self._keep)
         except ObjectStoreError as error:
             logger.warning("old checkpoints remain, the next one tries again: %s", error)
-        return target.url
 
-    def newest_intact(self, folder: Path) -> tuple[str | None, Path | None, list[tuple[str, str]]]:
-        """Download the newest checkpoint that is intact.
-
-        Args:
-            folder: local and empty; the checkpoint is put in it.
-
-        Returns:
-            Its URL and local folder, or None, and newer ones with what is wrong with them.
-
-        Raises:
-            CheckpointError: there are checkpoints, and all are damaged.
-        """
-        errors: list[tuple[str, str]] = []
-        for _, url in reversed(self.saved()):
-            try:
-                return url, fetch(url, folder), errors
-            except ObjectStoreError:
-                raise  # not damaged
-            except CheckpointError as error:
-                errors.append((url, str(error).removesuffix(ADVICE)))
-        if errors:
-            reasons = "; ".join(reason for _, reason in errors)
-            raise CheckpointError(
-                f"no intact checkpoint in {self}: {reasons}; put back a copy of one, or start a "
-                "new run in another trainer.run_path and trainer.ckpt_path"
-            )
-        return None, None, []
+    def set_later_aside(self, step: int) -> list[str]:
+        """Rename the manifests of later checkpoints, so that none is read; return their URLs."""
+        later = [url for saved, url in self.saved() if saved > step]
+        for url in later:
+            _write(f"{url}/{ASIDE}", _read(f"{url}/{MANIFEST}") or b"")
+            _remove(f"{url}/{MANIFEST}")
+        return later
 
     def _files(self) -> dict[str, list[str]]:
         """Return what is directly in the folder of each checkpoint."""
-        names = [name for name in self.folder.names() if _NAME.fullmatch(name)]
-        return {name: (self.folder / name).names() for name in names}
+        return {n: _list(f"{self.url}/{n}") for n in _list(self.url) if _NAME.fullmatch(n)}
 
     def _remove_old(self, *, keep: int) -> None:
         """Delete incomplete and replaced checkpoints, and complete ones that are not kept."""
         files = self._files()
         complete = list(_newest(files).values())
         kept = set(complete[-keep:] if keep > 0 else complete)
-        kept |= {name for name, found in files.items() if any(map(_ASIDE.fullmatch, found))}
-        for name in sorted(files.keys() - kept):
-            (self.folder / name).remove(MANIFEST)
-            self.folder.remove(name)
-        self._taken |= kept
-
-    def _check_claim(self) -> None:
-        assert self._claim is not None
-        owner = self._claim.owner()
-        if owner is not None:
-            raise CheckpointError(
-                f"checkpoint folder {self} has been taken over by {owner}: this run must not "
-                "write there any more"
-            )
-
-    @contextmanager
-    def _removed_on_error(self, step: int, local: Path) -> Iterator[None]:
-        """Remove the local folder if the block raises; say what was not written."""
-        try:
-            yield
-        except BaseException as error:
-            shutil.rmtree(local, ignore_errors=True)
-            if isinstance(error, OSError | ObjectStoreError) or "No space left" in str(error):
-                raise CheckpointError(
-                    f"checkpoint of step {step} not written to {self}: {error}; earlier "
-                    "checkpoints are intact: resume when it can be written"
-                ) from error
-            raise
+        for name, content in files.items():
+            if name not in kept and ASIDE not in content:
+                _remove(f"{self.url}/{name}/{MANIFEST}")
+                _remove(f"{self.url}/{name}")
 
 
-def fetch(url: str, folder: Path) -> Path:
-    """Download a checkpoint to a folder of its name and verify it.
-
-    Args:
-        url: of a complete checkpoint, or of one that was set aside.
-        folder: local; what it has of the same name is replaced.
-
-    Raises:
-        CheckpointError: it is incomplete or damaged; the message names the file by its URL.
-        ObjectStoreError: it cannot be read.
-    """
-    source = ObjectFolder(url.rstrip("/"))
-    content = next((found for name in manifests(url) if (found := source.read(name))), None)
-    if content is None:
-        raise CheckpointError(f"no checkpoint at {url}: {MANIFEST} is missing")
-    local = folder / source.url.rpartition("/")[2]
+def download(url: str, target: Path) -> Path:
+    """Download a checkpoint and verify it; an existing target is set aside."""
+    manifest = _read(f"{url}/{MANIFEST}")
+    if manifest is None:
+        raise CheckpointError(f"no complete checkpoint at {url}: {MANIFEST} is missing")
+    local = target.with_name(f".{target.name}.partial")  # `local.py` removes what a kill leaves
     shutil.rmtree(local, ignore_errors=True)
     local.mkdir(parents=True)
     try:
-        source.download(local, _inside(content))
-        (local / MANIFEST).write_bytes(content)
+        with ThreadPoolExecutor(DOWNLOADS) as pool:
+            list(pool.map(partial(_download, url, local), listed_files(manifest)))
+        (local / MANIFEST).write_bytes(manifest)
         verify_checkpoint(local)
     except CheckpointError as error:
-        shutil.rmtree(local, ignore_errors=True)
-        raise CheckpointError(str(error).replace(str(local), source.url)) from error
-    return local
+        raise type(error)(str(error).replace(str(local), url)) from error
+    if target.exists():
+        set_aside(target, "replaced")
+    return local.rename(target)
 
 
-def manifests(url: str) -> list[str]:
-    """Return the names of a checkpoint's manifest, first that of one that is not set aside."""
-    names = ObjectFolder(url.rstrip("/")).names()
-    return [name for name in names if name == MANIFEST] + list(filter(_ASIDE.fullmatch, names))
-
-
-def set_remote_aside(url: str, suffix: str) -> str:
-    """Rename a checkpoint's manifest, so that it is not read any more; return its new URL."""
-    checkpoint = ObjectFolder(url)
-    content, name = checkpoint.read(MANIFEST), MANIFEST.replace(".json", f".{suffix}.json")
-    assert content is not None
-    checkpoint.write(name, content)
-    checkpoint.remove(MANIFEST)
-    return f"{url}/{name}"
-
-
-def _inside(manifest: bytes) -> list[str]:
-    """Return the files that a manifest lists, none outside its folder.
-
-    A manifest that is none is damage, which `verify_checkpoint` names.
-    """
-    try:
-        names = [str(name) for name in json.loads(manifest)["files"]]
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return []
-    paths = map(PurePosixPath, names)
-    if any(path.is_absolute() or ".." in path.parts for path in paths):
-        raise CheckpointError("checkpoint is damaged: its manifest lists files outside its folder")
-    return names
-
-
-def _newest(files: Mapping[str, Sequence[str]]) -> dict[int, str]:
-    """Return the newest complete checkpoint of each step by name, in the order of the steps.
-
-    Args:
-        files: what is directly in the folder of each checkpoint.
-    """
-    matches = (_NAME.fullmatch(name) for name, found in files.items() if MANIFEST in found)
+def _newest(files: dict[str, list[str]]) -> dict[int, str]:
+    """Return the newest complete checkpoint of each step by name, in the order of the steps."""
+    matches = (_NAME.fullmatch(name) for name, content in files.items() if MANIFEST in content)
     numbers = sorted((int(match[1]), int(match[2] or 1), match[0]) for match in matches if match)
     return {step: name for step, _, name in numbers}
+
+
+def _request(url: str, request: Callable[[Any, str], Any], *, missing: Any = ...) -> Any:
+    """Return `request(file system, path in it)`, or `missing` if there is no object."""
+    for wait in (*WAITS, None):
+        try:
+            fs, path = url_to_fs(url)
+            fs.invalidate_cache()
+            return request(fs, path)
+        except Exception as error:  # of botocore, aiohttp, ...
+            if missing is not ... and isinstance(error, FileNotFoundError):
+                return missing
+            reason = f"{url}: {type(error).__name__}: {error}"
+            if wait is None:
+                raise ObjectStoreError(reason) from error
+            logger.warning("%s; again in %g s", reason, wait)
+            time.sleep(wait)
+    raise AssertionError
+
+
+def _list(url: str) -> list[str]:
+    """Return the names of objects and folders directly below."""
+    found = _request(url, lambda fs, path: fs.ls(path, detail=False), missing=[])
+    return sorted({name for each in found if (name := each.rstrip("/").rpartition("/")[2])})
+
+
+def _read(url: str) -> bytes | None:
+    return _request(url, lambda fs, path: bytes(fs.cat_file(path)), missing=None)
+
+
+def _read_claim(url: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(_read(url) or b""))
+    except (TypeError, ValueError):
+        return {}  # cut, or of another program
+
+
+def _remove(url: str) -> None:
+    _request(url, lambda fs, path: fs.rm(path, recursive=True), missing=None)
+
+
+def _create(url: str, content: bytes) -> bool:
+    """Create an object, at once where the file system can; return False if it exists."""
+
+    def create(fs: Any, path: str) -> bool:
+        if fs.exists(path):
+            return False
+        try:
+            _with_parents(fs, path, lambda: fs.pipe_file(path, content, mode="create"))
+        except FileExistsError:
+            return False
+        except (NotImplementedError, TypeError):  # it has no such mode
+            fs.pipe_file(path, content)
+        return True
+
+    return bool(_request(url, create))
+
+
+def _write(url: str, content: bytes) -> None:
+    _request(url, lambda fs, path: fs.pipe_file(path, content))
+
+
+def _upload(file: Path, url: str) -> None:
+    def put(fs: Any, path: str) -> None:
+        _with_parents(fs, path, lambda: fs.put_file(str(file), path))
+        fs.invalidate_cache()
+        expected, size = file.stat().st_size, fs.info(path)["size"]
+        if size != expected:
+            raise OSError(f"expected {expected} bytes, got {size}")
+
+    _request(url, put)
+
+
+def _download(url: str, folder: Path, name: str) -> None:
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    _request(f"{url}/{name}", lambda fs, path: fs.get_file(path, str(file)), missing="damage")
+
+
+def _with_parents(fs: Any, path: str, write: Callable[[], object]) -> None:
+    """Write; where a file system wants folders to exist first, create those below the bucket."""
+    try:
+        write()
+    except FileNotFoundError:
+        for parent in reversed(PurePosixPath(path).parents[:-2]):
+            with suppress(FileExistsError):
+                fs.mkdir(str(parent), create_parents=False)
+        write()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -10,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_fast.config import Config
-from skyrl_fast.system.temporary_folder import temporary_folder
-from skyrl_fast.train.checkpoint.fetched import FetchedCheckpoint
 from skyrl_fast.train.checkpoint.local import (
+    ADVICE,
     STATE,
+    CheckpointError,
     RunInUseError,
     checkpoints,
     locked_run,
@@ -23,18 +24,12 @@ from skyrl_fast.train.checkpoint.local import (
     verify_checkpoint,
 )
 from skyrl_fast.train.checkpoint.manifest import MANIFEST
-from skyrl_fast.train.checkpoint.object_folder import is_url
-from skyrl_fast.train.checkpoint.remote import (
-    TEMPORARY,
-    RemoteCheckpoints,
-    fetch,
-    manifests,
-    set_remote_aside,
-)
+from skyrl_fast.train.checkpoint.remote import ASIDE, CheckpointStore, ObjectStoreError, download
 from skyrl_fast.train.data.schedule import total_steps
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.output.progress import ProgressDisplay
 from skyrl_fast.train.setup.errors import SetupError
+from skyrl_fast.train.setup.given_objects import is_url
 from skyrl_fast.trajectory_store.parts import parts as stored_parts
 
 logger = logging.getLogger(__name__)
@@ -48,18 +43,11 @@ class StartingPoint:
         checkpoint: to resume from, or None.
         state: content of its `state.json`.
         aside: checkpoints to be set aside, each with the suffix of its name and the reason.
-        fetched: where the checkpoint comes from, if it is the local copy of one at a URL.
     """
 
     checkpoint: Path | None = None
     state: Mapping[str, Any] = field(default_factory=dict)
-    aside: Sequence[tuple[Path | str, str, str]] = ()
-    fetched: FetchedCheckpoint | None = None
-
-    @property
-    def name(self) -> Path | str | None:
-        """The checkpoint's folder or URL."""
-        return self.checkpoint if self.fetched is None else self.fetched.url
+    aside: Sequence[tuple[Path, str, str]] = ()
 
     @property
     def step(self) -> int:
@@ -75,76 +63,99 @@ class StartingPoint:
 
 
 def starting_point(
-    config: Config, folder: Path | RemoteCheckpoints, stack: ExitStack
+    config: Config, store: CheckpointStore | None, stack: ExitStack
 ) -> StartingPoint:
     """Return the verified checkpoint to resume from, if any, and those that are not to be read.
 
     Args:
-        folder: of the run's checkpoints.
-        stack: removes the local copy of a checkpoint at a URL, unless that has been done before.
+        store: where the run's checkpoints are uploaded to.
+        stack: removes the copy of a checkpoint that was chosen by its URL.
 
     Raises:
         CheckpointError: the chosen checkpoint, or every one, is damaged.
         RunInUseError: a new run in a folder that holds an earlier one.
         SetupError: there is no checkpoint in `trainer.resume_path`.
     """
-    settings = config.trainer
+    settings, folder = config.trainer, checkpoint_folder(config)
     run_path = Path(settings.run_path)
     if settings.resume_mode == "from_path":
         path = str(settings.resume_path)
-        chosen, fetched = _fetched(path, stack) if is_url(path) else (Path(path), None)
-        if fetched is None:
-            if not (chosen / STATE).is_file():
-                raise SetupError(f"trainer.resume_path: no checkpoint in {chosen}")
-            verify_checkpoint(chosen)
+        chosen = Path(path)
+        if is_url(path):
+            copies = run_path / "resume_path"
+            stack.callback(shutil.rmtree, copies, ignore_errors=True)
+            chosen = download(path.rstrip("/"), copies / "checkpoint")
+        if not (chosen / STATE).is_file():
+            raise SetupError(f"trainer.resume_path: no checkpoint in {chosen}")
+        verify_checkpoint(chosen)
         state = read_state(chosen)
         reason = f"it is later than trainer.resume_path={path}"
-        later = [other for step, other in saved_checkpoints(folder) if step > state["step"]]
-        aside = [(other, "later", reason) for other in later]
-        return StartingPoint(chosen, state, aside, fetched)
+        later = [other for step, other in checkpoints(folder) if step > state["step"]]
+        return StartingPoint(chosen, state, [(other, "later", reason) for other in later])
     if settings.resume_mode == "latest":
-        return _newest(folder, stack)
+        newest, damaged = _newest(folder, store)
+        state = {} if newest is None else read_state(newest)
+        return StartingPoint(newest, state, [(path, "damaged", why) for path, why in damaged])
     logged = read_metrics(run_path / "metrics.jsonl")
-    if saved_checkpoints(folder) or logged or stored_parts(run_path / "trajectories"):
+    if checkpoints(folder) or logged or stored_parts(run_path / "trajectories"):
         raise RunInUseError(
             f"run folder {run_path} holds an earlier run: --resume continues it; for a new run "
             "choose another trainer.run_path or delete the folder"
         )
+    if store is not None and store.saved():
+        raise RunInUseError(
+            f"checkpoint folder {store.url} holds an earlier run: --resume continues it; for a new "
+            "run choose another trainer.ckpt_path"
+        )
     return StartingPoint()
 
 
-def _fetched(url: str, stack: ExitStack) -> tuple[Path, FetchedCheckpoint]:
-    """Return the local copy of the chosen checkpoint."""
-    if not manifests(url):
-        raise SetupError(f"trainer.resume_path: no complete checkpoint at {url}")
-    local = fetch(url, stack.enter_context(temporary_folder(TEMPORARY)))
-    return local, FetchedCheckpoint(url, local)
-
-
-def _newest(folder: Path | RemoteCheckpoints, stack: ExitStack) -> StartingPoint:
-    """Return the newest intact checkpoint, if there are any; damaged ones are to be set aside."""
-    fetched = None
-    damaged: Sequence[tuple[Path | str, str]]
-    if isinstance(folder, Path):
+def _newest(
+    folder: Path, store: CheckpointStore | None
+) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """Return the newest intact checkpoint, downloaded if it is at a URL, and damaged local ones."""
+    if store is None:
+        return newest_intact(folder)
+    try:
         newest, damaged = newest_intact(folder)
-    else:
-        copies = stack.enter_context(temporary_folder(TEMPORARY))
-        url, newest, damaged = folder.newest_intact(copies)
-        if url is not None and newest is not None:
-            fetched = FetchedCheckpoint(url, newest)
-    state = {} if newest is None else read_state(newest)
-    aside = [(path, "damaged", why) for path, why in damaged]
-    return StartingPoint(newest, state, aside, fetched)
+    except CheckpointError as error:  # all are damaged
+        newest, damaged = None, [(path, str(error)) for _, path in checkpoints(folder)]
+    last = -1 if newest is None else read_state(newest)["step"]
+    errors = []
+    for step, url in reversed(store.saved()):
+        if step <= last:
+            break
+        try:
+            newest = download(url, folder / f"step_{step:06d}")
+            break
+        except ObjectStoreError:
+            raise  # not damaged
+        except CheckpointError as error:
+            errors.append(str(error).removesuffix(ADVICE))
+            logger.warning("%s", errors[-1])
+    if newest is None and (errors or damaged):
+        reasons = "; ".join([*errors, *(reason for _, reason in damaged)])
+        raise CheckpointError(
+            f"no intact checkpoint in {store.url}: {reasons}; put back a copy of one, or start a "
+            "new run in another trainer.run_path and trainer.ckpt_path"
+        )
+    return newest, [(path, reason) for path, reason in damaged if path != newest]
 
 
-def set_checkpoints_aside(start: StartingPoint, display: ProgressDisplay) -> None:
+def set_checkpoints_aside(
+    start: StartingPoint, store: CheckpointStore | None, display: ProgressDisplay
+) -> None:
     """Rename the checkpoints that the run must not read, and say so."""
-    for checkpoint, suffix, reason in start.aside:
-        if isinstance(checkpoint, Path):
-            name, aside = checkpoint.name, str(set_aside(checkpoint, suffix))
-        else:
-            name, aside = f"{checkpoint}/{MANIFEST}", set_remote_aside(checkpoint, suffix)
-        note = f"{name} was renamed to {aside}: {reason}"
+    notes = [
+        f"{checkpoint.name} was renamed to {set_aside(checkpoint, suffix)}: {reason}"
+        for checkpoint, suffix, reason in start.aside
+    ]
+    if store is not None:
+        notes += [
+            f"{url}/{MANIFEST} was renamed to {ASIDE}: the run resumes from step {start.step}"
+            for url in store.set_later_aside(start.step)
+        ]
+    for note in notes:
         logger.warning("%s", note)
         display.say(note)
 
@@ -166,32 +177,27 @@ def warn_of_another_schedule(config: Config, start: StartingPoint, num_prompts: 
         )
 
 
-def checkpoint_folder(config: Config) -> Path | RemoteCheckpoints:
-    """Return the folder of the run's checkpoints."""
+def checkpoint_folder(config: Config) -> Path:
+    """Return the local folder of the run's checkpoints."""
     path = config.trainer.ckpt_path
-    if path is not None and is_url(path):
-        return RemoteCheckpoints(path)
-    return Path(path or Path(config.trainer.run_path) / "checkpoints")
-
-
-def saved_checkpoints(
-    folder: Path | RemoteCheckpoints,
-) -> Sequence[tuple[int, Path]] | Sequence[tuple[int, str]]:
-    """Return the complete checkpoints as (step, folder or URL), oldest first."""
-    return checkpoints(folder) if isinstance(folder, Path) else folder.saved()
+    local = path is not None and not is_url(path)
+    return Path(path if local else Path(config.trainer.run_path) / "checkpoints")  # type: ignore[arg-type]
 
 
 @contextmanager
-def locked_folders(config: Config, folder: Path | RemoteCheckpoints) -> Iterator[None]:
-    """Lock the run's folder, and that of its checkpoints or claim it.
+def locked_folders(config: Config) -> Iterator[CheckpointStore | None]:
+    """Lock the run's folders; claim and yield the store of its checkpoints if they have a URL.
 
     Raises:
         RunInUseError: one of them belongs to another run.
     """
-    run_path = Path(config.trainer.run_path)
-    with locked_run(run_path, folder if isinstance(folder, Path) else None):
-        if isinstance(folder, Path):
-            yield
+    settings = config.trainer
+    run_path, url = Path(settings.run_path), settings.ckpt_path
+    with locked_run(run_path, checkpoint_folder(config)):
+        if url is None or not is_url(url):
+            yield None
             return
-        with folder.claimed(run_path, resumes=config.trainer.resume_mode != "none"):
-            yield
+        store = CheckpointStore(url, keep=settings.max_ckpts_to_keep)
+        resumes = settings.resume_mode != "none"
+        with store.claimed(settings.run_name, run_path, resumes=resumes):
+            yield store

@@ -61,7 +61,7 @@ def _queue_weights(owner: HasPretrained, folder: Path) -> list[tuple[str, str, i
         if not mine:
             return []
         tensors = {name: value.contiguous() for name, value in mine.items()}
-        path = ranks.files.place(folder) / file
+        path = folder / file
         save_file(tensors, str(path), metadata={"format": "pt"})
         return [path]
 

@@ -3,9 +3,6 @@
 Methods that save queue a write on every rank, with what it writes copied to main memory. `start`
 lets each rank execute its writes in a thread, which has a process group for itself; then rank 0
 waits for the entries of the manifest. An error on any rank is raised there.
-
-For a checkpoint at a URL each rank writes to a temporary folder of its node, and uploads from
-there.
 """
 
 from __future__ import annotations
@@ -18,10 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from skyrl_fast.system.temporary_folder import temporary_folder
 from skyrl_fast.train.checkpoint.manifest import Entries, entries
-from skyrl_fast.train.checkpoint.object_folder import ObjectFolder
-from skyrl_fast.train.checkpoint.remote import TEMPORARY
 from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
 
 Write = Callable[[], Sequence[Path]]
@@ -45,7 +39,6 @@ class SharedFiles:
         self._queue: list[Write] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="files")
         self._running: Future[Entries] | None = None
-        self._moved: tuple[Path, Path] | None = None  # from rank 0's folder to one of this rank
         ranks.files = self
         ranks.register(self)
 
@@ -53,24 +46,11 @@ class SharedFiles:
         """Add a write of this rank, which returns its files."""
         self._queue.append(write)
 
-    def place(self, folder: Path) -> Path:
-        """Return where this rank's running write finds a folder of the checkpoint."""
-        if self._moved is None:
-            return folder
-        here = self._moved[1] / folder.relative_to(self._moved[0])
-        here.mkdir(parents=True, exist_ok=True)
-        return here
-
     @run_on_all_ranks
-    def start(self, folder: Path, target: ObjectFolder | None = None) -> None:
-        """Begin to execute the queued writes; those before must have ended.
-
-        Args:
-            folder: of the checkpoint, which all of them are in.
-            target: where to upload the files; None: they remain in the folder.
-        """
+    def start(self, folder: Path) -> None:
+        """Begin to execute the queued writes, all below `folder`; those before must have ended."""
         writes, self._queue = self._queue, []
-        self._running = self._thread.submit(self._write, folder, target, writes)
+        self._running = self._thread.submit(self._write, folder, writes)
 
     def wait(self) -> Entries:
         """On rank 0: wait for the writes of all ranks; return the files' entries of the manifest.
@@ -92,13 +72,13 @@ class SharedFiles:
         """Wait for this rank's thread, whose errors rank 0 has got."""
         self._thread.shutdown()
 
-    def _write(self, folder: Path, target: ObjectFolder | None, writes: list[Write]) -> Entries:
+    def _write(self, folder: Path, writes: list[Write]) -> Entries:
         mine, fault = {}, ""
         try:
-            if target is None:
-                mine = self._written(folder, writes)
-            else:
-                mine = self._uploaded(folder, target, writes)
+            paths = [path for write in writes for path in write()]
+            for path in paths:
+                _flush(path)
+            mine = entries(folder, paths)
         except Exception as error:  # rank 0 raises it: it waits for an answer of every rank
             fault = f"rank {self.ranks.rank}: {type(error).__name__}: {error}"
         found: list[Any] | None = [None] * self.ranks.size if self.ranks.rank == 0 else None
@@ -108,22 +88,6 @@ class SharedFiles:
         if any(fault for _, fault in found):
             raise FileError("; ".join(fault for _, fault in found if fault))
         return {name: entry for each, _ in found for name, entry in each.items()}
-
-    def _written(self, folder: Path, writes: list[Write]) -> Entries:
-        paths = [path for write in writes for path in write()]
-        for path in paths:
-            _flush(path)
-        return entries(folder, paths)
-
-    def _uploaded(self, folder: Path, target: ObjectFolder, writes: list[Write]) -> Entries:
-        with temporary_folder(TEMPORARY) as here:
-            self._moved = folder, here
-            try:
-                written = self._written(here, writes)
-                target.upload(here, [here / name for name in written])
-            finally:
-                self._moved = None
-        return written
 
 
 def _flush(path: Path) -> None:

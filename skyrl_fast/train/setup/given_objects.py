@@ -8,6 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fsspec import get_filesystem_class
+from fsspec.core import split_protocol
+
 from skyrl_fast.config import Config, ConfigError
 from skyrl_fast.ops.advantage.estimators import register_advantage_estimator
 from skyrl_fast.ops.policy_loss.custom import register_policy_loss
@@ -15,7 +18,6 @@ from skyrl_fast.rollout.env.host import MakeEnv
 from skyrl_fast.rollout.env.reward_env import Reward, RewardEnv
 from skyrl_fast.rollout.env.reward_functions import RewardFunction, RewardFunctions
 from skyrl_fast.system.importing import absolute_name, load_object, name_of
-from skyrl_fast.train.checkpoint.object_folder import check_url, is_url
 from skyrl_fast.train.setup.errors import SetupError
 
 
@@ -96,16 +98,25 @@ def _registered(register: Callable[..., Any], given: Callable[..., Any] | str) -
     return given if isinstance(given, str) else register(given)
 
 
+def is_url(path: str) -> bool:
+    """Return whether a path is scheme://..., not one of a mounted file system."""
+    return "://" in path
+
+
 def _check_url(setting: str, url: str) -> None:
+    """Check that a setting may have this URL, which is not accessed."""
     if setting not in ("trainer.ckpt_path", "trainer.resume_path"):
         raise ConfigError(
             f"{setting}: wanted a path of a (mounted) file system, got {url}; checkpoints may be "
             "at a URL: trainer.ckpt_path"
         )
+    protocol, _ = split_protocol(url)
+    if protocol is None or "::" in url:
+        raise ConfigError(f"{setting}: expected one scheme://, got {url}")
     try:
-        check_url(url)
-    except ValueError as error:
-        raise ConfigError(f"{setting}: {error}") from error
+        get_filesystem_class(protocol)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{setting}: {url}: {error}") from error
 
 
 def with_absolute_paths(config: Config) -> Config:

@@ -144,7 +144,7 @@ async def all_forms(
 ) -> list[Shape]:
     """Return the table's rows."""
     from skyrl_fast import merge_stepwise_output
-    from skyrl_fast.batch.generator_from_trajectories import generator_output_from_trajectories
+    from skyrl_fast.adapters.generator_output import generator_output_from_trajectories
 
     generator = settings.generator
     config = GeneratorConfig(

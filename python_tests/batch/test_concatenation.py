@@ -11,10 +11,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from skyrl_fast.batch import StepBatch, batch_from_trajectories, concatenate
-from skyrl_fast.batch.metrics import trajectory_metrics
 from skyrl_fast.config import Config
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.algorithm.training_rows import GroupRows, join_groups
+from skyrl_fast.train.metrics.rollouts import trajectory_metrics
 from skyrl_fast.train.prepare_batch import sampled_rows, training_batch
 
 

@@ -11,15 +11,15 @@ from _rows import assert_same
 from _stored import make_step, make_trajectory, some_trajectories
 from hypothesis import given
 
+from skyrl_fast.adapters.generator_output import generator_output_from_trajectories
 from skyrl_fast.batch import StepBatch, batch_from_trajectories
-from skyrl_fast.batch.generator_from_trajectories import generator_output_from_trajectories
-from skyrl_fast.batch.metrics import (
+from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.train.metrics.rollouts import (
     eval_metrics,
     reward_metrics,
     rollout_metrics,
     trajectory_metrics,
 )
-from skyrl_fast.rollout.trajectory import Trajectory
 
 
 def one_step(uid: str, repetition: int, **values: Any) -> Trajectory:

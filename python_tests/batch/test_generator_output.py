@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_fast.batch.generator_from_trajectories import generator_output_from_trajectories
+from skyrl_fast.adapters.generator_output import generator_output_from_trajectories
 from skyrl_fast.batch.generator_output import TrajectoryID, validate_generator_output
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.batch.metrics import (
+from skyrl_fast.train.metrics.rollouts import (
     Reports,
     _environment_metrics,
     batch_metrics,

@@ -23,8 +23,8 @@ import httpx
 import openai
 
 from skyrl_fast import cli
+from skyrl_fast.adapters.generator_output import generator_output_from_trajectories
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.batch.generator_from_trajectories import generator_output_from_trajectories
 from skyrl_fast.batch.generator_output import validate_generator_output
 from skyrl_fast.commands.gateway import KEY_FILE, serving
 from skyrl_fast.config.loading import load_config

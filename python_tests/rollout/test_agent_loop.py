@@ -15,8 +15,8 @@ from fake_envs import (
     says,
 )
 
+from skyrl_fast.adapters.generator_output import generator_output_from_trajectories
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.batch.generator_from_trajectories import generator_output_from_trajectories
 from skyrl_fast.config import SamplingParams
 from skyrl_fast.rollout.engine.protocol import Generation
 

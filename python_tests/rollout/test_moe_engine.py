@@ -15,8 +15,8 @@ import torch
 from _weights import update_engine
 from fake_envs import FakePrompt, loop_config, register_fakes
 
+from skyrl_fast.adapters.generator_output import generator_output_from_trajectories
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.batch.generator_from_trajectories import generator_output_from_trajectories
 from skyrl_fast.config import EnvironmentConfig, InferenceEngineConfig, SamplingParams
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine

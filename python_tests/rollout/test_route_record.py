@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from fake_envs import FakePrompt, loop_config, register_fakes
 
+from skyrl_fast.adapters.generator_output import generator_output_from_trajectories
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.batch.generator_from_trajectories import generator_output_from_trajectories
 from skyrl_fast.config import EnvironmentConfig, SamplingParams
 from skyrl_fast.rollout.engine.protocol import EngineError, Generation
 from skyrl_fast.rollout.engine.route_record import recorded_routes, turn_routes

@@ -16,7 +16,7 @@ from fake_envs import (
     says,
 )
 
-from skyrl_fast.batch.generator_from_trajectories import generator_output_from_trajectories
+from skyrl_fast.adapters.generator_output import generator_output_from_trajectories
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, Generation
 from skyrl_fast.rollout.failures import FailureWatch, RolloutError
 from skyrl_fast.rollout.trajectory import Trajectory

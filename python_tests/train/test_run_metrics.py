@@ -13,14 +13,14 @@ from _training import folder, settings, train
 from rich.console import Console
 
 from skyrl_fast.batch import batch_from_trajectories
-from skyrl_fast.batch.metrics import (
+from skyrl_fast.config import ConfigError
+from skyrl_fast.rollout.trajectory import Step, Trajectory
+from skyrl_fast.train.memory.peak import PeakMemory
+from skyrl_fast.train.metrics.rollouts import (
     prefix_cache_metrics,
     reward_spread,
     truncated_turn_share,
 )
-from skyrl_fast.config import ConfigError
-from skyrl_fast.rollout.trajectory import Step, Trajectory
-from skyrl_fast.train.memory.peak import PeakMemory
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.output.progress import ProgressDisplay
 from skyrl_fast.train.output.time_shares import time_shares

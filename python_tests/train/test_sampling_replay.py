@@ -14,8 +14,8 @@ import torch
 from helpers._fakes import tiny_model
 from helpers._trees import agent_batch
 
+from skyrl_fast.adapters.generator_output import generator_output_from_trajectories
 from skyrl_fast.batch import StepBatch, batch_from_trajectories, concatenate
-from skyrl_fast.batch.generator_from_trajectories import generator_output_from_trajectories
 from skyrl_fast.batch.generator_merge import merge_stepwise_output
 from skyrl_fast.config import AlgorithmConfig, SamplingParams
 from skyrl_fast.rollout.trajectory import Step, Trajectory

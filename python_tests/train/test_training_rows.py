@@ -10,10 +10,10 @@ from _merging import drifted, worked_output
 from _rows import assert_same
 
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.batch.metrics import batch_metrics
 from skyrl_fast.config import ConfigError, GeneratorConfig
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.train.algorithm.training_rows import training_rows
+from skyrl_fast.train.metrics.rollouts import batch_metrics
 
 
 def config(*overrides: str) -> GeneratorConfig:

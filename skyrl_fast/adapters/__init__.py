@@ -1,1 +1,1 @@
-"""Environments and tools of other packages, none of which is needed to import this one."""
+"""Environments, tools and data formats of other packages, none of which is needed to import this one."""

@@ -1,4 +1,4 @@
-"""Training batches: ragged rows of steps, their construction, splitting and metrics."""
+"""Training batches: ragged rows of steps, their construction and splitting."""
 
 from skyrl_fast.batch.concatenation import concatenate
 from skyrl_fast.batch.from_trajectories import batch_from_trajectories

@@ -45,8 +45,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _written(options: argparse.Namespace) -> str:
+    from skyrl_fast.adapters.generator_output import generator_output_from_trajectories
     from skyrl_fast.batch import batch_from_trajectories
-    from skyrl_fast.batch.generator_from_trajectories import generator_output_from_trajectories
     from skyrl_fast.trajectory_store.recorded import recorded_trajectories, sft_rows
 
     if options.to == SFT:

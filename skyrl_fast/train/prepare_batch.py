@@ -5,14 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from skyrl_fast.batch import StepBatch, batch_from_trajectories
-from skyrl_fast.batch.metrics import (
-    batch_metrics,
-    prefix_cache_metrics,
-    reward_metrics,
-    reward_spread,
-    trajectory_metrics,
-    truncated_turn_share,
-)
 from skyrl_fast.batch.token_counts import token_counts
 from skyrl_fast.config import (
     AlgorithmConfig,
@@ -29,6 +21,14 @@ from skyrl_fast.train.algorithm.filters import filter_groups, filter_rollouts
 from skyrl_fast.train.algorithm.kl_reward import kl_in_reward, next_kl_coef
 from skyrl_fast.train.algorithm.sequence_scope import Sequences, sequences
 from skyrl_fast.train.algorithm.training_rows import SampledRows, training_rows
+from skyrl_fast.train.metrics.rollouts import (
+    batch_metrics,
+    prefix_cache_metrics,
+    reward_metrics,
+    reward_spread,
+    trajectory_metrics,
+    truncated_turn_share,
+)
 from skyrl_fast.train.model.critic import Critic
 from skyrl_fast.train.model.policy import Policy
 

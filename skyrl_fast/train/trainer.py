@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import torch
 
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.batch.metrics import eval_metrics
 from skyrl_fast.config import Config, max_input_length, to_dict
 from skyrl_fast.rollout.failures import FailureWatch, fail_infinite_rewards, log_failures
 from skyrl_fast.rollout.trajectory import Trajectory
@@ -47,6 +46,7 @@ from skyrl_fast.train.flow.waiting import (
     until_stopped,
 )
 from skyrl_fast.train.memory.peak import PeakMemory
+from skyrl_fast.train.metrics.rollouts import eval_metrics
 from skyrl_fast.train.model.critic import Critic
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import Policy

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from skyrl_fast.batch.generator_from_trajectories import generator_output_from_trajectories
+from skyrl_fast.adapters.generator_output import generator_output_from_trajectories
 from skyrl_fast.config import Config, GeneratorConfig, SamplingParams
 from skyrl_fast.config.loading import as_config
 from skyrl_fast.gateway.start import black_box, gateway_agent

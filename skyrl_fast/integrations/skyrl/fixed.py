@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from skyrl_fast.batch import generator_output
-from skyrl_fast.batch.metrics import rollout_metrics
 from skyrl_fast.integrations.skyrl import logprobs, outputs, trainer_steps
 from skyrl_fast.ops.logprob.selected import selected_logprob
 from skyrl_fast.train.algorithm.advantages import normalize_advantages
+from skyrl_fast.train.metrics.rollouts import rollout_metrics
 
 
 def merge_stepwise_output(generator_output: Any) -> dict[str, Any]:

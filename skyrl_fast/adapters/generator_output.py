@@ -9,8 +9,8 @@ import numpy as np
 
 from skyrl_fast.batch.from_trajectories import logprobs_in_all_or_none, stop_reasons_of
 from skyrl_fast.batch.generator_output import GeneratorOutput, TrajectoryID
-from skyrl_fast.batch.metrics import rollout_metrics
 from skyrl_fast.rollout.trajectory import Step, Trajectory
+from skyrl_fast.train.metrics.rollouts import rollout_metrics
 
 OP = "generator_output_from_trajectories"
 

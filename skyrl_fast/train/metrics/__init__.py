@@ -1,0 +1,1 @@
+"""Metrics of rollouts, rewards and rows: what a step reports of its batch."""

@@ -212,7 +212,7 @@ def test_time_limits_keep_cancellations() -> None:
 
 IMPORT = """
 import sys
-import skyrl_fast, skyrl_fast.rollout.env.fork_server, skyrl_fast.gateway.agents.processes
+import skyrl_fast, skyrl_fast.rollout.workers.fork_server, skyrl_fast.gateway.agents.processes
 heavy = {"torch", "vllm", "transformers", "skyrl_gym", "omegaconf", "rich", "matplotlib", "triton"}
 heavy |= {"starlette", "pydantic", "openai"}
 found = heavy & {name.partition(".")[0] for name in sys.modules}

@@ -19,8 +19,8 @@ from skyrl_fast.rollout.env.answers import AnswerError, EnvAnswer, answer_of, me
 from skyrl_fast.rollout.env.errors import EnvError, EnvTimeoutError
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.env.host import EnvSettings
-from skyrl_fast.rollout.env.plain import PlainData
-from skyrl_fast.rollout.env.threads import EnvThreads
+from skyrl_fast.rollout.workers.plain import PlainData
+from skyrl_fast.rollout.workers.threads import EnvThreads
 
 register_fakes()
 
@@ -258,7 +258,7 @@ def test_quick_calls_share_a_thread_and_calls_that_block_get_more() -> None:
 def test_cancelled_calls_are_not_made_and_free_their_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("skyrl_fast.rollout.env.threads.JOIN_SECONDS", 60.0)
+    monkeypatch.setattr("skyrl_fast.rollout.workers.threads.JOIN_SECONDS", 60.0)
     made = []
 
     async def use() -> Any:

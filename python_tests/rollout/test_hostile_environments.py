@@ -17,11 +17,11 @@ from hostile_answers import HostileEnv, LoudError, SilentError
 from skyrl_fast.config import EnvironmentConfig
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.env.host import EnvHost, EnvSettings
-from skyrl_fast.rollout.env.plain import MAX_DEPTH, PlainData
 from skyrl_fast.rollout.env.protocol import Env, EnvStep
-from skyrl_fast.rollout.env.traces import MAX_FRAMES, innermost_place
 from skyrl_fast.rollout.groups import rollout
 from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.rollout.workers.plain import MAX_DEPTH, PlainData
+from skyrl_fast.rollout.workers.traces import MAX_FRAMES, innermost_place
 from skyrl_fast.system.printable import MAX_FAILURE
 
 TEXT = 10_000  # longest text of the environments here

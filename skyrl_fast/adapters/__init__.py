@@ -1,1 +1,1 @@
-"""Environments, tools and data formats of other packages, none of which is needed to import this one."""
+"""Environments, tools and data formats of other packages; none is needed to import this one."""

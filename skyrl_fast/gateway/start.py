@@ -12,11 +12,11 @@ from skyrl_fast.config import AgentConfig, GeneratorConfig
 from skyrl_fast.config.upstream import upstreams_of
 from skyrl_fast.rollout.activity import ActivityBoard
 from skyrl_fast.rollout.chat_template import ChatTemplate
-from skyrl_fast.rollout.env.cluster import ClusterPlaces, NodeShare
-from skyrl_fast.rollout.env.processes import ProcessPlaces
 from skyrl_fast.rollout.policy_calls import PolicyCalls
 from skyrl_fast.rollout.reasoning import ReasoningParser
 from skyrl_fast.rollout.tool_calls import ToolCallParser
+from skyrl_fast.rollout.workers.cluster import ClusterPlaces, NodeShare
+from skyrl_fast.rollout.workers.processes import ProcessPlaces
 from skyrl_fast.system.importing import absolute_name
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 from skyrl_fast.rollout.env.host import Outcome
-from skyrl_fast.rollout.env.processes import ProcessPlaces
 from skyrl_fast.rollout.reasoning import ReasoningParser
 from skyrl_fast.rollout.tool_calls import ParsedAnswer, ToolCallParser
+from skyrl_fast.rollout.workers.processes import ProcessPlaces
 
 log = logging.getLogger(__name__)
 

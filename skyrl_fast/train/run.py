@@ -22,7 +22,6 @@ from skyrl_fast.config import (
     check_config,
     to_dict,
 )
-from skyrl_fast.config.model_folder import model_folder
 from skyrl_fast.gateway.agents.task import AgentTask
 from skyrl_fast.rollout.env.host import MakeEnv
 from skyrl_fast.rollout.env.reward_env import Reward

@@ -1,7 +1,7 @@
 """Agents in processes, of this machine or of the nodes of a Ray cluster: one per trajectory.
 
 A process is killed with what it has started where its trajectory's deadline passes; see
-`rollout/env/processes.py` and `rollout/env/cluster.py`, which do the same for environments.
+`rollout/workers/processes.py` and `cluster.py`, which do the same for environments.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from skyrl_fast.gateway.agents.function import FunctionAgent
 from skyrl_fast.gateway.agents.outcome import outcome_of
 from skyrl_fast.gateway.agents.task import AgentTask
 from skyrl_fast.gateway.messages import Outcome
-from skyrl_fast.rollout.env.cluster import ClusterPlace, ClusterPlaces
 from skyrl_fast.rollout.env.errors import EnvError, EnvLostError
 from skyrl_fast.rollout.env.host import Outcome as CallOutcome
-from skyrl_fast.rollout.env.processes import ProcessPlace, ProcessPlaces
+from skyrl_fast.rollout.workers.cluster import ClusterPlace, ClusterPlaces
+from skyrl_fast.rollout.workers.processes import ProcessPlace, ProcessPlaces
 from skyrl_fast.system.importing import load_object
 from skyrl_fast.system.printable import MAX_FAILURE, shortened
 

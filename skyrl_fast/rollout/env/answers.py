@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from skyrl_fast.rollout.chat_messages import normalize_message, normalize_messages
-from skyrl_fast.rollout.env.plain import PlainData, plain_repr, type_name
 from skyrl_fast.rollout.env.protocol import EnvStep, Message
+from skyrl_fast.rollout.workers.plain import PlainData, plain_repr, type_name
 
 LARGEST_REWARD = 3.4028234663852886e38  # of float32, in which rewards are trained
 

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 from skyrl_fast.config import EnvironmentConfig, SkyRLGymConfig, check_limits
 from skyrl_fast.rollout.env import skyrl_gym_env
 from skyrl_fast.rollout.env.answers import EnvAnswer
-from skyrl_fast.rollout.env.cluster import ClusterPlaces, NodeShare
 from skyrl_fast.rollout.env.errors import EnvError, EnvTimeoutError
 from skyrl_fast.rollout.env.host import EnvSettings, GymSettings, MakeEnv, Outcome
-from skyrl_fast.rollout.env.processes import ProcessPlaces
 from skyrl_fast.rollout.env.protocol import Message
-from skyrl_fast.rollout.env.threads import EnvThreads
-from skyrl_fast.rollout.env.traces import innermost_place
+from skyrl_fast.rollout.workers.cluster import ClusterPlaces, NodeShare
+from skyrl_fast.rollout.workers.processes import ProcessPlaces
+from skyrl_fast.rollout.workers.threads import EnvThreads
+from skyrl_fast.rollout.workers.traces import innermost_place
 from skyrl_fast.system.importing import absolute_name, load_module, load_object
 from skyrl_fast.system.printable import MAX_FAILURE, log_line, printable
 

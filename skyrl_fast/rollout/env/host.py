@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Protocol
 
 from skyrl_fast.rollout.env import skyrl_gym_env
 from skyrl_fast.rollout.env.answers import AnswerError, answer_of, messages_of
-from skyrl_fast.rollout.env.plain import PlainData, plain_text, type_name
 from skyrl_fast.rollout.env.protocol import Env
-from skyrl_fast.rollout.env.traces import trace_of_error
 from skyrl_fast.rollout.rows import copy_row
+from skyrl_fast.rollout.workers.plain import PlainData, plain_text, type_name
+from skyrl_fast.rollout.workers.traces import trace_of_error
 from skyrl_fast.system.importing import load_object
 from skyrl_fast.system.printable import MAX_FAILURE
 

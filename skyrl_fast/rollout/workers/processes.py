@@ -37,7 +37,7 @@ READ_BYTES = 1 << 20
 LENGTH = struct.Struct("!Q")
 FORK, STATUS, KILL = b"f", b"s", b"k"  # requests to the fork server, each with a pid
 REQUEST = struct.Struct("!cq")
-_SERVER = "from skyrl_fast.rollout.env.fork_server import main; main()"
+_SERVER = "from skyrl_fast.rollout.workers.fork_server import main; main()"
 
 
 class ProcessPlaces:

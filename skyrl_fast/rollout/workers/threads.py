@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from skyrl_fast.rollout.env.host import EnvHost, EnvSettings, Outcome
-from skyrl_fast.rollout.env.traces import trace_of_thread
+from skyrl_fast.rollout.workers.traces import trace_of_thread
 
 # How long calls wait for the threads that work before as many join them. A call of a quick
 # environment takes 0.1 ms, but to change threads takes up to 5 ms while the event loop is busy.

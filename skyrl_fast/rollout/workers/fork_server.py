@@ -20,7 +20,7 @@ import time
 from contextlib import suppress
 
 from skyrl_fast.rollout.env.host import HostSettings, Outcome
-from skyrl_fast.rollout.env.processes import FORK, KILL, LENGTH, REQUEST, STATUS
+from skyrl_fast.rollout.workers.processes import FORK, KILL, LENGTH, REQUEST, STATUS
 from skyrl_fast.system.importing import load_module
 from skyrl_fast.system.printable import MAX_FAILURE
 

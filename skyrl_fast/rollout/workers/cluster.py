@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_fast.rollout.env.host import HostSettings, Outcome
-from skyrl_fast.rollout.env.processes import ProcessPlace, ProcessPlaces
+from skyrl_fast.rollout.workers.processes import ProcessPlace, ProcessPlaces
 from skyrl_fast.system.printable import MAX_FAILURE, log_line
 from skyrl_fast.system.ray_connection import connected, imported_ray
 

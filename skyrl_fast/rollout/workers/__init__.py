@@ -1,0 +1,1 @@
+"""Threads, processes and nodes in which environments and agents run."""

@@ -29,8 +29,8 @@ from skyrl_fast.gateway.agents.command import CommandAgent
 from skyrl_fast.gateway.agents.function import FunctionAgent
 from skyrl_fast.gateway.messages import Outcome
 from skyrl_fast.gateway.start import black_box
-from skyrl_fast.rollout.env import cluster as cluster_module
 from skyrl_fast.rollout.env.errors import EnvError
+from skyrl_fast.rollout.workers import cluster as cluster_module
 
 pytest.importorskip("openai")
 pytest.importorskip("starlette")
@@ -67,7 +67,7 @@ class OnNodes(BlackBox):
     async def start(self) -> str:
         address = await self.agent.start()
         deadline = time.monotonic() + 60
-        while len(self.agent._places._ready_nodes()) < 2:
+        while len(self.agent._workers._ready_nodes()) < 2:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.1)
         return address

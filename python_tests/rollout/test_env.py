@@ -18,9 +18,9 @@ from skyrl_fast.config import EnvironmentConfig, SkyRLGymConfig
 from skyrl_fast.rollout.env.answers import AnswerError, EnvAnswer, answer_of, messages_of
 from skyrl_fast.rollout.env.errors import EnvError, EnvTimeoutError
 from skyrl_fast.rollout.env.factory import EnvFactory
-from skyrl_fast.rollout.env.host import EnvSettings
+from skyrl_fast.rollout.env.handler import EnvSettings
 from skyrl_fast.rollout.workers.plain import PlainData
-from skyrl_fast.rollout.workers.threads import EnvThreads
+from skyrl_fast.rollout.workers.threads import ThreadWorkers
 
 register_fakes()
 
@@ -82,7 +82,7 @@ def test_text2sql_runs_a_query_and_scores_the_solution(tmp_path: Path) -> None:
 def test_settings_reach_the_environment_as_attributes() -> None:
     async def use(factory: EnvFactory) -> Any:
         env = await factory.make("counting", {"max_turns": 1})
-        return env._place._host._env.env.env_config
+        return env._worker._handler._env.env.env_config
 
     settings = with_factory(gym(counting={"db_path": "x"}), use)
     assert settings.db_path == settings["db_path"] == "x"
@@ -94,7 +94,7 @@ def test_settings_left_out_take_the_environments_defaults() -> None:
     async def use(factory: EnvFactory) -> Any:
         extras = {"max_turns": 2, "reward_spec": {"ground_truth": {"target": "x"}}}
         env = await factory.make("search", extras)
-        return env._place._host._env.env.tool_group
+        return env._worker._handler._env.env.tool_group
 
     tools = with_factory(gym(search={"topk": 7}), use)
     assert (tools.topk, tools.search_url) == (7, "http://127.0.0.1:8000/retrieve")
@@ -227,7 +227,7 @@ def test_call_that_never_returns_times_out_without_losing_a_worker() -> None:
 @pytest.mark.spec("rollout.env-error")
 def test_call_that_returned_in_time_is_not_late_on_a_busy_loop() -> None:
     async def use() -> Any:
-        threads = EnvThreads(EnvSettings({}, None, 1_000))
+        threads = ThreadWorkers(EnvSettings({}, None, 1_000))
         call = asyncio.create_task(threads.run(lambda: "an answer", 0.02))
         await asyncio.sleep(0)
         await asyncio.sleep(0)  # the call runs
@@ -241,7 +241,7 @@ def in_threads(function: Callable[[], Any], *, number: int) -> list[Any]:
     """Return the results of calls that begin together."""
 
     async def use() -> list[Any]:
-        threads = EnvThreads(EnvSettings({}, None, 1_000))
+        threads = ThreadWorkers(EnvSettings({}, None, 1_000))
         found = await asyncio.gather(*[threads.run(function, 20.0) for _ in range(number)])
         await threads.close()
         return found
@@ -262,7 +262,7 @@ def test_cancelled_calls_are_not_made_and_free_their_thread(
     made = []
 
     async def use() -> Any:
-        threads = EnvThreads(EnvSettings({}, None, 1_000))
+        threads = ThreadWorkers(EnvSettings({}, None, 1_000))
         release = threading.Event()
         hung = asyncio.create_task(threads.run(release.wait, 20.0))
         await asyncio.sleep(0)
@@ -332,7 +332,7 @@ def test_waiting_for_a_worker_does_not_count_against_the_deadline() -> None:
 def test_sys_exit_in_an_environment_fails_only_its_call() -> None:
     async def use(factory: EnvFactory) -> None:
         env = await factory.make("counting", {"max_turns": 1})
-        env._place._host._env.env.step = lambda action: exit(3)
+        env._worker._handler._env.env.step = lambda action: exit(3)
         with pytest.raises(EnvError, match="SystemExit: 3"):
             await env.step("a")
         assert await env.metrics() == {"turns": 0, "last_action": ""}

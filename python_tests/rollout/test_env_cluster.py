@@ -16,10 +16,10 @@ import process_envs
 import pytest
 
 from skyrl_fast.config import EnvironmentConfig
-from skyrl_fast.rollout.env import cluster as cluster_module
 from skyrl_fast.rollout.env.errors import EnvError, EnvTimeoutError
 from skyrl_fast.rollout.env.factory import EnvFactory, EnvSession
 from skyrl_fast.rollout.env.protocol import Env, EnvStep
+from skyrl_fast.rollout.workers import cluster as cluster_module
 
 SCRIPTED = f"{process_envs.__file__}:Scripted"
 MESSAGES = [{"role": "user", "content": "begin"}]
@@ -82,8 +82,8 @@ def test_environments_are_spread_over_the_nodes_with_room(nodes: Any) -> None:
     async def go() -> None:
         factory = environments()
         first = await begun(factory)
-        await until(lambda: all(n.is_ready for n in factory._places._ready_nodes()))
-        await until(lambda: len(factory._places._ready_nodes()) == 2)
+        await until(lambda: all(n.is_ready for n in factory._workers._ready_nodes()))
+        await until(lambda: len(factory._workers._ready_nodes()) == 2)
         sessions = [first, *[await begun(factory) for _ in range(7)]]
         servers = await servers_of(sessions)
         assert sorted(servers.values()) == [4, 4]
@@ -92,7 +92,7 @@ def test_environments_are_spread_over_the_nodes_with_room(nodes: Any) -> None:
         again = await servers_of([await begun(factory) for _ in range(8)])
         assert again == servers  # the same processes
         nodes.add_node(num_cpus=2)
-        await until(lambda: len(factory._places._ready_nodes()) == 3)
+        await until(lambda: len(factory._workers._ready_nodes()) == 3)
         more = await servers_of([await begun(factory) for _ in range(4)])
         assert len(more) == 1 and not more.keys() & servers.keys()
         await factory.close()
@@ -143,7 +143,7 @@ def test_a_lost_node_ends_its_environments_only(nodes: Any) -> None:
     async def go() -> None:
         factory = environments()
         sessions = [await begun(factory)]
-        await until(lambda: len(factory._places._ready_nodes()) == 2)
+        await until(lambda: len(factory._workers._ready_nodes()) == 2)
         sessions += [await begun(factory) for _ in range(3)]
         answers = [await seen(session) for session in sessions]
         lost = node_with(nodes, 2)

@@ -186,7 +186,7 @@ def test_what_a_killed_process_has_started_is_killed_too(
 def test_cancelled_call_is_killed(shared: EnvFactory) -> None:
     async def use(factory: EnvFactory) -> None:
         env = await factory.make(SCRIPTED, {"do": "hang"})
-        pid = env._place._process._pid
+        pid = env._worker._process._pid
         call = asyncio.create_task(env.step("a"))
         await asyncio.sleep(0.1)
         call.cancel()
@@ -298,7 +298,7 @@ def test_object_that_processes_cannot_import_is_refused() -> None:
 def test_fork_server_that_was_killed_is_replaced() -> None:
     async def use(factory: EnvFactory) -> None:
         env = await factory.make(SCRIPTED, {})
-        server = factory._places._server._process
+        server = factory._workers._server._process
         server.kill()
         server.wait()
         with pytest.raises(EnvError, match="step: its process ended with the fork server"):
@@ -318,8 +318,8 @@ async def main():
     factory = EnvFactory(EnvironmentConfig(workers="process", env_class=sys.argv[1]))
     idle = await factory.make(sys.argv[1], {})
     held = await factory.make(sys.argv[1], {"do": "hold_lock"})
-    print(factory._places._server._process.pid, idle._place._process._pid,
-          held._place._process._pid, flush=True)
+    print(factory._workers._server._process.pid, idle._worker._process._pid,
+          held._worker._process._pid, flush=True)
     await held.step("a")
 
 asyncio.run(main())

@@ -16,7 +16,7 @@ from hostile_answers import HostileEnv, LoudError, SilentError
 
 from skyrl_fast.config import EnvironmentConfig
 from skyrl_fast.rollout.env.factory import EnvFactory
-from skyrl_fast.rollout.env.host import EnvHost, EnvSettings
+from skyrl_fast.rollout.env.handler import EnvHandler, EnvSettings
 from skyrl_fast.rollout.env.protocol import Env, EnvStep
 from skyrl_fast.rollout.groups import rollout
 from skyrl_fast.rollout.trajectory import Trajectory
@@ -199,7 +199,7 @@ def test_trace_is_a_traceback_of_the_environment_alone() -> None:
         deep(number - 1)
 
     env = env_that(step=lambda *_: deep(50))
-    host = EnvHost(EnvSettings({}, env, TEXT))
+    host = EnvHandler(EnvSettings({}, env, TEXT))
     assert host.call("make", ("x", {})).failure is None
     trace = host.call("step", "a").trace
     line = deep.__code__.co_firstlineno + 2
@@ -210,7 +210,7 @@ def test_trace_is_a_traceback_of_the_environment_alone() -> None:
 
 
 def test_trace_of_a_failure_before_the_environment_is_empty() -> None:
-    host = EnvHost(EnvSettings({}, None, TEXT))
+    host = EnvHandler(EnvSettings({}, None, TEXT))
     outcome = host.call("make", ("nosuch", {}))
     assert "no environment of the name" in str(outcome.failure)
     assert outcome.trace == ""

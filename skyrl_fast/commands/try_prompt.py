@@ -225,12 +225,12 @@ def _make_observed(
 ) -> Callable[[dict[str, Any]], ObservedEnv]:
     """Return a factory of the prompt's environment; each one adds a list of its steps."""
     from skyrl_fast.rollout.env.factory import gym_settings
-    from skyrl_fast.rollout.env.host import created_env
+    from skyrl_fast.rollout.env.handler import create_env
     from skyrl_fast.rollout.env.observed_env import ObservedEnv
 
     def make(extras: dict[str, Any]) -> ObservedEnv:
         observed.append([])
-        env = created_env(prompt.env_class, gym_settings(config.environment.skyrl_gym), extras)
+        env = create_env(prompt.env_class, gym_settings(config.environment.skyrl_gym), extras)
         return ObservedEnv(env, observed[-1])
 
     return make

@@ -15,8 +15,8 @@ from skyrl_fast.rollout.chat_template import ChatTemplate
 from skyrl_fast.rollout.policy_calls import PolicyCalls
 from skyrl_fast.rollout.reasoning import ReasoningParser
 from skyrl_fast.rollout.tool_calls import ToolCallParser
-from skyrl_fast.rollout.workers.cluster import ClusterPlaces, NodeShare
-from skyrl_fast.rollout.workers.processes import ProcessPlaces
+from skyrl_fast.rollout.workers.cluster import ClusterWorkers, NodeShare
+from skyrl_fast.rollout.workers.processes import ProcessWorkers
 from skyrl_fast.system.importing import absolute_name
 
 if TYPE_CHECKING:
@@ -54,11 +54,11 @@ def black_box(settings: AgentConfig) -> BlackBox:
     )
     agent = hosts.agent()
     if settings.workers == "process":
-        return AgentProcesses(ProcessPlaces(hosts))
+        return AgentProcesses(ProcessWorkers(hosts))
     if settings.workers == "cluster":
         _check_reachable(settings.host)
         share = NodeShare("agent.num_cpus_per_node", settings.num_cpus_per_node, MAX_CALLS)
-        return AgentProcesses(ClusterPlaces(hosts, share))
+        return AgentProcesses(ClusterWorkers(hosts, share))
     return agent
 
 

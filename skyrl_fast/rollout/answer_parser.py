@@ -14,13 +14,13 @@ import string
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from skyrl_fast.rollout.env.host import Outcome
 from skyrl_fast.rollout.reasoning import ReasoningParser
 from skyrl_fast.rollout.tool_calls import ParsedAnswer, ToolCallParser
-from skyrl_fast.rollout.workers.processes import ProcessPlaces
+from skyrl_fast.rollout.workers.processes import ProcessWorkers
+from skyrl_fast.rollout.workers.protocol import CallResult
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 MAX_INLINE = 800
 PARSE_SECONDS = 10.0  # for a long answer; the same parsers read usual ones in milliseconds
 MAX_PROCESSES = 4
-PARSE = "parse"  # the only call of a host
+PARSE = "parse"  # the only call of a handler
 MAX_ANSWER_BYTES = 64 << 20
 # Mistral's chat templates take no other ids than nine of these; all others take any.
 ID_CHARACTERS = string.digits + string.ascii_letters
@@ -79,7 +79,7 @@ class AnswerParser:
         self.tool_parser = tool_parser
         self.reasoning_parser = reasoning_parser
         self._settings = _Parsers(tool_parser, reasoning_parser)
-        self._places: ProcessPlaces | None = None
+        self._workers: ProcessWorkers | None = None
         self._starting = threading.Lock()
         self._free = asyncio.Semaphore(MAX_PROCESSES)
 
@@ -125,12 +125,12 @@ class AnswerParser:
     async def _parse_in_process(self, request: _Request) -> AnswerParts:
         try:
             async with self._free:
-                places = self._places
-                if places is None:
-                    places = await asyncio.to_thread(self._start)
-                place = await places.place()
-                outcome = await place.call(PARSE, request, PARSE_SECONDS)
-            place.release()
+                workers = self._workers
+                if workers is None:
+                    workers = await asyncio.to_thread(self._start)
+                worker = await workers.acquire()
+                outcome = await worker.call(PARSE, request, PARSE_SECONDS)
+            worker.release()
             if outcome.failure is None:
                 parts: AnswerParts = outcome.value
                 return parts
@@ -142,18 +142,18 @@ class AnswerParser:
         log.warning("an answer of %d characters stays text: %s", len(request.text), failure)
         return AnswerParts("", request.text, ParsedAnswer(request.text, failed=True))
 
-    def _start(self) -> ProcessPlaces:
+    def _start(self) -> ProcessWorkers:
         with self._starting:
-            places = self._places or ProcessPlaces(self._settings)  # pickles the tokenizer
-            if self._places is None:
-                weakref.finalize(self, places.end)
-            self._places = places
-            return places
+            workers = self._workers or ProcessWorkers(self._settings)  # pickles the tokenizer
+            if self._workers is None:
+                weakref.finalize(self, workers.end)
+            self._workers = workers
+            return workers
 
 
 @dataclass(frozen=True, slots=True)
 class _Parsers:
-    """What a process needs: a `HostSettings`, and its own host."""
+    """What a process needs: a `HandlerSettings`, and its own handler."""
 
     tool_parser: ToolCallParser | None
     reasoning_parser: ReasoningParser | None
@@ -173,23 +173,23 @@ class _Parsers:
             parsed = self.tool_parser.parsed(rest, request.tools, forced=request.forced)
         return AnswerParts(thoughts, rest, parsed)
 
-    def host(self) -> _Parsers:
-        """See `HostSettings.host`."""
+    def handler(self) -> _Parsers:
+        """See `HandlerSettings.handler`."""
         return self
 
-    def call(self, what: str, argument: _Request) -> Outcome:
-        """See `Host.call`."""
+    def call(self, what: str, argument: _Request) -> CallResult:
+        """See `CallHandler.call`."""
         try:
-            return Outcome(asdict(self.parse(argument)))
+            return CallResult(self.parse(argument))
         except Exception as error:  # the parsers catch what a text may cause
-            return Outcome(failure=f"{what}: {type(error).__name__}: {error}")
+            return CallResult(failure=f"{what}: {type(error).__name__}: {error}")
 
-    def checked(self, what: str, value: Any) -> AnswerParts:
-        """See `HostSettings.checked`."""
+    def check_value(self, what: str, value: Any) -> AnswerParts:
+        """See `HandlerSettings.check_value`."""
         return AnswerParts(value["thoughts"], value["rest"], ParsedAnswer(**value["parsed"]))
 
     def check_importable(self) -> None:
-        """See `HostSettings.check_importable`."""
+        """See `HandlerSettings.check_importable`."""
 
 
 def _is_odd(call: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> bool:

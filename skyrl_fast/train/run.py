@@ -23,7 +23,7 @@ from skyrl_fast.config import (
     to_dict,
 )
 from skyrl_fast.gateway.agents.task import AgentTask
-from skyrl_fast.rollout.env.host import MakeEnv
+from skyrl_fast.rollout.env.handler import MakeEnv
 from skyrl_fast.rollout.env.reward_env import Reward
 from skyrl_fast.rollout.env.reward_functions import RewardFunction, RewardFunctions
 from skyrl_fast.train.algorithm.advantages import warn_without_baseline

@@ -18,19 +18,19 @@ from skyrl_fast.gateway.agents.outcome import outcome_of
 from skyrl_fast.gateway.agents.task import AgentTask
 from skyrl_fast.gateway.messages import Outcome
 from skyrl_fast.rollout.env.errors import EnvError, EnvLostError
-from skyrl_fast.rollout.env.host import Outcome as CallOutcome
-from skyrl_fast.rollout.workers.cluster import ClusterPlace, ClusterPlaces
-from skyrl_fast.rollout.workers.processes import ProcessPlace, ProcessPlaces
+from skyrl_fast.rollout.workers.cluster import ClusterWorker, ClusterWorkers
+from skyrl_fast.rollout.workers.processes import ProcessWorker, ProcessWorkers
+from skyrl_fast.rollout.workers.protocol import CallResult
 from skyrl_fast.system.importing import load_object
 from skyrl_fast.system.printable import MAX_FAILURE, shortened
 
-CALL = "agent"  # the only one of a host
+CALL = "agent"  # the only one of a handler
 MAX_ANSWER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """What the process of an agent needs: a `HostSettings`.
+    """What the process of an agent needs: a `HandlerSettings`.
 
     Args:
         function: module:function or /path/file.py:function; None: the command.
@@ -47,12 +47,12 @@ class AgentSettings:
 
     @property
     def modules(self) -> Sequence[str]:
-        """See `HostSettings`."""
+        """See `HandlerSettings`."""
         return () if self.function is None else (self.function.rpartition(":")[0],)
 
     @property
     def optional_modules(self) -> Sequence[str]:
-        """See `HostSettings`; clients of `AgentTask`, which take 1 to 2 s each."""
+        """See `HandlerSettings`; clients of `AgentTask`, which take 1 to 2 s each."""
         return () if self.function is None else ("openai", "anthropic")
 
     def agent(self) -> BlackBox:
@@ -71,18 +71,18 @@ class AgentSettings:
             raise ValueError(f"agent.function: wanted a function, got {self.function!r}")
         return FunctionAgent(function)
 
-    def host(self) -> AgentHost:
-        """See `HostSettings.host`."""
-        return AgentHost(self)
+    def handler(self) -> AgentHandler:
+        """See `HandlerSettings.handler`."""
+        return AgentHandler(self)
 
-    def checked(self, what: str, value: Any) -> Outcome:
-        """See `HostSettings.checked`."""
+    def check_value(self, what: str, value: Any) -> Outcome:
+        """See `HandlerSettings.check_value`."""
         if not isinstance(value, list) or len(value) != 2:
             raise ValueError(f"{what}: wanted an outcome, got {type(value).__name__}")
         return replace(outcome_of(value[0]), unless_posted=value[1] is True)
 
     def check_importable(self) -> None:
-        """See `HostSettings.check_importable`."""
+        """See `HandlerSettings.check_importable`."""
         if self.modules == ("__main__",):
             raise ValueError(
                 "agent.workers: process and cluster want a function that other processes can "
@@ -94,15 +94,15 @@ class AgentProcesses(BlackBox):
     """Runs each task in a process.
 
     Args:
-        places: of the processes, whose hosts are those of `AgentSettings`.
+        workers: processes, whose handlers are those of `AgentSettings`.
     """
 
-    def __init__(self, places: ProcessPlaces | ClusterPlaces) -> None:
-        self._places = places
+    def __init__(self, workers: ProcessWorkers | ClusterWorkers) -> None:
+        self._workers = workers
 
     async def start(self) -> str:
         """See `BlackBox.start`."""
-        return await self._places.address()
+        return await self._workers.address()
 
     async def run(self, task: AgentTask) -> Outcome:
         """Return the reward of one task; its process is killed if this call is cancelled.
@@ -112,13 +112,13 @@ class AgentProcesses(BlackBox):
             EnvLostError: its process or node was lost.
         """
         try:
-            place: ProcessPlace | ClusterPlace = await self._places.place()
+            worker: ProcessWorker | ClusterWorker = await self._workers.acquire()
         except OSError as error:
             raise EnvError(f"{CALL}: {error}") from error
-        called = await place.call(CALL, task, None)
-        if not place.usable:
+        called = await worker.call(CALL, task, None)
+        if not worker.usable:
             raise EnvLostError(called.failure)
-        place.release()
+        worker.release()
         if called.failure is not None:
             raise EnvError(called.failure)
         outcome: Outcome = called.value
@@ -126,10 +126,10 @@ class AgentProcesses(BlackBox):
 
     async def close(self) -> None:
         """See `BlackBox.close`."""
-        await self._places.close()
+        await self._workers.close()
 
 
-class AgentHost:
+class AgentHandler:
     """An agent in a process; its tasks are run in one event loop."""
 
     def __init__(self, settings: AgentSettings) -> None:
@@ -137,16 +137,16 @@ class AgentHost:
         self._agent: BlackBox | None = None
         self._runner = asyncio.Runner()
 
-    def call(self, what: str, argument: AgentTask) -> CallOutcome:
-        """Run one task; see `Host.call`."""
+    def call(self, what: str, argument: AgentTask) -> CallResult:
+        """Run one task; see `CallHandler.call`."""
         try:
             self._agent = self._agent or self._settings.agent()
             outcome = self._runner.run(self._agent.run(argument))
         except EnvError as error:
-            return CallOutcome(failure=shortened(str(error), MAX_FAILURE))
+            return CallResult(failure=shortened(str(error), MAX_FAILURE))
         except BaseException as error:
             text = f"{what}: {type(error).__name__}: {error}"
-            return CallOutcome(failure=shortened(text, MAX_FAILURE))
+            return CallResult(failure=shortened(text, MAX_FAILURE))
         value: dict[str, Any] = dict(outcome.metrics)
         value |= {"reward": outcome.reward, "call_rewards": dict(outcome.call_rewards)}
-        return CallOutcome((value, outcome.unless_posted))
+        return CallResult((value, outcome.unless_posted))

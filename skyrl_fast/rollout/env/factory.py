@@ -8,18 +8,20 @@ import os
 import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from skyrl_fast.config import EnvironmentConfig, SkyRLGymConfig, check_limits
 from skyrl_fast.rollout.env import skyrl_gym_env
 from skyrl_fast.rollout.env.answers import EnvAnswer
 from skyrl_fast.rollout.env.errors import EnvError, EnvTimeoutError
-from skyrl_fast.rollout.env.host import EnvSettings, GymSettings, MakeEnv, Outcome
+from skyrl_fast.rollout.env.handler import EnvSettings, GymSettings, MakeEnv
 from skyrl_fast.rollout.env.protocol import Message
-from skyrl_fast.rollout.workers.cluster import ClusterPlaces, NodeShare
-from skyrl_fast.rollout.workers.processes import ProcessPlaces
-from skyrl_fast.rollout.workers.threads import EnvThreads
+from skyrl_fast.rollout.workers.cluster import ClusterWorkers, NodeShare
+from skyrl_fast.rollout.workers.processes import ProcessWorkers
+from skyrl_fast.rollout.workers.protocol import CallResult, Worker
+from skyrl_fast.rollout.workers.threads import ThreadWorkers
 from skyrl_fast.rollout.workers.traces import innermost_place
 from skyrl_fast.system.importing import absolute_name, load_module, load_object
 from skyrl_fast.system.printable import MAX_FAILURE, log_line, printable
@@ -29,23 +31,6 @@ log = logging.getLogger(__name__)
 LONGEST_TEXT = 1 << 24  # characters of an answer's texts, unless the caller knows better
 MANY = 1 << 20  # calls: the nodes of a cluster limit theirs
 MAX_TRACES = 20  # different ones that are logged; failures are counted in any case
-
-
-class Place(Protocol):
-    """Where one host lives."""
-
-    usable: bool  # false: the host is gone
-
-    async def call(self, what: str, argument: Any, timeout: float) -> Outcome:
-        """Return the outcome of a call.
-
-        Raises:
-            TimeoutError: it takes longer than `timeout` seconds; its text is the calls that it is
-                in, if known, as in `Outcome.trace`.
-        """
-
-    def release(self) -> None:
-        """Free the place after the host is closed."""
 
 
 class EnvFactory:
@@ -97,15 +82,15 @@ class EnvFactory:
             modules.append(config.env_class.rpartition(":")[0])
         modules = [absolute_name(name, self._folder) for name in modules]
         settings = EnvSettings(gym_settings(config.skyrl_gym), make_env, longest_text, modules)
-        self._places: EnvThreads | ProcessPlaces | ClusterPlaces
+        self._workers: ThreadWorkers | ProcessWorkers | ClusterWorkers
         if on_cluster:
             number = config.num_workers_per_node
             share = NodeShare("environment.num_workers_per_node", number, max_calls=number)
-            self._places = ClusterPlaces(settings, share)
+            self._workers = ClusterWorkers(settings, share)
         elif config.workers == "process":
-            self._places = ProcessPlaces(settings)
+            self._workers = ProcessWorkers(settings)
         else:
-            self._places = EnvThreads(settings)
+            self._workers = ThreadWorkers(settings)
 
     async def make(self, env_class: str, extras: Mapping[str, Any]) -> EnvSession:
         """Return a new environment.
@@ -118,24 +103,26 @@ class EnvFactory:
             EnvError: the constructor raises, there is no such class, or its result is no `Env`.
         """
         try:
-            place: Place = await self._places.place()
+            worker: Worker = await self._workers.acquire()
         except OSError as error:
             raise EnvError(f"environment {env_class}: {error}") from error
-        session = EnvSession(self, env_class, place)
+        session = EnvSession(self, env_class, worker)
         argument = (absolute_name(env_class, self._folder), dict(extras))
         try:
             await session.call("make", argument)
         except BaseException:  # also if the caller is cancelled
-            place.release()
+            worker.release()
             raise
         return session
 
     async def close(self) -> None:
         """End idle threads, which are daemons, or all processes, also those of a cluster."""
-        await self._places.close()
+        await self._workers.close()
 
-    async def outcome(self, env_class: str, place: Place, what: str, argument: Any) -> Outcome:
-        """Return the outcome of a call; the wait for a free slot is not part of its time.
+    async def run_call(
+        self, env_class: str, worker: Worker, what: str, argument: Any
+    ) -> CallResult:
+        """Return the result of a call; the wait for a free slot is not part of its time.
 
         Raises:
             EnvTimeoutError: it did not return in time.
@@ -146,7 +133,7 @@ class EnvFactory:
         assert self._slots is not None
         try:
             async with self._slots:
-                return await place.call(what, argument, self._timeout)
+                return await worker.call(what, argument, self._timeout)
         except TimeoutError as error:
             self.num_abandoned += 1
             failure = f"{what} did not return within {self._timeout:g} s"
@@ -173,10 +160,10 @@ class EnvFactory:
 class EnvSession:
     """The environment of one trajectory; made by `EnvFactory.make`."""
 
-    def __init__(self, factory: EnvFactory, env_class: str, place: Place) -> None:
+    def __init__(self, factory: EnvFactory, env_class: str, worker: Worker) -> None:
         self._factory = factory
         self._env_class = env_class
-        self._place = place
+        self._worker = worker
         self._busy = False  # a call was abandoned and may still run
 
     async def init(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -195,8 +182,8 @@ class EnvSession:
             EnvError, EnvTimeoutError: it raised, hung, or returned something invalid.
         """
         started = time.perf_counter()
-        answer = await self.call("step", action)
-        return EnvAnswer(**{**answer, "seconds": time.perf_counter() - started})
+        answer: EnvAnswer = await self.call("step", action)
+        return replace(answer, seconds=time.perf_counter() - started)
 
     async def metrics(self) -> dict[str, Any]:
         """Return the environment's own metrics of this episode; {} if it has none.
@@ -214,13 +201,13 @@ class EnvSession:
 
     async def close(self) -> None:
         """Close the environment; a failure is only logged, since the episode is over."""
-        if not self._place.usable:
+        if not self._worker.usable:
             return
         try:
             await self.call("close", None)
         except EnvError as error:
             log.warning("%s", log_line(error))
-        self._place.release()
+        self._worker.release()
 
     async def call(self, what: str, argument: Any) -> Any:
         """Return what a call returned, as plain data.
@@ -229,14 +216,14 @@ class EnvSession:
             EnvError, EnvTimeoutError: it raised, hung, or returned something invalid.
         """
         try:
-            outcome = await self._factory.outcome(self._env_class, self._place, what, argument)
+            result = await self._factory.run_call(self._env_class, self._worker, what, argument)
         except (EnvTimeoutError, asyncio.CancelledError):
             self._busy = True
             raise
-        if outcome.failure is not None:
-            self._factory.log_trace(self._env_class, outcome.failure, outcome.trace)
-            raise EnvError(f"environment {self._env_class}: {outcome.failure}")
-        return outcome.value
+        if result.failure is not None:
+            self._factory.log_trace(self._env_class, result.failure, result.trace)
+            raise EnvError(f"environment {self._env_class}: {result.failure}")
+        return result.value
 
 
 def check_env_classes(names: Iterable[str]) -> None:

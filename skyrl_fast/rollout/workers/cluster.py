@@ -2,7 +2,7 @@
 
 Tool calls and sandboxes then use the CPUs of other nodes than the trainer's. Deadlines, limits and
 checks are those of `processes.py`, applied on the node. A node that is lost ends the calls of its
-hosts; the next ones are made on others, and on nodes that join.
+handlers; the next ones are made on others, and on nodes that join.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_fast.rollout.env.host import HostSettings, Outcome
-from skyrl_fast.rollout.workers.processes import ProcessPlace, ProcessPlaces
+from skyrl_fast.rollout.workers.processes import ProcessWorker, ProcessWorkers
+from skyrl_fast.rollout.workers.protocol import CallResult, HandlerSettings
 from skyrl_fast.system.printable import MAX_FAILURE, log_line
 from skyrl_fast.system.ray_connection import connected, imported_ray
 
@@ -43,19 +43,19 @@ class NodeShare:
     max_calls: int
 
 
-class ClusterPlaces:
+class ClusterWorkers:
     """The actors of a run, on each node that has CPUs for one.
 
     Args:
-        settings: of the hosts.
+        settings: of the handlers.
         share: of each node.
 
     Raises:
-        ValueError: Ray is missing, or see `ProcessPlaces`.
+        ValueError: Ray is missing, or see `ProcessWorkers`.
     """
 
-    def __init__(self, settings: HostSettings, share: NodeShare) -> None:
-        ProcessPlaces(settings)  # raises here, not on a node
+    def __init__(self, settings: HandlerSettings, share: NodeShare) -> None:
+        ProcessWorkers(settings)  # raises here, not on a node
         self._settings = settings
         self._share = share
         self._section = share.setting.partition(".")[0]
@@ -70,8 +70,8 @@ class ClusterPlaces:
         await asyncio.to_thread(self._connect)
         return str(self._ray.util.get_node_ip_address())
 
-    async def place(self) -> ClusterPlace:
-        """Return a place for one host, on the node with the fewest.
+    async def acquire(self) -> ClusterWorker:
+        """Return a worker for one handler, on the node with the fewest.
 
         Raises:
             OSError: no node has room, or a process cannot be started; the message says why.
@@ -87,13 +87,13 @@ class ClusterPlaces:
                     )
                 await asyncio.sleep(POLL_SECONDS)
                 continue
-            node = min(ready, key=lambda each: each.num_places)
-            node.num_places += 1
-            call = node.actor.place.remote()
+            node = min(ready, key=lambda each: each.num_workers)
+            node.num_workers += 1
+            call = node.actor.acquire.remote()
             try:
-                return ClusterPlace(self, node, await call)
+                return ClusterWorker(self, node, await call)
             except BaseException as error:  # also if the caller is cancelled
-                node.num_places -= 1
+                node.num_workers -= 1
                 if isinstance(error, asyncio.CancelledError):
                     self.cancel(call)
                 if isinstance(error, self._ray.exceptions.RayTaskError):
@@ -163,25 +163,25 @@ class ClusterPlaces:
         return [node["Resources"].get("CPU", 0) for node in nodes if node["Alive"]]
 
 
-class ClusterPlace:
-    """Where one host lives: in a process of a node."""
+class ClusterWorker:
+    """Runs one handler in a process of a node."""
 
-    def __init__(self, cluster: ClusterPlaces, node: _Node, number: int) -> None:
+    def __init__(self, cluster: ClusterWorkers, node: _Node, number: int) -> None:
         self._cluster, self._node, self._number = cluster, node, number
-        self.usable = True  # false: the process is gone, and its host with it
+        self.usable = True  # false: the process is gone, and its handler with it
 
-    async def call(self, what: str, argument: Any, timeout: float | None) -> Outcome:
+    async def call(self, what: str, argument: Any, timeout: float | None) -> CallResult:
         """Return the outcome of a call; TimeoutError if it takes longer than `timeout` seconds.
 
         The wait for one of the node's workers is not part of its time. None: no deadline.
         """
         if not self.usable:
-            return Outcome(failure=f"{what}: its process was killed")
+            return CallResult(failure=f"{what}: its process was killed")
         try:
             call = self._node.actor.call.remote(self._number, what, argument, timeout)
         except Exception as error:  # of any type: the row's objects are pickled
             text = f"{what}: the row cannot be sent to a process: {error}"
-            return Outcome(failure=text[:MAX_FAILURE])
+            return CallResult(failure=text[:MAX_FAILURE])
         try:
             answer: _Answer = await call
         except asyncio.CancelledError:
@@ -192,7 +192,7 @@ class ClusterPlace:
             if not self._cluster.is_loss(error):
                 raise
             self._leave()
-            return Outcome(failure=f"{what}: {self._cluster.lose(self._node, error)}")
+            return CallResult(failure=f"{what}: {self._cluster.lose(self._node, error)}")
         if not answer.usable:
             self._leave()
         if answer.late is not None:
@@ -200,14 +200,14 @@ class ClusterPlace:
         return answer.outcome
 
     def release(self) -> None:
-        """Free the place: another host may use its process."""
+        """See `Worker.release`; another handler may use its process."""
         if self.usable:
             self._node.actor.release.remote(self._number)
             self._leave()
 
     def _leave(self) -> None:
         if self.usable:
-            self._node.num_places -= 1
+            self._node.num_workers -= 1
         self.usable = False
 
 
@@ -220,7 +220,7 @@ class _Node:
     actor: Any
     started: Any  # pending until the actor runs
     is_ready: bool = False
-    num_places: int = 0
+    num_workers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,11 +229,11 @@ class _Answer:
 
     Args:
         outcome: of the call, if it returned in time.
-        usable: whether the host still exists.
+        usable: whether the handler still exists.
         late: of a late call: the calls that it was in, if known.
     """
 
-    outcome: Outcome
+    outcome: CallResult
     usable: bool
     late: str | None = None
 
@@ -241,31 +241,31 @@ class _Answer:
 class _NodeActor:
     """The processes of one node."""
 
-    def __init__(self, settings: HostSettings, workers: int) -> None:
-        self._processes = ProcessPlaces(settings)
-        self._places: dict[int, ProcessPlace] = {}
+    def __init__(self, settings: HandlerSettings, workers: int) -> None:
+        self._processes = ProcessWorkers(settings)
+        self._workers: dict[int, ProcessWorker] = {}
         self._numbers = itertools.count()
-        self._workers = asyncio.Semaphore(workers)
+        self._slots = asyncio.Semaphore(workers)
 
     async def is_ready(self) -> bool:
         return True
 
-    async def place(self) -> int:
+    async def acquire(self) -> int:
         number = next(self._numbers)
-        self._places[number] = await self._processes.place()
+        self._workers[number] = await self._processes.acquire()
         return number
 
     async def call(self, number: int, what: str, argument: Any, timeout: float | None) -> _Answer:
-        place, outcome, late = self._places[number], Outcome(), None
+        worker, outcome, late = self._workers[number], CallResult(), None
         try:
-            async with self._workers:
-                outcome = await place.call(what, argument, timeout)
+            async with self._slots:
+                outcome = await worker.call(what, argument, timeout)
         except TimeoutError as error:
             late = str(error)
         finally:
-            if not place.usable:
-                del self._places[number]
-        return _Answer(outcome, place.usable, late)
+            if not worker.usable:
+                del self._workers[number]
+        return _Answer(outcome, worker.usable, late)
 
     async def release(self, number: int) -> None:
-        self._places.pop(number).release()
+        self._workers.pop(number).release()

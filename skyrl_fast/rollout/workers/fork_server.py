@@ -1,4 +1,4 @@
-"""The processes of `processes.py`: a server that forks, and its children, which are hosts.
+"""The processes of `processes.py`: a server that forks, and its children, which answer calls.
 
 Run by `python -c` with two arguments: the descriptor of the socket to the trainer, and its pid.
 """
@@ -18,9 +18,10 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import asdict
 
-from skyrl_fast.rollout.env.host import HostSettings, Outcome
 from skyrl_fast.rollout.workers.processes import FORK, KILL, LENGTH, REQUEST, STATUS
+from skyrl_fast.rollout.workers.protocol import CallResult, HandlerSettings
 from skyrl_fast.system.importing import load_module
 from skyrl_fast.system.printable import MAX_FAILURE
 
@@ -43,11 +44,11 @@ def main() -> None:
         return
     settings = pickle.loads(pickled)
     _send(link, b"")
-    _Server(link, int(sys.argv[2]), settings, folder).run()
+    _ForkingServer(link, int(sys.argv[2]), settings, folder).run()
 
 
 def _preload(modules: list[str], optional_modules: list[str]) -> None:
-    """Import what hosts need, so that forked processes share it."""
+    """Import what handlers need, so that forked processes share it."""
     for module in optional_modules:
         with suppress(ImportError):
             importlib.import_module(module)
@@ -62,11 +63,11 @@ def _preload(modules: list[str], optional_modules: list[str]) -> None:
             )
 
 
-class _Server:
+class _ForkingServer:
     """Answers the trainer: forks, and tells and ends its children."""
 
     def __init__(
-        self, link: socket.socket, trainer: int, settings: HostSettings, folder: str
+        self, link: socket.socket, trainer: int, settings: HandlerSettings, folder: str
     ) -> None:
         self._link, self._trainer = link, trainer
         self._settings, self._folder = settings, folder
@@ -155,26 +156,27 @@ def _end_with(server: int) -> None:
         os._exit(1)
 
 
-def _serve(link: socket.socket, settings: HostSettings, folder: str) -> None:
+def _serve(link: socket.socket, settings: HandlerSettings, folder: str) -> None:
     """Answer calls until the trainer closes its end of the socket."""
     if "numpy" in sys.modules:  # forked processes would draw the same numbers; random reseeds
         sys.modules["numpy"].random.seed()
-    host = settings.host()
+    handler = settings.handler()
     while request := _received(link):
         what, argument = pickle.loads(request)
         if what == settings.first_call:
             os.chdir(folder)
-        outcome = host.call(what, argument)
+        outcome = handler.call(what, argument)
         try:
             answer = _encoded(outcome)
         except Exception as error:  # memory, for example
-            answer = _encoded(Outcome(failure=f"{what}: its answer: {type(error).__name__}"))
+            answer = _encoded(CallResult(failure=f"{what}: its answer: {type(error).__name__}"))
         _send(link, answer)
 
 
-def _encoded(outcome: Outcome) -> bytes:
+def _encoded(outcome: CallResult) -> bytes:
     values = (outcome.value, outcome.failure, outcome.trace)
-    return json.dumps(values, ensure_ascii=False).encode(errors="surrogatepass")
+    text = json.dumps(values, ensure_ascii=False, default=asdict)
+    return text.encode(errors="surrogatepass")
 
 
 def _send(link: socket.socket, message: bytes) -> None:

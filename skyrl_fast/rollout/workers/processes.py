@@ -25,7 +25,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from skyrl_fast.rollout.env.host import HostSettings, Outcome
+from skyrl_fast.rollout.workers.protocol import CallResult, HandlerSettings
 from skyrl_fast.system.child_environment import environment_without_key
 from skyrl_fast.system.network_interface import LOOPBACK
 from skyrl_fast.system.printable import MAX_FAILURE
@@ -40,17 +40,17 @@ REQUEST = struct.Struct("!cq")
 _SERVER = "from skyrl_fast.rollout.workers.fork_server import main; main()"
 
 
-class ProcessPlaces:
+class ProcessWorkers:
     """The processes of a run; started when they are needed, and kept for other trajectories.
 
     Args:
-        settings: of the hosts.
+        settings: of the handlers.
 
     Raises:
         ValueError: a process cannot import what it needs.
     """
 
-    def __init__(self, settings: HostSettings) -> None:
+    def __init__(self, settings: HandlerSettings) -> None:
         settings.check_importable()
         modules = list(settings.modules), list(settings.optional_modules)
         self._setup = pickle.dumps(
@@ -65,8 +65,8 @@ class ProcessPlaces:
         """Return the address of this machine for the processes."""
         return LOOPBACK
 
-    async def place(self) -> ProcessPlace:
-        """Return a place for one host.
+    async def acquire(self) -> ProcessWorker:
+        """Return a worker for one handler.
 
         Raises:
             OSError: no process can be started; the message says why.
@@ -74,9 +74,9 @@ class ProcessPlaces:
         while self._idle:
             process = self._idle.pop()
             if process.alive():
-                return ProcessPlace(self, process)
+                return ProcessWorker(self, process)
             process.end()
-        return ProcessPlace(self, await asyncio.to_thread(self._started))
+        return ProcessWorker(self, await asyncio.to_thread(self._started))
 
     async def close(self) -> None:
         """Kill all processes."""
@@ -101,25 +101,25 @@ class ProcessPlaces:
             return _Process(self._server, pid, ours, self._settings)
 
     def keep(self, process: _Process) -> None:
-        """Keep a process whose host is closed, for another one."""
+        """Keep a process whose handler is closed, for another one."""
         self._idle.append(process)
 
 
-class ProcessPlace:
-    """Where one host lives: in a process."""
+class ProcessWorker:
+    """Runs one handler in a process."""
 
-    def __init__(self, processes: ProcessPlaces, process: _Process) -> None:
+    def __init__(self, processes: ProcessWorkers, process: _Process) -> None:
         self._processes = processes
         self._process = process
-        self.usable = True  # false: the process is gone, and its host with it
+        self.usable = True  # false: the process is gone, and its handler with it
 
-    async def call(self, what: str, argument: Any, timeout: float | None) -> Outcome:
+    async def call(self, what: str, argument: Any, timeout: float | None) -> CallResult:
         """Return the outcome of a call; TimeoutError if it takes longer than `timeout` seconds.
 
         Then, and if the caller is cancelled, the process is killed. None: no deadline.
         """
         if not self.usable:
-            return Outcome(failure=f"{what}: its process was killed")
+            return CallResult(failure=f"{what}: its process was killed")
         answer = asyncio.ensure_future(self._process.answer(what, argument))
         done: set[Any] = set()
         try:
@@ -138,10 +138,10 @@ class ProcessPlace:
             ended = await asyncio.to_thread(self._process.why)
             self._lose()
             text = f"{what}: its process {ended}" if isinstance(error, EOFError) else f"{error}"
-            return Outcome(failure=text[:MAX_FAILURE])
+            return CallResult(failure=text[:MAX_FAILURE])
 
     def release(self) -> None:
-        """Free the place: another host may use its process."""
+        """See `Worker.release`; another handler may use its process."""
         if self.usable:
             self.usable = False
             self._processes.keep(self._process)
@@ -155,7 +155,7 @@ class _Process:
     """A process of the fork server, and the socket to it."""
 
     def __init__(
-        self, server: _ForkServer, pid: int, link: socket.socket, settings: HostSettings
+        self, server: _ForkServer, pid: int, link: socket.socket, settings: HandlerSettings
     ) -> None:
         link.setblocking(False)
         self._server, self._pid, self._link, self._settings = server, pid, link, settings
@@ -178,7 +178,7 @@ class _Process:
     def close(self) -> None:
         self._link.close()
 
-    async def answer(self, what: str, argument: Any) -> Outcome:
+    async def answer(self, what: str, argument: Any) -> CallResult:
         """Return the outcome of a call.
 
         Raises:
@@ -200,8 +200,8 @@ class _Process:
         except (RecursionError, TypeError) as error:  # nested too deeply; not three values
             raise ValueError(f"{what}: its answer: {error}") from error
         if failure is not None:
-            return Outcome(None, str(failure), str(trace))
-        return Outcome(self._settings.checked(what, value))
+            return CallResult(None, str(failure), str(trace))
+        return CallResult(self._settings.check_value(what, value))
 
     async def _read(self, length: int) -> bytearray:
         loop = asyncio.get_running_loop()

@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from skyrl_fast.rollout.env.host import EnvHost, EnvSettings, Outcome
+from skyrl_fast.rollout.env.handler import EnvHandler, EnvSettings
+from skyrl_fast.rollout.workers.protocol import CallResult
 from skyrl_fast.rollout.workers.traces import trace_of_thread
 
 # How long calls wait for the threads that work before as many join them. A call of a quick
@@ -17,7 +18,7 @@ from skyrl_fast.rollout.workers.traces import trace_of_thread
 JOIN_SECONDS = 0.002
 
 
-class EnvThreads:
+class ThreadWorkers:
     """Runs calls in daemon threads; a hung thread is replaced.
 
     One thread makes the calls that arrive together, if they are quick, and the event loop is
@@ -30,15 +31,15 @@ class EnvThreads:
         self._settings = settings
         self._lock = threading.Lock()  # of all below
         self._waiting: deque[_Call] = deque()
-        self._idle: list[_Worker] = []
+        self._idle: list[_Thread] = []
         self._num_working = 0
         self._returned: list[tuple[_Call, Any]] = []  # for the event loop
         self._joining: asyncio.TimerHandle | None = None
         self._closed = False
 
-    async def place(self) -> ThreadPlace:
-        """Return a place for one environment."""
-        return ThreadPlace(self, EnvHost(self._settings))
+    async def acquire(self) -> ThreadWorker:
+        """Return a worker for one handler."""
+        return ThreadWorker(self, EnvHandler(self._settings))
 
     async def run(self, function: Callable[[], Any], timeout: float) -> Any:
         """Return the function's result; TimeoutError, with its trace, if it takes longer.
@@ -77,7 +78,7 @@ class EnvThreads:
     def _wake(self, number: int) -> None:
         """Let so many more threads work; with the lock."""
         for _ in range(number):
-            worker = self._idle.pop() if self._idle else _Worker()
+            worker = self._idle.pop() if self._idle else _Thread()
             self._num_working += 1
             worker.wake(self)
 
@@ -97,7 +98,7 @@ class EnvThreads:
                 call.worker.lost = True
                 self._num_working -= 1
 
-    def work(self, worker: _Worker) -> bool:
+    def work(self, worker: _Thread) -> bool:
         """Make the calls that wait, in a thread; return whether the thread is still wanted."""
         while True:
             with self._lock:
@@ -143,7 +144,7 @@ class _Call:
         self.function = function
         self.loop = loop
         self.future: asyncio.Future[Any] = loop.create_future()
-        self.worker: _Worker | None = None
+        self.worker: _Thread | None = None
         self.returned = False
 
     def expire(self) -> None:
@@ -153,31 +154,31 @@ class _Call:
             self.future.set_exception(TimeoutError(trace_of_thread(ident)))
 
 
-class ThreadPlace:
-    """Where one environment lives: in this process, called in threads."""
+class ThreadWorker:
+    """Runs one environment in threads of this process."""
 
-    def __init__(self, threads: EnvThreads, host: EnvHost) -> None:
+    def __init__(self, threads: ThreadWorkers, handler: EnvHandler) -> None:
         self._threads = threads
-        self._host = host
+        self._handler = handler
         self.usable = True
 
-    async def call(self, what: str, argument: Any, timeout: float) -> Outcome:
+    async def call(self, what: str, argument: Any, timeout: float) -> CallResult:
         """Return the outcome of a call; TimeoutError if it takes longer than `timeout` seconds."""
         try:
-            outcome: Outcome = await self._threads.run(
-                lambda: self._host.call(what, argument), timeout
+            outcome: CallResult = await self._threads.run(
+                lambda: self._handler.call(what, argument), timeout
             )
         except BaseException:
             if what == "make":  # also if the caller is cancelled: no one else closes it
-                self._host.give_up()
+                self._handler.give_up()
             raise
         return outcome
 
     def release(self) -> None:
-        """Free the place."""
+        """See `Worker.release`."""
 
 
-class _Worker:
+class _Thread:
     """A daemon thread that works when it is woken.
 
     Attributes:
@@ -186,7 +187,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self.lost = False
-        self._threads: queue.SimpleQueue[EnvThreads | None] = queue.SimpleQueue()
+        self._threads: queue.SimpleQueue[ThreadWorkers | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="environment", daemon=True)
         self._thread.start()
 
@@ -195,7 +196,7 @@ class _Worker:
         """The thread's identifier."""
         return self._thread.ident
 
-    def wake(self, threads: EnvThreads | None) -> None:
+    def wake(self, threads: ThreadWorkers | None) -> None:
         """Make the calls that wait there; None: end."""
         self._threads.put(threads)
 

@@ -11,7 +11,7 @@ from types import TracebackType
 from skyrl_fast.system.printable import MAX_FAILURE, shortened
 
 MAX_FRAMES = 20  # of a trace, the innermost ones
-_CALLER = str(Path(__file__).parent)  # the code that calls environments
+_CALLER = Path(__file__).parents[1]  # `rollout`: its handlers and workers call environments
 
 _LIBRARIES = tuple(f'File "{sysconfig.get_path(name)}/' for name in ("stdlib", "platlib"))
 
@@ -47,6 +47,6 @@ def innermost_place(trace: str) -> str:
 
 def _text(calls: traceback.StackSummary) -> str:
     """Return the calls after the last one of the code that calls environments."""
-    callers = [n for n, call in enumerate(calls) if str(Path(call.filename).parent) == _CALLER]
+    callers = [n for n, call in enumerate(calls) if _CALLER in Path(call.filename).parents]
     inner = calls[callers[-1] + 1 :] if callers else calls
     return shortened("".join(traceback.format_list(inner)), MAX_FAILURE)

@@ -33,7 +33,7 @@ from skyrl_fast.rollout.engine.weights.transfer import (
     Weights,
 )
 from skyrl_fast.rollout.env.factory import EnvFactory, check_env_classes
-from skyrl_fast.rollout.env.host import MakeEnv
+from skyrl_fast.rollout.env.handler import MakeEnv
 from skyrl_fast.rollout.env.reward_functions import GroupRewards, RewardFunctions
 from skyrl_fast.rollout.group_runner import GroupRunner, OnGroup
 from skyrl_fast.rollout.groups import environment_runner, run_groups

@@ -14,7 +14,7 @@ from fsspec.core import split_protocol
 from skyrl_fast.config import Config, ConfigError
 from skyrl_fast.ops.advantage.estimators import register_advantage_estimator
 from skyrl_fast.ops.policy_loss.custom import register_policy_loss
-from skyrl_fast.rollout.env.host import MakeEnv
+from skyrl_fast.rollout.env.handler import MakeEnv
 from skyrl_fast.rollout.env.reward_env import Reward, RewardEnv
 from skyrl_fast.rollout.env.reward_functions import RewardFunction, RewardFunctions
 from skyrl_fast.system.importing import absolute_name, load_object, name_of

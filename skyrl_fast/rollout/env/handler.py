@@ -1,18 +1,19 @@
-"""What runs in a place: a call in, plain data or a text of what failed out."""
+"""Runs an environment in a worker: a call in, plain values or the text of a failure out."""
 
 from __future__ import annotations
 
 import pickle
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from skyrl_fast.rollout.env import skyrl_gym_env
 from skyrl_fast.rollout.env.answers import AnswerError, answer_of, messages_of
 from skyrl_fast.rollout.env.protocol import Env
 from skyrl_fast.rollout.rows import copy_row
 from skyrl_fast.rollout.workers.plain import PlainData, plain_text, type_name
+from skyrl_fast.rollout.workers.protocol import CallResult
 from skyrl_fast.rollout.workers.traces import trace_of_error
 from skyrl_fast.system.importing import load_object
 from skyrl_fast.system.printable import MAX_FAILURE
@@ -26,67 +27,8 @@ MORE_BYTES = 64 << 20  # of an answer, next to its texts
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of a call; plain data.
-
-    Args:
-        value: what was returned, if nothing failed.
-        failure: what failed, at most MAX_FAILURE characters; None: nothing.
-        trace: the calls in the environment that failed, see `trace_of_error`; "" for none.
-    """
-
-    value: Any = None
-    failure: str | None = None
-    trace: str = ""
-
-
-class Host(Protocol):
-    """What answers the calls of a place: an environment or an agent."""
-
-    def call(self, what: str, argument: Any) -> Outcome:
-        """Return the outcome of a call; never raise."""
-
-
-class HostSettings(Protocol):
-    """What a process needs to be a host; picklable.
-
-    Attributes:
-        first_call: of a trajectory; it begins in the folder of the start.
-    """
-
-    first_call: ClassVar[str]
-
-    @property
-    def modules(self) -> Sequence[str]:
-        """Modules or files that the fork server imports."""
-
-    @property
-    def optional_modules(self) -> Sequence[str]:
-        """The same, where they are installed."""
-
-    @property
-    def max_bytes(self) -> int:
-        """Limit of an answer."""
-
-    def host(self) -> Host:
-        """Return a new host, called in the process."""
-
-    def checked(self, what: str, value: Any) -> Any:
-        """Return what a call returned, checked by the process that called.
-
-        Code of a model could have sent it.
-
-        Raises:
-            ValueError: it is invalid.
-        """
-
-    def check_importable(self) -> None:
-        """Raise ValueError if other processes cannot import what they need."""
-
-
-@dataclass(frozen=True, slots=True)
 class EnvSettings:
-    """What the thread or process of an environment needs: a `HostSettings`.
+    """What the thread or process of an environment needs: a `HandlerSettings`.
 
     Args:
         skyrl_gym: settings of the environments that skyrl_gym registers, by env_class.
@@ -105,15 +47,15 @@ class EnvSettings:
 
     @property
     def max_bytes(self) -> int:
-        """See `HostSettings`."""
+        """See `HandlerSettings`."""
         return BYTES_PER_CHARACTER * self.longest_text + MORE_BYTES
 
-    def host(self) -> EnvHost:
-        """See `HostSettings.host`."""
-        return EnvHost(self)
+    def handler(self) -> EnvHandler:
+        """See `HandlerSettings.handler`."""
+        return EnvHandler(self)
 
-    def checked(self, what: str, value: Any) -> Any:
-        """See `HostSettings.checked`."""
+    def check_value(self, what: str, value: Any) -> Any:
+        """See `HandlerSettings.check_value`."""
         if what in ("make", "close"):
             return None
         data = PlainData(self.max_bytes)
@@ -122,11 +64,11 @@ class EnvSettings:
         if not isinstance(value, dict):
             raise ValueError(f"{what}: wanted a mapping, got {type(value).__name__}")
         if what == "step":
-            return asdict(answer_of({**value, "observations": value.get("messages")}, data))
+            return answer_of({**value, "observations": value.get("messages")}, data)
         return value
 
     def check_importable(self) -> None:
-        """See `HostSettings.check_importable`."""
+        """See `HandlerSettings.check_importable`."""
         try:
             pickled = pickle.dumps(self)
         except Exception as error:
@@ -141,7 +83,7 @@ _NOT_IMPORTABLE = (
 )
 
 
-class EnvHost:
+class EnvHandler:
     """The environment of one trajectory; `call` never raises."""
 
     def __init__(self, settings: EnvSettings) -> None:
@@ -150,7 +92,7 @@ class EnvHost:
         self._lock = threading.Lock()
         self._given_up = False
 
-    def call(self, what: str, argument: Any) -> Outcome:
+    def call(self, what: str, argument: Any) -> CallResult:
         """Call the environment, and check and convert what it returns.
 
         Args:
@@ -158,12 +100,14 @@ class EnvHost:
             argument: env_class and extras for "make", messages for "init", the action for "step".
         """
         try:
-            return Outcome(self._called(what, argument))
+            return CallResult(self._called(what, argument))
         except AnswerError as error:
-            return Outcome(failure=f"{what}: {plain_text(error, MAX_FAILURE)}")
+            return CallResult(failure=f"{what}: {plain_text(error, MAX_FAILURE)}")
         except BaseException as error:  # sys.exit in an environment ends only its call
             text = plain_text(error, MAX_FAILURE)
-            return Outcome(None, f"{what} raised {type_name(error)}: {text}", trace_of_error(error))
+            return CallResult(
+                None, f"{what} raised {type_name(error)}: {text}", trace_of_error(error)
+            )
 
     def give_up(self) -> None:
         """Close an environment that no one will use, also one that is still being created."""
@@ -189,13 +133,13 @@ class EnvHost:
         if what == "init":
             return messages_of(self._env.init(argument), data)
         if what == "step":
-            return asdict(answer_of(self._env.step(argument), data))
+            return answer_of(self._env.step(argument), data)
         assert what == "metrics"
         return PlainData(MAX_METRICS_TEXT, unknown_as_text=True).of(dict(self._env.metrics()))
 
     def _make(self, env_class: str, extras: dict[str, Any]) -> None:
         settings = self._settings
-        env = created_env(env_class, settings.skyrl_gym, extras, settings.make_env)
+        env = create_env(env_class, settings.skyrl_gym, extras, settings.make_env)
         with self._lock:
             self._env = env
             late = self._given_up
@@ -203,7 +147,7 @@ class EnvHost:
             self._called("close", None)
 
 
-def created_env(
+def create_env(
     env_class: str,
     skyrl_gym: GymSettings,
     extras: dict[str, Any],

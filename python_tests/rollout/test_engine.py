@@ -187,11 +187,11 @@ def test_additional_sampling_parameters_take_precedence_and_invalid_ones_fail_th
         ([7], -9999.0, "logprob 0: expected a number from -9000 to 0, got -9999.0"),
         ([7], -1e30, "logprob 0: expected a number from -9000 to 0, got -1e\\+30"),
         ([7], 3.0, "logprob 0: expected a number from -9000 to 0, got 3.0"),
-        ([7] * 3, -0.5, "wanted at most 2 tokens, got 3"),
+        ([7] * 3, -0.5, "expected at most 2 tokens, got 3"),
         (
             [8],
             -0.5,
-            "another format than vLLM: ValueError: wanted logprobs of the 1 sampled tokens",
+            "another format than vLLM: ValueError: expected logprobs of the 1 sampled tokens",
         ),
     ],
 )

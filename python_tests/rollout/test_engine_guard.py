@@ -346,7 +346,7 @@ def test_variable_takes_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setenv(KEY_VARIABLE, "short")
     with pytest.raises(
-        ValueError, match="SKYRL_FAST_ENGINE_KEY: wanted a key of 16 to 1024"
+        ValueError, match="SKYRL_FAST_ENGINE_KEY: expected a key of 16 to 1024"
     ) as got:
         engine_key(tmp_path / "engine_key")
     assert "short" not in str(got.value).replace("short,", "")
@@ -371,7 +371,7 @@ def test_key_that_others_could_read_or_replace_is_refused(
     with pytest.raises(ValueError, match="without spaces"):
         engine_key(file)
     os.mkfifo(tmp_path / "pipe", 0o600)
-    with pytest.raises(ValueError, match="wanted a file"):
+    with pytest.raises(ValueError, match="expected a file"):
         engine_key(tmp_path / "pipe")
 
 

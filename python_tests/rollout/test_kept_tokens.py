@@ -19,7 +19,7 @@ from skyrl_fast.rollout.engine.protocol import (
     kept_tokens,
     vllm_sampling_params,
 )
-from skyrl_fast.rollout.engine.vllm_engine import _sampled_logprobs
+from skyrl_fast.rollout.engine.vllm_engine import _read_sampled_logprobs
 from skyrl_fast.rollout.engine.vllm_patches.kept_logprobs import (
     return_kept_only,
     store_ids_and_values,
@@ -76,7 +76,7 @@ def test_kept_tokens_are_those_that_were_not_excluded() -> None:
 @pytest.mark.spec("async.server-answers")
 @pytest.mark.parametrize("other", [2**32 + 9, -9])  # the first is 9 in 32 bits
 def test_ids_that_tensors_cannot_hold_fail_the_request(other: int) -> None:
-    with pytest.raises(EngineError, match=f"wanted ids from 0 to 2147483647.*{other}"):
+    with pytest.raises(EngineError, match=f"expected ids from 0 to 2147483647.*{other}"):
         kept_tokens(7, np.array([7, other]), np.log([0.5, 0.5]))
 
 
@@ -86,7 +86,7 @@ def test_ids_that_tensors_cannot_hold_fail_the_request(other: int) -> None:
     [([7, 9], [0.25, 0.5]), ([9, 3], [0.5, 0.5]), ([7, 9], [0.75, 0.5])],
 )
 def test_missing_tokens_fail_the_request(ids: list[int], probabilities: list[float]) -> None:
-    with pytest.raises(EngineError, match="wanted all tokens that token 7 was sampled from"):
+    with pytest.raises(EngineError, match="expected all tokens that token 7 was sampled from"):
         kept_tokens(7, np.array(ids), np.log(probabilities))
 
 
@@ -279,9 +279,9 @@ def test_logprobs_are_stored_without_texts(flat: bool) -> None:
 def test_logprobs_of_other_tokens_are_refused() -> None:
     flat = SimpleNamespace(token_ids=[5, 6], logprobs=[-0.1, -0.2])
     flat.start_indices, flat.end_indices = [0, 1], [1, 2]
-    assert _sampled_logprobs([5, 6], flat, keeps=False) == ([-0.1, -0.2], None)
+    assert _read_sampled_logprobs([5, 6], flat, keeps=False) == ([-0.1, -0.2], None)
     with pytest.raises(ValueError, match="of the 1 sampled tokens, got those of 2 others"):
-        _sampled_logprobs([5], flat, keeps=False)
+        _read_sampled_logprobs([5], flat, keeps=False)
     flat.start_indices, flat.end_indices = [0, 2], [2, 2]  # the second has none
     with pytest.raises(IndexError):
-        _sampled_logprobs([5, 6], flat, keeps=True)
+        _read_sampled_logprobs([5, 6], flat, keeps=True)

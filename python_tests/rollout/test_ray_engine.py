@@ -15,7 +15,7 @@ from skyrl_fast.rollout.engine import pool as engine_pool
 from skyrl_fast.rollout.engine import ray_engine
 from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, NoRoomError
-from skyrl_fast.rollout.engine.ray_engine import EnginePlace, RayEngine, _Server
+from skyrl_fast.rollout.engine.ray_engine import EnginePlace, RayEngine, _ActorServer
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 
 CHOICE = {
@@ -48,15 +48,15 @@ class Engine(RayEngine):
             transport=httpx.MockTransport(self.respond),
         )
         self.comes = comes
-        self.requested: list[_Server] = []
-        self.killed: list[_Server] = []
+        self.requested: list[_ActorServer] = []
+        self.killed: list[_ActorServer] = []
         self.asked: list[str] = []
         self.stuck = asyncio.Event()  # set while a completion gets no answer
         self.healthy = True
 
-    def _requested(self) -> _Server:
+    def _request_actor(self) -> _ActorServer:
         loop = asyncio.get_running_loop()
-        server = _Server(None, loop.create_future(), loop.create_future())
+        server = _ActorServer(None, loop.create_future(), loop.create_future())
         self.requested.append(server)
         if self.comes:
             server.url.set_result(f"http://server-{len(self.requested)}")

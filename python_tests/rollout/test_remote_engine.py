@@ -312,11 +312,11 @@ def test_error_of_a_refused_call_quotes_the_server() -> None:
         ),
         ({"text": "a", "finish_reason": "stop"}, "than vLLM: KeyError: 'logprobs'"),
         *(
-            (choice([5], [value]), "than vLLM: TypeError: wanted a number")
+            (choice([5], [value]), "than vLLM: TypeError: expected a number")
             for value in (None, "-0.5", True, [-0.5])
         ),
         *(
-            (choice([5, value], [-0.5, -0.5]), "s-1: token 1: wanted an id from 0 to 99, got ")
+            (choice([5, value], [-0.5, -0.5]), "s-1: token 1: expected an id from 0 to 99, got ")
             for value in (-6, 100, 10**30, "56", "a", True, 5.0, 5.7, None, [6])
         ),
         *(
@@ -339,14 +339,14 @@ def test_error_of_a_refused_call_quotes_the_server() -> None:
         (choice("5", [-0.5]), "TypeError: expected a list, got str"),
         (choice(None, []), "TypeError: expected a list, got NoneType"),
         (choice([5, 6], [-0.5]), "ended with 'stop', 2 tokens and 1 logprobs"),
-        (choice([5] * 9, [-0.5] * 9), "s-1: wanted at most 8 tokens, got 9"),
+        (choice([5] * 9, [-0.5] * 9), "s-1: expected at most 8 tokens, got 9"),
         *(
             (choice([5], [-0.5], finish_reason=value), "s-1: ended with")
             for value in ("tool_calls", ["stop"], {"stop": 1}, "a" * 10**6)
         ),
         *((choice([5], [-0.5], routed_experts=text), "vLLM: ") for text in damaged_routes()),
         *(
-            (choice([5], [-0.5], stop_reason=text), "s-1: stop string: wanted one of the request")
+            (choice([5], [-0.5], stop_reason=text), "s-1: stop string: expected one of the request")
             for text in ("", "a" * 10**6, "</b>")
         ),
         (choice([], [], finish_reason=INTERRUPTED), "no request of vLLM ends like this"),
@@ -392,7 +392,7 @@ def test_limit_of_tokens_is_that_of_the_request() -> None:
 def test_probe_logprobs_are_numbers(value: Any) -> None:
     entries = [None, {"2": {"logprob": value}}]
     server = Server(lambda body: choice([4], [-1.0], prompt_logprobs=entries))
-    with pytest.raises(EngineError, match="than vLLM: TypeError: wanted a number"):
+    with pytest.raises(EngineError, match="than vLLM: TypeError: expected a number"):
         with_engine(server, lambda e: e.prompt_logprobs([1, 2]))
 
 

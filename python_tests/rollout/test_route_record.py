@@ -15,7 +15,7 @@ from skyrl_fast.adapters.generator_output import generator_output_from_trajector
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import EnvironmentConfig, SamplingParams
 from skyrl_fast.rollout.engine.protocol import EngineError, Generation
-from skyrl_fast.rollout.engine.route_record import recorded_routes, turn_routes
+from skyrl_fast.rollout.engine.route_record import find_recorded_routes, turn_routes
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.groups import rollout
 from skyrl_fast.rollout.trajectory import Step, Trajectory
@@ -62,7 +62,7 @@ def test_nine_tokens_of_two_turns() -> None:
 @pytest.mark.parametrize("prompt", [[1, 2, 3, 4, 6, 7], [1, 2, 3], [8, 2, 3, 4, 5, 6], []])
 def test_fork_keeps_its_own_full_array(prompt: list[int]) -> None:
     first = step([1, 2], [3, 4, 5], routes(10, 11, 20, 21))
-    assert recorded_routes([first], prompt) is None
+    assert find_recorded_routes([first], prompt) is None
     own = routes(*range(50, 50 + len(prompt) + 1))
     assert turn_routes([first], prompt, turn(own)) is own
 
@@ -70,15 +70,15 @@ def test_fork_keeps_its_own_full_array(prompt: list[int]) -> None:
 @pytest.mark.spec("replay.no-routes")
 def test_appended_end_token_gets_its_route_from_the_next_turn() -> None:
     first = step([1, 2], [3, 0], routes(10, 11))  # 0 was appended: neither 3 nor 0 was processed
-    assert recorded_routes([first], [1, 2, 3, 0, 6]) is first.expert_indices
-    assert recorded_routes([first], [1, 2, 3, 6]) is None  # not in the context: a fork
+    assert find_recorded_routes([first], [1, 2, 3, 0, 6]) is first.expert_indices
+    assert find_recorded_routes([first], [1, 2, 3, 6]) is None  # not in the context: a fork
     record = turn_routes([first], [1, 2, 3, 0, 6], turn(routes(20, 5, 30, 40), start=2))
     assert record[:, 0, 0].tolist() == [10, 11, 20, 5, 30, 40]
 
 
 def test_without_routes_there_is_no_record() -> None:
     assert turn_routes([], [1], turn(None)) is None
-    assert recorded_routes([step([1], [2], None)], [1, 2]) is None
+    assert find_recorded_routes([step([1], [2], None)], [1, 2]) is None
     first = step([1], [2], routes(10))
     assert turn_routes([first], [1, 2, 3], turn(None)) is first.expert_indices
 

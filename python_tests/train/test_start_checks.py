@@ -38,13 +38,13 @@ def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
         (["environment.register=[nope.py]"], "environment.register: cannot import '"),
         (["environment.env_class=nope:Env"], "environment.env_class: cannot import 'nope'"),
         ([], "env_class of a row: no environment of the name 'fake' is registered (known: "),
-        (["generator.max_input_length=512"], TOO_LONG + "wanted at most the 64 positions of "),
+        (["generator.max_input_length=512"], TOO_LONG + "expected at most the 64 positions of "),
         (
             [
                 "generator.max_input_length=512",
                 "generator.inference_engine.engine_init_kwargs.max_model_len=1000",
             ],
-            TOO_LONG + "wanted at most 1000 tokens together, as generator.inference_engine."
+            TOO_LONG + "expected at most 1000 tokens together, as generator.inference_engine."
             "engine_init_kwargs.max_model_len says, got 1536",
         ),
     ],
@@ -84,7 +84,7 @@ MISTAKES = {
     "trainer.fully_async.max_staleness_steps=-1": "wanted at least 0, got -1",
     "generator.n_samples_per_prompt=0": "wanted at least 1, got 0",
     "generator.max_turns=0": "generator.max_turns: wanted at least 1, got 0",
-    "generator.max_input_length=4096": "wanted at most the 64 positions of HERE/model together",
+    "generator.max_input_length=4096": "expected at most the 64 positions of HERE/model together",
     "generator.sampling_params.top_p=2": "wanted at most 1, got 2.0",
     "generator.inference_engine.gpu_memory_utilization=1.5": "wanted at most 1, got 1.5",
     "trainer.placement.policy_num_gpus_per_node=0": "wanted at least 1, got 0",

@@ -12,7 +12,7 @@ from multiprocessing import Process
 
 import pytest
 
-from skyrl_fast.rollout.engine.vllm_start import ended_by_signals
+from skyrl_fast.rollout.engine.vllm_start import end_on_signals
 from skyrl_fast.train.flow.event_loop import StopSignals
 
 
@@ -97,7 +97,7 @@ def test_signal_in_training_ends_an_engine_that_is_restarting() -> None:
     try:
         older, engine = (Process(target=time.sleep, args=(BLOCKED_SECONDS,)) for _ in range(2))
         older.start()
-        with ended_by_signals():
+        with end_on_signals():
             engine.start()
             os.kill(os.getpid(), signal.SIGTERM)
             engine.join()

@@ -18,7 +18,7 @@ from skyrl_fast.rollout.chat_messages import template_kwargs_of
 from skyrl_fast.rollout.chat_template import ChatTemplate, Message, message_text
 from skyrl_fast.rollout.context import Context, make_context
 from skyrl_fast.rollout.engine.protocol import Generation
-from skyrl_fast.rollout.engine.route_record import recorded_routes, turn_routes
+from skyrl_fast.rollout.engine.route_record import find_recorded_routes, turn_routes
 from skyrl_fast.rollout.env.answers import EnvAnswer
 from skyrl_fast.rollout.env.factory import EnvFactory, EnvSession
 from skyrl_fast.rollout.env.protocol import Action
@@ -184,7 +184,7 @@ class _EnvEpisode:
         raise AssertionError("unreachable: the last turn returns")
 
     async def _generate(self, prompt_token_ids: list[int]) -> Generation:
-        known = recorded_routes(self._trajectory.steps, prompt_token_ids)
+        known = find_recorded_routes(self._trajectory.steps, prompt_token_ids)
         return await self._loop.calls.sample(
             self._trajectory,
             prompt_token_ids,

@@ -29,11 +29,11 @@ def engine_key(file: Path) -> str:
     """
     given = os.environ.get(KEY_VARIABLE)
     if given is not None:
-        return _checked(given, KEY_VARIABLE)
-    return key_in_file(file, _SETTING)
+        return _check_key(given, KEY_VARIABLE)
+    return read_key(file, _SETTING)
 
 
-def key_in_file(file: Path, setting: str) -> str:
+def read_key(file: Path, setting: str) -> str:
     """Return the key of a file; a missing one is created with a new random key.
 
     Args:
@@ -46,7 +46,7 @@ def key_in_file(file: Path, setting: str) -> str:
     try:
         if not os.path.lexists(file):
             _create(file)
-        return _checked(_read(file, setting), f"{setting}: {file}")
+        return _check_key(_read(file, setting), f"{setting}: {file}")
     except OSError as error:
         raise ValueError(f"{setting}: cannot read or create {file}: {error}") from error
 
@@ -71,16 +71,16 @@ def _read(file: Path, setting: str) -> str:
         mode = stat.S_IMODE(status.st_mode)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or mode & 0o077:
             raise ValueError(
-                f"{setting}: {file}: wanted a file of this user with mode 600, got user "
+                f"{setting}: {file}: expected a file of this user with mode 600, got user "
                 f"{status.st_uid} and mode {mode:o}: chmod 600, or delete it to get a new key"
             )
         return opened.read(_MAX_BYTES).decode("ascii", "replace").strip()
 
 
-def _checked(key: str, where: str) -> str:
+def _check_key(key: str, where: str) -> str:
     if not _KEY.fullmatch(key):
         raise ValueError(
-            f"{where}: wanted a key of 16 to 1024 printable ASCII characters without spaces, got "
+            f"{where}: expected a key of 16 to 1024 printable ASCII characters without spaces, got "
             f"{len(key)} characters"
         )
     return key

@@ -40,7 +40,7 @@ def parsing(what: str) -> Iterator[None]:
 def number(value: Any) -> float:
     """Return a number; raise TypeError for text, booleans and null, which float() would accept."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"wanted a number, got {type(value).__name__}")
+        raise TypeError(f"expected a number, got {type(value).__name__}")
     return float(value)
 
 
@@ -79,15 +79,15 @@ def routes(choice: Mapping[str, Any]) -> np.ndarray | None:
     if encoded is None:
         return None
     if not isinstance(encoded, str):
-        raise TypeError(f"routed_experts: wanted text, got {type(encoded).__name__}")
+        raise TypeError(f"routed_experts: expected text, got {type(encoded).__name__}")
     payload = io.BytesIO(base64.b64decode(encoded, validate=True))
     version = np.lib.format.read_magic(payload)
     if version != (1, 0):  # of every array without field names
-        raise ValueError(f"routed_experts: wanted format 1.0, got {version}")
+        raise ValueError(f"routed_experts: expected format 1.0, got {version}")
     shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(payload)
     if dtype.kind not in "iu" or len(shape) != ROUTE_DIMENSIONS or is_fortran:
         raise ValueError(
-            f"routed_experts: wanted integers [tokens, layers, K], got {dtype} {shape}"
+            f"routed_experts: expected integers [tokens, layers, K], got {dtype} {shape}"
         )
     data = payload.read()
     if min(shape) < 0 or len(data) != math.prod(shape) * dtype.itemsize:

@@ -158,14 +158,14 @@ def _check_longest_sequence(config: settings.Config, model_path: str) -> int:
     longest = others.get("max_model_len")
     if isinstance(longest, int) and prompt + response > longest:
         raise ValueError(
-            f"{lengths}: wanted at most {longest} tokens together, as "
+            f"{lengths}: expected at most {longest} tokens together, as "
             "generator.inference_engine.engine_init_kwargs.max_model_len says, got "
             f"{prompt + response}"
         )
     positions = read_positions(model_path)
     if positions is not None and prompt + response > positions and not others:
         raise ValueError(
-            f"{lengths}: wanted at most the {positions} positions of {model_path} together, got "
+            f"{lengths}: expected at most the {positions} positions of {model_path} together, got "
             f"{prompt + response}"
         )
     return prompt + response
@@ -210,7 +210,7 @@ def _read_model_config(model_path: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path}: invalid JSON: {error}") from error
     if not isinstance(model, dict):
-        raise ValueError(f"{path}: wanted a JSON object, got {type(model).__name__}")
+        raise ValueError(f"{path}: expected a JSON object, got {type(model).__name__}")
     return model
 
 

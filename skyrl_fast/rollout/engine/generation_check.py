@@ -20,7 +20,7 @@ STOP_REASONS = ("stop", "length", INTERRUPTED)
 LOGPROB_ROUNDING = 1e-2
 
 
-def checked_generation(
+def check_generation(
     generation: Generation,
     *,
     max_tokens: int,
@@ -42,41 +42,45 @@ def checked_generation(
     """
     limit = MAX_TOKEN_ID + 1 if vocab_size is None else vocab_size
     stops = [stop] if isinstance(stop, str) else stop or ()
-    problem = _problem(generation, max_tokens, limit, stops)
+    problem = _find_problem(generation, max_tokens, limit, stops)
     if problem:
         raise EngineError(f"{source}: {problem}")
     return generation
 
 
-def _problem(generation: Generation, max_tokens: int, limit: int, stops: Sequence[str]) -> str:
+def _find_problem(generation: Generation, max_tokens: int, limit: int, stops: Sequence[str]) -> str:
     """Return what is wrong, or ""."""
     ids, logprobs = generation.token_ids, generation.logprobs
     reason = generation.stop_reason
     if reason not in STOP_REASONS or len(ids) != len(logprobs):
         return f"ended with {reason!r:.80}, {len(ids)} tokens and {len(logprobs)} logprobs"
     if len(ids) > max_tokens:
-        return f"wanted at most {max_tokens} tokens, got {len(ids)}"
+        return f"expected at most {max_tokens} tokens, got {len(ids)}"
     if generation.stop_string is not None and generation.stop_string not in stops:
-        return f"stop string: wanted one of the request, got {generation.stop_string!r:.80}"
+        return f"stop string: expected one of the request, got {generation.stop_string!r:.80}"
     for position, token in enumerate(ids):
         if not _is_number(token, int) or not 0 <= token < limit:
-            return f"token {position}: wanted an id from 0 to {limit - 1}, got {token!r:.80}"
+            return f"token {position}: expected an id from 0 to {limit - 1}, got {token!r:.80}"
     for position, logprob in enumerate(logprobs):
         if not _is_number(logprob, int | float) or not _is_logprob(logprob):
             return (
                 f"logprob {position}: expected a number from {EXCLUDED_LOGPROB:g} to 0, "
                 f"got {logprob!r:.80}"
             )
-    return "" if generation.kept_ids is None else _problem_of_kept(generation.kept_ids, ids, limit)
+    return (
+        ""
+        if generation.kept_ids is None
+        else _find_problem_of_kept(generation.kept_ids, ids, limit)
+    )
 
 
-def _problem_of_kept(kept_ids: list[np.ndarray], ids: list[int], limit: int) -> str:
+def _find_problem_of_kept(kept_ids: list[np.ndarray], ids: list[int], limit: int) -> str:
     """Return what is wrong with the sets of kept tokens, each ascending and not empty; or ""."""
     if len(kept_ids) != len(ids):
-        return f"wanted {len(ids)} sets of kept tokens, got {len(kept_ids)}"
+        return f"expected {len(ids)} sets of kept tokens, got {len(kept_ids)}"
     for position, kept in enumerate(kept_ids):
         if kept[-1] >= limit:
-            return f"kept tokens {position}: wanted ids from 0 to {limit - 1}, got {kept[-1]}"
+            return f"kept tokens {position}: expected ids from 0 to {limit - 1}, got {kept[-1]}"
     return ""
 
 

@@ -82,13 +82,13 @@ def kept_tokens(token_id: int, candidates: np.ndarray, logprobs: np.ndarray) -> 
     mass = float(np.exp(logprobs[kept][first].astype(np.float64)).sum())
     if abs(mass - 1.0) > MASS_TOLERANCE or token_id not in ids:
         raise EngineError(
-            f"wanted all tokens that token {token_id} was sampled from, got {len(ids)} with "
+            f"expected all tokens that token {token_id} was sampled from, got {len(ids)} with "
             f"probability {mass:.6f}: the engine must return processed_logprobs, and sampling "
             "parameters must not change the logits"
         )
     if ids[0] < 0 or ids[-1] > MAX_TOKEN_ID:
         raise EngineError(
-            f"wanted ids from 0 to {MAX_TOKEN_ID} of kept tokens, got {ids[0]} to {ids[-1]}"
+            f"expected ids from 0 to {MAX_TOKEN_ID} of kept tokens, got {ids[0]} to {ids[-1]}"
         )
     return ids.astype(np.int32)
 

@@ -40,7 +40,7 @@ class EnginePlace:
 
 
 @dataclass(frozen=True, slots=True)
-class _Server:
+class _ActorServer:
     """A server, from its request to Ray on.
 
     Args:
@@ -93,7 +93,7 @@ class RayEngine(RemoteEngine):
             "folder": os.getcwd(),
         }
         self._make_setup = make_setup
-        self._server: _Server | None = None
+        self._server: _ActorServer | None = None
         self._starting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -115,7 +115,7 @@ class RayEngine(RemoteEngine):
 
     def check_running(self) -> None:
         """Raise EngineDeadError if the server, its actor or its node is gone."""
-        self._refuse_ended(self._running())
+        self._refuse_ended(self._get_server())
 
     async def comes_back(self) -> bool:
         """Return whether a new server answers, or did not start; begin to start one."""
@@ -139,11 +139,11 @@ class RayEngine(RemoteEngine):
         """Begin to start a server, unless that was begun; the one before is ended."""
         if self._starting is None:
             self._end()
-            self._server = self._requested()
-            self._starting = asyncio.create_task(self._started(self._server))
+            self._server = self._request_actor()
+            self._starting = asyncio.create_task(self._wait_until_healthy(self._server))
         return self._starting
 
-    def _requested(self) -> _Server:
+    def _request_actor(self) -> _ActorServer:
         """Ask Ray for an actor in the engine's place; return at once."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -161,14 +161,14 @@ class RayEngine(RemoteEngine):
             )
             .remote(self._make_setup, **self._arguments)
         )
-        return _Server(actor, _future(actor.serve), _future(actor.ending))
+        return _ActorServer(actor, _watch(actor.serve), _watch(actor.ending))
 
-    async def _started(self, server: _Server) -> None:
+    async def _wait_until_healthy(self, server: _ActorServer) -> None:
         """Return when the server answers; EngineDeadError if it does not."""
         try:
             self._url = await server.url
         except Exception as error:  # Ray's: of the actor's start, or its node was lost
-            raise EngineDeadError(f"{self.name} did not start: {_short(error)}") from error
+            raise EngineDeadError(f"{self.name} did not start: {_shorten(error)}") from error
         deadline = time.monotonic() + self._start_seconds
         while reason := await self._unhealthy_reason():
             if time.monotonic() > deadline:
@@ -195,7 +195,7 @@ class RayEngine(RemoteEngine):
 
     async def _answer(self, method: str, path: str, **arguments: Any) -> Any:
         """Return the server's answer; a lost node does not close its connections."""
-        server = self._running()
+        server = self._get_server()
         answer = asyncio.create_task(super()._answer(method, path, **arguments))
         try:
             await asyncio.wait({answer, server.ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -205,31 +205,31 @@ class RayEngine(RemoteEngine):
         finally:
             answer.cancel()
 
-    def _running(self) -> _Server:
+    def _get_server(self) -> _ActorServer:
         if self._server is None:
             raise EngineDeadError(f"{self.name} is not running: await engine.start() first")
         return self._server
 
-    def _refuse_ended(self, server: _Server) -> None:
+    def _refuse_ended(self, server: _ActorServer) -> None:
         """Raise EngineDeadError if the server, its actor or its node is gone."""
         if server.ended.done():
-            text = "stopped" if server.ended.cancelled() else _ending(server.ended)
+            text = "stopped" if server.ended.cancelled() else _describe_end(server.ended)
             raise EngineDeadError(f"{self.name} at {self._url}: {text}")
 
 
-def _ending(ended: asyncio.Future[str]) -> str:
+def _describe_end(ended: asyncio.Future[str]) -> str:
     error = ended.exception()
-    return ended.result() if error is None else _short(error)
+    return ended.result() if error is None else _shorten(error)
 
 
-def _future(method: Any) -> asyncio.Future[Any]:
+def _watch(method: Any) -> asyncio.Future[Any]:
     """Return the result of an actor's method, which may never be awaited."""
     future = asyncio.wrap_future(method.remote().future())
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
     return future
 
 
-def _short(error: BaseException) -> str:
+def _shorten(error: BaseException) -> str:
     """Return Ray's error in one line."""
     cause = getattr(error, "cause", None) or error
     return f"{type(cause).__name__}: {' '.join(str(cause).split())[:400]}"

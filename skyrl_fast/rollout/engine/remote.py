@@ -33,7 +33,7 @@ from skyrl_fast.rollout.engine.completion_answer import (
     prompt_logprobs,
     routes,
 )
-from skyrl_fast.rollout.engine.generation_check import checked_generation
+from skyrl_fast.rollout.engine.generation_check import check_generation
 from skyrl_fast.rollout.engine.protocol import (
     EngineDeadError,
     EngineError,
@@ -119,7 +119,7 @@ class RemoteEngine:
         choices = (*EXTENDED, "reload")
         if weight_sync not in (*choices, None):
             raise ValueError(
-                f"RemoteEngine: weight_sync: wanted one of {choices}, got {weight_sync!r}"
+                f"RemoteEngine: weight_sync: expected one of {choices}, got {weight_sync!r}"
             )
         if importlib.util.find_spec("httpx") is None:
             raise EngineDeadError("external servers need httpx: pip install 'skyrl-fast[train]'")
@@ -270,7 +270,7 @@ class RemoteEngine:
                 start,
                 kept,
             )
-        return checked_generation(
+        return check_generation(
             generation,
             max_tokens=request["max_tokens"],
             vocab_size=self._vocab_size,

@@ -11,7 +11,9 @@ from skyrl_fast.rollout.engine.protocol import EngineError, Generation
 from skyrl_fast.rollout.trajectory import Step
 
 
-def recorded_routes(steps: Sequence[Step], prompt_token_ids: Sequence[int]) -> np.ndarray | None:
+def find_recorded_routes(
+    steps: Sequence[Step], prompt_token_ids: Sequence[int]
+) -> np.ndarray | None:
     """Return the routes recorded for the first tokens of this prompt, or None.
 
     They are valid only if the prompt begins with all tokens of the previous step, including an
@@ -43,7 +45,7 @@ def turn_routes(
     """
     try:
         routes = append_rollout_expert_indices(
-            recorded_routes(steps, prompt_token_ids),
+            find_recorded_routes(steps, prompt_token_ids),
             generation.expert_indices,
             start=generation.expert_indices_start,
         )

@@ -108,29 +108,29 @@ def engine_routes(folders: Sequence[Path], *, trainer: str | None = None) -> lis
         Route("GET", "/health"),
         Route("GET", "/v1/models"),
         Route("POST", "/v1/completions", check=unchanged),
-        Route("POST", "/collective_rpc", check=partial(_checked_call, folders, trainer)),
+        Route("POST", "/collective_rpc", check=partial(_check_call, folders, trainer)),
         Route("POST", "/pause", query=PAUSE_QUERY),
         Route("POST", "/resume"),
         Route("POST", "/reset_prefix_cache"),
     ]
 
 
-def _checked_call(folders: Sequence[Path], trainer: str | None, body: bytes) -> bytes:
+def _check_call(folders: Sequence[Path], trainer: str | None, body: bytes) -> bytes:
     """Return the call of a worker's method with the path that was checked, as JSON."""
     try:
         call = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise RefusedError(400, "wanted JSON") from error
+        raise RefusedError(400, "expected JSON") from error
     match call:
         case {"method": "load_weights_file", "args": [str(text)], **rest} if not rest:
-            path = _checked_path(folders, text)
+            path = _check_path(folders, text)
             allowed: Mapping[str, Any] = {"method": "load_weights_file", "args": [str(path)]}
         case {
             "method": "reload_weights",
             "kwargs": {"weights_path": str(text), **more},
             **rest,
         } if not rest and not more:
-            path = _checked_path(folders, f"{text}/weights.safetensors")
+            path = _check_path(folders, f"{text}/weights.safetensors")
             allowed = {"method": "reload_weights", "kwargs": {"weights_path": str(path.parent)}}
         case {
             "method": "join_weights_group",
@@ -138,9 +138,9 @@ def _checked_call(folders: Sequence[Path], trainer: str | None, body: bytes) -> 
             **rest,
         } if not rest:
             if backend not in BACKENDS or address != trainer:
-                raise RefusedError(403, "wanted the broadcast of this server's trainer")
+                raise RefusedError(403, "expected the broadcast of this server's trainer")
             if not (0 < port < MAX_PORT and 1 < size < MAX_MEMBERS):
-                raise RefusedError(403, "wanted a port and a number of members")
+                raise RefusedError(403, "expected a port and a number of members")
             allowed = {"method": "join_weights_group", "args": [backend, address, port, size]}
         case {"method": "load_weights_broadcast", "args": [], **rest} if (
             not rest and trainer is not None
@@ -156,7 +156,7 @@ def _checked_call(folders: Sequence[Path], trainer: str | None, body: bytes) -> 
     return json.dumps(allowed).encode()
 
 
-def _checked_path(folders: Sequence[Path], text: str) -> Path:
+def _check_path(folders: Sequence[Path], text: str) -> Path:
     """Return the path without links; the refusal does not tell whether such a file exists."""
     try:
         path = Path(text).resolve(strict=True)
@@ -164,4 +164,4 @@ def _checked_path(folders: Sequence[Path], text: str) -> Path:
             return path
     except (OSError, ValueError, RuntimeError):  # NUL, too long, a cycle of links
         pass
-    raise RefusedError(403, "wanted weights that a trainer has written into the shared folder")
+    raise RefusedError(403, "expected weights that a trainer has written into the shared folder")

@@ -58,9 +58,9 @@ def serve_environment(
         weights_folder: the setting `weight_sync_path`.
         trainer: see `guard_environment`.
     """
-    wanted = {**engine_environment(setup), "VLLM_SERVER_DEV_MODE": "1"}
+    defaults = {**engine_environment(setup), "VLLM_SERVER_DEV_MODE": "1"}
     guard = guard_environment(key, weights_folders(weights_folder), trainer=trainer)
-    return {**wanted, **environment, **guard}
+    return {**defaults, **environment, **guard}
 
 
 def serve(

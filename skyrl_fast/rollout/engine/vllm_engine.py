@@ -19,7 +19,7 @@ import torch
 
 from skyrl_fast.config import SamplingParams
 from skyrl_fast.rollout.engine.completion_answer import parsing
-from skyrl_fast.rollout.engine.generation_check import checked_generation
+from skyrl_fast.rollout.engine.generation_check import check_generation
 from skyrl_fast.rollout.engine.protocol import (
     EngineDeadError,
     EngineError,
@@ -34,7 +34,7 @@ from skyrl_fast.rollout.engine.vllm_start import (
     VllmSetup,
     check_can_spawn,
     check_model_folder,
-    ended_by_signals,
+    end_on_signals,
     engine_args,
     engine_environment,
     environment,
@@ -129,7 +129,7 @@ class VllmEngine:
         with (
             environment({**engine_environment(self._setup), SOCKETS: self._sockets.name}),
             children_exit_with_this_process(),
-            ended_by_signals(),
+            end_on_signals(),
         ):
             # Building blocks this thread for seconds, while nothing else is running yet.
             try:
@@ -197,7 +197,7 @@ class VllmEngine:
         expert_indices_start: int = 0,
     ) -> Generation:
         """Return one response; see `Engine.generate`."""
-        self._alive()
+        self._get_llm()
         recording = self._setup.engine.enable_return_routed_experts
         start = expert_indices_start if recording else 0
         route_arguments = {"routed_experts_prompt_start": start} if recording else {}
@@ -221,13 +221,13 @@ class VllmEngine:
         token_ids = list(answer.token_ids)
         keeps = sampling.num_kept_tokens is not None
         with parsing("vLLM answered"):
-            logprobs, kept_ids = _sampled_logprobs(token_ids, answer.logprobs, keeps=keeps)
+            logprobs, kept_ids = _read_sampled_logprobs(token_ids, answer.logprobs, keeps=keeps)
         reason = answer.finish_reason or "abort"
         if reason == "abort" and self._interrupted:
             reason = INTERRUPTED
         stop_string = answer.stop_reason if isinstance(answer.stop_reason, str) else None
         routes = answer.routed_experts if recording else None
-        return checked_generation(
+        return check_generation(
             Generation(
                 token_ids,
                 logprobs,
@@ -256,7 +256,7 @@ class VllmEngine:
         return logprobs, routes
 
     async def _prompt(self, token_ids: Sequence[int]) -> tuple[list[float], np.ndarray | None]:
-        self._alive()
+        self._get_llm()
         params = self._sampling_params(
             max_tokens=1,
             temperature=0.0,
@@ -274,7 +274,7 @@ class VllmEngine:
     async def _run(
         self, token_ids: Sequence[int], params: Any, session_id: str, cache_salt: str
     ) -> Any:
-        llm = self._alive()
+        llm = self._get_llm()
         from vllm.v1.engine.exceptions import EngineDeadError as VllmDead
 
         request_id = f"{session_id}-{next(self._request_ids)}"
@@ -306,8 +306,8 @@ class VllmEngine:
 
         Requests in flight are paused, and continue with the new weights.
         """
-        llm = self._alive()
-        async with self._paused():
+        llm = self._get_llm()
+        async with self._pause_requests():
             try:
                 await self._wake_up("weights")
                 answers = await self._call_workers(call)
@@ -326,7 +326,7 @@ class VllmEngine:
 
     async def _call_workers(self, call: WorkerCall) -> Any:
         """Return the workers' receipts."""
-        rpc = partial(self._alive().collective_rpc, call.method, args=(*call.arguments,))
+        rpc = partial(self._get_llm().collective_rpc, call.method, args=(*call.arguments,))
         if not isinstance(call, BroadcastCall):
             return await self._answer(rpc())
         if self._sender is None:
@@ -341,7 +341,7 @@ class VllmEngine:
 
         Cached keys and values are dropped; weights move to main memory. Requests in flight end.
         """
-        llm = self._alive()
+        llm = self._get_llm()
         try:
             await self._answer(llm.sleep(level=SLEEP_LEVEL, mode="abort"))
         except Exception as error:
@@ -351,14 +351,14 @@ class VllmEngine:
     async def _wake_up(self, what: str) -> None:
         """Get the GPU memory of "weights" or "kv_cache" back, if the engine sleeps."""
         if self._sleeping:
-            await self._answer(self._alive().wake_up(tags=[what]))
+            await self._answer(self._get_llm().wake_up(tags=[what]))
 
     async def interrupt(self) -> None:
         """End all requests; each returns its tokens so far with stop reason "interrupted".
 
         New ones wait until `resume`.
         """
-        llm = self._alive()
+        llm = self._get_llm()
         self._interrupted = True
         try:
             await self._answer(llm.pause_generation(mode="abort", clear_cache=False))
@@ -369,7 +369,7 @@ class VllmEngine:
         """Serve requests again after `interrupt`."""
         if not self._interrupted:
             return
-        llm = self._alive()
+        llm = self._get_llm()
         try:
             await self._answer(llm.resume_generation())
         except Exception as error:
@@ -383,14 +383,14 @@ class VllmEngine:
 
     def check_running(self) -> None:
         """Raise EngineDeadError if its process has died."""
-        self._alive()
+        self._get_llm()
 
     async def comes_back(self) -> bool:
         """Return whether `start` may bring it up again."""
         return True
 
     @asynccontextmanager
-    async def _paused(self) -> AsyncIterator[None]:
+    async def _pause_requests(self) -> AsyncIterator[None]:
         """Pause the engine in the context, if requests are in flight."""
         pause = self._in_flight > 0
         if pause:
@@ -403,7 +403,7 @@ class VllmEngine:
 
     async def reset_prefix_cache(self) -> None:
         """Drop cached keys and values that no running request uses."""
-        await self._answer(self._alive().reset_prefix_cache())
+        await self._answer(self._get_llm().reset_prefix_cache())
 
     async def _answer(self, call: Coroutine[Any, Any, T]) -> T:
         """Return the answer of the engine's process; vLLM does not report its death by itself.
@@ -416,12 +416,12 @@ class VllmEngine:
             while not task.done():
                 await asyncio.wait({task}, timeout=POLL_SECONDS)
                 if not task.done():
-                    self._alive()
+                    self._get_llm()
             return task.result()
         finally:
             task.cancel()
 
-    def _alive(self) -> Any:
+    def _get_llm(self) -> Any:
         if self._llm is None:
             raise EngineDeadError("the vLLM engine is not running: await engine.start() first")
         if self._llm.errored:
@@ -439,7 +439,7 @@ class VllmEngine:
         return text
 
 
-def _sampled_logprobs(
+def _read_sampled_logprobs(
     token_ids: Sequence[int], flat: Any, *, keeps: bool
 ) -> tuple[list[float], list[np.ndarray] | None]:
     """Return each token's logprob, and the tokens that it was sampled from.
@@ -453,8 +453,10 @@ def _sampled_logprobs(
     """
     ids, starts = flat.token_ids, flat.start_indices
     if [ids[start] for start in starts] != list(token_ids):
-        wanted = f"wanted logprobs of the {len(token_ids)} sampled tokens"
-        raise ValueError(f"{wanted}, got those of {len(starts)} others")
+        raise ValueError(
+            f"expected logprobs of the {len(token_ids)} sampled tokens, got those of "
+            f"{len(starts)} others"
+        )
     if not keeps:
         return [flat.logprobs[start] for start in starts], None
     ids, values = np.array(ids), np.array(flat.logprobs)

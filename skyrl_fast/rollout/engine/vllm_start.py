@@ -207,7 +207,7 @@ def _logging_config(log_file: str) -> str:
 
 
 @contextmanager
-def ended_by_signals() -> Iterator[None]:
+def end_on_signals() -> Iterator[None]:
     """Kill the processes that are started in the context when a signal to stop arrives.
 
     vLLM's start blocks this thread, for minutes with a large model; whoever waits for the process

@@ -1,4 +1,7 @@
-"""The Ray actor of an engine: it runs the engine's server as a child process on its node."""
+"""The Ray actor of an engine: it runs the engine's server as a child process on its node.
+
+Design: docs/design/020-several-gpus.md.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Several engines as one: requests go to running engines, weights to all, dead ones restart."""
+"""Several engines as one: requests go to running engines, weights to all, dead ones restart.
+
+Design: docs/design/018-asynchronous.md.
+"""
 
 from __future__ import annotations
 
@@ -178,7 +181,7 @@ class EnginePool:
                 return await request
             except EngineDeadError as error:
                 await self._mark_dead(member, error)
-            except asyncio.CancelledError:
+            except asyncio.CancelledError:  # by `_mark_dead`: sent again; else by the caller
                 if not (request.cancelled() and _not_cancelled()):
                     raise
             finally:
@@ -225,6 +228,7 @@ class EnginePool:
         async with transfer_weights(self._transport, weights, self.weights_dtype) as call:
             seconds = time.perf_counter() - started
             waited = 0.0
+            # Until one engine has the weights: the others are repaired while it serves.
             while not reports:
                 members = [*self._up(), *await self._restart_dead_engines()]
                 answers = await self._load_all(members, call, make_probe, seconds)
@@ -328,6 +332,7 @@ class EnginePool:
                 await self._changed.wait()
         if self._interrupting:
             return None
+        # Not `hash`, which differs between processes.
         digest = hashlib.blake2b(session_id.encode(), digest_size=8).digest()
         return up[int.from_bytes(digest, "little") % len(up)]
 
@@ -413,7 +418,7 @@ class EnginePool:
         async def load() -> WeightSyncReport:
             started = time.perf_counter()
             await member.engine.load_weights(call)
-            await member.engine.resume()
+            await member.engine.resume()  # before the probe, which is a request, too
             taken = seconds + time.perf_counter() - started
             member.probe = member.probe or make_probe(member.engine)
             return await member.probe.verify(update_seconds=taken, num_bytes=call.sent.num_bytes)
@@ -450,7 +455,7 @@ class EnginePool:
             except EngineError as error:  # the server answers, but not correctly
                 member.error = EngineDeadError(str(error))
                 continue
-            member.probe = None
+            member.probe = None  # of the process before: nothing is known of this one's logprobs
             started.append(member)
         return started
 

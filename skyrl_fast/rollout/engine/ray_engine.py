@@ -2,6 +2,8 @@
 
 The server is that of `skyrl-fast engine`, used as any `RemoteEngine`; an actor starts it and says
 when it has exited. Ray ends the actors with the process that created them.
+
+Design: docs/design/020-several-gpus.md.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ exist only if the server runs with VLLM_SERVER_DEV_MODE=1. `skyrl-fast engine` s
 server, which answers only requests with its key (`serve_guard.py`). A `vllm serve` in that mode
 without such a guard is controlled by whoever reaches its port, web pages in a local browser
 included.
+
+Design: docs/design/018-asynchronous.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Routes of a trajectory's rows: appended while the context grows, restarted after a fork."""
+"""Routes of a trajectory's rows: appended while the context grows, restarted after a fork.
+
+Design: docs/design/013-router-replay.md.
+"""
 
 from __future__ import annotations
 

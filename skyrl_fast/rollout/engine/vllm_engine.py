@@ -1,4 +1,7 @@
-"""`VllmEngine`: vLLM's AsyncLLM in this process, its engine core in a separate process."""
+"""`VllmEngine`: vLLM's AsyncLLM in this process, its engine core in a separate process.
+
+Design: docs/design/007-rollout-and-weight-sync.md.
+"""
 
 from __future__ import annotations
 

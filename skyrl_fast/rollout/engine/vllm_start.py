@@ -1,4 +1,7 @@
-"""Before vLLM starts: its settings, checks, arguments and environment variables."""
+"""Before vLLM starts: its settings, checks, arguments and environment variables.
+
+Design: docs/design/007-rollout-and-weight-sync.md.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 One broadcast of 128 MiB in place of hundreds of small ones; what a worker needs to unpack it, its
 header, goes through the group's store.
+
+Design: docs/design/007-rollout-and-weight-sync.md.
 """
 
 from __future__ import annotations

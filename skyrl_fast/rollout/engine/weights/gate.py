@@ -1,4 +1,7 @@
-"""The gate in front of the engine: requests pass while the weights do not change."""
+"""The gate in front of the engine: requests pass while the weights do not change.
+
+Design: docs/design/018-asynchronous.md.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Items that a thread makes one ahead of their readers, and that several readers share."""
+"""Items that a thread makes one ahead of their readers, and that several readers share.
+
+Design: docs/design/007-rollout-and-weight-sync.md.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What all transports share: the call of an engine's workers that each yields, and tied tensors."""
+"""What all transports share: the call of an engine's workers that each yields, and tied tensors.
+
+Design: docs/design/007-rollout-and-weight-sync.md.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class Model(torch.nn.Module):
-    """vLLM's model; a parameter "missing" gets no value."""
+    """vLLM's model, which keeps what its loader takes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Worker(WeightUpdateExtension):
 
 
 class Llm:
-    """vLLM's AsyncLLM whose workers are threads; `fault` is what their next load does."""
+    """vLLM's AsyncLLM whose workers are threads; `fault` is what their next call does."""
 
     def __init__(self, *, num_workers: int = 2) -> None:
         self.errored = False
@@ -62,7 +62,7 @@ class Llm:
         if loading and self.fault == "dies":
             self.errored = True
             for worker in self.workers:
-                del worker.weights_group
+                vars(worker).pop("weights_group", None)
             await asyncio.Event().wait()
         if loading and self.fault == "hangs":
             await asyncio.Event().wait()
@@ -75,7 +75,9 @@ class Llm:
         self.calls.append(f"wake_up {tags[0]}")
 
     async def sleep(self, level: int, mode: str) -> None:
-        self.calls.append("sleep")
+        if self.fault == "cannot sleep":
+            raise RuntimeError("Memory usage increased after sleeping.")
+        self.calls.append(f"sleep {level} {mode}")
 
     async def reset_prefix_cache(self) -> None:
         self.calls.append("reset_prefix_cache")

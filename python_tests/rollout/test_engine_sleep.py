@@ -1,4 +1,4 @@
-"""vLLM's sleep mode: what is called in which order, by a fake and by vLLM for CPUs."""
+"""vLLM's sleep mode, of a scripted engine and of vLLM for CPUs."""
 
 from __future__ import annotations
 
@@ -6,26 +6,22 @@ import asyncio
 import importlib.util
 import inspect
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from _weights import file_call, make_probe
-from safetensors.torch import load_file
+from _weights import ScriptedEngine
 
 from skyrl_fast.config import ConfigError, InferenceEngineConfig, SamplingParams
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.rollout.engine import vllm_start
-from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
 from skyrl_fast.rollout.engine.serve_vllm import serve_command
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weights.probe import ProbeDifference, WeightSyncReport
-from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError, tensor_digest
 from skyrl_fast.rollout.engine.weights.transports import file as weights_file
 from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
 from skyrl_fast.train.flow.vllm_rollouts import VllmRollouts
@@ -35,120 +31,17 @@ needs_vllm = pytest.mark.skipif(
 )
 
 
-class FakeLlm:
-    """The methods of vLLM's AsyncLLM that an update uses; records their calls."""
-
-    errored = False
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self.unloaded: list[str] = []
-
-    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        self.calls.append(("sleep", level, mode))
-
-    async def wake_up(self, tags: list[str] | None = None) -> None:
-        self.calls.append(("wake_up", tags))
-
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        self.calls.append((method, *args))
-        tensors = load_file(args[0]) if Path(args[0]).is_file() else {}
-        digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
-        return [{"digests": digests, "unloaded": self.unloaded, "dtype": "float32"}]
-
-    async def reset_prefix_cache(self) -> bool:
-        self.calls.append(("reset_prefix_cache",))
-        return True
-
-    def shutdown(self, seconds: float) -> None:
-        self.calls.append(("shutdown",))
-
-
-def engine_of(llm: FakeLlm) -> VllmEngine:
-    engine = VllmEngine(VllmSetup("model", InferenceEngineConfig(enable_sleep_mode=True)))
-    engine._llm = llm
-    return engine
-
-
-@pytest.mark.spec("memory.sleep")
-def test_weights_are_woken_first_and_the_kv_cache_after_they_are_loaded() -> None:
-    llm = FakeLlm()
-    engine = engine_of(llm)
-
-    async def go() -> None:
-        await engine.sleep()
-        await engine.load_weights(file_call("/w"))
-        await engine.load_weights(file_call("/w2"))  # awake: as always
-
-    asyncio.run(go())
-    assert llm.calls == [
-        ("sleep", 1, "abort"),
-        ("wake_up", ["weights"]),
-        ("load_weights_file", "/w"),
-        ("reset_prefix_cache",),
-        ("wake_up", ["kv_cache"]),
-        ("load_weights_file", "/w2"),
-        ("reset_prefix_cache",),
-    ]
-
-
-@pytest.mark.spec("memory.sleep")
-def test_an_engine_that_lacks_weights_after_sleeping_stops_the_run() -> None:
-    llm = FakeLlm()
-    llm.unloaded = ["model.norm.weight"]
-    engine = engine_of(llm)
-
-    async def go() -> None:
-        await engine.sleep()
-        await engine.load_weights(file_call("/w"))
-
-    with pytest.raises(WeightSyncError, match=r"model\.norm\.weight"):
-        asyncio.run(go())
-
-
-class Mortal(VllmEngine):
-    """An engine that is restarted with a new vLLM."""
-
-    def __init__(self) -> None:
-        super().__init__(VllmSetup("model", InferenceEngineConfig(enable_sleep_mode=True)))
-        self.llms: list[FakeLlm] = []
-
-    async def start(self) -> None:
-        self.llms.append(FakeLlm())
-        self._llm = self.llms[-1]
-
-    async def prompt_logprobs(self, token_ids: Any) -> list[float]:
-        return [0.0] * (len(token_ids) - 1)
-
-
-@pytest.mark.spec("memory.sleep", "async.engine-restart")
-@pytest.mark.parametrize("dies", ["while it falls asleep", "asleep"])
-def test_an_engine_that_dies_asleep_restarts_awake(dies: str, tmp_path: Path) -> None:
-    engine = Mortal()
-    pool = EnginePool([engine], transport=partial(send_by_file, folder=str(tmp_path)))
-
-    async def go() -> None:
-        await pool.start()
-        if dies != "asleep":
-            engine.llms[0].errored = True
-        await pool.sleep()
-        engine.llms[0].errored = True
-        await pool.update({"w": torch.zeros(1)}, make_probe)
-
-    asyncio.run(go())
-    names = [call[0] for call in engine.llms[1].calls]
-    assert names == ["load_weights_file", "reset_prefix_cache"]  # neither sleeps nor wakes up
-    assert (pool.faults["engine_deaths"], pool.faults["engine_restarts"]) == (1, 1)
-
-
 @pytest.mark.spec("memory.sleep")
 def test_failing_to_sleep_is_a_death() -> None:
-    class Refuses(FakeLlm):
-        async def sleep(self, level: int = 1, mode: str = "abort") -> None:
-            raise RuntimeError("Memory usage increased after sleeping.")
+    engine = ScriptedEngine("file")
+
+    async def go() -> None:
+        await engine.start()
+        engine.llms[0].fault = "cannot sleep"
+        await engine.sleep()
 
     with pytest.raises(EngineDeadError, match="could not sleep: RuntimeError: Memory usage"):
-        asyncio.run(engine_of(Refuses()).sleep())
+        asyncio.run(go())
 
 
 class FakePool:

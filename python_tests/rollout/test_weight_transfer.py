@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import inspect
 import logging
@@ -15,18 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-from _weights import Worker, make_probe
+from _weights import Worker
 from safetensors.torch import load_file
 from torch.multiprocessing import reductions
 
 from skyrl_fast.config import ConfigError
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.rollout.engine.from_settings import choose_transport
-from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.engine.weights.group import BACKENDS
 from skyrl_fast.rollout.engine.weights.receipt import (
     Receipt,
-    SentWeights,
     WeightSyncError,
     read_receipts,
 )
@@ -307,44 +304,6 @@ def test_weights_of_several_dtypes_are_not_cast(
 )
 def test_dtype_that_all_workers_name(answers: list[Any], expected: torch.dtype | None) -> None:
     assert find_common_dtype(answers) is expected
-
-
-@pytest.mark.spec("async.weight-transfer")
-@pytest.mark.parametrize(
-    ("second", "expected"), [(torch.bfloat16, torch.bfloat16), (torch.float32, None)]
-)
-def test_the_pool_casts_to_the_dtype_of_all_its_engines(
-    second: torch.dtype, expected: torch.dtype | None
-) -> None:
-    seen: list[Any] = []
-
-    class Engine:
-        name = "engine"
-
-        def __init__(self, dtype: torch.dtype) -> None:
-            self.weights_dtype = dtype
-            self.compute_dtype = torch.float32
-
-        async def load_weights(self, call: WorkerCall) -> None:
-            seen.append(call)
-
-        async def resume(self) -> None:
-            pass
-
-        async def prompt_logprobs(self, ids: list[int]) -> list[float]:
-            return [0.0]
-
-    @contextmanager
-    def transport(weights: Any, dtype: torch.dtype | None) -> Any:
-        seen.append(dtype)
-        yield WorkerCall("load", [], SentWeights())
-        seen.append("closed")
-
-    engines: Any = [Engine(torch.bfloat16), Engine(second)]
-    pool = EnginePool(engines, transport=transport)
-
-    asyncio.run(pool.update(WEIGHTS, make_probe))
-    assert seen == [expected, *[WorkerCall("load", [], SentWeights())] * 2, "closed"]
 
 
 @pytest.mark.spec("async.weight-transfer")

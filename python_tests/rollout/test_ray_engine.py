@@ -15,7 +15,7 @@ from skyrl_fast.rollout.engine import pool as engine_pool
 from skyrl_fast.rollout.engine import ray_engine
 from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, NoRoomError
-from skyrl_fast.rollout.engine.ray_engine import EnginePlace, RayEngine, _ActorServer
+from skyrl_fast.rollout.engine.ray_engine import EngineBundle, RayEngine, _ActorServer
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 
 CHOICE = {
@@ -40,7 +40,7 @@ class Engine(RayEngine):
         group = SimpleNamespace(bundle_specs=[{"CPU": 1.0}], wait=lambda seconds: room)
         super().__init__(
             7,
-            EnginePlace(group, 0),
+            EngineBundle(group, 0),
             lambda: VllmSetup("m"),
             weight_sync=None,
             trainer="127.0.0.1",

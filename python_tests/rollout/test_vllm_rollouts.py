@@ -18,7 +18,7 @@ from skyrl_fast.rollout.engine.from_settings import (
     make_vllm_setup,
 )
 from skyrl_fast.rollout.engine.pool import EnginePool
-from skyrl_fast.rollout.engine.ray_engine import EnginePlace
+from skyrl_fast.rollout.engine.ray_engine import EngineBundle
 from skyrl_fast.rollout.engine.weights.probe import LIMITS, ProbeLimits
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.loop_settings import loop_settings
@@ -189,7 +189,7 @@ def test_several_engines_are_those_of_a_cluster() -> None:
     with pytest.raises(ConfigError, match=r"wanted trainer\.placement\.colocate_all=false with"):
         load_config(None, [*needed, two])
     config = on_cluster(two, "trainer.run_path=r", "generator.inference_engine.num_threads=3")
-    places = [EnginePlace(None, bundle) for bundle in range(2)]
-    one, other = make_cluster_engines(config, "m", "127.0.0.1", places)
+    bundles = [EngineBundle(None, index) for index in range(2)]
+    one, other = make_cluster_engines(config, "m", "127.0.0.1", bundles)
     assert (one.name, other.name) == ("engine 0", "engine 1")
     assert one.starts_with_model

@@ -25,6 +25,7 @@ from skyrl_fast.rollout.engine.weights.group import BACKENDS
 from skyrl_fast.rollout.engine.weights.receipt import (
     Receipt,
     WeightSyncError,
+    find_common_dtype,
     read_receipts,
 )
 from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
@@ -32,7 +33,7 @@ from skyrl_fast.rollout.engine.weights.transports import file as weights_file
 from skyrl_fast.rollout.engine.weights.transports.broadcast import send_by_broadcast
 from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
 from skyrl_fast.rollout.engine.weights.transports.ipc import receive_by_ipc, send_by_ipc
-from skyrl_fast.rollout.engine.weights.worker import WeightUpdateExtension, find_common_dtype
+from skyrl_fast.rollout.engine.weights.worker import WeightUpdateExtension
 from skyrl_fast.train.parallel.ranks import Ranks
 from skyrl_fast.train.parallel.sharding import full_tensors
 

@@ -190,7 +190,7 @@ async def serving(
     from skyrl_fast.gateway.recording import Recording
     from skyrl_fast.gateway.server import Gateway
     from skyrl_fast.gateway.sessions import Sessions
-    from skyrl_fast.rollout.engine.api_key import read_key
+    from skyrl_fast.rollout.engine.api_key import read_or_create_key
     from skyrl_fast.rollout.engine.weights.gate import WeightGate
     from skyrl_fast.rollout.loop_settings import loop_settings
     from skyrl_fast.rollout.policy_calls import PolicyCalls
@@ -200,7 +200,7 @@ async def serving(
     server = Gateway(host=config.agent.host, port=config.agent.port)
     recording = Recording(run, tokenizer)
     try:
-        key = read_key(run / KEY_FILE, "--record")
+        key = read_or_create_key(run / KEY_FILE, "--record")
         seconds = config.generator.trajectory_timeout_seconds
         sessions = Sessions(server, policy, recording, key=key, seconds=seconds)
         await server.start()

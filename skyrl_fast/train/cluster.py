@@ -20,7 +20,7 @@ from typing import Any
 from skyrl_fast.config import Config
 from skyrl_fast.errors import RunError
 from skyrl_fast.rollout.engine.engine_actor import enter
-from skyrl_fast.rollout.engine.ray_engine import EnginePlace
+from skyrl_fast.rollout.engine.ray_engine import EngineBundle
 from skyrl_fast.system.ray_connection import connected, imported_ray
 from skyrl_fast.train.checkpoint.local import checkpoints
 from skyrl_fast.train.flow.event_loop import StopSignals
@@ -54,7 +54,7 @@ class _Reservation:
 
     nodes: int
     ranks: Any
-    engines: tuple[EnginePlace, ...] = ()
+    engines: tuple[EngineBundle, ...] = ()
 
     def release(self, ray: Any) -> None:
         """Give all of it back; processes in it are ended."""
@@ -128,11 +128,11 @@ def _reserved(ray: Any, config: Config, nodes: int, seconds: float) -> _Reservat
 def _all_reserved(ray: Any, config: Config, nodes: int, seconds: float) -> _Reservation | None:
     """Reserve nodes and all engines; None if that is not possible in so many seconds."""
     deadline = time.monotonic() + seconds
-    engines: tuple[EnginePlace, ...] = ()
+    engines: tuple[EngineBundle, ...] = ()
     if config.engines_on_cluster:
         bundles = [_engine_bundle(ray, config)] * config.generator.inference_engine.num_engines
         group = ray.util.placement_group(bundles, strategy="PACK")
-        engines = tuple(EnginePlace(group, bundle) for bundle in range(len(bundles)))
+        engines = tuple(EngineBundle(group, bundle) for bundle in range(len(bundles)))
     ranks = ray.util.placement_group([_rank_bundle(ray, config)] * nodes, strategy="STRICT_SPREAD")
     reserved = _Reservation(nodes, ranks, engines)
     groups = [ranks, *(place.group for place in engines[:1])]
@@ -150,7 +150,7 @@ def _some_reserved(ray: Any, config: Config, nodes: int) -> _Reservation | None:
         number = config.generator.inference_engine.num_engines
         bundle = _engine_bundle(ray, config)
         groups = [ray.util.placement_group([bundle]) for _ in range(number)]
-        reserved = replace(reserved, engines=tuple(EnginePlace(group, 0) for group in groups))
+        reserved = replace(reserved, engines=tuple(EngineBundle(group, 0) for group in groups))
         missing = sum(not group.wait(SETTLE_SECONDS / number) for group in groups)
         if missing < number:
             logger.warning("%d of %d engines wait for a node with %s", missing, number, bundle)

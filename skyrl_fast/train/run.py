@@ -470,7 +470,7 @@ async def _vllm_rollouts(
         prompts=prompts,
         make_env=make_env,
         address=starter.address,
-        places=starter.engine_places,
+        bundles=starter.engine_bundles,
     )
 
 

@@ -27,13 +27,13 @@ def engine_key(file: Path) -> str:
         ValueError: the key is too short, or others can read or replace the file; the message says
             what to do.
     """
-    given = os.environ.get(KEY_VARIABLE)
-    if given is not None:
-        return _check_key(given, KEY_VARIABLE)
-    return read_key(file, _SETTING)
+    key = os.environ.get(KEY_VARIABLE)
+    if key is not None:
+        return _check_key(key, KEY_VARIABLE)
+    return read_or_create_key(file, _SETTING)
 
 
-def read_key(file: Path, setting: str) -> str:
+def read_or_create_key(file: Path, setting: str) -> str:
     """Return the key of a file; a missing one is created with a new random key.
 
     Args:

@@ -92,7 +92,7 @@ def routes(choice: Mapping[str, Any]) -> np.ndarray | None:
     data = payload.read()
     if min(shape) < 0 or len(data) != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"routed_experts: {shape} of {dtype} do not fit {len(data)} bytes")
-    found = np.frombuffer(data, dtype).reshape(shape)
-    if found.size and found.min() < 0:
+    indices = np.frombuffer(data, dtype).reshape(shape)
+    if indices.size and indices.min() < 0:
         raise ValueError("routed_experts: negative expert")
-    return found
+    return indices

@@ -16,7 +16,7 @@ from skyrl_fast.config import SamplingParams, settings
 from skyrl_fast.config.model_folder import model_folder
 from skyrl_fast.rollout.engine.api_key import DEFAULT_NAME, engine_key
 from skyrl_fast.rollout.engine.pool import PooledEngine
-from skyrl_fast.rollout.engine.ray_engine import EnginePlace, RayEngine
+from skyrl_fast.rollout.engine.ray_engine import EngineBundle, RayEngine
 from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
@@ -40,20 +40,20 @@ def make_engines(config: settings.Config, model_path: str) -> list[PooledEngine]
 
 
 def make_cluster_engines(
-    config: settings.Config, model_path: str, address: str, places: Sequence[EnginePlace]
+    config: settings.Config, model_path: str, address: str, bundles: Sequence[EngineBundle]
 ) -> list[PooledEngine]:
     """Return the engines of a cluster, not started.
 
     Args:
         address: of this machine, which the engines' nodes reach.
-        places: one for each.
+        bundles: one for each engine.
     """
     engine = config.generator.inference_engine
     _log_limited_top_k(config.generator.sampling_params)
     return [
         RayEngine(
             number,
-            place,
+            bundle,
             partial(_make_setup_on_node, config, model_path, number),
             weight_sync=choose_cluster_backend(config),
             trainer=address,
@@ -61,7 +61,7 @@ def make_cluster_engines(
             records_routes=engine.enable_return_routed_experts,
             vocab_size=_read_vocab_size(_find_cached_folder(model_path)),
         )
-        for number, place in enumerate(places)
+        for number, bundle in enumerate(bundles)
     ]
 
 

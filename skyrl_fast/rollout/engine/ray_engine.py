@@ -29,16 +29,16 @@ NO_URL = "http://nowhere"  # until the server has an address
 
 
 @dataclass(frozen=True, slots=True)
-class EnginePlace:
+class EngineBundle:
     """Where an engine runs: a bundle of a placement group, which Ray moves if its node is lost.
 
     Args:
         group: the placement group.
-        bundle: its index; all of its CPUs and GPUs are the engine's.
+        index: its index in the group; all of its CPUs and GPUs are the engine's.
     """
 
     group: Any
-    bundle: int
+    index: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class RayEngine(RemoteEngine):
 
     Args:
         number: of the engine, for its name.
-        place: where it runs.
+        bundle: where it runs.
         make_setup: see `EngineActor`.
         weight_sync: as for `RemoteEngine`.
         trainer: address of this node, which the engines' nodes reach.
@@ -74,7 +74,7 @@ class RayEngine(RemoteEngine):
     def __init__(
         self,
         number: int,
-        place: EnginePlace,
+        bundle: EngineBundle,
         make_setup: Callable[[], VllmSetup],
         *,
         weight_sync: str | None,
@@ -86,7 +86,7 @@ class RayEngine(RemoteEngine):
         key = secrets.token_urlsafe(32)
         super().__init__(NO_URL, api_key=key, weight_sync=weight_sync, trainer=trainer, **options)
         self.name = f"engine {number}"
-        self._place = place
+        self._bundle = bundle
         self._start_seconds = start_seconds
         self._arguments = {
             "key": key,
@@ -105,9 +105,9 @@ class RayEngine(RemoteEngine):
             NoRoomError: no node has room for it yet.
             EngineDeadError: it did not start; the message has the end of its log.
         """
-        starting, group = self._begin(), self._place.group
+        starting, group = self._begin(), self._bundle.group
         if not starting.done() and not await asyncio.to_thread(group.wait, ROOM_SECONDS):
-            raise NoRoomError(f"no node with {group.bundle_specs[self._place.bundle]} free")
+            raise NoRoomError(f"no node with {group.bundle_specs[self._bundle.index]} free")
         try:
             await asyncio.shield(starting)
         finally:
@@ -150,7 +150,7 @@ class RayEngine(RemoteEngine):
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        spec = self._place.group.bundle_specs[self._place.bundle]
+        spec = self._bundle.group.bundle_specs[self._bundle.index]
         actor = (
             ray.remote(EngineActor)
             .options(
@@ -158,7 +158,7 @@ class RayEngine(RemoteEngine):
                 num_gpus=spec.get("GPU", 0),
                 max_concurrency=2,  # a thread waits for the server's exit
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._place.group, placement_group_bundle_index=self._place.bundle
+                    self._bundle.group, placement_group_bundle_index=self._bundle.index
                 ),
             )
             .remote(self._make_setup, **self._arguments)

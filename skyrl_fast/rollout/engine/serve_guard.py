@@ -95,8 +95,8 @@ def guard_environment(
         folders: in which trainers hand over weights.
         trainer: address of the trainer that broadcasts them; None: none does.
     """
-    given = {} if trainer is None else {TRAINER_VARIABLE: str(ipaddress.ip_address(trainer))}
-    return {KEY_VARIABLE: key, FOLDERS_VARIABLE: os.pathsep.join(map(str, folders)), **given}
+    broadcasts = {} if trainer is None else {TRAINER_VARIABLE: str(ipaddress.ip_address(trainer))}
+    return {KEY_VARIABLE: key, FOLDERS_VARIABLE: os.pathsep.join(map(str, folders)), **broadcasts}
 
 
 def engine_routes(folders: Sequence[Path], *, trainer: str | None = None) -> list[Route]:

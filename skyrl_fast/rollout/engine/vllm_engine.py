@@ -48,11 +48,11 @@ from skyrl_fast.rollout.engine.weights.group import BACKENDS
 from skyrl_fast.rollout.engine.weights.receipt import (
     WeightSyncError,
     check_receipts,
+    find_common_dtype,
     read_receipts,
 )
 from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
 from skyrl_fast.rollout.engine.weights.transports.broadcast import BroadcastCall, BroadcastSender
-from skyrl_fast.rollout.engine.weights.worker import find_common_dtype
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 from skyrl_fast.system.log_tail import log_tail
 from skyrl_fast.system.parent_watch import children_exit_with_this_process

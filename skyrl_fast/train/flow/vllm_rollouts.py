@@ -21,7 +21,7 @@ from skyrl_fast.rollout.engine.from_settings import (
 )
 from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.engine.protocol import Engine
-from skyrl_fast.rollout.engine.ray_engine import EnginePlace
+from skyrl_fast.rollout.engine.ray_engine import EngineBundle
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.engine.weights.probe import (
     Logprobs,
@@ -72,7 +72,7 @@ async def start_rollouts(
     prompts: Sequence[Prompt],
     make_env: MakeEnv | None = None,
     address: str = LOOPBACK,
-    places: Sequence[EnginePlace] = (),
+    bundles: Sequence[EngineBundle] = (),
 ) -> VllmRollouts:
     """Start vLLM on a model folder, or connect to its servers, and start the environments' threads.
 
@@ -80,7 +80,7 @@ async def start_rollouts(
         prompts: training prompts; the first ones are used to verify each weight update.
         make_env: creates environments from rows; None: by `env_class`.
         address: of this machine, which engines on a cluster reach.
-        places: for engines on a cluster.
+        bundles: those of engines on a cluster.
 
     Raises:
         EngineDeadError: vLLM is missing or did not start; the message says what to do.
@@ -90,7 +90,7 @@ async def start_rollouts(
     environments = EnvFactory(config.environment, make_env=make_env, longest_text=longest_text)
     settings_of_engine = config.generator.inference_engine
     started = (
-        make_cluster_engines(config, model_path, address, places)
+        make_cluster_engines(config, model_path, address, bundles)
         if config.engines_on_cluster
         else make_engines(config, model_path)
     )

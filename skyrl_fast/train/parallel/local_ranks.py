@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from skyrl_fast.rollout.engine.ray_engine import EnginePlace
+from skyrl_fast.rollout.engine.ray_engine import EngineBundle
 from skyrl_fast.system.log_tail import log_tail
 from skyrl_fast.system.network_interface import LOOPBACK
 from skyrl_fast.system.parent_watch import children_exit_with_this_process
@@ -34,7 +34,7 @@ class LocalRanks:
 
     folder: Path
     address: str = LOOPBACK
-    engine_places: Sequence[EnginePlace] = ()
+    engine_bundles: Sequence[EngineBundle] = ()
 
     def start(
         self, size: int, port: int, make_models: Callable[[Ranks], object], *, cuda: bool

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from skyrl_fast.rollout.engine.ray_engine import EnginePlace
+from skyrl_fast.rollout.engine.ray_engine import EngineBundle
 from skyrl_fast.system.network_interface import interface_to
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK, RankError, Ranks
 from skyrl_fast.train.parallel.shared_files import SharedFiles
@@ -79,7 +79,7 @@ class RankStarter(Protocol):
         ...
 
     @property
-    def engine_places(self) -> Sequence[EnginePlace]:
+    def engine_bundles(self) -> Sequence[EngineBundle]:
         """Where the run's engines are started; none: in this process, or elsewhere."""
         ...
 

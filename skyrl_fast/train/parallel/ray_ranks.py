@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_fast.rollout.engine.engine_actor import enter
-from skyrl_fast.rollout.engine.ray_engine import EnginePlace
+from skyrl_fast.rollout.engine.ray_engine import EngineBundle
 from skyrl_fast.train.parallel.rank_processes import RankPlace, follow
 from skyrl_fast.train.parallel.ranks import Ranks
 
@@ -20,12 +20,12 @@ class RayRanks:
     Args:
         group: a placement group with a bundle per node, in whose bundle 0 this process is an actor.
         per_node: ranks of a node.
-        engine_places: for the run's engines.
+        engine_bundles: for the run's engines.
     """
 
     group: Any
     per_node: int
-    engine_places: Sequence[EnginePlace] = ()
+    engine_bundles: Sequence[EngineBundle] = ()
 
     @property
     def address(self) -> str:

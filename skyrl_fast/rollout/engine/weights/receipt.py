@@ -18,6 +18,7 @@ import torch
 from skyrl_fast.errors import RunError
 
 MAX_NAMES = 8  # named in an error
+FLOATS = ("float32", "bfloat16", "float16")  # dtypes in which an engine computes
 _WORD = 8  # bytes of an int64
 _CHUNK = 1 << 16  # words; the products of a chunk stay in the cache of a core
 _FACTOR = 0x1E3779B97F4A7C15  # odd: multiplying by it modulo 2**64 loses no bits
@@ -117,7 +118,10 @@ def check_receipts(receipts: Sequence[Receipt], sent: Mapping[str, str]) -> torc
             receipt.unloaded,
             hint=". The state dict must contain every parameter under its Hugging Face name",
         )
-    return _read_dtype({receipt.dtype for receipt in receipts})
+    dtype = find_common_dtype(receipt.dtype for receipt in receipts)
+    if dtype is None:
+        raise WeightSyncError("the engine's workers do not name one dtype")
+    return dtype
 
 
 def _refuse(what: str, names: Iterable[str], *, hint: str = "") -> None:
@@ -127,10 +131,12 @@ def _refuse(what: str, names: Iterable[str], *, hint: str = "") -> None:
         raise WeightSyncError(f"{what}: {', '.join(ordered[:MAX_NAMES])}{more}{hint}")
 
 
-def _read_dtype(names: set[str]) -> torch.dtype:
-    dtype = getattr(torch, names.pop(), None)
-    if names or not isinstance(dtype, torch.dtype):
-        raise WeightSyncError("the engine's workers do not name one dtype")
+def find_common_dtype(names: Iterable[Any]) -> torch.dtype | None:
+    """Return the dtype that all workers name; None: they name several, or something else."""
+    distinct = set(names)
+    name = distinct.pop() if len(distinct) == 1 else None
+    dtype = getattr(torch, name) if name in FLOATS else None
+    assert dtype is None or isinstance(dtype, torch.dtype)
     return dtype
 
 

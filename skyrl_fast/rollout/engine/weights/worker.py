@@ -20,8 +20,6 @@ from skyrl_fast.rollout.engine.weights.transports.broadcast import receive_by_br
 from skyrl_fast.rollout.engine.weights.transports.file import receive_by_file
 from skyrl_fast.rollout.engine.weights.transports.ipc import receive_by_ipc
 
-FLOATS = ("float32", "bfloat16", "float16")  # dtypes that weights are cast to for an engine
-
 
 class WeightUpdateExtension:
     """Mixed into vLLM's worker class; its methods run in the engine's process."""
@@ -105,15 +103,6 @@ class WeightUpdateExtension:
                 dtype=dtype_name(self.model_config.dtype),
             )
         )
-
-
-def find_common_dtype(answers: Iterable[Any]) -> torch.dtype | None:
-    """Return the dtype of all workers' weights, from their `weights_dtype`; None: several."""
-    names = set(answers)
-    name = names.pop() if len(names) == 1 else None
-    dtype = getattr(torch, name) if name in FLOATS else None
-    assert dtype is None or isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def _find_unloaded(parameters: set[str], loaded: set[str]) -> list[str]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
 AHEAD = 1  # items that exist next to the one that the slowest reader uses
+THE_END: Any = object()  # in place of an item
 END_SECONDS = 5.0  # for the thread to end: Python's exit can crash one that is in torch
 
 
@@ -42,8 +43,8 @@ class Prefetch(Generic[T]):
         if self._thread is not None:
             self._thread.join(END_SECONDS)
 
-    def wait_for_item(self, reader: Reader[T]) -> bool:
-        """Wait until the reader has an item; return False at the end.
+    def next_item(self, reader: Reader[T]) -> T:
+        """Return the reader's item, or `THE_END`.
 
         Raises:
             RuntimeError: the reader was closed, or the iterator raised an error.
@@ -57,7 +58,7 @@ class Prefetch(Generic[T]):
                 raise RuntimeError("the reader was closed")
             if self.error is not None and not reader.pending:
                 raise RuntimeError(f"{type(self.error).__name__}: {self.error}") from self.error
-            return bool(reader.pending)
+            return reader.pending[0] if reader.pending else THE_END
 
     def _run(self) -> None:
         try:
@@ -99,8 +100,9 @@ class Reader(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         """Yield each item, which is freed when all readers ask for the next."""
         try:
-            while self._source.wait_for_item(self):
-                yield self.pending[0]
+            while (item := self._source.next_item(self)) is not THE_END:
+                yield item
+                del item
                 with self._source.changed:
                     if self.is_open:
                         self.pending.popleft()

@@ -17,7 +17,8 @@ import pytest
 from bench import _data
 from bench.baselines import metrics as restated
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.train.metrics.rollouts import reward_metrics, rollout_metrics
+from skyrl_fast.train.metrics.rewards import reward_metrics
+from skyrl_fast.train.metrics.rollouts import rollout_metrics
 
 SIZES = ("medium", "large")
 CONTENDERS = ("skyrl", "skyrl_restated", "skyrl_fast_lists", "skyrl_fast_batch")

@@ -19,7 +19,7 @@ from bench import _data
 from bench.baselines.pipeline import Restated, load_skyrl, warm_pages
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.train.algorithm.advantages import advantages
-from skyrl_fast.train.metrics.rollouts import reward_metrics
+from skyrl_fast.train.metrics.rewards import reward_metrics
 
 DP_SIZE = 8
 SIZES = ("medium", "large")

@@ -14,12 +14,8 @@ from hypothesis import given
 from skyrl_fast.adapters.generator_output import generator_output_from_trajectories
 from skyrl_fast.batch import StepBatch, batch_from_trajectories
 from skyrl_fast.rollout.trajectory import Trajectory
-from skyrl_fast.train.metrics.rollouts import (
-    eval_metrics,
-    reward_metrics,
-    rollout_metrics,
-    trajectory_metrics,
-)
+from skyrl_fast.train.metrics.rewards import eval_metrics, reward_metrics
+from skyrl_fast.train.metrics.rollouts import rollout_metrics, trajectory_metrics
 
 
 def one_step(uid: str, repetition: int, **values: Any) -> Trajectory:

@@ -10,15 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_fast.batch import StepBatch
+from skyrl_fast.batch.segments import segment_sums
+from skyrl_fast.train.metrics.rewards import (
+    eval_metrics,
+    pass_at_k,
+    reward_metrics,
+)
 from skyrl_fast.train.metrics.rollouts import (
     Reports,
     _environment_metrics,
     batch_metrics,
-    eval_metrics,
-    pass_at_k,
-    reward_metrics,
     rollout_metrics,
-    segment_sums,
 )
 
 

@@ -48,6 +48,7 @@ class Here:
             make_env=None,
             callbacks=(),
             make_rollouts=self._rollouts,
+            check_rollouts=None,
         )
 
     async def _rollouts(self, config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:

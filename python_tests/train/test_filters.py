@@ -50,7 +50,9 @@ def zero_variance_filter(
 
 
 def filter_rollouts(batch: StepBatch, config: Config) -> Result:
-    return applied("filter_rollouts", batch, config)
+    filtered, units, metrics = filters.filter_rollouts(batch, config)
+    assert np.array_equal(units.scores, sequences(filtered, "trajectory").scores)
+    return filtered, metrics
 
 
 def filter_groups(batch: StepBatch, config: Config) -> Result:

@@ -68,7 +68,7 @@ def test_objects_are_created_once_and_buckets_never(folder: Path, client: Any) -
             fsspec.filesystem("s3").pipe_file("bucket/once/run.json", b"3", mode="create")
         with (
             pytest.raises(RunInUseError, match="s3://bucket/once is in use by process"),
-            once.claimed("run", folder, resumes=False),
+            once.claimed("run", folder / "other", resumes=True),
         ):
             pass
     assert "Contents" not in client.list_objects_v2(Bucket="bucket")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from skyrl_fast.batch import StepBatch, batch_from_trajectories
-from skyrl_fast.batch.token_counts import token_counts
 from skyrl_fast.config import (
     AlgorithmConfig,
     Config,
@@ -21,14 +21,7 @@ from skyrl_fast.train.algorithm.filters import filter_groups, filter_rollouts
 from skyrl_fast.train.algorithm.kl_reward import kl_in_reward, next_kl_coef
 from skyrl_fast.train.algorithm.sequence_scope import Sequences, sequences
 from skyrl_fast.train.algorithm.training_rows import SampledRows, training_rows
-from skyrl_fast.train.metrics.rollouts import (
-    batch_metrics,
-    prefix_cache_metrics,
-    reward_metrics,
-    reward_spread,
-    trajectory_metrics,
-    truncated_turn_share,
-)
+from skyrl_fast.train.metrics import rewards, rollouts
 from skyrl_fast.train.model.critic import Critic
 from skyrl_fast.train.model.policy import Policy
 
@@ -52,33 +45,45 @@ def training_batch(
 ) -> tuple[StepBatch, Sequences, dict[str, float]]:
     """Return the rows to train on, their sequences, and rollout, reward and filter metrics.
 
-    Rollout metrics describe what was sampled; reward metrics what the rollout filters left.
-
     Args:
         rows: of the trajectories, if dynamic sampling has built them already.
     """
-    samples = config.generator.n_samples_per_prompt
-    algorithm = config.trainer.algorithm
-    rows = rows or sampled_rows(trajectories, config)
-    batch, before = rows.trained, None if rows.merged is None else rows.steps.num_real_rows
-    if estimator_spec(algorithm).needs_anchors:
-        batch = batch.with_(anchor_ids=anchor_ids(trajectories))
-    metrics = trajectory_metrics(trajectories, rows.steps)
+    rows = _with_anchors(rows or sampled_rows(trajectories, config), trajectories, config)
+    rewarded, units, changed = filter_rollouts(rows.trained, config)
+    trained, units, dropped = filter_groups(rewarded, units, config)
+    return trained, units, _report(trajectories, rows, rewarded, config) | changed | dropped
+
+
+def _with_anchors(
+    rows: SampledRows, trajectories: Sequence[Trajectory], config: Config
+) -> SampledRows:
+    """Return the rows with anchor states, where the estimator compares those."""
+    if not estimator_spec(config.trainer.algorithm).needs_anchors:
+        return rows
+    assert rows.merged is None  # such estimators look at each step
+    return replace(rows, steps=rows.steps.with_(anchor_ids=anchor_ids(trajectories)))
+
+
+def _report(
+    trajectories: Sequence[Trajectory], rows: SampledRows, rewarded: StepBatch, config: Config
+) -> dict[str, float]:
+    """Return metrics of what was sampled, and of the rewards that the rollout filters left."""
     longest = config.generator.sampling_params.max_generate_length
-    metrics["generate/truncated_turn_share"] = truncated_turn_share(trajectories, longest)
-    metrics |= prefix_cache_metrics(trajectories)
-    metrics |= batch_metrics(batch, num_rows_before_merge=before)
-    counts_of_forms = token_counts(batch)
-    metrics["generate/batch_num_tokens_merged"] = float(counts_of_forms.merged)
-    metrics["generate/batch_num_tokens_tree"] = float(counts_of_forms.tree)
-    if batch.num_tokens:
-        metrics["generate/batch_token_saving"] = 1 - counts_of_forms.tree / batch.num_tokens
-    units = sequences(batch, algorithm.sequence_scope)
-    batch, units, counts = filter_rollouts(batch, units, config)
-    metrics |= counts | reward_metrics(batch, samples_per_prompt=samples)
-    metrics |= reward_spread(batch, tolerance=algorithm.zero_variance_filter_tol)
-    batch, units, counts = filter_groups(batch, units, config)
-    return batch, units, metrics | counts
+    return {
+        **rollouts.trajectory_metrics(trajectories, rows.steps),
+        **rollouts.truncated_turns(trajectories, longest),
+        **rollouts.prefix_cache_metrics(trajectories),
+        **rollouts.batch_metrics(
+            rows.trained,
+            num_rows_before_merge=None if rows.merged is None else rows.steps.num_real_rows,
+        ),
+        **rewards.reward_metrics(
+            rewarded, samples_per_prompt=config.generator.n_samples_per_prompt
+        ),
+        **rewards.reward_spread(
+            rewarded, tolerance=config.trainer.algorithm.zero_variance_filter_tol
+        ),
+    }
 
 
 def judged_rows(trajectories: Sequence[Trajectory], config: Config) -> tuple[SampledRows, set[str]]:
@@ -88,8 +93,7 @@ def judged_rows(trajectories: Sequence[Trajectory], config: Config) -> tuple[Sam
     """
     algorithm = config.trainer.algorithm
     rows = sampled_rows(trajectories, config)
-    units = sequences(rows.trained, algorithm.sequence_scope)
-    batch, units, _ = filter_rollouts(rows.trained, units, config)
+    batch, units, _ = filter_rollouts(rows.trained, config)
     informative = informative_groups(units, tolerance=algorithm.zero_variance_filter_tol)
     return rows, {uid for uid, good in zip(batch.uids, informative.tolist(), strict=True) if good}
 

@@ -46,7 +46,7 @@ from skyrl_fast.train.flow.waiting import (
     until_stopped,
 )
 from skyrl_fast.train.memory.peak import PeakMemory
-from skyrl_fast.train.metrics.rollouts import eval_metrics
+from skyrl_fast.train.metrics.rewards import eval_metrics
 from skyrl_fast.train.model.critic import Critic
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import Policy

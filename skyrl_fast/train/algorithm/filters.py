@@ -14,7 +14,7 @@ import torch
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import Config
-from skyrl_fast.train.algorithm.sequence_scope import Sequences, group_spread
+from skyrl_fast.train.algorithm.sequence_scope import Sequences, group_spread, sequences
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +26,12 @@ OVERLONG_REASONS = frozenset({"length"})
 Filtered = tuple[StepBatch, Sequences, dict[str, float]]
 
 
-def filter_rollouts(batch: StepBatch, units: Sequences, config: Config) -> Filtered:
+def filter_rollouts(batch: StepBatch, config: Config) -> Filtered:
     """Apply the generator's filters: zero reward on non-stop, then the overlong filter.
 
     They look at each sequence alone, so dynamic sampling can judge groups after them.
     """
+    units = sequences(batch, config.trainer.algorithm.sequence_scope)
     metrics: dict[str, float] = {}
     if config.generator.zero_reward_on_non_stop:
         batch, units, counts = zero_reward_on_non_stop(batch, units)

@@ -1,0 +1,135 @@
+"""The outcome of each trajectory. N rows, J trajectories.
+
+A trajectory is one sample, whatever its number of steps: its reward is its last row's; earlier
+steps are not samples with reward zero. Padding rows never count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any
+
+import numpy as np
+import torch
+
+from skyrl_fast.batch import StepBatch
+from skyrl_fast.batch.row_index import dense_ids, row_index
+from skyrl_fast.batch.segments import segment_sums
+from skyrl_fast.ops import _backend, _ragged
+from skyrl_fast.rollout.trajectory import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """The outcome of each trajectory.
+
+    Args:
+        trajectory_ids: (N,) int32.
+        last_rows: (J,) the last row of each trajectory.
+        group_ids: (J,) int32.
+        rewards: (J,) float64, sum of the last row's token rewards.
+        positive_rewards: (J,) float64, sum of the last row's positive token rewards.
+    """
+
+    trajectory_ids: np.ndarray
+    last_rows: np.ndarray
+    group_ids: np.ndarray
+    rewards: np.ndarray
+    positive_rewards: np.ndarray
+
+    def per_trajectory(self, per_row: np.ndarray) -> np.ndarray:
+        """Return (J,) sums of a per-row array over each trajectory's rows."""
+        return np.bincount(self.trajectory_ids, weights=per_row, minlength=len(self.last_rows))
+
+
+def outcomes_of_output(
+    output: Mapping[str, Any],
+    uids: Sequence[str] | Sequence[int] | None = None,
+    *,
+    op: str = "outcomes_of_output",
+) -> Outcomes:
+    """Return the outcomes of the trajectories of a valid generator output.
+
+    Args:
+        output: a generator output.
+        uids: N prompt names. None: from `trajectory_ids`; without these each row is a group.
+        op: the caller's public name, for messages.
+    """
+    if uids is None and output.get("trajectory_ids") is None:
+        uids = range(len(output["response_ids"]))
+    index = row_index(op, output, uids)
+    last_rows = np.flatnonzero(index.is_last_step)
+    finals = list(compress(output["rewards"], index.is_last_step.tolist()))
+    rewards, positive = _final_rewards(op, finals)
+    return Outcomes(
+        trajectory_ids=index.trajectory_ids,
+        last_rows=last_rows,
+        group_ids=index.group_ids[last_rows],
+        rewards=rewards,
+        positive_rewards=positive,
+    )
+
+
+def outcomes_of_trajectories(trajectories: Sequence[Trajectory]) -> Outcomes:
+    """Return the outcomes of J trajectories, as if each had only its last row."""
+    every = np.arange(len(trajectories), dtype=np.int32)
+    last = [t.steps_or_placeholder()[-1] for t in trajectories]
+    rewards = np.array([step.reward for step in last], dtype=np.float64)
+    return Outcomes(
+        trajectory_ids=every,
+        last_rows=every,
+        group_ids=dense_ids([t.uid for t in trajectories]).astype(np.int32),
+        rewards=rewards,
+        positive_rewards=np.maximum(rewards, 0.0),
+    )
+
+
+def outcomes_of_batch(batch: StepBatch) -> Outcomes:
+    """Return the outcomes of the trajectories of a batch's real rows."""
+    num_rows = batch.num_real_rows
+    last_rows = np.flatnonzero(batch.is_last_step[:num_rows].numpy())
+    rewards = batch.row_rewards[:num_rows].numpy()[last_rows].astype(np.float64)
+    positive = np.maximum(rewards, 0.0)
+    if batch.rewards.numel() and batch.rewards.numpy().min() < 0:
+        tokens = batch.rewards.clamp(min=0).numpy()
+        cu_responses = batch.cu_responses[: num_rows + 1].numpy()
+        has_tokens = np.diff(cu_responses)[last_rows] > 0
+        sums = segment_sums(tokens, cu_responses, np.float64)[last_rows]
+        positive = np.where(has_tokens, sums, positive)
+    return Outcomes(
+        trajectory_ids=batch.trajectory_ids[:num_rows].numpy(),
+        last_rows=last_rows,
+        group_ids=batch.group_ids[:num_rows].numpy()[last_rows],
+        rewards=rewards,
+        positive_rewards=positive,
+    )
+
+
+def flatten_rows(op: str, field: str, rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Return (S,) float32 values of all rows, read in one pass, and their (N + 1,) offsets."""
+    read = _ragged.read_field(op, field, rows)
+    offsets = _ragged.offsets(read.lengths)
+    flat = _backend.empty((int(offsets[-1]),), torch.float32)
+    _ragged.fill(op, _ragged.copy_jobs(read, flat, offsets[:-1]))
+    return flat.numpy(), offsets.numpy()
+
+
+def _final_rewards(op: str, finals: list[Any]) -> tuple[np.ndarray, np.ndarray]:
+    if finals and isinstance(finals[0], (float, int, np.number)):
+        rewards = np.array(finals, dtype=np.float64)
+        return rewards, np.maximum(rewards, 0.0)
+    values, offsets = flatten_rows(op, "rewards", finals)
+    totals = segment_sums(values, offsets, np.float64)
+    return totals, segment_sums(np.maximum(values, 0.0), offsets, np.float64)
+
+
+def last_row_values(values: Sequence[Any], table: Outcomes) -> list[Any]:
+    """Return the value of each trajectory's last row."""
+    return [values[row] for row in table.last_rows.tolist()]
+
+
+def mean(values: np.ndarray) -> float:
+    """Return the mean; 0 of nothing."""
+    return float(values.mean()) if values.size else 0.0

@@ -83,7 +83,7 @@ def child(options: argparse.Namespace, kind: str) -> dict[str, Any]:
 
 def our_run(options: argparse.Namespace, rows: str) -> dict[str, Any]:
     """Return the seconds of each batch, and of its phases."""
-    from skyrl_fast import train
+    from skyrl_fast import train_agent
     from skyrl_fast.config.loading import load_config
     from skyrl_fast.train.output.loggers import read_metrics
 
@@ -102,7 +102,7 @@ def our_run(options: argparse.Namespace, rows: str) -> dict[str, Any]:
             f"trainer.algorithm.kl_loss_coef={KL}",
         ]
         config = load_config(str(CONFIG), overrides)
-        result = train(config)
+        result = train_agent(config)
         steps = [row for row in read_metrics(result.metrics) if "timing/step" in row][WARM_UP:]
     return {
         "seconds": [row["timing/step"] for row in steps],

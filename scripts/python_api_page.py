@@ -48,7 +48,7 @@ def ratio(inputs: LossInputs):
 
 
 if __name__ == "__main__":
-    result = skyrl_fast.train(
+    result = skyrl_fast.train_agent(
         {"trainer.policy.model.path": "Qwen/Qwen2.5-0.5B-Instruct", "trainer.run_path": "guess"},
         env=Guess,
         prompts=[{"prompt": "Guess a colour.", "answer": "red"}] * 64,
@@ -65,7 +65,7 @@ The commands of `skyrl-fast`, with their options. Generated from their help by
 """
 # What a user needs, in this order; the test compares it with `skyrl_fast.train.__all__`.
 SECTIONS = {
-    "Runs": ("train", "sft", "TrainResult", "SetupError"),
+    "Runs": ("train_agent", "sft", "TrainResult", "SetupError"),
     "Environments": ("Env", "EnvStep", "Action"),
     "Agents": ("AgentTask",),
     "Losses and estimators": (

@@ -84,7 +84,7 @@ if TYPE_CHECKING:
         tree_attention,
     )
     from skyrl_fast.ops.prefix_tree.tree import PrefixTree, build_prefix_tree, prefix_tree_size
-    from skyrl_fast.train.run import train as train
+    from skyrl_fast.train.run import train_agent
 
 __version__ = "0.1.0"
 
@@ -156,6 +156,7 @@ _NAMES = {
         "tree_attention",
     ),
     "skyrl_fast.ops.prefix_tree.tree": ("PrefixTree", "build_prefix_tree", "prefix_tree_size"),
+    "skyrl_fast.train.run": ("train_agent",),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
@@ -216,7 +217,7 @@ __all__ = [
     "selected_logprob",
     "set_page_pool_limit",
     "token_counts",
-    "train",
+    "train_agent",
     "tree_attention",
     "turn_group_advantage",
     "turn_level_returns",
@@ -227,8 +228,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "train":  # the callable module
-        return importlib.import_module("skyrl_fast.train")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)

@@ -62,11 +62,11 @@ def main() -> None:
             *options.settings,
         ],
     )
-    from skyrl_fast.train.run import train
+    from skyrl_fast.train.run import train_agent
 
     started = time.perf_counter()
     with mock.patch("skyrl_fast.rollout.engine.from_settings.VllmEngine", TorchEngine):
-        result = train(config)
+        result = train_agent(config)
     for row in read_metrics(run / "metrics.jsonl"):
         print(row["step"], {name: round(row[name], 5) for name in SHOWN if name in row}, flush=True)
     peak = torch.cuda.max_memory_allocated() if options.device == "cuda" else 0

@@ -16,7 +16,7 @@ from _gateway import Played, played, says_length
 from fake_envs import FakePrompt
 from test_command import CALL, FORKS, is_running, python
 
-from skyrl_fast import train
+from skyrl_fast import train_agent
 from skyrl_fast.config import AgentConfig, ConfigError
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.gateway.agents.black_box import BlackBox
@@ -214,7 +214,7 @@ def test_functions_that_other_processes_cannot_import_are_refused(
         black_box(AgentConfig(function="__main__:solve", workers=workers))
     config = {"trainer.policy.model.path": "m", "agent.workers": workers}
     with pytest.raises(SetupError, match="agent: wanted a function of a module, got <function"):
-        train(config, prompts=["p"], agent=lambda task: 1.0)
+        train_agent(config, prompts=["p"], agent=lambda task: 1.0)
 
 
 @pytest.mark.spec("gateway.agent-cluster")

@@ -85,7 +85,7 @@ class Recorder:
 
 
 def train(config: Config, recorder: Recorder | None = None) -> TrainResult:
-    return skyrl_fast.train(config, make_rollouts=recorder or Recorder())
+    return skyrl_fast.train_agent(config, make_rollouts=recorder or Recorder())
 
 
 def steady(path: Path) -> list[dict[str, Any]]:

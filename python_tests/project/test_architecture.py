@@ -219,7 +219,7 @@ found = heavy & {name.partition(".")[0] for name in sys.modules}
 assert not found, found
 for name in skyrl_fast.__all__:
     assert getattr(skyrl_fast, name) is not None, name
-assert set(skyrl_fast.__all__) == {*skyrl_fast._HOMES, "train", "__version__"}
+assert set(skyrl_fast.__all__) == {*skyrl_fast._HOMES, "__version__"}
 import torch
 assert not torch.cuda.is_initialized()
 """

@@ -68,7 +68,7 @@ def fake_training(
             raise result
         return result
 
-    monkeypatch.setattr(run_module, "train", train)
+    monkeypatch.setattr(run_module, "train_agent", train)
     return seen
 
 

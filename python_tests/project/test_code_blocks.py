@@ -98,12 +98,12 @@ from unittest.mock import MagicMock
 import skyrl_fast, skyrl_fast.train
 from skyrl_fast.config.loading import as_config
 
-def train(*arguments, **options):
+def train_agent(*arguments, **options):
     as_config(signature.bind(*arguments, **options).arguments["config"])
     return MagicMock()
 
-signature = inspect.signature(skyrl_fast.train)
-skyrl_fast.train = train
+signature = inspect.signature(skyrl_fast.train_agent)
+skyrl_fast.train_agent = train_agent
 warnings.simplefilter("error", SyntaxWarning)
 failed = {}
 for name, code in json.load(sys.stdin).items():
@@ -140,8 +140,8 @@ def test_python_blocks_run(tmp_path: Path) -> None:
 def test_block_that_fails_is_named(tmp_path: Path) -> None:
     wrong = {
         "a": "x = 1\nx.y",
-        "b": "import skyrl_fast\nskyrl_fast.train({}, prompt=[])",
-        "c": "import skyrl_fast\nskyrl_fast.train({'trainer.sed': 1})",
+        "b": "import skyrl_fast\nskyrl_fast.train_agent({}, prompt=[])",
+        "c": "import skyrl_fast\nskyrl_fast.train_agent({'trainer.sed': 1})",
         "d": "assert __name__ == '__main__'",
     }
     found = failures(wrong, tmp_path)

@@ -40,7 +40,7 @@ if __name__ == "__main__":
         "generator.sampling_params.max_generate_length": 8,
     }
     prompts = [{"prompt": f"question {i}"} for i in range(4)]
-    skyrl_fast.train(settings, prompts=prompts, reward=reward)
+    skyrl_fast.train_agent(settings, prompts=prompts, reward=reward)
 """
 
 

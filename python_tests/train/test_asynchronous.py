@@ -120,7 +120,7 @@ class Maker:
 
 
 def train(config: Config, make: Any = None) -> TrainResult:
-    return skyrl_fast.train(config, make_rollouts=make or Maker())
+    return skyrl_fast.train_agent(config, make_rollouts=make or Maker())
 
 
 def trained(outcome: TrainResult) -> list[tuple[int, str, int]]:

@@ -32,7 +32,7 @@ from ray.cluster_utils import Cluster
 
 from examples.asynchronous.quickstart_run import trained
 from examples.asynchronous.soak import children, command_of
-from skyrl_fast import train
+from skyrl_fast import train_agent
 from skyrl_fast.config import Config
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.system.file_lock import close_locked, lock_file
@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: Path) ->
     folder = tmp_path_factory.mktemp("runs")
     rows = [{"prompt": f"word {number}", "hold": str(folder / "hold")} for number in range(8)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    train(settings(folder, tiny_model_folder, "alone"), reward=share_of_e)
+    train_agent(settings(folder, tiny_model_folder, "alone"), reward=share_of_e)
     return folder
 
 
@@ -104,7 +104,7 @@ def run(
     """Train in a thread, and call `during` in this one: Ray adds nodes in the main thread alone."""
     config = settings(folder, model, name, "data.train_data=[train.jsonl]", *overrides)
     with contextlib.chdir(folder), ThreadPoolExecutor(1) as pool:
-        training = pool.submit(train, config, reward=share_of_e)
+        training = pool.submit(train_agent, config, reward=share_of_e)
         during()
         return training.result()
 
@@ -294,7 +294,7 @@ def test_engines_killed_at_random_moments_lose_nothing(
     folder: Path, tiny_model_folder: Path, three_nodes: Cluster
 ) -> None:
     longer, run_path = "trainer.epochs=25", folder / "killed-engines"
-    train(settings(folder, tiny_model_folder, "alone-longer", longer), reward=share_of_e)
+    train_agent(settings(folder, tiny_model_folder, "alone-longer", longer), reward=share_of_e)
     chance = random.Random("engines")
 
     def kill_engines() -> None:
@@ -336,11 +336,11 @@ def test_an_engine_joins_when_a_node_does(
 DRIVER = """
 import sys
 from _cluster_run import share_of_e
-from skyrl_fast import train
+from skyrl_fast import train_agent
 from skyrl_fast.config.loading import load_config
 
 if __name__ == "__main__":
-    train(load_config(None, sys.argv[1:]), reward=share_of_e)
+    train_agent(load_config(None, sys.argv[1:]), reward=share_of_e)
 """
 
 

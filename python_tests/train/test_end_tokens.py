@@ -30,7 +30,7 @@ class Two(Env):
 
 if __name__ == "__main__":
     folder = sys.argv[1]
-    skyrl_fast.train(
+    skyrl_fast.train_agent(
         {
             "trainer.policy.model.path": f"{folder}/model",
             "trainer.run_path": f"{folder}/run",

@@ -316,7 +316,7 @@ def run(folder: Path, name: str, *overrides: str, death: int = -1) -> TrainResul
         rollouts.death = death
         return rollouts
 
-    return skyrl_fast.train(settings, make_rollouts=make)
+    return skyrl_fast.train_agent(settings, make_rollouts=make)
 
 
 def gae_settings(folder: Path) -> list[str]:

@@ -274,7 +274,7 @@ def test_train_saves_the_logits_of_the_plan(folder: Path, monkeypatch: pytest.Mo
     short = ("generator.max_input_length=40", "generator.sampling_params.max_generate_length=16")
     chosen = settings(folder, "run", *short)
     with pytest.raises(SetupError, match="stop here"):
-        skyrl_fast.train(chosen, reward=lambda answer, row: 0.0)
+        skyrl_fast.train_agent(chosen, reward=lambda answer, row: 0.0)
     config = with_absolute_paths(as_config(chosen))
     plan = gpu_sharing.planned_memory(config, None, with_engine=True)
     assert plan is not None and found == [plan.saved_logits_bytes] and found[0] > 0
@@ -387,7 +387,7 @@ def test_train_refuses_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(run_module, "make_models", lambda *a: pytest.fail("models were loaded"))
     monkeypatch.setattr(run_module, "_check_rollouts", lambda *a: None)
     with pytest.raises(SetupError, match=r"(?s)more memory than its GPUs have.*lacks .* GiB"):
-        skyrl_fast.train(settings(folder, "run"))
+        skyrl_fast.train_agent(settings(folder, "run"))
 
 
 @pytest.mark.spec("memory.engine-share")

@@ -231,7 +231,7 @@ def test_script_that_trains_on_import_gets_advice(folder: Path) -> None:
         "from skyrl_fast.config.loading import load_config\n"
         "import skyrl_fast\n"
         "config = load_config(None, sys.argv[1:])\n"
-        "skyrl_fast.train(config, reward=lambda answer, row: 0.0)\n"
+        "skyrl_fast.train_agent(config, reward=lambda answer, row: 0.0)\n"
     )
     options = [
         f"data.train_data=[{folder}/train.jsonl]",

@@ -103,7 +103,7 @@ def test_template_arguments_of_a_row(
 
         return asyncio.run(go())
 
-    monkeypatch.setattr("skyrl_fast.train.supervised.train", made)
+    monkeypatch.setattr("skyrl_fast.train.supervised.train_agent", made)
     kwargs = {"style": "long", "tools": TOOLS * 2}
     options = {"chat_template": template, "chat_template_kwargs": kwargs, "max_input_length": 64}
     config = {"trainer.policy.model.path": "m"}

@@ -54,7 +54,7 @@ def test_environments_and_lengths(folder: Path, overrides: list[str], message: s
     short = ["generator.max_input_length=32", "generator.sampling_params.max_generate_length=16"]
     chosen = overrides if "max_input_length" in str(overrides) else [*short, *overrides]
     with pytest.raises(SetupError) as caught:
-        skyrl_fast.train(settings(folder, "run", *chosen))
+        skyrl_fast.train_agent(settings(folder, "run", *chosen))
     assert message in str(caught.value)
 
 
@@ -145,7 +145,7 @@ def answer_to(folder: Path, override: str) -> str:
         override.replace("HERE", str(folder)),
     ]
     with pytest.raises((ConfigError, SetupError)) as caught:
-        skyrl_fast.train(settings(folder, "run", *given))
+        skyrl_fast.train_agent(settings(folder, "run", *given))
     return str(caught.value).replace(str(folder), "HERE")
 
 
@@ -173,7 +173,7 @@ def test_logger_without_a_key_is_one_line(folder: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     with pytest.raises(SetupError) as caught:
-        skyrl_fast.train(
+        skyrl_fast.train_agent(
             settings(folder, "run", "trainer.logger=[jsonl,wandb]"), make_rollouts=Recorder()
         )
     assert str(caught.value) == (
@@ -213,7 +213,7 @@ def test_group_of_one_has_no_baseline(
         "data.train_data=[nowhere.jsonl]",
     ]
     with pytest.raises(SetupError, match="data file not found"):
-        skyrl_fast.train(settings(folder, "run", *changes), make_rollouts=Recorder())
+        skyrl_fast.train_agent(settings(folder, "run", *changes), make_rollouts=Recorder())
     assert ("without a baseline" in caplog.text) == warns
 
 

@@ -44,15 +44,17 @@ ROOT = Path(__file__).parents[2]
 REACHED = """
 import sys
 import skyrl_fast
-assert callable(skyrl_fast.train)
-assert skyrl_fast.train is sys.modules["skyrl_fast.train"]
+import skyrl_fast.train
+assert "torch" not in sys.modules
+assert "train_agent" in dir(skyrl_fast)
+assert skyrl_fast.train_agent is skyrl_fast.train.train_agent
 assert "transformers" not in sys.modules
 """
 
 
-def test_train_is_available_without_importing_the_trainer() -> None:
+def test_train_agent_is_available_without_importing_the_trainer() -> None:
     subprocess.run([sys.executable, "-c", REACHED], check=True, cwd=ROOT)
-    parameters = inspect.signature(skyrl_fast.train).parameters
+    parameters = inspect.signature(skyrl_fast.train_agent).parameters
     assert list(parameters)[:4] == ["config", "env", "prompts", "eval_prompts"]
     for name in skyrl_fast.train.__all__:
         assert getattr(skyrl_fast.train, name).__doc__, name
@@ -108,7 +110,7 @@ def test_mapping_in_place_of_a_section_is_converted() -> None:
 )
 def test_invalid_settings_error_names_the_dotted_key(source: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        skyrl_fast.train(source)
+        skyrl_fast.train_agent(source)
 
 
 def test_settings_from_a_yaml_file_and_prompts_in_memory(folder: Path, tmp_path: Path) -> None:
@@ -119,11 +121,11 @@ def test_settings_from_a_yaml_file_and_prompts_in_memory(folder: Path, tmp_path:
         "generator: {n_samples_per_prompt: 2}\n"
     )
     with pytest.raises(ConfigError, match=r"data\.train_data: wanted at least one file"):
-        skyrl_fast.train(yaml)
-    result = skyrl_fast.train(yaml, prompts=["4", "5"], make_rollouts=Recorder())
+        skyrl_fast.train_agent(yaml)
+    result = skyrl_fast.train_agent(yaml, prompts=["4", "5"], make_rollouts=Recorder())
     assert (result.step, result.before) == (1, None)
     with pytest.raises(SetupError, match=r"prompts: wanted at least trainer\.train_batch_size=2"):
-        skyrl_fast.train(
+        skyrl_fast.train_agent(
             {"trainer.run_path": folder / "b", "trainer.policy.model.path": folder / "model"}
             | {"trainer.train_batch_size": 2, "trainer.policy_mini_batch_size": 2},
             prompts=["4"],
@@ -372,7 +374,9 @@ def test_each_reward_function_has_a_metric_of_its_own(tiny_tokenizer: Any) -> No
 def test_reward_functions_are_one_argument_of_train(folder: Path) -> None:
     recorder = Recorder()
     config = settings(folder, "funcs", "trainer.epochs=1")
-    skyrl_fast.train(config, reward_funcs=[short, exact], prompts=["3"] * 4, make_rollouts=recorder)
+    skyrl_fast.train_agent(
+        config, reward_funcs=[short, exact], prompts=["3"] * 4, make_rollouts=recorder
+    )
     assert recorder.rollouts[-1].config.environment.env_class == "RewardFunctions"
     for options, wanted in (
         ({"reward_funcs": [], "reward_weights": []}, "got 0 functions and 0 weights"),
@@ -382,20 +386,20 @@ def test_reward_functions_are_one_argument_of_train(folder: Path) -> None:
         ({"reward_funcs": short, "reward": len}, "wanted one of env, reward, reward_funcs"),
     ):
         with pytest.raises(SetupError, match=wanted):
-            skyrl_fast.train(settings(folder, "other"), **options)
+            skyrl_fast.train_agent(settings(folder, "other"), **options)
 
 
 def test_invalid_and_conflicting_objects(folder: Path) -> None:
     config = settings(folder, "run")
     with pytest.raises(SetupError, match="wanted one of env, reward, reward_funcs and agent"):
-        skyrl_fast.train(config, env="m:E", reward=len)  # type: ignore[arg-type]
+        skyrl_fast.train_agent(config, env="m:E", reward=len)  # type: ignore[arg-type]
     with pytest.raises(SetupError, match="reward: wanted a class or function, got 3"):
-        skyrl_fast.train(config, reward=3)  # type: ignore[arg-type]
+        skyrl_fast.train_agent(config, reward=3)  # type: ignore[arg-type]
     with pytest.raises(SetupError, match="reward: wanted a class or function, got 'm:f'"):
-        skyrl_fast.train(config, reward="m:f")  # type: ignore[arg-type]
+        skyrl_fast.train_agent(config, reward="m:f")  # type: ignore[arg-type]
     for callbacks in (Callback(), [len]):
         with pytest.raises(SetupError, match="callbacks: wanted a list of Callback, got"):
-            skyrl_fast.train(config, callbacks=callbacks)  # type: ignore[arg-type]
+            skyrl_fast.train_agent(config, callbacks=callbacks)  # type: ignore[arg-type]
 
 
 async def solve(task: Any) -> float:
@@ -407,13 +411,13 @@ def test_given_agent_is_named_in_the_settings(folder: Path) -> None:
     recorder = Recorder()
     for number, agent in enumerate((solve, f"{__name__}:solve")):
         config = settings(folder, f"agent{number}", "trainer.epochs=1")
-        skyrl_fast.train(config, agent=agent, make_rollouts=recorder)
+        skyrl_fast.train_agent(config, agent=agent, make_rollouts=recorder)
         assert recorder.rollouts[-1].config.agent.function == f"{__name__}:solve"
     config = settings(folder, "other")
     with pytest.raises(SetupError, match="wanted one of env, reward, reward_funcs and agent"):
-        skyrl_fast.train(config, agent=solve, reward=len)  # type: ignore[arg-type]
+        skyrl_fast.train_agent(config, agent=solve, reward=len)  # type: ignore[arg-type]
     with pytest.raises(SetupError, match="agent: wanted a function of a module, got <function"):
-        skyrl_fast.train(config, agent=lambda task: 1.0)
+        skyrl_fast.train_agent(config, agent=lambda task: 1.0)
 
 
 def test_given_environment_applies_to_every_row(folder: Path) -> None:
@@ -423,17 +427,19 @@ def test_given_environment_applies_to_every_row(folder: Path) -> None:
     recorder = Recorder()
     rows = [{"prompt": "4", "env_class": "other"}, {"prompt": "5"}] * 2
     config = settings(folder, "run", "trainer.epochs=1")
-    skyrl_fast.train(config, prompts=rows, reward=lucky, make_rollouts=recorder)
+    skyrl_fast.train_agent(config, prompts=rows, reward=lucky, make_rollouts=recorder)
     assert recorder.rollouts[0].config.environment.env_class == "lucky"
     assert config.environment.env_class == "gsm8k"  # the caller's object is unchanged
-    skyrl_fast.train(settings(folder, "b", "trainer.epochs=1"), env="m:E", make_rollouts=recorder)
+    skyrl_fast.train_agent(
+        settings(folder, "b", "trainer.epochs=1"), env="m:E", make_rollouts=recorder
+    )
     assert recorder.rollouts[1].config.environment.env_class == "m:E"
 
 
 def test_losses_and_estimators_by_object_or_name(folder: Path) -> None:
     recorder = Recorder()
     config = settings(folder, "a", "trainer.epochs=1")
-    skyrl_fast.train(config, loss="gspo", estimator="rloo", make_rollouts=recorder)
+    skyrl_fast.train_agent(config, loss="gspo", estimator="rloo", make_rollouts=recorder)
     algorithm = recorder.rollouts[0].config.trainer.algorithm
     assert (algorithm.policy_loss_type, algorithm.advantage_estimator) == ("gspo", "rloo")
     if not hasattr(skyrl_fast, "register_policy_loss"):
@@ -449,7 +455,9 @@ def test_losses_and_estimators_by_object_or_name(folder: Path) -> None:
         return inputs.rewards - inputs.rewards.mean()
 
     config = settings(folder, "b", "trainer.epochs=1")
-    result = skyrl_fast.train(config, loss=reinforce, estimator=centred, make_rollouts=recorder)
+    result = skyrl_fast.train_agent(
+        config, loss=reinforce, estimator=centred, make_rollouts=recorder
+    )
     algorithm = recorder.rollouts[1].config.trainer.algorithm
     assert (algorithm.policy_loss_type, algorithm.advantage_estimator) == ("reinforce", "centred")
     assert result.step == 2 and set(calls) == {"loss", "estimator"}
@@ -481,14 +489,14 @@ class Stop(Callback):
 def test_callbacks_end_a_run_with_a_checkpoint(
     folder: Path, event: str, step: int, reached: int, stopped_by: str | None
 ) -> None:
-    result = skyrl_fast.train(
+    result = skyrl_fast.train_agent(
         settings(folder, "run"), callbacks=[Stop(event, step)], make_rollouts=Recorder()
     )
     assert (result.step, result.total_steps) == (reached, 6)
     assert (result.stopped_by, result.signal) == (stopped_by, None)
     assert result.checkpoint is not None
     assert read_state(result.checkpoint)["step"] == reached
-    resumed = skyrl_fast.train(
+    resumed = skyrl_fast.train_agent(
         settings(folder, "run", "trainer.resume_mode=latest"), make_rollouts=Recorder()
     )
     assert resumed.step == 6
@@ -504,7 +512,7 @@ class Broken(Callback):
 def test_exception_in_a_callback_ends_the_run_after_a_checkpoint(folder: Path) -> None:
     wanted = "callback Broken.on_step raised KeyError: 'reward/nothing'"
     with pytest.raises(CallbackError, match=wanted):
-        skyrl_fast.train(
+        skyrl_fast.train_agent(
             settings(folder, "run"), callbacks=[Callback(), Broken()], make_rollouts=Recorder()
         )
     assert (folder / "run/checkpoints/step_000003/state.json").is_file()
@@ -525,7 +533,7 @@ def test_interrupt_leaves_a_checkpoint_in_scripts_and_notebooks(
     before = signal.getsignal(signal.SIGINT)
 
     def run() -> Any:
-        return skyrl_fast.train(
+        return skyrl_fast.train_agent(
             settings(folder, "run"), callbacks=[callback], make_rollouts=Recorder()
         )
 
@@ -554,7 +562,7 @@ def test_signal_before_training_ends_the_start(
 
     def run() -> None:
         with pytest.raises(error):
-            skyrl_fast.train(settings(folder, "run"), make_rollouts=start)
+            skyrl_fast.train_agent(settings(folder, "run"), make_rollouts=start)
 
     asyncio.run(cell()) if in_a_loop else run()
 
@@ -564,7 +572,7 @@ def test_train_runs_in_threads_without_signal_handlers(folder: Path) -> None:
 
     def run() -> None:
         config = settings(folder, "run", "trainer.epochs=1")
-        results.append(skyrl_fast.train(config, make_rollouts=Recorder()))
+        results.append(skyrl_fast.train_agent(config, make_rollouts=Recorder()))
 
     thread = threading.Thread(target=run)
     thread.start()

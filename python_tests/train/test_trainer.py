@@ -242,7 +242,7 @@ def test_overlong_and_unfinished_filters_from_the_settings(folder: Path) -> None
         folder, "run", "generator.zero_reward_on_non_stop=true", "trainer.epochs=1",
         "generator.apply_overlong_filtering=true",
     )  # fmt: skip
-    row = read_metrics(skyrl_fast.train(config, make_rollouts=make).metrics)[1]
+    row = read_metrics(skyrl_fast.train_agent(config, make_rollouts=make).metrics)[1]
     assert row["generate/num_zeroed_rewards"] == 3
     assert row["generate/num_overlong_filtered"] == 3
     assert row["reward/avg_raw_reward"] == 0.0
@@ -311,7 +311,7 @@ def test_evaluation_by_data_set_and_samples(folder: Path) -> None:
         folder, "run", "trainer.max_training_steps=1", "generator.eval_n_samples_per_prompt=2",
         "trainer.train_batch_size=4",
     )  # fmt: skip
-    row = read_metrics(skyrl_fast.train(config, make_rollouts=make).metrics)[0]
+    row = read_metrics(skyrl_fast.train_agent(config, make_rollouts=make).metrics)[0]
     scores = {name: value for name, value in row.items() if name.endswith(("_score", "_1", "_2"))}
     assert scores == {  # four prompts twice: 1 0, 0 0, 1 0, 0 0
         "eval/all/avg_score": 0.25,

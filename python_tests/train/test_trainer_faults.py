@@ -39,7 +39,9 @@ def test_failed_trajectories_are_counted_and_do_not_stop_the_step(folder: Path) 
     async def make(config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
         return Flaky(config, tiny_model())
 
-    outcome = skyrl_fast.train(settings(folder, "run", "trainer.epochs=1"), make_rollouts=make)
+    outcome = skyrl_fast.train_agent(
+        settings(folder, "run", "trainer.epochs=1"), make_rollouts=make
+    )
     row = read_metrics(outcome.metrics)[1]
     assert row["generate/failed_trajectories"] == 1
     assert row["generate/num_trajectories"] == 16
@@ -63,7 +65,7 @@ def test_rewards_beyond_float32_fail_their_trajectory(
         return Rewarding(config, tiny_model())
 
     config = settings(folder, "run", "trainer.max_training_steps=1")
-    outcome = skyrl_fast.train(config, make_rollouts=make)
+    outcome = skyrl_fast.train_agent(config, make_rollouts=make)
     row = read_metrics(outcome.metrics)[1]
     assert row["generate/stop_reason/env_error"] == 4 / 16
     assert 0 <= row["reward/avg_raw_reward"] <= 1
@@ -98,7 +100,9 @@ def test_a_batch_in_which_everything_failed_trains_nothing_and_the_run_continues
         made.update_weights = noted  # type: ignore[method-assign]
         return made
 
-    outcome = skyrl_fast.train(settings(folder, "run", "trainer.epochs=1"), make_rollouts=make)
+    outcome = skyrl_fast.train_agent(
+        settings(folder, "run", "trainer.epochs=1"), make_rollouts=make
+    )
     rows = read_metrics(outcome.metrics)
     assert rows[1]["generate/failed_trajectories"] == 16
     assert rows[1]["policy/loss"] == 0.0
@@ -131,7 +135,7 @@ def test_three_batches_of_failures_end_the_run(
         folder, "run", f"trainer.eval_before_train={before_train}", "trainer.eval_interval=-1"
     )
     with pytest.raises(RolloutError, match=r"3 batches in a row failed.*\(.*\): no such table"):
-        skyrl_fast.train(config, make_rollouts=make)
+        skyrl_fast.train_agent(config, make_rollouts=make)
     assert len(made[0].calls) == 3  # training or evaluation
     assert caplog.text.count("NOTHING TO TRAIN IN THIS BATCH: 16 of 16") >= 2
 
@@ -149,5 +153,5 @@ def test_a_short_run_in_which_everything_failed_is_an_error(folder: Path) -> Non
 
     config = settings(folder, "run", "trainer.epochs=1", "data.val_data=[]")
     with pytest.raises(RolloutError, match=r"every trajectory of the run failed.*: no such table"):
-        skyrl_fast.train(config, make_rollouts=make)
+        skyrl_fast.train_agent(config, make_rollouts=make)
     assert (folder / "run/checkpoints/step_000002").is_dir()  # --resume continues when it is mended

@@ -228,7 +228,7 @@ def test_failed_engine_start_leaves_the_folder_unused(folder: Path) -> None:
         raise ValueError("no engine today")
 
     with pytest.raises(SetupError, match="no engine today"):
-        skyrl_fast.train(settings(folder, "run", "trainer.epochs=1"), make_rollouts=broken)
+        skyrl_fast.train_agent(settings(folder, "run", "trainer.epochs=1"), make_rollouts=broken)
     assert train(settings(folder, "run", "trainer.epochs=1")).step == 2
 
 
@@ -302,15 +302,17 @@ def test_step_interrupted_after_its_update_is_evaluated_and_reported_once(
 
     if how == "failed":
         with pytest.raises(RuntimeError, match="the engine is gone"):
-            skyrl_fast.train(settings(folder, "run", "trainer.epochs=2"), make_rollouts=make)
+            skyrl_fast.train_agent(settings(folder, "run", "trainer.epochs=2"), make_rollouts=make)
     else:
         assert (
-            skyrl_fast.train(settings(folder, "run", "trainer.epochs=2"), make_rollouts=make).step
+            skyrl_fast.train_agent(
+                settings(folder, "run", "trainer.epochs=2"), make_rollouts=make
+            ).step
             == version
         )
     assert checkpoints(folder / "run/checkpoints")[-1][0] == version
     going_on = settings(folder, "run", "trainer.epochs=2", "trainer.resume_mode=latest")
-    resumed = skyrl_fast.train(going_on, make_rollouts=make)
+    resumed = skyrl_fast.train_agent(going_on, make_rollouts=make)
     assert not ends
     assert steady(resumed.metrics) == steady(expected.metrics)
     assert (resumed.before, resumed.after) == (expected.before, expected.after)
@@ -338,7 +340,9 @@ def test_evaluation_time_is_not_part_of_the_step_time(
 
     components = partial(run_module.Components, clock=lambda: now[0])
     monkeypatch.setattr(run_module, "Components", components)
-    outcome = skyrl_fast.train(settings(folder, "run", "trainer.epochs=1"), make_rollouts=make)
+    outcome = skyrl_fast.train_agent(
+        settings(folder, "run", "trainer.epochs=1"), make_rollouts=make
+    )
     row = read_metrics(outcome.metrics)[2]
     assert (row["timing/step"], row["timing/eval"]) == (10.0, 1000.0)
     assert (

@@ -58,7 +58,7 @@ def train_calls(make: Any) -> list[tuple[int, list[str]]]:
 def test_dynamic_sampling_fills_the_batch_from_further_prompts(folder: Path) -> None:
     make = outcomes_by_uid(["0", "1", "2"])
     config = settings(folder, "run", FILTER, "trainer.epochs=4", "trainer.max_training_steps=2")
-    outcome = skyrl_fast.train(config, make_rollouts=make)
+    outcome = skyrl_fast.train_agent(config, make_rollouts=make)
     assert outcome.step == 2
     order = PromptSampler(8, batch_size=4, seed=42)
     want = [[str(i) for i in order.next_batch()] for _ in range(len(train_calls(make)))]
@@ -89,7 +89,7 @@ def test_filtered_rows_are_not_rebuilt(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(training_batch, "batch_from_trajectories", counting)
     make = outcomes_by_uid(["0", "1", "2"])
     config = settings(folder, "run", FILTER, "trainer.epochs=4", "trainer.max_training_steps=2")
-    skyrl_fast.train(config, make_rollouts=make)
+    skyrl_fast.train_agent(config, make_rollouts=make)
     assert len(read) == 4 * sum(len(uids) for _, uids in train_calls(make))
 
 
@@ -98,7 +98,7 @@ def test_dynamic_sampling_resumes_at_its_data_position(folder: Path) -> None:
     easy = ["0", "1", "2"]
     wanted = [FILTER, "trainer.epochs=6", "trainer.max_training_steps=4"]
     complete, first, second = (outcomes_by_uid(easy) for _ in range(3))
-    expected = skyrl_fast.train(settings(folder, "expected", *wanted), make_rollouts=complete)
+    expected = skyrl_fast.train_agent(settings(folder, "expected", *wanted), make_rollouts=complete)
 
     async def dying(config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
         rollouts = await first(config, tokenizer, model_path)
@@ -111,8 +111,8 @@ def test_dynamic_sampling_resumes_at_its_data_position(folder: Path) -> None:
         return rollouts
 
     with pytest.raises(RuntimeError, match="gone"):
-        skyrl_fast.train(settings(folder, "broken", *wanted), make_rollouts=dying)
-    outcome = skyrl_fast.train(
+        skyrl_fast.train_agent(settings(folder, "broken", *wanted), make_rollouts=dying)
+    outcome = skyrl_fast.train_agent(
         settings(folder, "broken", *wanted, "trainer.resume_mode=latest"), make_rollouts=second
     )
     assert steady(outcome.metrics) == steady(expected.metrics)
@@ -127,7 +127,7 @@ def test_dynamic_sampling_fails_with_a_reason(folder: Path) -> None:
         folder, "run", FILTER, "trainer.algorithm.dynamic_sampling.max_sample_batches=3"
     )
     with pytest.raises(DynamicSamplingError, match="after 3 batches of prompts 0 of 12 sampled"):
-        skyrl_fast.train(config, make_rollouts=make)
+        skyrl_fast.train_agent(config, make_rollouts=make)
     assert len(train_calls(make)) == 3
 
 
@@ -136,14 +136,14 @@ def test_run_ends_if_prompts_run_out_before_the_batch_is_full(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make = outcomes_by_uid(["0", "1", "2"])
-    outcome = skyrl_fast.train(
+    outcome = skyrl_fast.train_agent(
         settings(folder, "run", FILTER, "trainer.epochs=1"), make_rollouts=make
     )
     # Eight prompts, five of them informative: one batch of four, and one that is not filled.
     assert (outcome.step, outcome.total_steps, outcome.signal) == (1, 2, None)
     assert outcome.checkpoint is not None and outcome.checkpoint.name == "step_000001"
     assert outcome.after is not None
-    again = skyrl_fast.train(
+    again = skyrl_fast.train_agent(
         settings(folder, "run", FILTER, "trainer.epochs=1", "trainer.resume_mode=latest"),
         make_rollouts=outcomes_by_uid(["0", "1", "2"]),
     )
@@ -163,7 +163,9 @@ def test_a_run_without_a_step_is_an_error(folder: Path, options: tuple[str, ...]
     make = outcomes_by_uid([str(i) for i in range(8)])
     wanted = "without a training step: 0 of 8 sampled groups are informative, for a batch of 4"
     with pytest.raises(DynamicSamplingError, match=wanted):
-        skyrl_fast.train(settings(folder, "run", *options, "trainer.epochs=1"), make_rollouts=make)
+        skyrl_fast.train_agent(
+            settings(folder, "run", *options, "trainer.epochs=1"), make_rollouts=make
+        )
 
 
 @pytest.mark.spec("filter.dynamic-data-end", "metrics.reported-once")
@@ -175,7 +177,7 @@ def test_resume_after_prompts_ran_out_repeats_nothing(folder: Path) -> None:
         config = settings(
             folder, "run", FILTER, f"trainer.epochs={epochs}", "trainer.resume_mode=latest"
         )
-        outcome = skyrl_fast.train(config, make_rollouts=outcomes_by_uid(alike))
+        outcome = skyrl_fast.train_agent(config, make_rollouts=outcomes_by_uid(alike))
         assert outcome.step == wanted
         steps = [row["step"] for row in read_metrics(outcome.metrics)]
         # The step could not tell that it was the last: its evaluation has a separate row.
@@ -189,7 +191,7 @@ def test_replacement_keeps_the_number_of_groups_and_steps(folder: Path) -> None:
         folder, "run", "trainer.algorithm.dynamic_sampling.type=replace", "trainer.epochs=1",
         "trainer.algorithm.dynamic_sampling.min_replace_ratio=0",
     )  # fmt: skip
-    outcome = skyrl_fast.train(config, make_rollouts=make)
+    outcome = skyrl_fast.train_agent(config, make_rollouts=make)
     rows = read_metrics(outcome.metrics)[1:]
     assert sum(row["dynamic_sampling/num_groups_replaced"] for row in rows) > 0
     for row in rows:
@@ -205,7 +207,7 @@ def test_batch_without_informative_groups_changes_nothing(
         folder, "run", "trainer.algorithm.zero_variance_filter=true", "trainer.epochs=1"
     )
     make = outcomes_by_uid([str(i) for i in range(8)])
-    outcome = skyrl_fast.train(config, make_rollouts=make)
+    outcome = skyrl_fast.train_agent(config, make_rollouts=make)
     assert "no token of the batch's 32 rows is trained" in caplog.text
     rows = read_metrics(outcome.metrics)[1:]
     assert outcome.step == 2

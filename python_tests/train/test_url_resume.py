@@ -120,7 +120,7 @@ def test_training_continues_during_an_upload(folder: Path, store: type[FlakyStor
             complete.append((step, path))
 
     store.around = staticmethod(slow)
-    skyrl_fast.train(
+    skyrl_fast.train_agent(
         settings(folder, "run", AT_URL), make_rollouts=Recorder(during), callbacks=[Listening()]
     )
     assert uploads and all(uploads)

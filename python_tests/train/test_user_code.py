@@ -48,7 +48,7 @@ def settings(tiny_model_folder: Path, tmp_path: Path) -> dict[str, Any]:
 @pytest.mark.usefixtures("torch_engine")
 def test_notebook_cell_trains_with_a_reward_function(settings: dict[str, Any]) -> None:
     async def cell() -> Any:  # notebook cells run inside an event loop
-        return skyrl_fast.train(
+        return skyrl_fast.train_agent(
             settings | {"trainer.epochs": 6, "trainer.eval_interval": 4},
             prompts=ROWS,
             eval_prompts=ROWS,
@@ -103,7 +103,7 @@ class Recorder(Callback):
 @pytest.mark.usefixtures("torch_engine")
 def test_environment_and_callback_that_ends_the_run(settings: dict[str, Any]) -> None:
     recorder = Recorder(last_step=2)
-    result = skyrl_fast.train(
+    result = skyrl_fast.train_agent(
         settings | {"trainer.epochs": 4, "trainer.ckpt_interval": 1, "generator.max_turns": 2},
         prompts=ROWS,
         eval_prompts=ROWS[:2],
@@ -121,7 +121,7 @@ def test_environment_and_callback_that_ends_the_run(settings: dict[str, Any]) ->
         for path in (settings["trainer.run_path"] / "trajectories").rglob("*.jsonl")
     )
     assert '"Spell"' in stored and '"letters"' in stored
-    again = skyrl_fast.train(
+    again = skyrl_fast.train_agent(
         settings
         | {
             "trainer.epochs": 4,
@@ -158,7 +158,7 @@ def test_logger_by_name(settings: dict[str, Any]) -> None:
         "trainer.run_name": "first",
         "trainer.max_training_steps": 1,
     }
-    result = skyrl_fast.train(
+    result = skyrl_fast.train_agent(
         settings | changes, prompts=ROWS, eval_prompts=ROWS[:1], reward=letters
     )
     lines = (settings["trainer.run_path"] / "words-first.txt").read_text().splitlines()
@@ -178,7 +178,7 @@ def reward(answer, row):
 async def cell():
     settings = json.loads(sys.argv[1])
     rows = [{"prompt": f"say {c}", "letter": c} for c in "etao"]
-    return skyrl_fast.train(settings, prompts=rows, reward=reward)
+    return skyrl_fast.train_agent(settings, prompts=rows, reward=reward)
 
 result = asyncio.run(cell())
 print(result.step, result.checkpoint)

@@ -19,7 +19,7 @@ def _shown(observation: Any, info: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class GymnasiumEnvs:
-    """A factory of environments for `skyrl_fast.train(env=...)` or `environment.env_class`.
+    """A factory of environments for `skyrl_fast.train_agent(env=...)` or `environment.env_class`.
 
     The first observation is added to the row's prompt, and each later one is a user message. An
     action that `read_action` refuses with a ValueError does not reach the environment: the error's
@@ -33,7 +33,7 @@ class GymnasiumEnvs:
 
     Example:
         walks = GymnasiumEnvs(lambda row: gymnasium.make("FrozenLake-v1"), read_action=int)
-        skyrl_fast.train(config, env=walks, prompts=rows)
+        skyrl_fast.train_agent(config, env=walks, prompts=rows)
     """
 
     make: Callable[[dict[str, Any]], Any]

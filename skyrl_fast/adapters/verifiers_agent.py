@@ -30,7 +30,8 @@ class VerifiersAgent:
         # wordle.py, used with agent.function=wordle.py:agent
         env = verifiers.load_environment("wordle")
         agent = VerifiersAgent(env)
-        rows = agent.rows(1000)  # skyrl_fast.train(config, agent="wordle.py:agent", prompts=rows)
+        rows = agent.rows(1000)
+        # skyrl_fast.train_agent(config, agent="wordle.py:agent", prompts=rows)
     """
 
     env: Any

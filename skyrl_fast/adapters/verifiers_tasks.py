@@ -25,7 +25,8 @@ class VerifiersTasks:
     Example:
         # gsm.py, used with agent.function=gsm.py:agent
         agent = VerifiersTasks({"taskset": {"id": "gsm8k"}, "agent": {"harness": {"id": "null"}}})
-        rows = agent.rows(1000)  # skyrl_fast.train(config, agent="gsm.py:agent", prompts=rows)
+        rows = agent.rows(1000)
+        # skyrl_fast.train_agent(config, agent="gsm.py:agent", prompts=rows)
     """
 
     def __init__(self, env: Mapping[str, Any]) -> None:

@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train; return 0, or the exit code of the signal that stopped the run."""
     with needs_extra("train"):
-        from skyrl_fast.train.run import train
-    return run_with(train, options)
+        from skyrl_fast.train.run import train_agent
+    return run_with(train_agent, options)
 
 
 def run_with(train: Callable[[Config], TrainResult], options: argparse.Namespace) -> int:

@@ -1,7 +1,6 @@
-"""Train agents from Python: `skyrl_fast.train(config, prompts=..., reward=...)`.
+"""Train agents from Python: `skyrl_fast.train_agent(config, prompts=..., reward=...)`.
 
-The module is callable: `skyrl_fast.train(...)` is `skyrl_fast.train.train(...)`, whose docstring
-documents the arguments. Extension points of a run:
+Extension points of a run:
 
 - `Env`, `EnvStep`, `Action`: an environment, its answer to one action, and that action
 - `AgentTask`: what an agent at the gateway gets
@@ -16,7 +15,7 @@ Example:
     import skyrl_fast
 
     rows = [{"prompt": f"What is 3 + {i}?", "sum": 3 + i} for i in range(64)]
-    skyrl_fast.train(
+    skyrl_fast.train_agent(
         {"trainer.policy.model.path": "Qwen/Qwen2.5-0.5B-Instruct"},
         prompts=rows,
         reward=lambda answer, row: float(str(row["sum"]) in answer),
@@ -26,9 +25,6 @@ Example:
 from __future__ import annotations
 
 import importlib
-import inspect
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -42,7 +38,7 @@ if TYPE_CHECKING:
     from skyrl_fast.rollout.env.protocol import Action, Env, EnvStep
     from skyrl_fast.train.callbacks import Callback, CallbackError
     from skyrl_fast.train.output.loggers import Logger, RunInfo
-    from skyrl_fast.train.run import TrainResult, train
+    from skyrl_fast.train.run import TrainResult, train_agent
     from skyrl_fast.train.setup.errors import SetupError
     from skyrl_fast.train.supervised import sft
 
@@ -64,7 +60,7 @@ _HOMES = {  # imported on first use: `import skyrl_fast` stays light
     "register_advantage_estimator": "skyrl_fast.ops.advantage.estimators",
     "register_policy_loss": "skyrl_fast.ops.policy_loss.custom",
     "sft": "skyrl_fast.train.supervised",
-    "train": "skyrl_fast.train.run",
+    "train_agent": "skyrl_fast.train.run",
 }
 
 __all__ = [
@@ -85,7 +81,7 @@ __all__ = [
     "register_advantage_estimator",
     "register_policy_loss",
     "sft",
-    "train",
+    "train_agent",
 ]
 
 
@@ -93,17 +89,3 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-class _CallableModule(ModuleType):
-    """A module whose call is `train`."""
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self.train(*arguments, **options)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.train)
-
-
-sys.modules[__name__].__class__ = _CallableModule

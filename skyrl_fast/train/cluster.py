@@ -1,6 +1,6 @@
 """A run on the nodes of a Ray cluster: rank 0 is an actor, too, watched from here.
 
-The process that calls `train` needs no GPU. It reserves the nodes, starts rank 0 there, forwards
+The process that calls `train_agent` needs no GPU. It reserves nodes, starts rank 0 there, forwards
 signals, and starts the run again from its newest checkpoint after a process or a node was lost.
 """
 

@@ -1,4 +1,4 @@
-"""`train`: a training run from its settings and objects, for scripts, notebooks and the CLI."""
+"""`train_agent`: a run from its settings and objects, for scripts, notebooks and the CLI."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class TrainResult:
     stopped_by: str | None = None
 
 
-def train(
+def train_agent(
     config: ConfigSource,
     *,
     env: MakeEnv | str | None = None,
@@ -167,7 +167,7 @@ def train(
             group was informative.
 
     Example:
-        >>> train(
+        >>> train_agent(
         ...     {"trainer.policy.model.path": "Qwen/Qwen2.5-0.5B-Instruct"},
         ...     prompts=[{"prompt": f"What is 3 + {i}?", "sum": 3 + i} for i in range(64)],
         ...     reward=lambda answer, row: float(str(row["sum"]) in answer),
@@ -177,7 +177,9 @@ def train(
     _check_main_module()
     config = with_absolute_paths(as_config(config))
     if sum(given is not None for given in (env, reward, reward_funcs, agent)) > 1:
-        raise SetupError("train: wanted one of env, reward, reward_funcs and agent, got several")
+        raise SetupError(
+            "train_agent: wanted one of env, reward, reward_funcs and agent, got several"
+        )
     if agent is not None:
         config.agent.function = agent if isinstance(agent, str) else importable_name(agent)
     functions = reward_functions(reward_funcs, reward_weights)
@@ -257,7 +259,9 @@ def _run_here(
 
 def _check_callbacks(callbacks: Sequence[Callback]) -> None:
     if isinstance(callbacks, Callback) or not all(isinstance(c, Callback) for c in callbacks):
-        raise SetupError(f"train: callbacks: wanted a list of Callback, got {callbacks!r:.100}")
+        raise SetupError(
+            f"train_agent: callbacks: wanted a list of Callback, got {callbacks!r:.100}"
+        )
 
 
 def _check_rollouts(config: Config, folder: Path, data: RunData, make_env: MakeEnv | None) -> None:
@@ -434,7 +438,7 @@ def _check_main_module() -> None:
     """Raise SetupError in an engine or rank process, which imports the main module again."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise SetupError(
-            "train: called by a process that training itself has started and that imports "
+            "train_agent: called by a process that training itself has started and that imports "
             'your main module: put the call below `if __name__ == "__main__":`'
         )
 

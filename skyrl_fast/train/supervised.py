@@ -19,7 +19,7 @@ from skyrl_fast.train.callbacks import Callback
 from skyrl_fast.train.data.demonstrations import chat_of, demonstrated_steps, first_answer
 from skyrl_fast.train.data.prompts import Prompt, PromptSource, placed_rows, rows_from
 from skyrl_fast.train.model.policy import Policy, load_tokenizer
-from skyrl_fast.train.run import TrainResult, train
+from skyrl_fast.train.run import TrainResult, train_agent
 from skyrl_fast.train.setup.errors import SetupError
 from skyrl_fast.train.setup.run_data import EVAL_UID
 
@@ -42,13 +42,13 @@ def sft(
     `data.val_data` the evaluation reports the mean log-probability of the answers' tokens.
 
     Args:
-        config: as for `train`. `data.train_data` are files or data sets on the hub.
+        config: as for `train_agent`. `data.train_data` are files or data sets on the hub.
         demonstrations: rows instead of `data.train_data`: in a list, a `datasets.Dataset` or a
             table of pandas, polars or pyarrow; see `chat_of`.
         callbacks: called after steps, evaluations and checkpoints.
 
     Raises:
-        ConfigError, RunInUseError, CheckpointError, CallbackError: as for `train`.
+        ConfigError, RunInUseError, CheckpointError, CallbackError: as for `train_agent`.
         SetupError: a demonstration is invalid or too long, or a model is missing.
 
     Example:
@@ -73,7 +73,7 @@ def sft(
     numbered = {str(number): chat for number, chat in enumerate(chats)}
     numbered |= {f"{EVAL_UID}{number}": chat for number, chat in enumerate(held_out_chats)}
     maker = _DemonstrationMaker(numbered)
-    return train(
+    return train_agent(
         config,
         prompts=[chat.row for chat in chats],
         eval_prompts=[chat.row for chat in held_out_chats] or None,

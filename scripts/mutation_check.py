@@ -3,7 +3,7 @@
     python3 scripts/mutation_check.py --venv .venv [--only tree]
 
 Each fault is one line of a copy of the sources in build/mutations, tried with the default tests of
-the folders named with it, which pass without it. Exit code 1: the tests passed although something
+the folders and files named with it, which pass without it. Exit code 1: the tests passed although something
 was broken.
 """
 
@@ -40,7 +40,7 @@ class Fault:
         what: the fault in words.
         path: of the file.
         right, wrong: the text, which occurs once, and what replaces it.
-        tests: folders of python_tests that must notice.
+        tests: folders or files of python_tests that must notice.
     """
 
     what: str
@@ -120,6 +120,97 @@ FAULTS = (
         "same = _digest(folder / name, pool) == digest",
         "same = True",
         ("train",),
+    ),
+    Fault(
+        "the tokens of an answer before an update get the version after it",
+        "skyrl_fast/rollout/continued.py",
+        "versions += [version] * kept",
+        "versions = [version] * (len(versions) + kept)",
+        ("rollout/test_weight_gate.py",),
+    ),
+    Fault(
+        "an appended end token is trained",
+        "skyrl_fast/rollout/trajectory.py",
+        "loss_mask=[1] * len(generation.token_ids) + [0] * len(appended),",
+        "loss_mask=[1] * (len(generation.token_ids) + len(appended)),",
+        ("rollout/test_agent_loop.py",),
+    ),
+    Fault(
+        "a reward that is NaN is accepted",
+        "skyrl_fast/rollout/env/answers.py",
+        "if not abs(reward) <= LARGEST_REWARD:",
+        "if abs(reward) > LARGEST_REWARD:",
+        ("rollout/test_hostile_environments.py", "rollout/test_env.py"),
+    ),
+    Fault(
+        "an environment changes the row that later samples get",
+        "skyrl_fast/rollout/env/handler.py",
+        "return self._make(env_class, copy_row(extras))",
+        "return self._make(env_class, extras)",
+        ("rollout/test_row_copies.py",),
+    ),
+    Fault(
+        "tensors that the engine loaded with other values are not refused",
+        "skyrl_fast/rollout/engine/weights/receipt.py",
+        "                if got[name] != sent[name]",
+        "                if got[name] is None",
+        ("rollout/test_weight_receipt.py", "rollout/test_weight_transfer.py"),
+    ),
+    Fault(
+        "a server's answer may be longer than was asked for",
+        "skyrl_fast/rollout/engine/generation_check.py",
+        "if len(ids) > max_tokens:",
+        "if len(ids) > max_tokens + 1:",
+        ("rollout/test_remote_engine.py",),
+    ),
+    Fault(
+        "a reward for one call goes to the last one",
+        "skyrl_fast/gateway/rewards.py",
+        "step = self._calls[call] if call else self._spans[span] if span else last",
+        "step = self._spans[span] if span else last",
+        ("gateway",),
+    ),
+    Fault(
+        "the gateway renders a prompt anew that continues an earlier one",
+        "skyrl_fast/gateway/prompt_ids.py",
+        "        if self.text.startswith(beginning.text):",
+        "        if False:",
+        ("gateway",),
+    ),
+    Fault(
+        "an answer that was cut keeps its reward",
+        "skyrl_fast/train/algorithm/filters.py",
+        'FINISHED_REASONS = frozenset({"stop", "max_turns"})',
+        'FINISHED_REASONS = frozenset({"stop", "max_turns", "length"})',
+        ("train/test_filters.py",),
+    ),
+    Fault(
+        "the KL penalty of earlier rows does not reach the last one",
+        "skyrl_fast/train/algorithm/kl_reward.py",
+        "earlier = coef * trajectory_kl - penalty[last_rows]",
+        "earlier = 0.0 * trajectory_kl",
+        ("train/test_kl_reward.py",),
+    ),
+    Fault(
+        "the clip's upper bound does not hold",
+        "csrc/policy_loss/token_loss.h",
+        "  const T bound = -advantage * clamp_to(ratio, p.clip_low, p.clip_high);",
+        "  const T bound = -advantage * clamp_to(ratio, p.clip_low, p.clip_ratio_c);",
+        ("ops/test_policy_loss.py", "ops/test_losses.py"),
+    ),
+    Fault(
+        "a part of the store is published before it is complete",
+        "skyrl_fast/trajectory_store/writer.py",
+        "            partial.replace(self._folder / name)\n        finally:",
+        "            pass\n        finally:",
+        ("viewer/test_trajectory_store.py", "viewer/test_trajectory_writing.py"),
+    ),
+    Fault(
+        "the folder of a running process is removed",
+        "skyrl_fast/system/temporary_folder.py",
+        "            lock_file(lock)\n        except OSError:  # of another user, or in use",
+        "            pass\n        except OSError:  # of another user, or in use",
+        ("rollout/test_weight_transfer.py", "rollout/test_weight_transports.py"),
     ),
 )
 

@@ -18,6 +18,7 @@ from skyrl_fast.config import SamplingParams
 from skyrl_fast.gateway import server
 from skyrl_fast.gateway import session as session_module
 from skyrl_fast.gateway.agent import GatewayAgent
+from skyrl_fast.gateway.prompt_ids import PromptIds
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError
 
 httpx = pytest.importorskip("httpx")
@@ -437,3 +438,40 @@ def test_compressed_bodies_and_wrong_base_urls(
     out = played(agent, tiny_tokenizer)
     assert len(out.only.steps) == 3
     assert "/v1/v1/messages" in caplog.text
+
+
+@pytest.mark.spec("gateway.long-requests")
+@pytest.mark.parametrize("place", ["message", "system", "tools", "kwargs", "messages"])
+def test_texts_that_no_prompt_can_hold_are_refused_before_they_are_rendered(
+    place: str, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "<|im_start|>" * 200_000
+    tool = {"type": "function", "function": {"name": "a", "description": text, "parameters": {}}}
+    body: dict[str, Any] = {
+        "message": {"messages": [{"role": "user", "content": text}]},
+        "system": {"messages": [{"role": "system", "content": text}, USER]},
+        "tools": {"messages": [USER], "tools": [tool]},
+        "kwargs": {"messages": [USER], "chat_template_kwargs": {"a": [text]}},
+        "messages": {"messages": [USER] * 2_000},
+    }[place]
+    rendered: list[int] = []
+    chat_ids = PromptIds.chat
+
+    def counted(self: Any, messages: Any, *arguments: Any) -> Any:
+        rendered.append(len(messages))
+        return chat_ids(self, messages, *arguments)
+
+    monkeypatch.setattr(PromptIds, "chat", counted)
+
+    async def agent(task: Any) -> float:
+        async with client_of(task) as client:
+            answer = await client.post("/chat/completions", json={"model": MODEL, **body})
+            assert answer.status_code == 400, answer.text
+            assert answer.json()["error"]["code"] == "context_length_exceeded"
+            least = 2_000 if place == "messages" else len(text) // 512
+            assert f"prompt is too long: {least} tokens > 512 maximum" in answer.text
+        await chat(task, [USER])
+        return 1.0
+
+    out = played(agent, tiny_tokenizer, max_retries=0)
+    assert (out.only.failure, rendered) == (None, [1])

@@ -224,12 +224,20 @@ class PromptIds:
         return self._texts[value]
 
     def num_new_characters(self, call: Call) -> int:
-        """Return the length of a call's texts that were in no earlier prompt."""
+        """Return the length of a call's texts that were in no earlier prompt, tools' included."""
         if call.messages is None:
             return len(call.prompt or "")
         new = call.messages[_num_shared(call.messages, self._last[0]) :]
-        texts = (message.get("content") or "" for message in new)
-        return sum(len(text) for text in texts if text not in self._texts)
+        return self._num_characters([*new, call.tools, call.template_kwargs])
+
+    def _num_characters(self, value: Any) -> int:
+        if isinstance(value, str):
+            return 0 if value in self._texts else len(value)
+        if isinstance(value, Mapping):
+            return sum(len(key) + self._num_characters(item) for key, item in value.items())
+        if isinstance(value, list):
+            return sum(map(self._num_characters, value))
+        return 1
 
     def text(self, text: str) -> PromptTokens:
         """Return the prompt of a complete text, with the special tokens that its client wrote.

@@ -14,6 +14,7 @@ import zlib
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -268,7 +269,8 @@ class Gateway:
             return await session.others.forward(
                 self._upstream_client(), upstream, request.url.path, parsed_json(body)
             )
-        parsed = dialect.parsed(body, session.bodies, session.memory)
+        parse = partial(dialect.parsed, body, session.bodies, session.memory)
+        parsed = await session.read(body, parse)
         prompt = await session.prompt(parsed.call)
         running = session.start(
             parsed.call,
@@ -357,7 +359,8 @@ class Gateway:
     async def _count(
         self, request: Request, session: Session, dialect: AnthropicMessages
     ) -> Response:
-        call = dialect.counted(await _body(request), session.bodies)
+        body = await _body(request)
+        call = await session.read(body, partial(dialect.counted, body, session.bodies))
         return JsonAnswer({"input_tokens": await session.count_tokens(call)})
 
     async def _models(self, request: Request, session: Session, dialect: Dialect) -> Response:

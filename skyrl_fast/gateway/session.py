@@ -7,7 +7,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from skyrl_fast.gateway.prompt_ids import FORKED, RESTARTED, PromptIds, PromptTo
 from skyrl_fast.gateway.request_body import RequestBodies, parsed_json
 from skyrl_fast.gateway.rewards import Rewards
 from skyrl_fast.rollout.activity import ACTING, GENERATING, Activity
-from skyrl_fast.rollout.chat_template import ContextError, message_text
+from skyrl_fast.rollout.chat_template import CHARACTERS_PER_TOKEN, ContextError, message_text
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, RefusedRequestError
 from skyrl_fast.rollout.stop_reason import LENGTH, MAX_TURNS, STOP
 from skyrl_fast.rollout.trajectory import Step, Trajectory
@@ -34,6 +34,7 @@ T = TypeVar("T")
 # How long an answer waits for a client that has disconnected: SDKs call again after up to 8 s.
 RETRY_SECONDS = 10.0
 MAX_BODIES = 8  # of the last calls, which are kept until they are delivered
+LONG_BODY = 1 << 20  # bytes; fewer are parsed in some milliseconds, others in a thread
 LONG_TEXT = 5_000  # characters; fewer are tokenised in two milliseconds, others in a thread
 # Metrics of a trajectory that are there even if their count is 0.
 COUNTS = (
@@ -102,6 +103,7 @@ class Session:
         self._entry = entry
         self._prompts = PromptIds(policy.template)
         self._choices = Choices(policy, trajectory, self._prompts, self.counts, policy_version)
+        self._reading = asyncio.Lock()
         self._calls: list[RunningCall] = []
         self._by_body: dict[tuple[str, bytes], RunningCall] = {}
         self._places: Counter[bytes] = Counter()  # prompts, for the seeds
@@ -110,29 +112,50 @@ class Session:
         self._idle_since = time.perf_counter()
         self._idle_seconds = 0.0
 
+    async def read(self, body: bytes, parse: Callable[[], T]) -> T:
+        """Return a request; a long one is parsed in a thread, after those before it."""
+        async with self._reading:
+            return parse() if len(body) < LONG_BODY else await asyncio.to_thread(parse)
+
     async def prompt(self, call: Call) -> PromptTokens:
         """Return the tokens of a call's prompt.
 
         Raises:
             ApiError: unknown model, a prompt that the chat template refuses or that is too long.
         """
+        self._check_length(self._least_tokens(call))
         prompt = await self._tokenized(call)
+        self._check_length(len(prompt.token_ids))
+        return prompt
+
+    def _least_tokens(self, call: Call) -> int:
+        """Return how many tokens a call's new messages and tools have at least.
+
+        What is too long is refused before it is rendered: regular expressions hold Python's lock
+        for seconds where a text has megabytes.
+        """
+        number = max(len(call.messages or ()), len(call.tools or ()))
+        if number > (self.policy.config.max_input_length or 0):
+            return number
+        return max(number, self._prompts.num_new_characters(call) // CHARACTERS_PER_TOKEN)
+
+    def _check_length(self, number: int) -> None:
         limit = self.policy.config.max_input_length
         assert limit is not None
-        if len(prompt.token_ids) > limit:
-            self.refused = LENGTH
-            self.counts["too_long_prompts"] += 1
-            self._warn_once(
-                f"an agent's prompt of {len(prompt.token_ids):,} tokens is longer than "
-                f"generator.max_input_length={limit}: such calls are refused, and are not trained"
-            )
-            raise ApiError(
-                400,
-                f"prompt is too long: {len(prompt.token_ids)} tokens > {limit} maximum. This "
-                f"model's maximum context length is {limit} tokens (generator.max_input_length).",
-                code="context_length_exceeded",
-            )
-        return prompt
+        if number <= limit:
+            return
+        self.refused = LENGTH
+        self.counts["too_long_prompts"] += 1
+        self._warn_once(
+            f"an agent's prompt of {number:,} tokens is longer than "
+            f"generator.max_input_length={limit}: such calls are refused, and are not trained"
+        )
+        raise ApiError(
+            400,
+            f"prompt is too long: {number} tokens > {limit} maximum. This "
+            f"model's maximum context length is {limit} tokens (generator.max_input_length).",
+            code="context_length_exceeded",
+        )
 
     async def count_tokens(self, call: Call) -> int:
         """Return the length of a call's prompt; of one that is too long, a length that is, too.
@@ -140,6 +163,10 @@ class Session:
         Raises:
             ApiError: unknown model, or a prompt that the chat template refuses.
         """
+        limit = self.policy.config.max_input_length
+        least = self._least_tokens(call)
+        if limit is not None and least > limit:
+            return least
         prompt = await self._tokenized(call)
         number = len(prompt.token_ids)
         self._prompts.release(prompt)

@@ -18,13 +18,15 @@ from typing import Any
 MAX_NODES = 4_000  # of a schema, with all that its references refer to
 MAX_DEPTH = 48
 MAX_PROPERTIES = 500  # of one object
+MAX_COUNTED = 1_000  # properties of an object, times the least or greatest number of them
 MAX_VALUES = 2_000  # of an enumeration, or choices
 MAX_COUNT = 10_000  # of characters, items or properties
 MAX_PATTERN = 500  # characters
-MAX_ELEMENTS = 1_000  # of a pattern whose repetitions are written out
+MAX_ELEMENTS = 1_000  # of a grammar, or of a pattern whose repetitions are written out
 UNICODE_ELEMENTS = 4  # that a class of characters beyond ASCII counts as: of its bytes
 LAST_ASCII = 127
-MAX_TEXT = 100_000  # characters of all choices or values, or of a grammar
+MAX_TEXT = 20_000  # characters of all choices or values, or of a grammar
+GRAMMAR_ELEMENT = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^]\\])*\]|[\w-]+')
 _COUNTS = {f"{end}{of}" for end in ("min", "max") for of in ("Length", "Items", "Properties")}
 _BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 _DATA = {"const", "default", "examples"}
@@ -50,8 +52,18 @@ def check_form(form: Mapping[str, Any]) -> None:
             _check_pattern(kind, value)
         elif kind == "choice":
             _check_values(kind, value)
-        elif kind == "grammar" and len(str(value)) > MAX_TEXT:
-            raise FormError(f"{kind}: expected at most {MAX_TEXT:,} characters, got {len(value):,}")
+        elif kind == "grammar":
+            _check_grammar(kind, value)
+
+
+def _check_grammar(kind: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise FormError(f"{kind}: expected text, got {type(value).__name__}")
+    if len(value) > MAX_TEXT:
+        raise FormError(f"{kind}: expected at most {MAX_TEXT:,} characters, got {len(value):,}")
+    size = len(GRAMMAR_ELEMENT.findall(value))
+    if size > MAX_ELEMENTS:
+        raise FormError(f"{kind}: expected at most {MAX_ELEMENTS:,} elements, got {size:,}")
 
 
 def _read_json(kind: str, value: Any) -> Any:
@@ -92,6 +104,8 @@ def _check_node(place: str, node: Any, depth: int, left: list[int], *, of: str =
     if of in _BY_NAME and len(node) > MAX_PROPERTIES:
         got = f"got {len(node):,}"
         raise FormError(f"{place:.200}: expected at most {MAX_PROPERTIES} of them, {got}")
+    if of not in _BY_NAME and of not in _DATA:
+        _check_counted(place, node)
     for key, value in node.items():
         inner = f"{place}.{key}"
         if of == "patternProperties":
@@ -157,6 +171,18 @@ def _check_values(place: str, values: Any) -> None:
     size = sum(len(str(value)) for value in values)
     if size > MAX_TEXT:
         raise FormError(f"{place:.200}: expected at most {MAX_TEXT:,} characters, got {size:,}")
+
+
+def _check_counted(place: str, node: Mapping[str, Any]) -> None:
+    """Check the product with which the rules of a schema grow that counts its properties."""
+    properties = node.get("properties")
+    for key in ("minProperties", "maxProperties"):
+        count = node.get(key)
+        if not isinstance(properties, Mapping) or not isinstance(count, int | float):
+            continue
+        if len(properties) * min(count, len(properties)) > MAX_COUNTED:
+            expected = f"expected at most {MAX_COUNTED:,} properties times {key}"
+            raise FormError(f"{place:.200}: {expected}, got {len(properties):,} times {count:,}")
 
 
 def _check_count(place: str, count: Any) -> None:

@@ -514,6 +514,23 @@ def test_optimizer_state_round_trip(tmp_path: Path) -> None:
         assert torch.equal(results[0][name], results[1][name]), name
 
 
+def test_what_is_not_trained_is_neither_optimized_nor_sent() -> None:
+    model = tiny_model()
+    policy = Policy(model)
+    every = {name for name, _ in policy.named_weights()}
+    frozen = [name for name, _ in model.named_parameters() if ".layers.0." in name]
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    optimizer = Optimizer(policy, OptimizerConfig(lr=1.0), total_steps=1)
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    for _, parameter in policy.trained_parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    changed = {n for n, value in model.named_parameters() if not torch.equal(value, before[n])}
+    assert frozen and changed == before.keys() - set(frozen)
+    assert {name for name, _ in policy.named_weights()} == every - set(frozen)
+
+
 def test_optimizer_state_of_another_model_is_refused(tmp_path: Path) -> None:
     optimizer = Optimizer(Policy(tiny_model()), OptimizerConfig(), total_steps=1)
     for _, parameter in optimizer._named:

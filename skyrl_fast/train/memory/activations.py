@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyrl_fast.config.model_folder import model_folder
 from skyrl_fast.train.model.policy import checkpoint_gradients, remove_dropout
+from skyrl_fast.train.parallel.sharding import trained_parameters
 
 FLOAT32_BYTES = 4
 
@@ -34,6 +35,7 @@ class ModelSize:
 
     Args:
         parameters: of the model, tied ones once.
+        trained_parameters: those that the optimizer changes.
         root_parameters: of those, outside the layers: embeddings, head, last norm.
         layer_parameters: of the largest layer.
         largest_parameter: elements of the largest tensor.
@@ -42,6 +44,7 @@ class ModelSize:
     """
 
     parameters: int
+    trained_parameters: int
     root_parameters: int
     layer_parameters: int
     largest_parameter: int
@@ -158,6 +161,7 @@ def model_size(config: Any) -> ModelSize:
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return ModelSize(
         parameters=sum(sizes),
+        trained_parameters=sum(p.numel() for _, p in trained_parameters(model)),
         root_parameters=sum(sizes) - sum(of_layers),
         layer_parameters=max(of_layers),
         largest_parameter=max(sizes),

@@ -209,7 +209,7 @@ def _resident_items(config: Config, measure: _Measurements) -> list[Item]:
     size = measure.size(policy)
     items = [
         _sharded(config, "weights, float32", size.parameters, WEIGHT_BYTES),
-        _sharded(config, "AdamW's moments", size.parameters, MOMENT_BYTES),
+        _sharded(config, "AdamW's moments", size.trained_parameters, MOMENT_BYTES),
     ]
     if algorithm.use_kl_loss or algorithm.use_kl_in_reward:
         reference = measure.size(trainer.ref.model.path or policy).parameters
@@ -253,7 +253,7 @@ def _update_items(
         path, length, dtype=dtype, gradient_checkpointing=checkpointing, residual_dtype=residual
     )
     whose = "" if is_policy else "critic's "
-    items = [_sharded(config, f"{whose}gradients", size.parameters, GRADIENT_BYTES)]
+    items = [_sharded(config, f"{whose}gradients", size.trained_parameters, GRADIENT_BYTES)]
     if trainer.placement.num_ranks > 1:
         layers = LAYER_BYTES * GATHERED_LAYERS * size.layer_parameters
         gathered = layers + ROOT_BYTES * size.root_parameters

@@ -37,6 +37,7 @@ from skyrl_fast.train.parallel.sharding import (
     full_tensors,
     full_weight,
     shard,
+    trained_parameters,
     weights_of,
     with_full_params,
 )
@@ -167,6 +168,10 @@ class Critic:
             batch.values[trained], batch.returns[trained]
         )
         return metrics
+
+    def trained_parameters(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the parameters that optimizer steps change, by name."""
+        return trained_parameters(self.model)
 
     @property
     def pretrained(self) -> Any:

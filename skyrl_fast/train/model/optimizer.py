@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,11 +31,14 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # AdamW's state of a parameter
 FILE, SHARDS = "optimizer.safetensors", "optimizer"  # of one rank, of several
 
 
-class HasModel(Protocol):
+class Trainable(Protocol):
     """A `Policy` or a `Critic`."""
 
-    model: Any
     ranks: Ranks
+
+    def trained_parameters(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the parameters that optimizer steps change, by name."""
+        ...
 
 
 class Optimizer:
@@ -47,13 +50,13 @@ class Optimizer:
         total_steps: optimizer steps of the full run, for decaying schedules.
     """
 
-    def __init__(self, policy: HasModel, config: OptimizerConfig, *, total_steps: int) -> None:
+    def __init__(self, policy: Trainable, config: OptimizerConfig, *, total_steps: int) -> None:
         self.step_count = 0
         self.ranks = policy.ranks
         self.ranks.register(self)
         self._config = config
         self._total_steps = total_steps
-        self._named = [(n, p) for n, p in policy.model.named_parameters() if p.requires_grad]
+        self._named = policy.trained_parameters()
         decayed = [p for _, p in self._named if p.dim() > 1]
         plain = [p for _, p in self._named if p.dim() <= 1]
         groups = [

@@ -31,6 +31,7 @@ from skyrl_fast.train.parallel.ranks import SINGLE_RANK, Ranks, run_on_all_ranks
 from skyrl_fast.train.parallel.sharding import (
     full_state_dict,
     shard,
+    trained_parameters,
     weight_names,
     with_full_params,
 )
@@ -203,8 +204,14 @@ class Policy:
             logprobs = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
             return logprobs.tolist(), float(logits.std(-1).mean())
 
+    def trained_parameters(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the parameters that optimizer steps change, by name."""
+        return trained_parameters(self.model)
+
     def named_weights(self, dtype: torch.dtype | None = None) -> NamedWeights:
-        """Return the weights under the names of a Hugging Face checkpoint; tied ones once.
+        """Return what training changes under the names of a Hugging Face checkpoint; tied once.
+
+        Layers of which no parameter is trained are left out.
 
         Args:
             dtype: that they may be cast to, where they are moved to main memory; None: as they are.

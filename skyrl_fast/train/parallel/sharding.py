@@ -107,6 +107,11 @@ def weights_of(model: Any) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(remove_duplicate=True), *buffers]
 
 
+def trained_parameters(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters that optimizer steps change, by name; tied ones once."""
+    return [(name, value) for name, value in model.named_parameters() if value.requires_grad]
+
+
 def full_tensors(
     items: Iterable[tuple[str, torch.Tensor]], ranks: Ranks, dtype: torch.dtype | None = None
 ) -> dict[str, torch.Tensor]:
@@ -148,11 +153,13 @@ def full_state_dict(
 
 @run_on_all_ranks
 def weight_names(owner: Any) -> list[list[str]]:
-    """Return the `names_by_layer` of a policy's or critic's model.
+    """Return the `names_by_layer` of a policy's model, without groups of untrained parameters.
 
     Reading a model's state dict reshards it, so this must not run while another call computes.
     """
-    return names_by_layer(owner.model)
+    untrained = {name for name, _ in owner.model.named_parameters()}
+    untrained -= {name for name, _ in owner.trained_parameters()}
+    return [names for names in names_by_layer(owner.model) if not untrained.issuperset(names)]
 
 
 def names_by_layer(model: Any) -> list[list[str]]:

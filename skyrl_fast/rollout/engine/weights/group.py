@@ -126,7 +126,8 @@ class WeightsGroup:
         self._meetings += 1
         here = [f"{rank} at {self._meetings}" for rank in range(self._size)]
         self._store.set(here[self._rank], text)
-        self._store.delete_key(f"{self._rank} at {self._meetings - 2}")  # all have left it
+        # All have left the meeting before the last one: they came to the last one.
+        self._store.delete_key(f"{self._rank} at {self._meetings - 2}")
         deadline = time.monotonic() + seconds
         while True:
             # The store raises if the trainer's process is gone.

@@ -112,7 +112,7 @@ def send_buckets(group: WeightsGroup, buckets: Iterable[Bucket]) -> None:
     """
     try:
         for bucket in buckets:
-            group.meet(bucket.header())
+            group.meet(bucket.header())  # only members that are there enter torch's call
             group.broadcast(bucket.data)
             del bucket  # its memory may be that of the next but one
         group.meet(THE_END)
@@ -161,6 +161,7 @@ class BucketSource:
     def make_calls(self, number: int) -> list[BroadcastCall]:
         """Return the calls for so many engines; those of an earlier call end."""
         self.close()
+        # From the start: engines that are restarted have nothing of an earlier pass.
         self._pass = Prefetch(self._make_buckets, number)
         return [
             BroadcastCall("load_weights_broadcast", [], self._sent, self, reader)
@@ -257,6 +258,7 @@ async def _run_together(
     both: list[asyncio.Future[Any]] = [answered, sent]
     try:
         await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+        # Where a worker has died, `send` fails before the answer does, which says why.
         if not answered.done():
             await asyncio.wait({answered}, timeout=NOTICE_SECONDS)
         if answered.done():

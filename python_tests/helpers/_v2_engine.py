@@ -31,14 +31,14 @@ async def main(folder: Path) -> None:
         log_file=str(folder / "engine.log"),
     )
     async with VllmEngine(config) as engine:
-        sync = WeightProbe(
+        probe = WeightProbe(
             engine,
             probe=[list(range(5, 45))],
             trainer_logprobs=lambda probe: [policy.sequence_logprobs(ids) for ids in probe],
         )
-        await sync.verify()
+        await probe.verify()
         _step(model, torch.optim.AdamW(model.parameters()), 1e-3)
-        report = await update_engine(engine, sync, policy.named_weights())
+        report = await update_engine(engine, probe, policy.named_weights())
         # Random sampling uses a function that the interpreter lacks (libdevice's log).
         greedy = SamplingParams(max_generate_length=4, temperature=0.0)
         generation = await engine.generate(PROMPT, greedy, session_id="a", policy_version=1)

@@ -395,29 +395,29 @@ async def _stops_where_told(engine: VllmEngine, tokenizer) -> None:
 
 
 async def _updates_are_verified(engine: VllmEngine, model, prompts) -> None:
-    sync = WeightProbe(
+    probe = WeightProbe(
         engine,
         probe=[p[:24] for p in prompts[:3]],
         trainer_logprobs=lambda probe: [(row, 1.0) for row in hf_logprobs(model, probe)],
     )
-    report = await sync.verify()
+    report = await probe.verify()
     assert report.difference.maximum < 1e-4
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     with pytest.raises(WeightSyncError, match="differ from the trainer's"):
-        await sync.verify()  # stale on purpose: the policy changed, the engine was not updated
+        await probe.verify()  # stale on purpose: the policy changed, the engine was not updated
     running = asyncio.create_task(_sample(engine, prompts, version=5))
     await asyncio.sleep(0.02)
-    report = await update_engine(engine, sync, model.state_dict())
+    report = await update_engine(engine, probe, model.state_dict())
     assert report.difference.maximum < 1e-4 < report.max_change
     assert len(await running) == len(prompts)  # requests in flight continued
     await _agrees_with_hugging_face(model, prompts, await _sample(engine, prompts, version=6))
     incomplete = dict(model.named_parameters())
     del incomplete["model.layers.0.mlp.down_proj.weight"]
     with pytest.raises(WeightSyncError, match=r"got no new values.*down_proj"):
-        await update_engine(engine, sync, incomplete)
-    await update_engine(engine, sync, model.state_dict())
+        await update_engine(engine, probe, incomplete)
+    await update_engine(engine, probe, model.state_dict())
 
 
 def _interrupts_do_not_reach(pids: list[int]) -> None:

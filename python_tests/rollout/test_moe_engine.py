@@ -103,14 +103,14 @@ async def _update(folder: Path, tmp_path: Path) -> None:
     policy = Policy(load_model(str(folder), device=torch.device("cpu")))
     config = VllmSetup(str(folder), max_model_len=300, log_file=str(tmp_path / "vllm.log"))
     async with VllmEngine(config) as engine:
-        sync = WeightProbe(
+        probe = WeightProbe(
             engine,
             probe=[list(range(5, 50))],
             trainer_logprobs=lambda probe: [policy.sequence_logprobs(ids) for ids in probe],
         )
-        assert (await sync.verify()).difference.maximum < EXACT
+        assert (await probe.verify()).difference.maximum < EXACT
         _move(policy.model)
-        report = await update_engine(engine, sync, policy.named_weights())
+        report = await update_engine(engine, probe, policy.named_weights())
         assert report.difference.maximum < EXACT < 0.1 < report.max_change
 
 
@@ -147,7 +147,7 @@ async def _drive(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
         log_file=str(tmp_path / "vllm.log"),
     )
     async with VllmEngine(config) as engine:
-        sync = WeightProbe(
+        probe = WeightProbe(
             engine,
             probe=[tokenizer.encode("a probe of some tokens"), tokenizer.encode("and another")],
             trainer_logprobs=lambda probe: [policy.sequence_logprobs(ids) for ids in probe],
@@ -159,7 +159,7 @@ async def _drive(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
         logprobs, routes = await engine.prompt_routes(ids)
         assert routes.shape == (len(ids), NUM_LAYERS, TOP_K)
         assert logprobs == pytest.approx(policy.sequence_logprobs(ids)[0], abs=EXACT)
-        assert (await sync.verify()).difference.maximum < EXACT
+        assert (await probe.verify()).difference.maximum < EXACT
         trajectories = await _rollouts(engine, tokenizer, version=0)
         _records_grow(trajectories)
         batch = _batch(trajectories)
@@ -167,8 +167,8 @@ async def _drive(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
         await _cached_prefixes_return_the_routes_they_were_computed_with(engine, trajectories[0])
         _move(model)
         with pytest.raises(WeightSyncError, match="differ from the trainer's"):
-            await sync.verify()  # the policy changed, the engine was not updated
-        report = await update_engine(engine, sync, policy.named_weights())
+            await probe.verify()  # the policy changed, the engine was not updated
+        report = await update_engine(engine, probe, policy.named_weights())
         assert report.difference.maximum < EXACT < 0.1 < report.max_change
         after = _batch(await _rollouts(engine, tokenizer, version=1))
         _replay_matches_the_sampler(model, after)

@@ -93,24 +93,24 @@ async def _drive(model: Any, folder: Path) -> None:
     )
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
     async with VllmEngine(config) as engine:
-        sync = WeightProbe(
+        probe = WeightProbe(
             engine,
             probe=torch.randint(200, (2, 48)).tolist(),
             trainer_logprobs=lambda probe: [policy.sequence_logprobs(ids) for ids in probe],
             dtype=torch.bfloat16,
         )
-        reports = [await sync.verify()]
+        reports = [await probe.verify()]
         faults = [(place, name) for place, names in PLACES.items() for name in names]
         for place, name in faults:
             _step(model, optimizer, 1e-6)
-            reports.append(await update_engine(engine, sync, policy.named_weights()))
+            reports.append(await update_engine(engine, probe, policy.named_weights()))
             _step(model, optimizer, 1e-6)
             await engine._llm.collective_rpc("set_fault", args=(place, name))
             with pytest.raises(WeightSyncError) as caught:
-                await update_engine(engine, sync, policy.named_weights())
+                await update_engine(engine, probe, policy.named_weights())
             print(f"{place}: {name}: {str(caught.value)[:150]}")
             await engine._llm.collective_rpc("set_fault", args=(None,))
-        reports.append(await update_engine(engine, sync, policy.named_weights()))
+        reports.append(await update_engine(engine, probe, policy.named_weights()))
     for name in ("mean", "quantile", "maximum"):
         worst = max(getattr(r.difference, name) / r.difference.logit_std for r in reports)
         print(f"{len(reports)} syncs without a fault: largest {name} / logit_std {worst:.4f}")

@@ -81,12 +81,12 @@ def test_weights_reach_a_server_through_vllm_reload(
 
     async def go(url: str) -> None:
         async with RemoteEngine(url, weight_sync="reload") as engine:
-            sync = versions.make_probe(engine)
-            await sync.verify()
+            probe = versions.make_probe(engine)
+            await probe.verify()
             for version in range(1, 4):
                 versions.another()
                 weights = dict(versions.models[-1].named_parameters())
-                report = await update_engine(engine, sync, weights)
+                report = await update_engine(engine, probe, weights)
                 assert report.difference.maximum < TOLERANCE < report.max_change
                 sampling = SamplingParams(max_generate_length=20)
                 got = await engine.generate(
@@ -108,11 +108,11 @@ def test_reload_that_does_not_update_a_tied_head_is_refused(
 
     async def go(url: str) -> None:
         async with RemoteEngine(url, weight_sync="reload") as engine:
-            sync = versions.make_probe(engine)
-            await sync.verify()
+            probe = versions.make_probe(engine)
+            await probe.verify()
             versions.another()
             with pytest.raises(WeightSyncError, match="take weight_sync_backend=file"):
-                await update_engine(engine, sync, dict(versions.models[-1].named_parameters()))
+                await update_engine(engine, probe, dict(versions.models[-1].named_parameters()))
 
     with plain_server(tiny_model_folder, tmp_path / "server.log") as url:
         asyncio.run(go(url))
@@ -132,10 +132,12 @@ def test_attacks_on_a_real_server_are_refused(tiny_model_folder: Path, tmp_path:
                     call = {"method": method, "args": [str(stolen)]}
                     answer = await trainer.post("/collective_rpc", json=call)
                     assert answer.status_code == 403
-            sync = versions.make_probe(engine)
-            await sync.verify()
+            probe = versions.make_probe(engine)
+            await probe.verify()
             versions.another()
-            report = await update_engine(engine, sync, dict(versions.models[-1].named_parameters()))
+            report = await update_engine(
+                engine, probe, dict(versions.models[-1].named_parameters())
+            )
             assert report.difference.maximum < TOLERANCE < report.max_change
 
     async def attack(client: httpx.AsyncClient) -> None:

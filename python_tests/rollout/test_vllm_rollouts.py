@@ -85,8 +85,8 @@ def test_tolerance_replaces_the_limits_of_the_dtype(
     environments = EnvFactory(EnvironmentConfig())
     rollouts = VllmRollouts(config, tiny_tokenizer, EnginePool([engine]), environments, prompts)
     policy: Any = SimpleNamespace(dtype=torch.float32, router_replay=False)
-    sync = rollouts._make_probe(engine, policy)
-    assert (sync._dtype, sync._limits) == (dtype, limits)
+    probe = rollouts._make_probe(engine, policy)
+    assert (probe._dtype, probe._limits) == (dtype, limits)
 
 
 @pytest.mark.parametrize("path", ["~/model", "org/model"])

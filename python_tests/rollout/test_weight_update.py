@@ -70,18 +70,20 @@ def make(trainer: OneNumberModel, engine: FakeEngine) -> WeightProbe:
     return WeightProbe(engine, probe=PROBE, trainer_logprobs=trainer.scaled_logprobs)
 
 
-def push(sync: WeightProbe, trainer: OneNumberModel, change: float):
+def push(probe: WeightProbe, trainer: OneNumberModel, change: float):
     trainer.weight += change
     return asyncio.run(
-        update_engine(sync._engine, sync, {"w": torch.tensor(trainer.weight, dtype=torch.float64)})
+        update_engine(
+            probe._engine, probe, {"w": torch.tensor(trainer.weight, dtype=torch.float64)}
+        )
     )
 
 
 def test_effective_update_is_reported() -> None:
     trainer, engine = OneNumberModel(), FakeEngine()
-    sync = make(trainer, engine)
-    assert asyncio.run(sync.verify()).difference.maximum == 0.0
-    report = push(sync, trainer, 0.25)
+    probe = make(trainer, engine)
+    assert asyncio.run(probe.verify()).difference.maximum == 0.0
+    report = push(probe, trainer, 0.25)
     assert (report.difference.maximum, report.difference.mean) == (0.0, 0.0)
     assert report.max_change == pytest.approx(0.25)
     assert report.update_seconds > 0.0
@@ -103,21 +105,21 @@ def test_mixture_of_experts_is_compared_at_engine_routes() -> None:
     def free(probe: list[list[int]]) -> Logprobs:
         raise AssertionError("free routing was asked for")
 
-    sync = WeightProbe(engine, probe=PROBE, trainer_logprobs=free, replayed_logprobs=replayed)
-    assert asyncio.run(sync.verify()).difference.maximum == 0.0
+    probe = WeightProbe(engine, probe=PROBE, trainer_logprobs=free, replayed_logprobs=replayed)
+    assert asyncio.run(probe.verify()).difference.maximum == 0.0
     assert seen == [[(3, (3, 1, 1), 3), (2, (2, 1, 1), 3)]]
     engine.ignores_updates = True
     with pytest.raises(WeightSyncError, match=r"up to 0\.5"):
-        push(sync, trainer, 0.5)
+        push(probe, trainer, 0.5)
 
 
 def test_ignored_update_error_says_where_and_why() -> None:
     trainer, engine = OneNumberModel(), FakeEngine()
-    sync = make(trainer, engine)
-    asyncio.run(sync.verify())
+    probe = make(trainer, engine)
+    asyncio.run(probe.verify())
     engine.ignores_updates = True
     with pytest.raises(WeightSyncError) as caught:
-        push(sync, trainer, 0.5)
+        push(probe, trainer, 0.5)
     text = str(caught.value)
     assert "up to 0.5 (maximum 0.5, allowed 0.001)" in text
     assert "token" in text and "engine -1.98" in text and "trainer -1.48" in text
@@ -127,18 +129,18 @@ def test_ignored_update_error_says_where_and_why() -> None:
 @pytest.mark.spec("sync.standstill")
 def test_ignored_update_smaller_than_the_tolerance_is_detected() -> None:
     trainer, engine = OneNumberModel(), FakeEngine()
-    sync = make(trainer, engine)
-    asyncio.run(sync.verify())
+    probe = make(trainer, engine)
+    asyncio.run(probe.verify())
     engine.ignores_updates = True
     with pytest.raises(WeightSyncError, match="did not change in an update"):
-        push(sync, trainer, 5e-5)
+        push(probe, trainer, 5e-5)
 
 
 def test_learning_rate_zero_is_not_an_error() -> None:
     trainer, engine = OneNumberModel(), FakeEngine()
-    sync = make(trainer, engine)
-    asyncio.run(sync.verify())
-    assert push(sync, trainer, 0.0).max_change == 0.0
+    probe = make(trainer, engine)
+    asyncio.run(probe.verify())
+    assert push(probe, trainer, 0.0).max_change == 0.0
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -165,27 +167,27 @@ def test_probe_and_callback_are_validated() -> None:
 @pytest.mark.spec("sync.standstill")
 def test_standstill_of_a_bfloat16_engine_is_measured_in_units_of_the_logits() -> None:
     trainer, engine = OneNumberModel(), FakeEngine()
-    sync = WeightProbe(
+    probe = WeightProbe(
         engine, probe=PROBE, trainer_logprobs=trainer.scaled_logprobs, dtype=torch.bfloat16
     )
-    asyncio.run(sync.verify())
+    asyncio.run(probe.verify())
     engine.ignores_updates = True
-    push(sync, trainer, 0.0019)  # 2 % of 0.05 of 2.0 is 0.002
+    push(probe, trainer, 0.0019)  # 2 % of 0.05 of 2.0 is 0.002
     with pytest.raises(WeightSyncError, match="did not change in an update"):
-        push(sync, trainer, 0.0002)  # the changes of several updates add up
+        push(probe, trainer, 0.0002)  # the changes of several updates add up
 
 
 @pytest.mark.spec("sync.dtype")
 def test_engine_of_another_dtype_is_refused() -> None:
     trainer, engine = OneNumberModel(), FakeEngine()
-    sync = WeightProbe(
+    probe = WeightProbe(
         engine, probe=PROBE, trainer_logprobs=trainer.scaled_logprobs, dtype=torch.bfloat16
     )
     engine.compute_dtype = torch.bfloat16
-    asyncio.run(sync.verify())
+    asyncio.run(probe.verify())
     engine.compute_dtype = torch.float16
     with pytest.raises(WeightSyncError, match="computes in float16, expected bfloat16"):
-        asyncio.run(sync.verify())
+        asyncio.run(probe.verify())
 
 
 @pytest.mark.spec("sync.probe-limits")

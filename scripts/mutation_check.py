@@ -3,8 +3,8 @@
     python3 scripts/mutation_check.py --venv .venv [--only tree]
 
 Each fault is one line of a copy of the sources in build/mutations, tried with the default tests of
-the folders and files named with it, which pass without it. Exit code 1: the tests passed although something
-was broken.
+the folders and files named with it, which pass without it. Exit code 1: the tests passed although
+something was broken.
 """
 
 from __future__ import annotations

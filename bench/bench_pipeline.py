@@ -18,7 +18,7 @@ import torch
 from bench import _data
 from bench.baselines.pipeline import Restated, load_skyrl, warm_pages
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.train.algorithm.advantages import advantages
+from skyrl_fast.train.algorithm.advantages import compute_advantages
 from skyrl_fast.train.metrics.rewards import reward_metrics
 
 DP_SIZE = 8
@@ -54,7 +54,7 @@ class Ours:
         return {
             "sequences": padded.sequences,
             "loss_mask": padded.loss_mask,
-            "advantages": advantages(batch),
+            "advantages": compute_advantages(batch).advantages,
             "reward": metrics["reward/avg_raw_reward"],
         }
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.split import mini_batch_boundaries, split_micro_batches
-from skyrl_fast.train.algorithm.advantages import advantages, normalize_advantages
+from skyrl_fast.train.algorithm.advantages import compute_advantages, normalize_advantages
 
 STEP_WISE_KEYS = ("trajectory_ids", "is_last_step")
 
@@ -114,7 +114,7 @@ def test_reward_of_an_empty_response_is_kept_and_refused_by_padded_tensors():
     output["response_ids"][4], output["loss_masks"][4], output["rollout_logprobs"][4] = [], [], []
     output["rewards"][4] = 3.0
     batch = StepBatch.from_generator_output(output)
-    assert advantages(batch, estimator="rloo").tolist() == [-2.0] * 3 + [2.0] * 3
+    assert compute_advantages(batch, estimator="rloo").advantages.tolist() == [-2.0] * 3 + [2.0] * 3
     with pytest.raises(ValueError, match=r"rewards must be 0 for an empty response.*3.0 in row 4"):
         batch.padded(0)
 
@@ -164,7 +164,7 @@ def test_missing_and_none_step_wise_keys_are_equivalent(keys):
     a = StepBatch.from_generator_output(missing, uids=DEFAULT_UIDS, num_prompts=4)
     b = StepBatch.from_generator_output(none, uids=DEFAULT_UIDS, num_prompts=4)
     assert_same(a, b)
-    assert torch.equal(advantages(a), advantages(b))
+    assert torch.equal(compute_advantages(a).advantages, compute_advantages(b).advantages)
     for name in ("sequences", "attention_mask", "response_mask", "rewards", "loss_mask"):
         assert torch.equal(getattr(a.padded(0), name), getattr(b.padded(0), name))
     assert a.padded(0).pad_size == b.padded(0).pad_size == 0
@@ -276,14 +276,14 @@ def test_row_rewards_are_recognized_with_as_many_tokens_as_rows():
     output["rollout_logprobs"] = None
     batch = StepBatch.from_generator_output(output)
     assert batch.loss_mask.shape[0] == batch.num_rows
-    assert advantages(batch, estimator="rloo").tolist() == [1, 1, 1, -1, -1]
+    assert compute_advantages(batch, estimator="rloo").advantages.tolist() == [1, 1, 1, -1, -1]
 
 
 @pytest.mark.spec("advantage.worked-example")
 @pytest.mark.parametrize(("estimator", "value"), [("grpo", 0.70710), ("rloo", 1.0)])
 def test_worked_advantages(estimator, value):
     batch = StepBatch.from_generator_output(worked_output())
-    got = advantages(batch, estimator=estimator)
+    got = compute_advantages(batch, estimator=estimator).advantages
     assert got.dtype == torch.float32
     # 1e-5: the spec gives five digits.
     torch.testing.assert_close(got, torch.tensor([value] * 3 + [-value] * 4), atol=1e-5, rtol=0)
@@ -293,15 +293,15 @@ def test_worked_advantages(estimator, value):
 def test_temporal_estimators_are_refused():
     batch = StepBatch.from_generator_output(worked_output())
     with pytest.raises(ValueError, match="temporal"):
-        advantages(batch, estimator="gae")
+        compute_advantages(batch, estimator="gae")
 
 
 @pytest.mark.spec("batch.padding-trajectory", "advantage.batch-normalize")
 def test_padding_rows_do_not_change_advantages():
     batch = StepBatch.from_generator_output(worked_output())
     for normalize in (False, True):
-        a = advantages(batch, normalize=normalize)
-        b = advantages(batch.with_padding_rows(3), normalize=normalize)
+        a = compute_advantages(batch, normalize=normalize).advantages
+        b = compute_advantages(batch.with_padding_rows(3), normalize=normalize).advantages
         assert torch.equal(a, b)
 
 

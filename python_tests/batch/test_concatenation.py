@@ -15,7 +15,7 @@ from skyrl_fast.config import Config
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.algorithm.training_rows import GroupRows, join_groups
 from skyrl_fast.train.metrics.rollouts import trajectory_metrics
-from skyrl_fast.train.prepare_batch import sampled_rows, training_batch
+from skyrl_fast.train.prepare_batch import build_rows, training_batch
 
 
 def by_group(trajectories: list[Trajectory]) -> list[list[Trajectory]]:
@@ -62,9 +62,9 @@ def test_rows_of_filtered_batches_equal_those_of_their_trajectories(
     groups = by_group(trajectories)
     cut = data.draw(st.integers(0, len(groups)))
     try:
-        sampled_rows(trajectories, config)
+        build_rows(trajectories, config)
         parts = [p for p in (groups[:cut], groups[cut:]) if p]
-        judged = [sampled_rows([t for group in part for t in group], config) for part in parts]
+        judged = [build_rows([t for group in part for t in group], config) for part in parts]
     except ValueError:
         return
     places = [GroupRows(rows, i) for rows, part in zip(judged, parts, strict=True)
@@ -81,7 +81,7 @@ def test_rows_of_filtered_batches_equal_those_of_their_trajectories(
     # Without response tokens it is unknown whether the engine returned log-probabilities.
     assume(any(step.response_ids for t in kept for step in t.steps_or_placeholder()))
     joined = join_groups({n: places[i] for n, i in zip(names, chosen, strict=True)})
-    wanted = sampled_rows(kept, config)
+    wanted = build_rows(kept, config)
     assert_same(joined.steps, wanted.steps)
     assert (joined.merged is None) == (wanted.merged is None) == (not merge)
     assert_same(joined.trained, wanted.trained)
@@ -99,15 +99,15 @@ def test_observations_of_empty_answers_have_the_log_probabilities_of_the_others(
     empty = make_trajectory("a", 0, [make_step([0], []), make_step([0, 5], [])])
     answer = make_step([1], [2], rollout_logprobs=[-0.5] if known else None)
     other = make_trajectory("b", 0, [answer])
-    parts = [sampled_rows([one], config).trained for one in (empty, other)]
-    joined, wanted = concatenate(parts), sampled_rows([empty, other], config).trained
+    parts = [build_rows([one], config).trained for one in (empty, other)]
+    joined, wanted = concatenate(parts), build_rows([empty, other], config).trained
     assert_same(joined, wanted)
     assert (joined.rollout_logprobs is not None) == known
 
 
 def test_unchanged_batch_is_not_copied() -> None:
     trajectories = [make_trajectory(uid, 0, [make_step([1], [2])]) for uid in "abc"]
-    rows = sampled_rows(trajectories, Config())
+    rows = build_rows(trajectories, Config())
     joined = join_groups({uid: GroupRows(rows, i) for i, uid in enumerate("abc")})
     assert joined.steps.tokens.data_ptr() == rows.steps.tokens.data_ptr()
 

@@ -16,7 +16,7 @@ import torch
 from skyrl_fast import convert_prompts_responses_to_batch_tensors, group_advantage
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.generator_output import validate_generator_output
-from skyrl_fast.train.algorithm.advantages import advantages
+from skyrl_fast.train.algorithm.advantages import compute_advantages
 
 OPTIONAL_FIELDS = (
     "trajectory_ids",
@@ -89,7 +89,7 @@ def test_default_path_is_bit_exact(added: dict[str, None]) -> None:
         for value, row in zip(grpo_by_definition(), ROWS["response_ids"], strict=True)
         for _ in row
     ]
-    assert advantages(batch, estimator="grpo").tolist() == want
+    assert compute_advantages(batch, estimator="grpo").advantages.tolist() == want
 
 
 @pytest.mark.spec("output.default-path", "output.default-path-unchanged")
@@ -155,7 +155,8 @@ def test_advantages_agree_with_and_without_observations_in_the_response(estimato
         StepBatch.from_generator_output(output_of_turns(with_observations=w)) for w in (True, False)
     ]
     old, gen_only = (
-        advantages(batch, estimator=estimator)[batch.loss_mask != 0] for batch in batches
+        compute_advantages(batch, estimator=estimator).advantages[batch.loss_mask != 0]
+        for batch in batches
     )
     assert torch.equal(old, gen_only)
     assert len(old) == 9

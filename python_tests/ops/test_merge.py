@@ -16,7 +16,7 @@ from _rows import assert_same
 
 from skyrl_fast import merge_steps, merge_stepwise_output
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.train.algorithm.advantages import advantages
+from skyrl_fast.train.algorithm.advantages import compute_advantages
 
 ROW_FIELDS = ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs")
 
@@ -94,7 +94,7 @@ def test_batch_rewards_are_those_of_the_last_step_or_the_sum() -> None:
 def test_merging_does_not_change_outcomes() -> None:
     steps = StepBatch.from_generator_output(worked_output())
     merged = steps.merged()
-    at_steps, at_rows = advantages(steps), advantages(merged)
+    at_steps, at_rows = compute_advantages(steps).advantages, compute_advantages(merged).advantages
     assert at_steps[0] == at_rows[0] != 0
     assert at_steps[-1] == at_rows[-1]
 
@@ -356,7 +356,7 @@ def test_invalid_options_error_names_the_option() -> None:
     with pytest.raises(ValueError, match="rewards must be 'token', 'last' or None"):
         steps.merged(rewards="mean")
     with pytest.raises(ValueError, match="advantages must be None"):
-        steps.with_(advantages=advantages(steps)).merged()
+        steps.with_(advantages=compute_advantages(steps).advantages).merged()
     with pytest.raises(ValueError, match="loss_masks must be given"):
         merge_steps([[1]], [[2]], [0], drift="realign")
     with pytest.raises(ValueError, match="trajectory_ids must be 1 integers"):

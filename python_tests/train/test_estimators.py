@@ -22,7 +22,7 @@ from skyrl_fast.config.loading import load_config
 from skyrl_fast.ops.advantage.estimators import ADVANTAGE_ESTIMATORS
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.train import run as run_module
-from skyrl_fast.train.algorithm.advantages import advantages, estimated, normalize_advantages
+from skyrl_fast.train.algorithm.advantages import compute_advantages, normalize_advantages
 from skyrl_fast.train.algorithm.anchor_states import anchor_ids
 from skyrl_fast.train.checkpoint.local import checkpoints
 from skyrl_fast.train.data.prompts import Prompt
@@ -153,7 +153,7 @@ def test_other_estimators_are_normalized_on_request(estimator: str) -> None:
 def test_gae_takes_its_values_from_the_batch() -> None:
     batch, _, _ = training_batch(group(), config())
     values = torch.arange(10.0) / 10
-    got = estimated(batch.with_(values=values), estimator="gae", gamma=0.9, lambd=0.8)
+    got = compute_advantages(batch.with_(values=values), estimator="gae", gamma=0.9, lambd=0.8)
     advantages_, returns = gae(
         batch.rewards,
         values,
@@ -165,7 +165,7 @@ def test_gae_takes_its_values_from_the_batch() -> None:
     )
     assert torch.equal(got.advantages, advantages_) and torch.equal(got.returns, returns)
     with pytest.raises(ValueError, match="gae needs the batch's values"):
-        estimated(batch, estimator="gae")
+        compute_advantages(batch, estimator="gae")
 
 
 @pytest.mark.spec("advantage.gae-reward-shift")
@@ -173,7 +173,7 @@ def test_reward_of_an_empty_response_is_kept() -> None:
     steps = [step(1.0), step(4.0, length=0), step(2.0)]
     others = [step(8.0, length=0), step(1.0)]
     batch, _, _ = training_batch([trajectory("a", 0, steps), trajectory("a", 1, others)], config())
-    got = advantages(batch, estimator="reinforce++")
+    got = compute_advantages(batch, estimator="reinforce++").advantages
     to_go = torch.tensor([7.0, 7, 2, 2, 1, 1])  # the 8 came before the first trained token
     torch.testing.assert_close(got, (to_go - to_go.mean()) / to_go.std(correction=0))
 
@@ -202,7 +202,7 @@ def test_anchor_is_the_last_environment_message() -> None:
 def test_gigpo_without_anchors_is_refused() -> None:
     batch, _, _ = training_batch(group(), config())
     with pytest.raises(ValueError, match="gigpo needs the batch's anchor_ids"):
-        advantages(batch, estimator="gigpo")
+        compute_advantages(batch, estimator="gigpo")
 
 
 def test_columns_follow_their_rows() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import Config
 from skyrl_fast.train.algorithm import filters
-from skyrl_fast.train.algorithm.advantages import advantages
+from skyrl_fast.train.algorithm.advantages import compute_advantages
 from skyrl_fast.train.algorithm.sequence_scope import group_spread, sequences
 
 Result = tuple[StepBatch, dict[str, float]]
@@ -331,7 +331,9 @@ def test_scopes_agree_for_one_row_per_trajectory(table: list) -> None:
 def test_masking_does_not_change_other_advantages(table: list) -> None:
     batch = batch_of(*rows_of(table))
     filtered, _ = overlong_filter(batch)
-    assert torch.equal(advantages(batch), advantages(filtered))
+    assert torch.equal(
+        compute_advantages(batch).advantages, compute_advantages(filtered).advantages
+    )
 
 
 def test_sequences_of_a_batch() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import KlCtrlConfig
-from skyrl_fast.train.algorithm.advantages import advantages
+from skyrl_fast.train.algorithm.advantages import compute_advantages
 from skyrl_fast.train.algorithm.kl_reward import kl_in_reward, next_kl_coef
 from skyrl_fast.train.algorithm.sequence_scope import sequences
 
@@ -51,7 +51,7 @@ def test_penalty_of_each_token_and_of_the_trajectory() -> None:
         "loss/kl_loss_coef": 0.1,
     }
     gap = 0.825 + 0.05
-    got = advantages(batch, estimator="dr_grpo")
+    got = compute_advantages(batch, estimator="dr_grpo").advantages
     torch.testing.assert_close(got, torch.tensor([gap / 2] * 4 + [-gap / 2] * 2))
 
 

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Gemma2F
 from skyrl_fast.batch import StepBatch, batch_from_trajectories
 from skyrl_fast.config import AlgorithmConfig, Config, OptimizerConfig
 from skyrl_fast.extras.search.index import TransformersEncoder
-from skyrl_fast.train.algorithm.advantages import advantages
+from skyrl_fast.train.algorithm.advantages import compute_advantages
 from skyrl_fast.train.model import policy as policy_module
 from skyrl_fast.train.model.critic import Critic, ValueModel
 from skyrl_fast.train.model.micro_batch import cheapest_runs, plan_micro_batches, sequence_hosts
@@ -37,7 +37,7 @@ def rollout_batch(model: Any, num_prompts: int = 4, samples: int = 4) -> StepBat
     rollouts = FakeRollouts(config, model)
     trajectories = asyncio.run(rollouts.generate(make_prompts(num_prompts), step=0, phase="train"))
     batch = batch_from_trajectories(trajectories)
-    return batch.with_(advantages=advantages(batch))
+    return batch.with_(advantages=compute_advantages(batch).advantages)
 
 
 def mixed_batch(seed: int = 0) -> StepBatch:

@@ -42,8 +42,8 @@ class Run:
         self.path = path
         self.store = CheckpointStore(URL + "/", keep=keep)
 
-    def claimed(self, *, resumes: bool = True) -> AbstractContextManager[None]:
-        return self.store.claimed("run", self.path, resumes=resumes)
+    def claim(self, *, resumes: bool = True) -> AbstractContextManager[None]:
+        return self.store.claim("run", self.path, resumes=resumes)
 
     def write(self, step: int, text: str) -> None:
         """Write a checkpoint with this text in its two files, and upload it."""
@@ -82,7 +82,7 @@ def test_manifest_is_written_last_and_deleted_first(
     tmp_path: Path, store: type[FlakyStore]
 ) -> None:
     run = Run(tmp_path / "run", keep=1)
-    with run.claimed(resumes=False):
+    with run.claim(resumes=False):
         assert run.newest() is None
         run.write(1, "one")
         requests: list[str] = []
@@ -118,17 +118,17 @@ def test_kill_at_any_request_leaves_the_old_or_the_new_checkpoint(
     for number in range(1000):
         store.store.clear()
         store.around = staticmethod(plain)
-        with run.claimed():
+        with run.claim():
             run.write(1, "old")
         kill = KillAt(number, when)
         store.around = staticmethod(kill)
-        with suppress(KilledError), run.claimed():
+        with suppress(KilledError), run.claim():
             run.write(step, "new")
         store.around = staticmethod(plain)
         found = run.newest()
         assert found is not None
         seen.append(found)
-        with run.claimed():  # the next start removes what was left
+        with run.claim():  # the next start removes what was left
             kept = {url.rpartition("/")[2] for _, url in run.store.saved()}
             assert {key.partition("/")[0] for key in objects(store)} == {"run.json", *kept}
             assert run.newest() == found
@@ -153,7 +153,7 @@ def test_failed_requests_are_repeated(tmp_path: Path, store: type[FlakyStore]) -
 
     store.around = staticmethod(once)
     run = Run(tmp_path / "run")
-    with run.claimed():
+    with run.claim():
         run.write(1, "one")
         assert run.newest() == "one"
     names = {name for name, _ in failed}
@@ -173,7 +173,7 @@ def test_upload_that_arrives_cut_is_repeated(tmp_path: Path, store: type[FlakySt
 
     store.around = staticmethod(first)
     run = Run(tmp_path / "run")
-    with run.claimed():
+    with run.claim():
         run.write(1, "one")
     assert cut
     assert run.newest() == "one"
@@ -186,7 +186,7 @@ def test_failed_upload_names_the_url_and_all_other_checkpoints_are_intact(
     tmp_path: Path, store: type[FlakyStore], file: str, error: Exception
 ) -> None:
     run = Run(tmp_path / "run", keep=1)
-    with run.claimed():
+    with run.claim():
         run.write(1, "one")
 
         def fails(name: str, path: str, request: Callable[[], Any]) -> Any:
@@ -214,7 +214,7 @@ def test_old_checkpoint_that_cannot_be_deleted_is_a_warning(
     tmp_path: Path, store: type[FlakyStore], caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(tmp_path / "run", keep=1)
-    with run.claimed():
+    with run.claim():
         run.write(1, "one")
 
         def fails(name: str, path: str, request: Callable[[], Any]) -> Any:
@@ -259,7 +259,7 @@ def test_damaged_object_is_named_and_the_older_checkpoint_found(
     reason: str,
 ) -> None:
     run = Run(tmp_path / "run")
-    with run.claimed():
+    with run.claim():
         run.write(1, "one")
         run.write(2, "two")
     change(store, f"step_000002/{name}", content)
@@ -291,7 +291,7 @@ def test_newest_of_local_checkpoints_and_those_at_the_url_is_resumed(
     tmp_path: Path, newest: str
 ) -> None:
     run = Run(tmp_path / "run")
-    with run.claimed():
+    with run.claim():
         run.write(1, "one")
         run.write(2, "two")
     if newest == "local":  # its upload has failed
@@ -310,7 +310,7 @@ def test_network_failure_while_reading_is_not_damage(
     tmp_path: Path, store: type[FlakyStore]
 ) -> None:
     run = Run(tmp_path / "run")
-    with run.claimed():
+    with run.claim():
         run.write(1, "one")
 
     def fails(name: str, path: str, request: Callable[[], Any]) -> Any:
@@ -329,7 +329,7 @@ def test_checkpoint_that_was_set_aside_is_kept_and_not_read(
     tmp_path: Path, store: type[FlakyStore]
 ) -> None:
     run = Run(tmp_path / "run", keep=1)
-    with run.claimed():
+    with run.claim():
         run.write(1, "one")
         run.store = CheckpointStore(URL)
         run.write(2, "two")
@@ -338,7 +338,7 @@ def test_checkpoint_that_was_set_aside_is_kept_and_not_read(
         with pytest.raises(CheckpointError, match="no complete checkpoint at flaky"):
             download(f"{URL}/step_000002", tmp_path / "chosen")
     run = Run(tmp_path / "run", keep=1)
-    with run.claimed():
+    with run.claim():
         run.write(2, "new")
         assert run.newest() == "new"
     names = {key.partition("/")[0] for key in objects(store)}
@@ -351,7 +351,7 @@ def test_other_objects_are_kept(tmp_path: Path, store: type[FlakyStore]) -> None
         store().pipe_file(f"/bucket/run/{name}", b"")
     before = objects(store)
     run = Run(tmp_path / "run", keep=1)
-    with run.claimed():
+    with run.claim():
         run.write(1, "one")
         run.write(2, "two")
     assert set(before) < set(objects(store))
@@ -360,14 +360,14 @@ def test_other_objects_are_kept(tmp_path: Path, store: type[FlakyStore]) -> None
 @pytest.mark.spec("run.checkpoint-url-claim")
 def test_url_of_a_running_run_is_refused(tmp_path: Path, store: type[FlakyStore]) -> None:
     in_use = rf"{URL} is in use by process \d+ on .*, run folder {tmp_path}/a: .* delete "
-    with Run(tmp_path / "a").claimed(resumes=False):
+    with Run(tmp_path / "a").claim(resumes=False):
         for resumes in (False, True):
             with (
                 pytest.raises(RunInUseError, match=in_use),
-                Run(tmp_path / "b").claimed(resumes=resumes),
+                Run(tmp_path / "b").claim(resumes=resumes),
             ):
                 pass
-    with Run(tmp_path / "b").claimed():  # after the first has ended
+    with Run(tmp_path / "b").claim():  # after the first has ended
         assert objects(store) == ["run.json"]
     assert objects(store) == []
 
@@ -375,7 +375,7 @@ def test_url_of_a_running_run_is_refused(tmp_path: Path, store: type[FlakyStore]
 @pytest.mark.spec("run.checkpoint-url-claim")
 def test_url_of_an_earlier_run_is_resumed_only(tmp_path: Path) -> None:
     run = Run(tmp_path / "a")
-    with run.claimed():
+    with run.claim():
         run.write(1, "one")
     with pytest.raises(RunInUseError, match=f"{URL} holds an earlier run: --resume continues"):
         starting_point(run_at_url(tmp_path / "b"), run.store, ExitStack())
@@ -386,16 +386,16 @@ def test_url_of_an_earlier_run_is_resumed_only(tmp_path: Path) -> None:
 def test_claim_of_a_killed_run_ends_when_it_is_resumed(
     tmp_path: Path, store: type[FlakyStore], cut: bool
 ) -> None:
-    with Run(tmp_path / "a").claimed():
+    with Run(tmp_path / "a").claim():
         record = json.loads(store().cat_file("/bucket/run/run.json"))
     record["process"] = "process 1 on another machine"
     store().pipe_file("/bucket/run/run.json", b"" if cut else json.dumps(record).encode())
     for name, resumes in (("a", False), ("b", True)):
-        with pytest.raises(RunInUseError), Run(tmp_path / name).claimed(resumes=resumes):
+        with pytest.raises(RunInUseError), Run(tmp_path / name).claim(resumes=resumes):
             pass
     if cut:  # nobody's: it is to be deleted
         store().rm("/bucket/run/run.json")
-    with Run(tmp_path / "a").claimed():
+    with Run(tmp_path / "a").claim():
         pass
     assert objects(store) == []
 
@@ -409,7 +409,7 @@ def test_of_two_runs_at_the_same_moment_one_gets_the_folder(
     def run(number: int) -> None:
         start.wait(60)
         try:
-            with Run(tmp_path / str(number)).claimed():
+            with Run(tmp_path / str(number)).claim():
                 assert held.wait(60)
         except RunInUseError as error:
             refused.append(str(error))
@@ -433,9 +433,9 @@ def test_file_system_without_conditional_creation(
 
     monkeypatch.setattr(store, "pipe_file", pipe_file)
     with (
-        Run(tmp_path / "a").claimed(),
+        Run(tmp_path / "a").claim(),
         pytest.raises(RunInUseError, match="in use"),
-        Run(tmp_path / "b").claimed(),
+        Run(tmp_path / "b").claim(),
     ):
         pass
 
@@ -451,7 +451,7 @@ def test_folder_that_cannot_be_written_is_refused_at_the_start(
 
     store.around = staticmethod(fails)
     wanted = f"cannot be used: {URL}/run.json: PermissionError: 403 Forbidden"
-    with pytest.raises(RunInUseError, match=wanted), Run(tmp_path / "a").claimed():
+    with pytest.raises(RunInUseError, match=wanted), Run(tmp_path / "a").claim():
         pass
 
 
@@ -480,10 +480,10 @@ def test_folders_are_created_where_the_file_system_has_them(tmp_path: Path) -> N
     run = Run(tmp_path / "run", keep=1)
     run.store = CheckpointStore(f"file://{tmp_path}/a/b [1]*", keep=1)
     assert run.store.saved() == []
-    with run.claimed():
+    with run.claim():
         with (
             pytest.raises(RunInUseError, match="in use"),
-            run.store.claimed("run", tmp_path / "b", resumes=True),
+            run.store.claim("run", tmp_path / "b", resumes=True),
         ):
             pass
         run.write(1, "one")

@@ -63,12 +63,12 @@ def test_stopped_run_resumes_from_s3(folder: Path, client: Any) -> None:
 @pytest.mark.spec("run.checkpoint-url-claim")
 def test_objects_are_created_once_and_buckets_never(folder: Path, client: Any) -> None:
     once = CheckpointStore("s3://bucket/once")
-    with once.claimed("run", folder, resumes=False):
+    with once.claim("run", folder, resumes=False):
         with pytest.raises(FileExistsError):  # by the server, without a look before
             fsspec.filesystem("s3").pipe_file("bucket/once/run.json", b"3", mode="create")
         with (
             pytest.raises(RunInUseError, match="s3://bucket/once is in use by process"),
-            once.claimed("run", folder / "other", resumes=True),
+            once.claim("run", folder / "other", resumes=True),
         ):
             pass
     assert "Contents" not in client.list_objects_v2(Bucket="bucket")

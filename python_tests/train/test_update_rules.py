@@ -26,7 +26,7 @@ from skyrl_fast.ops.policy_loss.losses import (
     Sapo,
 )
 from skyrl_fast.ops.policy_loss.off_policy import off_policy_correction
-from skyrl_fast.train.algorithm.off_policy import corrected
+from skyrl_fast.train.algorithm.off_policy import apply_off_policy_correction
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.update import accumulate_gradient, contributing_rows, update_policy
@@ -162,7 +162,7 @@ def known_batch() -> StepBatch:
 
 
 def weights_of(algorithm: AlgorithmConfig) -> list[list[float]]:
-    batch, _ = corrected(known_batch(), algorithm)
+    batch, _ = apply_off_policy_correction(known_batch(), algorithm)
     assert batch.token_weights is not None
     parts = batch.token_weights.split(batch.response_lengths.tolist())
     return [[round(x, 4) for x in part.tolist()] for part in parts][:3]
@@ -170,13 +170,13 @@ def weights_of(algorithm: AlgorithmConfig) -> list[list[float]]:
 
 def test_no_weights_without_a_correction() -> None:
     batch = known_batch()
-    assert corrected(batch, algorithm_with()) == (batch, {})
+    assert apply_off_policy_correction(batch, algorithm_with()) == (batch, {})
 
 
 def test_token_ratios_are_capped() -> None:
     algorithm = algorithm_with(tis_ratio_type="token", token_tis_ratio_clip_high=1.5)
     assert weights_of(algorithm) == [[1.5, 1.5, 1], [1, 1], [1.5, 1, 1, 1]]
-    _, metrics = corrected(known_batch(), algorithm)
+    _, metrics = apply_off_policy_correction(known_batch(), algorithm)
     assert metrics["policy/tis_token_clip_high_ratio"] == pytest.approx(3 / 17)
     assert metrics["policy/is_ratio_max"] == pytest.approx(8.0, rel=1e-5)
 
@@ -212,7 +212,7 @@ def test_outliers_and_single_tokens() -> None:
 
 def test_missing_engine_logprobs_are_an_error() -> None:
     with pytest.raises(ValueError, match="off_policy_correction: needs the engine's logprobs"):
-        corrected(
+        apply_off_policy_correction(
             known_batch().with_(rollout_logprobs=None), algorithm_with(tis_ratio_type="token")
         )
 
@@ -235,13 +235,13 @@ def test_corrected_gradient_equals_that_of_the_op() -> None:
         batch.loss_mask, reduction="token_mean", cu_seqlens=batch.cu_responses
     )  # before the correction: dropped tokens lower the loss, the others keep their weight
     want = loss_of(policy, batch, row_weights=counts, token_weights=weights * mask)
-    mini, _ = corrected(batch, algorithm)
+    mini, _ = apply_off_policy_correction(batch, algorithm)
     assert close(gradient(policy, mini, algorithm), want)
 
 
 def test_dropped_rows_need_no_forward_pass() -> None:
     algorithm = algorithm_with(sequence_mask_metric="product", product_mask_high=3.0)
-    mini, _ = corrected(known_batch(), algorithm)
+    mini, _ = apply_off_policy_correction(known_batch(), algorithm)
     assert contributing_rows(mini, algorithm).tolist() == [False] * 3 + [True] * 4
 
 

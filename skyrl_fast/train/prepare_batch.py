@@ -14,7 +14,7 @@ from skyrl_fast.config import (
     merges_steps,
 )
 from skyrl_fast.rollout.trajectory import Trajectory
-from skyrl_fast.train.algorithm.advantages import estimated
+from skyrl_fast.train.algorithm.advantages import compute_advantages
 from skyrl_fast.train.algorithm.anchor_states import anchor_ids
 from skyrl_fast.train.algorithm.dynamic_sampling import informative_groups
 from skyrl_fast.train.algorithm.filters import filter_groups, filter_rollouts
@@ -26,7 +26,7 @@ from skyrl_fast.train.model.critic import Critic
 from skyrl_fast.train.model.policy import Policy
 
 
-def sampled_rows(trajectories: Sequence[Trajectory], config: Config) -> SampledRows:
+def build_rows(trajectories: Sequence[Trajectory], config: Config) -> SampledRows:
     """Return the rows of these trajectories: all steps, and the rows that are trained."""
     steps = batch_from_trajectories(trajectories)
     outcome = estimator_spec(config.trainer.algorithm).level == "outcome"
@@ -48,7 +48,7 @@ def training_batch(
     Args:
         rows: of the trajectories, if dynamic sampling has built them already.
     """
-    rows = _with_anchors(rows or sampled_rows(trajectories, config), trajectories, config)
+    rows = _with_anchors(rows or build_rows(trajectories, config), trajectories, config)
     rewarded, units, changed = filter_rollouts(rows.trained, config)
     trained, units, dropped = filter_groups(rewarded, units, config)
     return trained, units, _report(trajectories, rows, rewarded, config) | changed | dropped
@@ -86,13 +86,15 @@ def _report(
     }
 
 
-def judged_rows(trajectories: Sequence[Trajectory], config: Config) -> tuple[SampledRows, set[str]]:
+def judge_groups(
+    trajectories: Sequence[Trajectory], config: Config
+) -> tuple[SampledRows, set[str]]:
     """Return the rows, and the uids of the groups that dynamic sampling may keep.
 
     Groups are judged after the rollout filters; the returned rows are unfiltered.
     """
     algorithm = config.trainer.algorithm
-    rows = sampled_rows(trajectories, config)
+    rows = build_rows(trajectories, config)
     batch, units, _ = filter_rollouts(rows.trained, config)
     informative = informative_groups(units, tolerance=algorithm.zero_variance_filter_tol)
     return rows, {uid for uid, good in zip(batch.uids, informative.tolist(), strict=True) if good}
@@ -138,7 +140,7 @@ def with_advantages(
     if spec.needs_values:
         assert critic is not None
         batch = batch.with_(values=critic.batch_values(batch))
-    batch = estimated(
+    batch = compute_advantages(
         batch,
         estimator=algorithm.advantage_estimator,
         normalize=algorithm.advantage_batch_normalize,

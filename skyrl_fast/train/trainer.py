@@ -54,7 +54,7 @@ from skyrl_fast.train.output.loggers import Logger
 from skyrl_fast.train.output.progress import ProgressDisplay
 from skyrl_fast.train.output.time_shares import time_shares
 from skyrl_fast.train.output.timeline import Timeline
-from skyrl_fast.train.prepare_batch import judged_rows, training_batch, with_advantages
+from skyrl_fast.train.prepare_batch import judge_groups, training_batch, with_advantages
 from skyrl_fast.train.update import update_policy
 from skyrl_fast.trajectory_store.writer import TrajectoryWriter
 
@@ -332,7 +332,7 @@ class Trainer:
             return await self._timed(name, times, self._until_stopped(work))
 
         async def judge(trajectories: Sequence[Trajectory]) -> Judged:
-            work = self._compute(judged_rows, trajectories, self._config)
+            work = self._compute(judge_groups, trajectories, self._config)
             return await self._timed("batch", times, work)
 
         step = await self._source.next(flow, version, wait=wait, judge=judge)

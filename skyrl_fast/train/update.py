@@ -18,7 +18,7 @@ from skyrl_fast.batch.segments import segment_sums
 from skyrl_fast.config import AlgorithmConfig, policy_loss_settings, policy_loss_spec
 from skyrl_fast.ops.policy_loss.loss import policy_loss, reduction_weights
 from skyrl_fast.ops.policy_loss.reduction import Scope
-from skyrl_fast.train.algorithm.off_policy import corrected
+from skyrl_fast.train.algorithm.off_policy import apply_off_policy_correction
 from skyrl_fast.train.model.micro_batch import (
     MicroBatch,
     plan_micro_batches,
@@ -85,7 +85,9 @@ def update_policy(
         batch = batch.with_(old_logprobs=batch.rollout_logprobs)
     elif batch.old_logprobs is None and (correct or update_epochs > 1):
         batch = batch.with_(old_logprobs=policy.batch_logprobs(batch))
-    minis = [corrected(mini, algorithm) for mini in batch.mini_batches(mini_batch_size)]
+    minis = [
+        apply_off_policy_correction(mini, algorithm) for mini in batch.mini_batches(mini_batch_size)
+    ]
     if batch.old_logprobs is None and len(minis) > 1:
         minis[1:] = _with_old_logprobs(policy, batch, mini_batch_size)
     steps = []

@@ -36,20 +36,7 @@ def warn_without_baseline(config: Config) -> None:
         )
 
 
-def advantages(
-    batch: StepBatch, *, estimator: str = "grpo", normalize: bool = False, **settings: Any
-) -> torch.Tensor:
-    """Return (A,) float32, the advantage of each response token, see `estimated`.
-
-    Example:
-        >>> batch = batch.with_(advantages=advantages(batch, estimator="rloo"))
-    """
-    result = estimated(batch, estimator=estimator, normalize=normalize, **settings).advantages
-    assert result is not None
-    return result
-
-
-def estimated(
+def compute_advantages(
     batch: StepBatch, *, estimator: str = "grpo", normalize: bool = False, **settings: Any
 ) -> StepBatch:
     """Return the batch with advantages, and with the returns of an estimator that reads values.

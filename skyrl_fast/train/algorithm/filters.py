@@ -108,7 +108,7 @@ def overlong_filter(batch: StepBatch, units: Sequences) -> Filtered:
     reasons = _reasons("overlong_filter", batch, units)
     overlong = np.array([reason in OVERLONG_REASONS for reason in reasons], dtype=bool)
     metrics = {"generate/num_overlong_filtered": float(overlong.sum())}
-    return *_masked(batch, units, overlong), metrics
+    return *_mask_sequences(batch, units, overlong), metrics
 
 
 def zero_variance_filter(batch: StepBatch, units: Sequences, *, tolerance: float = 0.0) -> Filtered:
@@ -129,7 +129,7 @@ def zero_variance_filter(batch: StepBatch, units: Sequences, *, tolerance: float
     groups = group_spread(units)
     equal = (groups.num_live > 1) & (groups.spread <= tolerance)
     metrics = {"reward/num_zero_variance_filtered": float(equal.sum())}
-    return *_masked(batch, units, equal[units.group_ids]), metrics
+    return *_mask_sequences(batch, units, equal[units.group_ids]), metrics
 
 
 def _reasons(op: str, batch: StepBatch, units: Sequences) -> list[str]:
@@ -150,7 +150,9 @@ def _response_tokens(batch: StepBatch, rows: torch.Tensor) -> torch.Tensor:
     return torch.repeat_interleave(rows, lengths, output_size=batch.loss_mask.shape[0])
 
 
-def _masked(batch: StepBatch, units: Sequences, masked: np.ndarray) -> tuple[StepBatch, Sequences]:
+def _mask_sequences(
+    batch: StepBatch, units: Sequences, masked: np.ndarray
+) -> tuple[StepBatch, Sequences]:
     """Return both with the loss mask 0 in these sequences.
 
     Args:

@@ -13,7 +13,9 @@ from skyrl_fast.ops.policy_loss.reduction import Scope
 logger = logging.getLogger(__name__)
 
 
-def corrected(batch: StepBatch, algorithm: AlgorithmConfig) -> tuple[StepBatch, dict[str, float]]:
+def apply_off_policy_correction(
+    batch: StepBatch, algorithm: AlgorithmConfig
+) -> tuple[StepBatch, dict[str, float]]:
     """Return the batch with `token_weights`, and metrics, if a correction is enabled.
 
     The loss mask is unchanged: a token that the correction drops has weight 0 in the policy loss,

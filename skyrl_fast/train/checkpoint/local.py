@@ -225,18 +225,18 @@ def verify_checkpoint(checkpoint: Path) -> None:
     if (checkpoint / MANIFEST).exists():
         found = find_damage(checkpoint)
     if found is not None:
-        raise damaged(checkpoint / found[0], found[1])
+        raise damage_error(checkpoint / found[0], found[1])
     state = read_state(checkpoint)
     if (checkpoint / MANIFEST).exists():
         return
     if state.get("manifest") == MANIFEST:
-        raise damaged(checkpoint / MANIFEST, "missing")
+        raise damage_error(checkpoint / MANIFEST, "missing")
     for path in sorted(checkpoint.rglob("*.safetensors")):
         try:
             with safe_open(path, framework="pt"):
                 pass  # compares the header with the file's size
         except (SafetensorError, OSError) as error:
-            raise damaged(path, str(error)) from error
+            raise damage_error(path, str(error)) from error
     logger.warning(
         "%s has no %s, as it was written by an older version: damaged files cannot be detected",
         checkpoint,
@@ -252,12 +252,12 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         check_state(state)
     except (OSError, ValueError, RecursionError) as error:
         missing = isinstance(error, FileNotFoundError)
-        raise damaged(path, "missing" if missing else str(error)) from error
+        raise damage_error(path, "missing" if missing else str(error)) from error
     assert isinstance(state, dict)
     return state
 
 
-def damaged(path: Path, reason: str) -> CheckpointError:
+def damage_error(path: Path, reason: str) -> CheckpointError:
     """Return the error of a damaged file of a checkpoint, with the step and what to do."""
     checkpoint = next((p for p in path.parents if _step_of_name(p) is not None), path.parent)
     step = _step_of_name(checkpoint)
@@ -303,14 +303,14 @@ def locked_run(run_path: Path, checkpoint_folder: Path) -> Iterator[None]:
     """
     lock = checkpoint_folder / "checkpoints.lock"
     with (
-        _locked(run_path / "run.lock", "run folder", "trainer.run_path"),
-        _locked(lock, "checkpoint folder", "trainer.ckpt_path"),
+        _lock(run_path / "run.lock", "run folder", "trainer.run_path"),
+        _lock(lock, "checkpoint folder", "trainer.ckpt_path"),
     ):
         yield
 
 
 @contextmanager
-def _locked(path: Path, what: str, setting: str) -> Iterator[None]:
+def _lock(path: Path, what: str, setting: str) -> Iterator[None]:
     """Create, lock and own the file, which holds this process's pid."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from skyrl_fast.train.checkpoint.local import damaged, write_json
+from skyrl_fast.train.checkpoint.local import damage_error, write_json
 from skyrl_fast.train.parallel.ranks import Ranks
 from skyrl_fast.train.parallel.sharding import local_tensor
 
@@ -92,7 +92,7 @@ def load_shards(
             "that: wanted torch 2.9 or newer"
         ) from error
     step_count, steps, unmoved = _read_steps(folder / STEPS)
-    with _damage_named(folder):
+    with _name_damage(folder):
         metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
     shapes = {n: getattr(saved, "size", None) for n, saved in metadata.state_dict_metadata.items()}
     states = {}
@@ -108,7 +108,7 @@ def load_shards(
         moments = {key: torch.zeros_like(parameter.detach()) for key in SHARDED}
         states[name] = {**moments, "step": step}
     tensors = {f"{n}.{key}": state[key] for n, state in states.items() for key in SHARDED}
-    with _damage_named(folder), warnings.catch_warnings():
+    with _name_damage(folder), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # with one rank
         load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=ranks.size == 1)
     for name, state in states.items():
@@ -117,14 +117,14 @@ def load_shards(
 
 
 @contextmanager
-def _damage_named(folder: Path) -> Iterator[None]:
+def _name_damage(folder: Path) -> Iterator[None]:
     """Raise CheckpointError in place of what DCP raises about files that it cannot read."""
     from torch.distributed.checkpoint.api import CheckpointException  # no Exception
 
     try:
         yield
     except (CheckpointException, SafetensorError, LookupError, OSError, ValueError) as error:
-        raise damaged(folder, f"{type(error).__name__}: {error}") from error
+        raise damage_error(folder, f"{type(error).__name__}: {error}") from error
 
 
 def check_moments(name: str, state: State, path: Path) -> None:
@@ -135,16 +135,16 @@ def check_moments(name: str, state: State, path: Path) -> None:
     """
     values = {key: local_tensor(value) for key, value in state.items()}
     if bool(values["exp_avg"].isnan().any()):
-        raise damaged(path, f"{name}.exp_avg: wanted numbers, got NaN")
+        raise damage_error(path, f"{name}.exp_avg: wanted numbers, got NaN")
     for key in ("exp_avg_sq", "step"):
         if not bool((values[key] >= 0).all()):
-            raise damaged(path, f"{name}.{key}: wanted no negative values, and no NaN")
+            raise damage_error(path, f"{name}.{key}: wanted no negative values, and no NaN")
 
 
 def check_step_count(step_count: int, path: Path) -> None:
     """Raise CheckpointError if a run cannot have made so many steps."""
     if not 0 <= step_count < MAX_STEPS:
-        raise damaged(path, f"step_count: wanted 0 to 2^53, got {step_count}")
+        raise damage_error(path, f"step_count: wanted 0 to 2^53, got {step_count}")
 
 
 def _read_steps(path: Path) -> tuple[int, dict[str, float], set[str]]:
@@ -154,6 +154,6 @@ def _read_steps(path: Path) -> tuple[int, dict[str, float], set[str]]:
         steps = {str(name): float(step) for name, step in counts["steps"].items()}
         step_count, unmoved = int(counts["step_count"]), set(counts["without_gradient"])
     except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
-        raise damaged(path, f"no optimizer state: {type(error).__name__}: {error}") from error
+        raise damage_error(path, f"no optimizer state: {type(error).__name__}: {error}") from error
     check_step_count(step_count, path)
     return step_count, steps, unmoved

@@ -56,7 +56,7 @@ class CheckpointStore:
         self._keep = keep
 
     @contextmanager
-    def claimed(self, run_name: str, run_path: Path, *, resumes: bool) -> Iterator[None]:
+    def claim(self, run_name: str, run_path: Path, *, resumes: bool) -> Iterator[None]:
         """Claim the URL, or take over the claim of this run if it was killed; clean up there.
 
         Raises:

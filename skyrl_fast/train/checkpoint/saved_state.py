@@ -45,16 +45,16 @@ def _check_sampler(sampler: dict[str, Any]) -> None:
 
 def _check_random(random: dict[str, Any]) -> None:
     version, words, gauss = _list(random.get("python"), "random.python", length=3)
-    _wanted(version == 3, "random.python[0]", "3", version)  # of random.getstate
+    _require(version == 3, "random.python[0]", "3", version)  # of random.getstate
     _words(words, "random.python[1]", length=_MT19937_WORDS + 1)
     _position(words[-1], "random.python[1][-1]")
     if gauss is not None:
         _finite(gauss, "random.python[2]")
     kind, words, position, has_gauss, cached = _list(random.get("numpy"), "random.numpy", length=5)
-    _wanted(kind == "MT19937", "random.numpy[0]", "MT19937", kind)
+    _require(kind == "MT19937", "random.numpy[0]", "MT19937", kind)
     _words(words, "random.numpy[1]", length=_MT19937_WORDS)
     _position(position, "random.numpy[2]")
-    _wanted(has_gauss in (0, 1), "random.numpy[3]", "0 or 1", has_gauss)
+    _require(has_gauss in (0, 1), "random.numpy[3]", "0 or 1", has_gauss)
     _finite(cached, "random.numpy[4]")
 
 
@@ -69,7 +69,7 @@ def _integer(
     if optional and name not in values:
         return 0
     value = values.get(name)
-    _wanted(
+    _require(
         isinstance(value, int) and not isinstance(value, bool) and least <= value <= most,
         name,
         f"an integer from {least} to {most}",
@@ -81,17 +81,17 @@ def _integer(
 
 def _number(value: Any, name: str) -> None:
     valid = isinstance(value, float) or (isinstance(value, int) and abs(value) <= _LARGEST)
-    _wanted(valid, name, "a number", value)  # NaN is a metric's value where there is no token
+    _require(valid, name, "a number", value)  # NaN is a metric's value where there is no token
 
 
 def _finite(value: Any, name: str) -> None:
     finite = isinstance(value, int | float) and abs(value) <= sys.float_info.max
-    _wanted(finite, name, "a finite number", value)
+    _require(finite, name, "a finite number", value)
 
 
 def _position(value: Any, name: str) -> None:
     """Check a position in a generator's words; NumPy would read beyond them."""
-    _wanted(
+    _require(
         isinstance(value, int) and 0 <= value <= _MT19937_WORDS,
         name,
         f"an integer from 0 to {_MT19937_WORDS}",
@@ -102,23 +102,23 @@ def _position(value: Any, name: str) -> None:
 def _words(value: Any, name: str, *, length: int) -> None:
     words = _list(value, name, length=length)
     valid = all(isinstance(word, int) and 0 <= word < 2**32 for word in words)
-    _wanted(valid, name, "integers of 32 bits", value)
+    _require(valid, name, "integers of 32 bits", value)
 
 
 def _mapping(value: Any, name: str) -> dict[str, Any]:
-    _wanted(isinstance(value, dict), name, "an object", value)
+    _require(isinstance(value, dict), name, "an object", value)
     assert isinstance(value, dict)
     return value
 
 
 def _list(value: Any, name: str, *, length: int) -> list[Any]:
-    _wanted(
+    _require(
         isinstance(value, list) and len(value) == length, name, f"a list of {length} values", value
     )
     assert isinstance(value, list)
     return value
 
 
-def _wanted(valid: bool, name: str, wanted: str, got: Any) -> None:
+def _require(valid: bool, name: str, wanted: str, got: Any) -> None:
     if not valid:
         raise ValueError(f"{name}: wanted {wanted}, got {shortened(repr(got), _MAX_SHOWN)}")

@@ -199,5 +199,5 @@ def locked_folders(config: Config) -> Iterator[CheckpointStore | None]:
             return
         store = CheckpointStore(url, keep=settings.max_ckpts_to_keep)
         resumes = settings.resume_mode != "none"
-        with store.claimed(settings.run_name, run_path, resumes=resumes):
+        with store.claim(settings.run_name, run_path, resumes=resumes):
             yield store

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from skyrl_fast.train.checkpoint.local import damaged
+from skyrl_fast.train.checkpoint.local import damage_error
 
 
 def save_random_state(path: Path) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def load_random_state(path: Path, state: dict[str, Any]) -> None:
             for device in range(min(len(devices), torch.cuda.device_count())):
                 torch.cuda.set_rng_state(states[f"cuda{device}"], device)
     except (LookupError, OSError, RuntimeError, SafetensorError, TypeError) as error:
-        raise damaged(path, f"no random states: {type(error).__name__}: {error}") from error
+        raise damage_error(path, f"no random states: {type(error).__name__}: {error}") from error
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]

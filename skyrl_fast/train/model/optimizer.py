@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from skyrl_fast.config import OptimizerConfig
-from skyrl_fast.train.checkpoint.local import damaged
+from skyrl_fast.train.checkpoint.local import damage_error
 from skyrl_fast.train.checkpoint.optimizer_shards import (
     check_moments,
     check_step_count,
@@ -173,7 +173,7 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], int, set[str]]:
         *(AttributeError, LookupError, OSError, RecursionError),
         *(SafetensorError, TypeError, ValueError),
     ) as error:
-        raise damaged(path, f"no optimizer state: {type(error).__name__}: {error}") from error
+        raise damage_error(path, f"no optimizer state: {type(error).__name__}: {error}") from error
     check_step_count(step_count, path)
     return tensors, step_count, unmoved
 
@@ -182,10 +182,10 @@ def _state_of(name: str, tensors: dict[str, torch.Tensor], path: Path) -> dict[s
     """Return AdamW's state of a parameter; CheckpointError if AdamW cannot have written it."""
     missing = [key for key in MOMENTS if f"{name}.{key}" not in tensors]
     if missing:
-        raise damaged(path, f"{name}: no {', '.join(missing)}")
+        raise damage_error(path, f"{name}: no {', '.join(missing)}")
     state = {key: tensors[f"{name}.{key}"] for key in MOMENTS}
     if state["exp_avg_sq"].shape != state["exp_avg"].shape or state["step"].numel() != 1:
-        raise damaged(path, f"{name}: shapes of different parameters")
+        raise damage_error(path, f"{name}: shapes of different parameters")
     check_moments(name, state, path)
     return state
 

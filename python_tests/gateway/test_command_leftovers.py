@@ -93,7 +93,7 @@ async def end_of(case: Leftover, root: Path) -> End:
 def left_of(root: Path) -> list[str]:
     """Return what remains of a command, other than what it has put outside of its folder."""
     parent = root / "parent"
-    can_delete = os.access(parent, os.X_OK)  # else nobody but root could
+    can_delete = os.access(parent, os.X_OK)  # else only root could
     with suppress(OSError):
         parent.chmod(0o700)
     deadline = time.monotonic() + 5.0  # SIGKILL takes effect a little later

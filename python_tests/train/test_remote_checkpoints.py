@@ -393,7 +393,7 @@ def test_claim_of_a_killed_run_ends_when_it_is_resumed(
     for name, resumes in (("a", False), ("b", True)):
         with pytest.raises(RunInUseError), Run(tmp_path / name).claim(resumes=resumes):
             pass
-    if cut:  # nobody's: it is to be deleted
+    if cut:  # it names no run: to be deleted by hand
         store().rm("/bucket/run/run.json")
     with Run(tmp_path / "a").claim():
         pass

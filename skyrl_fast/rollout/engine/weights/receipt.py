@@ -1,8 +1,8 @@
 """Receipts: what an engine's process says of the weights that it loaded, and their check.
 
 An update at a learning rate of 1e-6 moves log-probabilities by less than bfloat16 rounds, so they
-cannot show that one layer of it is missing. Digests can: they are equal on both ends of a transfer
-if and only if every bit arrived.
+cannot show that one layer of it is missing. Digests can: they are taken of the bits of each tensor
+on both ends of a transfer.
 
 Design: docs/design/007-rollout-and-weight-sync.md.
 """

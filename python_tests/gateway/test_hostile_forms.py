@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 import time
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from _gateway import USER, chat, played
 from _hostile_forms import FORMS, Form
+from fake_envs import FakePrompt
 
+from skyrl_fast.config import SamplingParams
+from skyrl_fast.gateway.form_compiler import FormCompiler
 from skyrl_fast.gateway.form_limits import FormError, check_form
 
 httpx = pytest.importorskip("httpx")
 
 CHECK_SECONDS = 1.0
-ANSWER_SECONDS = 20.0
+STALL_SECONDS = 1.0
+ANSWER_SECONDS = 60.0
 TOKENS = 24
 
 
@@ -39,6 +48,13 @@ def refused_here(form: Form) -> bool:
     except FormError:
         return True
     return False
+
+
+def _tokenizer() -> Any:
+    """Return a tokenizer of 2,000 tokens: with single bytes, everything compiles quickly."""
+    from bench._tokenizer import byte_level_tokenizer
+
+    return byte_level_tokenizer(texts=[Path("LICENSE").read_text()], vocab_size=2_000)
 
 
 async def post(client: Any, path: str, body: Any) -> str:
@@ -92,3 +108,114 @@ def test_each_door_refuses_forms_beyond_the_limits_by_name(tiny_tokenizer: Any) 
         else:
             assert end == "200" or end.startswith("400 "), (path, end)
     assert len(ends) > 80
+
+
+@pytest.mark.spec("gateway.form-limits")
+def test_forms_that_the_compiler_refuses_or_that_slow_every_token_are_refused() -> None:
+    forms = [
+        {"regex": "(?i:abc)"},
+        {"grammar": "root ::= " + '("a" | "b")? ' * 450},
+        {"json": {"$ref": "#"}},
+        {"choice": ["a\0b", "c"]},
+        {"grammar": 'start: "a"'},
+        {"regex": "a+"},
+        {"choice": ['"', "\\", "c"]},
+    ]
+    answers = []
+
+    async def agent(task: Any) -> float:
+        async with client_of(task) as client:
+            for form in forms:
+                path, body = next(iter(doors(form).items()))
+                answers.append(await post(client, path, body))
+        return 1.0
+
+    played(agent, _tokenizer(), max_retries=0)
+    assert re.match("400 .*form .*regex: expected a form that xgrammar compiles: ", answers[0])
+    assert re.match("400 .*grammar: expected a form whose tokens are found within", answers[1])
+    assert re.match("400 .*json: expected a form that an answer can have", answers[2])
+    assert re.match("400 .*choice: expected a form that xgrammar compiles", answers[3])
+    assert re.match("400 .*grammar: expected .* expected EBNF", answers[4])
+    assert answers[5:] == ["200", "200"]
+
+
+@pytest.mark.slow
+@pytest.mark.spec("gateway.form-limits")
+def test_a_compilation_without_end_is_killed_and_the_next_form_is_compiled() -> None:
+    async def check() -> None:
+        compiler = FormCompiler(_tokenizer())
+        tag = {"type": "grammar", "grammar": "root ::= " + '("a" | "b")? ' * 1_200}
+        form = {"structural_tag": json.dumps({"type": "structural_tag", "format": tag})}
+        for _ in range(2):  # the second time at once
+            with pytest.raises(FormError, match=r"compiles within 10 s .* killed by SIGXCPU"):
+                await compiler.check(form)
+        await compiler.check({"regex": "a+"})
+
+    began = time.process_time()
+    asyncio.run(check())
+    assert time.process_time() - began < CHECK_SECONDS  # of this process
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.alone
+@pytest.mark.timeout(1800)
+@pytest.mark.spec("gateway.form-limits")
+def test_other_sessions_go_on_while_vllm_serves_each_form(tmp_path: Path) -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
+    from skyrl_fast.rollout.engine.vllm_start import VllmSetup
+
+    tokenizer = _tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        **{"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128},
+        **{"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1},
+        **{"max_position_embeddings": 8_192, "eos_token_id": tokenizer.eos_token_id},
+    )
+    Qwen2ForCausalLM(config).float().save_pretrained(tmp_path)
+    sent = {name: form for name, form in FORMS.items() if not refused_here(form)}
+    ends: dict[str, str] = {}
+    stalls: Counter[str] = Counter()
+    ended = asyncio.Event()
+    serving = "start"
+
+    async def asks_for_forms(task: Any) -> float:
+        nonlocal serving
+        async with client_of(task) as client:
+            await post(client, "/chat/completions", doors({"regex": "a+"})["/chat/completions"])
+            for serving, form in sent.items():
+                path, body = next(iter(doors(form).items()))
+                ends[serving] = await post(client, path, body)
+        ended.set()
+        return 1.0
+
+    async def goes_on(task: Any) -> float:
+        async with client_of(task) as client:
+            while not ended.is_set():
+                during, began = serving, time.monotonic()
+                body = {"model": "policy", "messages": [USER], "max_tokens": 2}
+                assert await post(client, "/chat/completions", body) == "200"
+                stalls[during] = max(stalls[during], time.monotonic() - began)
+        return 1.0
+
+    async def agent(task: Any) -> float:
+        return await (goes_on if task.row["other"] else asks_for_forms)(task)
+
+    engine = VllmEngine(VllmSetup(str(tmp_path), max_model_len=8_192))
+    prompts = [FakePrompt(str(n), env_extras={"other": bool(n)}) for n in range(2)]
+    sampling = SamplingParams(max_generate_length=TOKENS)
+    out = played(
+        agent, tokenizer, engine=engine, prompts=prompts, sampling_params=sampling, max_retries=0,
+        max_turns=10**6, max_input_length=8_000,
+    )  # fmt: skip
+    del stalls["start"]  # vLLM's compilers are made at the first form
+    kinds = Counter(end.partition(" ")[0] for end in ends.values())
+    print(f"{len(FORMS)} forms, {len(ends)} to vLLM: {dict(kinds)}")
+    print("longest stalls:", stalls.most_common(8))
+    print("odd:", {n: end[:200] for n, end in ends.items() if end[:3] not in ("200", "400")})
+    assert [t.failure for t in out.trajectories] == [None, None]
+    assert set(kinds) <= {"200", "400"}
+    assert max(stalls.values()) <= STALL_SECONDS

@@ -145,7 +145,7 @@ def test_forced_tools(tiny_tokenizer: Any) -> None:
         agent, tiny_tokenizer, chat_template=TEMPLATE, tool_parser=CallParser(),
         answer=lambda call, n: with_sets(tiny_tokenizer, CALL),
     )  # fmt: skip
-    wanted = [{"grammar": f"call {name}"} for name in ("required", "look")]
+    wanted = [{"grammar": f'root ::= "call {name}"'} for name in ("required", "look")]
     assert [structured(call) for call in out.engine.calls] == wanted * 3
     assert out.only.env_metrics["answers_with_tool_calls"] == 6
 

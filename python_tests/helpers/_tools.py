@@ -55,4 +55,4 @@ class CallParser:
         names = [tool["function"]["name"] for tool in tools]
         if forced not in ("required", *names):
             raise ValueError(f"no function {forced}")
-        return {"grammar": f"call {forced}"}
+        return {"grammar": f'root ::= "call {forced}"'}

@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 from skyrl_fast.config import SamplingParams
-from skyrl_fast.gateway.form_limits import FormError, check_form
+from skyrl_fast.gateway.form_limits import FormError
 from skyrl_fast.gateway.messages import ApiError, Call, Choice, ToolCall
 from skyrl_fast.gateway.policy import Policy
 from skyrl_fast.gateway.prompt_ids import PromptIds, PromptTokens
@@ -89,7 +89,7 @@ class Choices:
             ApiError: tools cannot be forced.
         """
         policy = self._policy
-        sampling = self._sampling(call)
+        sampling = await self._sampling(call)
         generation = await policy.calls.sample(
             self._trajectory,
             prompt.token_ids,
@@ -130,7 +130,7 @@ class Choices:
         )
         return choice, step
 
-    def _sampling(self, call: Call) -> SamplingParams:
+    async def _sampling(self, call: Call) -> SamplingParams:
         run = self._policy.config.sampling(self._trajectory.phase)
         longest = run.max_generate_length
         structured = call.structured
@@ -139,7 +139,8 @@ class Choices:
         elif structured is not None and call.tools and call.parse_tools:
             structured = self._form_or_calls(call, structured)
         try:
-            check_form(structured or {})
+            if structured is not None:
+                await self._policy.forms.check(structured)
         except FormError as error:
             raise ApiError(400, f"the form of an answer: {error}", code="unsupported") from error
         is_trained = self._trajectory.phase == "train"

@@ -20,12 +20,14 @@ MAX_DEPTH = 48
 MAX_PROPERTIES = 500  # of one object
 MAX_COUNTED = 1_000  # properties of an object, times the least or greatest number of them
 MAX_VALUES = 2_000  # of an enumeration, or choices
+MAX_INTEGER = (1 << 63) - 1  # of the messages to vLLM's engine
 MAX_COUNT = 10_000  # of characters, items or properties
 MAX_PATTERN = 500  # characters
 MAX_ELEMENTS = 1_000  # of a grammar, or of a pattern whose repetitions are written out
 UNICODE_ELEMENTS = 4  # that a class of characters beyond ASCII counts as: of its bytes
 LAST_ASCII = 127
-MAX_TEXT = 20_000  # characters of all choices or values, or of a grammar
+MAX_TEXT = 20_000  # characters of all choices or values, of a grammar, or of a text in a schema
+MAX_JSON = 500_000  # characters of a schema or a tag given as text
 GRAMMAR_ELEMENT = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^]\\])*\]|[\w-]+')
 _COUNTS = {f"{end}{of}" for end in ("min", "max") for of in ("Length", "Items", "Properties")}
 _BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
@@ -59,8 +61,7 @@ def check_form(form: Mapping[str, Any]) -> None:
 def _check_grammar(kind: str, value: Any) -> None:
     if not isinstance(value, str):
         raise FormError(f"{kind}: expected text, got {type(value).__name__}")
-    if len(value) > MAX_TEXT:
-        raise FormError(f"{kind}: expected at most {MAX_TEXT:,} characters, got {len(value):,}")
+    _check_value(kind, value)
     size = len(GRAMMAR_ELEMENT.findall(value))
     if size > MAX_ELEMENTS:
         raise FormError(f"{kind}: expected at most {MAX_ELEMENTS:,} elements, got {size:,}")
@@ -69,6 +70,9 @@ def _check_grammar(kind: str, value: Any) -> None:
 def _read_json(kind: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value
+    if len(value) > MAX_JSON:
+        got = f"got {len(value):,}"
+        raise FormError(f"{kind}: expected at most {MAX_JSON:,} characters, {got}")
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
@@ -99,6 +103,7 @@ def _check_node(place: str, node: Any, depth: int, left: list[int], *, of: str =
     if isinstance(node, list):
         for number, value in enumerate(node):
             _check_node(f"{place}[{number}]", value, depth + 1, left, of=of if of in _DATA else "")
+    _check_value(place, node)
     if not isinstance(node, Mapping):
         return
     if of in _BY_NAME and len(node) > MAX_PROPERTIES:
@@ -168,9 +173,20 @@ def _check_values(place: str, values: Any) -> None:
         raise FormError(
             f"{place:.200}: expected at most {MAX_VALUES:,} values, got {len(values):,}"
         )
+    for value in values:
+        _check_value(place, value)
     size = sum(len(str(value)) for value in values)
     if size > MAX_TEXT:
         raise FormError(f"{place:.200}: expected at most {MAX_TEXT:,} characters, got {size:,}")
+
+
+def _check_value(place: str, value: Any) -> None:
+    if isinstance(value, int) and abs(value) > MAX_INTEGER:
+        got = f"got one of {value.bit_length():,}"
+        raise FormError(f"{place:.200}: expected an integer of 64 bits, {got}")
+    if isinstance(value, str) and len(value) > MAX_TEXT:
+        got = f"got {len(value):,}"
+        raise FormError(f"{place:.200}: expected at most {MAX_TEXT:,} characters, {got}")
 
 
 def _check_counted(place: str, node: Mapping[str, Any]) -> None:

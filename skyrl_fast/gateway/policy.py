@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from skyrl_fast.config import GeneratorConfig
 from skyrl_fast.config.upstream import Upstream
+from skyrl_fast.gateway.form_compiler import FormCompiler
 from skyrl_fast.gateway.messages import ApiError
 from skyrl_fast.rollout.activity import ActivityBoard
 from skyrl_fast.rollout.answer_parser import AnswerParser
@@ -34,6 +35,7 @@ class Policy:
         takes_rewards: whether rewards may be posted. Code that a model writes can have the key.
         warned: warnings that the log has already.
         answer_parser: of both parsers, with the processes of all sessions.
+        forms: checks what form an answer may be asked for.
     """
 
     calls: PolicyCalls
@@ -49,10 +51,12 @@ class Policy:
     takes_rewards: bool = True
     warned: set[str] = field(default_factory=set)
     answer_parser: AnswerParser = field(init=False)
+    forms: FormCompiler = field(init=False)
 
     def __post_init__(self) -> None:
         parser = AnswerParser(self.tool_parser, self.reasoning_parser)
         object.__setattr__(self, "answer_parser", parser)  # the class is frozen
+        object.__setattr__(self, "forms", FormCompiler(self.template.tokenizer))
 
     def check_model(self, name: str) -> None:
         """Raise ApiError for an unknown name."""

@@ -7,19 +7,16 @@ thread would stop the event loop as well, and could not be ended.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
 import string
-import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from skyrl_fast.rollout.reasoning import ReasoningParser
 from skyrl_fast.rollout.tool_calls import ParsedAnswer, ToolCallParser
-from skyrl_fast.rollout.workers.processes import ProcessWorkers
+from skyrl_fast.rollout.workers.calls import ProcessCalls
 from skyrl_fast.rollout.workers.protocol import CallResult
 
 log = logging.getLogger(__name__)
@@ -79,9 +76,7 @@ class AnswerParser:
         self.tool_parser = tool_parser
         self.reasoning_parser = reasoning_parser
         self._settings = _Parsers(tool_parser, reasoning_parser)
-        self._workers: ProcessWorkers | None = None
-        self._starting = threading.Lock()
-        self._free = asyncio.Semaphore(MAX_PROCESSES)
+        self._calls = ProcessCalls(self._settings, MAX_PROCESSES)
 
     async def parse(
         self,
@@ -124,13 +119,7 @@ class AnswerParser:
 
     async def _parse_in_process(self, request: _Request) -> AnswerParts:
         try:
-            async with self._free:
-                workers = self._workers
-                if workers is None:
-                    workers = await asyncio.to_thread(self._start)
-                worker = await workers.acquire()
-                outcome = await worker.call(PARSE, request, PARSE_SECONDS)
-            worker.release()
+            outcome = await self._calls.call(PARSE, request, PARSE_SECONDS)
             if outcome.failure is None:
                 parts: AnswerParts = outcome.value
                 return parts
@@ -141,14 +130,6 @@ class AnswerParser:
             failure = f"no process for its parser: {error}"
         log.warning("an answer of %d characters stays text: %s", len(request.text), failure)
         return AnswerParts("", request.text, ParsedAnswer(request.text, failed=True))
-
-    def _start(self) -> ProcessWorkers:
-        with self._starting:
-            workers = self._workers or ProcessWorkers(self._settings)  # pickles the tokenizer
-            if self._workers is None:
-                weakref.finalize(self, workers.end)
-            self._workers = workers
-            return workers
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,6 +167,7 @@ class VllmEngine:
     def _build(self) -> Any:
         from vllm import AsyncEngineArgs
         from vllm import SamplingParams as VllmSamplingParams
+        from vllm.config import StructuredOutputsConfig
         from vllm.exceptions import VLLMClientError
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -176,7 +177,12 @@ class VllmEngine:
         self._structured_outputs = StructuredOutputsParams
         self._refusals = (TypeError, ValueError, VLLMClientError)
         self._final_only = RequestOutputKind.FINAL_ONLY
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(self._setup)))
+        arguments = engine_args(self._setup)
+        forms = arguments.pop("structured_outputs_config")
+        config = StructuredOutputsConfig(**forms)
+        return AsyncLLM.from_engine_args(
+            AsyncEngineArgs(**arguments, structured_outputs_config=config)
+        )
 
     async def close(self) -> None:
         """Stop the engine's processes; closing twice is fine."""
@@ -221,6 +227,8 @@ class VllmEngine:
             raise RefusedRequestError(f"vLLM refuses the sampling parameters: {error}") from error
         output = await self._run(prompt_token_ids, params, session_id, f"policy-{policy_version}")
         answer = output.outputs[0]
+        if answer.finish_reason == "error" and "structured_outputs" in arguments:
+            raise RefusedRequestError("vLLM cannot compile the form of the answer: see its output")
         token_ids = list(answer.token_ids)
         keeps = sampling.num_kept_tokens is not None
         with parsing("vLLM answered"):

@@ -118,6 +118,8 @@ def engine_args(setup: VllmSetup) -> dict[str, Any]:
         # Logprobs of the sampling distribution: after temperature.
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": -1,  # no limit for those of kept tokens
+        # An engine has the compiler of its first form, and other ones' features are lost in it.
+        "structured_outputs_config": {"backend": "xgrammar"},
         "use_tqdm_on_load": False,
         "disable_log_stats": True,
         "enable_log_requests": False,

@@ -155,7 +155,8 @@ def test_any_interruptions_give_the_complete_response(sizes: list[int], length: 
 # a special token, which has no text.
 PIECES = [b"a", b"b<", b"<", b"/", b"</", b"/a", b"a>", b">", b"\xc3", b"\xa9", b"END", b""]
 END, SPECIAL = len(PIECES) - 2, len(PIECES) - 1
-INSTEAD = 0  # sampled where the script's token is excluded
+INSTEAD = 0  # or 1, sampled where the script's token is excluded
+FORM = {"regex": "of even and odd pieces by turns"}
 
 
 class Pieces:
@@ -191,8 +192,10 @@ class ScriptedModel:
                 self.gate.version += 1
                 return answer(INTERRUPTED)
             token = self.script[first + len(out)]
+            wanted = len(out) % 2 if "structured_outputs" in more else INSTEAD
             bad = any([*out, token][-len(word) :] == word for word in map(pieces_of, bad_of(more)))
-            token = INSTEAD if bad or (token in ends and len(out) < least) else token
+            bad |= "structured_outputs" in more and token % 2 != wanted
+            token = wanted if bad or (token in ends and len(out) < least) else token
             out.append(token)
             if len(out) > least:
                 if token in ends:
@@ -223,10 +226,11 @@ def pieces_of(word: str) -> list[int]:
     least=st.integers(0, 24),
     end=st.sampled_from([[], [3], [SPECIAL]]),
     words=st.lists(st.sampled_from(["a</", "</>", ">a"]), max_size=1),
+    form=st.sampled_from([None, FORM]),
 )
 def test_an_answer_over_updates_is_one_that_its_limits_allow_without_them(
     script: list[int], cuts: list[int], stop: list[str], length: int, least: int, end: list[int],
-    words: list[str],
+    words: list[str], form: dict[str, str] | None,
 ) -> None:  # fmt: skip
     sampling = SamplingParams(
         max_generate_length=length,
@@ -235,6 +239,7 @@ def test_an_answer_over_updates_is_one_that_its_limits_allow_without_them(
             "min_tokens": min(least, length),
             "stop_token_ids": end,
             "bad_words": words,
+            **({} if form is None else {"structured_outputs": form}),
         },
     )
 
@@ -253,6 +258,7 @@ def test_an_answer_over_updates_is_one_that_its_limits_allow_without_them(
     assert (sets is None) == (sampling.num_kept_tokens is None)
     assert sets is None or [ids.tolist() for ids in sets] == [[i] for i in got.token_ids]
     assert got.versions == sorted(got.versions)
+    assert form is None or all(n % 2 == i % 2 for i, n in enumerate(got.token_ids))
 
 
 @pytest.mark.spec("async.limits")

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import time
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import torch
 
 from skyrl_fast.config import InferenceEngineConfig
+from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weights.probe import WeightProbe, WeightSyncReport
 from skyrl_fast.rollout.engine.weights.receipt import SentWeights
 from skyrl_fast.rollout.engine.weights.transfer import Weights, WorkerCall, transfer_weights
+from skyrl_fast.rollout.engine.weights.transports.broadcast import receive_by_broadcast
 from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
 from skyrl_fast.rollout.engine.weights.worker import WeightUpdateExtension
 
@@ -101,6 +106,85 @@ class ScriptedEngine(VllmEngine):
 
     async def prompt_logprobs(self, token_ids: Any) -> list[float]:
         return [0.0] * (len(token_ids) - 1)
+
+
+class Server(RemoteEngine):
+    """A server of such workers, with the client that is connected to it for real.
+
+    Attributes:
+        asked: the update's calls so far: paths, or methods of workers.
+        fault_at: number of the call that has a fault, and its kind.
+    """
+
+    def __init__(
+        self, url: str = "http://a:1", dtype: str = "float32", weight_sync: str = "gloo"
+    ) -> None:
+        transport = httpx.MockTransport(self.respond)
+        super().__init__(url, weight_sync=weight_sync, trainer="127.0.0.1", transport=transport)
+        self.asked: list[str] = []
+        self.fault_at: tuple[int, str] | None = None
+        self.paused = False
+        self.llm = Llm()
+        self.healthy = True
+        self.dtype = dtype
+
+    async def respond(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        call = json.loads(request.content) if request.content else {}
+        number = len(self.asked)
+        if path != "/health":
+            self.asked.append(call.get("method", path))
+        if self.fault_at is None or number != self.fault_at[0]:
+            return await self._respond(path, call)
+        kind = self.fault_at[1]
+        self.fault_at = None
+        if kind == "500":
+            return httpx.Response(500, text="out of memory")
+        if kind == "reset":
+            self.healthy = False
+            raise httpx.ReadError("connection reset")
+        if kind == "hang":
+            await asyncio.Event().wait()
+        answer = await self._respond(path, call)
+        if kind == "half":
+            return httpx.Response(200, content=b'{"results": [{"dig')
+        results = answer.json()["results"]  # "wrong digest"
+        results[0]["digests"]["w"] = "0" * 16
+        return httpx.Response(200, json={"results": results})
+
+    async def _respond(self, path: str, call: dict[str, Any]) -> httpx.Response:
+        if path in ("/pause", "/resume"):
+            self.paused = path == "/pause"
+        if path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "m"}]})
+        if path == "/health" and not self.healthy:
+            self.healthy = True  # the next time
+            return httpx.Response(503)
+        if path != "/collective_rpc":
+            return httpx.Response(200, json={})
+        method = call["method"]
+        if method in ("prepare_sampler", "weights_dtype"):
+            answer = self.dtype if method == "weights_dtype" else None
+            return httpx.Response(200, json={"results": [answer] * 2})
+        if method.startswith("load") and self.llm.fault == "dies in a bucket":
+            self.llm.fault, self.healthy = "", False
+            await asyncio.gather(*(asyncio.to_thread(die, w) for w in self.llm.workers))
+            raise httpx.ReadError("connection lost")
+        try:
+            results = await self.llm.collective_rpc(method, tuple(call["args"]))
+        except ValueError as error:
+            return httpx.Response(500, text=str(error))
+        return httpx.Response(200, json={"results": results})
+
+    async def prompt_logprobs(self, token_ids: Any) -> list[float]:
+        return [0.0] * (len(token_ids) - 1)
+
+
+def die(worker: Any) -> None:
+    """Receive one bucket, then close the connections."""
+    with contextlib.suppress(RuntimeError):  # the other one died before
+        next(receive_by_broadcast(worker.weights_group))
+    del worker.weights_group
 
 
 def make_probe(engine: Any) -> WeightProbe:

@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import importlib.util
-import json
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
-import httpx
 import pytest
 import torch
-from _weights import Llm, make_probe, no_sending_thread
+from _weights import Server, make_probe, no_sending_thread
 
+from skyrl_fast.rollout.engine import pool
 from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
-from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.weights import receipt
 from skyrl_fast.rollout.engine.weights.buckets import Bucket
 from skyrl_fast.rollout.engine.weights.group import WeightsGroup
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError, tensor_digest
 from skyrl_fast.rollout.engine.weights.transports import broadcast as broadcast
 from skyrl_fast.rollout.engine.weights.transports.broadcast import (
-    receive_by_broadcast,
     send_by_broadcast,
 )
+from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
 from skyrl_fast.train.parallel.ranks import RankError
 
 needs_vllm = pytest.mark.skipif(
@@ -50,51 +48,6 @@ SENT = {
 
 
 BUCKET = 1024  # each tensor is sent alone
-
-
-class Server(RemoteEngine):
-    """A server of fakes, connected for real."""
-
-    def __init__(self, url: str = "http://a:1", dtype: str = "float32") -> None:
-        transport = httpx.MockTransport(self.respond)
-        super().__init__(url, weight_sync="gloo", trainer="127.0.0.1", transport=transport)
-        self.llm = Llm()
-        self.healthy = True
-        self.dtype = dtype
-
-    async def respond(self, request: httpx.Request) -> httpx.Response:
-        path = request.url.path
-        if path == "/v1/models":
-            return httpx.Response(200, json={"data": [{"id": "m"}]})
-        if path == "/health" and not self.healthy:
-            self.healthy = True  # the next time
-            return httpx.Response(503)
-        if path != "/collective_rpc":
-            return httpx.Response(200, json={})
-        call = json.loads(request.content)
-        method = call["method"]
-        if method in ("prepare_sampler", "weights_dtype"):
-            answer = self.dtype if method == "weights_dtype" else None
-            return httpx.Response(200, json={"results": [answer] * 2})
-        if method.startswith("load") and self.llm.fault == "dies in a bucket":
-            self.llm.fault, self.healthy = "", False
-            await asyncio.gather(*(asyncio.to_thread(die, w) for w in self.llm.workers))
-            raise httpx.ReadError("connection lost")
-        try:
-            results = await self.llm.collective_rpc(method, tuple(call["args"]))
-        except ValueError as error:
-            return httpx.Response(500, text=str(error))
-        return httpx.Response(200, json={"results": results})
-
-    async def prompt_logprobs(self, token_ids: Any) -> list[float]:
-        return [0.0] * (len(token_ids) - 1)
-
-
-def die(worker: Any) -> None:
-    """Receive one bucket, then close the connections."""
-    with contextlib.suppress(RuntimeError):  # the other one died before
-        next(receive_by_broadcast(worker.weights_group))
-    del worker.weights_group
 
 
 @needs_vllm
@@ -271,4 +224,55 @@ def test_an_error_while_weights_are_gathered_is_raised_by_its_name() -> None:
     error = RankError("rank 1 has exited")
     with pytest.raises(RankError, match="rank 1 has exited"):
         update_of([Server(), Server("http://b:1")], Gathered(error))
+    assert no_sending_thread()
+
+
+# --- a fault at each call of an update ------------------------------------------------------------
+
+CALLS = ("/pause", "load", "/reset_prefix_cache", "/resume")  # of an update, to one server
+FAULTS = ("500", "half", "reset", "hang")
+
+
+@needs_vllm
+@pytest.mark.spec("async.server-return", "async.engine-restart", "async.engine-silence")
+@pytest.mark.parametrize("transport", ["file", pytest.param("gloo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("call", "fault"), [*product(range(len(CALLS)), FAULTS), (CALLS.index("load"), "wrong digest")]
+)
+def test_a_server_with_a_fault_at_a_call_of_an_update_is_left_out_until_it_is_repaired(
+    call: int, fault: str, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PAUSE_SECONDS", "LOAD_SECONDS"):
+        monkeypatch.setattr(pool, name, 1.0 if transport == "file" else 5.0)
+    monkeypatch.setattr(broadcast, "NOTICE_SECONDS", 0.1)
+    servers = [Server(f"http://{name}:1", weight_sync=transport) for name in "ab"]
+    send = send_by_file if transport == "file" else send_by_broadcast
+    engines = EnginePool(servers, transport=send)
+
+    async def update() -> None:
+        await engines.interrupt()
+        await asyncio.wait_for(engines.update(SENT, make_probe), 60)
+
+    async def go() -> None:
+        await engines.start()
+        started = len(servers[0].asked)
+        servers[0].fault_at = started + call, fault
+        await update()
+        asked = servers[0].asked[started:]
+        assert servers[0].fault_at is None and asked[call].startswith(CALLS[call]), asked
+        assert received(servers[1]) and not servers[1].paused and 1 in engines.reports
+        if engines.reports.keys() == {1}:
+            assert engines.faults["engine_deaths"] == 1
+            servers[0].healthy = True
+            await engines.repair(SENT, make_probe)
+        for _ in range(2):
+            assert engines.reports.keys() == {0, 1}
+            assert all(map(received, servers)) and not any(s.paused for s in servers)
+            for server in servers:
+                for worker in server.llm.workers:
+                    worker.model.loaded = {}
+            await update()
+        await engines.close()
+
+    asyncio.run(go())
     assert no_sending_thread()

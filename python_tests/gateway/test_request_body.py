@@ -87,3 +87,17 @@ def test_what_was_read_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> Non
         assert [m.content for m in fields.messages] == [m["content"] for m in messages]
         assert fields.model_extra == {"seed": turn}
     assert max(sizes) < 400
+
+
+@pytest.mark.spec("gateway.requests")
+def test_objects_are_counted_before_they_are_read() -> None:
+    def read(text: str) -> Any:
+        return parsed_json(b'{"messages": [' + text.encode() + b"]}")
+
+    part = '{ \n"type": "text"}'
+    with pytest.raises(ApiError, match="more than 100,000 objects") as error:
+        read(",".join([part] * 100_000))
+    assert error.value.status == 413
+    assert len(read(",".join([part] * 99_999))["messages"]) == 99_999
+    code = json.dumps('{"a": {"b": 1}} ' * 100_000)  # a text
+    assert len(read(code)["messages"]) == 1

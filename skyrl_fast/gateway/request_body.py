@@ -8,8 +8,10 @@ parsed and checked.
 from __future__ import annotations
 
 import json
+import re
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,6 +21,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from skyrl_fast.gateway.messages import ApiError
 
 MAX_BEGINNINGS = 8  # of as many interleaved conversations
+MAX_OBJECTS = 100_000  # messages, parts and tools with what they contain: a third of a second
+_OBJECT = re.compile(rb'\{\s*"')  # in texts, quotes are escaped
 WHITE_SPACE = b" \t\r\n"  # of JSON
 
 
@@ -49,8 +53,12 @@ def parsed_json(body: bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ApiError: it is none.
+        ApiError: it is none, or has more than MAX_OBJECTS objects.
     """
+    if body.count(b"{") > MAX_OBJECTS:  # or texts with braces
+        objects = islice(_OBJECT.finditer(body), MAX_OBJECTS + 1)
+        if sum(1 for _ in objects) > MAX_OBJECTS:
+            raise ApiError(413, f"the body has more than {MAX_OBJECTS:,} objects")
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:

@@ -25,6 +25,8 @@ ENDS = {
     "killed": "os.kill(os.getpid(), signal.SIGKILL)",
     "stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
     "running": "time.sleep(600)",
+    "without its parent": "os.kill(os.getppid(), signal.SIGKILL); time.sleep(600)",
+    "in another group": "child('time.sleep(600)', start_new_session=True); os._exit(0)",
 }
 NEVER_END = {"stopped", "running"}
 

@@ -13,6 +13,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -34,6 +35,7 @@ OUTPUT_CHARACTERS = 1_000  # at the end of a command's output, quoted when it fa
 UTF8_BYTES = 4  # of a character, at most
 MAX_REWARD_BYTES = 1 << 20
 KEPT_OUTPUT_BYTES = 256 << 10  # of a command, at least; the file may have twice as much
+MAX_KILLS, KILL_SECONDS = 100, 0.02  # of what a command has left
 DROPPED = b"(the beginning of the output was dropped)\n"
 # Runs a command in its own process group, which ends with this process: a pipe tells, even after
 # SIGKILL; the folder, which is the current one, is deleted then. The group is killed when the
@@ -123,6 +125,7 @@ class CommandAgent(BlackBox):
         except OSError as error:
             raise EnvError(f"agent.command: {error}") from error
         finally:
+            await asyncio.to_thread(_kill_left, folder)
             await asyncio.to_thread(_delete, folder)
 
     async def _run(self, task: AgentTask, folder: Path, output: int) -> Outcome:
@@ -215,6 +218,21 @@ def _end_of_output(output: int) -> str:
     size = UTF8_BYTES * OUTPUT_CHARACTERS
     text = os.pread(output, size, max(0, os.fstat(output).st_size - size)).decode(errors="replace")
     return printable(text[-OUTPUT_CHARACTERS:].strip(), OUTPUT_CHARACTERS)
+
+
+def _kill_left(folder: Path) -> None:
+    """Kill processes of a command that have left its group, or killed what should end them."""
+    mark = os.fsencode(f"{TASK_VARIABLE}={folder / TASK_FILE}")
+    for _ in range(MAX_KILLS):  # they may start others meanwhile
+        left = False
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # of another user, or ended
+                if mark in (process / "environ").read_bytes():
+                    os.kill(int(process.name), signal.SIGKILL)
+                    left = True
+        if not left:
+            return
+        time.sleep(KILL_SECONDS)
 
 
 def _delete(folder: Path) -> None:

@@ -1,6 +1,7 @@
-"""Write skyrl_fast/_C.pyi from the built extension: `python scripts/stubs.py`.
+"""Write the package's stubs: `python scripts/stubs.py`.
 
-The extension must hold the CUDA kernels, so that their bindings are in the stub.
+`__init__.pyi` lists the public names, which the package imports on first use; `_C.pyi` the bindings
+of the built extension, which must hold the CUDA kernels.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 STUB = ROOT / "skyrl_fast" / "_C.pyi"
+PACKAGE_STUB = ROOT / "skyrl_fast" / "__init__.pyi"
 PLAIN_TYPES = {
     "typing.SupportsInt | typing.SupportsIndex": "int",
     "typing.SupportsFloat | typing.SupportsIndex": "float",
@@ -22,12 +24,22 @@ BUILD_ATTRIBUTES = {"compiler": "str", "cuda_archs": "str | None"}
 
 
 def main() -> None:
-    """Write the stub."""
+    """Write both stubs."""
     from skyrl_fast import _C
 
+    PACKAGE_STUB.write_text(package_stub(), encoding="utf-8")
     if _C.cuda_archs is None:
-        sys.exit("stubs: wanted an extension with CUDA kernels (SKYRL_FAST_CUDA=on), got none")
+        sys.exit("stubs: expected an extension with CUDA kernels (SKYRL_FAST_CUDA=on), got none")
     STUB.write_text(generated_stub(), encoding="utf-8")
+
+
+def package_stub() -> str:
+    """Return the stub of `skyrl_fast` itself."""
+    import skyrl_fast
+
+    names = sorted(skyrl_fast._HOMES.items(), key=lambda item: (item[1], item[0]))
+    imports = [f"from {module} import {name} as {name}" for name, module in names]
+    return "\n".join(["# Written by scripts/stubs.py.", *imports, "", "__version__: str", ""])
 
 
 def generated_stub() -> str:

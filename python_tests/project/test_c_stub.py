@@ -1,4 +1,4 @@
-"""skyrl_fast/_C.pyi matches the built extension."""
+"""The stubs match the package and the built extension."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ def test_stub_has_every_signature_of_the_extension() -> None:
     assert {name: written.get(name) for name in built} == built, "run: python scripts/stubs.py"
     if _C.cuda_archs is not None:
         assert set(written) == set(built), "run: python scripts/stubs.py"
+
+
+def test_stub_of_the_package_has_its_public_names() -> None:
+    written = stubs.PACKAGE_STUB.read_text(encoding="utf-8")
+    assert written == stubs.package_stub(), "run: python scripts/stubs.py"
 
 
 def test_every_argument_has_a_name() -> None:

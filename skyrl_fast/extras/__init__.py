@@ -1,1 +1,1 @@
-"""Extras with their own dependencies; the core does not import them."""
+"""Extras with their own dependencies; the core names them in tables and does not import them."""

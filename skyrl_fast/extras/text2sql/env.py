@@ -21,7 +21,6 @@ from skyrl_fast.extras.text2sql.query import (
 from skyrl_fast.extras.text2sql.query_process import TruthError, run_query, same_rows
 from skyrl_fast.extras.text2sql.solution import first_between, solution_sql
 
-ENTRY_POINT = "skyrl_gym.envs.sql.env:SQLEnv"  # the environment that this one replaces
 FOLDERS = {
     "synsql": "SynSQL-2.5M/databases",
     "spider": "spider/database",

@@ -13,6 +13,10 @@ from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from skyrl_fast.rollout.env.protocol import Env, Message
+from skyrl_fast.system.importing import load_object
+
+# By the entry point in skyrl_gym: the same environment, with the model's SQL in a sandbox.
+REPLACEMENTS = {"skyrl_gym.envs.sql.env:SQLEnv": "skyrl_fast.extras.text2sql.env:Text2SqlEnv"}
 
 
 class SkyRLGymEnv(Env):
@@ -57,12 +61,10 @@ def make(env_class: str, settings: Mapping[str, Any], extras: dict[str, Any]) ->
     """
     import skyrl_gym
 
-    from skyrl_fast.extras.text2sql import env as text2sql
-
     spec = check_registered(env_class)
     env_config = _Settings({**_default_settings(spec.entry_point), **settings})
-    if spec.entry_point == text2sql.ENTRY_POINT:  # the same environment, with sandboxed SQL
-        return SkyRLGymEnv(text2sql.Text2SqlEnv(env_config, extras))
+    if spec.entry_point in REPLACEMENTS:
+        return SkyRLGymEnv(load_object(REPLACEMENTS[spec.entry_point])(env_config, extras))
     return SkyRLGymEnv(skyrl_gym.make(env_class, env_config=env_config, extras=extras))
 
 

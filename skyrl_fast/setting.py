@@ -22,13 +22,12 @@ class EnvironmentValue(str):
     """A string from an environment variable, which may be secret: not written to any file.
 
     Args:
-        value: the string.
         written: its text in the settings, such as "${oc.env:API_KEY}".
     """
 
     written: str
 
-    def __new__(cls, value: str, written: str) -> EnvironmentValue:  # noqa: D102
+    def __new__(cls, value: str, written: str) -> EnvironmentValue:
         result = super().__new__(cls, value)
         result.written = written
         return result

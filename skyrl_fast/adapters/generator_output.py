@@ -22,9 +22,6 @@ def generator_output_from_trajectories(trajectories: Sequence[Trajectory]) -> Ge
     so that its group keeps its size. The last row has the trajectory's stop reason; times and
     environment metrics are the trajectory's, repeated on each of its rows.
 
-    Args:
-        trajectories: adjacent per group.
-
     Raises:
         ValueError: no trajectories, or log-probabilities in only some steps.
     """

@@ -81,14 +81,7 @@ class McpTools:
     async def loop(
         self, task: AgentTask, messages: Sequence[Message], *, max_turns: int = 16, **options: Any
     ) -> list[Message]:
-        """Call the model until it answers without a tool call; return the conversation.
-
-        Args:
-            task: the model to call.
-            messages: of the prompt.
-            max_turns: calls of the model.
-            options: further arguments of chat completions.
-        """
+        """Call the model until it answers without a tool call; return the conversation."""
         history = [dict(message) for message in messages]
         for _ in range(max_turns):
             answer = await task.async_openai.chat.completions.create(

@@ -84,12 +84,10 @@ def columns_of_output(
 
 
 def _oldest(versions: np.ndarray, heads: np.ndarray) -> np.ndarray:
-    """Return the oldest version of the rows from each head to the next."""
     return versions if len(heads) == len(versions) else np.minimum.reduceat(versions, heads)
 
 
 def _token_fields(output: Mapping[str, Any]) -> list[str]:
-    """Return the names of the fields with one number per token."""
     names = ["prompt_token_ids", "response_ids", "loss_masks"]
     if rewards_are_per_token(OP, output["rewards"]):
         names.append("rewards")
@@ -99,7 +97,6 @@ def _token_fields(output: Mapping[str, Any]) -> list[str]:
 
 
 def _at(rows: Sequence[Any], index: np.ndarray) -> Sequence[Any]:
-    """Return the rows with these indices."""
     return rows if len(index) == len(rows) else [rows[row] for row in index.tolist()]
 
 
@@ -115,9 +112,7 @@ def flat_values(
     """Return the flat values of all fields, read in one pass; prompt and response are joined.
 
     Args:
-        op: the caller's public name, for messages.
         response_starts: (N,) offset of each row's values per response token.
-        num_responses: A.
         gaps: some of the A elements belong to no row and are set to 0.
     """
     tokens = _backend.empty((int(cu_seqlens[-1]),), torch.int32)
@@ -208,13 +203,9 @@ def flat_kept_ids(
     """Return the columns `num_kept`, `kept_ids` and `cu_kept` of a batch; None without kept tokens.
 
     Args:
-        op: the caller's public name, for messages.
         rows: for each of N rows a sequence of ids per response token; None or no sequence where
             all of its tokens were sampled from the vocabulary.
         cu_responses: (N + 1,) offsets of the response tokens.
-
-    Raises:
-        ValueError: kept tokens for only some tokens of a row.
     """
     if rows is None:
         return None, None, None

@@ -34,15 +34,7 @@ def write_batch_file(
 
 
 def read_batch_file(path: str | os.PathLike[str], names: set[str]) -> dict[str, Any]:
-    """Return all tensors and other values by name.
-
-    Args:
-        path: file of `write_batch_file`.
-        names: all allowed names.
-
-    Raises:
-        ValueError: a file of another format, or an unknown name.
-    """
+    """Return all tensors and other values by name."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -32,9 +32,6 @@ def batch_from_trajectories(trajectories: Sequence[Trajectory]) -> StepBatch:
     A trajectory that failed or has no steps becomes one masked row with an empty response and
     reward 0, so that its group keeps its size. The last row has the trajectory's stop reason.
 
-    Args:
-        trajectories: adjacent per group.
-
     Raises:
         ValueError: no trajectories; two with the same uid and repetition; groups that are not
             adjacent; log-probabilities in only some steps; a mask or log-probabilities of another
@@ -100,7 +97,6 @@ def stop_reasons_of(
     """Return N stop reasons: each step's, but for the last step that of the trajectory.
 
     Args:
-        trajectories: J.
         steps: J, the steps of each trajectory.
     """
     reasons: list[str] = []
@@ -112,9 +108,6 @@ def stop_reasons_of(
 
 def logprobs_in_all_or_none(op: str, rows: Sequence[Step]) -> list[list[float]] | None:
     """Return the rollout log-probabilities of N rows, or None if no response has any.
-
-    Args:
-        op: the caller's public name, for messages.
 
     Raises:
         ValueError: only some responses have them.

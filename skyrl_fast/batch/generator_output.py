@@ -194,11 +194,7 @@ def _check_token_lists(op: str, output: Mapping[str, Any]) -> None:
 
 
 def rewards_are_per_token(op: str, rewards: Sequence[Any]) -> bool:
-    """Return whether each row's reward is a list (or 1-D array), rather than a number.
-
-    Raises:
-        ValueError: a mixture, or another type.
-    """
+    """Return whether each row's reward is a list (or 1-D array), rather than a number."""
     kinds = set(map(type, rewards))
     if kinds <= {float, int, bool}:
         return False

@@ -23,10 +23,8 @@ def merged_values(
     """Return (A',) values of the response tokens that are kept, 0 for the others.
 
     Args:
-        op: the caller's public name, for messages.
         values: (A,) per response token.
         cu_responses: (N + 1,) offsets into `values`.
-        plan: which steps are merged.
         cu_merged: (M + 1,) offsets into the result.
     """
     column = _backend.empty((int(cu_merged[-1]),), values.dtype).zero_()
@@ -51,7 +49,6 @@ def merged_token_rewards(
         rewards: (A,) float32.
         row_rewards: (N,) float32.
         reward_per_row: a step without response tokens may have a reward.
-        op, cu_responses, plan, cu_merged: as for `merged_values`.
     """
     merged = merged_values(op, rewards, cu_responses, plan, cu_merged)
     flat, cu, old = merged.numpy(), cu_merged.numpy(), cu_responses.numpy()
@@ -76,10 +73,8 @@ def merged_routes(
     """Return (E', L, K) routes of the merged rows, and their (M + 1,) offsets.
 
     Args:
-        op: the caller's public name, for messages.
         routes: (E, L, K) integers.
         cu_experts: (N + 1,) offsets into `routes`.
-        plan: which steps are merged.
     """
     begins, ends = plan.route_pieces(op, cu_experts.diff().numpy())
     starts = cu_experts[:-1].numpy() + begins
@@ -96,11 +91,9 @@ def merged_kept_ids(
     """Return (B',) kept tokens of the response tokens that remain, and their (M + 1,) offsets.
 
     Args:
-        op: the caller's public name, for messages.
         num_kept: (A,) int32, kept tokens per response token.
         kept_ids: (B,) int32.
         cu_responses: (N + 1,) offsets into `num_kept`.
-        plan: which steps are merged.
     """
     cu_kept = np.concatenate([[0], np.cumsum(num_kept.numpy(), dtype=np.int64)])
     first = cu_responses[:-1].numpy().astype(np.int64)
@@ -114,10 +107,7 @@ def _joined_pieces(
     """Return the pieces of all steps, one after another, and the merged rows' (M + 1,) offsets.
 
     Args:
-        op: the caller's public name, for messages.
-        values: what the pieces are taken from.
         starts, lengths: (N,) of each step's piece.
-        plan: which steps are merged.
     """
     cu_merged = offsets(torch.from_numpy(np.add.reduceat(lengths, plan.heads)))
     merged = _backend.empty((int(cu_merged[-1]), *values.shape[1:]), values.dtype)

@@ -65,10 +65,6 @@ def padded_tensors(
         responses: name -> (A,) values per response token, or None.
         cu_responses: (N + 1,) offsets into `responses`.
         row_rewards: (N,) float32; must be 0 for empty responses.
-        pad_token_id, pad_size, pad_mode: as for `StepBatch.padded`.
-
-    Raises:
-        ValueError: as `StepBatch.padded`.
     """
     num_rows = len(row_rewards)
     check_pad_mode(OP, pad_size, pad_mode)
@@ -128,7 +124,6 @@ def padded_routes(
         routes: (E, L, K) integers of the rows' first tokens.
         cu_experts: (N + 1,) offsets into `routes`.
         lengths: (N,) tokens of each row.
-        pad_size: padding rows, which have no routes.
     """
     if routes is None or cu_experts is None:
         return None, None

@@ -48,8 +48,6 @@ def row_index(
     Without steps every row is a trajectory.
 
     Args:
-        op: the caller's public name, for messages.
-        output: a generator output.
         uids: N prompt names, one per row; None: the instance ids of `trajectory_ids`.
         step_wise: whether trajectories can have several rows; None: `is_step_wise(output)`.
 
@@ -83,11 +81,7 @@ def split_trajectory_ids(op: str, trajectory_ids: Sequence[Any]) -> tuple[list[A
     """Return the N instance ids and the (N,) int64 repetition ids.
 
     Args:
-        op: the caller's public name, for messages.
         trajectory_ids: N pairs `(instance_id, repetition_id)`, or objects with these attributes.
-
-    Raises:
-        ValueError: an entry of another type, or a repetition that is not an int.
     """
     try:
         if all(map(issubclass, set(map(type, trajectory_ids)), repeat((tuple, list)))):
@@ -151,11 +145,7 @@ def first_return(ids: np.ndarray) -> int | None:
 
 
 def bool_array(op: str, field: str, values: Sequence[Any] | np.ndarray) -> np.ndarray:
-    """Return (N,) bool from bools, NumPy bools or an array of them.
-
-    Raises:
-        ValueError: an entry of another type.
-    """
+    """Return (N,) bool from bools, NumPy bools or an array of them."""
     if isinstance(values, torch.Tensor):
         values = values.detach().cpu().numpy()
     if isinstance(values, np.ndarray) and values.dtype == np.bool_ and values.ndim == 1:

@@ -64,7 +64,6 @@ def split_micro_batches(
     Args:
         lengths: N tokens of each row.
         token_budget: most tokens of a part, unless a single unit is longer.
-        num_ranks: data-parallel size.
         units: (N,) ints; rows with the same number stay together. None: rows are independent.
 
     Raises:

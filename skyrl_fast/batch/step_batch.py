@@ -471,7 +471,6 @@ class StepBatch:
         return self._renumbered(changes)
 
     def _row_choice(self, rows: torch.Tensor) -> StepBatch:
-        """Return copies of the chosen rows."""
         changes: dict[str, Any] = {n: v[rows] for n, v in self.columns("row").items()}
         for per, name_of_offsets in OFFSETS.items():
             cu = getattr(self, name_of_offsets)

@@ -123,7 +123,6 @@ DESCRIPTION = "Report what is built, found and missing. Exit code 1: a required 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
     parser.add_argument("--json", action="store_true", help="output as JSON")
 
 

@@ -21,7 +21,6 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
     parser.add_argument("run", type=Path, help="folder of a recording, or of a run")
     parser.add_argument("out", type=Path, help="file to write; an existing one is replaced")
     parser.add_argument(
@@ -37,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the file."""
     with as_usage_error(ValueError, OSError, ImportError):
         written = _written(options)
     sys.stdout.write(f"{written} in {options.out}\n")

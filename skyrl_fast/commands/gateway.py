@@ -44,7 +44,6 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
     add_config_arguments(parser, is_required=False)
     parser.add_argument("--model", help="model folder or hub name: trainer.policy.model.path")
     parser.add_argument(
@@ -79,11 +78,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _config(options: argparse.Namespace) -> Config:
-    """Return the settings of the command line.
-
-    Raises:
-        ValueError: an invalid setting, or no model.
-    """
+    """Return the settings of the command line."""
     from skyrl_fast.config.loading import load_config
 
     overrides, path = list(options.overrides), options.config
@@ -157,11 +152,7 @@ async def _serve(config: Config, run: Path) -> None:
 
 
 async def _keep_running(pool: EnginePool) -> None:
-    """Restart engines that died.
-
-    Raises:
-        EngineDeadError: none is left.
-    """
+    """Restart engines that died."""
     while True:
         await pool.wait_for_fault()
         await pool.restart()
@@ -175,9 +166,6 @@ async def serving(
 
     Args:
         config: settings of the generator and the agent.
-        engine: answers the calls.
-        tokenizer: of the model.
-        run: folder of the recording.
 
     Raises:
         ValueError: a package is missing, the folder or the address is in use, or a tokenizer

@@ -21,7 +21,6 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
     add_config_arguments(parser)
     parser.add_argument(
         "--device-memory",

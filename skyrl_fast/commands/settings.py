@@ -15,7 +15,6 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
     parser.add_argument("word", nargs="?", default="", help="part of a name or of its help")
 
 

@@ -28,7 +28,6 @@ class StoppedError(RunError):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
     add_config_arguments(parser)
     parser.add_argument(
         "--resume", action="store_true", help="resume from the newest checkpoint, if there is one"

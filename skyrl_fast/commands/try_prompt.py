@@ -43,7 +43,6 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
     add_config_arguments(parser)
     parser.add_argument("--prompt", type=int, default=0, help="row of the training prompts, from 0")
     parser.add_argument("--samples", type=int, default=1, help="trajectories of the prompt")
@@ -101,11 +100,7 @@ class _Attempt:
 
 
 def _answers(given: Sequence[str] | None) -> list[str]:
-    """Return the answers of `--answers`.
-
-    Raises:
-        ValueError, OSError: a file that cannot be read, or without answers.
-    """
+    """Return the answers of `--answers`."""
     if given is None:
         return [PLACEHOLDER]
     if len(given) != 1 or not given[0].startswith("@"):
@@ -149,7 +144,6 @@ def _prompt(config: Config, number: int) -> Prompt:
 
 
 async def _scripted(config: Config, prompt: Prompt, *, options: argparse.Namespace) -> _Attempt:
-    """Return the trajectories with a scripted model."""
     from skyrl_fast.rollout.engine.weights.gate import WeightGate
     from skyrl_fast.rollout.env.factory import EnvFactory
     from skyrl_fast.rollout.groups import environment_runner, run_groups

@@ -16,7 +16,6 @@ DESCRIPTION = "Write the report of a run as static pages; no server needed."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to its parser."""
     parser.add_argument("run", type=Path, help="folder of a run (trainer.run_path)")
     parser.add_argument("--out", type=Path, help="output folder (default: RUN/view)")
 

@@ -91,6 +91,5 @@ class InferenceEngineConfig:
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of one engine."""
         sizes = {"tensor_parallel_size": self.tensor_parallel_size, **self.engine_init_kwargs}
         return math.prod(int(sizes.get(name, 1)) for name in _PARALLEL_SIZES)

@@ -145,7 +145,6 @@ def _read_yaml(path: str | Path | None, overrides: Sequence[str]) -> dict[str, A
 
 
 def _sections(path: str | Path) -> Any:
-    """Return a YAML file with sections."""
     from omegaconf import OmegaConf
 
     if not Path(path).is_file():
@@ -158,11 +157,7 @@ def _sections(path: str | Path) -> Any:
 
 
 def _quote_texts(text: str, hint: Any) -> str:
-    """Return YAML whose plain values for strings are quoted: `run_name: 0123` is not 83, nor `on`.
-
-    Args:
-        hint: type of the value.
-    """
+    """Return YAML with plain values of strings quoted: `run_name: 0123` is not 83, nor `on`."""
     import yaml
 
     node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -444,7 +439,6 @@ def _check_engines(engine: InferenceEngineConfig, *, is_synchronous: bool) -> No
 
 
 def _check_cluster_engines(config: Config) -> None:
-    """Check the settings of several engines, and of engines on a cluster."""
     engine, key = config.generator.inference_engine, "generator.inference_engine"
     if not config.engines_on_cluster:
         if engine.num_engines > 1:
@@ -477,7 +471,6 @@ def _has_host(url: str) -> bool:
 
 
 def _check_estimator_rows(config: Config) -> None:
-    """Check that the estimator has the critic and the rows that it needs."""
     trainer, generator = config.trainer, config.generator
     estimator, spec = trainer.algorithm.advantage_estimator, estimator_spec(trainer.algorithm)
     has_critic = trainer.critic.model.path is not None

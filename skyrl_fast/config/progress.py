@@ -10,9 +10,7 @@ class ProgressColumn:
     """A column.
 
     Args:
-        label: its heading.
         metric: name of the metric; a trailing * matches any suffix.
-        format: of the value.
     """
 
     label: str

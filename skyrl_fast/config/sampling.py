@@ -77,7 +77,6 @@ def check_sampling(key: str, sampling: SamplingParams, *, trained: bool) -> None
     """Check the parameters of training, or of evaluation.
 
     Args:
-        key: dotted key of the section, for messages.
         trained: whether the trainer computes log-probabilities of what is sampled.
 
     Raises:

@@ -17,7 +17,6 @@ class Upstream:
 
     Args:
         base_url: with `/v1`.
-        model: its name there.
         api_key: None: none is sent.
     """
 

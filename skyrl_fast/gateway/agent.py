@@ -21,8 +21,6 @@ class GatewayAgent:
 
     Args:
         gateway: started, or by `start`.
-        policy: that it serves.
-        agent: the function or command.
     """
 
     def __init__(self, gateway: Gateway, policy: Policy, agent: BlackBox) -> None:
@@ -71,7 +69,6 @@ class _AgentEpisode:
         self._key = parent.gateway.open(session)
 
     async def play(self) -> str:
-        """See `Episode.play`."""
         parent, session = self._parent, self._session
         entry = self._entry
         parent.policy.board.set_phase(entry, ACTING, attempt=entry.attempt, turn=0)
@@ -104,7 +101,6 @@ class _AgentEpisode:
             raise EnvError(f"call_rewards: {error}") from error
 
     async def close(self) -> None:
-        """See `Episode.close`."""
         if self._trajectory.failure is None and not self._trajectory.env_metrics:
             self._trajectory.env_metrics = self._session.metrics()  # at the deadline
         await self._parent.gateway.end(self._key)

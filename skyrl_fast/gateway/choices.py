@@ -49,10 +49,7 @@ class Choices:
     """Samples the answers of one session.
 
     Args:
-        policy: answers.
-        trajectory: of the session.
         prompts: remembers the answers' tokens.
-        counts: of the session.
         policy_version: at its start, for the seeds.
     """
 
@@ -79,10 +76,7 @@ class Choices:
         """Return one answer and its step.
 
         Args:
-            call: asks for it.
-            prompt: of the call.
             place: of the answer in its trajectory, for the seeds.
-            attempt: of the trajectory.
 
         Raises:
             EngineError: the engine failed, or refuses the request.
@@ -192,10 +186,6 @@ class Choices:
         """Return the answer's parts, as the template has to get them back.
 
         Parsers and templates disagree about the white space between them.
-
-        Args:
-            text: of the answer, without special tokens.
-            place: of the answer in its trajectory.
         """
         policy = self._policy
         reasons = policy.reasoning_parser is not None and call.messages is not None

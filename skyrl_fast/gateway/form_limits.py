@@ -90,12 +90,6 @@ def _check_references(place: str, schema: Any) -> None:
 
 
 def _check_node(place: str, node: Any, depth: int, left: list[int], *, of: str = "") -> None:
-    """Check one value of a schema and those in it.
-
-    Args:
-        left: number of values that may follow, counted down.
-        of: the keyword whose value it is.
-    """
     left[0] -= 1
     if left[0] < 0 or depth > MAX_DEPTH:
         what = f"{MAX_NODES:,} values" if depth <= MAX_DEPTH else f"{MAX_DEPTH} levels"
@@ -133,11 +127,7 @@ def _check_node(place: str, node: Any, depth: int, left: list[int], *, of: str =
 
 
 def _expanded_size(node: Any, root: Any, sizes: dict[int, int]) -> int:
-    """Return the number of values with references written out; those to what contains them once.
-
-    Args:
-        sizes: of values that were counted, by their identity.
-    """
+    """Return the number of values with references written out; those to what contains them once."""
     if id(node) in sizes:
         return sizes[id(node)]
     sizes[id(node)] = 1  # while it is counted

@@ -14,7 +14,6 @@ class ApiError(Exception):
 
     Args:
         status: 4xx or 5xx.
-        message: for people.
         code: for programs, in dialects that have codes.
     """
 
@@ -41,7 +40,6 @@ class Call:
         max_tokens: of the answer; None: the run's limit.
         stop: strings that end the answer, which does not contain them; None: the run's.
         include_stop: whether the answer contains the stop string that ended it.
-        num_choices: number of answers.
         stream: whether the answer is sent as events.
         stop_token_ids: tokens that end the answer; None: the run's.
         parallel_tool_calls: whether an answer may have several tool calls.
@@ -87,10 +85,8 @@ class Choice:
     Args:
         text: without tool calls and thoughts.
         thoughts: before it.
-        tool_calls: found in it.
         finish: "stop", "length" or "tool_calls".
         stop_string: that ended it, or None.
-        token_ids, logprobs: as sampled.
     """
 
     text: str
@@ -110,7 +106,6 @@ class Answer:
         id: unique, without a dialect's prefix.
         created: seconds since the epoch.
         model: name as the client gave it.
-        num_prompt_tokens: length of the prompt.
         choices: at least one.
     """
 
@@ -122,7 +117,6 @@ class Answer:
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens of all choices."""
         return sum(len(choice.token_ids) for choice in self.choices)
 
 
@@ -132,7 +126,6 @@ class Outcome:
 
     Args:
         reward: of the trajectory, on its last step; None: what was posted.
-        metrics: its numbers.
         call_rewards: of single calls, by completion id.
         unless_posted: whether a reward that was posted for the trajectory replaces it.
     """

@@ -51,12 +51,6 @@ class OtherCalls:
     ) -> Response:
         """Return the answer of another server.
 
-        Args:
-            client: of the gateway.
-            upstream: the server.
-            path: of the call.
-            body: its JSON.
-
         Raises:
             ApiError: the server cannot be reached, or the trajectory has ended.
         """
@@ -147,7 +141,6 @@ async def _sent(
 
 
 def _asked_text(asked: Any) -> str:
-    """Return a prompt or messages as text."""
     if isinstance(asked, str):
         return asked
     if isinstance(asked, list) and all(isinstance(m, Mapping) and "role" in m for m in asked):
@@ -169,7 +162,6 @@ def _text_of(content: bytes) -> str:
 
 
 def _text_of_events(content: bytes) -> str:
-    """Return the text of a stream's events."""
     parts = []
     # JSON may contain U+2028 and others at which str.splitlines divides, too.
     for line in re.split("\r\n|\r|\n", content.decode("utf-8", "replace")):

@@ -22,10 +22,8 @@ class Policy:
     """What all sessions of a run share.
 
     Args:
-        calls: of the engine.
         config: the generator's settings; see `loop_settings`.
         template: of the model, whose prompts have at most `max_input_length` tokens.
-        board: records what each trajectory does.
         model: name under which the policy is called.
         untrained_models: names whose calls are sampled from the policy, but not trained.
         upstreams: by name, models whose calls are forwarded to another server.

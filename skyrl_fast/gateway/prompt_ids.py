@@ -49,12 +49,10 @@ class RenderedText:
 
     @cached_property
     def text(self) -> str:
-        """All of it."""
         return "".join(self.parts)
 
     @cached_property
     def num_characters(self) -> int:
-        """Number of its characters."""
         return sum(map(len, self.parts))
 
     def without_end(self, length: int) -> RenderedText:
@@ -89,7 +87,6 @@ class PromptTokens:
         chain: digest of the pieces before the last one.
         last_text, last_ids: the last piece, which the response continues.
         kind: how it relates to the session's earlier calls.
-        digest: of the complete prompt.
         num_answers: messages of the assistant in it; None: unknown, of a text or of tokens.
     """
 
@@ -109,13 +106,7 @@ class _Start:
     """All pieces but the last of an earlier prompt, and what is known of them.
 
     Args:
-        rendered: their text.
-        token_ids: of the earlier prompt.
-        num_tokens: of these pieces.
         parts: these pieces' tokens.
-        chain: their digest.
-        end, answers: as for the kind of a prompt.
-        released: whether the earlier prompt's list may be extended.
     """
 
     rendered: RenderedText
@@ -139,11 +130,7 @@ class _Start:
 
 
 class PromptIds:
-    """Render prompts, and remember the session's tokens.
-
-    Args:
-        template: of the model.
-    """
+    """Render prompts, and remember the session's tokens."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
@@ -170,8 +157,6 @@ class PromptIds:
         """Return the prompt of a chat.
 
         Args:
-            messages: of the chat.
-            tools: that the request offers.
             template_kwargs: of the request, in place of the run's.
 
         Raises:
@@ -277,8 +262,6 @@ class PromptIds:
         a tool call, say), or as text of the message that the client sends.
 
         Args:
-            prompt: of the response.
-            token_ids: of the response.
             text: of the response without its special tokens; None: unknown.
         """
         with self._lock:
@@ -307,13 +290,6 @@ class PromptIds:
 
         None: it writes none of them so. Some templates write the last message in another way than
         earlier ones, so a message follows it.
-
-        Args:
-            prompt: of the answer.
-            token_ids: of the answer.
-            messages: before the answer.
-            answers: messages that say the same.
-            arguments: `tools` and `template_kwargs` of the request.
         """
         before = prompt.rendered.without_end(len(prompt.last_text)).text
         expected = [
@@ -392,7 +368,6 @@ class PromptIds:
         return PromptTokens(token_ids, kept, rendered, chain, last, ids, kind, digest, num_answers)
 
     def _ids_at(self, chain: bytes, piece: str) -> PieceIds:
-        """Return the tokens of a piece after the pieces of a chain."""
         return self._sampled.get((chain, piece)) or self._piece(piece)
 
     def _start(self, rendered: RenderedText) -> tuple[_Start, str]:
@@ -409,8 +384,6 @@ class PromptIds:
 
         Args:
             end: the last chain in it that ends with a response; None: there is none.
-            answers: whether a piece of it is one of a response.
-            num_answers: messages of the assistant in it; None: unknown.
         """
         if end is not None:
             # An answer after the response is one that came back changed.

@@ -41,7 +41,6 @@ class Recording:
 
     Args:
         run: folder; sessions that it holds are kept.
-        tokenizer: of the model.
 
     Raises:
         ValueError: another process writes to the folder, or it holds a training run.

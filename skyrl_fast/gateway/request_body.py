@@ -72,7 +72,6 @@ class _Beginning:
     Args:
         text: of all of it, a part of the complete body.
         head: of what is before the first item.
-        items: checked.
     """
 
     text: memoryview
@@ -94,8 +93,6 @@ class RequestBodies:
         """Return a request's checked fields.
 
         Args:
-            body: JSON.
-            model: of the request.
             conversation: name of the field that grows from call to call.
 
         Raises:

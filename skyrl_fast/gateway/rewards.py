@@ -22,7 +22,6 @@ class Rewards:
 
         Args:
             answer_id: without the prefix of its dialect.
-            steps: of its choices.
             span: name of the part of the agent that called.
         """
         self._calls[answer_id] = steps[0]
@@ -53,7 +52,6 @@ class Rewards:
         """Add all rewards to their steps.
 
         Args:
-            outcome: what the agent returned.
             last: step of the trajectory, which gets the trajectory's rewards.
 
         Raises:

@@ -74,7 +74,7 @@ class RewardRequest(Fields):
 class JsonAnswer(JSONResponse):
     """An answer in JSON that repeats any text of its request."""
 
-    def render(self, content: Any) -> bytes:  # noqa: D102
+    def render(self, content: Any) -> bytes:
         return json_text(content).encode()
 
 
@@ -230,8 +230,6 @@ class Gateway:
         """Return the answer of a handler, or the ApiError that it raised, in the dialect's form.
 
         Args:
-            request: for its path.
-            handle: answers it.
             dialect: None: OpenAI's.
         """
         try:
@@ -294,11 +292,6 @@ class Gateway:
         return JsonAnswer(dialect.response(answer, parsed, tokens))
 
     async def _until_done(self, running: RunningCall, request: Request) -> None:
-        """Wait for the answer.
-
-        Raises:
-            ClientDisconnect: the client was gone before. ApiError: there is no answer.
-        """
         gone = asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait([running.task, gone], return_when=asyncio.FIRST_COMPLETED)
@@ -425,11 +418,6 @@ async def _body(request: Request) -> bytes:
 
 
 def _decompressed(body: bytes, encoding: str) -> bytes:
-    """Return a body without its compression.
-
-    Raises:
-        ApiError: another one than gzip and deflate, damaged data, or too long a body.
-    """
     kind = encoding.strip().lower()
     if kind in ("", "identity"):
         return body
@@ -473,11 +461,7 @@ def _upstream(session: Session, body: bytes) -> Upstream | None:
 
 
 def _failure(task: asyncio.Task[Any]) -> ApiError | None:
-    """Return why a call that has ended has no answer; None: it has one.
-
-    Raises:
-        Exception: an error of the gateway itself.
-    """
+    """Return why a call that has ended has no answer; None: it has one."""
     if task.cancelled():
         return ApiError(SERVER_ERROR, "the call was aborted: its trajectory has ended")
     error = task.exception()

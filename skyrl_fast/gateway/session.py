@@ -61,11 +61,9 @@ class RunningCall:
 
     Args:
         task: returns the answer, and the steps of its choices.
-        path, body: of the request.
         span: name of the part of the agent that called.
         trained: whether its steps are the trajectory's.
         waiting: number of clients that wait for its answer.
-        delivered: whether the answer was sent.
     """
 
     task: asyncio.Task[tuple[Answer, list[Step]]]
@@ -81,7 +79,6 @@ class Session:
     """The calls of one attempt at a trajectory.
 
     Args:
-        policy: answers them.
         trajectory: gets the steps of each answer that is delivered, in this order.
         entry: of the trajectory on the board.
         policy_version: at the start, for the seeds.
@@ -204,10 +201,8 @@ class Session:
         before the answer.
 
         Args:
-            call: the request.
             prompt: its tokens.
             path, body: of it; a repetition has the same, or the same JSON.
-            is_retry: what the client says.
             span: name of the part of the agent that calls.
 
         Raises:

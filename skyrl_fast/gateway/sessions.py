@@ -60,7 +60,6 @@ class Sessions:
 
     Args:
         gateway: not started.
-        policy: that it serves.
         recording: gets each session that ends with an answer.
         key: by which sessions are opened.
         seconds: after which a session is ended.
@@ -123,8 +122,6 @@ class Sessions:
         """End a session and store it; return what was recorded.
 
         Args:
-            session: open.
-            outcome: its rewards and metrics.
             stop_reason: None: that of the last answer.
 
         Raises:

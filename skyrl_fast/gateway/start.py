@@ -90,7 +90,6 @@ def gateway_agent(
 
     Args:
         settings: of `agent`.
-        calls: of the policy.
         config: settings of the loop; see `loop_settings`.
         one_line: whether a trajectory's calls must follow each other, for estimators per turn.
         agent: None: a new one of the settings.

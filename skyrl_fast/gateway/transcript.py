@@ -18,7 +18,6 @@ class _Said:
         shared: number of leading messages that the answer before this one has, too, itself
             included.
         messages: the others before the answer.
-        answer: assistant message.
         template: what else the request says of the prompt: `tools`, `chat_template_kwargs`.
     """
 

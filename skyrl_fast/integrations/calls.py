@@ -16,7 +16,6 @@ class Counts:
     """Calls of one of our functions in a host program.
 
     Args:
-        calls: all of them.
         handed_back: those that the host's own function answered.
         last_reason: why, of the last of these.
     """
@@ -77,7 +76,6 @@ class Function:
     """One function of a host program.
 
     Args:
-        name: in the host.
         state: "replaced", "kept" (the host's own, see `why`) or "absent" from this version.
         why: why it is not replaced, or what the replacement leaves to the host.
         counts: of the replacement in this process.
@@ -94,7 +92,6 @@ class HostReport:
     """What is replaced in a host program, and how often it was called in this process.
 
     Args:
-        host: name and version.
         functions: one for each that this package knows.
     """
 
@@ -109,7 +106,6 @@ class HostReport:
         raise KeyError(name)
 
     def names(self, state: str) -> list[str]:
-        """Return the names of the functions in a state."""
         return [function.name for function in self.functions if function.state == state]
 
     def summary(self) -> str:

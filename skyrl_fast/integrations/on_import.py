@@ -14,7 +14,6 @@ class ImportWatch(MetaPathFinder):
     """Call back with the name of each of these modules, right after it has run.
 
     Args:
-        names: of modules.
         callback: called with the name; for modules that are already loaded, at `start`.
     """
 
@@ -23,13 +22,11 @@ class ImportWatch(MetaPathFinder):
         self._callback = callback
 
     def start(self) -> None:
-        """Start watching imports."""
         sys.meta_path.insert(0, self)
         for name in sorted(self._names & sys.modules.keys()):
             self._callback(name)
 
     def stop(self) -> None:
-        """Stop watching imports."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
@@ -57,11 +54,9 @@ class _CallingLoader(Loader):
         self._callback = callback
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Return the module that its own loader creates."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the module, then call back."""
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader

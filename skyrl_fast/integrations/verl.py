@@ -184,12 +184,6 @@ def _estimator(estimator: str) -> Callable[..., Pair]:
 
         Args:
             token_level_rewards, response_mask: (N, R).
-            index: N group names.
-            epsilon: must be 1e-6, the op's constant.
-            norm_adv_by_std_in_grpo: False for Dr. GRPO.
-
-        Raises:
-            ValueError: another epsilon, or an error of `group_advantage`.
         """
         _counts[PREFIX + estimator].calls += 1
         if epsilon != 1e-6:

@@ -84,7 +84,6 @@ def break_graph(op: str, what: str) -> None:
     """Split torch.compile's graph here; with fullgraph=True that is an error with this message.
 
     Args:
-        op: the op's public name.
         what: what depends on values, which a graph cannot hold.
     """
     if torch.compiler.is_compiling():
@@ -178,7 +177,6 @@ def device_kind(device: torch.device) -> str:
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is on an NVIDIA GPU."""
     return tensor.is_cuda
 
 
@@ -275,11 +273,7 @@ def set_page_pool_limit(num_bytes: int) -> None:
 
 
 def _default_page_pool_limit(control_groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return an eighth of the memory that this process may use: the machine's, or its container's.
-
-    Args:
-        control_groups: where the kernel shows the container's limit (cgroup v2, or v1).
-    """
+    """Return an eighth of the memory of the machine, or of the process's container."""
     try:
         limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     except (ValueError, OSError, AttributeError):

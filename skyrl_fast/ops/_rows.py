@@ -21,12 +21,10 @@ class Rows:
     Args:
         op: the op's public name, for messages.
         rewards: float32 (N,), (N, R) or (A,).
-        num_rows: N.
         last: (N,) bool, or None: every row is a trajectory.
         mask: in `shape`, or None: all ones.
         cu_seqlens: (N + 1,) int32, or None: padded.
         ragged_rewards: rewards are (A,).
-        shape: of the result.
     """
 
     op: str

@@ -22,10 +22,8 @@ class Activity:
     """Entry of one running trajectory on the board.
 
     Args:
-        uid, repetition_id: identify the trajectory.
         attempt: index of the attempt, from 0.
         turn: index of the turn, from 0.
-        phase: one of the five above.
         since: clock at the start of this phase.
         began: clock when it stopped waiting, or None.
         reported: whether it was reported as slow in this phase.
@@ -144,7 +142,6 @@ class Watchdog:
     """Find trajectories that are slow, once per phase, and trajectories that are stuck.
 
     Args:
-        board: entries of the running trajectories.
         slow_seconds: time in one phase after which a trajectory is reported.
         stuck_seconds: time after the end of waiting after which a trajectory will not return: its
             deadline has passed, and the time for closing its environment too.

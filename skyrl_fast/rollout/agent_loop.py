@@ -50,8 +50,6 @@ class AgentLoop:
         """Store what all trajectories share.
 
         Args:
-            calls: of the policy.
-            env_factory: makes the environments.
             config: settings of the loop; see `loop_settings`.
             board: records the phase of each trajectory.
             tool_parser: finds tool calls in answers; None: they are only text.
@@ -94,7 +92,6 @@ class _EnvEpisode:
         self._unparsed = 0  # answers with a failed call
 
     async def play(self) -> str:
-        """See `Episode.play`."""
         loop = self._loop
         # The environment ends the episode at its own max_turns: pass it our limit.
         extras = {**self._prompt.env_extras, "max_turns": loop.config.max_turns}
@@ -115,7 +112,6 @@ class _EnvEpisode:
         return await self._turns(context, characters, self._env, template_kwargs.get("tools"))
 
     async def close(self) -> None:
-        """See `Episode.close`."""
         if self._env is not None:
             if self._trajectory.failure is None:
                 counts = {"unparsed_tool_calls": float(self._unparsed)}
@@ -136,12 +132,7 @@ class _EnvEpisode:
         env: EnvSession,
         tools: Sequence[Mapping[str, Any]] | None,
     ) -> str:
-        """Append steps until the trajectory ends; return its stop reason.
-
-        Args:
-            characters: of the environment's messages so far.
-            tools: that the prompt offers.
-        """
+        """Append steps until the trajectory ends; return its stop reason."""
         loop, entry, steps = self._loop, self._entry, self._trajectory.steps
         before: list[int] = []  # the last prompt
         kept = TokenIds([])  # the same, as its step has it

@@ -93,11 +93,8 @@ class AnswerParser:
 
         Args:
             text: of the answer, with special tokens.
-            tools: that the model was offered.
             place: of the answer in its trajectory, from which the ids of its calls follow.
             forced: see `ToolCallParser.parsed`.
-            template_kwargs: of the chat template.
-            with_thoughts, with_calls: what to look for.
         """
         thoughts = with_thoughts and self.reasoning_parser is not None
         calls = with_calls and self.tool_parser is not None
@@ -145,7 +142,6 @@ class _Parsers:
     max_bytes: ClassVar[int] = MAX_ANSWER_BYTES
 
     def parse(self, request: _Request) -> AnswerParts:
-        """Return the parts of an answer."""
         thoughts, rest = "", request.text
         if self.reasoning_parser is not None and request.with_thoughts:
             thoughts, rest = self.reasoning_parser.divided(rest, request.template_kwargs)
@@ -155,18 +151,15 @@ class _Parsers:
         return AnswerParts(thoughts, rest, parsed)
 
     def handler(self) -> _Parsers:
-        """See `HandlerSettings.handler`."""
         return self
 
     def call(self, what: str, argument: _Request) -> CallResult:
-        """See `CallHandler.call`."""
         try:
             return CallResult(self.parse(argument))
         except Exception as error:  # the parsers catch what a text may cause
             return CallResult(failure=f"{what}: {type(error).__name__}: {error}")
 
     def check_value(self, what: str, value: Any) -> AnswerParts:
-        """See `HandlerSettings.check_value`."""
         return AnswerParts(value["thoughts"], value["rest"], ParsedAnswer(**value["parsed"]))
 
     def check_importable(self) -> None:

@@ -85,7 +85,6 @@ class ChatTemplate:
 
     @property
     def control_token_names(self) -> Mapping[int, str]:
-        """Name of each control token that is one token, by id."""
         return self._control.names
 
     @property
@@ -105,7 +104,6 @@ class ChatTemplate:
         its engine knows, from the generation config.
 
         Args:
-            token_ids: the answer.
             stopped: whether the engine stopped because of the last token.
         """
         last = token_ids[-1] if token_ids else None
@@ -141,7 +139,6 @@ class ChatTemplate:
         """Return the messages as text.
 
         Args:
-            messages: of the conversation.
             answer_next: up to where the model's answer begins.
             tools: in place of the template's keyword argument; None: that one.
             kwargs: other keyword arguments, in place of the template's.
@@ -189,7 +186,6 @@ class ChatTemplate:
         """Return the messages as text; see `text`.
 
         Args:
-            messages: of the conversation.
             num_checked: number of leading messages of which it is known that they are written.
 
         Raises:
@@ -207,8 +203,6 @@ class ChatTemplate:
         It must have the model's tool calls, too. Templates may leave out thoughts.
 
         Args:
-            text: of the messages.
-            messages: of the conversation.
             num_checked: number of leading messages of which it is known that they are written.
             options: of `text`, by which it was made.
         """
@@ -311,7 +305,6 @@ class ChatTemplate:
         Of a text that is too long for any prompt, the first ones, which are too long as well.
 
         Args:
-            text: to encode.
             after: the prompt's tokens before it. SentencePiece tokenizers write a space before a
                 text that begins a prompt, some also before one that follows a special token.
         """
@@ -443,14 +436,10 @@ class _ControlTokens:
     """The special tokens of a tokenizer with more than one character.
 
     Args:
-        pattern: matches any of their names.
-        names: by id, of those that are one token.
         special_ids: of all special tokens, also those with one character.
         added_names: by id, of all tokens that the tokenizer finds before it divides a text: special
             ones and others, such as `<think>`.
         has_prefix: whether a text has other tokens at the beginning than inside another one.
-        beginnings, ends: parts of the names.
-        longest_part: characters of the longest of these.
     """
 
     pattern: re.Pattern[str]
@@ -495,7 +484,6 @@ def _control_tokens(tokenizer: Any, _size: int) -> _ControlTokens:
 
 @lru_cache(maxsize=8)
 def _written_roles(_tokenizer: Any, _size: int, _chat_template: str | None) -> set[Any]:
-    """Return the roles of which it is known that a chat template writes them."""
     return set()
 
 

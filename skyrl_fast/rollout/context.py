@@ -24,11 +24,7 @@ _OPENING_TAG = re.compile(r"([<\[◁])(\w+)([>\]▷])")  # of thoughts, such as 
 
 
 class Context(Protocol):
-    """What the agent loop needs from a context.
-
-    Args:
-        template: of the model.
-    """
+    """What the agent loop needs from a context."""
 
     template: ChatTemplate
 
@@ -68,8 +64,6 @@ def make_context(
             models whose template rewrites it. "single": observations are plain text inside one
             answer.
         tokenizer: of transformers, with a chat template.
-        messages: the first prompt.
-        chat_template: replaces the tokenizer's own.
         template_kwargs: passed to the chat template, such as `tools`.
         max_length: longest prompt in tokens. A text that makes a prompt longer may be cut, and the
             prompt is still longer.
@@ -126,11 +120,6 @@ def rendered_answer(
 def _answer_text(
     template: ChatTemplate, prompt: str, messages: Sequence[Message], answer: Message
 ) -> str:
-    """Return what the template writes for an answer after the prompt.
-
-    Raises:
-        ContextError: the template leaves out a part of it, or the prompt has begun another one.
-    """
     complete = template.checked_text([*messages, answer], len(messages), answer_next=False)
     shared = len(prompt)
     if not complete.startswith(prompt):

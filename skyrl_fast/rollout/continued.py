@@ -36,13 +36,8 @@ async def generate_through_updates(
     """Return one response with its versions, in as many parts as interruptions plus one.
 
     Args:
-        engine, gate: of the policy.
         tokenizer: detects parts that end in the middle of a stop string or bad word.
-        prompt_token_ids: the full context.
-        sampling: of the complete response.
-        session_id: of the trajectory.
         part_seed: returns the seed of part 0, 1, ...
-        expert_indices_start: as for `Engine.generate`.
 
     Raises:
         EngineError: the engine failed, or returned lists of different lengths.
@@ -141,7 +136,6 @@ def _uncut_length(tokenizer: Any, token_ids: Sequence[int], sampling: SamplingPa
 def _ends_within(
     tokenizer: Any, token_ids: Sequence[int], strings: Sequence[str], *, skip_special_tokens: bool
 ) -> bool:
-    """Return whether the text ends within one of the strings, or within a character."""
     longest = max(map(len, strings))
     size = longest + 1
     while True:  # special tokens may have no text

@@ -67,10 +67,8 @@ class GroupRunner:
     """Run the groups of one run; calls of `group` may overlap.
 
     Args:
-        agent: plays the trajectories.
         config: settings of the loop; see `loop_settings`.
         board: records the phase of each trajectory; None: a new one.
-        env_timeout_seconds: deadline of one environment call.
         poll_seconds: between two checks by the watchdog.
         on_trajectory: called with each trajectory as it ends.
         on_group: awaited with a prompt and its trajectories when all of them have ended.
@@ -117,7 +115,6 @@ class GroupRunner:
         times; then it counts as failed. Finished trajectories are kept in any case.
 
         Args:
-            prompt: of the group.
             phase: "train" or "eval".
             policy_version: at the start, for the seeds.
 

@@ -40,9 +40,7 @@ async def rollout(
 
     Args:
         prompts: one per group; uids differ.
-        engine: started.
         tokenizer: of transformers, with a chat template and an end-of-sequence token.
-        env_factory: makes the environments.
         config: settings of the loop; see `loop_settings`.
         phase: "train" or "eval".
         policy_version: number of weight updates that the engine's weights have had.
@@ -71,8 +69,6 @@ def environment_runner(
     """Return a runner of groups in environments.
 
     Args:
-        calls: of the policy.
-        env_factory: makes the environments.
         config: settings of the loop; see `loop_settings`.
         options: of `GroupRunner`.
 

@@ -68,7 +68,6 @@ def check_loop_settings(generator: GeneratorConfig) -> None:
 
     Raises:
         ConfigError: a setting is out of range.
-        ValueError: a setting is not resolved.
     """
     check_limits(generator, "generator")
     if generator.max_input_length is None or generator.context == "auto":

@@ -20,9 +20,7 @@ class PolicyCalls:
     """The engine as all trajectories of a run call it.
 
     Args:
-        engine: samples.
         gate: of the engine; each request passes it.
-        tokenizer: of the model.
         seed: of the run; every request's seed follows from it and from its place in the run.
     """
 
@@ -45,9 +43,6 @@ class PolicyCalls:
         """Return one response, through any weight updates, with its versions and seconds.
 
         Args:
-            trajectory: that the call belongs to.
-            prompt_token_ids: the full context.
-            sampling: of the response.
             policy_version: at the trajectory's start, for the seeds.
             attempt: of the trajectory, for the seeds.
             place: of the call in its trajectory, such as the turn, for the seeds.

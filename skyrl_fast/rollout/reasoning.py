@@ -19,7 +19,6 @@ class ReasoningParser:
 
     Args:
         name: of a parser of vLLM, as in `vllm serve --reasoning-parser`, such as "qwen3".
-        tokenizer: of the model.
 
     Raises:
         ValueError: vLLM is missing or has no parser of this name, the tokenizer is not of its

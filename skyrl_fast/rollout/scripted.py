@@ -17,7 +17,6 @@ class ScriptedModel:
 
     Args:
         answers: of the turns; later turns get the last one.
-        tokenizer: encodes them.
 
     Example:
         >>> model = ScriptedModel(["red", "blue"], PlainTokenizer())
@@ -61,7 +60,6 @@ class ScriptedModel:
 
 
 def _stopped(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
-    """Return the text up to and with its first stop string, and that string."""
     found = [(text.index(stop) + len(stop), stop) for stop in stops if stop in text]
     if not found:
         return text, None
@@ -106,11 +104,9 @@ class PlainTokenizer:
         return "".join(blocks) + ("[assistant] " if add_generation_prompt else "")
 
     def get_vocab(self) -> dict[str, int]:
-        """Return the tokens so far."""
         return dict(self._ids)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the tokens of a text."""
         ids = []
         for token in self._TOKENS.findall(text):
             if token not in self._ids:
@@ -120,7 +116,6 @@ class PlainTokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of tokens."""
         kept = (i for i in token_ids if not (skip_special_tokens and i == self.eos_token_id))
         return "".join(self._tokens[i] for i in kept)
 

@@ -76,13 +76,7 @@ class TokenIds(Sequence[int]):
 
 
 def grown_ids(token_ids: list[int], before_ids: list[int], before: TokenIds) -> TokenIds:
-    """Return a prompt that shares the parts of the prompt before it, where it begins with that.
-
-    Args:
-        token_ids: of the prompt.
-        before_ids: of the prompt before it.
-        before: the same ids.
-    """
+    """Return a prompt that shares the parts of the prompt before it, where it begins with that."""
     shared = len(before_ids)
     if token_ids[:shared] != before_ids:
         return TokenIds([ids_array(token_ids)])

@@ -43,7 +43,6 @@ class ToolCallParser:
 
     Args:
         name: of a parser of vLLM, as in `vllm serve --tool-call-parser`, such as "hermes".
-        tokenizer: of the model.
 
     Raises:
         ValueError: vLLM is missing or has no parser of this name, the tokenizer is not of its
@@ -110,7 +109,6 @@ class ToolCallParser:
         In the format of the model's family where vLLM knows it, else as JSON.
 
         Args:
-            tools: that the model is offered.
             forced: "required" or a function's name.
 
         Raises:
@@ -175,7 +173,6 @@ def _call(name: str, arguments: str, sampled_id: str | None = None) -> dict[str,
 
 
 def _request(tools: Sequence[Mapping[str, Any]] | None, forced: str | None = None) -> Any:
-    """Return vLLM's request with these tools."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     choice: Any = forced
@@ -199,11 +196,6 @@ def _markers(parser: Any) -> list[str]:
 
 
 def _calls_of_json(text: str, forced: str) -> list[dict[str, Any]]:
-    """Return the calls of an answer that was sampled as JSON.
-
-    Raises:
-        ValueError: it was cut.
-    """
     if forced != REQUIRED:
         return [_call(forced, json.dumps(json.loads(text)))]
     return [_call(call["name"], json.dumps(call["parameters"])) for call in json.loads(text)]

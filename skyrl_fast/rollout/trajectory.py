@@ -26,10 +26,7 @@ class Step:
         stop_reason: why the engine stopped; on the last step, what ended the trajectory.
         policy_version: number of weight updates of the policy that sampled; the oldest, if the
             weights were updated during sampling.
-        text: the decoded response.
         observation: the environment's answer as text; it is part of the next prompt only.
-        llm_seconds: time in the engine.
-        env_seconds: time in the environment.
         expert_indices: integers [tokens, layers, experts per token], or None.
         token_versions: the policy version of each response token; None: `policy_version` for all.
         kept_ids: for each response token the ascending ids, int32, of the tokens that it was
@@ -71,7 +68,6 @@ class Step:
         """Return the step of a call of the policy; other arguments as of `Step`.
 
         Args:
-            generation: a response with its versions.
             appended_end: the end token that is appended to it: mask 0, logprob 0.0, the version of
                 the token before it; None: none.
 
@@ -118,10 +114,8 @@ class OtherCall:
     """A call of the agent that is not trained: of another model, or under another name.
 
     Args:
-        model: name that was called.
         request, response: what was said, as text, which may be cut.
         before_step: number of steps before it.
-        seconds: until it was answered.
     """
 
     model: str
@@ -139,9 +133,6 @@ class Trajectory:
         uid: name of the prompt; trajectories of one prompt form a group.
         repetition_id: which sample of the prompt this is.
         steps: in time order; empty if the first prompt was already too long.
-        stop_reason: what ended the trajectory.
-        env_class: name of the environment.
-        env_metrics: the environment's own numbers.
         seconds: wall-clock time from start to end.
         failure: the error that remained after all retries, or None.
         phase: "train" or "eval".

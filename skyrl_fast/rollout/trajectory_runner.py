@@ -48,7 +48,6 @@ class Agent(Protocol):
 
         Args:
             trajectory: without steps.
-            prompt: the task.
             entry: its entry on the board; has the number of the attempt.
             policy_version: at the start, for the seeds.
         """
@@ -58,10 +57,7 @@ class TrajectoryRunner:
     """Run one trajectory per call of `run`; calls may overlap.
 
     Args:
-        agent: plays them.
-        config: deadline and number of retries.
         board: records the phase of each trajectory.
-        faults: counts failed attempts.
     """
 
     def __init__(
@@ -88,11 +84,8 @@ class TrajectoryRunner:
         the steps it has; it has failed only if it has none.
 
         Args:
-            prompt: the task.
-            repetition_id: which sample of the prompt.
             phase: "train" or "eval".
             policy_version: at the start, for the seeds; requests use the gate's version.
-            entry: its entry on the board.
             first_attempt: number of the first attempt, for the seeds.
 
         Raises:

@@ -34,7 +34,6 @@ def decode_response(
     """Return the response as text, cut after its stop string.
 
     Args:
-        template: of the model.
         skip_special_tokens: whether to leave out special tokens; the end token always is.
     """
     token_ids = generation.token_ids

@@ -12,12 +12,7 @@ def parser_class(setting: str, name: str, *, module: str, manager: str, get: str
     """Return a parser's class.
 
     Args:
-        setting: for messages, such as "generator.tool_parser".
-        name: of the parser.
         module, manager, get: where vLLM registers it: `module.manager.get(name)`.
-
-    Raises:
-        ValueError: vLLM is missing or has no parser of this name.
     """
     try:
         registered = getattr(importlib.import_module(module), manager)
@@ -34,11 +29,6 @@ def check_reads_text(setting: str, name: str, trial: Callable[[], Any]) -> None:
     """Raise ValueError if a parser raises, or returns nothing, for any text.
 
     vLLM registers such stubs for families that it parses by their tokens, such as gpt-oss.
-
-    Args:
-        setting: for messages, such as "generator.tool_parser".
-        name: of the parser.
-        trial: parses a plain text.
     """
     try:
         failure = "it returns nothing" if trial() is None else ""
@@ -59,7 +49,6 @@ class WithVocabulary:
         self._tokenizer = tokenizer
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the tokenizer has."""
         return getattr(self._tokenizer, name)
 
     @cached_property

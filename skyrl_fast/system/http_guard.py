@@ -69,10 +69,7 @@ class HttpGuard:
     Websockets are refused.
 
     Args:
-        app: the ASGI application.
-        routes: requests that may pass.
         key: that every request must have; None: no key.
-        max_body_bytes: limit of a body.
     """
 
     def __init__(

@@ -51,5 +51,4 @@ class PrintableFormatter(logging.Formatter):
     """Formatter of log records whose output is `printable`, exceptions included."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as printable text."""
         return printable(super().format(record))

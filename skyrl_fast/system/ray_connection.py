@@ -11,9 +11,6 @@ from typing import Any
 def imported_ray(wanted_by: str) -> Any:
     """Return the package Ray.
 
-    Args:
-        wanted_by: the settings that need it.
-
     Raises:
         ValueError: it is missing; the message says how to install it.
     """

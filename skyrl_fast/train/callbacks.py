@@ -52,15 +52,12 @@ class CallbackList:
         self.stopped_by: str | None = None  # class of the callback that requested the stop
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `Callback.on_step`."""
         self._call("on_step", step, metrics)
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See `Callback.on_eval`."""
         self._call("on_eval", step, metrics)
 
     def on_checkpoint(self, step: int, path: Path) -> None:
-        """See `Callback.on_checkpoint`."""
         self._call("on_checkpoint", step, path)
 
     def _call(self, event: str, step: int, value: Any) -> None:

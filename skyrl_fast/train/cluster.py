@@ -47,7 +47,6 @@ class _Reservation:
     """What an attempt has of the cluster.
 
     Args:
-        nodes: with ranks.
         ranks: a placement group with a bundle for each of them.
         engines: where engines run; a place may have no node yet.
     """
@@ -109,9 +108,6 @@ def _reserved(ray: Any, config: Config, nodes: int, seconds: float) -> _Reservat
 
     Engines are packed on nodes, and ranks placed on what remains, so that an engine shares a node
     with a rank only if it must. Where not all engines fit, ranks come first and the others wait.
-
-    Args:
-        seconds: in which nodes may become free, or join.
     """
     for count in range(nodes, 0, -1):
         reserved = _all_reserved(ray, config, count, seconds)
@@ -160,12 +156,10 @@ def _some_reserved(ray: Any, config: Config, nodes: int) -> _Reservation | None:
 
 
 def _rank_bundle(ray: Any, config: Config) -> dict[str, float]:
-    """Return the resources of the ranks of a node."""
     return _bundle(ray, config.trainer.placement.policy_num_gpus_per_node, cpus=None)
 
 
 def _engine_bundle(ray: Any, config: Config) -> dict[str, float]:
-    """Return the resources of an engine."""
     engine = config.generator.inference_engine
     return _bundle(ray, engine.num_gpus, cpus=engine.num_threads)
 

@@ -28,7 +28,6 @@ class DivergenceWatch:
 
         Args:
             skipped: number of steps with a gradient that is not finite.
-            steps: number of all steps.
 
         Raises:
             DivergedError: most of the last `WINDOW` steps were skipped.

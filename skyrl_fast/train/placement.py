@@ -33,9 +33,6 @@ def engine_placement(config: Config, num_gpus: int) -> EnginePlacement:
     engine that shares one sleeps during updates. In asynchronous training it generates meanwhile,
     so it never does.
 
-    Args:
-        num_gpus: of this machine.
-
     Raises:
         ConfigError: `gpu_ids` names a GPU that does not exist, or another number of them than vLLM
             uses; `enable_sleep_mode` is true, but no GPU is shared; `weight_sync_backend` is ipc or
@@ -66,7 +63,6 @@ def engine_placement(config: Config, num_gpus: int) -> EnginePlacement:
 
 
 def _weight_sync(config: Config, shared: tuple[int, ...]) -> str:
-    """Return how the engine gets new weights."""
     engine = config.generator.inference_engine
     ranks = config.trainer.placement.policy_num_gpus_per_node
     backend = engine.weight_sync_backend

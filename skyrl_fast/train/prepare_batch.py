@@ -113,10 +113,6 @@ def with_advantages(
     """Return the batch with advantages, KL metrics, and the next step's `kl_coef`.
 
     Args:
-        units: the batch's sequences, by `sequence_scope`.
-        policy: computes `old_logprobs`; used only with `use_kl_in_reward`.
-        reference: computes `ref_logprobs`; used only with `use_kl_in_reward`.
-        critic: computes values for estimators that need them.
         kl_coef: weight of the KL in the reward in this step.
     """
     spec = estimator_spec(algorithm)

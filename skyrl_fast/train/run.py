@@ -273,12 +273,7 @@ def _check_rollouts(config: Config, folder: Path, data: RunData, make_env: MakeE
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """Where a run reports to.
-
-    Args:
-        closing: closes the loggers.
-        store: where checkpoints are uploaded to.
-    """
+    """Where a run reports to."""
 
     display: ProgressDisplay
     loggers: Sequence[Logger]

@@ -219,11 +219,9 @@ class Demonstrations:
         """Do nothing."""
 
     def activity(self, uids: Sequence[str]) -> list[str]:
-        """Return nothing."""
         return []
 
     def faults(self) -> dict[str, float]:
-        """Return nothing."""
         return {}
 
     async def close(self) -> None:

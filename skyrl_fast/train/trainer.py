@@ -85,10 +85,8 @@ class Progress:
     """How far a run has got.
 
     Args:
-        step: batches trained.
         stopped: the run was asked to stop before its end.
         stopped_by: class of the callback that requested the stop, or None.
-        checkpoint: folder of the newest one.
         trajectories: of the last evaluation or batch, whichever is newer.
     """
 
@@ -100,13 +98,7 @@ class Progress:
 
 
 class Trainer:
-    """Runs the training loop over the given components.
-
-    Args:
-        config: checked settings.
-        components: models, engine, prompts, loggers.
-        display: shows phases and steps.
-    """
+    """Runs the training loop over the given components."""
 
     def __init__(self, config: Config, components: Components, display: ProgressDisplay) -> None:
         settings = config.trainer
@@ -183,7 +175,6 @@ class Trainer:
 
         Raises:
             CheckpointError: the checkpoint is damaged, or has an impossible state.
-            ValueError: data, batch size, seed or model differ from the checkpoint's.
         """
         state = read_state(checkpoint)
         self._sampler.restore(state["sampler"])

@@ -66,8 +66,6 @@ def update_policy(
 
     Args:
         batch: rows with advantages, groups adjacent. Its `old_logprobs` are used if present.
-        mini_batch_size: prompts per optimizer step.
-        max_seq_len: denominator of seq_mean_token_sum_norm.
         reference: frozen model of the KL term, if the algorithm has one.
         seen_logprobs: (A,) float32, output: the policy's log-probabilities of trained tokens, from
             before the update if they were computed, else from the first pass over the token.
@@ -200,12 +198,9 @@ class _MicroBatchResult:
     """What one micro-batch returns besides its gradient.
 
     Args:
-        loss: its share of the mini-batch's loss.
         metrics: over its trained tokens.
         policy_tokens: number of tokens of the policy loss.
         forward_tokens: tokens of the forward pass, padding included.
-        as_tree: whether its rows were laid out as trees.
-        rows: its rows of the mini-batch.
         positions: (M,) of the trained tokens in the mini-batch's responses.
         logprobs: (M,) float32 of the trained tokens.
     """
@@ -250,7 +245,6 @@ class _MiniBatchWeights:
         return cls(rows, algorithm.observation_loss_coef / total if total else 0.0)
 
     def at(self, rows: torch.Tensor, device: torch.device) -> _MiniBatchWeights:
-        """Return those of some rows, on a device."""
         return _MiniBatchWeights(self.rows[rows].to(device), self.cross_entropy)
 
 

@@ -40,7 +40,6 @@ class _Edge:
 
     Args:
         tokens: at least one.
-        sampled_by: the call whose answer they are.
         asked: the call whose prompt ends after them.
         answered: the call whose answer ends after them.
         next: edges after them, by their first token.

@@ -39,7 +39,6 @@ class IndexEntry:
     """The summary of one trajectory, and the position of its line.
 
     Args:
-        file: name of the part.
         offset, bytes: position and size of the line in the part, including the newline.
         turns, tokens, trained_tokens: numbers of steps, response tokens and trained tokens.
         others: as in the line; docs/spec.md, section 14.
@@ -89,7 +88,6 @@ def parts(folder: Path) -> list[Part]:
 
 
 def index_entry(record: Mapping[str, Any], file: str, offset: int, size: int) -> IndexEntry:
-    """Return the index entry of a line."""
     turns = record["turns"]
     return IndexEntry(
         file=file,
@@ -103,7 +101,6 @@ def index_entry(record: Mapping[str, Any], file: str, offset: int, size: int) ->
 
 
 def entry_fields(entry: IndexEntry) -> dict[str, Any]:
-    """Return the entry as a dict, with its fields in order."""
     return {name: getattr(entry, name) for name in _FIELDS}
 
 

@@ -73,9 +73,6 @@ class StoredTrajectory:
 def read_index(run: str | Path) -> list[IndexEntry]:
     """Return the index entry of each trajectory of a run, by step, evaluations after the batch.
 
-    Args:
-        run: the run's folder.
-
     Example:
         >>> failed = [entry for entry in read_index("runs/guess") if entry.failure]
         >>> pandas.DataFrame(map(dataclasses.asdict, read_index("runs/guess")))
@@ -95,7 +92,6 @@ def read_trajectories(
     """Yield the trajectories of a run, in the order of `read_index`.
 
     Args:
-        run: the run's folder.
         phase: "train" or "eval"; None: both.
         steps: only trajectories of these steps, for example a `range`; None: all.
 

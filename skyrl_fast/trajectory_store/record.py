@@ -32,8 +32,6 @@ def trajectory_record(
     """Return the values of a trajectory's line; docs/spec.md, section 14, lists the keys.
 
     Args:
-        text: decodes tokens.
-        phase: "train" or "eval".
         step: number of the training batch, or the step after which the evaluation ran.
         trained: one per step; empty for an evaluation and for a trajectory that was replaced by a
             placeholder row.

@@ -107,7 +107,6 @@ def sft_rows(run: str | Path, *, min_reward: float | None = None) -> Iterator[di
     0.
 
     Args:
-        run: folder of a recording.
         min_reward: leave out sessions with less.
 
     Raises:

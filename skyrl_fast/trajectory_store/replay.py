@@ -17,7 +17,6 @@ KEPT_IDS, ROUTES = "kept_ids", "routes"
 
 
 def needed_for_replay(steps: Sequence[Step]) -> list[str]:
-    """Return the names of what these steps have."""
     kept = any(step.kept_ids is not None for step in steps)
     routed = any(step.expert_indices is not None for step in steps)
     return [name for name, there in ((KEPT_IDS, kept), (ROUTES, routed)) if there]
@@ -56,23 +55,14 @@ def _shared_rows(routes: np.ndarray, before: np.ndarray | None) -> int:
 
 
 def stored_kept_ids(tokens: Mapping[str, Any]) -> list[np.ndarray] | None:
-    """Return for each response token the ids, int32, that it was sampled from, if they are stored.
-
-    Args:
-        tokens: of a step's line.
-    """
+    """Return for each response token the int32 ids that it was sampled from, if stored."""
     if KEPT_IDS not in tokens:
         return None
     return [np.array(ids, np.int32) for ids in tokens[KEPT_IDS]]
 
 
 def stored_routes(tokens: Mapping[str, Any], before: np.ndarray | None) -> np.ndarray | None:
-    """Return the routes of a step, integers [tokens, L, K]; None: it has none.
-
-    Args:
-        tokens: of a step's line.
-        before: routes of the step before it.
-    """
+    """Return the routes of a step, integers [tokens, L, K]; None: it has none."""
     if ROUTES not in tokens:
         return None
     stored = tokens[ROUTES]

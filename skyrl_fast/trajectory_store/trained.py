@@ -41,12 +41,8 @@ def trained_steps(
     prompt ends.
 
     Args:
-        trajectories: J, those of the batch, in its order.
         batch: with advantages; it may have padding rows.
         trainer_logprobs: (A,) float32, NaN where there is none.
-
-    Raises:
-        ValueError: the batch has a different number of trajectories.
     """
     real = slice(0, batch.num_real_rows)
     owners = batch.trajectory_ids[real].numpy()

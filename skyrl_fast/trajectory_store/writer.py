@@ -73,7 +73,6 @@ class TrajectoryWriter:
         Args:
             step: number of the training batch, or the step after which the evaluation ran.
             phase: "train" or "eval".
-            trajectories: adjacent within a group.
             batch: the trained batch, with advantages; None for an evaluation.
             trainer_logprobs: (A,) float32, per response token of the batch, NaN where missing.
 

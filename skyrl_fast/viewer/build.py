@@ -44,13 +44,7 @@ class ViewError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The written page.
-
-    Args:
-        page: the file to open.
-        trajectories, files: their numbers.
-        bytes: total size of all files.
-    """
+    """The written page."""
 
     page: Path
     trajectories: int
@@ -97,11 +91,6 @@ def build_view(run: Path, out: Path | None = None) -> View:
 
 
 def _earlier_files(out: Path) -> list[Path]:
-    """Return the files of an earlier page.
-
-    Raises:
-        ViewError: `out` is no folder, or contains anything that its mark file does not list.
-    """
     if not out.exists():
         return []
     if not out.is_dir():

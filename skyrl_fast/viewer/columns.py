@@ -55,7 +55,6 @@ class Columns:
         return len(self._columns["script"])
 
     def as_dict(self) -> dict[str, Any]:
-        """Return names and columns."""
         return {
             "names": {name: list(names) for name, names in self._names.items()},
             "columns": self._columns,

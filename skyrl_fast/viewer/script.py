@@ -33,7 +33,6 @@ class ListScripts:
     """A long list in numbered scripts of bounded size, such as part0.js and part1.js.
 
     Args:
-        folder: where the scripts are written.
         name: the scripts' names without the number.
         limit: bytes of a script; a single item that exceeds it has a script of its own.
     """

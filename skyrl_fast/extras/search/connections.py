@@ -48,7 +48,6 @@ class LimitedProtocol(H11Protocol):
     _number = 0  # rises with the time since which a connection waits
 
     def connection_made(self, transport: Any) -> None:
-        """Handle a new connection."""
         super().connection_made(transport)
         self._expect(HEADER_SECONDS)
         if len(self.connections) > self.limit:

@@ -17,12 +17,6 @@ class Corpus:
     A line is a JSON object with the text `contents` and an optional `id`; Search-R1's passages have
     the title in quotation marks on the first line of `contents`.
 
-    Args:
-        path: the file.
-
-    Raises:
-        ValueError: it is missing or empty, or a line is invalid; the message names the line.
-
     Example:
         >>> Corpus(Path("corpus.jsonl"))[0]
         {'id': '0', 'contents': '"Aachen"\\nAachen is a city.'}

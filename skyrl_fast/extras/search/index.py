@@ -87,7 +87,6 @@ class Bm25Index:
     A passage without any word of the query is not returned.
 
     Args:
-        corpus: passages to search.
         folder: of the saved index; loaded if it exists, else written. None: not saved.
 
     Raises:
@@ -129,7 +128,6 @@ class Bm25Index:
                 new.rename(folder)
 
     def search(self, queries: Sequence[str], topk: int) -> list[Hits]:
-        """See `Index.search`."""
         return [self._search(query, topk) for query in queries]
 
     def _search(self, query: str, topk: int) -> Hits:
@@ -166,7 +164,6 @@ class TransformersEncoder:
         self._prefixes = {True: query_prefix, False: passage_prefix}
 
     def encode(self, texts: Sequence[str], *, is_query: bool) -> np.ndarray:
-        """See `Encoder.encode`."""
         import torch
 
         prefix = self._prefixes[is_query]
@@ -188,14 +185,11 @@ class FaissIndex:
     """Exact inner products of vectors, by FAISS.
 
     Args:
-        corpus: passages to search.
-        encoder: computes the vectors.
         file: of the saved vectors (any FAISS index of the same passages); loaded if it exists,
             else written. None: not saved.
 
     Raises:
         MissingPackageError: faiss is not installed.
-        ValueError: the saved index is of another corpus or encoder, damaged, or cannot be read.
     """
 
     name = "faiss"
@@ -246,7 +240,6 @@ class FaissIndex:
                 new.rename(file)
 
     def search(self, queries: Sequence[str], topk: int) -> list[Hits]:
-        """See `Index.search`."""
         vectors = self._encoder.encode(queries, is_query=True)
         scores, numbers = self._faiss.search(vectors, min(topk, self._faiss.ntotal))
         return [

@@ -20,14 +20,7 @@ UNPROCESSABLE = 422
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a request; a larger one is refused with a 4xx answer.
-
-    Args:
-        body_bytes: of one request.
-        queries: of one request.
-        query_characters: of one query.
-        topk: passages per query.
-    """
+    """Limits of a request; a larger one is refused with a 4xx answer."""
 
     body_bytes: int = 1 << 20
     queries: int = 256
@@ -48,12 +41,6 @@ class RetrieveRequest(BaseModel):
 
 def make_app(corpus: Corpus, index: Index, *, topk: int = 3, limits: Limits | None = None) -> Any:
     """Return the application that uvicorn serves.
-
-    Args:
-        corpus: the passages.
-        index: searches them.
-        topk: default number of passages per query.
-        limits: of a request.
 
     Returns:
         An ASGI application. `POST /retrieve` answers `{"result": [one list per query]}`, whose

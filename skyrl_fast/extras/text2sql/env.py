@@ -73,7 +73,6 @@ class Text2SqlEnv:
         self._history: list[str] = []  # actions and observations
 
     def init(self, prompt: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Return the prompt unchanged."""
         return prompt, {}
 
     def step(self, action: str) -> dict[str, Any]:
@@ -111,11 +110,6 @@ class Text2SqlEnv:
             return f"Error executing SQL: {error}, db file: {self._database.name}"
 
     def _judge(self) -> float:
-        """Return the reward of the solution.
-
-        Raises:
-            RuntimeError: it cannot be judged: the ground truth fails, or memory ran out.
-        """
         sql = solution_sql("".join(self._history))
         if sql is None:
             return WRONG_FORMAT
@@ -133,7 +127,6 @@ def database_file(db_path: str, data: str, db_id: str) -> Path:
     """Return the SQLite file of a database; `db_id` is one folder name and cannot leave it.
 
     Raises:
-        ValueError: an unknown data set, or `db_id` is no plain name.
         FileNotFoundError: there is no such file.
     """
     if data not in FOLDERS:

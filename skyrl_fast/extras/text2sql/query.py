@@ -67,7 +67,6 @@ class QueryLimits:
     """Limits of a query.
 
     Args:
-        seconds: of run time.
         max_rows: of the result, before duplicates are removed.
         max_bytes: of the result, a number counted as NUMBER_BYTES.
         cut: whether a larger result is truncated at the limit; False: it is an error.
@@ -83,11 +82,6 @@ def execute(path: Path, sql: str, limits: QueryLimits) -> list[Row]:
     """Return the distinct rows of the result, in the query's order.
 
     One call of an SQL function is not interrupted: see `query_process.run_query`.
-
-    Args:
-        path: an existing SQLite file.
-        sql: one untrusted statement.
-        limits: of time and size.
 
     Raises:
         QueryTimeoutError: it ran longer than `limits.seconds`.

@@ -50,16 +50,10 @@ class TruthError(RuntimeError):
 def run_query(path: Path, sql: str, limits: QueryLimits) -> list[Row]:
     """Return the distinct rows of the result, in the query's order.
 
-    Args:
-        path: an existing SQLite file.
-        sql: one untrusted statement.
-        limits: of time and size.
-
     Raises:
         QueryTimeoutError: it ran longer than `limits.seconds`; over within twice that time.
         QueryMemoryError: memory ran out, or its process ended.
         QueryError: it is no reading query, is invalid, or its result is too large.
-        RuntimeError: no process could be started, or other large queries ran for too long.
     """
     rows: list[Row] = _ask(path, [sql], limits)
     return rows
@@ -69,15 +63,11 @@ def same_rows(path: Path, sql: str, truth: str, limits: QueryLimits) -> bool:
     """Return whether two queries have the same distinct rows, in any order.
 
     Args:
-        path: an existing SQLite file.
-        sql: one untrusted statement.
-        truth: the query that it is compared with.
         limits: of time and size, for each of the two.
 
     Raises:
         QueryTimeoutError, QueryMemoryError, QueryError: as `run_query`, of `sql`.
         TruthError: the same, of `truth`.
-        RuntimeError: as `run_query`.
     """
     equal: bool = _ask(path, [sql, truth], limits)
     return equal
@@ -208,11 +198,7 @@ class _QueryProcess:
                 pipe.close()
 
     def send(self, request: dict[str, Any], seconds: float) -> None:
-        """Send a request, and wait until the clock of its first query starts.
-
-        Raises:
-            RuntimeError: it did not start.
-        """
+        """Send a request, and wait until the clock of its first query starts."""
         try:
             self._pipes[0].write(json.dumps(request).encode() + b"\n")
             self._pipes[0].flush()
@@ -222,11 +208,6 @@ class _QueryProcess:
             raise RuntimeError(f"no process for a query has {what} in {seconds:g} s") from error
 
     def line(self, seconds: float) -> bytes:
-        """Return the next line.
-
-        Raises:
-            TimeoutError: it takes longer. EOFError: the process ended.
-        """
         deadline = time.monotonic() + seconds
         while (end := self._read.find(b"\n")) < 0:
             self._read_more(deadline)

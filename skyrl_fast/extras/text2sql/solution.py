@@ -32,9 +32,6 @@ def solution_sql(history: str) -> str | None:
     The answer is that of skyrl_gym's `verify_format_and_extract`: there is one solution, without
     tags inside; somewhere stands a thought, and one begins after each observation.
 
-    Args:
-        history: all actions and observations.
-
     Example:
         >>> solution_sql("<think>easy</think><solution>SELECT 1</solution>")
         'SELECT 1'

@@ -92,7 +92,6 @@ class CommandAgent(BlackBox):
     """Runs the command for each task.
 
     Args:
-        command: program and arguments.
         verifier: command that runs afterwards in the same folder and gives the reward; empty: none.
         reward_file: file in the folder with the reward, as JSON for `outcome_of`; None: the reward
             is 1 if the last command's exit code is 0, else 0.
@@ -162,14 +161,7 @@ class CommandAgent(BlackBox):
 async def _exit_code(
     command: Sequence[str], folder: Path, output: int, variables: Mapping[str, str]
 ) -> int:
-    """Run a command to its end; kill its process group, also if this call is cancelled.
-
-    Args:
-        output: descriptor of the file for its output.
-
-    Raises:
-        EnvError: there is no such program. OSError: it cannot be started.
-    """
+    """Run a command to its end; kill its process group, also if this call is cancelled."""
     if shutil.which(command[0], path=os.environ.get("PATH")) is None:
         raise EnvError(f"agent.command: no program {command[0]!r}")
     process = await asyncio.create_subprocess_exec(
@@ -195,11 +187,7 @@ async def _exit_code(
 
 
 def _regular_file(path: Path) -> bytes:
-    """Return the bytes of a file that a command has left, which may be a pipe or a link by malice.
-
-    Raises:
-        OSError: it is missing, or no regular file.
-    """
+    """Return the bytes of a file that a command left, which may be a pipe or a link by malice."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

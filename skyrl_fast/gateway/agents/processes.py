@@ -47,7 +47,6 @@ class AgentSettings:
 
     @property
     def modules(self) -> Sequence[str]:
-        """See `HandlerSettings`."""
         return () if self.function is None else (self.function.rpartition(":")[0],)
 
     @property
@@ -72,17 +71,14 @@ class AgentSettings:
         return FunctionAgent(function)
 
     def handler(self) -> AgentHandler:
-        """See `HandlerSettings.handler`."""
         return AgentHandler(self)
 
     def check_value(self, what: str, value: Any) -> Outcome:
-        """See `HandlerSettings.check_value`."""
         if not isinstance(value, list) or len(value) != 2:
             raise ValueError(f"{what}: wanted an outcome, got {type(value).__name__}")
         return replace(outcome_of(value[0]), unless_posted=value[1] is True)
 
     def check_importable(self) -> None:
-        """See `HandlerSettings.check_importable`."""
         if self.modules == ("__main__",):
             raise ValueError(
                 "agent.workers: process and cluster want a function that other processes can "
@@ -101,7 +97,6 @@ class AgentProcesses(BlackBox):
         self._workers = workers
 
     async def start(self) -> str:
-        """See `BlackBox.start`."""
         return await self._workers.address()
 
     async def run(self, task: AgentTask) -> Outcome:
@@ -125,7 +120,6 @@ class AgentProcesses(BlackBox):
         return outcome
 
     async def close(self) -> None:
-        """See `BlackBox.close`."""
         await self._workers.close()
 
 

@@ -100,7 +100,6 @@ class AnthropicMessages:
     """The dialect; see `Dialect`."""
 
     def parsed(self, body: bytes, bodies: RequestBodies, memory: dict[str, Any]) -> ParsedCall:
-        """See `Dialect.parsed`."""
         fields = bodies.fields(body, MessagesRequest, "messages")
         ignored = check_parameters(fields, MESSAGES)
         if fields.messages[-1].role == "assistant":
@@ -132,7 +131,6 @@ class AnthropicMessages:
         return Call(model=fields.model, messages=_messages(fields), tools=_tools(fields, {}))
 
     def response(self, answer: Answer, request: ParsedCall, tokens: Any) -> dict[str, Any]:
-        """See `Dialect.response`."""
         (choice,) = answer.choices
         return {
             **_head(answer),
@@ -142,7 +140,6 @@ class AnthropicMessages:
         }
 
     def events(self, answer: Answer, request: ParsedCall, tokens: Any) -> Iterator[str]:
-        """See `Dialect.events`."""
         (choice,) = answer.choices
         start = {
             **_head(answer),
@@ -161,7 +158,6 @@ class AnthropicMessages:
         yield _event("message_stop")
 
     def error(self, error: ApiError) -> dict[str, Any]:
-        """See `Dialect.error`."""
         kind = KINDS.get(error.status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": error.message}}
 

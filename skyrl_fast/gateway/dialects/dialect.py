@@ -45,8 +45,6 @@ class Dialect(Protocol):
         """Return the call that a request asks for.
 
         Args:
-            body: JSON of the request.
-            bodies: of the session: reads it.
             memory: of the session: what later requests may refer to.
 
         Raises:
@@ -57,8 +55,6 @@ class Dialect(Protocol):
         """Return the JSON of an answer.
 
         Args:
-            answer: of the call.
-            request: the call.
             tokens: of the model, to decode single tokens.
         """
 
@@ -71,10 +67,6 @@ class Dialect(Protocol):
 
 def structured_form(name: str, form: Format | None) -> dict[str, Any] | None:
     """Return vLLM's structured outputs of a wanted form; None: any text.
-
-    Args:
-        name: of the parameter, for errors.
-        form: that the request asks for.
 
     Raises:
         ApiError: it is neither text nor JSON.
@@ -98,7 +90,6 @@ def one_form(fields: Forms, form: dict[str, Any] | None = None) -> dict[str, Any
     """Return vLLM's structured outputs that a request asks for by one of several names.
 
     Args:
-        fields: of the request.
         form: what it asks for by its dialect's own name.
 
     Raises:

@@ -127,7 +127,6 @@ class OpenAIChat:
     """The dialect; see `Dialect`."""
 
     def parsed(self, body: bytes, bodies: RequestBodies, memory: dict[str, Any]) -> ParsedCall:
-        """See `Dialect.parsed`."""
         fields = bodies.fields(body, ChatRequest, "messages")
         ignored = check_parameters(fields, CHAT)
         tools = callable_tools([(tool.type, tool.function) for tool in fields.tools or []], ignored)
@@ -154,7 +153,6 @@ class OpenAIChat:
         return ParsedCall(call, fields)
 
     def response(self, answer: Answer, request: ParsedCall, tokens: Any) -> dict[str, Any]:
-        """See `Dialect.response`."""
         choices = []
         for index, choice in enumerate(answer.choices):
             message: dict[str, Any] = {
@@ -178,7 +176,6 @@ class OpenAIChat:
         return {**_head(answer, "chat.completion"), "choices": choices, "usage": usage(answer)}
 
     def events(self, answer: Answer, request: ParsedCall, tokens: Any) -> Iterator[str]:
-        """See `Dialect.events`."""
         head = _head(answer, "chat.completion.chunk")
         options = request.fields.stream_options
         with_usage = options is not None and bool(options.include_usage)
@@ -206,12 +203,10 @@ class OpenAIChat:
         yield "data: [DONE]\n\n"
 
     def error(self, error: ApiError) -> dict[str, Any]:
-        """See `Dialect.error`."""
         return openai_error(error)
 
 
 def openai_error(error: ApiError) -> dict[str, Any]:
-    """Return the JSON of an error."""
     kind = "server_error" if error.status >= 500 else KINDS.get(error.status, "")
     return {
         "error": {
@@ -230,10 +225,6 @@ def callable_tools(
 
     A tool that a provider executes, such as a web search, cannot be called here: it is left out of
     the prompt and added to the ignored parameters.
-
-    Args:
-        tools: type of each, and the function.
-        ignored: of the request.
     """
     functions = []
     for kind, function in tools:

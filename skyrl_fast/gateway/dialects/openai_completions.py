@@ -41,7 +41,6 @@ class OpenAICompletions:
     """The dialect; see `Dialect`."""
 
     def parsed(self, body: bytes, bodies: RequestBodies, memory: dict[str, Any]) -> ParsedCall:
-        """See `Dialect.parsed`."""
         fields = checked(CompletionRequest, parsed_json(body))
         ignored = check_parameters(fields, COMPLETIONS)
         if (fields.logprobs or 0) > 1:
@@ -66,7 +65,6 @@ class OpenAICompletions:
         return ParsedCall(call, fields)
 
     def response(self, answer: Answer, request: ParsedCall, tokens: Any) -> dict[str, Any]:
-        """See `Dialect.response`."""
         choices = [
             _choice(index, choice.text, choice, request, tokens)
             for index, choice in enumerate(answer.choices)
@@ -74,7 +72,6 @@ class OpenAICompletions:
         return {**_head(answer), "choices": choices, "usage": usage(answer)}
 
     def events(self, answer: Answer, request: ParsedCall, tokens: Any) -> Iterator[str]:
-        """See `Dialect.events`."""
         for index, choice in enumerate(answer.choices):
             entry = _choice(index, choice.text, choice, request, tokens)
             yield event({**_head(answer), "choices": [entry]})
@@ -84,7 +81,6 @@ class OpenAICompletions:
         yield "data: [DONE]\n\n"
 
     def error(self, error: ApiError) -> dict[str, Any]:
-        """See `Dialect.error`."""
         return openai_error(error)
 
 

@@ -84,7 +84,6 @@ class Request:
     """A checked request.
 
     Args:
-        fields: as sent.
         messages: of the conversation, without the instructions.
         memory: of the session: messages by the id of a response, items by their id.
     """
@@ -98,7 +97,6 @@ class OpenAIResponses:
     """The dialect; see `Dialect`."""
 
     def parsed(self, body: bytes, bodies: RequestBodies, memory: dict[str, Any]) -> ParsedCall:
-        """See `Dialect.parsed`."""
         fields = bodies.fields(body, ResponseRequest, "input")
         form = None if fields.text is None else fields.text.format
         messages: list[Message] = []
@@ -132,7 +130,6 @@ class OpenAIResponses:
         return ParsedCall(call, Request(fields, messages, memory))
 
     def response(self, answer: Answer, request: ParsedCall, tokens: Any) -> dict[str, Any]:
-        """See `Dialect.response`."""
         checked_request: Request = request.fields
         items = _output(answer)
         answered = [Item(**item) for item in items]
@@ -142,7 +139,6 @@ class OpenAIResponses:
         return _response(answer, checked_request.fields, items)
 
     def events(self, answer: Answer, request: ParsedCall, tokens: Any) -> Iterator[str]:
-        """See `Dialect.events`."""
         complete = self.response(answer, request, tokens)
         begun = {**complete, "status": "in_progress", "output": [], "usage": None}
         number = 0
@@ -181,7 +177,6 @@ class OpenAIResponses:
         yield numbered(f"response.{complete['status']}", response=complete)
 
     def error(self, error: ApiError) -> dict[str, Any]:
-        """See `Dialect.error`."""
         return openai_error(error)
 
 

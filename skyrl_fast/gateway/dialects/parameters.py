@@ -21,7 +21,6 @@ class Parameter:
     """What becomes of a parameter.
 
     Args:
-        kind: HONOURED, REFUSED or IGNORED.
         note: why it is refused or ignored.
         plain: values without effect, besides null and an empty list.
     """
@@ -121,7 +120,6 @@ def check_parameters(fields: Fields, table: Mapping[str, Parameter]) -> dict[str
 
     Args:
         fields: of the request; those that its class names are honoured.
-        table: of the dialect.
 
     Raises:
         ApiError: one is refused.

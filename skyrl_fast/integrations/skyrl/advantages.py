@@ -186,7 +186,6 @@ def compute_advantages_and_returns(self: Any, data: Any) -> Any:
     are passed to SkyRL. Both fields are one tensor, as in SkyRL without step-wise training.
 
     Args:
-        self: SkyRL's RayPPOTrainer.
         data: SkyRL's TrainingInputBatch with rewards, response_mask, values and the metadata
             `uids`, `is_last_step`, `avg_response_length`, `pad_size`.
     """

@@ -47,10 +47,8 @@ class AgentGenerator:
     Args:
         generator_cfg: SkyRL's `generator`, with step_wise_trajectories.
         inference_engine_client: SkyRL's, or any with its `generate`.
-        tokenizer: of the model.
         agent: settings of this package, with `agent.function` or `agent.command`: a `Config`, or a
             mapping with dotted keys. Of its `generator`, only the settings in `OURS` are used.
-        policy_model_name: as for SkyRL's generators.
 
     Raises:
         ValueError: no agent, one that cannot be imported, or a setting of SkyRL that cannot work.

@@ -20,7 +20,6 @@ def compute_prompt_mini_batch_boundaries(
         uids: N, the prompt of each row, without padding rows.
         mini_batch_size, train_batch_size: prompts of a mini-batch, and of all.
         is_stepwise: without it, every prompt must have `n_samples_per_prompt` rows.
-        n_samples_per_prompt: trajectories of a prompt.
 
     Raises:
         AssertionError: SkyRL's, where rows and sizes do not fit.

@@ -50,7 +50,6 @@ def concatenate_generator_outputs(
     """Return SkyRL's concatenation, with step-wise metrics per trajectory instead of per row.
 
     Args:
-        generator_outputs, step_wise: as SkyRL's.
         expected: `routes_expected`, in versions that have it.
     """
     result = outputs.concatenate_generator_outputs(generator_outputs, step_wise, **expected)

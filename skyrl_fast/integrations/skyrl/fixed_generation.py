@@ -114,8 +114,6 @@ def _end_by_length(output: Any, over: bool, row: Any, eos: int, top_k: int | Non
     """Drop the turn that was over the limit; a trajectory without steps gets a masked row.
 
     Args:
-        output: SkyRL's, of a step-wise trajectory.
-        row: SkyRL's class of a step.
         top_k: width of the support of sampled tokens, None where it is not recorded.
     """
     steps = output.step_outputs

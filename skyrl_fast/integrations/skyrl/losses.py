@@ -117,11 +117,7 @@ def _prompt_mean_divisor(counts: Tensor, boundaries: list[tuple[int, int]] | Non
 
 
 def _loss_of(*, corrected: bool = True) -> Callable[[Callable[[Any], LossSettings]], SkyRLLoss]:
-    """Turn a function that reads settings from SkyRL's AlgorithmConfig into the loss of its name.
-
-    Args:
-        corrected: whether SkyRL applies its off-policy correction to the loss.
-    """
+    """Turn a function that reads SkyRL's AlgorithmConfig into the loss of its name."""
 
     def decorate(settings: Callable[[Any], LossSettings]) -> SkyRLLoss:
         name = settings.__name__

@@ -29,7 +29,6 @@ class Target:
 
     Args:
         name: of the function, or `Class.method`.
-        module: where it is defined.
         fingerprints: of known sources, each with the first version that has it.
         replacement: `module.function` of this package.
         uses: private functions of the same module that belong to the source.

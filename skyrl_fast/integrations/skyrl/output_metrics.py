@@ -39,7 +39,6 @@ def get_rollout_metrics(
     """Return the metrics of the rows, as SkyRL's function of that name, which computes most.
 
     Args:
-        responses, rewards, loss_masks: N rows.
         env_metrics, env_classes, trajectory_completion_times: N each, or None.
         times: `trajectory_time_splits`, in versions that have it.
 

@@ -49,7 +49,6 @@ def validate_generator_output(
 
     Args:
         num_prompts: the required number of rows, on the default path.
-        generator_output: SkyRL's mapping of lists.
         step_wise: whether to check the step-wise rules.
         routes_expected: whether a batch that trains must have routes; since 0.4.0.
 
@@ -86,11 +85,7 @@ def _check(num_prompts: int, output: Any, step_wise: bool) -> None:
 
 
 def check_side_channels(output: Any, step_wise: bool) -> None:
-    """Check routes and support of sampled tokens by SkyRL's own function, which 0.4.0 added.
-
-    Raises:
-        AssertionError: SkyRL's.
-    """
+    """Check routes and support of sampled tokens by SkyRL's own function, which 0.4.0 added."""
     original = ORIGINALS.function(VALIDATE)
     fields = [output.get(field) for field in (ROUTES, SUPPORT)]
     if original is None or ORIGINALS.label(VALIDATE) != NEWEST or fields == [None, None]:
@@ -234,7 +229,6 @@ def merge_steps_and_support(steps: dict[str, Any], support: Any) -> dict[str, An
     """Return the merged output; `support` is SkyRL's, of the tokens that sampling could choose.
 
     Args:
-        steps: a valid step-wise output without it.
         support: N arrays (response tokens, K), or None. Tokens that no step sampled get -1.
     """
     if support is None:

@@ -103,7 +103,6 @@ def replaces(name: str, *, renamed: Mapping[str, str] | None = None) -> Callable
     """Make a function the replacement of SkyRL's function `name`.
 
     Args:
-        name: in the table.
         renamed: keywords of older versions, and their current names.
     """
 

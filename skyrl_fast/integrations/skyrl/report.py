@@ -39,9 +39,6 @@ class Report:
 
     Args:
         mode: "compat", "fixed", or "" where nothing is installed.
-        version: of SkyRL.
-        rules: fixed rules that are on.
-        rows: one for each name.
     """
 
     mode: str

@@ -127,12 +127,6 @@ def install_on_import(mode: str = "compat", *, rules: Iterable[str] | None = Non
 
     For processes that may not import SkyRL yet, such as a Ray worker during setup: SkyRL's modules
     call Ray when they are imported. `report` shows what was replaced so far.
-
-    Args:
-        mode, rules: as for `install`.
-
-    Raises:
-        ValueError: an unknown mode or rule, or rules with "compat".
     """
     global _report, _watch
     chosen = _chosen_rules(mode, rules)
@@ -309,12 +303,7 @@ def _rebind(
     pairs: list[tuple[Callable[..., Any], Callable[..., Any]]],
     but: Collection[tuple[str, str]] = (),
 ) -> list[list[str]]:
-    """Rebind every reference to a pair's first function to its second; return the places.
-
-    Args:
-        pairs: (old, new) functions.
-        but: modules or classes, and names in them, that are not changed.
-    """
+    """Rebind every reference to a pair's first function to its second; return the places."""
     new_by_id = {id(old): (index, new) for index, (old, new) in enumerate(pairs)}
     places: list[list[str]] = [[] for _ in pairs]
     for where, namespace, setter in _namespaces():
@@ -375,14 +364,7 @@ def _registries() -> Iterator[tuple[str, dict[str, Callable[..., Any]]]]:
 
 
 def _warn(rows: list[Row], version: str, failures: list[str], *, complete: bool = True) -> None:
-    """Warn of functions that are not replaced, in the loudest words where nothing gets faster.
-
-    Args:
-        rows: of the report.
-        version: of SkyRL.
-        failures: modules that cannot be imported, with reasons.
-        complete: whether these are all functions, not those of one module.
-    """
+    """Warn of functions that are not replaced, in the loudest words where nothing gets faster."""
     kept = [row for row in rows if row.state == "kept" and row.name in BY_NAME]
     if not kept and not failures:
         return

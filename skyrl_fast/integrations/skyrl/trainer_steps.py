@@ -49,8 +49,6 @@ def convert_to_training_input(self: Any, generator_output: Any, uids: Any) -> An
     The padding rows are allocated with the batch, so that padding copies nothing.
 
     Args:
-        self: SkyRL's RayPPOTrainer.
-        generator_output: SkyRL's mapping of lists.
         uids: N, the prompt of each row.
     """
     original = _original(CONVERT)
@@ -71,8 +69,6 @@ def postprocess_generator_output(
     For its metrics that method copies every field of the last steps, but reads only their rewards.
 
     Args:
-        self: SkyRL's RayPPOTrainer.
-        generator_output: SkyRL's mapping of lists.
         uids: N, the prompt of each row.
         metrics_generator_output, metrics_uids: if given, the call is passed to SkyRL.
     """

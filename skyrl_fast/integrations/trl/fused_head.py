@@ -22,8 +22,6 @@ class FusedHead:
     """Stands in for TRL's autograd function, and passes to it what it does not compute.
 
     Args:
-        original: TRL's autograd function.
-        counts: of the calls.
         on_gpu: whether tensors on a GPU are computed here.
     """
 
@@ -50,7 +48,6 @@ class FusedHead:
             hidden: (S, H). weight: (V, H). bias: (V,). targets: (S,).
             temperature, final_logit_softcapping, logit_scale: as of `linear_logprob`.
             chunk_size: used by TRL's own function only.
-            outputs: the requested results.
         """
         self._counts.calls += 1
         reason = self._refusal(hidden, weight, final_logit_softcapping, logit_scale, outputs)
@@ -110,7 +107,6 @@ class _Metrics:
         self._found: dict[str, list[torch.Tensor]] = {name: [] for name in self.wanted}
 
     def add(self, start: int, values: torch.Tensor, divisor: float) -> None:
-        """Compute those of one chunk."""
         targets = self._targets[start : start + len(values)]
         for name in self.wanted:
             if name == "is_top1":

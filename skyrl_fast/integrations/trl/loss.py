@@ -51,22 +51,15 @@ def grpo_loss(
     Args:
         per_token_logps: (N, R). old_per_token_logps: (N, R), or None: the same, ratio 1.
         advantages: (N,) or (N, R). mask: (N, R).
-        loss_type: one of `REDUCTIONS`.
         epsilon_low, epsilon_high, importance_sampling_level, beta: TRL's settings; "sequence"
             level is GSPO. For "cispo" epsilon_high is the largest ratio, at least 1.
         importance_sampling_ratio: (N, R) or (N, 1), of the trainer to the sampler: it weighs the
             policy loss, and in "vespo" is part of the sequence's ratio.
         ref_per_token_logps: (N, R), for `beta`.
-        sapo_temperature_pos, sapo_temperature_neg: for "sapo".
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: for "vespo", whose weight
             of a sequence with ratio w is exp(lambda) w^k exp(-lambda w).
-        max_completion_length: for "dr_grpo".
         num_items: for "dapo", "cispo" and "vespo", the tokens to divide by; None: those of this
             call.
-
-    Raises:
-        ValueError: an unknown loss type or level, "sequence" for a loss per token, or an error of
-            `policy_loss`.
     """
     if loss_type not in REDUCTIONS:
         raise ValueError(f"grpo_loss: loss_type must be one of {list(REDUCTIONS)}, got {loss_type}")

@@ -170,11 +170,7 @@ def _log(
 
 @functools.cache
 def grpo_trainer() -> type:
-    """Return TRL's GRPOTrainer with `FastGRPOLoss`.
-
-    Raises:
-        ImportError: TRL is not installed.
-    """
+    """Return TRL's GRPOTrainer with `FastGRPOLoss`."""
     from trl import GRPOTrainer
 
     return type("GRPOTrainer", (FastGRPOLoss, GRPOTrainer), {"__doc__": GRPOTrainer.__doc__})

@@ -29,7 +29,6 @@ class KeptSets(NamedTuple):
     ranges: Tensor
 
     def of_rows(self, rows: Tensor | slice) -> KeptSets:
-        """Return the sets of some rows."""
         return KeptSets(self.ids, self.ranges[rows])
 
     @property
@@ -49,13 +48,7 @@ class KeptSets(NamedTuple):
 def kept_sets(
     op: str, kept_ids: Tensor | None, cu_kept: Tensor | None, target_ids: Tensor
 ) -> KeptSets | None:
-    """Return the sets of the rows of `target_ids`, in flattened order; None without `kept_ids`.
-
-    Raises:
-        TypeError: no tensor of ids, or no offsets.
-        ValueError: one without the other, ids that are not (K,) int32, or not M + 1 offsets that
-            rise from 0 to K.
-    """
+    """Return the sets of the rows of `target_ids`, in flattened order; None without `kept_ids`."""
     if kept_ids is None and cu_kept is None:
         return None
     if kept_ids is None or cu_kept is None:
@@ -89,9 +82,6 @@ def check_kept(
 
     Args:
         targets: (M,) int64. keep: (M,) uint8, or None.
-
-    Raises:
-        ValueError: ids that do not ascend strictly in [0, vocab), or miss the target.
     """
     if kept is not None and _backend.device_kind(targets.device) == "cpu":
         _C.check_kept_sets(op, targets, keep, *kept, vocab)

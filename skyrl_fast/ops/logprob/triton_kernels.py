@@ -22,7 +22,6 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _row(row, inner, outer_stride, inner_stride):
-    """Element at which a row starts."""
     return (row // inner) * outer_stride + (row % inner) * inner_stride
 
 

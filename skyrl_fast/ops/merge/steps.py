@@ -82,7 +82,6 @@ class MergePlan:
         Routes recorded by earlier rows stay; a row adds those beyond them, or none if it has none.
 
         Args:
-            op: the caller's public name, for messages.
             counts: (N,) captured routes of each row.
 
         Raises:
@@ -243,7 +242,6 @@ def join_lists(
     """Return a list of each given length, filled with pieces of rows and `zero` elsewhere.
 
     Args:
-        rows: lists or tuples.
         pieces: begin and count in each row, then start and index of the list to write to.
     """
     joined: list[Any] = _C.join_lists(op, field, list(rows), pieces, lengths, zero)

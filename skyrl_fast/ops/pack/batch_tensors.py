@@ -203,7 +203,6 @@ def _read_fields(
 
 
 def _is_scalar_per_row(rewards: Any) -> bool:
-    """Return whether rewards are one number per row and not one row of numbers per row."""
     if _ragged.is_flat(rewards):
         return False
     if _ragged.is_array(rewards):

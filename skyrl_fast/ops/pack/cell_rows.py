@@ -81,9 +81,6 @@ def copy_cells(cells: torch.Tensor, out: torch.Tensor) -> None:
 
     Args:
         cells, out: of one shape and dtype, contiguous; neither a scalar.
-
-    Raises:
-        ValueError: different numbers of bytes.
     """
     # A dimension of size 1 may have any stride, but a view as bytes wants stride 1 in the last one.
     source, target = (t.as_strided((t.numel(),), (1,)).view(torch.uint8) for t in (cells, out))

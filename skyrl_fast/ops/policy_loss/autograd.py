@@ -55,7 +55,6 @@ def loss_and_metrics(
     """Return the loss, differentiable by `current`, and the metrics, (len(METRICS),) float64.
 
     Args:
-        current: cells, the log-probabilities.
         call: the operator's other arguments, up to `with_grad`.
     """
     if not (torch.is_grad_enabled() and current.requires_grad):

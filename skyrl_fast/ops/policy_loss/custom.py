@@ -232,12 +232,7 @@ def custom_policy_loss(
 
 
 def call_custom_loss(loss: CustomLoss, inputs: LossInputs) -> LossOutput:
-    """Return the output of the function, with its type and shape checked.
-
-    Raises:
-        RuntimeError: the function raised.
-        TypeError, ValueError: it returned anything but losses of (A,) tokens.
-    """
+    """Return the output of the function, with its type and shape checked."""
     op = f"policy_loss: {loss.name}"
     try:
         output = loss.function(inputs, **loss.settings)

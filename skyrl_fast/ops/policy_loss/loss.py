@@ -232,7 +232,6 @@ class _Cells(NamedTuple):
         )
 
     def named(self, metrics: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return metrics by name."""
         return reference.named_metrics(
             metrics,
             has_cross_entropy=self.cross_entropy_weights is not None,
@@ -250,7 +249,6 @@ def _built_in(
     generator: torch.Generator | None,
     chosen: str,
 ) -> PolicyLoss:
-    """Return a built-in loss, computed by the chosen backend."""
     current = cells.current
     selected = None
     if isinstance(settings, (ClipCov, KlCov)):

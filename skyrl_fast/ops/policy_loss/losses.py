@@ -197,7 +197,6 @@ class LossSpec:
 
     Args:
         name: in `policy_loss` and `trainer.algorithm.policy_loss_type`.
-        settings: the class of its hyper-parameters.
         codes: the LossKind of each variant (csrc/policy_loss/token_loss.h); the only variant of a
             loss has the loss's name.
         scope: what must be computed together: single tokens, all tokens of a sequence, or all of a
@@ -263,7 +262,6 @@ def loss_and_settings(op: str, loss: str | LossSettings) -> tuple[LossSpec, Loss
     """Return the spec of a loss, and its settings with their limits checked.
 
     Args:
-        op: the op's name, for messages.
         loss: a name, or an instance of a `settings` class.
 
     Raises:

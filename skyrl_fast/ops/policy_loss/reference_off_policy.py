@@ -18,7 +18,6 @@ class Rules:
 
     Args:
         outlier_low, outlier_high: a token outside drops its sequence.
-        token_low, token_high: a token outside is dropped.
         tis, cap: "token" or "sequence", and the largest weight.
         sequence_mask, mask_low, mask_high: "geometric" or "product", and its bounds.
     """

@@ -215,11 +215,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, plan: TreeAttention) -> No
 
 
 def pad_trees(parents: Tensor, ends: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """Return parents and ends, padded with nodes that attend only to themselves.
-
-    Args:
-        num_nodes: of the result.
-    """
+    """Return parents and ends, padded with nodes that attend only to themselves."""
     extra = torch.arange(parents.shape[0], num_nodes, dtype=torch.int32)
     return torch.cat([parents, torch.full_like(extra, -1)]), torch.cat([ends, extra + 1])
 

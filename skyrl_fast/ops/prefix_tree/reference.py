@@ -40,7 +40,6 @@ def prefix_tree(rows: Sequence[Sequence[Hashable]], group_ids: Sequence[int]) ->
 
     Args:
         rows: N sequences of keys; tokens with equal keys are the same.
-        group_ids: N.
     """
     roots: dict[int, _Node] = {}
     paths: list[list[_Node]] = []

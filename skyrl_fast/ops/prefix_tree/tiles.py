@@ -24,8 +24,6 @@ def tile_attention(
     Args:
         query: (1, H, T, D) float32, bfloat16 or float16, on the CPU.
         key, value: (1, G, T, D) of its dtype, H a multiple of G.
-        tiles: of the T nodes' parents and ends.
-        scale: of the scores.
     """
     result: Tensor = _TileAttention.apply(query, key, value, tiles, scale)
     return result

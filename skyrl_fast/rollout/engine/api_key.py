@@ -38,7 +38,6 @@ def read_or_create_key(file: Path, setting: str) -> str:
 
     Args:
         file: that only its owner can read.
-        setting: that names it, for messages.
 
     Raises:
         ValueError: as for `engine_key`.

@@ -33,7 +33,6 @@ class EngineActor:
         key: that requests must have.
         trainer: address from which weights are broadcast; None: they come as a file.
         weights_folder: the setting `weight_sync_path`.
-        folder: the trainer's working directory.
     """
 
     def __init__(

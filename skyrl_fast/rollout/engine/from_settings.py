@@ -46,7 +46,6 @@ def make_cluster_engines(
 
     Args:
         address: of this machine, which the engines' nodes reach.
-        bundles: one for each engine.
     """
     engine = config.generator.inference_engine
     _log_limited_top_k(config.generator.sampling_params)

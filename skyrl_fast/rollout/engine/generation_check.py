@@ -32,10 +32,8 @@ def check_generation(
 
     Args:
         generation: as the engine gave it; its values may be of any type.
-        max_tokens: that were asked for.
         vocab_size: of the model; None: unknown.
         stop: the stop strings of the request; None: none.
-        source: engine and session, for the error.
 
     Raises:
         EngineError: a value is of another type, not finite or out of range.

@@ -94,7 +94,6 @@ class EnginePool:
     Args:
         engines: at least one.
         max_restarts: of one engine between two weight updates that it survives.
-        transport: how engines get new weights.
         wait_seconds: for any engine to come back if all are down; None: no limit.
     """
 
@@ -143,7 +142,6 @@ class EnginePool:
             raise
 
     async def close(self) -> None:
-        """Stop all."""
         for member in self._members:
             await member.engine.close()
 

@@ -68,7 +68,6 @@ def kept_tokens(token_id: int, candidates: np.ndarray, logprobs: np.ndarray) -> 
     """Return the ascending ids, int32, of the tokens that a token was sampled from.
 
     Args:
-        token_id: the sampled token.
         candidates: ids of the most likely tokens, with or without the sampled one.
         logprobs: of the candidates, under the distribution that was sampled from; excluded tokens
             have -inf, or what vLLM writes for it.
@@ -148,10 +147,8 @@ class Sampler(Protocol):
 
         Args:
             prompt_token_ids: the full context. A list may be changed after the call.
-            sampling: how to sample.
             session_id: one per trajectory, for routing and caching.
             policy_version: cached keys and values are shared only within one version.
-            seed: of this request.
             expert_indices_start: number of leading prompt tokens whose routes are already known;
                 an engine that is able to omits them from the answer.
 

@@ -33,7 +33,6 @@ class EngineBundle:
     """Where an engine runs: a bundle of a placement group, which Ray moves if its node is lost.
 
     Args:
-        group: the placement group.
         index: its index in the group; all of its CPUs and GPUs are the engine's.
     """
 
@@ -47,7 +46,6 @@ class _ActorServer:
 
     Args:
         url: its address, once a node has room and its process has started.
-        ended: why it has ended, once it has.
     """
 
     actor: Any
@@ -60,7 +58,6 @@ class RayEngine(RemoteEngine):
 
     Args:
         number: of the engine, for its name.
-        bundle: where it runs.
         make_setup: see `EngineActor`.
         weight_sync: as for `RemoteEngine`.
         trainer: address of this node, which the engines' nodes reach.
@@ -182,7 +179,6 @@ class RayEngine(RemoteEngine):
         log.info("%s runs at %s", self.name, self._url)
 
     def _end(self) -> None:
-        """End the server and its actor, if there are any."""
         import ray
 
         server, self._server = self._server, None
@@ -232,6 +228,5 @@ def _watch(method: Any) -> asyncio.Future[Any]:
 
 
 def _shorten(error: BaseException) -> str:
-    """Return Ray's error in one line."""
     cause = getattr(error, "cause", None) or error
     return f"{type(cause).__name__}: {' '.join(str(cause).split())[:400]}"

@@ -95,7 +95,6 @@ class RemoteEngine:
         records_routes: whether the server runs with enable_return_routed_experts.
         vocab_size: of the model, to check token ids and to limit requests; None: unknown.
         start_timeout_seconds: to wait for the server at the start.
-        transport: of httpx, for tests.
 
     Example:
         async with RemoteEngine("http://127.0.0.1:8000") as engine:
@@ -143,12 +142,10 @@ class RemoteEngine:
         self._has_claimed = False
 
     async def __aenter__(self) -> RemoteEngine:
-        """Start."""
         await self.start()
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        """Close."""
         await self.close()
 
     async def start(self) -> None:

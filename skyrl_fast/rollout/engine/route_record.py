@@ -21,10 +21,6 @@ def find_recorded_routes(
 
     They are valid only if the prompt begins with all tokens of the previous step, including an
     appended end token. Otherwise the tokens had another context.
-
-    Args:
-        steps: the trajectory so far.
-        prompt_token_ids: of the next turn.
     """
     if not steps or steps[-1].expert_indices is None:
         return None
@@ -40,8 +36,6 @@ def turn_routes(
 
     Args:
         steps: the trajectory so far, without this turn.
-        prompt_token_ids: this turn's.
-        generation: the engine's answer to it.
 
     Raises:
         EngineError: the routes do not continue the record.

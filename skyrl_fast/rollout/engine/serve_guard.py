@@ -91,8 +91,6 @@ def guard_environment(
     """Return the environment variables that `EngineGuard` reads.
 
     Args:
-        key: see `engine_key`.
-        folders: in which trainers hand over weights.
         trainer: address of the trainer that broadcasts them; None: none does.
     """
     broadcasts = {} if trainer is None else {TRAINER_VARIABLE: str(ipaddress.ip_address(trainer))}
@@ -103,7 +101,6 @@ def engine_routes(folders: Sequence[Path], *, trainer: str | None = None) -> lis
     """Return the requests of `RemoteEngine`.
 
     Args:
-        folders: in which trainers hand over weights.
         trainer: address of the trainer that broadcasts them; None: none does.
     """
     return [

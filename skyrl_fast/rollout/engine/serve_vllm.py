@@ -51,13 +51,7 @@ def serve_environment(
     weights_folder: str | None = None,
     trainer: str | None = None,
 ) -> dict[str, str]:
-    """Return the server's environment variables; they enable the calls for weights and pauses.
-
-    Args:
-        key: that requests must have.
-        weights_folder: the setting `weight_sync_path`.
-        trainer: see `guard_environment`.
-    """
+    """Return the server's environment variables; they enable the calls for weights and pauses."""
     defaults = {**engine_environment(setup), "VLLM_SERVER_DEV_MODE": "1"}
     guard = guard_environment(key, weights_folders(weights_folder), trainer=trainer)
     return {**defaults, **environment, **guard}

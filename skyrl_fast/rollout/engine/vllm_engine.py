@@ -101,12 +101,10 @@ class VllmEngine:
         self.compute_dtype: torch.dtype | None = None
 
     async def __aenter__(self) -> VllmEngine:
-        """Start."""
         await self.start()
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        """Close."""
         await self.close()
 
     name = "the engine of this process"
@@ -336,7 +334,6 @@ class VllmEngine:
         self.compute_dtype = check_receipts(read_receipts(answers), call.sent.digests)
 
     async def _call_workers(self, call: WorkerCall) -> Any:
-        """Return the workers' receipts."""
         rpc = partial(self._get_llm().collective_rpc, call.method, args=(*call.arguments,))
         if not isinstance(call, BroadcastCall):
             return await self._answer(rpc())
@@ -402,7 +399,6 @@ class VllmEngine:
 
     @asynccontextmanager
     async def _pause_requests(self) -> AsyncIterator[None]:
-        """Pause the engine in the context, if requests are in flight."""
         pause = self._in_flight > 0
         if pause:
             await self._llm.pause_generation(mode="keep", clear_cache=False)
@@ -417,11 +413,7 @@ class VllmEngine:
         await self._answer(self._get_llm().reset_prefix_cache())
 
     async def _answer(self, call: Coroutine[Any, Any, T]) -> T:
-        """Return the answer of the engine's process; vLLM does not report its death by itself.
-
-        Raises:
-            EngineDeadError: it died.
-        """
+        """Return the answer of the engine's process; vLLM does not report its death by itself."""
         task = asyncio.create_task(call)
         try:
             while not task.done():
@@ -453,15 +445,6 @@ class VllmEngine:
 def _read_sampled_logprobs(
     token_ids: Sequence[int], flat: Any, *, keeps: bool
 ) -> tuple[list[float], list[np.ndarray] | None]:
-    """Return each token's logprob, and the tokens that it was sampled from.
-
-    Args:
-        flat: vLLM's FlatLogprobs; the sampled token is the first of its position.
-        keeps: whether the others of a position are those; else there are none.
-
-    Raises:
-        ValueError: the logprobs are not those of the tokens.
-    """
     ids, starts = flat.token_ids, flat.start_indices
     if [ids[start] for start in starts] != list(token_ids):
         raise ValueError(

@@ -25,10 +25,8 @@ class EnvAnswer:
     Args:
         messages: chat messages for the model; may be empty.
         reward: of this step; finite.
-        done: the episode is over.
         postprocessed_action: text that replaces the action in the history; or an assistant message
             that holds the same action with its tool calls; or None.
-        seconds: time in the environment.
     """
 
     messages: list[Message]
@@ -135,7 +133,6 @@ def _action(value: Any, data: PlainData) -> str | Message | None:
 
 
 def _is_message(value: Any) -> bool:
-    """Return whether it is a chat message."""
     return (
         isinstance(value, dict)
         and isinstance(value.get("role"), str)

@@ -97,7 +97,6 @@ class EnvFactory:
 
         Args:
             env_class: `module:Class`, `module:factory`, or a name registered in skyrl_gym.
-            extras: of the row.
 
         Raises:
             EnvError: the constructor raises, there is no such class, or its result is no `Env`.

@@ -47,15 +47,12 @@ class EnvSettings:
 
     @property
     def max_bytes(self) -> int:
-        """See `HandlerSettings`."""
         return BYTES_PER_CHARACTER * self.longest_text + MORE_BYTES
 
     def handler(self) -> EnvHandler:
-        """See `HandlerSettings.handler`."""
         return EnvHandler(self)
 
     def check_value(self, what: str, value: Any) -> Any:
-        """See `HandlerSettings.check_value`."""
         if what in ("make", "close"):
             return None
         data = PlainData(self.max_bytes)
@@ -68,7 +65,6 @@ class EnvSettings:
         return value
 
     def check_importable(self) -> None:
-        """See `HandlerSettings.check_importable`."""
         try:
             pickled = pickle.dumps(self)
         except Exception as error:
@@ -158,7 +154,6 @@ def create_env(
     Args:
         env_class: `module:Class`, `module:factory`, or a name registered in skyrl_gym.
         skyrl_gym: settings of the environments that it registers, by env_class.
-        extras: of the row.
         make_env: used instead of `env_class`, if given.
 
     Raises:

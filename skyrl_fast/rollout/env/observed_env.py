@@ -18,28 +18,23 @@ class ObservedStep:
 
 
 class ObservedEnv(Env):
-    """Behave like another environment.
-
-    Args:
-        env: the other one.
-        steps: receives its steps.
-    """
+    """Behave like another environment."""
 
     def __init__(self, env: Env, steps: list[ObservedStep]) -> None:
         self._env = env
         self._steps = steps
 
-    def init(self, messages: list[Message]) -> Sequence[Mapping[str, Any]]:  # noqa: D102
+    def init(self, messages: list[Message]) -> Sequence[Mapping[str, Any]]:
         return self._env.init(messages)
 
-    def step(self, action: Action) -> EnvStep | Mapping[str, Any]:  # noqa: D102
+    def step(self, action: Action) -> EnvStep | Mapping[str, Any]:
         observed = ObservedStep(action)
         self._steps.append(observed)
         observed.answer = self._env.step(action)
         return observed.answer
 
-    def metrics(self) -> Mapping[str, Any]:  # noqa: D102
+    def metrics(self) -> Mapping[str, Any]:
         return self._env.metrics()
 
-    def close(self) -> None:  # noqa: D102
+    def close(self) -> None:
         self._env.close()

@@ -29,7 +29,7 @@ class Action(str):
     tool_calls: list[dict[str, Any]]
     unparsed_tool_calls: bool
 
-    def __new__(  # noqa: D102
+    def __new__(
         cls,
         text: str,
         tool_calls: Sequence[dict[str, Any]] = (),

@@ -22,9 +22,9 @@ class RewardEnv(Env):
         self._reward = reward
         self._row = row
 
-    def init(self, messages: list[Message]) -> Sequence[Mapping[str, Any]]:  # noqa: D102
+    def init(self, messages: list[Message]) -> Sequence[Mapping[str, Any]]:
         self._row["prompt"] = messages
         return messages
 
-    def step(self, action: str) -> EnvStep:  # noqa: D102
+    def step(self, action: str) -> EnvStep:
         return EnvStep(self._reward(action, self._row), done=True)

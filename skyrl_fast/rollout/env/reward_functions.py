@@ -40,7 +40,6 @@ class RewardFunctions:
     Args:
         functions: each `function(prompts, completions, **columns) -> list of rewards`, or a
             coroutine function. A reward may be None: the function does not apply to this row.
-        weights: one per function.
 
     Example:
         def exact(completions, answer, **columns):
@@ -139,7 +138,6 @@ class GroupRewards:
         """Reward all trajectories with an answer; if the functions fail, all of them have failed.
 
         Args:
-            prompt: of the group.
             trajectories: of the group, all ended.
         """
         answered = [t for t in trajectories if t.failure is None and t.steps]
@@ -177,11 +175,7 @@ class GroupRewards:
 def _rewards(
     function: RewardFunction, arguments: Mapping[str, Any], count: int
 ) -> list[float | None]:
-    """Return the reward of each answer; None: the function does not apply.
-
-    Raises:
-        ValueError: it returned something else than a list of a number or None for each.
-    """
+    """Return the reward of each answer; None: the function does not apply."""
     found = function(**arguments)
     if inspect.isawaitable(found):
         found = asyncio.run(_awaited(found))
@@ -200,7 +194,6 @@ async def _awaited(value: Any) -> Any:
 
 
 def _accepted(function: RewardFunction, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that the function has, all of them if it takes any."""
     parameters = inspect.signature(function).parameters.values()
     if any(item.kind is item.VAR_KEYWORD for item in parameters):
         return dict(arguments)

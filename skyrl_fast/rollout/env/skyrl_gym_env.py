@@ -29,22 +29,22 @@ class SkyRLGymEnv(Env):
     def __init__(self, env: Any) -> None:
         self.env = env
 
-    def init(self, messages: list[Message]) -> Sequence[Mapping[str, Any]]:  # noqa: D102
+    def init(self, messages: list[Message]) -> Sequence[Mapping[str, Any]]:
         answer = self.env.init(messages)
         first: Sequence[Mapping[str, Any]] = (
             answer[0] if isinstance(answer, tuple) and answer else answer
         )
         return first
 
-    def step(self, action: str) -> Mapping[str, Any]:  # noqa: D102
+    def step(self, action: str) -> Mapping[str, Any]:
         answer: Mapping[str, Any] = self.env.step(action)
         return answer
 
-    def metrics(self) -> Mapping[str, Any]:  # noqa: D102
+    def metrics(self) -> Mapping[str, Any]:
         get = getattr(self.env, "get_metrics", None)
         return {} if get is None else get() or {}
 
-    def close(self) -> None:  # noqa: D102
+    def close(self) -> None:
         self.env.close()
 
 
@@ -52,9 +52,7 @@ def make(env_class: str, settings: Mapping[str, Any], extras: dict[str, Any]) ->
     """Return a new environment.
 
     Args:
-        env_class: registered in skyrl_gym.
         settings: replace the defaults of the environment's `env_config`.
-        extras: of the row.
 
     Raises:
         ValueError: there is no such environment.
@@ -69,11 +67,7 @@ def make(env_class: str, settings: Mapping[str, Any], extras: dict[str, Any]) ->
 
 
 def check_registered(env_class: str) -> Any:
-    """Return skyrl_gym's spec of an environment.
-
-    Raises:
-        ValueError: there is no such environment, or no skyrl_gym.
-    """
+    """Return skyrl_gym's spec of an environment."""
     try:
         import skyrl_gym
     except ImportError as error:

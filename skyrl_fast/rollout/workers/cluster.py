@@ -30,13 +30,7 @@ POLL_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class NodeShare:
-    """What an actor takes of its node.
-
-    Args:
-        setting: that says so, for messages.
-        num_cpus: that it reserves.
-        max_calls: its most concurrent calls.
-    """
+    """What an actor takes of its node."""
 
     setting: str
     num_cpus: int
@@ -45,10 +39,6 @@ class NodeShare:
 
 class ClusterWorkers:
     """The actors of a run, on each node that has CPUs for one.
-
-    Args:
-        settings: of the handlers.
-        share: of each node.
 
     Raises:
         ValueError: Ray is missing, or see `ProcessWorkers`.
@@ -229,7 +219,6 @@ class _Answer:
 
     Args:
         outcome: of the call, if it returned in time.
-        usable: whether the handler still exists.
         late: of a late call: the calls that it was in, if known.
     """
 

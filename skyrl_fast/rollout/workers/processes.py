@@ -43,9 +43,6 @@ _SERVER = "from skyrl_fast.rollout.workers.fork_server import main; main()"
 class ProcessWorkers:
     """The processes of a run; started when they are needed, and kept for other trajectories.
 
-    Args:
-        settings: of the handlers.
-
     Raises:
         ValueError: a process cannot import what it needs.
     """
@@ -79,7 +76,6 @@ class ProcessWorkers:
         return ProcessWorker(self, await asyncio.to_thread(self._started))
 
     async def close(self) -> None:
-        """Kill all processes."""
         await asyncio.to_thread(self.end)
 
     def end(self) -> None:
@@ -179,11 +175,6 @@ class _Process:
         self._link.close()
 
     async def answer(self, what: str, argument: Any) -> CallResult:
-        """Return the outcome of a call.
-
-        Raises:
-            EOFError: the process ended. ValueError: the argument or the answer is invalid.
-        """
         try:
             request = pickle.dumps((what, argument))
         except Exception as error:
@@ -250,7 +241,6 @@ class _ForkServer:
             return self._answer()
 
     def status(self, pid: int) -> str:
-        """Return how a process ended."""
         try:
             with self._lock:
                 self._link.sendall(REQUEST.pack(STATUS, pid))
@@ -263,7 +253,6 @@ class _ForkServer:
         return f"was killed by {names.get(-code, f'signal {-code}')}"  # some have no name
 
     def kill(self, pid: int) -> None:
-        """Kill a process and those that it started."""
         with suppress(OSError):  # then the fork server has ended, and its processes with it
             self._link.sendall(REQUEST.pack(KILL, pid))
 

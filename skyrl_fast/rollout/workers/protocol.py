@@ -57,9 +57,6 @@ class HandlerSettings(Protocol):
         """Return a call's value, checked and rebuilt by the process that called.
 
         Code of a model could have sent it.
-
-        Raises:
-            ValueError: it is invalid.
         """
 
     def check_importable(self) -> None:

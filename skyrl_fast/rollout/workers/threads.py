@@ -193,7 +193,6 @@ class _Thread:
 
     @property
     def ident(self) -> int | None:
-        """The thread's identifier."""
         return self._thread.ident
 
     def wake(self, threads: ThreadWorkers | None) -> None:

@@ -74,13 +74,7 @@ def _failed(trajectory: Trajectory) -> bool:
 
 
 class GroupSampling:
-    """Collects the groups of one training step, batch of prompts by batch of prompts.
-
-    Args:
-        config: trainer.algorithm.dynamic_sampling.
-        num_groups: of a full batch.
-        random: generator for choosing replacements.
-    """
+    """Collects the groups of one training step, batch of prompts by batch of prompts."""
 
     def __init__(
         self, config: DynamicSamplingConfig, num_groups: int, random: np.random.Generator

@@ -64,10 +64,6 @@ def zero_reward_on_non_stop(batch: StepBatch, units: Sequences) -> Filtered:
     A sequence is unfinished if its last row's stop reason is neither "stop" nor "max_turns". All
     rewards of all its rows become 0, per row and per token.
 
-    Args:
-        batch: with stop reasons.
-        units: its sequences.
-
     Returns:
         The batch and its sequences, and `generate/num_zeroed_rewards`: unfinished sequences.
 
@@ -95,15 +91,8 @@ def overlong_filter(batch: StepBatch, units: Sequences) -> Filtered:
     rows are masked, the finished turns too. Rewards stay: they still count as outcomes in their
     groups.
 
-    Args:
-        batch: with stop reasons.
-        units: its sequences.
-
     Returns:
         The batch and its sequences, and `generate/num_overlong_filtered`: sequences masked.
-
-    Raises:
-        ValueError: no stop reasons.
     """
     reasons = _reasons("overlong_filter", batch, units)
     overlong = np.array([reason in OVERLONG_REASONS for reason in reasons], dtype=bool)
@@ -119,8 +108,6 @@ def zero_variance_filter(batch: StepBatch, units: Sequences, *, tolerance: float
     unchanged.
 
     Args:
-        batch: complete groups.
-        units: its sequences.
         tolerance: largest difference between scores that count as equal.
 
     Returns:

@@ -23,7 +23,6 @@ def kl_in_reward(
     of all tokens of the trajectory. Other estimators read every row with its penalty.
 
     Args:
-        batch: with old_logprobs and ref_logprobs.
         trajectories: `sequences(batch, "trajectory")`.
         coef: weight; SkyRL's kl_loss_coef.
         estimator: "k1", "abs", "k2" or "k3", of trained tokens; others have penalty 0.
@@ -89,7 +88,6 @@ def next_kl_coef(coef: float, kl: float, num_trajectories: int, control: KlCtrlC
     trajectories.
 
     Args:
-        coef: coefficient in this step.
         kl: `loss/avg_kl` of this step.
         num_trajectories: trajectories of this step, whatever their number of rows.
 

@@ -21,9 +21,6 @@ def apply_off_policy_correction(
     The loss mask is unchanged: a token that the correction drops has weight 0 in the policy loss,
     but still counts in the reduction, the KL penalty and the entropy term, as in SkyRL.
 
-    Args:
-        batch: with old_logprobs and rollout_logprobs.
-
     Raises:
         ValueError: log-probabilities are missing.
     """

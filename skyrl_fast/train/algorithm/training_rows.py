@@ -19,7 +19,6 @@ class SampledRows:
     """The rows of some trajectories, before any filter.
 
     Args:
-        steps: a row per step.
         merged: the rows that are trained; None: the steps are.
     """
 
@@ -62,7 +61,6 @@ def join_groups(groups: Mapping[str, GroupRows]) -> SampledRows:
 
 
 def _some_groups(batch: StepBatch, numbers: range, uids: Sequence[str]) -> StepBatch:
-    """Return the rows of these groups under these uids."""
     ends = torch.tensor([numbers.start, numbers.stop], dtype=batch.group_ids.dtype)
     start, stop = torch.searchsorted(batch.group_ids, ends).tolist()
     return batch.rows(slice(start, stop)).with_(uids=tuple(uids))
@@ -83,10 +81,8 @@ def training_rows(
     `keep_rewards`, for estimators that read all rewards.
 
     Args:
-        steps: a row per step.
         generator: settings of the form of rows.
         merge: merge steps; None: `generator.merge_stepwise_output`.
-        keep_rewards: see above.
         observations: give the tokens between the steps of a merged row cross-entropy weight 1.
 
     Raises:

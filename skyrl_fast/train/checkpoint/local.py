@@ -63,7 +63,6 @@ def write_checkpoint(
         folder: of this run's checkpoints; created if missing.
         step: number in the name; an existing checkpoint of this step is replaced.
         write: writes the files; if it raises, earlier checkpoints are untouched.
-        keep: newest checkpoints to keep; -1: all.
 
     Returns:
         The checkpoint's folder.
@@ -79,9 +78,6 @@ def write_checkpoint(
 @contextmanager
 def begin_checkpoint(folder: Path, step: int) -> Iterator[Path]:
     """Yield the empty hidden folder of a checkpoint; remove it if the block raises.
-
-    Args:
-        folder, step: as of `write_checkpoint`.
 
     Raises:
         CheckpointError: the disk is full or not writable. Earlier checkpoints are intact.
@@ -100,7 +96,6 @@ def complete_checkpoint(
     """Add the manifest to a begun checkpoint, flush, rename; delete old checkpoints.
 
     Args:
-        folder, step, keep: as of `write_checkpoint`.
         written: waits for files that others write, and returns their entries of the manifest.
 
     Returns:
@@ -295,7 +290,6 @@ def locked_run(run_path: Path, checkpoint_folder: Path) -> Iterator[None]:
     """Lock a run's folders; the locks are released when the process exits, however it exits.
 
     Args:
-        run_path: trainer.run_path.
         checkpoint_folder: local one, which may be inside another run's folder.
 
     Raises:

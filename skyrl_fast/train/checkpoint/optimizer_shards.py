@@ -40,7 +40,6 @@ def queue_shards(
 
     Args:
         folder: exists on rank 0.
-        step_count: optimizer steps.
         states: AdamW's state by parameter; the moments are sharded.
         unmoved: parameters without a state.
     """

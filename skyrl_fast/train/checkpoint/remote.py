@@ -121,7 +121,6 @@ class CheckpointStore:
         return later
 
     def _files(self) -> dict[str, list[str]]:
-        """Return what is directly in the folder of each checkpoint."""
         return {n: _list(f"{self.url}/{n}") for n in _list(self.url) if _NAME.fullmatch(n)}
 
     def _remove_old(self, *, keep: int) -> None:

@@ -44,7 +44,6 @@ def changed_settings(saved: Any, now: Mapping[str, Any]) -> dict[str, tuple[Any,
 
 
 def warn_of_changed_settings(saved: Any, now: Mapping[str, Any]) -> None:
-    """Warn of the settings that change what is trained from here on."""
     changed = changed_settings(saved, now)
     if changed:
         listed = ", ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items())

@@ -13,11 +13,7 @@ _LARGEST = 2**53  # above, JSON readers and float64 metrics round integers
 
 
 def check_state(state: Any) -> None:
-    """Check the values that a resumed run reads.
-
-    Raises:
-        ValueError: a value is missing or impossible; the message names it.
-    """
+    """Check the values that a resumed run reads."""
     _mapping(state, "content")
     _integer(state, "step")
     _integer(state, "epochs_used_up", optional=True)

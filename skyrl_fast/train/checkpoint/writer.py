@@ -22,7 +22,6 @@ class CheckpointWriter:
     Args:
         folder: local folder of the run's checkpoints.
         keep: number of newest checkpoints to keep; -1: all.
-        ranks: that write.
         upload: called with each complete checkpoint, in the background.
     """
 

@@ -95,8 +95,6 @@ def rows_from(source: PromptSource, split: str, name: str) -> Iterator[tuple[str
         source: rows, in a list, a `datasets.Dataset` or a table of pandas, polars or pyarrow; or
             the name of a file or of a dataset on the hub. In a list, a `Path`, or a string that
             ends in .jsonl, .json or .parquet, is a file.
-        split: of datasets on the hub.
-        name: of the argument, for messages.
 
     Raises:
         ValueError: a file as for `load_prompts`; or the source is a mapping, e.g. of several
@@ -319,7 +317,6 @@ class PromptSampler:
         return [self.next_prompt() for _ in range(self._batch_size)]
 
     def move_to(self, epoch: int, position: int) -> None:
-        """Continue from this position."""
         if epoch != self.epoch:
             self.epoch = epoch
             self._order = self._permutation()

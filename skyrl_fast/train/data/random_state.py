@@ -32,7 +32,6 @@ def load_random_state(path: Path, state: dict[str, Any]) -> None:
     """Restore all states from `save_random_state`.
 
     Args:
-        path: torch's states.
         state: the others, as in a checked `state.json`.
 
     Raises:

@@ -27,7 +27,6 @@ class BatchSource:
     """Takes groups from the flow until the batch of a step is full.
 
     Args:
-        config: settings of the run.
         failures: ends a run in which everything fails.
     """
 
@@ -50,9 +49,7 @@ class BatchSource:
         """Return the step's groups and staleness metrics; None if the data ran out first.
 
         Args:
-            flow: groups in flight.
             step: batches trained so far, a seed of the random numbers.
-            wait: awaits groups.
             judge: builds rows and finds the informative groups, for dynamic sampling.
 
         Raises:

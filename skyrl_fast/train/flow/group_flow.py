@@ -50,11 +50,8 @@ class GroupFlow:
     """Starts groups in the order of the data, and returns them in that order.
 
     Args:
-        rollouts: generates the groups.
-        prompts: of the dataset.
         sampler: order of the data, at the position where the run begins.
         batch_size, max_staleness, version: as for `GroupSchedule`.
-        epochs: passes over the data.
         last_version: the version at which the run ends: no group is started beyond it.
         clock: returns seconds.
     """

@@ -37,9 +37,7 @@ class Group:
         name: uid of its trajectories; unique among groups that have not left.
         prompt: index of the prompt in the dataset.
         place: (epoch, position) of the prompt in the data.
-        state: one of the six above.
         version: policy version at its start; -1 before.
-        started: clock at its start.
     """
 
     number: int

@@ -186,12 +186,10 @@ class VllmRollouts:
     async def generate(
         self, prompts: Sequence[Prompt], *, step: int, phase: str
     ) -> list[Trajectory]:
-        """See `Rollouts.generate`."""
         version = step if phase == "train" else self._gate.version
         return await run_groups(self._runner, prompts, phase=phase, policy_version=version)
 
     async def sleep(self) -> None:
-        """See `Rollouts.sleep`."""
         if not self._sleeps:
             return
         async with self._gate.closed(self._pool.release):
@@ -221,18 +219,15 @@ class VllmRollouts:
         return _sync_metrics(report, self._pool.reports)
 
     async def wait_for_fault(self) -> None:
-        """See `Rollouts.wait_for_fault`."""
         await self._pool.wait_for_fault()
 
     async def repair(self, policy: Policy, *, version: int) -> None:
-        """See `Rollouts.repair`."""
         assert version == self._gate.version
         await self._pool.repair(
             self._weights(policy), lambda engine: self._make_probe(engine, policy)
         )
 
     def activity(self, uids: Sequence[str]) -> list[str]:
-        """See `Rollouts.activity`."""
         now = self.board.clock()
         return [
             *self._pool.activity(),
@@ -240,7 +235,6 @@ class VllmRollouts:
         ]
 
     def faults(self) -> dict[str, float]:
-        """See `Rollouts.faults`."""
         counts = {
             **dict.fromkeys(FAULTS, 0),
             **self._runner.faults,

@@ -126,9 +126,7 @@ async def until_stopped(
     Requests to that engine then continue.
 
     Args:
-        stop: set to request a stop.
         wait_for_fault: returns when an engine needs repair.
-        repair: repairs it.
     """
     task = asyncio.ensure_future(work)
     stopped = asyncio.ensure_future(stop.wait())

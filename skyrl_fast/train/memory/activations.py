@@ -35,11 +35,7 @@ class ModelSize:
 
     Args:
         parameters: of the model, tied ones once.
-        trained_parameters: those that the optimizer changes.
         root_parameters: of those, outside the layers: embeddings, head, last norm.
-        layer_parameters: of the largest layer.
-        largest_parameter: elements of the largest tensor.
-        vocab_size, hidden_size: V, H.
         kv_values: elements that the engine's KV cache stores per token, in all layers.
     """
 
@@ -128,11 +124,7 @@ class StorageTracker(TorchDispatchMode):
 
 
 def load_model_config(path: str) -> Any:
-    """Return the transformers config of a model folder or hub name.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the transformers config of a model folder or hub name."""
     from transformers import AutoConfig
 
     folder = model_folder(path, with_weights=False)
@@ -182,9 +174,7 @@ def activation_memory(
     """Return the memory of the backbone's passes over sequences of `length` tokens.
 
     Args:
-        config: of a transformers model.
         dtype: of autocast; float32: none.
-        gradient_checkpointing: whether layers are recomputed in the backward pass.
         residual_dtype: of the embeddings' output and the sums that follow.
 
     Raises:
@@ -301,11 +291,7 @@ def _only_layers(backbone: Any, numbers: Sequence[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fake_tensors() -> Iterator[None]:
-    """Create and compute fake tensors in the context.
-
-    Raises:
-        UnmeasurableError: the model's code failed, whatever its error.
-    """
+    """Create and compute fake tensors in the context."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     try:

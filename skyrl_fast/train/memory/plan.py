@@ -140,12 +140,6 @@ def _plan(
     *,
     on_cluster: bool,
 ) -> MemoryPlan:
-    """Return the plan without remedies.
-
-    Args:
-        engine: where the run's own engine computes; None: there is none.
-        on_cluster: whether engines on a cluster get weights by NCCL.
-    """
     size = measure.size(str(config.trainer.policy.model.path))
     resident = _resident_items(config, measure)
     trainer = [*resident, *_largest_update(config, measure)]
@@ -185,7 +179,6 @@ def _plan(
 def _devices(
     gpus: Sequence[int], items: Sequence[Item], capacity: int, phase: str = ""
 ) -> Iterator[DevicePlan]:
-    """Yield one plan that stands for all of these GPUs, if there are any."""
     if gpus:
         each = [f"GPU {number}" for number in gpus]
         name = each[0] if len(each) == 1 else f"each of {', '.join(each)}"
@@ -276,12 +269,7 @@ def _update_items(
 
 
 def head_bytes(size: ModelSize, tokens: int, dtype: torch.dtype) -> int:
-    """Return the bytes of `linear_logprob`'s backward pass on a GPU, all tokens trained.
-
-    Args:
-        size: of the model.
-        dtype: of the head's product.
-    """
+    """Return the bytes of `linear_logprob`'s backward pass on a GPU, all tokens trained."""
     vocab, hidden, item = size.vocab_size, size.hidden_size, dtype.itemsize
     rows = default_chunk_rows(
         torch.empty(vocab, 1, dtype=dtype, device="meta"), tokens, on_gpu=True
@@ -295,11 +283,7 @@ def head_bytes(size: ModelSize, tokens: int, dtype: torch.dtype) -> int:
 
 
 def _saved_logits_bytes(config: Config, size: ModelSize, updates: Iterable[DevicePlan]) -> int:
-    """Return the bytes of logits that fit into what updates leave, at most those of all tokens.
-
-    Args:
-        size: of the policy.
-    """
+    """Return the bytes of logits that fit into what updates leave, at most those of all tokens."""
     tokens, _ = _pass_tokens(config, _row_length(config))
     most = tokens * size.vocab_size * _head_dtype(config).itemsize
     left = min(device.capacity - device.total for device in updates)
@@ -315,12 +299,7 @@ def _probe_item(config: Config, size: ModelSize) -> Item:
 def _engine_item(
     config: Config, size: ModelSize, num_gpus: int, capacity: int, used: int
 ) -> tuple[Item, float]:
-    """Return the engine's part of a GPU, and its share.
-
-    Args:
-        num_gpus: of the engine.
-        used: bytes that it must leave.
-    """
+    """Return the engine's part of a GPU, and its share."""
     engine = config.generator.inference_engine
     key = "generator.inference_engine.gpu_memory_utilization"
     least = math.ceil(engine_bytes(config, size) / num_gpus)
@@ -338,11 +317,7 @@ def _engine_item(
 
 
 def engine_bytes(config: Config, size: ModelSize) -> int:
-    """Return an estimate of the least bytes of the engine: weights, one sequence's keys and values.
-
-    Args:
-        size: of the policy.
-    """
+    """Estimate the least bytes of the engine: weights, one sequence's keys and values."""
     engine = config.generator.inference_engine
     item = _dtype(engine.model_dtype).itemsize
     logits = FLOAT32_BYTES * engine.max_num_seqs * size.vocab_size * LOGIT_COPIES
@@ -360,7 +335,6 @@ def broadcast_bytes(config: Config, size: ModelSize) -> int:
 
 
 def _dtype(name: str) -> torch.dtype:
-    """Return the dtype of a setting on a GPU."""
     dtype = torch.bfloat16 if name == "auto" else getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -377,11 +351,7 @@ def _row_length(config: Config) -> int:
 
 
 def _pass_tokens(config: Config, length: int) -> tuple[int, str]:
-    """Return the most tokens of a pass on a rank, and the setting that they follow from.
-
-    Args:
-        length: of the longest row.
-    """
+    """Return the most tokens of a pass on a rank, and the setting that they follow from."""
     trainer, generator = config.trainer, config.generator
     scope = policy_loss_spec(trainer.algorithm).scope
     # Rows of a context that only grows share a sequence.

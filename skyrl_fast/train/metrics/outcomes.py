@@ -53,9 +53,7 @@ def outcomes_of_output(
     """Return the outcomes of the trajectories of a valid generator output.
 
     Args:
-        output: a generator output.
         uids: N prompt names. None: from `trajectory_ids`; without these each row is a group.
-        op: the caller's public name, for messages.
     """
     if uids is None and output.get("trajectory_ids") is None:
         uids = range(len(output["response_ids"]))

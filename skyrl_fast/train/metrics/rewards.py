@@ -121,9 +121,6 @@ def pass_at_k(num_samples: np.ndarray, num_passed: np.ndarray, k: int) -> np.nda
         num_passed: (G,) c, samples that passed.
         k: 1 to min(n).
 
-    Raises:
-        ValueError: k out of range.
-
     Example:
         >>> pass_at_k(np.array([4]), np.array([1]), 2)
         array([0.5])

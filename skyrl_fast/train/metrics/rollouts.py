@@ -92,7 +92,6 @@ def rollout_metrics(
     are those of all its responses; its final context is its last row's prompt and response.
 
     Args:
-        output: a valid generator output.
         uids: N prompt names, if `trajectory_ids` is missing.
         batch: the batch of `output`, if it was built: avoids reading the lists again.
     """
@@ -120,7 +119,6 @@ def trajectory_metrics(trajectories: Sequence[Trajectory], batch: StepBatch) -> 
     """Return the metrics of `rollout_metrics` for trajectories.
 
     Args:
-        trajectories: J.
         batch: their rows, one per step.
     """
     reports = Reports(

@@ -74,13 +74,9 @@ class Critic:
 
     Args:
         model: float32 weights.
-        optimizer_config: of AdamW.
         total_steps: optimizer steps of the full run, for decaying schedules.
-        mini_batch_size: prompts per optimizer step.
-        update_epochs: passes over each batch.
         value_clip: see `value_loss`.
         max_tokens_per_microbatch: most padded tokens of one forward pass.
-        dtype: of the forward pass.
         tree: process rows as prefix trees; None: see `Policy`.
         ranks: that share the work and the weights.
 
@@ -121,7 +117,6 @@ class Critic:
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
         return self.model.value_head.weight.device
 
     def values(self, micro: MicroBatch) -> torch.Tensor:
@@ -300,8 +295,6 @@ def make_critic(
 
     Args:
         path: a model's folder or hub name, or the critic's folder in a checkpoint.
-        num_prompts: of the training data.
-        ranks: that share the work and the weights.
     """
     trainer = config.trainer
     size = trainer.critic_mini_batch_size or trainer.policy_mini_batch_size
@@ -327,11 +320,7 @@ def make_critic(
 def load_value_model(
     path: str, *, device: torch.device, gradient_checkpointing: bool = False
 ) -> ValueModel:
-    """Return the model of a folder or hub name, with the head stored there or a new one.
-
-    Raises:
-        ValueError: there is no usable model; the message says what was tried.
-    """
+    """Return the model of a folder or hub name, with the head stored there or a new one."""
     with _without_warnings():  # about the unused LM head
         backbone = load_model(
             path,

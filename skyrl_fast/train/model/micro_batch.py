@@ -45,7 +45,6 @@ def plan_micro_batches(
     """Return the forward passes that compute the logprob of every trained token of the rows.
 
     Args:
-        batch: N rows.
         token_budget: most padded tokens (n * L) of a micro-batch; a longer one is separate.
         rows: (N,) bool, rows to visit; None: all with a trained token.
         keep_trajectories: a trajectory's rows stay together (losses that look at all of them).
@@ -172,11 +171,7 @@ def _fill(
     batch: StepBatch,
     keep_trajectories: bool,
 ) -> list[list[int]]:
-    """Return chunks of sequences (by host row) within the budget, with little padding.
-
-    Raises:
-        ValueError: a trajectory that must stay together has rows that must not share a pass.
-    """
+    """Return chunks of sequences (by host row) within the budget, with little padding."""
     units: dict[int, list[int]] = {}
     for host in members:
         unit = int(batch.trajectory_ids[host]) if keep_trajectories else host

@@ -46,7 +46,6 @@ class Optimizer:
 
     Args:
         policy: policy or critic to optimize; parameters with one dimension get no weight decay.
-        config: SkyRL's optimizer settings.
         total_steps: optimizer steps of the full run, for decaying schedules.
     """
 

@@ -129,7 +129,6 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
         return next(self.model.parameters()).device
 
     def logprobs(
@@ -187,7 +186,6 @@ class Policy:
         head computes in float32, which adds no rounding to that of the hidden states.
 
         Args:
-            token_ids: T of them.
             expert_indices: (T or T - 1, L, K) routes to replay; None: free routing.
         """
         ids = torch.tensor([token_ids], device=self.device)
@@ -402,12 +400,7 @@ def _is_of_randomness(name: str) -> bool:
 def refuse_random_passes(
     model: Any, autocast: Callable[[], contextlib.AbstractContextManager[Any]]
 ) -> None:
-    """Raise ValueError for a model in training mode whose passes differ.
-
-    Args:
-        model: a transformers model.
-        autocast: of its passes.
-    """
+    """Raise ValueError for a model in training mode whose passes differ."""
     if not any(module.training for module in model.modules()):
         return
     backbone, device = model.base_model, next(model.parameters()).device

@@ -60,12 +60,7 @@ def exceeded_limits(
 
     Args:
         lengths: (N,) tokens of each row.
-        limits: of the model.
         visited: (N,) bool, rows to check.
-
-    Raises:
-        ValueError: a visited row exceeds the limit of a dynamic rotary embedding, whose frequencies
-            would then depend on the rows of earlier passes too.
 
     Example:
         >>> exceeded_limits(np.array([3, 9]), [RopeLimit("longrope", 4)], np.array([True, True]))

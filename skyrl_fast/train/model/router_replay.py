@@ -107,7 +107,6 @@ class RouterReplay:
         return _Routes(routes, recorded[:, None])
 
     def _columns(self, num_layers: int) -> list[int]:
-        """Return which of the recorded layers belongs to each router."""
         numbers = [number for number, _, _ in self._routers]
         if num_layers == len(self._routers):
             return list(range(num_layers))

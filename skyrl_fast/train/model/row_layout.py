@@ -54,7 +54,6 @@ class LayoutCosts:
     """Seconds of a pass through the layers, forward and backward where it is trained, by layout.
 
     Args:
-        sequence_token, tree_token: per token.
         sequence_pair, tree_pair: per pair of tokens of which one attends to the other.
     """
 
@@ -91,9 +90,6 @@ def supports_trees(backbone: Any, tree: bool | None, sequence: SequenceRanks = S
     Args:
         tree: True: they must be; False: not; None: if the model supports it.
         sequence: ranks that share the tokens of a pass; several need what trees need.
-
-    Raises:
-        ValueError: `tree` is True, or there are several ranks, and the model does not support it.
     """
     if tree is False and sequence.size == 1:
         return False
@@ -116,11 +112,6 @@ def cheapest_layout(
     """Return whether rows may be laid out as trees, and the costs that decide for each group.
 
     Without costs all groups are trees. All ranks call this together.
-
-    Args:
-        owner: of the backbone.
-        backbone: after `prepare_for_trees`.
-        autocast: the context of a forward pass.
     """
     device = owner.device
     if device.type == "cpu" and owner.dtype == torch.float32:
@@ -159,9 +150,6 @@ def measured_costs(
 
     Args:
         backbone: after `prepare_for_trees`; its gradients are None afterwards.
-        most_tokens: of a forward pass.
-        autocast: the context of a forward pass.
-        clock: of seconds.
     """
     positions = getattr(backbone.config, "max_position_embeddings", None) or most_tokens
     total = min(MEASURED_TOKENS.get(device.type, 1024), most_tokens, positions)
@@ -236,7 +224,6 @@ def rows_as_trees(
     """Return (N,) bool, the visited rows of groups that take less time as trees.
 
     Args:
-        tree: of the visited rows.
         group_ids: (N,) integers.
         hosts: (N,) the row whose sequence each visited row shares.
         lengths: (N,) tokens.

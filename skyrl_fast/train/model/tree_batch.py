@@ -28,7 +28,6 @@ def trained_tree(
     Groups share what they have in common, such as a system prompt.
 
     Args:
-        batch: N rows.
         visited: (N,) bool, rows that have a trained token and a prompt.
         router_replay: rows share a token only where their routes agree.
     """
@@ -57,12 +56,9 @@ def tree_micro_batches(
     """Return forward passes over prefix trees.
 
     Args:
-        batch: N rows.
         token_budget: most nodes of a micro-batch; a row with more is separate.
         tree: from `trained_tree`, or a part of it.
         trained: from `trained_tree`; only tokens of the tree's rows are used.
-        keep_trajectories: a trajectory's rows stay together.
-        router_replay: add the recorded routes.
     """
     units = batch.trajectory_ids.numpy() if keep_trajectories else None
     chunks = tree_chunks(tree, batch.group_ids.numpy(), token_budget, trajectory_ids=units)
@@ -78,8 +74,6 @@ class TrainedTokens:
     """The trained tokens of the visited rows, in order; all (M,) int64 but `cu_rows`.
 
     Args:
-        rows: of the batch.
-        positions: in their rows.
         responses: in the batch's response tokens.
         cu_rows: (N + 1,) offsets of each row's trained tokens.
     """

@@ -21,7 +21,6 @@ class OrderedRows:
 
     Args:
         rows: (n,) int64.
-        lengths: (n,) nodes of each row.
         shared: (n,) nodes that it shares with the row before it in its group; 0 for the first.
         borders: where groups begin but the first, ascending.
     """
@@ -61,7 +60,6 @@ def tree_chunks(
     of repeated nodes. Trajectories whose rows are interleaved are processed one after the other.
 
     Args:
-        tree: its empty rows are in no chunk.
         group_ids: (N,) integers.
         token_budget: most nodes of a chunk; a longer row has a chunk of its own.
         trajectory_ids: (N,) integers: a trajectory's rows stay together; None: any split.
@@ -134,7 +132,6 @@ def cheapest_cuts(
     beginnings of the chunk that ends here, best first (a minimum over a sliding window).
 
     Args:
-        lengths: (n,) of the rows.
         common: (n,) nodes that a row shares with the row before it; 0 for the first.
         budget: most nodes of a chunk, unless an indivisible unit is larger.
         units: (n,) integers; no cut between rows of one unit. None: cuts anywhere.

@@ -42,13 +42,7 @@ HARMLESS_OPTIONS = frozenset({"is_causal", "position_ids", "cache_position"})
 
 
 def prepare_for_trees(backbone: Any) -> None:
-    """Make a transformers backbone accept trees; its results without trees are unchanged.
-
-    Raises:
-        ValueError: the model does not support trees: layers with a window, an attention function
-            that cannot be replaced or has options that `tree_attention` lacks, or other results on
-            trees than on rows.
-    """
+    """Make a transformers backbone accept trees; its results without trees are unchanged."""
     refusal = f"trainer.rows: {_name(backbone)} cannot be trained as trees: "
     reason = _reason_against(backbone.config)
     if reason is not None:
@@ -80,8 +74,6 @@ def last_hidden_states(backbone: Any, micro: MicroBatch, device: torch.device) -
 
     Args:
         backbone: after `prepare_for_trees`, if the micro-batch is of trees or a part.
-        micro: from `padded_trees`.
-        device: of the backbone.
     """
     ids = micro.input_ids.to(device)
     if micro.tree is None and micro.part is None:
@@ -104,10 +96,6 @@ def padded_trees(
     """Return this rank's part of a micro-batch, padded as its attention requires.
 
     A padding node attends only to itself, and no node attends to it.
-
-    Args:
-        device: of the model.
-        ranks: that share the micro-batch's tokens.
     """
     if micro.tree is None:
         return part_of(micro, ranks)
@@ -132,12 +120,7 @@ def _with_attention(
     plan: TreeAttention | None,
     ranks: SequenceRanks = SINGLE,
 ) -> Tensor:
-    """Return (n, L, H) last hidden states of (n, L) tokens or nodes at (n, L) positions.
-
-    Args:
-        plan: of trees; None: sequences.
-        ranks: that share the tokens.
-    """
+    """Return (n, L, H) last hidden states of (n, L) tokens or nodes at (n, L) positions."""
     # A mask of four dimensions keeps transformers from building its own.
     no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
     result: Tensor = backbone(

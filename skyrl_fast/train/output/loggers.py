@@ -62,7 +62,6 @@ def open_loggers(names: Sequence[str], run: RunInfo) -> list[Logger]:
 
     Args:
         names: of `LOGGERS`, or `module:Class`.
-        run: passed to each logger's constructor.
 
     Raises:
         ValueError: a package is missing, or a logger cannot start; the message says which.
@@ -117,7 +116,7 @@ class JsonlLogger:
             os.replace(temporary, path)
         self._file = path.open("a", encoding="utf-8")
 
-    def write(self, step: int, metrics: Metrics) -> None:  # noqa: D102
+    def write(self, step: int, metrics: Metrics) -> None:
         row: dict[str, Any] = {"step": step, **metrics}
         missing = {
             name: str(value)
@@ -129,7 +128,7 @@ class JsonlLogger:
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
 
-    def close(self) -> None:  # noqa: D102
+    def close(self) -> None:
         self._file.close()
 
 
@@ -140,11 +139,11 @@ class TensorBoardLogger:
         writer = _imported("torch.utils.tensorboard", "tensorboard").SummaryWriter
         self._writer = writer(str(run.run_path / "tensorboard"), purge_step=run.last_step + 1)
 
-    def write(self, step: int, metrics: Metrics) -> None:  # noqa: D102
+    def write(self, step: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
-    def close(self) -> None:  # noqa: D102
+    def close(self) -> None:
         self._writer.close()
 
 
@@ -163,10 +162,10 @@ class WandbLogger:
         )
         id_file.write_text(self._run.id, encoding="utf-8")
 
-    def write(self, step: int, metrics: Metrics) -> None:  # noqa: D102
+    def write(self, step: int, metrics: Metrics) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def close(self) -> None:  # noqa: D102
+    def close(self) -> None:
         self._run.finish()
 
 
@@ -193,7 +192,7 @@ class MlflowLogger:
             self._client.log_dict(kept, run.config, "config.json")
         self._run_id = kept
 
-    def write(self, step: int, metrics: Metrics) -> None:  # noqa: D102
+    def write(self, step: int, metrics: Metrics) -> None:
         now = int(time.time() * 1000)
         self._client.log_batch(
             self._run_id,
@@ -203,7 +202,7 @@ class MlflowLogger:
             ],
         )
 
-    def close(self) -> None:  # noqa: D102
+    def close(self) -> None:
         self._client.set_terminated(self._run_id)
 
 
@@ -218,10 +217,10 @@ class TrackioLogger:
             project=run.project, name=run.run_name, config=run.config, resume="allow"
         )
 
-    def write(self, step: int, metrics: Metrics) -> None:  # noqa: D102
+    def write(self, step: int, metrics: Metrics) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def close(self) -> None:  # noqa: D102
+    def close(self) -> None:
         self._run.finish()
 
 

@@ -22,7 +22,6 @@ class Metric:
 
     Args:
         name: `{spread}` stands for avg, min, max and std, other braces for any text.
-        meaning: what it is.
         unit: of its values; "" for a plain number.
         healthy: values to expect, or what to do about others; "" where any is fine.
         where: condition that tests of the trainer alone do not meet: one of the above.

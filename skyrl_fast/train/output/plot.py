@@ -12,7 +12,6 @@ def plot_learning_curve(rows: Sequence[dict[str, Any]], path: Path, *, title: st
 
     Args:
         rows: lines of metrics.jsonl: dicts with "step" and metric names.
-        path: PNG file to write.
 
     Returns:
         path.

@@ -27,7 +27,6 @@ class ProgressDisplay:
     """Shows the phase, the step and the metrics of the last steps.
 
     Args:
-        total_steps, start_step: of the run.
         columns: of `trainer.progress`; None: on a terminal those that have values, as many as fit.
         console: None: standard error.
 

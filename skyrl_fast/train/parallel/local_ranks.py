@@ -26,11 +26,7 @@ LOG_LINES = 5  # of a rank's log, shown in the error when it has exited
 
 @dataclass(frozen=True, slots=True)
 class LocalRanks:
-    """Starts ranks on this machine; rank r computes on the r-th visible GPU.
-
-    Args:
-        folder: for the logs.
-    """
+    """Starts ranks on this machine; rank r computes on the r-th visible GPU."""
 
     folder: Path
     address: str = LOOPBACK

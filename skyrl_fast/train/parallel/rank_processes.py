@@ -100,7 +100,6 @@ def started_ranks(
         make_models: called by every other rank before it follows; importable by name. Rank 0 calls
             the same function inside the block.
         cuda: each rank computes on a GPU; False: all compute on the CPU.
-        starter: starts the others.
 
     Raises:
         ValueError: fewer GPUs than ranks.

@@ -19,8 +19,6 @@ class RayRanks:
 
     Args:
         group: a placement group with a bundle per node, in whose bundle 0 this process is an actor.
-        per_node: ranks of a node.
-        engine_bundles: for the run's engines.
     """
 
     group: Any

@@ -30,7 +30,6 @@ class SequenceRanks:
     Args:
         rank, size: number of this rank, and number of ranks.
         group: their process group; None with one rank.
-        traffic: counts what they exchange.
     """
 
     rank: int = 0
@@ -79,10 +78,8 @@ class SequencePart:
     """Which tokens of a micro-batch this rank computes.
 
     Args:
-        ranks: that share the micro-batch.
         first: position of its first token in each sequence, or number of its first node.
         places: int64 into the M entries of the undivided `hidden_index`: those computed here.
-        num_entries: M.
     """
 
     ranks: SequenceRanks

@@ -29,7 +29,6 @@ class SharedFiles:
     """The writes of this rank.
 
     Args:
-        ranks: that write together.
         group: process group on the CPU for the threads alone, without a timeout.
     """
 
@@ -43,7 +42,6 @@ class SharedFiles:
         ranks.register(self)
 
     def queue(self, write: Write) -> None:
-        """Add a write of this rank, which returns its files."""
         self._queue.append(write)
 
     @run_on_all_ranks

@@ -49,17 +49,12 @@ class Traffic:
 
 
 class _Counted:
-    """FSDP2's default allocation, for a collective that is counted.
-
-    Args:
-        traffic: counts it.
-    """
+    """FSDP2's default allocation, for a collective that is counted."""
 
     def __init__(self, traffic: Traffic) -> None:
         self._traffic = traffic
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an empty tensor."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 

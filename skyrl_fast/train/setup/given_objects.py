@@ -104,7 +104,6 @@ def is_url(path: str) -> bool:
 
 
 def _check_url(setting: str, url: str) -> None:
-    """Check that a setting may have this URL, which is not accessed."""
     if setting not in ("trainer.ckpt_path", "trainer.resume_path"):
         raise ConfigError(
             f"{setting}: wanted a path of a (mounted) file system, got {url}; checkpoints may be "

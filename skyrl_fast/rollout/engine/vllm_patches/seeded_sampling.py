@@ -54,7 +54,6 @@ class Numbers:
         self._drawn: WeakKeyDictionary[torch.Generator, list[float]] = WeakKeyDictionary()
 
     def next(self, generator: torch.Generator) -> float:
-        """Return the generator's next number."""
         drawn = self._drawn.get(generator)
         if not drawn:
             block = torch.rand(BLOCK, generator=generator, dtype=torch.float64)
@@ -70,7 +69,6 @@ def draw_tokens(
     Args:
         logprobs: (N, V) float32; excluded words have -inf.
         generators: by row; other rows have torch's global one.
-        numbers: of the generators.
     """
     cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
     drawn = torch.rand(len(logprobs), 1, dtype=torch.float64)

@@ -68,7 +68,6 @@ def pack_buckets(
 
     Args:
         dtype: dtype that floating-point tensors are cast to; None: as they are.
-        device: where the buckets are made.
         bucket_bytes: most bytes of a bucket of several tensors.
     """
     for group in _group_tensors(weights, dtype, bucket_bytes):
@@ -125,7 +124,6 @@ def _is_tensor_info(info: Any) -> bool:
 
 
 def dtype_of(info: TensorInfo) -> torch.dtype:
-    """Return the dtype of a tensor."""
     dtype = getattr(torch, info[1])
     assert isinstance(dtype, torch.dtype)
     return dtype

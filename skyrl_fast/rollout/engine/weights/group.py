@@ -56,8 +56,6 @@ class WeightsGroup:
 
     Args:
         backend: "nccl", for members on different GPUs, or "gloo".
-        rank: of this member.
-        size: number of members.
         device: of the tensors that are broadcast; for gloo the CPU.
         trainer: the trainer's address; gloo listens on the interface to it alone.
         wait_seconds: for all members to be ready for a bucket; None: WAIT_SECONDS, or of a

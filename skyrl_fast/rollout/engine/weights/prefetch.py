@@ -25,7 +25,6 @@ class Prefetch(Generic[T]):
 
     Args:
         items: returns the iterator; called in the thread.
-        num_readers: number of readers.
     """
 
     def __init__(self, items: Callable[[], Iterator[T]], num_readers: int = 1) -> None:
@@ -44,11 +43,7 @@ class Prefetch(Generic[T]):
             self._thread.join(END_SECONDS)
 
     def next_item(self, reader: Reader[T]) -> T:
-        """Return the reader's item, or `THE_END`.
-
-        Raises:
-            RuntimeError: the reader was closed, or the iterator raised an error.
-        """
+        """Return the reader's item, or `THE_END`."""
         with self.changed:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="weights", daemon=True)

@@ -57,7 +57,6 @@ class ProbeLimits:
     """The largest differences that rounding explains; None: any.
 
     Args:
-        maximum: limit of a single token.
         mean, quantile: limits of all tokens, as a share of the logits' standard deviation.
     """
 
@@ -142,7 +141,6 @@ class WeightProbe:
         """Check and store the arguments.
 
         Args:
-            engine: the running engine.
             probe: token sequences of two or more tokens; a few, of tens of tokens, are enough.
             trainer_logprobs: maps the probe to, for each sequence, len - 1 logprobs, of each token
                 but the first given those before, at temperature 1, and the standard deviation of
@@ -174,9 +172,6 @@ class WeightProbe:
     async def verify(self, *, update_seconds: float = 0.0, num_bytes: int = 0) -> WeightSyncReport:
         """Compare logprobs now.
 
-        Args:
-            update_seconds, num_bytes: for the report.
-
         Raises:
             WeightSyncError: they differ, or did not change; the message names the largest
                 difference and likely causes.
@@ -202,7 +197,6 @@ class WeightProbe:
         return report
 
     async def _ask_both(self) -> tuple[list[list[float]], Logprobs]:
-        """Return the logprobs of the probe by the engine, and by the trainer."""
         if self._replayed_logprobs is None:
             engine = await asyncio.gather(*map(self._engine.prompt_logprobs, self._probe))
             return engine, self._trainer_logprobs(self._probe)

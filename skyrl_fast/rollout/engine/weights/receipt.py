@@ -48,7 +48,6 @@ class SentWeights:
     """What the trainer sends; complete when an engine has received all of it.
 
     Args:
-        digests: of each tensor, by name.
         sizes: bytes of each tensor, by name.
     """
 
@@ -93,7 +92,6 @@ def check_receipts(receipts: Sequence[Receipt], sent: Mapping[str, str]) -> torc
     """Return the engine's dtype.
 
     Args:
-        receipts: of the engine's workers.
         sent: the digests of the trainer's tensors by name.
 
     Raises:

@@ -28,7 +28,6 @@ class WorkerCall:
     Several engines can make it at once, and repeat it as long as the transport's context is open.
 
     Args:
-        method: name of the method.
         arguments: texts, bytes, numbers and lists of them: vLLM sends them without pickle.
         sent: the tensors that the receipt must have.
     """

@@ -64,7 +64,6 @@ class WeightUpdateExtension:
 
         Args:
             backend: of `WeightsGroup`.
-            address, port: of the trainer's store.
             size: number of workers, and one.
         """
         device = self.device if backend == "nccl" else torch.device("cpu")

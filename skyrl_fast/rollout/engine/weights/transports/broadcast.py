@@ -52,7 +52,6 @@ def send_by_broadcast(
     Args:
         weights: not to be changed in the context.
         dtype: of the floating-point tensors that are sent; None: as they are.
-        bucket_bytes: of one broadcast.
 
     Raises:
         WeightSyncError: there are none.
@@ -107,7 +106,6 @@ def send_buckets(group: WeightsGroup, buckets: Iterable[Bucket]) -> None:
 
     Raises:
         TimeoutError: the workers do not receive.
-        RuntimeError: a worker is gone, or the group was aborted.
         What `buckets` raises.
     """
     try:
@@ -123,12 +121,7 @@ def send_buckets(group: WeightsGroup, buckets: Iterable[Bucket]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BroadcastCall(WorkerCall):
-    """The call of one engine's workers, while which the trainer sends.
-
-    Args:
-        source: makes the buckets.
-        buckets: those for this engine.
-    """
+    """The call of one engine's workers, while which the trainer sends."""
 
     source: BucketSource
     buckets: Reader[Bucket]
@@ -197,7 +190,6 @@ class BroadcastSender:
 
     Args:
         backend: see `WeightsGroup`.
-        num_workers: number of the engine's workers.
         address: address of this machine that the workers reach; nothing listens on another one.
     """
 

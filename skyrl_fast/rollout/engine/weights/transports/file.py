@@ -104,7 +104,6 @@ def _write(
     folder: str | None,
     unnamed: bool,
 ) -> tuple[Path, SentWeights]:
-    """Write the file, which the stack deletes."""
     from safetensors.torch import save, save_file
 
     tensors = {name: _copy_to_host(one, dtype) for name, one in distinct_tensors(weights)}

@@ -26,7 +26,6 @@ def send_by_ipc(weights: Weights, dtype: torch.dtype | None = None) -> Iterator[
 
     Args:
         weights: on a GPU, not to be changed in the context.
-        dtype: unused.
 
     Raises:
         WeightSyncError: there are none, or some are not on a GPU.

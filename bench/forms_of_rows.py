@@ -30,7 +30,7 @@ from skyrl_fast.batch import StepBatch, batch_from_trajectories
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.train.model.policy import Policy, hide_progress_bars, load_model
 from skyrl_fast.trajectory_store import read_index
-from skyrl_fast.trajectory_store.recorded import recorded_trajectories
+from skyrl_fast.trajectory_store.recorded import read_recorded
 
 RECORDING_BUDGET = 8_192  # tokens of a pass
 ROWS = ("padded", "packed", "sequences")
@@ -134,7 +134,7 @@ def main() -> None:
         tree=None,
         max_tokens_per_microbatch=settings.get("max_tokens_per_microbatch", RECORDING_BUDGET),
     )
-    found = recorded_trajectories(options.run, phase=phase, steps=[step])[: options.trajectories]
+    found = read_recorded(options.run, phase=phase, steps=[step])[: options.trajectories]
     forms = forms_of(found)
     rows, _, leaves = (form.batch for form in forms[:3])
     every = int(rows.loss_mask.sum())

@@ -24,7 +24,7 @@ from pathlib import Path
 from scripts.peers import PACKAGES
 from skyrl_fast.integrations.skyrl.names import TARGETS, VERSIONS, Target
 from skyrl_fast.integrations.skyrl.rules import RULES
-from skyrl_fast.integrations.source import DIGITS, normalized_source
+from skyrl_fast.integrations.source import DIGITS, normalize_source
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "peers" / "versions"
@@ -108,7 +108,7 @@ def sources(tree: Path, target: Target) -> dict[str, str]:
 def fingerprint_in(tree: Path, target: Target) -> str:
     """Return the fingerprint of a target in a source tree, "" without it."""
     found = sources(tree, target)
-    digest = hashlib.sha256("".join(map(normalized_source, found.values())).encode())
+    digest = hashlib.sha256("".join(map(normalize_source, found.values())).encode())
     return digest.hexdigest()[:DIGITS] if found else ""
 
 

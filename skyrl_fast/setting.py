@@ -12,7 +12,7 @@ from dataclasses import field
 from typing import Any
 
 from skyrl_fast.errors import RunError
-from skyrl_fast.system.printable import shortened
+from skyrl_fast.system.printable import shorten
 
 MAX_MESSAGE = 800  # characters of an error; the values of a setting may be of any length
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -49,7 +49,7 @@ class ConfigError(RunError, ValueError):
 
     def __init__(self, message: str) -> None:
         line = " ".join(part.strip() for part in message.splitlines())
-        super().__init__(shortened(line, MAX_MESSAGE))
+        super().__init__(shorten(line, MAX_MESSAGE))
 
 
 def setting(

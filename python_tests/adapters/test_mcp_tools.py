@@ -38,7 +38,7 @@ server.run()
 class Parser:
     """Reads `call NAME ARGUMENTS` lines, in place of vLLM's parsers."""
 
-    def parsed(self, text: str, tools: Any, *, forced: str | None = None) -> ParsedAnswer:
+    def parse(self, text: str, tools: Any, *, forced: str | None = None) -> ParsedAnswer:
         text = text.removesuffix("<|im_end|>")
         if not text.startswith("call "):
             return ParsedAnswer(text)

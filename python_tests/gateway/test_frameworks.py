@@ -25,7 +25,7 @@ from skyrl_fast.config import SamplingParams
 from skyrl_fast.gateway.agents.command import CommandAgent
 from skyrl_fast.rollout.tool_calls import ToolCallParser
 from skyrl_fast.trajectory_store.reader import FOLDER
-from skyrl_fast.trajectory_store.recorded import recorded_trajectories
+from skyrl_fast.trajectory_store.recorded import read_recorded
 from skyrl_fast.trajectory_store.writer import TrajectoryWriter
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -351,7 +351,7 @@ def test_deepagents_with_a_sub_agent_and_summaries(
         1, "eval", out.trajectories
     )
     rows = batch_from_trajectories(out.trajectories)
-    stored = batch_from_trajectories(recorded_trajectories(tmp_path))
+    stored = batch_from_trajectories(read_recorded(tmp_path))
     assert torch.equal(stored.tokens, rows.tokens)
     assert torch.equal(stored.loss_mask, rows.loss_mask)
 

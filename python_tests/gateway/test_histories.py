@@ -95,7 +95,7 @@ async def act(session: Session, history: list[dict[str, str]], operation: Any) -
     if what in ("call", "twice"):
         messages = history or [{"role": "user", "content": "a"}]
         calls = [
-            await answered(session, [dict(m) for m in messages], number)
+            await answer(session, [dict(m) for m in messages], number)
             for number in range(1 if what == "call" else 2)
         ]
         history[:] = [*messages, {"role": "assistant", "content": calls[-1]}]
@@ -117,7 +117,7 @@ async def act(session: Session, history: list[dict[str, str]], operation: Any) -
         history[index]["content"] = history[index]["content"].strip()
 
 
-async def answered(session: Session, messages: list[dict[str, str]], number: int) -> str:
+async def answer(session: Session, messages: list[dict[str, str]], number: int) -> str:
     call = Call(model=MODEL, messages=messages)
     prompt = await session.prompt(call)
     body = f"{len(session._calls)}".encode()

@@ -39,7 +39,7 @@ REQUESTS: dict[str, tuple[Any, dict[str, Any]]] = {
 def call_of(name: str, **more: Any) -> Call:
     dialect, request = REQUESTS[name]
     body = json.dumps({**request, **more}).encode()
-    return dialect.parsed(body, RequestBodies(), {}).call
+    return dialect.parse(body, RequestBodies(), {}).call
 
 
 def test_the_page_has_the_table_of_the_code() -> None:

@@ -14,7 +14,7 @@ pytest.importorskip("msgspec")
 
 from skyrl_fast.gateway.dialects.openai_chat import ChatRequest
 from skyrl_fast.gateway.messages import ApiError
-from skyrl_fast.gateway.request_body import RequestBodies, checked, parsed_json
+from skyrl_fast.gateway.request_body import RequestBodies, check_fields, parse_json
 
 ITEMS = [
     '{"role": "user", "content": "a"}',
@@ -63,7 +63,7 @@ def test_each_body_has_the_fields_of_its_json(sent: list[str]) -> None:
     reader = RequestBodies()
     for text in sent:
         body = text.encode()
-        expected = outcome(lambda body=body: checked(ChatRequest, parsed_json(body)))
+        expected = outcome(lambda body=body: check_fields(ChatRequest, parse_json(body)))
         got = outcome(lambda body=body: reader.fields(body, ChatRequest, "messages"))
         assert got == expected
 

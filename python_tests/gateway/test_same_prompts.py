@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from skyrl_fast.gateway.transcript import Transcript
 from skyrl_fast.rollout.chat_messages import normalize_messages, template_kwargs_of
 from skyrl_fast.rollout.env.protocol import Env, EnvStep
-from skyrl_fast.train.data.demonstrations import chat_of, demonstrated_steps
+from skyrl_fast.train.data.demonstrations import build_demonstration, chat_of
 from skyrl_fast.train.data.prompts import Prompt, prompts_from
 from skyrl_fast.trajectory_store.recorded import _rows
 
@@ -204,7 +204,7 @@ def test_a_conversation_has_one_prompt_by_every_source(
     rows = [exported]
     rows += [{"messages": [*p.messages, OK], **p.env_extras} for p in sources.values()]
     for demonstration in rows:
-        steps = demonstrated_steps(
+        steps = build_demonstration(
             chat_of(demonstration, "row"),
             tiny_tokenizer,
             loop_config(**template),

@@ -34,7 +34,7 @@ from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.system.network_interface import listen_at
 from skyrl_fast.train.data.demonstrations import chat_of
 from skyrl_fast.trajectory_store import read_index, read_trajectories
-from skyrl_fast.trajectory_store.recorded import _rows, recorded_trajectories, sft_rows
+from skyrl_fast.trajectory_store.recorded import _rows, read_recorded, sft_rows
 from skyrl_fast.trajectory_store.writer import StoreError
 
 USER = {"role": "user", "content": "task"}
@@ -165,7 +165,7 @@ def test_a_recording_is_continued(tmp_path: Path, tiny_tokenizer: Any) -> None:
     served(tmp_path, tiny_tokenizer, conversation)
     served(tmp_path, tiny_tokenizer, conversation)
     assert [(e.uid, e.repetition_id) for e in read_index(tmp_path)] == [("t", 0), ("t", 1)]
-    first, second = recorded_trajectories(tmp_path)
+    first, second = read_recorded(tmp_path)
     assert first.steps[0].prompt_token_ids == second.steps[0].prompt_token_ids
 
     async def use(client: Client) -> None:
@@ -320,10 +320,10 @@ def test_exports_have_the_recorded_tokens(
     output = json.loads(skyrl_file.read_text())
     assert output["response_ids"] == answers
     assert output["trajectory_ids"] == [{"instance_id": "t", "repetition_id": 0}] * 3
-    (trajectory,) = recorded_trajectories(tmp_path)
+    (trajectory,) = read_recorded(tmp_path)
     assert output["prompt_token_ids"] == [step.prompt_token_ids for step in trajectory.steps]
     validate_generator_output(generator_output_from_trajectories([trajectory]), step_wise=True)
-    assert recorded_trajectories(tmp_path, min_reward=3.0) == []
+    assert read_recorded(tmp_path, min_reward=3.0) == []
     out = str(tmp_path / "none")
     assert cli.main(["export", str(tmp_path), out, "--to", "batch", "--min-reward", "3"]) == 2
     assert "no trajectories to export" in capsys.readouterr().err
@@ -351,7 +351,7 @@ def test_exports_have_kept_ids_and_routes(tmp_path: Path, tiny_tokenizer: Any) -
     first = engine[0][0].prompt_token_ids
     response = len(engine[0][1].token_ids)
     assert shared[:2] == [0, len(first) + response - 1] and shared[2] > len(first)
-    (trajectory,) = recorded_trajectories(tmp_path)
+    (trajectory,) = read_recorded(tmp_path)
     for (_, generation), step in zip(engine, trajectory.steps, strict=True):
         assert [ids.tolist() for ids in step.kept_ids] == [i.tolist() for i in generation.kept_ids]
         assert step.kept_ids[0].dtype == np.int32

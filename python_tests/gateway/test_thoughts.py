@@ -20,7 +20,7 @@ THOUGHTS = "<think>\nhm, a door\n</think>\n\n"
 class ThinkParser:
     """Stands in for vLLM's parsers: what is between the tags, with its white space."""
 
-    def divided(self, text: str, template_kwargs: Any) -> tuple[str, str]:
+    def divide(self, text: str, template_kwargs: Any) -> tuple[str, str]:
         before, found, rest = text.partition("</think>")
         return (before.removeprefix("<think>"), rest) if found else ("", text)
 
@@ -154,8 +154,8 @@ def test_parsers_of_vllm(tiny_tokenizer: Any) -> None:
     pytest.importorskip("vllm")
     tokenizer = with_think_tokens(tiny_tokenizer)
     parser = ReasoningParser("deepseek_r1", tokenizer)
-    assert parser.divided("<think>hm</think>yes", {}) == ("hm", "yes")
-    assert parser.divided("hm</think>", {}) == ("hm", "")
+    assert parser.divide("<think>hm</think>yes", {}) == ("hm", "yes")
+    assert parser.divide("hm</think>", {}) == ("hm", "")
     with pytest.raises(ValueError, match=r"generator\.reasoning_parser: deepseek_r1 refuses"):
         ReasoningParser("deepseek_r1", tiny_tokenizer)
     with pytest.raises(ValueError, match=r"generator\.reasoning_parser: wanted null or one of"):

@@ -30,7 +30,7 @@ from skyrl_fast.config.loading import load_config
 from skyrl_fast.config.upstream import Upstream
 from skyrl_fast.gateway import other_calls
 from skyrl_fast.trajectory_store import read_trajectories
-from skyrl_fast.trajectory_store.recorded import recorded_trajectories
+from skyrl_fast.trajectory_store.recorded import read_recorded
 from skyrl_fast.trajectory_store.writer import TrajectoryWriter
 from skyrl_fast.viewer.build import build_view
 
@@ -241,7 +241,7 @@ def test_other_calls_are_stored_and_shown(tmp_path: Path, tiny_tokenizer: Any) -
     (stored,) = read_trajectories(tmp_path)
     (call,) = stored.other_calls
     assert (call["model"], call["response"], call["before_step"]) == ("judge", "good", 1)
-    (trajectory,) = recorded_trajectories(tmp_path)
+    (trajectory,) = read_recorded(tmp_path)
     assert trajectory.other_calls[0].request == out.only.other_calls[0].request
     build_view(tmp_path)
     data = "".join(p.read_text() for p in sorted((tmp_path / "view" / "data").glob("*.js")))

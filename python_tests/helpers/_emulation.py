@@ -50,7 +50,7 @@ def play_gpu(cuda_on_cpu: ModuleType, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_backend, "on_gpu", lambda tensor: True)
     patch.setattr(_backend, "device_kind", lambda device: "cuda")
     patch.setattr(_backend, "cuda_stream", lambda tensor: 0)
-    patch.setattr(_backend, "pinned", lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    patch.setattr(_backend, "allocate_pinned", lambda shape, dtype: torch.empty(shape, dtype=dtype))
     cuda_on_cpu.set_order(0)
     cuda_on_cpu.set_compute_major(9)
 

@@ -33,7 +33,7 @@ HOSTILE = "a" * 2_000 + "!"
 class SlowParser:
     """Stands in for vLLM's parsers: takes years for HOSTILE, and holds the interpreter's lock."""
 
-    def parsed(self, text: str, tools: Any, *, forced: str | None = None) -> ParsedAnswer:
+    def parse(self, text: str, tools: Any, *, forced: str | None = None) -> ParsedAnswer:
         re.fullmatch("(a+)+", text)
         return ParsedAnswer("quick")
 
@@ -41,7 +41,7 @@ class SlowParser:
 class CallParser:
     """Stands in for vLLM's parsers: JSON between tags is a call."""
 
-    def parsed(self, text: str, tools: Any, *, forced: str | None = None) -> ParsedAnswer:
+    def parse(self, text: str, tools: Any, *, forced: str | None = None) -> ParsedAnswer:
         before, found, rest = text.partition("<call>")
         if not found:
             return ParsedAnswer(text)

@@ -22,7 +22,7 @@ import torch
 from skyrl_fast.integrations import skyrl
 from skyrl_fast.integrations.skyrl import ray_workers, replacement, switch
 from skyrl_fast.integrations.skyrl.names import KEPT, PPO, TARGETS, Target
-from skyrl_fast.integrations.source import fingerprint, normalized_source
+from skyrl_fast.integrations.source import fingerprint, normalize_source
 
 PREPROCESS = '''
 def compute_prompt_boundaries(uids):
@@ -420,13 +420,13 @@ def test_fingerprint_ignores_only_comments_and_formatting() -> None:
         return a + b
     '''
     assert (
-        normalized_source(plain)
-        == normalized_source(textwrap.dedent(same))
+        normalize_source(plain)
+        == normalize_source(textwrap.dedent(same))
         == "deff(a,b=1):returna+b"
     )
-    assert normalized_source(plain) != normalized_source(plain.replace("b=1", "b=2"))
+    assert normalize_source(plain) != normalize_source(plain.replace("b=1", "b=2"))
     lines = "def f():\n    x = 'a\u2028b'  # one\n    return x  # two\n"
-    assert normalized_source(lines) == "deff():x='ab'returnx"
+    assert normalize_source(lines) == "deff():x='ab'returnx"
 
 
 def test_every_replacement_exists() -> None:

@@ -9,7 +9,7 @@ import pytest
 from _asgi import Recorder
 
 from skyrl_fast.system import http_guard
-from skyrl_fast.system.http_guard import HttpGuard, RefusedError, Route, unchanged
+from skyrl_fast.system.http_guard import HttpGuard, RefusedError, Route, keep_body
 
 KEY = "0123456789abcdef"
 JSON = ("content-type", "application/json")
@@ -25,7 +25,7 @@ def no_threes(body: bytes) -> bytes:
 ROUTES = [
     Route("GET", "/health"),
     Route("POST", "/work", check=no_threes),
-    Route("POST", "/any", check=unchanged),
+    Route("POST", "/any", check=keep_body),
     Route("POST", "/stop", query=b"mode=now"),
 ]
 

@@ -139,7 +139,7 @@ def test_every_token_has_its_version_and_a_killed_engine_restarts(
             for version in range(1, 4):
                 await asyncio.sleep(0.15)
                 versions.another()
-                async with gate.closed(pool.interrupt):
+                async with gate.hold_closed(pool.interrupt):
                     await pool.update(
                         dict(versions.models[-1].named_parameters()), versions.make_probe
                     )

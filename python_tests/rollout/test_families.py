@@ -16,13 +16,13 @@ from _gateway import chat, played
 from fake_envs import FakePrompt, ScriptedEngine, loop_config, run
 
 from skyrl_fast.config import SamplingParams, as_config
-from skyrl_fast.rollout.context import ContextError, make_context, rendered_answer
+from skyrl_fast.rollout.context import ContextError, make_context, render_answer
 from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.rollout.env.protocol import Env, EnvStep
 from skyrl_fast.rollout.loop_settings import loop_settings
 from skyrl_fast.rollout.reasoning import ReasoningParser
 from skyrl_fast.rollout.tool_calls import ToolCallParser
-from skyrl_fast.train.data.demonstrations import demonstrated_steps
+from skyrl_fast.train.data.demonstrations import build_demonstration
 
 ROUNDS = 5
 LOOK = {
@@ -186,7 +186,7 @@ def test_demonstrations_are_trained_as_sampled(name: str, thinks: bool) -> None:
             }
         )
     )
-    steps = demonstrated_steps(messages, tokenizer, settings, "row 0")
+    steps = build_demonstration(messages, tokenizer, settings, "row 0")
     got = [tokenizer.decode(step.response_ids) for step in steps]
     expected = [sample(name, thinks, n) for n in range(ROUNDS)]
     if name == "glm45":
@@ -343,7 +343,7 @@ def test_parts_have_the_tokens_of_one_render(
     start = ids_of(tokenizer, rendered(tokenizer, messages[:1], tools=None))
     answer = ids_of(tokenizer, rendered(tokenizer, messages, add_generation_prompt=False))
     answer = answer[len(start) : len(answer) - answer[::-1].index(tokenizer.eos_token_id)]
-    assert rendered_answer(tokenizer, messages[:1], messages[1]) == answer
+    assert render_answer(tokenizer, messages[:1], messages[1]) == answer
     for replaced in (False, True):
         context = make_context("append", tokenizer, messages[:1])
         context.add_response(answer, messages[1], replaced=replaced)
@@ -363,10 +363,10 @@ def test_answer_without_the_thoughts_that_the_prompt_opens_is_refused(name: str)
     tokenizer = byte_tokenizer(OPENING, eos="<eos>") if name == "opening" else family(name)
     ask = [{"role": "user", "content": "2 + 2?"}]
     with pytest.raises(ContextError, match=r"begins an answer with .(think|THINK)."):
-        rendered_answer(tokenizer, ask, {"role": "assistant", "content": "It is 4."})
+        render_answer(tokenizer, ask, {"role": "assistant", "content": "It is 4."})
     open_, close = ("[THINK]", "[/THINK]") if name == "opening" else ("<think>\n", "</think>")
     answer = {"role": "assistant", "content": f"{open_}sum{close}\n\n4"}
-    text = tokenizer.decode(rendered_answer(tokenizer, ask, answer))
+    text = tokenizer.decode(render_answer(tokenizer, ask, answer))
     assert text == f"sum{close}\n\n4{tokenizer.eos_token}"
 
 
@@ -394,7 +394,7 @@ def test_what_a_template_leaves_out_is_refused(
         make_context(kind, tokenizer, messages).prompt_token_ids()
     if messages[-1]["role"] == "assistant":
         with pytest.raises(ContextError, match="leaves out tool calls"):
-            rendered_answer(tokenizer, messages[:-1], messages[-1])
+            render_answer(tokenizer, messages[:-1], messages[-1])
         return
     context = make_context(kind, tokenizer, [{"role": "user", "content": "task"}])
     context.add_response([65], {"role": "assistant", "content": "a"}, replaced=False)

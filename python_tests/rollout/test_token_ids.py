@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_fast.batch import batch_from_trajectories
-from skyrl_fast.rollout.token_ids import TokenIds, grown_ids, ids_array, shared_length
+from skyrl_fast.rollout.token_ids import TokenIds, count_shared, grown_ids, ids_array
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 
 TURNS = 40
@@ -60,7 +60,7 @@ def test_ids_that_no_tensor_can_hold_are_refused() -> None:
     [([], [], 0), ([1], [], 0), ([1, 2], [1, 2], 2), ([1, 2], [1, 2, 3], 2), ([1, 2], [1, 3], 1)],
 )
 def test_shared_length(one: list[int], other: list[int], shared: int) -> None:
-    assert shared_length(ids_array(one), ids_array(other)) == shared
+    assert count_shared(ids_array(one), ids_array(other)) == shared
 
 
 def memory(trajectory: Trajectory) -> int:

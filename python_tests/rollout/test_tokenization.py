@@ -108,7 +108,7 @@ def test_transformers_renders_if_its_first_prompt_is_another(
         def generate(self, _: Any) -> list[str]:
             return ["other"]
 
-    monkeypatch.setattr(chat_template, "_compiled", lambda template: Other())
+    monkeypatch.setattr(chat_template, "_compile", lambda template: Other())
     template = ChatTemplate(tiny_tokenizer)
     for chat in CHATS[:2]:
         assert template.parts_of_seen(chat) == [template.text(chat)] != ["other"]

@@ -39,7 +39,7 @@ class JsonParser:
         self.seen: list[tuple[str, Any]] = []
         parsers.append(self)
 
-    def parsed(self, text: str, tools: Any, *, forced: str | None = None) -> ParsedAnswer:
+    def parse(self, text: str, tools: Any, *, forced: str | None = None) -> ParsedAnswer:
         self.seen.append((text, tools))
         return ParsedAnswer("I look.", [json.loads(text)]) if text[0] == "{" else ParsedAnswer(text)
 
@@ -197,7 +197,7 @@ def test_calls_that_a_model_got_wrong(
 def test_ids_of_calls_follow_from_their_place() -> None:
     def ids(place: str, *calls: dict[str, Any]) -> list[str]:
         parser = AnswerParser(JsonParser("", None))  # type: ignore[arg-type]
-        parser.tool_parser.parsed = lambda *a, **k: ParsedAnswer("", [*calls])  # type: ignore
+        parser.tool_parser.parse = lambda *a, **k: ParsedAnswer("", [*calls])  # type: ignore
         parts = asyncio.run(parser.parse("x", None, place=place))
         return [call["id"] for call in parts.parsed.tool_calls]
 
@@ -231,12 +231,12 @@ def test_parser_of_vllm(tiny_tokenizer: Any) -> None:
     pytest.importorskip("vllm")
     parser = ToolCallParser("hermes", tiny_tokenizer)
     call = '<tool_call>\n{"name": "look", "arguments": {"at": "door"}}\n</tool_call>'
-    assert parser.parsed(f"I look.{call}", [tool("look")]) == ParsedAnswer("I look.", [CALL])
-    twice = parser.parsed(call + call, None)
+    assert parser.parse(f"I look.{call}", [tool("look")]) == ParsedAnswer("I look.", [CALL])
+    twice = parser.parse(call + call, None)
     assert twice == ParsedAnswer("", [CALL, CALL])
-    assert parser.parsed("plain", None) == ParsedAnswer("plain")
+    assert parser.parse("plain", None) == ParsedAnswer("plain")
     for broken in ("<tool_call>{not json</tool_call>", '<tool_call>{"name": 3}</tool_call>'):
-        assert parser.parsed(broken, None) == ParsedAnswer(broken, failed=True)
+        assert parser.parse(broken, None) == ParsedAnswer(broken, failed=True)
     with pytest.raises(ValueError, match=r"generator\.tool_parser: wanted null or one of .*hermes"):
         check_tool_parser("hermez")
     with pytest.raises(ValueError, match=r"generator\.tool_parser: mistral refuses the tokenizer"):
@@ -251,7 +251,7 @@ def test_an_id_that_the_model_wrote_is_kept(tiny_tokenizer: Any) -> None:
         '<|tool_call_argument_begin|>{"at": "door"}<|tool_call_end|><|tool_calls_section_end|>'
     )
     parser = ToolCallParser("kimi_k2", tiny_tokenizer)
-    (called,) = parser.parsed(text, [tool("look")]).tool_calls
+    (called,) = parser.parse(text, [tool("look")]).tool_calls
     assert called == {**CALL, "id": "functions.look:3"}
 
 
@@ -280,9 +280,9 @@ def test_forced_calls_have_the_familys_form_or_json(tiny_tokenizer: Any) -> None
     pythonic = ToolCallParser("pythonic", tiny_tokenizer)
     parameters = tool("look")["function"]["parameters"]
     assert pythonic.forcing(tools, "look") == {"json": parameters}
-    calls = pythonic.parsed('{"n": 3}', tools, forced="look").tool_calls
+    calls = pythonic.parse('{"n": 3}', tools, forced="look").tool_calls
     assert calls == [{"type": "function", "function": {"name": "look", "arguments": {"n": 3}}}]
     both = '[{"name": "go", "parameters": {}}, {"name": "look", "parameters": {"n": 1}}]'
-    called = [c["function"] for c in pythonic.parsed(both, tools, forced="required").tool_calls]
+    called = [c["function"] for c in pythonic.parse(both, tools, forced="required").tool_calls]
     assert [(c["name"], c["arguments"]) for c in called] == [("go", {}), ("look", {"n": 1})]
-    assert pythonic.parsed('{"n": ', tools, forced="look") == ParsedAnswer('{"n": ', failed=True)
+    assert pythonic.parse('{"n": ', tools, forced="look") == ParsedAnswer('{"n": ', failed=True)

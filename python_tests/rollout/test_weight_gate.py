@@ -295,7 +295,7 @@ def test_no_request_passes_a_closed_gate_and_an_update_waits_for_those_inside() 
             if calls == 3:  # the request has reached the engine only now
                 interrupted.set()
 
-        async with gate.closed(interrupt) as number:
+        async with gate.hold_closed(interrupt) as number:
             assert number == 1 and gate.num_inside == 0
             late = asyncio.create_task(request("late"))
             await asyncio.sleep(0.01)
@@ -331,7 +331,7 @@ def test_long_wait_of_an_update_is_logged(caplog: pytest.LogCaptureFixture) -> N
             if calls == 4:
                 leave.set()
 
-        async with gate.closed(interrupt):
+        async with gate.hold_closed(interrupt):
             pass
         await task
 
@@ -392,7 +392,7 @@ def test_steps_record_the_versions_of_their_tokens(tiny_tokenizer: Any, in_fligh
             else:
                 engine.let_go.set()  # the turn ends without interruption
 
-        async with gate.closed(interrupt):
+        async with gate.hold_closed(interrupt):
             gate.version = 4
             engine.let_go.set()
         (trajectory,) = await work

@@ -23,7 +23,7 @@ from skyrl_fast.train.checkpoint.local import (
     RunInUseError,
     checkpoints,
     latest_checkpoint,
-    locked_run,
+    lock_run,
     read_state,
     write_checkpoint,
     write_json,
@@ -174,9 +174,9 @@ def test_crash_between_the_two_renames_is_recovered(tmp_path: Path) -> None:
 LOCKED = """
 import os, sys, time
 from pathlib import Path
-from skyrl_fast.train.checkpoint.local import locked_run
+from skyrl_fast.train.checkpoint.local import lock_run
 folder = Path(sys.argv[1])
-with locked_run(folder, folder / "checkpoints"):
+with lock_run(folder, folder / "checkpoints"):
     if "fork" in sys.argv and os.fork() == 0:
         (folder / "child").write_text(str(os.getpid()))
         time.sleep(60)
@@ -191,20 +191,20 @@ def test_lock_names_its_owner_and_ends_with_it(tmp_path: Path) -> None:
     wait_for(tmp_path / "started", process)
     with (
         pytest.raises(RunInUseError, match=f"in use by process {process.pid}"),
-        locked_run(tmp_path, tmp_path / "other"),
+        lock_run(tmp_path, tmp_path / "other"),
     ):
         pass
     process.send_signal(signal.SIGKILL)
     process.wait()
-    with locked_run(tmp_path, tmp_path / "other"):
+    with lock_run(tmp_path, tmp_path / "other"):
         assert (tmp_path / "run.lock").read_text().strip() == str(os.getpid())
-    with locked_run(tmp_path, tmp_path / "other"):
+    with lock_run(tmp_path, tmp_path / "other"):
         pass
 
 
 @pytest.mark.spec("run.locks")
 def test_two_runs_never_share_a_checkpoint_folder(tmp_path: Path) -> None:
-    with locked_run(tmp_path / "a", tmp_path / "a/checkpoints"):
+    with lock_run(tmp_path / "a", tmp_path / "a/checkpoints"):
         (tmp_path / "link").symlink_to(tmp_path / "a/checkpoints")
         for folder in (tmp_path / "a/checkpoints", tmp_path / "link"):
             with (
@@ -213,12 +213,12 @@ def test_two_runs_never_share_a_checkpoint_folder(tmp_path: Path) -> None:
                     match=f"checkpoint folder {folder} is in use by process {os.getpid()}: .* "
                     "choose another trainer.ckpt_path",
                 ),
-                locked_run(tmp_path / "b", folder),
+                lock_run(tmp_path / "b", folder),
             ):
                 pass
-    with locked_run(tmp_path / "b", tmp_path / "a/checkpoints"):
+    with lock_run(tmp_path / "b", tmp_path / "a/checkpoints"):
         pass
-    with locked_run(tmp_path / "b", tmp_path / "b"):  # one folder for both
+    with lock_run(tmp_path / "b", tmp_path / "b"):  # one folder for both
         pass
 
 
@@ -231,7 +231,7 @@ def test_lock_of_a_killed_run_ends_although_its_child_lives(tmp_path: Path) -> N
     process.wait()
     child = int((tmp_path / "child").read_text())
     try:
-        with locked_run(tmp_path, tmp_path / "checkpoints"):
+        with lock_run(tmp_path, tmp_path / "checkpoints"):
             os.kill(child, 0)  # still alive
     finally:
         os.kill(child, signal.SIGKILL)
@@ -241,11 +241,11 @@ def test_lock_of_a_killed_run_ends_although_its_child_lives(tmp_path: Path) -> N
 def test_dead_process_is_not_named_as_the_owner(tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    with locked_run(tmp_path, tmp_path / "checkpoints"):
+    with lock_run(tmp_path, tmp_path / "checkpoints"):
         (tmp_path / "run.lock").write_text(f"{ended.pid}\n")
         with (
             pytest.raises(RunInUseError, match=rf"process {ended.pid} \(which has ended\) started"),
-            locked_run(tmp_path, tmp_path / "checkpoints"),
+            lock_run(tmp_path, tmp_path / "checkpoints"),
         ):
             pass
 

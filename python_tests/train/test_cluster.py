@@ -95,7 +95,7 @@ def test_a_run_in_a_thread_leaves_signals_to_the_main_thread() -> None:
     entered = []
 
     def enter() -> None:
-        with cluster_module._forwarded_signals(None):
+        with cluster_module._forward_signals(None):
             entered.append(signal.getsignal(signal.SIGINT) == before)
 
     thread = threading.Thread(target=enter)

@@ -276,7 +276,7 @@ def test_train_saves_the_logits_of_the_plan(folder: Path, monkeypatch: pytest.Mo
     with pytest.raises(SetupError, match="stop here"):
         skyrl_fast.train_agent(chosen, reward=lambda answer, row: 0.0)
     config = with_absolute_paths(as_config(chosen))
-    plan = gpu_sharing.planned_memory(config, None, with_engine=True)
+    plan = gpu_sharing.plan_run_memory(config, None, with_engine=True)
     assert plan is not None and found == [plan.saved_logits_bytes] and found[0] > 0
 
 
@@ -395,7 +395,7 @@ def test_engine_gets_what_the_trainer_leaves(small: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(gpu_sharing, "find_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(gpu_sharing, "gpu_memory", lambda config, with_engine: GPU)
     config = config_of(small)
-    plan = gpu_sharing.planned_memory(config, None, with_engine=True)
+    plan = gpu_sharing.plan_run_memory(config, None, with_engine=True)
     engine = config.generator.inference_engine
     share = engine.gpu_memory_utilization
     assert share is not None and plan is not None
@@ -404,16 +404,16 @@ def test_engine_gets_what_the_trainer_leaves(small: Path, monkeypatch: pytest.Mo
     trainer = generation.total - generation.items[-1].num_bytes
     assert 0 <= GPU - trainer - share * GPU < 0.01 * GPU
     asynchronous = config_of(small, "trainer.fully_async.enabled=true")
-    assert gpu_sharing.planned_memory(asynchronous, None, with_engine=True) is not None
+    assert gpu_sharing.plan_run_memory(asynchronous, None, with_engine=True) is not None
     assert asynchronous.generator.inference_engine.enable_sleep_mode is False
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     apart = config_of(small)
-    gpu_sharing.planned_memory(apart, None, with_engine=True)
+    gpu_sharing.plan_run_memory(apart, None, with_engine=True)
     engine = apart.generator.inference_engine
     chosen = (engine.enable_sleep_mode, engine.gpu_ids, engine.gpu_memory_utilization)
     assert chosen == (False, [1], 0.9)
     without = config_of(small)
-    assert gpu_sharing.planned_memory(without, None, with_engine=False) is not None
+    assert gpu_sharing.plan_run_memory(without, None, with_engine=False) is not None
     assert without.generator.inference_engine.gpu_memory_utilization is None
 
 
@@ -427,8 +427,8 @@ def test_sleep_mode_ipc_and_nccl_need_a_gpu(small: Path) -> None:
         asked = config_of(small, f"generator.inference_engine.{name}={value}")
         wanted = f"{name}: wanted .*, as the trainer computes on the CPU, got {value}"
         with pytest.raises(SetupError, match=wanted):
-            gpu_sharing.planned_memory(asked, None, with_engine=True)
-    assert gpu_sharing.planned_memory(config_of(small), None, with_engine=True) is None
+            gpu_sharing.plan_run_memory(asked, None, with_engine=True)
+    assert gpu_sharing.plan_run_memory(config_of(small), None, with_engine=True) is None
 
 
 @pytest.mark.spec("memory.unmeasurable")
@@ -444,7 +444,7 @@ def test_a_model_that_reads_values_is_trained_without_a_plan(
     monkeypatch.setattr(gpu_sharing, "find_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(gpu_sharing, "gpu_memory", lambda config, with_engine: GPU)
     config = config_of(small, "trainer.policy.dtype=float16")  # no other test measures this
-    assert gpu_sharing.planned_memory(config, None, with_engine=True) is None
+    assert gpu_sharing.plan_run_memory(config, None, with_engine=True) is None
     assert config.generator.inference_engine.gpu_memory_utilization == 0.5
     assert "no memory plan: the model's memory cannot be measured" in caplog.text
 
@@ -457,7 +457,7 @@ def test_a_resumed_run_is_planned_from_its_checkpoint(
     monkeypatch.setattr(gpu_sharing, "find_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(gpu_sharing, "gpu_memory", lambda config, with_engine: GPU)
     config = config_of(tmp_path / "deleted")
-    assert gpu_sharing.planned_memory(config, tmp_path, with_engine=True) is not None
+    assert gpu_sharing.plan_run_memory(config, tmp_path, with_engine=True) is not None
     assert config.trainer.policy.model.path == str(tmp_path / "deleted")
     assert config.trainer.ref.model.path is None
 

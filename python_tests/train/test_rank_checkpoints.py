@@ -82,8 +82,8 @@ def written(folder: Path, step: int, saved: Saved) -> Path:
     writer = CheckpointWriter(folder, keep=-1, ranks=saved.ranks)
     begin(writer, step, saved)
     writer.wait()
-    finished = writer.finished()
-    assert finished is not None and finished[0] == step and writer.finished() is None
+    finished = writer.take_finished()
+    assert finished is not None and finished[0] == step and writer.take_finished() is None
     verify_checkpoint(finished[1])
     return finished[1]
 
@@ -196,10 +196,10 @@ def test_updates_during_the_save_do_not_change_the_checkpoint(
     writer = CheckpointWriter(tmp_path, keep=-1, ranks=shared.ranks)
     begin(writer, 1, shared)
     shared.step(1)
-    assert writer.finished() is None and newest_intact(tmp_path) == (None, [])
+    assert writer.take_finished() is None and newest_intact(tmp_path) == (None, [])
     trained.set()
     writer.wait()
-    finished = writer.finished()
+    finished = writer.take_finished()
     assert finished is not None
     after = shared.values()
     shared.restore(finished[1])
@@ -224,7 +224,7 @@ def test_error_of_a_rank_is_named_and_leaves_no_checkpoint(
     writer.wait()
     text = rf"step 2 not written .*disk is full; the checkpoint {kept} is intact"
     with pytest.raises(CheckpointError, match=text) as error:
-        writer.finished()
+        writer.take_finished()
     assert f"rank {rank}: OSError" in str(error.value.__cause__)
     assert sorted(tmp_path.iterdir()) == [kept]
     assert written(tmp_path, 2, shared).name == "step_000002"  # the ranks are in sync
@@ -241,7 +241,7 @@ def test_files_of_all_ranks_are_uploaded(shared: Saved, tmp_path: Path) -> None:
     begin(writer, 1, shared)
     writer.wait()
     path = tmp_path / "a/step_000001"
-    assert writer.finished() == (1, path)
+    assert writer.take_finished() == (1, path)
     copy = download(f"{store.url}/step_000001", tmp_path / "copy")
     names = [
         sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*"))
@@ -297,7 +297,7 @@ class Late(CheckpointWriter):
         super().write(step, write_state)
         if not Late.failed:
             Late.failed = True
-            _, path = self.finished() or (0, Path())
+            _, path = self.take_finished() or (0, Path())
             shutil.rmtree(path)
             future: Future[Path] = Future()
             future.set_exception(CheckpointError("the disk is full"))
@@ -335,7 +335,7 @@ if __name__ == "__main__":
             begin(writer, step, saved)
             saved.step(step)
             writer.wait()
-            print(writer.finished()[0], flush=True)
+            print(writer.take_finished()[0], flush=True)
 """
 
 

@@ -29,7 +29,7 @@ from skyrl_fast.train.checkpoint.local import (
     verify_checkpoint,
     write_checkpoint,
 )
-from skyrl_fast.train.checkpoint.manifest import find_damage, listed_files
+from skyrl_fast.train.checkpoint.manifest import find_damage, list_files
 from skyrl_fast.train.checkpoint.remote import CheckpointStore, ObjectStoreError, download
 from skyrl_fast.train.checkpoint.starting_point import starting_point
 from skyrl_fast.train.setup.given_objects import with_absolute_paths
@@ -57,7 +57,7 @@ class Run:
 
     def newest(self) -> str | None:
         """Return the text of the newest checkpoint at the URL, which must be intact."""
-        saved = self.store.saved()
+        saved = self.store.list_saved()
         if not saved:
             return None
         local = download(saved[-1][1], self.path.parent / "copy")
@@ -102,7 +102,7 @@ def test_manifest_is_written_last_and_deleted_first(
             "rm step_000001",
         ]
         assert run.newest() == "twelve"
-        assert run.store.saved() == [(12, f"{URL}/step_000012")]
+        assert run.store.list_saved() == [(12, f"{URL}/step_000012")]
     files = ("manifest.json", "policy/weights", "state.json")
     assert objects(store) == [f"step_000012/{file}" for file in files]
 
@@ -129,7 +129,7 @@ def test_kill_at_any_request_leaves_the_old_or_the_new_checkpoint(
         assert found is not None
         seen.append(found)
         with run.claim():  # the next start removes what was left
-            kept = {url.rpartition("/")[2] for _, url in run.store.saved()}
+            kept = {url.rpartition("/")[2] for _, url in run.store.list_saved()}
             assert {key.partition("/")[0] for key in objects(store)} == {"run.json", *kept}
             assert run.newest() == found
             run.write(3, "next")
@@ -226,9 +226,9 @@ def test_old_checkpoint_that_cannot_be_deleted_is_a_warning(
         run.write(2, "two")
         assert "old checkpoints remain" in caplog.text and "no deletions" in caplog.text
         store.around = staticmethod(plain)
-        assert len(run.store.saved()) == 2
+        assert len(run.store.list_saved()) == 2
         run.write(3, "three")
-        assert run.store.saved() == [(3, f"{URL}/step_000003")]
+        assert run.store.list_saved() == [(3, f"{URL}/step_000003")]
 
 
 def change(store: type[FlakyStore], name: str, content: bytes | None) -> None:
@@ -281,7 +281,7 @@ def test_damaged_object_is_named_and_the_older_checkpoint_found(
 def test_manifest_names_no_file_outside_its_folder(tmp_path: Path, name: str) -> None:
     content = {"files": {name: {"bytes": 1, "digest": ""}}, "algorithm": "xxh3_128", "digest": ""}
     (tmp_path / "manifest.json").write_text(json.dumps(content))
-    assert listed_files((tmp_path / "manifest.json").read_bytes()) == []
+    assert list_files((tmp_path / "manifest.json").read_bytes()) == []
     assert find_damage(tmp_path) == ("manifest.json", "lists files outside its folder")
 
 
@@ -479,7 +479,7 @@ def test_url_without_a_file_system_is_an_error(tmp_path: Path, url: str, reason:
 def test_folders_are_created_where_the_file_system_has_them(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", keep=1)
     run.store = CheckpointStore(f"file://{tmp_path}/a/b [1]*", keep=1)
-    assert run.store.saved() == []
+    assert run.store.list_saved() == []
     with run.claim():
         with (
             pytest.raises(RunInUseError, match="in use"),

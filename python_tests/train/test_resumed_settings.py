@@ -14,11 +14,11 @@ from helpers._training import fill, settings, train
 
 from skyrl_fast.config import Config, to_dict
 from skyrl_fast.config.loading import build_config
-from skyrl_fast.train.checkpoint.resumed_settings import changed_settings
+from skyrl_fast.train.checkpoint.resumed_settings import find_changed_settings
 
 
 def changed(**values: Any) -> list[str]:
-    return list(changed_settings(to_dict(Config()), to_dict(build_config(values))))
+    return list(find_changed_settings(to_dict(Config()), to_dict(build_config(values))))
 
 
 @pytest.mark.spec("run.changed-settings")
@@ -56,7 +56,7 @@ def test_other_settings_may_change(key: str, value: Any) -> None:
 @pytest.mark.spec("run.changed-settings")
 @pytest.mark.parametrize("saved", [None, [], "text", {"trainer": 3}, {"other": {"a": 1}}])
 def test_settings_that_a_checkpoint_does_not_have_are_ignored(saved: Any) -> None:
-    assert changed_settings(saved, to_dict(Config())) == {}
+    assert find_changed_settings(saved, to_dict(Config())) == {}
 
 
 @pytest.mark.spec("run.changed-settings")

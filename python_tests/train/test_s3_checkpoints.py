@@ -57,7 +57,7 @@ def test_stopped_run_resumes_from_s3(folder: Path, client: Any) -> None:
         train(settings(folder, "other", *at_url))
     resumed = train(settings(folder, "other", *at_url, RESUME))
     assert steady(resumed.metrics) == after(expected, 3)
-    assert CheckpointStore("s3://bucket/run").saved() == [(6, "s3://bucket/run/step_000006")]
+    assert CheckpointStore("s3://bucket/run").list_saved() == [(6, "s3://bucket/run/step_000006")]
 
 
 @pytest.mark.spec("run.checkpoint-url-claim")

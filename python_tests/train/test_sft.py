@@ -16,7 +16,7 @@ from helpers._fakes import tiny_model
 
 from skyrl_fast.cli import main
 from skyrl_fast.config import GeneratorConfig, SamplingParams
-from skyrl_fast.train.data.demonstrations import chat_of, demonstrated_steps
+from skyrl_fast.train.data.demonstrations import build_demonstration, chat_of
 from skyrl_fast.train.data.prompts import prompts_from
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.setup.errors import SetupError
@@ -40,7 +40,7 @@ def generator(**options: Any) -> GeneratorConfig:
 @pytest.mark.spec("sft.steps")
 def test_each_answer_is_a_step_with_the_prompt_of_the_agent_loop(tiny_tokenizer: Any) -> None:
     chat = [*CHAT, {"role": "user", "content": "unanswered"}]
-    steps = demonstrated_steps(chat_of(chat, "row 0"), tiny_tokenizer, generator(), "row 0")
+    steps = build_demonstration(chat_of(chat, "row 0"), tiny_tokenizer, generator(), "row 0")
     texts = [tiny_tokenizer.decode(step.prompt_token_ids) for step in steps]
     answers = [tiny_tokenizer.decode(step.response_ids) for step in steps]
     assert answers == ["cd<|im_end|>", "f<|im_end|>"]
@@ -59,7 +59,7 @@ def test_prompt_and_completion_and_weights() -> None:
 @pytest.mark.spec("sft.rows")
 def test_answers_of_weight_0_are_context_only(tiny_tokenizer: Any) -> None:
     chat = [CHAT[0], {**CHAT[1], "weight": 0}, *CHAT[2:]]
-    steps = demonstrated_steps(chat_of(chat, "row 0"), tiny_tokenizer, generator(), "row 0")
+    steps = build_demonstration(chat_of(chat, "row 0"), tiny_tokenizer, generator(), "row 0")
     assert [step.loss_mask for step in steps] == [[0, 0, 0], [1, 1]]
 
 
@@ -72,7 +72,7 @@ def test_answers_of_weight_0_are_context_only(tiny_tokenizer: Any) -> None:
 def test_flags_exclude_answers(flag: dict[str, Any], tiny_tokenizer: Any) -> None:
     kept = {"weight": 1, "train": True, "loss": None}
     chat = [{**CHAT[0], "train": False}, {**CHAT[1], **flag}, CHAT[2], {**CHAT[3], **kept}]
-    steps = demonstrated_steps(chat_of(chat, "row 0"), tiny_tokenizer, generator(), "row 0")
+    steps = build_demonstration(chat_of(chat, "row 0"), tiny_tokenizer, generator(), "row 0")
     assert [step.loss_mask for step in steps] == [[0, 0, 0], [1, 1]]
     (name,) = [name for name in flag if name != "train"] or ["train"]
     with pytest.raises(ValueError, match=f"^row 0: {name}: expected 0, 1, true or false, got 0.5"):
@@ -146,7 +146,7 @@ def test_rows_without_an_answer_to_train_are_named(row: Any) -> None:
 @pytest.mark.spec("sft.lengths")
 def test_too_long_demonstrations_are_named(tiny_tokenizer: Any) -> None:
     with pytest.raises(ValueError, match=r"row 0, message 1: wanted an? answer of at most .*=2"):
-        demonstrated_steps(CHAT, tiny_tokenizer, generator(longest=2), "row 0")
+        build_demonstration(CHAT, tiny_tokenizer, generator(longest=2), "row 0")
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ def stopped_by(number: int) -> Iterator[None]:
 @pytest.mark.parametrize("number", NUMBERS)
 def test_signal_before_the_event_loop_ends_the_run(number: int) -> None:
     before = signal.getsignal(number)
-    with stopped_by(number), StopSignals().installed():
+    with stopped_by(number), StopSignals().install():
         os.kill(os.getpid(), number)
         time.sleep(BLOCKED_SECONDS)
     assert signal.getsignal(number) is before
@@ -66,7 +66,7 @@ async def wait_for_a_signal() -> None:
 def test_signal_while_the_engine_starts_ends_the_run(work: Callable[[], object]) -> None:
     started = time.monotonic()
     signals = StopSignals()
-    with stopped_by(signal.SIGTERM), signals.installed():
+    with stopped_by(signal.SIGTERM), signals.install():
         signals.run(work())  # type: ignore[arg-type]
     assert time.monotonic() - started < BLOCKED_SECONDS / 2
 
@@ -84,7 +84,7 @@ def test_signal_is_handled_in_the_loop_from_then_on() -> None:
             await asyncio.sleep(0)
         return received
 
-    with signals.installed():
+    with signals.install():
         assert sorted(signals.run(work())) == sorted(NUMBERS)
 
 
@@ -114,7 +114,7 @@ def test_signal_in_training_ends_an_engine_that_is_restarting() -> None:
 def test_ignored_sighup_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with StopSignals().installed():
+        with StopSignals().install():
             os.kill(os.getpid(), signal.SIGHUP)
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:

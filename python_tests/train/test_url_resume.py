@@ -56,7 +56,7 @@ def test_stopped_run_resumes_from_the_url_like_an_undisturbed_one(
     resumed = train(settings(folder, folder_of_resumed, AT_URL, RESUME))
     first = -1 if folder_of_resumed == "run" else 3
     assert steady(resumed.metrics) == after(expected, first)
-    assert [step for step, _ in CheckpointStore(URL).saved()] == [2, 3, 4, 6]
+    assert [step for step, _ in CheckpointStore(URL).list_saved()] == [2, 3, 4, 6]
     assert resumed.checkpoint == folder / folder_of_resumed / "checkpoints/step_000006"
 
 
@@ -76,7 +76,7 @@ def test_resume_from_the_url_of_a_checkpoint_sets_later_ones_aside(
         assert (
             f"step_00000{step} was renamed to {folder}/run/checkpoints/step_00000{step}.l" in shown
         )
-    assert [url for _, url in CheckpointStore(URL).saved()] == [
+    assert [url for _, url in CheckpointStore(URL).list_saved()] == [
         *(f"{URL}/step_000002", f"{URL}/step_000004-2", f"{URL}/step_000006-2")
     ]
     assert not (folder / "run/resume_path").exists()
@@ -154,7 +154,7 @@ def test_run_that_is_stopped_during_an_upload_saves_its_last_step(
             train(config, Recorder(during))
     else:
         assert train(config, Recorder(during)).step == 3
-    saved = [step for step, _ in CheckpointStore(URL).saved()]
+    saved = [step for step, _ in CheckpointStore(URL).list_saved()]
     assert saved == ([3] if fails else [2, 3])
 
 
@@ -174,7 +174,7 @@ def test_failed_upload_ends_the_run_which_can_be_resumed(
     with pytest.raises(CheckpointError, match=wanted):
         train(settings(folder, "run", AT_URL))
     store.around = staticmethod(plain)
-    assert [step for step, _ in CheckpointStore(URL).saved()] == [2]
+    assert [step for step, _ in CheckpointStore(URL).list_saved()] == [2]
     assert steady(train(settings(folder, "run", AT_URL, RESUME)).metrics) == expected
 
 

@@ -11,7 +11,7 @@ from _stored import WordTokenizer, make_step, make_trajectory
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_fast.rollout.token_ids import shared_length
+from skyrl_fast.rollout.token_ids import count_shared
 from skyrl_fast.trajectory_store import read_trajectories
 from skyrl_fast.trajectory_store.forest import Place, forest
 from skyrl_fast.trajectory_store.writer import TrajectoryWriter
@@ -54,7 +54,7 @@ def expected(steps: list[Any], number: int) -> Place:
     for other, step in enumerate(steps[:number]):
         asked = list(step.prompt_token_ids)
         both = asked + list(step.response_ids)
-        shared = shared_length(np.array(prompt), np.array(both))
+        shared = count_shared(np.array(prompt), np.array(both))
         if shared == len(both):
             best = max(best, ((shared, 2, other), Place("continues", other)), key=lambda b: b[0])
         elif shared > len(asked):  # of equal answers, the first one sampled these tokens

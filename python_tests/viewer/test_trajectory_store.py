@@ -31,9 +31,9 @@ from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.trajectory_store import read_index, read_trajectories
 from skyrl_fast.trajectory_store.lines import encode_line, json_value
 from skyrl_fast.trajectory_store.reader import read_trajectory
-from skyrl_fast.trajectory_store.recorded import recorded_trajectories
+from skyrl_fast.trajectory_store.recorded import read_recorded
 from skyrl_fast.trajectory_store.token_text import TokenText
-from skyrl_fast.trajectory_store.trained import trained_steps
+from skyrl_fast.trajectory_store.trained import collect_trained_steps
 from skyrl_fast.trajectory_store.writer import StoreError, TrajectoryWriter
 
 LONE = "\udc80"
@@ -150,7 +150,7 @@ def test_merged_rows_are_split_into_steps() -> None:
     batch = batch_of(group, merged="fork")
     assert batch.num_rows == 2
     logprobs = -torch.arange(batch.rewards.shape[0], dtype=torch.float32)
-    first, second = trained_steps(group, batch, logprobs)
+    first, second = collect_trained_steps(group, batch, logprobs)
     # A merged row is: response (3), observation (1), response (2).
     assert [step.trainer_logprobs.tolist() for step in first] == [[0, -1, -2], [-4, -5]]
     assert [step.trainer_logprobs.tolist() for step in second] == [[-6, -7, -8], [-10, -11]]
@@ -168,7 +168,7 @@ def test_steps_are_found_in_rows_split_by_a_rewritten_context() -> None:
     batch = batch_of(group, merged="fork")
     assert batch.num_rows == 3
     logprobs = -torch.arange(batch.rewards.shape[0], dtype=torch.float32)
-    first, second = trained_steps(group, batch, logprobs)
+    first, second = collect_trained_steps(group, batch, logprobs)
     assert [step.trainer_logprobs.tolist() for step in first] == [[0], [-2], [-3], [-5]]
     assert second[0].trainer_logprobs.tolist() == [-6]
 
@@ -181,7 +181,7 @@ def test_drifted_token_has_no_values() -> None:
     group = [make_trajectory("q", 0, steps)]
     batch = batch_of(group, merged="realign")
     assert batch.num_rows == 1
-    ((first, second),) = trained_steps(group, batch)
+    ((first, second),) = collect_trained_steps(group, batch)
     assert first.loss_mask.tolist() == [1, 0]
     assert first.advantages[0] == 1.0 and math.isnan(first.advantages[1])
     assert second.loss_mask.tolist() == [1]
@@ -189,8 +189,10 @@ def test_drifted_token_has_no_values() -> None:
 
 def test_batch_of_other_trajectories_is_refused() -> None:
     group = [two_turns("q", 0, 1.0), two_turns("q", 1, 0.0)]
-    with pytest.raises(ValueError, match="trained_steps: batch must have the 1 trajectories"):
-        trained_steps(group[:1], batch_of(group))
+    with pytest.raises(
+        ValueError, match="collect_trained_steps: batch must have the 1 trajectories"
+    ):
+        collect_trained_steps(group[:1], batch_of(group))
 
 
 # --- text ---------------------------------------------------------------------------------------
@@ -546,6 +548,6 @@ def test_a_training_run_says_what_it_lacks_for_replay(tmp_path: Path) -> None:
     assert (first.steps[0].kept_ids, first.steps[0].routes) == (None, None)
     wanted = r"trajectory 'a' #0 was sampled with kept_ids and routes, without which it cannot be"
     with pytest.raises(ValueError, match=wanted):
-        recorded_trajectories(tmp_path)
-    (only,) = recorded_trajectories(tmp_path, min_reward=1.0)
+        read_recorded(tmp_path)
+    (only,) = read_recorded(tmp_path, min_reward=1.0)
     assert only.uid == "b"

@@ -393,9 +393,9 @@ def test_responses_are_split_by_tokens_and_characters(
 
 def test_rounding_has_four_significant_digits() -> None:
     values = np.array([0, -0.123456, 1234567.0, 9.99996e-7, np.nan, -7.0, 123.45], np.float32)
-    found = details._rounded_list(values)
+    found = details._round_list(values)
     assert found == [0.0, -0.1235, 1235000.0, 1e-6, None, -7.0, 123.4]
-    assert details._rounded_list(np.full(3, np.nan, np.float32)) == []
+    assert details._round_list(np.full(3, np.nan, np.float32)) == []
 
 
 @pytest.mark.spec("viewer.static-page")

@@ -9,7 +9,7 @@ from typing import Any
 from skyrl_fast.rollout.env.protocol import Env, EnvStep, Message
 
 
-def _stripped(text: str) -> str:
+def _strip(text: str) -> str:
     return text.strip()
 
 
@@ -37,7 +37,7 @@ class GymnasiumEnvs:
     """
 
     make: Callable[[dict[str, Any]], Any]
-    read_action: Callable[[str], Any] = _stripped
+    read_action: Callable[[str], Any] = _strip
     show: Callable[[Any, Mapping[str, Any]], str] = _shown
     invalid_reward: float = 0.0
 

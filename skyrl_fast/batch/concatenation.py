@@ -34,7 +34,7 @@ def concatenate(batches: Sequence[StepBatch]) -> StepBatch:
     if len(set(uids)) < len(uids):
         twice = next(uid for i, uid in enumerate(uids) if uid in uids[:i])
         raise ValueError(f"{OP}: uids must differ between batches, but {twice!r} is in two")
-    columns: dict[str, Any] = {name: _joined(batches, name) for name in COLUMNS}
+    columns: dict[str, Any] = {name: _join_column(batches, name) for name in COLUMNS}
     for name, counts in {
         "group_ids": [batch.num_groups for batch in batches],
         "trajectory_ids": [batch.num_trajectories for batch in batches],
@@ -59,7 +59,7 @@ def concatenate(batches: Sequence[StepBatch]) -> StepBatch:
     )
 
 
-def _joined(batches: Sequence[StepBatch], name: str) -> torch.Tensor | None:
+def _join_column(batches: Sequence[StepBatch], name: str) -> torch.Tensor | None:
     """Return one column of all rows, or None if no batch has it."""
     values = [getattr(batch, name) for batch in batches]
     if name == "num_kept" and any(value is not None for value in values):

@@ -70,7 +70,7 @@ def merge_stepwise_output(
     )
     heads, ends = plan.heads.tolist(), plan.ends.tolist()
     merged: dict[str, Any] = {
-        "prompt_token_ids": [_copied(output["prompt_token_ids"][head]) for head in heads],
+        "prompt_token_ids": [_copy_row(output["prompt_token_ids"][head]) for head in heads],
         "response_ids": _responses(output["prompt_token_ids"], output["response_ids"], plan),
         "loss_masks": _per_token("loss_masks", output["loss_masks"], plan, 0),
     }
@@ -94,7 +94,7 @@ def merge_stepwise_output(
     return cast(GeneratorOutput, {field: merged[field] for field in output})
 
 
-def _copied(row: Any) -> Any:
+def _copy_row(row: Any) -> Any:
     return list(row) if isinstance(row, (list, tuple)) else np.array(row)
 
 

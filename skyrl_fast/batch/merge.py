@@ -13,7 +13,7 @@ from skyrl_fast.ops import _backend
 from skyrl_fast.ops.merge.steps import MergePlan, copy_segments
 
 
-def merged_values(
+def merge_values(
     op: str,
     values: torch.Tensor,
     cu_responses: torch.Tensor,
@@ -33,7 +33,7 @@ def merged_values(
     return column
 
 
-def merged_token_rewards(
+def merge_token_rewards(
     op: str,
     rewards: torch.Tensor,
     row_rewards: torch.Tensor,
@@ -50,7 +50,7 @@ def merged_token_rewards(
         row_rewards: (N,) float32.
         reward_per_row: a step without response tokens may have a reward.
     """
-    merged = merged_values(op, rewards, cu_responses, plan, cu_merged)
+    merged = merge_values(op, rewards, cu_responses, plan, cu_merged)
     flat, cu, old = merged.numpy(), cu_merged.numpy(), cu_responses.numpy()
     merged_rows, kept = plan.merged_rows, plan.kept
     for row in np.flatnonzero(kept < plan.response_lengths).tolist():
@@ -67,7 +67,7 @@ def merged_token_rewards(
     return merged, torch.from_numpy(sums.astype(np.float32))
 
 
-def merged_routes(
+def merge_routes(
     op: str, routes: torch.Tensor, cu_experts: torch.Tensor, plan: MergePlan
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (E', L, K) routes of the merged rows, and their (M + 1,) offsets.
@@ -78,10 +78,10 @@ def merged_routes(
     """
     begins, ends = plan.route_pieces(op, cu_experts.diff().numpy())
     starts = cu_experts[:-1].numpy() + begins
-    return _joined_pieces(op, routes, starts, ends - begins, plan)
+    return _join_pieces(op, routes, starts, ends - begins, plan)
 
 
-def merged_kept_ids(
+def merge_kept_ids(
     op: str,
     num_kept: torch.Tensor,
     kept_ids: torch.Tensor,
@@ -98,10 +98,10 @@ def merged_kept_ids(
     cu_kept = np.concatenate([[0], np.cumsum(num_kept.numpy(), dtype=np.int64)])
     first = cu_responses[:-1].numpy().astype(np.int64)
     begins, ends = cu_kept[first], cu_kept[first + plan.kept]
-    return _joined_pieces(op, kept_ids, begins, ends - begins, plan)
+    return _join_pieces(op, kept_ids, begins, ends - begins, plan)
 
 
-def _joined_pieces(
+def _join_pieces(
     op: str, values: torch.Tensor, starts: np.ndarray, lengths: np.ndarray, plan: MergePlan
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the pieces of all steps, one after another, and the merged rows' (M + 1,) offsets.

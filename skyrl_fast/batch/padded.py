@@ -46,7 +46,7 @@ class PaddedBatch:
     pad_size: int
 
 
-def padded_tensors(
+def pad_to_tensors(
     tokens: torch.Tensor,
     cu_seqlens: torch.Tensor,
     responses: Mapping[str, torch.Tensor | None],
@@ -112,7 +112,7 @@ def _check_rewards_of_empty(row_rewards: torch.Tensor, response_lengths: torch.T
         )
 
 
-def padded_routes(
+def pad_routes(
     routes: torch.Tensor | None,
     cu_experts: torch.Tensor | None,
     lengths: torch.Tensor,

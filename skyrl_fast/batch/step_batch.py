@@ -18,12 +18,12 @@ import torch
 from skyrl_fast.batch.columns import columns_of_output, offsets, rewards_on_last_tokens
 from skyrl_fast.batch.file import read_batch_file, write_batch_file
 from skyrl_fast.batch.merge import (
-    merged_kept_ids,
-    merged_routes,
-    merged_token_rewards,
-    merged_values,
+    merge_kept_ids,
+    merge_routes,
+    merge_token_rewards,
+    merge_values,
 )
-from skyrl_fast.batch.padded import PaddedBatch, padded_routes, padded_tensors
+from skyrl_fast.batch.padded import PaddedBatch, pad_routes, pad_to_tensors
 from skyrl_fast.batch.split import mini_batch_boundaries, split_micro_batches
 from skyrl_fast.ops import _backend
 from skyrl_fast.ops.merge.steps import (
@@ -284,7 +284,7 @@ class StepBatch:
             ValueError: a negative `pad_size`, padding rows for an empty batch, or a reward of an
                 empty response, which no token can hold.
         """
-        tensors = padded_tensors(
+        tensors = pad_to_tensors(
             self.tokens,
             self.cu_seqlens,
             {
@@ -298,7 +298,7 @@ class StepBatch:
             pad_size=pad_size,
             pad_mode=pad_mode,
         )
-        routes, mask = padded_routes(self.expert_indices, self.cu_experts, self.lengths, pad_size)
+        routes, mask = pad_routes(self.expert_indices, self.cu_experts, self.lengths, pad_size)
         return PaddedBatch(
             sequences=tensors["sequences"],
             attention_mask=tensors["attention_mask"],
@@ -362,7 +362,7 @@ class StepBatch:
         copy_segments(op, self.tokens, starts, tokens, cu_seqlens[:-1].numpy(), lengths)
         cu_responses = offsets(torch.from_numpy(plan.merged_response_lengths))
         changes: dict[str, Any] = {
-            name: merged_values(op, values, self.cu_responses, plan, cu_responses)
+            name: merge_values(op, values, self.cu_responses, plan, cu_responses)
             for name in (
                 *("loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "num_kept"),
                 "cross_entropy_weights",
@@ -373,7 +373,7 @@ class StepBatch:
             changes["row_rewards"] = self.row_rewards[ends]
             changes["rewards"] = rewards_on_last_tokens(self.row_rewards[ends], cu_responses)
         else:
-            changes["rewards"], changes["row_rewards"] = merged_token_rewards(
+            changes["rewards"], changes["row_rewards"] = merge_token_rewards(
                 op,
                 self.rewards,
                 self.row_rewards,
@@ -386,11 +386,11 @@ class StepBatch:
         if self.stop_reasons is not None:
             changes["stop_reasons"] = tuple(self.stop_reasons[end] for end in plan.ends.tolist())
         if self.expert_indices is not None and self.cu_experts is not None:
-            changes["expert_indices"], changes["cu_experts"] = merged_routes(
+            changes["expert_indices"], changes["cu_experts"] = merge_routes(
                 op, self.expert_indices, self.cu_experts, plan
             )
         if self.num_kept is not None and self.kept_ids is not None:
-            changes["kept_ids"], changes["cu_kept"] = merged_kept_ids(
+            changes["kept_ids"], changes["cu_kept"] = merge_kept_ids(
                 op, self.num_kept, self.kept_ids, self.cu_responses, plan
             )
         versions = np.minimum.reduceat(self.policy_version.numpy(), plan.heads)
@@ -468,7 +468,7 @@ class StepBatch:
         if self.stop_reasons is not None:
             changes["stop_reasons"] = self.stop_reasons[start:stop]
         changes["num_padding_rows"] = max(0, stop - max(start, self.num_real_rows))
-        return self._renumbered(changes)
+        return self._renumber(changes)
 
     def _row_choice(self, rows: torch.Tensor) -> StepBatch:
         changes: dict[str, Any] = {n: v[rows] for n, v in self.columns("row").items()}
@@ -490,9 +490,9 @@ class StepBatch:
         if num_padding and not bool(padding[-num_padding:].all()):
             raise ValueError("StepBatch.rows: padding rows must come last")
         changes["num_padding_rows"] = num_padding
-        return self._renumbered(changes)
+        return self._renumber(changes)
 
-    def _renumbered(self, changes: dict[str, Any]) -> StepBatch:
+    def _renumber(self, changes: dict[str, Any]) -> StepBatch:
         """Return the batch with these changes, and groups and trajectories renumbered from 0."""
         groups, group_ids = torch.unique(changes["group_ids"], return_inverse=True)
         _, trajectory_ids = torch.unique(changes["trajectory_ids"], return_inverse=True)

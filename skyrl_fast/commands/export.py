@@ -45,13 +45,13 @@ def run(options: argparse.Namespace) -> int:
 def _written(options: argparse.Namespace) -> str:
     from skyrl_fast.adapters.generator_output import generator_output_from_trajectories
     from skyrl_fast.batch import batch_from_trajectories
-    from skyrl_fast.trajectory_store.recorded import recorded_trajectories, sft_rows
+    from skyrl_fast.trajectory_store.recorded import read_recorded, sft_rows
 
     if options.to == SFT:
         lines = [json.dumps(row) for row in sft_rows(options.run, min_reward=options.min_reward)]
         _replace(options.out, "".join(f"{line}\n" for line in lines))
         return f"{len(lines)} conversations"
-    trajectories = recorded_trajectories(options.run, min_reward=options.min_reward)
+    trajectories = read_recorded(options.run, min_reward=options.min_reward)
     if not trajectories:
         raise ValueError(f"{options.run}: no trajectories to export")
     if options.to == BATCH:
@@ -61,7 +61,7 @@ def _written(options: argparse.Namespace) -> str:
         output = dict(generator_output_from_trajectories(trajectories))
         ids: Any = output["trajectory_ids"]
         output["trajectory_ids"] = [one._asdict() for one in ids]
-        _replace(options.out, json.dumps(output, default=_listed))
+        _replace(options.out, json.dumps(output, default=_to_list))
     rows = sum(len(t.steps_or_placeholder()) for t in trajectories)
     groups = len({trajectory.uid for trajectory in trajectories})
     if groups == len(trajectories):
@@ -72,7 +72,7 @@ def _written(options: argparse.Namespace) -> str:
     return f"{rows} rows of {len(trajectories)} trajectories in {groups} groups"
 
 
-def _listed(array: Any) -> Any:
+def _to_list(array: Any) -> Any:
     """Return an array, of routes or kept ids, as lists."""
     return array.tolist()
 

@@ -75,8 +75,8 @@ def run(options: argparse.Namespace) -> int:
         from skyrl_fast.config.loading import load_config
         from skyrl_fast.train.algorithm.unread_rewards import unread_rewards
     with as_usage_error(ValueError, OSError, ImportError):
-        config = _tried(load_config(options.config, options.overrides), options)
-        play = _sampled if options.engine else partial(_scripted, options=options)
+        config = _limit_attempts(load_config(options.config, options.overrides), options)
+        play = _run_sampled if options.engine else partial(_run_scripted, options=options)
         attempt = asyncio.run(play(config, _prompt(config, options.prompt)))
     sys.stdout.write(_attempt_text(attempt))
     unread = unread_rewards(config, attempt.trajectories)
@@ -113,7 +113,7 @@ def _answers(given: Sequence[str] | None) -> list[str]:
     return answers
 
 
-def _tried(config: Config, options: argparse.Namespace) -> Config:
+def _limit_attempts(config: Config, options: argparse.Namespace) -> Config:
     """Return the settings for one attempt at each trajectory, one after the other.
 
     Environments run in threads, because the calls of a thread can be named when it hangs.
@@ -143,7 +143,7 @@ def _prompt(config: Config, number: int) -> Prompt:
     return prompts[number]
 
 
-async def _scripted(config: Config, prompt: Prompt, *, options: argparse.Namespace) -> _Attempt:
+async def _run_scripted(config: Config, prompt: Prompt, *, options: argparse.Namespace) -> _Attempt:
     from skyrl_fast.rollout.engine.weights.gate import WeightGate
     from skyrl_fast.rollout.env.factory import EnvFactory
     from skyrl_fast.rollout.groups import environment_runner, run_groups
@@ -155,7 +155,7 @@ async def _scripted(config: Config, prompt: Prompt, *, options: argparse.Namespa
     model = ScriptedModel(_answers(options.answers), tokenizer)
     calls = PolicyCalls(model, WeightGate(), tokenizer, config.trainer.seed)
     if config.agent.is_set:
-        trajectories = await _played_by_agent(config, calls, prompt)
+        trajectories = await _run_agent(config, calls, prompt)
         return _Attempt(prompt, tokenizer, trajectories, observed=[])
     EnvFactory(config.environment)  # checks env_class, which `make_env` replaces
     observed: list[list[ObservedStep]] = []
@@ -170,7 +170,7 @@ async def _scripted(config: Config, prompt: Prompt, *, options: argparse.Namespa
     return _Attempt(prompt, tokenizer, trajectories, observed)
 
 
-async def _played_by_agent(config: Config, calls: PolicyCalls, prompt: Prompt) -> list[Trajectory]:
+async def _run_agent(config: Config, calls: PolicyCalls, prompt: Prompt) -> list[Trajectory]:
     from skyrl_fast.gateway.start import gateway_agent
     from skyrl_fast.rollout.group_runner import GroupRunner
     from skyrl_fast.rollout.groups import run_groups
@@ -186,7 +186,7 @@ async def _played_by_agent(config: Config, calls: PolicyCalls, prompt: Prompt) -
         await agent.close()
 
 
-async def _sampled(config: Config, prompt: Prompt) -> _Attempt:
+async def _run_sampled(config: Config, prompt: Prompt) -> _Attempt:
     """Return the trajectories with answers sampled from the model."""
     from skyrl_fast.config.model_folder import model_folder
     from skyrl_fast.train.flow.vllm_rollouts import start_rollouts

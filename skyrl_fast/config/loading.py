@@ -36,7 +36,7 @@ from skyrl_fast.config.settings import (
 from skyrl_fast.config.skyrl_settings import advice_by_name, skyrl_advice
 from skyrl_fast.ops.policy_loss.losses import POLICY_LOSSES, Cispo, LossSpec
 from skyrl_fast.setting import ConfigError, EnvironmentValue, limit_error, tools_error
-from skyrl_fast.system.printable import shortened
+from skyrl_fast.system.printable import shorten
 
 YAML = (".yaml", ".yml")  # of an override that is a file
 _NEAR = 0.75  # similarity of a misspelled name, see difflib
@@ -131,10 +131,10 @@ def _read_yaml(path: str | Path | None, overrides: Sequence[str]) -> dict[str, A
         values: Any = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
         written = OmegaConf.to_container(merged, resolve=False)
         if _uses_environment(written):
-            values = _marked(values, written)
+            values = _mark_environment_values(values, written)
     # OmegaConf raises OSError for a file that is no mapping, TypeError for a list as a section.
     except RecursionError as error:
-        raise ConfigError(f"{shortened(where, 200)}: cannot be read: nested too deeply") from error
+        raise ConfigError(f"{shorten(where, 200)}: cannot be read: nested too deeply") from error
     # ValueError: a number of more digits than Python reads.
     except (OmegaConfBaseException, YAMLError, OSError, TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
@@ -212,7 +212,7 @@ def _uses_environment(written: Any) -> bool:
     return isinstance(written, str) and "oc.env" in written
 
 
-def _marked(value: Any, written: Any) -> Any:
+def _mark_environment_values(value: Any, written: Any) -> Any:
     """Return the value with each string that an interpolation gave as an `EnvironmentValue`.
 
     All interpolations count: `${a.b}` may refer to one that reads an environment variable.
@@ -222,10 +222,13 @@ def _marked(value: Any, written: Any) -> Any:
     """
     inside = isinstance(written, str)
     if isinstance(value, dict):
-        return {k: _marked(item, written if inside else written[k]) for k, item in value.items()}
+        return {
+            k: _mark_environment_values(item, written if inside else written[k])
+            for k, item in value.items()
+        }
     if isinstance(value, list):
         pairs = zip(value, [written] * len(value) if inside else written, strict=True)
-        return [_marked(item, one) for item, one in pairs]
+        return [_mark_environment_values(item, one) for item, one in pairs]
     if isinstance(value, str) and inside and "${" in written:
         return EnvironmentValue(value, written)
     return value

@@ -34,13 +34,13 @@ def model_folder(path: str, *, setting: str = POLICY, with_weights: bool = True)
         raise ValueError(f"{setting}: wanted a folder or a name on the hub, got the URL {path}")
     if "/" not in path or path.startswith((".", "/", "~")):
         raise ValueError(f"{setting}: model folder not found: {path}")
-    cached = _cached(path)
+    cached = _find_cached(path)
     if cached is not None and (_has_weights(cached) or not with_weights):
         return cached
-    return _downloaded(path, setting, with_weights)
+    return _download(path, setting, with_weights)
 
 
-def _downloaded(name: str, setting: str, with_weights: bool) -> Path:
+def _download(name: str, setting: str, with_weights: bool) -> Path:
     from huggingface_hub import HfApi, snapshot_download
 
     weights = ("*.safetensors",) if with_weights else ()
@@ -61,7 +61,7 @@ def _downloaded(name: str, setting: str, with_weights: bool) -> Path:
         ) from error
 
 
-def _cached(name: str) -> Path | None:
+def _find_cached(name: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     try:

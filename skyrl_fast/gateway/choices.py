@@ -70,7 +70,7 @@ class Choices:
         self._forms: dict[Any, int] = {}  # of white space in answers: which of them to send
         self._unfit: Counter[Any] = Counter()  # times that none was as sampled
 
-    async def sampled(
+    async def sample(
         self, call: Call, prompt: PromptTokens, place: str, attempt: int
     ) -> tuple[Choice, Step]:
         """Return one answer and its step.
@@ -218,7 +218,7 @@ class Choices:
     async def _returnable(
         self, call: Call, prompt: PromptTokens, token_ids: list[int], parts: _Parts
     ) -> _Parts:
-        texts = _trimmed(parts.text) if parts.tool_calls or parts.thoughts else [parts.text]
+        texts = _trim(parts.text) if parts.tool_calls or parts.thoughts else [parts.text]
         thoughts = list(dict.fromkeys([parts.thoughts, parts.thoughts.strip()]))
         forms = [replace(parts, thoughts=t, text=x) for t, x in product(thoughts, texts)]
         if len(forms) == 1:
@@ -244,7 +244,7 @@ class Choices:
         return forms[self._forms[spaces]]
 
 
-def _trimmed(text: str) -> list[str]:
+def _trim(text: str) -> list[str]:
     """Return a text with less and less white space at its ends."""
     ends = range(len(text), max(len(text.rstrip()), len(text) - MAX_WHITE_SPACE) - 1, -1)
     texts = [*(text[:end] for end in ends), text.rstrip(), text.lstrip(), text.strip()]

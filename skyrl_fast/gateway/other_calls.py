@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from skyrl_fast.config.upstream import Upstream
 from skyrl_fast.gateway.messages import Answer, ApiError, Call
 from skyrl_fast.rollout.trajectory import OtherCall, Trajectory
-from skyrl_fast.system.printable import log_line, shortened
+from skyrl_fast.system.printable import log_line, shorten
 
 if TYPE_CHECKING:
     import httpx
@@ -74,7 +74,7 @@ class OtherCalls:
             events = self._events(answer, body, started)
             return StreamingResponse(events, answer.status_code, media_type=media_type)
         if answer.is_success:
-            self._answered(body, _text_of(answer.content), started)
+            self._record_answer(body, _text_of(answer.content), started)
         return Response(answer.content, answer.status_code, media_type=media_type)
 
     async def close(self) -> None:
@@ -100,10 +100,10 @@ class OtherCalls:
             return  # it broke, or the trajectory has ended: the client sees a cut stream
         finally:
             self._streaming.discard(answer)
-            self._answered(body, _text_of_events(bytes(kept)), started)
+            self._record_answer(body, _text_of_events(bytes(kept)), started)
             await asyncio.shield(answer.aclose())  # also where the client has left
 
-    def _answered(self, body: Mapping[str, Any], said: str, started: float) -> None:
+    def _record_answer(self, body: Mapping[str, Any], said: str, started: float) -> None:
         asked = next((body[n] for n in ("messages", "input", "prompt") if n in body), "")
         self._keep(str(body["model"]), asked, said, time.perf_counter() - started)
 
@@ -113,8 +113,8 @@ class OtherCalls:
             calls.append(
                 OtherCall(
                     model,
-                    shortened(_asked_text(asked), MAX_TEXT),
-                    shortened(said, MAX_TEXT),
+                    shorten(_text_of_prompt(asked), MAX_TEXT),
+                    shorten(said, MAX_TEXT),
                     len(self._trajectory.steps),
                     seconds,
                 )
@@ -140,7 +140,7 @@ async def _sent(
     return answer
 
 
-def _asked_text(asked: Any) -> str:
+def _text_of_prompt(asked: Any) -> str:
     if isinstance(asked, str):
         return asked
     if isinstance(asked, list) and all(isinstance(m, Mapping) and "role" in m for m in asked):

@@ -166,7 +166,7 @@ class PromptIds:
         with self._lock:
             num_answers = sum(message.get("role") == "assistant" for message in messages)
             shared = _num_shared(messages, self._last[0])
-            rendered = self._rendered(messages, tools, template_kwargs)
+            rendered = self._render(messages, tools, template_kwargs)
             as_text = self._template.without_control_tokens
             self._template.check_written(
                 rendered.text,
@@ -177,7 +177,7 @@ class PromptIds:
             )
             return self._prompt(rendered, num_answers)
 
-    def _rendered(
+    def _render(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
@@ -299,7 +299,7 @@ class PromptIds:
         for index, answer in enumerate(answers):
             for following in _following(answer):
                 try:
-                    form = self._rendered([*messages, answer, *following], **arguments)
+                    form = self._render([*messages, answer, *following], **arguments)
                 except ContextError:
                     continue
                 if any(map(form.text.startswith, expected)):
@@ -321,7 +321,7 @@ class PromptIds:
         if self._template.special_ids.isdisjoint(sampled):
             text = decode(self._template.tokenizer, sampled) if text is None else text
             text = self._template.without_control_tokens(text)
-            ids = _shared(sampled)
+            ids = _share_objects(sampled)
             return [[(prompt.last_text + text, prompt.last_ids + ids)]]
         divided: list[tuple[str, list[int]]] = [("", [])]
         for token in sampled:
@@ -329,14 +329,14 @@ class PromptIds:
                 divided.append((names[token], []))
             divided[-1][1].append(token)
         forms = [divided] if len(divided) == 1 else [divided, [("", sampled)]]
-        return [self._completed(prompt, form) for form in forms]
+        return [self._complete_pieces(prompt, form) for form in forms]
 
-    def _completed(
+    def _complete_pieces(
         self, prompt: PromptTokens, divided: Sequence[tuple[str, list[int]]]
     ) -> list[tuple[str, list[int]]]:
         tokenizer, as_text = self._template.tokenizer, self._template.without_control_tokens
         pieces = [
-            (name + as_text(decode(tokenizer, ids[1:] if name else ids)), _shared(ids))
+            (name + as_text(decode(tokenizer, ids[1:] if name else ids)), _share_objects(ids))
             for name, ids in divided
         ]
         text, ids = pieces[0]
@@ -346,7 +346,7 @@ class PromptIds:
         start, new_text = self._start(rendered)
         token_ids, parts = start.ids(), [*start.parts]
         chain, end, answers = start.chain, start.end, start.answers
-        *before, last = self._divided(new_text)
+        *before, last = self._divide(new_text)
         for piece in before:
             ids, array = self._ids_at(chain, piece)
             token_ids += ids
@@ -395,11 +395,11 @@ class PromptIds:
 
     def _piece(self, piece: str) -> PieceIds:
         if piece not in self._known:
-            ids = _shared(self._template.token_ids(piece))
+            ids = _share_objects(self._template.token_ids(piece))
             self._known[piece] = PieceIds(ids, ids_array(ids))
         return self._known[piece]
 
-    def _divided(self, text: str) -> list[str]:
+    def _divide(self, text: str) -> list[str]:
         """Return the text in pieces, or as one piece if its pieces would have other tokens."""
         starts = [match.start() for match in self._template.control_tokens.finditer(text)]
         ends = [start for start in starts if start > 0]
@@ -427,7 +427,7 @@ def _objects() -> tuple[int, ...]:
     return tuple(range(MAX_SHARED))
 
 
-def _shared(token_ids: Sequence[int]) -> list[int]:
+def _share_objects(token_ids: Sequence[int]) -> list[int]:
     objects = _objects()
     try:
         return [objects[token_id] for token_id in token_ids]

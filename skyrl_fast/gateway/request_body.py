@@ -35,7 +35,7 @@ class Fields(BaseModel):
 F = TypeVar("F", bound=Fields)
 
 
-def checked(model: type[F], body: Any) -> F:
+def check_fields(model: type[F], body: Any) -> F:
     """Return a request's fields.
 
     Raises:
@@ -49,7 +49,7 @@ def checked(model: type[F], body: Any) -> F:
         raise ApiError(400, f"{place}: {first['msg']}", code="invalid_value") from None
 
 
-def parsed_json(body: bytes) -> Any:
+def parse_json(body: bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
@@ -105,12 +105,12 @@ class RequestBodies:
         place = None if rest is None else _items_place(rest, conversation)
         if known is None or rest is None or place is None or place[0] != len(known.head):
             known, rest = None, body
-            value = parsed_json(body)
+            value = parse_json(body)
             place = _items_place(body, conversation)
         else:
-            value = parsed_json(rest)
+            value = parse_json(rest)
             value[conversation] = known.items + value[conversation]
-        fields = checked(model, value)
+        fields = check_fields(model, value)
         if place is not None:
             if known is not None:
                 kept.remove(known)  # the new one is longer, or the same

@@ -17,7 +17,7 @@ class Rewards:
         self._spans: dict[str, Step] = {}  # the last step of each span
         self._given: list[tuple[str | None, str | None, float]] = []  # id, span, reward
 
-    def delivered(self, answer_id: str, steps: list[Step], span: str | None) -> None:
+    def add_answer(self, answer_id: str, steps: list[Step], span: str | None) -> None:
         """Record an answer that may get a reward.
 
         Args:

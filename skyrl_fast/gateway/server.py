@@ -30,7 +30,7 @@ from skyrl_fast.gateway.dialects.openai_chat import OpenAIChat
 from skyrl_fast.gateway.dialects.openai_completions import OpenAICompletions
 from skyrl_fast.gateway.dialects.openai_responses import OpenAIResponses
 from skyrl_fast.gateway.messages import Answer, ApiError, Call
-from skyrl_fast.gateway.request_body import Fields, checked, parsed_json
+from skyrl_fast.gateway.request_body import Fields, check_fields, parse_json
 from skyrl_fast.gateway.session import RunningCall, Session
 from skyrl_fast.rollout.engine.protocol import EngineError
 from skyrl_fast.system.network_interface import LOOPBACK, http_url, listen_at
@@ -178,13 +178,13 @@ class Gateway:
 
         def calls(path: str, dialect: Dialect) -> Route:
             async def endpoint(request: Request) -> Response:
-                return await self._answered(request, dialect, self._call)
+                return await self._answer_session(request, dialect, self._call)
 
             return Route(path, endpoint, methods=["POST"])
 
         def others(path: str, dialect: Dialect, handle: Any, method: str = "POST") -> Route:
             async def endpoint(request: Request) -> Response:
-                return await self._answered(request, dialect, handle)
+                return await self._answer_session(request, dialect, handle)
 
             return Route(path, endpoint, methods=[method])
 
@@ -215,13 +215,13 @@ class Gateway:
 
     # --- requests
 
-    async def _answered(self, request: Request, dialect: Dialect, handle: Any) -> Response:
-        async def handled() -> Response:
+    async def _answer_session(self, request: Request, dialect: Dialect, handle: Any) -> Response:
+        async def handle_session() -> Response:
             return await handle(request, self.session_of(request), dialect)
 
-        return await self.answered(request, handled, dialect)
+        return await self.answer(request, handle_session, dialect)
 
-    async def answered(
+    async def answer(
         self,
         request: Request,
         handle: Callable[[], Awaitable[Response]],
@@ -265,9 +265,9 @@ class Gateway:
         if (upstream := _upstream(session, body)) is not None:
             session.counts["upstream_calls"] += 1
             return await session.others.forward(
-                self._upstream_client(), upstream, request.url.path, parsed_json(body)
+                self._upstream_client(), upstream, request.url.path, parse_json(body)
             )
-        parse = partial(dialect.parsed, body, session.bodies, session.memory)
+        parse = partial(dialect.parse, body, session.bodies, session.memory)
         parsed = await session.read(body, parse)
         prompt = await session.prompt(parsed.call)
         running = session.start(
@@ -288,11 +288,11 @@ class Gateway:
         with session.waiting(running):
             await self._until_done(running, request)
             answer = session.deliver(running)
-        self._delivered(session, parsed.call, answer)
+        self._deliver(session, parsed.call, answer)
         return JsonAnswer(dialect.response(answer, parsed, tokens))
 
     async def _until_done(self, running: RunningCall, request: Request) -> None:
-        gone = asyncio.ensure_future(_disconnected(request))
+        gone = asyncio.ensure_future(_wait_for_disconnect(request))
         try:
             await asyncio.wait([running.task, gone], return_when=asyncio.FIRST_COMPLETED)
             if not running.task.done():
@@ -328,13 +328,13 @@ class Gateway:
                 # Sending to a client that is gone raises nothing.
                 complete = not await request.is_disconnected()
                 if complete and failure is None:
-                    self._delivered(session, parsed.call, session.deliver(running))
+                    self._deliver(session, parsed.call, session.deliver(running))
             finally:
                 if not complete:
                     self.faults["gateway_lost_clients"] += 1
                     session.not_delivered(running)
 
-    def _delivered(self, session: Session, call: Call, answer: Answer) -> None:
+    def _deliver(self, session: Session, call: Call, answer: Answer) -> None:
         if call.model != session.policy.model:
             session.others.add_sampled(call, answer)
         self.on_answer(session, call, answer)
@@ -353,7 +353,7 @@ class Gateway:
         self, request: Request, session: Session, dialect: AnthropicMessages
     ) -> Response:
         body = await _body(request)
-        call = await session.read(body, partial(dialect.counted, body, session.bodies))
+        call = await session.read(body, partial(dialect.count_call, body, session.bodies))
         return JsonAnswer({"input_tokens": await session.count_tokens(call)})
 
     async def _models(self, request: Request, session: Session, dialect: Dialect) -> Response:
@@ -370,7 +370,7 @@ class Gateway:
     async def _reward(self, request: Request, session: Session, dialect: Dialect) -> Response:
         if not session.policy.takes_rewards:
             raise ApiError(403, "rewards are those of agent.verifier")
-        fields = checked(RewardRequest, parsed_json(await _body(request)))
+        fields = check_fields(RewardRequest, parse_json(await _body(request)))
         session.rewards.add(fields.reward, call=fields.id, span=fields.span)
         return JsonAnswer({"object": "reward", "reward": fields.reward})
 
@@ -400,7 +400,7 @@ async def json_body(request: Request) -> Any:
         ApiError: it is no JSON, too long, or late.
     """
     body = await _body(request)
-    return parsed_json(body) if body else None
+    return parse_json(body) if body else None
 
 
 async def _body(request: Request) -> bytes:
@@ -414,10 +414,10 @@ async def _body(request: Request) -> bytes:
                     raise ApiError(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
-    return _decompressed(b"".join(parts), request.headers.get("content-encoding", "identity"))
+    return _decompress(b"".join(parts), request.headers.get("content-encoding", "identity"))
 
 
-def _decompressed(body: bytes, encoding: str) -> bytes:
+def _decompress(body: bytes, encoding: str) -> bytes:
     kind = encoding.strip().lower()
     if kind in ("", "identity"):
         return body
@@ -474,7 +474,7 @@ def _failure(task: asyncio.Task[Any]) -> ApiError | None:
     return None
 
 
-async def _disconnected(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

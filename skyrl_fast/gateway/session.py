@@ -19,7 +19,7 @@ from skyrl_fast.gateway.messages import Answer, ApiError, Call, Outcome
 from skyrl_fast.gateway.other_calls import OtherCalls
 from skyrl_fast.gateway.policy import Policy
 from skyrl_fast.gateway.prompt_ids import FORKED, RESTARTED, PromptIds, PromptTokens
-from skyrl_fast.gateway.request_body import RequestBodies, parsed_json
+from skyrl_fast.gateway.request_body import RequestBodies, parse_json
 from skyrl_fast.gateway.rewards import Rewards
 from skyrl_fast.rollout.activity import ACTING, GENERATING, Activity
 from skyrl_fast.rollout.chat_template import CHARACTERS_PER_TOKEN, ContextError, message_text
@@ -121,7 +121,7 @@ class Session:
             ApiError: unknown model, a prompt that the chat template refuses or that is too long.
         """
         self._check_length(self._least_tokens(call))
-        prompt = await self._tokenized(call)
+        prompt = await self._tokenize(call)
         self._check_length(len(prompt.token_ids))
         return prompt
 
@@ -164,21 +164,21 @@ class Session:
         least = self._least_tokens(call)
         if limit is not None and least > limit:
             return least
-        prompt = await self._tokenized(call)
+        prompt = await self._tokenize(call)
         number = len(prompt.token_ids)
         self._prompts.release(prompt)
         return number
 
-    async def _tokenized(self, call: Call) -> PromptTokens:
+    async def _tokenize(self, call: Call) -> PromptTokens:
         self.policy.check_model(call.model)
         try:
             if self._prompts.num_new_characters(call) < LONG_TEXT:
-                return self._rendered(call)
-            return await asyncio.to_thread(self._rendered, call)
+                return self._render(call)
+            return await asyncio.to_thread(self._render, call)
         except ContextError as error:
             raise ApiError(400, str(error)) from error
 
-    def _rendered(self, call: Call) -> PromptTokens:
+    def _render(self, call: Call) -> PromptTokens:
         if call.messages is not None:
             return self._prompts.chat(call.messages, call.tools, call.template_kwargs)
         if isinstance(call.prompt, str):
@@ -211,7 +211,7 @@ class Session:
         key = (path, xxhash.xxh3_128_digest(body))
         known = self._by_body.get(key) or self._same_json(path, body, is_retry)
         abandoned = known is not None and known.waiting == 0 and not known.delivered
-        if known is not None and (is_retry or abandoned) and not _failed(known.task):
+        if known is not None and (is_retry or abandoned) and not _has_failed(known.task):
             self.counts["repeated_calls"] += 1
             return known
         limit = self.policy.config.max_turns
@@ -234,7 +234,7 @@ class Session:
         self.counts["untrained_calls"] += not trained
         for earlier in self._calls[-MAX_BODIES:]:
             earlier.body = b"" if earlier.delivered else earlier.body
-        task = asyncio.create_task(self._sampled(call, prompt))
+        task = asyncio.create_task(self._sample(call, prompt))
         running = RunningCall(task, path, body, span, trained)
         running.task.add_done_callback(_retrieve)
         self._by_body[key] = running
@@ -250,7 +250,7 @@ class Session:
             waits = running.waiting and not is_retry
             if waits or running.delivered or running.path != path:
                 continue
-            if len(running.body) == len(body) and parsed_json(running.body) == parsed_json(body):
+            if len(running.body) == len(body) and parse_json(running.body) == parse_json(body):
                 return running
         return None
 
@@ -282,12 +282,12 @@ class Session:
 
     # --- sampling
 
-    async def _sampled(self, call: Call, prompt: PromptTokens) -> tuple[Answer, list[Step]]:
+    async def _sample(self, call: Call, prompt: PromptTokens) -> tuple[Answer, list[Step]]:
         number = self._places[prompt.digest]  # of calls with this prompt: not of their arrival
         self._places[prompt.digest] += call.num_choices
-        self._began()
+        self._mark_running()
         choices = [
-            self._choices.sampled(
+            self._choices.sample(
                 call, prompt, f"{prompt.digest.hex()}-{number + n}", self._entry.attempt
             )
             for n in range(call.num_choices)
@@ -304,7 +304,7 @@ class Session:
                 self.engine_died.set()
             raise
         finally:
-            self._ended()
+            self._mark_idle()
         self.engine_failure = None
         answer = Answer(
             id=uuid.uuid4().hex,
@@ -316,14 +316,14 @@ class Session:
         self._prompts.release(prompt)
         return answer, [step for _, step in sampled]
 
-    def _began(self) -> None:
+    def _mark_running(self) -> None:
         self._num_running += 1
         if self._num_running == 1:
             self._idle_seconds += time.perf_counter() - self._idle_since
         entry, board = self._entry, self.policy.board
         board.set_phase(entry, GENERATING, attempt=entry.attempt, turn=len(self._calls) - 1)
 
-    def _ended(self) -> None:
+    def _mark_idle(self) -> None:
         self._num_running -= 1
         if self._num_running == 0:
             self._idle_since = time.perf_counter()
@@ -340,7 +340,7 @@ class Session:
             yield
         finally:
             running.waiting -= 1
-            if running.waiting == 0 and not running.delivered and not _failed(running.task):
+            if running.waiting == 0 and not running.delivered and not _has_failed(running.task):
                 later = asyncio.get_running_loop().call_later
                 later(RETRY_SECONDS, self._give_up, running)
 
@@ -355,7 +355,7 @@ class Session:
             running.delivered = True
             if running.trained:
                 self._trajectory.steps += steps
-                self.rewards.delivered(answer.id, steps, running.span)
+                self.rewards.add_answer(answer.id, steps, running.span)
         return answer
 
     def not_delivered(self, running: RunningCall) -> None:
@@ -411,7 +411,7 @@ async def _all(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
 
 
-def _failed(task: asyncio.Task[Any]) -> bool:
+def _has_failed(task: asyncio.Task[Any]) -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)
 
 

@@ -22,7 +22,7 @@ from skyrl_fast.gateway.agents.outcome import OutcomeError, outcome_of
 from skyrl_fast.gateway.messages import ApiError, Outcome
 from skyrl_fast.gateway.policy import Policy
 from skyrl_fast.gateway.recording import RecordedSession, Recording
-from skyrl_fast.gateway.request_body import Fields, checked
+from skyrl_fast.gateway.request_body import Fields, check_fields
 from skyrl_fast.gateway.server import Gateway, JsonAnswer, json_body, key_of
 from skyrl_fast.gateway.session import Session
 from skyrl_fast.gateway.transcript import Transcript
@@ -78,8 +78,8 @@ class Sessions:
         self._number = sum(self._repetitions.values())
         self._ending: set[asyncio.Task[Any]] = set()
         gateway.routes += [
-            Route("/v1/sessions", self._opened, methods=["POST"]),
-            Route("/v1/sessions/end", self._ended, methods=["POST"]),
+            Route("/v1/sessions", self._handle_open, methods=["POST"]),
+            Route("/v1/sessions/end", self._handle_end, methods=["POST"]),
         ]
         gateway.on_answer = self._said
 
@@ -171,12 +171,12 @@ class Sessions:
 
     # --- requests
 
-    async def _opened(self, request: Request) -> Response:
+    async def _handle_open(self, request: Request) -> Response:
         async def handle() -> Response:
             if not secrets.compare_digest(key_of(request).encode(), self._key.encode()):
                 self._gateway.faults["gateway_wrong_keys"] += 1
                 raise ApiError(401, "Incorrect API key provided", code="invalid_api_key")
-            fields = checked(SessionRequest, await json_body(request) or {})
+            fields = check_fields(SessionRequest, await json_body(request) or {})
             opened = self.open(uid=fields.uid, data_source=fields.data_source)
             return JsonAnswer(
                 {
@@ -189,9 +189,9 @@ class Sessions:
                 }
             )
 
-        return await self._gateway.answered(request, handle)
+        return await self._gateway.answer(request, handle)
 
-    async def _ended(self, request: Request) -> Response:
+    async def _handle_end(self, request: Request) -> Response:
         async def handle() -> Response:
             session = self._gateway.session_of(request)
             try:
@@ -215,4 +215,4 @@ class Sessions:
                 }
             )
 
-        return await self._gateway.answered(request, handle)
+        return await self._gateway.answer(request, handle)

@@ -47,7 +47,7 @@ class Transcript:
         template = {name: value for name, value in given.items() if value}
         for choice in answer.choices:
             message = _message(choice)
-            shared = _shared(self._last, call.messages)
+            shared = _count_shared(self._last, call.messages)
             self._said.append(_Said(shared, call.messages[shared:], message, template))
             self._last = [*call.messages, message]
 
@@ -81,7 +81,9 @@ def _message(choice: Choice) -> Message:
     return message
 
 
-def _shared(before: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> int:
+def _count_shared(
+    before: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]
+) -> int:
     for number, (one, other) in enumerate(zip(before, messages, strict=False)):
         if one != other:
             return number

@@ -27,14 +27,14 @@ def fingerprint(functions: Sequence[Callable[..., Any]]) -> str:
     """
     digest = hashlib.sha256()
     for function in functions:
-        bare = undecorated(function)
+        bare = strip_decorators(function)
         # From its code object: getsource would look through the wrappers of others too.
         source = inspect.getsource(getattr(bare, "__code__", bare))
-        digest.update(normalized_source(source).encode())
+        digest.update(normalize_source(source).encode())
     return digest.hexdigest()[:DIGITS]
 
 
-def undecorated(function: Callable[..., Any]) -> Callable[..., Any]:
+def strip_decorators(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function without decorators of SkyRL and torch.
 
     A wrapper of anyone else is kept, since its effect is unknown.
@@ -47,11 +47,11 @@ def undecorated(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def normalized_source(source: str) -> str:
+def normalize_source(source: str) -> str:
     """Return the source of one function without comments, docstring and whitespace.
 
     Example:
-        >>> normalized_source("def f(x):  # a comment\\n    return x\\n")
+        >>> normalize_source("def f(x):  # a comment\\n    return x\\n")
         'deff(x):returnx'
     """
     source = textwrap.dedent(source)
@@ -79,7 +79,7 @@ def _docstring(source: str) -> ast.expr | None:
     return None
 
 
-def used_functions(module: ModuleType, names: Sequence[str]) -> list[Callable[..., Any]]:
+def find_functions(module: ModuleType, names: Sequence[str]) -> list[Callable[..., Any]]:
     """Return the module's functions of these names; missing ones are omitted."""
     found = (getattr(module, name, None) for name in names)
     return [function for function in found if callable(function)]

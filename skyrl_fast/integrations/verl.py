@@ -146,7 +146,7 @@ def _rebind(name: str, old: Callable[..., Any], new: Callable[..., Any]) -> None
         setattr(module, name, new)
 
 
-def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
+def _count_calls(function: Callable[..., Any]) -> Callable[..., Any]:
     """Count the calls, and pass what is not computed here to verl's function, if it is replaced."""
     name, signature = function.__name__, inspect.signature(function)
 
@@ -203,7 +203,7 @@ def _estimator(estimator: str) -> Callable[..., Pair]:
 _FUNCTIONS = {name: _estimator(name) for name in ESTIMATORS}
 
 
-@_counted
+@_count_calls
 def logprobs_from_logits(
     logits: torch.Tensor, labels: torch.Tensor, inplace_backward: bool = True
 ) -> torch.Tensor:
@@ -224,7 +224,7 @@ def logprobs_from_logits(
     return out
 
 
-@_counted
+@_count_calls
 def unpad_input(
     hidden_states: torch.Tensor, attention_mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]:
@@ -256,7 +256,7 @@ def unpad_input(
     return values, indices, cu_seqlens, longest, lengths
 
 
-@_counted
+@_count_calls
 def pad_input(
     hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int
 ) -> torch.Tensor:

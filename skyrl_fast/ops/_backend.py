@@ -193,7 +193,7 @@ def current_device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
-def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def allocate_pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return uninitialised pinned CPU memory, which a GPU can read directly."""
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
@@ -202,7 +202,7 @@ def to_gpu(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the tensor on a GPU; a CPU tensor is copied from pinned memory, asynchronously."""
     if tensor.device == device and on_gpu(tensor):
         return tensor
-    return pinned(tensor.shape, tensor.dtype).copy_(tensor).to(device, non_blocking=True)
+    return allocate_pinned(tensor.shape, tensor.dtype).copy_(tensor).to(device, non_blocking=True)
 
 
 def to_device_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

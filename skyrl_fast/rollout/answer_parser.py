@@ -94,7 +94,7 @@ class AnswerParser:
         Args:
             text: of the answer, with special tokens.
             place: of the answer in its trajectory, from which the ids of its calls follow.
-            forced: see `ToolCallParser.parsed`.
+            forced: see `ToolCallParser.parse`.
         """
         thoughts = with_thoughts and self.reasoning_parser is not None
         calls = with_calls and self.tool_parser is not None
@@ -144,10 +144,10 @@ class _Parsers:
     def parse(self, request: _Request) -> AnswerParts:
         thoughts, rest = "", request.text
         if self.reasoning_parser is not None and request.with_thoughts:
-            thoughts, rest = self.reasoning_parser.divided(rest, request.template_kwargs)
+            thoughts, rest = self.reasoning_parser.divide(rest, request.template_kwargs)
         parsed = ParsedAnswer(rest)
         if self.tool_parser is not None and request.with_calls:
-            parsed = self.tool_parser.parsed(rest, request.tools, forced=request.forced)
+            parsed = self.tool_parser.parse(rest, request.tools, forced=request.forced)
         return AnswerParts(thoughts, rest, parsed)
 
     def handler(self) -> _Parsers:

@@ -70,7 +70,7 @@ def normalize_message(message: Mapping[str, Any]) -> Message:
         "reasoning_content": message.get("reasoning_content") or message.get("reasoning") or None,
     }
     plain.pop("reasoning", None)
-    return _ordered(plain, _MESSAGE_KEYS)
+    return _order_keys(plain, _MESSAGE_KEYS)
 
 
 def _text_of(content: Any) -> str:
@@ -96,10 +96,10 @@ def _normalize_call(call: Any) -> dict[str, Any]:
     if isinstance(function, Mapping):
         named = {**function, "arguments": parse_arguments(function.get("arguments"))}
         call = {**call, "type": call.get("type") or "function"}
-        call["function"] = _ordered(named, _CALL_KEYS)
+        call["function"] = _order_keys(named, _CALL_KEYS)
     elif "arguments" in call:  # without `function` around name and arguments
         call = {**call, "arguments": parse_arguments(call["arguments"])}
-    return _ordered(call, _CALL_KEYS)
+    return _order_keys(call, _CALL_KEYS)
 
 
 def parse_arguments(arguments: Any) -> Any:
@@ -135,8 +135,8 @@ def normalize_tools(tools: Any) -> list[dict[str, Any]] | None:
     plain = []
     for tool in tools:
         function = tool.get("function")
-        named = _ordered(function) if isinstance(function, Mapping) else function
-        plain.append(_ordered({**tool, "function": named}, _TOOL_KEYS))
+        named = _order_keys(function) if isinstance(function, Mapping) else function
+        plain.append(_order_keys({**tool, "function": named}, _TOOL_KEYS))
     return plain
 
 
@@ -198,7 +198,7 @@ def parse_json(value: Any) -> Any:
         return value
 
 
-def _ordered(values: Mapping[str, Any], first: Collection[str] = ()) -> dict[str, Any]:
+def _order_keys(values: Mapping[str, Any], first: Collection[str] = ()) -> dict[str, Any]:
     """Return the values that are not null, those of some keys first."""
     names = [*(name for name in first if name in values), *(n for n in values if n not in first)]
     return {name: values[name] for name in names if values[name] is not None}

@@ -163,7 +163,7 @@ class ChatTemplate:
         """
         systems = [index for index, m in enumerate(messages) if m.get("role") == "system"]
         size = _vocab_size(self.tokenizer)
-        accepted = _accepted_systems(self.tokenizer, size, self._chat_template) if systems else ""
+        accepted = _find_system_places(self.tokenizer, size, self._chat_template) if systems else ""
         if accepted in ("", ANYWHERE) or (accepted == FIRST and systems == [0]):
             return messages
         arranged: list[Message] = []
@@ -276,16 +276,16 @@ class ChatTemplate:
         messages = self._arrange(messages)
         may_be_direct = self._direct is not False and _parameters().isdisjoint(given)
         if may_be_direct and self._direct:
-            return self._rendered(messages, answer_next, given)
+            return self._render(messages, answer_next, given)
         usual = self.text(messages, answer_next=answer_next, tools=tools, **kwargs)
         if may_be_direct:
             try:
-                self._direct = "".join(self._rendered(messages, answer_next, given)) == usual
+                self._direct = "".join(self._render(messages, answer_next, given)) == usual
             except ContextError:  # a value that only transformers can prepare
                 self._direct = False
         return [usual]
 
-    def _rendered(
+    def _render(
         self, messages: Sequence[Message], answer_next: bool, given: Mapping[str, Any]
     ) -> list[str]:
         values = {
@@ -297,7 +297,7 @@ class ChatTemplate:
         }
         with _refusals(messages):
             template = self.tokenizer.get_chat_template(self._chat_template, values["tools"])
-            return [*_compiled(template).generate(values)]
+            return [*_compile(template).generate(values)]
 
     def token_ids(self, text: str, *, after: Sequence[int] = ()) -> list[int]:
         """Return the tokens of rendered text; the template has written its special tokens.
@@ -355,7 +355,7 @@ class ChatTemplate:
         the beginning of a text, which could become complete next to another text.
         """
         if isinstance(value, str):
-            return self._divided(value)
+            return self._divide(value)
         if isinstance(value, Mapping):
             return {
                 self.without_control_tokens(key): self.without_control_tokens(item)
@@ -365,7 +365,7 @@ class ChatTemplate:
             return [self.without_control_tokens(item) for item in value]
         return value
 
-    def _divided(self, text: str) -> str:
+    def _divide(self, text: str) -> str:
         control = self._control
         text = control.pattern.sub(lambda m: m[0][0] + BREAK + m[0][1:], text)
         lengths = range(2, min(control.longest_part, len(text)) + 1)
@@ -424,7 +424,7 @@ def _parameters() -> frozenset[str]:
     return frozenset(names) - {"tools", "documents", "kwargs"}
 
 
-def _compiled(template: str) -> Any:
+def _compile(template: str) -> Any:
     """Return the template as transformers compiles it, with its filters and in its sandbox."""
     from transformers.utils import chat_template_utils
 
@@ -488,7 +488,7 @@ def _written_roles(_tokenizer: Any, _size: int, _chat_template: str | None) -> s
 
 
 @lru_cache(maxsize=8)
-def _accepted_systems(tokenizer: Any, _size: int, chat_template: str | None) -> str:
+def _find_system_places(tokenizer: Any, _size: int, chat_template: str | None) -> str:
     """Return where a chat template takes system messages: ANYWHERE, FIRST or NOWHERE."""
     first, last = {"role": "system", "content": MARKER}, {"role": "system", "content": MARKER[::-1]}
     user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}

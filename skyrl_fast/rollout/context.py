@@ -81,7 +81,7 @@ def make_context(
     raise ValueError(f"make_context: kind: wanted one of {CONTEXTS}, got {kind!r}")
 
 
-def rendered_answer(
+def render_answer(
     tokenizer: Any,
     messages: Sequence[Message],
     answer: Message,

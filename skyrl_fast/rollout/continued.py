@@ -74,7 +74,7 @@ async def generate_through_updates(
         kept_ids += (part.kept_ids or [])[:kept]
         if number == 0:
             number_cached = part.num_cached_tokens
-        routes = _joined(routes, part, len(prompt_token_ids) + len(ids))
+        routes = _join_routes(routes, part, len(prompt_token_ids) + len(ids))
         if part.stop_reason != INTERRUPTED:
             return replace(
                 part,
@@ -147,7 +147,7 @@ def _ends_within(
     return tail.endswith((*beginnings, REPLACEMENT_CHARACTER))
 
 
-def _joined(routes: np.ndarray | None, part: Generation, num_tokens: int) -> np.ndarray | None:
+def _join_routes(routes: np.ndarray | None, part: Generation, num_tokens: int) -> np.ndarray | None:
     """Return the recorded routes, followed by those rows of the new part that are beyond them."""
     if part.expert_indices is None:
         return routes

@@ -38,7 +38,7 @@ class ReasoningParser:
     def __reduce__(self) -> tuple[Any, ...]:
         return ReasoningParser, self._arguments
 
-    def divided(self, text: str, template_kwargs: Mapping[str, Any]) -> tuple[str, str]:
+    def divide(self, text: str, template_kwargs: Mapping[str, Any]) -> tuple[str, str]:
         """Return the thoughts of an answer, and the text after them.
 
         Args:

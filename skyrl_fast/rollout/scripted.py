@@ -43,7 +43,7 @@ class ScriptedModel:
         """
         turn = self._turns[session_id]
         self._turns[session_id] += 1
-        text, stop_string = _stopped(
+        text, stop_string = _cut_at_stop(
             self._answers[min(turn, len(self._answers) - 1)], sampling.stop or ()
         )
         token_ids = list(self._tokenizer.encode(text, add_special_tokens=False))
@@ -59,7 +59,7 @@ class ScriptedModel:
         )
 
 
-def _stopped(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
+def _cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
     found = [(text.index(stop) + len(stop), stop) for stop in stops if stop in text]
     if not found:
         return text, None

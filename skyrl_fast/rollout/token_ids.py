@@ -83,7 +83,7 @@ def grown_ids(token_ids: list[int], before_ids: list[int], before: TokenIds) -> 
     return TokenIds([*before.parts, ids_array(token_ids[shared:])])
 
 
-def shared_length(one: np.ndarray, other: np.ndarray) -> int:
+def count_shared(one: np.ndarray, other: np.ndarray) -> int:
     """Return the number of leading ids that two arrays have in common."""
     both = min(len(one), len(other))
     different = one[:both] != other[:both]

@@ -53,7 +53,7 @@ class ToolCallParser:
         self._make = _parser_class(name)
         self._arguments = (name, tokenizer)
         self._tokenizer = WithVocabulary(tokenizer)
-        self._errors = _logged_errors()
+        self._errors = _attach_error_log()
         try:
             parser = self._make(self._tokenizer, None)
         except Exception as error:  # of any parser
@@ -63,7 +63,7 @@ class ToolCallParser:
     def __reduce__(self) -> tuple[Any, ...]:
         return ToolCallParser, self._arguments
 
-    def parsed(
+    def parse(
         self,
         text: str,
         tools: Sequence[Mapping[str, Any]] | None,
@@ -140,7 +140,7 @@ class _LoggedErrors(logging.Handler):
 
 
 @cache
-def _logged_errors() -> _LoggedErrors:
+def _attach_error_log() -> _LoggedErrors:
     handler, logger = _LoggedErrors(), logging.getLogger("vllm.tool_parsers")
     logger.addHandler(handler)
     logger.propagate = False

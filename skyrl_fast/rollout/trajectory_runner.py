@@ -16,7 +16,7 @@ from skyrl_fast.rollout.env.errors import EnvError
 from skyrl_fast.rollout.loop_settings import RolloutPrompt
 from skyrl_fast.rollout.stop_reason import ENGINE_ERROR, ENV_ERROR, STOP, TIMEOUT
 from skyrl_fast.rollout.trajectory import Trajectory
-from skyrl_fast.system.printable import MAX_FAILURE, log_line, shortened
+from skyrl_fast.system.printable import MAX_FAILURE, log_line, shorten
 
 log = logging.getLogger(__name__)
 
@@ -158,4 +158,4 @@ class TrajectoryRunner:
 
 
 def _end(trajectory: Trajectory, stop_reason: str, failure: str) -> None:
-    trajectory.stop_reason, trajectory.failure = stop_reason, shortened(failure, MAX_FAILURE)
+    trajectory.stop_reason, trajectory.failure = stop_reason, shorten(failure, MAX_FAILURE)

@@ -16,11 +16,11 @@ _UNSAFE = re.compile(
 )
 
 
-def shortened(text: str, limit: int) -> str:
+def shorten(text: str, limit: int) -> str:
     """Return the text, or its first `limit` characters and how many are left out.
 
     Example:
-        >>> shortened("abcdef", 4)
+        >>> shorten("abcdef", 4)
         'abcd ... (2 more characters)'
     """
     more = len(text) - limit
@@ -38,7 +38,7 @@ def printable(text: str, limit: int | None = None) -> str:
         'a\\x1b[2Jb\\r'
     """
     if limit is not None:
-        text = shortened(text, limit)
+        text = shorten(text, limit)
     return _UNSAFE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 
-def imported_ray(wanted_by: str) -> Any:
+def import_ray(wanted_by: str) -> Any:
     """Return the package Ray.
 
     Raises:
@@ -24,7 +24,7 @@ def imported_ray(wanted_by: str) -> Any:
 
 
 @contextmanager
-def connected(ray: Any) -> Iterator[bool]:
+def connect_ray(ray: Any) -> Iterator[bool]:
     """Connect to the cluster of RAY_ADDRESS, else of this machine, else start one.
 
     Yields:

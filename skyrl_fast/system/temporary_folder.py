@@ -10,7 +10,7 @@ from pathlib import Path
 from skyrl_fast.system.file_lock import close_locked, lock_file
 
 
-def locked_folder(where: str | Path, prefix: str) -> tuple[Path, int]:
+def lock_new_folder(where: str | Path, prefix: str) -> tuple[Path, int]:
     """Return a new folder, locked as long as this process lives and the descriptor is open."""
     # Until it is locked, its name does not match the pattern of remove_stale_folders.
     folder = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=where))

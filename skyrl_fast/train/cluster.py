@@ -21,7 +21,7 @@ from skyrl_fast.config import Config
 from skyrl_fast.errors import RunError
 from skyrl_fast.rollout.engine.engine_actor import enter
 from skyrl_fast.rollout.engine.ray_engine import EngineBundle
-from skyrl_fast.system.ray_connection import connected, imported_ray
+from skyrl_fast.system.ray_connection import connect_ray, import_ray
 from skyrl_fast.train.checkpoint.local import checkpoints
 from skyrl_fast.train.flow.event_loop import StopSignals
 from skyrl_fast.train.parallel.rank_processes import RankStarter
@@ -77,11 +77,11 @@ def run_on_cluster(config: Config, run_here: RunHere, checkpoint_folder: Path) -
         Whatever `run_here` raises.
     """
     ray = _ray()
-    with connected(ray) as started_here:
+    with connect_ray(ray) as started_here:
         seconds = SETTLE_SECONDS if started_here else PLACE_SECONDS
         nodes, failed_at = config.trainer.placement.policy_num_nodes, -1
         while True:
-            reserved = _reserved(ray, config, nodes, seconds)
+            reserved = _reserve(ray, config, nodes, seconds)
             nodes = reserved.nodes
             try:
                 return _attempt(ray, reserved, _on_nodes(config, nodes), run_here)
@@ -91,19 +91,19 @@ def run_on_cluster(config: Config, run_here: RunHere, checkpoint_folder: Path) -
                 if newest <= failed_at:
                     raise
                 logger.error("%s; the run starts again from step %d", _reason(error), newest)
-                failed_at, config = newest, _resumed(config)
+                failed_at, config = newest, _resume_latest(config)
             finally:
                 reserved.release(ray)
 
 
 def _ray() -> Any:
     try:
-        return imported_ray("trainer.placement: several nodes, and colocate_all=false")
+        return import_ray("trainer.placement: several nodes, and colocate_all=false")
     except ValueError as error:
         raise ClusterError(str(error)) from error
 
 
-def _reserved(ray: Any, config: Config, nodes: int, seconds: float) -> _Reservation:
+def _reserve(ray: Any, config: Config, nodes: int, seconds: float) -> _Reservation:
     """Reserve at most so many nodes for the ranks, each with its CPUs or GPUs, and the engines.
 
     Engines are packed on nodes, and ranks placed on what remains, so that an engine shares a node
@@ -115,7 +115,7 @@ def _reserved(ray: Any, config: Config, nodes: int, seconds: float) -> _Reservat
             reserved = _some_reserved(ray, config, count)
         if reserved is not None:
             return reserved
-        wanted = f"{_wanted(ray, config, count)} free within {seconds:g} s"
+        wanted = f"{_describe_request(ray, config, count)} free within {seconds:g} s"
         logger.warning("trainer.placement: no room for %s", wanted)
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     raise ClusterError(f"trainer.placement: wanted room for {wanted}, got nodes with {alive}")
@@ -170,7 +170,7 @@ def _bundle(ray: Any, gpus: int, *, cpus: int | None) -> dict[str, float]:
     return bundle | ({"GPU": float(gpus)} if ray.cluster_resources().get("GPU", 0) else {})
 
 
-def _wanted(ray: Any, config: Config, nodes: int) -> str:
+def _describe_request(ray: Any, config: Config, nodes: int) -> str:
     text = f"{'a node' if nodes == 1 else f'{nodes} nodes'} with {_rank_bundle(ray, config)}"
     if config.engines_on_cluster:
         text += f" and an engine with {_engine_bundle(ray, config)}"
@@ -182,7 +182,7 @@ def _on_nodes(config: Config, nodes: int) -> Config:
     return replace(config, trainer=replace(config.trainer, placement=placement))
 
 
-def _resumed(config: Config) -> Config:
+def _resume_latest(config: Config) -> Config:
     return replace(config, trainer=replace(config.trainer, resume_mode="latest"))
 
 
@@ -198,7 +198,7 @@ def _attempt(ray: Any, reserved: _Reservation, config: Config, run_here: RunHere
     )
     try:
         running = actor.run.remote(config, run_here, reserved)
-        with _forwarded_signals(actor):
+        with _forward_signals(actor):
             while not ray.wait([running], timeout=POLL_SECONDS)[0]:
                 pass
         try:
@@ -210,7 +210,7 @@ def _attempt(ray: Any, reserved: _Reservation, config: Config, run_here: RunHere
 
 
 @contextmanager
-def _forwarded_signals(actor: Any) -> Iterator[None]:
+def _forward_signals(actor: Any) -> Iterator[None]:
     """Let the first signal stop the run with a checkpoint; the second one ends this process."""
 
     if threading.current_thread() is not threading.main_thread():  # only it may set handlers

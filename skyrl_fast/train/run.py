@@ -34,7 +34,7 @@ from skyrl_fast.train.checkpoint.resumed_settings import warn_of_changed_setting
 from skyrl_fast.train.checkpoint.starting_point import (
     StartingPoint,
     checkpoint_folder,
-    locked_folders,
+    lock_folders,
     set_checkpoints_aside,
     starting_point,
     warn_of_another_schedule,
@@ -65,7 +65,7 @@ from skyrl_fast.train.setup.given_objects import (
     with_absolute_paths,
     with_objects,
 )
-from skyrl_fast.train.setup.gpu_sharing import check_models, planned_memory
+from skyrl_fast.train.setup.gpu_sharing import check_models, plan_run_memory
 from skyrl_fast.train.setup.run_data import RunData, run_data
 from skyrl_fast.train.trainer import Components, Progress, Trainer
 from skyrl_fast.trajectory_store.record import total_reward
@@ -219,7 +219,7 @@ def _run_here(
     check_rollouts: Callable[[Config, str], None] | None,
 ) -> TrainResult:
     """Run with rank 0 in this process."""
-    with signals.installed(), locked_folders(config) as store, ExitStack() as stack:
+    with signals.install(), lock_folders(config) as store, ExitStack() as stack:
         start = starting_point(config, store, stack)
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         with as_setup_error():
@@ -231,7 +231,7 @@ def _run_here(
                 _check_rollouts(config, folder, data, make_env)
             if check_rollouts is not None and start.checkpoint is None:
                 check_rollouts(config, str(folder))
-            plan = planned_memory(config, start.checkpoint, with_engine=make_rollouts is None)
+            plan = plan_run_memory(config, start.checkpoint, with_engine=make_rollouts is None)
             saved = None if plan is None else plan.saved_logits_bytes
             make: Callable[[Ranks], Models] = partial(
                 make_models,

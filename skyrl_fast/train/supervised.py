@@ -16,8 +16,8 @@ from skyrl_fast.rollout.loop_settings import loop_settings
 from skyrl_fast.rollout.stop_reason import STOP
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.train.callbacks import Callback
-from skyrl_fast.train.data.demonstrations import chat_of, demonstrated_steps, first_answer
-from skyrl_fast.train.data.prompts import Prompt, PromptSource, placed_rows, rows_from
+from skyrl_fast.train.data.demonstrations import build_demonstration, chat_of, first_answer
+from skyrl_fast.train.data.prompts import Prompt, PromptSource, read_rows, rows_from
 from skyrl_fast.train.model.policy import Policy, load_tokenizer
 from skyrl_fast.train.run import TrainResult, train_agent
 from skyrl_fast.train.setup.errors import SetupError
@@ -62,10 +62,10 @@ def sft(
     data = config.data
     try:
         if demonstrations is None:
-            rows = [row for path in data.train_data for row in placed_rows(path, "train")]
+            rows = [row for path in data.train_data for row in read_rows(path, "train")]
         else:
             rows = [*rows_from(demonstrations, "train", "demonstrations")]
-        held_out = [row for path in data.val_data for row in placed_rows(path, "test")]
+        held_out = [row for path in data.val_data for row in read_rows(path, "test")]
         chats = [_chat(row, where) for where, row in rows]
         held_out_chats = [_chat(row, where) for where, row in held_out]
     except ValueError as error:
@@ -148,7 +148,7 @@ class _DemonstrationMaker:
     def _tokenize(self, config: Config, tokenizer: Any) -> dict[str, list[Step]]:
         generator = loop_settings(config)
         return {
-            uid: demonstrated_steps(
+            uid: build_demonstration(
                 chat.messages,
                 tokenizer,
                 generator,

@@ -37,7 +37,7 @@ from skyrl_fast.train.data.schedule import total_steps
 from skyrl_fast.train.divergence import DivergenceWatch
 from skyrl_fast.train.flow.batch_source import BatchSource, Judged, token_staleness
 from skyrl_fast.train.flow.group_flow import GroupFlow
-from skyrl_fast.train.flow.rollouts import Rollouts, sampled_tokens, split_rollout_time
+from skyrl_fast.train.flow.rollouts import Rollouts, count_sampled_tokens, split_rollout_time
 from skyrl_fast.train.flow.waiting import (
     BackgroundWriter,
     Compute,
@@ -263,7 +263,7 @@ class Trainer:
         # Before anything that can fail: every checkpoint of this step has its trajectories.
         storing = self._store("train", trajectories, batch, trainer_logprobs)
         await self._timed("store", times, storing)
-        times["store_background"] = self._background.elapsed()
+        times["store_background"] = self._background.take_elapsed()
         steps = metrics["policy/optimizer_steps"]
         skipped = metrics["policy/nonfinite_steps_skipped"] * steps  # the metric is their share
         self._divergence.see(round(skipped), round(steps))
@@ -275,7 +275,7 @@ class Trainer:
         if generating:
             times["engine_idle"] = max(0.0, times["step"] - generating)
         metrics |= {f"timing/{name}": seconds for name, seconds in times.items()}
-        metrics["timing/tokens_per_second"] = sampled_tokens(groups.sampled) / times["step"]
+        metrics["timing/tokens_per_second"] = count_sampled_tokens(groups.sampled) / times["step"]
         trained_tokens = float((batch.loss_mask != 0).sum())
         metrics["timing/trained_tokens_per_second"] = trained_tokens / times["step"]
         metrics |= self._memory.metrics()
@@ -451,7 +451,7 @@ class Trainer:
     def _take_checkpoint(self) -> int | None:
         """Record the checkpoint that is complete now, if any, and return its step."""
         try:
-            finished = self._checkpoint_writer.finished()
+            finished = self._checkpoint_writer.take_finished()
         except BaseException:
             self._saved_step = -1
             raise

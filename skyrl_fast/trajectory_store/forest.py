@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from skyrl_fast.rollout.token_ids import ids_array, shared_length
+from skyrl_fast.rollout.token_ids import count_shared, ids_array
 from skyrl_fast.trajectory_store.reader import StoredStep
 
 STARTS = "starts"  # has no answer of an earlier call, and no complete prompt
@@ -64,14 +64,14 @@ def forest(steps: Sequence[StoredStep]) -> list[Place]:
     places: list[Place] = []
     for number, step in enumerate(steps):
         prompt, response = ids_array(step.prompt_token_ids), ids_array(step.response_ids)
-        path, rest = _walked(roots, prompt)
+        path, rest = _walk(roots, prompt)
         places.append(_place(path, len(rest), steps))
-        path += _added(path[-1].next if path else roots, rest)
+        path += _add_edge(path[-1].next if path else roots, rest)
         if path and path[-1].asked is None:
             path[-1].asked = number
         start = path[-1].next if path else roots
-        answer, rest = _walked(start, response)
-        answer += _added(answer[-1].next if answer else start, rest)
+        answer, rest = _walk(start, response)
+        answer += _add_edge(answer[-1].next if answer else start, rest)
         for edge in answer:
             edge.sampled_by = number if edge.sampled_by is None else edge.sampled_by
         if answer:
@@ -79,11 +79,11 @@ def forest(steps: Sequence[StoredStep]) -> list[Place]:
     return places
 
 
-def _walked(edges: dict[int, _Edge], tokens: np.ndarray) -> tuple[list[_Edge], np.ndarray]:
+def _walk(edges: dict[int, _Edge], tokens: np.ndarray) -> tuple[list[_Edge], np.ndarray]:
     """Return the edges that the tokens begin with, the last one divided there, and the rest."""
     path: list[_Edge] = []
     while len(tokens) and (edge := edges.get(int(tokens[0]))) is not None:
-        shared = shared_length(edge.tokens, tokens)
+        shared = count_shared(edge.tokens, tokens)
         if shared < len(edge.tokens):
             edge.split(shared)
         path.append(edge)
@@ -91,7 +91,7 @@ def _walked(edges: dict[int, _Edge], tokens: np.ndarray) -> tuple[list[_Edge], n
     return path, tokens
 
 
-def _added(edges: dict[int, _Edge], tokens: np.ndarray) -> list[_Edge]:
+def _add_edge(edges: dict[int, _Edge], tokens: np.ndarray) -> list[_Edge]:
     if not len(tokens):
         return []
     edges[int(tokens[0])] = _Edge(tokens)

@@ -60,7 +60,7 @@ def escape_surrogates(text: str) -> str:
     return _LONE_SURROGATE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
-def rounded(values: np.ndarray | Sequence[float]) -> list[float | None]:
+def round_decimals(values: np.ndarray | Sequence[float]) -> list[float | None]:
     """Return the numbers rounded to DECIMALS decimals; None for those that are not finite."""
     numbers = np.asarray(values, dtype=np.float64).round(DECIMALS) + 0.0  # no -0.0
     if math.isfinite(numbers.dot(numbers)):  # then all are: a fast path for the usual case

@@ -20,7 +20,7 @@ from skyrl_fast.trajectory_store.parts import (
     read_lines,
 )
 from skyrl_fast.trajectory_store.record import FORMAT
-from skyrl_fast.trajectory_store.replay import stored_kept_ids, stored_routes
+from skyrl_fast.trajectory_store.replay import read_kept_ids, read_routes
 
 FOLDER = "trajectories"
 
@@ -110,14 +110,14 @@ def read_trajectories(
         if phase is not None and part.evaluation != (phase == "eval"):
             continue
         for entry, record in read_part(part):
-            yield stored_trajectory(entry, record)
+            yield parse_trajectory(entry, record)
 
 
 def read_trajectory(run: str | Path, entry: IndexEntry) -> StoredTrajectory:
     """Return the trajectory of one index entry, reading only its line."""
     with (Path(run) / FOLDER / entry.file).open("rb") as file:
         file.seek(entry.offset)
-        return stored_trajectory(entry, json.loads(file.read(entry.bytes)))
+        return parse_trajectory(entry, json.loads(file.read(entry.bytes)))
 
 
 def read_part(part: Part) -> Iterator[tuple[IndexEntry, dict[str, Any]]]:
@@ -147,7 +147,7 @@ def invalid_line_error(part: Part, offset: int, error: Exception) -> ValueError:
     )
 
 
-def stored_trajectory(entry: IndexEntry, record: Mapping[str, Any]) -> StoredTrajectory:
+def parse_trajectory(entry: IndexEntry, record: Mapping[str, Any]) -> StoredTrajectory:
     """Return the trajectory of a line, with arrays and complete prompts."""
     steps: list[StoredStep] = []
     before = TokenIds([])
@@ -156,7 +156,7 @@ def stored_trajectory(entry: IndexEntry, record: Mapping[str, Any]) -> StoredTra
         shared = before.prefix(tokens["prompt_shared"])
         prompt = TokenIds([*shared.parts, ids_array(tokens["prompt_token_ids"])])
         count = len(tokens["response_ids"])
-        routes = stored_routes(tokens, routes)
+        routes = read_routes(tokens, routes)
         steps.append(
             StoredStep(
                 prompt_token_ids=prompt,
@@ -170,7 +170,7 @@ def stored_trajectory(entry: IndexEntry, record: Mapping[str, Any]) -> StoredTra
                 trainer_logprobs=_floats(tokens["trainer_logprobs"], count),
                 advantages=_floats(tokens["advantages"], count),
                 turn=turn,
-                kept_ids=stored_kept_ids(tokens),
+                kept_ids=read_kept_ids(tokens),
                 routes=routes,
             )
         )

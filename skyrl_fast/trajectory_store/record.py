@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_fast.rollout.token_ids import ids_array, shared_length
+from skyrl_fast.rollout.token_ids import count_shared, ids_array
 from skyrl_fast.rollout.trajectory import Step, Trajectory
-from skyrl_fast.trajectory_store.lines import json_value, rounded
+from skyrl_fast.trajectory_store.lines import json_value, round_decimals
 from skyrl_fast.trajectory_store.replay import needed_for_replay, replay_values
 from skyrl_fast.trajectory_store.token_text import TokenText
 from skyrl_fast.trajectory_store.trained import TrainedStep
@@ -39,7 +39,7 @@ def trajectory_record(
         with_replay: whether to include kept ids and routes, which make lines several times longer.
     """
     steps = trajectory.steps
-    shared_lengths = _shared_lengths(steps)
+    shared_lengths = _count_shared(steps)
     responses = [text.decode_with_ends(item.response_ids) for item in steps]
     oldest = min((item.policy_version for item in steps), default=None)
     staleness = None
@@ -64,7 +64,7 @@ def trajectory_record(
         "advantage": _advantage(trained),
         "stop_reason": trajectory.stop_reason,
         "failure": trajectory.failure or "",
-        "filtered": _filtered(steps, trained),
+        "filtered": _was_filtered(steps, trained),
         "policy_version": oldest,
         "staleness": staleness,
         "seconds": round(trajectory.seconds, _SECOND_DECIMALS),
@@ -127,13 +127,13 @@ def total_reward(trajectory: Trajectory) -> float:
     return float(trajectory.steps[-1].reward) if trajectory.steps else 0.0
 
 
-def _shared_lengths(steps: Sequence[Step]) -> list[int]:
+def _count_shared(steps: Sequence[Step]) -> list[int]:
     """Return how many tokens each prompt shares with the previous prompt and response."""
     result: list[int] = []
     before = np.zeros(0, np.int32)
     for step in steps:
         prompt = ids_array(step.prompt_token_ids)
-        result.append(shared_length(prompt, before))
+        result.append(count_shared(prompt, before))
         before = np.concatenate([prompt, ids_array(step.response_ids)])
     return result
 
@@ -144,7 +144,7 @@ def _token_values(step: Step, trained: TrainedStep | None, evaluated: bool) -> d
     return {
         "loss_mask": mask if trained is None else trained.loss_mask.tolist(),
         "policy_versions": list(step.token_versions or []),
-        "rollout_logprobs": rounded(step.rollout_logprobs or []),
+        "rollout_logprobs": round_decimals(step.rollout_logprobs or []),
         "trainer_logprobs": []
         if trained is None
         else _unless_all_missing(trained.trainer_logprobs),
@@ -153,7 +153,7 @@ def _token_values(step: Step, trained: TrainedStep | None, evaluated: bool) -> d
 
 
 def _unless_all_missing(values: np.ndarray) -> list[float | None]:
-    numbers = rounded(values)
+    numbers = round_decimals(values)
     return [] if numbers.count(None) == len(numbers) else numbers
 
 
@@ -165,10 +165,10 @@ def _advantage(trained: Sequence[TrainedStep]) -> float | None:
     """
     if not trained or not len(trained[-1].advantages):
         return None
-    return rounded(trained[-1].advantages[:1])[0]
+    return round_decimals(trained[-1].advantages[:1])[0]
 
 
-def _filtered(steps: Sequence[Step], trained: Sequence[TrainedStep]) -> bool:
+def _was_filtered(steps: Sequence[Step], trained: Sequence[TrainedStep]) -> bool:
     """Return whether a filter excluded sampled tokens from training."""
     return any(
         sum(step.loss_mask) > int(values.loss_mask.sum())

@@ -19,7 +19,7 @@ MESSAGES = "messages.jsonl"  # in the folder of a recording
 TEMPLATE_KEYS = ("tools", "chat_template_kwargs")  # of a call there
 
 
-def recorded_trajectories(
+def read_recorded(
     run: str | Path,
     *,
     phase: str | None = None,

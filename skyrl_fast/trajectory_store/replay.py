@@ -31,7 +31,7 @@ def replay_values(steps: Sequence[Step]) -> Iterator[dict[str, Any]]:
             values[KEPT_IDS] = [ids.tolist() for ids in step.kept_ids]
         routes = step.expert_indices
         if routes is not None:
-            shared = _shared_rows(routes, before)
+            shared = _count_shared_rows(routes, before)
             new = routes[shared:]
             values[ROUTES] = {
                 "shared": shared,
@@ -45,7 +45,7 @@ def replay_values(steps: Sequence[Step]) -> Iterator[dict[str, Any]]:
         yield values
 
 
-def _shared_rows(routes: np.ndarray, before: np.ndarray | None) -> int:
+def _count_shared_rows(routes: np.ndarray, before: np.ndarray | None) -> int:
     """Return the number of leading tokens with the same routes."""
     if before is None or (before.dtype, before.shape[1:]) != (routes.dtype, routes.shape[1:]):
         return 0
@@ -54,14 +54,14 @@ def _shared_rows(routes: np.ndarray, before: np.ndarray | None) -> int:
     return both if same.all() else int(same.argmin())
 
 
-def stored_kept_ids(tokens: Mapping[str, Any]) -> list[np.ndarray] | None:
+def read_kept_ids(tokens: Mapping[str, Any]) -> list[np.ndarray] | None:
     """Return for each response token the int32 ids that it was sampled from, if stored."""
     if KEPT_IDS not in tokens:
         return None
     return [np.array(ids, np.int32) for ids in tokens[KEPT_IDS]]
 
 
-def stored_routes(tokens: Mapping[str, Any], before: np.ndarray | None) -> np.ndarray | None:
+def read_routes(tokens: Mapping[str, Any], before: np.ndarray | None) -> np.ndarray | None:
     """Return the routes of a step, integers [tokens, L, K]; None: it has none."""
     if ROUTES not in tokens:
         return None

@@ -30,7 +30,7 @@ class TrainedStep:
     trainer_logprobs: np.ndarray
 
 
-def trained_steps(
+def collect_trained_steps(
     trajectories: Sequence[Trajectory],
     batch: StepBatch,
     trainer_logprobs: torch.Tensor | None = None,
@@ -49,7 +49,7 @@ def trained_steps(
     row_counts = np.bincount(owners) if len(owners) else np.zeros(0, dtype=np.int64)
     if len(row_counts) != len(trajectories):
         raise ValueError(
-            f"trained_steps: batch must have the {len(trajectories)} trajectories given, "
+            f"collect_trained_steps: batch must have the {len(trajectories)} trajectories given, "
             f"got {len(row_counts)}"
         )
     values = _TokenValues(batch, trainer_logprobs)

@@ -26,7 +26,7 @@ from skyrl_fast.trajectory_store.parts import (
 )
 from skyrl_fast.trajectory_store.record import trajectory_record
 from skyrl_fast.trajectory_store.token_text import TokenText
-from skyrl_fast.trajectory_store.trained import trained_steps
+from skyrl_fast.trajectory_store.trained import collect_trained_steps
 
 
 class StoreError(RunError):
@@ -82,7 +82,7 @@ class TrajectoryWriter:
         trained = (
             [[] for _ in trajectories]
             if batch is None
-            else trained_steps(trajectories, batch, trainer_logprobs)
+            else collect_trained_steps(trajectories, batch, trainer_logprobs)
         )
         records = (
             trajectory_record(

@@ -18,8 +18,8 @@ from skyrl_fast.trajectory_store.reader import (
     FOLDER,
     StoredTrajectory,
     invalid_line_error,
+    parse_trajectory,
     read_part,
-    stored_trajectory,
 )
 from skyrl_fast.viewer.columns import Columns, MagnitudeSample
 from skyrl_fast.viewer.details import preview, write_details
@@ -98,7 +98,7 @@ def _earlier_files(out: Path) -> list[Path]:
     found = _entries(out)
     if found and not (out / MARKER).is_file():
         raise ViewError(f"{out}: not empty, and not written by this command; choose another --out")
-    listed = _listed(out / MARKER)
+    listed = _list_written(out / MARKER)
     other = sorted(str(path.relative_to(out)) for path in found if path not in listed)
     if other:
         raise ViewError(
@@ -118,7 +118,7 @@ def _entries(folder: Path) -> list[Path]:
     return found
 
 
-def _listed(marker: Path) -> set[Path]:
+def _list_written(marker: Path) -> set[Path]:
     """Return the files that a page's mark file lists, and the mark file; none if it is damaged."""
     try:
         names = json.loads(marker.read_text(encoding="ascii"))["files"]
@@ -174,7 +174,7 @@ def _write_trajectories(run: Path, data: Path) -> tuple[Columns, dict[str, Magni
     for part in parts(run / FOLDER):
         for entry, record in read_part(part):
             try:
-                trajectory = stored_trajectory(entry, record)
+                trajectory = parse_trajectory(entry, record)
                 head = literal(write_details(trajectory, record, items))
                 previews.append(preview(trajectory))
             except (AttributeError, LookupError, TypeError, ValueError) as error:

@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict
 
 from skyrl_fast.extras.search.corpus import Corpus
 from skyrl_fast.extras.search.index import Index
-from skyrl_fast.system.http_guard import HttpGuard, Route, unchanged
+from skyrl_fast.system.http_guard import HttpGuard, Route, keep_body
 
-ROUTES = (Route("GET", "/health"), Route("POST", "/retrieve", check=unchanged))
+ROUTES = (Route("GET", "/health"), Route("POST", "/retrieve", check=keep_body))
 UNPROCESSABLE = 422
 
 
@@ -56,7 +56,7 @@ def make_app(corpus: Corpus, index: Index, *, topk: int = 3, limits: Limits | No
 
     @app.post("/retrieve")
     def retrieve(request: RetrieveRequest) -> dict[str, Any]:
-        queries, wanted = _checked(request, topk, limits)
+        queries, wanted = _check_request(request, topk, limits)
         return {
             "result": [
                 [
@@ -84,7 +84,7 @@ def _place(part: int | str) -> str:
     return str(part) if known else "an unknown key"
 
 
-def _checked(request: RetrieveRequest, topk: int, limits: Limits) -> tuple[list[str], int]:
+def _check_request(request: RetrieveRequest, topk: int, limits: Limits) -> tuple[list[str], int]:
     def refuse(what: str) -> HTTPException:
         return HTTPException(UNPROCESSABLE, detail=what)
 

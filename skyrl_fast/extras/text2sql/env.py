@@ -152,10 +152,10 @@ def render_rows(rows: Sequence[Row]) -> str:
         ink  5
     """
     if len(rows) > ROWS_OF_LONG_OBSERVATION or len(key := repr(rows)) > LONGEST_KEPT:
-        return _rendered(rows)
+        return _render(rows)
     text = _texts.get(key)
     if text is None:
-        text = _rendered(rows)
+        text = _render(rows)
         if len(_texts) >= KEPT_TEXTS:
             _texts.clear()
         if len(text) <= LONG_OBSERVATION:
@@ -163,7 +163,7 @@ def render_rows(rows: Sequence[Row]) -> str:
     return text
 
 
-def _rendered(rows: Sequence[Row]) -> str:
+def _render(rows: Sequence[Row]) -> str:
     import pandas
 
     # Every cell is padded to its column's width: one wide cell would make all of them wide.

@@ -95,7 +95,7 @@ def _ask_process(
         "limits": [limits.seconds, limits.max_rows, limits.max_bytes, limits.cut],
         "lock": _lock_file() if large else None,
     }
-    process = _borrowed()
+    process = _borrow_process()
     usable = False
     try:
         process.send(request, TURN_SECONDS if large else START_SECONDS)
@@ -133,7 +133,7 @@ _idle: list[_QueryProcess] = []
 _idle_lock = threading.Lock()
 
 
-def _borrowed() -> _QueryProcess:
+def _borrow_process() -> _QueryProcess:
     with _idle_lock:
         while _idle:
             process = _idle.pop()

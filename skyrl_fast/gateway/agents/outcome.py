@@ -9,7 +9,7 @@ from typing import Any
 
 from skyrl_fast.gateway.messages import Outcome
 from skyrl_fast.rollout.env.answers import LARGEST_REWARD
-from skyrl_fast.system.printable import shortened
+from skyrl_fast.system.printable import shorten
 
 MAX_SHOWN = 100  # characters of a wrong value, in an error
 
@@ -63,6 +63,6 @@ def _number(name: str, value: Any, *, largest: float = sys.float_info.max) -> fl
 
 def _shown(value: Any) -> str:
     try:
-        return shortened(repr(value), MAX_SHOWN)
+        return shorten(repr(value), MAX_SHOWN)
     except Exception:  # of any type
         return f"a {type(value).__name__}"

@@ -22,7 +22,7 @@ from skyrl_fast.rollout.workers.cluster import ClusterWorker, ClusterWorkers
 from skyrl_fast.rollout.workers.processes import ProcessWorker, ProcessWorkers
 from skyrl_fast.rollout.workers.protocol import CallResult
 from skyrl_fast.system.importing import load_object
-from skyrl_fast.system.printable import MAX_FAILURE, shortened
+from skyrl_fast.system.printable import MAX_FAILURE, shorten
 
 CALL = "agent"  # the only one of a handler
 MAX_ANSWER_BYTES = 64 << 20
@@ -137,10 +137,10 @@ class AgentHandler:
             self._agent = self._agent or self._settings.agent()
             outcome = self._runner.run(self._agent.run(argument))
         except EnvError as error:
-            return CallResult(failure=shortened(str(error), MAX_FAILURE))
+            return CallResult(failure=shorten(str(error), MAX_FAILURE))
         except BaseException as error:
             text = f"{what}: {type(error).__name__}: {error}"
-            return CallResult(failure=shortened(text, MAX_FAILURE))
+            return CallResult(failure=shorten(text, MAX_FAILURE))
         value: dict[str, Any] = dict(outcome.metrics)
         value |= {"reward": outcome.reward, "call_rewards": dict(outcome.call_rewards)}
         return CallResult((value, outcome.unless_posted))

@@ -99,7 +99,7 @@ class MessagesRequest(CountRequest):
 class AnthropicMessages:
     """The dialect; see `Dialect`."""
 
-    def parsed(self, body: bytes, bodies: RequestBodies, memory: dict[str, Any]) -> ParsedCall:
+    def parse(self, body: bytes, bodies: RequestBodies, memory: dict[str, Any]) -> ParsedCall:
         fields = bodies.fields(body, MessagesRequest, "messages")
         ignored = check_parameters(fields, MESSAGES)
         if fields.messages[-1].role == "assistant":
@@ -125,7 +125,7 @@ class AnthropicMessages:
         )
         return ParsedCall(call, fields)
 
-    def counted(self, body: bytes, bodies: RequestBodies) -> Call:
+    def count_call(self, body: bytes, bodies: RequestBodies) -> Call:
         """Return the call whose tokens are to be counted."""
         fields = bodies.fields(body, CountRequest, "messages")
         return Call(model=fields.model, messages=_messages(fields), tools=_tools(fields, {}))
@@ -148,7 +148,7 @@ class AnthropicMessages:
         }
         yield _event("message_start", message=start)
         for index, block in enumerate(_blocks(choice)):
-            empty, deltas = _started(block)
+            empty, deltas = _begin_block(block)
             yield _event("content_block_start", index=index, content_block=empty)
             for delta in deltas:
                 yield _event("content_block_delta", index=index, delta=delta)
@@ -257,7 +257,7 @@ def _blocks(choice: Choice) -> list[dict[str, Any]]:
     return blocks
 
 
-def _started(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _begin_block(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return a block as a stream begins it, and the deltas that complete it."""
     if block["type"] == "tool_use":
         text = json.dumps(block["input"], ensure_ascii=False)

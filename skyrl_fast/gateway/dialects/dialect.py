@@ -41,7 +41,7 @@ class Forms(Fields):
 class Dialect(Protocol):
     """One API."""
 
-    def parsed(self, body: bytes, bodies: RequestBodies, memory: dict[str, Any]) -> ParsedCall:
+    def parse(self, body: bytes, bodies: RequestBodies, memory: dict[str, Any]) -> ParsedCall:
         """Return the call that a request asks for.
 
         Args:

@@ -126,7 +126,7 @@ class ChatRequest(Forms):
 class OpenAIChat:
     """The dialect; see `Dialect`."""
 
-    def parsed(self, body: bytes, bodies: RequestBodies, memory: dict[str, Any]) -> ParsedCall:
+    def parse(self, body: bytes, bodies: RequestBodies, memory: dict[str, Any]) -> ParsedCall:
         fields = bodies.fields(body, ChatRequest, "messages")
         ignored = check_parameters(fields, CHAT)
         tools = callable_tools([(tool.type, tool.function) for tool in fields.tools or []], ignored)
@@ -163,7 +163,7 @@ class OpenAIChat:
             if choice.thoughts:
                 message.update(_thoughts(choice.thoughts))
             if choice.tool_calls:
-                message["tool_calls"] = [_called(call) for call in choice.tool_calls]
+                message["tool_calls"] = [_write_call(call) for call in choice.tool_calls]
             logprobs = _logprobs(choice, tokens) if request.fields.logprobs else None
             choices.append(
                 {
@@ -194,7 +194,7 @@ class OpenAIChat:
                 yield chunk(index, delta, None, logprobs)
                 logprobs = None
             for number, call in enumerate(choice.tool_calls):
-                called = {"index": number, **_called(call)}
+                called = {"index": number, **_write_call(call)}
                 yield chunk(index, {"tool_calls": [called]}, None, logprobs)
                 logprobs = None
             yield chunk(index, {}, choice.finish, logprobs)
@@ -285,7 +285,7 @@ def _thoughts(text: str) -> dict[str, str]:
     return {"reasoning": text, "reasoning_content": text}
 
 
-def _called(call: ToolCall) -> dict[str, Any]:
+def _write_call(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 

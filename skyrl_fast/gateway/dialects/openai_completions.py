@@ -17,7 +17,7 @@ from skyrl_fast.gateway.dialects.openai_chat import (
 )
 from skyrl_fast.gateway.dialects.parameters import COMPLETIONS, check_parameters
 from skyrl_fast.gateway.messages import Answer, ApiError, Call, Choice
-from skyrl_fast.gateway.request_body import RequestBodies, checked, parsed_json
+from skyrl_fast.gateway.request_body import RequestBodies, check_fields, parse_json
 
 DEFAULT_TOKENS = 16  # of an answer, as in OpenAI's API
 
@@ -40,8 +40,8 @@ class CompletionRequest(Forms):
 class OpenAICompletions:
     """The dialect; see `Dialect`."""
 
-    def parsed(self, body: bytes, bodies: RequestBodies, memory: dict[str, Any]) -> ParsedCall:
-        fields = checked(CompletionRequest, parsed_json(body))
+    def parse(self, body: bytes, bodies: RequestBodies, memory: dict[str, Any]) -> ParsedCall:
+        fields = check_fields(CompletionRequest, parse_json(body))
         ignored = check_parameters(fields, COMPLETIONS)
         if (fields.logprobs or 0) > 1:
             raise ApiError(

@@ -96,7 +96,7 @@ class Request:
 class OpenAIResponses:
     """The dialect; see `Dialect`."""
 
-    def parsed(self, body: bytes, bodies: RequestBodies, memory: dict[str, Any]) -> ParsedCall:
+    def parse(self, body: bytes, bodies: RequestBodies, memory: dict[str, Any]) -> ParsedCall:
         fields = bodies.fields(body, ResponseRequest, "input")
         form = None if fields.text is None else fields.text.format
         messages: list[Message] = []
@@ -143,38 +143,38 @@ class OpenAIResponses:
         begun = {**complete, "status": "in_progress", "output": [], "usage": None}
         number = 0
 
-        def numbered(kind: str, **data: Any) -> str:
+        def number_event(kind: str, **data: Any) -> str:
             nonlocal number
             number += 1
             return event({"type": kind, "sequence_number": number - 1, **data}, kind)
 
-        yield numbered("response.created", response=begun)
-        yield numbered("response.in_progress", response=begun)
+        yield number_event("response.created", response=begun)
+        yield number_event("response.in_progress", response=begun)
         for index, item in enumerate(complete["output"]):
             place = {"item_id": item["id"], "output_index": index}
             started = {**item, "status": "in_progress"}
             started["content" if "content" in item else "arguments"] = (
                 [] if "content" in item else ""
             )
-            yield numbered("response.output_item.added", output_index=index, item=started)
+            yield number_event("response.output_item.added", output_index=index, item=started)
             if "content" in item:
                 (part,) = item["content"]
                 place["content_index"] = 0
                 empty = {**part, "text": ""}
                 kind = f"response.{part['type']}"
                 more: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
-                yield numbered("response.content_part.added", **place, part=empty)
+                yield number_event("response.content_part.added", **place, part=empty)
                 for text in text_parts(part["text"]):
-                    yield numbered(f"{kind}.delta", **place, delta=text, **more)
-                yield numbered(f"{kind}.done", **place, text=part["text"], **more)
-                yield numbered("response.content_part.done", **place, part=part)
+                    yield number_event(f"{kind}.delta", **place, delta=text, **more)
+                yield number_event(f"{kind}.done", **place, text=part["text"], **more)
+                yield number_event("response.content_part.done", **place, part=part)
             else:
                 arguments = item["arguments"]
                 kind = "response.function_call_arguments"
-                yield numbered(f"{kind}.delta", **place, delta=arguments)
-                yield numbered(f"{kind}.done", **place, name=item["name"], arguments=arguments)
-            yield numbered("response.output_item.done", output_index=index, item=item)
-        yield numbered(f"response.{complete['status']}", response=complete)
+                yield number_event(f"{kind}.delta", **place, delta=arguments)
+                yield number_event(f"{kind}.done", **place, name=item["name"], arguments=arguments)
+            yield number_event("response.output_item.done", output_index=index, item=item)
+        yield number_event(f"response.{complete['status']}", response=complete)
 
     def error(self, error: ApiError) -> dict[str, Any]:
         return openai_error(error)

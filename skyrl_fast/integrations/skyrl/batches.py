@@ -36,29 +36,29 @@ class SpareRows(threading.local):
     num_rows = 0
 
     def __init__(self) -> None:
-        self._padded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._pad_field: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @contextlib.contextmanager
-    def allocated(self, num_rows: int) -> Iterator[None]:
+    def allocate(self, num_rows: int) -> Iterator[None]:
         """Make conversions in the context allocate `num_rows` padding rows."""
         self.num_rows = num_rows
         try:
             yield
         finally:
             self.num_rows = 0
-            self._padded.clear()
+            self._pad_field.clear()
 
     def without_padding(self, tensors: batch_tensors.BatchTensors) -> batch_tensors.BatchTensors:
         """Return the tensors without their padding rows; store the full ones for `padded`."""
         unpadded = [t if t is None else t[: len(t) - self.num_rows] for t in tensors]
         for short, full in zip(unpadded, tensors, strict=True):
             if short is not None and full is not None:
-                self._padded[id(short)] = (short, full)
+                self._pad_field[id(short)] = (short, full)
         return tuple(unpadded)  # type: ignore[return-value]
 
-    def padded(self, tensor: Any) -> torch.Tensor | None:
+    def find_padded(self, tensor: Any) -> torch.Tensor | None:
         """Return the tensor with its padding rows, None if it has none."""
-        found = self._padded.get(id(tensor))
+        found = self._pad_field.get(id(tensor))
         return None if found is None else found[1]
 
 
@@ -112,7 +112,7 @@ def convert_prompts_responses_to_batch_tensors(
     routes = rollout_expert_indices
     packed: tuple[Any, ...] = ()
     if label == NEWEST:
-        packed = _packed_fields(routes, rollout_sample_support, prompts, responses)
+        packed = _pack_fields(routes, rollout_sample_support, prompts, responses)
         routes = None
     else:
         require(rollout_sample_support is None, "an argument that this version does not have")
@@ -139,7 +139,7 @@ def convert_prompts_responses_to_batch_tensors(
     return (*tensors[:-1], *packed) if packed else tensors
 
 
-def _packed_fields(routes: Any, support: Any, prompts: Any, responses: Any) -> tuple[Any, Any]:
+def _pack_fields(routes: Any, support: Any, prompts: Any, responses: Any) -> tuple[Any, Any]:
     """Return what SkyRL's own functions make of the routes and of the sampled tokens' support."""
     if routes is None and support is None:
         return None, None
@@ -226,7 +226,7 @@ def pad_training_input_batch(unpadded_batch: Any, pad_size: int) -> Any:
     _require_known_padding(unpadded_batch)
     metadata = padding_rows.padding_metadata(unpadded_batch.metadata, pad_size)
     padded = type(unpadded_batch)(
-        {name: _padded(name, value, pad_size) for name, value in unpadded_batch.items()}
+        {name: _pad_field(name, value, pad_size) for name, value in unpadded_batch.items()}
     )
     padded.metadata = metadata
     return padded
@@ -243,8 +243,8 @@ def _require_known_padding(batch: Any) -> None:
         require(mask.dtype == torch.bool, "a router_padding_mask of numbers")
 
 
-def _padded(name: str, value: Any, pad_size: int) -> Any:
-    padded = SPARE.padded(value)
+def _pad_field(name: str, value: Any, pad_size: int) -> Any:
+    padded = SPARE.find_padded(value)
     if padded is not None:
         return padded
     if type(value).__name__ == "PackedTensor":

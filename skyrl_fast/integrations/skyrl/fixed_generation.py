@@ -74,7 +74,7 @@ async def agent_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
     wrapped = copy.copy(self)
     engine = _Engine(self.inference_engine_client, limit, eos, top_k)
     wrapped.inference_engine_client = engine
-    wrapped._run_in_executor_if_available = _watched(self._run_in_executor_if_available, engine)
+    wrapped._run_in_executor_if_available = _watch(self._run_in_executor_if_available, engine)
     output = await original(wrapped, *args, **kwargs)
     if step_wise:
         if limit is not None:
@@ -90,13 +90,13 @@ async def agent_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
     return output
 
 
-def _watched(run: Callable[..., Awaitable[Any]], engine: _Engine) -> Callable[..., Awaitable[Any]]:
-    async def watched(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _watch(run: Callable[..., Awaitable[Any]], engine: _Engine) -> Callable[..., Awaitable[Any]]:
+    async def run_watched(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if engine.over and getattr(function, "__name__", "") == "step":
             return {"observations": [], "reward": 0.0, "done": True, "metadata": {}}
         return await run(function, *args, **kwargs)
 
-    return watched
+    return run_watched
 
 
 def _support_width(self: Any, arguments: dict[str, Any], original: Any) -> int | None:

@@ -126,15 +126,15 @@ def concatenate_generator_outputs(
     optional = OPTIONAL[ORIGINALS.label(CONCATENATE)]
     result: dict[str, Any] = {}
     for field in ALWAYS:
-        result[field] = _joined([output[field] for output in outputs])
+        result[field] = _join([output[field] for output in outputs])
     for field in optional:
         parts = [output.get(field) for output in outputs]
         given = [part is not None for part in parts]
         require(all(given) or not any(given), f"{field} in some outputs only")
-        result[field] = _joined(parts) if all(given) else None
+        result[field] = _join(parts) if all(given) else None
     for field, value in outputs[0].items():
         if field not in result and isinstance(value, list):
-            result[field] = _joined([output[field] for output in outputs])
+            result[field] = _join([output[field] for output in outputs])
     times, splits = result[TIMES], result.get(TIME_SPLITS)
     if step_wise and result.get("is_last_step"):
         times = _last_step_values(times, result["is_last_step"])
@@ -155,7 +155,7 @@ def concatenate_generator_outputs(
     return result
 
 
-def _joined(parts: list[Any]) -> Any:
+def _join(parts: list[Any]) -> Any:
     if isinstance(parts[0], dict):
         return {name: list(chain.from_iterable(p[name] for p in parts)) for name in parts[0]}
     require(all(isinstance(part, list) for part in parts), "a field that is no list")

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from skyrl_fast.integrations.calls import Counts
 from skyrl_fast.integrations.skyrl.names import BY_NAME, NEWEST, Target
-from skyrl_fast.integrations.source import fingerprint, used_functions
+from skyrl_fast.integrations.source import find_functions, fingerprint
 
 logger = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -94,7 +94,7 @@ def version_label(target: Target, module: Any, function: Callable[..., Any]) -> 
 def target_fingerprint(target: Target, module: Any, function: Callable[..., Any]) -> str:
     """Return the fingerprint of a target's source; "" without one."""
     try:
-        return fingerprint([function, *used_functions(module, target.uses)])
+        return fingerprint([function, *find_functions(module, target.uses)])
     except (OSError, TypeError, SyntaxError):
         return ""  # as for a function created at run time
 

@@ -37,7 +37,7 @@ from skyrl_fast.integrations.skyrl.replacement import (
 )
 from skyrl_fast.integrations.skyrl.report import Report, Row, SkyRLFastWarning
 from skyrl_fast.integrations.skyrl.worker_calls import add_calls
-from skyrl_fast.integrations.source import undecorated
+from skyrl_fast.integrations.source import strip_decorators
 from skyrl_fast.system.printable import printable
 
 OURS = "skyrl_fast"
@@ -136,13 +136,13 @@ def install_on_import(mode: str = "compat", *, rules: Iterable[str] | None = Non
     ORIGINALS.rules = frozenset(chosen)
     _report = Report(mode, "", chosen)
 
-    def loaded(module_name: str) -> None:
+    def replace_loaded(module_name: str) -> None:
         global _report
         rows = _replace([t for t in _targets(chosen) if t.module == module_name], chosen)
         _report = replace(_report, version=_version(), rows=(*_report.rows, *rows))
         _warn(rows, _report.version, [], complete=False)
 
-    _watch = ImportWatch({target.module for target in _targets(chosen)}, loaded)
+    _watch = ImportWatch({target.module for target in _targets(chosen)}, replace_loaded)
     _watch.start()
 
 
@@ -317,10 +317,10 @@ def _rebind(
 
 def _register(original: Callable[..., Any], replacement: Callable[..., Any]) -> list[str]:
     """Replace SkyRL's function in every registry, also under SkyRL's decorators."""
-    places, bare = [], undecorated(original)
+    places, bare = [], strip_decorators(original)
     for where, functions in _registries():
         for name, value in list(functions.items()):
-            if undecorated(value) is bare:
+            if strip_decorators(value) is bare:
                 _registered[where, name] = value
                 functions[name] = replacement
                 places.append(f"{where}[{name!r}]")

@@ -52,7 +52,7 @@ def convert_to_training_input(self: Any, generator_output: Any, uids: Any) -> An
         uids: N, the prompt of each row.
     """
     original = _original(CONVERT)
-    with SPARE.allocated(-len(generator_output["response_ids"]) % self.dispatch.get_lcm_dp_size()):
+    with SPARE.allocate(-len(generator_output["response_ids"]) % self.dispatch.get_lcm_dp_size()):
         return original(self, generator_output, uids)
 
 

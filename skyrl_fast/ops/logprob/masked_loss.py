@@ -159,7 +159,7 @@ def masked_logprob_loss(
         if inplace_backward and torch.is_grad_enabled() and logits.requires_grad:
             check_no_overlap(OP, rows)
         result = visit(rows, call, inplace_backward)
-    metrics = loss_reference.named_metrics(
+    metrics = loss_reference.name_metrics(
         result.metrics,
         has_cross_entropy=cross_entropy_weights is not None,
         has_kl_weights=kl_weights is not None,

@@ -74,7 +74,7 @@ def convert(
     counts |= {name: (torch.float32, int(fields[name].lengths.sum())) for name in float_names}
     counts |= {f"{name}_cu": (torch.int64, num_rows + 1) for name in _IDS}
     parts, num_bytes = block_parts(counts)
-    block = _backend.pinned((num_bytes,), torch.uint8)
+    block = _backend.allocate_pinned((num_bytes,), torch.uint8)
     high = _ragged.INT64_MAX if vocab_size is None else vocab_size - 1
     copies: list[tuple[Any, ...]] = []
     for name in (*_IDS, *float_names):

@@ -14,7 +14,7 @@ import torch
 
 from skyrl_fast.ops.policy_loss.autograd import PolicyLoss
 from skyrl_fast.ops.policy_loss.losses import POLICY_LOSSES, LossScope, LossSpec
-from skyrl_fast.ops.policy_loss.reference import masked, named_metrics, weighted_loss
+from skyrl_fast.ops.policy_loss.reference import mask_values, name_metrics, weighted_loss
 from skyrl_fast.registry import Function, Registry
 
 CLIP_METRICS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "chosen_ratio")
@@ -197,12 +197,14 @@ def custom_policy_loss(
         token_weights, cross_entropy_weights, kl_weights: (A,), as for `policy_loss`.
     """
     stream, logprobs = inputs.loss_mask, inputs.logprobs
-    clean_inputs = _masked_inputs(inputs, None if loss.scope != "token" else token_weights)
+    clean_inputs = _mask_inputs(inputs, None if loss.scope != "token" else token_weights)
     output = call_custom_loss(loss, clean_inputs)
-    value = masked(output.token_losses.to(logprobs.dtype), stream)
+    value = mask_values(output.token_losses.to(logprobs.dtype), stream)
     if token_weights is not None:
-        factor = masked(token_weights, stream)
-        value = masked(value, factor != 0) * factor  # 0 drops the token, even where its loss is NaN
+        factor = mask_values(token_weights, stream)
+        value = (
+            mask_values(value, factor != 0) * factor
+        )  # 0 drops the token, even where its loss is NaN
     no = torch.zeros_like(live)
     total, loss_metrics = weighted_loss(
         value,
@@ -218,7 +220,7 @@ def custom_policy_loss(
         cross_entropy_weights=cross_entropy_weights,
         kl_weights=kl_weights,
     )
-    metrics = named_metrics(
+    metrics = name_metrics(
         loss_metrics,
         has_cross_entropy=cross_entropy_weights is not None,
         has_kl_weights=kl_weights is not None,
@@ -260,22 +262,22 @@ def call_custom_loss(loss: CustomLoss, inputs: LossInputs) -> LossOutput:
     return output
 
 
-def _masked_inputs(inputs: LossInputs, token_weights: torch.Tensor | None) -> LossInputs:
+def _mask_inputs(inputs: LossInputs, token_weights: torch.Tensor | None) -> LossInputs:
     """Return the inputs with 0 where masked; no gradient flows there, nor to dropped tokens."""
     live = inputs.loss_mask
-    logprobs = masked(inputs.logprobs, live)
+    logprobs = mask_values(inputs.logprobs, live)
     if token_weights is not None:
         logprobs = torch.where(token_weights != 0, logprobs, logprobs.detach())
 
     def clean(cells: torch.Tensor | None) -> torch.Tensor | None:
-        return None if cells is None else masked(cells, live)
+        return None if cells is None else mask_values(cells, live)
 
     return LossInputs(
         logprobs,
-        masked(inputs.old_logprobs, live),
+        mask_values(inputs.old_logprobs, live),
         clean(inputs.rollout_logprobs),
         clean(inputs.ref_logprobs),
-        masked(inputs.advantages, live),
+        mask_values(inputs.advantages, live),
         live,
         inputs.cu_seqlens,
         inputs.sequence_ids,

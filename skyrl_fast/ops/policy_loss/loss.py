@@ -36,8 +36,8 @@ from skyrl_fast.ops.policy_loss.reduction import (
     SCOPES,
     RowIds,
     Scope,
-    checked_offsets,
     native_mask,
+    offsets_of_cells,
     reduction_weights,
     sequences_of,
 )
@@ -143,14 +143,14 @@ def policy_loss(
     built_in = None if isinstance(loss, CustomLoss) else loss_and_settings(OP, loss)
     if kl_estimator is not None:
         _one_of(OP, "kl_estimator", kl_estimator, KL_ESTIMATORS)
-        _needed(kl_estimator, "ref_logprobs", ref_logprobs)
+        _require(kl_estimator, "ref_logprobs", ref_logprobs)
     elif kl_weights is not None:
         raise ValueError(f"{OP}: kl_weights need kl_estimator, got None")
     _one_of(OP, "scope", scope, (None, *SCOPES))
     if not isinstance(logprobs, torch.Tensor) or not logprobs.is_floating_point():
         got = logprobs.dtype if isinstance(logprobs, torch.Tensor) else type(logprobs).__name__
         raise TypeError(f"{OP}: logprobs must be a floating-point tensor, got {got}")
-    cu_seqlens = checked_offsets(OP, logprobs, cu_seqlens)
+    cu_seqlens = offsets_of_cells(OP, logprobs, cu_seqlens)
     if cu_seqlens is not None:
         cu_seqlens = _backend.to_device_of(cu_seqlens, logprobs)
     num_rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
@@ -199,7 +199,7 @@ def policy_loss(
     spec, settings = built_in
     old = ratio_logprobs(OP, spec, settings, old_logprobs, rollout_logprobs)
     if spec.needs_advantages:
-        _needed(spec.name, "advantages", advantages)
+        _require(spec.name, "advantages", advantages)
     adv = _like(current, "advantages", advantages) if spec.needs_advantages else None
     sequence = None
     if spec.scope == "sequence":
@@ -231,8 +231,8 @@ class _Cells(NamedTuple):
             self.mask != 0, self.token_weights, self.cross_entropy_weights
         )
 
-    def named(self, metrics: torch.Tensor) -> dict[str, torch.Tensor]:
-        return reference.named_metrics(
+    def name_metrics(self, metrics: torch.Tensor) -> dict[str, torch.Tensor]:
+        return reference.name_metrics(
             metrics,
             has_cross_entropy=self.cross_entropy_weights is not None,
             has_kl_weights=self.kl_weights is not None,
@@ -276,7 +276,7 @@ def _built_in(
             use_triton,
         )  # fmt: skip
         total, metrics = loss_and_metrics(current, call)
-    return PolicyLoss(total, cells.named(metrics))
+    return PolicyLoss(total, cells.name_metrics(metrics))
 
 
 def _custom(
@@ -289,7 +289,7 @@ def _custom(
 ) -> PolicyLoss:
     """Return a user's loss, which gets padded cells (N, R) as N flat rows of R cells."""
     current = cells.current
-    _needed(loss.name, "advantages", advantages)
+    _require(loss.name, "advantages", advantages)
     old = current.detach() if old_logprobs is None else _like(current, "old_logprobs", old_logprobs)
     rollout = _like(current, "rollout_logprobs", rollout_logprobs)
     adv = _like(current, "advantages", advantages)
@@ -380,7 +380,7 @@ def _one_of(op: str, name: str, value: object, allowed: Any) -> None:
         raise ValueError(f"{op}: {name} must be one of {tuple(allowed)}, got {value!r}")
 
 
-def _needed(by: str, name: str, value: object) -> None:
+def _require(by: str, name: str, value: object) -> None:
     if value is None:
         raise ValueError(f"{OP}: {by!r} needs {name}, got None")
 

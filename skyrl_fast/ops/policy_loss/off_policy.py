@@ -12,8 +12,8 @@ from skyrl_fast.ops.policy_loss import reference_off_policy as reference
 from skyrl_fast.ops.policy_loss.reduction import (
     RowIds,
     Scope,
-    checked_offsets,
     native_mask,
+    offsets_of_cells,
     sequences_of,
 )
 from skyrl_fast.ops.policy_loss.reference import cell_row_ids
@@ -121,7 +121,7 @@ def off_policy_correction(
         mask_low=low if sequence_mask_low is None else sequence_mask_low,
         mask_high=high if sequence_mask_high is None else sequence_mask_high,
     )
-    cu_seqlens = checked_offsets(OP, old_logprobs, cu_seqlens)
+    cu_seqlens = offsets_of_cells(OP, old_logprobs, cu_seqlens)
     num_rows = old_logprobs.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     dtype = torch.float64 if old_logprobs.dtype == torch.float64 else torch.float32
     old = old_logprobs.detach().to(dtype).contiguous()

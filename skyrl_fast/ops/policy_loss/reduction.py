@@ -82,7 +82,7 @@ def reduction_weights(
         raise ValueError(f"{OP}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
     if reduction == "seq_mean_token_sum_norm" and (max_seq_len is None or max_seq_len <= 0):
         raise ValueError(f"{OP}: {reduction} needs max_seq_len > 0, got {max_seq_len}")
-    cu_seqlens = checked_offsets(OP, loss_mask, cu_seqlens)
+    cu_seqlens = offsets_of_cells(OP, loss_mask, cu_seqlens)
     mask = native_mask(OP, loss_mask)
     chosen = _backend.select(OP, mask, backend=backend, transforms=("grad", "vmap"))
     if chosen == "native":
@@ -101,7 +101,7 @@ def reduction_weights(
     return weights.to(dtype)
 
 
-def checked_offsets(
+def offsets_of_cells(
     op: str, cells: torch.Tensor, cu_seqlens: torch.Tensor | None
 ) -> torch.Tensor | None:
     """Return checked offsets as contiguous int32; None for padded cells."""

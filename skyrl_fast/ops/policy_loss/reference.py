@@ -45,7 +45,7 @@ CROSS_ENTROPY_METRICS = (
 KL_WEIGHT_METRICS = ("kl_tokens",)
 
 
-def named_metrics(
+def name_metrics(
     values: torch.Tensor, *, has_cross_entropy: bool, has_kl_weights: bool
 ) -> dict[str, torch.Tensor]:
     """Return the metrics by name, without those of streams that were not given."""
@@ -81,7 +81,7 @@ def cell_row_ids(like: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.T
     return torch.repeat_interleave(rows, lengths, output_size=like.numel())
 
 
-def masked(values: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+def mask_values(values: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
     """Return values with 0 where masked, even for NaN; no gradient flows to masked cells."""
     return torch.where(live, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
@@ -96,7 +96,7 @@ def kl_penalty(
     logprobs: torch.Tensor, ref_logprobs: torch.Tensor, live: torch.Tensor, estimator: str
 ) -> torch.Tensor:
     """Return the per-cell estimate of KL(current || reference), 0 where masked."""
-    delta = masked(logprobs, live) - masked(ref_logprobs, live)
+    delta = mask_values(logprobs, live) - mask_values(ref_logprobs, live)
     if estimator == "k1":
         return delta
     if estimator == "abs":
@@ -158,11 +158,11 @@ def token_loss(
             return torch.where(chosen, ceiling, value), low, high, chosen
         if loss == "clip_cov":
             assert selected is not None
-            return masked(value, ~selected), low, high, selected
+            return mask_values(value, ~selected), low, high, selected
         return value, low, high, no
     if loss == "kl_cov":
         assert selected is not None
-        penalty = p["ppo_kl_coef"] * masked((logprobs - old_logprobs).abs(), selected)
+        penalty = p["ppo_kl_coef"] * mask_values((logprobs - old_logprobs).abs(), selected)
         return -advantages * ratio + penalty, no, no, selected
     if loss == "cispo":
         weight = ratio.detach().clamp(p["clip_low"], p["clip_high"])
@@ -170,7 +170,7 @@ def token_loss(
     if loss == "rollout_is":
         low = ratio <= p["clip_low"]
         high = (ratio >= p["clip_high"]) & ~low  # counted once where the bounds meet
-        weight = masked(ratio.detach(), ~(low | high))
+        weight = mask_values(ratio.detach(), ~(low | high))
         return -advantages * weight * logprobs, low, high, no
     if loss == "sapo":
         tau_neg = torch.full_like(ratio, p["tau_neg"])
@@ -179,7 +179,7 @@ def token_loss(
     if loss in ("dppo_tv", "dppo_kl"):
         low, high = _dppo_dropped(loss, p, logprobs.detach(), old_logprobs)
         low, high = low & (advantages < 0), high & (advantages > 0)
-        return masked(-advantages * ratio, ~(low | high)), low, high, no
+        return mask_values(-advantages * ratio, ~(low | high)), low, high, no
     assert loss == "importance_sampling", loss
     return -advantages * ratio, no, no, no
 
@@ -224,20 +224,24 @@ def policy_loss(
         row_segments: (N,) sequence of each row, below N, for gspo; None: the row itself.
     """
     stream = policy_stream(live, token_weights, cross_entropy_weights)
-    current = masked(logprobs, stream)
-    old = current.detach() if old_logprobs is None else masked(old_logprobs.detach(), stream)
-    adv = torch.zeros_like(current) if advantages is None else masked(advantages.detach(), stream)
+    current = mask_values(logprobs, stream)
+    old = current.detach() if old_logprobs is None else mask_values(old_logprobs.detach(), stream)
+    adv = (
+        torch.zeros_like(current)
+        if advantages is None
+        else mask_values(advantages.detach(), stream)
+    )
     delta = current - old
     if loss == "gspo":
         segment = row if row_segments is None else row_segments[row]
         sequence = sequence_mean(delta.detach(), stream, segment, row_weights.numel())
         delta = delta - delta.detach() + sequence
     value, low, high, chosen = token_loss(loss, p, current, old, delta, adv, selected)
-    value = masked(value, stream)
+    value = mask_values(value, stream)
     if token_weights is not None:
-        factor = masked(token_weights.detach(), stream)
+        factor = mask_values(token_weights.detach(), stream)
         on = factor != 0  # 0 drops the token, even where its loss is NaN
-        inputs = [masked(x, on) for x in (current, old, delta, adv)]
+        inputs = [mask_values(x, on) for x in (current, old, delta, adv)]
         value = token_loss(loss, p, inputs[0], inputs[1], inputs[2], inputs[3], selected)[0]
         value = value * factor
     shown_delta = torch.zeros_like(delta) if loss == "cross_entropy" else delta.detach()
@@ -291,7 +295,7 @@ def weighted_loss(
         kl_live, factor = live, weights
         if kl_weights is not None:
             kl_live = live & (kl_weights != 0)
-            factor = weights * masked(kl_weights.detach(), kl_live)
+            factor = weights * mask_values(kl_weights.detach(), kl_live)
         kl = kl_penalty(logprobs, ref_logprobs.detach(), kl_live, kl_estimator)
         kl_loss = (kl * factor).sum()
         total = total + kl_coef * kl_loss
@@ -299,8 +303,8 @@ def weighted_loss(
     cross_entropy, cross_entropy_loss = torch.zeros_like(value), torch.zeros_like(policy)
     if cross_entropy_weights is not None:
         supervised = live & (cross_entropy_weights != 0)
-        cross_entropy = -masked(logprobs, supervised)
-        factor = weights * masked(cross_entropy_weights.detach(), supervised)
+        cross_entropy = -mask_values(logprobs, supervised)
+        factor = weights * mask_values(cross_entropy_weights.detach(), supervised)
         cross_entropy_loss = (cross_entropy * factor).sum()
         total = total + cross_entropy_loss
     with torch.no_grad():
@@ -317,7 +321,7 @@ def weighted_loss(
 
 
 def _mean(values: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
-    return masked(values.double(), live).sum() / live.sum().clamp(min=1)
+    return mask_values(values.double(), live).sum() / live.sum().clamp(min=1)
 
 
 def _policy_metrics(
@@ -328,7 +332,7 @@ def _policy_metrics(
     inf = torch.full_like(ratio, torch.inf)
     known = stream & ~ratio.isnan()
     extremes = [
-        masked(ratio, known).max() if ratio.numel() else count,
+        mask_values(ratio, known).max() if ratio.numel() else count,
         torch.where(known, ratio, inf).min() if ratio.numel() else count,
     ]
     return [

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from skyrl_fast.ops.policy_loss.reference import masked, ratio_of
+from skyrl_fast.ops.policy_loss.reference import mask_values, ratio_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def off_policy_correction(
         live: (C,) bool, trained tokens.
         sequence: (C,) int64, the sequence of each cell, below `num_sequences`.
     """
-    delta = masked(old, live) - masked(rollout, live)
+    delta = mask_values(old, live) - mask_values(rollout, live)
     ratio = ratio_of(delta)
     zeros = torch.zeros(num_sequences, dtype=torch.float64, device=old.device)
 
@@ -93,7 +93,7 @@ def off_policy_correction(
         inside = (ratio >= low) & (ratio <= high)
         metrics["token_mask_ratio"] = (keep & ~inside).sum().double() / before
         keep = keep & inside
-    log_product = per_sequence(masked(delta, keep))
+    log_product = per_sequence(mask_values(delta, keep))
     weights = None
     if rules.tis == "token":
         num_kept = keep.sum().double().clamp(min=1)
@@ -113,7 +113,7 @@ def off_policy_correction(
         metrics[f"{prefix}_sequence_mask_over_high_ratio"] = share(over)
         metrics[f"{prefix}_sequence_mask_under_low_ratio"] = share(under)
         keep = keep & ~(over | under)[sequence]
-    return None if weights is None else masked(weights, keep), keep, metrics
+    return None if weights is None else mask_values(weights, keep), keep, metrics
 
 
 def _ratio_metrics(
@@ -124,11 +124,11 @@ def _ratio_metrics(
     some = count > 0
     zero = torch.zeros_like(count)
     values = ratio.double()
-    mean = masked(values, live).sum() / count.clamp(min=1)
-    squares = masked((values - mean).square(), live).sum()
+    mean = mask_values(values, live).sum() / count.clamp(min=1)
+    squares = mask_values((values - mean).square(), live).sum()
     known = live & ~delta.isnan()
     cell = torch.zeros(1, dtype=torch.float64, device=ratio.device)  # for a batch without cells
-    most = torch.cat([masked(values, known), cell]).amax()
+    most = torch.cat([mask_values(values, known), cell]).amax()
     inf = torch.full_like(cell, torch.inf)
     least = torch.cat([torch.where(known, values, inf), inf]).amin()
     return {

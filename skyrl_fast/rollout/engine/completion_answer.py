@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from skyrl_fast.rollout.engine.protocol import EngineError, kept_tokens
-from skyrl_fast.system.printable import shortened
+from skyrl_fast.system.printable import shorten
 
 # What hostile JSON and arrays can raise: missing and odd values, cut payloads, huge sizes, nesting.
 _UNREADABLE = (
@@ -33,7 +33,7 @@ def parsing(what: str) -> Iterator[None]:
     try:
         yield
     except _UNREADABLE as error:
-        reason = shortened(f"{type(error).__name__}: {error}", QUOTED_CHARACTERS)
+        reason = shorten(f"{type(error).__name__}: {error}", QUOTED_CHARACTERS)
         raise EngineError(f"{what} in another format than vLLM: {reason}") from error
 
 

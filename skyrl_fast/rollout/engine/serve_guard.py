@@ -27,8 +27,8 @@ from skyrl_fast.system.http_guard import (
     Route,
     Scope,
     Send,
+    keep_body,
     refuse,
-    unchanged,
 )
 
 FOLDERS_VARIABLE = "SKYRL_FAST_WEIGHTS_FOLDERS"
@@ -106,7 +106,7 @@ def engine_routes(folders: Sequence[Path], *, trainer: str | None = None) -> lis
     return [
         Route("GET", "/health"),
         Route("GET", "/v1/models"),
-        Route("POST", "/v1/completions", check=unchanged),
+        Route("POST", "/v1/completions", check=keep_body),
         Route("POST", "/collective_rpc", check=partial(_check_call, folders, trainer)),
         Route("POST", "/pause", query=PAUSE_QUERY),
         Route("POST", "/resume"),

@@ -96,7 +96,7 @@ class EnvHandler:
             argument: env_class and extras for "make", messages for "init", the action for "step".
         """
         try:
-            return CallResult(self._called(what, argument))
+            return CallResult(self._call_env(what, argument))
         except AnswerError as error:
             return CallResult(failure=f"{what}: {plain_text(error, MAX_FAILURE)}")
         except BaseException as error:  # sys.exit in an environment ends only its call
@@ -113,7 +113,7 @@ class EnvHandler:
         if created:  # closing may block
             threading.Thread(target=self.call, args=("close", None), daemon=True).start()
 
-    def _called(self, what: str, argument: Any) -> Any:
+    def _call_env(self, what: str, argument: Any) -> Any:
         if what == "make":
             env_class, extras = argument
             return self._make(env_class, copy_row(extras))
@@ -140,7 +140,7 @@ class EnvHandler:
             self._env = env
             late = self._given_up
         if late:
-            self._called("close", None)
+            self._call_env("close", None)
 
 
 def create_env(

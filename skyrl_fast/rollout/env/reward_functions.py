@@ -99,7 +99,7 @@ class _GroupEnv(Env):
                 key: [copy_row({key: item})[key] for item in value]
                 if isinstance(value, list)
                 else value
-                for key, value in _accepted(function, arguments).items()
+                for key, value in _select_arguments(function, arguments).items()
             }
             for number, reward in enumerate(_rewards(function, accepted, count)):
                 if reward is not None:
@@ -178,7 +178,7 @@ def _rewards(
     """Return the reward of each answer; None: the function does not apply."""
     found = function(**arguments)
     if inspect.isawaitable(found):
-        found = asyncio.run(_awaited(found))
+        found = asyncio.run(_await_value(found))
     values = found.tolist() if hasattr(found, "tolist") else found
     if not isinstance(values, list | tuple) or len(values) != count:
         raise ValueError(
@@ -189,11 +189,11 @@ def _rewards(
     return [None if value is None else read_reward(value, where) for value in values]
 
 
-async def _awaited(value: Any) -> Any:
+async def _await_value(value: Any) -> Any:
     return await value
 
 
-def _accepted(function: RewardFunction, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _select_arguments(function: RewardFunction, arguments: Mapping[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(function).parameters.values()
     if any(item.kind is item.VAR_KEYWORD for item in parameters):
         return dict(arguments)

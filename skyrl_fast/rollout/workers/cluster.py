@@ -19,7 +19,7 @@ from typing import Any
 from skyrl_fast.rollout.workers.processes import ProcessWorker, ProcessWorkers
 from skyrl_fast.rollout.workers.protocol import CallResult, HandlerSettings
 from skyrl_fast.system.printable import MAX_FAILURE, log_line
-from skyrl_fast.system.ray_connection import connected, imported_ray
+from skyrl_fast.system.ray_connection import connect_ray, import_ray
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class ClusterWorkers:
         self._settings = settings
         self._share = share
         self._section = share.setting.partition(".")[0]
-        self._ray = imported_ray(f"{self._section}.workers: cluster")
+        self._ray = import_ray(f"{self._section}.workers: cluster")
         self._connection = ExitStack()
         self._nodes: dict[str, _Node] = {}
         self._looked = float("-inf")
@@ -119,7 +119,7 @@ class ClusterWorkers:
     def _connect(self) -> None:
         with self._lock:
             if not self._ray.is_initialized():
-                self._connection.enter_context(connected(self._ray))
+                self._connection.enter_context(connect_ray(self._ray))
 
     def _ready_nodes(self) -> list[_Node]:
         self._connect()

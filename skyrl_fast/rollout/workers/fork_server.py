@@ -35,7 +35,7 @@ PR_SET_PDEATHSIG = 1  # of prctl: a signal for the child when its parent ends
 def main() -> None:
     """Fork processes for the trainer until it ends."""
     link = socket.socket(fileno=int(sys.argv[1]))
-    data, pickled = pickle.loads(_received(link))
+    data, pickled = pickle.loads(_receive(link))
     sys.path[:], folder, modules, optional_modules = pickle.loads(data)
     try:
         _preload(modules, optional_modules)
@@ -161,19 +161,19 @@ def _serve(link: socket.socket, settings: HandlerSettings, folder: str) -> None:
     if "numpy" in sys.modules:  # forked processes would draw the same numbers; random reseeds
         sys.modules["numpy"].random.seed()
     handler = settings.handler()
-    while request := _received(link):
+    while request := _receive(link):
         what, argument = pickle.loads(request)
         if what == settings.first_call:
             os.chdir(folder)
         outcome = handler.call(what, argument)
         try:
-            answer = _encoded(outcome)
+            answer = _encode(outcome)
         except Exception as error:  # memory, for example
-            answer = _encoded(CallResult(failure=f"{what}: its answer: {type(error).__name__}"))
+            answer = _encode(CallResult(failure=f"{what}: its answer: {type(error).__name__}"))
         _send(link, answer)
 
 
-def _encoded(outcome: CallResult) -> bytes:
+def _encode(outcome: CallResult) -> bytes:
     values = (outcome.value, outcome.failure, outcome.trace)
     text = json.dumps(values, ensure_ascii=False, default=asdict)
     return text.encode(errors="surrogatepass")
@@ -183,7 +183,7 @@ def _send(link: socket.socket, message: bytes) -> None:
     link.sendall(LENGTH.pack(len(message)) + message)
 
 
-def _received(link: socket.socket) -> bytes:
+def _receive(link: socket.socket) -> bytes:
     """Return a message; b"" at the end."""
     length = _exactly(link, LENGTH.size)
     return _exactly(link, LENGTH.unpack(length)[0]) if length else b""

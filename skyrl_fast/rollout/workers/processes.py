@@ -73,7 +73,7 @@ class ProcessWorkers:
             if process.alive():
                 return ProcessWorker(self, process)
             process.end()
-        return ProcessWorker(self, await asyncio.to_thread(self._started))
+        return ProcessWorker(self, await asyncio.to_thread(self._start_process))
 
     async def close(self) -> None:
         await asyncio.to_thread(self.end)
@@ -87,7 +87,7 @@ class ProcessWorkers:
                 self._server.end()
             self._server = None
 
-    def _started(self) -> _Process:
+    def _start_process(self) -> _Process:
         with self._lock:
             if self._server is None or not self._server.alive():
                 self._server = _ForkServer(self._setup)

@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from skyrl_fast.system.printable import MAX_FAILURE, shortened
+from skyrl_fast.system.printable import MAX_FAILURE, shorten
 
 MAX_FRAMES = 20  # of a trace, the innermost ones
 _CALLER = Path(__file__).parents[1]  # `rollout`: its handlers and workers call environments
@@ -49,4 +49,4 @@ def _text(calls: traceback.StackSummary) -> str:
     """Return the calls after the last one of the code that calls environments."""
     callers = [n for n, call in enumerate(calls) if _CALLER in Path(call.filename).parents]
     inner = calls[callers[-1] + 1 :] if callers else calls
-    return shortened("".join(traceback.format_list(inner)), MAX_FAILURE)
+    return shorten("".join(traceback.format_list(inner)), MAX_FAILURE)

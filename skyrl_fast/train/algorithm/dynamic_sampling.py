@@ -69,7 +69,7 @@ class SampledGroup(NamedTuple):
     rows: GroupRows | None
 
 
-def _failed(trajectory: Trajectory) -> bool:
+def _has_failed(trajectory: Trajectory) -> bool:
     return trajectory.failure is not None
 
 
@@ -146,10 +146,10 @@ class GroupSampling:
 
     def metrics(self) -> dict[str, float]:
         """Return counts of sampled and dropped groups, and of failures, dropped groups included."""
-        failed = {"generate/failed_trajectories": float(sum(_failed(t) for t in self.sampled))}
+        failed = {"generate/failed_trajectories": float(sum(_has_failed(t) for t in self.sampled))}
         if self._config.type is None:
             return failed
-        ended = [[] if _failed(t) else t.steps[-1:] for t in self.sampled]
+        ended = [[] if _has_failed(t) else t.steps[-1:] for t in self.sampled]
         rewards = [last[0].reward if last else 0.0 for last in ended]
         names = (
             "num_batches",

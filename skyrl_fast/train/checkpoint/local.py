@@ -83,7 +83,7 @@ def begin_checkpoint(folder: Path, step: int) -> Iterator[Path]:
         CheckpointError: the disk is full or not writable. Earlier checkpoints are intact.
     """
     temporary = _hidden(folder, step, "partial")
-    with _removed_on_error(folder, step):
+    with _remove_on_error(folder, step):
         folder.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(folder)
         temporary.mkdir()
@@ -105,7 +105,7 @@ def complete_checkpoint(
         CheckpointError: the disk is full or not writable. Earlier checkpoints are intact.
     """
     final, temporary = folder / f"step_{step:06d}", _hidden(folder, step, "partial")
-    with _removed_on_error(folder, step):
+    with _remove_on_error(folder, step):
         known = written()
         with ThreadPoolExecutor(1) as pool:  # the digests are computed while the disk is waited for
             manifest = pool.submit(make_manifest, temporary, known)
@@ -133,7 +133,7 @@ def _hidden(folder: Path, step: int, suffix: str) -> Path:
 
 
 @contextmanager
-def _removed_on_error(folder: Path, step: int) -> Iterator[None]:
+def _remove_on_error(folder: Path, step: int) -> Iterator[None]:
     """Remove an incomplete checkpoint if the block raises; say what to do about the disk."""
     try:
         yield
@@ -286,7 +286,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 @contextmanager
-def locked_run(run_path: Path, checkpoint_folder: Path) -> Iterator[None]:
+def lock_run(run_path: Path, checkpoint_folder: Path) -> Iterator[None]:
     """Lock a run's folders; the locks are released when the process exits, however it exits.
 
     Args:

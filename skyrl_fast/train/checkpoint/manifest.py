@@ -50,7 +50,7 @@ def entries(folder: Path, paths: Sequence[Path]) -> Entries:
         }
 
 
-def listed_files(manifest: bytes) -> list[str]:
+def list_files(manifest: bytes) -> list[str]:
     """Return the files that a manifest lists; none if `find_damage` will not accept it."""
     try:
         names = [str(name) for name in json.loads(manifest)["files"]]

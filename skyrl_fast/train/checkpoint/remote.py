@@ -33,7 +33,7 @@ from skyrl_fast.train.checkpoint.local import (
     set_aside,
     verify_checkpoint,
 )
-from skyrl_fast.train.checkpoint.manifest import MANIFEST, listed_files
+from skyrl_fast.train.checkpoint.manifest import MANIFEST, list_files
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class CheckpointStore:
                 if _read_claim(url) == mine:
                     _remove(url)
 
-    def saved(self) -> list[tuple[int, str]]:
+    def list_saved(self) -> list[tuple[int, str]]:
         """Return the complete checkpoints as (step, URL), oldest first."""
         return [(step, f"{self.url}/{name}") for step, name in _newest(self._files()).items()]
 
@@ -100,7 +100,7 @@ class CheckpointStore:
             taken = _list(self.url)
             names = (checkpoint.name + (f"-{n}" if n > 1 else "") for n in count(1))
             name = next(name for name in names if name not in taken)
-            for file in (*listed_files((checkpoint / MANIFEST).read_bytes()), MANIFEST):
+            for file in (*list_files((checkpoint / MANIFEST).read_bytes()), MANIFEST):
                 _upload(checkpoint / file, f"{self.url}/{name}/{file}")
         except (ObjectStoreError, OSError) as error:
             raise CheckpointError(
@@ -114,7 +114,7 @@ class CheckpointStore:
 
     def set_later_aside(self, step: int) -> list[str]:
         """Rename the manifests of later checkpoints, so that none is read; return their URLs."""
-        later = [url for saved, url in self.saved() if saved > step]
+        later = [url for saved, url in self.list_saved() if saved > step]
         for url in later:
             _write(f"{url}/{ASIDE}", _read(f"{url}/{MANIFEST}") or b"")
             _remove(f"{url}/{MANIFEST}")
@@ -144,7 +144,7 @@ def download(url: str, target: Path) -> Path:
     local.mkdir(parents=True)
     try:
         with ThreadPoolExecutor(DOWNLOADS) as pool:
-            list(pool.map(partial(_download, url, local), listed_files(manifest)))
+            list(pool.map(partial(_download, url, local), list_files(manifest)))
         (local / MANIFEST).write_bytes(manifest)
         verify_checkpoint(local)
     except CheckpointError as error:

@@ -26,7 +26,7 @@ _ENGINE = "generator.inference_engine."
 _OF_SAMPLES = (_ENGINE + "model_dtype", _ENGINE + "engine_init_kwargs")
 
 
-def changed_settings(saved: Any, now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def find_changed_settings(saved: Any, now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the settings that change what is trained: dotted key -> (value before, value now).
 
     Args:
@@ -44,7 +44,7 @@ def changed_settings(saved: Any, now: Mapping[str, Any]) -> dict[str, tuple[Any,
 
 
 def warn_of_changed_settings(saved: Any, now: Mapping[str, Any]) -> None:
-    changed = changed_settings(saved, now)
+    changed = find_changed_settings(saved, now)
     if changed:
         listed = ", ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items())
         logger.warning(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from skyrl_fast.system.printable import shortened
+from skyrl_fast.system.printable import shorten
 
 _MT19937_WORDS = 624  # of the generators of Python and NumPy
 _MAX_SHOWN = 60  # characters of a wrong value: a line of a terminal
@@ -117,4 +117,4 @@ def _list(value: Any, name: str, *, length: int) -> list[Any]:
 
 def _require(valid: bool, name: str, wanted: str, got: Any) -> None:
     if not valid:
-        raise ValueError(f"{name}: wanted {wanted}, got {shortened(repr(got), _MAX_SHOWN)}")
+        raise ValueError(f"{name}: wanted {wanted}, got {shorten(repr(got), _MAX_SHOWN)}")

@@ -17,7 +17,7 @@ from skyrl_fast.train.checkpoint.local import (
     CheckpointError,
     RunInUseError,
     checkpoints,
-    locked_run,
+    lock_run,
     newest_intact,
     read_state,
     set_aside,
@@ -102,7 +102,7 @@ def starting_point(
             f"run folder {run_path} holds an earlier run: --resume continues it; for a new run "
             "choose another trainer.run_path or delete the folder"
         )
-    if store is not None and store.saved():
+    if store is not None and store.list_saved():
         raise RunInUseError(
             f"checkpoint folder {store.url} holds an earlier run: --resume continues it; for a new "
             "run choose another trainer.ckpt_path"
@@ -122,7 +122,7 @@ def _newest(
         newest, damaged = None, [(path, str(error)) for _, path in checkpoints(folder)]
     last = -1 if newest is None else read_state(newest)["step"]
     errors = []
-    for step, url in reversed(store.saved()):
+    for step, url in reversed(store.list_saved()):
         if step <= last:
             break
         try:
@@ -185,7 +185,7 @@ def checkpoint_folder(config: Config) -> Path:
 
 
 @contextmanager
-def locked_folders(config: Config) -> Iterator[CheckpointStore | None]:
+def lock_folders(config: Config) -> Iterator[CheckpointStore | None]:
     """Lock the run's folders; claim and yield the store of its checkpoints if they have a URL.
 
     Raises:
@@ -193,7 +193,7 @@ def locked_folders(config: Config) -> Iterator[CheckpointStore | None]:
     """
     settings = config.trainer
     run_path, url = Path(settings.run_path), settings.ckpt_path
-    with locked_run(run_path, checkpoint_folder(config)):
+    with lock_run(run_path, checkpoint_folder(config)):
         if url is None or not is_url(url):
             yield None
             return

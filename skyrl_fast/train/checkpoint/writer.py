@@ -40,7 +40,7 @@ class CheckpointWriter:
         self._writing: tuple[int, Future[Path]] | None = None
 
     def write(self, step: int, write_state: Callable[[Path], None]) -> None:
-        """Begin a checkpoint; the last one must have been returned by `finished`.
+        """Begin a checkpoint; the last one must have been returned by `take_finished`.
 
         Args:
             write_state: writes the files; with several ranks it queues the large ones.
@@ -68,11 +68,11 @@ class CheckpointWriter:
         return path
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is complete, or has failed: `finished` says which."""
+        """Wait until the last checkpoint is complete, or has failed: `take_finished` says which."""
         if self._writing is not None:
             self._writing[1].exception()
 
-    def finished(self) -> tuple[int, Path] | None:
+    def take_finished(self) -> tuple[int, Path] | None:
         """Return step and folder of the checkpoint that is complete since the last call, if any.
 
         Raises:

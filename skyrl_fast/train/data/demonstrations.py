@@ -7,7 +7,7 @@ from typing import Any
 
 from skyrl_fast.config import GeneratorConfig
 from skyrl_fast.rollout.chat_messages import Message, normalize_messages, plain_value
-from skyrl_fast.rollout.context import ContextError, make_context, rendered_answer
+from skyrl_fast.rollout.context import ContextError, make_context, render_answer
 from skyrl_fast.rollout.stop_reason import STOP
 from skyrl_fast.rollout.trajectory import Step
 
@@ -78,7 +78,7 @@ def is_trained(message: Message) -> bool:
     return message["role"] == "assistant" and not is_excluded
 
 
-def demonstrated_steps(
+def build_demonstration(
     messages: Sequence[Message],
     tokenizer: Any,
     generator: GeneratorConfig,
@@ -127,7 +127,7 @@ def _steps(
         prompt = context.prompt_token_ids()
         following = first_answer(plain[place + 1 :])
         observation = plain[place + 1 : place + 1 + following]
-        response = rendered_answer(tokenizer, plain[:place], answer, observation, **options)
+        response = render_answer(tokenizer, plain[:place], answer, observation, **options)
         for name, ids, limit, setting in (
             ("prompt", prompt, generator.max_input_length, "max_input_length"),
             ("answer", response, longest, "sampling_params.max_generate_length"),

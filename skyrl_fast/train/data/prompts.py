@@ -62,7 +62,7 @@ def load_prompts(
         ValueError: a file is missing or of another type, or a row has no prompt; the message names
             file and row.
     """
-    rows = (row for path in paths for row in placed_rows(path, split))
+    rows = (row for path in paths for row in read_rows(path, split))
     return _prompts(rows, default_env_class, prefix)
 
 
@@ -101,11 +101,11 @@ def rows_from(source: PromptSource, split: str, name: str) -> Iterator[tuple[str
             splits, or a table of another kind.
     """
     if isinstance(source, str | os.PathLike):
-        yield from placed_rows(os.fspath(source), split)
+        yield from read_rows(os.fspath(source), split)
         return
     for number, item in enumerate(_rows_of(source, name)):
         if isinstance(item, os.PathLike) or _is_file_name(item):
-            yield from placed_rows(os.fspath(item), split)
+            yield from read_rows(os.fspath(item), split)
         else:
             yield f"{name}, row {number}", item
 
@@ -156,7 +156,7 @@ def _is_file_name(item: Any) -> bool:
     return isinstance(item, str) and item.endswith(SUFFIXES) and not set(item) & set(" \n")
 
 
-def placed_rows(path: str, split: str) -> Iterator[tuple[str, Any]]:
+def read_rows(path: str, split: str) -> Iterator[tuple[str, Any]]:
     """Yield each row of a file, or of a dataset on the hub, as `rows_from` does."""
     file = Path(path).expanduser()
     rows = _rows(file) if file.suffix in SUFFIXES or file.exists() else _hub_rows(path, split)

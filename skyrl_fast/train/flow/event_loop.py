@@ -24,7 +24,7 @@ class StopSignals:
 
     Example:
         signals = StopSignals()
-        with signals.installed():
+        with signals.install():
             ...  # a signal raises here
             signals.run(work())  # which calls signals.handle_by(...)
     """
@@ -81,7 +81,7 @@ class StopSignals:
             self._loop = None
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
+    def install(self) -> Iterator[None]:
         """Receive signals in the context; before `run` and after it they raise."""
         if threading.current_thread() is not threading.main_thread():  # only it may set handlers
             yield

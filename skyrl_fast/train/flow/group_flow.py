@@ -188,9 +188,9 @@ class GroupFlow:
             self._rollouts.generate([prompt], step=group.version, phase="train")
         )
         self._tasks[group] = task
-        task.add_done_callback(lambda task: self._ended(group, task))
+        task.add_done_callback(lambda task: self._take_result(group, task))
 
-    def _ended(self, group: Group, task: asyncio.Task[list[Trajectory]]) -> None:
+    def _take_result(self, group: Group, task: asyncio.Task[list[Trajectory]]) -> None:
         del self._tasks[group]
         self._changed.set()
         if self._closed:

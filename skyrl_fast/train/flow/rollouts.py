@@ -84,6 +84,6 @@ def split_rollout_time(times: dict[str, float], trajectories: Sequence[Trajector
     times["generate"] = wall - times["environment"]
 
 
-def sampled_tokens(trajectories: Sequence[Trajectory]) -> int:
+def count_sampled_tokens(trajectories: Sequence[Trajectory]) -> int:
     """Return the tokens that were sampled in all turns, without appended end tokens."""
     return sum(sum(step.loss_mask) for t in trajectories for step in t.steps)

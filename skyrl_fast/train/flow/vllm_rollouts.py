@@ -192,7 +192,7 @@ class VllmRollouts:
     async def sleep(self) -> None:
         if not self._sleeps:
             return
-        async with self._gate.closed(self._pool.release):
+        async with self._gate.hold_closed(self._pool.release):
             await self._pool.sleep()
 
     async def update_weights(self, policy: Policy, *, version: int) -> dict[str, float]:
@@ -207,7 +207,7 @@ class VllmRollouts:
 
         in_flight = self._config.trainer.fully_async.weight_update == "in_flight"
         interrupt = self._pool.interrupt if in_flight else self._pool.release
-        async with self._gate.closed(interrupt) as inside:
+        async with self._gate.hold_closed(interrupt) as inside:
             if self._updated or not self._pool.start_with_model:
                 report = await self._pool.update(self._weights(policy), make_probe)
             else:
@@ -273,14 +273,14 @@ class VllmRollouts:
 
         tolerance = self._config.trainer.sync_tolerance
 
-        def replayed(probe: list[list[int]], routes: list[np.ndarray]) -> Logprobs:
+        def replay_probe(probe: list[list[int]], routes: list[np.ndarray]) -> Logprobs:
             return [policy.sequence_logprobs(*one) for one in zip(probe, routes, strict=True)]
 
         return WeightProbe(
             engine,
             probe=self._probe,
             trainer_logprobs=lambda probe: [policy.sequence_logprobs(ids) for ids in probe],
-            replayed_logprobs=replayed if policy.router_replay else None,
+            replayed_logprobs=replay_probe if policy.router_replay else None,
             dtype=dtype,
             limits=ProbeLimits(maximum=tolerance) if tolerance else None,
         )

@@ -64,8 +64,8 @@ class BackgroundWriter:
         if self._last is not None:
             self._last.result()
 
-    def elapsed(self) -> float:
-        """Return the seconds of all calls that ended since the last `elapsed()`."""
+    def take_elapsed(self) -> float:
+        """Return the seconds of all calls that ended since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 

@@ -182,7 +182,7 @@ def activation_memory(
     """
     from transformers import AutoModel
 
-    with _fake_tensors(), _traced_like_real_tensors():
+    with _fake_tensors(), _trace_like_real_tensors():
         backbone: Any = AutoModel.from_config(config, dtype=torch.float32)
         if gradient_checkpointing:
             checkpoint_gradients(backbone)
@@ -193,16 +193,16 @@ def activation_memory(
         numbers = list(kinds.values())
         shortest = [layers[0] for layers in numbers]
         dtypes = dtype, residual_dtype
-        saved, workspace = _measured(backbone, sorted(shortest), length, *dtypes)
+        saved, workspace = _measure(backbone, sorted(shortest), length, *dtypes)
         total = saved
         for layers in numbers:
             if len(layers) > 1:
-                more, _ = _measured(backbone, sorted([*shortest, layers[1]]), length, *dtypes)
+                more, _ = _measure(backbone, sorted([*shortest, layers[1]]), length, *dtypes)
                 total += (more + saved * -1) * (len(layers) - 1)
     return ActivationMemory(total, workspace)
 
 
-def _measured(
+def _measure(
     backbone: Any,
     numbers: Sequence[int],
     length: int,
@@ -305,7 +305,7 @@ def _fake_tensors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _traced_like_real_tensors() -> Iterator[None]:
+def _trace_like_real_tensors() -> Iterator[None]:
     """Let transformers choose masks and products as for real tensors, whose values it can read."""
     from transformers import masking_utils
 

@@ -83,7 +83,7 @@ def plan_memory(
     """
     measure = _Measurements()
 
-    def planned(config: Config) -> MemoryPlan:
+    def plan_config(config: Config) -> MemoryPlan:
         gpus = max(num_gpus, config.trainer.placement.policy_num_gpus_per_node)
         local = with_engine and config.engine_in_process
         policy = config.trainer.policy
@@ -94,13 +94,13 @@ def plan_memory(
         on_cluster = with_engine and config.engines_on_cluster and by in ("auto", "nccl")
         return _plan(config, measure, capacity, engine, on_cluster=on_cluster)
 
-    plan = planned(config)
+    plan = plan_config(config)
     if plan.fits:
         return plan
 
     def fits(settings: dict[str, Any]) -> bool:
         try:
-            return planned(_with_settings(config, settings)).fits
+            return plan_config(_with_settings(config, settings)).fits
         except ConfigError:  # such as ipc with several GPUs
             return False
 
@@ -189,7 +189,7 @@ def _total(items: Iterable[Item]) -> int:
     return sum(item.num_bytes for item in items)
 
 
-def _sharded(config: Config, name: str, parameters: int, each: int) -> Item:
+def _share_bytes(config: Config, name: str, parameters: int, each: int) -> Item:
     """Return a part of `each` bytes a parameter, of which every rank has its share."""
     by_gpus = ("trainer.placement.policy_num_gpus_per_node",)
     return Item(name, math.ceil(parameters * each / config.trainer.placement.num_ranks), by_gpus)
@@ -201,16 +201,16 @@ def _resident_items(config: Config, measure: _Measurements) -> list[Item]:
     policy = str(trainer.policy.model.path)
     size = measure.size(policy)
     items = [
-        _sharded(config, "weights, float32", size.parameters, WEIGHT_BYTES),
-        _sharded(config, "AdamW's moments", size.trained_parameters, MOMENT_BYTES),
+        _share_bytes(config, "weights, float32", size.parameters, WEIGHT_BYTES),
+        _share_bytes(config, "AdamW's moments", size.trained_parameters, MOMENT_BYTES),
     ]
     if algorithm.use_kl_loss or algorithm.use_kl_in_reward:
         reference = measure.size(trainer.ref.model.path or policy).parameters
-        items.append(_sharded(config, "reference model", reference, WEIGHT_BYTES))
+        items.append(_share_bytes(config, "reference model", reference, WEIGHT_BYTES))
     if trainer.critic.model.path is not None:
         weights = measure.size(trainer.critic.model.path).parameters
         name = "critic's weights and moments"
-        items.append(_sharded(config, name, weights, WEIGHT_BYTES + MOMENT_BYTES))
+        items.append(_share_bytes(config, name, weights, WEIGHT_BYTES + MOMENT_BYTES))
     return items
 
 
@@ -246,7 +246,7 @@ def _update_items(
         path, length, dtype=dtype, gradient_checkpointing=checkpointing, residual_dtype=residual
     )
     whose = "" if is_policy else "critic's "
-    items = [_sharded(config, f"{whose}gradients", size.trained_parameters, GRADIENT_BYTES)]
+    items = [_share_bytes(config, f"{whose}gradients", size.trained_parameters, GRADIENT_BYTES)]
     if trainer.placement.num_ranks > 1:
         layers = LAYER_BYTES * GATHERED_LAYERS * size.layer_parameters
         gathered = layers + ROOT_BYTES * size.root_parameters
@@ -432,11 +432,11 @@ def _written(settings: dict[str, Any]) -> str:
 def _with_settings(config: Config, settings: dict[str, Any]) -> Config:
     """Return a copy with other values of dotted keys."""
 
-    def changed(section: Any, names: list[str], value: Any) -> Any:
+    def change(section: Any, names: list[str], value: Any) -> Any:
         first, *rest = names
-        inner = changed(getattr(section, first), rest, value) if rest else value
+        inner = change(getattr(section, first), rest, value) if rest else value
         return replace(section, **{first: inner})
 
     for key, value in settings.items():
-        config = changed(config, key.split("."), value)
+        config = change(config, key.split("."), value)
     return config

@@ -69,7 +69,7 @@ def open_loggers(names: Sequence[str], run: RunInfo) -> list[Logger]:
     opened: list[Logger] = []
     try:
         for name in names:
-            opened.append(_opened(name, run))
+            opened.append(_open(name, run))
     except BaseException:
         for logger in opened:
             logger.close()
@@ -77,7 +77,7 @@ def open_loggers(names: Sequence[str], run: RunInfo) -> list[Logger]:
     return opened
 
 
-def _opened(name: str, run: RunInfo) -> Logger:
+def _open(name: str, run: RunInfo) -> Logger:
     if name not in LOGGERS and ":" not in name:
         raise ValueError(
             f"trainer.logger: wanted module:Class or one of {', '.join(LOGGERS)}, got {name!r}"
@@ -136,7 +136,7 @@ class TensorBoardLogger:
     """Scalars for TensorBoard in tensorboard/; steps after `last_step` are purged."""
 
     def __init__(self, run: RunInfo) -> None:
-        writer = _imported("torch.utils.tensorboard", "tensorboard").SummaryWriter
+        writer = _import("torch.utils.tensorboard", "tensorboard").SummaryWriter
         self._writer = writer(str(run.run_path / "tensorboard"), purge_step=run.last_step + 1)
 
     def write(self, step: int, metrics: Metrics) -> None:
@@ -152,7 +152,7 @@ class WandbLogger:
 
     def __init__(self, run: RunInfo) -> None:
         id_file = run.run_path / "wandb_id.txt"
-        self._run = _imported("wandb").init(
+        self._run = _import("wandb").init(
             project=run.project,
             name=run.run_name,
             id=_kept_id(id_file),
@@ -177,7 +177,7 @@ class MlflowLogger:
     """
 
     def __init__(self, run: RunInfo) -> None:
-        mlflow = _imported("mlflow")
+        mlflow = _import("mlflow")
         self._metric = mlflow.entities.Metric
         self._client = mlflow.MlflowClient()
         id_file = run.run_path / "mlflow_id.txt"
@@ -213,7 +213,7 @@ class TrackioLogger:
     """A Trackio run; a resumed run continues it, by its name."""
 
     def __init__(self, run: RunInfo) -> None:
-        self._run = _imported("trackio").init(
+        self._run = _import("trackio").init(
             project=run.project, name=run.run_name, config=run.config, resume="allow"
         )
 
@@ -224,7 +224,7 @@ class TrackioLogger:
         self._run.finish()
 
 
-def _imported(module: str, package: str | None = None) -> Any:
+def _import(module: str, package: str | None = None) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:

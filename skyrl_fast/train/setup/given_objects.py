@@ -40,9 +40,9 @@ def with_objects(
             raise SetupError(f"train_agent: {name}: wanted a class or function, got {given!r:.100}")
     algorithm = config.trainer.algorithm
     if loss is not None:
-        algorithm.policy_loss_type = _registered(register_policy_loss, loss)
+        algorithm.policy_loss_type = _register(register_policy_loss, loss)
     if estimator is not None:
-        algorithm.advantage_estimator = _registered(register_advantage_estimator, estimator)
+        algorithm.advantage_estimator = _register(register_advantage_estimator, estimator)
     if isinstance(env, str):
         config.environment.env_class = env
         return None
@@ -93,7 +93,7 @@ def importable_name(function: Callable[..., Any]) -> str:
     return name
 
 
-def _registered(register: Callable[..., Any], given: Callable[..., Any] | str) -> str:
+def _register(register: Callable[..., Any], given: Callable[..., Any] | str) -> str:
     """Return the name of a loss or an estimator; register it if it is a function."""
     return given if isinstance(given, str) else register(given)
 

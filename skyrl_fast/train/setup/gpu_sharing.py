@@ -39,7 +39,7 @@ def check_models(config: Config, checkpoint: Path | None) -> Path:
     return model_folder(model_path(config, checkpoint))
 
 
-def planned_memory(
+def plan_run_memory(
     config: Config, checkpoint: Path | None, *, with_engine: bool
 ) -> MemoryPlan | None:
     """Return the plan of a run on GPUs, and place the engine by it; None on a CPU.

@@ -27,10 +27,10 @@ class RunData:
     def with_text_marked(self) -> RunData:
         """Tell environments which prompts were text, not chats."""
 
-        def marked(prompt: Prompt) -> Prompt:
+        def mark(prompt: Prompt) -> Prompt:
             return replace(prompt, env_extras={**prompt.env_extras, TEXT_PROMPT: prompt.is_text})
 
-        return RunData(list(map(marked, self.train)), list(map(marked, self.evaluation)))
+        return RunData(list(map(mark, self.train)), list(map(mark, self.evaluation)))
 
 
 def run_data(

@@ -27,7 +27,7 @@ class WeightGate:
     Example:
         async with gate.request() as version:
             generation = await engine.generate(..., policy_version=version)
-        async with gate.closed(engine.interrupt):
+        async with gate.hold_closed(engine.interrupt):
             await engine.load_weights(call)
             gate.version += 1
     """
@@ -56,7 +56,7 @@ class WeightGate:
                 self._empty.set()
 
     @asynccontextmanager
-    async def closed(self, interrupt: Callable[[], Awaitable[None]]) -> AsyncIterator[int]:
+    async def hold_closed(self, interrupt: Callable[[], Awaitable[None]]) -> AsyncIterator[int]:
         """Close the gate; no request is in the engine within the context.
 
         Args:

@@ -23,7 +23,7 @@ import torch
 from skyrl_fast.rollout.engine.weights.receipt import SentWeights, WeightSyncError
 from skyrl_fast.rollout.engine.weights.transfer import Weights, WorkerCall, distinct_tensors
 from skyrl_fast.system.file_lock import close_locked
-from skyrl_fast.system.temporary_folder import locked_folder, remove_stale_folders
+from skyrl_fast.system.temporary_folder import lock_new_folder, remove_stale_folders
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ def _write(
         with os.fdopen(memory, "wb", closefd=False) as file:
             file.write(save(tensors))
         return Path(f"/proc/{os.getpid()}/fd/{memory}"), sent
-    private, lock = locked_folder(folder or _find_room(sent.num_bytes), _PREFIX)
+    private, lock = lock_new_folder(folder or _find_room(sent.num_bytes), _PREFIX)
     stack.callback(close_locked, lock)
     stack.callback(shutil.rmtree, private, ignore_errors=True)
     save_file(tensors, private / _NAME)

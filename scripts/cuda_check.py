@@ -259,7 +259,7 @@ def over_budget(stem: str, kernels: list[Kernel], binary: Path) -> list[str]:
     for budget in budgets:
         names = [name for name in code if re.search(budget.name, name)]
         if len(names) != 1:
-            faults.append(f"{stem}: {len(names)} kernels are called {budget.name}, wanted 1")
+            faults.append(f"{stem}: {len(names)} kernels are called {budget.name}, expected 1")
             continue
         counted = sass.count(code[names[0]], budget.work)
         shortest, longest = counted.per_element

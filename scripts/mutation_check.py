@@ -257,7 +257,7 @@ def try_fault(python: str, fault: Fault) -> bool:
     path = TREE / fault.path
     right = path.read_text(encoding="utf-8")
     if right.count(fault.right) != 1:
-        raise SystemExit(f"{fault.path}: wanted one place with {fault.right!r}: adapt the fault")
+        raise SystemExit(f"{fault.path}: expected one place with {fault.right!r}: adapt the fault")
     path.write_text(right.replace(fault.right, fault.wrong), encoding="utf-8")
     try:
         if fault.path.startswith("csrc"):

@@ -190,7 +190,7 @@ class MarkedTests:
             shown = " ".join([test, *(f"({name})" for name in sorted(set(marks)))])
             for mark in item.iter_markers("spec"):
                 if not mark.args or not all(isinstance(a, str) for a in mark.args) or mark.kwargs:
-                    self.problems.append(f'{test}: wanted @pytest.mark.spec("loss.gspo", ...)')
+                    self.problems.append(f'{test}: expected @pytest.mark.spec("loss.gspo", ...)')
                 for rule in {a for a in mark.args if isinstance(a, str)}:
                     cases = self.by_rule.setdefault(rule, {})
                     cases[shown] = cases.get(shown, 0) + 1

@@ -86,7 +86,7 @@ class Registry(Generic[BuiltIn, Added]):
         chosen = name or importable or str(getattr(function, "__name__", type(function).__name__))
         if chosen in self._built_in or (":" in chosen and chosen != importable):
             wanted = f"a name without a colon other than {', '.join(self._built_in)}"
-            raise ValueError(f"{self._what}: wanted {wanted}, got {chosen!r}")
+            raise ValueError(f"{self._what}: expected {wanted}, got {chosen!r}")
         self._added[chosen] = make(chosen, function)
         return importable or chosen
 
@@ -102,12 +102,12 @@ class Registry(Generic[BuiltIn, Added]):
             return self._added[name]
         if ":" not in name:
             raise ValueError(
-                f"wanted one of {', '.join(self.names)}, or module:function, got {name!r}"
+                f"expected one of {', '.join(self.names)}, or module:function, got {name!r}"
                 f"{did_you_mean(name, self.names)}"
             )
         function = load_object(name)
         if not callable(function):
-            raise ValueError(f"wanted a function, {name} is {type(function).__name__}")
+            raise ValueError(f"expected a function, {name} is {type(function).__name__}")
         declared = [entry for entry in self._added.values() if entry.function is function]
         return declared[-1] if declared else self._wrap(name, function)
 

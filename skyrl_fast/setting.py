@@ -82,7 +82,7 @@ def setting(
 
 
 def limit_error(limits: Mapping[str, Any], value: Any) -> str | None:
-    """Return the error of a value, such as "wanted at least 0, got -1"; None if it is valid.
+    """Return the error of a value, such as "expected at least 0, got -1"; None if it is valid.
 
     Args:
         limits: the metadata of a field from `setting`.
@@ -94,22 +94,21 @@ def limit_error(limits: Mapping[str, Any], value: Any) -> str | None:
     if choices is not None:
         for item in value if isinstance(value, list) else [value]:
             if item not in choices:
-                return (
-                    f"wanted one of {', '.join(choices)}, got {item!r}{did_you_mean(item, choices)}"
-                )
+                meant = did_you_mean(item, choices)
+                return f"expected one of {', '.join(choices)}, got {item!r}{meant}"
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
     at_least, above, at_most = (limits.get(name) for name in ("at_least", "above", "at_most"))
     if value != value:
-        return "wanted a number, got nan"
+        return "expected a number, got nan"
     if limits.get("finite") and value in (math.inf, -math.inf):
-        return f"wanted a finite number, got {value}"
+        return f"expected a finite number, got {value}"
     if at_least is not None and value < at_least:
-        return f"wanted at least {at_least}, got {value}"
+        return f"expected at least {at_least}, got {value}"
     if above is not None and value <= above:
-        return f"wanted more than {above}, got {value}"
+        return f"expected more than {above}, got {value}"
     if at_most is not None and value > at_most:
-        return f"wanted at most {at_most}, got {value}"
+        return f"expected at most {at_most}, got {value}"
     return None
 
 
@@ -118,7 +117,7 @@ def tools_error(tools: Any) -> str | None:
     is_list = isinstance(tools, list | tuple) and all(isinstance(t, Mapping) for t in tools)
     if tools is None or is_list:
         return None
-    return f"wanted a list of mappings (JSON schemas of functions), got {tools!r}"
+    return f"expected a list of mappings (JSON schemas of functions), got {tools!r}"
 
 
 _MEANT = {"gpu": "cuda", "ppo": "regular"}  # names of other trainers, whose nearest one misleads

@@ -94,12 +94,12 @@ def test_corpus_numbers_passages_without_id_and_accepts_a_missing_last_newline(
         (None, "no such file"),
         ("", "is empty"),
         ("\n \n", "has no passages"),
-        ('{"contents": "a"}\n\n[1]\n', "line 3: wanted an object"),
+        ('{"contents": "a"}\n\n[1]\n', "line 3: expected an object"),
         ('{"contents": "a"}\n{"contents":\n', "line 2: invalid JSON"),
-        ('{"contents": 7}\n', "line 1: wanted an object with the text 'contents'"),
+        ('{"contents": 7}\n', "line 1: expected an object with the text 'contents'"),
         ('{"contents": "a"}\n' + "[" * 100_000, "line 2: invalid JSON: maximum recursion depth"),
         ('{"contents": "a", "id": ' + "9" * 5000 + "}", "line 1: invalid JSON: Exceeds the limit"),
-        ('{"contents": "a", "id": [[1]]}', "line 1: id: wanted text or a number, got list"),
+        ('{"contents": "a", "id": [[1]]}', "line 1: id: expected text or a number, got list"),
     ],
 )
 def test_invalid_corpus_error_names_the_place(tmp_path: Path, text: str | None, said: str) -> None:

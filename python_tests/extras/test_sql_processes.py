@@ -63,12 +63,12 @@ def test_lock_in_a_folder_of_others_is_refused(
     assert (file.parent, file.parent.stat().st_mode & 0o777) == (folder, 0o700)
     assert file.stat().st_mode & 0o777 == 0o600
     folder.chmod(0o755)
-    with pytest.raises(RuntimeError, match="wanted a folder that only this user can open"):
+    with pytest.raises(RuntimeError, match="expected a folder that only this user can open"):
         query_process._lock_file()
     folder.chmod(0o700)
     folder.rename(tmp_path / "real")
     folder.symlink_to(tmp_path / "real")
-    with pytest.raises(RuntimeError, match="wanted a folder that only this user can open"):
+    with pytest.raises(RuntimeError, match="expected a folder that only this user can open"):
         query_process._lock_file()
 
 

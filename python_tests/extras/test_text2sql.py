@@ -173,14 +173,14 @@ def test_db_id_cannot_leave_its_folder(database: Path, db_id: Any) -> None:
     outside = database.parents[3] / "x"
     outside.mkdir()
     (outside / "x.sqlite").write_bytes(database.read_bytes())
-    with pytest.raises(ValueError, match="db_id: wanted the name of a database"):
+    with pytest.raises(ValueError, match="db_id: expected the name of a database"):
         make(database, db_id=db_id)
 
 
 def test_missing_row_values_are_named(database: Path) -> None:
     with pytest.raises(ValueError, match="the row lacks db_id, reward_spec"):
         Text2SqlEnv({"db_path": "x"}, {"data": "spider"})
-    with pytest.raises(ValueError, match="data: wanted one of synsql, spider, bird, got 'other'"):
+    with pytest.raises(ValueError, match="data: expected one of synsql, spider, bird, got 'other'"):
         make(database, data="other")
     with pytest.raises(FileNotFoundError, match="Database file not found"):
         make(database, db_id="absent")

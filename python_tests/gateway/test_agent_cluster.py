@@ -237,7 +237,7 @@ def test_errors_say_what_is_missing(
         finally:
             await agent.close()
 
-    wanted = "agent: agent.num_cpus_per_node: wanted a node with 3 CPUs free"
+    wanted = "agent: agent.num_cpus_per_node: expected a node with 3 CPUs free"
     assert asyncio.run(failure(command=["ls"], num_cpus_per_node=3)).startswith(wanted)
     monkeypatch.setattr(cluster_module, "PLACE_SECONDS", 60.0)
     said = asyncio.run(failure(function=f"{file}:solve"))

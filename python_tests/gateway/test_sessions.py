@@ -396,7 +396,7 @@ def test_a_model_or_a_configuration_file_is_needed(
     from skyrl_fast.commands.gateway import _config
 
     assert cli.main(["gateway", "--record", str(tmp_path)]) == 2
-    assert "wanted a configuration file or --model" in capsys.readouterr().err
+    assert "expected a configuration file or --model" in capsys.readouterr().err
     parsed = cli.command_parser().parse_args(
         ["gateway", "trainer.seed=7", "--model", str(tiny_model_folder), "--engine", "http://a:1"]
     )

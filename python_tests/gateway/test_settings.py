@@ -24,13 +24,16 @@ NEEDED = ["data.train_data=[a.jsonl]", "trainer.policy.model.path=m"]
     [
         (
             ["agent.function=a:b", "agent.command=[ls]"],
-            r"agent.command: wanted \[\] with agent.fu",
+            r"agent.command: expected \[\] with agent.fu",
         ),
-        (["agent.verifier=[ls]"], "agent.verifier: wanted agent.command"),
-        (["agent.function=a:b", "agent.reward_file=r"], "agent.reward_file: wanted agent.command"),
+        (["agent.verifier=[ls]"], "agent.verifier: expected agent.command"),
+        (
+            ["agent.function=a:b", "agent.reward_file=r"],
+            "agent.reward_file: expected agent.command",
+        ),
         (
             ["agent.function=a:b", "generator.step_wise_trajectories=false"],
-            "step_wise_trajectories: wanted true",
+            "step_wise_trajectories: expected true",
         ),
         (["agent.port=70000"], "agent.port"),
     ],
@@ -47,7 +50,7 @@ def test_names_are_found_before_anything_is_loaded(tmp_path: Path) -> None:
     assert isinstance(black_box(AgentConfig(command=["ls"])), CommandAgent)
     with pytest.raises(ValueError, match=r"agent.function: .* has no 'other'"):
         black_box(AgentConfig(function=f"{file}:other"))
-    with pytest.raises(ValueError, match="wanted a function"):
+    with pytest.raises(ValueError, match="expected a function"):
         black_box(AgentConfig(function=f"{file}:number"))
 
 

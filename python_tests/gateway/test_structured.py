@@ -98,9 +98,9 @@ def test_what_the_engine_refuses_is_an_error_of_the_request(
 @pytest.mark.spec("gateway.structured", "gateway.errors")
 def test_invalid_forms_are_named(tiny_tokenizer: Any) -> None:
     async def agent(task: Any) -> float:
-        with pytest.raises(openai.BadRequestError, match="response_format: wanted a JSON schema"):
+        with pytest.raises(openai.BadRequestError, match="response_format: expected a JSON schema"):
             await chat(task, [USER], response_format={"type": "json_schema"})
-        with pytest.raises(openai.BadRequestError, match=r"text\.format: wanted text"):
+        with pytest.raises(openai.BadRequestError, match=r"text\.format: expected text"):
             await task.async_openai.responses.create(
                 model=MODEL, input="a", text={"format": {"type": "grammar"}}
             )
@@ -137,7 +137,7 @@ def test_forced_tools(tiny_tokenizer: Any) -> None:
         for choice in ({"type": "function", "function": {"name": "other"}}, {"type": "custom"}):
             with pytest.raises(openai.BadRequestError, match="tool_choice: "):
                 await chat(task, [USER], tools=[LOOK], tool_choice=choice)
-        with pytest.raises(openai.BadRequestError, match="tool_choice: wanted tools"):
+        with pytest.raises(openai.BadRequestError, match="tool_choice: expected tools"):
             await chat(task, [USER], tool_choice="required")
         return 1.0
 

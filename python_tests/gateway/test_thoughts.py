@@ -158,7 +158,7 @@ def test_parsers_of_vllm(tiny_tokenizer: Any) -> None:
     assert parser.divide("hm</think>", {}) == ("hm", "")
     with pytest.raises(ValueError, match=r"generator\.reasoning_parser: deepseek_r1 refuses"):
         ReasoningParser("deepseek_r1", tiny_tokenizer)
-    with pytest.raises(ValueError, match=r"generator\.reasoning_parser: wanted null or one of"):
+    with pytest.raises(ValueError, match=r"generator\.reasoning_parser: expected null or one of"):
         check_reasoning_parser("qwen33")
 
 

@@ -266,11 +266,11 @@ def test_settings_of_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert "sk-secret" not in json.dumps(to_dict(config))
     for setting, wanted in (
-        ("judge=http://a", "judge: wanted a mapping with base_url, api_key, model"),
-        ("judge={url: http://a}", "judge: wanted a mapping"),
-        ("judge={base_url: a}", "judge.base_url: wanted http://host/v1, got 'a'"),
-        ("judge={base_url: 'http://a', model: 3}", "judge.model: wanted a string"),
-        ("policy={base_url: 'http://a'}", "wanted other names than agent.model"),
+        ("judge=http://a", "judge: expected a mapping with base_url, api_key, model"),
+        ("judge={url: http://a}", "judge: expected a mapping"),
+        ("judge={base_url: a}", "judge.base_url: expected http://host/v1, got 'a'"),
+        ("judge={base_url: 'http://a', model: 3}", "judge.model: expected a string"),
+        ("policy={base_url: 'http://a'}", "expected other names than agent.model"),
     ):
         with pytest.raises(ConfigError, match=wanted):
             load_config(None, [*needed, f"agent.upstreams.{setting}"])

@@ -79,14 +79,14 @@ def test_wrong_advantage_in_any_row_is_detected(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 def test_unselected_groups_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def unwanted(*_: object, **__: object) -> None:
-        raise AssertionError("made data of a group that is not wanted")
+        raise AssertionError("made data of a group that is not expected")
 
     monkeypatch.setattr(logit_cases.Logits, "random", unwanted)
     monkeypatch.setattr(linear_cases.Head, "random", unwanted)
     monkeypatch.setattr(tree_cases, "policy", unwanted)
     *_, found = report.measured("cpu", tiny=True, only="policy_loss PPO + k3")
     assert {e["group"] for e in found["entries"]} == {"policy_loss PPO + k3 5 x (7 + 4)"}
-    with pytest.raises(AssertionError, match="not wanted"):
+    with pytest.raises(AssertionError, match="not expected"):
         list(report.measured("cpu", tiny=True, only="linear_logprob forward"))
 
 

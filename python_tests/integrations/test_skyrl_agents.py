@@ -187,9 +187,9 @@ def test_skyrls_rules_of_stop_reasons_hold_for_trajectories(tiny_tokenizer: Any)
 def test_settings_that_cannot_work_are_named(tiny_tokenizer: Any) -> None:
     client = Client(tiny_tokenizer)
     for changes, settings, wanted in (
-        ({"step_wise_trajectories": False}, AGENT, "step_wise_trajectories: wanted true"),
-        ({}, {}, "agent.function: wanted a function"),
-        ({"max_input_length": None}, AGENT, "max_input_length: wanted a number"),
+        ({"step_wise_trajectories": False}, AGENT, "step_wise_trajectories: expected true"),
+        ({}, {}, "agent.function: expected a function"),
+        ({"max_input_length": None}, AGENT, "max_input_length: expected a number"),
         ({}, {"agent.function": "no.such:agent"}, "agent.function: cannot import"),
     ):
         with pytest.raises(ValueError, match=wanted):

@@ -138,13 +138,13 @@ import warnings
 warnings.simplefilter("ignore")  # Python 3.12 warns about fork with threads
 torch.set_num_threads(2)
 given = inputs(0)
-wanted = spread(*given).numpy().tobytes()
+expected = spread(*given).numpy().tobytes()
 for _ in range(3):
     child = os.fork()
     if child == 0:  # torch's own threads would hang here
-        os._exit(0 if spread(*given).numpy().tobytes() == wanted else 1)
+        os._exit(0 if spread(*given).numpy().tobytes() == expected else 1)
     _, status = os.waitpid(child, 0)
-    print(status, spread(*given).numpy().tobytes() == wanted)
+    print(status, spread(*given).numpy().tobytes() == expected)
 """
     )
     assert out.split() == ["0", "True"] * 3
@@ -192,10 +192,10 @@ torch.set_num_threads(PARTS)
 given = inputs(0)
 (given[0] + 1).sum()
 before = len(os.listdir("/proc/self/task"))
-wanted = spread(*given)
+expected = spread(*given)
 print(len(os.listdir("/proc/self/task")) - before, len(list(threads("skyrl_fast"))))
 torch.set_num_threads(1)
-print(torch.equal(spread(*given), wanted))
+print(torch.equal(spread(*given), expected))
 """
     )
     assert out.split() == ["0", "0", "True"]

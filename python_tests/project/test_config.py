@@ -80,7 +80,7 @@ def test_null_is_no_text_and_values_of_other_types_are_unchanged() -> None:
     config = load_config(None, [*NEEDED, *options])
     assert (config.trainer.ckpt_path, config.trainer.seed) == (None, 16)
     assert config.generator.chat_template_kwargs == {"x": False}
-    assert "trainer.run_name: wanted a string, got None" in error_of("trainer.run_name=~")
+    assert "trainer.run_name: expected a string, got None" in error_of("trainer.run_name=~")
 
 
 def test_interpolation_and_optional_section() -> None:
@@ -111,7 +111,7 @@ def test_dict_round_trip() -> None:
         ("# caf\xe9".encode("latin-1"), "cannot be read: 'utf-8' codec"),
         (b"trainer: {seed: 1, seed: 2}", "found duplicate key seed"),
         (b"trainer:\n  run_path: ???\n", "Missing mandatory value: run_path"),
-        (b"generator:\n", "generator: wanted a section with keys, got None"),
+        (b"generator:\n", "generator: expected a section with keys, got None"),
     ],
 )
 def test_invalid_settings_files_are_named(content: bytes, wanted: str, tmp_path: Path) -> None:
@@ -180,43 +180,43 @@ def test_files_and_overrides_count_in_their_order(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config file not found: none\.yaml"):
         load_config(one, ["none.yaml"])
     other.write_text("[1]")
-    with pytest.raises(ConfigError, match=r"other\.yml: wanted sections"):
+    with pytest.raises(ConfigError, match=r"other\.yml: expected sections"):
         load_config(one, [str(other)])
 
 
 @pytest.mark.parametrize(
     ("override", "wanted"),
     [
-        ("trainer.seed=abc", "trainer.seed: wanted an integer, got 'abc' (str)"),
-        ("trainer.seed=1.5", "trainer.seed: wanted an integer, got 1.5 (float)"),
-        ("trainer.seed=true", "trainer.seed: wanted an integer, got True (bool)"),
-        ("trainer.plot=1", "trainer.plot: wanted true or false"),
-        ("trainer.policy=3", "trainer.policy: wanted a section"),
-        ("trainer.train_batch_size=0", "trainer.train_batch_size: wanted at least 1, got 0"),
-        ("trainer.policy.optimizer_config.lr=-1", "lr: wanted at least 0, got -1"),
-        ("trainer.policy.optimizer_config.lr=.nan", "lr: wanted a number, got nan"),
-        ("generator.sampling_params.top_p=1.5", "top_p: wanted at most 1, got 1.5"),
-        ("generator.sampling_params.temperature=0", "temperature: wanted > 0 in training"),
+        ("trainer.seed=abc", "trainer.seed: expected an integer, got 'abc' (str)"),
+        ("trainer.seed=1.5", "trainer.seed: expected an integer, got 1.5 (float)"),
+        ("trainer.seed=true", "trainer.seed: expected an integer, got True (bool)"),
+        ("trainer.plot=1", "trainer.plot: expected true or false"),
+        ("trainer.policy=3", "trainer.policy: expected a section"),
+        ("trainer.train_batch_size=0", "trainer.train_batch_size: expected at least 1, got 0"),
+        ("trainer.policy.optimizer_config.lr=-1", "lr: expected at least 0, got -1"),
+        ("trainer.policy.optimizer_config.lr=.nan", "lr: expected a number, got nan"),
+        ("generator.sampling_params.top_p=1.5", "top_p: expected at most 1, got 1.5"),
+        ("generator.sampling_params.temperature=0", "temperature: expected > 0 in training"),
         ("trainer.algorithm.policy_loss_type=regulr", "did you mean 'regular'?"),
         ("trainer.logger=[jsonl,tensorbord]", "did you mean 'tensorboard'?"),
         ("trainer.policy_mini_batch_size=48", "a divisor of trainer.train_batch_size=64, got 48"),
         ("trainer.eval_interval=0", "eval_interval"),
         ("trainer.policy.optimizer_config.adam_betas=[0.9]", "two numbers in [0, 1)"),
         ("trainer.resume_mode=from_path", "trainer.resume_path"),
-        ("data.train_data=[]", "data.train_data: wanted at least one file"),
-        ("trainer.policy.model.path=null", "trainer.policy.model.path: wanted a model"),
-        ("trainer.seed", "wanted dotted.key=value"),
-        ("+trainer.seed=1", "wanted dotted.key=value"),
+        ("data.train_data=[]", "data.train_data: expected at least one file"),
+        ("trainer.policy.model.path=null", "trainer.policy.model.path: expected a model"),
+        ("trainer.seed", "expected dotted.key=value"),
+        ("+trainer.seed=1", "expected dotted.key=value"),
         ("trainer.ckpt_path=${nothing.here}", "cannot be read"),
-        ("trainer.seed=1700000000000000000", "trainer.seed: wanted at most 4294967295, got 17"),
+        ("trainer.seed=1700000000000000000", "trainer.seed: expected at most 4294967295, got 17"),
         (
             "generator.sampling_params.additional_kwargs={n: 2}",
-            "generator.sampling_params.additional_kwargs: wanted vLLM parameters that neither the "
-            "settings nor the agent loop set, got n",
+            "generator.sampling_params.additional_kwargs: expected vLLM parameters that neither "
+            "the settings nor the agent loop set, got n",
         ),
         (
             "generator.eval_sampling_params.additional_kwargs={temperature: 0.5}",
-            "generator.eval_sampling_params.additional_kwargs: wanted vLLM parameters that neither",
+            "generator.eval_sampling_params.additional_kwargs: expected vLLM parameters that",
         ),
     ],
 )
@@ -229,7 +229,7 @@ def test_leave_one_out_baseline_requires_several_samples(estimator: str) -> None
     chosen = f"trainer.algorithm.advantage_estimator={estimator}"
     assert load_config(None, [*NEEDED, chosen])
     message = error_of(chosen, "generator.n_samples_per_prompt=1")
-    assert "generator.n_samples_per_prompt: wanted at least 2" in message
+    assert "generator.n_samples_per_prompt: expected at least 2" in message
     assert estimator in message
 
 
@@ -238,14 +238,14 @@ def test_kl_horizon_of_a_fifth_of_a_batch_is_refused() -> None:
     control = "trainer.algorithm.kl_ctrl={type: adaptive, horizon: 64}"
     assert load_config(None, [*NEEDED, control])  # without effect
     message = error_of(control, "trainer.algorithm.use_kl_in_reward=true")  # 64 prompts, 5 samples
-    assert "kl_ctrl.horizon: wanted more than 64 (otherwise one batch can make" in message
+    assert "kl_ctrl.horizon: expected more than 64 (otherwise one batch can make" in message
 
 
 @pytest.mark.spec("replay.settings")
 def test_replay_needs_recorded_routes() -> None:
     replay = "trainer.policy.moe_enable_routing_replay=true"
     recorded = "generator.inference_engine.enable_return_routed_experts"
-    assert f"{recorded}: wanted true" in error_of(replay)
+    assert f"{recorded}: expected true" in error_of(replay)
     assert load_config(None, [*NEEDED, replay, f"{recorded}=true"])
     skyrl = "trainer.policy.megatron_config.moe_enable_routing_replay=true"
     assert "is trainer.policy.moe_enable_routing_replay" in error_of(skyrl)
@@ -264,7 +264,7 @@ def test_missing_file_and_broken_yaml(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(broken)
     broken.write_text("- 1\n")
-    with pytest.raises(ConfigError, match="wanted sections"):
+    with pytest.raises(ConfigError, match="expected sections"):
         load_config(broken)
 
 
@@ -305,21 +305,21 @@ def test_off_policy_corrections_by_skyrl_names() -> None:
         ),
         (
             ["off_policy_correction.token_mask_is_threshold_low=0.1", "old_logprobs=rollout"],
-            "wanted old_logprobs=policy",
+            "expected old_logprobs=policy",
         ),
-        (["dynamic_sampling.max_sample_batches=0"], "wanted >= 1 or -1, got 0"),
-        (["dynamic_sampling.type=drop"], "wanted one of filter, replace, got 'drop'"),
-        (["sequence_scope=group"], "wanted one of row, trajectory, got 'group'"),
+        (["dynamic_sampling.max_sample_batches=0"], "expected >= 1 or -1, got 0"),
+        (["dynamic_sampling.type=drop"], "expected one of filter, replace, got 'drop'"),
+        (["sequence_scope=group"], "expected one of row, trajectory, got 'group'"),
         (
             [
                 "policy_loss_type=cispo",
                 "cispo.cispo_ratio=rollout",
                 "off_policy_correction.tis_ratio_type=token",
             ],
-            "wanted null with cispo_ratio=rollout",
+            "expected null with cispo_ratio=rollout",
         ),
-        (["dppo.dppo_type=kl"], "wanted one of binary_tv, binary_kl, got 'kl'"),
-        (["clip_cov.clip_ratio=2"], "wanted at most 1, got 2.0"),
+        (["dppo.dppo_type=kl"], "expected one of binary_tv, binary_kl, got 'kl'"),
+        (["clip_cov.clip_ratio=2"], "expected at most 1, got 2.0"),
         (["use_tis=true"], "off_policy_correction.tis_ratio_type=token"),
     ],
 )
@@ -390,14 +390,14 @@ def test_deep_or_long_values_are_errors_of_one_line(tmp_path: Path, value: str) 
     ],
 )
 def test_infinite_values_are_refused(key: str) -> None:
-    assert error_of(f"{key}=.inf") == f"{key}: wanted a finite number, got inf"
+    assert error_of(f"{key}=.inf") == f"{key}: expected a finite number, got inf"
 
 
 @pytest.mark.parametrize(
     ("trainer", "message"),
     [
-        ({"seed": 3}, r"^data\.train_data: wanted at least one file of prompts, got none$"),
-        ({"seed": "x"}, r"^trainer\.seed: wanted an integer, got 'x' \(str\)$"),
+        ({"seed": 3}, r"^data\.train_data: expected at least one file of prompts, got none$"),
+        ({"seed": "x"}, r"^trainer\.seed: expected an integer, got 'x' \(str\)$"),
         ({"sed": 3}, r"^trainer\.sed: unknown setting"),
     ],
 )

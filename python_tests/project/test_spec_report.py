@@ -140,7 +140,7 @@ def test_marks_of_deselected_tests_are_collected(tmp_path: Path) -> None:
         rule: {t.rpartition("::")[2]: n for t, n in of.items()} for rule, of in by_rule.items()
     }
     assert names == {"out.a": {"test_two": 2, "test_slow (slow)": 1}, "out.b": {"test_two": 2}}
-    assert any("test_badly_marked: wanted" in p for p in found)
+    assert any("test_badly_marked: expected" in p for p in found)
     assert any("test_broken.py: not collected" in p for p in found)
 
 

@@ -123,8 +123,8 @@ def test_hang_is_stopped_and_has_file_and_line(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--prompt", "2"], "--prompt: wanted a row from 0 to 1, got 2"),
-        (["--samples", "0"], "--samples: wanted at least 1, got 0"),
+        (["--prompt", "2"], "--prompt: expected a row from 0 to 1, got 2"),
+        (["--samples", "0"], "--samples: expected at least 1, got 0"),
         (["environment.env_class=nosuch.py:A"], "environment.env_class: cannot import 'nosuch.py'"),
         (["--answers", "@nosuch.txt"], "No such file or directory: 'nosuch.txt'"),
     ],

@@ -90,8 +90,8 @@ def test_tools_and_template_arguments_of_a_row() -> None:
     }
     assert template_kwargs_of({"tools": None, "chat_template_kwargs": '{"a": 1}'}) == {"a": 1}
     for row, error in [
-        ({"tools": "{"}, "tools: wanted a list of mappings"),
-        ({"tools": '{"a": 1}'}, "tools: wanted a list of mappings"),
+        ({"tools": "{"}, "tools: expected a list of mappings"),
+        ({"tools": '{"a": 1}'}, "tools: expected a list of mappings"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs: expected a mapping"),
     ]:
         with pytest.raises(ValueError, match=error):

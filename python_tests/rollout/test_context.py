@@ -226,7 +226,7 @@ def test_observation_that_cannot_be_encoded_fails_only_its_trajectory(
 
 
 def test_unknown_context_is_refused(tiny_tokenizer) -> None:
-    with pytest.raises(ValueError, match="kind: wanted one of"):
+    with pytest.raises(ValueError, match="kind: expected one of"):
         make_context("other", tiny_tokenizer, TASK)
 
 

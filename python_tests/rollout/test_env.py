@@ -168,7 +168,7 @@ def test_environment_by_class_or_factory(name: str, word: str, tmp_path: Path) -
 def test_environment_without_required_methods_is_named(tmp_path: Path) -> None:
     path = tmp_path / "own_env.py"
     path.write_text(OWN_ENV)
-    wanted = "wanted an Env, got Nothing without init, metrics, close"
+    wanted = "expected an Env, got Nothing without init, metrics, close"
     with pytest.raises(EnvError, match=wanted):
         with_factory(EnvironmentConfig(), lambda factory: factory.make(f"{path}:Nothing", {}))
 
@@ -347,7 +347,7 @@ GOOD = {"observations": [], "reward": 1, "done": False}
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (None, "wanted an EnvStep, or a mapping with observations, reward, done; got NoneType"),
+        (None, "expected an EnvStep, or a mapping with observations, reward, done; got NoneType"),
         ({"reward": 1.0}, "the answer lacks observations, done"),
         ({**GOOD, "reward": float("nan")}, "reward: expected a finite float32 number, got nan"),
         ({**GOOD, "reward": "high"}, "reward: expected a finite float32 number, got 'high'"),
@@ -358,16 +358,19 @@ GOOD = {"observations": [], "reward": 1, "done": False}
             "reward: expected a finite float32 number, got -1e",
         ),  # out of float32's range
         ({**GOOD, "reward": np.ones(2)}, "reward: expected a finite float32 number, got array"),
-        ({**GOOD, "done": np.array([True, False])}, "done: wanted true or false, got array"),
+        ({**GOOD, "done": np.array([True, False])}, "done: expected true or false, got array"),
         ({"observations": [], 3: 4}, r"lacks reward, done; it has \['3', 'observations'\]"),
-        ({**GOOD, "observations": [1]}, "wanted messages with role and content"),
-        ({**GOOD, "observations": [{"role": "user"}]}, "wanted messages with role and content"),
+        ({**GOOD, "observations": [1]}, "expected messages with role and content"),
+        ({**GOOD, "observations": [{"role": "user"}]}, "expected messages with role and content"),
         (
             {**GOOD, "observations": [{"role": "tool", "content": {}}]},
             "message 0: content: expected",
         ),
         ({**GOOD, "postprocessed_action": {"role": "assistant", "content": [{}]}}, "got a part of"),
-        ({**GOOD, "postprocessed_action": 3}, "postprocessed_action: wanted text or an assistant"),
+        (
+            {**GOOD, "postprocessed_action": 3},
+            "postprocessed_action: expected text or an assistant",
+        ),
         ({**GOOD, "postprocessed_action": {"role": "user", "content": ""}}, "assistant message"),
     ],
 )
@@ -400,9 +403,9 @@ def test_observation_formats(value: Any, wanted: list[dict[str, Any]]) -> None:
     [
         (
             workers(0),
-            "max_env_workers: wanted at least 1, got 0",
+            "max_env_workers: expected at least 1, got 0",
         ),
-        (EnvironmentConfig(timeout_seconds=0), "timeout_seconds: wanted more than 0, got 0"),
+        (EnvironmentConfig(timeout_seconds=0), "timeout_seconds: expected more than 0, got 0"),
     ],
 )
 def test_config_out_of_range(config: EnvironmentConfig, message: str) -> None:

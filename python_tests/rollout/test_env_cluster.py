@@ -171,7 +171,7 @@ def test_without_room_the_error_says_what_was_wanted(
 
     async def go() -> None:
         factory = environments(num_workers_per_node=3)
-        with pytest.raises(EnvError, match=r"num_workers_per_node: wanted a node with 3 CPUs"):
+        with pytest.raises(EnvError, match=r"num_workers_per_node: expected a node with 3 CPUs"):
             await factory.make(SCRIPTED, {})
         await factory.close()
 
@@ -192,5 +192,5 @@ def test_classes_of_the_main_module_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 def test_ray_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ValueError, match=r"environment.workers: cluster: wanted Ray: pip in"):
+    with pytest.raises(ValueError, match=r"environment.workers: cluster: expected Ray: pip in"):
         EnvFactory(EnvironmentConfig(workers="cluster"))

@@ -103,7 +103,7 @@ def with_method(name: str, method: Callable[..., Any], base: type = object) -> t
                     0.5, False, with_method("get", raises(SystemExit(4)), dict)()
                 )
             },
-            "step: wanted messages with role and content, got [{}]",
+            "step: expected messages with role and content, got [{}]",
         ),
         (
             {"init": lambda *_: [with_method("items", raises(SilentError()), dict)(role="user")]},
@@ -112,7 +112,7 @@ def with_method(name: str, method: Callable[..., Any], base: type = object) -> t
         ({"__init__": raises(SystemExit(5))}, "make raised SystemExit: 5"),
         (
             {"step": lambda *_: {**GOOD, "observations": {"role": "user", "content": object()}}},
-            "step: messages: wanted texts, numbers, truth values, None, lists and mappings, got "
+            "step: messages: expected texts, numbers, truth values, None, lists and mappings, got "
             "object",
         ),
         ({"step": raises(StopIteration(1))}, "step raised StopIteration: 1"),
@@ -260,9 +260,9 @@ def test_plain_data_is_limited() -> None:
     cycle: list[Any] = []
     cycle.append(cycle)
     for value in (cycle, [0] * 200_000):
-        with pytest.raises(ValueError, match=f"wanted at most {MAX_DEPTH} levels and 100,000"):
+        with pytest.raises(ValueError, match=f"expected at most {MAX_DEPTH} levels and 100,000"):
             PlainData(100).of(value)
-    with pytest.raises(ValueError, match="wanted integers of at most 1024 bits"):
+    with pytest.raises(ValueError, match="expected integers of at most 1024 bits"):
         PlainData(100).of([10**400])
     assert PlainData(5).of(["abc", "def", "g"]) == ["abc", "de", ""]
 

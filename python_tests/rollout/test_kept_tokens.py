@@ -94,12 +94,12 @@ def test_missing_tokens_fail_the_request(ids: list[int], probabilities: list[flo
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"repetition_penalty": 1.1}, rf"{KEY}.repetition_penalty: wanted 1 in training"),
-        ({"additional_kwargs": {"logit_bias": {5: 1.0}}}, "wanted no logit_bias in training"),
-        ({"additional_kwargs": {"presence_penalty": 0.5}}, "wanted no presence_penalty"),
-        ({"top_k": 300}, rf"{KEY}.top_k: wanted at most max_kept_tokens=256.*got 300"),
-        ({"top_p": 0.9, "max_kept_tokens": None}, f"{KEY}.max_kept_tokens: wanted a number"),
-        ({"temperature": 0.0}, rf"{KEY}.temperature: wanted > 0 in training, got 0"),
+        ({"repetition_penalty": 1.1}, rf"{KEY}.repetition_penalty: expected 1 in training"),
+        ({"additional_kwargs": {"logit_bias": {5: 1.0}}}, "expected no logit_bias in training"),
+        ({"additional_kwargs": {"presence_penalty": 0.5}}, "expected no presence_penalty"),
+        ({"top_k": 300}, rf"{KEY}.top_k: expected at most max_kept_tokens=256.*got 300"),
+        ({"top_p": 0.9, "max_kept_tokens": None}, f"{KEY}.max_kept_tokens: expected a number"),
+        ({"temperature": 0.0}, rf"{KEY}.temperature: expected > 0 in training, got 0"),
     ],
 )
 def test_sampling_that_the_trainer_cannot_repeat_is_refused(options: Any, message: str) -> None:

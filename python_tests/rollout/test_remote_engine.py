@@ -613,18 +613,21 @@ def test_server_that_never_answers_times_out() -> None:
 @pytest.mark.parametrize(
     ("overrides", "wanted"),
     [
-        (["run_engines_locally=false"], "wanted at least one address with run_engines_locally=f"),
-        (["external_server_urls=['http://a:1']"], "wanted none with run_engines_locally=true"),
-        (["run_engines_locally=false", "external_server_urls=[a:1]"], "wanted http://host:port"),
+        (["run_engines_locally=false"], "expected at least one address with run_engines_locally=f"),
+        (["external_server_urls=['http://a:1']"], "expected none with run_engines_locally=true"),
+        (["run_engines_locally=false", "external_server_urls=[a:1]"], "expected http://host:port"),
         (
             ["run_engines_locally=false", "external_server_urls=['http://a:1','http://a:1']"],
             "got one twice",
         ),
         (
             ["run_engines_locally=false", "external_server_urls=['http://a:b']"],
-            "wanted http://host:",
+            "expected http://host:",
         ),
-        (["run_engines_locally=false", "external_server_urls=['http://']"], "wanted http://host:"),
+        (
+            ["run_engines_locally=false", "external_server_urls=['http://']"],
+            "expected http://host:",
+        ),
         *(
             (["run_engines_locally=false", f"external_server_urls=['{url}']"], "without /v1 or a q")
             for url in ("http://a:1/v1", "http://a:1/proxy/v1/", "http://a:1?x=1", "http://a:1#x")
@@ -636,7 +639,7 @@ def test_server_that_never_answers_times_out() -> None:
         (["external_proxy_url=x"], "requests are sent directly to"),
         (
             ["run_engines_locally=false", "external_server_urls=['http://a:1']", "num_engines=2"],
-            "num_engines: wanted 1, as the servers are those of external_server_urls, got 2",
+            "num_engines: expected 1, as the servers are those of external_server_urls, got 2",
         ),
     ],
 )

@@ -94,10 +94,10 @@ def test_evaluation_seeds_are_the_same_at_every_version(tiny_tokenizer) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"max_turns": 0}, "generator.max_turns: wanted at least 1, got 0"),
-        ({"context": "other"}, "generator.context: wanted one of"),
-        ({"max_retries": -1}, "generator.max_retries: wanted at least 0, got -1"),
-        ({"max_input_length": None}, "wanted max_input_length and context resolved"),
+        ({"max_turns": 0}, "generator.max_turns: expected at least 1, got 0"),
+        ({"context": "other"}, "generator.context: expected one of"),
+        ({"max_retries": -1}, "generator.max_retries: expected at least 0, got -1"),
+        ({"max_input_length": None}, "expected max_input_length and context resolved"),
     ],
 )
 def test_invalid_config_is_refused(change: dict, message: str, tiny_tokenizer) -> None:
@@ -108,7 +108,7 @@ def test_invalid_config_is_refused(change: dict, message: str, tiny_tokenizer) -
 
 def test_arguments_are_validated(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "a"))
-    with pytest.raises(ValueError, match="phase: wanted one of"):
+    with pytest.raises(ValueError, match="phase: expected one of"):
         run(tiny_tokenizer, [FakePrompt("a")], loop_config(), engine, phase="test")
     with pytest.raises(ValueError, match="same uid"):
         run(tiny_tokenizer, [FakePrompt("a"), FakePrompt("a")], loop_config(), engine)

@@ -94,7 +94,7 @@ def test_tools_of_a_row_replace_those_of_the_settings(tiny_tokenizer: Any) -> No
 @pytest.mark.spec("rollout.tools")
 @pytest.mark.parametrize("tools", ["search", [1], {"name": "search"}])
 def test_tools_that_are_no_list_are_refused(tools: Any) -> None:
-    with pytest.raises(ValueError, match=r"prompts, row 0: tools: wanted a list of mappings"):
+    with pytest.raises(ValueError, match=r"prompts, row 0: tools: expected a list of mappings"):
         prompts_from([{"prompt": "a", "tools": tools}], default_env_class="x")
     (prompt,) = prompts_from([{"prompt": "a", "tools": [tool("f")]}], default_env_class="x")
     assert prompt.env_extras["tools"] == [tool("f")]
@@ -237,7 +237,9 @@ def test_parser_of_vllm(tiny_tokenizer: Any) -> None:
     assert parser.parse("plain", None) == ParsedAnswer("plain")
     for broken in ("<tool_call>{not json</tool_call>", '<tool_call>{"name": 3}</tool_call>'):
         assert parser.parse(broken, None) == ParsedAnswer(broken, failed=True)
-    with pytest.raises(ValueError, match=r"generator\.tool_parser: wanted null or one of .*hermes"):
+    with pytest.raises(
+        ValueError, match=r"generator\.tool_parser: expected null or one of .*hermes"
+    ):
         check_tool_parser("hermez")
     with pytest.raises(ValueError, match=r"generator\.tool_parser: mistral refuses the tokenizer"):
         ToolCallParser("mistral", tiny_tokenizer)

@@ -331,7 +331,7 @@ def test_the_setting_chooses_the_transfer() -> None:
         ([*servers, f"{key}.weight_sync_backend=ipc"], "auto, file, reload with"),
         ([*servers, f"{key}.weight_sync_backend=nccl"], "auto, file, reload with"),
     ):
-        with pytest.raises(ConfigError, match=f"weight_sync_backend: wanted one of {wanted}"):
+        with pytest.raises(ConfigError, match=f"weight_sync_backend: expected one of {wanted}"):
             engine(*overrides)
     replicas = f"{key}.engine_init_kwargs={{data_parallel_size: 2}}"
     engine(replicas)

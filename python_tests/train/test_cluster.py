@@ -65,7 +65,7 @@ def test_too_few_nodes_are_an_error(
     monkeypatch.setattr(cluster_module, "PLACE_SECONDS", 0.5)
     monkeypatch.setattr(cluster_module, "SETTLE_SECONDS", 0.5)
     once = Here(folder / "once")
-    with pytest.raises(ClusterError, match=r"wanted room for a node with .*'CPU': 3"):
+    with pytest.raises(ClusterError, match=r"expected room for a node with .*'CPU': 3"):
         run(folder, "run", once, "trainer.placement.policy_num_gpus_per_node=3")
     engine = ["trainer.placement.colocate_all=false", "generator.inference_engine.num_threads=3"]
     with pytest.raises(ClusterError, match=r"'CPU': 1.* and an engine with {'CPU': 3.0} free"):

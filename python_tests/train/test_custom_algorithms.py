@@ -224,7 +224,7 @@ def test_registering_returns_the_name_for_the_settings() -> None:
     rloo = custom_algorithms.rloo
     assert skyrl_fast.register_advantage_estimator(rloo) == "custom_algorithms:rloo"
     for name in ("regular", "a:b"):
-        with pytest.raises(ValueError, match=f"wanted a name without a colon .*got '{name}'"):
+        with pytest.raises(ValueError, match=f"expected a name without a colon .*got '{name}'"):
             skyrl_fast.register_policy_loss(inner, name=name)
     with pytest.raises(ValueError, match="scope must be one of"):
         skyrl_fast.register_policy_loss(inner, scope="batch")
@@ -235,13 +235,13 @@ MISTAKES = [
     (f"{LOSS}=test_gsp", "test_gspo.*did you mean"),
     (f"{LOSS}=no_such_module:f", "cannot import 'no_such_module': ModuleNotFoundError"),
     (f"{LOSS}=custom_algorithms:gone", "'custom_algorithms' has no 'gone'"),
-    (f"{LOSS}=custom_algorithms:torch", "wanted a function, custom_algorithms:torch is module"),
+    (f"{LOSS}=custom_algorithms:torch", "expected a function, custom_algorithms:torch is module"),
     (f"{LOSS}=/no/such/file.py:f", "cannot import '/no/such/file.py': ImportError: no Python file"),
     (f"{ESTIMATOR}=grop", "did you mean 'grpo'"),
     (f"{ESTIMATOR}=custom_algorithms:gone", "'custom_algorithms' has no 'gone'"),
     (
         "trainer.algorithm.policy_loss_kwargs.eps=1",
-        "policy_loss_kwargs: wanted none with policy_loss_type=regular",
+        "policy_loss_kwargs: expected none with policy_loss_type=regular",
     ),
 ]
 
@@ -268,7 +268,9 @@ def test_unknown_function_settings_are_refused(folder: Path) -> None:
 
 
 def test_several_ranks_require_an_importable_name(folder: Path) -> None:
-    message = "wanted custom_algorithms:gspo with 2 ranks, each of which imports it, got test_gspo"
+    message = (
+        "expected custom_algorithms:gspo with 2 ranks, each of which imports it, got test_gspo"
+    )
     with pytest.raises(ConfigError, match=message):
         settings(folder, "run", f"{LOSS}=test_gspo", RANKS)
 

@@ -217,8 +217,8 @@ def test_columns_follow_their_rows() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["trainer.algorithm.advantage_estimator=gae"], "critic.model.path: wanted a model with"),
-        (["trainer.critic.model.path=m"], "critic.model.path: wanted null with .*=grpo, got m"),
+        (["trainer.algorithm.advantage_estimator=gae"], "critic.model.path: expected a model with"),
+        (["trainer.critic.model.path=m"], "critic.model.path: expected null with .*=grpo, got m"),
         (
             [
                 "trainer.algorithm.advantage_estimator=gigpo",
@@ -233,11 +233,11 @@ def test_columns_follow_their_rows() -> None:
             ],
             "turn_level_group is per turn",
         ),
-        (["trainer.critic_mini_batch_size=3"], "critic_mini_batch_size: wanted a divisor"),
+        (["trainer.critic_mini_batch_size=3"], "critic_mini_batch_size: expected a divisor"),
         (["trainer.critic.optimizer_config.adam_betas=[2,0]"], "critic.optimizer_config.adam_beta"),
-        (["trainer.algorithm.gamma=1.1"], "gamma: wanted at most 1"),
+        (["trainer.algorithm.gamma=1.1"], "gamma: expected at most 1"),
         (["trainer.algorithm.value_head_prefix=v"], "the head is stored in a separate file"),
-        (["trainer.algorithm.advantage_estimator=ppo"], "wanted one of grpo"),
+        (["trainer.algorithm.advantage_estimator=ppo"], "expected one of grpo"),
     ],
 )
 def test_incompatible_settings(overrides: list[str], message: str) -> None:

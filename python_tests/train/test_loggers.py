@@ -54,7 +54,7 @@ def test_resumed_run_continues_its_trackio_run(
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("jsonn", "wanted module:Class or one of jsonl"), ("no.module:Logger", "cannot import")],
+    [("jsonn", "expected module:Class or one of jsonl"), ("no.module:Logger", "cannot import")],
 )
 def test_unknown_loggers_are_named(run: RunInfo, name: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"trainer.logger: {message}"):

@@ -425,7 +425,7 @@ def test_sleep_mode_ipc_and_nccl_need_a_gpu(small: Path) -> None:
         ("weight_sync_backend", "nccl"),
     ):
         asked = config_of(small, f"generator.inference_engine.{name}={value}")
-        wanted = f"{name}: wanted .*, as the trainer computes on the CPU, got {value}"
+        wanted = f"{name}: expected .*, as the trainer computes on the CPU, got {value}"
         with pytest.raises(SetupError, match=wanted):
             gpu_sharing.plan_run_memory(asked, None, with_engine=True)
     assert gpu_sharing.plan_run_memory(config_of(small), None, with_engine=True) is None

@@ -74,10 +74,10 @@ def test_nccl_needs_two_gpus_and_auto_one_replica() -> None:
 @pytest.mark.parametrize(
     ("engine", "wanted"),
     [
-        ({"gpu_ids": [2]}, r"gpu_ids: wanted 0 to 1, got \[2\]"),
-        ({"gpu_ids": [-1]}, r"gpu_ids: wanted 0 to 1, got \[-1\]"),
-        ({"gpu_ids": [0, 1]}, r"gpu_ids: wanted 1 different ones, got \[0, 1\]"),
-        ({"gpu_ids": [0, 0], "parallel": 2}, r"wanted 2 different ones, got \[0, 0\]"),
+        ({"gpu_ids": [2]}, r"gpu_ids: expected 0 to 1, got \[2\]"),
+        ({"gpu_ids": [-1]}, r"gpu_ids: expected 0 to 1, got \[-1\]"),
+        ({"gpu_ids": [0, 1]}, r"gpu_ids: expected 1 different ones, got \[0, 1\]"),
+        ({"gpu_ids": [0, 0], "parallel": 2}, r"expected 2 different ones, got \[0, 0\]"),
         ({"enable_sleep_mode": True}, r"shares no GPU with the trainer \(gpu_ids: \[1\]\)"),
     ],
 )

@@ -56,8 +56,8 @@ def test_prompt_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "wanted"),
     [
-        ("a.jsonl", '{"prompt": 3}\n', "row 0: prompt: wanted a list of messages"),
-        ("a.jsonl", "[1]\n", "row 0: wanted a mapping"),
+        ("a.jsonl", '{"prompt": 3}\n', "row 0: prompt: expected a list of messages"),
+        ("a.jsonl", "[1]\n", "row 0: expected a mapping"),
         ("a.jsonl", '{"prompt": "x"}\n{', "line 2: invalid JSON"),
         (
             "a.jsonl",
@@ -65,8 +65,8 @@ def test_prompt_rows(tmp_path: Path) -> None:
             r"a\.jsonl, line 2: invalid JSON: 'utf-8' codec",
         ),
         ("a.json", b'[{"prompt": "\xe9"}]', r"a\.json: invalid JSON: 'utf-8' codec"),
-        ("a.json", "{}", "wanted a list of rows"),
-        ("a.csv", "x", "wanted .jsonl, .json or .parquet"),
+        ("a.json", "{}", "expected a list of rows"),
+        ("a.csv", "x", "expected .jsonl, .json or .parquet"),
     ],
 )
 def test_invalid_prompt_files_error_names_the_place(
@@ -133,7 +133,7 @@ def test_other_tables_and_mappings_are_refused() -> None:
     for source, error in [
         (Frame("columns"), "prompts: expected rows, got a Frame"),
         (Frame("column_names"), "prompts: expected rows, got a Frame"),
-        ({"train": ROWS}, "prompts: wanted rows, got a mapping with train"),
+        ({"train": ROWS}, "prompts: expected rows, got a mapping with train"),
     ]:
         with pytest.raises(ValueError, match=error):
             prompts_from(source, default_env_class="e")
@@ -147,8 +147,8 @@ def test_other_tables_and_mappings_are_refused() -> None:
             {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
             "prompt: message 0: content",
         ),
-        ({"prompt": "a", "tools": "{"}, "tools: wanted a list of mappings"),
-        ({"prompt": "a", "tools": float("nan")}, "tools: wanted a list of mappings"),
+        ({"prompt": "a", "tools": "{"}, "tools: expected a list of mappings"),
+        ({"prompt": "a", "tools": float("nan")}, "tools: expected a list of mappings"),
         ({"prompt": "a", "chat_template_kwargs": 3}, "chat_template_kwargs: expected a mapping"),
     ],
 )

@@ -271,8 +271,8 @@ def test_impossible_shards_are_damage(shared: Saved, tmp_path: Path, damage: str
         shard.write_bytes(shard.read_bytes()[:8] + b"x" * 1000)
     with models(tmp_path, 1, path) as alone:
         wanted = {
-            "step_count": r"step 12 is damaged: .*steps.json: step_count: wanted 0",
-            "negative": rf"step 12 is damaged: .*{name}.step: wanted no negative",
+            "step_count": r"step 12 is damaged: .*steps.json: step_count: expected 0",
+            "negative": rf"step 12 is damaged: .*{name}.step: expected no negative",
             "cut": "step 12 is damaged: .*optimizer: SafetensorError",
             "bytes": "step 12 is damaged: .*optimizer: SafetensorError",
             "other": f"no optimizer state for {name}: of another model",

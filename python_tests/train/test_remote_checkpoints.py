@@ -242,10 +242,10 @@ def change(store: type[FlakyStore], name: str, content: bytes | None) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("policy/weights", b"tw", "policy/weights: wanted 3 bytes, got 2"),
+        ("policy/weights", b"tw", "policy/weights: expected 3 bytes, got 2"),
         ("policy/weights", b"tow", "policy/weights: its content is not what was written"),
         ("policy/weights", None, "policy/weights: missing"),
-        ("state.json", b"", "state.json: wanted"),
+        ("state.json", b"", "state.json: expected"),
         ("manifest.json", b"{", "manifest.json: not a manifest"),
         ("manifest.json", b'{"files": {"../x": 1}}', "manifest.json: not a manifest"),
     ],

@@ -211,7 +211,7 @@ def test_chosen_columns() -> None:
 @pytest.mark.spec("metrics.progress")
 def test_unknown_column_is_refused(folder: Path) -> None:
     message = (
-        r"trainer\.progress: wanted one of reward, .*, got 'entropie' \(did you mean 'entropy'"
+        r"trainer\.progress: expected one of reward, .*, got 'entropie' \(did you mean 'entropy'"
     )
     with pytest.raises(ConfigError, match=message):
         settings(folder, "run", "trainer.progress=[reward,entropie]")

@@ -162,7 +162,9 @@ def test_what_cannot_be_divided_is_refused() -> None:
 
     overrides = ["data.train_data=[a]", "trainer.policy.model.path=a"]
     overrides += ["trainer.placement.policy_num_gpus_per_node=4"]
-    with pytest.raises(ConfigError, match=r"sequence_parallel_size: wanted a divisor .* 4 .*got 3"):
+    with pytest.raises(
+        ConfigError, match=r"sequence_parallel_size: expected a divisor .* 4 .*got 3"
+    ):
         load_config(None, [*overrides, "trainer.policy.sequence_parallel_size=3"])
     ranks = Ranks()
     ranks.sequence = SequenceRanks(0, 4)

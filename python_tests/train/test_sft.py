@@ -139,13 +139,13 @@ def test_rows_that_the_template_refuses_are_named_before_a_model_is_loaded(
     ],
 )  # fmt: skip
 def test_rows_without_an_answer_to_train_are_named(row: Any) -> None:
-    with pytest.raises(ValueError, match=r"^file, row 3: wanted "):
+    with pytest.raises(ValueError, match=r"^file, row 3: expected "):
         chat_of(row, "file, row 3")
 
 
 @pytest.mark.spec("sft.lengths")
 def test_too_long_demonstrations_are_named(tiny_tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match=r"row 0, message 1: wanted an? answer of at most .*=2"):
+    with pytest.raises(ValueError, match=r"row 0, message 1: expected an? answer of at most .*=2"):
         build_demonstration(CHAT, tiny_tokenizer, generator(longest=2), "row 0")
 
 
@@ -200,6 +200,6 @@ def test_command_names_a_bad_row(
     config = tmp_path / "c.yaml"
     config.write_text(json.dumps(settings(folder, "run")))
     assert main(["sft", str(config)]) == 2
-    assert "chats.jsonl, row 0: wanted" in capsys.readouterr().err
+    assert "chats.jsonl, row 0: expected" in capsys.readouterr().err
     with pytest.raises(SetupError, match="demonstrations, row 0"):
         sft(settings(folder, "run"), demonstrations=[{"prompt": "a"}])

@@ -100,11 +100,11 @@ def test_mapping_in_place_of_a_section_is_converted() -> None:
     ("source", "message"),
     [
         ({"trainer": {"policy": {"optimizer_confg": {}}}}, "did you mean trainer.policy.optimizer"),
-        ({"trainer.policy": {"model": "m"}}, "trainer.policy.model: wanted a section with keys"),
+        ({"trainer.policy": {"model": "m"}}, "trainer.policy.model: expected a section with keys"),
         ({"trainer.seed": 1, "trainer": {"seed": 2}}, "trainer: given twice"),
         ({"trainer": 3, "trainer.seed": 1}, "trainer.seed: given twice"),
-        ({"trainer.seed": "x"}, "trainer.seed: wanted an integer"),
-        (7, "config: wanted a Config, a mapping or the path of a YAML file, got 7"),
+        ({"trainer.seed": "x"}, "trainer.seed: expected an integer"),
+        (7, "config: expected a Config, a mapping or the path of a YAML file, got 7"),
         ("nowhere.yaml", "config file not found: nowhere.yaml"),
     ],
 )
@@ -120,11 +120,11 @@ def test_settings_from_a_yaml_file_and_prompts_in_memory(folder: Path, tmp_path:
         " train_batch_size: 2, policy_mini_batch_size: 2, logger: [jsonl]}\n"
         "generator: {n_samples_per_prompt: 2}\n"
     )
-    with pytest.raises(ConfigError, match=r"data\.train_data: wanted at least one file"):
+    with pytest.raises(ConfigError, match=r"data\.train_data: expected at least one file"):
         skyrl_fast.train_agent(yaml)
     result = skyrl_fast.train_agent(yaml, prompts=["4", "5"], make_rollouts=Recorder())
     assert (result.step, result.before) == (1, None)
-    with pytest.raises(SetupError, match=r"prompts: wanted at least trainer\.train_batch_size=2"):
+    with pytest.raises(SetupError, match=r"prompts: expected at least trainer\.train_batch_size=2"):
         skyrl_fast.train_agent(
             {"trainer.run_path": folder / "b", "trainer.policy.model.path": folder / "model"}
             | {"trainer.train_batch_size": 2, "trainer.policy_mini_batch_size": 2},
@@ -161,10 +161,10 @@ def test_prompt_formats(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ([3], "prompts, row 0: wanted a mapping, got int"),
-        ([{"question": "?"}], "prompts, row 0: prompt: wanted a list of messages"),
+        ([3], "prompts, row 0: expected a mapping, got int"),
+        ([{"question": "?"}], "prompts, row 0: prompt: expected a list of messages"),
         (["missing.jsonl"], "data file not found: missing.jsonl"),
-        ({"train": [], "test": []}, "wanted rows, got a mapping with train, test: choose one"),
+        ({"train": [], "test": []}, "expected rows, got a mapping with train, test: choose one"),
     ],
 )
 def test_invalid_prompts_are_named(source: Any, message: str) -> None:
@@ -325,8 +325,11 @@ def test_functions_that_fail_are_called_again_and_fail_their_group(tiny_tokenize
     group = rewarded(RewardFunctions([flaky], [1.0]), tiny_tokenizer, {}, ["5", "6"])
     assert (calls, rewards_of(group)) == ([2, 2], [1.0, 1.0])
     for function, wanted in (
-        (lambda **columns: 1.0, r"'<lambda>': wanted a list of 2 rewards.* got 1\.0"),
-        (lambda **columns: [1.0], r"wanted a list of 2 rewards, one for each answer of the group"),
+        (lambda **columns: 1.0, r"'<lambda>': expected a list of 2 rewards.* got 1\.0"),
+        (
+            lambda **columns: [1.0],
+            r"expected a list of 2 rewards, one for each answer of the group",
+        ),
         *(
             (lambda value=value, **columns: [1.0, value], "expected a finite float32 number, got ")
             for value in (float("inf"), float("nan"), 1e39, 10**400, "high")
@@ -381,9 +384,9 @@ def test_reward_functions_are_one_argument_of_train(folder: Path) -> None:
     for options, wanted in (
         ({"reward_funcs": [], "reward_weights": []}, "got 0 functions and 0 weights"),
         ({"reward_funcs": short, "reward_weights": [1.0, 2.0]}, "got 1 functions and 2 weights"),
-        ({"reward_funcs": ["org/model"]}, "wanted functions, got 'org/model'"),
-        ({"reward_weights": [1.0]}, "reward_weights: wanted reward_funcs"),
-        ({"reward_funcs": short, "reward": len}, "wanted one of env, reward, reward_funcs"),
+        ({"reward_funcs": ["org/model"]}, "expected functions, got 'org/model'"),
+        ({"reward_weights": [1.0]}, "reward_weights: expected reward_funcs"),
+        ({"reward_funcs": short, "reward": len}, "expected one of env, reward, reward_funcs"),
     ):
         with pytest.raises(SetupError, match=wanted):
             skyrl_fast.train_agent(settings(folder, "other"), **options)
@@ -391,14 +394,14 @@ def test_reward_functions_are_one_argument_of_train(folder: Path) -> None:
 
 def test_invalid_and_conflicting_objects(folder: Path) -> None:
     config = settings(folder, "run")
-    with pytest.raises(SetupError, match="wanted one of env, reward, reward_funcs and agent"):
+    with pytest.raises(SetupError, match="expected one of env, reward, reward_funcs and agent"):
         skyrl_fast.train_agent(config, env="m:E", reward=len)  # type: ignore[arg-type]
-    with pytest.raises(SetupError, match="reward: wanted a class or function, got 3"):
+    with pytest.raises(SetupError, match="reward: expected a class or function, got 3"):
         skyrl_fast.train_agent(config, reward=3)  # type: ignore[arg-type]
-    with pytest.raises(SetupError, match="reward: wanted a class or function, got 'm:f'"):
+    with pytest.raises(SetupError, match="reward: expected a class or function, got 'm:f'"):
         skyrl_fast.train_agent(config, reward="m:f")  # type: ignore[arg-type]
     for callbacks in (Callback(), [len]):
-        with pytest.raises(SetupError, match="callbacks: wanted a list of Callback, got"):
+        with pytest.raises(SetupError, match="callbacks: expected a list of Callback, got"):
             skyrl_fast.train_agent(config, callbacks=callbacks)  # type: ignore[arg-type]
 
 
@@ -414,9 +417,9 @@ def test_given_agent_is_named_in_the_settings(folder: Path) -> None:
         skyrl_fast.train_agent(config, agent=agent, make_rollouts=recorder)
         assert recorder.rollouts[-1].config.agent.function == f"{__name__}:solve"
     config = settings(folder, "other")
-    with pytest.raises(SetupError, match="wanted one of env, reward, reward_funcs and agent"):
+    with pytest.raises(SetupError, match="expected one of env, reward, reward_funcs and agent"):
         skyrl_fast.train_agent(config, agent=solve, reward=len)  # type: ignore[arg-type]
-    with pytest.raises(SetupError, match="agent: wanted a function of a module, got <function"):
+    with pytest.raises(SetupError, match="agent: expected a function of a module, got <function"):
         skyrl_fast.train_agent(config, agent=lambda task: 1.0)
 
 

@@ -55,5 +55,5 @@ def test_drift_is_a_setting() -> None:
 
 
 def test_merging_full_trajectories_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"generator.merge_stepwise_output: wanted false"):
+    with pytest.raises(ConfigError, match=r"generator.merge_stepwise_output: expected false"):
         config("generator.step_wise_trajectories=false", "generator.merge_stepwise_output=true")

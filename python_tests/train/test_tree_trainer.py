@@ -102,7 +102,7 @@ def test_one_row_per_trajectory_can_be_sequences(folder: Path) -> None:
                 "generator.merge_stepwise_output=true",
                 "generator.step_wise_trajectories=false",
             ],
-            "wanted false where generator.step_wise_trajectories is false",
+            "expected false where generator.step_wise_trajectories is false",
         ),
         (
             ["trainer.rows=merged", "trainer.algorithm.advantage_estimator=gigpo"],

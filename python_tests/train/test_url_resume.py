@@ -201,12 +201,14 @@ def test_url_of_another_run_is_refused(folder: Path) -> None:
 @pytest.mark.spec("run.absolute-paths")
 def test_other_urls_are_refused(folder: Path) -> None:
     for name in ("trainer.run_path", "generator.inference_engine.weight_sync_path"):
-        wanted = rf"{name}: wanted a path of .*, got {URL}; .* trainer.ckpt_path"
+        wanted = rf"{name}: expected a path of .*, got {URL}; .* trainer.ckpt_path"
         with pytest.raises(ConfigError, match=wanted):
             train(settings(folder, "a", f"{name}={URL}"))
     with pytest.raises(ConfigError, match=r"trainer.ckpt_path: nothing://a: Protocol not known"):
         train(settings(folder, "a", "trainer.ckpt_path=nothing://a"))
-    wanted = rf"trainer.policy.model.path: wanted a folder or a name on the hub, got the URL {URL}"
+    wanted = (
+        rf"trainer.policy.model.path: expected a folder or a name on the hub, got the URL {URL}"
+    )
     with pytest.raises(SetupError, match=wanted):
         train(settings(folder, "a", f"trainer.policy.model.path={URL}"))
 

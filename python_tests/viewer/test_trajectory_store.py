@@ -322,7 +322,7 @@ def test_store_round_trip(tmp_path: Path) -> None:
 
 
 def test_unknown_phase_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="phase: wanted 'train' or 'eval', got 'test'"):
+    with pytest.raises(ValueError, match="phase: expected 'train' or 'eval', got 'test'"):
         list(read_trajectories(tmp_path, phase="test"))
 
 
@@ -398,7 +398,7 @@ def test_lines_of_another_format_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "trajectories"
     folder.mkdir()
     (folder / "step_000001.jsonl").write_text('{"uid": "q"}\n')
-    with pytest.raises(ValueError, match="wanted trajectories of format 1, got None"):
+    with pytest.raises(ValueError, match="expected trajectories of format 1, got None"):
         list(read_trajectories(tmp_path))
 
 

@@ -291,7 +291,7 @@ def test_failed_build_keeps_the_earlier_page(run: Path, tmp_path: Path) -> None:
     view = build_view(copied)
     before = view.page.read_bytes()
     (copied / "trajectories/step_000009.jsonl").write_text('{"format": 2}\n')
-    with pytest.raises(ValueError, match="wanted trajectories of format 1, got 2"):
+    with pytest.raises(ValueError, match="expected trajectories of format 1, got 2"):
         build_view(copied)
     assert view.page.read_bytes() == before
     assert {path.name for path in copied.iterdir()} == {"trajectories", "view"}

@@ -70,7 +70,9 @@ class VerifiersTasks:
         if errors and not episode.ok:
             raise RuntimeError(f"verifiers: {errors[0].type}: {errors[0].message}")
         if len(episode.traces) != 1:
-            text = f"verifiers: wanted an environment of one agent, got {len(episode.traces)} runs"
+            text = (
+                f"verifiers: expected an environment of one agent, got {len(episode.traces)} runs"
+            )
             raise RuntimeError(text)
         (trace,) = episode.traces
         scores = {name: reward.score for name, reward in trace.rewards.items() if reward}

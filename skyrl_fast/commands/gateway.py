@@ -85,7 +85,7 @@ def _config(options: argparse.Namespace) -> Config:
     if path is not None and "=" in path:  # no file: the first override
         overrides, path = [path, *overrides], None
     if path is None and options.model is None:
-        raise ValueError("gateway: wanted a configuration file or --model, got neither")
+        raise ValueError("gateway: expected a configuration file or --model, got neither")
     given = [f"agent.host={options.host}", f"agent.port={options.port}"]
     given.append(f"trainer.run_path={options.record}")
     if options.model is not None:

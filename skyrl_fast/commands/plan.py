@@ -44,7 +44,7 @@ def num_bytes(text: str) -> int:
     match = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(UNITS)})", text)
     if match is None:
         raise argparse.ArgumentTypeError(
-            f"wanted a number and a unit of {', '.join(UNITS)}, got {text!r}"
+            f"expected a number and a unit of {', '.join(UNITS)}, got {text!r}"
         )
     return round(float(match[1]) * UNITS[match[2]])
 

@@ -109,7 +109,9 @@ def _answers(given: Sequence[str] | None) -> list[str]:
     lines = text.removesuffix("\n").split("\n") if text else []
     answers = json.loads(text) if text.lstrip().startswith("[") else lines
     if not answers or not all(isinstance(answer, str) for answer in answers):
-        raise ValueError(f"--answers: wanted a list of strings in {given[0][1:]}, got {answers!r}")
+        raise ValueError(
+            f"--answers: expected a list of strings in {given[0][1:]}, got {answers!r}"
+        )
     return answers
 
 
@@ -119,7 +121,7 @@ def _limit_attempts(config: Config, options: argparse.Namespace) -> Config:
     Environments run in threads, because the calls of a thread can be named when it hangs.
     """
     if options.samples < 1:
-        raise ValueError(f"--samples: wanted at least 1, got {options.samples}")
+        raise ValueError(f"--samples: expected at least 1, got {options.samples}")
     timeout = options.timeout
     if timeout is None:
         timeout = config.environment.timeout_seconds if options.engine else DEFAULT_TIMEOUT
@@ -139,7 +141,7 @@ def _prompt(config: Config, number: int) -> Prompt:
     env_class = config.environment.env_class
     prompts = load_prompts(config.data.train_data, default_env_class=env_class)
     if not 0 <= number < len(prompts):
-        raise ValueError(f"--prompt: wanted a row from 0 to {len(prompts) - 1}, got {number}")
+        raise ValueError(f"--prompt: expected a row from 0 to {len(prompts) - 1}, got {number}")
     return prompts[number]
 
 

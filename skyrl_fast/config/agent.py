@@ -75,22 +75,23 @@ def check_agent(config: Any) -> None:
     """
     agent = config.agent
     if agent.function is not None and agent.command:
-        raise ConfigError("agent.command: wanted [] with agent.function, got a command")
+        raise ConfigError("agent.command: expected [] with agent.function, got a command")
     for name in ("verifier", "reward_file"):
         if getattr(agent, name) and not agent.command:
-            raise ConfigError(f"agent.{name}: wanted agent.command with it, got none")
+            raise ConfigError(f"agent.{name}: expected agent.command with it, got none")
     if agent.workers != "thread" and not agent.is_set:
         raise ConfigError(
-            f"agent.workers: wanted agent.function or agent.command with {agent.workers}, got none"
+            f"agent.workers: expected agent.function or agent.command with {agent.workers}, "
+            "got none"
         )
     for name in upstreams_of(agent.upstreams):
         if name == agent.model or name in agent.untrained_models:
             raise ConfigError(
-                f"agent.upstreams: wanted other names than agent.model and agent.untrained_models, "
-                f"got {name!r}"
+                "agent.upstreams: expected other names than agent.model and "
+                f"agent.untrained_models, got {name!r}"
             )
     if agent.is_set and not config.generator.step_wise_trajectories:
         raise ConfigError(
-            "generator.step_wise_trajectories: wanted true with an agent, whose context need not "
+            "generator.step_wise_trajectories: expected true with an agent, whose context need not "
             "grow only, got false"
         )

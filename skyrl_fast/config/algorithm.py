@@ -76,7 +76,7 @@ def check_policy_loss(config: Config) -> None:
     if not isinstance(loss, CustomLoss):
         if algorithm.policy_loss_kwargs:
             raise ConfigError(
-                f"{key}_kwargs: wanted none with policy_loss_type={loss.name}, which has its own "
+                f"{key}_kwargs: expected none with policy_loss_type={loss.name}, which has its own "
                 f"settings, got {algorithm.policy_loss_kwargs}"
             )
         return
@@ -88,7 +88,7 @@ def check_policy_loss(config: Config) -> None:
     if ranks > 1 and ":" not in algorithm.policy_loss_type:
         name = importable_name(loss.function) or "module:function"
         raise ConfigError(
-            f"{key}_type: wanted {name} with {ranks} ranks, each of which imports it, got "
+            f"{key}_type: expected {name} with {ranks} ranks, each of which imports it, got "
             f"{algorithm.policy_loss_type}, which is registered only in this process"
         )
 
@@ -103,7 +103,7 @@ def check_estimator(algorithm: AlgorithmConfig) -> None:
     if spec.name in ADVANTAGE_ESTIMATORS:
         if kwargs:
             raise ConfigError(
-                f"{key}_kwargs: wanted none with advantage_estimator={spec.name}, which has its "
+                f"{key}_kwargs: expected none with advantage_estimator={spec.name}, which has its "
                 f"own settings, got {kwargs}"
             )
         return

@@ -102,7 +102,7 @@ def as_config(source: ConfigSource) -> Config:
         return build_config(_read_yaml(Path(source), ()))
     if not isinstance(source, (Config, Mapping)):
         raise ConfigError(
-            f"config: wanted a Config, a mapping or the path of a YAML file, got {source!r}"
+            f"config: expected a Config, a mapping or the path of a YAML file, got {source!r}"
         )
     return build_config(to_dict(source, resolved=True) if isinstance(source, Config) else source)
 
@@ -123,7 +123,7 @@ def _read_yaml(path: str | Path | None, overrides: Sequence[str]) -> dict[str, A
                 merged.merge_with(_sections(text))
                 continue
             if "=" not in text or text.startswith(("=", "+", "-")):
-                raise ConfigError(f"{where}: wanted dotted.key=value, or another YAML file")
+                raise ConfigError(f"{where}: expected dotted.key=value, or another YAML file")
             key, _, value = text.partition("=")
             value = _quote_texts(value, _hint_at(Config, key.split(".")))
             merged.merge_with(OmegaConf.from_dotlist([f"{key}={value}"]))
@@ -152,7 +152,7 @@ def _sections(path: str | Path) -> Any:
     text = Path(path).read_text(encoding="utf-8")
     loaded = OmegaConf.load(io.StringIO(_quote_texts(text, Config)))
     if not OmegaConf.is_dict(loaded):
-        raise ConfigError(f"{path}: wanted sections (data, trainer, ...), got a list or nothing")
+        raise ConfigError(f"{path}: expected sections (data, trainer, ...), got a list or nothing")
     return loaded
 
 
@@ -260,35 +260,37 @@ def check_config(config: Config, *, has_prompts: bool = False) -> None:
         if wrong is not None:
             raise ConfigError(f"trainer.{key}: {wrong}")
     if not config.data.train_data and not has_prompts:
-        raise ConfigError("data.train_data: wanted at least one file of prompts, got none")
+        raise ConfigError("data.train_data: expected at least one file of prompts, got none")
     if trainer.policy.model.path is None:
-        raise ConfigError("trainer.policy.model.path: wanted a model folder or hub name, got null")
+        raise ConfigError(
+            "trainer.policy.model.path: expected a model folder or hub name, got null"
+        )
     if trainer.train_batch_size % trainer.policy_mini_batch_size:
         raise ConfigError(
-            "trainer.policy_mini_batch_size: wanted a divisor of trainer.train_batch_size="
+            "trainer.policy_mini_batch_size: expected a divisor of trainer.train_batch_size="
             f"{trainer.train_batch_size}, got {trainer.policy_mini_batch_size}"
         )
     recorded = generator.inference_engine.enable_return_routed_experts
     if trainer.policy.moe_enable_routing_replay and not recorded:
         raise ConfigError(
-            "generator.inference_engine.enable_return_routed_experts: wanted true "
+            "generator.inference_engine.enable_return_routed_experts: expected true "
             "(trainer.policy.moe_enable_routing_replay repeats what it records), got false"
         )
     for name, model in (("policy", trainer.policy), ("critic", trainer.critic)):
         betas = model.optimizer_config.adam_betas
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise ConfigError(
-                f"trainer.{name}.optimizer_config.adam_betas: wanted two numbers in [0, 1), "
+                f"trainer.{name}.optimizer_config.adam_betas: expected two numbers in [0, 1), "
                 f"got {betas}"
             )
     if trainer.resume_mode == "from_path" and trainer.resume_path is None:
         raise ConfigError(
-            "trainer.resume_path: wanted a checkpoint folder (resume_mode=from_path), got null"
+            "trainer.resume_path: expected a checkpoint folder (resume_mode=from_path), got null"
         )
     ranks, shared = trainer.placement.num_ranks, trainer.policy.sequence_parallel_size
     if ranks % shared:
         raise ConfigError(
-            "trainer.policy.sequence_parallel_size: wanted a divisor of the number of ranks, "
+            "trainer.policy.sequence_parallel_size: expected a divisor of the number of ranks, "
             f"{ranks} (trainer.placement), got {shared}"
         )
     check_policy_loss(config)
@@ -310,7 +312,7 @@ def check_config(config: Config, *, has_prompts: bool = False) -> None:
         )
     if trainer.eval_interval == 0 or trainer.ckpt_interval == 0 or trainer.max_ckpts_to_keep == 0:
         raise ConfigError(
-            "trainer.eval_interval, ckpt_interval, max_ckpts_to_keep: wanted >= 1 or -1, got 0"
+            "trainer.eval_interval, ckpt_interval, max_ckpts_to_keep: expected >= 1 or -1, got 0"
         )
 
 
@@ -327,19 +329,19 @@ def _check_rows(config: Config) -> None:
     generator, rows = config.generator, config.trainer.rows
     if generator.merge_stepwise_output and not generator.step_wise_trajectories:
         raise ConfigError(
-            "generator.merge_stepwise_output: wanted false where "
+            "generator.merge_stepwise_output: expected false where "
             "generator.step_wise_trajectories is false (one row per trajectory already), got true"
         )
     one_row = not generator.step_wise_trajectories
     if config.trainer.algorithm.observation_loss_coef and not (one_row or merges_steps(config)):
         raise ConfigError(
-            "trainer.algorithm.observation_loss_coef: wanted 0, as a row per step has no tokens of "
-            "the environment (trainer.rows=merged or generator.merge_stepwise_output=true has), "
+            "trainer.algorithm.observation_loss_coef: expected 0, as a row per step has no tokens "
+            "of the environment (trainer.rows=merged or generator.merge_stepwise_output=true has), "
             f"got {config.trainer.algorithm.observation_loss_coef:g}"
         )
     if rows == "step" and (one_row or generator.merge_stepwise_output):
         other = "step_wise_trajectories=false" if one_row else "merge_stepwise_output=true"
-        raise ConfigError(f"trainer.rows: wanted another form with generator.{other}, got step")
+        raise ConfigError(f"trainer.rows: expected another form with generator.{other}, got step")
 
 
 def _check_algorithm(algorithm: AlgorithmConfig) -> None:
@@ -347,34 +349,34 @@ def _check_algorithm(algorithm: AlgorithmConfig) -> None:
     terms = algorithm.use_kl_loss, algorithm.use_entropy_loss, algorithm.observation_loss_coef > 0
     if algorithm.policy_loss_coef == 0 and not any(terms):
         raise ConfigError(
-            f"{key}.policy_loss_coef: wanted more than 0, as the loss has no other term "
+            f"{key}.policy_loss_coef: expected more than 0, as the loss has no other term "
             "(use_kl_loss, use_entropy_loss, observation_loss_coef), got 0"
         )
     if algorithm.use_kl_in_reward and algorithm.use_kl_loss:
         raise ConfigError(
-            f"{key}.use_kl_in_reward: wanted only one of use_kl_in_reward and use_kl_loss, got both"
+            f"{key}.use_kl_in_reward: expected one of use_kl_in_reward and use_kl_loss, got both"
         )
     correction = algorithm.off_policy_correction
     spec, loss = policy_loss_spec(algorithm), policy_loss_settings(algorithm)
     if correction.enabled and isinstance(spec, LossSpec) and spec.scope == "mini_batch":
         others = [one.name for one in POLICY_LOSSES.values() if one.scope == spec.scope]
         raise ConfigError(
-            f"{key}.off_policy_correction: wanted a policy_loss_type other than "
+            f"{key}.off_policy_correction: expected a policy_loss_type other than "
             f"{' and '.join(others)}, got {algorithm.policy_loss_type}"
         )
     by_rollout = isinstance(loss, Cispo) and loss.cispo_ratio == "rollout"
     if by_rollout and correction.tis_ratio_type is not None:
         raise ConfigError(
-            f"{key}.off_policy_correction.tis_ratio_type: wanted null with cispo_ratio=rollout, "
+            f"{key}.off_policy_correction.tis_ratio_type: expected null with cispo_ratio=rollout, "
             f"whose ratio corrects already, got {correction.tis_ratio_type}"
         )
     if correction.enabled and algorithm.old_logprobs == "rollout":
         raise ConfigError(
-            f"{key}.off_policy_correction: wanted old_logprobs=policy to compare with the "
+            f"{key}.off_policy_correction: expected old_logprobs=policy to compare with the "
             "engine's, got rollout"
         )
     if algorithm.dynamic_sampling.max_sample_batches == 0:
-        raise ConfigError(f"{key}.dynamic_sampling.max_sample_batches: wanted >= 1 or -1, got 0")
+        raise ConfigError(f"{key}.dynamic_sampling.max_sample_batches: expected >= 1 or -1, got 0")
 
 
 def _check_group_sizes(config: Config) -> None:
@@ -382,7 +384,7 @@ def _check_group_sizes(config: Config) -> None:
     algorithm, samples = config.trainer.algorithm, config.generator.n_samples_per_prompt
     if estimator_spec(algorithm).needs_others and samples == 1:
         raise ConfigError(
-            "generator.n_samples_per_prompt: wanted at least 2 with trainer.algorithm."
+            "generator.n_samples_per_prompt: expected at least 2 with trainer.algorithm."
             f"advantage_estimator={algorithm.advantage_estimator}, whose advantage is 0 in a group "
             "of one, got 1"
         )
@@ -390,7 +392,7 @@ def _check_group_sizes(config: Config) -> None:
     adaptive = algorithm.use_kl_in_reward and control.type == "adaptive"
     if adaptive and control.horizon <= least:
         raise ConfigError(
-            f"trainer.algorithm.kl_ctrl.horizon: wanted more than {least:g} (otherwise one batch "
+            f"trainer.algorithm.kl_ctrl.horizon: expected more than {least:g} (otherwise one batch "
             f"can make the coefficient 0 or negative), got {control.horizon}"
         )
 
@@ -403,11 +405,11 @@ def _check_engines(engine: InferenceEngineConfig, *, is_synchronous: bool) -> No
             if engine.run_engines_locally
             else "servers do not sleep"
         )
-        raise ConfigError(f"{key}.enable_sleep_mode: wanted null or false, as {reason}, got true")
+        raise ConfigError(f"{key}.enable_sleep_mode: expected null or false, as {reason}, got true")
     if engine.run_engines_locally == bool(engine.external_server_urls):
         wanted = "none" if engine.run_engines_locally else "at least one address"
         raise ConfigError(
-            f"{key}.external_server_urls: wanted {wanted} with "
+            f"{key}.external_server_urls: expected {wanted} with "
             f"run_engines_locally={str(engine.run_engines_locally).lower()}, got "
             f"{engine.external_server_urls}"
         )
@@ -415,20 +417,20 @@ def _check_engines(engine: InferenceEngineConfig, *, is_synchronous: bool) -> No
     choices = local if engine.run_engines_locally else ("auto", "file", "reload")
     if engine.weight_sync_backend not in choices:
         raise ConfigError(
-            f"{key}.weight_sync_backend: wanted one of {', '.join(choices)} with "
+            f"{key}.weight_sync_backend: expected one of {', '.join(choices)} with "
             f"run_engines_locally={str(engine.run_engines_locally).lower()}, got "
             f"{engine.weight_sync_backend}"
         )
     replicas = engine.engine_init_kwargs.get("data_parallel_size", 1)
     if engine.weight_sync_backend in ("nccl", "gloo") and replicas != 1:
         raise ConfigError(
-            f"{key}.weight_sync_backend: wanted auto or file, as weights are broadcast to the "
+            f"{key}.weight_sync_backend: expected auto or file, as weights are broadcast to the "
             f"workers of one replica (data_parallel_size={replicas}), got "
             f"{engine.weight_sync_backend}"
         )
     for url in engine.external_server_urls:
         if not url.startswith(("http://", "https://")) or not _has_host(url):
-            raise ConfigError(f"{key}.external_server_urls: wanted http://host:port, got {url!r}")
+            raise ConfigError(f"{key}.external_server_urls: expected http://host:port, got {url!r}")
         parts = urlsplit(url)
         if parts.path.rstrip("/").endswith("/v1") or parts.query or parts.fragment:
             raise ConfigError(
@@ -438,7 +440,7 @@ def _check_engines(engine: InferenceEngineConfig, *, is_synchronous: bool) -> No
     if len({url.rstrip("/") for url in engine.external_server_urls}) < len(
         engine.external_server_urls
     ):
-        raise ConfigError(f"{key}.external_server_urls: wanted different ones, got one twice")
+        raise ConfigError(f"{key}.external_server_urls: expected different ones, got one twice")
 
 
 def _check_cluster_engines(config: Config) -> None:
@@ -450,17 +452,17 @@ def _check_cluster_engines(config: Config) -> None:
                 if engine.run_engines_locally
                 else "1, as the servers are those of external_server_urls"
             )
-            raise ConfigError(f"{key}.num_engines: wanted {wanted}, got {engine.num_engines}")
+            raise ConfigError(f"{key}.num_engines: expected {wanted}, got {engine.num_engines}")
         return
     reason = "with trainer.placement.colocate_all=false, where Ray chooses the engines' GPUs"
     for name in ("gpu_ids", "enable_sleep_mode"):
         if getattr(engine, name):
-            raise ConfigError(f"{key}.{name}: wanted null {reason}, got {getattr(engine, name)}")
+            raise ConfigError(f"{key}.{name}: expected null {reason}, got {getattr(engine, name)}")
     if engine.weight_sync_backend == "ipc":
-        raise ConfigError(f"{key}.weight_sync_backend: wanted another one {reason}, got ipc")
+        raise ConfigError(f"{key}.weight_sync_backend: expected another one {reason}, got ipc")
     if engine.weight_sync_backend == "file" and engine.weight_sync_path is None:
         raise ConfigError(
-            f"{key}.weight_sync_path: wanted a folder that all nodes share, with "
+            f"{key}.weight_sync_path: expected a folder that all nodes share, with "
             "weight_sync_backend=file and trainer.placement.colocate_all=false, got null"
         )
 
@@ -480,13 +482,13 @@ def _check_estimator_rows(config: Config) -> None:
     if has_critic != spec.needs_values:
         wanted, got = ("null", trainer.critic.model.path) if has_critic else ("a model", "null")
         raise ConfigError(
-            f"trainer.critic.model.path: wanted {wanted} with "
+            f"trainer.critic.model.path: expected {wanted} with "
             f"trainer.algorithm.advantage_estimator={estimator}, got {got}"
         )
     critic_size = trainer.critic_mini_batch_size or trainer.policy_mini_batch_size
     if trainer.train_batch_size % critic_size:
         raise ConfigError(
-            "trainer.critic_mini_batch_size: wanted a divisor of trainer.train_batch_size="
+            "trainer.critic_mini_batch_size: expected a divisor of trainer.train_batch_size="
             f"{trainer.train_batch_size}, got {critic_size}"
         )
     rows_are_turns = generator.step_wise_trajectories and not merges_steps(config)
@@ -501,7 +503,7 @@ def _build(cls: type, values: Any, prefix: str) -> Any:
     if dataclasses.is_dataclass(values) and not isinstance(values, type):
         values = to_dict(values, resolved=True)
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{prefix}: wanted a section with keys, got {values!r}")
+        raise ConfigError(f"{prefix}: expected a section with keys, got {values!r}")
     values = _by_section(values, prefix)
     hints = typing.get_type_hints(cls)
     known = {item.name for item in dataclasses.fields(cls)}
@@ -543,23 +545,25 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     if origin is list:
         items = value if isinstance(value, (list, tuple)) else [value]
         if value is None or isinstance(value, Mapping):
-            raise ConfigError(f"{key}: wanted a list, got {value!r}")
+            raise ConfigError(f"{key}: expected a list, got {value!r}")
         return [_convert(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(items)]
     if origin is dict:
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{key}: wanted a section with keys, got {value!r}")
+            raise ConfigError(f"{key}: expected a section with keys, got {value!r}")
         return dict(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         try:
             return float(value)
         except OverflowError:
-            raise ConfigError(f"{key}: wanted a number that a float can hold") from None
+            raise ConfigError(f"{key}: expected a number that a float can hold") from None
     if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     if hint is str and isinstance(value, os.PathLike):
         return os.fspath(value)
     if type(value) is not hint and not (hint is str and isinstance(value, EnvironmentValue)):
-        raise ConfigError(f"{key}: wanted {_article(hint)}, got {value!r} ({type(value).__name__})")
+        raise ConfigError(
+            f"{key}: expected {_article(hint)}, got {value!r} ({type(value).__name__})"
+        )
     return value
 
 

@@ -28,10 +28,12 @@ def model_folder(path: str, *, setting: str = POLICY, with_weights: bool = True)
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ValueError(f"{setting}: wanted the folder of a model, got {path}: no config.json")
+            raise ValueError(
+                f"{setting}: expected the folder of a model, got {path}: no config.json"
+            )
         return folder
     if "://" in path:
-        raise ValueError(f"{setting}: wanted a folder or a name on the hub, got the URL {path}")
+        raise ValueError(f"{setting}: expected a folder or a name on the hub, got the URL {path}")
     if "/" not in path or path.startswith((".", "/", "~")):
         raise ValueError(f"{setting}: model folder not found: {path}")
     cached = _find_cached(path)

@@ -86,7 +86,7 @@ def check_sampling(key: str, sampling: SamplingParams, *, trained: bool) -> None
     given = {name for name, value in sampling.additional_kwargs.items() if value}
     for name in sorted(_RESERVED & set(sampling.additional_kwargs)):
         raise ConfigError(
-            f"{key}.additional_kwargs: wanted vLLM parameters that neither the settings nor the "
+            f"{key}.additional_kwargs: expected vLLM parameters that neither the settings nor the "
             f"agent loop set, got {name}"
         )
     for name in sorted(sampling.additional_kwargs.keys() - set(ADDITIONAL)):
@@ -103,23 +103,23 @@ def check_sampling(key: str, sampling: SamplingParams, *, trained: bool) -> None
     if not trained:
         return
     if sampling.temperature == 0:
-        raise ConfigError(f"{key}.temperature: wanted > 0 in training, got 0")
+        raise ConfigError(f"{key}.temperature: expected > 0 in training, got 0")
     reason = (
         "in training: the trainer's log-probabilities do not include it, so the ratio of policies "
         "would be wrong"
     )
     if sampling.repetition_penalty != 1:
         raise ConfigError(
-            f"{key}.repetition_penalty: wanted 1 {reason}, got {sampling.repetition_penalty:g}"
+            f"{key}.repetition_penalty: expected 1 {reason}, got {sampling.repetition_penalty:g}"
         )
     for name in sorted(_CHANGING & given):
-        raise ConfigError(f"{key}.additional_kwargs: wanted no {name} {reason}, got one")
+        raise ConfigError(f"{key}.additional_kwargs: expected no {name} {reason}, got one")
     if not sampling.excludes_tokens:
         return
     if sampling.max_kept_tokens is None:
-        raise ConfigError(f"{key}.max_kept_tokens: wanted a number in training, got null")
+        raise ConfigError(f"{key}.max_kept_tokens: expected a number in training, got null")
     if sampling.top_k > sampling.max_kept_tokens:
         raise ConfigError(
-            f"{key}.top_k: wanted at most max_kept_tokens={sampling.max_kept_tokens}, the tokens "
+            f"{key}.top_k: expected at most max_kept_tokens={sampling.max_kept_tokens}, the tokens "
             f"that are recorded per sample, got {sampling.top_k}"
         )

@@ -53,11 +53,13 @@ def upstreams_of(settings: Mapping[str, Any]) -> dict[str, Upstream]:
 
 def _upstream(where: str, name: str, values: Any) -> Upstream:
     if not isinstance(values, Mapping) or not values.keys() <= set(KEYS):
-        raise ConfigError(f"{where}: wanted a mapping with {', '.join(KEYS)}, got {values!r:.200}")
+        raise ConfigError(
+            f"{where}: expected a mapping with {', '.join(KEYS)}, got {values!r:.200}"
+        )
     for key in KEYS:
         if not isinstance(values.get(key, ""), str):
-            raise ConfigError(f"{where}.{key}: wanted a string, got {values[key]!r:.200}")
+            raise ConfigError(f"{where}.{key}: expected a string, got {values[key]!r:.200}")
     url = values.get("base_url", "")
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"{where}.base_url: wanted http://host/v1, got {url!r:.200}")
+        raise ConfigError(f"{where}.base_url: expected http://host/v1, got {url!r:.200}")
     return Upstream(url.rstrip("/"), values.get("model", name), values.get("api_key"))

@@ -156,7 +156,7 @@ class Choices:
         if parser is None:
             raise ApiError(400, "tool_choice: tools are forced only with generator.tool_parser")
         if not call.tools:
-            raise ApiError(400, "tool_choice: wanted tools to choose from, got none")
+            raise ApiError(400, "tool_choice: expected tools to choose from, got none")
         try:
             return parser.forcing(call.tools, forced)
         except ValueError as error:

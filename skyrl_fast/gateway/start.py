@@ -73,7 +73,7 @@ def _check_reachable(host: str | None) -> None:
         raise ValueError(f"agent.host: {host!r}: {error}") from error
     if any(address.is_loopback or address.is_unspecified for address in addresses):
         raise ValueError(
-            "agent.host: with agent.workers=cluster, wanted an address of this machine that the "
+            "agent.host: with agent.workers=cluster, expected an address of this machine that the "
             f"other nodes reach, or null for that in the cluster, got {host!r} ({addresses[0]})"
         )
 

@@ -253,7 +253,7 @@ def empty(
     if torch.device(device).type != "cpu" or num_bytes < HUGE_PAGE_MIN_BYTES:
         return torch.empty(shape, dtype=dtype, device=device)
     if num_bytes > sys.maxsize:
-        raise MemoryError(f"wanted {num_bytes} bytes for a tensor of shape {tuple(shape)}")
+        raise MemoryError(f"expected {num_bytes} bytes for a tensor of shape {tuple(shape)}")
     if _C.page_pool_limit() < 0:
         set_page_pool_limit(_default_page_pool_limit())
     return torch.frombuffer(_C.PageBlock(num_bytes), dtype=dtype, count=math.prod(shape)).view(

@@ -78,7 +78,7 @@ def make_context(
         return _RetemplateContext(template, messages)
     if kind == "single":
         return _SingleContext(template, messages)
-    raise ValueError(f"make_context: kind: wanted one of {CONTEXTS}, got {kind!r}")
+    raise ValueError(f"make_context: kind: expected one of {CONTEXTS}, got {kind!r}")
 
 
 def render_answer(

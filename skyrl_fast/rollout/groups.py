@@ -96,7 +96,7 @@ async def run_groups(
         EngineDeadError: the engine died.
     """
     if phase not in PHASES:
-        raise ValueError(f"rollout: phase: wanted one of {PHASES}, got {phase!r}")
+        raise ValueError(f"rollout: phase: expected one of {PHASES}, got {phase!r}")
     if len({prompt.uid for prompt in prompts}) != len(prompts):
         raise ValueError("rollout: prompts: two prompts have the same uid")
     async with _first_error() as tasks:

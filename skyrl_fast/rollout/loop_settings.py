@@ -72,7 +72,7 @@ def check_loop_settings(generator: GeneratorConfig) -> None:
     check_limits(generator, "generator")
     if generator.max_input_length is None or generator.context == "auto":
         raise ValueError(
-            "rollout: config: wanted max_input_length and context resolved as by loop_settings, "
+            "rollout: config: expected max_input_length and context resolved as by loop_settings, "
             f"got {generator.max_input_length} and {generator.context}"
         )
 

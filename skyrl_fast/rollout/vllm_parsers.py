@@ -17,12 +17,14 @@ def parser_class(setting: str, name: str, *, module: str, manager: str, get: str
     try:
         registered = getattr(importlib.import_module(module), manager)
     except ImportError as error:
-        raise ValueError(f"{setting}: wanted null without vLLM ({error}), got {name!r}") from error
+        raise ValueError(
+            f"{setting}: expected null without vLLM ({error}), got {name!r}"
+        ) from error
     try:
         return getattr(registered, get)(name)
     except KeyError:
         known = ", ".join(registered.list_registered())
-        raise ValueError(f"{setting}: wanted null or one of {known}, got {name!r}") from None
+        raise ValueError(f"{setting}: expected null or one of {known}, got {name!r}") from None
 
 
 def check_reads_text(setting: str, name: str, trial: Callable[[], Any]) -> None:

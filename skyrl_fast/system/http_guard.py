@@ -99,7 +99,7 @@ class HttpGuard:
             if route.check is not None:
                 body = route.check(body)
             elif body:
-                raise RefusedError(400, "wanted no body")
+                raise RefusedError(400, "expected no body")
         except RefusedError as error:
             await refuse(error, send)
             return
@@ -119,7 +119,7 @@ class HttpGuard:
         if self._authorization is not None:
             given = _values(scope, b"authorization")
             if len(given) != 1 or not hmac.compare_digest(given[0], self._authorization):
-                raise RefusedError(401, "wanted Authorization: Bearer with the server's key")
+                raise RefusedError(401, "expected Authorization: Bearer with the server's key")
         route = self._routes.get((scope["path"], scope["method"]))
         if route is None:
             if scope["path"] in self._paths:
@@ -140,7 +140,7 @@ class HttpGuard:
         if int(length) or _values(scope, b"transfer-encoding"):
             kinds = _values(scope, b"content-type")
             if len(kinds) != 1 or not _is_json(kinds[0]):
-                raise RefusedError(415, "wanted Content-Type: application/json")
+                raise RefusedError(415, "expected Content-Type: application/json")
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 return await self._read(receive)

@@ -37,7 +37,7 @@ def load_object(name: str) -> Any:
     """
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
-        raise ValueError(f"wanted module:name, got {name!r}")
+        raise ValueError(f"expected module:name, got {name!r}")
     found: Any = load_module(place)
     for part in attribute.split("."):
         if not hasattr(found, part):

@@ -18,7 +18,8 @@ def import_ray(wanted_by: str) -> Any:
         import ray
     except ImportError as error:
         raise ValueError(
-            f"{wanted_by}: wanted Ray: pip install 'skyrl_fast[ray]', and `ray start` on each node"
+            f"{wanted_by}: expected Ray: pip install 'skyrl_fast[ray]', and `ray start` on "
+            "each node"
         ) from error
     return ray
 

@@ -118,7 +118,7 @@ def _reserve(ray: Any, config: Config, nodes: int, seconds: float) -> _Reservati
         wanted = f"{_describe_request(ray, config, count)} free within {seconds:g} s"
         logger.warning("trainer.placement: no room for %s", wanted)
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    raise ClusterError(f"trainer.placement: wanted room for {wanted}, got nodes with {alive}")
+    raise ClusterError(f"trainer.placement: expected room for {wanted}, got nodes with {alive}")
 
 
 def _all_reserved(ray: Any, config: Config, nodes: int, seconds: float) -> _Reservation | None:

@@ -44,9 +44,9 @@ def engine_placement(config: Config, num_gpus: int) -> EnginePlacement:
     if engine.gpu_ids is not None:
         gpu_ids = tuple(engine.gpu_ids)
         if len(set(gpu_ids)) != needed or len(gpu_ids) != needed:
-            raise ConfigError(f"{_KEY}.gpu_ids: wanted {needed} different ones, got {[*gpu_ids]}")
+            raise ConfigError(f"{_KEY}.gpu_ids: expected {needed} different ones, got {[*gpu_ids]}")
         if not all(0 <= gpu < num_gpus for gpu in gpu_ids):
-            raise ConfigError(f"{_KEY}.gpu_ids: wanted 0 to {num_gpus - 1}, got {[*gpu_ids]}")
+            raise ConfigError(f"{_KEY}.gpu_ids: expected 0 to {num_gpus - 1}, got {[*gpu_ids]}")
     else:
         first = num_gpus - needed if num_gpus >= ranks + needed else 0
         gpu_ids = tuple(range(first, first + needed))
@@ -54,8 +54,8 @@ def engine_placement(config: Config, num_gpus: int) -> EnginePlacement:
     chosen = engine.enable_sleep_mode
     if chosen and not shared:
         raise ConfigError(
-            f"{_KEY}.enable_sleep_mode: wanted null or false, as the engine shares no GPU with the "
-            f"trainer (gpu_ids: {[*gpu_ids]}), got true"
+            f"{_KEY}.enable_sleep_mode: expected null or false, as the engine shares no GPU with "
+            f"the trainer (gpu_ids: {[*gpu_ids]}), got true"
         )
     can_sleep = bool(shared) and config.max_staleness == 0
     sleeps = can_sleep if chosen is None else chosen
@@ -73,7 +73,7 @@ def _weight_sync(config: Config, shared: tuple[int, ...]) -> str:
         reason = "NCCL does not connect processes on one GPU"
     if reason is not None:
         raise ConfigError(
-            f"{_KEY}.weight_sync_backend: wanted auto or file, as {reason}, got {backend}"
+            f"{_KEY}.weight_sync_backend: expected auto or file, as {reason}, got {backend}"
         )
     if backend != "auto":
         return backend

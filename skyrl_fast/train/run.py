@@ -178,7 +178,7 @@ def train_agent(
     config = with_absolute_paths(as_config(config))
     if sum(given is not None for given in (env, reward, reward_funcs, agent)) > 1:
         raise SetupError(
-            "train_agent: wanted one of env, reward, reward_funcs and agent, got several"
+            "train_agent: expected one of env, reward, reward_funcs and agent, got several"
         )
     if agent is not None:
         config.agent.function = agent if isinstance(agent, str) else importable_name(agent)
@@ -260,7 +260,7 @@ def _run_here(
 def _check_callbacks(callbacks: Sequence[Callback]) -> None:
     if isinstance(callbacks, Callback) or not all(isinstance(c, Callback) for c in callbacks):
         raise SetupError(
-            f"train_agent: callbacks: wanted a list of Callback, got {callbacks!r:.100}"
+            f"train_agent: callbacks: expected a list of Callback, got {callbacks!r:.100}"
         )
 
 

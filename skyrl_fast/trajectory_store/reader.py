@@ -103,7 +103,7 @@ def read_trajectories(
         ...     print(trajectory.entry.uid, trajectory.steps[-1].advantages.mean())
     """
     if phase not in (None, "train", "eval"):
-        raise ValueError(f"read_trajectories: phase: wanted 'train' or 'eval', got {phase!r}")
+        raise ValueError(f"read_trajectories: phase: expected 'train' or 'eval', got {phase!r}")
     for part in parts(Path(run) / FOLDER):
         if steps is not None and part.step not in steps:
             continue
@@ -129,7 +129,7 @@ def read_part(part: Part) -> Iterator[tuple[IndexEntry, dict[str, Any]]]:
     for offset, size, record in read_lines(part.path):
         if record.get("format") != FORMAT:
             raise ValueError(
-                f"{part.path}: wanted trajectories of format {FORMAT}, got "
+                f"{part.path}: expected trajectories of format {FORMAT}, got "
                 f"{record.get('format')!r}: written by another version of this package"
             )
         try:

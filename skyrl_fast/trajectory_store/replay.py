@@ -69,7 +69,7 @@ def read_routes(tokens: Mapping[str, Any], before: np.ndarray | None) -> np.ndar
     data = base64.b64decode(stored["data"], validate=True)
     dtype = np.dtype(stored["dtype"])
     if dtype.kind not in "iu":
-        raise ValueError(f"routes: wanted integers, got {dtype}")
+        raise ValueError(f"routes: expected integers, got {dtype}")
     new = np.frombuffer(data, dtype).reshape(stored["shape"])
     shared = stored["shared"]
     if not shared:

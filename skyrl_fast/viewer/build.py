@@ -94,7 +94,7 @@ def _earlier_files(out: Path) -> list[Path]:
     if not out.exists():
         return []
     if not out.is_dir():
-        raise ViewError(f"{out}: wanted a folder, got a file; choose another --out")
+        raise ViewError(f"{out}: expected a folder, got a file; choose another --out")
     found = _entries(out)
     if found and not (out / MARKER).is_file():
         raise ViewError(f"{out}: not empty, and not written by this command; choose another --out")

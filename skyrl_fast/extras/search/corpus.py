@@ -60,10 +60,10 @@ class Corpus:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: invalid JSON: {error}") from error
         if not isinstance(row, dict) or not isinstance(row.get("contents"), str):
-            raise ValueError(f"{where}: wanted an object with the text 'contents'")
+            raise ValueError(f"{where}: expected an object with the text 'contents'")
         name = row.get("id", index)
         if not isinstance(name, str | int | float):
-            raise ValueError(f"{where}: id: wanted text or a number, got {type(name).__name__}")
+            raise ValueError(f"{where}: id: expected text or a number, got {type(name).__name__}")
         return {"id": _sendable(str(name)), "contents": _sendable(row["contents"])}
 
     def texts(self) -> Iterator[str]:

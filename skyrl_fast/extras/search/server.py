@@ -89,18 +89,18 @@ def _check_request(request: RetrieveRequest, topk: int, limits: Limits) -> tuple
         return HTTPException(UNPROCESSABLE, detail=what)
 
     if (request.query is None) == (request.queries is None):
-        raise refuse("wanted either query or queries")
+        raise refuse("expected either query or queries")
     queries = [request.query] if request.query is not None else list(request.queries or ())
     if not 1 <= len(queries) <= limits.queries:
-        raise refuse(f"queries: wanted 1 to {limits.queries}, got {len(queries)}")
+        raise refuse(f"queries: expected 1 to {limits.queries}, got {len(queries)}")
     longest = max(map(len, queries))
     if longest > limits.query_characters:
-        raise refuse(f"query: wanted at most {limits.query_characters} characters, got {longest}")
+        raise refuse(f"query: expected at most {limits.query_characters} characters, got {longest}")
     if not all(_is_text(query) for query in queries):
-        raise refuse("query: wanted text, got a lone surrogate")
+        raise refuse("query: expected text, got a lone surrogate")
     wanted = topk if request.topk is None else request.topk
     if not 1 <= wanted <= limits.topk:
-        raise refuse(f"topk: wanted 1 to {limits.topk}, got {wanted}")
+        raise refuse(f"topk: expected 1 to {limits.topk}, got {wanted}")
     return queries, wanted
 
 

@@ -130,12 +130,12 @@ def database_file(db_path: str, data: str, db_id: str) -> Path:
         FileNotFoundError: there is no such file.
     """
     if data not in FOLDERS:
-        raise ValueError(f"data: wanted one of {', '.join(FOLDERS)}, got {data!r}")
+        raise ValueError(f"data: expected one of {', '.join(FOLDERS)}, got {data!r}")
     plain = (
         isinstance(db_id, str) and not set(db_id) & set("/\\\0:") and db_id not in ("", "..", ".")
     )
     if not plain:
-        raise ValueError(f"db_id: wanted the name of a database, got {db_id!r:.100}")
+        raise ValueError(f"db_id: expected the name of a database, got {db_id!r:.100}")
     file = Path(db_path) / FOLDERS[data] / db_id / f"{db_id}.sqlite"
     if not file.is_file():
         raise FileNotFoundError(f"Database file not found at: {file}")

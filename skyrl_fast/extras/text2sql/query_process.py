@@ -247,7 +247,7 @@ def _lock_file() -> str:
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise RuntimeError(f"{folder}: wanted a folder that only this user can open")
+        raise RuntimeError(f"{folder}: expected a folder that only this user can open")
     file = folder / "large_query.lock"
     file.touch(mode=0o600)
     return os.fspath(file)

@@ -39,7 +39,7 @@ def outcome_of(value: Any) -> Outcome:
     rest = dict(value)
     reward, calls = rest.pop("reward", None), rest.pop("call_rewards", None)
     if not isinstance(calls, Mapping | None):
-        raise OutcomeError(f"call_rewards: wanted a mapping, got {_shown(calls)}")
+        raise OutcomeError(f"call_rewards: expected a mapping, got {_shown(calls)}")
     return Outcome(
         None if reward is None else _number("reward", reward, largest=LARGEST_REWARD),
         {str(name): _number(str(name), number) for name, number in rest.items()},

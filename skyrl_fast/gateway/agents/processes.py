@@ -67,7 +67,7 @@ class AgentSettings:
         except ValueError as error:
             raise ValueError(f"agent.function: {error}") from error
         if not callable(function):
-            raise ValueError(f"agent.function: wanted a function, got {self.function!r}")
+            raise ValueError(f"agent.function: expected a function, got {self.function!r}")
         return FunctionAgent(function)
 
     def handler(self) -> AgentHandler:
@@ -75,7 +75,7 @@ class AgentSettings:
 
     def check_value(self, what: str, value: Any) -> Outcome:
         if not isinstance(value, list) or len(value) != 2:
-            raise ValueError(f"{what}: wanted an outcome, got {type(value).__name__}")
+            raise ValueError(f"{what}: expected an outcome, got {type(value).__name__}")
         return replace(outcome_of(value[0]), unless_posted=value[1] is True)
 
     def check_importable(self) -> None:

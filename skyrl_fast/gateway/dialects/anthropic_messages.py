@@ -216,7 +216,7 @@ def _text(content: str | list[Block], between: str) -> str:
         return content
     for block in content:
         if block.text is None:
-            raise ApiError(400, f"content: wanted text, got a block of type {block.type!r}")
+            raise ApiError(400, f"content: expected text, got a block of type {block.type!r}")
     return between.join(block.text or "" for block in content)
 
 
@@ -277,7 +277,7 @@ def _forced_tool(choice: ToolChoice) -> str | None:
     if choice.type == "any":
         return REQUIRED
     if choice.type != "tool" or choice.name is None:
-        raise ApiError(400, f"tool_choice: wanted auto, none, any or a tool, got {choice.type}")
+        raise ApiError(400, f"tool_choice: expected auto, none, any or a tool, got {choice.type}")
     return choice.name
 
 

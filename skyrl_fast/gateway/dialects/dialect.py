@@ -77,9 +77,9 @@ def structured_form(name: str, form: Format | None) -> dict[str, Any] | None:
         return {"json_object": True}
     if form.type != "json_schema":
         wanted = "text, json_object or json_schema"
-        raise ApiError(400, f"{name}: wanted {wanted}, got {form.type}", code="unsupported")
+        raise ApiError(400, f"{name}: expected {wanted}, got {form.type}", code="unsupported")
     if form.schema_ is None:
-        raise ApiError(400, f"{name}: wanted a JSON schema, got none", code="invalid_value")
+        raise ApiError(400, f"{name}: expected a JSON schema, got none", code="invalid_value")
     return {"json": form.schema_}
 
 

@@ -250,7 +250,7 @@ def forced_tool(choice: str | dict[str, Any] | None) -> str | None:
         if isinstance(name, str):
             return name
     wanted = "auto, none, required or a function"
-    raise ApiError(400, f"tool_choice: wanted {wanted}, got {choice!r}", code="unsupported")
+    raise ApiError(400, f"tool_choice: expected {wanted}, got {choice!r}", code="unsupported")
 
 
 def stop_strings(stop: str | list[str] | None) -> list[str] | None:
@@ -258,7 +258,7 @@ def stop_strings(stop: str | list[str] | None) -> list[str] | None:
     stops = [stop] if isinstance(stop, str) else stop or []
     stops = [text for text in stops if text]
     if len(stops) > MAX_STOPS:
-        raise ApiError(400, f"stop: wanted at most {MAX_STOPS} strings, got {len(stops)}")
+        raise ApiError(400, f"stop: expected at most {MAX_STOPS} strings, got {len(stops)}")
     return stops or None
 
 

@@ -88,10 +88,10 @@ def _prompt(prompt: Any) -> str | list[int]:
     """Return the one prompt of a request, as text or tokens."""
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         if len(prompt) > 1:
-            raise ApiError(400, f"prompt: wanted one prompt, got {len(prompt)}")
+            raise ApiError(400, f"prompt: expected one prompt, got {len(prompt)}")
         prompt = prompt[0]
     if not prompt:
-        raise ApiError(400, "prompt: wanted text or tokens, got nothing")
+        raise ApiError(400, "prompt: expected text or tokens, got nothing")
     return prompt
 
 

@@ -192,7 +192,7 @@ def _messages(given: str | list[Item]) -> list[Message]:
         elif item.type == "message":
             role = "system" if item.role == "developer" else item.role
             if role not in ("system", "user", "assistant"):
-                raise ApiError(400, f"input: role: wanted user or another, got {item.role!r}")
+                raise ApiError(400, f"input: role: expected user or another, got {item.role!r}")
             more = thoughts if role == "assistant" else {}
             messages.append({"role": role, "content": _text(item.content), **more})
             thoughts = {}
@@ -216,7 +216,7 @@ def _text(content: str | list[Content] | None) -> str:
         return content or ""
     for part in content:
         if part.text is None:
-            raise ApiError(400, f"content: wanted text, got a part of type {part.type!r}")
+            raise ApiError(400, f"content: expected text, got a part of type {part.type!r}")
     return "\n".join(part.text or "" for part in content)
 
 

@@ -72,9 +72,9 @@ class AgentGenerator:
         self._settings = as_config(agent)
         self._policy_model_name = policy_model_name
         if not generator_cfg.step_wise_trajectories:
-            raise ValueError("generator.step_wise_trajectories: wanted true with an agent")
+            raise ValueError("generator.step_wise_trajectories: expected true with an agent")
         if not self._settings.agent.is_set:
-            raise ValueError("agent.function: wanted a function or agent.command, got neither")
+            raise ValueError("agent.function: expected a function or agent.command, got neither")
         # Its processes, if it has any, are kept from batch to batch, and end with this one.
         self._black_box = black_box(self._settings.agent)
         self._agent(_Client(self, {}, None), {})  # what is missing is found now
@@ -87,7 +87,9 @@ class AgentGenerator:
         """
         ids = input_batch.get("trajectory_ids")
         if ids is None:
-            raise ValueError("AgentGenerator: trajectory_ids: wanted one for each prompt, got none")
+            raise ValueError(
+                "AgentGenerator: trajectory_ids: expected one for each prompt, got none"
+            )
         metadata = input_batch.get("batch_metadata")
         phase = "train" if metadata is None else str(metadata.training_phase)
         version = 0 if metadata is None else int(metadata.global_step or 0)
@@ -138,7 +140,9 @@ class AgentGenerator:
             **{name: getattr(ours, name) for name in OURS},
         )
         if config.max_input_length is None:
-            raise ValueError("generator.max_input_length: wanted a number with an agent, got null")
+            raise ValueError(
+                "generator.max_input_length: expected a number with an agent, got null"
+            )
         calls = PolicyCalls(client, WeightGate(), self._tokenizer, self._settings.trainer.seed)
         agent = gateway_agent(self._settings.agent, calls, config, agent=self._black_box)
         return agent, config

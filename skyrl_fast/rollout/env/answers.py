@@ -50,13 +50,13 @@ def messages_of(value: Any, data: PlainData) -> list[Message]:
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, list | tuple):
-        raise AnswerError(f"wanted messages with role and content, got {plain_repr(value)}")
+        raise AnswerError(f"expected messages with role and content, got {plain_repr(value)}")
     try:
         messages = data.of(value)
     except (TypeError, ValueError) as error:
         raise AnswerError(f"messages: {error}") from error
     if not all(map(_is_message, messages)):
-        raise AnswerError(f"wanted messages with role and content, got {plain_repr(messages)}")
+        raise AnswerError(f"expected messages with role and content, got {plain_repr(messages)}")
     try:
         return normalize_messages(messages)
     except ValueError as error:
@@ -76,7 +76,7 @@ def answer_of(answer: Any, data: PlainData) -> EnvAnswer:
         answer = {item.name: getattr(answer, item.name) for item in fields(EnvStep)}
     if not isinstance(answer, Mapping):
         raise AnswerError(
-            "wanted an EnvStep, or a mapping with observations, reward, done; got "
+            "expected an EnvStep, or a mapping with observations, reward, done; got "
             f"{type_name(answer)}"
         )
     absent = [key for key in ("observations", "reward", "done") if key not in answer]
@@ -111,7 +111,7 @@ def _done(value: Any) -> bool:
     try:
         return bool(value)
     except Exception as error:  # an array of several elements has no truth value
-        text = f"done: wanted true or false, got {plain_repr(value, 100)}"
+        text = f"done: expected true or false, got {plain_repr(value, 100)}"
         raise AnswerError(text) from error
 
 
@@ -128,7 +128,7 @@ def _action(value: Any, data: PlainData) -> str | Message | None:
         except (TypeError, ValueError) as error:
             raise AnswerError(f"postprocessed_action: {error}") from error
     raise AnswerError(
-        f"postprocessed_action: wanted text or an assistant message, got {plain_repr(value)}"
+        f"postprocessed_action: expected text or an assistant message, got {plain_repr(value)}"
     )
 
 

@@ -59,7 +59,7 @@ class EnvSettings:
         if what == "init":
             return messages_of(value, data)
         if not isinstance(value, dict):
-            raise ValueError(f"{what}: wanted a mapping, got {type(value).__name__}")
+            raise ValueError(f"{what}: expected a mapping, got {type(value).__name__}")
         if what == "step":
             return answer_of({**value, "observations": value.get("messages")}, data)
         return value
@@ -168,7 +168,7 @@ def create_env(
     absent = [name for name in METHODS if not callable(getattr(env, name, None))]
     if absent:
         raise TypeError(
-            f"wanted an Env, got {type_name(env)} without {', '.join(absent)}; a subclass "
+            f"expected an Env, got {type_name(env)} without {', '.join(absent)}; a subclass "
             "of skyrl_fast.train.Env has to define only step"
         )
     return env

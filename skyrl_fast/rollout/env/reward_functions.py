@@ -182,7 +182,7 @@ def _rewards(
     values = found.tolist() if hasattr(found, "tolist") else found
     if not isinstance(values, list | tuple) or len(values) != count:
         raise ValueError(
-            f"reward_funcs: {_name(function)!r}: wanted a list of {count} rewards, one for each "
+            f"reward_funcs: {_name(function)!r}: expected a list of {count} rewards, one for each "
             f"answer of the group, got {found!r:.100}"
         )
     where = f"reward_funcs: {_name(function)!r}"

@@ -72,7 +72,7 @@ def check_registered(env_class: str) -> Any:
         import skyrl_gym
     except ImportError as error:
         raise ValueError(
-            f"wanted module:Class, or skyrl-gym for the environments registered there ({error}), "
+            f"expected module:Class, or skyrl-gym for the environments registered there ({error}), "
             f"got {env_class!r}"
         ) from error
     try:

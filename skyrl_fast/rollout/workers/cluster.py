@@ -72,7 +72,7 @@ class ClusterWorkers:
             if not ready:
                 if time.monotonic() > deadline:
                     raise OSError(
-                        f"{self._share.setting}: wanted a node with {self._share.num_cpus} CPUs "
+                        f"{self._share.setting}: expected a node with {self._share.num_cpus} CPUs "
                         f"free within {PLACE_SECONDS:g} s, got nodes with {self._resources()}"
                     )
                 await asyncio.sleep(POLL_SECONDS)

@@ -39,7 +39,7 @@ class PlainData:
         self._values_left -= 1
         if depth > MAX_DEPTH or self._values_left < 0:
             raise ValueError(
-                f"wanted at most {MAX_DEPTH} levels and {MAX_VALUES:,} values, got more"
+                f"expected at most {MAX_DEPTH} levels and {MAX_VALUES:,} values, got more"
             )
         if value is None or value is True or value is False:
             return value
@@ -47,7 +47,7 @@ class PlainData:
             return self.text(value)
         if isinstance(value, int):
             if int.bit_length(value) > MAX_BITS:
-                raise ValueError(f"wanted integers of at most {MAX_BITS} bits, got a larger one")
+                raise ValueError(f"expected integers of at most {MAX_BITS} bits, got a larger one")
             return int.__int__(value)
         if isinstance(value, float):
             return float.__float__(value)
@@ -63,7 +63,7 @@ class PlainData:
         if self._unknown_as_text:
             return self.text(str(value))
         raise TypeError(
-            "wanted texts, numbers, truth values, None, lists and mappings, got "
+            "expected texts, numbers, truth values, None, lists and mappings, got "
             f"{type(value).__name__}"
         )
 

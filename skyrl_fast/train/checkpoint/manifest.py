@@ -84,7 +84,7 @@ def find_damage(folder: Path) -> tuple[str, str] | None:
     if any(map(_is_outside, wanted)):
         return MANIFEST, "lists files outside its folder"
     if algorithm != _ALGORITHM:
-        return MANIFEST, f"wanted {_ALGORITHM} digests, got {algorithm!r:.50}"
+        return MANIFEST, f"expected {_ALGORITHM} digests, got {algorithm!r:.50}"
     if not intact:
         return MANIFEST, "its content is not what was written"
     for name, (size, _) in wanted.items():
@@ -93,7 +93,7 @@ def find_damage(folder: Path) -> tuple[str, str] | None:
         except OSError as error:
             return name, _unreadable(error)
         if found != size:
-            return name, f"wanted {size} bytes, got {found}"
+            return name, f"expected {size} bytes, got {found}"
 
     with _threads() as pool:
         for name, (_, digest) in wanted.items():

@@ -88,7 +88,7 @@ def load_shards(
     except ImportError as error:
         raise ValueError(
             f"{folder}: was written by several ranks, and torch {torch.__version__} cannot read "
-            "that: wanted torch 2.9 or newer"
+            "that: expected torch 2.9 or newer"
         ) from error
     step_count, steps, unmoved = _read_steps(folder / STEPS)
     with _name_damage(folder):
@@ -134,16 +134,16 @@ def check_moments(name: str, state: State, path: Path) -> None:
     """
     values = {key: local_tensor(value) for key, value in state.items()}
     if bool(values["exp_avg"].isnan().any()):
-        raise damage_error(path, f"{name}.exp_avg: wanted numbers, got NaN")
+        raise damage_error(path, f"{name}.exp_avg: expected numbers, got NaN")
     for key in ("exp_avg_sq", "step"):
         if not bool((values[key] >= 0).all()):
-            raise damage_error(path, f"{name}.{key}: wanted no negative values, and no NaN")
+            raise damage_error(path, f"{name}.{key}: expected no negative values, and no NaN")
 
 
 def check_step_count(step_count: int, path: Path) -> None:
     """Raise CheckpointError if a run cannot have made so many steps."""
     if not 0 <= step_count < MAX_STEPS:
-        raise damage_error(path, f"step_count: wanted 0 to 2^53, got {step_count}")
+        raise damage_error(path, f"step_count: expected 0 to 2^53, got {step_count}")
 
 
 def _read_steps(path: Path) -> tuple[int, dict[str, float], set[str]]:

@@ -117,4 +117,4 @@ def _list(value: Any, name: str, *, length: int) -> list[Any]:
 
 def _require(valid: bool, name: str, wanted: str, got: Any) -> None:
     if not valid:
-        raise ValueError(f"{name}: wanted {wanted}, got {shorten(repr(got), _MAX_SHOWN)}")
+        raise ValueError(f"{name}: expected {wanted}, got {shorten(repr(got), _MAX_SHOWN)}")

@@ -36,7 +36,7 @@ def chat_of(row: Any, where: str) -> list[Message]:
         isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in found
     ):
         raise ValueError(
-            f"{where}: wanted a list of messages with role and content, `messages`, or `prompt` "
+            f"{where}: expected a list of messages with role and content, `messages`, or `prompt` "
             f"and `completion`, got {row!r:.200}"
         )
     try:
@@ -46,7 +46,7 @@ def chat_of(row: Any, where: str) -> list[Message]:
         raise ValueError(f"{where}: {error}") from None
     if first_answer(messages) == 0 or not any(trained):
         raise ValueError(
-            f"{where}: wanted a prompt and an assistant message after it that is to be trained, "
+            f"{where}: expected a prompt and an assistant message after it that is to be trained, "
             f"got the roles {', '.join(message['role'] for message in messages) or 'none'}"
         )
     return messages
@@ -134,7 +134,8 @@ def _steps(
         ):
             if len(ids) > limit:
                 raise ValueError(
-                    f"wanted a {name} of at most generator.{setting}={limit} tokens, got {len(ids)}"
+                    f"expected a {name} of at most generator.{setting}={limit} tokens, "
+                    f"got {len(ids)}"
                 )
         yield _step(prompt, response, answer, is_trained(messages[place]))
         place += 1 + following

@@ -114,7 +114,7 @@ def _rows_of(source: Iterable[Any], name: str) -> Iterable[Any]:
     """Return the rows of a source, which may iterate over the names of its columns."""
     if isinstance(source, Mapping):
         names = ", ".join(map(str, source))
-        raise ValueError(f"{name}: wanted rows, got a mapping with {names}: choose one")
+        raise ValueError(f"{name}: expected rows, got a mapping with {names}: choose one")
     kind = type(source)
     table: Any = source
     if callable(getattr(kind, "to_pylist", None)):  # of pyarrow
@@ -201,7 +201,7 @@ def _rows(path: Path) -> Iterator[Any]:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: invalid JSON: {error}") from error
         if not isinstance(rows, list):
-            raise ValueError(f"{path}: wanted a list of rows, got {type(rows).__name__}")
+            raise ValueError(f"{path}: expected a list of rows, got {type(rows).__name__}")
         yield from rows
     elif path.suffix == ".parquet":
         try:
@@ -213,7 +213,7 @@ def _rows(path: Path) -> Iterator[Any]:
         yield from _rows_of(pyarrow.parquet.read_table(path), str(path))
     else:
         raise ValueError(
-            f"{path}: wanted .jsonl, .json or .parquet, got {path.suffix or 'no suffix'!r}"
+            f"{path}: expected .jsonl, .json or .parquet, got {path.suffix or 'no suffix'!r}"
         )
 
 
@@ -222,7 +222,7 @@ def _prompt(row: Any, uid: str, default_env_class: str, where: str) -> Prompt:
         chat = plain_value(row)
         is_chat = isinstance(chat, list) and all(isinstance(m, Mapping) for m in chat)
         if not (is_chat or isinstance(chat, str)):
-            raise ValueError(f"{where}: wanted a mapping, got {type(row).__name__}")
+            raise ValueError(f"{where}: expected a mapping, got {type(row).__name__}")
         row = {"prompt": chat}
     extras = dict(row)
     messages = plain_value(extras.pop("prompt", None))
@@ -231,7 +231,7 @@ def _prompt(row: Any, uid: str, default_env_class: str, where: str) -> Prompt:
         messages = [{"role": "user", "content": messages}]
     if not isinstance(messages, list) or not all(isinstance(m, Mapping) for m in messages):
         raise ValueError(
-            f"{where}: prompt: wanted a list of messages with role and content, got {messages!r}"
+            f"{where}: prompt: expected a list of messages with role and content, got {messages!r}"
         )
     # Refused here, not in each episode; environments and agents get the messages of the row.
     try:
@@ -287,8 +287,8 @@ class PromptSampler:
     ) -> None:
         if num_prompts < batch_size:
             raise ValueError(
-                f"data.train_data: wanted at least trainer.train_batch_size={batch_size} prompts, "
-                f"got {num_prompts}"
+                f"data.train_data: expected at least trainer.train_batch_size={batch_size} "
+                f"prompts, got {num_prompts}"
             )
         self.epoch = 0
         self.position = 0

@@ -70,7 +70,7 @@ class GroupSchedule:
     def __init__(self, *, batch_size: int, max_staleness: int, version: int = 0) -> None:
         if batch_size < 1 or max_staleness < 0:
             raise ValueError(
-                "GroupSchedule: wanted batch_size >= 1 and max_staleness >= 0, got "
+                "GroupSchedule: expected batch_size >= 1 and max_staleness >= 0, got "
                 f"{batch_size} and {max_staleness}"
             )
         self.version = version

@@ -80,7 +80,7 @@ def open_loggers(names: Sequence[str], run: RunInfo) -> list[Logger]:
 def _open(name: str, run: RunInfo) -> Logger:
     if name not in LOGGERS and ":" not in name:
         raise ValueError(
-            f"trainer.logger: wanted module:Class or one of {', '.join(LOGGERS)}, got {name!r}"
+            f"trainer.logger: expected module:Class or one of {', '.join(LOGGERS)}, got {name!r}"
         )
     try:
         make = load_object(LOGGERS.get(name, name))

@@ -37,7 +37,9 @@ def with_objects(
     for name, given in (("env", env), ("reward", reward)):
         is_name = name == "env" and isinstance(given, str)
         if given is not None and not is_name and not callable(given):
-            raise SetupError(f"train_agent: {name}: wanted a class or function, got {given!r:.100}")
+            raise SetupError(
+                f"train_agent: {name}: expected a class or function, got {given!r:.100}"
+            )
     algorithm = config.trainer.algorithm
     if loss is not None:
         algorithm.policy_loss_type = _register(register_policy_loss, loss)
@@ -63,16 +65,18 @@ def reward_functions(
     """
     if functions is None:
         if weights is not None:
-            raise SetupError("train_agent: reward_weights: wanted reward_funcs with it, got none")
+            raise SetupError("train_agent: reward_weights: expected reward_funcs with it, got none")
         return None
     listed: list[Any] = list(functions) if isinstance(functions, list | tuple) else [functions]
     for function in listed:
         if not callable(function):
-            raise SetupError(f"train_agent: reward_funcs: wanted functions, got {function!r:.100}")
+            raise SetupError(
+                f"train_agent: reward_funcs: expected functions, got {function!r:.100}"
+            )
     weights = [1.0] * len(listed) if weights is None else list(weights)
     if not listed or len(weights) != len(listed):
         text = f"got {len(listed)} functions and {len(weights)} weights"
-        raise SetupError(f"train_agent: reward_funcs: wanted some, each with a weight, {text}")
+        raise SetupError(f"train_agent: reward_funcs: expected some, each with a weight, {text}")
     return RewardFunctions(listed, weights)
 
 
@@ -86,7 +90,7 @@ def importable_name(function: Callable[..., Any]) -> str:
         name = f"{name_of(sys.modules[function.__module__])}:{function.__qualname__}"
         found = load_object(name)
     except (AttributeError, KeyError, ValueError) as error:
-        text = f"train_agent: agent: wanted a function of a module, got {function!r:.100}"
+        text = f"train_agent: agent: expected a function of a module, got {function!r:.100}"
         raise SetupError(text) from error
     if found is not function:
         raise SetupError(f"train_agent: agent: {name} is another object than the given function")
@@ -106,7 +110,7 @@ def is_url(path: str) -> bool:
 def _check_url(setting: str, url: str) -> None:
     if setting not in ("trainer.ckpt_path", "trainer.resume_path"):
         raise ConfigError(
-            f"{setting}: wanted a path of a (mounted) file system, got {url}; checkpoints may be "
+            f"{setting}: expected a path of a (mounted) file system, got {url}; checkpoints may be "
             "at a URL: trainer.ckpt_path"
         )
     protocol, _ = split_protocol(url)

@@ -94,6 +94,6 @@ def _refuse_gpu_settings(engine: InferenceEngineConfig) -> None:
     ):
         if asked:
             raise SetupError(
-                f"generator.inference_engine.{name}: wanted {wanted}, as the trainer computes on "
+                f"generator.inference_engine.{name}: expected {wanted}, as the trainer computes on "
                 f"the CPU, got {str(getattr(engine, name)).lower()}"
             )

@@ -65,7 +65,7 @@ def run_data(
     if len(data.train) < wanted:
         source = "data.train_data" if prompts is None else "prompts"
         raise ValueError(
-            f"{source}: wanted at least trainer.train_batch_size={wanted} prompts, "
+            f"{source}: expected at least trainer.train_batch_size={wanted} prompts, "
             f"got {len(data.train)}"
         )
     return data

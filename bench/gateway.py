@@ -23,7 +23,7 @@ from typing import Any
 
 from bench._tokenizer import byte_level_tokenizer
 from skyrl_fast.config import GeneratorConfig, SamplingParams
-from skyrl_fast.gateway.policy import Policy
+from skyrl_fast.gateway.policy import ServedPolicy
 from skyrl_fast.gateway.server import Gateway
 from skyrl_fast.gateway.session import Session
 from skyrl_fast.rollout.activity import ActivityBoard
@@ -95,7 +95,7 @@ async def session_times(turns: int, tokens: int) -> tuple[list[tuple[float, int]
         sampling_params=SamplingParams(max_generate_length=tokens),
     )
     board = ActivityBoard()
-    policy = Policy(
+    policy = ServedPolicy(
         PolicyCalls(Recited(ids, half, tokenizer.eos_token_id), WeightGate(), tokenizer, 0),
         config,
         ChatTemplate(tokenizer, max_length=longest),

@@ -26,7 +26,7 @@ from skyrl_fast.rollout.trajectory import Trajectory
 pytest.importorskip("pydantic")
 
 from skyrl_fast.gateway.messages import Call
-from skyrl_fast.gateway.policy import Policy
+from skyrl_fast.gateway.policy import ServedPolicy
 from skyrl_fast.gateway.prompt_ids import PromptIds
 from skyrl_fast.gateway.session import Session
 
@@ -138,7 +138,9 @@ def session_of(tokenizer: Any, model: Any) -> Session:
     )
     board = ActivityBoard()
     template = ChatTemplate(tokenizer, max_length=100_000)
-    policy = Policy(PolicyCalls(model, WeightGate(), tokenizer, 0), config, template, board, MODEL)
+    policy = ServedPolicy(
+        PolicyCalls(model, WeightGate(), tokenizer, 0), config, template, board, MODEL
+    )
     trajectory = Trajectory("p", 0, [], "stop", "agent", {}, 0.0)
     return Session(policy, trajectory, board.enter("p", 0), policy_version=0)
 

@@ -14,7 +14,7 @@ from skyrl_fast.config import SamplingParams
 from skyrl_fast.gateway.agent import GatewayAgent
 from skyrl_fast.gateway.agents.black_box import BlackBox
 from skyrl_fast.gateway.agents.function import FunctionAgent
-from skyrl_fast.gateway.policy import Policy
+from skyrl_fast.gateway.policy import ServedPolicy
 from skyrl_fast.gateway.server import Gateway
 from skyrl_fast.rollout.activity import ActivityBoard
 from skyrl_fast.rollout.chat_template import ChatTemplate
@@ -83,7 +83,7 @@ def played(
         if hasattr(agent, "patch"):
             agent.patch(sampler)
         board = ActivityBoard()
-        policy = Policy(
+        policy = ServedPolicy(
             PolicyCalls(sampler, WeightGate(7), tokenizer, 1),
             settings,
             ChatTemplate(tokenizer, chat_template, max_length=settings.max_input_length),

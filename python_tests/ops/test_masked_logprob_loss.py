@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from skyrl_fast.ops.logprob.masked_loss import TOKEN_LOSSES as ALL_LOSSES
 from skyrl_fast.ops.logprob.masked_loss import masked_logprob_loss
-from skyrl_fast.ops.logprob.masked_loss_autograd import Call
+from skyrl_fast.ops.logprob.masked_loss_autograd import LossCall
 from skyrl_fast.ops.logprob.reference import selected_logprob as reference_logprob
 from skyrl_fast.ops.policy_loss.loss import policy_loss
 from skyrl_fast.ops.policy_loss.losses import Cispo
@@ -245,7 +245,7 @@ def test_opcheck(gpu):
     op = torch.ops.skyrl_fast.masked_logprob_loss.default
     mask = c["mask"].to(torch.uint8)
     for with_grad in (False, True):
-        call = Call(
+        call = LossCall(
             c["targets"], mask, None, None, 0.9, 0, 4, params, c["old"], c["advantages"],
             c["reference"], None, None, None, c["weights"], with_grad, False,
         )  # fmt: skip

@@ -8,8 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from skyrl_fast.gateway.agents.task import AgentTask
-
-Message = dict[str, Any]
+from skyrl_fast.rollout.env.protocol import Message
 
 
 @asynccontextmanager

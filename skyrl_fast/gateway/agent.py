@@ -7,7 +7,7 @@ import asyncio
 from skyrl_fast.gateway.agents.black_box import BlackBox
 from skyrl_fast.gateway.agents.task import AgentTask
 from skyrl_fast.gateway.messages import ApiError, Outcome
-from skyrl_fast.gateway.policy import Policy
+from skyrl_fast.gateway.policy import ServedPolicy
 from skyrl_fast.gateway.server import Gateway
 from skyrl_fast.gateway.session import Session
 from skyrl_fast.rollout.activity import ACTING, Activity
@@ -23,7 +23,7 @@ class GatewayAgent:
         gateway: started, or by `start`.
     """
 
-    def __init__(self, gateway: Gateway, policy: Policy, agent: BlackBox) -> None:
+    def __init__(self, gateway: Gateway, policy: ServedPolicy, agent: BlackBox) -> None:
         self.gateway = gateway
         self.policy = policy
         self.agent = agent

@@ -14,7 +14,7 @@ from typing import Any
 from skyrl_fast.config import SamplingParams
 from skyrl_fast.gateway.form_limits import FormError
 from skyrl_fast.gateway.messages import ApiError, Call, Choice, ToolCall
-from skyrl_fast.gateway.policy import Policy
+from skyrl_fast.gateway.policy import ServedPolicy
 from skyrl_fast.gateway.prompt_ids import PromptIds, PromptTokens
 from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.rollout.engine.route_record import turn_routes
@@ -55,7 +55,7 @@ class Choices:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: ServedPolicy,
         trajectory: Trajectory,
         prompts: PromptIds,
         counts: Counter[str],

@@ -18,7 +18,7 @@ from skyrl_fast.rollout.tool_calls import ToolCallParser
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class ServedPolicy:
     """What all sessions of a run share.
 
     Args:

@@ -17,7 +17,7 @@ import xxhash
 from skyrl_fast.gateway.choices import Choices
 from skyrl_fast.gateway.messages import Answer, ApiError, Call, Outcome
 from skyrl_fast.gateway.other_calls import OtherCalls
-from skyrl_fast.gateway.policy import Policy
+from skyrl_fast.gateway.policy import ServedPolicy
 from skyrl_fast.gateway.prompt_ids import FORKED, RESTARTED, PromptIds, PromptTokens
 from skyrl_fast.gateway.request_body import RequestBodies, parse_json
 from skyrl_fast.gateway.rewards import Rewards
@@ -85,7 +85,7 @@ class Session:
     """
 
     def __init__(
-        self, policy: Policy, trajectory: Trajectory, entry: Activity, *, policy_version: int
+        self, policy: ServedPolicy, trajectory: Trajectory, entry: Activity, *, policy_version: int
     ) -> None:
         self.policy = policy
         self.counts: Counter[str] = Counter()

@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from skyrl_fast.gateway.agents.outcome import OutcomeError, outcome_of
 from skyrl_fast.gateway.messages import ApiError, Outcome
-from skyrl_fast.gateway.policy import Policy
+from skyrl_fast.gateway.policy import ServedPolicy
 from skyrl_fast.gateway.recording import RecordedSession, Recording
 from skyrl_fast.gateway.request_body import Fields, check_fields
 from skyrl_fast.gateway.server import Gateway, JsonAnswer, json_body, key_of
@@ -66,7 +66,13 @@ class Sessions:
     """
 
     def __init__(
-        self, gateway: Gateway, policy: Policy, recording: Recording, *, key: str, seconds: float
+        self,
+        gateway: Gateway,
+        policy: ServedPolicy,
+        recording: Recording,
+        *,
+        key: str,
+        seconds: float,
     ) -> None:
         self._gateway = gateway
         self._policy = policy

@@ -22,7 +22,7 @@ from skyrl_fast.system.importing import absolute_name
 if TYPE_CHECKING:
     from skyrl_fast.gateway.agent import GatewayAgent
     from skyrl_fast.gateway.agents.black_box import BlackBox
-    from skyrl_fast.gateway.policy import Policy
+    from skyrl_fast.gateway.policy import ServedPolicy
 
 PACKAGES = ("starlette", "uvicorn", "pydantic", "httpx", "msgspec", "xxhash")
 MAX_CALLS = 1 << 20  # of a node: agents wait for the model most of the time
@@ -108,19 +108,19 @@ def gateway_agent(
 
 def gateway_policy(
     settings: AgentConfig, calls: PolicyCalls, config: GeneratorConfig, *, one_line: bool = False
-) -> Policy:
+) -> ServedPolicy:
     """Return what all sessions share; arguments as of `gateway_agent`.
 
     Raises:
         ValueError: a tokenizer without end token, or no tool parser of that name.
     """
-    from skyrl_fast.gateway.policy import Policy
+    from skyrl_fast.gateway.policy import ServedPolicy
 
     tokenizer = calls.tokenizer
     if tokenizer.eos_token_id is None:
         raise ValueError("agent: tokenizer: it has no end-of-sequence token (eos_token)")
     name, thoughts = config.tool_parser, config.reasoning_parser
-    return Policy(
+    return ServedPolicy(
         calls,
         config,
         ChatTemplate(

@@ -49,7 +49,7 @@ class AnswerParts:
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
+class _ParseRequest:
     """An answer to be parsed; arguments as of `AnswerParser.parse`."""
 
     text: str
@@ -101,7 +101,7 @@ class AnswerParser:
         if not thoughts and not calls:
             return AnswerParts("", text, ParsedAnswer(text))
         offered = None if tools is None else [dict(tool) for tool in tools]
-        request = _Request(text, offered, forced, dict(template_kwargs or {}), thoughts, calls)
+        request = _ParseRequest(text, offered, forced, dict(template_kwargs or {}), thoughts, calls)
         if len(text) <= MAX_INLINE:
             parts = self._settings.parse(request)
         else:
@@ -114,7 +114,7 @@ class AnswerParser:
         ]
         return replace(parts, parsed=replace(parsed, tool_calls=named, failed=failed))
 
-    async def _parse_in_process(self, request: _Request) -> AnswerParts:
+    async def _parse_in_process(self, request: _ParseRequest) -> AnswerParts:
         try:
             outcome = await self._calls.call(PARSE, request, PARSE_SECONDS)
             if outcome.failure is None:
@@ -141,7 +141,7 @@ class _Parsers:
     optional_modules: ClassVar[Sequence[str]] = ()
     max_bytes: ClassVar[int] = MAX_ANSWER_BYTES
 
-    def parse(self, request: _Request) -> AnswerParts:
+    def parse(self, request: _ParseRequest) -> AnswerParts:
         thoughts, rest = "", request.text
         if self.reasoning_parser is not None and request.with_thoughts:
             thoughts, rest = self.reasoning_parser.divide(rest, request.template_kwargs)
@@ -153,7 +153,7 @@ class _Parsers:
     def handler(self) -> _Parsers:
         return self
 
-    def call(self, what: str, argument: _Request) -> CallResult:
+    def call(self, what: str, argument: _ParseRequest) -> CallResult:
         try:
             return CallResult(self.parse(argument))
         except Exception as error:  # the parsers catch what a text may cause

@@ -10,9 +10,8 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from skyrl_fast.rollout.env.protocol import Message
 from skyrl_fast.setting import tools_error
-
-Message = dict[str, Any]
 
 BETWEEN_PARTS = "\n"  # as vLLM's server joins them
 _PLAIN_KEYS, _PLAIN_ROLES = {"role", "content"}, ("system", "user", "assistant", "tool")

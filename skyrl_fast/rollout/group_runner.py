@@ -54,7 +54,7 @@ class _Slot:
 
 
 @dataclass(slots=True)
-class _Member:
+class _GroupMember:
     """One trajectory of a group: its task, slot, board entry, and number of runs."""
 
     task: asyncio.Task[Trajectory]
@@ -123,7 +123,7 @@ class GroupRunner:
             EngineDeadError: no engine is left.
         """
         run = partial(self._runner.run, phase=phase, policy_version=policy_version)
-        members: dict[int, _Member] = {}
+        members: dict[int, _GroupMember] = {}
         ended: dict[int, Trajectory] = {}
         try:
             for repetition_id in range(self._config.samples(phase)):
@@ -137,7 +137,7 @@ class GroupRunner:
             await self._on_group(prompt, trajectories)
         return trajectories
 
-    async def _end(self, members: list[_Member]) -> None:
+    async def _end(self, members: list[_GroupMember]) -> None:
         """Cancel them, and wait for a bounded time until their environments are closed."""
         for member in members:
             member.task.cancel()
@@ -147,14 +147,16 @@ class GroupRunner:
         for member in members:
             self._abandon(member)
 
-    def _abandon(self, member: _Member) -> None:
+    def _abandon(self, member: _GroupMember) -> None:
         """Stop waiting for it; it may still be running."""
         member.slot.release()
         self._abandoned.add(member.task)
         member.task.add_done_callback(self._abandoned.discard)
         member.task.add_done_callback(_forget)
 
-    def _begin(self, run: Run, prompt: RolloutPrompt, repetition_id: int, runs: int = 0) -> _Member:
+    def _begin(
+        self, run: Run, prompt: RolloutPrompt, repetition_id: int, runs: int = 0
+    ) -> _GroupMember:
         entry = self.board.enter(prompt.uid, repetition_id)
         first_attempt = runs * (self._config.max_retries + 1)
         slot = _Slot(self._slots)
@@ -171,14 +173,14 @@ class GroupRunner:
                 self._on_trajectory(trajectory)
             return trajectory
 
-        return _Member(asyncio.create_task(one()), slot, entry, runs + 1)
+        return _GroupMember(asyncio.create_task(one()), slot, entry, runs + 1)
 
     async def _poll(
         self,
         run: Run,
         prompt: RolloutPrompt,
         phase: str,
-        members: dict[int, _Member],
+        members: dict[int, _GroupMember],
         ended: dict[int, Trajectory],
     ) -> None:
         """Wait up to `poll_seconds`; collect ended trajectories, and give up stuck ones."""
@@ -208,7 +210,7 @@ class GroupRunner:
         run: Run,
         prompt: RolloutPrompt,
         phase: str,
-        members: dict[int, _Member],
+        members: dict[int, _GroupMember],
         ended: dict[int, Trajectory],
         entry: Activity,
     ) -> None:

@@ -17,7 +17,7 @@ from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.segments import segment_sums
 from skyrl_fast.config import AlgorithmConfig, policy_loss_settings, policy_loss_spec
 from skyrl_fast.ops.policy_loss.loss import policy_loss, reduction_weights
-from skyrl_fast.ops.policy_loss.reduction import Scope
+from skyrl_fast.ops.policy_loss.reduction import SequenceScope
 from skyrl_fast.train.algorithm.off_policy import apply_off_policy_correction
 from skyrl_fast.train.model.micro_batch import (
     MicroBatch,
@@ -343,7 +343,7 @@ def _micro_step(
         **_weights_of_terms(rows, weights.at(micro.rows, trained.device), algorithm),
         cu_seqlens=rows.cu_responses,
         trajectory_ids=rows.trajectory_ids,
-        scope=cast(Scope, algorithm.sequence_scope),
+        scope=cast(SequenceScope, algorithm.sequence_scope),
         rollout_logprobs=rows.rollout_logprobs,
         loss=policy_loss_settings(algorithm),
         ref_logprobs=rows.ref_logprobs,

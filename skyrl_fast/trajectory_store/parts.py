@@ -26,7 +26,7 @@ _NAME = re.compile(r"(eval_)?step_(\d{6,})\.jsonl")
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Part:
+class RunPart:
     """One file of a store. Parts sort by step, the evaluation after the batch."""
 
     step: int
@@ -79,12 +79,12 @@ def part_name(step: int, phase: str) -> str:
     return f"{'eval_' if phase == 'eval' else ''}step_{step:06d}.jsonl"
 
 
-def parts(folder: Path) -> list[Part]:
+def parts(folder: Path) -> list[RunPart]:
     """Return the parts in a store's folder, in order; none if the folder does not exist."""
     if not folder.is_dir():
         return []
     matches = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
-    return sorted(Part(int(match[2]), bool(match[1]), path) for match, path in matches if match)
+    return sorted(RunPart(int(match[2]), bool(match[1]), path) for match, path in matches if match)
 
 
 def index_entry(record: Mapping[str, Any], file: str, offset: int, size: int) -> IndexEntry:

@@ -13,7 +13,7 @@ import numpy as np
 from skyrl_fast.rollout.token_ids import TokenIds, ids_array
 from skyrl_fast.trajectory_store.parts import (
     IndexEntry,
-    Part,
+    RunPart,
     index_entry,
     parts,
     read_index_file,
@@ -120,7 +120,7 @@ def read_trajectory(run: str | Path, entry: IndexEntry) -> StoredTrajectory:
         return parse_trajectory(entry, json.loads(file.read(entry.bytes)))
 
 
-def read_part(part: Part) -> Iterator[tuple[IndexEntry, dict[str, Any]]]:
+def read_part(part: RunPart) -> Iterator[tuple[IndexEntry, dict[str, Any]]]:
     """Yield index entry and record of each complete line of a part.
 
     Raises:
@@ -139,7 +139,7 @@ def read_part(part: Part) -> Iterator[tuple[IndexEntry, dict[str, Any]]]:
         yield entry, record
 
 
-def invalid_line_error(part: Part, offset: int, error: Exception) -> ValueError:
+def invalid_line_error(part: RunPart, offset: int, error: Exception) -> ValueError:
     """Return the error for a line that lacks values of a trajectory or has wrong ones."""
     return ValueError(
         f"{part.path}: the line at byte {offset} is not a trajectory: "

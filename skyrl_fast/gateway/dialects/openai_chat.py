@@ -28,14 +28,14 @@ MAX_STOPS = 64
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 
 
-class Part(Fields):
+class ContentPart(Fields):
     """A part of a message's content."""
 
     type: str
     text: str | None = None
 
 
-class Function(Fields):
+class CalledFunction(Fields):
     """A called function."""
 
     name: str
@@ -47,14 +47,14 @@ class CalledTool(Fields):
 
     id: str | None = None
     type: Literal["function"] = "function"
-    function: Function
+    function: CalledFunction
 
 
 class ChatMessage(Fields):
     """A message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     tool_calls: list[CalledTool] | None = None
     tool_call_id: str | None = None
     name: str | None = None

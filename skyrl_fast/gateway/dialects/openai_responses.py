@@ -35,7 +35,7 @@ class Content(Fields):
     text: str | None = None
 
 
-class Item(Fields):
+class ResponseItem(Fields):
     """A message, a function call, or its output."""
 
     type: str = "message"
@@ -67,7 +67,7 @@ class ResponseRequest(Fields):
     """A request."""
 
     model: str
-    input: str | list[Item]
+    input: str | list[ResponseItem]
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
@@ -80,7 +80,7 @@ class ResponseRequest(Fields):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class CheckedRequest:
     """A checked request.
 
     Args:
@@ -127,12 +127,12 @@ class OpenAIResponses:
             parallel_tool_calls=fields.parallel_tool_calls is not False,
             ignored=ignored,
         )
-        return ParsedCall(call, Request(fields, messages, memory))
+        return ParsedCall(call, CheckedRequest(fields, messages, memory))
 
     def response(self, answer: Answer, request: ParsedCall, tokens: Any) -> dict[str, Any]:
-        checked_request: Request = request.fields
+        checked_request: CheckedRequest = request.fields
         items = _output(answer)
-        answered = [Item(**item) for item in items]
+        answered = [ResponseItem(**item) for item in items]
         history = [*checked_request.messages, *_messages(answered)]
         checked_request.memory.update((str(item.id), item) for item in answered)
         checked_request.memory[f"resp_{answer.id}"] = history
@@ -180,7 +180,7 @@ class OpenAIResponses:
         return openai_error(error)
 
 
-def _messages(given: str | list[Item]) -> list[Message]:
+def _messages(given: str | list[ResponseItem]) -> list[Message]:
     """Return items as messages; a function call is a part of the answer before it."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
@@ -220,7 +220,7 @@ def _text(content: str | list[Content] | None) -> str:
     return "\n".join(part.text or "" for part in content)
 
 
-def _items(given: str | list[Item], memory: dict[str, Any]) -> str | list[Item]:
+def _items(given: str | list[ResponseItem], memory: dict[str, Any]) -> str | list[ResponseItem]:
     """Return a request's items, those of earlier answers in place of references to them."""
     if isinstance(given, str):
         return given
@@ -228,7 +228,7 @@ def _items(given: str | list[Item], memory: dict[str, Any]) -> str | list[Item]:
     for item in given:
         if item.type == "item_reference":
             known = memory.get(item.id or "")
-            if not isinstance(known, Item):
+            if not isinstance(known, ResponseItem):
                 raise ApiError(404, f"Item with id '{item.id}' not found.", code="item_not_found")
             item = known
         items.append(item)

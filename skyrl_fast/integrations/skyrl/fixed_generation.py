@@ -18,7 +18,7 @@ LOOP = "SkyRLGymGenerator.agent_loop"
 UPDATE = "SkyRLGymGenerator._update_agent_loop_state_with_multiturn_chat_template"
 
 
-class _Engine:
+class _LimitedEngine:
     """Wraps the inference engine; it gets only prompts within the limit."""
 
     def __init__(self, engine: Any, limit: int | None, eos: int, top_k: int | None) -> None:
@@ -72,7 +72,7 @@ async def agent_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
     limit = arguments["max_input_length"] if step_wise and "length_check" in rules else None
     top_k = _support_width(self, arguments, original)
     wrapped = copy.copy(self)
-    engine = _Engine(self.inference_engine_client, limit, eos, top_k)
+    engine = _LimitedEngine(self.inference_engine_client, limit, eos, top_k)
     wrapped.inference_engine_client = engine
     wrapped._run_in_executor_if_available = _watch(self._run_in_executor_if_available, engine)
     output = await original(wrapped, *args, **kwargs)
@@ -90,7 +90,9 @@ async def agent_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
     return output
 
 
-def _watch(run: Callable[..., Awaitable[Any]], engine: _Engine) -> Callable[..., Awaitable[Any]]:
+def _watch(
+    run: Callable[..., Awaitable[Any]], engine: _LimitedEngine
+) -> Callable[..., Awaitable[Any]]:
     async def run_watched(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if engine.over and getattr(function, "__name__", "") == "step":
             return {"observations": [], "reward": 0.0, "done": True, "metadata": {}}

@@ -8,7 +8,7 @@ from skyrl_fast.ops import _backend
 from skyrl_fast.ops._offsets import check_offsets
 from skyrl_fast.ops.logprob import reference as logprob_reference
 from skyrl_fast.ops.logprob.kept import KeptSets, check_kept, kept_sets
-from skyrl_fast.ops.logprob.masked_loss_autograd import Call, Result, visit
+from skyrl_fast.ops.logprob.masked_loss_autograd import LossCall, Result, visit
 from skyrl_fast.ops.logprob.selected import (
     KERNEL_DTYPES,
     ON_GPU,
@@ -139,7 +139,7 @@ def masked_logprob_loss(
     targets = target_ids.reshape(-1).to(torch.int64).contiguous()
     mask = as_uint8(loss_mask)
     weights = _weights(row_weights, cu_seqlens, shape, dtype)
-    call = Call(
+    call = LossCall(
         targets, mask, kept and kept.ids, kept and kept.ranges, float(temperature),
         LOSS_CODES[kind],
         0 if kl_estimator is None else KL_ESTIMATORS[kl_estimator],
@@ -174,7 +174,7 @@ def masked_logprob_loss(
 
 def _torch(
     logits: torch.Tensor,
-    call: Call,
+    call: LossCall,
     kind: str,
     kl_estimator: str | None,
     kept: KeptSets | None,

@@ -24,7 +24,7 @@ _library.define(
 )
 
 
-class Call(NamedTuple):
+class LossCall(NamedTuple):
     """The operator's arguments between the logits and `with_grad`."""
 
     targets: Tensor  # (M,) int64
@@ -55,7 +55,7 @@ class Result(NamedTuple):
     metrics: Tensor  # those of policy_loss, float64
 
 
-def visit(logits: Tensor, call: Call, inplace_backward: bool) -> Result:
+def visit(logits: Tensor, call: LossCall, inplace_backward: bool) -> Result:
     """Return the loss of rows of logits; its gradient, if required, is computed with it."""
     if not (torch.is_grad_enabled() and logits.requires_grad):
         logprobs, entropy, _ = torch.ops.skyrl_fast.masked_logprob_loss(logits, *call, False)
@@ -66,7 +66,7 @@ def visit(logits: Tensor, call: Call, inplace_backward: bool) -> Result:
     return Result(*_Visit.apply(logits, call, inplace_backward))
 
 
-def _with_loss(logprobs: Tensor, entropy: Tensor, call: Call) -> Result:
+def _with_loss(logprobs: Tensor, entropy: Tensor, call: LossCall) -> Result:
     """Return the loss and its metrics: those of policy_loss for rows of one cell."""
 
     def column(cells: Tensor | None) -> Tensor | None:
@@ -88,7 +88,9 @@ class _Visit(torch.autograd.Function):
     """The gradient is computed with the loss and moved out at the first backward."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, call: Call, inplace_backward: bool) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, logits: Tensor, call: LossCall, inplace_backward: bool
+    ) -> tuple[Tensor, ...]:
         data = logits.detach()
         if inplace_backward:
             logprobs, entropy = _run(data, call, data)
@@ -131,7 +133,7 @@ class _CompiledVisit(torch.autograd.Function):
         logprobs, entropy, grad = torch.ops.skyrl_fast.masked_logprob_loss(logits, *call, True)
         ctx.save_for_backward(grad)
         ctx.num_inputs = 1 + len(call)
-        return tuple(_with_loss(logprobs, entropy, Call(*call)))
+        return tuple(_with_loss(logprobs, entropy, LossCall(*call)))
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
@@ -139,7 +141,7 @@ class _CompiledVisit(torch.autograd.Function):
         return (grad * grad_loss,) + (None,) * (ctx.num_inputs - 1)
 
 
-def _run(logits: Tensor, call: Call, grad: Tensor | None) -> tuple[Tensor, Tensor]:
+def _run(logits: Tensor, call: LossCall, grad: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropies; write `grad`, which may be `logits`."""
     num_rows = call.targets.numel()
     logprobs = logits.new_empty(num_rows, dtype=torch.float32)
@@ -156,12 +158,12 @@ def _impl(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     *call, with_grad = arguments
     shape = logits.shape if with_grad else (0,)
     grad = _backend.empty(shape, logits.dtype, logits.device)
-    return *_run(logits.detach(), Call(*call), grad if with_grad else None), grad
+    return *_run(logits.detach(), LossCall(*call), grad if with_grad else None), grad
 
 
 def _fake(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     *fields, with_grad = arguments
-    call = Call(*fields)
+    call = LossCall(*fields)
     logprobs = logits.new_empty(call.targets.shape[0], dtype=torch.float32)
     entropy = logprobs.new_empty(call.targets.shape[0] if call.return_entropy else 0)
     return logprobs, entropy, logits.new_empty(logits.shape if with_grad else (0,))

@@ -62,10 +62,10 @@ def loss_and_metrics(
         return metrics[0].to(current.dtype), metrics
     if torch.compiler.is_compiling():
         return _CompiledPolicyLoss.apply(current, *call)
-    return _PolicyLoss.apply(current, *call)
+    return _EagerPolicyLoss.apply(current, *call)
 
 
-class _PolicyLoss(torch.autograd.Function):
+class _EagerPolicyLoss(torch.autograd.Function):
     """The gradient is computed with the loss and moved out at the first backward.
 
     So nothing is copied and autograd may keep it as `.grad`; another backward through a retained

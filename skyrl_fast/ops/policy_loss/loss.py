@@ -35,7 +35,7 @@ from skyrl_fast.ops.policy_loss.off_policy import off_policy_correction
 from skyrl_fast.ops.policy_loss.reduction import (
     SCOPES,
     RowIds,
-    Scope,
+    SequenceScope,
     native_mask,
     offsets_of_cells,
     reduction_weights,
@@ -66,7 +66,7 @@ def policy_loss(
     cu_seqlens: torch.Tensor | None = None,
     group_ids: RowIds | None = None,
     trajectory_ids: RowIds | None = None,
-    scope: Scope | None = None,
+    scope: SequenceScope | None = None,
     token_weights: torch.Tensor | None = None,
     cross_entropy_weights: torch.Tensor | None = None,
     kl_weights: torch.Tensor | None = None,

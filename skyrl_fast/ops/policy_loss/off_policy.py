@@ -11,7 +11,7 @@ from skyrl_fast.ops import _backend
 from skyrl_fast.ops.policy_loss import reference_off_policy as reference
 from skyrl_fast.ops.policy_loss.reduction import (
     RowIds,
-    Scope,
+    SequenceScope,
     native_mask,
     offsets_of_cells,
     sequences_of,
@@ -55,7 +55,7 @@ def off_policy_correction(
     outlier_high: float | None = None,
     token_mask_low: float | None = None,
     token_mask_high: float | None = None,
-    scope: Scope | None = None,
+    scope: SequenceScope | None = None,
     cu_seqlens: torch.Tensor | None = None,
     trajectory_ids: RowIds | None = None,
     backend: str | None = None,

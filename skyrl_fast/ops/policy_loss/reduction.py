@@ -22,7 +22,7 @@ REDUCTIONS = (
 )
 NATIVE_MASKS = (torch.bool, torch.uint8, torch.int64, torch.float32)
 
-Scope = Literal["row", "trajectory"]
+SequenceScope = Literal["row", "trajectory"]
 SCOPES = ("row", "trajectory")
 RowIds = Sequence[str] | Sequence[int] | torch.Tensor
 

@@ -71,7 +71,7 @@ class PooledEngine(Engine, Protocol):
 
 
 @dataclass(slots=True)
-class _Member:
+class _PoolMember:
     engine: PooledEngine
     probe: WeightProbe | None = None
     down_since: float | None = None
@@ -109,7 +109,7 @@ class EnginePool:
             raise ValueError("EnginePool: engines: expected at least one, got none")
         self.faults: Counter[str] = Counter()
         self.reports: dict[int, WeightSyncReport] = {}  # of each engine's last weight update
-        self._members = [_Member(engine) for engine in engines]
+        self._members = [_PoolMember(engine) for engine in engines]
         self._max_restarts = max_restarts
         self._transport = transport
         self._wait_seconds = wait_seconds
@@ -316,10 +316,10 @@ class EnginePool:
             if m.down_since is not None
         ]
 
-    def _up(self) -> list[_Member]:
+    def _up(self) -> list[_PoolMember]:
         return [member for member in self._members if member.up]
 
-    async def _choose(self, session_id: str) -> _Member | None:
+    async def _choose(self, session_id: str) -> _PoolMember | None:
         """Return a running engine: the same one for a session, since it has cached earlier turns.
 
         None during an update, which waits for requests to end.
@@ -334,7 +334,7 @@ class EnginePool:
         digest = hashlib.blake2b(session_id.encode(), digest_size=8).digest()
         return up[int.from_bytes(digest, "little") % len(up)]
 
-    async def _mark_dead(self, member: _Member, error: EngineError | WeightSyncError) -> None:
+    async def _mark_dead(self, member: _PoolMember, error: EngineError | WeightSyncError) -> None:
         member.error = error
         if not member.up:
             return
@@ -353,7 +353,7 @@ class EnginePool:
             self._changed.notify_all()
 
     async def _call(
-        self, member: _Member, call: Callable[[], Coroutine[Any, Any, T]], seconds: float
+        self, member: _PoolMember, call: Callable[[], Coroutine[Any, Any, T]], seconds: float
     ) -> T | None:
         """Return the engine's answer, or None if it fails or does not answer in time."""
 
@@ -386,7 +386,7 @@ class EnginePool:
 
     async def _load_all(
         self,
-        members: Sequence[_Member],
+        members: Sequence[_PoolMember],
         call: WorkerCall,
         make_probe: Callable[[Engine], WeightProbe],
         seconds: float,
@@ -406,7 +406,7 @@ class EnginePool:
 
     async def _load(
         self,
-        member: _Member,
+        member: _PoolMember,
         call: WorkerCall,
         make_probe: Callable[[Engine], WeightProbe],
         seconds: float,
@@ -436,7 +436,7 @@ class EnginePool:
         self.reports[self._members.index(member)] = report
         return report
 
-    async def _restart_dead_engines(self) -> list[_Member]:
+    async def _restart_dead_engines(self) -> list[_PoolMember]:
         """Restart dead engines if possible; they count as running once they have the weights."""
         started = []
         for member in self._members:

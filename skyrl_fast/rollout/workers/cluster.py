@@ -51,7 +51,7 @@ class ClusterWorkers:
         self._section = share.setting.partition(".")[0]
         self._ray = import_ray(f"{self._section}.workers: cluster")
         self._connection = ExitStack()
-        self._nodes: dict[str, _Node] = {}
+        self._nodes: dict[str, _ClusterNode] = {}
         self._looked = float("-inf")
         self._lock = threading.Lock()  # of all above
 
@@ -103,7 +103,7 @@ class ClusterWorkers:
         """Cancel a call, which kills its process."""
         self._ray.cancel(call)
 
-    def lose(self, node: _Node, error: BaseException) -> str:
+    def lose(self, node: _ClusterNode, error: BaseException) -> str:
         """Use this node's actor no more; return what happened to it."""
         text = log_line(f"node {node.address}: {type(error).__name__}: {error}")[:MAX_FAILURE]
         if self._nodes.get(node.name) is node:
@@ -121,7 +121,7 @@ class ClusterWorkers:
             if not self._ray.is_initialized():
                 self._connection.enter_context(connect_ray(self._ray))
 
-    def _ready_nodes(self) -> list[_Node]:
+    def _ready_nodes(self) -> list[_ClusterNode]:
         self._connect()
         with self._lock:
             now = time.monotonic()
@@ -146,7 +146,7 @@ class ClusterWorkers:
             actor_class = self._ray.remote(_NodeActor).options(**options)
             actor = actor_class.remote(self._settings, self._share.max_calls)
             address = node["NodeManagerAddress"]
-            self._nodes[name] = _Node(name, address, actor, actor.is_ready.remote())
+            self._nodes[name] = _ClusterNode(name, address, actor, actor.is_ready.remote())
 
     def _resources(self) -> list[float]:
         nodes = self._ray.nodes()
@@ -156,7 +156,7 @@ class ClusterWorkers:
 class ClusterWorker:
     """Runs one handler in a process of a node."""
 
-    def __init__(self, cluster: ClusterWorkers, node: _Node, number: int) -> None:
+    def __init__(self, cluster: ClusterWorkers, node: _ClusterNode, number: int) -> None:
         self._cluster, self._node, self._number = cluster, node, number
         self.usable = True  # false: the process is gone, and its handler with it
 
@@ -173,7 +173,7 @@ class ClusterWorker:
             text = f"{what}: the row cannot be sent to a process: {error}"
             return CallResult(failure=text[:MAX_FAILURE])
         try:
-            answer: _Answer = await call
+            answer: _NodeAnswer = await call
         except asyncio.CancelledError:
             self._cluster.cancel(call)
             self._leave()
@@ -202,7 +202,7 @@ class ClusterWorker:
 
 
 @dataclass(slots=True, eq=False)
-class _Node:
+class _ClusterNode:
     """A node with an actor, which may still wait for its CPUs."""
 
     name: str
@@ -214,7 +214,7 @@ class _Node:
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _NodeAnswer:
     """What an actor returns of a call.
 
     Args:
@@ -244,7 +244,9 @@ class _NodeActor:
         self._workers[number] = await self._processes.acquire()
         return number
 
-    async def call(self, number: int, what: str, argument: Any, timeout: float | None) -> _Answer:
+    async def call(
+        self, number: int, what: str, argument: Any, timeout: float | None
+    ) -> _NodeAnswer:
         worker, outcome, late = self._workers[number], CallResult(), None
         try:
             async with self._slots:
@@ -254,7 +256,7 @@ class _NodeActor:
         finally:
             if not worker.usable:
                 del self._workers[number]
-        return _Answer(outcome, worker.usable, late)
+        return _NodeAnswer(outcome, worker.usable, late)
 
     async def release(self, number: int) -> None:
         self._workers.pop(number).release()

@@ -30,10 +30,10 @@ class ThreadWorkers:
     def __init__(self, settings: EnvSettings) -> None:
         self._settings = settings
         self._lock = threading.Lock()  # of all below
-        self._waiting: deque[_Call] = deque()
+        self._waiting: deque[_ThreadCall] = deque()
         self._idle: list[_Thread] = []
         self._num_working = 0
-        self._returned: list[tuple[_Call, Any]] = []  # for the event loop
+        self._returned: list[tuple[_ThreadCall, Any]] = []  # for the event loop
         self._joining: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -49,7 +49,7 @@ class ThreadWorkers:
             timeout: in seconds.
         """
         loop = asyncio.get_running_loop()
-        call = _Call(function, loop)
+        call = _ThreadCall(function, loop)
         with self._lock:
             self._waiting.append(call)
             if self._num_working == 0:
@@ -89,7 +89,7 @@ class ThreadWorkers:
             self._wake(min(waiting, max(1, self._num_working)))
         self._joining = loop.call_later(JOIN_SECONDS, self._join, loop) if waiting else None
 
-    def _give_up(self, call: _Call) -> None:
+    def _give_up(self, call: _ThreadCall) -> None:
         """Forget a call whose caller has left; its thread ends after it."""
         with self._lock:
             if call.worker is None:
@@ -132,7 +132,7 @@ class ThreadWorkers:
                 call.future.set_result(result)
 
 
-class _Call:
+class _ThreadCall:
     """A call of an environment.
 
     Attributes:

@@ -8,7 +8,7 @@ from typing import cast
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import AlgorithmConfig, Config, is_ratio_to_rollout
 from skyrl_fast.ops.policy_loss.off_policy import off_policy_correction
-from skyrl_fast.ops.policy_loss.reduction import Scope
+from skyrl_fast.ops.policy_loss.reduction import SequenceScope
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def apply_off_policy_correction(
         outlier_high=settings.outlier_token_is_threshold_high,
         token_mask_low=settings.token_mask_is_threshold_low,
         token_mask_high=settings.token_mask_is_threshold_high,
-        scope=cast(Scope, algorithm.sequence_scope),
+        scope=cast(SequenceScope, algorithm.sequence_scope),
         trajectory_ids=batch.trajectory_ids,
         cu_seqlens=batch.cu_responses,
     )

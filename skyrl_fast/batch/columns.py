@@ -1,6 +1,8 @@
 """Flat arrays of a batch from the lists of a generator output.
 
 N rows, S tokens, A response tokens, E captured routes, L layers, K experts per token.
+
+Design: docs/design/006-step-batch.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`StepBatch` from trajectories. N rows, one per step; J trajectories."""
+"""`StepBatch` from trajectories. N rows, one per step; J trajectories.
+
+Design: docs/design/006-step-batch.md.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Columns of a batch with merged steps: N rows become M.
 
 A response tokens, E routes, B kept tokens.
+
+Design: docs/design/010-merge.md.
 """
 
 from __future__ import annotations

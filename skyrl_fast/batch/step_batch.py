@@ -2,6 +2,8 @@
 
 N rows, S tokens (prompts and responses), A response tokens, G groups, J trajectories, T and R the
 padded widths, L layers, K experts per token, B kept tokens.
+
+Design: docs/design/006-step-batch.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""One sampled answer to a call: its step, and what the client gets of it."""
+"""One sampled answer to a call: its step, and what the client gets of it.
+
+Design: docs/design/021-gateway.md.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@ these pieces independently, so a piece that was seen before has known tokens, an
 encoded. The piece that a sampled response completed is known by the text that it decodes to, with
 the sampled tokens: where a later prompt has this text, it gets these tokens. So a conversation that
 only grows keeps all of its tokens, with any template, and any other prompt is a fork.
+
+Design: docs/design/021-gateway.md.
 """
 
 from __future__ import annotations

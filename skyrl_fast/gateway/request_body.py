@@ -3,6 +3,8 @@
 Clients send their conversation with each call. A body that begins like an earlier one, up to the
 end of the last item of its conversation, has the same items up to there: only what follows is
 parsed and checked.
+
+Design: docs/design/021-gateway.md.
 """
 
 from __future__ import annotations

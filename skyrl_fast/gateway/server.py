@@ -2,6 +2,8 @@
 
 It runs in the rollouts' event loop, on loopback unless told otherwise. A key belongs to one attempt
 at one trajectory; it is all that a client needs to know, and all that it can reach.
+
+Design: docs/design/021-gateway.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""One trajectory's calls: each is sampled once, delivered, and recorded as a step."""
+"""One trajectory's calls: each is sampled once, delivered, and recorded as a step.
+
+Design: docs/design/021-gateway.md.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 `POST /v1/sessions` with the gateway's key returns the key of a new session; agents call with it.
 `POST /v1/sessions/end` with the session's key gives the reward, and stores what was recorded.
+
+Design: docs/design/021-gateway.md.
 """
 
 from __future__ import annotations

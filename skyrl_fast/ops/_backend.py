@@ -1,4 +1,7 @@
-"""Which implementation runs an op, how many threads it gets, and where its outputs come from."""
+"""Which implementation runs an op, how many threads it gets, and where its outputs come from.
+
+Design: docs/design/001-build.md.
+"""
 
 from __future__ import annotations
 

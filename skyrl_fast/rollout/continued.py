@@ -3,6 +3,8 @@
 An update interrupts the requests in the engine. Each returns the tokens that it has; they become
 part of the next request's prompt, whose keys and values the new policy computes. So the policy
 version of every token is known, and its log-probability is exactly that policy's.
+
+Design: docs/design/018-asynchronous.md.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 The process that calls `train_agent` needs no GPU. It reserves nodes, starts rank 0 there, forwards
 signals, and starts the run again from its newest checkpoint after a process or a node was lost.
+
+Design: docs/design/020-several-gpus.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""From trajectories to the batch that a step trains on: rows, filters, rewards, advantages."""
+"""From trajectories to the batch that a step trains on: rows, filters, rewards, advantages.
+
+Design: docs/design/008-trainer.md.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`train_agent`: a run from its settings and objects, for scripts, notebooks and the CLI."""
+"""`train_agent`: a run from its settings and objects, for scripts, notebooks and the CLI.
+
+Design: docs/design/008-trainer.md.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 A step is one batch of prompts. Its result (weights, counters, data position) is a function of the
 seed and the step number alone, so that a resumed run continues as if it had never stopped.
+
+Design: docs/design/008-trainer.md.
 """
 
 from __future__ import annotations

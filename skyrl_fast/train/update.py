@@ -1,6 +1,8 @@
 """Optimizer steps on one batch: mini-batches by prompts, micro-batches by tokens.
 
 A response tokens, M trained tokens of a micro-batch.
+
+Design: docs/design/008-trainer.md.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 An agent may continue a conversation, go back in it, change an answer, or begin another one: a
 sub-agent, or a context that was compacted. An environment's calls are a line.
+
+Design: docs/design/021-gateway.md.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@
 
 The parts are authoritative; the index only saves reading them. Where it does not match a part,
 after a crash or because files were moved, that part is read instead.
+
+Design: docs/design/015-trajectory-store-and-viewer.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The record of a trajectory's line: first what a person reads, then the tokens."""
+"""The record of a trajectory's line: first what a person reads, then the tokens.
+
+Design: docs/design/015-trajectory-store-and-viewer.md.
+"""
 
 from __future__ import annotations
 

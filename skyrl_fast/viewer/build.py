@@ -1,4 +1,7 @@
-"""Writing of a run's page: the static files, the trajectories in scripts, and the metrics."""
+"""Writing of a run's page: the static files, the trajectories in scripts, and the metrics.
+
+Design: docs/design/015-trajectory-store-and-viewer.md.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 A replacement handles an input exactly as SkyRL does, or not at all. For unsupported input (another
 type, a broken rule, another device) SkyRL's own function is called, so that the caller gets its
 result or its error. `report()` counts these calls.
+
+Design: docs/design/017-skyrl-drop-in.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The rules of mode "fixed": where SkyRL departs from the specification, and the correction."""
+"""The rules of mode "fixed": where SkyRL departs from the specification, and the correction.
+
+Design: docs/design/017-skyrl-drop-in.md.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 A function is replaced in every loaded module, class or registry of SkyRL's that refers to it;
 modules loaded later find the replacement in the defining module.
+
+Design: docs/design/017-skyrl-drop-in.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Group-wise advantages. Shapes: N rows (steps), R padded cells, A ragged cells, J trajectories."""
+"""Group-wise advantages. Shapes: N rows (steps), R padded cells, A ragged cells, J trajectories.
+
+Design: docs/design/003-advantage.md.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Token-level advantages, along the trained tokens of a trajectory.
 
 N rows (steps), R padded cells, A ragged cells, J trajectories.
+
+Design: docs/design/011-turn-and-token-advantages.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Turn-level advantages. N rows (turns), R padded cells, A ragged cells, J trajectories."""
+"""Turn-level advantages. N rows (turns), R padded cells, A ragged cells, J trajectories.
+
+Design: docs/design/011-turn-and-token-advantages.md.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 The engine normalises over these ids alone (top_p, top_k, min_p), and so must the trainer, or the
 ratio of unchanged weights is the kept mass instead of 1.
+
+Design: docs/design/004-logprob.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Log-probabilities from hidden states. M trained rows, V vocab, H hidden."""
+"""Log-probabilities from hidden states. M trained rows, V vocab, H hidden.
+
+Design: docs/design/004-logprob.md.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Chunks of `linear_logprob`: forward and backward of trained rows. M rows, V vocab, H hidden."""
+"""Chunks of `linear_logprob`: forward and backward of trained rows. M rows, V vocab, H hidden.
+
+Design: docs/design/004-logprob.md.
+"""
 
 from __future__ import annotations
 

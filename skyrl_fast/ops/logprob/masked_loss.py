@@ -1,4 +1,7 @@
-"""Policy loss from logits in one pass. Shapes: cells are (N, R) or, ragged, (A,); V vocab."""
+"""Policy loss from logits in one pass. Shapes: cells are (N, R) or, ragged, (A,); V vocab.
+
+Design: docs/design/005-policy-loss.md.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Log-probabilities of selected tokens. Shapes: ... rows in any arrangement, M rows, V vocab."""
+"""Log-probabilities of selected tokens. Shapes: ... rows in any arrangement, M rows, V vocab.
+
+Design: docs/design/004-logprob.md.
+"""
 
 from __future__ import annotations
 

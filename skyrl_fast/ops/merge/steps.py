@@ -1,6 +1,8 @@
 """Plans for merging steps of a trajectory into one row, and copies of their cells.
 
 N rows (one per step), M merged rows, S tokens of all rows, A response tokens of all rows.
+
+Design: docs/design/010-merge.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Policy losses. Shapes: N rows (steps), R padded cells, A ragged cells; "cells" is (N, R) or (A,).
 
 The formulas are in `losses.py`, next to the table of losses.
+
+Design: docs/design/005-policy-loss.md.
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ sapo                 -A sigmoid(tau (r - 1)) 4 / tau                  arXiv:2511
 dppo                 -r A, 0 where the probability moved too far      arXiv:2602.04879
 cross_entropy        -logprob
 importance_sampling  -r A
+
+Design: docs/design/005-policy-loss.md.
 """
 
 from __future__ import annotations

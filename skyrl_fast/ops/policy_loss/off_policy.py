@@ -1,4 +1,7 @@
-"""Corrections for sampling from another policy. Shapes: N rows, R padded, A ragged cells."""
+"""Corrections for sampling from another policy. Shapes: N rows, R padded, A ragged cells.
+
+Design: docs/design/005-policy-loss.md.
+"""
 
 from __future__ import annotations
 

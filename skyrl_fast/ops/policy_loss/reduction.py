@@ -1,4 +1,7 @@
-"""Weights of rows in a loss. Shapes: N rows (steps), R padded cells, A ragged cells."""
+"""Weights of rows in a loss. Shapes: N rows (steps), R padded cells, A ragged cells.
+
+Design: docs/design/005-policy-loss.md.
+"""
 
 from __future__ import annotations
 

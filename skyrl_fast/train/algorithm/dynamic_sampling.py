@@ -4,6 +4,8 @@ A group whose trajectories all have the same outcome has zero advantages. "filte
 arXiv:2503.14476, section 3.2) keeps sampling until there are enough informative groups; "replace"
 (POLARIS) substitutes copies of informative groups. Groups are judged by the outcomes of their
 trajectories and kept or dropped as a unit, whatever their number of rows.
+
+Design: docs/design/012-filters-and-scope.md.
 """
 
 from __future__ import annotations

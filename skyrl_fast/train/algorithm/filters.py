@@ -2,6 +2,8 @@
 
 Each filter takes a batch and its sequences, and returns changed copies and metrics. N real rows, U
 sequences (rows or trajectories, see `sequence_scope`), A response tokens.
+
+Design: docs/design/012-filters-and-scope.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Sequences of a batch: rows or trajectories. N real rows, U sequences, G groups."""
+"""Sequences of a batch: rows or trajectories. N real rows, U sequences, G groups.
+
+Design: docs/design/012-filters-and-scope.md.
+"""
 
 from __future__ import annotations
 

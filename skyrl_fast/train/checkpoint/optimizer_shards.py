@@ -2,6 +2,8 @@
 
 The files are those of `HuggingFaceStorageWriter` of torch.distributed.checkpoint (DCP): safetensors
 with the offsets of the shards. DCP reads them; its writer would hold a file in memory once more.
+
+Design: docs/design/020-several-gpus.md.
 """
 
 from __future__ import annotations

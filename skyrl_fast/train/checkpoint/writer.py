@@ -3,6 +3,8 @@
 Several ranks copy what they save to main memory, then train on while each writes its files. A
 checkpoint gets its name when all files are on the disk, so at the next step at the earliest. An
 upload to a URL is made in the background, too.
+
+Design: docs/design/020-several-gpus.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Groups for each training step, taken from those in flight."""
+"""Groups for each training step, taken from those in flight.
+
+Design: docs/design/018-asynchronous.md.
+"""
 
 from __future__ import annotations
 

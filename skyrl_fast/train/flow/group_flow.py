@@ -3,6 +3,8 @@
 `GroupSchedule` decides which group may start and which are next; here each group has a task that
 generates it, and the trainer waits for the next ones. No group starts without room in the schedule,
 so a slow trainer limits generation.
+
+Design: docs/design/018-asynchronous.md.
 """
 
 from __future__ import annotations

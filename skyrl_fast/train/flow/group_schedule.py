@@ -9,6 +9,8 @@ of B groups and a bound S, at most (S + 1) * B of them have not left yet. So, wh
 fewer than (S + 1) * B are before it, which are trained in at most S full batches and its own: it is
 trained at most S policy versions after its start. If groups left in the order in which they became
 ready, a slow one could be overtaken indefinitely, and there would be no such bound.
+
+Design: docs/design/018-asynchronous.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Rollouts by vLLM: engines, agent loop and verified weight updates of a run."""
+"""Rollouts by vLLM: engines, agent loop and verified weight updates of a run.
+
+Design: docs/design/018-asynchronous.md.
+"""
 
 from __future__ import annotations
 

@@ -14,6 +14,8 @@ pytest.importorskip("openai")
 from skyrl_fast.adapters.verifiers_agent import INPUT, VerifiersAgent
 from skyrl_fast.adapters.verifiers_tasks import INDEX, VerifiersTasks
 
+pytestmark = pytest.mark.spec("gateway.verifiers")
+
 TASKSET = """
 import verifiers.v1 as vf
 
@@ -34,7 +36,6 @@ __all__ = ["Echoes"]
 
 
 @pytest.mark.peers
-@pytest.mark.spec("gateway.verifiers")
 def test_an_environment_with_several_turns(tiny_tokenizer: Any) -> None:
     vf = pytest.importorskip("verifiers")
     pytest.importorskip("verifiers.envs", reason="verifiers is newer")
@@ -77,7 +78,6 @@ def test_an_environment_with_several_turns(tiny_tokenizer: Any) -> None:
 
 
 @pytest.mark.peers
-@pytest.mark.spec("gateway.verifiers")
 def test_a_taskset_with_a_harness(
     tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

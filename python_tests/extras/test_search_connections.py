@@ -19,6 +19,8 @@ from _http_server import connect, exchange, serving
 from skyrl_fast.extras.search import connections
 from skyrl_fast.extras.search.connections import LimitedProtocol, backlog, max_connections
 
+pytestmark = pytest.mark.spec("search.connections")
+
 REQUEST = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
 LAST_REQUEST = REQUEST.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
 CLOSED_SECONDS = 20.0  # for a loaded machine; it takes a fraction of a second
@@ -43,7 +45,6 @@ def closed(client: socket.socket) -> bool:
         return False
 
 
-@pytest.mark.spec("search.connections")
 @pytest.mark.parametrize("sent", [b"", b"GET /health HT", REQUEST[:-2], REQUEST[:-1]])
 def test_connections_without_a_complete_header_are_closed(port: int, sent: bytes) -> None:
     with connect(port) as client:
@@ -51,7 +52,6 @@ def test_connections_without_a_complete_header_are_closed(port: int, sent: bytes
         assert closed(client)
 
 
-@pytest.mark.spec("search.connections")
 def test_header_that_arrives_byte_by_byte_has_the_same_time(port: int) -> None:
     with connect(port) as client:
         started = time.monotonic()
@@ -62,7 +62,6 @@ def test_header_that_arrives_byte_by_byte_has_the_same_time(port: int) -> None:
     assert time.monotonic() - started < CLOSED_SECONDS
 
 
-@pytest.mark.spec("search.connections")
 @pytest.mark.parametrize("after", [b"", b"GET /hea"])
 def test_kept_connection_is_closed_between_two_requests(port: int, after: bytes) -> None:
     with connect(port) as client:
@@ -73,7 +72,6 @@ def test_kept_connection_is_closed_between_two_requests(port: int, after: bytes)
         assert closed(client)
 
 
-@pytest.mark.spec("search.connections")
 def test_idle_connections_do_not_keep_others_out(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,7 +86,6 @@ def test_idle_connections_do_not_keep_others_out(
 BEGUN = b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
-@pytest.mark.spec("search.connections")
 @pytest.mark.parametrize("gap", [0.0, 0.1])
 def test_invalid_bytes_behind_a_request_end_the_connection(
     gap: float, caplog: pytest.LogCaptureFixture
@@ -112,7 +109,6 @@ def test_invalid_bytes_behind_a_request_end_the_connection(
     assert "Traceback" not in caplog.text
 
 
-@pytest.mark.spec("search.connections")
 def test_request_that_takes_too_long_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.2)
 
@@ -124,7 +120,6 @@ def test_request_that_takes_too_long_is_closed(monkeypatch: pytest.MonkeyPatch) 
         assert closed(client)
 
 
-@pytest.mark.spec("search.connections")
 @pytest.mark.parametrize(
     ("descriptors", "wanted"), [(300, (150, 75)), (1024, (512, 256)), (10**6, (1024, 512))]
 )

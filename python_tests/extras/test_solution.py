@@ -10,6 +10,8 @@ import pytest
 
 from skyrl_fast.extras.text2sql.solution import first_between, solution_sql
 
+pytestmark = pytest.mark.spec("rollout.sql-judge-linear")
+
 TAGS = ["think", "sql", "solution", "observation"]
 PIECES = [
     *(f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/")),
@@ -18,7 +20,6 @@ PIECES = [
 ]
 
 
-@pytest.mark.spec("rollout.sql-judge-linear")
 def test_solution_is_that_of_skyrl_gym() -> None:
     utils = pytest.importorskip("skyrl_gym.envs.sql.utils")
     source = random.Random(7)
@@ -36,7 +37,6 @@ def test_solution_is_that_of_skyrl_gym() -> None:
     assert valid > 1_000
 
 
-@pytest.mark.spec("rollout.sql-judge-linear")
 @pytest.mark.parametrize(
     "text",
     [
@@ -53,7 +53,6 @@ def test_judge_is_linear(text: str) -> None:
     assert time.process_time() - started < 1.0  # milliseconds; quadratic code takes 84 s
 
 
-@pytest.mark.spec("rollout.sql-judge-linear")
 def test_query_is_found_in_linear_time() -> None:
     started = time.process_time()
     assert first_between("<sql>" * 200_000, "<sql>", "</sql>") is None

@@ -20,6 +20,8 @@ from skyrl_fast.config import SamplingParams
 from skyrl_fast.gateway.form_compiler import FormCompiler
 from skyrl_fast.gateway.form_limits import FormError, check_form
 
+pytestmark = pytest.mark.spec("gateway.form-limits")
+
 httpx = pytest.importorskip("httpx")
 
 CHECK_SECONDS = 1.0
@@ -76,7 +78,6 @@ def client_of(task: Any) -> Any:
     )
 
 
-@pytest.mark.spec("gateway.form-limits")
 def test_each_form_is_checked_quickly() -> None:
     seconds, refused = {}, 0
     for name, form in FORMS.items():
@@ -87,7 +88,6 @@ def test_each_form_is_checked_quickly() -> None:
     assert max(seconds.values()) < CHECK_SECONDS, max(seconds, key=seconds.__getitem__)
 
 
-@pytest.mark.spec("gateway.form-limits")
 def test_each_door_refuses_forms_beyond_the_limits_by_name(tiny_tokenizer: Any) -> None:
     forms = [form for form in list(FORMS.values())[::8] if len(str(form)) < 1_000_000]
     ends = []

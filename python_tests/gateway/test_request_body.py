@@ -16,6 +16,8 @@ from skyrl_fast.gateway.dialects.openai_chat import ChatRequest
 from skyrl_fast.gateway.messages import ApiError
 from skyrl_fast.gateway.request_body import RequestBodies, check_fields, parse_json
 
+pytestmark = pytest.mark.spec("gateway.requests")
+
 ITEMS = [
     '{"role": "user", "content": "a"}',
     '{"role":"user","content":"é\\u00e9 ]},{\\" "}',
@@ -57,7 +59,6 @@ def outcome(read: Any) -> Any:
         return (error.status, error.message)
 
 
-@pytest.mark.spec("gateway.requests")
 @given(sent=st.lists(bodies, max_size=8))
 def test_each_body_has_the_fields_of_its_json(sent: list[str]) -> None:
     reader = RequestBodies()
@@ -68,7 +69,6 @@ def test_each_body_has_the_fields_of_its_json(sent: list[str]) -> None:
         assert got == expected
 
 
-@pytest.mark.spec("gateway.requests")
 def test_what_was_read_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The JSON that is parsed is that of the new messages, in a conversation that grows."""
     sizes: list[int] = []

@@ -6,6 +6,8 @@ import pytest
 
 from scripts import cuda_check, sass
 
+pytestmark = pytest.mark.spec("gpu.instructions")
+
 # As `cuobjdump -sass` prints it: a prologue, a loop of two guarded loads with a rare branch and a
 # call, the end, and the called function.
 LISTING = """
@@ -41,7 +43,6 @@ LISTING = """
 """
 
 
-@pytest.mark.spec("gpu.instructions")
 def test_one_pass_of_a_loop_is_counted_with_its_rare_branch_apart() -> None:
     code = sass.functions(LISTING)["_Zloop"]
     counted = sass.count(code, sass.Work(in_loop=True, per_load=1))
@@ -52,21 +53,18 @@ def test_one_pass_of_a_loop_is_counted_with_its_rare_branch_apart() -> None:
     assert counted.outside == 5
 
 
-@pytest.mark.spec("gpu.instructions")
 def test_complete_kernel_is_counted_with_each_loop_once() -> None:
     code = sass.functions(LISTING)["_Zloop"]
     counted = sass.count(code, sass.Work(in_loop=False, per_load=1))
     assert (counted.shortest, counted.longest, counted.stores) == (13, 19, 1)
 
 
-@pytest.mark.spec("gpu.instructions")
 def test_jumps_through_a_table_reach_the_blocks_behind_them() -> None:
     code = sass.functions(LISTING)["_Ztable"]
     counted = sass.count(code, sass.Work(in_loop=False, cells=1))
     assert (counted.shortest, counted.longest) == (4, 4)
 
 
-@pytest.mark.spec("gpu.instructions")
 def test_work_that_no_path_does_is_an_error() -> None:
     code = sass.functions(LISTING)["_Zloop"]
     with pytest.raises(ValueError, match=r"no path with 2 loads of 16 bytes and 6 MUFU\.EX2"):
@@ -77,13 +75,11 @@ def test_work_that_no_path_does_is_an_error() -> None:
         sass.count(sass.functions(LISTING)["_Ztable"], sass.Work(in_loop=True))
 
 
-@pytest.mark.spec("gpu.instructions")
 def test_widths_of_loads_and_stores() -> None:
     code = sass.functions(LISTING)["_Zloop"]
     assert sass.widths(code) == "LDG 2x128, STG 1x16+1x128"
 
 
-@pytest.mark.spec("gpu.instructions")
 @pytest.mark.slow  # make cuda-check does it too
 def test_compiled_kernels_are_within_their_budgets() -> None:
     """Of the objects that `make cuda-check` left, where they are those of the sources."""
@@ -103,7 +99,6 @@ def test_compiled_kernels_are_within_their_budgets() -> None:
     assert faults == []
 
 
-@pytest.mark.spec("gpu.instructions")
 def test_kernel_over_its_budget_is_a_fault(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,8 +9,9 @@ import pytest
 
 from scripts import peers
 
+pytestmark = pytest.mark.spec("dropin.suites")
 
-@pytest.mark.spec("dropin.suites")
+
 @pytest.mark.parametrize(
     ("stock", "installed", "equal"),
     [
@@ -34,6 +35,5 @@ def test_results_are_equal_only_if_tests_were_run(
     assert peers.compare_suites(place, place, place) is equal
 
 
-@pytest.mark.spec("dropin.suites")
 def test_packages_are_where_dill_pickles_their_classes_by_name() -> None:
     assert "site-packages" in peers.SITE.parts

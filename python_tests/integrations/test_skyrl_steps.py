@@ -12,7 +12,7 @@ import torch
 
 from skyrl_fast.integrations.skyrl.replacement import ORIGINALS
 
-pytestmark = pytest.mark.peers
+pytestmark = [pytest.mark.spec("dropin.compat"), pytest.mark.peers]
 STEPS = ("postprocess_generator_output", "convert_to_training_input",
          "compute_advantages_and_returns", "_normalize_advantages")  # fmt: skip
 
@@ -102,7 +102,7 @@ def assert_same_batches(got: Any, want: Any) -> None:
     assert metrics == pytest.approx(want_metrics, rel=1e-5, abs=1e-7)
 
 
-@pytest.mark.spec("dropin.compat", "dropin.tolerance")
+@pytest.mark.spec("dropin.tolerance")
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("dp_size", [1, 3, 64])
 @pytest.mark.parametrize(
@@ -126,7 +126,6 @@ def test_all_steps_give_the_same_batch(reduction: str, dp_size: int, per_token: 
         assert stubs[1].all_metrics == pytest.approx(stubs[0].all_metrics, rel=1e-5, abs=1e-7)
 
 
-@pytest.mark.spec("dropin.compat")
 def test_normalized_advantages_and_unusual_outputs_equal_skyrl() -> None:
     from skyrl_fast.integrations import skyrl as ours
 
@@ -144,7 +143,6 @@ def test_normalized_advantages_and_unusual_outputs_equal_skyrl() -> None:
     assert_same_batches(results[1], results[0])
 
 
-@pytest.mark.spec("dropin.compat")
 def test_user_defined_reduction_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     from skyrl.train import trainer as module
 
@@ -160,7 +158,6 @@ def test_user_defined_reduction_is_called(monkeypatch: pytest.MonkeyPatch) -> No
     assert bool((batch["advantages"] == 5.0).all())
 
 
-@pytest.mark.spec("dropin.compat")
 def test_padding_outside_a_conversion_copies() -> None:
     from skyrl_fast.integrations import skyrl as ours
 

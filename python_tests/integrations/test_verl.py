@@ -14,11 +14,12 @@ import torch
 
 from skyrl_fast.integrations import verl as for_verl
 
+pytestmark = pytest.mark.spec("dropin.verl")
+
 ROOT = Path(__file__).parents[2]
 CLOSE = {"rtol": 2e-6, "atol": 2e-6}  # exp and sums of another order
 
 
-@pytest.mark.spec("dropin.verl")
 @pytest.mark.parametrize("cell", [1, 16])  # written by index, and as blocks
 def test_verl_functions_without_verl(cell: int) -> None:
     values = torch.arange(6.0 * cell).reshape(2, 3, cell)
@@ -36,7 +37,6 @@ def test_verl_functions_without_verl(cell: int) -> None:
 
 
 @pytest.mark.peers
-@pytest.mark.spec("dropin.verl")
 def test_verl_estimators() -> None:
     core = pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl is not installed")
     assert for_verl.register() == ["skyrl_fast_grpo", "skyrl_fast_rloo", "skyrl_fast_maxrl"]
@@ -60,7 +60,6 @@ def test_verl_estimators() -> None:
 
 
 @pytest.mark.peers
-@pytest.mark.spec("dropin.verl")
 def test_verl_logprobs_and_packing() -> None:
     functional = pytest.importorskip("verl.utils.torch_functional", reason="verl is not installed")
     torch.manual_seed(0)
@@ -91,7 +90,7 @@ functional.logprobs_from_logits(torch.zeros(2, 5), torch.tensor([1, 2]))
 
 
 @pytest.mark.peers
-@pytest.mark.spec("dropin.verl", "dropin.counted")
+@pytest.mark.spec("dropin.counted")
 @pytest.mark.parametrize("door", ["entry point", "external module"])
 def test_verls_own_doors(door: str, tmp_path: Path) -> None:
     pytest.importorskip("verl", reason="verl is not installed")
@@ -122,7 +121,7 @@ def test_verls_own_doors(door: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.peers
-@pytest.mark.spec("dropin.verl", "dropin.counted")
+@pytest.mark.spec("dropin.counted")
 def test_functions_are_replaced_where_they_are_bound_and_restored() -> None:
     padding = pytest.importorskip("verl.workers.utils.padding", reason="verl is not installed")
     import verl.utils.attention_utils as home
@@ -149,7 +148,7 @@ def test_functions_are_replaced_where_they_are_bound_and_restored() -> None:
 
 @pytest.mark.peers
 @pytest.mark.timeout(600)
-@pytest.mark.spec("dropin.verl", "dropin.counted")
+@pytest.mark.spec("dropin.counted")
 def test_updates_of_verls_worker_are_the_same_and_call_ours(tmp_path: Path) -> None:
     """Log-probabilities of two micro-batches, then two updates of two micro-batches each."""
     pytest.importorskip("verl.workers.engine_workers", reason="verl is not installed")

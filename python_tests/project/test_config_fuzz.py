@@ -11,6 +11,8 @@ import pytest
 
 from skyrl_fast.config import Config, ConfigError, load_config, to_dict
 
+pytestmark = pytest.mark.spec("settings.one-line-errors")
+
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.yaml"))
 VALUES = [
     *("null", "~", "", "true", "no", "0", "-1", "1e400", ".inf", "-.inf", ".nan", "0x1F", "1_0"),
@@ -103,7 +105,6 @@ def fuzz(folder: Path, seeds: range) -> int:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.spec("settings.one-line-errors")
 def test_damaged_settings_files(tmp_path: Path) -> None:
     assert len(EXAMPLES) > 5
     assert 0 < fuzz(tmp_path, range(150)) < 150
@@ -112,6 +113,5 @@ def test_damaged_settings_files(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.timeout(1_800)
-@pytest.mark.spec("settings.one-line-errors")
 def test_ten_thousand_damaged_settings_files(tmp_path: Path) -> None:
     assert fuzz(tmp_path, range(10_000)) > 200

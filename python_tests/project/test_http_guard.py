@@ -11,6 +11,8 @@ from _asgi import Recorder
 from skyrl_fast.system import http_guard
 from skyrl_fast.system.http_guard import HttpGuard, RefusedError, Route, keep_body
 
+pytestmark = pytest.mark.spec("http.guard")
+
 KEY = "0123456789abcdef"
 JSON = ("content-type", "application/json")
 BEARER = ("authorization", f"Bearer {KEY}")
@@ -82,7 +84,6 @@ def length(body: bytes) -> tuple[str, str]:
     return ("content-length", str(len(body)))
 
 
-@pytest.mark.spec("http.guard")
 def test_what_was_checked_is_passed_on(guard: HttpGuard, app: Recorder) -> None:
     assert ask(guard, "GET", "/health", BEARER) == 200
     headers = (BEARER, JSON, length(b'{"a": 1}'))
@@ -99,7 +100,6 @@ def test_what_was_checked_is_passed_on(guard: HttpGuard, app: Recorder) -> None:
     assert app.headers[1][b"content-length"] == b"9"
 
 
-@pytest.mark.spec("http.guard")
 @pytest.mark.parametrize(
     ("status", "method", "path", "headers", "parts"),
     [
@@ -151,7 +151,6 @@ def test_other_requests_are_refused(
     assert app.passed == []
 
 
-@pytest.mark.spec("http.guard")
 def test_query_strings_are_exact(guard: HttpGuard, app: Recorder) -> None:
     for query in (b"", b"mode=now&x=1", b"mode=later", b"mode=now&mode=later"):
         assert ask(guard, "POST", "/stop", BEARER, query=query) == 400
@@ -159,7 +158,6 @@ def test_query_strings_are_exact(guard: HttpGuard, app: Recorder) -> None:
     assert app.passed == []
 
 
-@pytest.mark.spec("http.guard")
 def test_body_that_never_ends_times_out(
     guard: HttpGuard, app: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,7 +166,6 @@ def test_body_that_never_ends_times_out(
     assert app.passed == []
 
 
-@pytest.mark.spec("http.guard")
 def test_a_server_without_a_key_refuses_web_pages(app: Recorder) -> None:
     guard = HttpGuard(app, ROUTES, key=None, max_body_bytes=20)
     page = ("origin", "http://evil.example")
@@ -180,7 +177,6 @@ def test_a_server_without_a_key_refuses_web_pages(app: Recorder) -> None:
     assert ask(guard, "POST", "/any", JSON, length(b"{}"), parts=body) == 200
 
 
-@pytest.mark.spec("http.guard")
 def test_websockets_are_refused(guard: HttpGuard, app: Recorder) -> None:
     sent: list[Any] = []
 

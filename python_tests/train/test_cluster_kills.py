@@ -32,7 +32,12 @@ from skyrl_fast.train import cluster as cluster_module
 from skyrl_fast.train.cluster import run_on_cluster
 
 # Each starts a cluster.
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.spec("update.node-lost"),
+    pytest.mark.slow,
+    pytest.mark.alone,
+    pytest.mark.timeout(900),
+]
 
 STEPS = 30
 LATEST = 3.0  # seconds after the first step; a run takes about six
@@ -87,7 +92,6 @@ def kill_workers(name: str) -> None:
         os.kill(process, signal.SIGKILL)
 
 
-@pytest.mark.spec("update.node-lost")
 @pytest.mark.parametrize("lost", ["ray::_RankZero", "ray::_Follower", "node"])
 def test_a_loss_at_any_moment_changes_nothing(
     folder: Path, alone: Path, lost: str, monkeypatch: pytest.MonkeyPatch
@@ -111,7 +115,7 @@ def test_a_loss_at_any_moment_changes_nothing(
                 cluster.add_node(num_cpus=2)
 
 
-@pytest.mark.spec("update.node-lost", "run.checkpoint-url")
+@pytest.mark.spec("run.checkpoint-url")
 def test_a_run_with_checkpoints_at_a_url_resumes_from_there(
     folder: Path, alone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +136,6 @@ def lose_a_node(cluster: Cluster) -> None:
     cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
 
 
-@pytest.mark.spec("update.node-lost")
 def test_a_killed_driver_resumes_by_the_same_command(
     folder: Path, alone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

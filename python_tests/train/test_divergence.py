@@ -13,8 +13,9 @@ from helpers._training import fill, settings, train
 from skyrl_fast.train.divergence import DivergedError, DivergenceWatch
 from skyrl_fast.train.output.loggers import read_metrics
 
+pytestmark = pytest.mark.spec("run.diverged")
 
-@pytest.mark.spec("run.diverged")
+
 def test_single_skipped_steps_are_accidents() -> None:
     watch = DivergenceWatch()
     for _ in range(20):
@@ -25,7 +26,6 @@ def test_single_skipped_steps_are_accidents() -> None:
         watch.see(1, 1)
 
 
-@pytest.mark.spec("run.diverged")
 def test_run_with_a_huge_learning_rate_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,8 @@ from skyrl_fast.system.printable import (
 )
 from skyrl_fast.trajectory_store.words import MAX_SHOWN, readable
 
+pytestmark = pytest.mark.spec("run.printable-text")
+
 SCREEN = "\x1b[2J\x1b[H\x1b]52;c;cm0gLXJm\x07\rfake\x08\x9b31m\u202egnp\u2028\ud800"
 ESCAPED = r"\x1b[2J\x1b[H\x1b]52;c;cm0gLXJm\x07\rfake\x08\x9b31m\u202egnp\u2028\ud800"
 
@@ -40,7 +42,6 @@ def trajectory(text: str, failure: str | None = None) -> Trajectory:
     return Trajectory("7", 0, [step], "stop", "env", {}, 0.0, failure=failure)
 
 
-@pytest.mark.spec("run.printable-text")
 def test_every_control_character_is_escaped() -> None:
     controls = [chr(i) for i in (*range(32), *range(0x7F, 0xA0)) if chr(i) not in "\n\t"]
     for character in controls:
@@ -50,7 +51,6 @@ def test_every_control_character_is_escaped() -> None:
     assert printable(kept) == kept
 
 
-@pytest.mark.spec("run.printable-text")
 def test_sample_at_the_end_of_a_run_is_escaped_and_cut() -> None:
     shown = readable(trajectory(SCREEN), tokenizer=FakeTokenizer())
     assert shown.count(ESCAPED) == 2
@@ -60,7 +60,6 @@ def test_sample_at_the_end_of_a_run_is_escaped_and_cut() -> None:
     assert f"x ... ({10_000_000 - MAX_SHOWN} more characters)" in long
 
 
-@pytest.mark.spec("run.printable-text")
 def test_failure_in_the_log_is_one_short_printable_line(caplog: pytest.LogCaptureFixture) -> None:
     failed = trajectory("", failure=f"{SCREEN}\nforged: line" + "x" * 10_000_000)
     log_failures([failed, trajectory("")])
@@ -75,7 +74,6 @@ def test_failure_in_the_log_is_one_short_printable_line(caplog: pytest.LogCaptur
     assert str(error.value).isprintable() and len(str(error.value)) < 2 * MAX_LOGGED
 
 
-@pytest.mark.spec("run.printable-text")
 def test_failure_that_a_trajectory_keeps_is_cut() -> None:
     failed = trajectory("")
     _end(failed, "env_error", "x" * 10_000_000)
@@ -84,7 +82,6 @@ def test_failure_that_a_trajectory_keeps_is_cut() -> None:
     )
 
 
-@pytest.mark.spec("run.printable-text")
 def test_traceback_in_the_log_is_printable() -> None:
     try:
         raise RuntimeError(SCREEN)

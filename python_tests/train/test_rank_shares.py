@@ -13,6 +13,8 @@ from skyrl_fast.train.model.forward_pass import MicroBatch
 from skyrl_fast.train.parallel.rank_shares import local_micro_batches
 from skyrl_fast.train.parallel.ranks import Ranks
 
+pytestmark = pytest.mark.spec("update.micro-batches")
+
 
 def micros_of(lengths: list[int]) -> Callable[[int], list[MicroBatch]]:
     """Return a plan that fills micro-batches with rows of these lengths, in order."""
@@ -34,7 +36,6 @@ def micro_of(rows: list[int], num_tokens: int) -> MicroBatch:
     return MicroBatch(ids, index, index, index, torch.tensor(rows))
 
 
-@pytest.mark.spec("update.micro-batches")
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 200), st.integers(2, 5))
 def test_each_row_is_assigned_once_and_ranks_get_equal_numbers_of_passes(
     lengths: list[int], budget: int, size: int
@@ -47,13 +48,11 @@ def test_each_row_is_assigned_once_and_ranks_get_equal_numbers_of_passes(
     assert all(micro.input_ids.numel() <= longest for share in shares for micro in share)
 
 
-@pytest.mark.spec("update.micro-batches")
 def test_no_pass_is_larger_than_the_budget() -> None:
     shares = [local_micro_batches(micros_of([1] * 1000), 8, Ranks(rank, 3)) for rank in range(3)]
     assert max(micro.input_ids.numel() for share in shares for micro in share) == 8
 
 
-@pytest.mark.spec("update.micro-batches")
 def test_batch_below_the_budget_is_shared() -> None:
     plan = micros_of([10] * 8)
     shares = [local_micro_batches(plan, 1000, Ranks(rank, 4)) for rank in range(4)]

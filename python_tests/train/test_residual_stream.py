@@ -19,6 +19,8 @@ from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.model.residual_stream import round_residual_stream
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK
 
+pytestmark = pytest.mark.spec("memory.residual-dtype")
+
 IDS = [1, 5, 9, 33, 2, 17, 250, 8]
 
 
@@ -38,7 +40,6 @@ def inputs_of_layers(model: Any, *, autocast: bool) -> list[torch.dtype]:
     return found
 
 
-@pytest.mark.spec("memory.residual-dtype")
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
 def test_every_layer_gets_16_bits_under_autocast_alone(name: str) -> None:
     model = model_of(name)
@@ -75,14 +76,12 @@ def errors(*, rounded: bool) -> tuple[float, float]:
     return float((values[1] - values[0]).abs().mean()), gradient
 
 
-@pytest.mark.spec("memory.residual-dtype")
 def test_rounding_is_of_the_order_of_that_of_the_products() -> None:
     """With 24 layers, 1.2 to 1.4 times the errors of products in 16 bits were measured."""
     for before, after in zip(errors(rounded=False), errors(rounded=True), strict=True):
         assert 0.5 * before < after < 2.5 * before < 0.1
 
 
-@pytest.mark.spec("memory.residual-dtype")
 @pytest.mark.parametrize("value", ["float32", "auto"])
 def test_setting_applies_to_policy_reference_and_critic(folder: Path, value: str) -> None:
     config = settings(
@@ -103,7 +102,6 @@ def test_setting_applies_to_policy_reference_and_critic(folder: Path, value: str
             assert embedding(torch.tensor([1])).dtype == expected
 
 
-@pytest.mark.spec("memory.residual-dtype")
 def test_trees_work_with_it() -> None:
     model = model_of("qwen3")
     round_residual_stream(model)

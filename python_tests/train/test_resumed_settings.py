@@ -16,12 +16,13 @@ from skyrl_fast.config import Config, to_dict
 from skyrl_fast.config.loading import build_config
 from skyrl_fast.train.checkpoint.resumed_settings import find_changed_settings
 
+pytestmark = pytest.mark.spec("run.changed-settings")
+
 
 def changed(**values: Any) -> list[str]:
     return list(find_changed_settings(to_dict(Config()), to_dict(build_config(values))))
 
 
-@pytest.mark.spec("run.changed-settings")
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -37,7 +38,6 @@ def test_settings_that_change_what_is_trained_are_found(key: str, value: Any) ->
     assert changed(**{key: value}) == [key]
 
 
-@pytest.mark.spec("run.changed-settings")
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -53,13 +53,11 @@ def test_other_settings_may_change(key: str, value: Any) -> None:
     assert changed(**{key: value}) == []
 
 
-@pytest.mark.spec("run.changed-settings")
 @pytest.mark.parametrize("saved", [None, [], "text", {"trainer": 3}, {"other": {"a": 1}}])
 def test_settings_that_a_checkpoint_does_not_have_are_ignored(saved: Any) -> None:
     assert find_changed_settings(saved, to_dict(Config())) == {}
 
 
-@pytest.mark.spec("run.changed-settings")
 def test_resumed_run_warns_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,6 +15,8 @@ import pytest
 from skyrl_fast.rollout.engine.vllm_start import end_on_signals
 from skyrl_fast.train.flow.event_loop import StopSignals
 
+pytestmark = pytest.mark.spec("run.signals")
+
 
 @pytest.fixture(autouse=True)
 def _attached_to_a_terminal() -> Iterator[None]:
@@ -40,7 +42,6 @@ def stopped_by(number: int) -> Iterator[None]:
     assert getattr(caught.value, "code", None) == code
 
 
-@pytest.mark.spec("run.signals")
 @pytest.mark.parametrize("number", NUMBERS)
 def test_signal_before_the_event_loop_ends_the_run(number: int) -> None:
     before = signal.getsignal(number)
@@ -61,7 +62,6 @@ async def wait_for_a_signal() -> None:
     await asyncio.sleep(BLOCKED_SECONDS)
 
 
-@pytest.mark.spec("run.signals")
 @pytest.mark.parametrize("work", [block_the_loop, wait_for_a_signal])
 def test_signal_while_the_engine_starts_ends_the_run(work: Callable[[], object]) -> None:
     started = time.monotonic()
@@ -71,7 +71,6 @@ def test_signal_while_the_engine_starts_ends_the_run(work: Callable[[], object])
     assert time.monotonic() - started < BLOCKED_SECONDS / 2
 
 
-@pytest.mark.spec("run.signals")
 def test_signal_is_handled_in_the_loop_from_then_on() -> None:
     signals = StopSignals()
 
@@ -88,7 +87,6 @@ def test_signal_is_handled_in_the_loop_from_then_on() -> None:
         assert sorted(signals.run(work())) == sorted(NUMBERS)
 
 
-@pytest.mark.spec("run.signals")
 def test_signal_in_training_ends_an_engine_that_is_restarting() -> None:
     """The handler of a run that trains only takes note: the loop is blocked by the start."""
     received: list[int] = []
@@ -110,7 +108,6 @@ def test_signal_in_training_ends_an_engine_that_is_restarting() -> None:
         older.kill()
 
 
-@pytest.mark.spec("run.signals")
 def test_ignored_sighup_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -121,7 +118,6 @@ def test_ignored_sighup_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.spec("run.signals")
 def test_output_after_the_terminal_has_closed_is_discarded() -> None:
     import pty
 

@@ -46,33 +46,14 @@ def forward(
     return logprob, entropy, lse
 
 
-def _forward_impl(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    mask: torch.Tensor | None,
-    temperature: float,
-    return_entropy: bool,
-    inplace_backward: bool,
-    use_triton: bool = False,
-    kept_ids: torch.Tensor | None = None,
-    kept_ranges: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    kept = (kept_ids, kept_ranges)
-    return forward(logits, targets, mask, temperature, return_entropy, use_triton, *kept)
+def _forward_impl(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return forward(*arguments[:5], *arguments[6:])  # only the backward reads `inplace_backward`
 
 
 def _forward_fake(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    mask: torch.Tensor | None,
-    temperature: float,
-    return_entropy: bool,
-    inplace_backward: bool,
-    use_triton: bool = False,
-    kept_ids: torch.Tensor | None = None,
-    kept_ranges: torch.Tensor | None = None,
+    logits: torch.Tensor, targets: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    num_rows = targets.shape[0]
+    num_rows, return_entropy = targets.shape[0], arguments[2]
     logprob = logits.new_empty(num_rows, dtype=torch.float32)
     entropy = logits.new_empty(num_rows if return_entropy else 0, dtype=torch.float32)
     return logprob, entropy, logits.new_empty(num_rows, dtype=torch.float64)
@@ -109,38 +90,13 @@ def write_gradient(
     _backend.run_kernel("selected_logprob_backward", use_triton, logits, *args)
 
 
-def _backward_impl(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    mask: torch.Tensor | None,
-    temperature: float,
-    lse: torch.Tensor,
-    entropy: torch.Tensor,
-    grad_logprob: torch.Tensor | None,
-    grad_entropy: torch.Tensor | None,
-    use_triton: bool = False,
-    kept_ids: torch.Tensor | None = None,
-    kept_ranges: torch.Tensor | None = None,
-) -> torch.Tensor:
+def _backward_impl(logits: torch.Tensor, *arguments: Any) -> torch.Tensor:
     grad = _backend.empty(logits.shape, logits.dtype, logits.device)
-    incoming = (grad_logprob, grad_entropy, grad, use_triton, kept_ids, kept_ranges)
-    write_gradient(logits, targets, mask, temperature, lse, entropy, *incoming)
+    write_gradient(*(logits, *arguments[:7], grad, *arguments[7:]))
     return grad
 
 
-def _backward_fake(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    mask: torch.Tensor | None,
-    temperature: float,
-    lse: torch.Tensor,
-    entropy: torch.Tensor,
-    grad_logprob: torch.Tensor | None,
-    grad_entropy: torch.Tensor | None,
-    use_triton: bool = False,
-    kept_ids: torch.Tensor | None = None,
-    kept_ranges: torch.Tensor | None = None,
-) -> torch.Tensor:
+def _backward_fake(logits: torch.Tensor, *_: Any) -> torch.Tensor:
     return logits.new_empty(logits.shape)
 
 

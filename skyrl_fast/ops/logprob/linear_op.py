@@ -23,7 +23,7 @@ _INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target_ids, Tensor
 _lib.define(f"linear_logprob({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)")
 _lib.define(
     f"linear_logprob_backward({_INPUTS}, Tensor entropy, Tensor lse, Tensor? grad_logprob, "
-    f"Tensor? grad_entropy, bool[3] expected, {_OPTIONS}) -> (Tensor, Tensor, Tensor)"
+    f"Tensor? grad_entropy, bool[3] wanted, {_OPTIONS}) -> (Tensor, Tensor, Tensor)"
 )
 NUM_TENSORS = 5
 

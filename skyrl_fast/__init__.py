@@ -42,7 +42,6 @@ _NAMES = {
     "skyrl_fast.ops.logprob.linear": ("linear_logprob",),
     "skyrl_fast.ops.logprob.masked_loss": ("masked_logprob_loss",),
     "skyrl_fast.ops.logprob.selected": ("selected_logprob",),
-    "skyrl_fast.ops.logprob.vocab_parallel": ("vocab_parallel_logprob",),
     "skyrl_fast.ops.merge.steps": ("MergePlan", "merge_steps"),
     "skyrl_fast.ops.pack.batch_tensors": (
         "convert_prompts_responses_to_batch_tensors",

@@ -19,7 +19,6 @@ from skyrl_fast.ops.advantage.turns import turn_level_returns as turn_level_retu
 from skyrl_fast.ops.logprob.linear import linear_logprob as linear_logprob
 from skyrl_fast.ops.logprob.masked_loss import masked_logprob_loss as masked_logprob_loss
 from skyrl_fast.ops.logprob.selected import selected_logprob as selected_logprob
-from skyrl_fast.ops.logprob.vocab_parallel import vocab_parallel_logprob as vocab_parallel_logprob
 from skyrl_fast.ops.merge.steps import MergePlan as MergePlan
 from skyrl_fast.ops.merge.steps import merge_steps as merge_steps
 from skyrl_fast.ops.pack.batch_tensors import convert_prompts_responses_to_batch_tensors as convert_prompts_responses_to_batch_tensors

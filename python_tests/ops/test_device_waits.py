@@ -20,7 +20,6 @@ from skyrl_fast import (
     policy_loss,
     selected_logprob,
     varlen_to_padded,
-    vocab_parallel_logprob,
 )
 from skyrl_fast.ops import _backend
 
@@ -106,7 +105,6 @@ def test_logits(launched: list[str]) -> None:
     out.loss.backward()
     assert launched[1:] == ["scale_rows"]
     linear_logprob(leaf(5, 3), leaf(9, 3), targets, chunk_rows=2).sum().backward()
-    vocab_parallel_logprob(leaf(5, 9), targets, vocab_start=0, loss_mask=mask).sum().backward()
 
 
 @pytest.mark.spec("batch.gpu-no-sync")

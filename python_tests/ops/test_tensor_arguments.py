@@ -9,7 +9,6 @@ import torch
 
 import skyrl_fast as sf
 from skyrl_fast.ops import _backend
-from skyrl_fast.ops.logprob.vocab_parallel import vocab_parallel_logprob
 
 LOGITS = torch.tensor([[0.0, 1.0, -2.0], [3.0, 0.5, 0.0]])
 TARGETS = torch.tensor([1, 2])
@@ -29,9 +28,6 @@ def head(mask: torch.Tensor | None = None, targets: torch.Tensor = TARGETS) -> o
 
 ELSEWHERE: dict[str, Callable[[], object]] = {
     "selected_logprob mask": lambda: sf.selected_logprob(LOGITS, TARGETS, loss_mask=META),
-    "vocab_parallel_logprob mask": lambda: vocab_parallel_logprob(
-        LOGITS, TARGETS, vocab_start=0, loss_mask=META
-    ),
     "linear_logprob mask": lambda: head(mask=META),
     "linear_logprob targets": lambda: head(targets=TARGETS.to("meta")),
     **{
@@ -120,7 +116,6 @@ OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "selected_logprob": lambda x: sf.selected_logprob(x, TARGETS),
     "masked_logprob_loss": lambda x: sf.masked_logprob_loss(x, TARGETS, None, ONES).loss,
     "linear_logprob": lambda x: sf.linear_logprob(x, torch.ones(4, 3), TARGETS),
-    "vocab_parallel_logprob": lambda x: vocab_parallel_logprob(x, TARGETS, vocab_start=0),
     "padded_to_varlen": lambda x: sf.padded_to_varlen(x, lengths=[3, 2]).values,
     "varlen_to_padded": lambda x: sf.varlen_to_padded(x, torch.tensor([0, 2])),
     "group_advantage": lambda x: sf.group_advantage(x, torch.tensor([0, 0])),

@@ -57,7 +57,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         _backend, "device_kind", lambda device: "cuda" if device.type == "meta" else device.type
     )
     monkeypatch.setattr(_backend, "cuda_stream", lambda tensor: 0)
-    monkeypatch.setattr(_backend, "allocate_pinned", lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    monkeypatch.setattr(
+        _backend, "allocate_pinned", lambda shape, dtype: torch.empty(shape, dtype=dtype)
+    )
     return names
 
 

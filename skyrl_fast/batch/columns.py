@@ -41,10 +41,13 @@ def columns_of_output(
     index = row_index(OP, output, uids, step_wise=step_wise)
     fields = _ragged.read_fields(OP, {name: output[name] for name in _token_fields(output)})
     plan = None
+    # First and last step of each row; without merging a row is both.
     heads = ends = np.arange(len(index.group_ids))
     cu_responses = offsets(fields["response_ids"].lengths)
     response_starts = cu_responses[:-1].to(torch.int64)
     if merge:
+        # The tokens of a merged row are the prompt and response of its last step: earlier prompts,
+        # which are most of all tokens, are compared and never copied.
         plan = merge_steps(output["prompt_token_ids"], output["response_ids"], index.trajectory_ids)
         heads, ends = plan.heads, plan.ends
         cu_responses = offsets(torch.from_numpy(plan.merged_response_lengths))
@@ -118,6 +121,8 @@ def flat_values(
         gaps: some of the A elements belong to no row and are set to 0.
     """
     tokens = _backend.empty((int(cu_seqlens[-1]),), torch.int32)
+    # A row is its prompt, then its response. All fields are copied by one call, which checks every
+    # value as it goes.
     prompt_starts = cu_seqlens[:-1].to(torch.int64)
     starts = {
         "prompt_token_ids": prompt_starts,
@@ -182,6 +187,7 @@ def flat_experts(
                 f"{op}: rollout_expert_indices must be integers [tokens, {shape[0]}, "
                 f"{shape[-1]}] in row {row}, got {array.dtype} {list(array.shape)}"
             )
+    # Routes are the largest column: layers times experts for each token.
     largest = max(int(a.max()) for a in arrays if a is not None)
     dtype = routes_dtype(largest)
     counts = np.array([0 if a is None else len(a) for a in arrays], dtype=np.int64)

@@ -125,6 +125,7 @@ def _join(
     if all(issubclass(kind, (list, tuple)) for kind in set(map(type, rows))):
         return join_lists(OP, field, rows, pieces, lengths, zero)
     arrays = [np.asarray(row) for row in rows]
+    # An empty row is float64 in NumPy, and would make all rows float64.
     dtype = np.result_type(*[array for array in arrays if len(array)] or [arrays[0]])
     merged = [np.zeros(length, dtype) for length in lengths.tolist()]
     for array, begin, count, start, target in zip(
@@ -138,6 +139,7 @@ def _keep_sums(merged: Sequence[Any], rewards: Sequence[Any], plan: MergePlan) -
     """Move rewards of tokens that were replaced to the token before them."""
     kept, places, targets = plan.kept, plan.reward_places, plan.merged_rows
     for row in np.flatnonzero(kept < plan.response_lengths).tolist():
+        # Exact sums: merging must not change a return by a rounding error.
         merged[targets[row]][places[row]] += math.fsum(rewards[row][kept[row] :])
 
 

@@ -55,9 +55,12 @@ def merge_token_rewards(
     merged = merge_values(op, rewards, cu_responses, plan, cu_merged)
     flat, cu, old = merged.numpy(), cu_merged.numpy(), cu_responses.numpy()
     merged_rows, kept = plan.merged_rows, plan.kept
+    # The next prompt wrote these tokens differently; what they earned moves to a token that
+    # remains.
     for row in np.flatnonzero(kept < plan.response_lengths).tolist():
         place = cu[merged_rows[row]] + plan.reward_places[row]
         flat[place] += rewards.numpy()[old[row] + kept[row] : old[row + 1]].sum()
+    # A step that sampled nothing may have been rewarded, too, and has no token of its own.
     if reward_per_row:
         empty = np.flatnonzero((plan.response_lengths == 0) & (row_rewards.numpy() != 0))
         for row in empty.tolist():
@@ -65,6 +68,7 @@ def merge_token_rewards(
             place = begin + max(0, min(plan.starts[row] - 1, plan.reward_places[row]))
             if begin < end:
                 flat[place] += float(row_rewards[row])
+    # From the rows, not from the tokens, as a row without tokens may have a reward.
     sums = np.add.reduceat(row_rewards.numpy().astype(np.float64), plan.heads)
     return merged, torch.from_numpy(sums.astype(np.float32))
 
@@ -99,6 +103,7 @@ def merge_kept_ids(
     """
     cu_kept = np.concatenate([[0], np.cumsum(num_kept.numpy(), dtype=np.int64)])
     first = cu_responses[:-1].numpy().astype(np.int64)
+    # Of a response the first `plan.kept` tokens remain, whose sets are adjacent.
     begins, ends = cu_kept[first], cu_kept[first + plan.kept]
     return _join_pieces(op, kept_ids, begins, ends - begins, plan)
 

@@ -84,6 +84,7 @@ def split_trajectory_ids(op: str, trajectory_ids: Sequence[Any]) -> tuple[list[A
         trajectory_ids: N pairs `(instance_id, repetition_id)`, or objects with these attributes.
     """
     try:
+        # By type, of which there are few: a check per row would take longer than reading the rows.
         if all(map(issubclass, set(map(type, trajectory_ids)), repeat((tuple, list)))):
             instances = list(map(itemgetter(0), trajectory_ids))
             repetitions = list(map(itemgetter(1), trajectory_ids))
@@ -112,6 +113,7 @@ def _is_trajectory_id(entry: Any) -> bool:
 
 def trajectory_keys(instances: Sequence[Any], repetitions: np.ndarray) -> np.ndarray:
     """Return (N,) int64 keys, equal iff both ids are; the upper 32 bits number the instances."""
+    # Both numbers in one key, so that rows are compared by one vector operation.
     return (dense_ids(instances) << 32) + dense_ids(repetitions)
 
 
@@ -138,6 +140,7 @@ def first_return(ids: np.ndarray) -> int | None:
     heads = np.flatnonzero(run_starts(ids))
     if dense_ids(ids[heads]).max() + 1 == len(heads):
         return None
+    # Each id may have one run; the heads of all further ones return to it.
     first_of_id = np.unique(ids[heads], return_index=True)[1]
     returned = np.ones(len(heads), dtype=bool)
     returned[first_of_id] = False

@@ -155,5 +155,8 @@ def _join_routes(routes: np.ndarray | None, part: Generation, num_tokens: int) -
         return routes
     rows = part.expert_indices
     if routes is not None:
+        # Earlier tokens keep the routes by which they were sampled: the new part has routed them
+        # again.
         rows = np.concatenate([routes, rows[len(routes) :]])
+    # A token is routed when the next one is sampled: the last one has no route.
     return rows[: max(0, num_tokens - 1 - part.expert_indices_start)]

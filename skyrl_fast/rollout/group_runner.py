@@ -158,6 +158,8 @@ class GroupRunner:
         self, run: Run, prompt: RolloutPrompt, repetition_id: int, runs: int = 0
     ) -> _GroupMember:
         entry = self.board.enter(prompt.uid, repetition_id)
+        # Seeds follow from the attempt: a restarted trajectory must not repeat what an abandoned
+        # one, which may still be sampling, has said.
         first_attempt = runs * (self._config.max_retries + 1)
         slot = _Slot(self._slots)
 
@@ -215,6 +217,8 @@ class GroupRunner:
         entry: Activity,
     ) -> None:
         """Abandon a stuck trajectory; restart it, or record it as failed."""
+        # Its deadline has cancelled it before, in vain; what swallowed that may not see this one
+        # either, so nobody waits for it.
         member = members.pop(entry.repetition_id)
         self.faults["stuck_trajectories"] += 1
         member.task.cancel()

@@ -92,6 +92,8 @@ class TrajectoryRunner:
             EngineDeadError: the engine died.
         """
         started = time.perf_counter()
+        # On the clock of `asyncio.timeout_at`, and for all attempts: retries must not delay the
+        # batch.
         deadline = asyncio.get_running_loop().time() + self._config.trajectory_timeout_seconds
         attempt = first_attempt
         while True:
@@ -110,6 +112,7 @@ class TrajectoryRunner:
             episode = self._agent.episode(trajectory, prompt, entry, policy_version=policy_version)
             await self._attempt(episode, trajectory, deadline, entry)
             trajectory.seconds = time.perf_counter() - started
+            # After the deadline another attempt would be cancelled before its first turn.
             late = asyncio.get_running_loop().time() >= deadline
             last = attempt - first_attempt == self._config.max_retries
             if trajectory.failure is None or last or late:
@@ -126,6 +129,7 @@ class TrajectoryRunner:
         try:
             async with asyncio.timeout_at(deadline) as clock:
                 trajectory.stop_reason = await episode.play()
+        # Not a failure of this trajectory: another attempt would find the same dead engine.
         except EngineDeadError:
             raise
         except (EnvError, ContextError) as error:

@@ -73,6 +73,7 @@ def kept_sets(
         )
     cu = _backend.to_device_of(cu, kept_ids)
     begin, end = cu[:-1], cu[1:]
+    # A row without ids was sampled from the full vocabulary.
     ranges = torch.stack([torch.where(begin == end, -1, begin), end], dim=1)
     return KeptSets(kept_ids.detach().contiguous(), ranges)
 
@@ -94,10 +95,13 @@ def slice_sets(kept: KeptSets, start: int, width: int) -> KeptSets:
 
     A row whose set has no id in the slice gets a range without ids. Does not synchronize.
     """
+    # Rows with the full vocabulary (begin -1) are restored at the end.
     begin, end = kept.ranges.clamp(0, kept.ids.numel()).unbind(1)
 
     def first_at_least(limit: int) -> Tensor:
         """Return (M,) places of the rows' first ids that are not below `limit`."""
+        # Counting by one cumulative sum of all ids needs neither a search per row nor a length on
+        # the host.
         below = torch.nn.functional.pad((kept.ids < limit).cumsum(0), (1, 0))
         return begin + below[end] - below[begin]
 

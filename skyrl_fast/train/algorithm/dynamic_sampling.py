@@ -132,6 +132,7 @@ class GroupSampling:
             self._replace(groups, informative)
         if len(self._kept) == self._wanted or self._config.type is None:
             return True
+        # Counted in groups, because a batch of prompts may be as small as what is missing.
         limit = self._config.max_sample_batches
         if 0 < limit * self._wanted <= self._counts["num_groups_sampled"]:
             raise DynamicSamplingError(self._too_few(limit))
@@ -196,6 +197,8 @@ class GroupSampling:
                 continue
             copies[uid] += 1
             self._counts["num_groups_replaced"] += 1
+            # A copy is a group of its own: under the same uid its trajectories would be compared
+            # with those of the original.
             name = f"{uid}+{copies[uid]}"
             trajectories = [replace(t, uid=name) for t in groups[uid].trajectories]
             self._kept[name] = SampledGroup(trajectories, groups[uid].rows)

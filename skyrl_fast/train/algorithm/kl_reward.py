@@ -38,6 +38,7 @@ def kl_in_reward(
     if batch.old_logprobs is None or batch.ref_logprobs is None:
         missing = "old_logprobs" if batch.old_logprobs is None else "ref_logprobs"
         raise ValueError(f"kl_in_reward: batch must have {missing}, got None")
+    # Of the policy before the update: a part of the reward has no gradient.
     kl = kl_penalty(
         batch.old_logprobs, batch.ref_logprobs, estimator=estimator, loss_mask=batch.loss_mask
     )
@@ -98,5 +99,6 @@ def next_kl_coef(coef: float, kl: float, num_trajectories: int, control: KlCtrlC
     """
     if control.type == "fixed":
         return coef
+    # One batch far from the target must not move the coefficient far.
     error = min(MAX_KL_STEP, max(-MAX_KL_STEP, kl / control.kl_target - 1))
     return coef * (1 + error * num_trajectories / control.horizon)

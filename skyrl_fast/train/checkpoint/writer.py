@@ -56,9 +56,11 @@ class CheckpointWriter:
             complete = partial(complete_checkpoint, self._folder, step, keep=self._keep)
             if self._ranks.size > 1:
                 self._ranks.files.start(temporary)
+                # The manifest has the size and digest of every file, also of those of other ranks.
                 complete.keywords["written"] = self._ranks.files.wait
         path = complete() if self._ranks.size == 1 else None
         self._writing = step, _in_background(partial(self._finish, complete, path))
+        # With one rank nothing is left to write; the thread only makes both cases alike.
         if path is not None and self._upload is None:
             self.wait()
 
@@ -90,5 +92,6 @@ class CheckpointWriter:
 def _in_background(complete: Callable[[], Path]) -> Future[Path]:
     thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
     future = thread.submit(complete)
+    # The thread ends with its only task.
     thread.shutdown(wait=False)
     return future

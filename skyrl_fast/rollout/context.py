@@ -123,6 +123,8 @@ def _answer_text(
     complete = template.checked_text([*messages, answer], len(messages), answer_next=False)
     shared = len(prompt)
     if not complete.startswith(prompt):
+        # The prompt may open what the answer itself begins, such as thoughts: compare up to where
+        # they part.
         pairs = zip(prompt, complete, strict=False)
         shared = next((n for n, (one, other) in enumerate(pairs) if one != other), len(complete))
     opened, text = prompt[shared:], complete[shared:]
@@ -133,6 +135,7 @@ def _answer_text(
         text = content
         if answer.get("tool_calls"):
             raise ContextError("the chat template leaves out the text before tool calls")
+    # The answer repeats the opening that the prompt has: it is trained once.
     if opened.strip() and content.lstrip().startswith(opened.strip()):
         text = content.lstrip().removeprefix(opened.strip()).removeprefix("\n")
     for left, tag, right in _OPENING_TAG.findall(opened):
@@ -149,6 +152,7 @@ def _answer_text(
 
 def _contains(text: str, part: str) -> bool:
     """Return whether a text contains another one, but for white space."""
+    # Templates strip and indent as they like; only the words must be there.
     return "".join(part.split()) in "".join(text.split())
 
 
@@ -161,6 +165,7 @@ def _after_answer(
     """Return what the template writes after an answer: its end, observation, next start."""
     marker = MARKER
     while any(marker in message_text(message) for message in (*prompt, *observation)):
+        # A text of the chat must not be taken for the place of the answer.
         marker += "-"
     plain = {"role": "assistant", "content": marker}
     if not answer.get("tool_calls"):
@@ -231,6 +236,7 @@ class _RetemplateContext:
 
     def prompt_token_ids(self) -> list[int]:
         text = self.template.checked_text(self._messages, self._num_checked)
+        # Only new messages are looked for: a search of all of them each turn would be quadratic.
         self._num_checked = len(self._messages)
         return self.template.token_ids(text)
 
@@ -260,6 +266,7 @@ class _SingleContext:
             self._add_text(message_text(message))
         else:
             ends = self.template.ends_turn(token_ids, stopped=stopped)
+            # Observations follow inside the answer, so its end token would end it too early.
             self._token_ids += token_ids[:-1] if ends else token_ids
 
     def add_observation(self, messages: Sequence[Message]) -> None:

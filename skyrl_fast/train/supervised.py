@@ -87,6 +87,8 @@ def _settings(config: Config) -> Config:
     """Return the settings with those of reinforcement learning replaced."""
     algorithm = replace(
         config.trainer.algorithm,
+        # A demonstration is a trajectory whose answers are trained by likelihood: no sampling, no
+        # reference, no advantage that the loss would read.
         policy_loss_type="cross_entropy",
         policy_loss_coef=1.0,
         advantage_estimator="reinforce++",
@@ -140,6 +142,7 @@ class _DemonstrationMaker:
 
     def check(self, config: Config, model_path: str) -> None:
         """Tokenize all chats; raise ValueError, which names the row, for one that is invalid."""
+        # Kept for the run, so that every chat is tokenized once.
         self._steps = self._tokenize(config, load_tokenizer(model_path))
 
     async def __call__(self, config: Config, tokenizer: Any, model_path: str) -> Demonstrations:
@@ -181,6 +184,7 @@ class Demonstrations:
         return Trajectory(
             uid=prompt.uid,
             repetition_id=0,
+            # Copies: `_score` writes rewards, and a prompt comes again in the next epoch.
             steps=[replace(step) for step in self._steps[prompt.uid]],
             stop_reason=STOP,
             env_class="demonstration",

@@ -31,6 +31,8 @@ def replay_values(steps: Sequence[Step]) -> Iterator[dict[str, Any]]:
             values[KEPT_IDS] = [ids.tolist() for ids in step.kept_ids]
         routes = step.expert_indices
         if routes is not None:
+            # A step's prompt repeats the tokens before it with their routes: all but the new ones
+            # are left out.
             shared = _count_shared_rows(routes, before)
             new = routes[shared:]
             values[ROUTES] = {
@@ -51,6 +53,7 @@ def _count_shared_rows(routes: np.ndarray, before: np.ndarray | None) -> int:
         return 0
     both = min(len(routes), len(before))
     same = (routes[:both] == before[:both]).all(axis=(1, 2))
+    # argmin of all True is 0.
     return both if same.all() else int(same.argmin())
 
 

@@ -203,6 +203,7 @@ def _torch(
     if rows.mask is not None:
         trained = rows.mask.cpu().reshape(-1) != 0
     flat = torch.zeros(cells) if values is None else values.cpu().reshape(-1)
+    # Values of observations are not read, so they may be anything, NaN included.
     flat = flat.where(trained, 0.0)
     bad = (~torch.isfinite(flat)).nonzero()
     if bad.numel():

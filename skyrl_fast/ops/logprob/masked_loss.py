@@ -134,6 +134,7 @@ def masked_logprob_loss(
         transforms=("vmap",),
     )
     if logits.dtype not in KERNEL_DTYPES:
+        # float64 is for checks of gradients; the kernels compute in float32.
         chosen = "torch"
     shape = target_ids.shape
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -215,6 +216,7 @@ def _token_mean(
     ones = torch.ones(targets.shape, dtype=dtype, device=targets.device)
     if mask is None:
         return ones / max(targets.numel(), 1)
+    # On the device: reading the count would wait for a GPU.
     return ones / mask.count_nonzero().clamp(min=1)
 
 

@@ -78,6 +78,7 @@ def zero_reward_on_non_stop(batch: StepBatch, units: Sequences) -> Filtered:
     if not cut.any():
         return batch, units, metrics
     rows = _all_rows(batch, cut[units.sequence_ids])
+    # Both forms, as estimators read rewards of tokens or of rows.
     filtered = batch.with_(
         rewards=batch.rewards.masked_fill(_response_tokens(batch, rows), 0.0),
         row_rewards=batch.row_rewards.masked_fill(rows, 0.0),
@@ -116,6 +117,7 @@ def zero_variance_filter(batch: StepBatch, units: Sequences, *, tolerance: float
         The batch and its sequences, and `reward/num_zero_variance_filtered`: groups masked.
     """
     groups = group_spread(units)
+    # One live sequence is no comparison: its group stays.
     equal = (groups.num_live > 1) & (groups.spread <= tolerance)
     metrics = {"reward/num_zero_variance_filtered": float(equal.sum())}
     return *_mask_sequences(batch, units, equal[units.group_ids]), metrics

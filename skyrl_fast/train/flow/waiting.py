@@ -56,6 +56,7 @@ class BackgroundWriter:
             Whatever the previous call raised; the new call is not started then.
         """
         if self._last is not None:
+            # One call at a time bounds what waits in memory, and an error shows at the next step.
             await asyncio.wrap_future(self._last)
         self._last = self._thread.submit(self._run, function)
 
@@ -138,10 +139,12 @@ async def until_stopped(
                 return task.result()
             if stopped.done():
                 raise StopRequested
+            # raises what the watch raised
             fault.result()
             await repair()
             fault = asyncio.ensure_future(wait_for_fault())
     finally:
         for pending in (task, stopped, fault):
             pending.cancel()
+        # Nothing of the work may run on after the caller has gone on.
         await asyncio.gather(task, stopped, fault, return_exceptions=True)

@@ -113,6 +113,7 @@ class StorageTracker(TorchDispatchMode):
         key, size = storage._cdata, storage.nbytes()
         if key in self._known:
             return
+        # Views share a storage, which counts once, until Python frees it.
         self._known.add(key)
         self.live += size
         self.peak = max(self.peak, self.live)
@@ -198,6 +199,7 @@ def activation_memory(
         for layers in numbers:
             if len(layers) > 1:
                 more, _ = _measure(backbone, sorted([*shortest, layers[1]]), length, *dtypes)
+                # One more layer of a kind costs what it adds to the shortest model.
                 total += (more + saved * -1) * (len(layers) - 1)
     return ActivationMemory(total, workspace)
 
@@ -213,6 +215,7 @@ def _measure(
     dtypes = dtype, residual_dtype
     one, two = (_pass_bytes(backbone, numbers, n, length, *dtypes) for n in (1, 2))
     pairs = zip(one, two, strict=True)
+    # A line through the passes of one and of two sequences.
     saved, peak = (PassMemory(2 * a - b, b - a) for a, b in pairs)
     return saved, peak + saved * -1
 

@@ -90,6 +90,7 @@ def outcomes_of_batch(batch: StepBatch) -> Outcomes:
     last_rows = np.flatnonzero(batch.is_last_step[:num_rows].numpy())
     rewards = batch.row_rewards[:num_rows].numpy()[last_rows].astype(np.float64)
     positive = np.maximum(rewards, 0.0)
+    # Without a negative reward, the common case, the positive part is the reward.
     if batch.rewards.numel() and batch.rewards.numpy().min() < 0:
         tokens = batch.rewards.clamp(min=0).numpy()
         cu_responses = batch.cu_responses[: num_rows + 1].numpy()

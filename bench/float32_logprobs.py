@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=0.2, help="of the weights")
     scale = parser.parse_args().scale
     tokenizer = byte_level_tokenizer()
-    text = "".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))
+    text = "".join(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))
     ids = tokenizer.encode(text[: SAMPLES * max(LENGTHS)])
     with tempfile.TemporaryDirectory() as folder:
         save_model(folder, tokenizer, scale)

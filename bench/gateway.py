@@ -83,7 +83,7 @@ async def session_times(turns: int, tokens: int) -> tuple[list[tuple[float, int]
 
     Also its trajectory.
     """
-    texts = [path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))]
+    texts = [path.read_text() for path in sorted((ROOT / "docs").rglob("*.md"))]
     tokenizer = byte_level_tokenizer(texts=texts, vocab_size=VOCABULARY)
     ids = tokenizer.encode("".join(texts))
     half = tokens // 2

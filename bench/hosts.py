@@ -6,7 +6,7 @@
 A row is written only for a function that was called in the run. SkyRL: two steps of
 `RayPPOTrainer.train` without and two with merged steps, on Ray, for calls and results; times are
 those of bench/skyrl_drop_in.py, contenders in turn in one process. TRL: bench/trl_trainers.py,
-stock and installed by turns. Writes bench/results/hosts.json and docs/hosts.md.
+stock and installed by turns. Writes bench/results/hosts.json and docs/integrations/hosts.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bench import skyrl_drop_in, trl_trainers
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "bench" / "results" / "hosts.json"
-PAGE = ROOT / "docs" / "hosts.md"
+PAGE = ROOT / "docs" / "integrations" / "hosts.md"
 RUN = ROOT / "python_tests" / "helpers" / "_skyrl_ray_run.py"
 SIZE = "medium"
 TRL_ROUNDS = 3
@@ -75,7 +75,7 @@ log-probabilities and two updates, counted by a test (`python_tests/integrations
 | `unpad_input` | 1 | 100% | not timed |
 
 Results: losses and gradient norms are the stock run's within 1e-5, log-probabilities within 4e-6. `pad_input` is not
-called by this engine; a step of `main_ppo` [has not been shown](skyrl_drop_in.md#verl).
+called by this engine; a step of `main_ppo` [has not been shown](skyrl.md#verl).
 """  # noqa: E501
 
 

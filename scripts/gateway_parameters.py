@@ -1,4 +1,4 @@
-"""Write the table of request parameters in docs/gateway.md.
+"""Write the table of request parameters in docs/guide/gateway.md.
 
 python -m scripts.gateway_parameters
 """
@@ -16,7 +16,7 @@ from skyrl_fast.gateway.dialects.openai_responses import ResponseRequest
 from skyrl_fast.gateway.dialects.parameters import Parameter
 from skyrl_fast.gateway.request_body import Fields
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "gateway.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs/guide/gateway.md"
 BEGIN, END = "<!-- python -m scripts.gateway_parameters -->\n", "<!-- end -->\n"
 DIALECTS: dict[str, tuple[type[Fields], Mapping[str, Parameter]]] = {
     "chat completions": (ChatRequest, parameters.CHAT),

@@ -1,4 +1,4 @@
-"""Write docs/metrics.md: every metric of a run with its meaning, unit and healthy range.
+"""Write docs/reference/metrics.md: every metric of a run with its meaning, unit and healthy range.
 
 python -m scripts.metrics_page
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from skyrl_fast.train.output.metric_table import METRICS, Metric
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs/reference/metrics.md"
 HEAD = """# Metrics
 
 What a run writes to `metrics.jsonl` and its loggers, one line or point per step. `{spread}` stands

@@ -1,4 +1,4 @@
-"""Write docs/python_api.md, the trainer's Python API, and docs/commands.md, from docstrings and the
+"""Write docs/reference/trainer_api.md and docs/reference/commands.md, from docstrings and the
 command line's help.
 
 python -m scripts.python_api_page
@@ -16,12 +16,13 @@ from typing import Any
 import skyrl_fast.train
 from skyrl_fast.cli import command_parser
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = Path(__file__).resolve().parent.parent / "docs/reference"
 HEAD = """# Python API of the trainer
 
-Import these names from `skyrl_fast.train`. They are explained in the [training guide](training.md)
-and in [custom losses and estimators](custom_algorithms.md); the ops and batches of `skyrl_fast` are
-in the [API](api.md). Generated from the docstrings by `python -m scripts.python_api_page`.
+Import these names from `skyrl_fast.train`. They are explained in the
+[training guide](../guide/training.md) and in
+[custom losses and estimators](../guide/custom_algorithms.md); the ops and batches of `skyrl_fast`
+are in the [API](ops_api.md). Generated from the docstrings by `python -m scripts.python_api_page`.
 
 ```python
 import skyrl_fast
@@ -87,7 +88,7 @@ def pages() -> dict[Path, str]:
     ]
     commands = [command(name, parser) for name, parser in subparsers().items()]
     return {
-        DOCS / "python_api.md": "\n".join([HEAD, *names]),
+        DOCS / "trainer_api.md": "\n".join([HEAD, *names]),
         DOCS / "commands.md": "\n".join([COMMANDS_HEAD, *commands]),
     }
 

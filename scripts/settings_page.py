@@ -1,5 +1,5 @@
-"""Write docs/settings.md, every setting with its default, limits and help, and
-docs/skyrl_settings.md, the settings of SkyRL that do not exist here.
+"""Write docs/reference/settings.md, every setting with its default, limits and help, and
+docs/reference/skyrl_settings.md, the settings of SkyRL that do not exist here.
 
 python -m scripts.settings_page
 """
@@ -15,7 +15,7 @@ from skyrl_fast.config import Config
 from skyrl_fast.config.listing import description, shown
 from skyrl_fast.config.skyrl_settings import SKYRL_ONLY
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = Path(__file__).resolve().parent.parent / "docs/reference"
 HEAD = """# Settings
 
 All settings of a run, for YAML files, `key=value` overrides and `skyrl_fast.train_agent`. Names are

@@ -1,7 +1,7 @@
 """What a version of SkyRL changes for the drop-in, function by function.
 
     python -m scripts.skyrl_versions NEW      NEW: a version of the package index, or a source tree
-    python -m scripts.skyrl_versions --write  docs/skyrl_versions.md, from the known versions
+    python -m scripts.skyrl_versions --write  the page of versions, from the known ones
     python -m scripts.skyrl_versions --fresh  exit code 1 if the index has newer SkyRL, TRL or verl
 
 To add a version: run it with NEW, adapt each changed function or leave it to SkyRL, add the printed
@@ -28,7 +28,7 @@ from skyrl_fast.integrations.source import DIGITS, normalize_source
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "peers" / "versions"
-PAGE = ROOT / "docs" / "skyrl_versions.md"
+PAGE = ROOT / "docs/integrations/skyrl_versions.md"
 TESTS = ROOT / "python_tests" / "integrations"
 PYTHON = "3.12"  # that SkyRL's current packages need; only their sources are read
 
@@ -37,7 +37,9 @@ def main() -> None:
     """Print the report of a version, write the page, or compare with the package index."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("new", nargs="?", help="version of SkyRL, or a source tree")
-    parser.add_argument("--write", action="store_true", help="write docs/skyrl_versions.md")
+    parser.add_argument(
+        "--write", action="store_true", help="write docs/integrations/skyrl_versions.md"
+    )
     parser.add_argument("--fresh", action="store_true", help="compare with the package index")
     args = parser.parse_args()
     if args.write:
@@ -168,7 +170,7 @@ def deciding_tests(target: Target) -> list[str]:
 
 
 def page(trees: Mapping[str, Path]) -> str:
-    """Return docs/skyrl_versions.md."""
+    """Return docs/integrations/skyrl_versions.md."""
     lines = [
         "# Versions of SkyRL",
         "",

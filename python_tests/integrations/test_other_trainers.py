@@ -1,4 +1,4 @@
-"""The functions of docs/other_trainers.md, with stand-ins of the hosts' modules and data."""
+"""The functions of the page on other trainers, with stand-ins of the hosts' modules and data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-PAGE = Path(__file__).parents[2] / "docs" / "other_trainers.md"
+PAGE = Path(__file__).parents[2] / "docs/integrations/other_trainers.md"
 
 
 @dataclass

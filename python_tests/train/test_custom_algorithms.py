@@ -301,7 +301,7 @@ def test_invalid_estimator_output_is_named(
 
 
 def test_documentation_examples_run() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "custom_algorithms.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/guide/custom_algorithms.md").read_text()
     names: dict[str, Any] = {"__name__": "documentation"}
     for block in re.findall(r"```python\n(.*?)```", text, re.S):
         exec(compile("from __future__ import annotations\n" + block, "docs", "exec"), names)

@@ -566,7 +566,7 @@ def test_dark_colours_are_the_same_by_system_setting_and_by_choice() -> None:
 
 # --- the documentation --------------------------------------------------------------------------
 
-GUIDE = (PAGES.parents[2] / "docs/viewer.md").read_text()
+GUIDE = (PAGES.parents[2] / "docs/guide/viewer.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", GUIDE, flags=re.DOTALL | re.MULTILINE)
 
 
@@ -590,7 +590,7 @@ def test_python_examples_of_the_guide_run(number: int, tmp_path: Path, monkeypat
 
 
 def test_images_of_the_guide_exist_and_are_small() -> None:
-    pictures = re.findall(r"!\[[^\]]+\]\((images/[^)]+)\)", GUIDE)
+    pictures = re.findall(r"!\[[^\]]+\]\(\.\./(images/[^)]+)\)", GUIDE)
     assert len(pictures) == 6
     for picture in pictures:
         path = PAGES.parents[2] / "docs" / picture

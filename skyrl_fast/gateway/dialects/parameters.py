@@ -1,7 +1,7 @@
 """Parameters of requests: which ones are honoured, refused, or ignored and named in the log.
 
 What changes the answer or the prompt in a way that the gateway does not have is refused: an error
-is better than another answer. docs/gateway.md has the tables.
+is better than another answer. docs/guide/gateway.md has the tables.
 """
 
 from __future__ import annotations

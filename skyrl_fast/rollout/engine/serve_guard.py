@@ -3,7 +3,7 @@
 vLLM's `--api-key` protects /v1 alone; the calls for weights and pauses answer everyone, and
 /collective_rpc runs every method of the worker by its name.
 
-What it protects, and from whom: docs/security.md.
+What it protects, and from whom: docs/guide/security.md.
 """
 
 from __future__ import annotations

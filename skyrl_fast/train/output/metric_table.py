@@ -1,6 +1,7 @@
 """The metrics of a run: meaning, unit and healthy range of each.
 
-`docs/metrics.md` is written from this table, and a test compares it with what runs report.
+The reference page of metrics is written from this table, and a test compares it with what runs
+report.
 """
 
 from __future__ import annotations

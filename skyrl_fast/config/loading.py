@@ -354,7 +354,8 @@ def _check_algorithm(algorithm: AlgorithmConfig) -> None:
         )
     if algorithm.use_kl_in_reward and algorithm.use_kl_loss:
         raise ConfigError(
-            f"{key}.use_kl_in_reward: expected one of use_kl_in_reward and use_kl_loss, got both"
+            f"{key}.use_kl_in_reward: expected only one of use_kl_in_reward and use_kl_loss, "
+            "got both"
         )
     correction = algorithm.off_policy_correction
     spec, loss = policy_loss_spec(algorithm), policy_loss_settings(algorithm)

@@ -28,7 +28,7 @@ from skyrl_fast.integrations.source import DIGITS, normalize_source
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "peers" / "versions"
-PAGE = ROOT / "docs/integrations/skyrl_versions.md"
+PAGE = ROOT / "docs/reference/skyrl_versions.md"
 TESTS = ROOT / "python_tests" / "integrations"
 PYTHON = "3.12"  # that SkyRL's current packages need; only their sources are read
 
@@ -38,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("new", nargs="?", help="version of SkyRL, or a source tree")
     parser.add_argument(
-        "--write", action="store_true", help="write docs/integrations/skyrl_versions.md"
+        "--write", action="store_true", help="write docs/reference/skyrl_versions.md"
     )
     parser.add_argument("--fresh", action="store_true", help="compare with the package index")
     args = parser.parse_args()
@@ -170,7 +170,7 @@ def deciding_tests(target: Target) -> list[str]:
 
 
 def page(trees: Mapping[str, Path]) -> str:
-    """Return docs/integrations/skyrl_versions.md."""
+    """Return docs/reference/skyrl_versions.md."""
     lines = [
         "# Versions of SkyRL",
         "",

@@ -11,7 +11,6 @@ Design: docs/design/021-gateway.md.
 
 from __future__ import annotations
 
-import hashlib
 import operator
 import threading
 from collections import deque
@@ -27,6 +26,7 @@ from skyrl_fast.gateway.messages import Call
 from skyrl_fast.rollout.chat_template import ChatTemplate, ContextError, Message
 from skyrl_fast.rollout.token_ids import TokenIds, ids_array
 from skyrl_fast.rollout.tokenization import decode
+from skyrl_fast.system.digests import chain_digest
 
 CONTINUED = "continued"  # begins with the prompt and response of a call, its last answer
 FIRST = "first"  # the session's first
@@ -245,7 +245,7 @@ class PromptIds:
             kept = TokenIds([ids_array(token_ids)])
         except OverflowError as error:
             raise ContextError(f"prompt: {error}") from error
-        digest = _link(b"", repr(list(token_ids)))
+        digest = chain_digest(b"", repr(list(token_ids)))
         kind = self._kind(None, False, None)
         return PromptTokens(list(token_ids), kept, RenderedText([]), b"", "", [], kind, digest)
 
@@ -276,7 +276,7 @@ class PromptIds:
                     self._known.setdefault(piece, known)
                     self._sampled.setdefault((chain, piece), known)
                     self._answers.add(piece)
-                    chain = _link(chain, piece)
+                    chain = chain_digest(chain, piece)
                 before = prompt.num_answers
                 self._ends[chain] = None if before is None else before + 1
 
@@ -354,7 +354,7 @@ class PromptIds:
             token_ids += ids
             parts.append(array)
             answers = answers or piece in self._answers
-            chain = _link(chain, piece)
+            chain = chain_digest(chain, piece)
             end = chain if chain in self._ends else end
         if self._divides:
             if start in self._starts:
@@ -364,7 +364,7 @@ class PromptIds:
         ids, array = self._ids_at(chain, last)
         token_ids += ids
         kept = TokenIds([*parts, array], len(token_ids))
-        digest = _link(chain, last)
+        digest = chain_digest(chain, last)
         end = digest if digest in self._ends else end
         kind = self._kind(end, answers or last in self._answers, num_answers)
         return PromptTokens(token_ids, kept, rendered, chain, last, ids, kind, digest, num_answers)
@@ -441,8 +441,3 @@ def _num_shared(messages: Sequence[Message], last: Sequence[Message]) -> int:
     """Return the number of leading messages that are the same objects."""
     others = map(operator.is_not, messages, last)
     return next(compress(count(), others), min(len(messages), len(last)))
-
-
-def _link(chain: bytes, text: str) -> bytes:
-    """Return the digest of the pieces up to `text`; the same in every process."""
-    return hashlib.blake2b(chain + text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

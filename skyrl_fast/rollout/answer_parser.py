@@ -7,7 +7,6 @@ thread would stop the event loop as well, and could not be ended.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import string
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from skyrl_fast.rollout.reasoning import ReasoningParser
 from skyrl_fast.rollout.tool_calls import ParsedAnswer, ToolCallParser
 from skyrl_fast.rollout.workers.calls import ProcessCalls
 from skyrl_fast.rollout.workers.protocol import CallResult
+from skyrl_fast.system.digests import digest_number
 
 log = logging.getLogger(__name__)
 
@@ -176,6 +176,6 @@ def _is_odd(call: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) 
 
 def _call_id(place: str) -> str:
     """Return the id of a call without one: the same in every run."""
-    number = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "big")
+    number = digest_number(place)
     digits = (number // len(ID_CHARACTERS) ** n for n in range(ID_LENGTH))
     return "".join(ID_CHARACTERS[digit % len(ID_CHARACTERS)] for digit in digits)

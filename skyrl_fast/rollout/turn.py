@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-
 from skyrl_fast.config import SamplingParams
 from skyrl_fast.rollout.chat_template import ChatTemplate
 from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.rollout.tokenization import decode
+from skyrl_fast.system.digests import digest_number
 
 
 def end_to_append(
@@ -24,8 +23,7 @@ def request_seed(seed: int, name: str, attempt: int, turn: int | str) -> int:
 
     A resumed run uses the same seeds as an uninterrupted one, in whatever order requests arrive.
     """
-    place = f"{seed}/{name}/{attempt}/{turn}".encode()
-    return int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "little") >> 1
+    return digest_number(f"{seed}/{name}/{attempt}/{turn}") >> 1
 
 
 def decode_response(

@@ -39,9 +39,14 @@ def exit_with_parent(parent: int) -> None:
 
     The thread of the parent that started this process must not end before the parent.
     """
+    die_with_parent()
+    watch_parent(parent)
+
+
+def die_with_parent() -> None:
+    """Have Linux kill this process when the thread that started it ends; elsewhere do nothing."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    watch_parent(parent)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from skyrl_fast.rollout.trajectory import OtherCall, Step, Trajectory
+from skyrl_fast.system.digests import chain_digest
 from skyrl_fast.trajectory_store.parts import read_lines
 from skyrl_fast.trajectory_store.reader import StoredStep, StoredTrajectory, read_trajectories
 
@@ -146,8 +146,7 @@ def _chain(chat: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> li
     """Return a digest of the conversation up to each message; with other tools it is another."""
 
     def link(before: bytes, message: Any) -> bytes:
-        text = json.dumps(message, sort_keys=True, default=str)
-        return hashlib.blake2b(before + text.encode(), digest_size=16).digest()
+        return chain_digest(before, json.dumps(message, sort_keys=True, default=str))
 
     first = link(b"", template) if template else b""
     return list(accumulate(chat, link, initial=first))[1:]

@@ -6,7 +6,6 @@ Design: docs/design/018-asynchronous.md.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections import Counter
@@ -35,6 +34,7 @@ from skyrl_fast.rollout.engine.weights.transfer import (
 )
 from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
+from skyrl_fast.system.digests import digest_number
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -330,9 +330,7 @@ class EnginePool:
                 await self._changed.wait()
         if self._interrupting:
             return None
-        # Not `hash`, which differs between processes.
-        digest = hashlib.blake2b(session_id.encode(), digest_size=8).digest()
-        return up[int.from_bytes(digest, "little") % len(up)]
+        return up[digest_number(session_id) % len(up)]
 
     async def _mark_dead(self, member: _PoolMember, error: EngineError | WeightSyncError) -> None:
         member.error = error

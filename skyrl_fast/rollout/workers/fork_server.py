@@ -5,7 +5,6 @@ Run by `python -c` with two arguments: the descriptor of the socket to the train
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import logging
@@ -23,13 +22,13 @@ from dataclasses import asdict
 from skyrl_fast.rollout.workers.processes import FORK, KILL, LENGTH, REQUEST, STATUS
 from skyrl_fast.rollout.workers.protocol import CallResult, HandlerSettings
 from skyrl_fast.system.importing import load_module
+from skyrl_fast.system.parent_watch import die_with_parent
 from skyrl_fast.system.printable import MAX_FAILURE
 
 log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 1.0  # between checks whether the trainer lives
 EXIT_SECONDS = 1.0  # for a child to exit after its socket was closed
-PR_SET_PDEATHSIG = 1  # of prctl: a signal for the child when its parent ends
 
 
 def main() -> None:
@@ -150,8 +149,7 @@ class _ForkingServer:
 
 def _end_with(server: int) -> None:
     """End this process with the fork server, also in the middle of a call that holds the lock."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != server:
         os._exit(1)
 

@@ -63,6 +63,7 @@ def select(
     chosen = next(b for b in BACKENDS if b in usable) if backend is None else backend
     if chosen not in usable:
         raise ValueError(f"{op}: backend {backend!r} cannot run on {kind}; usable: {usable}")
+    # While a graph is traced, tensors are wrapped by the compiler, not by a transform.
     if chosen != "torch" and not torch.compiler.is_compiling():
         instead = "; use backend='torch'" if "torch" in usable else ""
         if any(map(_is_dual, given)):
@@ -256,7 +257,7 @@ def empty(
     if torch.device(device).type != "cpu" or num_bytes < HUGE_PAGE_MIN_BYTES:
         return torch.empty(shape, dtype=dtype, device=device)
     if num_bytes > sys.maxsize:
-        raise MemoryError(f"expected {num_bytes} bytes for a tensor of shape {tuple(shape)}")
+        raise MemoryError(f"cannot allocate {num_bytes} bytes for a tensor of shape {tuple(shape)}")
     if _C.page_pool_limit() < 0:
         set_page_pool_limit(_default_page_pool_limit())
     return torch.frombuffer(_C.PageBlock(num_bytes), dtype=dtype, count=math.prod(shape)).view(

@@ -173,6 +173,7 @@ def copy_jobs(
     jobs = []
     for part, lengths in zip(field.parts, field.part_lengths, strict=True):
         jobs.append((part, out, starts, low, high))
+        # In each row the next part follows this one.
         starts = starts + lengths
     return jobs
 

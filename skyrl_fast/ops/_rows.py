@@ -192,9 +192,7 @@ def check_discount(op: str, name: str, value: float) -> None:
 
 def _check_rows_of_offsets(op: str, cu_seqlens: torch.Tensor, num_rows: int) -> None:
     is_bad = cu_seqlens.shape != (num_rows + 1,)
-    if not is_bad and not _backend.on_gpu(
-        cu_seqlens
-    ):  # reading them would synchronize with the device
+    if not is_bad and not _backend.on_gpu(cu_seqlens):  # reading them would wait for the device
         is_bad = bool((cu_seqlens.diff() < 0).any())
     if is_bad:
         raise ValueError(
@@ -213,6 +211,7 @@ def _result_shape(
 ) -> torch.Size:
     """Return the shape of the result: the mask's, which must fit the rows."""
     if cu_seqlens is not None:
+        # On a GPU the last offset is not read, which would wait for the device.
         if not _backend.on_gpu(cu_seqlens):
             shape = torch.Size([int(cu_seqlens[-1])])
         else:

@@ -197,9 +197,8 @@ def make_router_padding_mask(
     require(attention_mask.ndim == 2, "a mask of unsupported shape")
     require(len(captured_route_lengths) == len(attention_mask), "wrong number of rows")
     require(min(captured_route_lengths, default=0) >= 0, "a negative length")
-    routes = [
-        range(int(length)) for length in captured_route_lengths
-    ]  # only their lengths are read
+    # Only the lengths of routes are read.
+    routes = [range(int(length)) for length in captured_route_lengths]
     return batch_tensors.router_padding_mask(routes, attention_mask)
 
 

@@ -201,6 +201,7 @@ def _with_sets(
     small = is_small.nonzero().squeeze(1)
     part = kept.of_rows(small)
     ids = part.ids[part.pairs()[1]].clamp(0, weight.shape[0] - 1).unique()
+    # Copying these rows of the head must cost less than the products that it saves.
     gathered = ids.numel() * ROWS_PER_GATHERED[weight.element_size()]
     if gathered >= small.numel() * (weight.shape[0] - ids.numel()):
         return _LinearLogprob.apply(hidden, weight, bias, targets, kept, options)
@@ -211,6 +212,7 @@ def _with_sets(
     others = _LinearLogprob.apply(
         hidden[large], weight, bias, targets[large], kept.of_rows(large), options
     )
+    # Back into the order of the rows.
     order = torch.cat([small, large]).argsort()
     logprob, entropy = (torch.cat(pair) for pair in zip(found, others, strict=True))
     return logprob[order], entropy[order] if options.return_entropy else entropy

@@ -66,6 +66,7 @@ class MergePlan:
     @property
     def kept(self) -> np.ndarray:
         """(N,) how many of a row's first response tokens stay."""
+        # A later step may replace all of the response, and a part of the prompt.
         return np.clip(self.limits - self.prompt_lengths, 0, self.response_lengths)
 
     @property
@@ -141,6 +142,7 @@ def merge_steps(
         >>> plan.heads.tolist(), plan.ends.tolist(), plan.starts.tolist()
         ([0, 2], [1, 2], [0, 2, 0])
     """
+    # "fork" is "realign" that may drop no token.
     use_torch = _backend.select(OP, backend=backend) == "torch"
     check_drift(OP, drift, max_drift_tokens)
     max_drift = max_drift_tokens if drift == "realign" else 0

@@ -202,9 +202,8 @@ def custom_policy_loss(
     value = mask_values(output.token_losses.to(logprobs.dtype), stream)
     if token_weights is not None:
         factor = mask_values(token_weights, stream)
-        value = (
-            mask_values(value, factor != 0) * factor
-        )  # 0 drops the token, even where its loss is NaN
+        # A factor of 0 drops the token, even where its loss is NaN.
+        value = mask_values(value, factor != 0) * factor
     no = torch.zeros_like(live)
     total, loss_metrics = weighted_loss(
         value,
@@ -238,6 +237,7 @@ def call_custom_loss(loss: CustomLoss, inputs: LossInputs) -> LossOutput:
     op = f"policy_loss: {loss.name}"
     try:
         output = loss.function(inputs, **loss.settings)
+    # Whatever it is: a run must say whose code failed.
     except Exception as error:
         raise RuntimeError(f"{op} raised {type(error).__name__}: {error}") from error
     if isinstance(output, torch.Tensor):
@@ -267,6 +267,7 @@ def _mask_inputs(inputs: LossInputs, token_weights: torch.Tensor | None) -> Loss
     live = inputs.loss_mask
     logprobs = mask_values(inputs.logprobs, live)
     if token_weights is not None:
+        # A function may read a dropped token, in a mean over its sequence, say; it is not trained.
         logprobs = torch.where(token_weights != 0, logprobs, logprobs.detach())
 
     def clean(cells: torch.Tensor | None) -> torch.Tensor | None:

@@ -156,6 +156,7 @@ def policy_loss(
     if cu_seqlens is not None:
         cu_seqlens = _backend.to_device_of(cu_seqlens, logprobs)
     num_rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    # 16-bit log-probabilities are widened: the ratio is the exponential of a small difference.
     current = logprobs if logprobs.dtype == torch.float64 else logprobs.to(torch.float32)
     current = current.contiguous()
     mask = native_mask(OP, loss_mask)
@@ -166,6 +167,7 @@ def policy_loss(
     chosen = _backend.select(
         OP, current, mask, backend=backend, available_on_gpu=ON_GPU, transforms=("vmap",)
     )
+    # Right for a complete mini-batch only; a micro-batch is given the weights of its mini-batch.
     if row_weights is None:
         row_weights = reduction_weights(
             mask,

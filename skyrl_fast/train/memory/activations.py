@@ -241,9 +241,8 @@ def _pass_bytes(
         if dtype != torch.float32:
             autocast = torch.autocast("cpu", dtype=dtype, cache_enabled=False)
         with StorageTracker(existing) as tracker:
-            hidden = embeddings.clone().to(
-                residual_dtype
-            )  # of the embedding, which needs memory too
+            # The output of the embedding needs memory, too.
+            hidden = embeddings.clone().to(residual_dtype)
             with autocast:
                 output = backbone(inputs_embeds=hidden, use_cache=False).last_hidden_state
             del hidden

@@ -29,7 +29,7 @@ class GymnasiumEnvs:
         make: returns a `gymnasium.Env` for a row. `reset` gets the row's `seed` and `options`.
         read_action: returns the environment's action from the model's text.
         show: returns the text of an observation and its info.
-        invalid_reward: of an action that `read_action` refuses.
+        invalid_reward: reward of an action that `read_action` refuses.
 
     Example:
         walks = GymnasiumEnvs(lambda row: gymnasium.make("FrozenLake-v1"), read_action=int)

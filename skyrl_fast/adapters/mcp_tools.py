@@ -71,7 +71,7 @@ class McpTools:
         refuses) is text for the model.
 
         Args:
-            tool_call: of an answer of OpenAI's client.
+            tool_call: a call in an answer of OpenAI's client.
         """
         function = tool_call.function
         text = await self._text(function.name, function.arguments)

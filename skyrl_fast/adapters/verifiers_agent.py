@@ -40,7 +40,7 @@ class VerifiersAgent:
         """Return the examples of the environment's dataset as rows.
 
         Args:
-            number: of examples, from the first; -1: all.
+            number: number of examples, from the first; -1: all.
             evaluation: take those of the evaluation's dataset.
         """
         env = self.env

@@ -28,8 +28,8 @@ class Upstream:
         """Return url, headers and JSON of a call.
 
         Args:
-            path: of the gateway, such as `/v1/chat/completions`.
-            body: of the call; its model is replaced.
+            path: path of the gateway, such as `/v1/chat/completions`.
+            body: body of the call; its model is replaced.
         """
         key = self.api_key
         headers = {} if key is None else {"authorization": f"Bearer {key}", "x-api-key": key}

@@ -79,7 +79,7 @@ class Choices:
         """Return one answer and its step.
 
         Args:
-            place: of the answer in its trajectory, for the seeds.
+            place: place of the answer in its trajectory, for the seeds.
 
         Raises:
             EngineError: the engine failed, or refuses the request.

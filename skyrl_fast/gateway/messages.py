@@ -30,14 +30,14 @@ class Call:
 
     Args:
         model: name that the client asks for.
-        messages: of a chat; None: `prompt`.
+        messages: messages of a chat; None: `prompt`.
         prompt: text or tokens to continue.
         tools: JSON schemas of functions, as chat templates take them.
         template_kwargs: keyword arguments of the chat template.
         parse_tools: whether to look for tool calls in the answer.
         forced_tool: "required" or the name of a function that the answer must call.
         structured: what the answer must be, as vLLM's structured outputs, such as {"json": schema}.
-        max_tokens: of the answer; None: the run's limit.
+        max_tokens: most tokens of the answer; None: the run's limit.
         stop: strings that end the answer, which does not contain them; None: the run's.
         include_stop: whether the answer contains the stop string that ended it.
         stream: whether the answer is sent as events.
@@ -125,8 +125,8 @@ class Outcome:
     """What an agent returned for its trajectory.
 
     Args:
-        reward: of the trajectory, on its last step; None: what was posted.
-        call_rewards: of single calls, by completion id.
+        reward: reward of the trajectory, on its last step; None: what was posted.
+        call_rewards: rewards of single calls, by completion id.
         unless_posted: whether a reward that was posted for the trajectory replaces it.
     """
 

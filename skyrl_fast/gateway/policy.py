@@ -23,7 +23,7 @@ class ServedPolicy:
 
     Args:
         config: the generator's settings; see `loop_settings`.
-        template: of the model, whose prompts have at most `max_input_length` tokens.
+        template: template of the model, whose prompts have at most `max_input_length` tokens.
         model: name under which the policy is called.
         untrained_models: names whose calls are sampled from the policy, but not trained.
         upstreams: by name, models whose calls are forwarded to another server.
@@ -32,7 +32,7 @@ class ServedPolicy:
         one_line: whether a trajectory's calls must follow each other, for estimators per turn.
         takes_rewards: whether rewards may be posted. Code that a model writes can have the key.
         warned: warnings that the log has already.
-        answer_parser: of both parsers, with the processes of all sessions.
+        answer_parser: runs both parsers, in processes that all sessions share.
         forms: checks what form an answer may be asked for.
     """
 

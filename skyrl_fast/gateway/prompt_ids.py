@@ -159,7 +159,7 @@ class PromptIds:
         """Return the prompt of a chat.
 
         Args:
-            template_kwargs: of the request, in place of the run's.
+            template_kwargs: arguments of the request, in place of the run's.
 
         Raises:
             ContextError: the chat template refuses the messages or leaves one out, or the tokenizer
@@ -264,7 +264,7 @@ class PromptIds:
         a tool call, say), or as text of the message that the client sends.
 
         Args:
-            text: of the response without its special tokens; None: unknown.
+            text: text of the response without its special tokens; None: unknown.
         """
         with self._lock:
             for pieces in self._forms(prompt, token_ids, text):

@@ -72,8 +72,8 @@ class _Beginning:
     """A body up to the end of the last item of its conversation.
 
     Args:
-        text: of all of it, a part of the complete body.
-        head: of what is before the first item.
+        text: all of it, as it is in the complete body.
+        head: what is before the first item.
     """
 
     text: memoryview

@@ -83,7 +83,7 @@ class Session:
 
     Args:
         trajectory: gets the steps of each answer that is delivered, in this order.
-        entry: of the trajectory on the board.
+        entry: entry of the trajectory on the board.
         policy_version: at the start, for the seeds.
     """
 
@@ -205,7 +205,7 @@ class Session:
 
         Args:
             prompt: its tokens.
-            path, body: of it; a repetition has the same, or the same JSON.
+            path, body: path and body of the request; a repetition has the same, or the same JSON.
             span: name of the part of the agent that calls.
 
         Raises:

@@ -89,7 +89,7 @@ def gateway_agent(
     """Return the agent of the settings at a gateway that is not started.
 
     Args:
-        settings: of `agent`.
+        settings: settings of `agent`.
         config: settings of the loop; see `loop_settings`.
         one_line: whether a trajectory's calls must follow each other, for estimators per turn.
         agent: None: a new one of the settings.

@@ -35,7 +35,7 @@ def summary(host: str, counts: Mapping[str, Counts]) -> str:
 
     Args:
         host: name and version of the host program.
-        counts: of each function that replaces one of the host's.
+        counts: counts of each function that replaces one of the host's.
 
     Example:
         >>> summary("TRL 1.16.0", {"f": Counts(3), "g": Counts(1, 1, "on a GPU")})
@@ -78,7 +78,7 @@ class Function:
     Args:
         state: "replaced", "kept" (the host's own, see `why`) or "absent" from this version.
         why: why it is not replaced, or what the replacement leaves to the host.
-        counts: of the replacement in this process.
+        counts: counts of the replacement in this process.
     """
 
     name: str

@@ -92,8 +92,8 @@ class AnswerParser:
         """Return the parts of an answer; all of it is text where it cannot be parsed in time.
 
         Args:
-            text: of the answer, with special tokens.
-            place: of the answer in its trajectory, from which the ids of its calls follow.
+            text: text of the answer, with special tokens.
+            place: place of the answer in its trajectory, from which the ids of its calls follow.
             forced: see `ToolCallParser.parse`.
         """
         thoughts = with_thoughts and self.reasoning_parser is not None

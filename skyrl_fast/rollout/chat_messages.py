@@ -143,7 +143,7 @@ def template_kwargs_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that a row has for the chat template.
 
     Args:
-        row: of which the columns `chat_template_kwargs` and `tools` count, each as value or JSON
+        row: its columns `chat_template_kwargs` and `tools` count, each as value or JSON
             text.
 
     Raises:
@@ -180,7 +180,7 @@ def without_nulls(value: Any, keep: Collection[str] = ()) -> Any:
     """Return a plain value without the keys whose value is null, at any depth.
 
     Args:
-        value: of `plain_value`.
+        value: the result of `plain_value`.
         keep: keys of the outermost mapping that stay.
     """
     if isinstance(value, dict):

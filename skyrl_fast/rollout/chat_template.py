@@ -204,7 +204,7 @@ class ChatTemplate:
 
         Args:
             num_checked: number of leading messages of which it is known that they are written.
-            options: of `text`, by which it was made.
+            options: those of `text` by which it was made.
         """
         for index, message in enumerate(messages[num_checked:], num_checked):
             if not self._writes(message, text, [*messages], index, options):
@@ -436,7 +436,7 @@ class _ControlTokens:
     """The special tokens of a tokenizer with more than one character.
 
     Args:
-        special_ids: of all special tokens, also those with one character.
+        special_ids: ids of all special tokens, also those with one character.
         added_names: by id, of all tokens that the tokenizer finds before it divides a text: special
             ones and others, such as `<think>`.
         has_prefix: whether a text has other tokens at the beginning than inside another one.

@@ -63,7 +63,7 @@ def make_context(
             "retemplate": the complete history is rendered by the chat template every turn, for
             models whose template rewrites it. "single": observations are plain text inside one
             answer.
-        tokenizer: of transformers, with a chat template.
+        tokenizer: tokenizer of transformers, with a chat template.
         template_kwargs: passed to the chat template, such as `tools`.
         max_length: longest prompt in tokens. A text that makes a prompt longer may be cut, and the
             prompt is still longer.

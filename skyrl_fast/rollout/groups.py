@@ -40,11 +40,11 @@ async def rollout(
 
     Args:
         prompts: one per group; uids differ.
-        tokenizer: of transformers, with a chat template and an end-of-sequence token.
+        tokenizer: tokenizer of transformers, with a chat template and an end-of-sequence token.
         config: settings of the loop; see `loop_settings`.
         phase: "train" or "eval".
         policy_version: number of weight updates that the engine's weights have had.
-        seed: of the run; every request's seed follows from it and from its place in the run.
+        seed: seed of the run; every request's seed follows from it and from its place in the run.
         on_trajectory: called with each trajectory as it ends, in order of completion.
 
     Raises:
@@ -70,7 +70,7 @@ def environment_runner(
 
     Args:
         config: settings of the loop; see `loop_settings`.
-        options: of `GroupRunner`.
+        options: further arguments of `GroupRunner`.
 
     Raises:
         ValueError: settings that cannot work, a tokenizer without end token, or no tool parser of

@@ -20,8 +20,8 @@ class PolicyCalls:
     """The engine as all trajectories of a run call it.
 
     Args:
-        gate: of the engine; each request passes it.
-        seed: of the run; every request's seed follows from it and from its place in the run.
+        gate: gate of the engine; each request passes it.
+        seed: seed of the run; every request's seed follows from it and from its place in the run.
     """
 
     engine: Sampler
@@ -44,8 +44,8 @@ class PolicyCalls:
 
         Args:
             policy_version: at the trajectory's start, for the seeds.
-            attempt: of the trajectory, for the seeds.
-            place: of the call in its trajectory, such as the turn, for the seeds.
+            attempt: attempt of the trajectory, for the seeds.
+            place: place of the call in its trajectory, such as the turn, for the seeds.
             expert_indices_start: as for `Sampler.generate`.
 
         Raises:

@@ -18,7 +18,7 @@ class ReasoningParser:
     """Divides answers into thoughts and the rest.
 
     Args:
-        name: of a parser of vLLM, as in `vllm serve --reasoning-parser`, such as "qwen3".
+        name: name of a parser of vLLM, as in `vllm serve --reasoning-parser`, such as "qwen3".
 
     Raises:
         ValueError: vLLM is missing or has no parser of this name, the tokenizer is not of its
@@ -42,8 +42,8 @@ class ReasoningParser:
         """Return the thoughts of an answer, and the text after them.
 
         Args:
-            text: of the answer, with special tokens.
-            template_kwargs: of the chat template, such as `enable_thinking`.
+            text: text of the answer, with special tokens.
+            template_kwargs: arguments of the chat template, such as `enable_thinking`.
         """
         try:
             request = _request(template_kwargs)

@@ -16,7 +16,7 @@ class ScriptedModel:
     """A `Sampler` that gives every trajectory the same answers, turn by turn.
 
     Args:
-        answers: of the turns; later turns get the last one.
+        answers: answers of the turns; later turns get the last one.
 
     Example:
         >>> model = ScriptedModel(["red", "blue"], PlainTokenizer())

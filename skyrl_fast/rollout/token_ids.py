@@ -15,7 +15,7 @@ class TokenIds(Sequence[int]):
 
     Args:
         parts: 1-D int32 arrays, which nothing changes.
-        length: of all of them, if it is known.
+        length: number of all ids, if it is known.
 
     Example:
         >>> start = np.array([5, 6], np.int32)

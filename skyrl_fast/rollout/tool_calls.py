@@ -42,7 +42,7 @@ class ToolCallParser:
     """Finds tool calls in answers.
 
     Args:
-        name: of a parser of vLLM, as in `vllm serve --tool-call-parser`, such as "hermes".
+        name: name of a parser of vLLM, as in `vllm serve --tool-call-parser`, such as "hermes".
 
     Raises:
         ValueError: vLLM is missing or has no parser of this name, the tokenizer is not of its
@@ -73,7 +73,7 @@ class ToolCallParser:
         """Return the answer's content and calls; without calls where they cannot be parsed.
 
         Args:
-            text: of the answer, with special tokens.
+            text: text of the answer, with special tokens.
             tools: that the model was offered, for the types of arguments.
             forced: "required" or a function's name, if the answer was sampled under `forcing`.
         """

@@ -137,7 +137,7 @@ class Trajectory:
         failure: the error that remained after all retries, or None.
         phase: "train" or "eval".
         data_source: name of the data set, or None.
-        other_calls: of an agent, which are no steps.
+        other_calls: calls of an agent, which are no steps.
     """
 
     uid: str

@@ -49,7 +49,7 @@ def training_batch(
     """Return the rows to train on, their sequences, and rollout, reward and filter metrics.
 
     Args:
-        rows: of the trajectories, if dynamic sampling has built them already.
+        rows: rows of the trajectories, if dynamic sampling has built them already.
     """
     rows = _with_anchors(rows or build_rows(trajectories, config), trajectories, config)
     rewarded, units, changed = filter_rollouts(rows.trained, config)

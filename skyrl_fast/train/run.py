@@ -144,7 +144,7 @@ def train_agent(
         reward: instead of an environment: `reward(answer, row)` for single-turn tasks.
         reward_funcs: the same by TRL's reward functions: one, or a list whose rewards are added;
             each is called for one group of answers: `function(prompts=, completions=, **columns)`.
-        reward_weights: of `reward_funcs`; None: 1.
+        reward_weights: a weight for each of `reward_funcs`; None: 1.
         agent: instead of an environment: a function of a module or of the main script, or a name as
             in `agent.function`.
         loss: a policy loss, or a name as in `trainer.algorithm.policy_loss_type`.

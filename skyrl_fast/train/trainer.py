@@ -89,7 +89,7 @@ class Progress:
     Args:
         stopped: the run was asked to stop before its end.
         stopped_by: class of the callback that requested the stop, or None.
-        trajectories: of the last evaluation or batch, whichever is newer.
+        trajectories: trajectories of the last evaluation or batch, whichever is newer.
     """
 
     step: int = 0

@@ -223,7 +223,7 @@ class _MiniBatchWeights:
 
     Args:
         rows: (N,) float32, of each row's tokens in policy loss, KL and entropy.
-        cross_entropy: of a token of weight 1.
+        cross_entropy: cross-entropy of a token of weight 1.
     """
 
     rows: torch.Tensor

@@ -87,7 +87,7 @@ class Bm25Index:
     A passage without any word of the query is not returned.
 
     Args:
-        folder: of the saved index; loaded if it exists, else written. None: not saved.
+        folder: folder of the saved index; loaded if it exists, else written. None: not saved.
 
     Raises:
         MissingPackageError: bm25s is not installed.
@@ -151,7 +151,7 @@ class TransformersEncoder:
 
     Args:
         path: folder or hub name; its code is never run.
-        query_prefix, passage_prefix: of each kind of text in the model's training.
+        query_prefix, passage_prefix: prefix of each kind of text in the model's training.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class FaissIndex:
     """Exact inner products of vectors, by FAISS.
 
     Args:
-        file: of the saved vectors (any FAISS index of the same passages); loaded if it exists,
+        file: file of the saved vectors (any FAISS index of the same passages); loaded if it exists,
             else written. None: not saved.
 
     Raises:

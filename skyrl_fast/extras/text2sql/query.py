@@ -67,8 +67,8 @@ class QueryLimits:
     """Limits of a query.
 
     Args:
-        max_rows: of the result, before duplicates are removed.
-        max_bytes: of the result, a number counted as NUMBER_BYTES.
+        max_rows: most rows of the result, before duplicates are removed.
+        max_bytes: most bytes of the result, a number counted as NUMBER_BYTES.
         cut: whether a larger result is truncated at the limit; False: it is an error.
     """
 

@@ -63,7 +63,7 @@ def same_rows(path: Path, sql: str, truth: str, limits: QueryLimits) -> bool:
     """Return whether two queries have the same distinct rows, in any order.
 
     Args:
-        limits: of time and size, for each of the two.
+        limits: limits of time and size, for each of the two.
 
     Raises:
         QueryTimeoutError, QueryMemoryError, QueryError: as `run_query`, of `sql`.

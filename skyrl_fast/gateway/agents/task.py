@@ -18,8 +18,8 @@ class AgentTask:
 
     Args:
         row: the columns of the data, `prompt` included.
-        url: of the gateway.
-        api_key: of this attempt at the task; it is valid until the agent returns.
+        url: URL of the gateway.
+        api_key: key of this attempt at the task; it is valid until the agent returns.
         model: name of the policy.
 
     Example:

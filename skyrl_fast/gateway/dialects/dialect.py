@@ -45,7 +45,7 @@ class Dialect(Protocol):
         """Return the call that a request asks for.
 
         Args:
-            memory: of the session: what later requests may refer to.
+            memory: memory of the session: what later requests may refer to.
 
         Raises:
             ApiError: it is invalid, or asks for something that the gateway does not have.
@@ -55,7 +55,7 @@ class Dialect(Protocol):
         """Return the JSON of an answer.
 
         Args:
-            tokens: of the model, to decode single tokens.
+            tokens: tokens of the model, to decode single tokens.
         """
 
     def events(self, answer: Answer, request: ParsedCall, tokens: Any) -> Iterator[str]:

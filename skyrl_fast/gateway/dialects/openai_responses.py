@@ -84,8 +84,8 @@ class CheckedRequest:
     """A checked request.
 
     Args:
-        messages: of the conversation, without the instructions.
-        memory: of the session: messages by the id of a response, items by their id.
+        messages: messages of the conversation, without the instructions.
+        memory: memory of the session: messages by the id of a response, items by their id.
     """
 
     fields: ResponseRequest

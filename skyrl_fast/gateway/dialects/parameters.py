@@ -119,7 +119,7 @@ def check_parameters(fields: Fields, table: Mapping[str, Parameter]) -> dict[str
     """Return the parameters that a request sets and that are ignored, each with the reason.
 
     Args:
-        fields: of the request; those that its class names are honoured.
+        fields: fields of the request; those that its class names are honoured.
 
     Raises:
         ApiError: one is refused.

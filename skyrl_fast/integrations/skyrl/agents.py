@@ -279,7 +279,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]
     """Return the settings of the agent, with dotted keys, and SkyRL's arguments.
 
     Args:
-        arguments: of SkyRL's command, with `agent.NAME=value` and the settings in `OURS`.
+        arguments: those of SkyRL's command, with `agent.NAME=value` and the settings in `OURS`.
 
     Example:
         >>> split_arguments(["agent.command=[ls, -l]", "trainer.epochs=2"])

@@ -28,8 +28,8 @@ class Target:
     """One function or method of SkyRL.
 
     Args:
-        name: of the function, or `Class.method`.
-        fingerprints: of known sources, each with the first version that has it.
+        name: name of the function, or `Class.method`.
+        fingerprints: fingerprints of known sources, each with the first version that has it.
         replacement: `module.function` of this package.
         uses: private functions of the same module that belong to the source.
         calls: other functions of this table that it calls. It is replaced only if their sources

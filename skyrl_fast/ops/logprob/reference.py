@@ -86,7 +86,7 @@ def linear_logprob(
         kept: as in `selected_logprob`.
         bias: (V,), or None.
         logit_scale: multiplies the product and the bias.
-        soft_cap: of the scaled logits, by tanh.
+        soft_cap: cap of the scaled logits, by tanh.
     """
     logits = torch.nn.functional.linear(hidden, lm_head_weight, bias) * logit_scale
     if soft_cap is not None:

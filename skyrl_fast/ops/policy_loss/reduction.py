@@ -66,7 +66,7 @@ def reduction_weights(
         group_ids: N strings or ints, the prompt of each row; for "prompt_mean".
         trajectory_ids: N strings or ints; for "trajectory_mean".
         max_seq_len: for "seq_mean_token_sum_norm".
-        dtype: of the weights; float64 for losses of float64 log-probabilities.
+        dtype: dtype of the weights; float64 for losses of float64 log-probabilities.
         backend: "native", "torch", or None to choose.
 
     Returns:

@@ -74,7 +74,7 @@ def plan_tree_attention(
 
     Args:
         parents, ends: (T,) int32 as in `PrefixTree`. For "flex", T is a multiple of 128.
-        device: of the queries.
+        device: device of the queries.
         kind: see `TreeAttention`; None: "tiles" on the CPU; on a GPU "flex", "dense" for short
             trees; elsewhere "dense".
 
@@ -112,7 +112,7 @@ def tree_attention(
         query: (1, H, T, D) float32, bfloat16, float16 or float64.
         key, value: (1, G, T, D) with H a multiple of G; consecutive query heads share one.
         plan: for trees with T nodes.
-        scale: of the scores; None: 1 / sqrt(D).
+        scale: scale of the scores; None: 1 / sqrt(D).
 
     Raises:
         ValueError: shapes that do not match each other or the plan.

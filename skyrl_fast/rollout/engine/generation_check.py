@@ -32,7 +32,7 @@ def check_generation(
 
     Args:
         generation: as the engine gave it; its values may be of any type.
-        vocab_size: of the model; None: unknown.
+        vocab_size: vocabulary size of the model; None: unknown.
         stop: the stop strings of the request; None: none.
 
     Raises:

@@ -93,7 +93,7 @@ class EnginePool:
 
     Args:
         engines: at least one.
-        max_restarts: of one engine between two weight updates that it survives.
+        max_restarts: restarts of one engine between two weight updates that it survives.
         wait_seconds: for any engine to come back if all are down; None: no limit.
     """
 
@@ -214,7 +214,7 @@ class EnginePool:
         the update counts as dead.
 
         Args:
-            weights: of the policy, by Hugging Face name.
+            weights: weights of the policy, by Hugging Face name.
             make_probe: returns the `WeightProbe` that compares an engine with the trainer.
 
         Raises:

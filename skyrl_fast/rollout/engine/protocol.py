@@ -162,7 +162,7 @@ class Engine(Sampler, Protocol):
 
     Args:
         compute_dtype: dtype in which it computes, as it said when it last loaded weights.
-        weights_dtype: of all its weights; None: unknown, or several.
+        weights_dtype: dtype of all its weights; None: unknown, or several.
     """
 
     compute_dtype: torch.dtype | None

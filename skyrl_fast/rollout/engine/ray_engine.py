@@ -57,13 +57,13 @@ class RayEngine(RemoteEngine):
     """A server that this class starts on a node of the cluster, and again after it died.
 
     Args:
-        number: of the engine, for its name.
+        number: number of the engine, for its name.
         make_setup: see `EngineActor`.
         weight_sync: as for `RemoteEngine`.
         trainer: address of this node, which the engines' nodes reach.
         weights_folder: that trainer and engines share, for "file".
         start_seconds: for a server to answer once its node has room.
-        options: of `RemoteEngine`.
+        options: further arguments of `RemoteEngine`.
     """
 
     starts_with_model = True  # its server is always a new one

@@ -93,7 +93,7 @@ class RemoteEngine:
         trainer: address of this machine from which weights are broadcast.
         api_key: sent with every request; None: none.
         records_routes: whether the server runs with enable_return_routed_experts.
-        vocab_size: of the model, to check token ids and to limit requests; None: unknown.
+        vocab_size: size of the vocabulary, by which ids and requests are checked; None: unknown.
         start_timeout_seconds: to wait for the server at the start.
 
     Example:

@@ -43,9 +43,9 @@ class VllmSetup:
             on CPU and bfloat16 on GPU; on CPU `max_num_batched_tokens` is at least
             `max_model_len`.
         max_model_len: longest prompt plus response; None: the model's own.
-        seed: of the engine; each request has its own.
+        seed: seed of the engine; each request has its own.
         log_file: file for vLLM's log; None: warnings go to the terminal.
-        reasoning_parser: of the model's family: structured outputs begin after the thoughts.
+        reasoning_parser: parser of the model's family: structured outputs begin after the thoughts.
     """
 
     model: str

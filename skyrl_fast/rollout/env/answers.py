@@ -24,7 +24,7 @@ class EnvAnswer:
 
     Args:
         messages: chat messages for the model; may be empty.
-        reward: of this step; finite.
+        reward: reward of this step; finite.
         postprocessed_action: text that replaces the action in the history; or an assistant message
             that holds the same action with its tool calls; or None.
     """

@@ -14,7 +14,7 @@ class Action(str):
     """A model's response: its text, and the tool calls in it.
 
     Args:
-        text: of the response.
+        text: text of the response.
         tool_calls: those that `generator.tool_parser` found, in order:
             `{"id": ..., "type": "function", "function": {"name": ..., "arguments": {...}}}`.
             An answer with a call whose arguments are no JSON object has none.
@@ -49,7 +49,7 @@ class EnvStep:
     """An environment's answer to one action.
 
     Args:
-        reward: of this step; a finite number.
+        reward: reward of this step; a finite number.
         done: whether the episode is over.
         observations: what the model reads next: chat messages, one of them, or plain text (a user
             message); empty for none.

@@ -15,7 +15,7 @@ class RewardEnv(Env):
 
     Args:
         reward: returns the reward for the answer's text and the row.
-        row: of the data, without its `prompt`, which `init` adds as chat messages.
+        row: a row of the data, without its `prompt`, which `init` adds as chat messages.
     """
 
     def __init__(self, reward: Reward, row: dict[str, Any]) -> None:

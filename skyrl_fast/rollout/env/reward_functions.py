@@ -138,7 +138,7 @@ class GroupRewards:
         """Reward all trajectories with an answer; if the functions fail, all of them have failed.
 
         Args:
-            trajectories: of the group, all ended.
+            trajectories: trajectories of the group, all ended.
         """
         answered = [t for t in trajectories if t.failure is None and t.steps]
         if not answered:

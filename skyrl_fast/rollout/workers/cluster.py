@@ -218,8 +218,8 @@ class _NodeAnswer:
     """What an actor returns of a call.
 
     Args:
-        outcome: of the call, if it returned in time.
-        late: of a late call: the calls that it was in, if known.
+        outcome: result of the call, if it returned in time.
+        late: the calls in which a late call was, if known.
     """
 
     outcome: CallResult

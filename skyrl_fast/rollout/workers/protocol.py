@@ -33,7 +33,7 @@ class HandlerSettings(Protocol):
     """What a process needs to make a handler; picklable.
 
     Attributes:
-        first_call: of a trajectory; it begins in the folder of the start.
+        first_call: name of a trajectory's first call, which begins in the folder of the start.
     """
 
     first_call: ClassVar[str]

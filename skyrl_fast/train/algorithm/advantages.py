@@ -125,7 +125,7 @@ def normalize_advantages(advantages: torch.Tensor, mask: torch.Tensor) -> torch.
 
     Args:
         advantages: float32 of any shape.
-        mask: of the same shape; 0 on padding and in padding rows.
+        mask: mask of the same shape; 0 on padding and in padding rows.
 
     Example:
         >>> normalize_advantages(torch.tensor([1.0, 3.0, 99.0]), torch.tensor([1, 1, 0]))

@@ -109,7 +109,7 @@ class GroupSampling:
         Args:
             trajectories: adjacent per group; a full batch of groups, or as many as are missing.
             informative: uids of the informative groups among them.
-            rows: of the trajectories, if they were built.
+            rows: rows of the trajectories, if they were built.
 
         Raises:
             DynamicSamplingError: too few groups at the limit of sampled batches.

@@ -60,7 +60,7 @@ def write_checkpoint(
     """Call `write(temporary folder)`, add the manifest, flush, rename; delete old checkpoints.
 
     Args:
-        folder: of this run's checkpoints; created if missing.
+        folder: folder of this run's checkpoints; created if missing.
         step: number in the name; an existing checkpoint of this step is replaced.
         write: writes the files; if it raises, earlier checkpoints are untouched.
 

@@ -78,7 +78,7 @@ def load_shards(
     """Return the step count and AdamW's state by parameter, sharded as it is.
 
     Args:
-        folder: of `queue_shards`, perhaps by another number of ranks.
+        folder: where `queue_shards` wrote, perhaps with another number of ranks.
         parameters: by name, sharded over the ranks unless there is one.
 
     Raises:

@@ -89,7 +89,7 @@ def build_demonstration(
     """Return a step per answer, with the prompt that the agent loop would make.
 
     Args:
-        messages: of `chat_of`.
+        messages: the result of `chat_of`.
         tokenizer: with a chat template and an end token.
         generator: settings with `context`, `chat_template` and `max_input_length` resolved.
         where: location of the row, for messages.

@@ -55,8 +55,8 @@ def load_prompts(
         paths: .jsonl, .json (a list) or .parquet (needs pyarrow); or names of datasets on the
             Hugging Face hub (needs datasets).
         default_env_class: for rows without `env_class`.
-        prefix: of each uid, so that training and evaluation never share one.
-        split: of datasets on the hub.
+        prefix: prefix of each uid, so that training and evaluation never share one.
+        split: split of datasets on the hub.
 
     Raises:
         ValueError: a file is missing or of another type, or a row has no prompt; the message names
@@ -72,7 +72,7 @@ def prompts_from(
     """Return prompts from rows in memory, from files, or from a dataset on the hub.
 
     Args:
-        source: of `rows_from`; a row may also be a string or a list of chat messages.
+        source: as for `rows_from`; a row may also be a string or a list of chat messages.
         default_env_class, prefix, split: as for `load_prompts`.
 
     Raises:

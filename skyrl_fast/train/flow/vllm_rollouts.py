@@ -82,7 +82,7 @@ async def start_rollouts(
     Args:
         prompts: training prompts; the first ones are used to verify each weight update.
         make_env: creates environments from rows; None: by `env_class`.
-        address: of this machine, which engines on a cluster reach.
+        address: address of this machine, which engines on a cluster reach.
         bundles: those of engines on a cluster.
 
     Raises:

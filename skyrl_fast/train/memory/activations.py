@@ -34,8 +34,8 @@ class ModelSize:
     """Numbers of a model that its config determines.
 
     Args:
-        parameters: of the model, tied ones once.
-        root_parameters: of those, outside the layers: embeddings, head, last norm.
+        parameters: parameters of the model, tied ones once.
+        root_parameters: parameters outside the layers: embeddings, head, last norm.
         kv_values: elements that the engine's KV cache stores per token, in all layers.
     """
 
@@ -55,7 +55,7 @@ class PassMemory:
 
     Args:
         fixed: such as the weights' copies in the dtype of autocast.
-        per_sequence: of L tokens.
+        per_sequence: bytes of L tokens.
     """
 
     fixed: float
@@ -175,8 +175,8 @@ def activation_memory(
     """Return the memory of the backbone's passes over sequences of `length` tokens.
 
     Args:
-        dtype: of autocast; float32: none.
-        residual_dtype: of the embeddings' output and the sums that follow.
+        dtype: dtype of autocast; float32: none.
+        residual_dtype: dtype of the embeddings' output and the sums that follow.
 
     Raises:
         UnmeasurableError: the model's code does not run on fake tensors.

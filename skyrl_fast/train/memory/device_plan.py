@@ -61,7 +61,7 @@ class MemoryPlan:
             as either the update or generation needs more.
         engine_share: `gpu_memory_utilization` of the run's own engine; None: there is none.
         host_bytes: main memory for handing over the weights, and for those of a sleeping engine.
-        saved_logits_bytes: of logits that fit into what an update leaves; saving them for the
+        saved_logits_bytes: bytes of logits that fit into what an update leaves; saving them for the
             backward pass spares a product.
         remedies: settings with which the run would fit; empty where it fits.
     """

@@ -73,7 +73,7 @@ def plan_memory(
     Args:
         config: checked settings; of the models only config.json is read.
         capacity: bytes of each GPU.
-        num_gpus: of the machine; at least those of the trainer are assumed.
+        num_gpus: GPUs of the machine; at least those of the trainer are assumed.
         with_engine: False: nothing is sampled by vLLM, whatever the settings.
 
     Raises:

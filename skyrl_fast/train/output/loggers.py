@@ -36,7 +36,7 @@ class RunInfo:
         project: trainer.project_name.
         run_name: trainer.run_name.
         config: all settings, as nested dicts of plain values.
-        last_step: of a resumed run, the last step reported before its checkpoint; later steps are
+        last_step: in a resumed run, the last step reported before its checkpoint; later steps are
             reported again. -1: none.
     """
 
@@ -61,7 +61,7 @@ def open_loggers(names: Sequence[str], run: RunInfo) -> list[Logger]:
     """Return the loggers of `trainer.logger`.
 
     Args:
-        names: of `LOGGERS`, or `module:Class`.
+        names: names in `LOGGERS`, or `module:Class`.
 
     Raises:
         ValueError: a package is missing, or a logger cannot start; the message says which.

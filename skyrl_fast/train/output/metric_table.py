@@ -23,7 +23,7 @@ class Metric:
 
     Args:
         name: `{spread}` stands for avg, min, max and std, other braces for any text.
-        unit: of its values; "" for a plain number.
+        unit: unit of the values; "" for a plain number.
         healthy: values to expect, or what to do about others; "" where any is fine.
         where: condition that tests of the trainer alone do not meet: one of the above.
     """

@@ -27,7 +27,7 @@ class ProgressDisplay:
     """Shows the phase, the step and the metrics of the last steps.
 
     Args:
-        columns: of `trainer.progress`; None: on a terminal those that have values, as many as fit.
+        columns: those in `trainer.progress`; None: on a terminal as many with values as fit.
         console: None: standard error.
 
     Example:

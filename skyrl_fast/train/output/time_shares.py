@@ -22,7 +22,7 @@ def time_shares(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the shares of the step and its evaluation, of the phases that it has.
 
     Args:
-        metrics: of the step, with `timing/step`.
+        metrics: metrics of the step, with `timing/step`.
 
     Example:
         >>> time_shares({"timing/step": 3.0, "timing/sync": 1.0, "timing/eval": 1.0})

@@ -23,7 +23,7 @@ class Timeline:
     Args:
         folder: receives `step-00012.json`.
         steps: numbers of the steps to record.
-        board: of the trajectories; its clock is the trainer's.
+        board: board of the trajectories; its clock is the trainer's.
     """
 
     def __init__(self, folder: Path, steps: Sequence[int], board: ActivityBoard) -> None:

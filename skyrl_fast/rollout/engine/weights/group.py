@@ -32,7 +32,7 @@ def listening_store(address: str = LOOPBACK) -> tuple[dist.Store, int]:
     """Return a store through which members meet, and its port.
 
     Args:
-        address: of this machine; torch's listener would accept connections to any of them.
+        address: address of this machine; torch's listener would accept connections to any of them.
     """
     listener = socket.create_server((address, 0))
     port = int(listener.getsockname()[1])
@@ -56,7 +56,7 @@ class WeightsGroup:
 
     Args:
         backend: "nccl", for members on different GPUs, or "gloo".
-        device: of the tensors that are broadcast; for gloo the CPU.
+        device: device of the tensors that are broadcast; for gloo the CPU.
         trainer: the trainer's address; gloo listens on the interface to it alone.
         wait_seconds: for all members to be ready for a bucket; None: WAIT_SECONDS, or of a
             worker WORKER_WAIT_SECONDS.
@@ -113,7 +113,7 @@ class WeightsGroup:
         Members that have met wait for each other no longer than a transfer takes.
 
         Args:
-            text: of the trainer, for the others.
+            text: what the trainer tells the others.
             seconds: to wait; None: `wait_seconds`.
 
         Raises:

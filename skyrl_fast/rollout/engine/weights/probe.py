@@ -101,7 +101,7 @@ class WeightSyncReport:
         verify_seconds: time of the logprobs of the probe on both sides.
         difference: |engine - trainer| over the probe's tokens.
         max_change: largest change of an engine logprob by this update.
-        num_bytes: of the weights that the engine read.
+        num_bytes: bytes of the weights that the engine read.
     """
 
     update_seconds: float

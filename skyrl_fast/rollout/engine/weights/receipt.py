@@ -33,7 +33,7 @@ class Receipt:
     """What one worker loaded.
 
     Args:
-        digests: of each tensor that the model's loader took, by its Hugging Face name.
+        digests: digests of each tensor that the model's loader took, by its Hugging Face name.
         unloaded: the engine's parameters that got no new value.
         dtype: name of the dtype in which the engine computes.
     """

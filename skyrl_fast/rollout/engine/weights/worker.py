@@ -63,7 +63,7 @@ class WeightUpdateExtension:
         """Connect with the trainer, for `load_weights_broadcast`.
 
         Args:
-            backend: of `WeightsGroup`.
+            backend: as for `WeightsGroup`.
             size: number of workers, and one.
         """
         device = self.device if backend == "nccl" else torch.device("cpu")

@@ -51,7 +51,7 @@ def send_by_broadcast(
 
     Args:
         weights: not to be changed in the context.
-        dtype: of the floating-point tensors that are sent; None: as they are.
+        dtype: dtype of the floating-point tensors that are sent; None: as they are.
 
     Raises:
         WeightSyncError: there are none.
@@ -211,7 +211,7 @@ class BroadcastSender:
         """Connect with the workers while they join.
 
         Args:
-            answer: of their `join_weights_group`.
+            answer: what their `join_weights_group` returned.
 
         Raises:
             RuntimeError: they do not connect, or what `answer` raises.

@@ -168,7 +168,6 @@ def test_missing_and_none_step_wise_keys_are_equivalent(keys):
     for name in ("sequences", "attention_mask", "response_mask", "rewards", "loss_mask"):
         assert torch.equal(getattr(a.padded(0), name), getattr(b.padded(0), name))
     assert a.padded(0).pad_size == b.padded(0).pad_size == 0
-    assert a.num_padding_rows == b.num_padding_rows == 0
 
 
 @pytest.mark.spec("output.default-path-unchanged")
@@ -296,15 +295,6 @@ def test_temporal_estimators_are_refused():
         compute_advantages(batch, estimator="gae")
 
 
-@pytest.mark.spec("batch.padding-trajectory", "advantage.batch-normalize")
-def test_padding_rows_do_not_change_advantages():
-    batch = StepBatch.from_generator_output(worked_output())
-    for normalize in (False, True):
-        a = compute_advantages(batch, normalize=normalize).advantages
-        b = compute_advantages(batch.with_padding_rows(3), normalize=normalize).advantages
-        assert torch.equal(a, b)
-
-
 @pytest.mark.spec("advantage.batch-normalize")
 def test_batch_normalization_uses_masked_mean_and_variance():
     values = torch.tensor([1.0, 3.0, float("nan"), 1e6])
@@ -358,10 +348,9 @@ def test_non_contiguous_prompts_are_refused():
         mini_batch_boundaries(["p", "q", "p"], 1)
 
 
-@pytest.mark.spec("update.boundaries-before-padding")
-def test_mini_batch_boundaries_exclude_padding_rows():
+def test_mini_batches_are_numbered_from_0():
     batch = StepBatch.from_generator_output(default_output(), uids=DEFAULT_UIDS)
-    parts = batch.with_padding_rows(3).mini_batches(1)
+    parts = batch.mini_batches(1)
     assert [p.num_rows for p in parts] == [2, 2]
     assert [p.uids for p in parts] == [("p",), ("q",)]
     assert parts[1].tokens.tolist() == [3, 9, 3, 9, 9]
@@ -407,39 +396,6 @@ def test_micro_batches_are_balanced():
     assert [[sum([9, 8, 7, 6, 5, 5][r] for r in p) for p in rank] for rank in parts] == [[20], [20]]
 
 
-def test_micro_batches_of_all_ranks_cover_the_mini_batch():
-    batch = StepBatch.from_generator_output(worked_output())
-    parts = [m for rank in range(2) for m in batch.micro_batches(9, num_ranks=2, rank=rank)]
-    assert sum(m.num_real_rows for m in parts) == batch.num_rows
-    assert sorted(t for m in parts for t in m.tokens[: m.num_tokens].tolist()) == sorted(
-        batch.tokens.tolist()
-    )
-    parts = batch.micro_batches(1000)
-    assert len(parts) == 1
-    assert_same(parts[0], batch)
-
-
-def test_rank_without_rows_gets_a_padding_row():
-    batch = StepBatch.from_generator_output(worked_output()).rows([0])
-    (full,), (empty,) = (batch.micro_batches(100, num_ranks=2, rank=r) for r in range(2))
-    assert full.num_padding_rows == 0
-    assert (empty.num_rows, empty.num_real_rows, empty.num_tokens) == (1, 0, 1)
-    assert empty.loss_mask.numel() == 0
-
-
-@pytest.mark.parametrize("kwargs", [{"token_budget": 0}, {"token_budget": 5, "rank": 1}])
-def test_invalid_micro_batch_sizes_are_refused(kwargs):
-    batch = StepBatch.from_generator_output(worked_output())
-    with pytest.raises(ValueError, match=r"token_budget|rank"):
-        batch.micro_batches(**kwargs)
-
-
-def test_keep_trajectories_never_splits_a_trajectory():
-    batch = StepBatch.from_generator_output(worked_output())
-    parts = batch.micro_batches(9, keep_trajectories=True)
-    assert sorted(p.num_rows for p in parts) == [2, 3]
-
-
 # --- selecting rows, saving ----------------------------------------------------------------------
 
 
@@ -480,7 +436,7 @@ def test_row_index_out_of_range_is_refused(index):
 
 
 def test_save_and_load_round_trip(tmp_path):
-    batch = with_everything().with_padding_rows(2)
+    batch = with_everything()
     batch.save(tmp_path / "batch.safetensors")
     assert_same(StepBatch.load(tmp_path / "batch.safetensors"), batch)
     assert [p.name for p in tmp_path.iterdir()] == ["batch.safetensors"]
@@ -499,17 +455,3 @@ def test_inconsistent_batch_is_refused():
         batch.with_(advantages=torch.zeros(6))
     with pytest.raises(ValueError, match=r"rewards must be torch.float32, got torch.float64"):
         batch.with_(rewards=torch.zeros(7, dtype=torch.float64))
-
-
-@pytest.mark.spec("batch.short-padding-rows")
-def test_padding_rows_count_as_one_token():
-    batch = with_everything()
-    padded = batch.with_padding_rows(2).with_padding_rows(1)
-    assert padded.num_tokens == batch.num_tokens + 3
-    assert padded.loss_mask.numel() == batch.loss_mask.numel()
-    assert padded.row_uids[-3:] == ["pad0", "pad1", "pad2"]
-    assert padded.is_last_step.tolist()[-3:] == [True] * 3
-    assert_same(batch.with_padding_rows(0), batch)
-    assert_same(padded.rows(slice(0, 5)), batch)
-    with pytest.raises(ValueError, match="pad_size must be at least 0"):
-        batch.with_padding_rows(-1)

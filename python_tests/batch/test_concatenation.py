@@ -117,7 +117,6 @@ def test_unchanged_batch_is_not_copied() -> None:
     [
         ([], "batches must not be empty"),
         ([batch_of(Row("a", 0)), batch_of(Row("a", 1))], "but 'a' is in two"),
-        ([batch_of(Row("a", 0)).with_padding_rows(1)], "must have no padding rows"),
         (
             [batch_of(Row("a", 0)), batch_of(Row("b", 0)).with_(rollout_logprobs=None)],
             "rollout_logprobs must be in all batches or in none",

@@ -75,7 +75,7 @@ def test_default_path_is_bit_exact(added: dict[str, None]) -> None:
     validate_generator_output(output, num_prompts=6)
     batch = StepBatch.from_generator_output(output, uids=UIDS, num_prompts=6)
     padded = batch.padded(PAD)
-    assert padded.pad_size == batch.num_padding_rows == 0
+    assert padded.pad_size == 0
     assert padded.sequences.tolist() == SEQUENCES
     assert padded.attention_mask.tolist() == [[int(t != PAD) for t in row] for row in SEQUENCES]
     assert padded.response_mask.tolist() == RESPONSE_MASK

@@ -58,17 +58,6 @@ def test_reward_counts_last_steps_only(rows):
     }
 
 
-@pytest.mark.spec("metrics.trajectory")
-def test_padding_rows_do_not_count():
-    batch = StepBatch.from_generator_output(output())
-    padded = batch.with_padding_rows(3)
-    assert reward_metrics(padded, samples_per_prompt=2) == reward_metrics(
-        batch, samples_per_prompt=2
-    )
-    assert batch_metrics(padded) == batch_metrics(batch)
-    assert rollout_metrics(output(), batch=padded) == rollout_metrics(output())
-
-
 def test_positive_reward_of_rewards_per_token():
     tokens = output()
     tokens["rewards"] = [[9.0], [2.0, -1.0], [-1.0, 0.5, 0.0, 0.0], [9.0], [-3.0]]

@@ -295,14 +295,6 @@ def test_result_shares_no_list_with_the_input() -> None:
         assert not {id(row) for row in merged[field]} & {id(row) for row in output[field]}
 
 
-@pytest.mark.spec("merge.padding-rows")
-def test_padding_rows_are_kept() -> None:
-    steps = StepBatch.from_generator_output(worked_output()).with_padding_rows(2)
-    merged = steps.merged()
-    assert (merged.num_rows, merged.num_real_rows) == (5, 3)
-    assert merged.uids == ("a", "pad0", "pad1")
-
-
 def test_additional_token_columns_are_merged() -> None:
     steps = StepBatch.from_generator_output(worked_output())
     steps = steps.with_(old_logprobs=steps.rollout_logprobs, ref_logprobs=steps.rollout_logprobs)

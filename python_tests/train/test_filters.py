@@ -241,17 +241,6 @@ def test_batch_without_trained_tokens_is_a_warning(caplog: pytest.LogCaptureFixt
     assert "no token of the batch's 2 rows is trained" in caplog.text
 
 
-def test_padding_rows_are_not_sequences() -> None:
-    rows = [Row("a", 0, 1.0, "length"), Row("a", 1, 1.0)]
-    padded = batch_of(*rows).with_padding_rows(3)
-    for function in (overlong_filter, zero_reward_on_non_stop, zero_variance_filter):
-        plain, padded_too = function(batch_of(*rows)), function(padded)
-        assert padded_too[1] == plain[1]
-        assert masks_of(padded_too[0])[:2] == masks_of(plain[0])
-        assert padded_too[0].row_rewards[:2].tolist() == plain[0].row_rewards.tolist()
-        assert padded_too[0].num_rows == 5
-
-
 def test_filters_require_stop_reasons() -> None:
     batch = batch_of(Row("a", 0)).with_(stop_reasons=None)
     for function in (overlong_filter, zero_reward_on_non_stop):
@@ -337,13 +326,13 @@ def test_masking_does_not_change_other_advantages(table: list) -> None:
 
 
 def test_sequences_of_a_batch() -> None:
-    units = sequences(two_turns_cut().with_padding_rows(1), "trajectory")
+    units = sequences(two_turns_cut(), "trajectory")
     assert units.sequence_ids.tolist() == [0, 0, 1, 1, 2]
     assert units.last_rows.tolist() == [1, 3, 4]
     assert units.group_ids.tolist() == [0, 0, 1]
     assert units.scores.tolist() == [1, 1, 1]
     assert units.live.tolist() == [True] * 3
-    spread = group_spread(sequences(two_turns_cut().with_padding_rows(1), "row"))
-    assert spread.sizes.tolist() == [4, 1, 0]
-    assert spread.num_live.tolist() == [4, 1, 0]
-    assert spread.spread.tolist() == [1, 0, 0]
+    spread = group_spread(sequences(two_turns_cut(), "row"))
+    assert spread.sizes.tolist() == [4, 1]
+    assert spread.num_live.tolist() == [4, 1]
+    assert spread.spread.tolist() == [1, 0]

@@ -18,16 +18,14 @@ def concatenate(batches: Sequence[StepBatch]) -> StepBatch:
     """Return the rows of all batches, in order; groups of different batches stay separate.
 
     Args:
-        batches: at least one, without padding rows, on the CPU.
+        batches: at least one, on the CPU.
 
     Raises:
-        ValueError: no batches, padding rows, a uid in two batches, or a column that is missing in
+        ValueError: no batches, a uid in two batches, or a column that is missing in
             some of the batches with tokens for it.
     """
     if not batches:
         raise ValueError(f"{OP}: batches must not be empty")
-    if any(batch.num_padding_rows for batch in batches):
-        raise ValueError(f"{OP}: batches must have no padding rows")
     if len(batches) == 1:
         return batches[0].with_(**_routes(batches, batches[0].expert_indices))
     uids = tuple(uid for batch in batches for uid in batch.uids)

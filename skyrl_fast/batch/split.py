@@ -18,7 +18,7 @@ def mini_batch_boundaries(
     """Return the (start, end) rows of consecutive mini-batches of `mini_batch_size` prompts each.
 
     Args:
-        group_ids: N, the prompt of each row; without padding rows.
+        group_ids: N, the prompt of each row.
         mini_batch_size: prompts per mini-batch; must divide their number.
 
     Raises:

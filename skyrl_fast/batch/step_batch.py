@@ -26,7 +26,7 @@ from skyrl_fast.batch.merge import (
     merge_values,
 )
 from skyrl_fast.batch.padded import PaddedBatch, pad_routes, pad_to_tensors
-from skyrl_fast.batch.split import mini_batch_boundaries, split_micro_batches
+from skyrl_fast.batch.split import mini_batch_boundaries
 from skyrl_fast.ops import _backend
 from skyrl_fast.ops.merge.steps import (
     MAX_DRIFT_TOKENS,
@@ -98,7 +98,6 @@ class StepBatch:
             vocabulary. None: that of all.
         kept_ids: (B,) int32, those tokens of all response tokens, ascending for each; None with it.
         cu_kept: (N + 1,) int32, offsets of the rows' kept tokens; None with it.
-        num_padding_rows: padding rows at the end; ignored by all metrics and losses.
         reward_per_row: the generator returned one reward per row, not per response token.
     """
 
@@ -129,7 +128,6 @@ class StepBatch:
     num_kept: torch.Tensor | None = None
     kept_ids: torch.Tensor | None = None
     cu_kept: torch.Tensor | None = None
-    num_padding_rows: int = 0
     reward_per_row: bool = False
 
     def __post_init__(self) -> None:
@@ -137,7 +135,7 @@ class StepBatch:
 
         Raises:
             TypeError: a column that is not a tensor.
-            ValueError: a column of another dtype or size, or a wrong number of padding rows.
+            ValueError: a column of another dtype or size.
         """
         num_rows = self.cu_seqlens.shape[0] - 1
         sizes = {
@@ -169,21 +167,11 @@ class StepBatch:
                 f"StepBatch: stop_reasons must have one entry per row ({num_rows}), "
                 f"got {len(self.stop_reasons)}"
             )
-        if not 0 <= self.num_padding_rows <= num_rows:
-            raise ValueError(
-                f"StepBatch: num_padding_rows must be from 0 to {num_rows}, "
-                f"got {self.num_padding_rows}"
-            )
 
     @property
     def num_rows(self) -> int:
-        """N, padding rows included."""
+        """N."""
         return self.cu_seqlens.shape[0] - 1
-
-    @property
-    def num_real_rows(self) -> int:
-        """N without the padding rows."""
-        return self.num_rows - self.num_padding_rows
 
     @property
     def num_tokens(self) -> int:
@@ -197,7 +185,7 @@ class StepBatch:
 
     @property
     def num_trajectories(self) -> int:
-        """J, those of padding rows included."""
+        """J."""
         return int(self.trajectory_ids[-1]) + 1 if self.num_rows else 0
 
     @property
@@ -469,7 +457,6 @@ class StepBatch:
             changes[name_of_offsets] = cu[start : stop + 1] - first
         if self.stop_reasons is not None:
             changes["stop_reasons"] = self.stop_reasons[start:stop]
-        changes["num_padding_rows"] = max(0, stop - max(start, self.num_real_rows))
         return self._renumber(changes)
 
     def _row_choice(self, rows: torch.Tensor) -> StepBatch:
@@ -487,11 +474,6 @@ class StepBatch:
             changes[name_of_offsets] = torch.cat([cu[:1], cu.diff()[rows].cumsum(0).to(cu.dtype)])
         if self.stop_reasons is not None:
             changes["stop_reasons"] = tuple(self.stop_reasons[row] for row in rows.tolist())
-        padding = rows >= self.num_real_rows
-        num_padding = int(padding.sum())
-        if num_padding and not bool(padding[-num_padding:].all()):
-            raise ValueError("StepBatch.rows: padding rows must come last")
-        changes["num_padding_rows"] = num_padding
         return self._renumber(changes)
 
     def _renumber(self, changes: dict[str, Any]) -> StepBatch:
@@ -504,84 +486,13 @@ class StepBatch:
         return self.with_(**changes)
 
     def mini_batches(self, mini_batch_size: int) -> list[StepBatch]:
-        """Return consecutive mini-batches of `mini_batch_size` prompts each, without padding rows.
+        """Return consecutive mini-batches of `mini_batch_size` prompts each.
 
         Raises:
             ValueError: rows of a prompt are not adjacent, or the size does not divide the prompts.
         """
-        real = self.group_ids[: self.num_real_rows]
-        return [self.rows(slice(*b)) for b in mini_batch_boundaries(real, mini_batch_size)]
-
-    def micro_batches(
-        self,
-        token_budget: int,
-        *,
-        num_ranks: int = 1,
-        rank: int = 0,
-        keep_trajectories: bool = False,
-    ) -> list[StepBatch]:
-        """Return this rank's micro-batches of the real rows, balanced and within a token budget.
-
-        Every rank gets the same number of micro-batches; all ranks compute the same split. If
-        there are fewer rows than micro-batches, the empty ones get one padding row.
-
-        Args:
-            token_budget: most tokens of a micro-batch. A longer row (with `keep_trajectories`, a
-                longer trajectory) has a separate micro-batch.
-            num_ranks: data-parallel size.
-            rank: this rank.
-            keep_trajectories: never split a trajectory.
-
-        Raises:
-            ValueError: budget or number of ranks below 1, or a rank out of range.
-        """
-        if not 0 <= rank < num_ranks:
-            raise ValueError(
-                f"micro_batches: rank must be from 0 to num_ranks - 1 = {num_ranks - 1}, got {rank}"
-            )
-        num_rows = self.num_real_rows
-        lengths = self.lengths[:num_rows].numpy()
-        units = self.trajectory_ids[:num_rows].numpy() if keep_trajectories else None
-        parts = split_micro_batches(lengths, token_budget, num_ranks=num_ranks, units=units)[rank]
-        if len(parts) == 1 and len(parts[0]) == self.num_rows:
-            return [self]
-        no_rows = slice(0, 0)
-        return [
-            self.rows(part) if len(part) else self.rows(no_rows).with_padding_rows(1)
-            for part in parts
-        ]
-
-    def with_padding_rows(self, pad_size: int) -> StepBatch:
-        """Return the batch with minimal padding rows added: one token, no response.
-
-        Each is a separate trajectory in a separate group, `pad0`, `pad1`, ...
-
-        Raises:
-            ValueError: a negative `pad_size`.
-        """
-        if pad_size < 0:
-            raise ValueError(f"with_padding_rows: pad_size must be at least 0, got {pad_size}")
-        if pad_size == 0:
-            return self
-        changes: dict[str, Any] = {
-            name: torch.cat([value, value.new_zeros(pad_size)])
-            for name, value in self.columns("row").items()
-        }
-        more = torch.arange(pad_size, dtype=torch.int32)
-        changes["group_ids"][-pad_size:] = self.num_groups + more
-        changes["trajectory_ids"][-pad_size:] = self.num_trajectories + more
-        changes["is_last_step"][-pad_size:] = True
-        changes["tokens"] = torch.cat([self.tokens, self.tokens.new_zeros(pad_size)])
-        changes["cu_seqlens"] = torch.cat([self.cu_seqlens, self.cu_seqlens[-1:] + 1 + more])
-        for name in ("cu_responses", "cu_experts", "cu_kept"):
-            cu = getattr(self, name)
-            changes[name] = None if cu is None else torch.cat([cu, cu[-1:].expand(pad_size)])
-        start = self.num_padding_rows
-        changes["uids"] = self.uids + tuple(f"pad{start + i}" for i in range(pad_size))
-        if self.stop_reasons is not None:
-            changes["stop_reasons"] = self.stop_reasons + ("padding",) * pad_size
-        changes["num_padding_rows"] = start + pad_size
-        return self.with_(**changes)
+        boundaries = mini_batch_boundaries(self.group_ids, mini_batch_size)
+        return [self.rows(slice(*rows)) for rows in boundaries]
 
 
 # Columns that a batch may lack.

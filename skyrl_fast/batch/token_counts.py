@@ -30,7 +30,7 @@ def token_counts(batch: StepBatch) -> TokenCounts:
     """Return the tokens of each form of the rows, without running a model; linear in tokens.
 
     Args:
-        batch: padding rows are ignored. Merging is counted without drift.
+        batch: merging is counted without drift.
 
     Example:
         >>> batch = StepBatch.from_generator_output(
@@ -41,11 +41,7 @@ def token_counts(batch: StepBatch) -> TokenCounts:
         >>> token_counts(batch)
         TokenCounts(rows=8, merged=6, tree=4)
     """
-    num_rows = batch.num_real_rows
-    cu = batch.cu_seqlens[: num_rows + 1]
-    tokens = batch.tokens[: int(cu[-1])]
-    cu_responses = batch.cu_responses[: num_rows + 1]
-    plan = merge_flat_steps(tokens, cu, cu_responses, batch.trajectory_ids[:num_rows])
-    merged = int(cu.diff()[torch.from_numpy(plan.ends)].sum())
-    tree = prefix_tree_size(tokens, cu)
-    return TokenCounts(rows=tokens.shape[0], merged=merged, tree=tree)
+    tokens, cu = batch.tokens, batch.cu_seqlens
+    plan = merge_flat_steps(tokens, cu, batch.cu_responses, batch.trajectory_ids)
+    merged = int(batch.lengths[torch.from_numpy(plan.ends)].sum())
+    return TokenCounts(batch.num_tokens, merged, tree=prefix_tree_size(tokens, cu))

@@ -78,7 +78,7 @@ def _report(
         **rollouts.prefix_cache_metrics(trajectories),
         **rollouts.batch_metrics(
             rows.trained,
-            num_rows_before_merge=None if rows.merged is None else rows.steps.num_real_rows,
+            num_rows_before_merge=None if rows.merged is None else rows.steps.num_rows,
         ),
         **rewards.reward_metrics(
             rewarded, samples_per_prompt=config.generator.n_samples_per_prompt

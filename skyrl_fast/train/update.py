@@ -110,7 +110,7 @@ def _with_old_logprobs(
 ) -> list[tuple[StepBatch, dict[str, float]]]:
     """Return all mini-batches but the first, whose old policy is the one that it updates."""
     first = batch.mini_batches(mini_batch_size)[0].num_rows
-    others = batch.rows(slice(first, batch.num_real_rows))
+    others = batch.rows(slice(first, None))
     others = others.with_(old_logprobs=policy.batch_logprobs(others))
     return [(mini, {}) for mini in others.mini_batches(mini_batch_size)]
 

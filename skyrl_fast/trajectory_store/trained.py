@@ -41,11 +41,10 @@ def collect_trained_steps(
     prompt ends.
 
     Args:
-        batch: with advantages; it may have padding rows.
+        batch: with advantages.
         trainer_logprobs: (A,) float32, NaN where there is none.
     """
-    real = slice(0, batch.num_real_rows)
-    owners = batch.trajectory_ids[real].numpy()
+    owners = batch.trajectory_ids.numpy()
     row_counts = np.bincount(owners) if len(owners) else np.zeros(0, dtype=np.int64)
     if len(row_counts) != len(trajectories):
         raise ValueError(

@@ -1,6 +1,6 @@
 """Filters: zero reward on non-stop, overlong filter, zero-variance filter.
 
-Each filter takes a batch and its sequences, and returns changed copies and metrics. N real rows, U
+Each filter takes a batch and its sequences, and returns changed copies and metrics. N rows, U
 sequences (rows or trajectories, see `sequence_scope`), A response tokens.
 
 Design: docs/design/012-filters-and-scope.md.
@@ -55,7 +55,7 @@ def filter_groups(batch: StepBatch, units: Sequences, config: Config) -> Filtere
     if not bool(batch.loss_mask.any()):
         logger.warning(
             "no token of the batch's %d rows is trained: the loss is 0 and no weight changes",
-            batch.num_real_rows,
+            batch.num_rows,
         )
     return batch, units, metrics
 
@@ -77,7 +77,7 @@ def zero_reward_on_non_stop(batch: StepBatch, units: Sequences) -> Filtered:
     metrics = {"generate/num_zeroed_rewards": float(cut.sum())}
     if not cut.any():
         return batch, units, metrics
-    rows = _all_rows(batch, cut[units.sequence_ids])
+    rows = torch.from_numpy(cut[units.sequence_ids])
     # Both forms, as estimators read rewards of tokens or of rows.
     filtered = batch.with_(
         rewards=batch.rewards.masked_fill(_response_tokens(batch, rows), 0.0),
@@ -129,12 +129,6 @@ def _reasons(op: str, batch: StepBatch, units: Sequences) -> list[str]:
     return [batch.stop_reasons[row] for row in units.last_rows.tolist()]
 
 
-def _all_rows(batch: StepBatch, real: np.ndarray) -> torch.Tensor:
-    """Return bool per row, padding rows (False) included, from (N,) bool of the real rows."""
-    padding = np.zeros(batch.num_padding_rows, dtype=bool)
-    return torch.from_numpy(np.concatenate([real, padding]))
-
-
 def _response_tokens(batch: StepBatch, rows: torch.Tensor) -> torch.Tensor:
     """Return (A,) bool, True on the response tokens of these rows."""
     lengths = batch.response_lengths.to(torch.int64)
@@ -151,7 +145,7 @@ def _mask_sequences(
     """
     if not masked.any():
         return batch, units
-    tokens = _response_tokens(batch, _all_rows(batch, masked[units.sequence_ids]))
+    tokens = _response_tokens(batch, torch.from_numpy(masked[units.sequence_ids]))
     return (
         batch.with_(loss_mask=batch.loss_mask.masked_fill(tokens, 0)),
         replace(units, live=units.live & ~masked),

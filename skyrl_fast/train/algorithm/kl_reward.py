@@ -1,4 +1,4 @@
-"""The KL penalty in the reward, and its coefficient. N real rows, J trajectories, A tokens."""
+"""The KL penalty in the reward, and its coefficient. N rows, J trajectories, A tokens."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def kl_in_reward(
     kl = kl_penalty(
         batch.old_logprobs, batch.ref_logprobs, estimator=estimator, loss_mask=batch.loss_mask
     )
-    num_rows, offsets = batch.num_real_rows, batch.cu_responses.numpy()
-    row_kl = segment_sums(kl.numpy(), offsets, np.float64)[:num_rows]
+    offsets = batch.cu_responses.numpy()
+    row_kl = segment_sums(kl.numpy(), offsets, np.float64)
     last_rows, sequence_ids = trajectories.last_rows, trajectories.sequence_ids
     trajectory_kl = np.bincount(sequence_ids, weights=row_kl, minlength=len(last_rows))
     penalty = coef * row_kl
@@ -55,8 +55,7 @@ def kl_in_reward(
         filled = ends > offsets[last_rows]  # an empty response has no token for it
         at = torch.from_numpy(ends[filled].astype(np.int64) - 1)
         rewards[at] -= torch.from_numpy(earlier[filled]).to(rewards.dtype)
-    row_rewards = batch.row_rewards.clone()
-    row_rewards[:num_rows] -= torch.from_numpy(penalty).to(row_rewards.dtype)
+    row_rewards = batch.row_rewards - torch.from_numpy(penalty).to(batch.row_rewards.dtype)
     metrics = _kl_metrics(batch, kl.numpy(), trajectory_kl, trajectories)
     metrics["loss/kl_loss_coef"] = coef
     return batch.with_(rewards=rewards, row_rewards=row_rewards), metrics
@@ -71,7 +70,7 @@ def _kl_metrics(
     live = trajectories.live
     if not live.any():
         return {"loss/avg_kl": 0.0, "loss/avg_kl_max": 0.0}
-    lengths = batch.response_lengths[: batch.num_real_rows].numpy()
+    lengths = batch.response_lengths.numpy()
     token_trajectories = np.repeat(trajectories.sequence_ids, lengths)
     trained = np.bincount(token_trajectories, weights=batch.loss_mask.numpy(), minlength=len(live))
     largest = np.zeros(len(live))

@@ -1,4 +1,4 @@
-"""Sequences of a batch: rows or trajectories. N real rows, U sequences, G groups.
+"""Sequences of a batch: rows or trajectories. N rows, U sequences, G groups.
 
 Design: docs/design/012-filters-and-scope.md.
 """
@@ -16,7 +16,7 @@ from skyrl_fast.config import SCOPES
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """The sequences of a batch's real rows. Filters return them updated along with the batch.
+    """The sequences of a batch. Filters return them updated along with the batch.
 
     Args:
         sequence_ids: (N,) int64, the sequence of each row.
@@ -24,7 +24,7 @@ class Sequences:
         group_ids: (U,) int64.
         scores: (U,) float64, the reward of the last row: the outcome.
         live: (U,) bool, whether any token of the sequence is trained.
-        num_groups: G, groups of padding rows included.
+        num_groups: G.
     """
 
     sequence_ids: np.ndarray
@@ -36,7 +36,7 @@ class Sequences:
 
 
 def sequences(batch: StepBatch, scope: str) -> Sequences:
-    """Return the sequences of the batch's real rows; padding rows belong to none.
+    """Return the sequences of the batch's rows.
 
     Args:
         batch: rows of a trajectory adjacent.
@@ -47,20 +47,17 @@ def sequences(batch: StepBatch, scope: str) -> Sequences:
     """
     if scope not in SCOPES:
         raise ValueError(f"sequences: scope must be one of {SCOPES}, got {scope!r}")
-    num_rows = batch.num_real_rows
     if scope == "row":
-        sequence_ids = last_rows = np.arange(num_rows)
+        sequence_ids = last_rows = np.arange(batch.num_rows)
     else:
-        sequence_ids = batch.trajectory_ids[:num_rows].numpy().astype(np.int64)
-        last_rows = np.flatnonzero(batch.is_last_step[:num_rows].numpy())
-    trained = segment_sums(
-        batch.loss_mask.numpy(), batch.cu_responses[: num_rows + 1].numpy(), np.int64
-    )
+        sequence_ids = batch.trajectory_ids.numpy().astype(np.int64)
+        last_rows = np.flatnonzero(batch.is_last_step.numpy())
+    trained = segment_sums(batch.loss_mask.numpy(), batch.cu_responses.numpy(), np.int64)
     return Sequences(
         sequence_ids=sequence_ids,
         last_rows=last_rows,
-        group_ids=batch.group_ids[:num_rows].numpy()[last_rows].astype(np.int64),
-        scores=batch.row_rewards[:num_rows].numpy()[last_rows].astype(np.float64),
+        group_ids=batch.group_ids.numpy()[last_rows].astype(np.int64),
+        scores=batch.row_rewards.numpy()[last_rows].astype(np.float64),
         live=np.bincount(sequence_ids, weights=trained, minlength=len(last_rows)) > 0,
         num_groups=batch.num_groups,
     )
@@ -71,7 +68,7 @@ class GroupSpread:
     """Spread of the outcomes of each group's live sequences.
 
     Args:
-        sizes: (G,) int64, sequences of each group; 0 for the groups of padding rows.
+        sizes: (G,) int64, sequences of each group.
         num_live: (G,) int64, those with a trained token.
         spread: (G,) float64, largest minus smallest score of the live ones; 0 without any.
     """

@@ -1,7 +1,7 @@
 """The outcome of each trajectory. N rows, J trajectories.
 
 A trajectory is one sample, whatever its number of steps: its reward is its last row's; earlier
-steps are not samples with reward zero. Padding rows never count.
+steps are not samples with reward zero.
 """
 
 from __future__ import annotations
@@ -85,22 +85,21 @@ def outcomes_of_trajectories(trajectories: Sequence[Trajectory]) -> Outcomes:
 
 
 def outcomes_of_batch(batch: StepBatch) -> Outcomes:
-    """Return the outcomes of the trajectories of a batch's real rows."""
-    num_rows = batch.num_real_rows
-    last_rows = np.flatnonzero(batch.is_last_step[:num_rows].numpy())
-    rewards = batch.row_rewards[:num_rows].numpy()[last_rows].astype(np.float64)
+    """Return the outcomes of the trajectories of a batch."""
+    last_rows = np.flatnonzero(batch.is_last_step.numpy())
+    rewards = batch.row_rewards.numpy()[last_rows].astype(np.float64)
     positive = np.maximum(rewards, 0.0)
     # Without a negative reward, the common case, the positive part is the reward.
     if batch.rewards.numel() and batch.rewards.numpy().min() < 0:
         tokens = batch.rewards.clamp(min=0).numpy()
-        cu_responses = batch.cu_responses[: num_rows + 1].numpy()
+        cu_responses = batch.cu_responses.numpy()
         has_tokens = np.diff(cu_responses)[last_rows] > 0
         sums = segment_sums(tokens, cu_responses, np.float64)[last_rows]
         positive = np.where(has_tokens, sums, positive)
     return Outcomes(
-        trajectory_ids=batch.trajectory_ids[:num_rows].numpy(),
+        trajectory_ids=batch.trajectory_ids.numpy(),
         last_rows=last_rows,
-        group_ids=batch.group_ids[:num_rows].numpy()[last_rows],
+        group_ids=batch.group_ids.numpy()[last_rows],
         rewards=rewards,
         positive_rewards=positive,
     )

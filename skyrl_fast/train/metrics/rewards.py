@@ -61,7 +61,7 @@ def reward_spread(batch: StepBatch, *, tolerance: float = 0.0) -> dict[str, floa
     rewards are equal, so that they have no advantage.
 
     Args:
-        batch: real rows of at least one trajectory.
+        batch: rows of at least one trajectory.
         tolerance: largest difference of rewards that count as equal.
     """
     table = outcomes_of_batch(batch)

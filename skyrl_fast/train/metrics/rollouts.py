@@ -53,11 +53,10 @@ def _sizes_of_output(output: Mapping[str, Any]) -> RowSizes:
 
 
 def _sizes_of_batch(batch: StepBatch) -> RowSizes:
-    num_rows = batch.num_real_rows
-    cu_responses = batch.cu_responses[: num_rows + 1].numpy()
+    cu_responses = batch.cu_responses.numpy()
     responses = np.diff(cu_responses).astype(np.int64)
     return RowSizes(
-        prompt=np.diff(batch.cu_seqlens[: num_rows + 1].numpy()) - responses,
+        prompt=np.diff(batch.cu_seqlens.numpy()) - responses,
         response=responses,
         trained=segment_sums(batch.loss_mask.numpy(), cu_responses, np.int64),
     )
@@ -250,12 +249,10 @@ def batch_metrics(
     """Return the size of the batch by form of its rows, and the share of padding if padded.
 
     Args:
-        batch: N real rows of at most T tokens.
+        batch: N rows of at most T tokens.
         num_rows_before_merge: rows before steps were merged; None: no metrics of merging.
     """
-    num_rows = batch.num_real_rows
-    cu_seqlens = batch.cu_seqlens[: num_rows + 1].numpy()
-    lengths = np.diff(cu_seqlens)
+    num_rows, lengths = batch.num_rows, batch.lengths.numpy()
     width = int(lengths.max()) if num_rows else 0
     cells = num_rows * width
     trained = float(batch.loss_mask.sum())

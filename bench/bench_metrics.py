@@ -1,8 +1,8 @@
 """Rollout and reward metrics of one batch of generator output, with rewards per token.
 
 Contenders: SkyRL 0.3.0's own functions where `skyrl` can be imported, the same loops restated, and
-ours from the lists, and from the batch that the trainer builds anyway. SkyRL's rollout metrics
-count rows, ours trajectories and rows, so only metrics with equal definitions are compared.
+ours, with the batch built from the lists and with the one that the trainer has. SkyRL's rollout
+metrics count rows, ours trajectories and rows, so only metrics with equal definitions are compared.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bench import _data
 from bench.baselines import metrics as restated
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.train.metrics.rewards import reward_metrics
-from skyrl_fast.train.metrics.rollouts import rollout_metrics
+from skyrl_fast.train.metrics.rollouts import Reports, rollout_metrics
 
 SIZES = ("medium", "large")
 CONTENDERS = ("skyrl", "skyrl_restated", "skyrl_fast_lists", "skyrl_fast_batch")
@@ -72,12 +72,13 @@ def skyrl_restated(size: str) -> Callable[[], Metrics]:
 
 def ours(size: str, from_batch: bool) -> Callable[[], Metrics]:
     """Our functions, on the lists or on the batch."""
-    output, batch = rollouts(size)
+    output, known = rollouts(size)
     n = _data.SHAPES[size].samples_per_prompt
 
     def run() -> Metrics:
-        rows = rollout_metrics(output, batch=batch if from_batch else None)
-        rewards = reward_metrics(batch if from_batch else output, samples_per_prompt=n)
+        batch = known if from_batch else StepBatch.from_generator_output(output)
+        rows = rollout_metrics(batch, Reports(None, None, {}, None))
+        rewards = reward_metrics(batch, samples_per_prompt=n)
         found = {name.removeprefix("reward/"): value for name, value in rewards.items()}
         found["pass_at_n"] = found.pop(f"avg_pass_at_{n}")
         return {"avg": rows["generate/per_turn/avg_response_length"]}, found

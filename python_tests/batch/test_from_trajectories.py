@@ -13,9 +13,9 @@ from hypothesis import given
 
 from skyrl_fast.adapters.generator_output import generator_output_from_trajectories
 from skyrl_fast.batch import StepBatch, batch_from_trajectories
+from skyrl_fast.integrations.skyrl.fixed import step_wise_metrics
 from skyrl_fast.rollout.trajectory import Trajectory
-from skyrl_fast.train.metrics.rewards import eval_metrics, reward_metrics
-from skyrl_fast.train.metrics.rollouts import rollout_metrics, trajectory_metrics
+from skyrl_fast.train.metrics.rollouts import trajectory_metrics
 
 
 def one_step(uid: str, repetition: int, **values: Any) -> Trajectory:
@@ -64,13 +64,7 @@ def test_batch_and_metrics_equal_those_of_the_generator_output(
         return
     batch = batch_from_trajectories(trajectories)
     assert_same(batch, StepBatch.from_generator_output(output, step_wise=True))
-    assert trajectory_metrics(trajectories, batch) == rollout_metrics(output, batch=batch)
-    assert eval_metrics(
-        trajectories, ks=(1,), data_sources=[t.data_source for t in trajectories]
-    ) == eval_metrics(output, ks=(1,), data_sources=output["data_sources"])
-    assert reward_metrics(trajectories, samples_per_prompt=3) == reward_metrics(
-        output, samples_per_prompt=3
-    )
+    assert trajectory_metrics(trajectories, batch) == step_wise_metrics(output)
 
 
 @pytest.mark.spec("metrics.several-groups")

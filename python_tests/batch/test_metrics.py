@@ -6,11 +6,13 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from _stored import make_step, make_trajectory
 from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.segments import segment_sums
+from skyrl_fast.integrations.skyrl.fixed import step_wise_metrics
 from skyrl_fast.train.metrics.rewards import (
     eval_metrics,
     pass_at_k,
@@ -20,7 +22,6 @@ from skyrl_fast.train.metrics.rollouts import (
     Reports,
     _environment_metrics,
     batch_metrics,
-    rollout_metrics,
 )
 
 
@@ -40,18 +41,27 @@ def output():
     }
 
 
-@pytest.fixture(params=["lists", "batch"])
-def rows(request):
-    return output() if request.param == "lists" else StepBatch.from_generator_output(output())
+@pytest.fixture
+def batch():
+    return StepBatch.from_generator_output(output())
+
+
+@pytest.fixture
+def trajectories():
+    rewards = {("a", 0): 1.0, ("a", 1): 0.0, ("b", 0): 0.0}
+    return [
+        make_trajectory(uid, repetition, [make_step([1], [2]), make_step([1], [2], reward=reward)])
+        for (uid, repetition), reward in rewards.items()
+    ]
 
 
 # --- per trajectory ----------------------------------------------------------------------------
 
 
 @pytest.mark.spec("metrics.trajectory", "metrics.intermediate-steps")
-def test_reward_counts_last_steps_only(rows):
+def test_reward_counts_last_steps_only(batch):
     # Intermediate rows (reward 7) are not samples, nor zero-reward samples.
-    assert reward_metrics(rows, samples_per_prompt=2) == {
+    assert reward_metrics(batch, samples_per_prompt=2) == {
         "reward/avg_raw_reward": pytest.approx(1 / 3),
         "reward/avg_pass_at_2": 0.5,
         "reward/mean_positive_reward": pytest.approx(1 / 3),
@@ -61,15 +71,14 @@ def test_reward_counts_last_steps_only(rows):
 def test_positive_reward_of_rewards_per_token():
     tokens = output()
     tokens["rewards"] = [[9.0], [2.0, -1.0], [-1.0, 0.5, 0.0, 0.0], [9.0], [-3.0]]
-    for rows in (tokens, StepBatch.from_generator_output(tokens)):
-        metrics = reward_metrics(rows, samples_per_prompt=2)
-        assert metrics["reward/avg_raw_reward"] == pytest.approx((1.0 - 0.5 - 3.0) / 3)
-        assert metrics["reward/mean_positive_reward"] == pytest.approx((2.0 + 0.5 + 0.0) / 3)
+    metrics = reward_metrics(StepBatch.from_generator_output(tokens), samples_per_prompt=2)
+    assert metrics["reward/avg_raw_reward"] == pytest.approx((1.0 - 0.5 - 3.0) / 3)
+    assert metrics["reward/mean_positive_reward"] == pytest.approx((2.0 + 0.5 + 0.0) / 3)
 
 
 @pytest.mark.spec("metrics.trajectory")
 def test_rollout_metrics_per_trajectory():
-    metrics = rollout_metrics(output())
+    metrics = step_wise_metrics(output())
     expected = {
         "generate/num_trajectories": 3,
         "generate/num_empty_trajectories": 0,
@@ -112,80 +121,42 @@ def test_only_finite_numbers_of_environments_have_a_part_in_means(
 
 @pytest.mark.spec("metrics.per-turn")
 def test_per_turn_metrics_have_separate_names():
-    metrics = rollout_metrics(output())
+    metrics = step_wise_metrics(output())
     assert metrics["generate/per_turn/avg_response_length"] == 9 / 5
     assert metrics["generate/per_turn/max_response_length"] == 4
     assert metrics["generate/per_turn/avg_prompt_length"] == 18 / 5
     assert metrics["generate/per_turn/avg_num_tokens"] == 27 / 5
 
 
-def test_rollout_metrics_from_the_batch_are_the_same():
-    batch = StepBatch.from_generator_output(output())
-    assert rollout_metrics(output(), batch=batch) == rollout_metrics(output())
-
-
-@pytest.mark.parametrize("none", [True, False])
-def test_rollout_metrics_of_the_default_path_count_every_row(none):
-    keys = ("trajectory_ids", "is_last_step", "env_metrics", "stop_reasons")
-    plain = {k: v for k, v in output().items() if k not in keys} | (
-        dict.fromkeys(keys) if none else {}
-    )
-    metrics = rollout_metrics(plain)
-    assert metrics["generate/num_trajectories"] == 5
-    assert metrics["generate/avg_num_turns"] == 1
-    with pytest.raises(ValueError, match="uids must name"):
-        reward_metrics(plain, samples_per_prompt=1)
-    got = reward_metrics(plain, samples_per_prompt=1, uids=list("aabbb"))
-    assert got["reward/avg_raw_reward"] == 3.0
-    assert got["reward/avg_pass_at_1"] == 1.0
-
-
 def test_metrics_of_empty_responses():
     rows = output()
     rows["response_ids"], rows["loss_masks"] = [[]] * 5, [[]] * 5
-    metrics = rollout_metrics(rows)
+    metrics = step_wise_metrics(rows)
     assert metrics["generate/num_empty_trajectories"] == 3
     assert metrics["generate/avg_num_tokens"] == 0
-
-
-def test_array_rows_give_the_same_metrics():
-    arrays = output()
-    arrays["loss_masks"] = [np.array(m) for m in arrays["loss_masks"]]
-    assert rollout_metrics(arrays) == rollout_metrics(output())
 
 
 # --- per data source and evaluation ------------------------------------------------------------
 
 
-def test_metrics_per_data_source(rows):
-    sources = ["x/1", "x/1", "x/1", None, None]
-    metrics = reward_metrics(rows, samples_per_prompt=2, data_sources=sources)
-    assert metrics["reward/x_1/avg_raw_reward"] == 0.5
-    assert metrics["reward/x_1/avg_pass_at_2"] == 1.0
-    assert metrics["reward/unknown/avg_pass_at_2"] == 0.0
-    assert metrics["reward/avg_pass_at_2"] == 0.5
-    with pytest.raises(ValueError, match=r"data_sources must have one entry per row \(5\), got 1"):
-        reward_metrics(rows, samples_per_prompt=2, data_sources=["x"])
-
-
 @pytest.mark.spec("metrics.pass-at-k")
-def test_data_sources_with_the_same_metric_name_share_it(rows):
-    shared = eval_metrics(rows, data_sources=["x/y", "x/y", "x/y", "x_y", "x_y"])
+def test_data_sources_with_the_same_metric_name_share_it(trajectories):
+    shared = eval_metrics(trajectories, data_sources=["x/y", "x/y", "x_y"])
     assert shared["eval/x_y/avg_score"] == shared["eval/all/avg_score"]
 
 
 @pytest.mark.spec("metrics.pass-at-k")
-def test_eval_metrics(rows):
-    named = eval_metrics(rows, ks=(1,), data_sources=["all", "all", "all", "y", "y"])
-    assert named["eval/all/avg_score"] == eval_metrics(rows)["eval/all/avg_score"]
-    metrics = eval_metrics(rows, ks=(1,), data_sources=["x", "x", "x", "y", "y"])
-    assert named["eval/all_/avg_score"] == metrics["eval/x/avg_score"]
+def test_eval_metrics(trajectories):
+    named = eval_metrics(trajectories, data_sources=["all", "all", None])
+    assert named["eval/all/avg_score"] == eval_metrics(trajectories)["eval/all/avg_score"]
+    metrics = eval_metrics(trajectories, data_sources=["x/1", "x/1", ""])
+    assert named["eval/all_/avg_score"] == metrics["eval/x_1/avg_score"]
     assert metrics["eval/all/avg_score"] == pytest.approx(1 / 3)
     assert metrics["eval/all/pass_at_1"] == 0.25  # the mean of 1/2 and 0, over groups
-    assert metrics["eval/x/pass_at_1"] == 0.5
-    assert metrics["eval/y/pass_at_1"] == 0.0
+    assert metrics["eval/x_1/pass_at_1"] == 0.5
+    assert metrics["eval/unknown/pass_at_1"] == 0.0
     with pytest.raises(ValueError, match="k must be from 1 to the smallest group"):
-        eval_metrics(rows, ks=(2,))
+        eval_metrics(trajectories, ks=(2,))
 
 
 @pytest.mark.spec("metrics.trajectory")
@@ -201,8 +172,8 @@ def test_pass_at_k_equals_the_share_of_draws_with_a_success(n, data):
 
 
 @pytest.mark.spec("metrics.batch")
-def test_batch_metrics():
-    metrics = batch_metrics(StepBatch.from_generator_output(output()), num_rows_before_merge=8)
+def test_batch_metrics(batch):
+    metrics = batch_metrics(batch, num_rows_before_merge=8)
     assert metrics["generate/batch_num_seq"] == 5
     assert metrics["generate/batch_padded_seq_len"] == 7
     assert metrics["generate/batch_num_tokens"] == 27
@@ -213,10 +184,8 @@ def test_batch_metrics():
 
 
 @pytest.mark.spec("metrics.intermediate-steps")
-def test_tokens_of_zero_rewards_are_those_of_full_trajectories(rows):
-    output_now = rows if isinstance(rows, dict) else output()
-    batch = None if isinstance(rows, dict) else rows
-    metrics = rollout_metrics(output_now, batch=batch)
+def test_tokens_of_zero_rewards_are_those_of_full_trajectories():
+    metrics = step_wise_metrics(output())
     # Trajectories of 4 and 1 + 1 tokens have reward 0; the rows with reward 7 or 0 are not counted.
     assert metrics["generate/avg_tokens_zero_rewards"] == (4 + 2) / 2
     assert metrics["generate/avg_tokens_non_zero_rewards"] == 1 + 2

@@ -7,10 +7,14 @@ from itertools import chain
 
 import numpy as np
 
-from skyrl_fast.batch.from_trajectories import logprobs_in_all_or_none, stop_reasons_of
+from skyrl_fast.batch.from_trajectories import (
+    batch_from_trajectories,
+    logprobs_in_all_or_none,
+    stop_reasons_of,
+)
 from skyrl_fast.batch.generator_output import GeneratorOutput, TrajectoryID
 from skyrl_fast.rollout.trajectory import Step, Trajectory
-from skyrl_fast.train.metrics.rollouts import rollout_metrics
+from skyrl_fast.train.metrics.rollouts import trajectory_metrics
 
 OP = "generator_output_from_trajectories"
 
@@ -53,7 +57,7 @@ def generator_output_from_trajectories(trajectories: Sequence[Trajectory]) -> Ge
     if any(step.kept_ids is not None for step in rows):
         output["rollout_kept_ids"] = [step.kept_ids or [] for step in rows]
     output["rollout_metrics"] = {
-        **rollout_metrics(output),
+        **trajectory_metrics(trajectories, batch_from_trajectories(trajectories)),
         "generate/num_failed_trajectories": float(sum(t.failure is not None for t in trajectories)),
     }
     return output

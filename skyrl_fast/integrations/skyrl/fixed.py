@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
-from skyrl_fast.batch import generator_output
+from skyrl_fast.batch import StepBatch, generator_output
 from skyrl_fast.integrations.skyrl import logprobs, outputs, trainer_steps
 from skyrl_fast.ops.logprob.selected import selected_logprob
 from skyrl_fast.train.algorithm.advantages import normalize_advantages
-from skyrl_fast.train.metrics.rollouts import rollout_metrics
+from skyrl_fast.train.metrics.rollouts import Reports, rollout_metrics
 
 
 def merge_stepwise_output(generator_output: Any) -> dict[str, Any]:
@@ -54,8 +56,26 @@ def concatenate_generator_outputs(
     """
     result = outputs.concatenate_generator_outputs(generator_outputs, step_wise, **expected)
     if step_wise:
-        result["rollout_metrics"].update(rollout_metrics(result))
+        result["rollout_metrics"].update(step_wise_metrics(result))
     return result
+
+
+def step_wise_metrics(output: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of a step-wise output's rollouts, per trajectory and per turn."""
+    last = np.flatnonzero(output["is_last_step"]).tolist()
+
+    def last_values(values: Any) -> list[Any] | None:
+        return None if values is None else [values[row] for row in last]
+
+    splits = output.get(outputs.TIME_SPLITS) or {}
+    reports = Reports(
+        stop_reasons=last_values(output.get("stop_reasons")),
+        seconds=last_values(output.get(outputs.TIMES)),
+        time_splits={name: last_values(values) or [] for name, values in splits.items()},
+        env_metrics=last_values(output.get("env_metrics")),
+    )
+    rows = {name: output[name] for name in (*outputs.ALWAYS, "is_last_step", "trajectory_ids")}
+    return rollout_metrics(StepBatch.from_generator_output(rows, step_wise=True), reports)
 
 
 def logprobs_from_logits(

@@ -6,18 +6,14 @@ steps are not samples with reward zero.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import compress
-from typing import Any
 
 import numpy as np
-import torch
 
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.batch.row_index import dense_ids, row_index
+from skyrl_fast.batch.row_index import dense_ids
 from skyrl_fast.batch.segments import segment_sums
-from skyrl_fast.ops import _backend, _ragged
 from skyrl_fast.rollout.trajectory import Trajectory
 
 
@@ -42,32 +38,6 @@ class Outcomes:
     def per_trajectory(self, per_row: np.ndarray) -> np.ndarray:
         """Return (J,) sums of a per-row array over each trajectory's rows."""
         return np.bincount(self.trajectory_ids, weights=per_row, minlength=len(self.last_rows))
-
-
-def outcomes_of_output(
-    output: Mapping[str, Any],
-    uids: Sequence[str] | Sequence[int] | None = None,
-    *,
-    op: str = "outcomes_of_output",
-) -> Outcomes:
-    """Return the outcomes of the trajectories of a valid generator output.
-
-    Args:
-        uids: N prompt names. None: from `trajectory_ids`; without these each row is a group.
-    """
-    if uids is None and output.get("trajectory_ids") is None:
-        uids = range(len(output["response_ids"]))
-    index = row_index(op, output, uids)
-    last_rows = np.flatnonzero(index.is_last_step)
-    finals = list(compress(output["rewards"], index.is_last_step.tolist()))
-    rewards, positive = _final_rewards(op, finals)
-    return Outcomes(
-        trajectory_ids=index.trajectory_ids,
-        last_rows=last_rows,
-        group_ids=index.group_ids[last_rows],
-        rewards=rewards,
-        positive_rewards=positive,
-    )
 
 
 def outcomes_of_trajectories(trajectories: Sequence[Trajectory]) -> Outcomes:
@@ -103,29 +73,6 @@ def outcomes_of_batch(batch: StepBatch) -> Outcomes:
         rewards=rewards,
         positive_rewards=positive,
     )
-
-
-def flatten_rows(op: str, field: str, rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Return (S,) float32 values of all rows, read in one pass, and their (N + 1,) offsets."""
-    read = _ragged.read_field(op, field, rows)
-    offsets = _ragged.offsets(read.lengths)
-    flat = _backend.empty((int(offsets[-1]),), torch.float32)
-    _ragged.fill(op, _ragged.copy_jobs(read, flat, offsets[:-1]))
-    return flat.numpy(), offsets.numpy()
-
-
-def _final_rewards(op: str, finals: list[Any]) -> tuple[np.ndarray, np.ndarray]:
-    if finals and isinstance(finals[0], (float, int, np.number)):
-        rewards = np.array(finals, dtype=np.float64)
-        return rewards, np.maximum(rewards, 0.0)
-    values, offsets = flatten_rows(op, "rewards", finals)
-    totals = segment_sums(values, offsets, np.float64)
-    return totals, segment_sums(np.maximum(values, 0.0), offsets, np.float64)
-
-
-def last_row_values(values: Sequence[Any], table: Outcomes) -> list[Any]:
-    """Return the value of each trajectory's last row."""
-    return [values[row] for row in table.last_rows.tolist()]
 
 
 def mean(values: np.ndarray) -> float:

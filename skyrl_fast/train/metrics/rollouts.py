@@ -12,19 +12,11 @@ from typing import Any
 import numpy as np
 
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.batch.row_index import row_lengths
 from skyrl_fast.batch.segments import segment_sums
 from skyrl_fast.batch.token_counts import token_counts
 from skyrl_fast.rollout.stop_reason import LENGTH
 from skyrl_fast.rollout.trajectory import Trajectory
-from skyrl_fast.train.metrics.outcomes import (
-    Outcomes,
-    flatten_rows,
-    last_row_values,
-    mean,
-    outcomes_of_batch,
-    outcomes_of_output,
-)
+from skyrl_fast.train.metrics.outcomes import mean, outcomes_of_batch
 
 log = logging.getLogger(__name__)
 
@@ -40,16 +32,6 @@ class RowSizes:
     prompt: np.ndarray
     response: np.ndarray
     trained: np.ndarray
-
-
-def _sizes_of_output(output: Mapping[str, Any]) -> RowSizes:
-    op = "rollout_metrics"
-    masks, offsets = flatten_rows(op, "loss_masks", output["loss_masks"])
-    return RowSizes(
-        prompt=row_lengths(op, "prompt_token_ids", output["prompt_token_ids"]),
-        response=row_lengths(op, "response_ids", output["response_ids"]),
-        trained=segment_sums(masks, offsets, np.float64).astype(np.int64),
-    )
 
 
 def _sizes_of_batch(batch: StepBatch) -> RowSizes:
@@ -79,47 +61,8 @@ class Reports:
     env_metrics: Sequence[Mapping[str, Any] | None] | None
 
 
-def rollout_metrics(
-    output: Mapping[str, Any],
-    *,
-    uids: Sequence[str] | Sequence[int] | None = None,
-    batch: StepBatch | None = None,
-) -> dict[str, float]:
-    """Return lengths, turns, stop reasons, times and environment metrics of the rollouts.
-
-    `generate/...` is per trajectory, `generate/per_turn/...` per row. The tokens of a trajectory
-    are those of all its responses; its final context is its last row's prompt and response.
-
-    Args:
-        uids: N prompt names, if `trajectory_ids` is missing.
-        batch: the batch of `output`, if it was built: avoids reading the lists again.
-    """
-    if batch is None:
-        table = outcomes_of_output(output, uids, op="rollout_metrics")
-        sizes = _sizes_of_output(output)
-    else:
-        table, sizes = outcomes_of_batch(batch), _sizes_of_batch(batch)
-
-    def last_values(field: str) -> list[Any] | None:
-        values = output.get(field)
-        return None if values is None else last_row_values(values, table)
-
-    splits = output.get("trajectory_time_splits") or {}
-    reports = Reports(
-        stop_reasons=last_values("stop_reasons"),
-        seconds=last_values("trajectory_generation_times"),
-        time_splits={name: last_row_values(values, table) for name, values in splits.items()},
-        env_metrics=last_values("env_metrics"),
-    )
-    return _rollout_metrics(table, sizes, reports)
-
-
 def trajectory_metrics(trajectories: Sequence[Trajectory], batch: StepBatch) -> dict[str, float]:
-    """Return the metrics of `rollout_metrics` for trajectories.
-
-    Args:
-        batch: their rows, one per step.
-    """
+    """Return the metrics of `rollout_metrics`; `batch` has the trajectories' steps as rows."""
     reports = Reports(
         stop_reasons=[t.stop_reason for t in trajectories],
         seconds=[t.seconds for t in trajectories],
@@ -129,10 +72,16 @@ def trajectory_metrics(trajectories: Sequence[Trajectory], batch: StepBatch) -> 
         },
         env_metrics=[t.env_metrics for t in trajectories],
     )
-    return _rollout_metrics(outcomes_of_batch(batch), _sizes_of_batch(batch), reports)
+    return rollout_metrics(batch, reports)
 
 
-def _rollout_metrics(table: Outcomes, sizes: RowSizes, reports: Reports) -> dict[str, float]:
+def rollout_metrics(batch: StepBatch, reports: Reports) -> dict[str, float]:
+    """Return lengths, turns, stop reasons, times and environment metrics of the rollouts.
+
+    `generate/...` is per trajectory, `generate/per_turn/...` per row. The tokens of a trajectory
+    are those of all its responses; its final context is its last row's prompt and response.
+    """
+    table, sizes = outcomes_of_batch(batch), _sizes_of_batch(batch)
     lengths = sizes.prompt + sizes.response
     tokens = table.per_trajectory(sizes.response)
     return {

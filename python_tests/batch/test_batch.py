@@ -406,9 +406,7 @@ def with_everything() -> StepBatch:
     ]
     batch = StepBatch.from_generator_output(output)
     some = torch.arange(7, dtype=torch.float32)
-    return batch.with_(
-        advantages=some, old_logprobs=-some, ref_logprobs=some / 2, row_weights=some[:5]
-    )
+    return batch.with_(advantages=some, old_logprobs=-some, ref_logprobs=some / 2)
 
 
 def test_rows_by_index_equal_rows_by_slice():
@@ -423,7 +421,6 @@ def test_rows_in_another_order():
     assert part.tokens.tolist() == [1, 2, 4, 9, 5, 5, 1, 2, 3]
     assert part.cu_seqlens.tolist() == [0, 6, 9]
     assert part.advantages.tolist() == [4.0, 5.0, 0.0]
-    assert part.row_weights.tolist() == [3.0, 0.0]
     assert part.expert_indices[:, 0, 0].tolist() == [300, 300, 300, 200, 200]
     assert part.cu_experts.tolist() == [0, 3, 5]
     assert part.stop_reasons == ("stop", "stop")

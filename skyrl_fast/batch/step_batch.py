@@ -61,7 +61,6 @@ COLUMNS: dict[str, tuple[Per, torch.dtype | None]] = {
     "returns": ("response", torch.float32),
     "token_weights": ("response", torch.float32),
     "cross_entropy_weights": ("response", torch.float32),
-    "row_weights": ("row", torch.float32),
     "expert_indices": ("expert", None),
     "num_kept": ("response", torch.int32),
     "kept_ids": ("kept", torch.int32),
@@ -90,7 +89,6 @@ class StepBatch:
             target; or None.
         token_weights: (A,) float32 of the off-policy correction, 0 on dropped tokens, or None.
         cross_entropy_weights: (A,) float32, of each token in the cross-entropy, or None: zeros.
-        row_weights: (N,) float32, the weight of the row's tokens in the loss, or None.
         anchor_ids: (N,) int32, equal where rows acted in the same state, or None.
         expert_indices: (E, L, K) integers, recorded routes of all rows, or None.
         cu_experts: (N + 1,) int32, offsets into `expert_indices`; None with it.
@@ -121,7 +119,6 @@ class StepBatch:
     returns: torch.Tensor | None = None
     token_weights: torch.Tensor | None = None
     cross_entropy_weights: torch.Tensor | None = None
-    row_weights: torch.Tensor | None = None
     anchor_ids: torch.Tensor | None = None
     expert_indices: torch.Tensor | None = None
     cu_experts: torch.Tensor | None = None
@@ -329,7 +326,7 @@ class StepBatch:
                 `rewards`; fewer routes than an earlier step recorded.
         """
         op = "StepBatch.merged"
-        for name in ("advantages", "token_weights", "row_weights"):
+        for name in ("advantages", "token_weights"):
             if getattr(self, name) is not None:
                 raise ValueError(f"{op}: {name} must be None: merge first, then compute them")
         if rewards not in (None, "token", "last"):
@@ -433,7 +430,7 @@ class StepBatch:
         """Return these rows, in this order; groups and trajectories are numbered from 0.
 
         A slice of step 1 shares memory; other indices need a batch on the CPU. Compute whatever
-        depends on complete trajectories or groups (advantages, row weights) before.
+        depends on complete trajectories or groups (advantages) before.
 
         Args:
             index: a slice, row numbers, or (N,) bool.

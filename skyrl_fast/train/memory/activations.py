@@ -43,7 +43,6 @@ class ModelSize:
     trained_parameters: int
     root_parameters: int
     layer_parameters: int
-    largest_parameter: int
     vocab_size: int
     hidden_size: int
     kv_values: int
@@ -157,7 +156,6 @@ def model_size(config: Any) -> ModelSize:
         trained_parameters=sum(p.numel() for _, p in trained_parameters(model)),
         root_parameters=sum(sizes) - sum(of_layers),
         layer_parameters=max(of_layers),
-        largest_parameter=max(sizes),
         vocab_size=vocab,
         hidden_size=hidden,
         kv_values=2 * len(layers) * heads * head_dim,

@@ -93,6 +93,7 @@ class ActivityBoard:
     def set_phase(self, entry: Activity, phase: str, *, attempt: int, turn: int) -> None:
         """Record that the trajectory entered `phase`."""
         now = self.clock()
+        # An abandoned trajectory may still run, but is not on the board any more.
         if self._groups.get(entry.uid, {}).get(entry.repetition_id) is entry:
             self._end_phase(entry, now)
             if phase == GENERATING:

@@ -195,6 +195,7 @@ def _attempt(ray: Any, reserved: _Reservation, config: Config, run_here: RunHere
     gpus = min(1, reserved.ranks.bundle_specs[0].get("GPU", 0))
     actor = (
         ray.remote(_RankZero)
+        # Two calls at once: `stop` must reach a run.
         .options(num_cpus=1, num_gpus=gpus, scheduling_strategy=strategy, max_concurrency=2)
         .remote(os.getcwd())
     )
@@ -206,6 +207,7 @@ def _attempt(ray: Any, reserved: _Reservation, config: Config, run_here: RunHere
         try:
             return ray.get(running)
         except ray.exceptions.RayTaskError as error:
+            # The run's own error, without Ray's report of it.
             raise error.cause from None
     finally:
         ray.kill(actor)

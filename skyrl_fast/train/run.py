@@ -224,6 +224,7 @@ def _run_here(
     """Run with rank 0 in this process."""
     with signals.install(), lock_folders(config) as store, ExitStack() as stack:
         start = starting_point(config, store, stack)
+        # A run sets torch's threads; a notebook goes on with its own.
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         with as_setup_error():
             data = run_data(config, prompts, eval_prompts, one_env=make_env is not None)

@@ -108,6 +108,7 @@ class _GroupEnv(Env):
         if not all(metrics):
             log.warning("no reward function applies to an answer: its reward is 0")
         for reward in rewards:
+            # Finite rewards may have a sum that float32 cannot hold.
             read_reward(reward, "reward_funcs: the sum of weighted rewards")
         taken = sorted(self._logged.keys() & set(names))
         if taken:
@@ -178,6 +179,7 @@ def _rewards(
     """Return the reward of each answer; None: the function does not apply."""
     found = function(**arguments)
     if inspect.isawaitable(found):
+        # In a worker, whose thread has no event loop.
         found = asyncio.run(_await_value(found))
     values = found.tolist() if hasattr(found, "tolist") else found
     if not isinstance(values, list | tuple) or len(values) != count:

@@ -41,8 +41,6 @@ def compute_advantages(
 ) -> StepBatch:
     """Return the batch with advantages, and with the returns of an estimator that reads values.
 
-    Padding rows are in groups of their own and do not affect others.
-
     Args:
         batch: all rows of each group; with `anchor_ids` or `values` where the estimator needs them.
         estimator: a name of `ops.advantage.estimators.ADVANTAGE_ESTIMATORS`, a registered one, or
@@ -65,6 +63,7 @@ def compute_advantages(
     output = estimate(spec, _inputs(batch, spec), settings)
     per_token = output.advantages.detach().to(torch.float32)
     is_per_token = per_token.shape == batch.loss_mask.shape
+    # Where each row has one token both shapes are equal: the level of the estimator decides.
     if not is_per_token or (spec.level != "token" and len(per_token) == batch.num_rows):
         per_token = spread_over_tokens(per_token, batch.response_lengths)
     if normalize and not spec.always_normalized:

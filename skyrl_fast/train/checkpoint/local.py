@@ -113,6 +113,8 @@ def complete_checkpoint(
         write_json(temporary / MANIFEST, manifest.result())
         _flush(temporary)
         if final.exists():
+            # A folder cannot replace another in one step: the old one is hidden first, then
+            # deleted.
             old = _hidden(folder, step, "old")
             shutil.rmtree(old, ignore_errors=True)
             final.rename(old)
@@ -120,9 +122,11 @@ def complete_checkpoint(
             shutil.rmtree(old, ignore_errors=True)
         else:
             temporary.rename(final)
+        # The new name must reach the disk, too.
         _flush(folder)
     if keep > 0:
         for _, old in checkpoints(folder)[:-keep]:
+            # Out of sight first: a deletion that is interrupted must not leave half a checkpoint.
             old.rename(folder / f".{old.name}.partial")
         _remove_leftovers(folder)
     return final
@@ -308,6 +312,7 @@ def _lock(path: Path, what: str, setting: str) -> Iterator[None]:
     """Create, lock and own the file, which holds this process's pid."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # A link in the folder must not have us write the pid into another file.
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         raise RunInUseError(f"{what} {path.parent} cannot be used: {error}") from error

@@ -59,6 +59,7 @@ class StartingPoint:
         """The last step whose metrics were written before the checkpoint; -1: none."""
         if self.checkpoint is None:
             return -1
+        # A stop between a step and its report leaves the report in the state.
         return self.step - (self.state.get("unreported") is not None)
 
 
@@ -123,6 +124,7 @@ def _newest(
     last = -1 if newest is None else read_state(newest)["step"]
     errors = []
     for step, url in reversed(store.list_saved()):
+        # The local one is at least as new, and needs no download.
         if step <= last:
             break
         try:

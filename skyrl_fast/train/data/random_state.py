@@ -42,6 +42,7 @@ def load_random_state(path: Path, state: dict[str, Any]) -> None:
         torch.set_rng_state(states["torch"])
         if torch.cuda.is_available():
             devices = [name for name in sorted(states) if name.startswith("cuda")]
+            # A resumed run may have fewer GPUs, or more.
             for device in range(min(len(devices), torch.cuda.device_count())):
                 torch.cuda.set_rng_state(states[f"cuda{device}"], device)
     except (LookupError, OSError, RuntimeError, SafetensorError, TypeError) as error:

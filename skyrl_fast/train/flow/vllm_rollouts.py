@@ -180,6 +180,7 @@ class VllmRollouts:
             await self._pool.start()
             return
         try:
+            # The gateway first: what can fail there fails at once, an engine takes minutes.
             await self._agent.start()
             await self._pool.start()
         except BaseException:
@@ -189,6 +190,7 @@ class VllmRollouts:
     async def generate(
         self, prompts: Sequence[Prompt], *, step: int, phase: str
     ) -> list[Trajectory]:
+        # For the seeds, which must not depend on when an update of the weights comes.
         version = step if phase == "train" else self._gate.version
         return await run_groups(self._runner, prompts, phase=phase, policy_version=version)
 
@@ -225,6 +227,7 @@ class VllmRollouts:
         await self._pool.wait_for_fault()
 
     async def repair(self, policy: Policy, *, version: int) -> None:
+        # The policy does not change meanwhile: a new engine gets the weights of the others.
         assert version == self._gate.version
         await self._pool.repair(
             self._weights(policy), lambda engine: self._make_probe(engine, policy)
@@ -298,6 +301,7 @@ class VllmRollouts:
             text = "\n".join(map(message_text, prompt.messages))
             ids = self._tokenizer.encode(text, add_special_tokens=False)
             ids = ids[: min(PROBE_TOKENS, longest)]
+            # Each token but the first has a logprob.
             probe.append(ids if len(ids) > 1 else [0, 1])
         return probe
 

@@ -51,6 +51,7 @@ def with_objects(
     made_by = env or reward
     if made_by is None:
         return None
+    # Only a name, for records and messages: the factory makes the environments.
     config.environment.env_class = getattr(made_by, "__name__", type(made_by).__name__)
     return env if reward is None else partial(RewardEnv, reward)
 
@@ -92,6 +93,7 @@ def importable_name(function: Callable[..., Any]) -> str:
     except (AttributeError, KeyError, ValueError) as error:
         text = f"train_agent: agent: expected a function of a module, got {function!r:.100}"
         raise SetupError(text) from error
+    # A decorator or a later definition took its name: processes that import it would call another.
     if found is not function:
         raise SetupError(f"train_agent: agent: {name} is another object than the given function")
     return name

@@ -105,6 +105,7 @@ def _row_sums(
             place = start + columns
             inside = place < num_ids
             ids = tl.load(kept_ids + place, mask=inside, other=0).to(tl.int64)
+            # Ids that do not ascend, or are none, make the row NaN: a GPU cannot raise an error.
             before = tl.load(kept_ids + place - 1, mask=inside & (place > begin), other=-1)
             is_wrong = inside & ((ids <= before) | (ids >= vocab))
             x = tl.load(logits + first + ids, mask=inside & (is_wrong == 0), other=float("-inf"))
@@ -117,6 +118,7 @@ def _row_sums(
         largest, total, weighted = _add(x, scale, largest, total, weighted, HAS_ENTROPY)
     for start in range(0, num_columns - num_blocks * BLOCK, BLOCK):
         place = start + columns
+        # The columns before the blocks, then those behind them.
         column = tl.where(place < head, place, place + num_blocks * block)
         x = tl.load(logits + first + column, mask=column < num_columns, other=float("-inf"))
         largest, total, weighted = _add(x, scale, largest, total, weighted, HAS_ENTROPY)
@@ -192,6 +194,7 @@ def _gradient(
 ):  # fmt: skip
     """Gradient of logits; all others are scalars of the row."""
     offset = (lse * LOG2E).to(tl.float32)
+    # In float32 the offset is exact to 1e-7 of its size: `low` is the rest.
     low = (lse * LOG2E - offset.to(tl.float64)).to(tl.float32)
     correction = tl.exp2(-low)  # of 2^y, for what the float32 offset lacks
     y = x.to(tl.float32) * scale - offset

@@ -41,6 +41,7 @@ def _surrogate(ratio, slope, advantage, low, high):
     """PPO's value and derivative, and where the bound took effect."""
     free = -advantage * ratio
     bound = -advantage * _clamp(ratio, low, high)
+    # PPO takes the smaller objective, so the larger loss.
     clipped = bound > free
     return tl.where(clipped, bound, free), tl.where(clipped, 0.0, -advantage * slope), clipped
 
@@ -70,6 +71,7 @@ def token_loss(
     """A token's loss and its derivative; whether it was clipped low, clipped high, chosen."""
     ratio = tl.exp(_clamp(delta, -20.0, 20.0))
     slope = tl.where((delta > 20.0) | (delta < -20.0), 0.0, ratio)
+    # False for every cell; a Python bool would not have their shape.
     never = (advantage > 0) & (advantage < 0)
     clipped_low = never
     clipped_high = never
@@ -131,6 +133,7 @@ def token_kl(logprob, reference, KL: tl.constexpr):
     sign = tl.where(d > 0, 1.0, tl.where(d < 0, -1.0, 0.0))
     if KL == K1:
         value = d
+        # NaN where d is.
         grad = 1.0 + 0.0 * d
     elif KL == ABS:
         value = d * sign
@@ -142,6 +145,7 @@ def token_kl(logprob, reference, KL: tl.constexpr):
         x = _clamp(-d, -20.0, 20.0)
         raw = tl.exp(x) - 1.0 - x
         value = _clamp(raw, -10.0, 10.0)
+        # Where a bound took effect the value is constant.
         grad = tl.where((x == -d) & (value == raw), 1.0 - tl.exp(x), 0.0)
         grad = tl.where(d != d, d, grad)
     return value, grad
@@ -155,6 +159,7 @@ def _row_of(cell, cu, width, num_rows, RAGGED: tl.constexpr, STEPS: tl.constexpr
         above = tl.zeros_like(cell) + num_rows
         for _ in range(STEPS):
             middle = (row + above) // 2
+            # All cells take the same number of halvings: those that are done change nothing.
             open_ = above - row > 1
             is_behind = tl.load(cu + middle, mask=open_, other=0) <= cell
             row = tl.where(open_ & is_behind, middle, row)
@@ -230,7 +235,11 @@ def loss_kernel(
 
     clamped = _clamp(delta, -20.0, 20.0)
     ratio = tl.exp(clamped)
+    # NaN counts in the means below, not in the extremes.
     is_number = stream & (ratio == ratio)
+    # Rows of `partial`: the weighted loss and KL; numbers of tokens, clipped low and high, chosen;
+    # ratio - 1 and the estimate k3 of it; KL; the largest and smallest ratio; tokens of the policy
+    # stream and of the KL; of the cross-entropy its sum, weighted sum and tokens.
     out = partial + tl.program_id(0)
     step = tl.num_programs(0)
     tl.store(out, tl.sum(value, 0))

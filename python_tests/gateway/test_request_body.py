@@ -92,7 +92,7 @@ def test_what_was_read_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.spec("gateway.requests")
 def test_objects_are_counted_before_they_are_read() -> None:
     def read(text: str) -> Any:
-        return parsed_json(b'{"messages": [' + text.encode() + b"]}")
+        return parse_json(b'{"messages": [' + text.encode() + b"]}")
 
     part = '{ \n"type": "text"}'
     with pytest.raises(ApiError, match="more than 100,000 objects") as error:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from skyrl_fast.batch import StepBatch
@@ -58,3 +59,23 @@ def assert_same(a: StepBatch, b: StepBatch) -> None:
             assert torch.equal(value, other), name
         else:
             assert value == other, name
+
+
+def mixed_batch(seed: int = 0) -> StepBatch:
+    """Return rows of many lengths, with masked tokens, an all-masked row and an empty row."""
+    rng = np.random.default_rng(seed)
+    shapes = [(3, 4), (9, 1), (1, 6), (5, 5), (2, 0), (4, 3), (7, 2), (2, 2)]
+    output: dict[str, Any] = {
+        "prompt_token_ids": [rng.integers(4, 16, p).tolist() for p, _ in shapes],
+        "response_ids": [rng.integers(4, 16, r).tolist() for _, r in shapes],
+        "loss_masks": [rng.integers(0, 2, r).tolist() for _, r in shapes],
+        "rewards": [float(i % 3) for i in range(len(shapes))],
+        "rollout_logprobs": [(-rng.random(r)).tolist() for _, r in shapes],
+        "trajectory_ids": [("a" if i < 4 else "b", i) for i in range(len(shapes))],
+        "is_last_step": [True] * len(shapes),
+    }
+    output["loss_masks"][0] = [1, 0, 1, 1]
+    output["loss_masks"][7] = [0, 0]
+    batch = StepBatch.from_generator_output(output, step_wise=True)
+    values = torch.from_numpy(rng.standard_normal(batch.loss_mask.shape[0])).float()
+    return batch.with_(advantages=values)

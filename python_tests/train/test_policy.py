@@ -17,13 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("transformers")
 
 from _fakes import FakeRollouts, make_prompts, tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+from _rows import mixed_batch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl_fast.batch import StepBatch, batch_from_trajectories
 from skyrl_fast.config import AlgorithmConfig, Config, OptimizerConfig
 from skyrl_fast.extras.search.index import TransformersEncoder
 from skyrl_fast.train.algorithm.advantages import compute_advantages
-from skyrl_fast.train.model import policy as policy_module
+from skyrl_fast.train.model import lm_head
 from skyrl_fast.train.model.critic import Critic, ValueModel
 from skyrl_fast.train.model.micro_batch import cheapest_runs, plan_micro_batches, sequence_hosts
 from skyrl_fast.train.model.optimizer import Optimizer, learning_rate
@@ -38,26 +39,6 @@ def rollout_batch(model: Any, num_prompts: int = 4, samples: int = 4) -> StepBat
     trajectories = asyncio.run(rollouts.generate(make_prompts(num_prompts), step=0, phase="train"))
     batch = batch_from_trajectories(trajectories)
     return batch.with_(advantages=compute_advantages(batch).advantages)
-
-
-def mixed_batch(seed: int = 0) -> StepBatch:
-    """Return rows of many lengths, with masked tokens, an all-masked row and an empty row."""
-    rng = np.random.default_rng(seed)
-    shapes = [(3, 4), (9, 1), (1, 6), (5, 5), (2, 0), (4, 3), (7, 2), (2, 2)]
-    output: dict[str, Any] = {
-        "prompt_token_ids": [rng.integers(4, 16, p).tolist() for p, _ in shapes],
-        "response_ids": [rng.integers(4, 16, r).tolist() for _, r in shapes],
-        "loss_masks": [rng.integers(0, 2, r).tolist() for _, r in shapes],
-        "rewards": [float(i % 3) for i in range(len(shapes))],
-        "rollout_logprobs": [(-rng.random(r)).tolist() for _, r in shapes],
-        "trajectory_ids": [("a" if i < 4 else "b", i) for i in range(len(shapes))],
-        "is_last_step": [True] * len(shapes),
-    }
-    output["loss_masks"][0] = [1, 0, 1, 1]
-    output["loss_masks"][7] = [0, 0]
-    batch = StepBatch.from_generator_output(output, step_wise=True)
-    values = torch.from_numpy(rng.standard_normal(batch.loss_mask.shape[0])).float()
-    return batch.with_(advantages=values)
 
 
 def full_logprobs(model: Any, batch: StepBatch) -> torch.Tensor:
@@ -95,13 +76,13 @@ def test_head_dtype_follows_the_forward_pass_or_the_setting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Norms return float32 under autocast; the head must not follow them."""
-    seen, chosen = [], policy_module.linear_logprob
+    seen, chosen = [], lm_head.linear_logprob
 
     def spy(hidden: torch.Tensor, weight: torch.Tensor, *rest: Any, **options: Any) -> Any:
         seen.append((hidden.detach(), weight, rest[0], chosen(hidden, weight, *rest, **options)))
         return seen[-1][-1]
 
-    monkeypatch.setattr(policy_module, "linear_logprob", spy)
+    monkeypatch.setattr(lm_head, "linear_logprob", spy)
     model = tiny_model()
     policy = Policy(model, dtype=torch.bfloat16, head_dtype=head)
     batch = rollout_batch(tiny_model())
@@ -541,51 +522,6 @@ def test_optimizer_state_of_another_model_is_refused(tmp_path: Path) -> None:
     model.lm_head = torch.nn.Linear(16, 32, bias=False)
     with pytest.raises(ValueError, match="another shape"):
         Optimizer(Policy(model), OptimizerConfig(), total_steps=1).load(tmp_path)
-
-
-@pytest.mark.spec("loss.lm-head")
-def test_model_that_modifies_its_logits_is_refused() -> None:
-    model = tiny_model()
-    head = torch.nn.Linear(16, 16, bias=True)
-    torch.nn.init.ones_(head.bias)
-    model.lm_head = head
-    with pytest.raises(ValueError, match="changes its logits"):
-        Policy(model)
-
-
-@pytest.mark.spec("loss.lm-head")
-def test_head_with_a_bias_of_zeros_is_refused() -> None:
-    model = tiny_model()
-    model.lm_head = torch.nn.Linear(16, 16, bias=True)
-    torch.nn.init.zeros_(model.lm_head.bias)  # does not show in the logits, but would be trained
-    with pytest.raises(ValueError, match=r"by lm_head\.bias, which would not be trained"):
-        Policy(model)
-
-
-@pytest.mark.spec("loss.lm-head")
-def test_a_soft_cap_beyond_the_logits_of_a_fresh_model_is_refused() -> None:
-    sizes: dict[str, Any] = {
-        "vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "sliding_window": 4,
-    }  # fmt: skip
-    config = Gemma2Config(**sizes, final_logit_softcapping=30.0, attn_logit_softcapping=None)
-    with pytest.raises(ValueError, match="a soft cap, scale or bias"):
-        Policy(Gemma2ForCausalLM(config))
-    config.final_logit_softcapping = None
-    Policy(Gemma2ForCausalLM(config))
-
-
-@pytest.mark.spec("loss.lm-head")
-def test_parameters_of_a_head_beside_its_weight_are_refused() -> None:
-    class Scaled(torch.nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(16, 16, bias=False)
-            self.logit_scale = torch.nn.Parameter(torch.ones(16))  # does not show in the logits
-
-    model = tiny_model()
-    model.lm_head = Scaled()
-    with pytest.raises(ValueError, match=r"by lm_head\.logit_scale, which would not be trained"):
-        Policy(model)
 
 
 RANDOM = {

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyrl_fast.config.model_folder import model_folder
+from skyrl_fast.train.model.lm_head import backbone
 from skyrl_fast.train.model.policy import checkpoint_gradients, remove_dropout
 from skyrl_fast.train.parallel.sharding import trained_parameters
 
@@ -144,7 +145,7 @@ def model_size(config: Any) -> ModelSize:
 
     with _fake_tensors():
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        layers = _layers(model.base_model)
+        layers = _layers(backbone(model))
         of_layers = [sum(p.numel() for p in layer.parameters()) for layer in layers]
         sizes = [parameter.numel() for parameter in model.parameters()]
         vocab, hidden = model.get_output_embeddings().weight.shape

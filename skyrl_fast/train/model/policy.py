@@ -19,7 +19,7 @@ import torch
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config.model_folder import POLICY, model_folder
 from skyrl_fast.config.settings import TrainerConfig
-from skyrl_fast.ops.logprob.linear import linear_logprob
+from skyrl_fast.train.model.lm_head import PROBE_TOKENS, backbone, find_head
 from skyrl_fast.train.model.micro_batch import MicroBatch, plan_micro_batches, response_positions
 from skyrl_fast.train.model.rope_limits import rope_limits
 from skyrl_fast.train.model.router_replay import RouterReplay
@@ -36,9 +36,6 @@ from skyrl_fast.train.parallel.sharding import (
     with_full_params,
 )
 
-PROBE_TOKENS = 8  # of the check that our logprobs equal the model's
-PROBE_TOLERANCE = 1e-3  # float32 noise is below 1e-5; soft-capped or scaled logits differ by more
-LARGE_LOGIT = 1000.0  # beyond every soft cap, which a fresh model's small logits do not reach
 RANDOM_PASSES = 16  # of the check that nothing is random: a layer is seldom dropped
 
 
@@ -79,7 +76,7 @@ class Policy:
         ranks: that share the work and the weights.
 
     Raises:
-        ValueError: the model changes its logits after the head (a soft cap, a scale, a bias), is
+        ValueError: the model's head is none that `find_head` knows, the model is
             random in training mode, its routers do not support replay, or its attention does not
             support trees.
     """
@@ -98,24 +95,27 @@ class Policy:
         ranks: Ranks = SINGLE_RANK,
     ) -> None:
         self.model = model
+        self.backbone = backbone(model)
         self.ranks = ranks
         self.temperature = temperature
         self.max_tokens_per_microbatch = max_tokens_per_microbatch
         self.dtype = dtype
-        self.head_dtype = head_dtype or dtype
+        is_double = model.dtype == torch.float64  # of tests
+        self.head_dtype = torch.float64 if is_double else head_dtype or dtype
         self._replay = RouterReplay(model) if router_replay else None
         if self._replay is not None and _checkpoints_gradients(model):
             checkpoint_gradients(model, context_fn=self._replay.checkpoint_contexts)
         refuse_random_passes(model, self._autocast)
-        self._check_head()
+        with _random_state_kept(self.device):
+            self.head = find_head(model, self._autocast)
         self.saved_logits_bytes = saved_logits_bytes
         self.rope_limits = rope_limits(model.config)
-        self.tree = supports_trees(model.base_model, tree, ranks.sequence)
+        self.tree = supports_trees(self.backbone, tree, ranks.sequence)
         shard(model, ranks)
         ranks.register(self)
         self.layout_costs: LayoutCosts | None = None
         if self.tree and tree is None:
-            self.tree, self.layout_costs = cheapest_layout(self, model.base_model, self._autocast)
+            self.tree, self.layout_costs = cheapest_layout(self, self.backbone, self._autocast)
 
     @property
     def router_replay(self) -> bool:
@@ -139,10 +139,11 @@ class Policy:
 
         def distinct() -> Any:
             with self._autocast(), self._replayed(micro):
-                hidden = last_hidden_states(self.model.base_model, micro, self.device)
+                hidden = last_hidden_states(self.backbone, micro, self.device)
             hidden = hidden.index_select(0, micro.hidden_index.to(self.device))
-            return linear_logprob(
-                *self._head_operands(hidden),
+            # Norms return float32 under autocast, which would slow down the largest product.
+            return self.head.logprobs(
+                hidden.to(self.head_dtype),
                 micro.target_ids.to(self.device),
                 temperature=self.temperature,
                 kept_ids=None if micro.kept_ids is None else micro.kept_ids.to(self.device),
@@ -192,10 +193,9 @@ class Policy:
 
         def values() -> Any:
             with self._autocast(), self._at_routes(ids, expert_indices):
-                output = self.model.base_model(input_ids=ids, use_cache=False)
-            hidden, weight = output.last_hidden_state[0, :-1], self._head_weight()
-            dtype = torch.promote_types(weight.dtype, torch.float32)
-            return hidden.to(dtype) @ weight.to(dtype).T
+                output = self.backbone(input_ids=ids, use_cache=False)
+            hidden = output.last_hidden_state[0, :-1]
+            return self.head.logits(hidden.to(torch.promote_types(self.model.dtype, torch.float32)))
 
         with torch.no_grad():
             logits = with_full_params(self.model, values)
@@ -262,60 +262,6 @@ class Policy:
             return contextlib.nullcontext()
         # Its cache would keep all weights in that dtype until the pass ends; each is cast once.
         return torch.autocast(self.device.type, dtype=self.dtype, cache_enabled=False)
-
-    def _head_operands(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return hidden states and the head's weight in the dtype of their product."""
-        dtype = torch.float64 if self.model.dtype == torch.float64 else self.head_dtype
-        # Norms return float32 under autocast, which would slow down the largest product.
-        return hidden.to(dtype), self._head_weight().to(dtype)
-
-    def _head_weight(self) -> torch.Tensor:
-        """Return the (V, H) weight of the output head."""
-        weight: torch.Tensor = self.model.get_output_embeddings().weight
-        return weight
-
-    def _check_head(self) -> None:
-        """Check that applying the head ourselves matches the logits of the model."""
-        head = self.model.get_output_embeddings()
-        if head is None or not hasattr(self.model, "base_model"):
-            raise ValueError(f"policy: wanted a causal LM, got {type(self.model).__name__}")
-        others = [name for name, _ in head.named_parameters() if name != "weight"]
-        if others:
-            (name,) = (name for name, module in self.model.named_modules() if module is head)
-            raise ValueError(
-                f"policy: {type(self.model).__name__} changes its logits after the LM head by "
-                f"{name}.{others[0]}, which would not be trained; not supported"
-            )
-        vocabulary = head.weight.shape[0]
-        ids = torch.arange(PROBE_TOKENS, device=self.device)[None] % vocabulary
-        with _random_state_kept(self.device), torch.no_grad(), self._autocast():
-            output = self.model.base_model(input_ids=ids, use_cache=False)
-            hidden = getattr(output, "last_hidden_state", None)
-            if hidden is None:
-                raise ValueError(
-                    f"policy: the output of {type(self.model.base_model).__name__} has no "
-                    "last_hidden_state; not supported"
-                )
-            ours = (hidden @ head.weight.to(hidden.dtype).T).float()
-            for scale in (1.0, LARGE_LOGIT / max(ours.abs().max().item(), 1e-6)):
-                self._check_logits(head, ids, ours, scale)
-
-    def _check_logits(self, head: Any, ids: torch.Tensor, ours: torch.Tensor, scale: float) -> None:
-        """Check that the model's logits are the head's, also of the head's output times `scale`."""
-        calls = []
-
-        def scaled(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
-            calls.append(module)
-            return output.float() * scale
-
-        with head.register_forward_hook(scaled):
-            expected = self.model(input_ids=ids, use_cache=False).logits.float()
-        difference = (ours * (scale if calls else 1.0) - expected).abs().max().item()
-        if not difference <= PROBE_TOLERANCE * max(1.0, expected.abs().max().item()):
-            raise ValueError(
-                f"policy: {type(self.model).__name__} changes its logits after the LM head "
-                f"(largest difference {difference:.3g}: a soft cap, scale or bias); not supported"
-            )
 
 
 def load_model(
@@ -403,15 +349,15 @@ def refuse_random_passes(
     """Raise ValueError for a model in training mode whose passes differ."""
     if not any(module.training for module in model.modules()):
         return
-    backbone, device = model.base_model, next(model.parameters()).device
-    vocabulary = backbone.get_input_embeddings().weight.shape[0]
+    base, device = backbone(model), next(model.parameters()).device
+    vocabulary = base.get_input_embeddings().weight.shape[0]
     ids = torch.arange(PROBE_TOKENS, device=device)[None] % vocabulary
 
     def random_state() -> torch.Tensor:
         return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
     def hidden() -> Any:
-        output = backbone(input_ids=ids, use_cache=False)
+        output = base(input_ids=ids, use_cache=False)
         return getattr(output, "last_hidden_state", None)
 
     with _random_state_kept(device), torch.no_grad(), autocast():

@@ -1,0 +1,182 @@
+"""The LM head of a causal LM: from its last hidden states to its logits.
+
+Models scale or cap their logits after the head, under different names in their configurations, or
+scale the hidden states before it. What a model does is measured: the head's output is replaced by
+known values, and the model's logits are fitted.
+
+H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from skyrl_fast.ops.logprob.linear import linear_logprob
+
+PROBE_TOKENS = 8
+PROBE_TOLERANCE = 1e-3  # relative; float32 noise is below 1e-5
+SMALL = 2.0**-13  # of a head's output, where no cap shows: exact in every dtype
+LARGE = 2.0**20  # where every cap does
+SPREAD = 100.0  # of the outputs between, which the fit has to meet
+FIT_TOLERANCE = 1e-5
+LOGITS = 30.0  # the largest of the probe: as of trained models; fresh ones have small logits
+
+
+@dataclass(frozen=True, slots=True)
+class LmHead:
+    """Logits `z = logit_scale * (hidden @ weight.T + bias)`, or `soft_cap * tanh(z / soft_cap)`.
+
+    Args:
+        module: has the weight and perhaps a bias, both read at each use: sharding replaces them.
+    """
+
+    module: Any
+    logit_scale: float = 1.0
+    soft_cap: float | None = None
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return (..., V) logits of (..., H) hidden states, in their dtype."""
+        weight, bias = self._operands(hidden.dtype)
+        logits = torch.nn.functional.linear(hidden, weight, bias) * self.logit_scale
+        cap = self.soft_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def logprobs(self, hidden: torch.Tensor, target_ids: torch.Tensor, **options: Any) -> Any:
+        """Return `linear_logprob` of (..., H) hidden states; options are its own."""
+        weight, bias = self._operands(hidden.dtype)
+        return linear_logprob(
+            hidden,
+            weight,
+            target_ids,
+            bias=bias,
+            logit_scale=self.logit_scale,
+            soft_cap=self.soft_cap,
+            **options,
+        )
+
+    def _operands(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        bias = getattr(self.module, "bias", None)
+        return self.module.weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def backbone(model: Any) -> Any:
+    """Return the part of a causal LM whose output is the last hidden states."""
+    base = getattr(model, "base_model", model)
+    return getattr(model, "model", base) if base is model else base  # Llama 4's prefix is another
+
+
+def find_head(model: Any, autocast: Callable[[], contextlib.AbstractContextManager[Any]]) -> LmHead:
+    """Return the head of a causal LM, which gives the model's logits and their gradients.
+
+    Raises:
+        ValueError: the model changes its logits in another way than `LmHead` can, or by parameters
+            that would not be trained.
+    """
+    head = model.get_output_embeddings()
+    if head is None or not hasattr(model, "base_model"):
+        raise ValueError(f"policy: expected a causal LM, got {type(model).__name__}")
+    others = [name for name, _ in head.named_parameters() if name not in ("weight", "bias")]
+    if others:
+        (name,) = (name for name, module in model.named_modules() if module is head)
+        _refuse(model, f"by {name}.{others[0]}, which would not be trained")
+    ids = torch.arange(PROBE_TOKENS, device=head.weight.device)[None] % head.weight.shape[0]
+    with torch.no_grad():
+        hidden = _last_hidden_states(model, ids)
+    inputs, scale, soft_cap = _fit(model, head, ids)
+    hidden_scale = _hidden_scale(model, inputs, hidden)
+    if getattr(head, "bias", None) is not None and hidden_scale != 1.0:
+        _refuse(model, "by a scale of the hidden states and a bias")
+    result = LmHead(head, scale * hidden_scale, soft_cap)
+    _check(model, result, hidden_scale, ids, autocast)
+    return result
+
+
+def _last_hidden_states(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    output = backbone(model)(input_ids=ids, use_cache=False)
+    hidden = getattr(output, "last_hidden_state", None)
+    if hidden is None:
+        name = type(backbone(model)).__name__
+        raise ValueError(f"policy: the output of {name} has no last_hidden_state; not supported")
+    return hidden
+
+
+def _fit(model: Any, head: Any, ids: torch.Tensor) -> tuple[torch.Tensor, float, float | None]:
+    """Return the head's input, and the scale and cap of its outputs."""
+    vocabulary = head.weight.shape[0]
+    outputs = torch.linspace(-SPREAD, SPREAD, vocabulary, device=ids.device)
+    outputs = outputs.repeat(1, ids.shape[1], 1)
+    outputs[:, 0], outputs[:, 1] = SMALL, LARGE
+    inputs: list[torch.Tensor] = []
+
+    def replace(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+        inputs.append(arguments[0].detach())
+        return outputs.to(output.dtype)
+
+    with head.register_forward_hook(replace), torch.enable_grad():
+        logits = model(input_ids=ids, use_cache=False).logits
+    if not inputs:
+        _refuse(model, "without calling it")
+    if logits.requires_grad:  # the outputs are constants
+        _refuse(model, "by parameters, which would not be trained")
+    if logits.shape != outputs.shape:
+        _refuse(model, f"to a shape of {tuple(logits.shape)}")
+    logits, outputs = logits.double(), outputs.double()
+    scale = logits[0, 0].median().item() / SMALL
+    highest = logits[0, 1].median().item()
+    soft_cap = highest if 0 < highest < scale * LARGE / 2 else None
+    fitted = outputs * scale
+    if soft_cap is not None:
+        fitted = soft_cap * torch.tanh(fitted / soft_cap)
+    if not (scale > 0 and torch.allclose(logits, fitted, rtol=FIT_TOLERANCE, atol=FIT_TOLERANCE)):
+        _refuse(model, "by more than a scale and a soft cap")
+    return inputs[-1], scale, soft_cap
+
+
+def _hidden_scale(model: Any, inputs: torch.Tensor, hidden: torch.Tensor) -> float:
+    """Return the factor by which the model multiplies its hidden states before the head."""
+    inputs, hidden = inputs.double(), hidden.double()
+    large = hidden.abs() >= hidden.abs().median()
+    scale = (inputs[large] / hidden[large]).median().item() if inputs.shape == hidden.shape else 0
+    if not scale > 0 or not torch.allclose(inputs, hidden * scale, rtol=1e-4, atol=1e-5):
+        _refuse(model, "by a change of the hidden states before it")
+    return 1.0 if abs(scale - 1) < FIT_TOLERANCE else scale
+
+
+def _check(
+    model: Any,
+    head: LmHead,
+    hidden_scale: float,
+    ids: torch.Tensor,
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]],
+) -> None:
+    """Compare logits and their gradients with the model's, at the size of trained logits."""
+
+    def replace(module: Any, arguments: Any) -> torch.Tensor:
+        return (hidden * hidden_scale).to(arguments[0].dtype)
+
+    with torch.enable_grad(), autocast():
+        hidden = _last_hidden_states(model, ids).detach()
+        largest = head.logit_scale * (hidden @ head.module.weight.detach().to(hidden.dtype).T)
+        hidden = hidden * (LOGITS / max(largest.abs().max().item(), 1e-6))
+        hidden.requires_grad_()
+        with head.module.register_forward_pre_hook(replace):
+            expected = model(input_ids=ids, use_cache=False).logits.float()
+        got = head.logits(hidden).float()
+        direction = torch.linspace(0, 1, got.shape[-1], device=got.device).expand_as(got)
+        pairs = [(got, expected)]
+        pairs.append(tuple(torch.autograd.grad(x, hidden, direction)[0] for x in pairs[0]))
+    for what, (ours, theirs) in zip(("logits", "gradients"), pairs, strict=True):
+        difference = (ours - theirs).abs().max().item()
+        if not difference <= PROBE_TOLERANCE * max(1.0, theirs.abs().max().item()):
+            _refuse(model, f"(largest difference of its {what}: {difference:.3g})")
+
+
+def _refuse(model: Any, how: str) -> NoReturn:
+    raise ValueError(
+        f"policy: {type(model).__name__} changes its logits after the LM head {how}; not supported"
+    )

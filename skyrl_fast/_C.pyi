@@ -9,10 +9,12 @@ import typing
 
 __all__: list[str] = [
     "PageBlock",
+    "PassPlan",
     "PrefixTree",
     "Rows",
     "TreeTiles",
     "advise_huge_pages",
+    "balanced_parts",
     "cells_per_sum",
     "compiler",
     "copy_cells",
@@ -83,6 +85,30 @@ class Rows:
 class PageBlock:
     def __init__(self, num_bytes: int) -> None: ...
 
+class PassPlan:
+    def __init__(
+        self,
+        tokens: typing.Any,
+        trained: typing.Any,
+        rows: tuple,
+        visited: typing.Any,
+        routes: tuple | None,
+        token_budget: int,
+        keep_trajectories: bool,
+        tree: bool,
+        costs: collections.abc.Sequence[float] | None,
+        length_limits: collections.abc.Sequence[int],
+        longest_row: int,
+        num_threads: int,
+    ) -> None: ...
+    def num_kept_tokens(self, number: int, kept: tuple) -> int: ...
+    def write(
+        self, number: int, tokens: typing.Any, routes: typing.Any, kept: tuple | None, out: dict
+    ) -> int: ...
+    def write_sizes(self, out: typing.Any) -> None: ...
+    @property
+    def num_passes(self) -> int: ...
+
 class PrefixTree:
     def __init__(
         self, tokens: typing.Any, rows: tuple, labels: typing.Any, num_threads: int
@@ -121,6 +147,7 @@ class TreeTiles:
     def num_tiles(self) -> int: ...
 
 def advise_huge_pages(data_ptr: int, num_bytes: int) -> None: ...
+def balanced_parts(loads: typing.Any, budget: int, multiple: int, out: typing.Any) -> int: ...
 def check_kept_sets(
     op: str,
     target_ids: typing.Any,

@@ -39,6 +39,7 @@ PYBIND11_MODULE(_C, m) {
   skyrl_fast::bind_merge(m);
   skyrl_fast::bind_off_policy(m);
   skyrl_fast::bind_page_pool(m);
+  skyrl_fast::bind_passes(m);
   skyrl_fast::bind_policy_loss(m);
   skyrl_fast::bind_prefix_tree(m);
   skyrl_fast::bind_tree_attention(m);

@@ -14,6 +14,7 @@ void bind_merge(pybind11::module_& m);
 void bind_off_policy(pybind11::module_& m);
 void bind_pack(pybind11::module_& m);
 void bind_pack_cuda(pybind11::module_& m);  // CUDA builds only
+void bind_passes(pybind11::module_& m);
 void bind_page_pool(pybind11::module_& m);
 void bind_policy_loss(pybind11::module_& m);
 void bind_policy_loss_cuda(pybind11::module_& m);  // CUDA builds only

@@ -47,8 +47,13 @@ class GroupTrie {
   int64_t num_nodes() const { return num_nodes_; }
   // Writes the group's part, from node number `first_node` on.
   void write(const TreeRows& all, int64_t first_node, const TreeArrays& out) const;
+  // The rows, as indices into those of `build`, by the nodes of their last tokens; and how many
+  // nodes each shares with the row before it.
+  void sort_rows(const TreeRows& all, std::vector<int64_t>* order,
+                 std::vector<int64_t>* shared) const;
 
  private:
+  friend class CoveredNodes;
   // A run of nodes without a fork: tokens [begin, end) of `row`, a row through it.
   struct Segment {
     int64_t row, begin, end;
@@ -66,6 +71,8 @@ class GroupTrie {
   int32_t split(const TreeRows& all, int32_t segment, int64_t depth, uint64_t slot);
   void order_children(const std::vector<int32_t>& row_segments);
   std::vector<int32_t> depth_first() const;
+  // Of the segments in the order of `depth_first`.
+  std::vector<Place> number_nodes(const std::vector<int32_t>& order, int64_t first_node) const;
 
   std::vector<int64_t> rows_;
   std::vector<int32_t> end_segments_;  // of each row
@@ -73,6 +80,24 @@ class GroupTrie {
   std::vector<int32_t> slots_;  // hash table of children by parent and first token; -1 is free
   int32_t first_root_ = -1, last_root_ = -1;
   int64_t num_nodes_ = 0;
+};
+
+// Counts the distinct nodes of rows of a trie that are added one by one.
+class CoveredNodes {
+ public:
+  CoveredNodes(const GroupTrie& trie, const TreeRows& all)
+      : trie_(trie), all_(all), until_(trie.segments_.size(), 0) {}
+
+  int64_t size() const { return size_; }
+  void add(int64_t index);  // of the row in those of `GroupTrie::build`
+  void clear();
+
+ private:
+  const GroupTrie& trie_;
+  const TreeRows& all_;
+  std::vector<int64_t> until_;  // the depth up to which a segment is covered; 0: not at all
+  std::vector<int32_t> covered_;
+  int64_t size_ = 0;
 };
 
 // The tries of all groups, built by several threads. Groups are numbered by first appearance.

@@ -149,8 +149,8 @@ std::vector<int32_t> GroupTrie::depth_first() const {
   return order;
 }
 
-void GroupTrie::write(const TreeRows& all, int64_t first_node, const TreeArrays& out) const {
-  const std::vector<int32_t> order = depth_first();
+std::vector<GroupTrie::Place> GroupTrie::number_nodes(const std::vector<int32_t>& order,
+                                                      int64_t first_node) const {
   std::vector<Place> places(segments_.size());
   int64_t node = first_node;
   for (const int32_t i : order) {
@@ -162,6 +162,56 @@ void GroupTrie::write(const TreeRows& all, int64_t first_node, const TreeArrays&
     const int32_t parent = segments_[*i].parent;
     if (parent >= 0) places[parent].end = std::max(places[parent].end, places[*i].end);
   }
+  return places;
+}
+
+void GroupTrie::sort_rows(const TreeRows& all, std::vector<int64_t>* order,
+                          std::vector<int64_t>* shared) const {
+  const std::vector<Place> places = number_nodes(depth_first(), 0);
+  const int64_t num_rows = static_cast<int64_t>(rows_.size());
+  std::vector<int64_t> last_nodes(num_rows);
+  for (int64_t i = 0; i < num_rows; ++i) {
+    const int32_t s = end_segments_[i];
+    last_nodes[i] = places[s].first_node + all.lengths[rows_[i]] - segments_[s].begin - 1;
+  }
+  order->resize(num_rows);
+  for (int64_t i = 0; i < num_rows; ++i) (*order)[i] = i;
+  std::stable_sort(order->begin(), order->end(),
+                   [&](int64_t a, int64_t b) { return last_nodes[a] < last_nodes[b]; });
+  shared->assign(num_rows, 0);
+  for (int64_t k = 1; k < num_rows; ++k) {
+    // The row's nodes up to the other's last one: its own ones come after that.
+    const int64_t row = (*order)[k], before = last_nodes[(*order)[k - 1]];
+    int32_t s = end_segments_[row];
+    while (s >= 0 && places[s].first_node > before) s = segments_[s].parent;
+    if (s < 0) continue;
+    const int64_t depth = segments_[s].begin + before - places[s].first_node + 1;
+    (*shared)[k] = std::min({depth, segments_[s].end, all.lengths[rows_[row]]});
+  }
+}
+
+void CoveredNodes::add(int64_t index) {
+  int64_t end = all_.lengths[trie_.rows_[index]];
+  for (int32_t s = trie_.end_segments_[index]; s >= 0; s = trie_.segments_[s].parent) {
+    const int64_t begin = trie_.segments_[s].begin;
+    const bool is_new = until_[s] == 0;
+    if (is_new) covered_.push_back(s);
+    size_ += std::max<int64_t>(0, end - std::max(begin, until_[s]));
+    until_[s] = std::max(until_[s], end);
+    if (!is_new) return;  // what is above it is covered, too
+    end = begin;
+  }
+}
+
+void CoveredNodes::clear() {
+  for (const int32_t s : covered_) until_[s] = 0;
+  covered_.clear();
+  size_ = 0;
+}
+
+void GroupTrie::write(const TreeRows& all, int64_t first_node, const TreeArrays& out) const {
+  const std::vector<int32_t> order = depth_first();
+  const std::vector<Place> places = number_nodes(order, first_node);
   for (const int32_t i : order) {
     const Segment& segment = segments_[i];
     const Place& place = places[i];

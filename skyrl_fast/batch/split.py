@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 
 from skyrl_fast.batch.row_index import dense_ids, run_starts
+from skyrl_fast.ops.passes.plan import balanced_parts
 
 
 def mini_batch_boundaries(
@@ -80,38 +80,10 @@ def split_micro_batches(
     sizes = np.asarray(lengths, dtype=np.int64)
     unit_of_row = np.arange(len(sizes)) if units is None else dense_ids(units)
     loads = np.bincount(unit_of_row, weights=sizes).astype(np.int64)
-    part_of_unit, num_parts = _fewest_parts(loads, token_budget, num_ranks)
+    part_of_unit, num_parts = balanced_parts(loads, token_budget, multiple=num_ranks)
     part_of_row = part_of_unit[unit_of_row]
     order = np.argsort(part_of_row, kind="stable")
     cuts = np.searchsorted(part_of_row[order], np.arange(1, num_parts))
     parts = np.split(order, cuts)
     # Parts are numbered by decreasing load: dealing them in turn minimises the ranks' idle time.
     return [parts[rank::num_ranks] for rank in range(num_ranks)]
-
-
-def _fewest_parts(loads: np.ndarray, token_budget: int, num_ranks: int) -> tuple[np.ndarray, int]:
-    """Return the part of each unit, and the number of parts: a multiple of `num_ranks`."""
-    limit = max(token_budget, int(loads.max(initial=0)))
-    smallest = -(-int(loads.sum()) // limit)
-    num_parts = max(1, -(-smallest // num_ranks)) * num_ranks
-    while True:
-        part_of_unit, part_loads = _longest_first(loads, num_parts)
-        alone = np.bincount(part_of_unit, minlength=num_parts) <= 1
-        if bool(np.all((part_loads <= token_budget) | alone)):
-            break
-        num_parts += num_ranks
-    rank_of_part = np.empty(num_parts, dtype=np.int64)
-    rank_of_part[np.argsort(-part_loads, kind="stable")] = np.arange(num_parts)
-    return rank_of_part[part_of_unit], num_parts
-
-
-def _longest_first(loads: np.ndarray, num_parts: int) -> tuple[np.ndarray, np.ndarray]:
-    heap = [(0, part) for part in range(num_parts)]
-    part_of_unit = np.empty(len(loads), dtype=np.int64)
-    part_loads = np.zeros(num_parts, dtype=np.int64)
-    for unit in np.argsort(-loads, kind="stable").tolist():
-        load, part = heap[0]
-        part_of_unit[unit] = part
-        part_loads[part] = load + loads[unit]
-        heapq.heapreplace(heap, (load + int(loads[unit]), part))
-    return part_of_unit, part_loads

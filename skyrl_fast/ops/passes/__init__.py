@@ -1,0 +1,1 @@
+"""Forward passes of a batch: planned at once, written one by one."""

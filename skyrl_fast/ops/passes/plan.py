@@ -1,0 +1,152 @@
+"""Forward passes of ragged rows: which rows share one, and the arrays of each.
+
+N rows, S tokens, A response tokens, P passes. Of a pass: n sequences padded on the right to length
+L, or 1 of T nodes, and M trained tokens. E recorded routes, B kept tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from skyrl_fast import _C
+from skyrl_fast.ops import _backend
+
+
+class PassPlan:
+    """The passes that compute the logprob of every trained token of some rows.
+
+    It holds a few numbers per row and the trained tokens, but none of the tensors it was made from.
+    See docs/design/019-prefix-tree.md.
+
+    Args:
+        tokens: (S,) int32; row i is `tokens[cu_seqlens[i] : cu_seqlens[i + 1]]`.
+        cu_seqlens, cu_responses: (N + 1,) offsets of the rows' tokens and response tokens.
+        trained: (A,) bool.
+        group_ids, trajectory_ids: (N,) integers; rows of a trajectory are adjacent.
+        rows: (N,) bool, rows to visit; those without a trained token are left out.
+        token_budget: most tokens of a pass, padding included; a longer row is separate.
+        keep_trajectories: a trajectory's rows share a pass.
+        tree: lay rows out as prefix trees; else as sequences, which rows of a trajectory share
+            where contexts only grew.
+        costs: with `tree`, seconds per token and per pair of tokens as sequences, and as trees;
+            groups that take less as sequences are laid out as these. None: all are trees.
+        length_limits: rows of sequences share a pass if they are longer than equally many.
+        longest_row: of sequences, in tokens; 0: any.
+        routes, cu_routes: (E, ...) any dtype and (N + 1,) offsets, those of each row's first
+            tokens. Rows share a token only where their routes agree.
+
+    Raises:
+        ValueError: a trained row with an empty prompt, so that nothing predicts its first token; a
+            trajectory that must stay together but is on both sides of a limit; a row that is too
+            long; or arrays that do not match.
+    """
+
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        cu_responses: torch.Tensor,
+        trained: torch.Tensor,
+        *,
+        group_ids: torch.Tensor,
+        trajectory_ids: torch.Tensor,
+        rows: np.ndarray,
+        token_budget: int,
+        keep_trajectories: bool = False,
+        tree: bool = False,
+        costs: tuple[float, float, float, float] | None = None,
+        length_limits: Sequence[int] = (),
+        longest_row: int = 0,
+        routes: torch.Tensor | None = None,
+        cu_routes: torch.Tensor | None = None,
+    ) -> None:
+        columns = (cu_seqlens, cu_responses, group_ids, trajectory_ids)
+        self._plan = _C.PassPlan(
+            tokens,
+            trained,
+            tuple(column.to(torch.int64) for column in columns),
+            rows,
+            None if cu_routes is None else (routes, cu_routes.to(torch.int64)),
+            token_budget,
+            keep_trajectories,
+            tree,
+            costs,
+            list(length_limits),
+            longest_row,
+            _backend.num_threads(),
+        )
+        self._sizes = np.empty((self._plan.num_passes, 5), dtype=np.int64)
+        self._plan.write_sizes(self._sizes)
+
+    def __len__(self) -> int:
+        """P."""
+        return len(self._sizes)
+
+    @property
+    def num_tokens(self) -> np.ndarray:
+        """(P,) int64 tokens of each pass, padding included."""
+        tokens: np.ndarray = self._sizes[:, 1] * self._sizes[:, 2]
+        return tokens
+
+    def arrays(
+        self,
+        number: int,
+        tokens: torch.Tensor,
+        *,
+        routes: torch.Tensor | None = None,
+        kept: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Return the arrays of a pass under the names that `MicroBatch` and `NodeTree` give them.
+
+        Args:
+            number: of the pass.
+            tokens: (S,) those of the plan.
+            routes: (E, ...) those of the plan, to add them.
+            kept: (A,) int32 number of tokens that each response token was sampled from, (B,) int32
+                these, (N + 1,) offsets of the rows; see `StepBatch.num_kept`.
+        """
+        is_tree, count, width, num_rows, num_trained = self._sizes[number].tolist()
+        ids = torch.empty((count, width), dtype=torch.int64)
+        names = ("hidden_index", "target_ids", "response_index", "copies")
+        out = {name: torch.empty(num_trained, dtype=torch.int64) for name in names}
+        out |= {"input_ids": ids, "rows": torch.empty(num_rows, dtype=torch.int64)}
+        if is_tree:
+            out["parents"], out["ends"] = torch.empty((2, width), dtype=torch.int32)
+            out["positions"] = torch.empty((1, width), dtype=torch.int64)
+        if routes is not None:
+            out["expert_indices"] = routes.new_empty((count, width, *routes.shape[1:]))
+            out["router_padding_mask"] = torch.empty((count, width), dtype=torch.bool)
+        if kept is not None:
+            kept = (kept[0], kept[1], kept[2].to(torch.int64))
+            out["kept_ids"] = torch.empty(
+                self._plan.num_kept_tokens(number, kept), dtype=torch.int32
+            )
+            out["cu_kept"] = torch.empty(num_trained + 1, dtype=torch.int64)
+        distinct = self._plan.write(number, tokens, routes, kept, out)
+        if distinct == num_trained:
+            del out["copies"]
+            return out
+        for name in ("hidden_index", "target_ids"):
+            out[name] = out[name][:distinct]
+        if kept is not None:
+            out["cu_kept"] = out["cu_kept"][: distinct + 1]
+            out["kept_ids"] = out["kept_ids"][: int(out["cu_kept"][-1])]
+        return out
+
+
+def balanced_parts(loads: np.ndarray, budget: int, *, multiple: int = 1) -> tuple[np.ndarray, int]:
+    """Return (n,) the part of each item, numbered by decreasing load, and the number of parts.
+
+    The largest item goes to the part with the smallest load (LPT rule, Graham 1969), with the
+    fewest parts whose loads are within the budget; an item beyond it is alone.
+
+    Args:
+        loads: (n,) int64.
+        budget: most load of a part.
+        multiple: of which the number of parts is one.
+    """
+    parts = np.empty(len(loads), dtype=np.int64)
+    return parts, _C.balanced_parts(loads, budget, multiple, parts)

@@ -9,6 +9,7 @@ tree per pass. "skyrl_fast": what `trainer.rows=auto` chooses. All give the same
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -81,7 +82,9 @@ def separated(batch: StepBatch, *, after_prompts: bool = False) -> StepBatch:
     )
 
 
-def planned(contender: str, batch: StepBatch, model: Policy) -> tuple[StepBatch, list[MicroBatch]]:
+def planned(
+    contender: str, batch: StepBatch, model: Policy
+) -> tuple[StepBatch, Iterable[MicroBatch]]:
     """Return the rows that a contender trains, and its forward passes."""
     budget = model.max_tokens_per_microbatch
     if contender == "padded":

@@ -121,16 +121,6 @@ def test_tree_invariants(rows: list[list[int]]) -> None:
     assert prefix_tree_size(*flat(rows)) == tree.num_nodes
 
 
-@given(rows=ROWS, data=st.data())
-def test_part_is_the_tree_of_its_rows(rows: list[list[int]], data: Any) -> None:
-    keep = [data.draw(st.booleans()) for _ in rows]
-    groups = [data.draw(st.integers(0, 1)) for _ in rows]
-    part = tree_of(rows, groups).part(np.flatnonzero(keep))
-    kept = [row if k else [] for row, k in zip(rows, keep, strict=True)]
-    assert_tree_of(part, kept, groups)
-    assert part.tokens.tolist() == flat(rows)[0][part.sources].tolist()
-
-
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 1000])
 def test_long_rows_in_many_groups(size: int, threads: int) -> None:

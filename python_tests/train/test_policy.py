@@ -26,7 +26,7 @@ from skyrl_fast.extras.search.index import TransformersEncoder
 from skyrl_fast.train.algorithm.advantages import compute_advantages
 from skyrl_fast.train.model import lm_head
 from skyrl_fast.train.model.critic import Critic, ValueModel
-from skyrl_fast.train.model.micro_batch import cheapest_runs, plan_micro_batches, sequence_hosts
+from skyrl_fast.train.model.micro_batch import plan_micro_batches
 from skyrl_fast.train.model.optimizer import Optimizer, learning_rate
 from skyrl_fast.train.model.policy import Policy, load_model, load_tokenizer, remove_dropout
 from skyrl_fast.train.update import accumulate_gradient, contributing_rows, update_policy
@@ -114,10 +114,6 @@ def test_head_of_the_probe_computes_in_float32() -> None:
 
 def test_steps_that_extend_each_other_share_a_sequence() -> None:
     batch = rollout_batch(tiny_model())
-    everything = np.ones(batch.num_rows, dtype=bool)
-    assert sequence_hosts(batch, everything).tolist() == [
-        row + 1 if row % 2 == 0 else row for row in range(batch.num_rows)
-    ]
     plan = plan_micro_batches(batch, 10_000)
     assert sum(micro.input_ids.shape[0] for micro in plan) == batch.num_trajectories
     assert sum(len(micro.target_ids) for micro in plan) == int(batch.loss_mask.sum())
@@ -127,8 +123,8 @@ def test_a_rewritten_context_keeps_a_separate_sequence() -> None:
     batch = rollout_batch(tiny_model())
     tokens = batch.tokens.clone()
     tokens[int(batch.cu_seqlens[1])] += 1  # the second step's context starts differently
-    hosts = sequence_hosts(batch.with_(tokens=tokens), np.ones(batch.num_rows, dtype=bool))
-    assert hosts[:4].tolist() == [0, 1, 3, 3]
+    plan = plan_micro_batches(batch.with_(tokens=tokens), 10_000)
+    assert sum(micro.input_ids.shape[0] for micro in plan) == batch.num_trajectories + 1
 
 
 def test_shared_sequences_give_the_logprobs_of_separate_rows() -> None:
@@ -582,38 +578,41 @@ def test_a_model_that_is_random_in_training_mode_is_refused() -> None:
 
 @pytest.mark.spec("tree.sequence-passes")
 @pytest.mark.parametrize(
-    ("widths", "numbers", "kinds", "budget", "wanted"),
+    ("widths", "rows", "budget", "wanted"),
     [
-        ([90, 80, 10], [1, 1, 1], [0, 0, 0], 640, [(0, 2), (2, 3)]),  # a pass costs 20 tokens
-        ([90, 80, 70], [1, 1, 1], [0, 0, 0], 640, [(0, 3)]),
-        ([90, 70, 70], [1, 1, 1], [0, 0, 0], 200, [(0, 1), (1, 3)]),
-        ([90, 90], [1, 1], [0, 1], 640, [(0, 1), (1, 2)]),
-        ([90, 10], [1, 9], [0, 0], 1 << 20, [(0, 2)]),
-        ([900], [3], [0], 640, [(0, 1)]),  # cannot be divided
+        ([90, 80, 10], 1, 640, [2, 1]),  # a pass costs 20 tokens
+        ([90, 80, 70], 1, 640, [3]),
+        ([90, 70, 70], 1, 200, [1, 2]),
+        ([90, 10], 1, 1 << 20, [2]),
+        ([900], 3, 640, [3]),  # cannot be divided
     ],
 )
 def test_sequences_are_divided_where_a_pass_costs_less_than_padding(
-    widths: list[int],
-    numbers: list[int],
-    kinds: list[int],
-    budget: int,
-    wanted: list[tuple[int, int]],
+    widths: list[int], rows: int, budget: int, wanted: list[int]
 ) -> None:
-    assert cheapest_runs(np.array(widths), np.array(numbers), np.array(kinds), budget) == wanted
+    lengths = [width for width in widths for _ in range(rows)]
+    batch = batch_of_lengths(lengths)
+    units = torch.arange(len(lengths), dtype=torch.int32) // rows
+    plan = plan_micro_batches(batch.with_(trajectory_ids=units), budget, keep_trajectories=True)
+    assert [micro.input_ids.shape[0] for micro in plan] == wanted
 
 
-@pytest.mark.spec("tree.sequence-passes")
-def test_a_long_row_does_not_pad_the_short_ones() -> None:
-    lengths = [512, *[64] * 31]
+def batch_of_lengths(lengths: list[int]) -> StepBatch:
+    """Return unrelated rows of these lengths; the last token of each is trained."""
     output = {
-        "prompt_token_ids": [[5] * (n - 4) for n in lengths],
-        "response_ids": [[6, 7, 8, 9]] * len(lengths),
-        "loss_masks": [[1] * 4] * len(lengths),
+        "prompt_token_ids": [[row] * (n - 1) for row, n in enumerate(lengths)],
+        "response_ids": [[6]] * len(lengths),
+        "loss_masks": [[1]] * len(lengths),
         "rewards": [1.0] * len(lengths),
         "trajectory_ids": [("a", i) for i in range(len(lengths))],
         "is_last_step": [True] * len(lengths),
     }
-    batch = StepBatch.from_generator_output(output, step_wise=True)
+    return StepBatch.from_generator_output(output, step_wise=True)
+
+
+@pytest.mark.spec("tree.sequence-passes")
+def test_a_long_row_does_not_pad_the_short_ones() -> None:
+    batch = batch_of_lengths([512, *[64] * 31])
     sizes = [micro.input_ids.numel() for micro in plan_micro_batches(batch, 1 << 14)]
     assert sizes == [512, 31 * 64]  # one pass would have 32 * 512
 

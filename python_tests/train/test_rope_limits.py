@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
-from skyrl_fast.train.model.rope_limits import RopeLimit, exceeded_limits, rope_limits
+from skyrl_fast.train.model.rope_limits import RopeLimit, rope_limits
 
 transformers = pytest.importorskip("transformers")
 
@@ -35,20 +34,3 @@ def test_limits_of_configs() -> None:
         "sliding_attention": {"rope_type": "default"},
     }  # fmt: skip
     assert rope_limits(nested) == (RopeLimit("longrope", 32),)
-
-
-def test_rows_are_counted_by_the_limits_that_they_exceed() -> None:
-    limits = [RopeLimit("longrope", 4), RopeLimit("longrope", 8)]
-    lengths = np.array([3, 4, 5, 8, 9])
-    everything = np.ones(5, dtype=bool)
-    assert exceeded_limits(lengths, limits, everything).tolist() == [0, 0, 1, 1, 2]
-    assert exceeded_limits(lengths, [], everything).tolist() == [0] * 5
-
-
-def test_only_visited_rows_must_keep_to_a_dynamic_limit() -> None:
-    limits = [RopeLimit("dynamic", 4)]
-    lengths = np.array([3, 9, 4])
-    visited = np.array([True, False, True])
-    assert exceeded_limits(lengths, limits, visited)[visited].tolist() == [0, 0]
-    with pytest.raises(ValueError, match="row 1 has 9 tokens"):
-        exceeded_limits(lengths, limits, ~visited)

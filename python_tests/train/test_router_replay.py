@@ -15,7 +15,7 @@ from _moe import NUM_EXPERTS, NUM_LAYERS, TOP_K, block_by_hand, own_routes, tiny
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import AlgorithmConfig
-from skyrl_fast.train.model.micro_batch import plan_micro_batches, sequence_hosts
+from skyrl_fast.train.model.micro_batch import plan_micro_batches
 from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.model.router_replay import RouterReplay
 from skyrl_fast.train.update import accumulate_gradient
@@ -261,11 +261,11 @@ def test_policy_replays_the_record_of_each_row(agree: bool, budget: int) -> None
 
 @pytest.mark.spec("replay.shared-sequence")
 def test_rows_share_a_sequence_only_if_their_records_agree() -> None:
-    everything = np.ones(3, dtype=bool)
-    for agree, hosts in ((True, [1, 1, 2]), (False, [0, 1, 2])):
+    for agree, sequences in ((True, 2), (False, 3)):
         batch = routed_batch(agree=agree)
-        assert sequence_hosts(batch, everything, router_replay=True).tolist() == hosts
-        assert sequence_hosts(batch, everything).tolist() == [1, 1, 2]
+        for replay, wanted in ((True, sequences), (False, 2)):
+            (micro,) = plan_micro_batches(batch, 1000, router_replay=replay)
+            assert micro.input_ids.shape[0] == wanted
     (micro,) = plan_micro_batches(routed_batch(), 1000, router_replay=True)
     assert micro.expert_indices.shape == (2, 9, NUM_LAYERS, TOP_K)
     assert micro.router_padding_mask.sum(1).tolist() == [1, 6]  # 8 of 9 tokens; 3 of 4, 5 padded

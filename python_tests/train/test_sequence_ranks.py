@@ -127,9 +127,11 @@ def kept_tokens(batch: Any) -> Any:
             chosen = sorted({token, *others})
             counts.append(len(chosen))
             ids += chosen
+    sums = torch.tensor([0, *counts]).cumsum(0)
     return batch.with_(
         num_kept=torch.tensor(counts, dtype=torch.int32),
         kept_ids=torch.tensor(ids, dtype=torch.int32),
+        cu_kept=sums[batch.cu_responses.long()].to(torch.int32),
     )
 
 

@@ -23,6 +23,7 @@ from _trees import agent_batch, batch_of_rows, size_of
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.token_counts import token_counts
 from skyrl_fast.config import AlgorithmConfig, OptimizerConfig
+from skyrl_fast.ops.passes.plan import PassPlan
 from skyrl_fast.ops.prefix_tree.attention import plan_tree_attention, tree_attention
 from skyrl_fast.ops.prefix_tree.tree import build_prefix_tree
 from skyrl_fast.train.model import micro_batch
@@ -66,10 +67,14 @@ def tiny(kind: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
 def independent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable shared sequences, so that without trees each row is computed separately."""
 
-    def alone(batch: StepBatch, _visited: np.ndarray, **_: Any) -> np.ndarray:
-        return np.arange(batch.num_rows)
+    def alone(*arrays: torch.Tensor, **options: Any) -> PassPlan:
+        if not options["tree"]:
+            options["trajectory_ids"] = torch.arange(len(options["rows"]))
+            if options["keep_trajectories"]:  # all rows in one pass
+                options |= {"keep_trajectories": False, "token_budget": 1 << 40}
+        return PassPlan(*arrays, **options)
 
-    monkeypatch.setattr(micro_batch, "sequence_hosts", alone)
+    monkeypatch.setattr(micro_batch, "PassPlan", alone)
 
 
 def gradients(
@@ -448,7 +453,8 @@ def routed(agree: bool) -> StepBatch:
 def test_routes_are_replayed_and_different_routes_fork(agree: bool) -> None:
     batch = routed(agree)
     plans = [
-        plan_micro_batches(batch, 1000, router_replay=replay, tree=True) for replay in (False, True)
+        list(plan_micro_batches(batch, 1000, router_replay=replay, tree=True))
+        for replay in (False, True)
     ]
     free, replayed = (plan[0].input_ids.shape[1] for plan in plans)
     assert replayed == free + (0 if agree else 2)  # from the second of three prompt tokens on

@@ -73,34 +73,6 @@ class PrefixTree:
         """Return (T, T) bool, True where the column's node is the row's or above it."""
         return ancestor_mask(self.ends)
 
-    def part(self, rows: Sequence[int] | np.ndarray) -> PrefixTree:
-        """Return the trees of some rows only; other rows become empty.
-
-        Nodes keep their order, so children may be ordered differently than in a tree built from
-        these rows.
-        """
-        keep_row = np.zeros(self.num_rows, dtype=bool)
-        keep_row[np.asarray(rows, dtype=np.int64)] = True
-        lengths = np.diff(self.row_starts.numpy())
-        entered = self.row_nodes.numpy()[np.repeat(keep_row, lengths)]
-        keep = np.zeros(self.num_nodes, dtype=bool)
-        keep[entered] = True
-        kept = np.flatnonzero(keep)
-        before = np.zeros(self.num_nodes + 1, dtype=np.int32)  # a node's new number
-        np.cumsum(keep, out=before[1:])
-        parents = self.parents.numpy()[kept]
-        renumbered = np.where(parents < 0, np.int32(-1), before[parents])
-        return PrefixTree(
-            tokens=torch.from_numpy(self.tokens.numpy()[kept]),
-            parents=torch.from_numpy(renumbered),
-            positions=torch.from_numpy(self.positions.numpy()[kept]),
-            ends=torch.from_numpy(before[self.ends.numpy()[kept]]),
-            sources=torch.from_numpy(self.sources.numpy()[kept]),
-            row_nodes=torch.from_numpy(before[entered]),
-            row_starts=torch.from_numpy(_offsets(np.where(keep_row, lengths, 0))),
-            group_starts=torch.from_numpy(before[self.group_starts.numpy()]),
-        )
-
 
 def ancestor_mask(ends: torch.Tensor) -> torch.Tensor:
     """Return (T, T) bool, True where the column's node is the row's or above it.

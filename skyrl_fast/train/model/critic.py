@@ -18,7 +18,12 @@ from safetensors.torch import load_file, save_file
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import Config, OptimizerConfig
 from skyrl_fast.train.data.schedule import total_optimizer_steps
-from skyrl_fast.train.model.micro_batch import MicroBatch, plan_micro_batches, response_positions
+from skyrl_fast.train.model.micro_batch import (
+    MicroBatch,
+    MicroBatches,
+    plan_micro_batches,
+    response_positions,
+)
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import load_model, recomputes_activations, refuse_random_passes
 from skyrl_fast.train.model.residual_stream import round_residual_stream
@@ -226,7 +231,7 @@ class Critic:
             results.append((float(loss.detach()), float(mean), float(share)))
         return self.ranks.gather(results)
 
-    def _micro_batches(self, batch: StepBatch) -> list[MicroBatch]:
+    def _micro_batches(self, batch: StepBatch) -> MicroBatches:
         plan = partial(
             plan_micro_batches,
             batch.with_(cross_entropy_weights=None),  # the environment's tokens are the policy's

@@ -7,9 +7,7 @@ layers, K experts per token.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 
 from skyrl_fast.batch import StepBatch
@@ -79,45 +77,3 @@ def response_positions(batch: StepBatch, micro: MicroBatch) -> torch.Tensor:
     local_starts = lengths.cumsum(0) - lengths
     shift = torch.repeat_interleave(starts - local_starts, lengths)
     return micro.response_index + shift[micro.response_index]
-
-
-@dataclass(frozen=True, slots=True)
-class KeptTokens:
-    """The kept tokens of a batch's response tokens; see `StepBatch.num_kept`.
-
-    Args:
-        ids: (B,) int32.
-        cu: (A + 1,) int64 offsets of the response tokens.
-    """
-
-    ids: np.ndarray
-    cu: np.ndarray
-
-    @classmethod
-    def of_batch(cls, batch: StepBatch) -> KeptTokens | None:
-        """Return those of a batch, or None."""
-        if batch.num_kept is None or batch.kept_ids is None:
-            return None
-        cu = np.concatenate([[0], np.cumsum(batch.num_kept.numpy(), dtype=np.int64)])
-        return cls(batch.kept_ids.numpy(), cu)
-
-    def micro_batch_fields(self, responses: np.ndarray) -> dict[str, Any]:
-        """Return the fields of a `MicroBatch` for these (M,) response tokens of the batch."""
-        starts, ends = self.cu[responses], self.cu[responses + 1]
-        cu = np.concatenate([[0], np.cumsum(ends - starts)])
-        ids = self.ids[number_ranges(starts, ends)]
-        return {"kept_ids": torch.from_numpy(ids), "cu_kept": torch.from_numpy(cu)}
-
-    def numbers(self, responses: np.ndarray) -> np.ndarray:
-        """Return (M,) int64, equal where these response tokens have the same kept tokens."""
-        seen: dict[bytes, int] = {}
-        bounds = zip(self.cu[responses].tolist(), self.cu[responses + 1].tolist(), strict=True)
-        sets = (self.ids[start:end].tobytes() for start, end in bounds)
-        return np.fromiter((seen.setdefault(one, len(seen)) for one in sets), np.int64)
-
-
-def number_ranges(starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-    """Return the numbers of all ranges, one after another."""
-    lengths = stops - starts
-    begins = np.cumsum(lengths) - lengths
-    return np.repeat(starts - begins, lengths) + np.arange(int(lengths.sum()))

@@ -1,15 +1,12 @@
 """Rotary embeddings whose frequencies depend on the longest row of a forward pass.
 
-transformers chooses them per pass, so rows of one pass would change each other's logprobs. N rows.
+transformers chooses them per pass, so rows of one pass would change each other's logprobs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 # "longrope": one set of frequencies for passes up to the limit, another for longer ones.
 # "dynamic": beyond the limit, frequencies of the longest row so far.
@@ -51,30 +48,3 @@ def rope_limits(config: Any) -> tuple[RopeLimit, ...]:
         elif kind == DYNAMIC:
             found.add(RopeLimit(kind, config.max_position_embeddings))
     return tuple(sorted(found, key=lambda limit: (limit.length, limit.kind)))
-
-
-def exceeded_limits(
-    lengths: np.ndarray, limits: Sequence[RopeLimit], visited: np.ndarray
-) -> np.ndarray:
-    """Return (N,) how many limits each row exceeds: rows of one pass must exceed equally many.
-
-    Args:
-        lengths: (N,) tokens of each row.
-        visited: (N,) bool, rows to check.
-
-    Example:
-        >>> exceeded_limits(np.array([3, 9]), [RopeLimit("longrope", 4)], np.array([True, True]))
-        array([0, 1])
-    """
-    count = np.zeros(len(lengths), dtype=np.int64)
-    for limit in limits:
-        longer = lengths > limit.length
-        if limit.kind == DYNAMIC and bool(np.any(longer & visited)):
-            row = int(np.flatnonzero(longer & visited)[0])
-            raise ValueError(
-                f"plan_micro_batches: row {row} has {int(lengths[row])} tokens, but the rotary "
-                f"embedding ({limit.kind}) of this model depends on other rows beyond "
-                f"max_position_embeddings={limit.length}"
-            )
-        count += longer
-    return count

@@ -16,12 +16,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
-from skyrl_fast.ops.prefix_tree.tree import PrefixTree, build_prefix_tree
+from skyrl_fast.ops.prefix_tree.tree import build_prefix_tree
 from skyrl_fast.train.model.forward_pass import MicroBatch, NodeTree
-from skyrl_fast.train.model.tree_chunks import ordered_rows
 from skyrl_fast.train.model.tree_forward import last_hidden_states, padded_trees, prepare_for_trees
 from skyrl_fast.train.parallel.ranks import Ranks
 from skyrl_fast.train.parallel.sequence_ranks import SETTING, SINGLE, SequenceRanks, check_heads
@@ -65,18 +63,6 @@ class LayoutCosts:
     def metrics(self) -> dict[str, float]:
         """Return the costs as metrics of the policy, in nanoseconds."""
         return {f"policy/{name}_ns": 1e9 * cost for name, cost in asdict(self).items()}
-
-    def tree_is_cheaper(
-        self,
-        *,
-        nodes: np.ndarray,
-        tree_pairs: np.ndarray,
-        tokens: np.ndarray,
-        pairs: np.ndarray,
-    ) -> np.ndarray:
-        """Return (G,) bool for groups of so many nodes and tokens, and pairs of either."""
-        tree = self.tree_token * nodes + self.tree_pair * tree_pairs
-        return tree <= self.sequence_token * tokens + self.sequence_pair * pairs
 
 
 def uses_trees(rows: str) -> bool | None:
@@ -211,42 +197,3 @@ def _forest(rows: int, length: int, vocabulary: int) -> MicroBatch:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def rows_as_trees(
-    tree: PrefixTree,
-    group_ids: np.ndarray,
-    hosts: np.ndarray,
-    lengths: np.ndarray,
-    visited: np.ndarray,
-    costs: LayoutCosts,
-) -> np.ndarray:
-    """Return (N,) bool, the visited rows of groups that take less time as trees.
-
-    Args:
-        group_ids: (N,) integers.
-        hosts: (N,) the row whose sequence each visited row shares.
-        lengths: (N,) tokens.
-        visited: (N,) bool.
-    """
-    _, groups = np.unique(group_ids, return_inverse=True)
-    num_groups = int(groups.max(initial=-1)) + 1
-
-    def sums(rows: np.ndarray, values: np.ndarray) -> np.ndarray:
-        return np.bincount(groups[rows], values, num_groups)
-
-    nodes = ordered_rows(tree, group_ids)
-    rows = np.unique(hosts[visited])
-    pairs = _pairs(nodes.lengths) - _pairs(nodes.shared)
-    cheaper = costs.tree_is_cheaper(
-        nodes=sums(nodes.rows, nodes.lengths - nodes.shared),
-        tree_pairs=sums(nodes.rows, pairs),
-        tokens=sums(rows, lengths[rows]),
-        pairs=sums(rows, _pairs(lengths[rows])),
-    )
-    return visited & cheaper[groups]
-
-
-def _pairs(lengths: np.ndarray) -> np.ndarray:
-    """Return the pairs of tokens that attend in causal rows of these lengths."""
-    return lengths * (lengths + 1) / 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import fields
 from typing import Any
 
@@ -14,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_fast.batch import StepBatch
+from skyrl_fast.ops.passes.plan import PassPlan
+from skyrl_fast.train.model import micro_batch
 from skyrl_fast.train.model.forward_pass import MicroBatch, NodeTree
 from skyrl_fast.train.model.micro_batch import plan_micro_batches
 from skyrl_fast.train.model.rope_limits import LONGROPE, RopeLimit
@@ -150,6 +153,49 @@ def test_only_one_pass_is_in_memory() -> None:
     again, *_ = plan
     assert first.input_ids.data_ptr() != again.input_ids.data_ptr()  # written when it is reached
     assert_same(first, again)
+
+
+@pytest.mark.spec("update.planned-once")
+def test_the_same_rows_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, planned = agent_batch(0), []
+
+    def counted(*arrays: torch.Tensor, **options: Any) -> PassPlan:
+        planned.append(options)
+        return PassPlan(*arrays, **options)
+
+    monkeypatch.setattr(micro_batch, "PassPlan", counted)
+    everything = np.ones(batch.num_rows, dtype=bool)
+    for same in (batch, batch.with_(advantages=None), *batch.mini_batches(batch.num_groups)):
+        plan_micro_batches(same, 100, tree=True)
+        plan_micro_batches(same, 100, tree=True, rows=everything)
+    assert len(planned) == 1
+    everything[0] = False
+    plan_micro_batches(batch, 100, tree=True, rows=everything)
+    plan_micro_batches(batch, 100)
+    plan_micro_batches(batch, 99, tree=True)
+    routed = with_routes(batch, np.random.default_rng(0))
+    plan_micro_batches(routed, 100, tree=True, router_replay=True)
+    plan_micro_batches(routed.with_(expert_indices=routed.expert_indices + 1), 100, tree=True)
+    assert len(planned) == 5
+    mask = batch.loss_mask.clone()
+    plan_micro_batches(batch.with_(loss_mask=mask), 100, tree=True)
+    assert len(planned) == 5
+    mask[int(mask.argmax())] = 0
+    plan_micro_batches(batch.with_(loss_mask=mask), 100, tree=True)
+    plan_micro_batches(batch.with_(tokens=batch.tokens.clone()), 100, tree=True)
+    assert len(planned) == 7
+
+
+@pytest.mark.spec("update.planned-once")
+def test_plans_end_with_their_tokens() -> None:
+    gc.collect()
+    before = len(micro_batch._PLANS)
+    batch = agent_batch(0)
+    plan_micro_batches(batch, 100)
+    assert len(micro_batch._PLANS) == before + 1
+    del batch
+    gc.collect()
+    assert len(micro_batch._PLANS) == before
 
 
 @pytest.mark.spec("update.micro-batches")

@@ -53,7 +53,7 @@ class PassPlan:
         *,
         group_ids: torch.Tensor,
         trajectory_ids: torch.Tensor,
-        rows: np.ndarray,
+        rows: torch.Tensor,
         token_budget: int,
         keep_trajectories: bool = False,
         tree: bool = False,

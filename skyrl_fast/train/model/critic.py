@@ -155,11 +155,8 @@ class Critic:
         Args:
             batch: with values and returns, groups adjacent.
         """
-        steps = [
-            self._step(mini)
-            for _ in range(self.update_epochs)
-            for mini in batch.mini_batches(self.mini_batch_size)
-        ]
+        minis = batch.mini_batches(self.mini_batch_size)
+        steps = [self._step(mini) for _ in range(self.update_epochs) for mini in minis]
         metrics = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
         metrics["critic/optimizer_steps"] = float(len(steps))
         trained = batch.loss_mask != 0

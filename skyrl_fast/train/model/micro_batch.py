@@ -10,12 +10,14 @@ on the longest row, rows on different sides of its limit share neither a sequenc
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.ops.passes.plan import PassPlan
@@ -24,6 +26,10 @@ from skyrl_fast.train.model.forward_pass import NodeTree
 from skyrl_fast.train.model.forward_pass import response_positions as response_positions
 from skyrl_fast.train.model.rope_limits import DYNAMIC, RopeLimit
 from skyrl_fast.train.model.row_layout import LayoutCosts
+
+# Plans by the tokens they are of, as long as these exist, and by what they depend on besides: old
+# log-probabilities, reference, critic, update and its epochs often visit the same rows.
+_PLANS = WeakTensorKeyDictionary()
 
 
 class MicroBatches:
@@ -107,31 +113,47 @@ def plan_micro_batches(
         ValueError: a trained row has an empty prompt, so nothing predicts its first token; router
             replay of a batch without routes; or rows that a limit does not allow.
     """
-    visited = np.ones(batch.num_rows, dtype=bool) if rows is None else rows
     replay = router_replay and batch.expert_indices is not None
-    plan = PassPlan(
-        batch.tokens,
-        batch.cu_seqlens,
-        batch.cu_responses,
-        batch.trained_mask,
-        group_ids=batch.group_ids,
-        trajectory_ids=batch.trajectory_ids,
-        rows=visited,
-        token_budget=token_budget,
-        keep_trajectories=keep_trajectories,
-        tree=tree,
-        costs=None if costs is None else astuple(costs),
-        length_limits=[limit.length for limit in limits],
-        longest_row=min((limit.length for limit in limits if limit.kind == DYNAMIC), default=0),
-        routes=batch.expert_indices if replay else None,
-        cu_routes=batch.cu_experts if replay else None,
-    )
+    routes = batch.expert_indices if replay else None
+    arrays: dict[str, Any] = {
+        "cu_seqlens": batch.cu_seqlens,
+        "cu_responses": batch.cu_responses,
+        "trained": batch.trained_mask,
+        "group_ids": batch.group_ids,
+        "trajectory_ids": batch.trajectory_ids,
+        "rows": torch.ones(batch.num_rows, dtype=torch.bool),
+    }
+    if rows is not None:
+        arrays["rows"] = torch.from_numpy(rows)
+    options: dict[str, Any] = {
+        "token_budget": token_budget,
+        "keep_trajectories": keep_trajectories,
+        "tree": tree,
+        "costs": None if costs is None else astuple(costs),
+        "length_limits": tuple(limit.length for limit in limits),
+        "longest_row": min((one.length for one in limits if one.kind == DYNAMIC), default=0),
+    }
+    plans = _PLANS.setdefault(batch.tokens, {})
+    key = (batch.tokens._version, _digest(arrays), id(routes), *options.values())
+    if key not in plans:
+        if replay:
+            options |= {"routes": routes, "cu_routes": batch.cu_experts}
+        # With the routes, so that their id stays theirs.
+        plans[key] = (PassPlan(batch.tokens, **arrays, **options), routes)
+    plan = plans[key][0]
     if router_replay and not replay and len(plan):  # placeholder rows have no routes
         raise ValueError(
             "plan_micro_batches: the batch has no routes to replay: set "
             "generator.inference_engine.enable_return_routed_experts=true"
         )
     return MicroBatches(batch, plan, replay)
+
+
+def _digest(arrays: dict[str, torch.Tensor]) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for array in arrays.values():
+        digest.update(array.contiguous().numpy().data)
+    return digest.digest()
 
 
 def _idle(batch: StepBatch, replay: bool) -> MicroBatch:

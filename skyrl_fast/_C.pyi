@@ -25,7 +25,6 @@ __all__: list[str] = [
     "delta_sums_cuda",
     "dense_ids",
     "divide_rows",
-    "expand_rows_cuda",
     "fill_around",
     "fill_rows",
     "flags",
@@ -191,7 +190,6 @@ def dense_ids(
 def divide_rows(
     cells: typing.Any, divisors: typing.Any, out: typing.Any, num_threads: int
 ) -> None: ...
-def expand_rows_cuda(fields: list, stream: int) -> None: ...
 def fill_around(
     out: typing.Any, starts: typing.Any, lengths: typing.Any, cell: typing.Any, num_threads: int
 ) -> None: ...

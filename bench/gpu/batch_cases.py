@@ -10,7 +10,7 @@ import torch
 
 from bench.gpu import peers
 from bench.gpu.case import OURS, Case, within
-from skyrl_fast import convert_prompts_responses_to_batch_tensors, group_advantage, policy_loss
+from skyrl_fast import group_advantage, padded_to_varlen, policy_loss
 
 BatchShape = tuple[int, int, int]  # rows, longest prompt, longest response
 ADVANTAGE_TOLERANCE = 1e-4  # sums of a row's float32 rewards in another order
@@ -18,38 +18,28 @@ LOSS_TOLERANCE = 1e-5  # float32 sums of 10^7 terms
 
 
 def packing_cases(shape: BatchShape, device: str, group: str) -> Iterator[Case]:
-    """Yield cases of rows to the padded batch on the device."""
+    """Yield cases of left-padded rows to flat ones, with their positions."""
     num_rows, prompt, response = shape
+    width = prompt + response
     g = torch.Generator().manual_seed(3)
-    prompts = torch.randint(1, prompt + 1, (num_rows,), generator=g)
-    responses = torch.randint(1, response + 1, (num_rows,), generator=g)
+    lengths = torch.randint(1, width + 1, (num_rows,), generator=g)
+    padded = torch.randn(num_rows, width, generator=g).to(device)
+    mask = (torch.arange(width) >= (width - lengths)[:, None]).to(device)
 
-    def flat(lengths: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        values = torch.randint(0, 9, (int(cu[-1]),), generator=g).to(dtype)
-        return values, cu.to(torch.int32)
+    def ours() -> list[torch.Tensor]:
+        varlen = padded_to_varlen(padded, lengths=lengths)
+        return [varlen.values, varlen.position_ids]
 
-    rows = (flat(prompts, torch.int32), flat(responses, torch.int32))
-    floats = flat(responses, torch.float32)
-    arguments = (0, *rows, floats, floats, floats)
-    tokens, trained = int((prompts + responses).sum()), int(responses.sum())
-    padded = num_rows * (2 * 8 * int((prompts + responses).max()) + 20 * int(responses.max()))
-    sent = 4 * tokens + 12 * trained
-
-    def there() -> list[torch.Tensor]:
-        batch = convert_prompts_responses_to_batch_tensors(*arguments, device=device)
-        return [tensor for tensor in batch if tensor is not None]
-
-    def here_then_there() -> list[torch.Tensor]:
-        batch = convert_prompts_responses_to_batch_tensors(*arguments)
-        return [tensor.to(device) for tensor in batch if tensor is not None]
+    def by_mask() -> list[torch.Tensor]:
+        return [padded[mask], (mask.cumsum(1) - 1)[mask]]
 
     def unequal() -> float:
-        pairs = zip(there(), here_then_there(), strict=True)
+        pairs = zip(ours(), by_mask(), strict=True)
         return within(float(sum(int((a != b).sum()) for a, b in pairs)), 0.0)
 
-    for name, call in ((OURS, there), ("padded on the CPU, then sent", here_then_there)):
-        yield Case(group, name, call, padded + sent, check=unequal, bus_bytes=sent)
+    num_bytes = 16 * int(lengths.sum())  # 4 read, 4 and 8 written
+    for name, call in ((OURS, ours), ("indexed by the mask", by_mask)):
+        yield Case(group, name, call, num_bytes, check=unequal)
 
 
 def advantage_cases(shape: BatchShape, device: str, group: str) -> Iterator[Case]:

@@ -9,22 +9,15 @@
 
 namespace skyrl_fast {
 
-enum class Side : int { kLeft = 0, kRight = 1 };  // the side that the padding is on
-
-// Rows of `lengths` cells in an array of num_rows x width cells.
+// Rows of `lengths` cells at the right edge of an array of num_rows x width cells.
 struct PaddedLayout {
   int64_t num_rows = 0;
   int64_t width = 0;
   const int64_t* lengths = nullptr;
-  Side side = Side::kLeft;
 
   int64_t num_pads(int64_t row) const { return width - lengths[row]; }
-  int64_t row_start(int64_t row) const {
-    return row * width + (side == Side::kLeft ? num_pads(row) : 0);
-  }
-  int64_t pad_start(int64_t row) const {
-    return row * width + (side == Side::kLeft ? 0 : lengths[row]);
-  }
+  int64_t row_start(int64_t row) const { return row * width + num_pads(row); }
+  int64_t pad_start(int64_t row) const { return row * width; }
 };
 
 // Rows of `lengths` cells from column `starts` on, in an array of num_rows x width cells.
@@ -66,18 +59,12 @@ int64_t element_size(DType dtype);
 // dtypes that the caller should have refused.
 int64_t copy_row_cpu(const ArrayRow& row, DType out_dtype, void* out, Bounds bounds);
 
-// The value of padding cells. A double cannot hold every int64.
-struct PadValue {
-  double real = 0.0;    // for floats
-  int64_t integer = 0;  // for all others
-};
-
-// Writes `value` to the padding cells of rows [begin, end).
-void fill_padding_cpu(void* out, DType dtype, const PadValue& value, const PaddedLayout& layout,
+// Writes `value` to the padding cells of rows [begin, end); float32, or int64 of a 32-bit value.
+void fill_padding_cpu(void* out, DType dtype, double value, const PaddedLayout& layout,
                       int64_t begin, int64_t end);
 
-// Writes 1 to the cells of rows [begin, end) and 0 to their padding; uint8 or int64.
-void fill_mask_cpu(void* out, DType dtype, const PaddedLayout& layout, int64_t begin, int64_t end);
+// Writes 1 to the cells of rows [begin, end) and 0 to their padding.
+void fill_mask_cpu(int64_t* out, const PaddedLayout& layout, int64_t begin, int64_t end);
 
 // Padded to flat: flat[cu[i]:cu[i+1]] = the block of row i, in cells of cell_bytes.
 void padded_to_flat_cpu(const void* padded, const BlockLayout& layout, int64_t cell_bytes,

@@ -46,20 +46,8 @@ struct FillJob {
   DType dtype;
   PaddedLayout layout;
   bool is_mask;
-  PadValue value;
+  double value;
 };
-
-PadValue pad_value_of(const py::handle& value, DType dtype) {
-  PadValue pad;
-  if (dtype == DType::kFloat32) {
-    pad.real = py::cast<double>(value);
-  } else if (PyLong_Check(value.ptr())) {
-    pad.integer = py::cast<int64_t>(value);
-  } else {
-    pad.integer = static_cast<int64_t>(py::cast<double>(value));
-  }
-  return pad;
-}
 
 Bounds bounds_of(DType dtype, int64_t low, int64_t high) {
   const auto within = [&](int64_t least, int64_t most) {
@@ -165,7 +153,7 @@ class Fill {
     }
   }
 
-  // (out, lengths, side, value); value None: a mask. Units of fills follow those of all copies.
+  // (out, lengths, value); value None: a mask. Units of fills follow those of all copies.
   void add_fill(const py::tuple& job) {
     FillJob fill_job;
     const Borrowed& out = borrow(job[0], "out");
@@ -177,13 +165,10 @@ class Fill {
     fill_job.layout.num_rows = lengths->shape[0];
     fill_job.layout.width = out->shape[1];
     fill_job.layout.lengths = lengths->ptr<int64_t>();
-    fill_job.layout.side = static_cast<Side>(py::cast<int>(job[2]));
-    fill_job.is_mask = job[3].is_none();
-    if (!fill_job.is_mask) fill_job.value = pad_value_of(job[3], fill_job.dtype);
+    fill_job.is_mask = job[2].is_none();
+    if (!fill_job.is_mask) fill_job.value = py::cast<double>(job[2]);
     if (out->shape[0] < lengths->shape[0]) fail(*out, "of one row per length", out->shape_string());
-    if (fill_job.is_mask && out->dtype != DType::kInt64 && element_size(out->dtype) != 1) {
-      fail(*out, "int64, uint8 or bool", dtype_name(out->dtype));
-    }
+    if (fill_job.is_mask || out->dtype != DType::kFloat32) check_dtype(*out, DType::kInt64);
     int64_t cells = 0;
     for (int64_t row = 0; row < fill_job.layout.num_rows; ++row) {
       const int64_t length = fill_job.layout.lengths[row];
@@ -247,7 +232,9 @@ class Fill {
     const int64_t num_copies = static_cast<int64_t>(copies_.size());
     if (unit.job >= num_copies) {
       const FillJob& job = fills_[unit.job - num_copies];
-      if (job.is_mask) return fill_mask_cpu(job.out, job.dtype, job.layout, unit.begin, unit.end);
+      if (job.is_mask) {
+        return fill_mask_cpu(static_cast<int64_t*>(job.out), job.layout, unit.begin, unit.end);
+      }
       return fill_padding_cpu(job.out, job.dtype, job.value, job.layout, unit.begin, unit.end);
     }
     const CopyJob& copy = copies_[unit.job];

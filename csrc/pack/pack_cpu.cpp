@@ -157,16 +157,6 @@ void fill_padding(T* out, T value, const PaddedLayout& layout, int64_t begin, in
   end_streaming();
 }
 
-template <typename T>
-void fill_mask(T* out, const PaddedLayout& layout, int64_t begin, int64_t end) {
-  const bool streaming = is_large(layout, sizeof(T));
-  for (int64_t row = begin; row < end; ++row) {
-    fill_cells(out + layout.pad_start(row), T{0}, layout.num_pads(row), streaming);
-    fill_cells(out + layout.row_start(row), T{1}, layout.lengths[row], streaming);
-  }
-  end_streaming();
-}
-
 // Writes `cell` n times by copying what is already written, so that memcpy copies long runs.
 void repeat_cell(char* out, const void* cell, int64_t cell_bytes, int64_t n) {
   if (n == 0) return;
@@ -246,25 +236,22 @@ int64_t copy_row_cpu(const ArrayRow& row, DType out_dtype, void* out, Bounds bou
   }
 }
 
-void fill_padding_cpu(void* out, DType dtype, const PadValue& value, const PaddedLayout& layout,
+void fill_padding_cpu(void* out, DType dtype, double value, const PaddedLayout& layout,
                       int64_t begin, int64_t end) {
-  const auto fill = [&](auto* cells, auto number) {
-    using T = std::remove_pointer_t<decltype(cells)>;
-    fill_padding(cells, static_cast<T>(number), layout, begin, end);
-  };
-  switch (dtype) {
-    case DType::kUInt8: return fill(static_cast<uint8_t*>(out), value.integer);
-    case DType::kInt16: return fill(static_cast<int16_t*>(out), value.integer);
-    case DType::kInt32: return fill(static_cast<int32_t*>(out), value.integer);
-    case DType::kInt64: return fill(static_cast<int64_t*>(out), value.integer);
-    case DType::kFloat32: return fill(static_cast<float*>(out), value.real);
-    default: throw std::logic_error("fill_padding_cpu: a dtype that no caller should ask for");
+  if (dtype == DType::kFloat32) {
+    fill_padding(static_cast<float*>(out), static_cast<float>(value), layout, begin, end);
+  } else {
+    fill_padding(static_cast<int64_t*>(out), static_cast<int64_t>(value), layout, begin, end);
   }
 }
 
-void fill_mask_cpu(void* out, DType dtype, const PaddedLayout& layout, int64_t begin, int64_t end) {
-  if (dtype == DType::kInt64) return fill_mask(static_cast<int64_t*>(out), layout, begin, end);
-  fill_mask(static_cast<uint8_t*>(out), layout, begin, end);
+void fill_mask_cpu(int64_t* out, const PaddedLayout& layout, int64_t begin, int64_t end) {
+  const bool streaming = is_large(layout, sizeof(int64_t));
+  for (int64_t row = begin; row < end; ++row) {
+    fill_cells(out + layout.pad_start(row), int64_t{0}, layout.num_pads(row), streaming);
+    fill_cells(out + layout.row_start(row), int64_t{1}, layout.lengths[row], streaming);
+  }
+  end_streaming();
 }
 
 void padded_to_flat_cpu(const void* padded, const BlockLayout& layout, int64_t cell_bytes,

@@ -1,4 +1,4 @@
-// Ragged rows on a CUDA device. Every output byte is written once, by consecutive threads.
+// Rows between flat and padded arrays. Every output byte is written once, by consecutive threads.
 #include "core/cuda_device.h"
 #include "pack/pack_cuda.h"
 
@@ -6,103 +6,6 @@ namespace skyrl_fast {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kCellsPerThread = 8;
-constexpr int64_t kCellsPerBlock = kThreads * kCellsPerThread;
-
-// Mapping each cell to its row would cost a division per cell; blocks process a part of one row's
-// columns instead, or several short rows.
-struct Tiling {
-  int64_t rows_per_block;  // 1 where a row has many columns
-  int64_t blocks_per_row;  // 1 where it has few
-};
-
-SKYRL_HD Tiling tiling_of(int64_t width) {
-  if (width >= kCellsPerBlock) return {1, (width + kCellsPerBlock - 1) / kCellsPerBlock};
-  return {width == 0 ? kCellsPerBlock : kCellsPerBlock / width, 1};
-}
-
-// One row of a field, from its first cell.
-struct FieldRow {
-  int64_t first, length, first_offset, second_offset, first_length;
-};
-
-__device__ __forceinline__ FieldRow row_of(const ExpandField& f, int64_t row) {
-  FieldRow r;
-  r.first_offset = f.offsets[row];
-  r.first_length = f.offsets[row + 1] - r.first_offset;
-  r.second_offset = f.second_offsets != nullptr ? f.second_offsets[row] : 0;
-  r.length = r.first_length +
-             (f.second_offsets != nullptr ? f.second_offsets[row + 1] - r.second_offset : 0);
-  r.first = f.width - r.length;
-  return r;
-}
-
-template <typename In, typename Out>
-__device__ __forceinline__ Out cell_value(const ExpandField& f, const FieldRow& r, int64_t row,
-                                          int64_t column) {
-  const int64_t j = column - r.first;
-  if (f.kind == FieldKind::kLast) {
-    return column == f.width - 1 && r.length > 0
-               ? static_cast<Out>(static_cast<const In*>(f.source)[row])
-               : Out{0};
-  }
-  if (j < 0) return static_cast<Out>(f.pad_value);
-  switch (f.kind) {
-    case FieldKind::kMask: return Out{1};
-    case FieldKind::kJoined:
-      if (j >= r.first_length) {
-        return static_cast<Out>(
-            static_cast<const In*>(f.second)[r.second_offset + j - r.first_length]);
-      }
-      break;
-    default: break;
-  }
-  return static_cast<Out>(static_cast<const In*>(f.source)[r.first_offset + j]);
-}
-
-template <typename In, typename Out>
-__device__ __forceinline__ void expand_part(const ExpandField& f, const Tiling& tiling,
-                                            int64_t num_rows, int64_t block) {
-  Out* out = static_cast<Out*>(f.out);
-  const int64_t first_row = block / tiling.blocks_per_row * tiling.rows_per_block;
-  const int64_t end_row =
-      first_row + tiling.rows_per_block < num_rows ? first_row + tiling.rows_per_block : num_rows;
-  const int64_t first_column = block % tiling.blocks_per_row * kCellsPerBlock;
-  if (tiling.rows_per_block == 1) {
-    if (first_row >= num_rows) return;
-    const FieldRow r = row_of(f, first_row);
-#pragma unroll
-    for (int k = 0; k < kCellsPerThread; ++k) {
-      const int64_t column = first_column + k * kThreads + threadIdx.x;
-      if (column < f.width) {
-        out[first_row * f.width + column] = cell_value<In, Out>(f, r, first_row, column);
-      }
-    }
-    return;
-  }
-  const uint32_t width = static_cast<uint32_t>(f.width);  // below kCellsPerBlock
-  const int64_t num_cells = (end_row - first_row) * f.width;
-  for (int64_t i = threadIdx.x; i < num_cells; i += kThreads) {
-    const uint32_t cell = static_cast<uint32_t>(i);
-    const int64_t row = first_row + cell / width;
-    out[first_row * f.width + i] = cell_value<In, Out>(f, row_of(f, row), row, cell % width);
-  }
-}
-
-// Grid y is fields, grid x parts of them.
-__global__ void __launch_bounds__(kThreads) expand_kernel(const ExpandJob job) {
-  const ExpandField& f = job.fields[blockIdx.y];
-  const Tiling tiling = tiling_of(f.width);
-  if (f.width == 0 || blockIdx.x / tiling.blocks_per_row * tiling.rows_per_block >= job.num_rows) {
-    return;  // another field has more blocks
-  }
-  if (f.is_float) {
-    expand_part<float, float>(f, tiling, job.num_rows, blockIdx.x);
-  } else {
-    expand_part<int32_t, int64_t>(f, tiling, job.num_rows, blockIdx.x);
-  }
-}
-
 constexpr int kVectorsPerThread = 4;
 constexpr int64_t kBytesPerBlock = int64_t{kThreads} * kVectorsPerThread * kVectorBytes;
 constexpr int64_t kMostBlocksPerRow = 1024;  // in longer rows a thread processes more vectors
@@ -210,24 +113,6 @@ Launch move_launch(const MoveJob& job, int64_t most_bytes, cudaStream_t stream) 
 }
 
 }  // namespace
-
-void expand_rows_cuda(const ExpandJob& job, cudaStream_t stream) {
-  if (job.num_rows == 0 || job.num_fields == 0) return;
-  int64_t most_blocks = 0;
-  for (int i = 0; i < job.num_fields; ++i) {
-    const Tiling t = tiling_of(job.fields[i].width);
-    const int64_t blocks =
-        (job.num_rows + t.rows_per_block - 1) / t.rows_per_block * t.blocks_per_row;
-    if (job.fields[i].width > 0 && blocks > most_blocks) most_blocks = blocks;
-  }
-  if (most_blocks == 0) return;
-  Launch l;
-  l.grid_x = most_blocks;
-  l.grid_y = job.num_fields;
-  l.threads = kThreads;
-  l.stream = stream;
-  launch("expand_rows", l, expand_kernel, job);
-}
 
 void padded_to_flat_cuda(const MoveJob& job, const void* padded, void* flat, int64_t* position_ids,
                          cudaStream_t stream) {

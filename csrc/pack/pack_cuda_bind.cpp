@@ -37,46 +37,6 @@ class SKYRL_HIDDEN Arrays {
   std::vector<std::unique_ptr<Borrowed>> borrowed_;
 };
 
-// fields: (kind, source, second, offsets, second_offsets, out, pad_value), see ExpandField.
-void expand_rows(const py::list& fields, uintptr_t stream) {
-  constexpr char kOp[] = "expand_rows";
-  if (fields.empty() || fields.size() > kMaxFields) {
-    throw std::invalid_argument("expand_rows: fields must be 1 to 8, got " +
-                                std::to_string(fields.size()));
-  }
-  Arrays arrays(kOp);
-  ExpandJob job;
-  job.num_fields = static_cast<int>(fields.size());
-  for (int i = 0; i < job.num_fields; ++i) {
-    const py::tuple field = fields[i];
-    ExpandField& f = job.fields[i];
-    f.kind = static_cast<FieldKind>(py::cast<int>(field[0]));
-    const TensorView& out = arrays.take(field[5], "out");
-    check_ndim(out, 2);
-    f.is_float = out.dtype == DType::kFloat32;
-    if (!f.is_float) check_dtype(out, DType::kInt64);
-    if (i == 0) job.num_rows = out.shape[0];
-    check_size(out, 0, job.num_rows);
-    f.out = out.data;
-    f.width = out.shape[1];
-    f.offsets = arrays.offsets(field[3], job.num_rows);
-    if (!field[4].is_none()) f.second_offsets = arrays.offsets(field[4], job.num_rows);
-    for (int part = 1; part <= 2; ++part) {
-      if (field[part].is_none()) continue;
-      const TensorView& values = arrays.take(field[part], "values");
-      check_dtype(values, f.is_float ? DType::kFloat32 : DType::kInt32);
-      (part == 1 ? f.source : f.second) = values.data;
-    }
-    const bool reads = f.kind != FieldKind::kMask, joins = f.kind == FieldKind::kJoined;
-    if ((reads && field[1].is_none()) || (joins && (field[2].is_none() || field[4].is_none()))) {
-      throw std::invalid_argument("expand_rows: a field lacks its values");
-    }
-    f.pad_value = py::cast<double>(field[6]);
-  }
-  py::gil_scoped_release release;
-  expand_rows_cuda(job, stream_of(stream));
-}
-
 MoveJob move_job(Arrays& arrays, const TensorView& padded, const TensorView& flat,
                  py::handle cu_obj, py::handle starts_obj) {
   MoveJob job;
@@ -132,7 +92,6 @@ void flat_to_padded(py::handle flat_obj, py::handle cu_obj, py::handle starts_ob
 }  // namespace
 
 void bind_pack_cuda(py::module_& m) {
-  m.def("expand_rows_cuda", &expand_rows, py::arg("fields"), py::arg("stream"));
   m.def("padded_to_flat_cuda", &padded_to_flat, py::arg("padded"), py::arg("cu_seqlens"),
         py::arg("starts"), py::arg("flat"), py::arg("positions"), py::arg("stream"));
   m.def("flat_to_padded_cuda", &flat_to_padded, py::arg("flat"), py::arg("cu_seqlens"),

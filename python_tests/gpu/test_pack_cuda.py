@@ -1,4 +1,4 @@
-"""Packing on a GPU, and its kernels emulated on the CPU: the same tensors as on the CPU."""
+"""Rows between flat and padded on a GPU, and its kernels emulated on the CPU: as on the CPU."""
 
 from __future__ import annotations
 
@@ -11,110 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
-from skyrl_fast import (
-    _C,
-    convert_prompts_responses_to_batch_tensors,
-    padded_to_varlen,
-    varlen_to_padded,
-)
-from skyrl_fast.ops.pack import device_batch, varlen_cuda
-
-ROWS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 7)), min_size=1, max_size=9)
-
-
-def rows_of(shapes: list[tuple[int, int]], per_token: bool, logprobs: bool) -> dict[str, object]:
-    prompts = [[10 * i + j for j in range(p)] for i, (p, _) in enumerate(shapes)]
-    responses = [[1000 + 10 * i + j for j in range(r)] for i, (_, r) in enumerate(shapes)]
-    floats = [[0.5 * j - i for j in range(r)] for i, (_, r) in enumerate(shapes)]
-    per_row = [float(i + 1) if r else 0.0 for i, (_, r) in enumerate(shapes)]
-    return {
-        "prompts": prompts,
-        "responses": responses,
-        "rewards": floats if per_token else per_row,
-        "loss_masks": [[(i + j) % 2 for j in range(r)] for i, (_, r) in enumerate(shapes)],
-        "logprobs": floats if logprobs else None,
-    }
-
-
-def same(got: tuple, want: tuple) -> None:
-    for g, w in zip(got, want, strict=True):
-        assert (g is None) == (w is None)
-        if g is not None:
-            assert g.dtype == w.dtype and torch.equal(g.cpu(), w)
-
-
-@pytest.mark.spec("batch.gpu-equal")
-@given(shapes=ROWS, per_token=st.booleans(), logprobs=st.booleans(), pad_size=st.integers(0, 2))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_batch_on_the_device(
-    emulated_gpu: ModuleType,
-    shapes: list[tuple[int, int]],
-    per_token: bool,
-    logprobs: bool,
-    pad_size: int,
-) -> None:
-    rows = rows_of(shapes, per_token, logprobs)
-    before = emulated_gpu.launches()
-    got = convert_prompts_responses_to_batch_tensors(9, **rows, pad_size=pad_size, device="cpu")
-    assert emulated_gpu.launches() <= before + 1  # one for all fields, none for empty batches
-    same(got, convert_prompts_responses_to_batch_tensors(9, **rows, pad_size=pad_size))
-
-
-@pytest.mark.parametrize("widths", [(5, 2), (300, 40), (2048, 2049), (5000, 3000)])
-def test_wide_and_narrow_batches(gpu: str, widths: tuple[int, int]) -> None:
-    prompt, response = widths
-    shapes = [(prompt, response), (1, response // 2), (0, 1), (prompt // 2, 0), (prompt, 3)]
-    rows = rows_of(shapes, per_token=True, logprobs=True)
-    got = convert_prompts_responses_to_batch_tensors(0, **rows, pad_size=1, device=gpu)
-    assert got[0].device.type == gpu
-    same(got, convert_prompts_responses_to_batch_tensors(0, **rows, pad_size=1))
-
-
-def test_ids_are_checked_before_the_copy_to_the_device(gpu: str) -> None:
-    rows = rows_of([(2, 2)], per_token=False, logprobs=False)
-    with pytest.raises(ValueError, match="responses"):
-        convert_prompts_responses_to_batch_tensors(0, **rows, vocab_size=100, device=gpu)
-    rows["prompts"] = [[-1, 2]]
-    with pytest.raises(ValueError, match="prompts"):
-        convert_prompts_responses_to_batch_tensors(0, **rows, device=gpu)
-
-
-def test_reward_without_a_token_is_refused(gpu: str) -> None:
-    rows = rows_of([(2, 0), (1, 1)], per_token=False, logprobs=False) | {"rewards": [1.0, 0.0]}
-    with pytest.raises(ValueError, match="rewards must be 0 for an empty response"):
-        convert_prompts_responses_to_batch_tensors(0, **rows, device=gpu)
-
-
-def test_routes_on_the_device(gpu: str) -> None:
-    rows = rows_of([(2, 1), (1, 3)], per_token=True, logprobs=False)
-    routes = [torch.ones(2, 2, 2, dtype=torch.uint8).numpy(), None]
-    got = convert_prompts_responses_to_batch_tensors(
-        0, **rows, rollout_expert_indices=routes, device=gpu
-    )
-    same(got, convert_prompts_responses_to_batch_tensors(0, **rows, rollout_expert_indices=routes))
-
-
-@given(
-    counts=st.dictionaries(
-        st.text(min_size=1, max_size=3),
-        st.tuples(st.sampled_from([torch.int32, torch.float32, torch.int64]), st.integers(0, 1000)),
-        max_size=6,
-    )
-)
-def test_arrays_of_a_block_are_aligned_and_disjoint(
-    counts: dict[str, tuple[torch.dtype, int]],
-) -> None:
-    parts, size = device_batch.block_parts(counts)
-    end = 0
-    for part in parts.values():
-        assert part.begin % device_batch.ALIGNMENT == 0 and part.begin >= end
-        end = part.begin + part.count * part.dtype.itemsize
-    assert size >= end
-    block = torch.zeros(size, dtype=torch.uint8)
-    assert all(p.of(block).numel() == p.count for p in parts.values())
-
-
-# --- padded to flat rows and back ----------------------------------------------------------------
+from skyrl_fast import _C, padded_to_varlen, varlen_to_padded
+from skyrl_fast.ops.pack import varlen_cuda
 
 DTYPES = [torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64]
 DTYPES += [torch.bfloat16, torch.float32, torch.float64]
@@ -238,12 +136,10 @@ def test_offsets_beyond_32_bits_in_one_row() -> None:
 @pytest.mark.spec("batch.gpu-no-sync")
 @pytest.mark.gpu
 def test_no_device_synchronization() -> None:
-    rows = rows_of([(5, 3), (2, 4)], per_token=True, logprobs=True)
     padded, lengths = torch.randn(3, 6, 8, device="cuda"), torch.tensor([4, 0, 6])
     cu = torch.tensor([0, 4, 4, 10])
     torch.cuda.set_sync_debug_mode("error")
     try:
-        convert_prompts_responses_to_batch_tensors(0, **rows, device="cuda")
         values = padded_to_varlen(padded, lengths=lengths).values
         varlen_to_padded(values, cu)
     finally:

@@ -35,7 +35,6 @@ OPS: dict[str, Callable[[Any], object]] = {
     "reinforce_plus_plus": lambda cu: sf.reinforce_plus_plus(CELLS, cu_seqlens=cu),
     "pack_steps": lambda cu: sf.pack_steps({"rewards": (CELLS, cu)}),
     "varlen_to_padded": lambda cu: sf.varlen_to_padded(CELLS, cu),
-    "unpack_steps": lambda cu: sf.unpack_steps(CELLS, cu),
     "build_prefix_tree": lambda cu: sf.build_prefix_tree(CELLS.int(), cu),
     "merge_flat_steps": lambda cu: merge_flat_steps(CELLS.int(), cu, cu, IDS.int()),
 }
@@ -115,7 +114,6 @@ LENGTHS: dict[str, Callable[[Any], object]] = {
         torch.arange(3), torch.tensor([0, 3]), lengths=n
     ),
     "padded_to_varlen": lambda n: sf.padded_to_varlen(torch.ones(1, 3), lengths=n),
-    "unpack_steps": lambda n: sf.unpack_steps(torch.ones(1, 3), lengths=n),
 }
 
 

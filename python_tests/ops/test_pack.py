@@ -1,4 +1,4 @@
-"""pack_steps, pad_steps, unpack_steps and conversion between padded and varlen."""
+"""pack_steps, and conversion between padded and varlen."""
 
 from __future__ import annotations
 
@@ -15,11 +15,8 @@ from hypothesis import strategies as st
 
 from skyrl_fast import (
     Concat,
-    Ragged,
     pack_steps,
-    pad_steps,
     padded_to_varlen,
-    unpack_steps,
     varlen_to_padded,
 )
 from skyrl_fast.ops.pack.varlen import NATIVE_DTYPES
@@ -55,52 +52,10 @@ def test_pack_concatenates_parts_row_by_row(backend: str) -> None:
     assert packed.cu_seqlens.tolist() == [0, 3, 7]
 
 
-@pytest.mark.parametrize(
-    ("side", "expected"), [("left", [[5, 6], [9, 7]]), ("right", [[5, 6], [7, 9]])]
-)
-def test_pad_fills_one_side(backend: str, side: str, expected: list[list[int]]) -> None:
-    padded = pad_steps({"ids": [[5, 6], [7]]}, side=side, pad_values=9, backend=backend)["ids"]
-    assert padded.tolist() == expected
-    assert padded.dtype == torch.int64
-
-
-@pytest.mark.parametrize("value", [2**63 - 1, -(2**63), 2**53 + 1, -1])
-def test_pad_value_keeps_all_digits(value: int, backend: str) -> None:
-    padded = pad_steps({"ids": [[5], [5, 6]]}, pad_values=value, backend=backend)["ids"]
-    assert padded.tolist() == [[value, 5], [5, 6]]
-
-
-def test_pad_takes_options_per_field(backend: str) -> None:
-    padded = pad_steps(
-        {"ids": [[5], [6, 7]], "logprobs": [[-0.5], [-1.0, -2.0]]},
-        side={"logprobs": "right"},
-        pad_values={"ids": 3},
-        width={"ids": 3},
-        masks={"mask": "ids"},
-        dtypes={"ids": torch.int32},
-        backend=backend,
-    )
-    assert padded["ids"].tolist() == [[3, 3, 5], [3, 6, 7]]
-    assert padded["ids"].dtype == torch.int32
-    assert padded["mask"].tolist() == [[0, 0, 1], [0, 1, 1]]
-    assert padded["logprobs"].tolist() == [[-0.5, 0.0], [-1.0, -2.0]]
-
-
 def test_dtype_follows_the_first_element() -> None:
     packed = pack_steps({"i": [[1]], "f": [[1.0]], "b": [[True]], "u": [np.ones(1, np.uint8)]})
     dtypes = [packed[name].values.dtype for name in "ifbu"]
     assert dtypes == [torch.int32, torch.float32, torch.uint8, torch.uint8]
-
-
-def test_unpack_returns_views_or_lists() -> None:
-    flat = torch.tensor([5, 6, 7])
-    rows = unpack_steps(flat, torch.tensor([0, 2, 2, 3]))
-    assert [row.tolist() for row in rows] == [[5, 6], [], [7]]
-    assert rows[0].data_ptr() == flat.data_ptr()
-    assert unpack_steps(Ragged(flat, torch.tensor([0, 1, 3])), as_lists=True) == [[5], [6, 7]]
-    padded = torch.tensor([[0, 5], [6, 7]])
-    assert unpack_steps(padded, lengths=[1, 2], as_lists=True) == [[5], [6, 7]]
-    assert unpack_steps(padded, lengths=[1, 2], side="right", as_lists=True) == [[0], [6, 7]]
 
 
 @pytest.mark.spec("batch.flat-round-trip", "batch.cu-seqlens")
@@ -156,12 +111,6 @@ def test_integers_from_any_input_type(dtype: torch.dtype, source: str) -> None:
     packed = pack_steps(fields, dtypes={"x": dtype})["x"]
     assert packed.values.dtype == dtype
     assert packed.values.tolist() == flattened(rows)
-    for side in ("left", "right"):
-        native = pad_steps(fields, side=side, pad_values=7, dtypes={"x": dtype})["x"]
-        wanted = pad_steps(
-            {"x": rows}, side=side, pad_values=7, dtypes={"x": dtype}, backend="torch"
-        )["x"]
-        assert torch.equal(native, wanted)
 
 
 @pytest.mark.parametrize("dtype", INT_DTYPES)
@@ -220,16 +169,11 @@ def test_run_of_numbers_out_of_range_is_refused(odd: int) -> None:
         pack_steps({"x": [[1] + [odd] * 40]}, dtypes={"x": torch.uint8})
 
 
-@given(
-    st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=60), max_size=12), st.booleans()
-)
-def test_integers_round_trip(rows: list[list[int]], left: bool) -> None:
-    side = "left" if left else "right"
+@given(st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=60), max_size=12))
+def test_integers_round_trip(rows: list[list[int]]) -> None:
     packed = pack_steps({"x": rows}, dtypes={"x": torch.int64})["x"]
-    assert unpack_steps(packed, as_lists=True) == rows
-    padded = pad_steps({"x": rows}, side=side, dtypes={"x": torch.int64})["x"]
-    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-    assert unpack_steps(padded, lengths=lengths, side=side, as_lists=True) == rows if rows else True
+    assert packed.values.tolist() == flattened(rows)
+    assert packed.cu_seqlens.diff().tolist() == [len(row) for row in rows]
 
 
 @given(
@@ -322,8 +266,6 @@ def test_varlen_of_cells_without_elements(backend: str) -> None:
 def test_no_rows_give_empty_tensors(backend: str) -> None:
     packed = pack_steps({"x": []}, backend=backend)["x"]
     assert (packed.values.numel(), packed.cu_seqlens.tolist()) == (0, [0])
-    assert pad_steps({"x": []}, backend=backend)["x"].shape == (0, 0)
-    assert pad_steps({"x": [[], []]}, backend=backend)["x"].shape == (2, 0)
     assert padded_to_varlen(
         torch.zeros(0, 4), lengths=torch.zeros(0, dtype=torch.int64)
     ).values.shape == (0,)
@@ -393,16 +335,7 @@ def test_invalid_options_error_names_the_option() -> None:
             "dtypes must name fields",
         ),
         (lambda: pack_steps(rows, dtypes={"a": torch.float64}), ValueError, "float64"),
-        (lambda: pad_steps(rows, width=1), ValueError, "longest row of a, got 1 for 2"),
-        (lambda: pad_steps(rows, width=-1), ValueError, "width"),
-        (lambda: pad_steps(rows, side="up"), ValueError, "'up'"),
-        (lambda: pad_steps(rows, pad_values=0.5), ValueError, "pad value of a"),
-        (lambda: pad_steps(rows, masks={"a": "b"}), ValueError, "names that are not fields"),
-        (lambda: pad_steps(rows, masks={"m": "c"}), ValueError, "'c'"),
         (lambda: pack_steps(rows, backend="triton"), ValueError, "triton"),
-        (lambda: unpack_steps(torch.arange(3)), ValueError, "either cu_seqlens"),
-        (lambda: unpack_steps(torch.arange(3), torch.tensor([0, 2])), ValueError, "from 0 to 3"),
-        (lambda: unpack_steps(torch.zeros(2, 3), lengths=[4, 0]), ValueError, "from 0 to 3"),
         (lambda: padded_to_varlen(torch.zeros(2, 3)), ValueError, "either attention_mask"),
         (
             lambda: padded_to_varlen(torch.zeros(1, 3), torch.tensor([[1, 0, 1]])),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_fast import _C, pad_steps, set_page_pool_limit
+from skyrl_fast import _C, set_page_pool_limit
 from skyrl_fast.ops import _backend
 
 MIB = 1 << 20
@@ -64,8 +64,6 @@ def test_negative_limit_is_refused() -> None:
 def test_more_than_an_address_space_is_a_memory_error(num_bytes: int) -> None:
     with pytest.raises(MemoryError):
         _backend.empty((num_bytes,), torch.uint8)
-    with pytest.raises(MemoryError):
-        pad_steps({"a": [[1]]}, width=num_bytes)
 
 
 @pytest.mark.parametrize(

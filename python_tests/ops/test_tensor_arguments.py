@@ -69,7 +69,6 @@ REFUSED: dict[str, Callable[[], object]] = {
     "gae": lambda: sf.gae(negative(ONES), ONES),
     "pack_steps rows": lambda: sf.pack_steps({"x": [ONES, negative(ONES)]}),
     "pack_steps flat": lambda: sf.pack_steps({"x": (negative(ONES), torch.tensor([0, 2]))}),
-    "pad_steps": lambda: sf.pad_steps({"x": [negative(torch.tensor([1, 2]))]}),
     "padded_to_varlen": lambda: sf.padded_to_varlen(negative(LOGITS), lengths=[3, 2]),
     "varlen_to_padded": lambda: sf.varlen_to_padded(negative(ONES), torch.tensor([0, 2])),
     "off_policy_correction": lambda: sf.off_policy_correction(

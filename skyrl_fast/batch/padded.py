@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from skyrl_fast.ops import _backend, _ragged
+from skyrl_fast.ops import _ragged
 from skyrl_fast.ops.pack.padding_rows import check_pad_mode, write_padding_rows
-from skyrl_fast.ops.pack.steps import SIDES, row_starts
+from skyrl_fast.ops.pack.steps import pad_rows
 
 OP = "StepBatch.padded"
 
@@ -70,33 +69,21 @@ def pad_to_tensors(
     check_pad_mode(OP, pad_size, pad_mode)
     if pad_size and num_rows == 0:
         raise ValueError(f"{OP}: an empty batch has no row 0 to repeat in padding rows")
-    sides = {"token": cu_seqlens.diff().long(), "response": cu_responses.diff().long()}
-    _check_rewards_of_empty(row_rewards, sides["response"])
-    shapes = {
-        side: (num_rows + pad_size, int(lengths.max()) if num_rows else 0)
-        for side, lengths in sides.items()
+    response_lengths = cu_responses.diff().long()
+    _check_rewards_of_empty(row_rewards, response_lengths)
+    fields = {
+        name: _ragged.read_field(OP, name, (values, cu_responses))
+        for name, values in responses.items()
+        if values is not None
     }
-    columns: dict[str, tuple[str, torch.Tensor | None]] = {
-        "sequences": ("token", tokens),
-        "attention_mask": ("token", None),
-        "response_mask": ("response", None),
-    }
-    columns |= {name: ("response", v) for name, v in responses.items() if v is not None}
-    tensors: dict[str, torch.Tensor] = {}
-    copies: list[tuple[Any, ...]] = []
-    fills: list[tuple[Any, ...]] = []
-    for name, (side, values) in columns.items():
-        floating = side == "response" and values is not None
-        out = _backend.empty(shapes[side], torch.float32 if floating else torch.int64)
-        tensors[name] = out
-        pad_value = float(pad_token_id) if side == "token" else 0.0
-        fills.append((out, sides[side], SIDES["left"], None if values is None else pad_value))
-        if values is not None:
-            offsets = cu_seqlens if side == "token" else cu_responses
-            field = _ragged.read_field(OP, name, (values, offsets))
-            starts = row_starts(sides[side], shapes[side][1], SIDES["left"])
-            copies += _ragged.copy_jobs(field, out, starts)
-    _ragged.fill(OP, copies, fills)
+    tensors = pad_rows(
+        OP,
+        _ragged.read_field(OP, "sequences", (tokens, cu_seqlens)),
+        response_lengths,
+        fields,
+        pad_token_id=pad_token_id,
+        pad_size=pad_size,
+    )
     for name, tensor in tensors.items():
         write_padding_rows(name, tensor, num_rows, pad_mode)
     return tensors

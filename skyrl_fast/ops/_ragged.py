@@ -183,7 +183,7 @@ def fill(op: str, copies: Sequence[tuple[Any, ...]], fills: Sequence[tuple[Any, 
 
     Args:
         copies: each (rows, out, starts, low, high).
-        fills: each (out, lengths, side, value); value None: a mask.
+        fills: each (out, lengths, value), padded on the left; value None: a mask.
     """
     _C.fill_rows(op, list(copies), list(fills), _backend.num_threads())
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from skyrl_fast import _C
 from skyrl_fast.ops import _backend, _ragged
 from skyrl_fast.ops._ragged import Rows
-from skyrl_fast.ops.pack import device_batch, reference
+from skyrl_fast.ops.pack import reference
 from skyrl_fast.ops.pack.padding_rows import check_pad_mode, dummy_route, write_padding_rows
-from skyrl_fast.ops.pack.steps import SIDES, row_starts
+from skyrl_fast.ops.pack.steps import pad_rows
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,6 @@ def convert_prompts_responses_to_batch_tensors(
     pad_size: int = 0,
     pad_mode: str = "repeat",
     vocab_size: int | None = None,
-    device: torch.device | str | None = None,
     backend: str | None = None,
 ) -> BatchTensors:
     """Return the seven tensors of a padded training batch, in SkyRL's order and layout.
@@ -66,8 +65,6 @@ def convert_prompts_responses_to_batch_tensors(
             `padding_metadata` for the batch's metadata.
         pad_mode: "repeat" or "cheap", as in `pad_batch`.
         vocab_size: upper bound of ids, if given. Ids must not be negative.
-        device: of the tensors; None: the CPU. For a GPU the ragged rows are copied once, from
-            pinned memory, and padded there in one launch.
         backend: "native", "torch", or None to choose.
 
     Returns:
@@ -87,7 +84,6 @@ def convert_prompts_responses_to_batch_tensors(
         >>> out[0].tolist(), out[2].tolist()
         ([[0, 5, 5, 7], [6, 8, 8, 8]], [[0, 0, 1], [1, 1, 1]])
     """
-    place = torch.device("cpu") if device is None else torch.device(device)
     use_torch = _backend.select(OP, backend=backend) == "torch"
     pad_token_id = _check_pad_token(getattr(pad_token_id, "pad_token_id", pad_token_id))
     check_pad_mode(OP, pad_size, pad_mode)
@@ -112,15 +108,9 @@ def convert_prompts_responses_to_batch_tensors(
         )
         if pad_size:
             tensors = [t if t is None else _with_rows(t, pad_size) for t in tensors]
-    elif (
-        device is not None and _backend.device_kind(place) == "cuda" and _backend.runs_native(place)
-    ):
-        tensors = _convert_on_gpu(fields, width, pad_token_id, vocab_size, pad_size, place)
     else:
-        tensors = _convert(fields, lengths, width, pad_token_id, vocab_size, pad_size)
+        tensors = _convert(fields, pad_token_id, vocab_size, pad_size)
     routes = _convert_routes(rollout_expert_indices, lengths, width, pad_size)
-    tensors = [t if t is None else t.to(place) for t in tensors]
-    routes = routes if routes is None else routes.to(place)
     names = ("sequences", "attention_mask", "response_mask", "rewards", "loss_mask", "logprobs")
     for name, tensor in zip((*names, "rollout_expert_indices"), (*tensors, routes), strict=True):
         if tensor is not None:
@@ -214,65 +204,38 @@ def _is_scalar_per_row(rewards: Any) -> bool:
 
 def _convert(
     fields: dict[str, _ragged.Field],
-    lengths: torch.Tensor,
-    width: int,
     pad_token_id: int,
     vocab_size: int | None,
     pad_size: int,
 ) -> list[torch.Tensor | None]:
-    left = SIDES["left"]
-    num_rows = len(lengths)
-    response_lengths = fields["responses"].lengths
-    columns = int(response_lengths.max())
-    shapes = {width: (num_rows + pad_size, width), columns: (num_rows + pad_size, columns)}
-    sequences = _backend.empty(shapes[width], torch.int64)
-    attention_mask = _backend.empty(shapes[width], torch.int64)
-    response_mask = _backend.empty(shapes[columns], torch.int64)
-    high = _ragged.INT64_MAX if vocab_size is None else vocab_size - 1
-    starts = row_starts(lengths, width, left)
-    copies = _ragged.copy_jobs(fields["prompts"], sequences, starts, 0, high)
-    starts = starts + fields["prompts"].lengths
-    copies += _ragged.copy_jobs(fields["responses"], sequences, starts, 0, high)
-    fills: list[tuple[Any, ...]] = [
-        (sequences, lengths, left, float(pad_token_id)),
-        (attention_mask, lengths, left, None),
-        (response_mask, response_lengths, left, None),
-    ]
-    starts = row_starts(response_lengths, columns, left)
-    by_name: dict[str, torch.Tensor | None] = {"logprobs": None}
-    for name in ("rewards", "loss_masks", "logprobs"):
-        if name in fields:
-            by_name[name] = out = _backend.empty(shapes[columns], torch.float32)
-            copies += _ragged.copy_jobs(fields[name], out, starts)
-            fills.append((out, response_lengths, left, 0.0))
-    _ragged.fill(OP, copies, fills)
-    if "row_rewards" in fields:
-        by_name["rewards"] = _place_row_rewards(
-            fields["row_rewards"], response_lengths, shapes[columns]
-        )
-    response_side = (by_name["rewards"], by_name["loss_masks"], by_name["logprobs"])
-    return [sequences, attention_mask, response_mask, *response_side]
-
-
-def _convert_on_gpu(
-    fields: dict[str, _ragged.Field],
-    width: int,
-    pad_token_id: int,
-    vocab_size: int | None,
-    pad_size: int,
-    device: torch.device,
-) -> list[torch.Tensor | None]:
-    lengths = fields["responses"].lengths
-    if "row_rewards" in fields:
-        _check_row_rewards(fields["row_rewards"], lengths)
-    columns = int(lengths.max())
-    return device_batch.convert(
-        OP, fields, width, columns, pad_token_id, vocab_size, pad_size, device
+    prompts, responses = fields["prompts"], fields["responses"]
+    tokens = _ragged.Field(
+        "sequences",
+        prompts.parts + responses.parts,
+        prompts.part_lengths + responses.part_lengths,
+        prompts.lengths + responses.lengths,
     )
+    names = ("rewards", "loss_masks", "logprobs")
+    columns = pad_rows(
+        OP,
+        tokens,
+        responses.lengths,
+        {name: fields[name] for name in names if name in fields},
+        pad_token_id=pad_token_id,
+        pad_size=pad_size,
+        highest_id=_ragged.INT64_MAX if vocab_size is None else vocab_size - 1,
+    )
+    if "row_rewards" in fields:
+        columns["rewards"] = _place_row_rewards(
+            fields["row_rewards"], responses.lengths, columns["response_mask"]
+        )
+    return [columns.get(name) for name in ("sequences", "attention_mask", "response_mask", *names)]
 
 
-def _check_row_rewards(scores: _ragged.Field, response_lengths: torch.Tensor) -> torch.Tensor:
-    """Return (N,) float32 rewards; raise for a reward of an empty response."""
+def _place_row_rewards(
+    scores: _ragged.Field, response_lengths: torch.Tensor, like: torch.Tensor
+) -> torch.Tensor:
+    """Return rewards in the last column, float32; raise for a reward of an empty response."""
     values = torch.empty(len(response_lengths), dtype=torch.float32)
     _ragged.fill(OP, _ragged.copy_jobs(scores, values, torch.zeros(1, dtype=torch.int64)))
     lost = (response_lengths == 0) & (values != 0)
@@ -282,15 +245,8 @@ def _check_row_rewards(scores: _ragged.Field, response_lengths: torch.Tensor) ->
             f"{OP}: rewards must be 0 for an empty response (there is no token to hold it), got "
             f"{float(values[row])} in row {row}"
         )
-    return values
-
-
-def _place_row_rewards(
-    scores: _ragged.Field, response_lengths: torch.Tensor, shape: tuple[int, int]
-) -> torch.Tensor:
-    values = _check_row_rewards(scores, response_lengths)
-    out = _backend.empty(shape, torch.float32).zero_()
-    if shape[1] > 0:
+    out = _backend.empty(like.shape, torch.float32).zero_()
+    if out.shape[1] > 0:
         out[: len(values), -1] = values
     return out
 

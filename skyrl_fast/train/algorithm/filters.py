@@ -131,8 +131,7 @@ def _reasons(op: str, batch: StepBatch, units: Sequences) -> list[str]:
 
 def _response_tokens(batch: StepBatch, rows: torch.Tensor) -> torch.Tensor:
     """Return (A,) bool, True on the response tokens of these rows."""
-    lengths = batch.response_lengths.to(torch.int64)
-    return torch.repeat_interleave(rows, lengths, output_size=batch.loss_mask.shape[0])
+    return torch.from_numpy(np.repeat(rows.numpy(), batch.response_lengths.numpy()))
 
 
 def _mask_sequences(

@@ -204,7 +204,7 @@ def batch_metrics(
     num_rows, lengths = batch.num_rows, batch.lengths.numpy()
     width = int(lengths.max()) if num_rows else 0
     cells = num_rows * width
-    trained = float(batch.loss_mask.sum())
+    trained = float(np.count_nonzero(batch.loss_mask.numpy()))  # uint8: faster than torch's sum
     metrics = {
         "generate/batch_num_seq": float(num_rows),
         "generate/batch_padded_seq_len": float(width),

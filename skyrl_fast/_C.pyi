@@ -53,7 +53,6 @@ __all__: list[str] = [
     "plan_visit",
     "policy_loss",
     "policy_loss_cuda",
-    "position_ids",
     "scale_cells_cuda",
     "scale_rows_cuda",
     "selected_logprob",
@@ -197,9 +196,9 @@ def fill_rows(op: str, copies: list, fills: list, num_threads: int) -> None: ...
 def flags(values: typing.Any, out: typing.Any, name: str, op: str = "group_advantage") -> None: ...
 def flat_to_padded(
     flat: typing.Any,
+    cu_seqlens: typing.Any,
     starts: typing.Any,
-    lengths: typing.Any,
-    pad_cell: typing.Any,
+    pattern: bytes,
     padded: typing.Any,
     num_threads: int,
 ) -> None: ...
@@ -362,9 +361,10 @@ def off_policy_correction(
 ) -> None: ...
 def padded_to_flat(
     padded: typing.Any,
+    cu_seqlens: typing.Any,
     starts: typing.Any,
-    lengths: typing.Any,
     flat: typing.Any,
+    positions: typing.Any,
     num_threads: int,
 ) -> None: ...
 def padded_to_flat_cuda(
@@ -419,7 +419,6 @@ def policy_loss_cuda(
     partial: typing.Any,
     stream: int,
 ) -> None: ...
-def position_ids(lengths: typing.Any, out: typing.Any, num_threads: int) -> None: ...
 def scale_cells_cuda(cells: typing.Any, factor: typing.Any, stream: int) -> None: ...
 def scale_rows_cuda(rows: typing.Any, factor: typing.Any, stream: int) -> None: ...
 def selected_logprob(

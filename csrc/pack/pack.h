@@ -66,13 +66,14 @@ void fill_padding_cpu(void* out, DType dtype, double value, const PaddedLayout& 
 // Writes 1 to the cells of rows [begin, end) and 0 to their padding.
 void fill_mask_cpu(int64_t* out, const PaddedLayout& layout, int64_t begin, int64_t end);
 
-// Padded to flat: flat[cu[i]:cu[i+1]] = the block of row i, in cells of cell_bytes.
-void padded_to_flat_cpu(const void* padded, const BlockLayout& layout, int64_t cell_bytes,
-                        void* flat, int num_threads);
+// Padded to flat: flat[cu[i]:cu[i+1]] = the block of row i, in cells of cell_bytes; and the
+// position of every flat cell in its row.
+void padded_to_flat_cpu(const void* padded, const BlockLayout& layout, const int64_t* cu,
+                        int64_t cell_bytes, void* flat, int64_t* position_ids, int num_threads);
 
 // Flat to padded; the padding cells receive the cell_bytes at `pad_cell`.
-void flat_to_padded_cpu(const void* flat, const BlockLayout& layout, int64_t cell_bytes,
-                        const void* pad_cell, void* padded, int num_threads);
+void flat_to_padded_cpu(const void* flat, const BlockLayout& layout, const int64_t* cu,
+                        int64_t cell_bytes, const void* pad_cell, void* padded, int num_threads);
 
 // Writes the cell_bytes at `cell` to the cells of each row outside its block.
 void fill_around_cpu(void* out, const BlockLayout& layout, int64_t cell_bytes, const void* cell,
@@ -83,8 +84,5 @@ void fill_around_cpu(void* out, const BlockLayout& layout, int64_t cell_bytes, c
 template <typename Mask>
 int64_t mask_blocks_cpu(const Mask* mask, int64_t num_rows, int64_t width, int64_t* starts,
                         int64_t* lengths, int num_threads);
-
-// Position of every flat token in its row: 0, 1, ... length - 1, row after row.
-void position_ids_cpu(const int64_t* lengths, int64_t num_rows, int64_t* out, int num_threads);
 
 }  // namespace skyrl_fast

@@ -20,6 +20,7 @@
 namespace skyrl_fast {
 namespace {
 
+constexpr int64_t kPatternBytes = 16;
 constexpr int64_t kBytesPerUnit = 1 << 20;  // unit of work of a thread
 constexpr int64_t kBytesForThreads = 8
                                      << 20;  // below this a second thread costs more than it saves
@@ -296,80 +297,89 @@ int64_t cell_bytes_of(const TensorView& t, int first_cell_dim) {
   return bytes;
 }
 
-int64_t total_of(const BlockLayout& layout) {
-  int64_t total = 0;
-  for (int64_t row = 0; row < layout.num_rows; ++row) total += layout.lengths[row];
-  return total;
-}
+// The rows of a flat array: where each begins, and its place in the padded array.
+class SKYRL_HIDDEN FlatRows {
+ public:
+  FlatRows(py::handle cu_obj, py::handle starts_obj, const char* op, const TensorView& padded,
+           const TensorView& flat)
+      : cu_(cu_obj, op, "cu_seqlens"), starts_(starts_obj, op, "starts") {
+    const int64_t num_rows = padded.shape[0], width = padded.shape[1];
+    check_cpu_array(*cu_, DType::kInt64, 1);
+    check_size(*cu_, 0, num_rows + 1);
+    check_cpu_array(*starts_, DType::kInt64, 1);
+    check_size(*starts_, 0, num_rows);
+    const int64_t* starts = starts_->ptr<const int64_t>();
+    for (int64_t row = 0; row < num_rows; ++row) {
+      const int64_t length = cu()[row + 1] - cu()[row];
+      if (length < 0 || length > width || starts[row] < 0 || starts[row] > width - length) {
+        fail(*starts_, "of rows within " + std::to_string(width) + " columns",
+             std::to_string(length) + " from " + std::to_string(starts[row]) + " on at row " +
+                 std::to_string(row));
+      }
+      lengths_.push_back(length);
+    }
+    if (cu()[0] != 0 || cu()[num_rows] != flat.shape[0]) {
+      fail(*cu_, "from 0 to " + std::to_string(flat.shape[0]), std::to_string(cu()[num_rows]));
+    }
+    layout_ = {num_rows, width, starts, lengths_.data()};
+  }
+  const int64_t* cu() const { return cu_->ptr<const int64_t>(); }
+  const BlockLayout& layout() const { return layout_; }
+
+ private:
+  Borrowed cu_, starts_;
+  std::vector<int64_t> lengths_;
+  BlockLayout layout_;
+};
 
 void check_like(const TensorView& t, const TensorView& like, int64_t t_cells, int64_t like_cells) {
   check_dtype(t, like.dtype);
   if (t_cells != like_cells) fail(t, "with cells like the input's", t.shape_string());
 }
 
-// padded (N, W, ...), starts and lengths (N,) -> flat (sum of lengths, ...)
-void padded_to_flat(py::handle padded_obj, py::handle starts_obj, py::handle lengths_obj,
-                    py::handle flat_obj, int num_threads) {
+// padded (N, W, ...), cu int64 (N + 1,), starts int64 (N,) -> flat (S, ...) and position ids int64
+// (S,).
+void padded_to_flat(py::handle padded_obj, py::handle cu_obj, py::handle starts_obj,
+                    py::handle flat_obj, py::handle positions_obj, int num_threads) {
   constexpr char kOp[] = "padded_to_varlen";
-  Borrowed padded(padded_obj, kOp, "padded");
-  Borrowed starts(starts_obj, kOp, "starts");
-  Borrowed lengths(lengths_obj, kOp, "lengths");
-  Borrowed flat(flat_obj, kOp, "out");
-  check_cpu(*padded);
-  check_contiguous(*padded);
-  check_cpu(*flat);
-  check_contiguous(*flat);
+  Borrowed padded(padded_obj, kOp, "padded"), flat(flat_obj, kOp, "out");
+  Borrowed positions(positions_obj, kOp, "position_ids");
+  for (const Borrowed* array : {&padded, &flat}) {
+    check_cpu(**array);
+    check_contiguous(**array);
+  }
   const int64_t cell_bytes = cell_bytes_of(*padded, 2);
   check_like(*flat, *padded, cell_bytes_of(*flat, 1), cell_bytes);
-  const BlockLayout layout = checked_layout(starts, lengths, padded->shape[0], padded->shape[1]);
-  check_size(*flat, 0, total_of(layout));
+  const FlatRows rows(cu_obj, starts_obj, kOp, *padded, *flat);
+  check_cpu_array(*positions, DType::kInt64, 1);
+  check_size(*positions, 0, flat->shape[0]);
   py::gil_scoped_release release;
-  padded_to_flat_cpu(padded->data, layout, cell_bytes, flat->data, num_threads);
+  padded_to_flat_cpu(padded->data, rows.layout(), rows.cu(), cell_bytes, flat->data,
+                     positions->ptr<int64_t>(), num_threads);
 }
 
-// flat (S, ...), starts and lengths (N,) -> padded (N, W, ...) with pad_cell (...) elsewhere
-void flat_to_padded(py::handle flat_obj, py::handle starts_obj, py::handle lengths_obj,
-                    py::handle pad_cell_obj, py::handle padded_obj, int num_threads) {
+// flat (S, ...), cu int64 (N + 1,), starts int64 (N,) -> padded (N, W, ...); `pattern`: an
+// element's bytes, repeated to 16.
+void flat_to_padded(py::handle flat_obj, py::handle cu_obj, py::handle starts_obj,
+                    const py::bytes& pattern, py::handle padded_obj, int num_threads) {
   constexpr char kOp[] = "varlen_to_padded";
-  Borrowed flat(flat_obj, kOp, "values");
-  Borrowed starts(starts_obj, kOp, "starts");
-  Borrowed lengths(lengths_obj, kOp, "lengths");
-  Borrowed pad_cell(pad_cell_obj, kOp, "pad_value");
-  Borrowed padded(padded_obj, kOp, "out");
-  check_cpu(*padded);
-  check_contiguous(*padded);
-  check_cpu(*flat);
-  check_contiguous(*flat);
-  check_cpu(*pad_cell);
-  check_contiguous(*pad_cell);
+  Borrowed flat(flat_obj, kOp, "values"), padded(padded_obj, kOp, "out");
+  for (const Borrowed* array : {&padded, &flat}) {
+    check_cpu(**array);
+    check_contiguous(**array);
+  }
   const int64_t cell_bytes = cell_bytes_of(*flat, 1);
   check_like(*padded, *flat, cell_bytes_of(*padded, 2), cell_bytes);
-  check_like(*pad_cell, *flat, cell_bytes_of(*pad_cell, 0), cell_bytes);
-  const BlockLayout layout = checked_layout(starts, lengths, padded->shape[0], padded->shape[1]);
-  check_size(*flat, 0, total_of(layout));
-  py::gil_scoped_release release;
-  flat_to_padded_cpu(flat->data, layout, cell_bytes, pad_cell->data, padded->data, num_threads);
-}
-
-void position_ids(py::handle lengths_obj, py::handle out_obj, int num_threads) {
-  constexpr char kOp[] = "padded_to_varlen";
-  Borrowed lengths(lengths_obj, kOp, "lengths");
-  Borrowed out(out_obj, kOp, "position_ids");
-  check_cpu_array(*lengths, DType::kInt64, 1);
-  check_cpu_array(*out, DType::kInt64, 1);
-  const int64_t num_rows = lengths->numel();
-  int64_t total = 0;
-  for (int64_t row = 0; row < num_rows; ++row) {
-    const int64_t length = lengths->ptr<int64_t>()[row];
-    if (length < 0 || length > out->shape[0]) {
-      fail(*lengths, "from 0 to " + std::to_string(out->shape[0]),
-           std::to_string(length) + " at row " + std::to_string(row));
-    }
-    total += length;
+  const FlatRows rows(cu_obj, starts_obj, kOp, *padded, *flat);
+  const std::string bytes = pattern;
+  if (static_cast<int64_t>(bytes.size()) != kPatternBytes) {
+    throw std::invalid_argument("varlen_to_padded: pattern must have 16 bytes");
   }
-  check_size(*out, 0, total);
+  std::string pad_cell(cell_bytes, 0);
+  for (int64_t i = 0; i < cell_bytes; ++i) pad_cell[i] = bytes[i % kPatternBytes];
   py::gil_scoped_release release;
-  position_ids_cpu(lengths->ptr<int64_t>(), num_rows, out->ptr<int64_t>(), num_threads);
+  flat_to_padded_cpu(flat->data, rows.layout(), rows.cu(), cell_bytes, pad_cell.data(),
+                     padded->data, num_threads);
 }
 
 // out (N, T, ...), starts and lengths (N,): `cell` (...) is written to the cells outside each row.
@@ -439,11 +449,10 @@ void bind_pack(py::module_& m) {
       .def("lengths", &Rows::lengths, py::arg("out"));
   m.def("fill_rows", &fill_rows, py::arg("op"), py::arg("copies"), py::arg("fills"),
         py::arg("num_threads"));
-  m.def("padded_to_flat", &padded_to_flat, py::arg("padded"), py::arg("starts"), py::arg("lengths"),
-        py::arg("flat"), py::arg("num_threads"));
-  m.def("flat_to_padded", &flat_to_padded, py::arg("flat"), py::arg("starts"), py::arg("lengths"),
-        py::arg("pad_cell"), py::arg("padded"), py::arg("num_threads"));
-  m.def("position_ids", &position_ids, py::arg("lengths"), py::arg("out"), py::arg("num_threads"));
+  m.def("padded_to_flat", &padded_to_flat, py::arg("padded"), py::arg("cu_seqlens"),
+        py::arg("starts"), py::arg("flat"), py::arg("positions"), py::arg("num_threads"));
+  m.def("flat_to_padded", &flat_to_padded, py::arg("flat"), py::arg("cu_seqlens"),
+        py::arg("starts"), py::arg("pattern"), py::arg("padded"), py::arg("num_threads"));
   m.def("fill_around", &fill_around, py::arg("out"), py::arg("starts"), py::arg("lengths"),
         py::arg("cell"), py::arg("num_threads"));
   m.def("mask_blocks", &mask_blocks, py::arg("op"), py::arg("mask"), py::arg("starts"),

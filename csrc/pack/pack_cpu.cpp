@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <stdexcept>
 #include <type_traits>
 #include <vector>
@@ -178,12 +179,6 @@ void fill_around_row(char* out, const BlockLayout& layout, int64_t row, int64_t 
   repeat_cell(out + end * cell_bytes, cell, cell_bytes, begin + layout.width - end);
 }
 
-std::vector<int64_t> offsets_of(const int64_t* lengths, int64_t num_rows) {
-  std::vector<int64_t> offsets(num_rows + 1);
-  for (int64_t row = 0; row < num_rows; ++row) offsets[row + 1] = offsets[row] + lengths[row];
-  return offsets;
-}
-
 int64_t rows_per_thread(int64_t total_bytes, int64_t num_rows) {
   return kBytesPerThread / (total_bytes / num_rows + 1) + 1;
 }
@@ -254,14 +249,16 @@ void fill_mask_cpu(int64_t* out, const PaddedLayout& layout, int64_t begin, int6
   end_streaming();
 }
 
-void padded_to_flat_cpu(const void* padded, const BlockLayout& layout, int64_t cell_bytes,
-                        void* flat, int num_threads) {
-  if (layout.num_rows == 0 || cell_bytes == 0) return;  // the arrays may be null
-  const std::vector<int64_t> cu = offsets_of(layout.lengths, layout.num_rows);
-  const int64_t grain = rows_per_thread(cu.back() * cell_bytes, layout.num_rows);
+void padded_to_flat_cpu(const void* padded, const BlockLayout& layout, const int64_t* cu,
+                        int64_t cell_bytes, void* flat, int64_t* position_ids, int num_threads) {
+  if (layout.num_rows == 0) return;
+  const int64_t moved_bytes = cell_bytes + static_cast<int64_t>(sizeof(int64_t));
+  const int64_t grain = rows_per_thread(cu[layout.num_rows] * moved_bytes, layout.num_rows);
   parallel_for(num_threads, layout.num_rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      if (layout.lengths[row] == 0) continue;
+      if (layout.lengths[row] == 0) continue;  // the arrays may be null
+      std::iota(position_ids + cu[row], position_ids + cu[row + 1], int64_t{0});
+      if (cell_bytes == 0) continue;
       std::memcpy(static_cast<char*>(flat) + cu[row] * cell_bytes,
                   static_cast<const char*>(padded) + layout.row_start(row) * cell_bytes,
                   layout.lengths[row] * cell_bytes);
@@ -269,10 +266,9 @@ void padded_to_flat_cpu(const void* padded, const BlockLayout& layout, int64_t c
   });
 }
 
-void flat_to_padded_cpu(const void* flat, const BlockLayout& layout, int64_t cell_bytes,
-                        const void* pad_cell, void* padded, int num_threads) {
+void flat_to_padded_cpu(const void* flat, const BlockLayout& layout, const int64_t* cu,
+                        int64_t cell_bytes, const void* pad_cell, void* padded, int num_threads) {
   if (layout.num_rows == 0 || cell_bytes == 0) return;
-  const std::vector<int64_t> cu = offsets_of(layout.lengths, layout.num_rows);
   const int64_t grain =
       rows_per_thread(layout.width * cell_bytes * layout.num_rows, layout.num_rows);
   parallel_for(num_threads, layout.num_rows, grain, [&](int64_t begin, int64_t end) {
@@ -334,16 +330,5 @@ template int64_t mask_blocks_cpu<int32_t>(const int32_t*, int64_t, int64_t, int6
 template int64_t mask_blocks_cpu<int64_t>(const int64_t*, int64_t, int64_t, int64_t*, int64_t*,
                                           int);
 template int64_t mask_blocks_cpu<float>(const float*, int64_t, int64_t, int64_t*, int64_t*, int);
-
-void position_ids_cpu(const int64_t* lengths, int64_t num_rows, int64_t* out, int num_threads) {
-  if (num_rows == 0) return;
-  const std::vector<int64_t> cu = offsets_of(lengths, num_rows);
-  const int64_t grain = rows_per_thread(cu.back() * sizeof(int64_t), num_rows);
-  parallel_for(num_threads, num_rows, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      for (int64_t t = 0; t < lengths[row]; ++t) out[cu[row] + t] = t;
-    }
-  });
-}
 
 }  // namespace skyrl_fast

@@ -63,7 +63,6 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t row = blockIdx.x;
   const MoveRow r = move_row(job, row);
   copy_row(padded + r.padded, flat + r.flat, r.bytes);
-  if (position_ids == nullptr) return;
   const int64_t length = job.cu[row + 1] - job.cu[row];
   const int64_t step = static_cast<int64_t>(gridDim.y) * kThreads;
   for (int64_t t = static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x; t < length;

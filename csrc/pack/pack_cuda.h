@@ -18,7 +18,7 @@ struct MoveJob {
   const int64_t* starts = nullptr;  // num_rows: the first column of each row's cells
 };
 
-// `position_ids`: int64 (sum), 0, 1, ... in each row, or null.
+// `position_ids`: int64 (sum), 0, 1, ... in each row.
 void padded_to_flat_cuda(const MoveJob& job, const void* padded, void* flat, int64_t* position_ids,
                          cudaStream_t stream);
 

@@ -55,18 +55,15 @@ MoveJob move_job(Arrays& arrays, const TensorView& padded, const TensorView& fla
 }
 
 // padded (N, W, ...), cu int64 (N + 1,), starts int64 (N,) -> flat (S, ...) and position ids int64
-// (S,), or None.
+// (S,).
 void padded_to_flat(py::handle padded_obj, py::handle cu_obj, py::handle starts_obj,
                     py::handle flat_obj, py::handle positions_obj, uintptr_t stream) {
   Arrays arrays("padded_to_varlen");
   const TensorView& padded = arrays.take(padded_obj, "padded");
   const TensorView& flat = arrays.take(flat_obj, "out");
   const MoveJob job = move_job(arrays, padded, flat, cu_obj, starts_obj);
-  int64_t* positions = nullptr;
-  if (!positions_obj.is_none()) {
-    const TensorView& t = arrays.take(positions_obj, "position_ids");
-    positions = cuda_array<int64_t>(t, DType::kInt64, flat.shape[0], padded);
-  }
+  const TensorView& t = arrays.take(positions_obj, "position_ids");
+  int64_t* positions = cuda_array<int64_t>(t, DType::kInt64, flat.shape[0], padded);
   py::gil_scoped_release release;
   padded_to_flat_cuda(job, padded.data, flat.data, positions, stream_of(stream));
 }

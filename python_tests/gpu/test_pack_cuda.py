@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
 from skyrl_fast import _C, padded_to_varlen, varlen_to_padded
-from skyrl_fast.ops.pack import varlen_cuda
+from skyrl_fast.ops.pack.varlen import pattern_of
 
 DTYPES = [torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64]
 DTYPES += [torch.bfloat16, torch.float32, torch.float64]
@@ -117,10 +117,10 @@ def test_mask_with_holes_is_refused(gpu: str, row: list[int], side: str) -> None
 
 
 def test_pattern() -> None:
-    assert varlen_cuda.pattern_of(1, torch.int32) == bytes([1, 0, 0, 0]) * 4
-    assert varlen_cuda.pattern_of(-1, torch.int8) == bytes([255]) * 16
-    assert varlen_cuda.pattern_of(1.0, torch.bfloat16) == bytes([0x80, 0x3F]) * 8
-    assert varlen_cuda.pattern_of(True, torch.bool) == bytes([1]) * 16
+    assert pattern_of(1, torch.int32) == bytes([1, 0, 0, 0]) * 4
+    assert pattern_of(-1, torch.int8) == bytes([255]) * 16
+    assert pattern_of(1.0, torch.bfloat16) == bytes([0x80, 0x3F]) * 8
+    assert pattern_of(True, torch.bool) == bytes([1]) * 16
 
 
 @pytest.mark.gpu

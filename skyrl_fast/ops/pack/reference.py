@@ -57,6 +57,12 @@ def padded_to_flat(
     return padded[block_cells(starts, lengths, padded.shape[1]).to(padded.device)]
 
 
+def position_ids(lengths: torch.Tensor) -> torch.Tensor:
+    """Return (S,) int64: 0, 1, ... in each row."""
+    total = int(lengths.sum())
+    return torch.arange(total) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+
+
 def flat_to_padded(
     flat: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, width: int, pad_value: float
 ) -> torch.Tensor:

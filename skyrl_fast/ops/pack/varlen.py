@@ -12,9 +12,10 @@ import torch
 from skyrl_fast import _C
 from skyrl_fast.ops import _backend, _ragged
 from skyrl_fast.ops._offsets import integer_vector
-from skyrl_fast.ops.pack import reference, varlen_cuda
+from skyrl_fast.ops.pack import reference
 
 SIDES = ("left", "right", "both")
+PATTERN_BYTES = 16
 NATIVE_DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -91,12 +92,13 @@ def padded_to_varlen(
         starts = _check_starts(op, starts, side, lengths, padded.shape[1])
     use_native = _select(op, padded, backend)
     cu_seqlens = _ragged.int32_offsets(op, "padded", lengths)
-    if use_native and _backend.on_gpu(padded):
-        values, position_ids = varlen_cuda.padded_to_flat(padded, starts, lengths)
-        return Varlen(values, _backend.to_gpu(cu_seqlens, padded.device), position_ids, starts)
-    values = _PaddedToFlat.apply(padded, starts, lengths, use_native)
-    position_ids = _position_ids(lengths, cu_seqlens, use_native)
-    return Varlen(values, cu_seqlens.to(padded.device), position_ids.to(padded.device), starts)
+    if use_native:
+        rows = _place_rows(starts, lengths, padded.device)
+        values, position_ids = _PaddedToFlat.apply(padded, *rows, int(cu_seqlens[-1]))
+    else:
+        values = reference.padded_to_flat(padded, starts, lengths)
+        position_ids = reference.position_ids(lengths).to(padded.device)
+    return Varlen(values, _backend.to_device_of(cu_seqlens, padded), position_ids, starts)
 
 
 def varlen_to_padded(
@@ -149,35 +151,31 @@ def varlen_to_padded(
     if width < longest:
         raise ValueError(f"{op}: width must hold the longest row ({longest}), got {width}")
     starts = _check_starts(op, starts, side, lengths, width)
-    use_native = _select(op, values, backend)
-    if use_native and _backend.on_gpu(values):
-        return varlen_cuda.flat_to_padded(values, starts, lengths, width, pad_value)
-    return _FlatToPadded.apply(values, starts, lengths, width, pad_value, use_native)
+    if _select(op, values, backend):
+        rows = _place_rows(starts, lengths, values.device)
+        padded: torch.Tensor = _FlatToPadded.apply(values, *rows, width, pad_value)
+        return padded
+    return reference.flat_to_padded(values, starts, lengths, width, pad_value)
 
 
 class _PaddedToFlat(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        padded: torch.Tensor,
-        starts: torch.Tensor,
-        lengths: torch.Tensor,
-        use_native: bool,
-    ) -> torch.Tensor:
-        ctx.rows = (starts, lengths, padded.shape[1], use_native)
-        if not use_native:
-            return reference.padded_to_flat(padded, starts, lengths)
-        shape = (int(lengths.sum()), *padded.shape[2:])
-        out = _backend.empty(shape, padded.dtype)
+        ctx: Any, padded: torch.Tensor, cu: torch.Tensor, starts: torch.Tensor, total: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(cu, starts)
+        ctx.width = padded.shape[1]
+        values = _backend.empty((total, *padded.shape[2:]), padded.dtype, padded.device)
+        positions = _backend.empty((total,), torch.int64, padded.device)
         source = padded.detach().contiguous()
-        _C.padded_to_flat(source, starts, lengths, out, _backend.num_threads())
-        return out
+        rows = (source, cu, starts, values, positions)
+        _backend.run_kernel("padded_to_flat", False, padded, *rows)
+        ctx.mark_non_differentiable(positions)
+        return values, positions
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        starts, lengths, width, use_native = ctx.rows
-        padded = _FlatToPadded.apply(gradient, starts, lengths, width, 0, use_native)
-        return padded, None, None, None
+    def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[Any, ...]:
+        return _FlatToPadded.apply(gradient, *ctx.saved_tensors, ctx.width, 0), None, None, None
 
 
 class _FlatToPadded(torch.autograd.Function):
@@ -185,26 +183,46 @@ class _FlatToPadded(torch.autograd.Function):
     def forward(
         ctx: Any,
         values: torch.Tensor,
+        cu: torch.Tensor,
         starts: torch.Tensor,
-        lengths: torch.Tensor,
         width: int,
         pad_value: float,
-        use_native: bool,
     ) -> torch.Tensor:
-        ctx.rows = (starts, lengths, use_native)
-        if not use_native:
-            return reference.flat_to_padded(values, starts, lengths, width, pad_value)
-        out = _backend.empty((len(lengths), width, *values.shape[1:]), values.dtype)
-        cell = torch.full(values.shape[1:], pad_value, dtype=values.dtype)
+        ctx.save_for_backward(cu, starts)
+        ctx.total = len(values)
+        shape = (len(starts), width, *values.shape[1:])
+        out = _backend.empty(shape, values.dtype, values.device)
+        pattern = pattern_of(pad_value, values.dtype)
         source = values.detach().contiguous()
-        _C.flat_to_padded(source, starts, lengths, cell, out, _backend.num_threads())
+        _backend.run_kernel("flat_to_padded", False, values, source, cu, starts, pattern, out)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        starts, lengths, use_native = ctx.rows
-        flat = _PaddedToFlat.apply(gradient, starts, lengths, use_native)
-        return flat, None, None, None, None, None
+        flat, _ = _PaddedToFlat.apply(gradient, *ctx.saved_tensors, ctx.total)
+        return flat, None, None, None, None
+
+
+def pattern_of(pad_value: float, dtype: torch.dtype) -> bytes:
+    """Return the bytes of an element, repeated to 16.
+
+    Example:
+        >>> pattern_of(1, torch.int16) == bytes([1, 0]) * 8
+        True
+    """
+    element = torch.full((1,), pad_value, dtype=dtype).view(torch.uint8).numpy().tobytes()
+    return element * (PATTERN_BYTES // len(element))
+
+
+def _place_rows(
+    starts: torch.Tensor, lengths: torch.Tensor, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return offsets (N + 1,) and starts (N,) on the device, in one transfer."""
+    cu = _ragged.offsets(lengths)
+    if _backend.device_kind(device) == "cpu":
+        return cu, starts
+    both = _backend.to_gpu(torch.cat([cu, starts]), device)
+    return both[: len(cu)], both[len(cu) :]
 
 
 def _select(op: str, values: torch.Tensor, backend: str | None) -> bool:
@@ -226,7 +244,7 @@ def _check_side(op: str, side: str) -> None:
 def _mask_blocks(op: str, mask: torch.Tensor, side: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return starts and lengths, (N,) int64 on the CPU, of each row's block of ones."""
     if _backend.on_gpu(mask):
-        starts, lengths = varlen_cuda.mask_blocks(op, mask.detach())
+        starts, lengths = _mask_blocks_on_gpu(op, mask.detach())
     else:
         starts, lengths = torch.empty(2, len(mask), dtype=torch.int64)
         known = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32)
@@ -245,6 +263,25 @@ def _mask_blocks(op: str, mask: torch.Tensor, side: str) -> tuple[torch.Tensor, 
             f"{int(is_bad.nonzero()[0])}; for padding on both sides: side='both'"
         )
     return expected, lengths
+
+
+def _mask_blocks_on_gpu(op: str, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return starts and lengths as `mask_blocks` of the CPU; one transfer copies both."""
+    ones = mask == 1
+    lengths = ones.sum(1)
+    columns = torch.arange(mask.shape[1], device=mask.device)
+    starts = torch.zeros_like(lengths)
+    if mask.shape[1] > 0:
+        starts = ones.to(torch.uint8).argmax(1)  # the first of equal values
+    block = (columns >= starts[:, None]) & (columns < (starts + lengths)[:, None])
+    is_bad = ((ones != block) | (ones != (mask != 0))).any(1)
+    starts, lengths, is_bad = torch.stack([starts, lengths, is_bad.to(lengths.dtype)]).cpu()
+    if bool(is_bad.any()):
+        raise ValueError(
+            f"{op}: attention_mask must be 0 but for one block of 1 in each row, got something "
+            f"else in row {int(is_bad.nonzero()[0])}"
+        )
+    return starts.contiguous(), lengths.contiguous()
 
 
 def _starts_of(side: str, lengths: torch.Tensor, width: int) -> torch.Tensor:
@@ -286,15 +323,3 @@ def _check_lengths(op: str, lengths: Any, num_rows: int, width: int) -> torch.Te
             f"{int(lengths.max())}"
         )
     return lengths
-
-
-def _position_ids(
-    lengths: torch.Tensor, cu_seqlens: torch.Tensor, use_native: bool
-) -> torch.Tensor:
-    total = int(cu_seqlens[-1])
-    if not use_native:
-        starts = torch.repeat_interleave(cu_seqlens[:-1].to(torch.int64), lengths)
-        return torch.arange(total) - starts
-    out = _backend.empty((total,), torch.int64)
-    _C.position_ids(lengths, out, _backend.num_threads())
-    return out

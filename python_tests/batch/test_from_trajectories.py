@@ -13,7 +13,7 @@ from hypothesis import given
 
 from skyrl_fast.adapters.generator_output import generator_output_from_trajectories
 from skyrl_fast.batch import StepBatch, batch_from_trajectories
-from skyrl_fast.integrations.skyrl.fixed import step_wise_metrics
+from skyrl_fast.rollout.token_ids import TokenIds
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.metrics.rollouts import trajectory_metrics
 
@@ -49,6 +49,17 @@ def test_rows_by_hand() -> None:
     assert batch.uids == ("a", "b")
     assert batch.stop_reasons == ("stop", "max_turns", "error", "length")
     assert batch.reward_per_row
+
+
+def test_prompts_in_parts_are_those_of_lists() -> None:
+    a, b, c = (np.array(ids, np.int32) for ids in ([1, 2], [3], [4, 5]))
+    prompts = [[a], [a, b], [a, b], [a, b, c, a], [a, c, a], [a.copy(), c], [], [a]]
+    steps = [make_step(TokenIds(parts), [9]) for parts in [*prompts, [c], [c, b]]]
+    steps.insert(4, make_step([1, 2, 3], [9]))
+    plain = [make_step(list(step.prompt_token_ids), [9]) for step in steps]
+    one, two = (batch_from_trajectories([make_trajectory("a", 0, s)]) for s in (steps, plain))
+    assert one.tokens.tolist() == two.tokens.tolist()
+    assert one.cu_seqlens.tolist() == two.cu_seqlens.tolist()
 
 
 @given(some_trajectories())

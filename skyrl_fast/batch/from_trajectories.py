@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from itertools import chain
+from operator import is_
 
 import numpy as np
 import torch
@@ -50,7 +51,7 @@ def batch_from_trajectories(trajectories: Sequence[Trajectory]) -> StepBatch:
     rows = list(chain.from_iterable(steps))
     logprobs = logprobs_in_all_or_none(OP, rows)
     lists = {
-        "prompt_token_ids": [_contiguous(row.prompt_token_ids) for row in rows],
+        "prompt_token_ids": _contiguous([row.prompt_token_ids for row in rows]),
         "response_ids": [row.response_ids for row in rows],
         "loss_masks": [row.loss_mask for row in rows],
         **({} if logprobs is None else {"rollout_logprobs": logprobs}),
@@ -127,8 +128,22 @@ def logprobs_in_all_or_none(op: str, rows: Sequence[Step]) -> list[list[float]] 
     return [[] if v is None else v for v in values]
 
 
-def _contiguous(token_ids: Sequence[int]) -> Sequence[int] | np.ndarray:
-    return token_ids.array() if isinstance(token_ids, TokenIds) else token_ids
+def _contiguous(prompts: Sequence[Sequence[int]]) -> list[Sequence[int] | np.ndarray]:
+    """Return the prompts, ids in parts as arrays.
+
+    A prompt has a part for each turn before it, so that n turns have n^2 / 2. One that begins with
+    the parts of the prompt before it is copied from that prompt's array.
+    """
+    result: list[Sequence[int] | np.ndarray] = []
+    before: tuple[np.ndarray, ...] = ()
+    for prompt in prompts:
+        parts = prompt.parts if isinstance(prompt, TokenIds) else ()
+        if before and len(parts) >= len(before) and all(map(is_, before, parts)):
+            result.append(np.concatenate([result[-1], *parts[len(before) :]]))
+        else:
+            result.append(prompt.array() if isinstance(prompt, TokenIds) else prompt)
+        before = parts
+    return result
 
 
 def _group_ids(trajectories: Sequence[Trajectory]) -> np.ndarray:

@@ -468,7 +468,8 @@ class StepBatch:
                 array = values.numpy()
                 pieces = [array[a:b] for a, b in zip(starts, ends, strict=True)]
                 changes[name] = torch.from_numpy(np.concatenate(pieces)) if pieces else values[:0]
-            changes[name_of_offsets] = torch.cat([cu[:1], cu.diff()[rows].cumsum(0).to(cu.dtype)])
+            sums = (cu[rows + 1] - cu[rows]).cumsum(0).to(cu.dtype)
+            changes[name_of_offsets] = torch.cat([cu[:1], sums])
         if self.stop_reasons is not None:
             changes["stop_reasons"] = tuple(self.stop_reasons[row] for row in rows.tolist())
         return self._renumber(changes)

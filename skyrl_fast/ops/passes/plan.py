@@ -106,7 +106,7 @@ class PassPlan:
             tokens: (S,) those of the plan.
             routes: (E, ...) those of the plan, to add them.
             kept: (A,) int32 number of tokens that each response token was sampled from, (B,) int32
-                these, (N + 1,) offsets of the rows; see `StepBatch.num_kept`.
+                these, (N + 1,) int64 offsets of the rows; see `StepBatch.num_kept`.
         """
         is_tree, count, width, num_rows, num_trained = self._sizes[number].tolist()
         ids = torch.empty((count, width), dtype=torch.int64)
@@ -120,7 +120,6 @@ class PassPlan:
             out["expert_indices"] = routes.new_empty((count, width, *routes.shape[1:]))
             out["router_padding_mask"] = torch.empty((count, width), dtype=torch.bool)
         if kept is not None:
-            kept = (kept[0], kept[1], kept[2].to(torch.int64))
             out["kept_ids"] = torch.empty(
                 self._plan.num_kept_tokens(number, kept), dtype=torch.int32
             )

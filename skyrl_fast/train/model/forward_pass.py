@@ -73,7 +73,7 @@ class NodeTree:
 def response_positions(batch: StepBatch, micro: MicroBatch) -> torch.Tensor:
     """Return (M,) positions of the micro-batch's trained tokens in the batch's responses."""
     starts = batch.cu_responses[micro.rows].to(torch.int64)
-    lengths = batch.cu_responses.diff()[micro.rows].to(torch.int64)
+    lengths = batch.cu_responses[micro.rows + 1].to(torch.int64) - starts
     local_starts = lengths.cumsum(0) - lengths
     shift = torch.repeat_interleave(starts - local_starts, lengths)
     return micro.response_index + shift[micro.response_index]

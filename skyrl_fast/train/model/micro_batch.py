@@ -47,6 +47,10 @@ class MicroBatches:
     ) -> None:
         self._batch, self._plan, self._replay = batch, plan, replay
         self._numbers = np.arange(len(plan)) if numbers is None else numbers
+        self._kept = None
+        if batch.num_kept is not None:
+            assert batch.kept_ids is not None and batch.cu_kept is not None
+            self._kept = (batch.num_kept, batch.kept_ids, batch.cu_kept.to(torch.int64))
 
     def __len__(self) -> int:
         """Return the number of micro-batches."""
@@ -72,12 +76,10 @@ class MicroBatches:
         batch = self._batch
         if number < 0:
             return _idle(batch, self._replay)
-        kept = None
-        if batch.num_kept is not None:
-            assert batch.kept_ids is not None and batch.cu_kept is not None
-            kept = (batch.num_kept, batch.kept_ids, batch.cu_kept)
         routes = batch.expert_indices if self._replay else None
-        fields: dict[str, Any] = self._plan.arrays(number, batch.tokens, routes=routes, kept=kept)
+        fields: dict[str, Any] = self._plan.arrays(
+            number, batch.tokens, routes=routes, kept=self._kept
+        )
         tree = None
         if "parents" in fields:
             tree = NodeTree(*(fields.pop(name) for name in ("parents", "ends", "positions")))

@@ -80,6 +80,20 @@ FAULTS = (
         ("ops",),
     ),
     Fault(
+        "a trained token of a pass is predicted from the state before the right one",
+        "csrc/passes/pass_arrays_cpu.cpp",
+        "out.hidden_index[m] = state(prompt + i - 1);",
+        "out.hidden_index[m] = state(prompt + i > 1 ? prompt + i - 2 : 0);",
+        ("train/test_micro_batch.py",),
+    ),
+    Fault(
+        "rows share a sequence although their routes differ",
+        "csrc/passes/sequence_runs_cpu.cpp",
+        "if (rows.routes == nullptr) return true;",
+        "return true;",
+        ("train/test_micro_batch.py",),
+    ),
+    Fault(
         "a merged row's routes are taken from the step before",
         "csrc/merge/merge_cpu.cpp",
         "begins[row] = std::min(recorded, counts[row]);",

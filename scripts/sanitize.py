@@ -43,7 +43,7 @@ def main() -> None:
         "HYPOTHESIS_PROFILE": "default",
         "PYTHONPATH": str(tree),
     }
-    tests = [*OP_TESTS, *EMULATED_TESTS]
+    tests = [*OP_TESTS, *EMULATED_TESTS, "python_tests/train/test_micro_batch.py"]
     # torch.compile starts a compiler, which must not inherit the sanitizer.
     command = [python, "-m", "pytest", "-q", "-x", "-k", "not compile and not opcheck", *tests]
     subprocess.run(command, cwd=tree, env=environment, check=True)

@@ -1,0 +1,244 @@
+"""Growth of the trainer's host phases: seconds and peak memory against the size of a step.
+
+    python -m bench.growth [--quick] [--out FILE.md] [--plot FILE.png]
+
+From trajectories to the arrays of forward passes, on one thread. Each direction varies one of
+trajectories, turns, tokens per row and group size, and leaves the others as they are; the tokens of
+the batch grow with it, except for the group size. The exponent is the slope of a line through the
+logarithms of the three largest sizes: 1 is linear. Memory is the most that a phase takes beyond the
+batch or what it returns, per token of all rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from skyrl_fast.config import Config, estimator_settings
+from skyrl_fast.ops._backend import set_page_pool_limit
+from skyrl_fast.rollout.token_ids import TokenIds
+from skyrl_fast.rollout.trajectory import Step, Trajectory
+from skyrl_fast.train.algorithm.advantages import compute_advantages
+from skyrl_fast.train.model.micro_batch import MicroBatches, plan_micro_batches
+from skyrl_fast.train.prepare_batch import build_rows, training_batch
+
+RESPONSE_TOKENS = 64
+VOCABULARY = 151_936
+ROWS_PER_PASS = 16  # of full length, in the budget of a pass
+REPEATS = 3
+FITTED = 3  # sizes
+POOL_BYTES = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """A step: trajectories, their turns, the tokens of the last row, samples of a prompt."""
+
+    trajectories: int = 1024
+    turns: int = 4
+    tokens: int = 1024
+    group: int = 8
+
+
+DIRECTIONS: dict[str, tuple[Sizes, tuple[int, ...]]] = {
+    "trajectories": (Sizes(), (256, 1024, 4096, 16_384)),
+    "turns": (Sizes(trajectories=256), (1, 4, 16, 64, 128)),
+    "tokens": (Sizes(trajectories=64), (1024, 4096, 16_384, 65_536, 131_072)),
+    "group": (Sizes(trajectories=4096), (2, 8, 32, 64)),
+}
+NAMES = {"tokens": "tokens per row", "group": "group size"}
+
+
+def main() -> None:
+    """Measure all directions; print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="the smaller half of the sizes")
+    parser.add_argument("--out", type=Path, help="file for the table; default: print it")
+    parser.add_argument("--plot", type=Path, help="file for a plot (needs matplotlib)")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    measured = {}
+    for direction, (base, sizes) in DIRECTIONS.items():
+        chosen = sizes[: len(sizes) // 2] if args.quick else sizes
+        cases = [replace(base, **{direction: size}) for size in chosen]
+        measured[direction] = {asdict(case)[direction]: measure(case) for case in cases}
+    text = "\n\n".join(table(direction, cases) for direction, cases in measured.items())
+    if args.out is None:
+        print(text)
+    else:
+        args.out.write_text(text + "\n")
+    if args.plot is not None:
+        plot(measured, args.plot)
+
+
+def table(direction: str, cases: dict[int, Measured]) -> str:
+    """Return a direction's table, a row per phase."""
+    values, measured = list(cases), list(cases.values())
+    name = NAMES.get(direction, direction)
+    lines = [
+        f"| {name} | {' | '.join(f'{value:,}' for value in values)} | exponent | bytes a token |",
+        "|---|" + "---:|" * (len(values) + 2),
+        f"| tokens of all rows | {' | '.join(f'{m.tokens:,}' for m in measured)} | | |",
+    ]
+    for phase in measured[0].seconds:
+        seconds = [m.seconds[phase] for m in measured]
+        cells = " | ".join(f"{1000 * s:.1f}" for s in seconds)
+        memory = measured[-1].peak_bytes[phase] / measured[-1].tokens
+        lines.append(f"| {phase}, ms | {cells} | {exponent(values, seconds):.2f} | {memory:.1f} |")
+    return "\n".join(lines)
+
+
+def plot(measured: dict[str, dict[int, Measured]], path: Path) -> None:
+    """Write a plot of seconds against size, a panel per direction."""
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, len(measured), figsize=(4 * len(measured), 3.5), sharey=True)
+    for axes, (direction, cases) in zip(panels, measured.items(), strict=True):
+        for phase in next(iter(cases.values())).seconds:
+            axes.loglog(list(cases), [m.seconds[phase] for m in cases.values()], ".-", label=phase)
+        axes.set_xlabel(NAMES.get(direction, direction))
+        axes.set_xticks(list(cases), [f"{size:,}" for size in cases], fontsize=7)
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("seconds")
+    labels = panels[0].get_legend_handles_labels()
+    figure.legend(*labels, loc="upper center", bbox_to_anchor=(0.5, 0.0), ncol=len(labels[0]))
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Tokens of all rows; seconds and peak memory of each phase beyond what it began with."""
+
+    tokens: int
+    seconds: dict[str, float]
+    peak_bytes: dict[str, int]
+
+
+def measure(sizes: Sizes) -> Measured:
+    """Return what the phases of a step take, the least of several repeats."""
+    sampled = trajectories_of(sizes)
+    config = Config()
+    config.generator.n_samples_per_prompt = sizes.group
+    algorithm = config.trainer.algorithm
+    algorithm.zero_variance_filter = True
+    seconds, peaks = {}, {}
+
+    def run(phase: str, work: Callable[[], Any]) -> Any:
+        set_page_pool_limit(0)  # memory of earlier phases would hide what this one takes
+        peaks[phase] = timed(work).peak_bytes
+        set_page_pool_limit(POOL_BYTES)
+        runs = [timed(work) for _ in range(REPEATS)]
+        seconds[phase] = min(one.seconds for one in runs)
+        return runs[-1].result
+
+    rows = run("rows", lambda: build_rows(sampled, config))
+    batch = run("metrics and filters", lambda: training_batch(sampled, config, rows))[0]
+    estimator = {"estimator": algorithm.advantage_estimator, **estimator_settings(algorithm)}
+    run("advantages", lambda: compute_advantages(batch, **estimator))
+    budget = ROWS_PER_PASS * sizes.tokens
+
+    def plan(tree: bool) -> MicroBatches:
+        tokens = batch.tokens.view(-1)  # another tensor: plans are kept with theirs
+        return plan_micro_batches(batch.with_(tokens=tokens), budget, tree=tree)
+
+    for layout, tree in (("trees", True), ("sequences", False)):
+        planned = run(f"plan as {layout}", partial(plan, tree))
+        run(f"arrays of {layout}", partial(write_passes, planned))
+    return Measured(batch.num_tokens, seconds, peaks)
+
+
+def write_passes(passes: MicroBatches) -> int:
+    """Write the arrays of all passes, one after the other; return their trained rows."""
+    return sum(len(micro.rows) for micro in passes)
+
+
+def trajectories_of(sizes: Sizes) -> list[Trajectory]:
+    """Return trajectories whose contexts grow to `tokens` from half of them; half of them fork."""
+    rng = np.random.default_rng(0)
+    observed = max(1, sizes.tokens // 2 // sizes.turns - RESPONSE_TOKENS)
+    sampled = min(RESPONSE_TOKENS, max(1, sizes.tokens // 2 // sizes.turns))
+    result = []
+    for number in range(sizes.trajectories):
+        if number % sizes.group == 0:
+            prompt = ids(rng, sizes.tokens // 2)
+        parts, steps = [prompt], []
+        for _ in range(sizes.turns):
+            response = ids(rng, sampled)
+            steps.append(step_of(TokenIds(parts), response, reward=float(rng.integers(2))))
+            kept = response[sampled // 2 :] if number % 2 else response  # like stripped thoughts
+            parts = [*parts, np.concatenate([kept, ids(rng, observed)])]  # as the agent loop does
+        uid, sample = f"p{number // sizes.group}", number % sizes.group
+        result.append(Trajectory(uid, sample, steps, "stop", "env", {}, seconds=1.0))
+    return result
+
+
+def ids(rng: np.random.Generator, count: int) -> np.ndarray:
+    """Return random token ids."""
+    return rng.integers(0, VOCABULARY, count, dtype=np.int32)
+
+
+def step_of(prompt: TokenIds, response: np.ndarray, reward: float) -> Step:
+    """Return a step whose tokens are all trained."""
+    count = len(response)
+    return Step(
+        prompt_token_ids=prompt,
+        response_ids=response.tolist(),
+        loss_mask=[1] * count,
+        rollout_logprobs=[-0.5] * count,
+        reward=reward,
+        stop_reason="stop",
+        policy_version=0,
+        text="",
+        observation="",
+        llm_seconds=1.0,
+        env_seconds=0.1,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a call returned, its processor seconds, and its peak memory beyond what was there."""
+
+    result: Any
+    seconds: float
+    peak_bytes: int
+
+
+def timed(work: Callable[[], Any]) -> Run:
+    """Run a call."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # or freed memory would hide what the call takes
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before, start = memory("VmRSS"), time.process_time()
+    result = work()
+    seconds = time.process_time() - start
+    return Run(result, seconds, max(0, memory("VmHWM") - before))
+
+
+def memory(name: str) -> int:
+    """Return a figure of this process's memory, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"memory: expected {name} in /proc/self/status, got none")
+
+
+def exponent(sizes: list[int], seconds: list[float]) -> float:
+    """Return the slope of log(seconds) over log(size), of the largest sizes."""
+    slope, _ = np.polyfit(np.log(sizes[-FITTED:]), np.log(seconds[-FITTED:]), 1)
+    return float(slope)
+
+
+if __name__ == "__main__":
+    main()

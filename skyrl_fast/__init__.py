@@ -17,75 +17,6 @@ except ImportError as error:
 if _simd_level := os.environ.get("SKYRL_FAST_SIMD"):
     _C.set_simd_level(_simd_level)
 
-if TYPE_CHECKING:
-    from skyrl_fast.batch import PaddedBatch, StepBatch
-    from skyrl_fast.batch.generator_merge import merge_stepwise_output
-    from skyrl_fast.batch.token_counts import TokenCounts, token_counts
-    from skyrl_fast.ops._backend import set_page_pool_limit
-    from skyrl_fast.ops._ragged import Concat, Ragged
-    from skyrl_fast.ops.advantage.estimators import (
-        EstimatorInputs,
-        EstimatorOutput,
-        register_advantage_estimator,
-    )
-    from skyrl_fast.ops.advantage.group import group_advantage
-    from skyrl_fast.ops.advantage.tokens import gae, reinforce_plus_plus
-    from skyrl_fast.ops.advantage.turns import (
-        gigpo_advantage,
-        turn_group_advantage,
-        turn_level_returns,
-    )
-    from skyrl_fast.ops.logprob.linear import linear_logprob
-    from skyrl_fast.ops.logprob.masked_loss import masked_logprob_loss
-    from skyrl_fast.ops.logprob.selected import selected_logprob
-    from skyrl_fast.ops.logprob.vocab_parallel import vocab_parallel_logprob
-    from skyrl_fast.ops.merge.steps import MergePlan, merge_steps
-    from skyrl_fast.ops.pack.batch_tensors import (
-        convert_prompts_responses_to_batch_tensors,
-        router_padding_mask,
-    )
-    from skyrl_fast.ops.pack.padding_rows import (
-        pad_batch,
-        pad_training_input_batch,
-        padding_metadata,
-    )
-    from skyrl_fast.ops.pack.routed_experts import append_rollout_expert_indices
-    from skyrl_fast.ops.pack.steps import pack_steps
-    from skyrl_fast.ops.pack.varlen import Varlen, padded_to_varlen, varlen_to_padded
-    from skyrl_fast.ops.policy_loss.custom import (
-        CustomLoss,
-        LossInputs,
-        LossOutput,
-        register_policy_loss,
-    )
-    from skyrl_fast.ops.policy_loss.loss import (
-        PolicyLoss,
-        kl_penalty,
-        off_policy_correction,
-        policy_loss,
-        reduction_weights,
-    )
-    from skyrl_fast.ops.policy_loss.losses import (
-        Cispo,
-        ClipCov,
-        CrossEntropy,
-        Dppo,
-        DualClip,
-        Gspo,
-        ImportanceSampling,
-        KlCov,
-        Regular,
-        RolloutIs,
-        Sapo,
-    )
-    from skyrl_fast.ops.prefix_tree.attention import (
-        TreeAttention,
-        plan_tree_attention,
-        tree_attention,
-    )
-    from skyrl_fast.ops.prefix_tree.tree import PrefixTree, build_prefix_tree, prefix_tree_size
-    from skyrl_fast.train.run import train_agent
-
 __version__ = "0.1.0"
 
 # Imported on first use: commands and processes of environments start without torch. Type checkers
@@ -160,69 +91,7 @@ _NAMES = {
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = [
-    "Cispo",
-    "ClipCov",
-    "Concat",
-    "CrossEntropy",
-    "CustomLoss",
-    "Dppo",
-    "DualClip",
-    "EstimatorInputs",
-    "EstimatorOutput",
-    "Gspo",
-    "ImportanceSampling",
-    "KlCov",
-    "LossInputs",
-    "LossOutput",
-    "MergePlan",
-    "PaddedBatch",
-    "PolicyLoss",
-    "PrefixTree",
-    "Ragged",
-    "Regular",
-    "RolloutIs",
-    "Sapo",
-    "StepBatch",
-    "TokenCounts",
-    "TreeAttention",
-    "Varlen",
-    "__version__",
-    "append_rollout_expert_indices",
-    "build_prefix_tree",
-    "convert_prompts_responses_to_batch_tensors",
-    "gae",
-    "gigpo_advantage",
-    "group_advantage",
-    "kl_penalty",
-    "linear_logprob",
-    "masked_logprob_loss",
-    "merge_steps",
-    "merge_stepwise_output",
-    "off_policy_correction",
-    "pack_steps",
-    "pad_batch",
-    "pad_training_input_batch",
-    "padded_to_varlen",
-    "padding_metadata",
-    "plan_tree_attention",
-    "policy_loss",
-    "prefix_tree_size",
-    "reduction_weights",
-    "register_advantage_estimator",
-    "register_policy_loss",
-    "reinforce_plus_plus",
-    "router_padding_mask",
-    "selected_logprob",
-    "set_page_pool_limit",
-    "token_counts",
-    "train_agent",
-    "tree_attention",
-    "turn_group_advantage",
-    "turn_level_returns",
-    "varlen_to_padded",
-    "vocab_parallel_logprob",
-]
+__all__ = sorted([*_HOMES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:

@@ -28,8 +28,6 @@ from skyrl_fast.ops.pack.padding_rows import pad_training_input_batch as pad_tra
 from skyrl_fast.ops.pack.padding_rows import padding_metadata as padding_metadata
 from skyrl_fast.ops.pack.routed_experts import append_rollout_expert_indices as append_rollout_expert_indices
 from skyrl_fast.ops.pack.steps import pack_steps as pack_steps
-from skyrl_fast.ops.pack.steps import pad_steps as pad_steps
-from skyrl_fast.ops.pack.steps import unpack_steps as unpack_steps
 from skyrl_fast.ops.pack.varlen import Varlen as Varlen
 from skyrl_fast.ops.pack.varlen import padded_to_varlen as padded_to_varlen
 from skyrl_fast.ops.pack.varlen import varlen_to_padded as varlen_to_padded

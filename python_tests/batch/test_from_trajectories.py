@@ -13,6 +13,7 @@ from hypothesis import given
 
 from skyrl_fast.adapters.generator_output import generator_output_from_trajectories
 from skyrl_fast.batch import StepBatch, batch_from_trajectories
+from skyrl_fast.integrations.skyrl.fixed import step_wise_metrics
 from skyrl_fast.rollout.token_ids import TokenIds
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.metrics.rollouts import trajectory_metrics

@@ -489,82 +489,10 @@ class StepBatch:
         Raises:
             ValueError: rows of a prompt are not adjacent, or the size does not divide the prompts.
         """
-        real = self.group_ids[: self.num_real_rows]
-        bounds = mini_batch_boundaries(real, mini_batch_size)
-        if bounds == [(0, self.num_rows)]:
+        boundaries = mini_batch_boundaries(self.group_ids, mini_batch_size)
+        if boundaries == [(0, self.num_rows)]:
             return [self]
-        return [self.rows(slice(*b)) for b in bounds]
-
-    def micro_batches(
-        self,
-        token_budget: int,
-        *,
-        num_ranks: int = 1,
-        rank: int = 0,
-        keep_trajectories: bool = False,
-    ) -> list[StepBatch]:
-        """Return this rank's micro-batches of the real rows, balanced and within a token budget.
-
-        Every rank gets the same number of micro-batches; all ranks compute the same split. If
-        there are fewer rows than micro-batches, the empty ones get one padding row.
-
-        Args:
-            token_budget: most tokens of a micro-batch. A longer row (with `keep_trajectories`, a
-                longer trajectory) has a separate micro-batch.
-            num_ranks: data-parallel size.
-            rank: this rank.
-            keep_trajectories: never split a trajectory.
-
-        Raises:
-            ValueError: budget or number of ranks below 1, or a rank out of range.
-        """
-        if not 0 <= rank < num_ranks:
-            raise ValueError(
-                f"micro_batches: rank must be from 0 to num_ranks - 1 = {num_ranks - 1}, got {rank}"
-            )
-        num_rows = self.num_real_rows
-        lengths = self.lengths[:num_rows].numpy()
-        units = self.trajectory_ids[:num_rows].numpy() if keep_trajectories else None
-        parts = split_micro_batches(lengths, token_budget, num_ranks=num_ranks, units=units)[rank]
-        if len(parts) == 1 and len(parts[0]) == self.num_rows:
-            return [self]
-        no_rows = slice(0, 0)
-        return [
-            self.rows(part) if len(part) else self.rows(no_rows).with_padding_rows(1)
-            for part in parts
-        ]
-
-    def with_padding_rows(self, pad_size: int) -> StepBatch:
-        """Return the batch with minimal padding rows added: one token, no response.
-
-        Each is a separate trajectory in a separate group, `pad0`, `pad1`, ...
-
-        Raises:
-            ValueError: a negative `pad_size`.
-        """
-        if pad_size < 0:
-            raise ValueError(f"with_padding_rows: pad_size must be at least 0, got {pad_size}")
-        if pad_size == 0:
-            return self
-        changes: dict[str, Any] = {
-            name: torch.cat([value, value.new_zeros(pad_size)])
-            for name, value in self.columns("row").items()
-        }
-        more = torch.arange(pad_size, dtype=torch.int32)
-        changes["group_ids"][-pad_size:] = self.num_groups + more
-        changes["trajectory_ids"][-pad_size:] = self.num_trajectories + more
-        changes["is_last_step"][-pad_size:] = True
-        changes["tokens"] = torch.cat([self.tokens, self.tokens.new_zeros(pad_size)])
-        changes["cu_seqlens"] = torch.cat([self.cu_seqlens, self.cu_seqlens[-1:] + 1 + more])
-        for name in ("cu_responses", "cu_experts", "cu_kept"):
-            cu = getattr(self, name)
-            changes[name] = None if cu is None else torch.cat([cu, cu[-1:].expand(pad_size)])
-        start = self.num_padding_rows
-        changes["uids"] = self.uids + tuple(f"pad{start + i}" for i in range(pad_size))
-        if self.stop_reasons is not None:
-            changes["stop_reasons"] = self.stop_reasons + ("padding",) * pad_size
-        changes["num_padding_rows"] = start + pad_size
-        return self.with_(**changes)
+        return [self.rows(slice(*rows)) for rows in boundaries]
 
 
 # Columns that a batch may lack.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from fake_envs import (
     CountingEnv,
@@ -18,6 +20,7 @@ from fake_envs import (
 from skyrl_fast.adapters.generator_output import generator_output_from_trajectories
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import SamplingParams
+from skyrl_fast.rollout import agent_loop
 from skyrl_fast.rollout.engine.protocol import Generation
 
 register_fakes()
@@ -27,6 +30,19 @@ register_fakes()
 def forget() -> None:
     CountingEnv.closed.clear()
     FlakyEnv.failures.clear()
+
+
+def test_a_turn_does_the_same_work_after_any_number_of_turns(
+    tiny_tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    monkeypatch.setattr(agent_loop, "LONG_TEXT", 1_000)  # characters; 50 for each of 40 turns
+    monkeypatch.setattr(asyncio, "to_thread", lambda call: threads.append(call))
+    engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, f"a{n}"))
+    config = loop_config(max_turns=40, n_samples_per_prompt=2, max_input_length=10_000)
+    found = run(tiny_tokenizer, [prompt_with(turns=40)], config, engine)
+    assert [len(one.steps) for one in found] == [40, 40]
+    assert not threads
 
 
 @pytest.mark.spec(

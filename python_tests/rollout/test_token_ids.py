@@ -50,6 +50,18 @@ def test_a_prompt_shares_the_parts_of_the_one_before(prompts: list[list[int]]) -
         kept, before = grown_ids(grown, before, kept), grown
 
 
+def test_a_list_that_grows_is_not_compared_with_itself() -> None:
+    class Uncompared(list[int]):
+        __eq__ = __ne__ = None  # type: ignore[assignment]
+
+    prompt = Uncompared([1, 2])
+    kept = grown_ids(prompt, [], TokenIds([]))
+    prompt += [3, 4]
+    grown = grown_ids(prompt, prompt, kept)
+    assert [part.tolist() for part in grown.parts] == [[1, 2], [3, 4]]
+    assert len(grown) == 4
+
+
 def test_ids_that_no_tensor_can_hold_are_refused() -> None:
     with pytest.raises(OverflowError):
         ids_array([2**31])

@@ -7,7 +7,7 @@ where one is due, record the gen-only step.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from skyrl_fast.rollout.activity import ACTING, GENERATING, Activity, ActivityBo
 from skyrl_fast.rollout.answer_parser import AnswerParser
 from skyrl_fast.rollout.chat_messages import template_kwargs_of
 from skyrl_fast.rollout.chat_template import ChatTemplate, Message, message_text
-from skyrl_fast.rollout.context import Context, make_context
+from skyrl_fast.rollout.context import Context, begin_context
 from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.rollout.engine.route_record import find_recorded_routes, turn_routes
 from skyrl_fast.rollout.env.answers import EnvAnswer
@@ -64,6 +64,24 @@ class AgentLoop:
         self.parser = AnswerParser(tool_parser)
         chosen = config.skip_special_tokens
         self.skip_special_tokens = tool_parser is None if chosen is None else chosen
+        self._template_kwargs: dict[str, Any] = {}
+        self._template: ChatTemplate | None = None
+
+    def chat_template(self, prompt: RolloutPrompt) -> ChatTemplate:
+        """Return the chat template with the prompt's arguments.
+
+        Consecutive trajectories with equal ones share it, and what it has found out about itself.
+        """
+        kwargs = {**self.config.chat_template_kwargs, **template_kwargs_of(prompt.env_extras)}
+        if self._template is None or kwargs != self._template_kwargs:
+            self._template_kwargs = kwargs
+            self._template = ChatTemplate(
+                self.tokenizer,
+                self.config.chat_template,
+                kwargs,
+                max_length=self.max_input_length,
+            )
+        return self._template
 
     def episode(
         self, trajectory: Trajectory, prompt: RolloutPrompt, entry: Activity, *, policy_version: int
@@ -97,19 +115,11 @@ class _EnvEpisode:
         extras = {**self._prompt.env_extras, "max_turns": loop.config.max_turns}
         self._env = await loop.env_factory.make(self._prompt.env_class, extras)
         messages = await self._env.init(self._prompt.messages)
-        template_kwargs = self._template_kwargs()
-        make = partial(
-            make_context,
-            loop.config.context,
-            loop.tokenizer,
-            messages,
-            chat_template=loop.config.chat_template,
-            template_kwargs=template_kwargs,
-            max_length=loop.max_input_length,
-        )
+        template = loop.chat_template(self._prompt)
+        make = partial(begin_context, loop.config.context, template, messages)
         characters = _characters(messages)
         context = await _off_loop(characters, make)
-        return await self._turns(context, characters, self._env, template_kwargs.get("tools"))
+        return await self._turns(context, characters, self._env)
 
     async def close(self) -> None:
         if self._env is not None:
@@ -119,25 +129,21 @@ class _EnvEpisode:
                 self._trajectory.env_metrics = {**counts, **await self._env.metrics()}
             await self._env.close()
 
-    def _template_kwargs(self) -> dict[str, Any]:
-        return {
-            **self._loop.config.chat_template_kwargs,
-            **template_kwargs_of(self._prompt.env_extras),
-        }
+    async def _turns(self, context: Context, characters: int, env: EnvSession) -> str:
+        """Append steps until the trajectory ends; return its stop reason.
 
-    async def _turns(
-        self,
-        context: Context,
-        characters: int,
-        env: EnvSession,
-        tools: Sequence[Mapping[str, Any]] | None,
-    ) -> str:
-        """Append steps until the trajectory ends; return its stop reason."""
+        Args:
+            characters: of the first prompt's messages.
+        """
         loop, entry, steps = self._loop, self._entry, self._trajectory.steps
+        tools = context.template.tools
+        renders_all = loop.config.context == "retemplate"  # for each prompt
         before: list[int] = []  # the last prompt
         kept = TokenIds([])  # the same, as its step has it
         for turn in range(loop.config.max_turns):
-            prompt_token_ids = await _off_loop(characters, context.prompt_token_ids)
+            prompt_token_ids = await _off_loop(
+                characters if renders_all else 0, context.prompt_token_ids
+            )
             if len(prompt_token_ids) > loop.max_input_length:
                 return LENGTH
             loop.board.set_phase(entry, GENERATING, attempt=entry.attempt, turn=turn)
@@ -169,9 +175,10 @@ class _EnvEpisode:
                 # A truncated response keeps "length": the filter for overlong ones reads it.
                 truncated = generation.stop_reason == LENGTH
                 return generation.stop_reason if answer.done or truncated else MAX_TURNS
-            characters += _characters([*answer.messages, answer.postprocessed_action])
+            new = _characters([*answer.messages, answer.postprocessed_action])
             extend = partial(_extend_context, context, step, generation, parsed, answer)
-            await _off_loop(characters, extend)
+            await _off_loop(characters + new, extend)
+            characters += new if renders_all else 0
         raise AssertionError("unreachable: the last turn returns")
 
     async def _generate(self, prompt_token_ids: list[int]) -> Generation:

@@ -88,6 +88,11 @@ class ChatTemplate:
         return self._control.names
 
     @property
+    def tools(self) -> Sequence[Mapping[str, Any]] | None:
+        """The functions that its prompts offer."""
+        return self._kwargs.get("tools")
+
+    @property
     def end_id(self) -> int:
         """The token that ends an answer: the one that the template writes after it.
 
@@ -191,7 +196,10 @@ class ChatTemplate:
         Raises:
             ContextError: the template refuses the messages, or leaves one out: some know no tools.
         """
-        text = self.text(messages, answer_next=answer_next)
+        if all(map(_is_plain, messages)):
+            text = "".join(self.parts_of_seen(messages, answer_next=answer_next))
+        else:
+            text = self.text(messages, answer_next=answer_next)
         self.check_written(text, messages, num_checked, answer_next=answer_next)
         return text
 
@@ -244,8 +252,7 @@ class ChatTemplate:
 
         transformers drops and renames some keys, of which a plain message has none.
         """
-        plain = message.keys() == PLAIN_KEYS and all(type(x) is str for x in message.values())
-        if plain or self._direct is False:
+        if _is_plain(message) or self._direct is False:
             return message
         with _refusals([message]):
             as_json = self.tokenizer.apply_chat_template(
@@ -369,11 +376,17 @@ class ChatTemplate:
         control = self._control
         text = control.pattern.sub(lambda m: m[0][0] + BREAK + m[0][1:], text)
         lengths = range(2, min(control.longest_part, len(text)) + 1)
-        if any(text[-length:] in control.beginnings for length in lengths):
+        # Most texts have other characters there.
+        if text[-2:] in control.pairs and any(text[-n:] in control.beginnings for n in lengths):
             text = text[:-1] + BREAK + text[-1:]
-        if any(text[:length] in control.ends for length in lengths):
+        if text[:2] in control.pairs and any(text[:n] in control.ends for n in lengths):
             text = text[:1] + BREAK + text[1:]
         return text
+
+
+def _is_plain(message: Message) -> bool:
+    """Return whether transformers gives a message to a template as it is."""
+    return message.keys() == PLAIN_KEYS and all(type(value) is str for value in message.values())
 
 
 def text_after(marker: str, text: str) -> str:
@@ -440,6 +453,9 @@ class _ControlTokens:
         added_names: by id, of all tokens that the tokenizer finds before it divides a text: special
             ones and others, such as `<think>`.
         has_prefix: whether a text has other tokens at the beginning than inside another one.
+        beginnings, ends: parts of the names.
+        pairs: of two characters, in any of them.
+        longest_part: characters of the longest of these.
     """
 
     pattern: re.Pattern[str]
@@ -449,6 +465,7 @@ class _ControlTokens:
     has_prefix: bool
     beginnings: frozenset[str]
     ends: frozenset[str]
+    pairs: frozenset[str]
     longest_part: int
 
 
@@ -478,6 +495,7 @@ def _control_tokens(tokenizer: Any, _size: int) -> _ControlTokens:
         encode(tokenizer, "\nx") != encode(tokenizer, "\n") + encode(tokenizer, "x"),
         frozenset(name[:end] for name in names for end in range(2, len(name))),
         frozenset(name[start:] for name in names for start in range(1, len(name) - 1)),
+        frozenset(name[start : start + 2] for name in names for start in range(len(name) - 1)),
         max(map(len, names), default=1) - 1,
     )
 

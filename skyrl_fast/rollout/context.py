@@ -29,7 +29,7 @@ class Context(Protocol):
     template: ChatTemplate
 
     def prompt_token_ids(self) -> list[int]:
-        """Return the tokens of this turn's prompt, as a new list."""
+        """Return the tokens of this turn's prompt: a new list, or the last one, which has grown."""
 
     def add_response(
         self, token_ids: Sequence[int], message: Message, *, replaced: bool, stopped: bool = True
@@ -56,14 +56,12 @@ def make_context(
     template_kwargs: Mapping[str, Any] | None = None,
     max_length: int | None = None,
 ) -> Context:
-    """Return a context that begins with the first prompt's messages.
+    """Return a context with a new chat template; see `begin_context`.
 
     Args:
-        kind: "append": tokens are only appended, so that the trained tokens are the sampled ones.
-            "retemplate": the complete history is rendered by the chat template every turn, for
-            models whose template rewrites it. "single": observations are plain text inside one
-            answer.
-        tokenizer: tokenizer of transformers, with a chat template.
+        kind, messages: of the context.
+        tokenizer: of transformers, with a chat template.
+        chat_template: replaces the tokenizer's own.
         template_kwargs: passed to the chat template, such as `tools`.
         max_length: longest prompt in tokens. A text that makes a prompt longer may be cut, and the
             prompt is still longer.
@@ -72,13 +70,30 @@ def make_context(
         ValueError: unknown kind. ContextError: the chat template refuses the messages.
     """
     template = ChatTemplate(tokenizer, chat_template, template_kwargs, max_length=max_length)
+    return begin_context(kind, template, messages)
+
+
+def begin_context(kind: str, template: ChatTemplate, messages: Sequence[Message]) -> Context:
+    """Return a context that begins with the first prompt's messages.
+
+    Args:
+        kind: "append": tokens are only appended, so that the trained tokens are the sampled ones.
+            "retemplate": the complete history is rendered by the chat template every turn, for
+            models whose template rewrites it. "single": observations are plain text inside one
+            answer.
+        template: contexts may share it.
+        messages: the first prompt.
+
+    Raises:
+        ValueError: unknown kind. ContextError: the chat template refuses the messages.
+    """
     if kind == "append":
         return _AppendContext(template, messages)
     if kind == "retemplate":
         return _RetemplateContext(template, messages)
     if kind == "single":
         return _SingleContext(template, messages)
-    raise ValueError(f"make_context: kind: expected one of {CONTEXTS}, got {kind!r}")
+    raise ValueError(f"begin_context: kind: wanted one of {CONTEXTS}, got {kind!r}")
 
 
 def render_answer(
@@ -201,7 +216,7 @@ class _AppendContext:
         self._ended = False
 
     def prompt_token_ids(self) -> list[int]:
-        return list(self._token_ids)
+        return self._token_ids
 
     def add_response(
         self, token_ids: Sequence[int], message: Message, *, replaced: bool, stopped: bool = True
@@ -257,7 +272,7 @@ class _SingleContext:
         self._token_ids = template.token_ids(template.checked_text(messages))
 
     def prompt_token_ids(self) -> list[int]:
-        return list(self._token_ids)
+        return self._token_ids
 
     def add_response(
         self, token_ids: Sequence[int], message: Message, *, replaced: bool, stopped: bool = True

@@ -100,8 +100,10 @@ def _check_lengths(part: Generation) -> None:
 
 def _rest(sampling: SamplingParams, num_sampled: int) -> SamplingParams:
     """Return how to sample the rest of an answer: the engine counts from each request's start."""
-    rest = replace(sampling, max_generate_length=sampling.max_generate_length - num_sampled)
     least = sampling.additional_kwargs.get("min_tokens")
+    if not least and not num_sampled:
+        return sampling
+    rest = replace(sampling, max_generate_length=sampling.max_generate_length - num_sampled)
     if not least:
         return rest
     least = max(0, min(least, sampling.max_generate_length) - num_sampled)

@@ -23,7 +23,7 @@ from skyrl_fast.rollout.trajectory_runner import Agent, TrajectoryRunner
 
 log = logging.getLogger(__name__)
 
-POLL_SECONDS = 1.0  # between two checks of a group by the watchdog
+POLL_SHARE = 0.02  # of a trajectory's deadline, between two checks of a group by the watchdog
 SLOW_SHARE = 0.5  # of a trajectory's deadline, spent in one phase, is reported as slow
 CLOSE_CALLS = 2  # of the environment after the deadline: metrics and close
 GRACE_SECONDS = 5.0
@@ -69,7 +69,8 @@ class GroupRunner:
     Args:
         config: settings of the loop; see `loop_settings`.
         board: records the phase of each trajectory; None: a new one.
-        poll_seconds: between two checks by the watchdog.
+        env_timeout_seconds: deadline of one environment call.
+        poll_seconds: between two checks by the watchdog; None: `POLL_SHARE` of the deadline.
         on_trajectory: called with each trajectory as it ends.
         on_group: awaited with a prompt and its trajectories when all of them have ended.
 
@@ -84,7 +85,7 @@ class GroupRunner:
         *,
         board: ActivityBoard | None = None,
         env_timeout_seconds: float = 60.0,
-        poll_seconds: float = POLL_SECONDS,
+        poll_seconds: float | None = None,
         on_trajectory: Callable[[Trajectory], None] | None = None,
         on_group: OnGroup | None = None,
     ) -> None:
@@ -95,11 +96,11 @@ class GroupRunner:
         self.faults: Counter[str] = Counter()
         self._runner = TrajectoryRunner(agent, config, board=self.board, faults=self.faults)
         self._config = config
-        self._poll_seconds = poll_seconds
         self._slots = asyncio.Semaphore(config.max_concurrent_trajectories)
         self._abandoned: set[asyncio.Task[Trajectory]] = set()
         self._close_seconds = CLOSE_CALLS * env_timeout_seconds + GRACE_SECONDS
         deadline = config.trajectory_timeout_seconds
+        self._poll_seconds = POLL_SHARE * deadline if poll_seconds is None else poll_seconds
         self._watchdog = Watchdog(
             self.board,
             slow_seconds=SLOW_SHARE * deadline,
@@ -185,11 +186,11 @@ class GroupRunner:
         members: dict[int, _GroupMember],
         ended: dict[int, Trajectory],
     ) -> None:
-        """Wait up to `poll_seconds`; collect ended trajectories, and give up stuck ones."""
+        """Wait for all, up to `poll_seconds`; collect ended ones, and give up stuck ones."""
         await asyncio.wait(
             [member.task for member in members.values()],
             timeout=self._poll_seconds,
-            return_when=asyncio.FIRST_COMPLETED,
+            return_when=asyncio.FIRST_EXCEPTION,
         )
         for repetition_id, member in list(members.items()):
             if member.task.done():

@@ -76,11 +76,17 @@ class TokenIds(Sequence[int]):
 
 
 def grown_ids(token_ids: list[int], before_ids: list[int], before: TokenIds) -> TokenIds:
-    """Return a prompt that shares the parts of the prompt before it, where it begins with that."""
-    shared = len(before_ids)
-    if token_ids[:shared] != before_ids:
+    """Return a prompt that shares the parts of the prompt before it, where it begins with that.
+
+    Args:
+        token_ids: of the prompt.
+        before_ids: of the prompt before it; the same list, if it has only grown since.
+        before: its ids then.
+    """
+    shared = len(before)
+    if token_ids is not before_ids and token_ids[:shared] != before_ids:
         return TokenIds([ids_array(token_ids)])
-    return TokenIds([*before.parts, ids_array(token_ids[shared:])])
+    return TokenIds([*before.parts, ids_array(token_ids[shared:])], len(token_ids))
 
 
 def count_shared(one: np.ndarray, other: np.ndarray) -> int:

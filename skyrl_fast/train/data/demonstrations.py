@@ -124,7 +124,7 @@ def _steps(
     longest = generator.sampling_params.max_generate_length
     while True:
         answer = plain[place]
-        prompt = context.prompt_token_ids()
+        prompt = list(context.prompt_token_ids())
         following = first_answer(plain[place + 1 :])
         observation = plain[place + 1 : place + 1 + following]
         response = render_answer(tokenizer, plain[:place], answer, observation, **options)

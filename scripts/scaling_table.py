@@ -51,6 +51,7 @@ FLOPS = 0.4 * 989e12  # of a rank: 40 % of an H100's bfloat16 peak
 STORAGE = 2e9  # bytes a second that a rank writes, if the storage takes that of all
 TOKENS, RESPONSE_SHARE, ROW_TOKENS = 2**24, 0.25, 8192  # of a step; 2,048 rows of 8,192 tokens
 PASS_TOKENS = 16384  # trainer.max_tokens_per_microbatch
+CAPACITY = 79 * GIB  # of a GPU
 CASES = (
     ("Qwen/Qwen2.5-Coder-7B-Instruct", 8),
     ("Qwen/Qwen2.5-Coder-7B-Instruct", 1024),
@@ -95,6 +96,7 @@ class Step:
         tokens, responses, rows: of the batch: S, trained tokens A, rows.
         trained, forward: passes of each rank with and without gradients.
         mini_batches: optimizer steps; each sends its rows once.
+        reductions: of gradients: one per mini-batch where a rank holds them, else one per pass.
         batches: calls that send the full batch: log-probabilities of the old policy, a reference.
     """
 
@@ -105,6 +107,7 @@ class Step:
     trained: int
     forward: int = 0
     mini_batches: int = 1
+    reductions: int = 1
     batches: int = 0
 
 
@@ -134,7 +137,7 @@ def traffic(model: Model, step: Step) -> dict[str, tuple[float, float]]:
             step.trained * (units + model.layers) + step.forward * units,
             weights * (step.trained * (model.parameters + inner) + step.forward * model.parameters),
         ),
-        GRADIENTS: (step.trained * units, weights * step.trained * model.parameters),
+        GRADIENTS: (step.reductions * units, weights * step.reductions * model.parameters),
         ENGINE: (model.weights, weights * model.parameters),
         CHECKPOINT: (model.weights, weights * model.parameters),
         SEQUENCES: (0, 0),  # no ranks share a pass
@@ -160,10 +163,14 @@ def model_of(name: str) -> Model:
     )
 
 
-def step_of(ranks: int) -> Step:
+def step_of(model: Model, ranks: int) -> Step:
     """Return the step of the tables: one mini-batch, of rows of equal lengths."""
     passes = -(-TOKENS // (ranks * PASS_TOKENS))
-    return Step(ranks, TOKENS, int(RESPONSE_SHARE * TOKENS), TOKENS // ROW_TOKENS, passes)
+    holds = sum(_gpu_bytes(model, ranks)) <= CAPACITY
+    return Step(
+        *(ranks, TOKENS, int(RESPONSE_SHARE * TOKENS), TOKENS // ROW_TOKENS, passes),
+        reductions=1 if holds else passes,
+    )
 
 
 def with_tables(text: str) -> str:
@@ -179,7 +186,8 @@ def tables() -> str:
     cases = [(name.partition("/")[2], models[name], ranks) for name, ranks in CASES]
     return (
         _table(
-            "GiB|shards|gathered|checkpoint copy|loading|weight sync: a file|a broadcast",
+            "GiB|shards|gathered|held gradients|checkpoint copy|loading|weight sync: a file|"
+            "a broadcast",
             [(f"{name}, {ranks} ranks", *_memory(model, ranks)) for name, model, ranks in cases],
         )
         + "\n"
@@ -192,18 +200,23 @@ def tables() -> str:
 
 
 def _memory(model: Model, ranks: int) -> list[str]:
-    shards = (WEIGHT_BYTES + GRADIENT_BYTES + MOMENT_BYTES) * model.parameters / ranks
-    gathered = GATHERED_LAYERS * LAYER_BYTES * model.largest_layer + ROOT_BYTES * model.root
     copy = (WEIGHT_BYTES + MOMENT_BYTES) * model.parameters / ranks
     loading, file = WEIGHT_BYTES * model.parameters, SENT_BYTES * model.parameters
     layer = SENT_BYTES * max(model.largest_layer, model.largest_weight)
     bucket = max(BUCKET_BYTES, SENT_BYTES * model.largest_weight)
-    sizes = (shards, gathered, copy, loading, file, layer + SENT_BUCKETS * bucket)
+    sizes = (*_gpu_bytes(model, ranks), copy, loading, file, layer + SENT_BUCKETS * bucket)
     return [_short(value / GIB) for value in sizes]
 
 
+def _gpu_bytes(model: Model, ranks: int) -> tuple[float, float, float]:
+    """Return the bytes of shards, gathered layers and held gradients."""
+    shards = (WEIGHT_BYTES + GRADIENT_BYTES + MOMENT_BYTES) * model.parameters / ranks
+    gathered = GATHERED_LAYERS * LAYER_BYTES * model.largest_layer + ROOT_BYTES * model.root
+    return shards, gathered, GRADIENT_BYTES * model.parameters
+
+
 def _times(model: Model, ranks: int) -> list[str]:
-    step = step_of(ranks)
+    step = step_of(model, ranks)
     moved = {kind: num_bytes / LINK for kind, (_, num_bytes) in traffic(model, step).items()}
     # Forward and backward are 6 operations a parameter and token; recomputed layers add 2.
     compute = 8 * model.active * step.trained * PASS_TOKENS / FLOPS

@@ -13,7 +13,7 @@ from skyrl_fast.config import OptimizerConfig
 from skyrl_fast.train.model.critic import Critic, ValueModel
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import Policy
-from skyrl_fast.train.parallel.ranks import Ranks
+from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
 
 BUDGET = 40  # tokens of a micro-batch: several for each rank
 
@@ -55,6 +55,12 @@ def make_models(ranks: Ranks) -> Models:
             "checkpointed": (checkpointed(tiny_moe()), {"router_replay": True}),
         },
     )
+
+
+@run_on_all_ranks
+def hold_gradients(owner: Policy | Critic, holds: bool) -> None:
+    """Say on every rank whether there is memory for a model's full gradients."""
+    owner.ranks.holds_gradients = holds
 
 
 def models_of(

@@ -260,14 +260,36 @@ def test_logits_are_saved_where_an_update_leaves_room(small: Path) -> None:
     assert two.saved_logits_bytes == every
 
 
+@pytest.mark.spec("memory.held-gradients")
+def test_ranks_hold_full_gradients_where_an_update_leaves_room(small: Path) -> None:
+    two = "trainer.placement.policy_num_gpus_per_node=2"
+
+    def planned(capacity: int, *overrides: str) -> MemoryPlan:
+        return plan_memory(config_of(small, *overrides), capacity=capacity)
+
+    full = 4 * 494_032_768
+    roomy = planned(GPU, two)
+    assert roomy.held_gradient_bytes == full
+    held = "the rest holds 1.8 GiB of gradients to reduce and up to 4.6 GiB of saved logits"
+    assert str(roomy).endswith(held)
+    assert planned(GPU).held_gradient_bytes == 0  # one rank has nothing to reduce
+    used = roomy.devices[0].total
+    least, fewer = (planned(used + more, two) for more in (full, full - 1))
+    assert (least.held_gradient_bytes, least.saved_logits_bytes) == (full, 0)
+    assert fewer.held_gradient_bytes == 0
+    assert fewer.saved_logits_bytes > 0
+    assert fewer.fits
+
+
 @pytest.mark.spec("memory.saved-logits")
 def test_train_saves_the_logits_of_the_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_sharing, "find_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(gpu_sharing, "gpu_memory", lambda config, with_engine=True: GPU)
     found: list[Any] = []
 
-    def stop(*arguments: Any, saved_logits_bytes: int | None) -> None:
+    def stop(*arguments: Any, saved_logits_bytes: int | None, holds_gradients: bool) -> None:
         found.append(saved_logits_bytes)
+        assert not holds_gradients  # of one rank
         raise ValueError("stop here")
 
     monkeypatch.setattr(run_module, "make_models", stop)

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 import torch
 from _moe import NUM_EXPERTS, NUM_LAYERS, TOP_K
-from _ranked import Models, make_models
+from _ranked import Models, hold_gradients, make_models
 from _trees import agent_batch
 from safetensors.torch import load_file
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -119,6 +119,33 @@ def test_update_equals_that_of_one_rank(both: Both, case: str) -> None:
     assert_close(*(weights(models.policies[name]) for models in (both.alone, both.shared)))
     torch.testing.assert_close(*seen, equal_nan=True, **CLOSE)
     assert_same_metrics(*metrics)
+
+
+@pytest.mark.spec("update.ranks-reduce-once", "update.ranks-equal")
+@pytest.mark.parametrize("holds", [True, False])
+def test_gradients_are_reduced_once_where_a_rank_holds_them(both: Both, holds: bool) -> None:
+    batch = agent_batch(7, num_groups=4)
+    policy, critic = both.shared.policies["tied"], both.shared.critic
+    with_returns = batch.with_(values=critic.batch_values(batch), returns=-batch.rewards)
+    traffic = policy.ranks.traffic
+    hold_gradients(policy, holds)
+    try:
+        traffic.take()
+        update(both.alone, "tied", batch, mini_batch_size=4)
+        found = update(both.shared, "tied", batch, mini_batch_size=4)
+        of_policy = traffic.take()["traffic/gradients_messages"]
+        one, other = both.alone.critic.update(with_returns), critic.update(with_returns)
+        of_critic = traffic.take()["traffic/gradients_messages"]
+    finally:
+        hold_gradients(policy, True)
+    assert_close(*(weights(models.policies["tied"]) for models in (both.alone, both.shared)))
+    assert other == pytest.approx(one, rel=1e-3)
+    passes = -(-found["policy/num_micro_batches"] // policy.ranks.size)
+    units = len(policy.model.base_model.layers) + 1
+    assert passes >= 2
+    assert of_policy == units * (1 if holds else passes)
+    steps = int(other["critic/optimizer_steps"])
+    assert of_critic == units * steps if holds else of_critic > units * steps
 
 
 @pytest.mark.spec("update.ranks-equal")

@@ -235,14 +235,14 @@ def _run_here(
                 _check_rollouts(config, folder, data, make_env)
             if check_rollouts is not None and start.checkpoint is None:
                 check_rollouts(config, str(folder))
-            plan = plan_run_memory(config, start.checkpoint, with_engine=make_rollouts is None)
-            saved = None if plan is None else plan.saved_logits_bytes
+            plan = planned_memory(config, start.checkpoint, with_engine=make_rollouts is None)
             make: Callable[[Ranks], Models] = partial(
                 make_models,
                 config,
                 start.checkpoint,
                 len(data.train),
-                saved_logits_bytes=saved,
+                saved_logits_bytes=None if plan is None else plan.saved_logits_bytes,
+                holds_gradients=plan is None or plan.held_gradient_bytes > 0,
             )
             output = _output(config, start, data, plan, stack, store)
             ranks = stack.enter_context(

@@ -30,6 +30,7 @@ from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.parallel.rank_shares import local_micro_batches
 from skyrl_fast.train.parallel.ranks import run_on_all_ranks
+from skyrl_fast.train.parallel.sharding import reduce_at_last
 
 _NO_BUDGET = 1 << 62  # tokens
 # Of a micro-batch: weighted by the mini-batch's weights, or counted.
@@ -300,7 +301,10 @@ def _gradient(
         )
     micro_batches = local_micro_batches(plan, budget, policy.ranks, divisible=not undivided)
     policy.ranks.sequence.share_random_state(policy.device)
-    results = [_micro_step(policy, batch, weights, micro, algorithm) for micro in micro_batches]
+    results = [
+        _micro_step(policy, batch, weights, micro, algorithm)
+        for micro in reduce_at_last(policy.model, micro_batches, policy.ranks)
+    ]
     return policy.ranks.gather([result for result in results if result is not None])
 
 

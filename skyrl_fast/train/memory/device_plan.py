@@ -61,14 +61,18 @@ class MemoryPlan:
             as either the update or generation needs more.
         engine_share: `gpu_memory_utilization` of the run's own engine; None: there is none.
         host_bytes: main memory for handing over the weights, and for those of a sleeping engine.
-        saved_logits_bytes: bytes of logits that fit into what an update leaves; saving them for the
-            backward pass spares a product.
+        held_gradient_bytes: of full gradients, where what an update leaves holds them: they are
+            reduced over the ranks once in an optimizer step, else in every micro-batch. 0 with one
+            rank.
+        saved_logits_bytes: of logits that fit into the rest of it; saving them for the backward
+            pass spares a product.
         remedies: settings with which the run would fit; empty where it fits.
     """
 
     devices: tuple[DevicePlan, ...]
     engine_share: float | None
     host_bytes: int
+    held_gradient_bytes: int = 0
     saved_logits_bytes: int = 0
     remedies: tuple[str, ...] = ()
 
@@ -85,8 +89,13 @@ class MemoryPlan:
         if self.fits:
             engine = self.engine_share
             share = "" if engine is None else f"; gpu_memory_utilization={engine:.2f}"
-            saved = f"; the rest holds up to {gib(self.saved_logits_bytes)} GiB of saved logits"
-            return "\n".join([*lines, f"fits{share}{saved if self.saved_logits_bytes else ''}"])
+            spare = []
+            if self.held_gradient_bytes:
+                spare.append(f"{gib(self.held_gradient_bytes)} GiB of gradients to reduce")
+            if self.saved_logits_bytes:
+                spare.append(f"up to {gib(self.saved_logits_bytes)} GiB of saved logits")
+            rest = f"; the rest holds {' and '.join(spare)}" if spare else ""
+            return "\n".join([*lines, f"fits{share}{rest}"])
         lines += [
             f"does not fit: {device.name} lacks {gib(device.total - device.capacity)} GiB"
             for device in self.devices

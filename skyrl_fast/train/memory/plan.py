@@ -150,7 +150,7 @@ def _plan(
         if on_cluster:
             trainer = [*trainer, sent]
         alone = (*_devices(ranks, trainer, capacity),)
-        return MemoryPlan(alone, None, 0, _saved_logits_bytes(config, size, alone))
+        return MemoryPlan(alone, None, 0, *_spare_bytes(config, measure, alone))
     context = Item("engine: CUDA context", CONTEXT_BYTES)
     if engine.weight_sync == "nccl":  # its GPUs are none of the trainer's
         received = RECEIVED_BUCKETS * bucket
@@ -172,8 +172,8 @@ def _plan(
     copies = 2 * (engine.weight_sync == "file") + engine.sleeps
     item = _dtype(config.generator.inference_engine.model_dtype).itemsize
     updates = [device for device in devices if trainer[-1] in device.items]
-    saved = _saved_logits_bytes(config, size, updates)
-    return MemoryPlan(tuple(devices), share, copies * item * size.parameters, saved)
+    host = copies * item * size.parameters
+    return MemoryPlan(tuple(devices), share, host, *_spare_bytes(config, measure, updates))
 
 
 def _devices(
@@ -282,12 +282,25 @@ def head_bytes(size: ModelSize, tokens: int, dtype: torch.dtype) -> int:
     return logits + copied + gradient + states
 
 
-def _saved_logits_bytes(config: Config, size: ModelSize, updates: Iterable[DevicePlan]) -> int:
-    """Return the bytes of logits that fit into what updates leave, at most those of all tokens."""
-    tokens, _ = _pass_tokens(config, _row_length(config))
-    most = tokens * size.vocab_size * _head_dtype(config).itemsize
+def _spare_bytes(
+    config: Config, measure: _Measurements, updates: Iterable[DevicePlan]
+) -> tuple[int, int]:
+    """Return what is put into the memory that updates leave: held gradients, then saved logits.
+
+    The gradients are those of policy or critic, all or none; the logits at most those of all tokens
+    of a pass.
+    """
+    trainer = config.trainer
+    policy = str(trainer.policy.model.path)
     left = min(device.capacity - device.total for device in updates)
-    return max(0, min(most, math.floor(left / (1 + FRAGMENTATION))))
+    held = 0
+    if trainer.placement.num_ranks > 1:
+        paths = [policy, *filter(None, [trainer.critic.model.path])]
+        held = GRADIENT_BYTES * max(measure.size(path).trained_parameters for path in paths)
+    held = held if held <= left else 0
+    tokens, _ = _pass_tokens(config, _row_length(config))
+    most = tokens * measure.size(policy).vocab_size * _head_dtype(config).itemsize
+    return held, max(0, min(most, math.floor((left - held) / (1 + FRAGMENTATION))))
 
 
 def _probe_item(config: Config, size: ModelSize) -> Item:

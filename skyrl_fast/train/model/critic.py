@@ -41,6 +41,7 @@ from skyrl_fast.train.parallel.ranks import SINGLE_RANK, Ranks, run_on_all_ranks
 from skyrl_fast.train.parallel.sharding import (
     full_tensors,
     full_weight,
+    reduce_at_last,
     shard,
     trained_parameters,
     weights_of,
@@ -215,7 +216,7 @@ class Critic:
         total = max(1, int((batch.loss_mask != 0).sum()))
         assert batch.values is not None and batch.returns is not None
         results = []
-        for micro in self._micro_batches(batch):
+        for micro in reduce_at_last(self.model, self._micro_batches(batch), self.ranks):
             index = response_positions(batch, micro)
             old, returns = batch.values[index], batch.returns[index]
             values = self.values(micro)

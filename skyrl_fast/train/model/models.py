@@ -47,15 +47,18 @@ def make_models(
     ranks: Ranks,
     *,
     saved_logits_bytes: int | None = None,
+    holds_gradients: bool = True,
 ) -> Models:
     """Create the models from the settings or a checkpoint, in the same order on every rank.
 
     Args:
         num_prompts: training prompts, for the length of the learning-rate schedule.
         saved_logits_bytes: of a policy; see `Policy`.
+        holds_gradients: whether a rank has memory for a model's full gradients.
     """
     settings = config.trainer
     ranks.share_sequences(settings.policy.sequence_parallel_size)
+    ranks.holds_gradients = holds_gradients
     _set_threads(settings.num_threads, ranks)
     seed_everything(settings.seed)
     hide_progress_bars()

@@ -46,6 +46,7 @@ class Ranks:
         self.size = size
         self.mesh: Any = None  # device mesh of the weights
         self.sequence = SINGLE  # those that share the tokens of a pass
+        self.holds_gradients = True  # whether there is memory for a model's full gradients
         self.traffic = Traffic()
         self.files: Any = None  # `SharedFiles` of several ranks
         self._messages: Any = None

@@ -1,12 +1,13 @@
 """Weights, gradients and AdamW's moments of a model, sharded over the ranks by torch's FSDP2.
 
 A layer's full weights are on a rank only while the layer computes. Gradients are summed over the
-ranks, so that the sum of losses over all ranks' micro-batches is minimised.
+ranks, so that the sum of losses over all ranks' micro-batches is minimised; a rank first adds up
+those of its own micro-batches, if they fit into memory (docs/design/020-several-gpus.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -76,6 +77,19 @@ def with_full_params(model: Any, work: Callable[[], T]) -> T:
     if not torch.is_grad_enabled():
         model.reshard()  # else weights outside the layers would stay gathered
     return result
+
+
+def reduce_at_last(model: Any, passes: Sequence[T], ranks: Ranks) -> Iterator[T]:
+    """Yield the passes; the ranks' gradients are summed by the backward pass of the last one.
+
+    Each rank has the same number of them, and holds the model's full gradients in between. Without
+    memory for these, every pass sums them.
+    """
+    for number, one in enumerate(passes, 1):
+        if ranks.size > 1:
+            is_last = number == len(passes)
+            model.set_requires_gradient_sync(is_last or not ranks.holds_gradients)
+        yield one
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import Sequence
 
@@ -128,6 +129,34 @@ class Trainer:
             probe=[[1, 2]],
             trainer_logprobs=lambda probe: [([self.weight], 1.0)] * len(probe),
         )
+
+
+def test_the_trainer_computes_its_logprobs_while_engines_load() -> None:
+    asked = threading.Event()
+
+    class Loading(OneWeight):
+        async def load_weights(self, call: WorkerCall) -> None:
+            assert await asyncio.to_thread(asked.wait, 5)
+            await super().load_weights(call)
+
+    def trainer_logprobs(probe: list[list[int]]) -> list[tuple[list[float], float]]:
+        asked.set()
+        return [([trainer.weight], 1.0)] * len(probe)
+
+    trainer = Trainer()
+
+    async def run() -> None:
+        pool = EnginePool([Loading("a"), Loading("b")])  # type: ignore[list-item]
+        await pool.start()
+        trainer.weight = 2.0
+        report = await pool.update(
+            trainer.weights,
+            lambda engine: WeightProbe(engine, probe=[[1, 2]], trainer_logprobs=trainer_logprobs),
+        )
+        assert report.difference.maximum == 0.0
+        await pool.close()
+
+    asyncio.run(run())
 
 
 async def started(*engines: OneWeight, max_restarts: int = 3) -> tuple[EnginePool, Trainer]:

@@ -10,6 +10,7 @@ import torch
 from skyrl_fast.rollout.engine.weights.receipt import (
     Receipt,
     WeightSyncError,
+    _sum_products,
     check_receipts,
     read_receipts,
     record_digests,
@@ -48,6 +49,11 @@ def test_every_bit_and_place_changes_the_digest(size: int) -> None:
     assert tensor_digest(torch.stack([weights, weights])[:, :1].t()) == tensor_digest(
         weights[:1].repeat(1, 2)
     )  # strides do not count
+
+
+def test_the_words_of_a_cpu_are_summed_as_those_of_other_devices() -> None:
+    one, other = torch.randint(-(2**63), 2**63 - 1, (2, 70_000))
+    assert _sum_products(one, other) == int((one * other).sum())
 
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, 3), "norm": torch.ones(3)}

@@ -413,11 +413,13 @@ class EnginePool:
 
         async def load() -> WeightSyncReport:
             started = time.perf_counter()
-            await member.engine.load_weights(call)
+            member.probe = probe = member.probe or make_probe(member.engine)
+            loading = member.engine.load_weights(call)
+            expected, _ = await asyncio.gather(probe.ask_trainer(), loading)
             await member.engine.resume()  # before the probe, which is a request, too
             taken = seconds + time.perf_counter() - started
-            member.probe = member.probe or make_probe(member.engine)
-            return await member.probe.verify(update_seconds=taken, num_bytes=call.sent.num_bytes)
+            size = call.sent.num_bytes
+            return await probe.verify(expected, update_seconds=taken, num_bytes=size)
 
         try:
             report = await self._call(member, load, LOAD_SECONDS)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError, dtype_name
+from skyrl_fast.system.torch_threads import end_torch_threads
 
 if TYPE_CHECKING:
     from skyrl_fast.rollout.engine.protocol import Engine
@@ -169,8 +170,27 @@ class WeightProbe:
         self._engine_before: np.ndarray | None = None
         self._trainer_before: np.ndarray | None = None
 
-    async def verify(self, *, update_seconds: float = 0.0, num_bytes: int = 0) -> WeightSyncReport:
+    async def ask_trainer(self) -> Logprobs | None:
+        """Return the trainer's logprobs, computed in a thread while the engine loads the weights.
+
+        None where they need the engine's routes.
+        """
+        if self._replayed_logprobs is not None:
+            return None
+        return await asyncio.to_thread(self._compute_trainer_logprobs)
+
+    async def verify(
+        self,
+        trainer_logprobs: Logprobs | None = None,
+        *,
+        update_seconds: float = 0.0,
+        num_bytes: int = 0,
+    ) -> WeightSyncReport:
         """Compare logprobs now.
+
+        Args:
+            trainer_logprobs: from `ask_trainer`; None: not asked yet.
+            update_seconds, num_bytes: for the report.
 
         Raises:
             WeightSyncError: they differ, or did not change; the message names the largest
@@ -178,7 +198,7 @@ class WeightProbe:
         """
         started = time.perf_counter()
         self._refuse_other_dtype()
-        engine_rows, answers = await self._ask_both()
+        engine_rows, answers = await self._ask_both(trainer_logprobs)
         engine = self._concatenate("engine", engine_rows)
         trainer = self._concatenate("trainer_logprobs", [values for values, _ in answers])
         logit_std = sum(float(std) for _, std in answers) / len(self._probe)
@@ -196,10 +216,17 @@ class WeightProbe:
             self._engine_before, self._trainer_before = engine, trainer
         return report
 
-    async def _ask_both(self) -> tuple[list[list[float]], Logprobs]:
+    def _compute_trainer_logprobs(self) -> Logprobs:
+        try:
+            return self._trainer_logprobs(self._probe)
+        finally:
+            end_torch_threads()
+
+    async def _ask_both(self, trainer: Logprobs | None) -> tuple[list[list[float]], Logprobs]:
+        """Return the logprobs of the probe by the engine, and by the trainer."""
         if self._replayed_logprobs is None:
             engine = await asyncio.gather(*map(self._engine.prompt_logprobs, self._probe))
-            return engine, self._trainer_logprobs(self._probe)
+            return engine, self._trainer_logprobs(self._probe) if trainer is None else trainer
         answers = await asyncio.gather(*map(self._engine.prompt_routes, self._probe))
         routes = [routes for _, routes in answers]
         return [values for values, _ in answers], self._replayed_logprobs(self._probe, routes)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from skyrl_fast.errors import RunError
@@ -142,7 +143,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     """Return dtype, shape and a 64-bit sum of the words, each times its odd place.
 
     Not cryptographic. Runs on the tensor's device, where one pass costs a read of its bytes; the
-    result is that of the CPU.
+    result is the same on all.
 
     Example:
         >>> tensor_digest(torch.tensor([1, 2]))
@@ -153,10 +154,18 @@ def tensor_digest(tensor: torch.Tensor) -> str:
         data = torch.cat([data, data.new_zeros(rest)])
     words = data.view(torch.int64)
     places = torch.arange(1, 2 * min(_CHUNK, words.numel()) + 1, 2, device=data.device)
-    total = words.new_zeros(())
+    total: Any = words.new_zeros(())
     for chunk in words.split(_CHUNK):  # int64 wraps around
-        total = total * _FACTOR + (chunk * places[: chunk.numel()]).sum()
-    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}:{total.item() % (1 << 64):016x}"
+        total = total * _FACTOR + _sum_products(chunk, places[: chunk.numel()])
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}:{int(total) % (1 << 64):016x}"
+
+
+def _sum_products(one: torch.Tensor, other: torch.Tensor) -> Any:
+    if one.device.type == "cpu":
+        # torch would divide each chunk among threads, for which it then waits: with other work on
+        # the cores, 537 MB take 1.4 s in place of 0.1.
+        return int(np.dot(one.numpy(), other.numpy()))
+    return (one * other).sum()
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,9 +21,15 @@ from _weights import file_call, update_engine
 
 from examples.asynchronous.soak import children
 from skyrl_fast.config import InferenceEngineConfig, SamplingParams
+from skyrl_fast.rollout.engine import vllm_start
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, Generation
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
-from skyrl_fast.rollout.engine.vllm_start import VllmSetup, engine_environment, environment
+from skyrl_fast.rollout.engine.vllm_start import (
+    LARGE_MODEL_BYTES,
+    VllmSetup,
+    engine_environment,
+    environment,
+)
 from skyrl_fast.rollout.engine.weights.probe import WeightProbe
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 
@@ -91,6 +98,27 @@ def test_restarted_engine_leaves_nothing_behind(
     written = json.loads(Path(first["VLLM_LOGGING_CONFIG_PATH"]).read_text())
     assert written["handlers"]["file"]["filename"] == config.log_file
     assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.spec("async.engine-threads")
+def test_engine_of_a_large_model_has_all_cores_while_nothing_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def threads(setup: VllmSetup) -> str:
+        return engine_environment(setup)["OMP_NUM_THREADS"]
+
+    monkeypatch.setattr(vllm_start, "_on_cpu", lambda: True)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
+    model = VllmSetup(str(tmp_path))
+    with (tmp_path / "model-00001-of-00001.safetensors").open("wb") as file:
+        for size, wanted in ((LARGE_MODEL_BYTES - 1, "3"), (LARGE_MODEL_BYTES, "4")):
+            file.truncate(size)
+            assert threads(replace(model, takes_turns=True)) == wanted
+            assert threads(model) == "3"
+    chosen = replace(model, engine=InferenceEngineConfig(num_threads=2), takes_turns=True)
+    assert threads(chosen) == "2"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    assert threads(model) == threads(replace(model, takes_turns=True)) == "1"
 
 
 class FakeLlm:

@@ -115,6 +115,15 @@ def test_engine_and_trainer_use_the_same_model_path(
         make_vllm_setup(config, path)
 
 
+@pytest.mark.spec("async.engine-threads")
+def test_engine_takes_turns_with_the_trainer_in_synchronous_training(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    needed = ["data.train_data=[x.jsonl]", f"trainer.policy.model.path={tmp_path}"]
+    for settings, wanted in (([], True), (["trainer.fully_async.enabled=true"], False)):
+        config = load_config(None, [*needed, *settings])
+        assert make_vllm_setup(config, str(tmp_path)).takes_turns == wanted
+
+
 @pytest.mark.parametrize(("text", "wanted"), [("{", "invalid JSON"), ("[]", "got list")])
 def test_a_models_broken_settings_are_named(text: str, wanted: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)

@@ -84,7 +84,7 @@ class InferenceEngineConfig:
     num_threads: int | None = setting(
         None,
         "CPU threads of the engine, and CPUs that it reserves on a cluster; null: all cores but "
-        "one, on a cluster 1",
+        "one, all in synchronous training of a model of 64 MiB or more, on a cluster 1",
         at_least=1,
     )
     engine_init_kwargs: dict[str, Any] = setting({}, "additional vLLM engine arguments")

@@ -140,6 +140,7 @@ def make_vllm_setup(config: settings.Config, model_path: str) -> VllmSetup:
         seed=config.trainer.seed,
         log_file=str(Path(config.trainer.run_path) / "engine.log"),
         reasoning_parser=config.generator.reasoning_parser,
+        takes_turns=config.max_staleness == 0,
     )
 
 

@@ -30,6 +30,10 @@ UNSHARED = 0.9  # gpu_memory_utilization of an engine without a trainer; vLLM's 
 # Tokens of a block of keys and values. The prefix cache reuses full blocks only, and vLLM's 128 on
 # a CPU are more than many prompts have. Its kernels prefer multiples of 32.
 CPU_BLOCK_SIZE = 32
+# From here on an engine uses the trainer's core as well: between the quickstart's model (2 MB),
+# whose steps gain nothing by a second thread, and SmolLM2-135M (538 MB), whose steps take 0.7 of
+# the time.
+LARGE_MODEL_BYTES = 64 << 20
 NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -45,7 +49,8 @@ class VllmSetup:
         max_model_len: longest prompt plus response; None: the model's own.
         seed: seed of the engine; each request has its own.
         log_file: file for vLLM's log; None: warnings go to the terminal.
-        reasoning_parser: parser of the model's family: structured outputs begin after the thoughts.
+        reasoning_parser: of the model's family: structured outputs begin after the thoughts.
+        takes_turns: whether nothing is trained while it generates.
     """
 
     model: str
@@ -54,6 +59,7 @@ class VllmSetup:
     seed: int = 0
     log_file: str | None = None
     reasoning_parser: str | None = None
+    takes_turns: bool = False
 
 
 def check_can_spawn() -> None:
@@ -174,9 +180,20 @@ def engine_environment(setup: VllmSetup) -> dict[str, str]:
         result["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "256"
         # A waiting OpenMP thread sleeps instead of spinning, for the same reason.
         result["OMP_WAIT_POLICY"] = "PASSIVE"
-        cores = len(os.sched_getaffinity(0))
-        result["OMP_NUM_THREADS"] = str(setup.engine.num_threads or max(1, cores - 1))
+        result["OMP_NUM_THREADS"] = str(setup.engine.num_threads or default_num_threads(setup))
     return result
+
+
+def default_num_threads(setup: VllmSetup) -> int:
+    """Return an engine's threads on a CPU: all cores but one, which the trainer's event loop has.
+
+    All cores for a large model while nothing is trained. The steps of a small one are so short that
+    another thread is waited for longer than it computes.
+    """
+    cores = len(os.sched_getaffinity(0))
+    files = Path(setup.model).glob("*.safetensors")
+    is_large = sum(file.stat().st_size for file in files) >= LARGE_MODEL_BYTES
+    return cores if setup.takes_turns and is_large else max(1, cores - 1)
 
 
 SOCKETS = "VLLM_RPC_BASE_PATH"  # the folder of the sockets between vLLM's processes

@@ -93,7 +93,7 @@ def begin_context(kind: str, template: ChatTemplate, messages: Sequence[Message]
         return _RetemplateContext(template, messages)
     if kind == "single":
         return _SingleContext(template, messages)
-    raise ValueError(f"begin_context: kind: wanted one of {CONTEXTS}, got {kind!r}")
+    raise ValueError(f"begin_context: kind: expected one of {CONTEXTS}, got {kind!r}")
 
 
 def render_answer(

@@ -235,7 +235,7 @@ def _run_here(
                 _check_rollouts(config, folder, data, make_env)
             if check_rollouts is not None and start.checkpoint is None:
                 check_rollouts(config, str(folder))
-            plan = planned_memory(config, start.checkpoint, with_engine=make_rollouts is None)
+            plan = plan_run_memory(config, start.checkpoint, with_engine=make_rollouts is None)
             make: Callable[[Ranks], Models] = partial(
                 make_models,
                 config,

@@ -8,7 +8,7 @@ those of its own micro-batches, if they fit into memory (docs/design/020-several
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -16,7 +16,15 @@ from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
 from skyrl_fast.train.parallel.traffic import ENGINE, CountedGather, CountedReduction
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 METHOD = "with_full_params"
+
+
+class SizedIterable(Protocol[T_co]):
+    """Passes of a known number, each made when it is reached."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[T_co]: ...
 
 
 def shard(model: Any, ranks: Ranks) -> None:
@@ -79,7 +87,7 @@ def with_full_params(model: Any, work: Callable[[], T]) -> T:
     return result
 
 
-def reduce_at_last(model: Any, passes: Sequence[T], ranks: Ranks) -> Iterator[T]:
+def reduce_at_last(model: Any, passes: SizedIterable[T], ranks: Ranks) -> Iterator[T]:
     """Yield the passes; the ranks' gradients are summed by the backward pass of the last one.
 
     Each rank has the same number of them, and holds the model's full gradients in between. Without

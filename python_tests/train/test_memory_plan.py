@@ -101,7 +101,7 @@ def test_activations_of_the_token_budget(small: Path) -> None:
 
 @pytest.mark.spec("memory.plan")
 def test_head_holds_chunks_of_logits() -> None:
-    size = ModelSize(0, 0, 0, 0, 0, vocab_size=151936, hidden_size=896, kv_values=0)
+    size = ModelSize(0, 0, 0, 0, vocab_size=151936, hidden_size=896, kv_values=0)
     rows = 1664  # 512 MiB of bfloat16 logits, in tiles of 128 rows
     weight = 151936 * 896
     expected = rows * 151936 * 2 + weight * (2 + 2 + 4) + 16384 * 896 * 2 * (4 + 2)
@@ -122,7 +122,7 @@ def test_head_is_not_underestimated() -> None:
         result = linear_logprob(selected, weight, targets, return_entropy=True)
         result[0].sum().backward()
 
-    size = ModelSize(0, 0, 0, 0, 0, vocab_size=vocab, hidden_size=hidden_size, kv_values=0)
+    size = ModelSize(0, 0, 0, 0, vocab_size=vocab, hidden_size=hidden_size, kv_values=0)
     measured, planned = allocated_peak(run), head_bytes(size, tokens, torch.float32)
     assert measured <= planned <= 1.5 * measured
 

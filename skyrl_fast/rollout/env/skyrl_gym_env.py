@@ -60,7 +60,7 @@ def make(env_class: str, settings: Mapping[str, Any], extras: dict[str, Any]) ->
     import skyrl_gym
 
     spec = check_registered(env_class)
-    env_config = _Settings({**_default_settings(spec.entry_point), **settings})
+    env_config = _EnvConfig({**_default_settings(spec.entry_point), **settings})
     if spec.entry_point in REPLACEMENTS:
         return SkyRLGymEnv(load_object(REPLACEMENTS[spec.entry_point])(env_config, extras))
     return SkyRLGymEnv(skyrl_gym.make(env_class, env_config=env_config, extras=extras))
@@ -85,7 +85,7 @@ def check_registered(env_class: str) -> Any:
         ) from None
 
 
-class _Settings(dict[str, Any]):
+class _EnvConfig(dict[str, Any]):
     """A dict whose keys are also attributes, as environments of skyrl_gym expect."""
 
     def __getattr__(self, name: str) -> Any:

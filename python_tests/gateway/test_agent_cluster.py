@@ -17,11 +17,20 @@ from typing import Any
 
 import process_agents
 import pytest
+from _agents import (
+    CALL,
+    FORKS,
+    SOLVE,
+    python,
+    read_pids,
+    says_hello,
+    steps,
+    task_of,
+    wait_until_gone,
+)
 from _cluster_run import processes, workers
 from _gateway import Played, gateways, played, says_length
 from fake_envs import FakePrompt
-from test_agent_processes import SOLVE, says_hello, steps, task_of, wait_until_gone
-from test_command import CALL, FORKS, python
 
 from skyrl_fast.config import AgentConfig
 from skyrl_fast.gateway.agents.black_box import BlackBox
@@ -129,7 +138,7 @@ def test_late_agents_are_killed_with_what_they_started(
     )
     assert [(t.stop_reason, len(t.steps)) for t in out.trajectories] == [("timeout", 1)] * 2
     for prompt in prompts:
-        wait_until_gone([int(pid) for pid in (tmp_path / prompt.uid).read_text().split()])
+        wait_until_gone(read_pids(tmp_path / prompt.uid))
 
     async def go() -> None:
         pids = tmp_path / "pids"
@@ -141,7 +150,7 @@ def test_late_agents_are_killed_with_what_they_started(
         assert folders(tmp_path) != []
         running.cancel()
         await asyncio.wait([running])
-        wait_until_gone([int(pid) for pid in pids.read_text().split()])
+        wait_until_gone(read_pids(pids))
         until(lambda: folders(tmp_path) == [])
         await agent.close()
 
@@ -214,7 +223,7 @@ def test_nothing_is_left_of_a_killed_driver(nodes: Any, tmp_path: Path) -> None:
     until(lambda: driver.poll() is not None or (pids.exists() and " " in pids.read_text()))
     driver.kill()
     driver.wait()
-    wait_until_gone([int(pid) for pid in pids.read_text().split()])
+    wait_until_gone(read_pids(pids))
     until(lambda: not agent_processes() and folders(tmp_path) == [])
 
 

@@ -12,9 +12,20 @@ from typing import Any
 
 import process_agents
 import pytest
-from _gateway import Played, played, says_length
+from _agents import (
+    CALL,
+    FILE,
+    FORKS,
+    SOLVE,
+    python,
+    read_pids,
+    says_hello,
+    steps,
+    task_of,
+    wait_until_gone,
+)
+from _gateway import played, says_length
 from fake_envs import FakePrompt
-from test_command import CALL, FORKS, is_running, python
 
 from skyrl_fast import train_agent
 from skyrl_fast.config import AgentConfig, ConfigError
@@ -22,42 +33,15 @@ from skyrl_fast.config.loading import load_config
 from skyrl_fast.gateway.agents.black_box import BlackBox
 from skyrl_fast.gateway.agents.function import FunctionAgent
 from skyrl_fast.gateway.agents.processes import AgentSettings
-from skyrl_fast.gateway.agents.task import AgentTask
 from skyrl_fast.gateway.start import black_box
 from skyrl_fast.train.setup.errors import SetupError
 
 pytest.importorskip("openai")
 pytest.importorskip("starlette")
 
-FILE = process_agents.__file__
-SOLVE = f"{FILE}:solve"
-
 
 def in_process(**options: Any) -> BlackBox:
     return black_box(AgentConfig(workers="process", **options))
-
-
-def steps(out: Played) -> list[list[Any]]:
-    """Return what training sees of the steps."""
-    return [
-        [(s.prompt_token_ids, s.response_ids, s.rollout_logprobs, s.reward) for s in t.steps]
-        for t in out.trajectories
-    ]
-
-
-def task_of(row: dict[str, Any]) -> AgentTask:
-    return AgentTask(row, "http://gateway", "key", "policy")
-
-
-def says_hello(times: int) -> dict[str, str]:
-    return {"role": "user", "content": "hello " * (times + 1)}
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 60
-    while any(map(is_running, pids)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert [pid for pid in pids if is_running(pid)] == []
 
 
 @pytest.fixture(autouse=True)
@@ -193,7 +177,7 @@ def test_a_late_command_leaves_no_process_and_no_folder(
             await asyncio.sleep(0.01)
         running.cancel()
         await asyncio.wait([running])
-        wait_until_gone([int(pid) for pid in pids.read_text().split()])
+        wait_until_gone(read_pids(pids))
         await agent.close()
 
     asyncio.run(go())

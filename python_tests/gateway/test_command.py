@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from _agents import CALL, FORKS, python, read_pids, wait_until_gone
 from _gateway import played
 from fake_envs import FakePrompt
 
@@ -23,21 +24,7 @@ from skyrl_fast.rollout.env.errors import EnvError
 
 pytest.importorskip("starlette")
 
-CALL = """
-import json, os, sys, urllib.request
-row = json.load(open(os.environ["SKYRL_FAST_TASK"]))
-body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": row["prompt"]}).encode()
-request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, {
-    "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"})
-answer = json.load(urllib.request.urlopen(request))
-text = answer["choices"][0]["message"]["content"]
-open("answer.txt", "w").write(text)
-"""
 ENGINE_KEY = "SKYRL_FAST_ENGINE_KEY"
-
-
-def python(code: str) -> list[str]:
-    return [sys.executable, "-I", "-S", "-c", code]
 
 
 @pytest.mark.spec("gateway.command")
@@ -227,21 +214,6 @@ def test_the_end_of_a_commands_output_is_kept(
     ]
 
 
-FORKS = """
-import subprocess, sys, time, os
-child = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"])
-open(%r, "w").write(f"{os.getpid()} {child.pid}")
-time.sleep(%r)
-"""
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 @pytest.mark.spec("gateway.command")
 @pytest.mark.parametrize("seconds", [0, 600])
 def test_no_process_of_a_command_remains(seconds: float, tmp_path: Path) -> None:
@@ -259,11 +231,7 @@ def test_no_process_of_a_command_remains(seconds: float, tmp_path: Path) -> None
         assert running.cancelled() == bool(seconds)
 
     asyncio.run(go())
-    processes = [int(pid) for pid in pids.read_text().split()]
-    deadline = time.monotonic() + 60
-    while any(map(is_running, processes)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert [pid for pid in processes if is_running(pid)] == []
+    wait_until_gone(read_pids(pids))
 
 
 TRAINER = """
@@ -288,11 +256,8 @@ def test_commands_and_their_folders_end_with_a_killed_trainer(tmp_path: Path) ->
         time.sleep(0.01)
     trainer.kill()
     trainer.wait()
-    processes = [int(pid) for pid in pids.read_text().split()]
+    wait_until_gone(read_pids(pids))
     deadline = time.monotonic() + 60
-    while any(map(is_running, processes)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert [pid for pid in processes if is_running(pid)] == []
     while list(folders.iterdir()) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert list(folders.iterdir()) == []

@@ -8,9 +8,8 @@ from typing import Any
 import httpx
 import pytest
 from _gateway import MODEL, USER, played
-from _tools import CALL, LOOK, TEMPLATE, CallParser
+from _tools import CALL, LOOK, TEMPLATE, CallParser, answer_of
 from fake_envs import says
-from test_tools import answer_of
 
 anthropic = pytest.importorskip("anthropic")
 openai = pytest.importorskip("openai")

@@ -7,14 +7,10 @@ from typing import Any
 
 import pytest
 from _gateway import MODEL, USER, chat, played
-from _tools import CALL, LOOK, TEMPLATE, CallParser
+from _tools import CALL, LOOK, TEMPLATE, CallParser, answer_of
 from fake_envs import says
 
 openai = pytest.importorskip("openai")
-
-
-def answer_of(tokenizer: Any) -> Any:
-    return lambda call, n: says(tokenizer, f"I look.{CALL}" if n == 0 else "done")
 
 
 async def follow(task: Any, stream: bool) -> float:

@@ -6,6 +6,8 @@ import json
 import re
 from typing import Any
 
+from fake_envs import says
+
 from skyrl_fast.rollout.tool_calls import ParsedAnswer
 
 TEMPLATE = (
@@ -25,6 +27,10 @@ LOOK = {
     },
 }
 CALL = '<call>{"name": "look", "arguments": {"at": "door"}}</call>'
+
+
+def answer_of(tokenizer: Any) -> Any:
+    return lambda call, n: says(tokenizer, f"I look.{CALL}" if n == 0 else "done")
 
 
 HOSTILE = "a" * 2_000 + "!"

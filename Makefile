@@ -70,7 +70,7 @@ plot-gpu: setup ## plots of bench/results/gpu.json
 sanitize: setup ## kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(PYTHON) scripts/sanitize.py --venv $(VENV)
 
-mutations: setup ## ten faults in kernels and rules, each of which the tests must notice
+mutations: setup ## faults in kernels and rules, each of which the tests must notice
 	$(PY) scripts/mutation_check.py --venv $(VENV) $(ARGS)
 
 peers: setup ## SkyRL's tests with and without this package, and our tests; SKYRL=its source tree

@@ -16,6 +16,7 @@ __all__: list[str] = [
     "advise_huge_pages",
     "balanced_parts",
     "cells_per_sum",
+    "check_kept_sets",
     "compiler",
     "copy_cells",
     "copy_segments",

@@ -51,8 +51,10 @@ def kill():
         os.killpg(child.pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
+ending = threading.Lock()
 def watch():
     sys.stdin.buffer.read()
+    ending.acquire()
     kill()
     delete()
     os._exit(1)
@@ -84,6 +86,7 @@ copying.start()
 code = child.wait()
 kill()
 copying.join(1.0)  # processes that have left the group may keep the pipe open
+ending.acquire()  # not while the folder is being deleted
 os._exit(code if code >= 0 else 128 - code)
 """
 

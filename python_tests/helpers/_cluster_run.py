@@ -21,6 +21,7 @@ from skyrl_fast.train.parallel.rank_processes import RankStarter
 
 # Of kills at random, per test.
 MOMENTS = 5 if THOROUGH else 1
+TWO_NODES = "trainer.placement.policy_num_nodes=2"
 TAG = "SKYRL_FAST_TEST_CLUSTER"  # a variable of the processes of a test's cluster
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.run import TrainResult
 
 CHANGING = ("timing/", "generate/trajectory")  # depend on the clock
+RESUME = "trainer.resume_mode=latest"
 
 
 def fill(folder: Path, monkeypatch: pytest.MonkeyPatch, *, num_prompts: int) -> Path:
@@ -84,6 +88,15 @@ class Recorder:
         return [(s, uids) for r in self.rollouts for s, phase, uids in r.calls if phase == "train"]
 
 
+def interrupted_in(step: int) -> Recorder:
+    async def during(now: int) -> None:
+        if now == step:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(60)  # cancelled by the stop
+
+    return Recorder(during)
+
+
 def train(config: Config, recorder: Recorder | None = None) -> TrainResult:
     return skyrl_fast.train_agent(config, make_rollouts=recorder or Recorder())
 
@@ -94,3 +107,17 @@ def steady(path: Path) -> list[dict[str, Any]]:
         {name: value for name, value in row.items() if not name.startswith(CHANGING)}
         for row in read_metrics(path)
     ]
+
+
+def after(rows: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
+    return [row for row in rows if row["step"] > step]
+
+
+def assert_same_curves(one: Path, two: Path) -> None:
+    """Raise unless two runs measured about the same in each step."""
+    wanted, found = (steady(path / "metrics.jsonl") for path in (one, two))
+    assert len(wanted) == len(found)
+    for a, b in zip(wanted, found, strict=True):
+        assert b.keys() >= a.keys()
+        for name in {"reward/avg_raw_reward", "policy/grad_norm", "policy/loss"} & a.keys():
+            assert b[name] == pytest.approx(a[name], rel=1e-2, abs=1e-4), name

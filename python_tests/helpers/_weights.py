@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ import httpx
 import torch
 
 from skyrl_fast.config import InferenceEngineConfig
+from skyrl_fast.rollout.engine.protocol import Engine
 from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
@@ -24,6 +27,7 @@ from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
 from skyrl_fast.rollout.engine.weights.worker import WeightUpdateExtension
 
 CPU = torch.device("cpu")
+TOLERANCE = 1e-3  # float32 on both sides, as in LIMITS
 
 
 class Model(torch.nn.Module):
@@ -216,3 +220,36 @@ def no_sending_thread() -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+class Versions:
+    """The model of each policy version, each slightly different."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()]
+
+    def another(self) -> None:
+        model = copy.deepcopy(self.models[-1])
+        torch.manual_seed(len(self.models))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.02 * torch.randn_like(parameter))
+        self.models.append(model)
+
+    @torch.no_grad()
+    def logprobs(self, version: int, ids: list[int]) -> torch.Tensor:
+        """Return the logprob of each token but the first."""
+        rows = torch.tensor([ids])
+        values = self.models[version](rows).logits[0, :-1].float().log_softmax(-1)
+        return values.gather(1, rows[0, 1:, None])[:, 0]
+
+    def make_probe(self, engine: Engine) -> WeightProbe:
+        return WeightProbe(
+            engine,
+            probe=[[5, 6, 7, 8, 9]],
+            trainer_logprobs=lambda probe: [
+                (self.logprobs(len(self.models) - 1, ids).tolist(), 1.0) for ids in probe
+            ],
+        )

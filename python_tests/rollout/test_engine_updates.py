@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import importlib.util
 import os
 import signal
@@ -11,18 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from _listening import LOOPBACK, listening
+from _weights import TOLERANCE, Versions
 from fake_envs import FakePrompt, loop_config, register_fakes
 
 from examples.asynchronous.soak import children, command_of
 from skyrl_fast.config import EnvironmentConfig, InferenceEngineConfig, SamplingParams
 from skyrl_fast.rollout.engine.pool import EnginePool
-from skyrl_fast.rollout.engine.protocol import Engine
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
-from skyrl_fast.rollout.engine.weights.probe import WeightProbe
 from skyrl_fast.rollout.engine.weights.transports.broadcast import send_by_broadcast
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.groups import environment_runner, run_groups
@@ -35,40 +32,6 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 register_fakes()
-TOLERANCE = 1e-3  # float32 on both sides, as in LIMITS
-
-
-class Versions:
-    """The model of each policy version, each slightly different."""
-
-    def __init__(self, folder: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self.models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()]
-
-    def another(self) -> None:
-        model = copy.deepcopy(self.models[-1])
-        torch.manual_seed(len(self.models))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.02 * torch.randn_like(parameter))
-        self.models.append(model)
-
-    @torch.no_grad()
-    def logprobs(self, version: int, ids: list[int]) -> torch.Tensor:
-        """Return the logprob of each token but the first."""
-        rows = torch.tensor([ids])
-        values = self.models[version](rows).logits[0, :-1].float().log_softmax(-1)
-        return values.gather(1, rows[0, 1:, None])[:, 0]
-
-    def make_probe(self, engine: Engine) -> WeightProbe:
-        return WeightProbe(
-            engine,
-            probe=[[5, 6, 7, 8, 9]],
-            trainer_logprobs=lambda probe: [
-                (self.logprobs(len(self.models) - 1, ids).tolist(), 1.0) for ids in probe
-            ],
-        )
 
 
 def wrong_tokens(versions: Versions, trajectories: list[Trajectory]) -> tuple[int, int, float]:

@@ -13,8 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from _weights import update_engine
-from test_engine_updates import TOLERANCE, Versions
+from _weights import TOLERANCE, Versions, update_engine
 
 from examples.asynchronous.two_servers import end, free_ports
 from skyrl_fast.config import InferenceEngineConfig, SamplingParams

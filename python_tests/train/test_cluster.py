@@ -14,10 +14,10 @@ import pytest
 pytest.importorskip("ray")
 pytest.importorskip("transformers")
 
-from _cluster_run import Here
+from _cluster_run import TWO_NODES, Here
 from _nodes import cluster_of
+from _training import assert_same_curves, settings, train
 from _training import folder as folder
-from _training import settings, steady, train
 from ray.cluster_utils import Cluster
 
 from skyrl_fast.config import Config
@@ -27,7 +27,6 @@ from skyrl_fast.train.run import TrainResult
 
 # Each starts a cluster.
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(300)]
-TWO_NODES = "trainer.placement.policy_num_nodes=2"
 
 
 @pytest.fixture
@@ -41,21 +40,12 @@ def run(folder: Path, name: str, here: Here, *overrides: str) -> tuple[Config, T
     return config, run_on_cluster(config, here, folder / name / "checkpoints")
 
 
-def assert_same(one: Path, two: Path) -> None:
-    wanted, found = (steady(path / "metrics.jsonl") for path in (one, two))
-    assert len(wanted) == len(found)
-    for a, b in zip(wanted, found, strict=True):
-        assert b.keys() >= a.keys()
-        for name in {"reward/avg_raw_reward", "policy/grad_norm", "policy/loss"} & a.keys():
-            assert b[name] == pytest.approx(a[name], rel=1e-2, abs=1e-4), name
-
-
 @pytest.mark.spec("update.ranks-equal", "update.nodes")
 def test_two_nodes_train_as_one_process(folder: Path, nodes: Cluster) -> None:
     train(settings(folder, "alone", "trainer.ckpt_interval=1"))
     _, outcome = run(folder, "shared", Here(folder / "once"))
     assert outcome.step == outcome.total_steps == 6
-    assert_same(folder / "alone", folder / "shared")
+    assert_same_curves(folder / "alone", folder / "shared")
 
 
 @pytest.mark.spec("update.nodes")

@@ -21,12 +21,11 @@ import pytest
 pytest.importorskip("ray")
 pytest.importorskip("transformers")
 
-from _cluster_run import MOMENTS, Here, workers
+from _cluster_run import MOMENTS, TWO_NODES, Here, workers
 from _nodes import cluster_of
+from _training import assert_same_curves, settings, train
 from _training import folder as folder
-from _training import settings, train
 from ray.cluster_utils import Cluster
-from test_cluster import TWO_NODES, assert_same
 
 from skyrl_fast.train import cluster as cluster_module
 from skyrl_fast.train.cluster import run_on_cluster
@@ -109,7 +108,7 @@ def test_a_loss_at_any_moment_changes_nothing(
             outcome = run_on_cluster(config, Here(folder / "never"), run / "checkpoints")
             killer.join()
             assert outcome.step == outcome.total_steps == STEPS
-            assert_same(alone, run)
+            assert_same_curves(alone, run)
             nothing_is_left()
             if lost == "node":
                 cluster.add_node(num_cpus=2)
@@ -129,7 +128,7 @@ def test_a_run_with_checkpoints_at_a_url_resumes_from_there(
         killer.join()
     assert outcome.checkpoint == run / f"checkpoints/step_{STEPS:06d}"
     assert (folder / f"store/step_{STEPS:06d}/manifest.json").is_file()
-    assert_same(alone, run)
+    assert_same_curves(alone, run)
 
 
 def lose_a_node(cluster: Cluster) -> None:
@@ -153,5 +152,5 @@ def test_a_killed_driver_resumes_by_the_same_command(
                     driver.kill()
             nothing_is_left()
             subprocess.run(command, env=environment, check=True)
-            assert_same(alone, run)
+            assert_same_curves(alone, run)
             nothing_is_left()

@@ -11,9 +11,8 @@ import pytest
 pytest.importorskip("transformers")
 
 import fsspec
+from _training import RESUME, after, interrupted_in, settings, steady, train
 from _training import folder as folder
-from _training import settings, steady, train
-from test_url_resume import RESUME, after, interrupted_in
 
 from skyrl_fast.train.checkpoint import remote
 from skyrl_fast.train.checkpoint.local import RunInUseError

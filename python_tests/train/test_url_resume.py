@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 from _object_stores import URL, FlakyStore, plain
 from _object_stores import store as store
-from _training import Recorder, settings, steady, train
+from _training import RESUME, Recorder, after, interrupted_in, settings, steady, train
 from _training import folder as folder
 
 import skyrl_fast
@@ -28,20 +28,6 @@ from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.setup.errors import SetupError
 
 AT_URL = f"trainer.ckpt_path={URL}"
-RESUME = "trainer.resume_mode=latest"
-
-
-def interrupted_in(step: int) -> Recorder:
-    async def during(now: int) -> None:
-        if now == step:
-            os.kill(os.getpid(), signal.SIGINT)
-            await asyncio.sleep(60)  # cancelled by the stop
-
-    return Recorder(during)
-
-
-def after(rows: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
-    return [row for row in rows if row["step"] > step]
 
 
 @pytest.mark.spec("run.checkpoint-url")

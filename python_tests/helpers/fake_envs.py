@@ -143,7 +143,7 @@ class ScriptedEngine:
         seed: int | None = None,
         expert_indices_start: int = 0,
     ) -> Generation:
-        call = Call(list(prompt_token_ids), sampling, session_id, policy_version, seed)
+        call = Call(prompt_token_ids, sampling, session_id, policy_version, seed)
         self.calls.append(call)
         self.running += 1
         self.most_running = max(self.most_running, self.running)

@@ -60,6 +60,10 @@ def test_three_turns_give_three_gen_only_steps_without_retokenization(tiny_token
     assert [s.response_ids for s in t.steps] == [
         [*tiny_tokenizer.encode(f"a{n}"), end] for n in range(3)
     ]
+    # an engine may keep the lists that it gets
+    assert [call.prompt_token_ids for call in engine.calls] == [
+        list(s.prompt_token_ids) for s in t.steps
+    ]
     assert [s.reward for s in t.steps] == [1.0, 2.0, 3.0]
     assert [s.observation for s in t.steps] == ["obs1", "obs2", ""]
     assert [s.loss_mask for s in t.steps] == [[1, 1, 1]] * 3

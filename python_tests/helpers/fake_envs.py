@@ -143,7 +143,9 @@ class ScriptedEngine:
         seed: int | None = None,
         expert_indices_start: int = 0,
     ) -> Generation:
-        call = Call(prompt_token_ids, sampling, session_id, policy_version, seed)
+        ids = prompt_token_ids  # a list is kept as it is: it may not grow
+        ids = ids if isinstance(ids, list) else list(ids)
+        call = Call(ids, sampling, session_id, policy_version, seed)
         self.calls.append(call)
         self.running += 1
         self.most_running = max(self.most_running, self.running)

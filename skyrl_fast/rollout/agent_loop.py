@@ -185,7 +185,7 @@ class _EnvEpisode:
         known = find_recorded_routes(self._trajectory.steps, prompt_token_ids)
         return await self._loop.calls.sample(
             self._trajectory,
-            list(prompt_token_ids),  # it grows with the next turns; an engine may keep it
+            prompt_token_ids,
             self._loop.config.sampling(self._trajectory.phase),
             policy_version=self._policy_version,
             attempt=self._entry.attempt,

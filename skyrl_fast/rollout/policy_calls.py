@@ -66,7 +66,7 @@ class PolicyCalls:
             self.engine,
             self.gate,
             self.tokenizer,
-            prompt_token_ids,
+            list(prompt_token_ids),  # it may grow with the next turns; an engine may keep it
             sampling,
             session_id=f"{name}-{attempt}",
             part_seed=part_seed,

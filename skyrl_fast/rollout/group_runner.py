@@ -219,7 +219,7 @@ class GroupRunner:
     ) -> None:
         """Abandon a stuck trajectory; restart it, or record it as failed."""
         # Its deadline has cancelled it before, in vain; what swallowed that may not see this one
-        # either, so nobody waits for it.
+        # either, so it is not awaited.
         member = members.pop(entry.repetition_id)
         self.faults["stuck_trajectories"] += 1
         member.task.cancel()

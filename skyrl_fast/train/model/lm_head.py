@@ -170,9 +170,9 @@ def _check(
         direction = torch.linspace(0, 1, got.shape[-1], device=got.device).expand_as(got)
         pairs = [(got, expected)]
         pairs.append(tuple(torch.autograd.grad(x, hidden, direction)[0] for x in pairs[0]))
-    for what, (ours, theirs) in zip(("logits", "gradients"), pairs, strict=True):
-        difference = (ours - theirs).abs().max().item()
-        if not difference <= PROBE_TOLERANCE * max(1.0, theirs.abs().max().item()):
+    for what, (actual, target) in zip(("logits", "gradients"), pairs, strict=True):
+        difference = (actual - target).abs().max().item()
+        if not difference <= PROBE_TOLERANCE * max(1.0, target.abs().max().item()):
             _refuse(model, f"(largest difference of its {what}: {difference:.3g})")
 
 

@@ -140,7 +140,7 @@ def plan_micro_batches(
     if key not in plans:
         if replay:
             options |= {"routes": routes, "cu_routes": batch.cu_experts}
-        # With the routes, so that their id stays theirs.
+        # The routes stay alive with the plan: their id is part of its key.
         plans[key] = (PassPlan(batch.tokens, **arrays, **options), routes)
     plan = plans[key][0]
     if router_replay and not replay and len(plan):  # placeholder rows have no routes

@@ -70,9 +70,7 @@ def _check_grammar(kind: str, value: Any) -> None:
 def _read_json(kind: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value
-    if len(value) > MAX_JSON:
-        got = f"got {len(value):,}"
-        raise FormError(f"{kind}: expected at most {MAX_JSON:,} characters, {got}")
+    _check_length(kind, len(value), MAX_JSON)
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
@@ -165,18 +163,20 @@ def _check_values(place: str, values: Any) -> None:
         )
     for value in values:
         _check_value(place, value)
-    size = sum(len(str(value)) for value in values)
-    if size > MAX_TEXT:
-        raise FormError(f"{place:.200}: expected at most {MAX_TEXT:,} characters, got {size:,}")
+    _check_length(place, sum(len(str(value)) for value in values), MAX_TEXT)
 
 
 def _check_value(place: str, value: Any) -> None:
     if isinstance(value, int) and abs(value) > MAX_INTEGER:
         got = f"got one of {value.bit_length():,}"
         raise FormError(f"{place:.200}: expected an integer of 64 bits, {got}")
-    if isinstance(value, str) and len(value) > MAX_TEXT:
-        got = f"got {len(value):,}"
-        raise FormError(f"{place:.200}: expected at most {MAX_TEXT:,} characters, {got}")
+    if isinstance(value, str):
+        _check_length(place, len(value), MAX_TEXT)
+
+
+def _check_length(place: str, length: int, most: int) -> None:
+    if length > most:
+        raise FormError(f"{place:.200}: expected at most {most:,} characters, got {length:,}")
 
 
 def _check_counted(place: str, node: Mapping[str, Any]) -> None:

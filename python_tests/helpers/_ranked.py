@@ -10,7 +10,9 @@ from _fakes import tiny_model
 from _moe import tiny_moe
 
 from skyrl_fast.config import OptimizerConfig
+from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.train.model.critic import Critic, ValueModel
+from skyrl_fast.train.model.lora import add_adapter
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
@@ -42,6 +44,13 @@ def checkpointed(model: Any) -> Any:
     return model.train()
 
 
+def adapted(model: Any) -> Any:
+    """Return the model with a LoRA adapter."""
+    torch.manual_seed(0)
+    add_adapter(model, LoraConfig(rank=4, alpha=8, init_method="gaussian"), base="")
+    return model
+
+
 def make_models(ranks: Ranks) -> Models:
     """Return all models, with the same weights on every rank and for any number of ranks."""
     return models_of(
@@ -52,6 +61,11 @@ def make_models(ranks: Ranks) -> Models:
             "nested": (nested(tiny_model(seed=4)), {}),
             "tree": (tiny_model(seed=2), {"tree": True}),
             "experts": (tiny_moe(), {"router_replay": True}),
+            "adapter": (adapted(tiny_model(seed=5)), {}),
+            "frozen bfloat16": (
+                adapted(tiny_model(seed=6).to(torch.bfloat16)),
+                {"dtype": torch.bfloat16},
+            ),
             "checkpointed": (checkpointed(tiny_moe()), {"router_replay": True}),
         },
     )

@@ -79,3 +79,15 @@ def mixed_batch(seed: int = 0) -> StepBatch:
     batch = StepBatch.from_generator_output(output, step_wise=True)
     values = torch.from_numpy(rng.standard_normal(batch.loss_mask.shape[0])).float()
     return batch.with_(advantages=values)
+
+
+def full_logprobs(model: Any, batch: StepBatch) -> torch.Tensor:
+    """(A,) from the model's logits, one row at a time."""
+    result = []
+    for row in range(batch.num_rows):
+        tokens = batch.tokens[batch.cu_seqlens[row] : batch.cu_seqlens[row + 1]].long()
+        length = int(batch.response_lengths[row])
+        values = torch.log_softmax(model(input_ids=tokens[None]).logits[0], -1)
+        picked = values[:-1].gather(1, tokens[1:, None])[:, 0]
+        result.append(picked[len(picked) - length :])
+    return torch.cat(result)

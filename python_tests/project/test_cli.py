@@ -199,9 +199,9 @@ def test_version_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["settings", "WARMUP"]) == 0
     listed = capsys.readouterr().out
     assert "trainer.policy.optimizer_config.num_warmup_steps = 0\n    " in listed
-    assert "lora" not in listed
-    assert cli.main(["settings", "lora"]) == 0
-    assert "trainer.*.model.lora (SkyRL only)\n    all weights are" in capsys.readouterr().out
+    assert "batched" not in listed
+    assert cli.main(["settings", "batched"]) == 0
+    assert "generator.batched (SkyRL only)\n    rollouts are" in capsys.readouterr().out
     assert cli.main(["settings", "nosuchword"]) == 1
     assert capsys.readouterr().out == "no setting has 'nosuchword' in its name or help\n"
     assert cli.main(["settings"]) == 0

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("transformers")
 
 from _fakes import FakeRollouts, make_prompts, tiny_model
-from _rows import mixed_batch
+from _rows import full_logprobs, mixed_batch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl_fast.batch import StepBatch, batch_from_trajectories
@@ -38,18 +38,6 @@ def rollout_batch(model: Any, num_prompts: int = 4, samples: int = 4) -> StepBat
     trajectories = asyncio.run(rollouts.generate(make_prompts(num_prompts), step=0, phase="train"))
     batch = batch_from_trajectories(trajectories)
     return batch.with_(advantages=compute_advantages(batch).advantages)
-
-
-def full_logprobs(model: Any, batch: StepBatch) -> torch.Tensor:
-    """(A,) from the model's logits, one row at a time."""
-    result = []
-    for row in range(batch.num_rows):
-        tokens = batch.tokens[batch.cu_seqlens[row] : batch.cu_seqlens[row + 1]].long()
-        length = int(batch.response_lengths[row])
-        values = torch.log_softmax(model(input_ids=tokens[None]).logits[0], -1)
-        picked = values[:-1].gather(1, tokens[1:, None])[:, 0]
-        result.append(picked[len(picked) - length :])
-    return torch.cat(result)
 
 
 @pytest.mark.parametrize("budget", [1, 20, 1000])

@@ -24,7 +24,7 @@ from skyrl_fast.config import AlgorithmConfig
 from skyrl_fast.rollout.engine.weights.transfer import distinct_tensors
 from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
 from skyrl_fast.train.model import policy as policy_module
-from skyrl_fast.train.model.policy import Policy, load_model
+from skyrl_fast.train.model.policy import Policy, WithoutAdapter, load_model
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
 from skyrl_fast.train.parallel.rank_processes import started_ranks
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK
@@ -97,6 +97,7 @@ CASES: dict[str, tuple[str, AlgorithmConfig]] = {
     "prefix trees": ("tree", AlgorithmConfig(use_entropy_loss=True)),
     "replayed routes": ("experts", AlgorithmConfig()),
     "replayed routes, activations made again": ("checkpointed", AlgorithmConfig()),
+    "LoRA": ("adapter", AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1)),
     "ratio of a trajectory": ("untied", AlgorithmConfig(policy_loss_type="gspo")),
     "loss of the full mini-batch": ("untied", AlgorithmConfig(policy_loss_type="clip_cov")),
     "KL to a reference": ("untied", AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1)),
@@ -112,7 +113,9 @@ def test_update_equals_that_of_one_rank(both: Both, case: str) -> None:
     for models in (both.alone, both.shared):
         torch.manual_seed(2)  # clip_cov draws tokens
         seen.append(torch.full_like(batch.rewards, float("nan")))
-        options = {"algorithm": algorithm, "reference": models.reference}
+        of_base = WithoutAdapter(models.policies[name])
+        reference = of_base if name == "adapter" else models.reference
+        options = {"algorithm": algorithm, "reference": reference}
         update(models, name, batch, mini_batch_size=2, update_epochs=2, **options)
         found = update(models, name, batch, mini_batch_size=4, seen_logprobs=seen[-1], **options)
         metrics.append(found)
@@ -182,6 +185,21 @@ def test_critic_learns_as_with_one_rank(both: Both) -> None:
     batch = batch.with_(values=one.batch_values(batch), returns=noise[0])
     assert other.update(batch) == pytest.approx(one.update(batch), rel=1e-3)
     torch.testing.assert_close(one.batch_values(batch), other.batch_values(batch), **CLOSE)
+
+
+@pytest.mark.spec("update.ranks-equal")
+def test_ranks_share_a_frozen_base_in_bfloat16(both: Both) -> None:
+    batch = agent_batch(7, num_groups=4)
+    for models in (both.alone, both.shared):
+        update(models, "frozen bfloat16", batch)
+    alone, shared = (models.policies["frozen bfloat16"] for models in (both.alone, both.shared))
+    assert {p.dtype for p in shared.model.parameters()} == {torch.bfloat16, torch.float32}
+    one, other = (dict(policy.named_weights(adapter=True)) for policy in (alone, shared))
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        # AdamW's first step is the learning rate, 1e-2, whose sign bfloat16 noise may change where
+        # the gradient is small
+        assert (other[name] - value).abs().mean() < 2e-3, name
 
 
 @pytest.mark.spec("update.ranks-checkpoint")

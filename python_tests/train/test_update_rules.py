@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("transformers")
 
 from _fakes import tiny_model
-from test_policy import full_logprobs
+from _rows import full_logprobs
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import AlgorithmConfig, OffPolicyCorrectionConfig, OptimizerConfig

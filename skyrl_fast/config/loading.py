@@ -39,6 +39,7 @@ from skyrl_fast.setting import ConfigError, EnvironmentValue, limit_error, tools
 from skyrl_fast.system.printable import shorten
 
 YAML = (".yaml", ".yml")  # of an override that is a file
+MAX_ENGINE_RANK = 512  # of vLLM's adapters
 _NEAR = 0.75  # similarity of a misspelled name, see difflib
 
 # Names of TRL, verl and vLLM.
@@ -270,6 +271,7 @@ def check_config(config: Config, *, has_prompts: bool = False) -> None:
             "trainer.policy_mini_batch_size: expected a divisor of trainer.train_batch_size="
             f"{trainer.train_batch_size}, got {trainer.policy_mini_batch_size}"
         )
+    _check_lora(config)
     recorded = generator.inference_engine.enable_return_routed_experts
     if trainer.policy.moe_enable_routing_replay and not recorded:
         raise ConfigError(
@@ -342,6 +344,24 @@ def _check_rows(config: Config) -> None:
     if rows == "step" and (one_row or generator.merge_stepwise_output):
         other = "step_wise_trajectories=false" if one_row else "merge_stepwise_output=true"
         raise ConfigError(f"trainer.rows: expected another form with generator.{other}, got step")
+
+
+def _check_lora(config: Config) -> None:
+    lora, key = config.trainer.policy.model.lora, "trainer.policy.model.lora"
+    if lora.path is not None and lora.rank == 0:
+        raise ConfigError(f"{key}.rank: expected that of the adapter in {lora.path}, got 0")
+    if not config.sends_adapter:
+        return
+    if not config.generator.inference_engine.run_engines_locally:
+        raise ConfigError(
+            f"{key}.weight_sync: expected auto or merged with "
+            "generator.inference_engine.run_engines_locally=false, got adapter"
+        )
+    if lora.rank > MAX_ENGINE_RANK:
+        raise ConfigError(
+            f"{key}.rank: expected at most {MAX_ENGINE_RANK}, vLLM's limit, unless "
+            f"{key}.weight_sync=merged, got {lora.rank}"
+        )
 
 
 def _check_algorithm(algorithm: AlgorithmConfig) -> None:

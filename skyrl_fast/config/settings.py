@@ -45,6 +45,8 @@ LOSS_REDUCTIONS = (
 SCHEDULERS = ("constant_with_warmup", "linear", "cosine")
 SCOPES = ("row", "trajectory")
 ROWS = ("auto", "step", "merged", "tree")
+ALL_LINEAR = "all-linear"  # of LoRA's target modules
+INIT_METHODS = ("kaiming", "gaussian")
 
 
 @dataclass(slots=True)
@@ -65,6 +67,37 @@ class ModelConfig:
 
 
 @dataclass(slots=True)
+class LoraConfig:
+    """A LoRA adapter, trained in place of the model's own weights."""
+
+    rank: int = setting(0, "rank of the adapter; 0: all weights are trained", at_least=0)
+    alpha: int = setting(16, "the adapter's output is scaled by alpha / rank", at_least=1)
+    target_modules: list[str] = setting(
+        [ALL_LINEAR],
+        "names of the linear modules that get an adapter; all-linear: all in the layers",
+    )
+    exclude_modules: list[str] = setting([], "names of linear modules that get none")
+    init_method: str = setting(
+        "kaiming", "distribution of A's initial values; B starts at 0", choices=INIT_METHODS
+    )
+    use_rslora: bool = setting(False, "whether to scale by alpha / sqrt(rank) instead (rsLoRA)")
+    path: str | None = setting(None, "PEFT adapter that training continues from; null: a new one")
+    weight_sync: str = setting(
+        "auto",
+        "what engines get: the adapter alone, or the model's weights with the adapter merged in; "
+        "auto: adapter, of external servers merged",
+        choices=("auto", "adapter", "merged"),
+    )
+
+
+@dataclass(slots=True)
+class PolicyModelConfig(ModelConfig):
+    """Source of the policy."""
+
+    lora: LoraConfig = setting(LoraConfig, "LoRA adapter")
+
+
+@dataclass(slots=True)
 class OptimizerConfig:
     """AdamW and its learning rate."""
 
@@ -82,7 +115,7 @@ class OptimizerConfig:
 class PolicyConfig:
     """The trained model."""
 
-    model: ModelConfig = setting(ModelConfig, "trained model")
+    model: PolicyModelConfig = setting(PolicyModelConfig, "trained model")
     optimizer_config: OptimizerConfig = setting(OptimizerConfig, "its optimizer")
     dtype: str = setting(
         "auto",
@@ -125,7 +158,10 @@ class CriticConfig:
 class RefConfig:
     """The frozen reference model."""
 
-    model: ModelConfig = setting(ModelConfig, "reference model; null: the initial policy")
+    model: ModelConfig = setting(
+        ModelConfig,
+        "reference model; null: the initial policy; with LoRA: the policy without its adapter",
+    )
 
 
 @dataclass(slots=True)
@@ -522,6 +558,23 @@ class Config:
         """Whether the run starts its engines on nodes of a Ray cluster."""
         local = self.generator.inference_engine.run_engines_locally
         return local and not self.trainer.placement.colocate_all
+
+    @property
+    def trains_adapter(self) -> bool:
+        """Whether a LoRA adapter is trained in place of the policy's own weights."""
+        return self.trainer.policy.model.lora.rank > 0
+
+    @property
+    def shares_reference(self) -> bool:
+        """Whether the reference model is the policy's without its adapter."""
+        return self.trains_adapter and self.trainer.ref.model.path is None
+
+    @property
+    def sends_adapter(self) -> bool:
+        """Whether engines get the adapter alone."""
+        by = self.trainer.policy.model.lora.weight_sync
+        local = self.generator.inference_engine.run_engines_locally
+        return self.trains_adapter and (by == "adapter" or (by == "auto" and local))
 
     @property
     def max_staleness(self) -> int:

@@ -9,7 +9,7 @@ _ENGINE = "generator.inference_engine"
 _PLACEMENT = "trainer.placement"
 _ASYNC = "trainer.fully_async"
 _TOKEN_BUDGET = "use trainer.max_tokens_per_microbatch"
-_FULL_WEIGHTS = "all weights are trained, there is no LoRA; remove it"
+_LORA = "trainer.policy.model.lora"
 _ONE_PROCESS_ENGINE = (
     f"parallelism inside an engine is vLLM's: {_ENGINE}.engine_init_kwargs, or servers in "
     f"{_ENGINE}.external_server_urls"
@@ -31,7 +31,18 @@ SKYRL_ONLY = {
     "trainer.policy.megatron_config": "models are transformers'; its moe_enable_routing_replay is "
     "trainer.policy.moe_enable_routing_replay",
     f"{_MODELS}.megatron_config": "models are transformers'; remove it",
-    f"{_MODELS}.model.lora": _FULL_WEIGHTS,
+    f"{_LORA}.dropout": "the engine samples without dropout; remove it",
+    **dict.fromkeys(
+        (f"{_LORA}.lora_sync_path", f"{_LORA}.sync_mode"),
+        f"{_LORA}.weight_sync and {_ENGINE}.weight_sync_backend say how engines get the adapter; "
+        "remove it",
+    ),
+    **dict.fromkeys(
+        (f"{_LORA}.max_loras", f"{_LORA}.max_cpu_loras"),
+        f"an engine has one adapter; others are arguments of vLLM: {_ENGINE}.engine_init_kwargs",
+    ),
+    f"{_LORA}.share_expert_adapters": "experts have no adapter; remove it",
+    f"{_MODELS}.model.lora": f"the policy alone has an adapter: {_LORA}; remove it",
     f"{_MODELS}.model.fake_int4_qat": "weights are trained in float32; remove it",
     f"{_MODELS}.optimizer_config.offload_after_step": "weights and moments stay on the GPU; "
     "`skyrl-fast plan` says whether they fit; remove it",
@@ -122,7 +133,7 @@ SKYRL_ONLY = {
     ),
     f"{_ENGINE}.delta_weight_sync": "not supported: all weights are sent",
     f"{_ENGINE}.enable_return_sample_support_set": "use generator.sampling_params.max_kept_tokens",
-    f"{_ENGINE}.fully_sharded_loras": _FULL_WEIGHTS,
+    f"{_ENGINE}.fully_sharded_loras": f"an argument of vLLM: {_ENGINE}.engine_init_kwargs",
     f"{_ENGINE}.enable_chunked_prefill": f"vLLM's default; {_ENGINE}.engine_init_kwargs has others",
     f"{_ENGINE}.speculative_config": f"an argument of vLLM: {_ENGINE}.engine_init_kwargs",
     f"{_ENGINE}.served_model_name": "servers are asked for the model they have; remove it",

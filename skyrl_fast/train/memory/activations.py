@@ -19,7 +19,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyrl_fast.config.model_folder import model_folder
+from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.train.model.lm_head import backbone
+from skyrl_fast.train.model.lora import add_adapter
 from skyrl_fast.train.model.policy import checkpoint_gradients, remove_dropout
 from skyrl_fast.train.parallel.sharding import trained_parameters
 
@@ -35,7 +37,8 @@ class ModelSize:
     """Numbers of a model that its config determines.
 
     Args:
-        parameters: parameters of the model, tied ones once.
+        parameters: parameters of the model, tied ones once, with those of its adapter.
+        trained_parameters: parameters that optimizer steps change: of LoRA the adapter's.
         root_parameters: parameters outside the layers: embeddings, head, last norm.
         kv_values: elements that the engine's KV cache stores per token, in all layers.
     """
@@ -135,8 +138,11 @@ def load_model_config(path: str) -> Any:
         raise ValueError(f"{path}: config.json cannot be read: {error}") from error
 
 
-def model_size(config: Any) -> ModelSize:
+def model_size(config: Any, lora: LoraConfig | None = None) -> ModelSize:
     """Return the sizes of the causal LM that a transformers config describes.
+
+    Args:
+        lora: of its adapter, if it has one.
 
     Raises:
         UnmeasurableError: transformers cannot create it.
@@ -144,7 +150,7 @@ def model_size(config: Any) -> ModelSize:
     from transformers import AutoModelForCausalLM
 
     with _fake_tensors():
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = _make_fake(AutoModelForCausalLM, config, torch.float32, lora)
         layers = _layers(backbone(model))
         of_layers = [sum(p.numel() for p in layer.parameters()) for layer in layers]
         sizes = [parameter.numel() for parameter in model.parameters()]
@@ -170,12 +176,14 @@ def activation_memory(
     dtype: torch.dtype,
     gradient_checkpointing: bool,
     residual_dtype: torch.dtype = torch.float32,
+    lora: LoraConfig | None = None,
 ) -> ActivationMemory:
     """Return the memory of the backbone's passes over sequences of `length` tokens.
 
     Args:
-        dtype: dtype of autocast; float32: none.
+        dtype: dtype of autocast; float32: none. Also of the weights below an adapter.
         residual_dtype: dtype of the embeddings' output and the sums that follow.
+        lora: of the model's adapter, if it has one.
 
     Raises:
         UnmeasurableError: the model's code does not run on fake tensors.
@@ -183,7 +191,7 @@ def activation_memory(
     from transformers import AutoModel
 
     with _fake_tensors(), _trace_like_real_tensors():
-        backbone: Any = AutoModel.from_config(config, dtype=torch.float32)
+        backbone = _make_fake(AutoModel, config, torch.float32 if lora is None else dtype, lora)
         if gradient_checkpointing:
             checkpoint_gradients(backbone)
             remove_dropout(backbone.train())
@@ -233,9 +241,10 @@ def _pass_bytes(
     )
     with _only_layers(backbone, numbers):
         parameters = list(backbone.parameters())
-        for parameter in parameters:  # as in the second micro-batch of an optimizer step
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        for parameter in trained:  # as in the second micro-batch of an optimizer step
             parameter.grad = torch.empty_like(parameter)
-        existing = [*parameters, *(p.grad for p in parameters), *backbone.buffers()]
+        existing = [*parameters, *(p.grad for p in trained), *backbone.buffers()]
         autocast: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if dtype != torch.float32:
             autocast = torch.autocast("cpu", dtype=dtype, cache_enabled=False)
@@ -288,6 +297,28 @@ def _only_layers(backbone: Any, numbers: Sequence[int]) -> Iterator[None]:
         setattr(owner, name, layers)
         if types:
             config.layer_types = types
+
+
+def _make_fake(kind: Any, config: Any, dtype: torch.dtype, lora: LoraConfig | None) -> Any:
+    """Return a model of fake tensors on the CPU, with an adapter if it is to have one."""
+    with torch.device("meta"):  # PEFT moves modules, which those of fake tensors do not survive
+        model = kind.from_config(config, dtype=dtype)
+        if lora is not None:
+            add_adapter(model, lora, base="")
+    fakes: dict[torch.Tensor, torch.Tensor] = {}  # tied weights stay tied
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor not in fakes:
+            value = torch.empty_like(tensor, device="cpu")
+            if isinstance(tensor, torch.nn.Parameter):
+                value = torch.nn.Parameter(value, requires_grad=tensor.requires_grad)
+            fakes[tensor] = value
+        return fakes[tensor]
+
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            tensors.update({n: fake(t) for n, t in tensors.items() if t is not None})
+    return model
 
 
 @contextlib.contextmanager

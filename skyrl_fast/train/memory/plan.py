@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from skyrl_fast.config import Config, ConfigError, max_input_length, policy_loss_spec
+from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.ops.logprob.linear_rows import COLUMN_MULTIPLE, default_chunk_rows
 from skyrl_fast.rollout.engine.weights.buckets import BUCKET_BYTES
+from skyrl_fast.rollout.engine.weights.receipt import dtype_name
 from skyrl_fast.train.memory.activations import (
     FLOAT32_BYTES,
     ActivationMemory,
@@ -112,7 +114,7 @@ class _Measurements:
     """Sizes and activations by model, each measured once."""
 
     _configs: dict[str, Any] = field(default_factory=dict)
-    _sizes: dict[str, ModelSize] = field(default_factory=dict)
+    _sizes: dict[tuple[str, str], ModelSize] = field(default_factory=dict)
     _activations: dict[tuple[Any, ...], ActivationMemory] = field(default_factory=dict)
 
     def config(self, path: str) -> Any:
@@ -120,13 +122,18 @@ class _Measurements:
             self._configs[path] = load_model_config(path)
         return self._configs[path]
 
-    def size(self, path: str) -> ModelSize:
-        if path not in self._sizes:
-            self._sizes[path] = model_size(self.config(path))
-        return self._sizes[path]
+    def size(self, path: str, lora: LoraConfig | None = None) -> ModelSize:
+        key = path, repr(lora)
+        if key not in self._sizes:
+            self._sizes[key] = model_size(self.config(path), lora)
+        return self._sizes[key]
+
+    def policy_size(self, config: Config) -> ModelSize:
+        """Return the size of a run's policy, with its adapter if it has one."""
+        return self.size(str(config.trainer.policy.model.path), _lora(config))
 
     def activations(self, path: str, length: int, **options: Any) -> ActivationMemory:
-        key = (path, length, *options.values())
+        key = (path, length, *map(repr, options.values()))
         if key not in self._activations:
             self._activations[key] = activation_memory(self.config(path), length, **options)
         return self._activations[key]
@@ -140,7 +147,7 @@ def _plan(
     *,
     on_cluster: bool,
 ) -> MemoryPlan:
-    size = measure.size(str(config.trainer.policy.model.path))
+    size = measure.policy_size(config)
     resident = _resident_items(config, measure)
     trainer = [*resident, *_largest_update(config, measure)]
     ranks = range(config.trainer.placement.num_ranks)
@@ -172,7 +179,7 @@ def _plan(
     copies = 2 * (engine.weight_sync == "file") + engine.sleeps
     item = _dtype(config.generator.inference_engine.model_dtype).itemsize
     updates = [device for device in devices if trainer[-1] in device.items]
-    host = copies * item * size.parameters
+    host = copies * item * (size.trained_parameters if config.sends_adapter else size.parameters)
     return MemoryPlan(tuple(devices), share, host, *_spare_bytes(config, measure, updates))
 
 
@@ -199,12 +206,10 @@ def _resident_items(config: Config, measure: _Measurements) -> list[Item]:
     """Return the trainer's parts on one GPU that stay there during generation."""
     trainer, algorithm = config.trainer, config.trainer.algorithm
     policy = str(trainer.policy.model.path)
-    size = measure.size(policy)
-    items = [
-        _share_bytes(config, "weights, float32", size.parameters, WEIGHT_BYTES),
-        _share_bytes(config, "AdamW's moments", size.trained_parameters, MOMENT_BYTES),
-    ]
-    if algorithm.use_kl_loss or algorithm.use_kl_in_reward:
+    size = measure.policy_size(config)
+    items = _weight_items(config, size)
+    items.append(_share_bytes(config, "AdamW's moments", size.trained_parameters, MOMENT_BYTES))
+    if (algorithm.use_kl_loss or algorithm.use_kl_in_reward) and not config.shares_reference:
         reference = measure.size(trainer.ref.model.path or policy).parameters
         items.append(_share_bytes(config, "reference model", reference, WEIGHT_BYTES))
     if trainer.critic.model.path is not None:
@@ -212,6 +217,21 @@ def _resident_items(config: Config, measure: _Measurements) -> list[Item]:
         name = "critic's weights and moments"
         items.append(_share_bytes(config, name, weights, WEIGHT_BYTES + MOMENT_BYTES))
     return items
+
+
+def _weight_items(config: Config, size: ModelSize) -> list[Item]:
+    """Return the policy's weights on one GPU; those below an adapter are frozen."""
+    if not config.trains_adapter:
+        return [_share_bytes(config, "weights, float32", size.parameters, WEIGHT_BYTES)]
+    dtype, frozen = _dtype(config.trainer.policy.dtype), size.parameters - size.trained_parameters
+    return [
+        _share_bytes(config, f"frozen weights, {dtype_name(dtype)}", frozen, dtype.itemsize),
+        _share_bytes(config, "adapter, float32", size.trained_parameters, WEIGHT_BYTES),
+    ]
+
+
+def _lora(config: Config) -> LoraConfig | None:
+    return config.trainer.policy.model.lora if config.trains_adapter else None
 
 
 def _largest_update(config: Config, measure: _Measurements) -> list[Item]:
@@ -237,19 +257,27 @@ def _update_items(
 ) -> list[Item]:
     """Return the parts of the update of policy or critic: gradients first, then activations."""
     trainer = config.trainer
-    size, dtype = measure.size(path), _dtype(trainer.policy.dtype)
+    lora = _lora(config) if is_policy else None
+    size, dtype = measure.size(path, lora), _dtype(trainer.policy.dtype)
     checkpointing = trainer.gradient_checkpointing is not False
     length = _row_length(config)
     tokens, by_tokens = _pass_tokens(config, length)
     residual = dtype if trainer.residual_dtype == "auto" else torch.float32
     memory = measure.activations(
-        path, length, dtype=dtype, gradient_checkpointing=checkpointing, residual_dtype=residual
+        path,
+        length,
+        dtype=dtype,
+        gradient_checkpointing=checkpointing,
+        residual_dtype=residual,
+        lora=lora,
     )
     whose = "" if is_policy else "critic's "
     items = [_share_bytes(config, f"{whose}gradients", size.trained_parameters, GRADIENT_BYTES)]
     if trainer.placement.num_ranks > 1:
-        layers = LAYER_BYTES * GATHERED_LAYERS * size.layer_parameters
-        gathered = layers + ROOT_BYTES * size.root_parameters
+        # A frozen weight has no gradient: it and a layer's buffer, in its own dtype.
+        of_layer, of_root = (LAYER_BYTES, ROOT_BYTES) if lora is None else (2 * dtype.itemsize,) * 2
+        layers = of_layer * GATHERED_LAYERS * size.layer_parameters
+        gathered = layers + of_root * size.root_parameters
         items.append(Item(f"{whose}gathered weights and gradients", gathered))
     kind = "with" if checkpointing else "without"
     items.append(
@@ -261,15 +289,19 @@ def _update_items(
     )
     head, layer = 0, memory.workspace.of(tokens / length)
     if is_policy:
-        head = head_bytes(size, tokens, _head_dtype(config))
+        head = head_bytes(size, tokens, _head_dtype(config), trained=lora is None)
     # One after the other. The embeddings' gradient comes last, when the activations are freed.
     name = "LM head: chunks of logits and gradients" if head > layer else "a layer's backward pass"
     items.append(Item(f"{whose}{name}", max(head, layer), (by_tokens,)))
     return items
 
 
-def head_bytes(size: ModelSize, tokens: int, dtype: torch.dtype) -> int:
-    """Return the bytes of `linear_logprob`'s backward pass on a GPU, all tokens trained."""
+def head_bytes(size: ModelSize, tokens: int, dtype: torch.dtype, *, trained: bool = True) -> int:
+    """Return the bytes of `linear_logprob`'s backward pass on a GPU, all tokens trained.
+
+    Args:
+        trained: whether the head's weight is; a frozen one is in `dtype` and has no gradient.
+    """
     vocab, hidden, item = size.vocab_size, size.hidden_size, dtype.itemsize
     rows = default_chunk_rows(
         torch.empty(vocab, 1, dtype=dtype, device="meta"), tokens, on_gpu=True
@@ -279,7 +311,7 @@ def head_bytes(size: ModelSize, tokens: int, dtype: torch.dtype) -> int:
     gradient = vocab * hidden * (item + FLOAT32_BYTES)  # of the weight, then in its dtype
     # Selected and converted hidden states, their float32 gradient and its conversion.
     states = tokens * hidden * 2 * (FLOAT32_BYTES + item)
-    return logits + copied + gradient + states
+    return logits + states + trained * (copied + gradient)
 
 
 def _spare_bytes(
@@ -295,8 +327,9 @@ def _spare_bytes(
     left = min(device.capacity - device.total for device in updates)
     held = 0
     if trainer.placement.num_ranks > 1:
-        paths = [policy, *filter(None, [trainer.critic.model.path])]
-        held = GRADIENT_BYTES * max(measure.size(path).trained_parameters for path in paths)
+        models = [measure.policy_size(config)]
+        models += [measure.size(path) for path in (trainer.critic.model.path,) if path]
+        held = GRADIENT_BYTES * max(model.trained_parameters for model in models)
     held = held if held <= left else 0
     tokens, _ = _pass_tokens(config, _row_length(config))
     most = tokens * measure.size(policy).vocab_size * _head_dtype(config).itemsize

@@ -91,6 +91,8 @@ def find_head(model: Any, autocast: Callable[[], contextlib.AbstractContextManag
     hidden_scale = _hidden_scale(model, inputs, hidden)
     if getattr(head, "bias", None) is not None and hidden_scale != 1.0:
         _refuse(model, "by a scale of the hidden states and a bias")
+    if hidden_scale != 1.0 and hidden.dtype.itemsize < torch.float32.itemsize:
+        _refuse(model, f"by a scale of the hidden states, which {hidden.dtype} cannot show")
     result = LmHead(head, scale * hidden_scale, soft_cap)
     _check(model, result, hidden_scale, ids, autocast)
     return result
@@ -115,7 +117,8 @@ def _fit(model: Any, head: Any, ids: torch.Tensor) -> tuple[torch.Tensor, float,
 
     def replace(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
         inputs.append(arguments[0].detach())
-        return outputs.to(output.dtype)
+        # Not rounded to bfloat16, so that the fit is exact for a model of frozen bfloat16 weights.
+        return outputs.to(torch.promote_types(output.dtype, torch.float32))
 
     with head.register_forward_hook(replace), torch.enable_grad():
         logits = model(input_ids=ids, use_cache=False).logits
@@ -139,10 +142,12 @@ def _fit(model: Any, head: Any, ids: torch.Tensor) -> tuple[torch.Tensor, float,
 
 def _hidden_scale(model: Any, inputs: torch.Tensor, hidden: torch.Tensor) -> float:
     """Return the factor by which the model multiplies its hidden states before the head."""
+    eps = torch.finfo(hidden.dtype).eps
     inputs, hidden = inputs.double(), hidden.double()
     large = hidden.abs() >= hidden.abs().median()
     scale = (inputs[large] / hidden[large]).median().item() if inputs.shape == hidden.shape else 0
-    if not scale > 0 or not torch.allclose(inputs, hidden * scale, rtol=1e-4, atol=1e-5):
+    rounding = max(1e-4, 2 * eps)
+    if not scale > 0 or not torch.allclose(inputs, hidden * scale, rtol=rounding, atol=1e-5):
         _refuse(model, "by a change of the hidden states before it")
     return 1.0 if abs(scale - 1) < FIT_TOLERANCE else scale
 

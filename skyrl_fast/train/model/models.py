@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,9 +12,12 @@ from skyrl_fast.config import Config
 from skyrl_fast.train.data.random_state import seed_everything
 from skyrl_fast.train.data.schedule import total_optimizer_steps
 from skyrl_fast.train.model.critic import Critic, make_critic
+from skyrl_fast.train.model.lora import add_adapter
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import (
     Policy,
+    Reference,
+    WithoutAdapter,
     hide_progress_bars,
     load_model,
     recomputes_activations,
@@ -24,10 +28,12 @@ from skyrl_fast.train.parallel.ranks import Ranks
 
 
 def model_path(config: Config, checkpoint: Path | None) -> str:
-    """Return the folder or hub name that the policy is loaded from."""
+    """Return the folder or hub name that the policy is loaded from; with LoRA its base."""
     start_path = config.trainer.policy.model.path
     assert start_path is not None
-    return str(start_path if checkpoint is None else checkpoint / "policy")
+    if checkpoint is None or config.trains_adapter:
+        return start_path
+    return str(checkpoint / "policy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +42,7 @@ class Models:
 
     policy: Policy
     optimizer: Optimizer
-    reference: Policy | None
+    reference: Reference | None
     critic: Critic | None
 
 
@@ -66,15 +72,19 @@ def make_models(
     dtype, head = _dtype(settings.policy.dtype, device), settings.policy.lm_head_dtype
 
     def policy_of(path: str, *, trained: bool) -> Policy:
+        has_adapter = trained and config.trains_adapter
         model = load_model(
             path,
             device=device,
+            dtype=dtype if has_adapter else torch.float32,
             gradient_checkpointing=trained and recomputes_activations(settings, device),
-        )
+        ).requires_grad_(trained)
+        if has_adapter:
+            _add_adapter(model, config, checkpoint)
         if settings.residual_dtype == "auto":
             round_residual_stream(model)
         return Policy(
-            model.requires_grad_(trained),
+            model,
             temperature=config.generator.sampling_params.temperature,
             max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
             dtype=dtype,
@@ -87,8 +97,10 @@ def make_models(
         )
 
     policy = policy_of(model_path(config, checkpoint), trained=True)
-    reference = None
-    if uses_reference(config):
+    reference: Reference | None = None
+    if uses_reference(config) and config.shares_reference:
+        reference = WithoutAdapter(policy)
+    elif uses_reference(config):
         reference = policy_of(settings.ref.model.path or model_path(config, None), trained=False)
     optimizer = Optimizer(
         policy,
@@ -106,6 +118,14 @@ def uses_reference(config: Config) -> bool:
     """Return whether the algorithm has a KL term."""
     algorithm = config.trainer.algorithm
     return algorithm.use_kl_loss or algorithm.use_kl_in_reward
+
+
+def _add_adapter(model: Any, config: Config, checkpoint: Path | None) -> None:
+    lora = config.trainer.policy.model.lora
+    folder = checkpoint / "policy" if checkpoint is not None else None
+    if folder is None and lora.path is not None:
+        folder = Path(lora.path).expanduser()
+    add_adapter(model, lora, base=model_path(config, None), folder=folder)
 
 
 def _set_threads(chosen: int | None, ranks: Ranks) -> None:

@@ -20,6 +20,13 @@ from skyrl_fast.batch import StepBatch
 from skyrl_fast.config.model_folder import POLICY, model_folder
 from skyrl_fast.config.settings import TrainerConfig
 from skyrl_fast.train.model.lm_head import PROBE_TOKENS, backbone, find_head
+from skyrl_fast.train.model.lora import (
+    adapter_names,
+    adapter_off,
+    is_adapter,
+    merge,
+    save_adapter,
+)
 from skyrl_fast.train.model.micro_batch import MicroBatch, plan_micro_batches, response_positions
 from skyrl_fast.train.model.rope_limits import rope_limits
 from skyrl_fast.train.model.router_replay import RouterReplay
@@ -33,6 +40,7 @@ from skyrl_fast.train.parallel.sharding import (
     shard,
     trained_parameters,
     weight_names,
+    weights_of,
     with_full_params,
 )
 
@@ -49,12 +57,19 @@ class NamedWeights:
 
     policy: Policy
     dtype: torch.dtype | None
+    adapter: bool = False
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights by name; with several ranks a layer at a time is in main memory."""
-        model = self.policy.model
-        for names in weight_names(self.policy):
-            layer = checkpoint_names(model, full_state_dict(self.policy, self.dtype, names))
+        policy, model = self.policy, self.policy.model
+        if self.adapter:
+            yield from adapter_names(policy.adapter_weights(self.dtype)).items()
+            return
+        # Merged, a weight is rounded once: by whoever casts it.
+        dtype = None if policy.has_adapter else self.dtype
+        for names in weight_names(policy):
+            layer = merge(model, full_state_dict(policy, dtype, names))
+            layer = checkpoint_names(model, layer)
             while layer:
                 name = next(iter(layer))
                 yield name, layer.pop(name)
@@ -95,6 +110,7 @@ class Policy:
         ranks: Ranks = SINGLE_RANK,
     ) -> None:
         self.model = model
+        self.has_adapter = any(is_adapter(name) for name, _ in model.named_parameters())
         self.backbone = backbone(model)
         self.ranks = ranks
         self.temperature = temperature
@@ -157,8 +173,22 @@ class Policy:
         return micro.joined(values), None if entropy is None else micro.joined(entropy)
 
     @run_on_all_ranks
-    def batch_logprobs(self, batch: StepBatch) -> torch.Tensor:
-        """Return (A,) float32 logprobs of the trained tokens, without gradients; 0 elsewhere."""
+    def batch_logprobs(self, batch: StepBatch, *, adapter: bool = True) -> torch.Tensor:
+        """Return (A,) float32 logprobs of the trained tokens, without gradients; 0 elsewhere.
+
+        Args:
+            adapter: False: those of the model without its adapter, which routes freely.
+        """
+        if not adapter:
+            replay, self._replay = self._replay, None
+            try:
+                with adapter_off(self.model):
+                    return self._batch_logprobs(batch)
+            finally:
+                self._replay = replay
+        return self._batch_logprobs(batch)
+
+    def _batch_logprobs(self, batch: StepBatch) -> torch.Tensor:
         plan = partial(
             plan_micro_batches,
             batch,
@@ -206,15 +236,24 @@ class Policy:
         """Return the parameters that optimizer steps change, by name."""
         return trained_parameters(self.model)
 
-    def named_weights(self, dtype: torch.dtype | None = None) -> NamedWeights:
+    def named_weights(
+        self, dtype: torch.dtype | None = None, *, adapter: bool = False
+    ) -> NamedWeights:
         """Return what training changes under the names of a Hugging Face checkpoint; tied once.
 
-        Layers of which no parameter is trained are left out.
+        Layers of which no parameter is trained are left out. Of a model with an adapter these are
+        all weights, with the adapter merged in.
 
         Args:
             dtype: that they may be cast to, where they are moved to main memory; None: as they are.
+            adapter: only the adapter's matrices, under their names in PEFT's files.
         """
-        return NamedWeights(self, dtype)
+        return NamedWeights(self, dtype, adapter)
+
+    def adapter_weights(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """Return the adapter's full matrices, by the model's names."""
+        names = [name for name, _ in weights_of(self.model) if is_adapter(name)]
+        return full_state_dict(self, dtype, names)
 
     @run_on_all_ranks
     def free_cached_memory(self) -> None:
@@ -223,11 +262,13 @@ class Policy:
             torch.cuda.empty_cache()
 
     def save(self, folder: Path, tokenizer: Any | None = None) -> None:
-        """Write the model (and its tokenizer) in Hugging Face format.
+        """Write the model (and its tokenizer) in Hugging Face format; of LoRA the adapter.
 
         Several ranks queue the weights in `ranks.files`.
         """
-        if self.ranks.size > 1:
+        if self.has_adapter:
+            save_adapter(self.model, self.adapter_weights(), folder)
+        elif self.ranks.size > 1:
             save_pretrained(self, folder)
         else:
             weights = {name: value.cpu() for name, value in full_state_dict(self).items()}
@@ -264,17 +305,33 @@ class Policy:
         return torch.autocast(self.device.type, dtype=self.dtype, cache_enabled=False)
 
 
+@dataclass(frozen=True, slots=True)
+class WithoutAdapter:
+    """A policy's model with its adapter off, as reference: no second model in memory."""
+
+    policy: Policy
+
+    def batch_logprobs(self, batch: StepBatch) -> torch.Tensor:
+        """See `Policy.batch_logprobs`."""
+        return self.policy.batch_logprobs(batch, adapter=False)
+
+
+Reference = Policy | WithoutAdapter  # of a KL term
+
+
 def load_model(
     path: str,
     *,
     device: torch.device,
+    dtype: torch.dtype = torch.float32,
     gradient_checkpointing: bool = False,
     with_head: bool = True,
     setting: str = POLICY,
 ) -> Any:
-    """Return the causal LM of a local folder or hub name, with float32 weights.
+    """Return the causal LM of a local folder or hub name.
 
     Args:
+        dtype: of the weights.
         with_head: False: load only the backbone.
         setting: the setting of the path, for messages.
 
@@ -287,7 +344,7 @@ def load_model(
     try:
         model: Any = (AutoModelForCausalLM if with_head else AutoModel).from_pretrained(
             str(folder),
-            dtype=torch.float32,
+            dtype=dtype,
             trust_remote_code=False,  # by default transformers asks on the terminal
         )
     except (OSError, ValueError) as error:

@@ -177,8 +177,11 @@ def full_state_dict(
 def weight_names(owner: Any) -> list[list[str]]:
     """Return the `names_by_layer` of a policy's model, without groups of untrained parameters.
 
+    With an adapter none is left out: an engine gets a model's weights all at once or not at all.
     Reading a model's state dict reshards it, so this must not run while another call computes.
     """
+    if owner.has_adapter:
+        return names_by_layer(owner.model)
     untrained = {name for name, _ in owner.model.named_parameters()}
     untrained -= {name for name, _ in owner.trained_parameters()}
     return [names for names in names_by_layer(owner.model) if not untrained.issuperset(names)]

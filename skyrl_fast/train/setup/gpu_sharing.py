@@ -58,7 +58,8 @@ def plan_run_memory(
     assert capacity is not None
     num_gpus = torch.cuda.device_count()
     planned = deepcopy(config)
-    planned.trainer.ref.model.path = config.trainer.ref.model.path or model_path(config, None)
+    if not config.shares_reference:
+        planned.trainer.ref.model.path = config.trainer.ref.model.path or model_path(config, None)
     planned.trainer.policy.model.path = model_path(config, checkpoint)
     in_process = with_engine and config.engine_in_process
     if in_process:

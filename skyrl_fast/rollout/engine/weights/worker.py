@@ -5,6 +5,7 @@ Design: docs/design/007-rollout-and-weight-sync.md.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from skyrl_fast.rollout.engine.vllm_patches.kept_logprobs import return_kept_only
 from skyrl_fast.rollout.engine.vllm_patches.packed_weights import renew_packed_weights
 from skyrl_fast.rollout.engine.vllm_patches.seeded_sampling import sample_by_inversion
+from skyrl_fast.rollout.engine.vllm_patches.single_adapter import multiply_at_once
 from skyrl_fast.rollout.engine.weights.group import WeightsGroup, store_at
 from skyrl_fast.rollout.engine.weights.receipt import Receipt, dtype_name, record_digests
 from skyrl_fast.rollout.engine.weights.transports.broadcast import receive_by_broadcast
@@ -33,10 +35,12 @@ class WeightUpdateExtension:
     reload_weights: Callable[..., None]
 
     def prepare_sampler(self) -> None:
-        """Sample with less work; see `kept_logprobs` and `seeded_sampling`."""
+        """Sample with less work; see `kept_logprobs`, `seeded_sampling` and `single_adapter`."""
         if not self.sampler_is_prepared:  # a trainer that connects again asks again
             return_kept_only(self.model_runner.sampler)
             sample_by_inversion(self.model_runner.sampler)
+            if self.device.type == "cpu":
+                multiply_at_once()
             self.sampler_is_prepared = True
 
     def weights_dtype(self) -> str | None:
@@ -48,13 +52,17 @@ class WeightUpdateExtension:
         dtypes = {dtype_name(parameter.dtype) for parameter in parameters}
         return dtypes.pop() if len(dtypes) == 1 else None
 
-    def load_weights_file(self, path: str) -> dict[str, Any]:
-        """Load the tensors of a safetensors file; return a `Receipt` as a dict."""
-        return self._load(receive_by_file(path))
+    def load_weights_file(self, path: str, **adapter: Any) -> dict[str, Any]:
+        """Load the tensors of a safetensors file; return a `Receipt` as a dict.
 
-    def load_weights_ipc(self, handles: list[Any]) -> dict[str, Any]:
-        """Load tensors from the trainer's GPU memory; return a `Receipt` as a dict."""
-        receipt = self._load(receive_by_ipc(handles))
+        Args:
+            adapter: none for the model's weights; of an adapter its config and version.
+        """
+        return self._load(receive_by_file(path), **adapter)
+
+    def load_weights_ipc(self, handles: list[Any], **adapter: Any) -> dict[str, Any]:
+        """Load tensors from the trainer's GPU memory; see `load_weights_file`."""
+        receipt = self._load(receive_by_ipc(handles), **adapter)
         torch.accelerator.synchronize()  # all is read before the trainer continues
         torch.cuda.ipc_collect()
         return receipt
@@ -71,11 +79,18 @@ class WeightUpdateExtension:
         group.connect(store_at(address, port))
         self.weights_group = group
 
-    def load_weights_broadcast(self) -> dict[str, Any]:
-        """Load the tensors that the trainer sends meanwhile; return a `Receipt` as a dict."""
-        return self._load(receive_by_broadcast(self.weights_group))
+    def load_weights_broadcast(self, **adapter: Any) -> dict[str, Any]:
+        """Load the tensors that the trainer sends meanwhile; see `load_weights_file`."""
+        return self._load(receive_by_broadcast(self.weights_group), **adapter)
 
-    def _load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+    def _load(
+        self,
+        weights: Iterator[tuple[str, torch.Tensor]],
+        adapter: str | None = None,
+        version: int = 0,
+    ) -> dict[str, Any]:
+        if adapter is not None:
+            return self._load_adapter(weights, json.loads(adapter), version)
         model = self.model_runner.get_model()
         parameters = {name for name, _ in model.named_parameters()}
         load_weights = model.load_weights
@@ -102,6 +117,41 @@ class WeightUpdateExtension:
                 dtype=dtype_name(self.model_config.dtype),
             )
         )
+
+    def _load_adapter(
+        self, weights: Iterator[tuple[str, torch.Tensor]], config: dict[str, Any], version: int
+    ) -> dict[str, Any]:
+        digests: dict[str, str] = {}
+        # Copies, as vLLM scales an adapter's matrices in place.
+        matrices = {name: value.clone() for name, value in record_digests(weights, digests)}
+        unloaded = self._replace_adapter(matrices, config, version)
+        return asdict(Receipt(digests, unloaded, dtype_name(self.model_config.dtype)))
+
+    def _replace_adapter(
+        self, matrices: dict[str, torch.Tensor], config: dict[str, Any], version: int
+    ) -> list[str]:
+        """Load an adapter under this number in place of all others.
+
+        Returns:
+            The modules for which vLLM has no adapter layer, and whose matrices it leaves out.
+        """
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+
+        manager = self.model_runner.lora_manager._adapter_manager
+        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+        lora = LoRAModel.from_lora_tensors(
+            version,
+            matrices,
+            PEFTHelper.from_dict(config),
+            device="cpu",
+            dtype=manager.lora_config.lora_dtype,
+            weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+        )
+        manager.remove_all_adapters()
+        manager.add_adapter(lora)
+        manager.activate_adapter(version)
+        return sorted(name for name in lora.loras if name not in manager.modules)
 
 
 def _find_unloaded(parameters: set[str], loaded: set[str]) -> list[str]:

@@ -1,0 +1,257 @@
+"""LoRA: gradients, merged weights and files of an adapter, and runs that train one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+import peft
+from _fakes import tiny_model
+from _rows import full_logprobs, mixed_batch
+from _training import Recorder, settings, steady, train
+from _training import folder as folder  # a fixture
+from safetensors.torch import load_file, save_file
+
+from skyrl_fast.config.settings import LoraConfig
+from skyrl_fast.train import run as run_module
+from skyrl_fast.train.model.lora import add_adapter, is_adapter, merge
+from skyrl_fast.train.model.micro_batch import plan_micro_batches, response_positions
+from skyrl_fast.train.model.policy import Policy, WithoutAdapter
+
+LORA = LoraConfig(rank=3, alpha=4)
+RUN = ["trainer.policy.model.lora.rank=4", "trainer.algorithm.use_kl_loss=true"]
+ADAPTER = Path("policy/adapter_model.safetensors")
+SCALE = 4 / 3
+
+
+def make_model(
+    lora: LoraConfig = LORA,
+    *,
+    dtype: torch.dtype = torch.float64,
+    folder: Path | None = None,
+    base: str = "base",
+) -> Any:
+    """Return a model with an adapter: that of the folder, or one whose B is not 0."""
+    model = tiny_model().to(dtype)
+    torch.manual_seed(0)
+    add_adapter(model, lora, base=base, folder=folder)
+    if folder is None:
+        for name, parameter in matrices(model).items():
+            if ".lora_B." in name:
+                torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def matrices(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p for name, p in model.named_parameters() if is_adapter(name)}
+
+
+def merge_into_copy(model: Any) -> Any:
+    """Return a model without an adapter, of the merged weights."""
+    plain = tiny_model().to(model.dtype)
+    plain.load_state_dict(merge(model, model.state_dict()))
+    return plain
+
+
+@pytest.mark.spec("lora.gradient")
+@pytest.mark.parametrize("tree", [False, True])
+def test_gradients_are_those_of_the_merged_weights(tree: bool) -> None:
+    model = make_model()
+    plain = merge_into_copy(model)
+    batch = mixed_batch()
+    weights = torch.linspace(-1, 1, batch.loss_mask.shape[0], dtype=torch.float64)
+    (full_logprobs(plain, batch) * batch.loss_mask * weights).sum().backward()
+    policy = Policy(model, tree=tree)
+    for micro in plan_micro_batches(batch, 40, tree=tree):
+        values, _ = policy.logprobs(micro)
+        (values.double() * weights[response_positions(batch, micro)]).sum().backward()
+    of_merged = {name: p.grad for name, p in plain.named_parameters()}
+    own = matrices(model)
+    assert len(own) == 2 * 7 * plain.config.num_hidden_layers  # all linear modules
+    for name, a in own.items():
+        if ".lora_A." in name:
+            b = own[name.replace("lora_A", "lora_B")]
+            gradient = of_merged[name.replace("lora_A.default.", "")]
+            # log-probabilities are returned in float32, so that their gradients are rounded to it
+            torch.testing.assert_close(a.grad, SCALE * b.T @ gradient, rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(b.grad, SCALE * gradient @ a.T, rtol=1e-6, atol=1e-9)
+    assert all(p.grad is None for name, p in model.named_parameters() if not is_adapter(name))
+
+
+@pytest.mark.spec("lora.gradient", "lora.files")
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_merged_weights_are_those_of_peft(use_rslora: bool, tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "base")
+    lora = replace(LORA, use_rslora=use_rslora, target_modules=["q_proj", "down_proj"])
+    policy = Policy(make_model(lora, dtype=torch.float32, base=str(tmp_path / "base")))
+    policy.save(tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(tiny_model(), str(tmp_path / "adapter"))
+    batch = mixed_batch()
+    with torch.no_grad():
+        expected = full_logprobs(loaded, batch) * batch.loss_mask
+    torch.testing.assert_close(policy.batch_logprobs(batch), expected, atol=2e-5, rtol=0)
+    merged = loaded.merge_and_unload().state_dict()
+    sent = dict(policy.named_weights())
+    assert sent.keys() == merged.keys() - {"lm_head.weight"} or sent.keys() == merged.keys()
+    for name, value in sent.items():
+        torch.testing.assert_close(value, merged[name], rtol=1e-6, atol=1e-7)
+    names = set(load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
+    assert names == set(dict(policy.named_weights(adapter=True)))
+
+
+@pytest.mark.spec("lora.frozen-base")
+def test_the_reference_is_the_model_without_its_adapter() -> None:
+    model = make_model(dtype=torch.float32)
+    policy, batch = Policy(model), mixed_batch()
+    trained = policy.batch_logprobs(batch)
+    expected = Policy(tiny_model()).batch_logprobs(batch)
+    assert not torch.allclose(trained, expected, atol=1e-3)
+    # the same products in the same order
+    assert torch.equal(WithoutAdapter(policy).batch_logprobs(batch), expected)
+    assert torch.equal(policy.batch_logprobs(batch), trained)
+    assert all(p.requires_grad == is_adapter(name) for name, p in model.named_parameters())
+
+
+@pytest.mark.spec("lora.frozen-base")
+def test_a_frozen_base_keeps_its_dtype_and_the_adapter_has_float32(tmp_path: Path) -> None:
+    model = make_model(dtype=torch.bfloat16)
+    assert {p.dtype for p in matrices(model).values()} == {torch.float32}
+    policy = Policy(model, dtype=torch.bfloat16)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for micro in plan_micro_batches(mixed_batch(), 1000):
+        policy.logprobs(micro)[0].sum().backward()
+    assert [name for name, _ in policy.trained_parameters()] == list(matrices(model))
+    assert all(p.grad.dtype == torch.float32 for _, p in policy.trained_parameters())
+    torch.optim.SGD([p for _, p in policy.trained_parameters()], lr=1.0).step()
+    changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert changed == set(matrices(model))
+    merged = dict(policy.named_weights())["model.layers.0.self_attn.q_proj.weight"]
+    assert merged.dtype == torch.float32  # rounded once, by the engine's dtype
+
+
+@pytest.mark.spec("lora.files")
+def test_an_adapter_of_peft_is_loaded(tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=3, lora_alpha=4, target_modules=["v_proj", "o_proj"])
+    theirs = peft.get_peft_model(tiny_model(), config)
+    for name, parameter in theirs.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    theirs.save_pretrained(str(tmp_path))
+    batch = mixed_batch()
+    with torch.no_grad():
+        expected = full_logprobs(theirs, batch) * batch.loss_mask
+    ours = Policy(make_model(dtype=torch.float32, folder=tmp_path))
+    torch.testing.assert_close(ours.batch_logprobs(batch), expected, atol=2e-5, rtol=0)
+
+
+def _rename(name: str) -> Any:
+    def change(folder: Path) -> None:
+        path = folder / "adapter_model.safetensors"
+        tensors = load_file(path)
+        first = next(one for one in tensors if "lora_A" in one)
+        tensors[name or "no.name"] = tensors.pop(first)
+        save_file(tensors, path)
+
+    return change
+
+
+def _transpose(folder: Path) -> None:
+    path = folder / "adapter_model.safetensors"
+    tensors = {name: value.T.contiguous() for name, value in load_file(path).items()}
+    save_file(tensors, path)
+
+
+def _set(name: str, value: Any) -> Any:
+    def change(folder: Path) -> None:
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+
+    return change
+
+
+@pytest.mark.spec("lora.files")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_set("r", 4), "lora.rank: expected 4"),
+        (_set("lora_alpha", 8), "lora.alpha: expected 8"),
+        (_set("use_rslora", True), "lora.use_rslora: expected True"),
+        (_set("use_dora", True), "use_dora: expected False, got True"),
+        (_set("bias", "all"), "bias: expected none, got all"),
+        (_set("lora_dropout", 0.1), "lora_dropout: expected 0.0, got 0.1"),
+        (_set("modules_to_save", ["lm_head"]), "modules_to_save: expected None"),
+        (_set("rank_pattern", {"q_proj": 8}), "rank_pattern: expected {}"),
+        (_set("peft_type", "IA3"), "peft_type: expected LORA"),
+        (_rename("no.name"), "got other names: "),
+        (_transpose, "expected shape"),
+        (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x"), "no PEFT"),
+        (lambda folder: (folder / "adapter_config.json").unlink(), "no PEFT adapter"),
+    ],
+)
+def test_another_adapter_is_refused(change: Any, message: str, tmp_path: Path) -> None:
+    Policy(make_model(dtype=torch.float32)).save(tmp_path)
+    change(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        make_model(folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (["q_proj", "c_attn"], "expected names of linear modules, got c_attn; the model has"),
+        (["c_attn"], "c_attn"),
+        (["lm_head"], "linear modules of the model's layers, got lm_head"),
+        (["embed_tokens"], "got model.embed_tokens"),
+    ],
+)
+def test_other_targets_are_refused(targets: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=f"target_modules: .*{message}"):
+        make_model(replace(LORA, target_modules=targets))
+
+
+def test_excluded_modules_have_no_adapter() -> None:
+    names = matrices(make_model(replace(LORA, exclude_modules=["k_proj", "up_proj"])))
+    assert not [name for name in names if "k_proj" in name or "up_proj" in name]
+    assert len(names) == 2 * 5 * tiny_model().config.num_hidden_layers
+
+
+class DiedError(Exception):
+    """Simulates kill -9: nothing is written afterwards."""
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = train(settings(folder, "expected", *RUN))
+
+    async def die(step: int) -> None:
+        if step == 5:
+            raise DiedError
+
+    with monkeypatch.context() as patch, pytest.raises(DiedError):
+        patch.setattr(run_module.Trainer, "_rescue", lambda self: None)
+        train(settings(folder, "broken", *RUN), Recorder(die))
+    outcome = train(settings(folder, "broken", "trainer.resume_mode=latest", *RUN))
+    assert steady(outcome.metrics) == steady(expected.metrics)
+    for file in (ADAPTER, Path("optimizer.safetensors")):
+        one, two = (run.checkpoint / file for run in (outcome, expected))
+        assert one.read_bytes() == two.read_bytes()
+    last = steady(expected.metrics)[-1]
+    assert last["policy/kl"] > 1e-4  # to the model without its adapter
+    files = {path.name for path in (expected.checkpoint / "policy").iterdir()}
+    assert files == {"adapter_config.json", "adapter_model.safetensors", "tokenizer.txt"}
+
+    # The adapter, with a new optimizer, in another run.
+    path = f"trainer.policy.model.lora.path={expected.checkpoint}/policy"
+    frozen = train(settings(folder, "next", *RUN, path, "trainer.policy.optimizer_config.lr=0"))
+    one, two = (load_file(run.checkpoint / ADAPTER) for run in (expected, frozen))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    assert min(row["policy/kl"] for row in steady(frozen.metrics) if row["step"]) > 1e-4

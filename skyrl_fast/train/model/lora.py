@@ -1,0 +1,218 @@
+"""LoRA: a PEFT adapter on the policy's linear layers, whose matrices are all that is trained.
+
+A layer computes W x + s B A x with s = alpha / rank, or alpha / sqrt(rank) with rsLoRA (Hu et al.,
+2021; Kalajdzievski, 2023). R rank, I inputs and O outputs of a layer: A (R, I), B (O, R), W (O, I).
+W is frozen, in the dtype of the forward pass; A and B are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from skyrl_fast.config.settings import ALL_LINEAR, LoraConfig
+from skyrl_fast.train.parallel.sharding import layers_of
+
+SETTING = "trainer.policy.model.lora"
+INSTALL_HINT = f"{SETTING}: PEFT is not installed: pip install 'skyrl-fast[train]'"
+NAME = "default"  # PEFT's name of a model's only adapter
+PREFIX = "base_model.model."  # of names in PEFT's files
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_BASE = ".base_layer."
+_MATRICES = tuple(f".lora_{matrix}.{NAME}." for matrix in "AB")
+# Of an adapter's config: what the layers' forward pass here and in the engine does not have.
+_UNSUPPORTED = {
+    "use_dora": False,
+    "bias": "none",
+    "modules_to_save": None,
+    "target_parameters": None,
+    "trainable_token_indices": None,
+    "layer_replication": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "lora_bias": False,
+    "lora_dropout": 0.0,
+}
+
+
+def add_adapter(model: Any, lora: LoraConfig, *, base: str, folder: Path | None = None) -> None:
+    """Add an adapter to a transformers model, in place, and freeze the model's own parameters.
+
+    Args:
+        base: folder or hub name of the model, for the adapter's files.
+        folder: PEFT adapter that training continues from; None: a new one, whose B is 0.
+
+    Raises:
+        ValueError: PEFT is missing, a target module is none of the layers' linear modules, or the
+            folder holds another adapter than the settings say.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise ValueError(INSTALL_HINT) from error
+    config = _make_config(lora, base) if folder is None else _read_config(folder, lora)
+    names = config.target_modules
+    try:
+        peft.inject_adapter_in_model(config, model, NAME)
+    except ValueError as error:  # no module has such a name
+        raise ValueError(f"{SETTING}.target_modules: {error}") from error
+    _check_targets(model, names)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+        if is_adapter(name):
+            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+    if folder is not None:
+        _load(model, folder)
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter of a model is one of an adapter's matrices."""
+    return any(matrix in name for matrix in _MATRICES)
+
+
+def adapter_names(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return an adapter's matrices under their names in PEFT's files."""
+    return {
+        PREFIX + name.replace(f".{NAME}.", "."): value
+        for name, value in weights.items()
+        if is_adapter(name)
+    }
+
+
+def merge(model: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return W + s B A of the layers with an adapter, and the other weights, by the model's names.
+
+    Args:
+        weights: full weights of some layers, under the names of the model with its adapter.
+
+    Returns:
+        Merged weights in at least float32; the others as they are.
+    """
+    merged = {}
+    for name, value in weights.items():
+        if is_adapter(name):
+            continue
+        module, is_base, parameter = name.partition(_BASE)
+        a, b = (weights.get(f"{module}{matrix}{parameter}") for matrix in _MATRICES)
+        if is_base and a is not None and b is not None:
+            scale = model.get_submodule(module).scaling[NAME]
+            dtype = torch.promote_types(value.dtype, torch.float32)
+            value = torch.addmm(value.to(dtype), b.to(dtype), a.to(dtype), alpha=scale)
+        merged[f"{module}.{parameter}" if is_base else name] = value
+    return merged
+
+
+@contextmanager
+def adapter_off(model: Any) -> Iterator[None]:
+    """Compute as the model did without its adapter, in the context."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def save_adapter(model: Any, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Write an adapter as PEFT does, for `PeftModel.from_pretrained` and vLLM.
+
+    Args:
+        weights: the model's full adapter matrices, by the model's names.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    model.peft_config[NAME].save_pretrained(str(folder))
+    tensors = {name: value.cpu().contiguous() for name, value in adapter_names(weights).items()}
+    save_file(tensors, str(folder / WEIGHTS), metadata={"format": "pt"})
+
+
+def _make_config(lora: LoraConfig, base: str) -> Any:
+    from peft import LoraConfig as PeftConfig
+
+    everywhere = lora.target_modules == [ALL_LINEAR]
+    init: Any = True if lora.init_method == "kaiming" else lora.init_method
+    return PeftConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=ALL_LINEAR if everywhere else list(lora.target_modules),
+        exclude_modules=list(lora.exclude_modules) or None,
+        init_lora_weights=init,
+        use_rslora=lora.use_rslora,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+    )
+
+
+def _read_config(folder: Path, lora: LoraConfig) -> Any:
+    from peft import PeftConfig
+
+    try:
+        config: Any = PeftConfig.from_pretrained(str(folder))
+    except (OSError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder}: no PEFT adapter: {error}") from error
+    if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
+        raise ValueError(f"{folder}/{CONFIG}: peft_type: expected LORA, got {config.peft_type}")
+    for name, supported in _UNSUPPORTED.items():
+        got = getattr(config, name, supported)
+        if got != supported and (got or supported):
+            raise ValueError(f"{folder}/{CONFIG}: {name}: expected {supported}, got {got}")
+    for name, key in (("rank", "r"), ("alpha", "lora_alpha"), ("use_rslora", "use_rslora")):
+        expected, got = getattr(config, key), getattr(lora, name)
+        if expected != got:
+            raise ValueError(f"{SETTING}.{name}: expected {expected}, as {folder} has, got {got}")
+    config.inference_mode = False
+    return config
+
+
+def _check_targets(model: Any, names: Any) -> None:
+    """Raise ValueError for targets that are no linear modules of the layers, or not there."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    adapted = {n: m for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
+    layers = [f"{name}." for name, _ in layers_of(model)]
+    for name, module in adapted.items():
+        kind = type(module.get_base_layer())
+        if kind is not torch.nn.Linear or not any(map(name.startswith, layers)):
+            raise ValueError(
+                f"{SETTING}.target_modules: expected linear modules of the model's layers, got "
+                f"{name} ({kind.__name__})"
+            )
+    if isinstance(names, str):  # all of them, or a regular expression
+        return
+    for target in names:
+        if not any(name == target or name.endswith(f".{target}") for name in adapted):
+            raise ValueError(
+                f"{SETTING}.target_modules: expected names of linear modules, got {target}; the "
+                f"model has {', '.join(sorted({n.rpartition('.')[2] for n in adapted}))}"
+            )
+
+
+def _load(model: Any, folder: Path) -> None:
+    """Copy the matrices of an adapter's folder into a model that has the same one."""
+    path = folder / WEIGHTS
+    try:
+        tensors = load_file(str(path))
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path}: no PEFT adapter: {error}") from error
+    parameters = adapter_names({n: p.data for n, p in model.named_parameters()})
+    if different := sorted(parameters.keys() ^ tensors.keys()):
+        raise ValueError(
+            f"{path}: expected the matrices of this model's adapter, got other names: "
+            f"{', '.join(different[:4])}"
+        )
+    for name, parameter in parameters.items():
+        if parameter.shape != tensors[name].shape:
+            raise ValueError(
+                f"{path}: {name}: expected shape {list(parameter.shape)}, got "
+                f"{list(tensors[name].shape)}"
+            )
+        parameter.copy_(tensors[name])

@@ -14,12 +14,14 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 import peft
-from _fakes import tiny_model
+from _fakes import FakeTokenizer, tiny_model
 from _rows import full_logprobs, mixed_batch
 from _training import Recorder, settings, steady, train
 from _training import folder as folder  # a fixture
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from skyrl_fast import cli
 from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.train import run as run_module
 from skyrl_fast.train.model.lora import add_adapter, is_adapter, merge
@@ -255,3 +257,54 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     one, two = (load_file(run.checkpoint / ADAPTER) for run in (expected, frozen))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
     assert min(row["policy/kl"] for row in steady(frozen.metrics) if row["step"]) > 1e-4
+
+
+@pytest.mark.spec("lora.files")
+def test_a_run_is_exported_as_adapter_and_as_merged_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = train(settings(folder, "run", *RUN))
+    run, out = outcome.run_path, folder / "exported"
+    monkeypatch.setattr("skyrl_fast.train.model.policy.load_tokenizer", lambda _: FakeTokenizer())
+    for form in ("adapter", "model"):
+        assert cli.main(["export", str(run), str(out / form), "--to", form]) == 0
+    assert f"the model of {outcome.checkpoint}" in capsys.readouterr().out
+    adapter = peft.PeftModel.from_pretrained(tiny_model(), str(out / "adapter"))
+    merged = AutoModelForCausalLM.from_pretrained(out / "model")
+    batch = mixed_batch()
+    with torch.no_grad():
+        expected, base = full_logprobs(adapter, batch), full_logprobs(tiny_model(), batch)
+        got = full_logprobs(merged, batch)
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=0)
+    assert not torch.allclose(got, base, atol=1e-3)
+    card = (out / "model/README.md").read_text()
+    rewards = [row for row in steady(outcome.metrics) if "eval/all/avg_score" in row]
+    assert card.startswith('---\nlibrary_name: "transformers"\n') and len(rewards) == 4
+    for row in rewards:
+        assert f"| {row['step']} | {row['eval/all/avg_score']:.3f} |" in card
+    assert "| LoRA | rank 4, alpha 16 |" in card and f"torch {torch.__version__}" in card
+
+    uploads: list[dict[str, str]] = []
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda *_, **__: "https://hub/me/a")
+    monkeypatch.setattr(
+        "huggingface_hub.HfApi.upload_folder", lambda _, **options: uploads.append(options)
+    )
+    target = out / "pushed"
+    arguments = ["export", str(outcome.checkpoint), str(target), "--to", "adapter"]
+    assert cli.main([*arguments, "--push", "me/a"]) == 0
+    assert uploads == [{"repo_id": "me/a", "folder_path": str(target)}]
+    assert "uploaded to https://hub/me/a" in capsys.readouterr().out
+
+    complete = train(settings(folder, "complete", "trainer.max_training_steps=2"))
+    for arguments, message in (
+        ([str(run), str(target), "--to", "model"], "expected no such file or folder"),
+        ([str(complete.run_path), str(out / "x"), "--to", "adapter"], "expected a LoRA adapter"),
+        ([str(folder), str(out / "x"), "--to", "model"], "expected the folder of a run"),
+        ([str(run), str(out / "x"), "--to", "batch", "--push", "a"], "--push: expected --to"),
+        ([str(run), str(out / "x"), "--to", "model", "--min-reward", "1"], "--min-reward"),
+    ):
+        assert cli.main(["export", *arguments]) in (1, 2)
+        assert message in capsys.readouterr().err
+    assert cli.main(["export", str(complete.run_path), str(out / "full"), "--to", "model"]) == 0
+    weights = (complete.checkpoint / "policy/model.safetensors").read_bytes()
+    assert (out / "full/model.safetensors").read_bytes() == weights

@@ -11,25 +11,29 @@ from typing import Any
 from skyrl_fast.commands.command import as_usage_error
 
 BATCH, SKYRL, SFT = "batch", "skyrl", "sft"
+MODEL, ADAPTER = "model", "adapter"
 
-
-HELP = "write recorded sessions as training data"
+HELP = "write a run's trajectories as training data, or its policy as a model"
 DESCRIPTION = (
     "Write the trajectories of a recording or a run as a batch, as SkyRL's generator output, or as "
-    "chats for fine-tuning."
+    "chats for fine-tuning; or the policy of a run's newest checkpoint as a model or an adapter."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="folder of a recording, or of a run")
-    parser.add_argument("out", type=Path, help="file to write; an existing one is replaced")
+    parser.add_argument("run", type=Path, help="folder of a recording, a run or a checkpoint")
+    parser.add_argument(
+        "out", type=Path, help="file to write, which is replaced; of a model a new folder"
+    )
     parser.add_argument(
         "--to",
-        choices=(BATCH, SKYRL, SFT),
+        choices=(BATCH, SKYRL, SFT, MODEL, ADAPTER),
         required=True,
         help="batch: a StepBatch in a safetensors file; skyrl: SkyRL's generator output as JSON; "
-        "sft: JSON lines of messages for `skyrl-fast sft`, of a recording only",
+        "sft: JSON lines of messages for `skyrl-fast sft`, of a recording only; model: a Hugging "
+        "Face model with a model card, a LoRA adapter merged in; adapter: the adapter, by PEFT",
     )
+    parser.add_argument("--push", metavar="NAME", help="upload the model to the Hugging Face Hub")
     parser.add_argument(
         "--min-reward", type=float, help="leave out trajectories with a lower reward"
     )
@@ -43,6 +47,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _written(options: argparse.Namespace) -> str:
+    if options.to in (MODEL, ADAPTER):
+        return _write_model(options)
+    if options.push is not None:
+        raise ValueError(f"--push: expected --to {MODEL} or {ADAPTER}, got {options.to}")
     from skyrl_fast.adapters.generator_output import generator_output_from_trajectories
     from skyrl_fast.batch import batch_from_trajectories
     from skyrl_fast.trajectory_store.recorded import read_recorded, sft_rows
@@ -70,6 +78,18 @@ def _written(options: argparse.Namespace) -> str:
             "sessions of one task with the same uid\n"
         )
     return f"{rows} rows of {len(trajectories)} trajectories in {groups} groups"
+
+
+def _write_model(options: argparse.Namespace) -> str:
+    from skyrl_fast.train.checkpoint.model_export import export_model, push_model
+
+    if options.min_reward is not None:
+        raise ValueError(f"--min-reward: expected trajectories to export, got --to {options.to}")
+    checkpoint = export_model(options.run, options.out, adapter=options.to == ADAPTER)
+    pushed = (
+        "" if options.push is None else f", uploaded to {push_model(options.out, options.push)}"
+    )
+    return f"the {options.to} of {checkpoint}{pushed}"
 
 
 def _to_list(array: Any) -> Any:

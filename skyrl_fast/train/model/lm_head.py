@@ -10,7 +10,7 @@ H hidden size, V vocabulary.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -70,6 +70,32 @@ def backbone(model: Any) -> Any:
     return getattr(model, "model", base) if base is model else base  # Llama 4's prefix is another
 
 
+@contextlib.contextmanager
+def in_float32(model: Any) -> Iterator[None]:
+    """Compute a model of frozen 16-bit weights in float32 in the context, for checks of its code.
+
+    Each module's weights are cast while it computes, so that memory stays that of one module.
+    """
+    narrow: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+    def widen(module: Any, *_: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_floating_point() and parameter.itemsize < torch.float32.itemsize:
+                narrow[parameter] = parameter.data
+                parameter.data = parameter.data.float()
+
+    def restore(module: Any, *_: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            if parameter in narrow:
+                parameter.data = narrow.pop(parameter)
+
+    with contextlib.ExitStack() as hooks:
+        for module in model.modules():
+            hooks.callback(module.register_forward_pre_hook(widen, prepend=True).remove)
+            hooks.callback(module.register_forward_hook(restore, always_call=True).remove)
+        yield
+
+
 def find_head(model: Any, autocast: Callable[[], contextlib.AbstractContextManager[Any]]) -> LmHead:
     """Return the head of a causal LM, which gives the model's logits and their gradients.
 
@@ -85,14 +111,13 @@ def find_head(model: Any, autocast: Callable[[], contextlib.AbstractContextManag
         (name,) = (name for name, module in model.named_modules() if module is head)
         _refuse(model, f"by {name}.{others[0]}, which would not be trained")
     ids = torch.arange(PROBE_TOKENS, device=head.weight.device)[None] % head.weight.shape[0]
-    with torch.no_grad():
-        hidden = _last_hidden_states(model, ids)
-    inputs, scale, soft_cap = _fit(model, head, ids)
+    with in_float32(model):
+        with torch.no_grad():
+            hidden = _last_hidden_states(model, ids)
+        inputs, scale, soft_cap = _fit(model, head, ids)
     hidden_scale = _hidden_scale(model, inputs, hidden)
     if getattr(head, "bias", None) is not None and hidden_scale != 1.0:
         _refuse(model, "by a scale of the hidden states and a bias")
-    if hidden_scale != 1.0 and hidden.dtype.itemsize < torch.float32.itemsize:
-        _refuse(model, f"by a scale of the hidden states, which {hidden.dtype} cannot show")
     result = LmHead(head, scale * hidden_scale, soft_cap)
     _check(model, result, hidden_scale, ids, autocast)
     return result
@@ -117,8 +142,7 @@ def _fit(model: Any, head: Any, ids: torch.Tensor) -> tuple[torch.Tensor, float,
 
     def replace(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
         inputs.append(arguments[0].detach())
-        # Not rounded to bfloat16, so that the fit is exact for a model of frozen bfloat16 weights.
-        return outputs.to(torch.promote_types(output.dtype, torch.float32))
+        return outputs.to(output.dtype)
 
     with head.register_forward_hook(replace), torch.enable_grad():
         logits = model(input_ids=ids, use_cache=False).logits
@@ -142,12 +166,10 @@ def _fit(model: Any, head: Any, ids: torch.Tensor) -> tuple[torch.Tensor, float,
 
 def _hidden_scale(model: Any, inputs: torch.Tensor, hidden: torch.Tensor) -> float:
     """Return the factor by which the model multiplies its hidden states before the head."""
-    eps = torch.finfo(hidden.dtype).eps
     inputs, hidden = inputs.double(), hidden.double()
     large = hidden.abs() >= hidden.abs().median()
     scale = (inputs[large] / hidden[large]).median().item() if inputs.shape == hidden.shape else 0
-    rounding = max(1e-4, 2 * eps)
-    if not scale > 0 or not torch.allclose(inputs, hidden * scale, rtol=rounding, atol=1e-5):
+    if not scale > 0 or not torch.allclose(inputs, hidden * scale, rtol=1e-4, atol=1e-5):
         _refuse(model, "by a change of the hidden states before it")
     return 1.0 if abs(scale - 1) < FIT_TOLERANCE else scale
 

@@ -22,6 +22,7 @@ from skyrl_fast.ops.prefix_tree.attention import (
 )
 from skyrl_fast.ops.prefix_tree.tree import build_prefix_tree
 from skyrl_fast.train.model.forward_pass import MicroBatch, NodeTree
+from skyrl_fast.train.model.lm_head import in_float32
 from skyrl_fast.train.model.rope_limits import rope_limits
 from skyrl_fast.train.model.sequence_part import padded, part_of
 from skyrl_fast.train.parallel.sequence_ranks import SINGLE, SequenceRanks
@@ -51,14 +52,16 @@ def prepare_for_trees(backbone: Any) -> None:
         rows = _probe_rows(backbone)
     except NotImplementedError as error:
         raise ValueError(f"{refusal}its input embeddings are unknown") from error
-    expected = [_hidden_of_row(backbone, row, refusal) for row in rows]
+    with in_float32(backbone):
+        expected = [_hidden_of_row(backbone, row, refusal) for row in rows]
     _register()
     before = backbone.config._attn_implementation
     backbone.set_attn_implementation(ATTENTION)
     try:
         if backbone.config._attn_implementation != ATTENTION:
             raise ValueError("its attention function cannot be replaced")
-        difference = _probe(backbone, rows, expected)
+        with in_float32(backbone):
+            difference = _probe(backbone, rows, expected)
         if difference is not None:
             raise ValueError(
                 "its hidden states on a small tree are not those of the rows "

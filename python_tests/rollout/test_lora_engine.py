@@ -116,6 +116,16 @@ def test_adapters_are_exact_and_wrong_ones_are_refused(
                 print(f"{fault}: {str(caught.value)[:150]}")
                 await engine._llm.collective_rpc("set_fault", args=("",))
                 await update_engine(engine, probe, policy.named_weights(adapter=True))
+            # The files load in vLLM as `--lora-modules` does.
+            policy.save(tmp_path / "adapter")
+            from vllm.lora.request import LoRARequest
+
+            current = engine._lora_request
+            engine._lora_request = LoRARequest("saved", 1000, str(tmp_path / "adapter"))
+            tokens = probe._probe[0]
+            expected, _ = policy.sequence_logprobs(tokens)
+            assert await engine.prompt_logprobs(tokens) == pytest.approx(expected, abs=TOLERANCE)
+            engine._lora_request = current
             # What vLLM has no layer for is refused by its receipt.
             weights = dict(policy.named_weights(adapter=True))
             first = next(name for name in weights if "lora_A" in name)

@@ -16,12 +16,14 @@ pytest.importorskip("peft")
 import peft
 from _fakes import FakeTokenizer, tiny_model
 from _rows import full_logprobs, mixed_batch
+from _settings import NEEDED, error_of
 from _training import Recorder, settings, steady, train
 from _training import folder as folder  # a fixture
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from skyrl_fast import cli
+from skyrl_fast.config import load_config
 from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.train import run as run_module
 from skyrl_fast.train.model.lora import add_adapter, is_adapter, merge
@@ -220,6 +222,25 @@ def test_another_adapter_is_refused(change: Any, message: str, tmp_path: Path) -
 def test_other_targets_are_refused(targets: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=f"target_modules: .*{message}"):
         make_model(replace(LORA, target_modules=targets))
+
+
+@pytest.mark.parametrize(
+    "engines",
+    [
+        ["trainer.placement.colocate_all=false"],
+        [
+            "generator.inference_engine.run_engines_locally=false",
+            "generator.inference_engine.external_server_urls=[http://a:1]",
+        ],
+    ],
+)
+def test_engines_of_other_processes_get_merged_weights(engines: list[str]) -> None:
+    rank = "trainer.policy.model.lora.rank=8"
+    assert load_config(None, [*NEEDED, rank]).sends_adapter
+    assert not load_config(None, [*NEEDED, rank, *engines]).sends_adapter
+    assert not load_config(None, NEEDED).sends_adapter
+    message = error_of(rank, "trainer.policy.model.lora.weight_sync=adapter", *engines)
+    assert "lora.weight_sync: expected auto or merged" in message
 
 
 def test_excluded_modules_have_no_adapter() -> None:

@@ -352,10 +352,10 @@ def _check_lora(config: Config) -> None:
         raise ConfigError(f"{key}.rank: expected that of the adapter in {lora.path}, got 0")
     if not config.sends_adapter:
         return
-    if not config.generator.inference_engine.run_engines_locally:
+    if not config.engine_in_process:
         raise ConfigError(
-            f"{key}.weight_sync: expected auto or merged with "
-            "generator.inference_engine.run_engines_locally=false, got adapter"
+            f"{key}.weight_sync: expected auto or merged for engines on servers or a cluster, got "
+            "adapter"
         )
     if lora.rank > MAX_ENGINE_RANK:
         raise ConfigError(

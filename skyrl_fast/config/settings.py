@@ -85,7 +85,7 @@ class LoraConfig:
     weight_sync: str = setting(
         "auto",
         "what engines get: the adapter alone, or the model's weights with the adapter merged in; "
-        "auto: adapter, of external servers merged",
+        "auto: an engine of this process gets the adapter, servers and clusters the merged weights",
         choices=("auto", "adapter", "merged"),
     )
 
@@ -573,8 +573,8 @@ class Config:
     def sends_adapter(self) -> bool:
         """Whether engines get the adapter alone."""
         by = self.trainer.policy.model.lora.weight_sync
-        local = self.generator.inference_engine.run_engines_locally
-        return self.trains_adapter and (by == "adapter" or (by == "auto" and local))
+        wanted = by == "adapter" or (by == "auto" and self.engine_in_process)
+        return self.trains_adapter and wanted
 
     @property
     def max_staleness(self) -> int:

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import copy
 import json
+import os
+import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,9 @@ from typing import Any
 import httpx
 import torch
 
+from examples.asynchronous.soak import children, command_of
 from skyrl_fast.config import InferenceEngineConfig
+from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.rollout.engine.protocol import Engine
 from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
@@ -25,6 +29,9 @@ from skyrl_fast.rollout.engine.weights.transfer import Weights, WorkerCall, tran
 from skyrl_fast.rollout.engine.weights.transports.broadcast import receive_by_broadcast
 from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
 from skyrl_fast.rollout.engine.weights.worker import WeightUpdateExtension
+from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.train.model.lora import add_adapter, merge
+from skyrl_fast.train.model.policy import Policy
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-3  # float32 on both sides, as in LIMITS
@@ -245,6 +252,10 @@ class Versions:
         values = self.models[version](rows).logits[0, :-1].float().log_softmax(-1)
         return values.gather(1, rows[0, 1:, None])[:, 0]
 
+    def weights(self) -> Any:
+        """Return what an engine gets of the last version."""
+        return dict(self.models[-1].named_parameters())
+
     def make_probe(self, engine: Engine) -> WeightProbe:
         return WeightProbe(
             engine,
@@ -253,3 +264,64 @@ class Versions:
                 (self.logprobs(len(self.models) - 1, ids).tolist(), 1.0) for ids in probe
             ],
         )
+
+
+LORA = LoraConfig(rank=6, alpha=12)
+MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ADAPTER = {"r": 6, "lora_alpha": 12, "target_modules": MODULES, "bias": "none"}  # of an engine
+
+
+class AdapterVersions(Versions):
+    """The same of an adapter; `models` have it merged in."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        model = copy.deepcopy(self.models[0])
+        torch.manual_seed(0)
+        add_adapter(model, LORA, base=str(folder))
+        self.policy = Policy(model)
+
+    def another(self) -> None:
+        change_adapter(self.policy)
+        model = copy.deepcopy(self.models[-1])
+        model.load_state_dict(merge(self.policy.model, self.policy.model.state_dict()))
+        self.models.append(model)
+
+    def weights(self) -> Any:
+        return self.policy.named_weights(adapter=True)
+
+
+def change_adapter(policy: Policy) -> None:
+    """Change all trained parameters, as an optimizer step does."""
+    for _, parameter in policy.trained_parameters():
+        parameter.data.add_(0.01 * torch.randn_like(parameter))
+
+
+def wrong_tokens(versions: Versions, trajectories: list[Trajectory]) -> tuple[int, int, float]:
+    """Return the number of tokens with a wrong logprob, of all tokens, and the largest error."""
+    wrong, total, largest = 0, 0, 0.0
+    for trajectory in trajectories:
+        for step in trajectory.steps:
+            ids = [*step.prompt_token_ids, *step.response_ids]
+            start = len(step.prompt_token_ids)
+            assert step.rollout_logprobs is not None
+            for version in set(step.versions):
+                exact = versions.logprobs(version, ids)[start - 1 :].tolist()
+                for own, mask, a, b in zip(
+                    step.versions, step.loss_mask, exact, step.rollout_logprobs, strict=True
+                ):
+                    if own == version and mask:
+                        total += 1
+                        wrong += abs(a - b) > TOLERANCE
+                        largest = max(largest, abs(a - b))
+    return wrong, total, largest
+
+
+def engine_process() -> int:
+    (core,) = [pid for pid in children(os.getpid()) if "EngineCore" in command_of(pid)]
+    return core
+
+
+def kill_engine_process() -> None:
+    """Kill it as the OOM killer would."""
+    os.kill(engine_process(), signal.SIGKILL)

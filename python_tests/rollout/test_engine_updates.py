@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from _listening import LOOPBACK, listening
-from _weights import TOLERANCE, Versions
+from _weights import (
+    ADAPTER,
+    AdapterVersions,
+    Versions,
+    engine_process,
+    kill_engine_process,
+    wrong_tokens,
+)
 from fake_envs import FakePrompt, loop_config, register_fakes
 
-from examples.asynchronous.soak import children, command_of
 from skyrl_fast.config import EnvironmentConfig, InferenceEngineConfig, SamplingParams
 from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
@@ -24,7 +29,6 @@ from skyrl_fast.rollout.engine.weights.transports.broadcast import send_by_broad
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.groups import environment_runner, run_groups
 from skyrl_fast.rollout.policy_calls import PolicyCalls
-from skyrl_fast.rollout.trajectory import Trajectory
 
 pytestmark = [
     pytest.mark.vllm,
@@ -34,37 +38,8 @@ pytestmark = [
 register_fakes()
 
 
-def wrong_tokens(versions: Versions, trajectories: list[Trajectory]) -> tuple[int, int, float]:
-    """Return the number of tokens with a wrong logprob, of all tokens, and the largest error."""
-    wrong, total, largest = 0, 0, 0.0
-    for trajectory in trajectories:
-        for step in trajectory.steps:
-            ids = [*step.prompt_token_ids, *step.response_ids]
-            start = len(step.prompt_token_ids)
-            assert step.rollout_logprobs is not None
-            for version in set(step.versions):
-                exact = versions.logprobs(version, ids)[start - 1 :].tolist()
-                for own, mask, a, b in zip(
-                    step.versions, step.loss_mask, exact, step.rollout_logprobs, strict=True
-                ):
-                    if own == version and mask:
-                        total += 1
-                        wrong += abs(a - b) > TOLERANCE
-                        largest = max(largest, abs(a - b))
-    return wrong, total, largest
-
-
-def engine_process() -> int:
-    (core,) = [pid for pid in children(os.getpid()) if "EngineCore" in command_of(pid)]
-    return core
-
-
-def kill_engine_process() -> None:
-    """Kill it as the OOM killer would."""
-    os.kill(engine_process(), signal.SIGKILL)
-
-
 @pytest.mark.slow
+@pytest.mark.parametrize("has_adapter", [False, True])
 @pytest.mark.spec(
     "async.in-flight-update",
     "async.token-versions",
@@ -73,14 +48,17 @@ def kill_engine_process() -> None:
     "async.weight-broadcast",
 )
 def test_every_token_has_its_version_and_a_killed_engine_restarts(
-    tiny_tokenizer: Any, tiny_model_folder: Path, tmp_path: Path
+    tiny_tokenizer: Any, tiny_model_folder: Path, tmp_path: Path, has_adapter: bool
 ) -> None:
     async def go() -> None:
-        versions = Versions(tiny_model_folder)
+        versions = (
+            AdapterVersions(tiny_model_folder) if has_adapter else Versions(tiny_model_folder)
+        )
         config = VllmSetup(
             str(tiny_model_folder),
             InferenceEngineConfig(weight_sync_backend="gloo"),
             log_file=str(tmp_path / "engine.log"),
+            adapter=ADAPTER if has_adapter else None,
         )
         pool = EnginePool([VllmEngine(config)], transport=send_by_broadcast)
         await pool.start()
@@ -103,9 +81,7 @@ def test_every_token_has_its_version_and_a_killed_engine_restarts(
                 await asyncio.sleep(0.15)
                 versions.another()
                 async with gate.hold_closed(pool.interrupt):
-                    await pool.update(
-                        dict(versions.models[-1].named_parameters()), versions.make_probe
-                    )
+                    await pool.update(versions.weights(), versions.make_probe)
                     gate.version = version
             got = await work
             wrong, total, largest = wrong_tokens(versions, got)
@@ -119,7 +95,7 @@ def test_every_token_has_its_version_and_a_killed_engine_restarts(
             kill_engine_process()
             await asyncio.wait_for(pool.wait_for_fault(), 60)
             assert not work.done()
-            await pool.repair(dict(versions.models[-1].named_parameters()), versions.make_probe)
+            await pool.repair(versions.weights(), versions.make_probe)
             got = await work
             assert [t.failure for t in got] == [None] * 24
             assert wrong_tokens(versions, got)[:2] == (0, 24 * 3 * 120)

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("peft")
 
 from _faulty_extension import ADAPTER_FAULTS
-from _weights import update_engine
+from _weights import ADAPTER, LORA, change_adapter, update_engine
 
 from skyrl_fast.config import InferenceEngineConfig, SamplingParams
 from skyrl_fast.config.settings import LoraConfig
@@ -29,9 +29,6 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
-LORA = LoraConfig(rank=6, alpha=12)
-MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-ADAPTER = {"r": 6, "lora_alpha": 12, "target_modules": MODULES, "bias": "none"}
 UPDATES = 40
 TOLERANCE = 1e-5  # float32 on both sides; the kernels sum in another order
 
@@ -41,12 +38,6 @@ def make_policy(folder: Path, lora: LoraConfig = LORA) -> Policy:
     torch.manual_seed(0)
     add_adapter(model, lora, base=str(folder))
     return Policy(model)
-
-
-def step(policy: Policy) -> None:
-    """Change the adapter as an optimizer step does."""
-    for _, parameter in policy.trained_parameters():
-        parameter.data.add_(0.01 * torch.randn_like(parameter))
 
 
 def make_probe(engine: Any, policy: Policy) -> WeightProbe:
@@ -83,7 +74,7 @@ def test_adapters_are_exact_and_wrong_ones_are_refused(
                 4 * p.numel() for _, p in policy.trained_parameters()
             )
             for _ in range(UPDATES):
-                step(policy)
+                change_adapter(policy)
                 reports.append(
                     await update_engine(engine, probe, policy.named_weights(adapter=True))
                 )
@@ -109,7 +100,7 @@ def test_adapters_are_exact_and_wrong_ones_are_refused(
             assert await engine.prompt_logprobs(probe._probe[0]) == pytest.approx(base, abs=1e-6)
             engine._lora_request = current
             for fault in ADAPTER_FAULTS:
-                step(policy)
+                change_adapter(policy)
                 await engine._llm.collective_rpc("set_fault", args=(fault,))
                 with pytest.raises(WeightSyncError, match="logprobs") as caught:
                     await update_engine(engine, probe, policy.named_weights(adapter=True))
@@ -162,7 +153,7 @@ def test_an_adapter_for_another_base_is_refused(tiny_model_folder: Path, tmp_pat
             with pytest.raises(WeightSyncError, match="differ from the trainer's"):
                 await update_engine(engine, make_probe(engine, policy), weights)
             right = make_policy(model)
-            step(right)
+            change_adapter(right)
             probe = make_probe(engine, right)
             report = await update_engine(engine, probe, right.named_weights(adapter=True))
             assert report.difference.maximum < TOLERANCE

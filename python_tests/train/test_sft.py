@@ -176,6 +176,15 @@ def settings(folder: Path, name: str, **more: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.spec("lora.frozen-base")
+def test_an_adapter_is_trained_on_demonstrations(folder: Path) -> None:
+    pytest.importorskip("peft")
+    lora = {"trainer.policy.model.lora.rank": 4, "trainer.policy.optimizer_config.lr": 0.05}
+    result = sft(settings(folder, "adapter", **lora))
+    assert result.after > result.before  # by little: the head of this model is random and frozen
+    assert (result.checkpoint / "policy/adapter_model.safetensors").is_file()
+
+
 @pytest.mark.spec("sft.run")
 def test_loss_falls_and_rows_merged_rows_and_trees_agree(folder: Path) -> None:
     losses = {}

@@ -33,7 +33,7 @@ from skyrl_fast.config.loading import load_config  # noqa: E402
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CLUSTER = EXAMPLES / "cluster"  # files of Ray and Kubernetes
-CONFIGS = sorted(path for path in EXAMPLES.rglob("*.yaml") if CLUSTER not in path.parents)
+CONFIGS = sorted(path for path in EXAMPLES.glob("*/*.yaml") if CLUSTER not in path.parents)
 PUBLISHED = {
     "gsm8k/qwen2.5_1.5b.yaml": ("Qwen/Qwen2.5-1.5B-Instruct", 1024, 256, 5, 1, 1024, "regular"),
     "gsm8k/multi_turn_qwen2.5_0.5b.yaml": (
@@ -61,8 +61,19 @@ def files(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: str(p.relative_to(EXAMPLES)))
 def test_every_configuration_is_valid(path: Path) -> None:
     base = path.with_name("config.yaml")
-    config = load_config(base, [str(path)]) if path.name == "cluster.yaml" else load_config(path)
+    is_overlay = path.name in ("cluster.yaml", "lora.yaml")
+    config = load_config(base, [str(path)]) if is_overlay else load_config(path)
     assert config.trainer.run_path
+    assert config.trains_adapter == (path.name == "lora.yaml")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_settings_with_an_adapter(name: str) -> None:
+    complete = load_config(EXAMPLES / name)
+    config = load_config(EXAMPLES / name, [str(EXAMPLES / "lora.yaml")])
+    assert config.trains_adapter and config.sends_adapter
+    rates = [one.trainer.policy.optimizer_config.lr for one in (complete, config)]
+    assert rates[1] == pytest.approx(10 * rates[0])
 
 
 @pytest.mark.spec("update.engine-nodes")

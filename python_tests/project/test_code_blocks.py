@@ -239,7 +239,7 @@ def fault_of_ours(arguments: list[str]) -> str:
     given: list[Any] = [*getattr(options, "overrides", []), *rest]
     for text in given:
         key, found, value = text.partition("=")
-        if text == "key=value":
+        if text == "key=value" or (text.endswith(".yaml") and (ROOT / text).is_file()):
             continue
         if not found:
             return f"unknown argument {text}"

@@ -79,7 +79,7 @@ class FakePolicy:
     def __init__(self, events: list[str]) -> None:
         self.events = events
 
-    def named_weights(self, dtype: torch.dtype) -> Any:
+    def named_weights(self, dtype: torch.dtype, *, adapter: bool = False) -> Any:
         assert dtype == torch.bfloat16  # the engines'
         yield from (("a", torch.zeros(1)), ("b", torch.zeros(1)))
 

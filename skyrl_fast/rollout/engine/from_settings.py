@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from skyrl_fast.rollout.engine.weights.transfer import Transport
 from skyrl_fast.rollout.engine.weights.transports.broadcast import send_by_broadcast
 from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
 from skyrl_fast.rollout.engine.weights.transports.ipc import send_by_ipc
+from skyrl_fast.rollout.engine.weights.transports.memory import SharedMemory
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +105,9 @@ def choose_transport(config: settings.Config) -> Transport:
         return send_by_ipc
     if backend in BACKENDS:
         return send_by_broadcast
+    one_process = config.trainer.placement.num_ranks == 1 and config.engine_in_process
+    if backend == "auto" and one_process and sys.platform == "linux":
+        return SharedMemory()
     return partial(send_by_file, folder=engine.weight_sync_path, unnamed=config.engine_in_process)
 
 

@@ -32,9 +32,8 @@ from skyrl_fast.rollout.engine.weights.probe import (
     WeightProbe,
     WeightSyncReport,
 )
-from skyrl_fast.rollout.engine.weights.transfer import (
-    Weights,
-)
+from skyrl_fast.rollout.engine.weights.transfer import Weights
+from skyrl_fast.rollout.engine.weights.transports.memory import SharedMemory
 from skyrl_fast.rollout.env.factory import EnvFactory, check_env_classes
 from skyrl_fast.rollout.env.handler import MakeEnv
 from skyrl_fast.rollout.env.reward_functions import GroupRewards, RewardFunctions
@@ -48,6 +47,7 @@ from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.system.network_interface import LOOPBACK
 from skyrl_fast.train.data.prompts import Prompt
 from skyrl_fast.train.model.policy import Policy
+from skyrl_fast.train.parallel.sharding import weights_of
 
 log = logging.getLogger(__name__)
 
@@ -97,16 +97,25 @@ async def start_rollouts(
         if config.engines_on_cluster
         else make_engines(config, model_path)
     )
+    transport = choose_transport(config)
     pool = EnginePool(
         started,
         max_restarts=settings_of_engine.max_restarts,
-        transport=choose_transport(config),
+        transport=transport,
         wait_seconds=WAIT_SECONDS if config.engines_on_cluster else None,
     )
     on_group = None
     if isinstance(make_env, RewardFunctions):
         on_group = GroupRewards(environments, attempts=config.generator.max_retries + 1)
-    rollouts = VllmRollouts(config, tokenizer, pool, environments, prompts, on_group=on_group)
+    rollouts = VllmRollouts(
+        config,
+        tokenizer,
+        pool,
+        environments,
+        prompts,
+        on_group=on_group,
+        memory=transport if isinstance(transport, SharedMemory) else None,
+    )
     await rollouts.start()
     return rollouts
 
@@ -150,8 +159,10 @@ class VllmRollouts:
         prompts: Sequence[Prompt],
         *,
         on_group: OnGroup | None = None,
+        memory: SharedMemory | None = None,
     ) -> None:
         self._config = config
+        self._memory = memory
         self._tokenizer = tokenizer
         self._pool = pool
         self._environments = environments
@@ -269,6 +280,8 @@ class VllmRollouts:
         Where an engine sleeps they are an iterator, which makes room for it at its end: the engine
         wakes up on a GPU of the policy when all have been read.
         """
+        if self._memory is not None and policy.device.type == "cpu" and not policy.has_adapter:
+            self._memory.adopt(tensor for _, tensor in weights_of(policy.model))
         adapter = self._config.sends_adapter
         weights = policy.named_weights(self._pool.weights_dtype, adapter=adapter)
         return self._then_make_room(weights, policy) if self._sleeps else weights

@@ -21,6 +21,7 @@ from skyrl_fast.rollout.engine.weights.receipt import Receipt, dtype_name, recor
 from skyrl_fast.rollout.engine.weights.transports.broadcast import receive_by_broadcast
 from skyrl_fast.rollout.engine.weights.transports.file import receive_by_file
 from skyrl_fast.rollout.engine.weights.transports.ipc import receive_by_ipc
+from skyrl_fast.rollout.engine.weights.transports.memory import receive_from_memory
 
 
 class WeightUpdateExtension:
@@ -59,6 +60,10 @@ class WeightUpdateExtension:
             adapter: none for the model's weights; of an adapter its config and version.
         """
         return self._load(receive_by_file(path), **adapter)
+
+    def load_weights_memory(self, path: str, parts: list[Any], **adapter: Any) -> dict[str, Any]:
+        """Load tensors from the trainer's main memory; see `load_weights_file`."""
+        return self._load(receive_from_memory(path, parts), **adapter)
 
     def load_weights_ipc(self, handles: list[Any], **adapter: Any) -> dict[str, Any]:
         """Load tensors from the trainer's GPU memory; see `load_weights_file`."""

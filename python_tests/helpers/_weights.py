@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -208,10 +209,12 @@ def file_call(path: Any) -> WorkerCall:
     return WorkerCall("load_weights_file", [str(path)], SentWeights())
 
 
-async def update_engine(engine: Any, probe: WeightProbe, weights: Weights) -> WeightSyncReport:
+async def update_engine(
+    engine: Any, probe: WeightProbe, weights: Weights, frozen: Collection[str] = ()
+) -> WeightSyncReport:
     """Load the weights by a file, and verify them."""
     started = time.perf_counter()
-    async with transfer_weights(send_by_file, weights, engine.weights_dtype) as call:
+    async with transfer_weights(send_by_file, weights, engine.weights_dtype, frozen) as call:
         await engine.load_weights(call)
     seconds = time.perf_counter() - started
     return await probe.verify(update_seconds=seconds, num_bytes=call.sent.num_bytes)

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, Protocol, TypeVar
@@ -207,6 +207,8 @@ class EnginePool:
         self,
         weights: Weights,
         make_probe: Callable[[Engine], WeightProbe],
+        *,
+        frozen: Collection[str] = (),
     ) -> WeightSyncReport:
         """Load the weights into all engines, and verify them; return the worst report.
 
@@ -216,6 +218,7 @@ class EnginePool:
         Args:
             weights: weights of the policy, by Hugging Face name.
             make_probe: returns the `WeightProbe` that compares an engine with the trainer.
+            frozen: see `transfer_weights`.
 
         Raises:
             WeightSyncError, EngineError: all engines failed the update.
@@ -223,7 +226,8 @@ class EnginePool:
         reports: list[WeightSyncReport] = []
         self.reports.clear()
         started = time.perf_counter()
-        async with transfer_weights(self._transport, weights, self.weights_dtype) as call:
+        dtype = self.weights_dtype
+        async with transfer_weights(self._transport, weights, dtype, frozen) as call:
             seconds = time.perf_counter() - started
             waited = 0.0
             # Until one engine has the weights: the others are repaired while it serves.
@@ -280,6 +284,8 @@ class EnginePool:
         self,
         weights: Weights,
         make_probe: Callable[[Engine], WeightProbe],
+        *,
+        frozen: Collection[str] = (),
     ) -> None:
         """Restart dead engines with these weights; the others continue to serve.
 
@@ -288,7 +294,8 @@ class EnginePool:
         """
         restarted = await self._restart_dead_engines()
         if restarted:
-            async with transfer_weights(self._transport, weights, self.weights_dtype) as call:
+            dtype = self.weights_dtype
+            async with transfer_weights(self._transport, weights, dtype, frozen) as call:
                 await self._load_all(restarted, call, make_probe, 0.0)
         self._refuse_if_all_fail()
         self._refuse_if_none_comes_back()

@@ -330,7 +330,7 @@ class RemoteEngine:
         if self._weight_sync in EXTENDED:
             with self._parsing(RPC):
                 receipts = read_receipts(answer["results"])
-            self.compute_dtype = check_receipts(receipts, call.sent.digests)
+            self.compute_dtype = check_receipts(receipts, call.sent)
 
     async def reset_prefix_cache(self) -> None:
         """Drop cached keys and values that no running request uses."""

@@ -6,7 +6,15 @@ Design: docs/design/007-rollout-and-weight-sync.md.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -50,9 +58,16 @@ Transport = Callable[[Weights, torch.dtype | None], AbstractContextManager[Worke
 
 @asynccontextmanager
 async def transfer_weights(
-    transport: Transport, weights: Weights, dtype: torch.dtype | None
+    transport: Transport,
+    weights: Weights,
+    dtype: torch.dtype | None,
+    frozen: Collection[str] = (),
 ) -> AsyncIterator[WorkerCall]:
-    """Start a transfer in a thread; yield its call, valid in the context."""
+    """Start a transfer in a thread; yield its call, valid in the context.
+
+    Args:
+        frozen: modules of the model that are not among the weights.
+    """
     with ExitStack() as stack:
 
         def start() -> WorkerCall:
@@ -61,7 +76,9 @@ async def transfer_weights(
             finally:
                 end_torch_threads()
 
-        yield await asyncio.to_thread(start)
+        call = await asyncio.to_thread(start)
+        call.sent.frozen.update(frozen)
+        yield call
 
 
 def distinct_tensors(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:

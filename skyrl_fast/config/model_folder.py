@@ -1,4 +1,4 @@
-"""The folder of a model: a local one, that of the hub's cache, or downloaded."""
+"""The folder of a model, local, in the hub's cache or downloaded, and the class that loads it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 POLICY = "trainer.policy.model.path"
 HUB_SECONDS = 10.0  # for the hub to answer at all
@@ -40,6 +41,23 @@ def model_folder(path: str, *, setting: str = POLICY, with_weights: bool = True)
     if cached is not None and (_has_weights(cached) or not with_weights):
         return cached
     return _download(path, setting, with_weights)
+
+
+def find_auto_class(config: Any) -> Any:
+    """Return transformers' auto class of the model with a head that a config describes.
+
+    It is the one of the class that the checkpoint names. The types of some vision-language models
+    have a causal LM, too, which reads only a part of their weights.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    classes = {
+        auto: auto._model_mapping.get(type(config), None)
+        for auto in (AutoModelForCausalLM, AutoModelForImageTextToText)
+    }
+    exists = [auto for auto, model in classes.items() if model is not None]
+    named = [auto for auto in exists if classes[auto].__name__ in (config.architectures or ())]
+    return [*named, *exists, AutoModelForCausalLM][0]
 
 
 def _download(name: str, setting: str, with_weights: bool) -> Path:

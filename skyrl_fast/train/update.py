@@ -292,6 +292,7 @@ def _gradient(
         tree=policy.tree,
         costs=None if undivided else policy.layout_costs,
         limits=policy.rope_limits,
+        refused_tokens=policy.refused_tokens,
     )
     budget = _NO_BUDGET if undivided else policy.max_tokens_per_microbatch
     if undivided and policy.rope_limits and len(plan(budget)) > 1:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from skyrl_fast.config import SamplingParams, settings
-from skyrl_fast.config.model_folder import model_folder
+from skyrl_fast.config.model_folder import find_auto_class, model_folder
 from skyrl_fast.rollout.engine.api_key import DEFAULT_NAME, engine_key
 from skyrl_fast.rollout.engine.pool import PooledEngine
 from skyrl_fast.rollout.engine.ray_engine import EngineBundle, RayEngine
@@ -166,14 +166,16 @@ def _adapter_config(config: settings.Config, model_path: str) -> dict[str, Any]:
 
 
 def _linear_modules(model_path: str) -> list[str]:
-    """Return the last part of the names of a model's linear modules, without its head."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """Return the last part of the names of a language model's linear modules, without its head."""
+    from transformers import AutoConfig
 
+    config = AutoConfig.from_pretrained(model_path)
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
+        model: Any = find_auto_class(config).from_config(config)
     head = model.get_output_embeddings()
     linear = torch.nn.Linear
-    named = model.named_modules()
+    is_part = config.get_text_config() is not config  # of a vision-language model
+    named = (model.get_decoder() if is_part else model).named_modules()
     return sorted(
         {n.rpartition(".")[2] for n, m in named if isinstance(m, linear) and m is not head}
     )
@@ -223,6 +225,7 @@ def _find_cached_folder(path: str) -> str:
 def read_positions(model_path: str) -> int | None:
     """Return the model's `max_position_embeddings`; None: unknown, or with scaled RoPE."""
     model = _read_model_config(model_path)
+    model = model.get("text_config") or model
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
     is_scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
     return None if is_scaled else model.get("max_position_embeddings")

@@ -225,7 +225,9 @@ class VllmRollouts:
         interrupt = self._pool.interrupt if in_flight else self._pool.release
         async with self._gate.hold_closed(interrupt) as inside:
             if self._updated or self._starts_without_policy:
-                report = await self._pool.update(self._weights(policy), make_probe)
+                report = await self._pool.update(
+                    self._weights(policy), make_probe, frozen=policy.frozen_parts
+                )
             else:
                 report = await self._pool.verify(make_probe)
             self._updated = True
@@ -241,7 +243,9 @@ class VllmRollouts:
         # The policy does not change meanwhile: a new engine gets the weights of the others.
         assert version == self._gate.version
         await self._pool.repair(
-            self._weights(policy), lambda engine: self._make_probe(engine, policy)
+            self._weights(policy),
+            lambda engine: self._make_probe(engine, policy),
+            frozen=policy.frozen_parts,
         )
 
     def activity(self, uids: Sequence[str]) -> list[str]:

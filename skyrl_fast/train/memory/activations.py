@@ -18,9 +18,9 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from skyrl_fast.config.model_folder import model_folder
+from skyrl_fast.config.model_folder import find_auto_class, model_folder
 from skyrl_fast.config.settings import LoraConfig
-from skyrl_fast.train.model.lm_head import backbone
+from skyrl_fast.train.model.lm_head import backbone, freeze_other_parts
 from skyrl_fast.train.model.lora import add_adapter
 from skyrl_fast.train.model.policy import checkpoint_gradients, remove_dropout
 from skyrl_fast.train.parallel.sharding import trained_parameters
@@ -147,10 +147,8 @@ def model_size(config: Any, lora: LoraConfig | None = None) -> ModelSize:
     Raises:
         UnmeasurableError: transformers cannot create it.
     """
-    from transformers import AutoModelForCausalLM
-
     with _fake_tensors():
-        model = _make_fake(AutoModelForCausalLM, config, torch.float32, lora)
+        model = _make_fake(find_auto_class(config), config, torch.float32, lora)
         layers = _layers(backbone(model))
         of_layers = [sum(p.numel() for p in layer.parameters()) for layer in layers]
         sizes = [parameter.numel() for parameter in model.parameters()]
@@ -191,21 +189,22 @@ def activation_memory(
     from transformers import AutoModel
 
     with _fake_tensors(), _trace_like_real_tensors():
-        backbone = _make_fake(AutoModel, config, torch.float32 if lora is None else dtype, lora)
+        model = _make_fake(AutoModel, config, torch.float32 if lora is None else dtype, lora)
+        layers_owner = backbone(model)
         if gradient_checkpointing:
-            checkpoint_gradients(backbone)
-            remove_dropout(backbone.train())
+            checkpoint_gradients(layers_owner)
+            remove_dropout(layers_owner.train())
         else:
-            backbone.eval()
-        kinds = _kinds_of_layers(backbone)
+            layers_owner.eval()
+        kinds = _kinds_of_layers(layers_owner)
         numbers = list(kinds.values())
         shortest = [layers[0] for layers in numbers]
         dtypes = dtype, residual_dtype
-        saved, workspace = _measure(backbone, sorted(shortest), length, *dtypes)
+        saved, workspace = _measure(layers_owner, sorted(shortest), length, *dtypes)
         total = saved
         for layers in numbers:
             if len(layers) > 1:
-                more, _ = _measure(backbone, sorted([*shortest, layers[1]]), length, *dtypes)
+                more, _ = _measure(layers_owner, sorted([*shortest, layers[1]]), length, *dtypes)
                 # One more layer of a kind costs what it adds to the shortest model.
                 total += (more + saved * -1) * (len(layers) - 1)
     return ActivationMemory(total, workspace)
@@ -303,6 +302,7 @@ def _make_fake(kind: Any, config: Any, dtype: torch.dtype, lora: LoraConfig | No
     """Return a model of fake tensors on the CPU, with an adapter if it is to have one."""
     with torch.device("meta"):  # PEFT moves modules, which those of fake tensors do not survive
         model = kind.from_config(config, dtype=dtype)
+        freeze_other_parts(model)
         if lora is not None:
             add_adapter(model, lora, base="")
     fakes: dict[torch.Tensor, torch.Tensor] = {}  # tied weights stay tied

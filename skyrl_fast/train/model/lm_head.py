@@ -1,5 +1,7 @@
 """The LM head of a causal LM: from its last hidden states to its logits.
 
+The language model may be a part of a vision-language model, whose other parts are frozen.
+
 Models scale or cap their logits after the head, under different names in their configurations, or
 scale the hidden states before it. What a model does is measured: the head's output is replaced by
 known values, and the model's logits are fitted.
@@ -65,9 +67,53 @@ class LmHead:
 
 
 def backbone(model: Any) -> Any:
-    """Return the part of a causal LM whose output is the last hidden states."""
+    """Return the part of a model whose output is the language model's last hidden states."""
+    if is_vision_language(model):
+        model = model.get_decoder()  # with its head in Llama 4
     base = getattr(model, "base_model", model)
     return getattr(model, "model", base) if base is model else base  # Llama 4's prefix is another
+
+
+def is_vision_language(model: Any) -> bool:
+    """Return whether a model has a language model next to others, such as one of images."""
+    return model.config.get_text_config() is not model.config
+
+
+def freeze_other_parts(model: Any) -> tuple[str, ...]:
+    """Freeze what is outside a model's language model and head; return the modules' names.
+
+    Rows are text, which only the language model sees.
+    """
+    if not is_vision_language(model):
+        return ()
+    language_model, head = backbone(model), model.get_output_embeddings()
+    kept = {*language_model.parameters(), *(() if head is None else head.parameters())}
+    (path,) = (name for name, module in model.named_modules() if module is language_model)
+    parts = []
+    for name, parameter in model.named_parameters():
+        if parameter not in kept:
+            parameter.requires_grad_(False)
+            parts.append(_part_outside(name, path))
+    return tuple(dict.fromkeys(parts))
+
+
+def _part_outside(name: str, path: str) -> str:
+    """Return the largest part of a parameter's path that does not contain the one of `path`."""
+    names, others = name.split("."), path.split(".")
+    same = next(n for n, one in enumerate(names) if [one] != others[n : n + 1])
+    return ".".join(names[: same + 1])
+
+
+@contextlib.contextmanager
+def _in_eval_mode(model: Any) -> Iterator[None]:
+    """Compute in eval mode in the context: in training mode some models ask for images."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 @contextlib.contextmanager
@@ -106,11 +152,36 @@ def find_head(model: Any, autocast: Callable[[], contextlib.AbstractContextManag
     head = model.get_output_embeddings()
     if head is None or not hasattr(model, "base_model"):
         raise ValueError(f"policy: expected a causal LM, got {type(model).__name__}")
+    model, name = _find_owner(model, head)
     others = [name for name, _ in head.named_parameters() if name not in ("weight", "bias")]
     if others:
-        (name,) = (name for name, module in model.named_modules() if module is head)
         _refuse(model, f"by {name}.{others[0]}, which would not be trained")
     ids = torch.arange(PROBE_TOKENS, device=head.weight.device)[None] % head.weight.shape[0]
+    with _in_eval_mode(model):
+        return _probe_head(model, head, ids, autocast)
+
+
+def _find_owner(model: Any, head: Any) -> tuple[Any, str]:
+    """Return the innermost transformers model that has the head, and the head's name.
+
+    It may be a part of a model that computes nothing without images, such as Llama 4.
+    """
+    owner, path = model, ""
+    for name, module in model.named_modules():  # those that contain others first
+        of_module = getattr(module, "get_output_embeddings", lambda: None)
+        if of_module() is head:
+            owner = module
+        if module is head:
+            path = name
+    return owner, path
+
+
+def _probe_head(
+    model: Any,
+    head: Any,
+    ids: torch.Tensor,
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]],
+) -> LmHead:
     with in_float32(model):
         with torch.no_grad():
             hidden = _last_hidden_states(model, ids)

@@ -96,6 +96,7 @@ def plan_micro_batches(
     tree: bool = False,
     costs: LayoutCosts | None = None,
     limits: Sequence[RopeLimit] = (),
+    refused_tokens: Sequence[int] = (),
 ) -> MicroBatches:
     """Return the forward passes that compute the logprob of every trained token of the rows.
 
@@ -110,10 +111,12 @@ def plan_micro_batches(
         costs: with `tree`, groups that take less time as sequences are laid out as these; None: all
             are trees.
         limits: of the model's rotary embedding; models that trees support have none.
+        refused_tokens: ids that stand for images or sounds, which rows do not have.
 
     Raises:
         ValueError: a trained row has an empty prompt, so nothing predicts its first token; router
-            replay of a batch without routes; or rows that a limit does not allow.
+            replay of a batch without routes; rows that a limit does not allow; or a refused token
+            that was not sampled.
     """
     replay = router_replay and batch.expert_indices is not None
     routes = batch.expert_indices if replay else None
@@ -136,10 +139,11 @@ def plan_micro_batches(
         "longest_row": min((one.length for one in limits if one.kind == DYNAMIC), default=0),
     }
     plans = _PLANS.setdefault(batch.tokens, {})
-    key = (batch.tokens._version, _digest(arrays), id(routes), *options.values())
+    key = (batch.tokens._version, _digest(arrays), id(routes), *options.values(), *refused_tokens)
     if key not in plans:
         if replay:
             options |= {"routes": routes, "cu_routes": batch.cu_experts}
+        _refuse_tokens(batch, refused_tokens)
         # The routes stay alive with the plan: their id is part of its key.
         plans[key] = (PassPlan(batch.tokens, **arrays, **options), routes)
     plan = plans[key][0]
@@ -149,6 +153,22 @@ def plan_micro_batches(
             "generator.inference_engine.enable_return_routed_experts=true"
         )
     return MicroBatches(batch, plan, replay)
+
+
+def _refuse_tokens(batch: StepBatch, refused: Sequence[int]) -> None:
+    """Raise ValueError if a row has one of these ids outside its sampled tokens."""
+    if not refused:
+        return
+    found = torch.isin(batch.tokens, torch.tensor(refused, dtype=batch.tokens.dtype))
+    rows = torch.repeat_interleave(batch.lengths.long())
+    starts = (batch.cu_seqlens[1:] - batch.response_lengths)[rows]
+    found[torch.arange(len(rows)) >= starts] &= batch.loss_mask == 0
+    if found.any():
+        place = int(found.nonzero()[0])
+        raise ValueError(
+            f"row {int(rows[place])}: expected text, got token {int(batch.tokens[place])}, which "
+            "stands for an image or a sound, in its prompt; not supported"
+        )
 
 
 def _digest(arrays: dict[str, torch.Tensor]) -> bytes:

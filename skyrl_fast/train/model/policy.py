@@ -17,9 +17,15 @@ import numpy as np
 import torch
 
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.config.model_folder import POLICY, model_folder
+from skyrl_fast.config.model_folder import POLICY, find_auto_class, model_folder
 from skyrl_fast.config.settings import TrainerConfig
-from skyrl_fast.train.model.lm_head import PROBE_TOKENS, backbone, find_head
+from skyrl_fast.train.model.lm_head import (
+    PROBE_TOKENS,
+    backbone,
+    find_head,
+    freeze_other_parts,
+    is_vision_language,
+)
 from skyrl_fast.train.model.lora import (
     adapter_names,
     adapter_off,
@@ -44,6 +50,10 @@ from skyrl_fast.train.parallel.sharding import (
     with_full_params,
 )
 
+PROCESSOR_FILES = (
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    *("chat_template.json", "chat_template.jinja"),
+)
 RANDOM_PASSES = 16  # of the check that nothing is random: a layer is seldom dropped
 
 
@@ -79,7 +89,8 @@ class Policy:
     """A causal LM with logprobs of trained tokens; an `Optimizer` updates its weights.
 
     Args:
-        model: any transformers causal LM whose logits are `lm_head(hidden states)`.
+        model: any transformers causal LM whose logits are `lm_head(hidden states)`, or a
+            vision-language model that has one: its other parts are frozen.
         temperature: of sampling, so that logprobs are those of the sampling distribution.
         max_tokens_per_microbatch: most padded tokens of one forward pass.
         dtype: of the forward pass; the weights are float32.
@@ -112,6 +123,9 @@ class Policy:
         self.model = model
         self.has_adapter = any(is_adapter(name) for name, _ in model.named_parameters())
         self.backbone = backbone(model)
+        self.frozen_parts = freeze_other_parts(model)
+        self.refused_tokens = placeholder_tokens(model.config)
+        self._processor = read_processor_files(model)
         self.ranks = ranks
         self.temperature = temperature
         self.max_tokens_per_microbatch = max_tokens_per_microbatch
@@ -196,6 +210,7 @@ class Policy:
             tree=self.tree,
             costs=self.layout_costs,
             limits=self.rope_limits,
+            refused_tokens=self.refused_tokens,
         )
         with torch.no_grad():
             local = [
@@ -264,7 +279,8 @@ class Policy:
     def save(self, folder: Path, tokenizer: Any | None = None) -> None:
         """Write the model (and its tokenizer) in Hugging Face format; of LoRA the adapter.
 
-        Several ranks queue the weights in `ranks.files`.
+        Several ranks queue the weights in `ranks.files`. Of a vision-language model the folder has
+        the files of its processor, too, which engines ask for.
         """
         if self.has_adapter:
             save_adapter(self.model, self.adapter_weights(), folder)
@@ -273,6 +289,8 @@ class Policy:
         else:
             weights = {name: value.cpu() for name, value in full_state_dict(self).items()}
             self.model.save_pretrained(folder, state_dict=weights)
+        for name, content in self._processor.items():
+            (folder / name).write_bytes(content)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
 
@@ -328,31 +346,50 @@ def load_model(
     with_head: bool = True,
     setting: str = POLICY,
 ) -> Any:
-    """Return the causal LM of a local folder or hub name.
+    """Return the causal LM of a local folder or hub name, or the model that it is a part of.
 
     Args:
         dtype: of the weights.
-        with_head: False: load only the backbone.
+        with_head: False: return only the backbone.
         setting: the setting of the path, for messages.
 
     Raises:
         ValueError: there is no usable model; the message says what was tried.
     """
-    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModel
 
-    folder = model_folder(path, setting=setting)
+    folder = str(model_folder(path, setting=setting))
+    trust = {"trust_remote_code": False}  # by default transformers asks on the terminal
     try:
-        model: Any = (AutoModelForCausalLM if with_head else AutoModel).from_pretrained(
-            str(folder),
-            dtype=dtype,
-            trust_remote_code=False,  # by default transformers asks on the terminal
-        )
+        config = AutoConfig.from_pretrained(folder, **trust)
+        auto = find_auto_class(config) if with_head else AutoModel
+        model: Any = auto.from_pretrained(folder, config=config, dtype=dtype, **trust)
     except (OSError, ValueError) as error:
         raise ValueError(f"{setting}: {path} cannot be loaded: {error}") from error
+    if not with_head:
+        model = backbone(model)
     if gradient_checkpointing:
         checkpoint_gradients(model)
         remove_dropout(model.train())
     return model.to(device)
+
+
+def read_processor_files(model: Any) -> dict[str, bytes]:
+    """Return the files of a vision-language model's processor by name, of the folder it is from.
+
+    They are small, and the folder may be a checkpoint that is deleted during the run.
+    """
+    if not is_vision_language(model):
+        return {}
+    files = (Path(model.name_or_path) / name for name in PROCESSOR_FILES)
+    return {file.name: file.read_bytes() for file in files if file.is_file()}
+
+
+def placeholder_tokens(config: Any) -> tuple[int, ...]:
+    """Return the token ids that stand for images, videos and sounds."""
+    names = [f"{kind}_token_{of}" for kind in ("image", "video", "audio") for of in ("id", "index")]
+    ids = {getattr(config, name, None) for name in names}
+    return tuple(sorted(id for id in ids if id is not None))
 
 
 def recomputes_activations(trainer: TrainerConfig, device: torch.device) -> bool:
@@ -424,7 +461,7 @@ def refuse_random_passes(
             return
         is_random = any(not torch.equal(first, hidden()) for _ in range(RANDOM_PASSES))
     if is_random:
-        numbers = model.config.to_dict().items()
+        numbers = model.config.get_text_config().to_dict().items()
         names = [n for n, v in numbers if isinstance(v, float) and v and _is_of_randomness(n)]
         hint = f": set {', '.join(names)} to 0 in its config.json" if names else ""
         raise ValueError(

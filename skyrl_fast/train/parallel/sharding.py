@@ -177,14 +177,21 @@ def full_state_dict(
 def weight_names(owner: Any) -> list[list[str]]:
     """Return the `names_by_layer` of a policy's model, without groups of untrained parameters.
 
-    With an adapter none is left out: an engine gets a model's weights all at once or not at all.
+    With an adapter only a policy's frozen parts are left out: an engine gets a language model's
+    weights all at once or not at all.
     Reading a model's state dict reshards it, so this must not run while another call computes.
     """
+    parts = tuple(f"{part}." for part in owner.frozen_parts)
+    groups = [
+        names
+        for names in names_by_layer(owner.model)
+        if not all(f"{name}.".startswith(parts) for name in names)
+    ]
     if owner.has_adapter:
-        return names_by_layer(owner.model)
+        return groups
     untrained = {name for name, _ in owner.model.named_parameters()}
     untrained -= {name for name, _ in owner.trained_parameters()}
-    return [names for names in names_by_layer(owner.model) if not untrained.issuperset(names)]
+    return [names for names in groups if not untrained.issuperset(names)]
 
 
 def names_by_layer(model: Any) -> list[list[str]]:

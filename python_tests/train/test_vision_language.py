@@ -21,11 +21,14 @@ from _vision_language import (
     vision_language_config,
     vision_language_model,
 )
+from _weights import change_adapter
 from safetensors.torch import load_file
 
 from skyrl_fast.config import AlgorithmConfig, OptimizerConfig
 from skyrl_fast.config.model_folder import find_auto_class
+from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.train.model.critic import load_value_model
+from skyrl_fast.train.model.lora import add_adapter
 from skyrl_fast.train.model.micro_batch import plan_micro_batches, response_positions
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import Policy, load_model
@@ -176,3 +179,28 @@ def test_the_critic_is_a_language_model(family: str, tmp_path: Path) -> None:
     again = load_value_model(str(tmp_path / "saved"), device=CPU)
     weights = dict(critic.backbone.named_parameters())
     assert all(torch.equal(p, weights[name]) for name, p in again.backbone.named_parameters())
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])  # names of modules are shared, or not
+def test_an_adapter_is_of_the_language_model(family: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    folder, batch = make_folder(family, tmp_path / "model"), mixed_batch()
+    model = load_model(str(folder), device=CPU)
+    lora = LoraConfig(rank=2, exclude_modules=["down_proj"])
+    add_adapter(model, lora, base=str(folder))
+    policy = Policy(model)
+    change_adapter(policy)
+    names = [name for name, _ in policy.trained_parameters()]
+    assert len(names) == 2 * 6 * TEXT["num_hidden_layers"]  # of all linear modules but one
+    assert all(name.startswith("model.language_model.") for name in names)
+    assert not any("down_proj" in name for name in names)
+    parts = tuple(f"{part}." for part in policy.frozen_parts)
+    assert not any(name.startswith(parts) for name, _ in policy.named_weights())
+    policy.save(tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(
+        load_model(str(folder), device=CPU), str(tmp_path / "adapter")
+    )
+    with torch.no_grad():
+        expected = full_logprobs(loaded, batch) * batch.loss_mask
+    # float32; PEFT adds in another order
+    torch.testing.assert_close(policy.batch_logprobs(batch), expected, atol=2e-5, rtol=0)

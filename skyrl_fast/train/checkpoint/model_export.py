@@ -92,7 +92,7 @@ def _write_merged(config: Config, policy: Path, out: Path) -> None:
     from transformers import AutoConfig
 
     from skyrl_fast.train.model.lora import add_adapter, merge
-    from skyrl_fast.train.model.policy import load_model, load_tokenizer
+    from skyrl_fast.train.model.policy import load_model, load_tokenizer, read_processor_files
 
     source = config.trainer.policy.model
     base = str(source.path)
@@ -101,6 +101,8 @@ def _write_merged(config: Config, policy: Path, out: Path) -> None:
     add_adapter(model, source.lora, base=base, folder=policy)
     merged = {n: value.to(dtype) for n, value in merge(model, model.state_dict()).items()}
     model.save_pretrained(out, state_dict=merged)
+    for name, content in read_processor_files(model).items():
+        (out / name).write_bytes(content)
     load_tokenizer(str(policy)).save_pretrained(out)
 
 

@@ -7,7 +7,8 @@ W is frozen, in the dtype of the forward pass; A and B are float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from skyrl_fast.config.settings import ALL_LINEAR, LoraConfig
+from skyrl_fast.train.model.lm_head import freeze_other_parts
 from skyrl_fast.train.parallel.sharding import layers_of
 
 SETTING = "trainer.policy.model.lora"
@@ -56,7 +58,10 @@ def add_adapter(model: Any, lora: LoraConfig, *, base: str, folder: Path | None 
         import peft
     except ImportError as error:
         raise ValueError(INSTALL_HINT) from error
-    config = _make_config(lora, base) if folder is None else _read_config(folder, lora)
+    if folder is None:
+        config = _make_config(lora, base, freeze_other_parts(model))
+    else:
+        config = _read_config(folder, lora)
     names = config.target_modules
     try:
         peft.inject_adapter_in_model(config, model, NAME)
@@ -135,16 +140,21 @@ def save_adapter(model: Any, weights: Mapping[str, torch.Tensor], folder: Path) 
     save_file(tensors, str(folder / WEIGHTS), metadata={"format": "pt"})
 
 
-def _make_config(lora: LoraConfig, base: str) -> Any:
+def _make_config(lora: LoraConfig, base: str, frozen_parts: Sequence[str]) -> Any:
     from peft import LoraConfig as PeftConfig
 
     everywhere = lora.target_modules == [ALL_LINEAR]
+    excluded: Any = list(lora.exclude_modules) or None
+    if frozen_parts:  # names there may be those of the language model
+        of_parts = [f"{re.escape(part)}\\..*" for part in frozen_parts]
+        named = [f"(.*\\.)?{re.escape(name)}" for name in lora.exclude_modules]
+        excluded = "|".join([*of_parts, *named])  # for PEFT a regular expression
     init: Any = True if lora.init_method == "kaiming" else lora.init_method
     return PeftConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         target_modules=ALL_LINEAR if everywhere else list(lora.target_modules),
-        exclude_modules=list(lora.exclude_modules) or None,
+        exclude_modules=excluded,
         init_lora_weights=init,
         use_rslora=lora.use_rslora,
         task_type="CAUSAL_LM",

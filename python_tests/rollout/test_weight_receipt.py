@@ -110,6 +110,7 @@ def test_other_weights_are_refused(receipts: list[Receipt], wanted: str) -> None
         check_receipts(receipts, SentWeights(SENT))
 
 
+@pytest.mark.spec("sync.frozen-parts")
 def test_only_parameters_of_frozen_modules_may_get_nothing() -> None:
     # a name that what was sent has, too, would allow everything
     sent = SentWeights(SENT, frozen={"model.visual", "model.embed_vision", "model.norm"})

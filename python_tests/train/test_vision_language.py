@@ -27,6 +27,12 @@ from safetensors.torch import load_file
 from skyrl_fast.config import AlgorithmConfig, OptimizerConfig
 from skyrl_fast.config.model_folder import find_auto_class
 from skyrl_fast.config.settings import LoraConfig
+from skyrl_fast.rollout.engine.from_settings import (
+    _linear_modules,
+    _read_vocab_size,
+    read_positions,
+)
+from skyrl_fast.train.memory.activations import activation_memory, model_size
 from skyrl_fast.train.model.critic import load_value_model
 from skyrl_fast.train.model.lora import add_adapter
 from skyrl_fast.train.model.micro_batch import plan_micro_batches, response_positions
@@ -39,6 +45,7 @@ TREES = {"qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "glm4v", "mistral3", "internv
 PROCESSOR = {"preprocessor_config.json": {"image_processor_type": "Fast"}, "chat_template.json": {}}
 
 
+@pytest.mark.spec("sync.language-model-only")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("training", [False, True])
 def test_rows_and_trees_equal_each_row_alone(family: str, training: bool) -> None:
@@ -76,6 +83,7 @@ def make_folder(family: str, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.spec("sync.frozen-parts", "sync.saved-class")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_update_changes_the_language_model_only(family: str, tmp_path: Path) -> None:
     folder = make_folder(family, tmp_path / "model")
@@ -112,6 +120,7 @@ def assert_saved_as_loaded(policy: Policy, source: Path, folder: Path) -> None:
     assert {n for n in left if not torch.equal(files[n], before[n])} == set()
 
 
+@pytest.mark.spec("sync.saved-class")
 def test_processor_files_outlive_the_folder_that_they_are_from(tmp_path: Path) -> None:
     folder = make_folder("internvl", tmp_path / "model")
     policy = Policy(load_model(str(folder), device=CPU))
@@ -121,6 +130,7 @@ def test_processor_files_outlive_the_folder_that_they_are_from(tmp_path: Path) -
     assert {path.name for path in (tmp_path / "saved").iterdir()} >= PROCESSOR.keys()
 
 
+@pytest.mark.spec("sync.named-class")
 def test_the_auto_class_is_the_one_that_the_checkpoint_names() -> None:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig
 
@@ -136,6 +146,7 @@ def test_the_auto_class_is_the_one_that_the_checkpoint_names() -> None:
     assert find_auto_class(config) is AutoModelForImageTextToText
 
 
+@pytest.mark.spec("sync.images-refused")
 @pytest.mark.parametrize("token", [IMAGE, VIDEO])
 def test_images_in_prompts_are_refused(token: int) -> None:
     policy, batch = Policy(vision_language_model("qwen3_vl")), mixed_batch()
@@ -153,6 +164,7 @@ def test_images_in_prompts_are_refused(token: int) -> None:
         )
 
 
+@pytest.mark.spec("sync.images-refused")
 def test_a_sampled_image_token_is_trained_as_any_other() -> None:
     model, batch = vision_language_model("internvl"), mixed_batch()
     tokens = batch.tokens.clone()
@@ -181,6 +193,7 @@ def test_the_critic_is_a_language_model(family: str, tmp_path: Path) -> None:
     assert all(torch.equal(p, weights[name]) for name, p in again.backbone.named_parameters())
 
 
+@pytest.mark.spec("sync.language-model-only", "lora.files")
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])  # names of modules are shared, or not
 def test_an_adapter_is_of_the_language_model(family: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
@@ -204,3 +217,40 @@ def test_an_adapter_is_of_the_language_model(family: str, tmp_path: Path) -> Non
         expected = full_logprobs(loaded, batch) * batch.loss_mask
     # float32; PEFT adds in another order
     torch.testing.assert_close(policy.batch_logprobs(batch), expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "llama4"])
+def test_the_memory_is_that_of_a_language_model_and_frozen_weights(family: str) -> None:
+    model = vision_language_model(family)
+    policy = Policy(model)
+    size = model_size(model.config)
+    assert size.parameters == sum(p.numel() for p in model.parameters())
+    assert size.trained_parameters == sum(p.numel() for _, p in policy.trained_parameters())
+    assert 0 < size.trained_parameters < size.parameters
+    assert (size.vocab_size, size.hidden_size) == (TEXT["vocab_size"], TEXT["hidden_size"])
+    options: Any = {"dtype": torch.float32, "gradient_checkpointing": True}
+    of_text = activation_memory(model.config.get_text_config(), 48, **options)
+    assert activation_memory(model.config, 48, **options) == of_text
+
+
+@pytest.mark.parametrize("family", ["gemma3", "internvl"])
+def test_layers_are_checkpointed(family: str, tmp_path: Path) -> None:
+    folder, batch = make_folder(family, tmp_path / "model"), mixed_batch()
+    gradients = []
+    for checkpointed in (False, True):
+        model = load_model(str(folder), device=CPU, gradient_checkpointing=checkpointed)
+        policy = Policy(model)
+        for micro in plan_micro_batches(batch, 1000):
+            policy.logprobs(micro)[0].sum().backward()
+        gradients.append({n: p.grad for n, p in policy.trained_parameters()})
+    assert model.training
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient)
+
+
+def test_settings_of_an_engine_are_those_of_the_language_model(tmp_path: Path) -> None:
+    folder = str(make_folder("gemma3", tmp_path))
+    assert read_positions(folder) == TEXT["max_position_embeddings"]
+    assert _read_vocab_size(folder) == TEXT["vocab_size"]
+    names = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert _linear_modules(folder) == names  # the tower has others, too

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from _fakes import tiny_model
 from _moe import tiny_moe
+from _vision_language import vision_language_model
 
 from skyrl_fast.config import OptimizerConfig
 from skyrl_fast.config.settings import LoraConfig
@@ -51,6 +52,14 @@ def adapted(model: Any) -> Any:
     return model
 
 
+def loaded(model: Any) -> Any:
+    """Return the model as if it were loaded from a folder, which has other names for weights."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    model._weight_conversions = get_model_conversion_mapping(model)
+    return model
+
+
 def make_models(ranks: Ranks) -> Models:
     """Return all models, with the same weights on every rank and for any number of ranks."""
     return models_of(
@@ -61,6 +70,7 @@ def make_models(ranks: Ranks) -> Models:
             "nested": (nested(tiny_model(seed=4)), {}),
             "tree": (tiny_model(seed=2), {"tree": True}),
             "experts": (tiny_moe(), {"router_replay": True}),
+            "vision": (loaded(vision_language_model("internvl")), {"tree": True}),
             "adapter": (adapted(tiny_model(seed=5)), {}),
             "frozen bfloat16": (
                 adapted(tiny_model(seed=6).to(torch.bfloat16)),

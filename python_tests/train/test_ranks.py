@@ -97,6 +97,7 @@ CASES: dict[str, tuple[str, AlgorithmConfig]] = {
     "prefix trees": ("tree", AlgorithmConfig(use_entropy_loss=True)),
     "replayed routes": ("experts", AlgorithmConfig()),
     "replayed routes, activations made again": ("checkpointed", AlgorithmConfig()),
+    "a vision-language model": ("vision", AlgorithmConfig()),
     "LoRA": ("adapter", AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1)),
     "ratio of a trajectory": ("untied", AlgorithmConfig(policy_loss_type="gspo")),
     "loss of the full mini-batch": ("untied", AlgorithmConfig(policy_loss_type="clip_cov")),
@@ -203,7 +204,7 @@ def test_ranks_share_a_frozen_base_in_bfloat16(both: Both) -> None:
 
 
 @pytest.mark.spec("update.ranks-checkpoint")
-@pytest.mark.parametrize("name", ["tied", "experts"])
+@pytest.mark.parametrize("name", ["tied", "experts", "vision"])
 def test_checkpoints_do_not_depend_on_the_number_of_ranks(
     both: Both, tmp_path: Path, name: str
 ) -> None:

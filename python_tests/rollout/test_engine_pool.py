@@ -49,6 +49,7 @@ class OneWeight:
         self.sessions: Counter[str] = Counter()
         self.paused = False
         self.hold: asyncio.Event | None = None
+        self.frozen: set[str] = set()  # of the last weights
 
     def check_running(self) -> None:
         if not self.alive:
@@ -92,6 +93,7 @@ class OneWeight:
         self.check_running()
         if not self.deaf:
             self.weight = float(load_file(call.arguments[0])["w"])
+        self.frozen = set(call.sent.frozen)
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         self.check_running()
@@ -226,6 +228,21 @@ def test_dead_engine_restarts_with_the_current_weights() -> None:
         assert engine.starts == 2
         assert pool.faults["engine_restarts"] == 1
         assert pool.activity() == []
+
+    asyncio.run(go())
+
+
+@pytest.mark.spec("sync.frozen-parts")
+def test_engines_are_told_which_parts_are_frozen() -> None:
+    async def go() -> None:
+        engine = OneWeight("a")
+        pool, trainer = await started(engine)
+        await pool.update(trainer.weights, trainer.make_probe, frozen=("model.visual",))
+        assert engine.frozen == {"model.visual"}
+        engine.alive, engine.frozen = False, set()
+        await asyncio.wait_for(pool.wait_for_fault(), 5)
+        await pool.repair(trainer.weights, trainer.make_probe, frozen=("model.visual",))
+        assert engine.frozen == {"model.visual"}
 
     asyncio.run(go())
 

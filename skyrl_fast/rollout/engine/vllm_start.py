@@ -111,7 +111,8 @@ def _on_cpu() -> bool:
 
 def engine_args(setup: VllmSetup) -> dict[str, Any]:
     """Return the arguments of vLLM's AsyncEngineArgs."""
-    engine = setup.engine
+    engine, model_config = setup.engine, _read_model_config(setup.model)
+    text_config = model_config.get("text_config") or model_config
     dtype = engine.model_dtype
     if dtype == "auto":
         dtype = "float32" if _on_cpu() else "bfloat16"
@@ -134,6 +135,8 @@ def engine_args(setup: VllmSetup) -> dict[str, Any]:
         "disable_log_stats": True,
         "enable_log_requests": False,
     }
+    if text_config is not model_config:
+        args["language_model_only"] = True  # rows are text: no memory for images and their model
     if engine.tensor_parallel_size > 1:
         args["tensor_parallel_size"] = engine.tensor_parallel_size
     if setup.reasoning_parser is not None:
@@ -149,7 +152,7 @@ def engine_args(setup: VllmSetup) -> dict[str, Any]:
     if _on_cpu():
         # A prompt prefilled in chunks, by a request with a seed, kills vLLM 0.30 on CPU
         # ("CPU Generator does not use offset"). Unchunked, a prompt must fit into one step.
-        longest = setup.max_model_len or _model_length(setup.model)
+        longest = setup.max_model_len or text_config.get("max_position_embeddings", 0)
         args["enable_chunked_prefill"] = False
         args["block_size"] = CPU_BLOCK_SIZE
         args["max_num_batched_tokens"] = max(engine.max_num_batched_tokens, longest)
@@ -163,9 +166,10 @@ def engine_args(setup: VllmSetup) -> dict[str, Any]:
     return args
 
 
-def _model_length(model: str) -> int:
-    settings = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
-    return int(settings.get("max_position_embeddings", 0))
+def _read_model_config(model: str) -> dict[str, Any]:
+    path = Path(model) / "config.json"
+    config: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {}
+    return config
 
 
 def engine_environment(setup: VllmSetup) -> dict[str, str]:

@@ -219,6 +219,34 @@ FAULTS = (
         "            pass\n        except OSError:  # of another user, or in use",
         ("rollout/test_weight_transfer.py", "rollout/test_weight_transports.py"),
     ),
+    Fault(
+        "the first step of a trajectory counts as its last",
+        "skyrl_fast/batch/from_trajectories.py",
+        "is_last_step[np.cumsum(num_steps) - 1] = True",
+        "is_last_step[np.cumsum(num_steps) - num_steps] = True",
+        ("batch",),
+    ),
+    Fault(
+        "each epoch has the prompts in the same order",
+        "skyrl_fast/train/data/prompts.py",
+        "manual_seed(self._seed * 1_000_003 + self.epoch)",
+        "manual_seed(self._seed * 1_000_003)",
+        ("train/test_prompts.py",),
+    ),
+    Fault(
+        "passages with the last score of a search are left out",
+        "skyrl_fast/extras/search/index.py",
+        "candidates = candidates[scores[candidates] >= least]",
+        "candidates = candidates[scores[candidates] > least]",
+        ("extras/test_retrieval.py",),
+    ),
+    Fault(
+        "the loss for TRL clips the ratio above twice its bound",
+        "skyrl_fast/integrations/trl/loss.py",
+        "Regular(epsilon_low, epsilon_high)",
+        "Regular(epsilon_low, 2 * epsilon_high)",
+        ("integrations/test_trl.py",),
+    ),
 )
 
 
@@ -229,9 +257,11 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of a fault's description")
     options = parser.parse_args()
     python = (options.venv.resolve() / "bin" / "python").as_posix()
+    chosen = [fault for fault in FAULTS if options.only in fault.what]
+    if not chosen:  # pytest would run all tests
+        parser.error(f"--only: expected a part of a fault's description, got {options.only!r}")
     copy_sources(TREE, COPIED, FILES)
     build(python)
-    chosen = [fault for fault in FAULTS if options.only in fault.what]
     folders = sorted({name for fault in chosen for name in fault.tests})
     if failed := failed_tests(python, folders):
         raise SystemExit(f"without any fault these fail already: {', '.join(failed)}")

@@ -14,9 +14,7 @@ class Custom(Protocol):
     """An entry with a user's function."""
 
     @property
-    def function(self) -> Callable[..., object]:
-        """The user's function."""
-        ...
+    def function(self) -> Callable[..., object]: ...
 
 
 BuiltIn = TypeVar("BuiltIn")

@@ -42,7 +42,6 @@ class GymnasiumEnvs:
     invalid_reward: float = 0.0
 
     def __call__(self, row: dict[str, Any]) -> Env:
-        """Return the environment of a row."""
         return _GymnasiumEnv(self, row)
 
 

@@ -443,7 +443,6 @@ class StepBatch:
         return self._row_choice(row_numbers(index, self.num_rows))
 
     def _row_range(self, start: int, stop: int) -> StepBatch:
-        """Return views of rows `start` to `stop` - 1."""
         changes: dict[str, Any] = {n: v[start:stop] for n, v in self.columns("row").items()}
         for per, name_of_offsets in OFFSETS.items():
             cu = getattr(self, name_of_offsets)

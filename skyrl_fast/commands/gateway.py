@@ -78,7 +78,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _config(options: argparse.Namespace) -> Config:
-    """Return the settings of the command line."""
     from skyrl_fast.config.loading import load_config
 
     overrides, path = list(options.overrides), options.config
@@ -100,7 +99,6 @@ def _config(options: argparse.Namespace) -> Config:
 
 
 def _lengths(model: str) -> list[str]:
-    """Return settings that use the model's context."""
     from skyrl_fast.config.model_folder import model_folder
     from skyrl_fast.rollout.engine.from_settings import read_positions
 
@@ -152,7 +150,6 @@ async def _serve(config: Config, run: Path) -> None:
 
 
 async def _keep_running(pool: EnginePool) -> None:
-    """Restart engines that died."""
     while True:
         await pool.wait_for_fault()
         await pool.restart()

@@ -100,7 +100,6 @@ class _Attempt:
 
 
 def _answers(given: Sequence[str] | None) -> list[str]:
-    """Return the answers of `--answers`."""
     if given is None:
         return [PLACEHOLDER]
     if len(given) != 1 or not given[0].startswith("@"):
@@ -189,7 +188,6 @@ async def _run_agent(config: Config, calls: PolicyCalls, prompt: Prompt) -> list
 
 
 async def _run_sampled(config: Config, prompt: Prompt) -> _Attempt:
-    """Return the trajectories with answers sampled from the model."""
     from skyrl_fast.config.model_folder import model_folder
     from skyrl_fast.train.flow.vllm_rollouts import start_rollouts
 
@@ -303,6 +301,5 @@ def _end_lines(trajectory: Trajectory) -> list[str]:
 
 
 def _entry(name: str, value: Any, *, indent: str = "  ") -> list[str]:
-    """Return a name and a value; further lines of the value are indented."""
     text = printable(str(value).strip(), MAX_SHOWN).replace("\n", f"\n{indent}  ")
     return [f"{indent}{name}: {text}"]

@@ -197,7 +197,6 @@ def _hint_at(hint: Any, keys: Sequence[str]) -> Any:
 
 
 def _without_none(hint: Any) -> Any:
-    """Return the type of an optional setting's values."""
     if typing.get_origin(hint) not in (types.UnionType, typing.Union):
         return hint
     (inner,) = [one for one in typing.get_args(hint) if one is not types.NoneType]
@@ -205,7 +204,6 @@ def _without_none(hint: Any) -> Any:
 
 
 def _uses_environment(written: Any) -> bool:
-    """Return whether any of the unresolved values reads an environment variable."""
     if isinstance(written, dict):
         return any(map(_uses_environment, written.values()))
     if isinstance(written, list):
@@ -327,7 +325,6 @@ def check_limits(section: Any, key: str = "") -> None:
 
 
 def _check_rows(config: Config) -> None:
-    """Refuse combinations of row settings that exclude each other."""
     generator, rows = config.generator, config.trainer.rows
     if generator.merge_stepwise_output and not generator.step_wise_trajectories:
         raise ConfigError(

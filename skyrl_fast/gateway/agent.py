@@ -44,7 +44,6 @@ class GatewayAgent:
     def episode(
         self, trajectory: Trajectory, prompt: RolloutPrompt, entry: Activity, *, policy_version: int
     ) -> _AgentEpisode:
-        """Return an attempt at the trajectory; see `Agent.episode`."""
         trajectory.env_class = "agent"
         session = Session(self.policy, trajectory, entry, policy_version=policy_version)
         return _AgentEpisode(self, session, trajectory, prompt, entry)

@@ -248,7 +248,6 @@ class Choices:
 
 
 def _trim(text: str) -> list[str]:
-    """Return a text with less and less white space at its ends."""
     ends = range(len(text), max(len(text.rstrip()), len(text) - MAX_WHITE_SPACE) - 1, -1)
     texts = [*(text[:end] for end in ends), text.rstrip(), text.lstrip(), text.strip()]
     return list(dict.fromkeys(texts))

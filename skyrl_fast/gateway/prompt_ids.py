@@ -438,6 +438,5 @@ def _share_objects(token_ids: Sequence[int]) -> list[int]:
 
 
 def _num_shared(messages: Sequence[Message], last: Sequence[Message]) -> int:
-    """Return the number of leading messages that are the same objects."""
     others = map(operator.is_not, messages, last)
     return next(compress(count(), others), min(len(messages), len(last)))

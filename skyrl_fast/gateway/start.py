@@ -63,7 +63,6 @@ def black_box(settings: AgentConfig) -> BlackBox:
 
 
 def _check_reachable(host: str | None) -> None:
-    """Raise ValueError for an address that no other node can call."""
     if host is None:
         return
     try:

@@ -65,7 +65,6 @@ class Transcript:
 
 
 def _message(choice: Choice) -> Message:
-    """Return the answer as it comes back in a later request."""
     message: Message = {"role": "assistant", "content": choice.text}
     if choice.thoughts:
         message["reasoning_content"] = choice.thoughts

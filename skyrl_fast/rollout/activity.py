@@ -123,7 +123,6 @@ class ActivityBoard:
         return list(self._groups.get(uid, {}).values())
 
     def running(self) -> list[Activity]:
-        """Return all entries."""
         return [entry for group in self._groups.values() for entry in group.values()]
 
     def oldest(self, uids: list[str], number: int = 3) -> list[Activity]:

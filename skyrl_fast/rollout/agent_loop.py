@@ -86,7 +86,6 @@ class AgentLoop:
     def episode(
         self, trajectory: Trajectory, prompt: RolloutPrompt, entry: Activity, *, policy_version: int
     ) -> _EnvEpisode:
-        """Return an attempt at the trajectory; see `Agent.episode`."""
         return _EnvEpisode(self, trajectory, prompt, entry, policy_version)
 
 
@@ -230,7 +229,6 @@ def _extend_context(
     parsed: ParsedAnswer,
     answer: EnvAnswer,
 ) -> None:
-    """Add the turn's two messages to the context."""
     action = answer.postprocessed_action
     if action is None and parsed.tool_calls:
         action = {

@@ -385,7 +385,6 @@ class ChatTemplate:
 
 
 def _is_plain(message: Message) -> bool:
-    """Return whether transformers gives a message to a template as it is."""
     return message.keys() == PLAIN_KEYS and all(type(value) is str for value in message.values())
 
 

@@ -56,7 +56,6 @@ class ReasoningParser:
 
 
 def _request(template_kwargs: Mapping[str, Any]) -> Any:
-    """Return vLLM's request with these arguments of the chat template."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     return ChatCompletionRequest(

@@ -36,7 +36,6 @@ def decode(tokenizer: Any, token_ids: Sequence[int], *, skip_special_tokens: boo
 
 @lru_cache(maxsize=8)
 def _is_plain(tokenizer: Any) -> bool:
-    """Return whether a tokenizer's class adds nothing to the package tokenizers."""
     if "transformers" not in sys.modules:  # then it made no tokenizer
         return False
     from transformers import PreTrainedTokenizerFast as Usual

@@ -221,7 +221,6 @@ def _run_here(
     make_rollouts: MakeRollouts | None,
     check_rollouts: Callable[[Config, str], None] | None,
 ) -> TrainResult:
-    """Run with rank 0 in this process."""
     with signals.install(), lock_folders(config) as store, ExitStack() as stack:
         start = starting_point(config, store, stack)
         # A run sets torch's threads; a notebook goes on with its own.

@@ -84,7 +84,6 @@ def sft(
 
 
 def _settings(config: Config) -> Config:
-    """Return the settings with those of reinforcement learning replaced."""
     algorithm = replace(
         config.trainer.algorithm,
         # A demonstration is a trajectory whose answers are trained by likelihood: no sampling, no
@@ -174,7 +173,6 @@ class Demonstrations:
     async def generate(
         self, prompts: Sequence[Prompt], *, step: int, phase: str
     ) -> list[Trajectory]:
-        """Return the demonstrations of the prompts; in evaluation with rewards."""
         trajectories = [self._trajectory(prompt, phase) for prompt in prompts]
         if phase == "eval":
             await asyncio.to_thread(self._score, trajectories)
@@ -195,7 +193,6 @@ class Demonstrations:
         )
 
     def _score(self, trajectories: Sequence[Trajectory]) -> None:
-        """Set the last step's reward to the mean log-probability of the trained tokens."""
         assert self._policy is not None
         batch = batch_from_trajectories(trajectories)
         values = self._policy.batch_logprobs(batch).double().numpy()
@@ -211,12 +208,10 @@ class Demonstrations:
         """Do nothing: there is no engine."""
 
     async def update_weights(self, policy: Policy, *, version: int) -> dict[str, float]:
-        """Keep the policy for evaluations."""
         self._policy = policy
         return {}
 
     async def wait_for_fault(self) -> None:
-        """Wait for ever: there is no engine."""
         await asyncio.Event().wait()
 
     async def repair(self, policy: Policy, *, version: int) -> None:

@@ -421,7 +421,6 @@ class Trainer:
         batch: StepBatch | None = None,
         trainer_logprobs: torch.Tensor | None = None,
     ) -> None:
-        """Write the trajectories in the background while the next step runs."""
         if self._writer is not None:
             write = partial(self._writer.write, batch=batch, trainer_logprobs=trainer_logprobs)
             part = partial(write, self.progress.step, phase, trajectories)

@@ -190,7 +190,6 @@ def accumulate_gradient(
 
 
 def _tree_group_share(batch: StepBatch, results: Sequence[_MicroBatchResult]) -> float:
-    """Return the share of the visited groups that were laid out as trees."""
     trees = {int(g) for r in results if r.as_tree for g in batch.group_ids[r.rows].unique()}
     groups = {int(g) for r in results for g in batch.group_ids[r.rows].unique()}
     return len(trees) / len(groups)

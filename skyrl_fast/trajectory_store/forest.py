@@ -101,7 +101,6 @@ def _add_edge(edges: dict[int, _Edge], tokens: np.ndarray) -> list[_Edge]:
 
 
 def _place(path: Sequence[_Edge], num_new: int, steps: Sequence[StoredStep]) -> Place:
-    """Return the place of a call whose prompt begins with these edges."""
     if path and not num_new and path[-1].asked is not None:
         return Place(REPEATS, path[-1].asked)
     depth = sum(len(edge.tokens) for edge in path)

@@ -131,7 +131,6 @@ def total_reward(trajectory: Trajectory) -> float:
 
 
 def _count_shared(steps: Sequence[Step]) -> list[int]:
-    """Return how many tokens each prompt shares with the previous prompt and response."""
     result: list[int] = []
     before = np.zeros(0, np.int32)
     for step in steps:
@@ -172,7 +171,6 @@ def _advantage(trained: Sequence[TrainedStep]) -> float | None:
 
 
 def _was_filtered(steps: Sequence[Step], trained: Sequence[TrainedStep]) -> bool:
-    """Return whether a filter excluded sampled tokens from training."""
     return any(
         sum(step.loss_mask) > int(values.loss_mask.sum())
         for step, values in zip(steps, trained, strict=False)

@@ -48,7 +48,6 @@ def replay_values(steps: Sequence[Step]) -> Iterator[dict[str, Any]]:
 
 
 def _count_shared_rows(routes: np.ndarray, before: np.ndarray | None) -> int:
-    """Return the number of leading tokens with the same routes."""
     if before is None or (before.dtype, before.shape[1:]) != (routes.dtype, routes.shape[1:]):
         return 0
     both = min(len(routes), len(before))

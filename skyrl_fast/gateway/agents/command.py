@@ -113,11 +113,6 @@ class CommandAgent(BlackBox):
         self._said_dropped = False
 
     async def run(self, task: AgentTask) -> Outcome:
-        """Return the reward of one task; no process of it remains.
-
-        Raises:
-            EnvError: a command cannot be started, or left no valid reward.
-        """
         folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="skyrl_fast_agent_"))
         try:
             (folder / TASK_FILE).write_text(json.dumps(plain_value(task.row), default=str))
@@ -205,7 +200,6 @@ def _regular_file(path: Path) -> bytes:
 
 
 def _end_of_output(output: int) -> str:
-    """Return the last OUTPUT_CHARACTERS of the file with this descriptor."""
     size = UTF8_BYTES * OUTPUT_CHARACTERS
     text = os.pread(output, size, max(0, os.fstat(output).st_size - size)).decode(errors="replace")
     return printable(text[-OUTPUT_CHARACTERS:].strip(), OUTPUT_CHARACTERS)

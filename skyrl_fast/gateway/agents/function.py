@@ -33,11 +33,6 @@ class FunctionAgent(BlackBox):
         self._function = function
 
     async def run(self, task: AgentTask) -> Outcome:
-        """Return the reward of one task.
-
-        Raises:
-            EnvError: the function raised, or returned something invalid.
-        """
         # In a thread, since it takes 150 ms for a row of 1 MB.
         task = replace(task, row=await asyncio.to_thread(copy_row, task.row))
         try:

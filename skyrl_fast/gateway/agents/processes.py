@@ -51,7 +51,6 @@ class AgentSettings:
 
     @property
     def optional_modules(self) -> Sequence[str]:
-        """See `HandlerSettings`; clients of `AgentTask`, which take 1 to 2 s each."""
         return () if self.function is None else ("openai", "anthropic")
 
     def agent(self) -> BlackBox:
@@ -132,7 +131,6 @@ class AgentHandler:
         self._runner = asyncio.Runner()
 
     def call(self, what: str, argument: AgentTask) -> CallResult:
-        """Run one task; see `CallHandler.call`."""
         try:
             self._agent = self._agent or self._settings.agent()
             outcome = self._runner.run(self._agent.run(argument))

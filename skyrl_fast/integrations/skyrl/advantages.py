@@ -107,7 +107,6 @@ def _outcomes(
     epsilon: float = 1e-6,
     norm_by_std: bool = True,
 ) -> torch.Tensor:
-    """Return (J,) float32, each score relative to its group."""
     labels = index.tolist() if isinstance(index, np.ndarray) else list(index)
     require(len(labels) == len(scores), "wrong number of groups' names")
     kinds = set(map(type, labels))
@@ -141,7 +140,6 @@ def _warn_of_groups_of_one(labels: Sequence[str] | Sequence[int], sizes: np.ndar
 def _group_outcomes(
     estimator: str, scores: torch.Tensor, epsilon: float, norm_by_std: bool
 ) -> torch.Tensor:
-    """Return the outcomes of (G, n) scores, G groups of n."""
     size = scores.shape[1]
     if size == 1 and estimator == RLOO:
         return torch.zeros_like(scores)

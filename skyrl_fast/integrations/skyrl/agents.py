@@ -200,7 +200,6 @@ class _Client:
         seed: int | None = None,
         expert_indices_start: int = 0,
     ) -> Generation:
-        """Return one response; see `Sampler.generate`."""
         stops = sampling.stop or []
         request: dict[str, Any] = {
             "prompt_token_ids": [list(prompt_token_ids)],

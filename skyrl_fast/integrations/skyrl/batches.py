@@ -140,7 +140,6 @@ def convert_prompts_responses_to_batch_tensors(
 
 
 def _pack_fields(routes: Any, support: Any, prompts: Any, responses: Any) -> tuple[Any, Any]:
-    """Return what SkyRL's own functions make of the routes and of the sampled tokens' support."""
     if routes is None and support is None:
         return None, None
     skyrl = _skyrl_module(CONVERT)
@@ -232,7 +231,6 @@ def pad_training_input_batch(unpadded_batch: Any, pad_size: int) -> Any:
 
 
 def _require_known_padding(batch: Any) -> None:
-    """Raise for routes that this version of SkyRL pads differently."""
     label = ORIGINALS.label(PAD)
     routes, mask = batch.get("rollout_expert_indices"), batch.get("router_padding_mask")
     if isinstance(routes, torch.Tensor):

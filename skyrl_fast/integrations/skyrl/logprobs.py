@@ -47,7 +47,6 @@ def logprobs_from_logits(
 
 
 def _uses_flash_attention() -> bool:
-    """Return whether SkyRL's function calls flash-attn's cross entropy on a GPU."""
     original = ORIGINALS.function(NAME)
     module = {} if original is None else inspect.unwrap(original).__globals__
     return bool(module.get("FLASH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE"))

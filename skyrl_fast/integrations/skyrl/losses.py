@@ -117,8 +117,6 @@ def _prompt_mean_divisor(counts: Tensor, boundaries: list[tuple[int, int]] | Non
 
 
 def _loss_of(*, corrected: bool = True) -> Callable[[Callable[[Any], LossSettings]], SkyRLLoss]:
-    """Turn a function that reads SkyRL's AlgorithmConfig into the loss of its name."""
-
     def decorate(settings: Callable[[Any], LossSettings]) -> SkyRLLoss:
         name = settings.__name__
 
@@ -334,7 +332,6 @@ def _skyrl_metrics(
 def _mean_clamped_ratio(
     settings: Cispo, log_probs: Tensor, behavior: Tensor | None, mask: Tensor
 ) -> Tensor:
-    """Return the mean over trained tokens of the ratio that weighs CISPO's gradient."""
     assert behavior is not None
     ratio = (log_probs - behavior).clamp_(-DEFAULT_LARGEST, DEFAULT_LARGEST).exp_()
     ratio.clamp_(1 - settings.cispo_eps_clip_low, 1 + settings.cispo_eps_clip_high)

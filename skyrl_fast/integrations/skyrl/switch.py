@@ -253,7 +253,6 @@ def _import_error(module: str, version: str, error: Exception) -> ImportError:
 
 
 def _replace(targets: Iterable[Target], rules: tuple[str, ...]) -> list[Row]:
-    """Install the replacements of those targets whose source is known."""
     rows = [_chosen(target, rules) for target in targets]
     replaced = [row.name for row in rows if row.state == "replaced"]
     _held.update(_places({id(_installed[name][1]) for name in replaced}))

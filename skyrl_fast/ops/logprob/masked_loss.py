@@ -183,7 +183,6 @@ def _torch(
     kl_estimator: str | None,
     kept: KeptSets | None,
 ) -> Result:
-    """Compute log-probabilities and the loss by the references."""
     rows = logits.reshape(-1, logits.shape[-1])
     live = torch.ones_like(call.targets, dtype=torch.bool) if call.mask is None else call.mask != 0
     check_targets(OP, call.targets, call.mask, rows.shape[-1])
@@ -226,7 +225,6 @@ def _weights(
     shape: torch.Size,
     dtype: torch.dtype,
 ) -> torch.Tensor | None:
-    """Return each cell's weight, (M,); None without `row_weights`."""
     if not isinstance(row_weights, torch.Tensor) or row_weights.shape == shape:
         return _cells("row_weights", row_weights, shape, dtype)
     num_rows = shape[0] if len(shape) == 2 else None

@@ -72,7 +72,6 @@ class Regular(LossSettings):
     eps_clip_high: float = setting(0.2, "upper bound of the ratio: 1 + this", at_least=0)
 
     def kernel_params(self) -> dict[str, float]:
-        """Return the ratio's bounds."""
         return clip_range(self.eps_clip_low, self.eps_clip_high)
 
 
@@ -83,7 +82,6 @@ class DualClip(Regular):
     clip_ratio_c: float = setting(3.0, "second clip", above=1)
 
     def kernel_params(self) -> dict[str, float]:
-        """Return the bounds of ratio and loss."""
         low_and_high = clip_range(self.eps_clip_low, self.eps_clip_high)
         return {**low_and_high, "clip_ratio_c": self.clip_ratio_c}
 
@@ -107,7 +105,6 @@ class Cispo(LossSettings):
     )
 
     def kernel_params(self) -> dict[str, float]:
-        """Return the ratio's bounds."""
         return clip_range(self.cispo_eps_clip_low, self.cispo_eps_clip_high)
 
 
@@ -133,7 +130,6 @@ class ClipCov(ClipCovSelection):
     eps_clip_high: float = setting(0.2, "upper bound of the ratio: 1 + this", at_least=0)
 
     def kernel_params(self) -> dict[str, float]:
-        """Return the ratio's bounds."""
         return clip_range(self.eps_clip_low, self.eps_clip_high)
 
 
@@ -147,7 +143,6 @@ class KlCov(LossSettings):
     )
 
     def kernel_params(self) -> dict[str, float]:
-        """Return the weight of the distance."""
         return {"ppo_kl_coef": self.ppo_kl_coef}
 
 
@@ -159,7 +154,6 @@ class Sapo(LossSettings):
     tau_neg: float = setting(1.05, "steepness of the gate elsewhere", above=0)
 
     def kernel_params(self) -> dict[str, float]:
-        """Return the gate's steepness."""
         return {"tau_pos": self.tau_pos, "tau_neg": self.tau_neg}
 
 
@@ -179,7 +173,6 @@ class Dppo(LossSettings):
         return {"binary_tv": "dppo_tv", "binary_kl": "dppo_kl"}[self.dppo_type]
 
     def kernel_params(self) -> dict[str, float]:
-        """Return the distances."""
         return {"delta_low": self.delta_low, "delta_high": self.delta_high}
 
 

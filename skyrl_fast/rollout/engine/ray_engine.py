@@ -96,12 +96,6 @@ class RayEngine(RemoteEngine):
         self._starting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start the server, unless one is being started, and connect to it.
-
-        Raises:
-            NoRoomError: no node has room for it yet.
-            EngineDeadError: it did not start; the message has the end of its log.
-        """
         starting, group = self._begin(), self._bundle.group
         if not starting.done() and not await asyncio.to_thread(group.wait, ROOM_SECONDS):
             raise NoRoomError(f"no node with {group.bundle_specs[self._bundle.index]} free")
@@ -113,7 +107,6 @@ class RayEngine(RemoteEngine):
         await super().start()
 
     def check_running(self) -> None:
-        """Raise EngineDeadError if the server, its actor or its node is gone."""
         self._refuse_ended(self._get_server())
 
     async def comes_back(self) -> bool:
@@ -126,7 +119,6 @@ class RayEngine(RemoteEngine):
         await self.start()
 
     async def close(self) -> None:
-        """Disconnect, and end the server."""
         await super().close()
         starting, self._starting = self._starting, None
         if starting is not None:

@@ -149,11 +149,6 @@ class RemoteEngine:
         await self.close()
 
     async def start(self) -> None:
-        """Wait until the server answers.
-
-        Raises:
-            EngineDeadError: it did not answer in time, or refuses the key.
-        """
         import httpx
 
         if self._client is None:
@@ -213,12 +208,10 @@ class RemoteEngine:
         self._sender = sender
 
     async def restart(self) -> None:
-        """Connect again, after the server died."""
         await self.close()
         await self.start()
 
     async def close(self) -> None:
-        """Disconnect from the server, which keeps running."""
         if self._client is not None and self._interrupted:
             with suppress(EngineError, TimeoutError):  # it may be gone
                 async with asyncio.timeout(HEALTH_SECONDS):
@@ -239,7 +232,6 @@ class RemoteEngine:
         seed: int | None = None,
         expert_indices_start: int = 0,
     ) -> Generation:
-        """Return one response; see `Engine.generate`."""
         start = expert_indices_start if self._records_routes else 0
         request = {
             "prompt": list(prompt_token_ids),
@@ -278,13 +270,11 @@ class RemoteEngine:
         )
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Return the logprobs of given tokens; see `Engine.prompt_logprobs`."""
         choice = await self._probe(token_ids)
         with self._parsing(COMPLETIONS):
             return prompt_logprobs(choice, token_ids)
 
     async def prompt_routes(self, token_ids: Sequence[int]) -> tuple[list[float], np.ndarray]:
-        """Return the logprobs of given tokens and their routes; see `Engine.prompt_routes`."""
         choice = await self._probe(token_ids)
         with self._parsing(COMPLETIONS):
             logprobs, taken = prompt_logprobs(choice, token_ids), routes(choice)
@@ -333,19 +323,16 @@ class RemoteEngine:
             self.compute_dtype = check_receipts(receipts, call.sent)
 
     async def reset_prefix_cache(self) -> None:
-        """Drop cached keys and values that no running request uses."""
         await self._post("/reset_prefix_cache")
 
     async def sleep(self) -> None:
         """Do nothing: a server keeps its GPU memory."""
 
     async def interrupt(self) -> None:
-        """End all requests; each returns its tokens so far with stop reason "interrupted"."""
         self._interrupted = True
         await self._post("/pause", params={"mode": "abort", "clear_cache": "false"})
 
     async def resume(self) -> None:
-        """Serve requests again after `interrupt`."""
         if self._interrupted:
             await self._post("/resume")
             self._interrupted = False
@@ -354,7 +341,6 @@ class RemoteEngine:
         """Do nothing: requests alone tell whether a server runs."""
 
     async def comes_back(self) -> bool:
-        """Return whether the server is healthy."""
         return not await self._unhealthy_reason()
 
     async def _unhealthy_reason(self) -> str:

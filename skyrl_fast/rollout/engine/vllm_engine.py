@@ -116,12 +116,6 @@ class VllmEngine:
     weights_dtype: torch.dtype | None = None
 
     async def start(self) -> None:
-        """Load the model and wait until requests can be served.
-
-        Raises:
-            EngineDeadError: vLLM or the model is missing, the main module is not guarded, or the
-                engine did not come up; the message says what to do.
-        """
         if self._llm is not None:
             return
         check_can_spawn()
@@ -187,7 +181,6 @@ class VllmEngine:
         )
 
     async def close(self) -> None:
-        """Stop the engine's processes; closing twice is fine."""
         llm, self._llm = self._llm, None
         self._lora_request = None
         self._interrupted = self._sleeping = False
@@ -208,7 +201,6 @@ class VllmEngine:
         seed: int | None = None,
         expert_indices_start: int = 0,
     ) -> Generation:
-        """Return one response; see `Engine.generate`."""
         self._get_llm()
         recording = self._setup.engine.enable_return_routed_experts
         start = expert_indices_start if recording else 0
@@ -259,11 +251,9 @@ class VllmEngine:
         )
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Return the logprobs of given tokens; see `Engine.prompt_logprobs`."""
         return (await self._prompt(token_ids))[0]
 
     async def prompt_routes(self, token_ids: Sequence[int]) -> tuple[list[float], np.ndarray]:
-        """Return the logprobs of given tokens and their routes; see `Engine.prompt_routes`."""
         logprobs, routes = await self._prompt(token_ids)
         if routes is None:
             raise EngineError("the engine records no routes: enable_return_routed_experts is off")
@@ -406,7 +396,6 @@ class VllmEngine:
             raise EngineDeadError(self._explain("could not be paused", error)) from error
 
     async def resume(self) -> None:
-        """Serve requests again after `interrupt`."""
         if not self._interrupted:
             return
         llm = self._get_llm()
@@ -417,16 +406,13 @@ class VllmEngine:
         self._interrupted = False
 
     async def restart(self) -> None:
-        """Stop what is left of the engine's processes, and start again."""
         await self.close()
         await self.start()
 
     def check_running(self) -> None:
-        """Raise EngineDeadError if its process has died."""
         self._get_llm()
 
     async def comes_back(self) -> bool:
-        """Return whether `start` may bring it up again."""
         return True
 
     @asynccontextmanager
@@ -441,7 +427,6 @@ class VllmEngine:
                 await self._llm.resume_generation()
 
     async def reset_prefix_cache(self) -> None:
-        """Drop cached keys and values that no running request uses."""
         await self._answer(self._get_llm().reset_prefix_cache())
 
     async def _answer(self, call: Coroutine[Any, Any, T]) -> T:

@@ -190,7 +190,6 @@ class ClusterWorker:
         return answer.outcome
 
     def release(self) -> None:
-        """See `Worker.release`; another handler may use its process."""
         if self.usable:
             self._node.actor.release.remote(self._number)
             self._leave()

@@ -137,7 +137,6 @@ class ProcessWorker:
             return CallResult(failure=text[:MAX_FAILURE])
 
     def release(self) -> None:
-        """See `Worker.release`; another handler may use its process."""
         if self.usable:
             self.usable = False
             self._processes.keep(self._process)

@@ -38,7 +38,6 @@ class ThreadWorkers:
         self._closed = False
 
     async def acquire(self) -> ThreadWorker:
-        """Return a worker for one handler."""
         return ThreadWorker(self, EnvHandler(self._settings))
 
     async def run(self, function: Callable[[], Any], timeout: float) -> Any:

@@ -27,7 +27,6 @@ class SampledRows:
 
     @property
     def trained(self) -> StepBatch:
-        """The rows that are trained."""
         return self.steps if self.merged is None else self.merged
 
 

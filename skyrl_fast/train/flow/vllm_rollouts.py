@@ -267,7 +267,6 @@ class VllmRollouts:
         return {name: float(number) for name, number in counts.items()}
 
     async def close(self) -> None:
-        """Stop the gateway, the agents, the engines and the environments' threads."""
         if self._agent is not None:
             await self._agent.close()
         await self._pool.close()

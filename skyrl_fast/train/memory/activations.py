@@ -278,7 +278,6 @@ def _kinds_of_layers(backbone: Any) -> dict[Any, list[int]]:
 
 @contextlib.contextmanager
 def _only_layers(backbone: Any, numbers: Sequence[int]) -> Iterator[None]:
-    """Remove the other layers in the context."""
     layers, config = _layers(backbone), backbone.config.get_text_config()
     owner, name = next(
         (module, name)
@@ -323,7 +322,6 @@ def _make_fake(kind: Any, config: Any, dtype: torch.dtype, lora: LoraConfig | No
 
 @contextlib.contextmanager
 def _fake_tensors() -> Iterator[None]:
-    """Create and compute fake tensors in the context."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     try:

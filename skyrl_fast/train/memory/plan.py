@@ -203,7 +203,6 @@ def _share_bytes(config: Config, name: str, parameters: int, each: int) -> Item:
 
 
 def _resident_items(config: Config, measure: _Measurements) -> list[Item]:
-    """Return the trainer's parts on one GPU that stay there during generation."""
     trainer, algorithm = config.trainer, config.trainer.algorithm
     policy = str(trainer.policy.model.path)
     size = measure.policy_size(config)
@@ -337,7 +336,6 @@ def _spare_bytes(
 
 
 def _probe_item(config: Config, size: ModelSize) -> Item:
-    """Return what the trainer needs to verify the weights of an engine that has woken up."""
     head = size.vocab_size * size.hidden_size * _head_dtype(config).itemsize
     return Item("CUDA context, the LM head's copy for the probe", CONTEXT_BYTES + head)
 
@@ -345,7 +343,6 @@ def _probe_item(config: Config, size: ModelSize) -> Item:
 def _engine_item(
     config: Config, size: ModelSize, num_gpus: int, capacity: int, used: int
 ) -> tuple[Item, float]:
-    """Return the engine's part of a GPU, and its share."""
     engine = config.generator.inference_engine
     key = "generator.inference_engine.gpu_memory_utilization"
     least = math.ceil(engine_bytes(config, size) / num_gpus)
@@ -476,8 +473,6 @@ def _written(settings: dict[str, Any]) -> str:
 
 
 def _with_settings(config: Config, settings: dict[str, Any]) -> Config:
-    """Return a copy with other values of dotted keys."""
-
     def change(section: Any, names: list[str], value: Any) -> Any:
         first, *rest = names
         inner = change(getattr(section, first), rest, value) if rest else value

@@ -55,7 +55,6 @@ def outcomes_of_trajectories(trajectories: Sequence[Trajectory]) -> Outcomes:
 
 
 def outcomes_of_batch(batch: StepBatch) -> Outcomes:
-    """Return the outcomes of the trajectories of a batch."""
     last_rows = np.flatnonzero(batch.is_last_step.numpy())
     rewards = batch.row_rewards.numpy()[last_rows].astype(np.float64)
     positive = np.maximum(rewards, 0.0)

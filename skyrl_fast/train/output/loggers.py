@@ -245,7 +245,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield each valid line and its values."""
     content = path.read_bytes()
     for offset, size, row in read_lines(path):
         step = row.get("step")

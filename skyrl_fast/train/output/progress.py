@@ -101,7 +101,6 @@ class ProgressDisplay:
         return Group(table, self._bar)
 
     def _fitting(self) -> list[ProgressColumn]:
-        """Return the first columns with values that fit next to each other."""
         left = self._console.width - len(f"step{self._total}") - _PADDING
         fitting = []
         for column in self._columns:

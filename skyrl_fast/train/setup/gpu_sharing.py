@@ -84,7 +84,6 @@ def plan_run_memory(
 
 
 def _refuse_gpu_settings(engine: InferenceEngineConfig) -> None:
-    """Raise SetupError for settings of an engine that need a trainer on a GPU."""
     for name, asked, wanted in (
         ("enable_sleep_mode", engine.enable_sleep_mode is True, "null or false"),
         (

@@ -59,7 +59,6 @@ def _repack_tied_heads(model: Any) -> None:
 
 
 def _drop_combined_gates(model: Any) -> None:
-    """Make the next call combine each router and its shared expert's gate again."""
     for module in model.modules():
         if getattr(module, "_combined_gate_weight", None) is not None:
             module._combined_gate_weight = None

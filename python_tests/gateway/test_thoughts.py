@@ -9,7 +9,7 @@ from _gateway import MODEL, USER, chat, played
 from _tools import CALL, LOOK, TEMPLATE, CallParser
 from fake_envs import says
 
-from skyrl_fast.rollout.reasoning import ReasoningParser, check_reasoning_parser
+from skyrl_fast.rollout.reasoning import ReasoningParser
 
 pytest.importorskip("anthropic")
 pytest.importorskip("openai")
@@ -159,7 +159,7 @@ def test_parsers_of_vllm(tiny_tokenizer: Any) -> None:
     with pytest.raises(ValueError, match=r"generator\.reasoning_parser: deepseek_r1 refuses"):
         ReasoningParser("deepseek_r1", tiny_tokenizer)
     with pytest.raises(ValueError, match=r"generator\.reasoning_parser: expected null or one of"):
-        check_reasoning_parser("qwen33")
+        ReasoningParser.find_class("qwen33")
 
 
 def with_think_tokens(tokenizer: Any) -> Any:

@@ -20,7 +20,7 @@ from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.env.protocol import Action, Env, EnvStep
 from skyrl_fast.rollout.groups import rollout
 from skyrl_fast.rollout.reasoning import ReasoningParser
-from skyrl_fast.rollout.tool_calls import ParsedAnswer, ToolCallParser, check_tool_parser
+from skyrl_fast.rollout.tool_calls import ParsedAnswer, ToolCallParser
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.data.prompts import prompts_from
 
@@ -240,7 +240,7 @@ def test_parser_of_vllm(tiny_tokenizer: Any) -> None:
     with pytest.raises(
         ValueError, match=r"generator\.tool_parser: expected null or one of .*hermes"
     ):
-        check_tool_parser("hermez")
+        ToolCallParser.find_class("hermez")
     with pytest.raises(ValueError, match=r"generator\.tool_parser: mistral refuses the tokenizer"):
         ToolCallParser("mistral", tiny_tokenizer)
 

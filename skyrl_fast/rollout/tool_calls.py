@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from skyrl_fast.rollout.vllm_parsers import WithVocabulary, check_reads_text, parser_class
+from skyrl_fast.rollout.vllm_parsers import VllmParser, parser_request
 from skyrl_fast.system.printable import log_line
 
 log = logging.getLogger(__name__)
 
-SETTING = "generator.tool_parser"
 REQUIRED = "required"  # any function must be called
 _MARKER = re.compile(r"(tool|function|bot)_?.*(start_token|bot_token|bot_string)|^bot_")
 
@@ -38,30 +37,18 @@ class ParsedAnswer:
     failed: bool = False
 
 
-class ToolCallParser:
-    """Finds tool calls in answers.
+class ToolCallParser(VllmParser):
+    """Finds tool calls in answers; see `VllmParser`."""
 
-    Args:
-        name: name of a parser of vLLM, as in `vllm serve --tool-call-parser`, such as "hermes".
-
-    Raises:
-        ValueError: vLLM is missing or has no parser of this name, the tokenizer is not of its
-            model family, or it reads no text.
-    """
+    setting = "generator.tool_parser"
+    registry = ("vllm.tool_parsers", "ToolParserManager", "get_tool_parser")
 
     def __init__(self, name: str, tokenizer: Any) -> None:
-        self._make = _parser_class(name)
-        self._arguments = (name, tokenizer)
-        self._tokenizer = WithVocabulary(tokenizer)
         self._errors = _attach_error_log()
-        try:
-            parser = self._make(self._tokenizer, None)
-        except Exception as error:  # of any parser
-            raise ValueError(f"{SETTING}: {name} refuses the tokenizer: {error}") from error
-        check_reads_text(SETTING, name, lambda: parser.extract_tool_calls("x", _request(None)))
+        super().__init__(name, tokenizer)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ToolCallParser, self._arguments
+    def _extract(self, parser: Any, text: str) -> Any:
+        return parser.extract_tool_calls(text, _request(None))
 
     def parse(
         self,
@@ -85,7 +72,7 @@ class ToolCallParser:
                 return ParsedAnswer("", _calls_of_json(text, forced))
             found = parser.extract_tool_calls(text, request)
         except Exception as error:  # whatever a model wrote
-            log.info("%s: no calls: %s", SETTING, log_line(f"{type(error).__name__}: {error}"))
+            log.info("%s: no calls: %s", self.setting, log_line(f"{type(error).__name__}: {error}"))
             return ParsedAnswer(text, failed=True)
         if not found.tools_called or not found.tool_calls:
             begins = any(marker in text for marker in _markers(parser))
@@ -124,7 +111,7 @@ class ToolCallParser:
         except Exception as error:  # of any parser, of the request's schemas
             raise ValueError(f"{type(error).__name__}: {error}") from error
         if wanted is None or wanted.json is None:
-            raise ValueError(f"vLLM's parser does not force calls ({SETTING})")
+            raise ValueError(f"vLLM's parser does not force calls ({self.setting})")
         return {"json": wanted.json}
 
 
@@ -147,21 +134,6 @@ def _attach_error_log() -> _LoggedErrors:
     return handler
 
 
-def check_tool_parser(name: str) -> None:
-    """Raise ValueError if vLLM is missing or has no parser of this name."""
-    _parser_class(name)
-
-
-def _parser_class(name: str) -> Any:
-    return parser_class(
-        SETTING,
-        name,
-        module="vllm.tool_parsers",
-        manager="ToolParserManager",
-        get="get_tool_parser",
-    )
-
-
 def _call(name: str, arguments: str, sampled_id: str | None = None) -> dict[str, Any]:
     try:
         values = json.loads(arguments)
@@ -173,14 +145,10 @@ def _call(name: str, arguments: str, sampled_id: str | None = None) -> dict[str,
 
 
 def _request(tools: Sequence[Mapping[str, Any]] | None, forced: str | None = None) -> Any:
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
     choice: Any = forced
     if forced is not None and forced != REQUIRED:
         choice = {"type": "function", "function": {"name": forced}}
-    return ChatCompletionRequest(
-        model="",
-        messages=[{"role": "user", "content": ""}],
+    return parser_request(
         tools=[copy.deepcopy(dict(tool)) for tool in tools] if tools else None,
         **({} if choice is None else {"tool_choice": choice}),
     )

@@ -3,45 +3,76 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 
-def parser_class(setting: str, name: str, *, module: str, manager: str, get: str) -> Any:
-    """Return a parser's class.
+class VllmParser:
+    """A parser of vLLM, by its name; picklable.
 
     Args:
-        module, manager, get: where vLLM registers it: `module.manager.get(name)`.
+        name: as in `vllm serve`, such as "hermes".
+
+    Raises:
+        ValueError: vLLM is missing or has no parser of this name, the tokenizer is not of its
+            model family, or it reads no text.
     """
-    try:
-        registered = getattr(importlib.import_module(module), manager)
-    except ImportError as error:
-        raise ValueError(
-            f"{setting}: expected null without vLLM ({error}), got {name!r}"
-        ) from error
-    try:
-        return getattr(registered, get)(name)
-    except KeyError:
-        known = ", ".join(registered.list_registered())
-        raise ValueError(f"{setting}: expected null or one of {known}, got {name!r}") from None
+
+    setting: ClassVar[str]
+    registry: ClassVar[tuple[str, str, str]]  # module, its manager, the manager's method
+
+    def __init__(self, name: str, tokenizer: Any) -> None:
+        self._make = self.find_class(name)
+        self._arguments = (name, tokenizer)
+        self._tokenizer = WithVocabulary(tokenizer)
+        try:
+            parser = self._make(self._tokenizer)
+        except Exception as error:  # of any parser
+            raise ValueError(f"{self.setting}: {name} refuses the tokenizer: {error}") from error
+        # vLLM registers stubs for families that it parses by their tokens, such as gpt-oss.
+        try:
+            failure = "it returns nothing" if self._extract(parser, "x") is None else ""
+        except Exception as error:  # of any parser
+            failure = f"{type(error).__name__}: {error}"
+        if failure:
+            raise ValueError(
+                f"{self.setting}: expected a parser of text, got {name!r}, which vLLM uses only "
+                f"next to a parser of tokens ({failure}); set it to null, and read the calls and "
+                "thoughts in the environment or agent: generator.skip_special_tokens=false keeps "
+                "their marks"
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._arguments
+
+    def _extract(self, parser: Any, text: str) -> Any:
+        """Return what vLLM's parser finds in a text of a conversation without tools."""
+        raise NotImplementedError
+
+    @classmethod
+    def find_class(cls, name: str) -> Any:
+        """Return vLLM's class; ValueError if vLLM is missing or has no parser of this name."""
+        module, manager, get = cls.registry
+        try:
+            registered = getattr(importlib.import_module(module), manager)
+        except ImportError as error:
+            raise ValueError(
+                f"{cls.setting}: expected null without vLLM ({error}), got {name!r}"
+            ) from error
+        try:
+            return getattr(registered, get)(name)
+        except KeyError:
+            known = ", ".join(registered.list_registered())
+            raise ValueError(
+                f"{cls.setting}: expected null or one of {known}, got {name!r}"
+            ) from None
 
 
-def check_reads_text(setting: str, name: str, trial: Callable[[], Any]) -> None:
-    """Raise ValueError if a parser raises, or returns nothing, for any text.
+def parser_request(**fields: Any) -> Any:
+    """Return the request of a chat as vLLM's parsers get it."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-    vLLM registers such stubs for families that it parses by their tokens, such as gpt-oss.
-    """
-    try:
-        failure = "it returns nothing" if trial() is None else ""
-    except Exception as error:  # of any parser
-        failure = f"{type(error).__name__}: {error}"
-    if failure:
-        raise ValueError(
-            f"{setting}: expected a parser of text, got {name!r}, which vLLM uses only next to a "
-            f"parser of tokens ({failure}); set it to null, and read the calls and thoughts in the "
-            "environment or agent: generator.skip_special_tokens=false keeps their marks"
-        )
+    return ChatCompletionRequest(model="", messages=[{"role": "user", "content": ""}], **fields)
 
 
 class WithVocabulary:

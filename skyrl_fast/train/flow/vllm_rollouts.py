@@ -41,8 +41,8 @@ from skyrl_fast.rollout.group_runner import GroupRunner, OnGroup
 from skyrl_fast.rollout.groups import environment_runner, run_groups
 from skyrl_fast.rollout.loop_settings import loop_settings
 from skyrl_fast.rollout.policy_calls import PolicyCalls
-from skyrl_fast.rollout.reasoning import check_reasoning_parser
-from skyrl_fast.rollout.tool_calls import check_tool_parser
+from skyrl_fast.rollout.reasoning import ReasoningParser
+from skyrl_fast.rollout.tool_calls import ToolCallParser
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.system.network_interface import LOOPBACK
 from skyrl_fast.train.data.prompts import Prompt
@@ -137,9 +137,9 @@ def check_rollouts(
     """
     make_vllm_setup(config, model_path)
     if config.generator.tool_parser is not None:
-        check_tool_parser(config.generator.tool_parser)
+        ToolCallParser.find_class(config.generator.tool_parser)
     if config.generator.reasoning_parser is not None:
-        check_reasoning_parser(config.generator.reasoning_parser)
+        ReasoningParser.find_class(config.generator.reasoning_parser)
     EnvFactory(config.environment, make_env=make_env)
     if config.agent.is_set:
         black_box(config.agent)

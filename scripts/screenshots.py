@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))  # so that this file can be run from any folder
 
 from scripts.browser import NoBrowserError, headless_browser  # noqa: E402
 from skyrl_fast.trajectory_store import read_index  # noqa: E402
-from skyrl_fast.viewer.build import ViewError, build_view  # noqa: E402
+from skyrl_fast.viewer.build import build_view  # noqa: E402
 
 SIZE = {"width": 1280, "height": 800}
 COLOURS = 256  # of a screenshot: small files, no visible difference
@@ -50,7 +50,7 @@ def main() -> int:
                 tab.close()
                 shrink(path)
                 print(f"{path}: {path.stat().st_size // 1024} KiB")
-    except (NoBrowserError, ViewError) as error:
+    except (NoBrowserError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0

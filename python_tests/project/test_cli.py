@@ -17,13 +17,13 @@ from skyrl_fast import cli
 from skyrl_fast.commands.train import summary
 from skyrl_fast.config import Config
 from skyrl_fast.config.settings import leaves
+from skyrl_fast.errors import RunError
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 from skyrl_fast.rollout.failures import RolloutError
 from skyrl_fast.train import run as run_module
 from skyrl_fast.train.callbacks import CallbackError
 from skyrl_fast.train.checkpoint.local import CheckpointError, RunInUseError
-from skyrl_fast.train.cluster import ClusterError
 from skyrl_fast.train.run import TrainResult
 from skyrl_fast.train.setup.errors import SetupError
 from skyrl_fast.trajectory_store.writer import StoreError
@@ -143,7 +143,7 @@ def test_stopped_runs_say_how_to_continue(
         (RolloutError("all 8 trajectories failed"), 1),
         (StoreError("the disk is full"), 1),
         (CallbackError("callback Plot: on_step: ValueError"), 1),
-        (ClusterError("1 node has the CPUs, 2 are needed"), 1),
+        (RunError("1 node has the CPUs, 2 are needed"), 1),
         (KeyboardInterrupt(), 130),
     ],
 )

@@ -21,8 +21,9 @@ from _training import folder as folder
 from ray.cluster_utils import Cluster
 
 from skyrl_fast.config import Config
+from skyrl_fast.errors import RunError
 from skyrl_fast.train import cluster as cluster_module
-from skyrl_fast.train.cluster import ClusterError, run_on_cluster
+from skyrl_fast.train.cluster import run_on_cluster
 from skyrl_fast.train.run import TrainResult
 
 # Each starts a cluster.
@@ -55,10 +56,10 @@ def test_too_few_nodes_are_an_error(
     monkeypatch.setattr(cluster_module, "PLACE_SECONDS", 0.5)
     monkeypatch.setattr(cluster_module, "SETTLE_SECONDS", 0.5)
     once = Here(folder / "once")
-    with pytest.raises(ClusterError, match=r"expected room for a node with .*'CPU': 3"):
+    with pytest.raises(RunError, match=r"expected room for a node with .*'CPU': 3"):
         run(folder, "run", once, "trainer.placement.policy_num_gpus_per_node=3")
     engine = ["trainer.placement.colocate_all=false", "generator.inference_engine.num_threads=3"]
-    with pytest.raises(ClusterError, match=r"'CPU': 1.* and an engine with {'CPU': 3.0} free"):
+    with pytest.raises(RunError, match=r"'CPU': 1.* and an engine with {'CPU': 3.0} free"):
         run(folder, "run", once, *engine)
 
 

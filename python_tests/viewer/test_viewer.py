@@ -15,7 +15,7 @@ from _stored import HOSTILE, LONG_LINE, LONG_MEMBERS, long_record, write_long_ru
 
 from skyrl_fast.cli import main
 from skyrl_fast.viewer import build, details
-from skyrl_fast.viewer.build import MARKER, PAGE, ViewError, build_view
+from skyrl_fast.viewer.build import MARKER, PAGE, build_view
 from skyrl_fast.viewer.columns import MagnitudeSample
 from skyrl_fast.viewer.script import script
 
@@ -130,7 +130,7 @@ def test_earlier_page_is_replaced_and_other_folders_are_refused(run: Path, tmp_p
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.tex").write_text("mine")
-    with pytest.raises(ViewError, match="not empty, and not written by this command"):
+    with pytest.raises(ValueError, match="not empty, and not written by this command"):
         build_view(run, other)
     assert (other / "thesis.tex").read_text() == "mine"
 
@@ -158,7 +158,7 @@ def test_page_with_files_of_others_is_refused_by_name(
         path.parent.mkdir(exist_ok=True)
         path.write_text("mine")
     before = files_below(tmp_path)
-    with pytest.raises(ViewError, match=rf"holds '{other.rstrip('/')}', which this command"):
+    with pytest.raises(ValueError, match=rf"holds '{other.rstrip('/')}', which this command"):
         build_view(run, out)
     assert files_below(tmp_path) == before
 
@@ -170,7 +170,7 @@ def test_link_inside_a_page_is_not_followed(run: Path, tmp_path: Path) -> None:
     (out / "data").rename(elsewhere)
     (out / "data").symlink_to(elsewhere)
     before = files_below(tmp_path)
-    with pytest.raises(ViewError, match="holds 'data', which"):
+    with pytest.raises(ValueError, match="holds 'data', which"):
         build_view(run, out)
     assert files_below(tmp_path) == before
 
@@ -184,7 +184,7 @@ def test_page_with_a_damaged_mark_file_is_refused(run: Path, tmp_path: Path, mar
     build_view(run, out)
     (out / MARKER).write_text(mark, encoding="latin-1")
     before = files_below(out)
-    with pytest.raises(ViewError, match="which this command did not write"):
+    with pytest.raises(ValueError, match="which this command did not write"):
         build_view(run, out)
     assert files_below(out) == before
 
@@ -197,7 +197,7 @@ def test_page_never_replaces_the_run(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, copied)
     before = files_below(tmp_path)
     for out in (site, copied):
-        with pytest.raises(ViewError, match=r"contains the run .* choose another --out"):
+        with pytest.raises(ValueError, match=r"contains the run .* choose another --out"):
             build_view(copied, out)
     assert files_below(tmp_path) == before
 
@@ -224,7 +224,7 @@ def test_file_that_appears_while_the_page_is_written_stays(
 
     written = build._write
     monkeypatch.setattr(build, "_write", write)
-    with pytest.raises(ViewError, match="holds 'note', which"):
+    with pytest.raises(ValueError, match="holds 'note', which"):
         build_view(run, out)
     assert (out / "note").read_text() == "mine" and (out / "index.html").is_file()
     assert [path.name for path in tmp_path.iterdir()] == ["view"]
@@ -241,10 +241,10 @@ def test_link_is_kept_and_current_folder_is_refused(
         assert build_view(run, tmp_path / "link").page == tmp_path / "real/index.html"
     assert (tmp_path / "link").is_symlink() and (tmp_path / "link/index.html").is_file()
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(ViewError, match="the current folder or one above it cannot be replaced"):
+    with pytest.raises(ValueError, match="the current folder or one above it cannot be replaced"):
         build_view(run, Path("."))
     monkeypatch.chdir(tmp_path / "real/data")
-    with pytest.raises(ViewError, match="the current folder or one above it cannot be replaced"):
+    with pytest.raises(ValueError, match="the current folder or one above it cannot be replaced"):
         build_view(run, tmp_path / "link")
 
 

@@ -40,10 +40,6 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 RunHere = Callable[[Config, StopSignals, RankStarter], Any]
 
 
-class ClusterError(RunError):
-    """Ray is missing, the cluster has too few nodes, or it lost them without any progress."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Reservation:
     """What an attempt has of the cluster.
@@ -75,7 +71,7 @@ def run_on_cluster(config: Config, run_here: RunHere, checkpoint_folder: Path) -
         run_here: picklable; gets the settings, the signals to stop by, and who starts the ranks.
 
     Raises:
-        ClusterError: Ray is missing, or too few nodes have the CPUs or GPUs.
+        RunError: Ray is missing, or too few nodes have the CPUs or GPUs.
         Whatever `run_here` raises.
     """
     ray = _ray()
@@ -102,7 +98,7 @@ def _ray() -> Any:
     try:
         return import_ray("trainer.placement: several nodes, and colocate_all=false")
     except ValueError as error:
-        raise ClusterError(str(error)) from error
+        raise RunError(str(error)) from error
 
 
 def _reserve(ray: Any, config: Config, nodes: int, seconds: float) -> _Reservation:
@@ -120,7 +116,7 @@ def _reserve(ray: Any, config: Config, nodes: int, seconds: float) -> _Reservati
         wanted = f"{_describe_request(ray, config, count)} free within {seconds:g} s"
         logger.warning("trainer.placement: no room for %s", wanted)
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    raise ClusterError(f"trainer.placement: expected room for {wanted}, got nodes with {alive}")
+    raise RunError(f"trainer.placement: expected room for {wanted}, got nodes with {alive}")
 
 
 def _all_reserved(ray: Any, config: Config, nodes: int, seconds: float) -> _Reservation | None:

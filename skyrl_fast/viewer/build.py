@@ -41,10 +41,6 @@ SCALE_PERCENT = 99.0  # of the run's tokens are within the colour scale
 SMALLEST_SCALE = 1e-3  # smaller differences are rounding
 
 
-class ViewError(ValueError):
-    """The page cannot be written; the message says how to fix it."""
-
-
 @dataclass(frozen=True, slots=True)
 class View:
     """The written page."""
@@ -63,21 +59,21 @@ def build_view(run: Path, out: Path | None = None) -> View:
         out: folder of the page; None: `view` in the run's folder.
 
     Raises:
-        ViewError: no trajectories, or `out` contains anything that this command did not write.
-        ValueError: trajectories of another format.
+        ValueError: no trajectories, or of another format; or `out` contains anything that this
+            command did not write.
     """
     out = (run / "view" if out is None else out).resolve()  # a link stays, its target is replaced
     if not run.is_dir():
-        raise ViewError(f"{run}: no such folder")
+        raise ValueError(f"{run}: no such folder")
     if not parts(run / FOLDER):
-        raise ViewError(
+        raise ValueError(
             f"{run}: no trajectories in {run / FOLDER}; training writes them there unless "
             "trainer.dump_trajectories=false"
         )
     if run.resolve().is_relative_to(out):
-        raise ViewError(f"{out}: contains the run {run}; choose another --out")
+        raise ValueError(f"{out}: contains the run {run}; choose another --out")
     if Path.cwd().is_relative_to(out):
-        raise ViewError(
+        raise ValueError(
             f"{out}: the current folder or one above it cannot be replaced; choose another --out"
         )
     _earlier_files(out)  # refuse it before the work
@@ -97,14 +93,14 @@ def _earlier_files(out: Path) -> list[Path]:
     if not out.exists():
         return []
     if not out.is_dir():
-        raise ViewError(f"{out}: expected a folder, got a file; choose another --out")
+        raise ValueError(f"{out}: expected a folder, got a file; choose another --out")
     found = _entries(out)
     if found and not (out / MARKER).is_file():
-        raise ViewError(f"{out}: not empty, and not written by this command; choose another --out")
+        raise ValueError(f"{out}: not empty, and not written by this command; choose another --out")
     listed = _list_written(out / MARKER)
     other = sorted(str(path.relative_to(out)) for path in found if path not in listed)
     if other:
-        raise ViewError(
+        raise ValueError(
             f"{out}: holds {other[0]!r}, which this command did not write"
             f"{f' (and {len(other) - 1} more)' if len(other) > 1 else ''}; move it, or choose "
             "another --out"

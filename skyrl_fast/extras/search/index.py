@@ -35,10 +35,6 @@ class Index(Protocol):
         """Return for each query at most `topk` passages, best first; ties in corpus order."""
 
 
-class MissingPackageError(ImportError):
-    """An optional package is not installed; the message names it."""
-
-
 def best(scores: np.ndarray, topk: int) -> Hits:
     """Return the `topk` largest positive scores; ties in the order of their numbers.
 
@@ -90,7 +86,7 @@ class Bm25Index:
         folder: folder of the saved index; loaded if it exists, else written. None: not saved.
 
     Raises:
-        MissingPackageError: bm25s is not installed.
+        ImportError: bm25s is not installed.
         ValueError: the saved index is of another corpus, damaged, or cannot be read; no passage has
             words.
     """
@@ -101,7 +97,7 @@ class Bm25Index:
         try:
             import bm25s
         except ImportError as error:
-            raise MissingPackageError(
+            raise ImportError(
                 "BM25 needs the package bm25s: pip install 'skyrl-fast[search]'"
             ) from error
         self._tokenize = bm25s.tokenize
@@ -189,7 +185,7 @@ class FaissIndex:
             else written. None: not saved.
 
     Raises:
-        MissingPackageError: faiss is not installed.
+        ImportError: faiss is not installed.
     """
 
     name = "faiss"
@@ -198,7 +194,7 @@ class FaissIndex:
         try:
             import faiss
         except ImportError as error:
-            raise MissingPackageError(
+            raise ImportError(
                 "the dense index needs the package faiss: pip install 'skyrl-fast[faiss]', or "
                 "choose --index bm25"
             ) from error

@@ -24,10 +24,6 @@ STOP_SECONDS = 5.0  # to exit by itself before it is killed
 LOG_TAIL = 2000  # characters of the log that an error shows
 
 
-class RetrievalServerError(RuntimeError):
-    """The server did not start; the message ends with its output."""
-
-
 @contextmanager
 def retrieval_server(
     corpus: Path,
@@ -51,7 +47,7 @@ def retrieval_server(
         The address of `/retrieve`.
 
     Raises:
-        RetrievalServerError: it exited, or did not become healthy in time.
+        RuntimeError: it exited, or did not become healthy in time.
     """
     listening = socket.create_server((LOOPBACK, 0))
     address = f"http://{LOOPBACK}:{listening.getsockname()[1]}"
@@ -85,11 +81,11 @@ def _wait_until_healthy(
     deadline = time.monotonic() + seconds
     while not _is_healthy(address):
         if process.poll() is not None:
-            raise RetrievalServerError(
+            raise RuntimeError(
                 f"the retrieval server exited with code {process.returncode}: {_tail(log_file)}"
             )
         if time.monotonic() > deadline:
-            raise RetrievalServerError(
+            raise RuntimeError(
                 f"the retrieval server is not healthy after {seconds:g} s: {_tail(log_file)}"
             )
         time.sleep(POLL_SECONDS)

@@ -26,10 +26,6 @@ CONSUMED = "consumed"  # trained
 DROPPED = "dropped"  # will not be trained
 
 
-class ScheduleError(RuntimeError):
-    """The order or the staleness bound of groups was violated: a bug in this package."""
-
-
 @dataclass(slots=True, eq=False)
 class Group:
     """One prompt's place in the queue.
@@ -158,13 +154,13 @@ class GroupSchedule:
         """Put the groups into the batch that is trained next.
 
         Raises:
-            ScheduleError: an earlier group is skipped, or a group is older than the bound.
+            RuntimeError: an earlier group is skipped, or a group is older than the bound.
         """
         if groups != [group for group in self._line if group.state != TAKEN][: len(groups)]:
-            raise ScheduleError("groups are taken out of the order of their start")
+            raise RuntimeError("groups are taken out of the order of their start")
         for group in groups:
             if self.version - group.version > self._max_staleness:
-                raise ScheduleError(
+                raise RuntimeError(
                     f"group {group.name} started at version {group.version} and is taken at "
                     f"{self.version}: more than {self._max_staleness} later"
                 )
@@ -195,6 +191,6 @@ class GroupSchedule:
 
     def _move(self, group: Group, state: str, *allowed: str) -> None:
         if group.state not in allowed:
-            raise ScheduleError(f"group {group.name}: {group.state} cannot become {state}")
+            raise RuntimeError(f"group {group.name}: {group.state} cannot become {state}")
         group.state = state
         self.counts[state] += 1

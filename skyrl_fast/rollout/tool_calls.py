@@ -44,8 +44,8 @@ class ToolCallParser(VllmParser):
     registry = ("vllm.tool_parsers", "ToolParserManager", "get_tool_parser")
 
     def __init__(self, name: str, tokenizer: Any) -> None:
-        self._errors = _attach_error_log()
         super().__init__(name, tokenizer)
+        self._errors = _attach_error_log()  # after vLLM's import, which sets up its loggers
 
     def _extract(self, parser: Any, text: str) -> Any:
         return parser.extract_tool_calls(text, _request(None))

@@ -34,7 +34,8 @@ from examples.search_r1.warm_start import search_tokenizer  # noqa: E402
 from examples.tiny_model.jsonl import read_jsonl, write_jsonl  # noqa: E402
 from skyrl_fast.config import EnvironmentConfig, GeneratorConfig, SamplingParams, SkyRLGymConfig  # noqa: E402
 from skyrl_fast.config.loading import load_config  # noqa: E402
-from skyrl_fast.rollout.context import make_context  # noqa: E402
+from skyrl_fast.rollout.chat_template import ChatTemplate  # noqa: E402
+from skyrl_fast.rollout.context import begin_context  # noqa: E402
 from skyrl_fast.rollout.engine.protocol import Generation  # noqa: E402
 from skyrl_fast.rollout.env.factory import EnvFactory  # noqa: E402
 from skyrl_fast.rollout.groups import rollout  # noqa: E402
@@ -117,7 +118,8 @@ async def old_form(
     """Return a trajectory's rows with observations in the responses, checked one turn late."""
     extras = {**prompt.env_extras, "max_turns": config.max_turns}
     env = await environments.make(prompt.env_class, extras)
-    context = make_context("append", tokenizer, await env.init(prompt.messages))
+    template = ChatTemplate(tokenizer)
+    context = begin_context("append", template, await env.init(prompt.messages))
     rows: list[tuple[int, int, int]] = []
     checked = len(context.prompt_token_ids())
     done = False

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from skyrl_fast.config import EnvironmentConfig, GeneratorConfig, SamplingParams, SkyRLGymConfig
+from skyrl_fast.rollout.chat_template import ChatTemplate
+from skyrl_fast.rollout.context import Context, begin_context
 from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.groups import rollout
@@ -217,3 +219,16 @@ def run(
 def prompt_with(**extras: Any) -> FakePrompt:
     """Return a prompt; `extras` select the behaviour of its environment."""
     return FakePrompt("p", env_extras=extras)
+
+
+def make_context(
+    kind: str,
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    chat_template: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+    max_length: int | None = None,
+) -> Context:
+    template = ChatTemplate(tokenizer, chat_template, template_kwargs, max_length=max_length)
+    return begin_context(kind, template, messages)

@@ -10,6 +10,7 @@ from fake_envs import (
     FakePrompt,
     ScriptedEngine,
     loop_config,
+    make_context,
     prompt_with,
     register_fakes,
     run,
@@ -17,7 +18,7 @@ from fake_envs import (
 )
 
 from skyrl_fast.config import GeneratorConfig
-from skyrl_fast.rollout.context import ContextError, make_context, message_text
+from skyrl_fast.rollout.context import ContextError, message_text
 
 register_fakes()
 

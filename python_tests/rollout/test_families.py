@@ -13,10 +13,10 @@ import openai
 import pytest
 from _families import FOLDER, byte_tokenizer, family, sentencepiece_tokenizer
 from _gateway import chat, played
-from fake_envs import FakePrompt, ScriptedEngine, loop_config, run
+from fake_envs import FakePrompt, ScriptedEngine, loop_config, make_context, run
 
 from skyrl_fast.config import SamplingParams, as_config
-from skyrl_fast.rollout.context import ContextError, make_context, render_answer
+from skyrl_fast.rollout.context import ContextError, render_answer
 from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.rollout.env.protocol import Env, EnvStep
 from skyrl_fast.rollout.loop_settings import loop_settings

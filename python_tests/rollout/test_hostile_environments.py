@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fake_envs import FakePrompt, ScriptedEngine, loop_config, says
+from fake_envs import FakePrompt, ScriptedEngine, loop_config, make_context, says
 from hostile_answers import HostileEnv, LoudError, SilentError
 
 from skyrl_fast.config import EnvironmentConfig
@@ -303,8 +303,6 @@ def test_long_observation_is_cut_before_it_is_tokenised_in_a_thread(
 
 @pytest.mark.spec("rollout.long-observation")
 def test_prompt_that_is_not_too_long_is_not_cut(tiny_tokenizer: Any) -> None:
-    from skyrl_fast.rollout.context import make_context
-
     messages = [{"role": "user", "content": "word " * 500}]
     whole = make_context("append", tiny_tokenizer, messages).prompt_token_ids()
     for length in (1, len(whole) // 8, len(whole) - 1, len(whole), len(whole) + 1):

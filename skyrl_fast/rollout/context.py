@@ -47,32 +47,6 @@ class Context(Protocol):
         """Add the environment's answer; called once per turn, also without messages."""
 
 
-def make_context(
-    kind: str,
-    tokenizer: Any,
-    messages: Sequence[Message],
-    *,
-    chat_template: str | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
-    max_length: int | None = None,
-) -> Context:
-    """Return a context with a new chat template; see `begin_context`.
-
-    Args:
-        kind, messages: of the context.
-        tokenizer: of transformers, with a chat template.
-        chat_template: replaces the tokenizer's own.
-        template_kwargs: passed to the chat template, such as `tools`.
-        max_length: longest prompt in tokens. A text that makes a prompt longer may be cut, and the
-            prompt is still longer.
-
-    Raises:
-        ValueError: unknown kind. ContextError: the chat template refuses the messages.
-    """
-    template = ChatTemplate(tokenizer, chat_template, template_kwargs, max_length=max_length)
-    return begin_context(kind, template, messages)
-
-
 def begin_context(kind: str, template: ChatTemplate, messages: Sequence[Message]) -> Context:
     """Return a context that begins with the first prompt's messages.
 
@@ -110,7 +84,7 @@ def render_answer(
     Thoughts in the answer's text that the template removes are kept, as the model writes them.
 
     Args:
-        tokenizer, chat_template, template_kwargs: as for `make_context`.
+        chat_template, template_kwargs: as for `ChatTemplate`.
         messages: before the answer.
         answer: an assistant message; it may have tool calls.
         following: messages after it. Where the template writes no end after an answer, it ends

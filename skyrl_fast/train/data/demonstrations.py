@@ -7,7 +7,8 @@ from typing import Any
 
 from skyrl_fast.config import GeneratorConfig
 from skyrl_fast.rollout.chat_messages import Message, normalize_messages, plain_value
-from skyrl_fast.rollout.context import ContextError, make_context, render_answer
+from skyrl_fast.rollout.chat_template import ChatTemplate
+from skyrl_fast.rollout.context import ContextError, begin_context, render_answer
 from skyrl_fast.rollout.stop_reason import STOP
 from skyrl_fast.rollout.trajectory import Step
 
@@ -120,7 +121,8 @@ def _steps(
         "chat_template": generator.chat_template,
         "template_kwargs": kwargs,
     }
-    context = make_context(generator.context, tokenizer, plain[:place], **options)
+    template = ChatTemplate(tokenizer, generator.chat_template, kwargs)
+    context = begin_context(generator.context, template, plain[:place])
     longest = generator.sampling_params.max_generate_length
     while True:
         answer = plain[place]

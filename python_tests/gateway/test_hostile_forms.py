@@ -19,6 +19,7 @@ from fake_envs import FakePrompt
 from skyrl_fast.config import SamplingParams
 from skyrl_fast.gateway.form_compiler import FormCompiler
 from skyrl_fast.gateway.form_limits import FormError, check_form
+from skyrl_fast.rollout.workers.processes import ProcessWorkers
 
 pytestmark = pytest.mark.spec("gateway.form-limits")
 
@@ -110,7 +111,6 @@ def test_each_door_refuses_forms_beyond_the_limits_by_name(tiny_tokenizer: Any) 
     assert len(ends) > 80
 
 
-@pytest.mark.spec("gateway.form-limits")
 def test_forms_that_the_compiler_refuses_or_that_slow_every_token_are_refused() -> None:
     forms = [
         {"regex": "(?i:abc)"},
@@ -139,8 +139,20 @@ def test_forms_that_the_compiler_refuses_or_that_slow_every_token_are_refused() 
     assert answers[5:] == ["200", "200"]
 
 
+def test_a_form_is_refused_where_no_process_can_be_started(
+    tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("xgrammar")
+
+    async def acquire(_: Any) -> Any:
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setattr(ProcessWorkers, "acquire", acquire)
+    with pytest.raises(FormError, match="regex: no process can be started: Cannot allocate"):
+        asyncio.run(FormCompiler(tiny_tokenizer).check({"regex": "a+"}))
+
+
 @pytest.mark.slow
-@pytest.mark.spec("gateway.form-limits")
 def test_a_compilation_without_end_is_killed_and_the_next_form_is_compiled() -> None:
     async def check() -> None:
         compiler = FormCompiler(_tokenizer())
@@ -160,7 +172,6 @@ def test_a_compilation_without_end_is_killed_and_the_next_form_is_compiled() -> 
 @pytest.mark.vllm
 @pytest.mark.alone
 @pytest.mark.timeout(1800)
-@pytest.mark.spec("gateway.form-limits")
 def test_other_sessions_go_on_while_vllm_serves_each_form(tmp_path: Path) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

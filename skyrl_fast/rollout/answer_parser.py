@@ -115,17 +115,11 @@ class AnswerParser:
         return replace(parts, parsed=replace(parsed, tool_calls=named, failed=failed))
 
     async def _parse_in_process(self, request: _ParseRequest) -> AnswerParts:
-        try:
-            outcome = await self._calls.call(PARSE, request, PARSE_SECONDS)
-            if outcome.failure is None:
-                parts: AnswerParts = outcome.value
-                return parts
-            failure = outcome.failure
-        except TimeoutError:
-            failure = f"not parsed within {PARSE_SECONDS:g} s"
-        except OSError as error:
-            failure = f"no process for its parser: {error}"
-        log.warning("an answer of %d characters stays text: %s", len(request.text), failure)
+        outcome = await self._calls.call(PARSE, request, PARSE_SECONDS)
+        if outcome.failure is None:
+            parts: AnswerParts = outcome.value
+            return parts
+        log.warning("an answer of %d characters stays text: %s", len(request.text), outcome.failure)
         return AnswerParts("", request.text, ParsedAnswer(request.text, failed=True))
 
 

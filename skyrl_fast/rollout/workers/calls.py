@@ -26,18 +26,21 @@ class ProcessCalls:
         self._free = asyncio.Semaphore(max_processes)
 
     async def call(self, what: str, argument: Any, timeout: float) -> CallResult:
-        """Return the result of a call.
+        """Return the result of a call, or what failed: also that it took longer than `timeout`.
 
-        Raises:
-            TimeoutError: it takes longer than `timeout` seconds, without the wait for a process.
-            OSError: no process can be started.
+        The wait for a process is not part of its time.
         """
-        async with self._free:
-            workers = self._workers
-            if workers is None:
-                workers = await asyncio.to_thread(self._start)
-            worker = await workers.acquire()
-            result = await worker.call(what, argument, timeout)
+        try:
+            async with self._free:
+                workers = self._workers
+                if workers is None:
+                    workers = await asyncio.to_thread(self._start)
+                worker = await workers.acquire()
+                result = await worker.call(what, argument, timeout)
+        except TimeoutError:  # an OSError
+            return CallResult(failure=f"{what}: no answer within {timeout:g} s")
+        except OSError as error:
+            return CallResult(failure=f"{what}: no process can be started: {error}")
         worker.release()
         return result
 

@@ -80,7 +80,6 @@ class InferenceEngineConfig:
         above=0,
         at_most=1,
     )
-    cpu_kvcache_gib: int = setting(1, "GiB of KV cache on CPU", at_least=1)
     num_threads: int | None = setting(
         None,
         "CPU threads of the engine, and CPUs that it reserves on a cluster; null: all cores but "

@@ -201,9 +201,6 @@ class AlgorithmConfig:
         "baseline of turn_level_group: the others' returns at the same turn, or of the episode",
         choices=("turn", "episode"),
     )
-    turn_level_norm_by_std: bool = setting(
-        False, "whether turn_level_group divides by the advantages' root mean square in the group"
-    )
     policy_loss_type: str = setting(
         "regular",
         f"policy loss: {', '.join(POLICY_LOSSES)}, a registered one, or module:function",

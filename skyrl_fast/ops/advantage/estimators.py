@@ -169,7 +169,7 @@ ADVANTAGE_ESTIMATORS: dict[str, EstimatorSpec] = {
         EstimatorSpec("turn_level_returns", "turn", _turn_returns, _GAMMA),
         EstimatorSpec(
             *("turn_level_group", "turn", _turn_group),
-            _GAMMA | {"baseline": "turn_level_baseline", "scale_by_std": "turn_level_norm_by_std"},
+            _GAMMA | {"baseline": "turn_level_baseline"},
             needs_others=True,
             compares_group=True,
         ),

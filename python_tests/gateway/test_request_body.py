@@ -89,7 +89,6 @@ def test_what_was_read_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> Non
     assert max(sizes) < 400
 
 
-@pytest.mark.spec("gateway.requests")
 def test_objects_are_counted_before_they_are_read() -> None:
     def read(text: str) -> Any:
         return parse_json(b'{"messages": [' + text.encode() + b"]}")

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.spec("dropin.other-trainers")
+
 PAGE = Path(__file__).parents[2] / "docs/integrations/other_trainers.md"
 
 
@@ -57,7 +59,6 @@ def clipped(
     return -torch.min(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
 
 
-@pytest.mark.spec("dropin.other-trainers")
 def test_prime_rl(monkeypatch: pytest.MonkeyPatch) -> None:
     home = {"LossInputs": LossInputs, "LossOutputs": LossOutputs}
     module(monkeypatch, "prime_rl.trainer.rl.loss", **home)
@@ -75,7 +76,6 @@ def test_prime_rl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert out.metrics["clip_frac"].shape == ()
 
 
-@pytest.mark.spec("dropin.other-trainers")
 def test_slime() -> None:
     torch.manual_seed(0)
     totals, responses = [7, 5, 9], [3, 2, 6]
@@ -107,7 +107,6 @@ def test_slime() -> None:
     assert float(metrics["loss"]) == float(got.detach())
 
 
-@pytest.mark.spec("dropin.other-trainers")
 def test_nemo_rl(monkeypatch: pytest.MonkeyPatch) -> None:
     module(
         monkeypatch,

@@ -24,6 +24,8 @@ import httpx
 from skyrl_fast.batch.generator_output import validate_generator_output
 from skyrl_fast.integrations.skyrl.agents import AgentGenerator, split_arguments
 
+pytestmark = pytest.mark.spec("dropin.agents")
+
 AGENT = {"agent.function": f"{__file__}:agent", "generator.max_retries": 0}
 
 
@@ -120,7 +122,6 @@ def generated(client: Client, given: dict[str, Any], **changes: Any) -> dict[str
     return asyncio.run(generator.generate(given))
 
 
-@pytest.mark.spec("dropin.agents")
 def test_processes_of_agents_are_kept_from_batch_to_batch(tiny_tokenizer: Any) -> None:
     settings = {**AGENT, "agent.workers": "process"}
     client = Client(tiny_tokenizer)
@@ -129,7 +130,6 @@ def test_processes_of_agents_are_kept_from_batch_to_batch(tiny_tokenizer: Any) -
     assert len(pids) == 1 and os.getpid() not in pids
 
 
-@pytest.mark.spec("dropin.agents")
 def test_each_call_of_an_agent_is_a_row(tiny_tokenizer: Any) -> None:
     client = Client(tiny_tokenizer)
     given = batch(["1", "2"])
@@ -161,7 +161,6 @@ def test_each_call_of_an_agent_is_a_row(tiny_tokenizer: Any) -> None:
     }
 
 
-@pytest.mark.spec("dropin.agents")
 def test_a_failed_trajectory_is_a_masked_row(tiny_tokenizer: Any) -> None:
     end = tiny_tokenizer.eos_token_id
     output = generated(Client(tiny_tokenizer), batch(["fails", "2"]))
@@ -174,7 +173,6 @@ def test_a_failed_trajectory_is_a_masked_row(tiny_tokenizer: Any) -> None:
         generated(Client(tiny_tokenizer, fails=True), batch(["1"]))
 
 
-@pytest.mark.spec("dropin.agents")
 def test_skyrls_rules_of_stop_reasons_hold_for_trajectories(tiny_tokenizer: Any) -> None:
     rules = {"zero_reward_on_non_stop": True, "apply_overlong_filtering": True}
     output = generated(Client(tiny_tokenizer), batch(["1"]), max_turns=1, **rules)
@@ -183,7 +181,6 @@ def test_skyrls_rules_of_stop_reasons_hold_for_trajectories(tiny_tokenizer: Any)
     assert set(output["loss_masks"][0]) == {0}
 
 
-@pytest.mark.spec("dropin.agents")
 def test_settings_that_cannot_work_are_named(tiny_tokenizer: Any) -> None:
     client = Client(tiny_tokenizer)
     for changes, settings, wanted in (
@@ -207,7 +204,6 @@ def test_settings_that_cannot_work_are_named(tiny_tokenizer: Any) -> None:
 
 
 @pytest.mark.peers
-@pytest.mark.spec("dropin.agents")
 def test_skyrl_takes_the_generator_and_its_output(tiny_tokenizer: Any) -> None:
     base = pytest.importorskip("skyrl.train.generators.base", reason="SkyRL is not installed")
     from skyrl.train.config import SkyRLTrainConfig
@@ -236,7 +232,6 @@ def test_skyrl_takes_the_generator_and_its_output(tiny_tokenizer: Any) -> None:
 
 @pytest.mark.peers
 @pytest.mark.timeout(300)
-@pytest.mark.spec("dropin.agents")
 def test_two_steps_of_skyrls_trainer(tmp_path: Path, tiny_tokenizer: Any) -> None:
     pytest.importorskip("skyrl.train.trainer", reason="SkyRL is not installed")
     tiny_tokenizer.save_pretrained(tmp_path / "tokenizer")

@@ -18,6 +18,8 @@ from skyrl_fast.rollout.env.reward_env import RewardEnv
 from skyrl_fast.rollout.env.reward_functions import GroupRewards, RewardFunctions
 from skyrl_fast.rollout.rows import copy_row
 
+pytestmark = pytest.mark.spec("rollout.row-copies")
+
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 SEEN: list[Any] = []
 
@@ -69,7 +71,6 @@ async def agent(task: Any) -> float:
     return 1.0
 
 
-@pytest.mark.spec("rollout.row-copies")
 @pytest.mark.parametrize("kind", ["environment", "reward", "reward functions", "agent"])
 def test_each_episode_gets_the_row_of_the_data(kind: str, tiny_tokenizer: Any) -> None:
     SEEN.clear()
@@ -98,7 +99,6 @@ def test_each_episode_gets_the_row_of_the_data(kind: str, tiny_tokenizer: Any) -
     assert prompt == row()
 
 
-@pytest.mark.spec("rollout.row-copies")
 def test_the_history_has_the_calls_that_the_model_made(tiny_tokenizer: Any) -> None:
     class Popping(Env):
         def step(self, action: Action) -> EnvStep:
@@ -116,7 +116,6 @@ def test_the_history_has_the_calls_that_the_model_made(tiny_tokenizer: Any) -> N
     assert CALL["function"] == {"name": "f", "arguments": {"x": 1}}
 
 
-@pytest.mark.spec("rollout.row-copies")
 def test_columns_that_cannot_be_copied_are_shared_and_named_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

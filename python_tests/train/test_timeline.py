@@ -12,6 +12,8 @@ from _training import settings, train
 from skyrl_fast.rollout.activity import ACTING, GENERATING, ActivityBoard
 from skyrl_fast.train.output.timeline import ROLLOUTS, TRAINER, Timeline
 
+pytestmark = pytest.mark.spec("run.timeline")
+
 
 class Clock:
     def __init__(self) -> None:
@@ -21,7 +23,6 @@ class Clock:
         return self.now
 
 
-@pytest.mark.spec("run.timeline")
 def test_spans_of_a_step(tmp_path: Path) -> None:
     clock = Clock()
     board = ActivityBoard(clock)
@@ -59,7 +60,6 @@ def test_spans_of_a_step(tmp_path: Path) -> None:
     assert counts[0] == (0.0, 1) and max(n for _, n in counts) == 2 and counts[-1][1] == 0
 
 
-@pytest.mark.spec("run.timeline")
 def test_time_with_a_trajectory_in_generation() -> None:
     clock = Clock()
     board = ActivityBoard(clock)
@@ -85,7 +85,6 @@ def test_time_with_a_trajectory_in_generation() -> None:
     assert board.generating_seconds() == 5.0
 
 
-@pytest.mark.spec("run.timeline")
 def test_a_run_writes_the_chosen_steps(folder: Path) -> None:
     train(settings(folder, "run", "trainer.profile_steps=[2]", "trainer.max_training_steps=3"))
     (path,) = (folder / "run" / "timeline").iterdir()
@@ -94,7 +93,6 @@ def test_a_run_writes_the_chosen_steps(folder: Path) -> None:
     assert {"rollout", "batch", "advantages", "forward_backward", "sync"} <= set(phases)
 
 
-@pytest.mark.spec("run.timeline")
 def test_pictures_have_all_steps_on_one_axis(tmp_path: Path) -> None:
     draw = pytest.importorskip("scripts.timeline_picture").draw
     clock = Clock()

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.batch.split import mini_batch_boundaries, split_micro_batches
+from skyrl_fast.batch.split import mini_batch_boundaries
+from skyrl_fast.ops.passes.plan import balanced_parts
 from skyrl_fast.train.algorithm.advantages import compute_advantages, normalize_advantages
 
 STEP_WISE_KEYS = ("trajectory_ids", "is_last_step")
@@ -359,41 +360,22 @@ def test_mini_batches_are_numbered_from_0():
     assert parts[1].cu_responses.tolist() == [0, 1, 3]
 
 
-def rows_of(parts):
-    return sorted(int(r) for rank in parts for part in rank for r in part)
+@pytest.mark.spec("update.micro-batches")
+@given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 120), st.integers(1, 4))
+def test_parts_are_within_the_budget_and_as_many_as_ranks_can_share(loads, budget, num_ranks):
+    parts, number = balanced_parts(np.array(loads, np.int64), budget, multiple=num_ranks)
+    assert number % num_ranks == 0 and number >= num_ranks
+    assert parts.shape == (len(loads),) and set(parts.tolist()) <= set(range(number))
+    sums = np.bincount(parts, loads, minlength=number)
+    counts = np.bincount(parts, minlength=number)
+    assert all(load <= budget or count == 1 for load, count in zip(sums, counts, strict=True))
+    assert sums.tolist() == sorted(sums.tolist(), reverse=True)
 
 
 @pytest.mark.spec("update.micro-batches")
-@given(
-    st.lists(st.integers(0, 50), max_size=60),
-    st.integers(1, 120),
-    st.integers(1, 4),
-    st.booleans(),
-)
-def test_micro_batches_are_within_the_budget_and_equal_in_number_on_all_ranks(
-    lengths, budget, num_ranks, keep_units
-):
-    units = np.arange(len(lengths)) // 3 if keep_units else None
-    parts = split_micro_batches(lengths, budget, num_ranks=num_ranks, units=units)
-    assert len(parts) == num_ranks
-    assert len({len(rank) for rank in parts}) == 1
-    assert rows_of(parts) == list(range(len(lengths)))
-    row_units = np.arange(len(lengths)) if units is None else units
-    for part in (p for rank in parts for p in rank):
-        load = sum(lengths[r] for r in part)
-        assert load <= budget or len({row_units[r] for r in part}) == 1
-        assert list(part) == sorted(part)
-    if units is not None:
-        for unit in set(units.tolist()):
-            members = set(np.flatnonzero(units == unit).tolist())
-            homes = [p for rank in parts for p in rank if members & set(p.tolist())]
-            assert len(homes) == 1
-
-
-@pytest.mark.spec("update.micro-batches")
-def test_micro_batches_are_balanced():
-    parts = split_micro_batches([9, 8, 7, 6, 5, 5], 100, num_ranks=2)
-    assert [[sum([9, 8, 7, 6, 5, 5][r] for r in p) for p in rank] for rank in parts] == [[20], [20]]
+def test_parts_are_balanced():
+    parts, number = balanced_parts(np.array([9, 8, 7, 6, 5, 5]), 100, multiple=2)
+    assert np.bincount(parts, [9, 8, 7, 6, 5, 5]).tolist() == [20, 20] and number == 2
 
 
 # --- selecting rows, saving ----------------------------------------------------------------------

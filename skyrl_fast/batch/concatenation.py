@@ -80,11 +80,9 @@ def _join_column(batches: Sequence[StepBatch], name: str) -> torch.Tensor | None
 def _logprobs(
     batches: Sequence[StepBatch], values: list[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    """Return the log-probabilities as all batches would have them together.
-
-    Where all answers are empty, it is unknown whether the engine returns log-probabilities; the
-    observations of merged rows have 0 in either case.
-    """
+    """Return the log-probabilities as all batches would have them together."""
+    # Where all answers are empty, it is unknown whether the engine returns log-probabilities; the
+    # observations of merged rows have 0 in either case.
     pairs = list(zip(batches, values, strict=True))
     trained = [value is not None for batch, value in pairs if batch.loss_mask.any()]
     if any(trained):  # a trained batch without them is an error

@@ -129,11 +129,9 @@ def logprobs_in_all_or_none(op: str, rows: Sequence[Step]) -> list[list[float]] 
 
 
 def _contiguous(prompts: Sequence[Sequence[int]]) -> list[Sequence[int] | np.ndarray]:
-    """Return the prompts, ids in parts as arrays.
-
-    A prompt has a part for each turn before it, so that n turns have n^2 / 2. One that begins with
-    the parts of the prompt before it is copied from that prompt's array.
-    """
+    """Return the prompts, ids in parts as arrays."""
+    # A prompt has a part for each turn before it, so that n turns have n^2 / 2. One that begins
+    # with the parts of the prompt before it is copied from that prompt's array.
     result: list[Sequence[int] | np.ndarray] = []
     before: tuple[np.ndarray, ...] = ()
     for prompt in prompts:

@@ -147,7 +147,7 @@ def test_order_bound_and_names_are_invariant(
             given_out += 1
             schedule.start(group, now=0.0)
         line = schedule.line
-        names = [group.name for group in (*line, *schedule.dropped)]
+        names = [group.name for group in (*line, *schedule.dropped_groups)]
         assert len(set(names)) == len(names)
         assert [g.number for g in line] == sorted(g.number for g in line)
         assert len(line) <= (max_staleness + 1) * batch_size

@@ -41,12 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     with as_usage_error(ValueError, OSError, ImportError):
-        written = _written(options)
+        written = _write_output(options)
     sys.stdout.write(f"{written} in {options.out}\n")
     return 0
 
 
-def _written(options: argparse.Namespace) -> str:
+def _write_output(options: argparse.Namespace) -> str:
     if options.to in (MODEL, ADAPTER):
         return _write_model(options)
     if options.push is not None:

@@ -115,10 +115,8 @@ def _answers(given: Sequence[str] | None) -> list[str]:
 
 
 def _limit_attempts(config: Config, options: argparse.Namespace) -> Config:
-    """Return the settings for one attempt at each trajectory, one after the other.
-
-    Environments run in threads, because the calls of a thread can be named when it hangs.
-    """
+    """Return the settings for one attempt at each trajectory, one after the other."""
+    # Environments run in threads, because the calls of a thread can be named when it hangs.
     if options.samples < 1:
         raise ValueError(f"--samples: expected at least 1, got {options.samples}")
     timeout = options.timeout
@@ -231,10 +229,8 @@ def _make_observed(
 
 
 async def _watch(seconds: float) -> None:
-    """End the process, with the place of each thread, if the event loop stops for so long.
-
-    The deadlines of environments do not reach code that holds Python's lock; this one does.
-    """
+    """End the process, with the place of each thread, if the event loop stops for so long."""
+    # The deadlines of environments do not reach code that holds Python's lock; this one does.
     try:
         while True:
             faulthandler.dump_traceback_later(seconds, exit=True)

@@ -186,10 +186,8 @@ class Choices:
     async def _parts(
         self, call: Call, prompt: PromptTokens, generation: Generation, text: str, place: str
     ) -> _Parts:
-        """Return the answer's parts, as the template has to get them back.
-
-        Parsers and templates disagree about the white space between them.
-        """
+        """Return the answer's parts, as the template has to get them back."""
+        # Parsers and templates disagree about the white space between them.
         policy = self._policy
         reasons = policy.reasoning_parser is not None and call.messages is not None
         calls = policy.tool_parser is not None and call.parse_tools and bool(call.tools)

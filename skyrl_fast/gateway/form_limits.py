@@ -141,12 +141,12 @@ def _inner(node: Any, root: Any) -> Iterator[Any]:
     if isinstance(node, Mapping):
         yield from (value for key, value in node.items() if key not in ("$defs", "definitions"))
         if isinstance(node.get("$ref"), str):
-            yield from _referred(node["$ref"], root)
+            yield from _resolve(node["$ref"], root)
     elif isinstance(node, list):
         yield from node
 
 
-def _referred(reference: str, root: Any) -> Iterator[Any]:
+def _resolve(reference: str, root: Any) -> Iterator[Any]:
     node = root
     for name in reference.removeprefix("#").split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")

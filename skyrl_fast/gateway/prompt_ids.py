@@ -121,10 +121,8 @@ class _Start:
     released: bool = False
 
     def ids(self) -> list[int]:
-        """Return these pieces' tokens, in the earlier prompt's list if it was released.
-
-        So a conversation of n tokens that grows is not copied: each call costs its new ones.
-        """
+        """Return these pieces' tokens, in the earlier prompt's list if it was released."""
+        # So a conversation of n tokens that grows is not copied: each call costs its new ones.
         if not self.released:
             return self.token_ids[: self.num_tokens]
         del self.token_ids[self.num_tokens :]
@@ -187,13 +185,13 @@ class PromptIds:
     ) -> RenderedText:
         as_text = self._template.without_control_tokens
         parts = self._template.parts_of_seen(
-            self._seen(messages),
+            self._as_template_sees(messages),
             tools=as_text(tools) if tools else None,
             **as_text(template_kwargs),
         )
         return RenderedText(parts)
 
-    def _seen(self, messages: Sequence[Message]) -> list[Message]:
+    def _as_template_sees(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages as the template sees them, without control tokens."""
         last, seen = self._last
         shared = _num_shared(messages, last)
@@ -235,7 +233,7 @@ class PromptIds:
         with self._lock:
             return self._prompt(RenderedText([text]))
 
-    def given(self, token_ids: Sequence[int]) -> PromptTokens:
+    def from_ids(self, token_ids: Sequence[int]) -> PromptTokens:
         """Return a prompt of given tokens.
 
         Raises:

@@ -132,10 +132,8 @@ def _rest(body: bytes, known: _Beginning) -> bytes | None:
 
 
 def _items_place(body: bytes, name: str) -> tuple[int, int] | None:
-    """Return where the items of a field begin, and where the last one ends.
-
-    None: the field is no list of objects, which alone cannot continue after their end.
-    """
+    """Return where the items of a field begin, and where the last one ends."""
+    # None: the field is no list of objects, which alone cannot continue after their end.
     try:
         values = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         items = msgspec.json.decode(values[name], type=list[msgspec.Raw])

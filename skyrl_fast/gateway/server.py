@@ -334,7 +334,7 @@ class Gateway:
             finally:
                 if not complete:
                     self.faults["gateway_lost_clients"] += 1
-                    session.not_delivered(running)
+                    session.withdraw(running)
 
     def _deliver(self, session: Session, call: Call, answer: Answer) -> None:
         if call.model != session.policy.model:

@@ -129,11 +129,9 @@ class Session:
         return prompt
 
     def _least_tokens(self, call: Call) -> int:
-        """Return how many tokens a call's new messages and tools have at least.
-
-        What is too long is refused before it is rendered: regular expressions hold Python's lock
-        for seconds where a text has megabytes.
-        """
+        """Return how many tokens a call's new messages and tools have at least."""
+        # What is too long is refused before it is rendered: regular expressions hold Python's lock
+        # for seconds where a text has megabytes.
         number = max(len(call.messages or ()), len(call.tools or ()))
         if number > (self.policy.config.max_input_length or 0):
             return number
@@ -186,7 +184,7 @@ class Session:
             return self._prompts.chat(call.messages, call.tools, call.template_kwargs)
         if isinstance(call.prompt, str):
             return self._prompts.text(call.prompt)
-        return self._prompts.given(call.prompt or [])
+        return self._prompts.from_ids(call.prompt or [])
 
     def start(
         self,
@@ -245,10 +243,8 @@ class Session:
         return running
 
     def _same_json(self, path: str, body: bytes, is_retry: bool) -> RunningCall | None:
-        """Return an undelivered call whose body has the same JSON, in whatever order of keys.
-
-        Some clients write their metadata in another order when they try again.
-        """
+        """Return an undelivered call whose body has the same JSON, in whatever order of keys."""
+        # Some clients write their metadata in another order when they try again.
         for running in reversed(self._calls):
             waits = running.waiting and not is_retry
             if waits or running.delivered or running.path != path:
@@ -262,11 +258,9 @@ class Session:
         return running or call.num_choices > 1
 
     def _kind(self, call: Call, prompt: PromptTokens) -> str:
-        """Return how a prompt relates to the earlier calls.
-
-        An answer without its thoughts, or with its calls in another form, is known by its text or
-        by the calls' ids.
-        """
+        """Return how a prompt relates to the earlier calls."""
+        # An answer without its thoughts, or with its calls in another form, is known by its text or
+        # by the calls' ids.
         if prompt.kind != RESTARTED:
             return prompt.kind
         answers = [m for m in call.messages or [] if m.get("role") == "assistant"]
@@ -361,7 +355,7 @@ class Session:
                 self.rewards.add_answer(answer.id, steps, running.span)
         return answer
 
-    def not_delivered(self, running: RunningCall) -> None:
+    def withdraw(self, running: RunningCall) -> None:
         """Take the steps of a call back: its client was gone before it had the answer."""
         if running.delivered and running.waiting <= 1:  # this client
             running.delivered = False

@@ -97,11 +97,9 @@ def break_graph(op: str, what: str) -> None:
 
 
 def _transform_of(tensor: torch.Tensor) -> str | None:
-    """Return the innermost transform of torch.func that the tensor is inside of.
-
-    A tensor inside vmap that needs a gradient counts as "grad": the kernels' autograd functions
-    have no rule for vmap.
-    """
+    """Return the innermost transform of torch.func that the tensor is inside of."""
+    # A tensor inside vmap that needs a gradient counts as "grad": the kernels' autograd functions
+    # have no rule for vmap.
     functorch = torch._C._functorch
     if not functorch.is_functorch_wrapped_tensor(tensor):
         return None
@@ -148,11 +146,10 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 def _has_code(architectures: str, capability: tuple[int, int]) -> bool:
-    """Return whether one of CMake's architectures runs on a device of this compute capability.
-
-    "80-real" is machine code for 8.0 and later 8.x, "90a-real" for 9.0 alone. Without "-real" there
-    is also PTX, which the driver compiles for later devices. Other names ("native") count as code.
-    """
+    """Return whether one of CMake's architectures runs on a device of this compute capability."""
+    # "80-real" is machine code for 8.0 and later 8.x, "90a-real" for 9.0 alone. Without "-real"
+    # there is also PTX, which the driver compiles for later devices. Other names ("native") count
+    # as code.
     for name in architectures.split(","):
         parsed = re.fullmatch(r"(\d+)(\d)([af]?)(-real|-virtual)?", name)
         if parsed is None:

@@ -195,12 +195,10 @@ class _EnvEpisode:
     def _end_token(
         self, template: ChatTemplate, generation: Generation, *, is_last: bool
     ) -> int | None:
-        """Return the end token to append where the specification asks for one, else None.
-
-        That is: a stop string ended the response (several turns), or the last response lacks its
-        end token and was not truncated (single conversation). A response of the maximum length has
-        no room for it.
-        """
+        """Return the end token to append where the specification asks for one, else None."""
+        # That is: a stop string ended the response (several turns), or the last response lacks its
+        # end token and was not truncated (single conversation). A response of the maximum length
+        # has no room for it.
         config = self._loop.config
         if config.context == "single":
             append = is_last and generation.stop_reason != LENGTH

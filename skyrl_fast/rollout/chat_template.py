@@ -160,12 +160,10 @@ class ChatTemplate:
             )
 
     def _arrange(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return messages with system messages only where the template takes them.
-
-        Agents send several. Where the template takes one, first, leading ones are joined, and a
-        later one is added to the user message before it, or becomes one. Where it takes none, the
-        leading ones are added to the user message after them.
-        """
+        """Return messages with system messages only where the template takes them."""
+        # Agents send several. Where the template takes one, first, leading ones are joined, and a
+        # later one is added to the user message before it, or becomes one. Where it takes none, the
+        # leading ones are added to the user message after them.
         systems = [index for index, m in enumerate(messages) if m.get("role") == "system"]
         size = _vocab_size(self.tokenizer)
         accepted = _find_system_places(self.tokenizer, size, self._chat_template) if systems else ""
@@ -185,7 +183,7 @@ class ChatTemplate:
                 arranged.append({**message, "role": "user"} if later else message)
         return arranged
 
-    def checked_text(
+    def render_checked(
         self, messages: Sequence[Message], num_checked: int = 0, *, answer_next: bool = True
     ) -> str:
         """Return the messages as text; see `text`.

@@ -109,7 +109,7 @@ def render_answer(
 def _answer_text(
     template: ChatTemplate, prompt: str, messages: Sequence[Message], answer: Message
 ) -> str:
-    complete = template.checked_text([*messages, answer], len(messages), answer_next=False)
+    complete = template.render_checked([*messages, answer], len(messages), answer_next=False)
     shared = len(prompt)
     if not complete.startswith(prompt):
         # The prompt may open what the answer itself begins, such as thoughts: compare up to where
@@ -159,7 +159,7 @@ def _after_answer(
     plain = {"role": "assistant", "content": marker}
     if not answer.get("tool_calls"):
         return text_after(
-            marker, template.checked_text([*prompt, plain, *observation], len(prompt))
+            marker, template.render_checked([*prompt, plain, *observation], len(prompt))
         )
     # The sampled tokens contain the calls already, but some templates require a tool's answer
     # to follow its call. So: the end of a plain answer, then what the observation adds after
@@ -167,7 +167,7 @@ def _after_answer(
     closed = text_after(marker, template.text([*prompt, plain], answer_next=False))
     called = [*prompt, {**answer, "content": marker}]
     before = template.text(called, answer_next=False)
-    after = template.checked_text([*called, *observation], len(called))
+    after = template.render_checked([*called, *observation], len(called))
     if marker in before and marker in after:  # some templates write calls without a text
         before, after = text_after(marker, before), text_after(marker, after)
     if not after.startswith(before):
@@ -183,7 +183,7 @@ class _AppendContext:
 
     def __init__(self, template: ChatTemplate, messages: Sequence[Message]) -> None:
         self.template = template
-        self._token_ids = template.token_ids(template.checked_text(messages))
+        self._token_ids = template.token_ids(template.render_checked(messages))
         # Some templates require a system or user message first: keep the prompt's messages.
         self._messages = list(messages)
         self._answer: Message = {}
@@ -224,7 +224,7 @@ class _RetemplateContext:
         self._num_checked = 0
 
     def prompt_token_ids(self) -> list[int]:
-        text = self.template.checked_text(self._messages, self._num_checked)
+        text = self.template.render_checked(self._messages, self._num_checked)
         # Only new messages are looked for: a search of all of them each turn would be quadratic.
         self._num_checked = len(self._messages)
         return self.template.token_ids(text)
@@ -243,7 +243,7 @@ class _SingleContext:
 
     def __init__(self, template: ChatTemplate, messages: Sequence[Message]) -> None:
         self.template = template
-        self._token_ids = template.token_ids(template.checked_text(messages))
+        self._token_ids = template.token_ids(template.render_checked(messages))
 
     def prompt_token_ids(self) -> list[int]:
         return self._token_ids

@@ -117,11 +117,9 @@ def _rest(sampling: SamplingParams, num_sampled: int) -> SamplingParams:
 
 
 def _uncut_length(tokenizer: Any, token_ids: Sequence[int], sampling: SamplingParams) -> int:
-    """Return the number of tokens before what may be the beginning of a stop string or bad word.
-
-    The engine looks for these within one request. What follows is sampled again, so that none is
-    split between two requests, nor is a character.
-    """
+    """Return the number of tokens before what may be the beginning of a stop string or bad word."""
+    # The engine looks for these within one request. What follows is sampled again, so that none is
+    # split between two requests, nor is a character.
     more = sampling.additional_kwargs
     strings = [
         (list(sampling.stop or ()), bool(more.get("skip_special_tokens", True))),

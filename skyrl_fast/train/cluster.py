@@ -102,15 +102,13 @@ def _ray() -> Any:
 
 
 def _reserve(ray: Any, config: Config, nodes: int, seconds: float) -> _Reservation:
-    """Reserve at most so many nodes for the ranks, each with its CPUs or GPUs, and the engines.
-
-    Engines are packed on nodes, and ranks placed on what remains, so that an engine shares a node
-    with a rank only if it must. Where not all engines fit, ranks come first and the others wait.
-    """
+    """Reserve at most so many nodes for the ranks, each with its CPUs or GPUs, and the engines."""
+    # Engines are packed on nodes, and ranks placed on what remains, so that an engine shares a node
+    # with a rank only if it must. Where not all engines fit, ranks come first and the others wait.
     for count in range(nodes, 0, -1):
-        reserved = _all_reserved(ray, config, count, seconds)
+        reserved = _reserve_all(ray, config, count, seconds)
         if reserved is None and config.engines_on_cluster:
-            reserved = _some_reserved(ray, config, count)
+            reserved = _reserve_some(ray, config, count)
         if reserved is not None:
             return reserved
         wanted = f"{_describe_request(ray, config, count)} free within {seconds:g} s"
@@ -119,7 +117,7 @@ def _reserve(ray: Any, config: Config, nodes: int, seconds: float) -> _Reservati
     raise RunError(f"trainer.placement: expected room for {wanted}, got nodes with {alive}")
 
 
-def _all_reserved(ray: Any, config: Config, nodes: int, seconds: float) -> _Reservation | None:
+def _reserve_all(ray: Any, config: Config, nodes: int, seconds: float) -> _Reservation | None:
     """Reserve nodes and all engines; None if that is not possible in so many seconds."""
     deadline = time.monotonic() + seconds
     engines: tuple[EngineBundle, ...] = ()
@@ -136,7 +134,7 @@ def _all_reserved(ray: Any, config: Config, nodes: int, seconds: float) -> _Rese
     return None
 
 
-def _some_reserved(ray: Any, config: Config, nodes: int) -> _Reservation | None:
+def _reserve_some(ray: Any, config: Config, nodes: int) -> _Reservation | None:
     """Reserve nodes and one engine or more; None if that is not possible now."""
     ranks = ray.util.placement_group([_rank_bundle(ray, config)] * nodes, strategy="STRICT_SPREAD")
     reserved = _Reservation(nodes, ranks)

@@ -160,11 +160,9 @@ def _unless_all_missing(values: np.ndarray) -> list[float | None]:
 
 
 def _advantage(trained: Sequence[TrainedStep]) -> float | None:
-    """Return the advantage of the last step's first response token.
-
-    Outcome estimators give it to all tokens; for others it is the advantage where the trajectory
-    ends.
-    """
+    """Return the advantage of the last step's first response token."""
+    # Outcome estimators give it to all tokens; for others it is the advantage where the trajectory
+    # ends.
     if not trained or not len(trained[-1].advantages):
         return None
     return round_decimals(trained[-1].advantages[:1])[0]

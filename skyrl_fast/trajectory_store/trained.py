@@ -121,10 +121,8 @@ def _trajectory_values(
 
 
 def _step_rows(steps: Sequence[Step], values: _TokenValues, first: int, end: int) -> list[int]:
-    """Return each step's row, S numbers.
-
-    A row ends with the step whose prompt and response are all of its tokens.
-    """
+    """Return each step's row, S numbers."""
+    # A row ends with the step whose prompt and response are all of its tokens.
     if end - first == len(steps):
         return list(range(first, end))
     rows, row = [], first

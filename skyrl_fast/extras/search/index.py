@@ -68,10 +68,8 @@ def _reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _new(path: Path) -> Iterator[Path]:
-    """Yield where to write an index before it is renamed: in a new folder next to it.
-
-    That folder is removed at the end, also after an error; a process that is killed leaves it.
-    """
+    """Yield where to write an index before it is renamed: in a new folder next to it."""
+    # That folder is removed at the end, also after an error; a process that is killed leaves it.
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         yield Path(folder) / path.name

@@ -161,13 +161,12 @@ def _size(value: Any) -> int:
 
 
 def _serve() -> None:
-    """Answer requests on stdin until it ends; each is a line of JSON.
-
-    A request has `path`, `queries`, `limits` and `lock` (of a large one, or null). For each query
-    there is one answer, a line of JSON: `error` and `message`; or `num_bytes` of the rows that
-    follow, for one query; or `equal`, whether the second of two queries has the rows of the first.
-    An empty line says that the clock of the first query starts: a large one waits for its turn.
-    """
+    """Answer requests on stdin until it ends; each is a line of JSON."""
+    # A request has `path`, `queries`, `limits` and `lock` (of a large one, or null). For each query
+    # there is one answer, a line of JSON: `error` and `message`; or `num_bytes` of the rows that
+    # follow, for one query; or `equal`, whether the second of two queries has the rows of the
+    # first. An empty line says that the clock of the first query starts: a large one waits for its
+    # turn.
     threading.Thread(target=_watch_parent, args=(os.getppid(),), daemon=True).start()
     used = _data_bytes()
     while line := sys.stdin.buffer.readline():

@@ -170,7 +170,7 @@ def _messages(fields: CountRequest) -> list[Message]:
         if message.role == "assistant":
             messages.append(_assistant(message.content))
         else:
-            messages += _given(message.role, message.content)
+            messages += _split_user_turn(message.role, message.content)
     return messages
 
 
@@ -196,7 +196,7 @@ def _assistant(content: str | list[Block]) -> Message:
     }
 
 
-def _given(role: str, content: str | list[Block]) -> list[Message]:
+def _split_user_turn(role: str, content: str | list[Block]) -> list[Message]:
     """Return the messages of a user's turn: tool results, then its text."""
     if isinstance(content, str):
         return [{"role": role, "content": content}]

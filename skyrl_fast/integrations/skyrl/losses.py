@@ -340,11 +340,9 @@ def _mean_clamped_ratio(
 
 
 def _is_zero_one(mask: Tensor) -> Tensor:
-    """Return whether all values are 0 or 1, as a 0-dimensional tensor.
-
-    Only then are the sum, the sum of squares and the number of non-zeros of a mask equal: the sum
-    of squares is at least the squared sum over the number, with equality for equal values.
-    """
+    """Return whether all values are 0 or 1, as a 0-dimensional tensor."""
+    # Only then are the sum, the sum of squares and the number of non-zeros of a mask equal: the sum
+    # of squares is at least the squared sum over the number, with equality for equal values.
     flat = mask.reshape(-1)
     sums = torch.stack([flat.sum(), torch.dot(flat, flat)]).double()
     return (sums == torch.count_nonzero(flat)).all()

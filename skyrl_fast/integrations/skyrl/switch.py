@@ -83,7 +83,7 @@ def install(
         SkyRLFastWarning: the source of one of SkyRL's functions is unknown; it is kept.
     """
     global _report
-    chosen = _chosen_rules(mode, rules)
+    chosen = _check_rules(mode, rules)
     if _report.mode == mode and _report.rules == chosen:
         if _watch is None:  # a worker starts no workers
             _set_ray_workers(ray_workers, mode, chosen)
@@ -131,7 +131,7 @@ def install_on_import(mode: str = "compat", *, rules: Iterable[str] | None = Non
     call Ray when they are imported. `report` shows what was replaced so far.
     """
     global _report, _watch
-    chosen = _chosen_rules(mode, rules)
+    chosen = _check_rules(mode, rules)
     if _report.mode == mode and _report.rules == chosen:
         return
     uninstall()
@@ -191,7 +191,7 @@ def report() -> Report:
     return replace(_report, rows=tuple(rows))
 
 
-def _chosen_rules(mode: str, rules: Iterable[str] | None) -> tuple[str, ...]:
+def _check_rules(mode: str, rules: Iterable[str] | None) -> tuple[str, ...]:
     if mode not in MODES:
         raise ValueError(f"install: mode must be one of {MODES}, got {mode!r}")
     if mode == "compat":
@@ -253,7 +253,7 @@ def _import_error(module: str, version: str, error: Exception) -> ImportError:
 
 
 def _replace(targets: Iterable[Target], rules: tuple[str, ...]) -> list[Row]:
-    rows = [_chosen(target, rules) for target in targets]
+    rows = [_choose_replacement(target, rules) for target in targets]
     replaced = [row.name for row in rows if row.state == "replaced"]
     _held.update(_places({id(_installed[name][1]) for name in replaced}))
     places = _rebind([_installed[name] for name in replaced])
@@ -263,7 +263,7 @@ def _replace(targets: Iterable[Target], rules: tuple[str, ...]) -> list[Row]:
     return [replace(row, places=tuple(places_by_name.get(row.name, ()))) for row in rows]
 
 
-def _chosen(target: Target, rules: tuple[str, ...]) -> Row:
+def _choose_replacement(target: Target, rules: tuple[str, ...]) -> Row:
     """Return the report of a target; store its functions if it is to be replaced."""
     active = [rule for rule in fixed_rules.RULES if rule.name in rules and rule.target == target]
     found = find(target)

@@ -327,10 +327,8 @@ class EnginePool:
         return [member for member in self._members if member.up]
 
     async def _choose(self, session_id: str) -> _PoolMember | None:
-        """Return a running engine: the same one for a session, since it has cached earlier turns.
-
-        None during an update, which waits for requests to end.
-        """
+        """Return a running engine: the same one for a session, which has cached earlier turns."""
+        # None during an update, which waits for requests to end.
         async with self._changed:
             while not (up := self._up()) and not self._interrupting:
                 self._refuse_if_none_comes_back()

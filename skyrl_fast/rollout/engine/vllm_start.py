@@ -223,10 +223,8 @@ def socket_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _logging_config(log_file: str) -> str:
-    """Write a Python logging config that sends vLLM's messages to `log_file`; return its path.
-
-    The file is next to `log_file`.
-    """
+    """Write a Python logging config that sends vLLM's messages to `log_file`; return its path."""
+    # The file is next to `log_file`.
     path = Path(log_file).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     settings = {

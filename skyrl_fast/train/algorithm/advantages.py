@@ -99,10 +99,8 @@ def spread_over_tokens(row_values: torch.Tensor, lengths: torch.Tensor) -> torch
 
 
 def _token_rewards(batch: StepBatch) -> torch.Tensor:
-    """Return (A,) rewards; a row without tokens has its reward on the preceding token, if any.
-
-    Summing along the trajectory would put it there anyway.
-    """
+    """Return (A,) rewards; a row without tokens has its reward on the preceding token, if any."""
+    # Summing along the trajectory would put it there anyway.
     tokenless = ((batch.response_lengths == 0) & (batch.row_rewards != 0)).nonzero()[:, 0].tolist()
     if not tokenless:
         return batch.rewards

@@ -132,11 +132,9 @@ def _rows_of(source: Iterable[Any], name: str) -> Iterable[Any]:
 
 
 def _without_fill(row: Any) -> Any:
-    """Return an Arrow row without the nulls that stand for keys that only other rows have.
-
-    All rows of a column have the same keys there. In columns that no chat template reads, a null
-    may as well be a value.
-    """
+    """Return an Arrow row without the nulls that stand for keys that only other rows have."""
+    # All rows of a column have the same keys there. In columns that no chat template reads, a null
+    # may as well be a value.
     if not isinstance(row, Mapping):
         return _chat_without_fill(row)
     plain = dict(row)

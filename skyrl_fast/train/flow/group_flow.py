@@ -173,7 +173,7 @@ class GroupFlow:
         """Return the names of groups in flight and dropped, for the checkpoint."""
         return {
             "in_flight": [group.name for group in self.schedule.line],
-            "dropped": [group.name for group in self.schedule.dropped],
+            "dropped": [group.name for group in self.schedule.dropped_groups],
         }
 
     def metrics(self) -> dict[str, float]:

@@ -87,7 +87,7 @@ class GroupSchedule:
         return tuple(self._line)
 
     @property
-    def dropped(self) -> tuple[Group, ...]:
+    def dropped_groups(self) -> tuple[Group, ...]:
         """Groups dropped since the last version."""
         return tuple(self._dropped)
 

@@ -278,11 +278,9 @@ class VllmRollouts:
         return self._config.trains_adapter or not self._pool.start_with_model
 
     def _weights(self, policy: Policy) -> Weights:
-        """Return the policy's weights, which can be read several times.
-
-        Where an engine sleeps they are an iterator, which makes room for it at its end: the engine
-        wakes up on a GPU of the policy when all have been read.
-        """
+        """Return the policy's weights, which can be read several times."""
+        # Where an engine sleeps they are an iterator, which makes room for it at its end: the
+        # engine wakes up on a GPU of the policy when all have been read.
         if self._memory is not None and policy.device.type == "cpu" and not policy.has_adapter:
             self._memory.adopt(tensor for _, tensor in weights_of(policy.model))
         adapter = self._config.sends_adapter

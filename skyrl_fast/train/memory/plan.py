@@ -234,10 +234,8 @@ def _lora(config: Config) -> LoraConfig | None:
 
 
 def _largest_update(config: Config, measure: _Measurements) -> list[Item]:
-    """Return the trainer's further parts on one GPU, at the peak of an update.
-
-    Policy and critic are updated one after the other.
-    """
+    """Return the trainer's further parts on one GPU, at the peak of an update."""
+    # Policy and critic are updated one after the other.
     trainer = config.trainer
     paths = [str(trainer.policy.model.path)]
     if trainer.critic.model.path is not None:
@@ -316,11 +314,9 @@ def head_bytes(size: ModelSize, tokens: int, dtype: torch.dtype, *, trained: boo
 def _spare_bytes(
     config: Config, measure: _Measurements, updates: Iterable[DevicePlan]
 ) -> tuple[int, int]:
-    """Return what is put into the memory that updates leave: held gradients, then saved logits.
-
-    The gradients are those of policy or critic, all or none; the logits at most those of all tokens
-    of a pass.
-    """
+    """Return what is put into the memory that updates leave: held gradients, then saved logits."""
+    # The gradients are those of policy or critic, all or none; the logits at most those of all
+    # tokens of a pass.
     trainer = config.trainer
     policy = str(trainer.policy.model.path)
     left = min(device.capacity - device.total for device in updates)
@@ -419,13 +415,13 @@ def _remedies(
     steps = list(_candidates(config, with_engine))
     alone = [found for step in steps if (found := _first(step, fits, {})) is not None]
     if alone:
-        yield from map(_written, alone)
+        yield from map(_join_overrides, alone)
         return
     chosen: dict[str, Any] = {}
     for step in steps:
         found = _first(step, fits, chosen)
         if found is not None:
-            yield _written(found)
+            yield _join_overrides(found)
             return
         chosen |= step[-1]
 
@@ -464,7 +460,7 @@ def _first(
     return next((before | values for values in step if fits(before | values)), None)
 
 
-def _written(settings: dict[str, Any]) -> str:
+def _join_overrides(settings: dict[str, Any]) -> str:
     names = {None: "null", True: "true", False: "false"}
     return " ".join(
         f"{key}={names[value] if value is None or isinstance(value, bool) else value}"

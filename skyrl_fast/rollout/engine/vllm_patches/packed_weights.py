@@ -22,12 +22,10 @@ def renew_packed_weights(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _repack_experts(model: Any) -> Iterator[None]:
-    """Make a reload prepare mixture-of-experts weights as the first load did.
-
-    On CPU the experts' weights are padded and reordered for the kernel. vLLM does so only while it
-    builds the kernel; a reload that finds a kernel stores plain weights, which the kernel then
-    reads in the wrong order. If there is no kernel, a reload prepares them again.
-    """
+    """Make a reload prepare mixture-of-experts weights as the first load did."""
+    # On CPU the experts' weights are padded and reordered for the kernel. vLLM does so only while
+    # it builds the kernel; a reload that finds a kernel stores plain weights, which the kernel then
+    # reads in the wrong order. If there is no kernel, a reload prepares them again.
     from vllm.platforms import current_platform
 
     kernels = []
@@ -46,11 +44,9 @@ def _repack_experts(model: Any) -> Iterator[None]:
 
 
 def _repack_tied_heads(model: Any) -> None:
-    """Update output heads that are tied to an embedding.
-
-    On CPU vLLM multiplies by a packed copy of the head's weight. Reloading an embedding does not
-    update the copy of the head that is tied to it, so the logits would not change.
-    """
+    """Update output heads that are tied to an embedding."""
+    # On CPU vLLM multiplies by a packed copy of the head's weight. Reloading an embedding does not
+    # update the copy of the head that is tied to it, so the logits would not change.
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for layer in model.modules():

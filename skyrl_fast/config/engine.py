@@ -37,8 +37,8 @@ class InferenceEngineConfig:
         "broadcast from the trainer's GPU to other GPUs; gloo: a broadcast by the CPU; file: a "
         "safetensors file; reload: the same, loaded by vLLM's own reload_weights, for servers "
         "without this package. auto: for engines on a cluster nccl, without GPUs gloo; otherwise, "
-        "where a single rank trains, ipc if the run's own engine shares its GPU, nccl if not, and on "
-        "a CPU its engine reads the trainer's memory; else file",
+        "where a single rank trains, ipc if the run's own engine shares its GPU, nccl if not, and "
+        "on a CPU the engine reads the trainer's memory; else file",
         choices=("auto", "ipc", "nccl", "gloo", "file", "reload"),
     )
     weight_sync_path: str | None = setting(

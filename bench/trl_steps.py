@@ -1,12 +1,18 @@
-"""Seconds per batch of a recipe, here and in TRL's GRPOTrainer, by turns.
+"""Seconds and peak memory per batch of a recipe, here and in TRL's GRPOTrainer, by turns.
 
-    python -m bench.trl_steps MODEL DATA.jsonl [--batches 12] [--rounds 3]
+    python -m bench.trl_steps [--recipe gsm8k] [--base .] [--batches 12] [--rounds 3]
 
-MODEL and DATA are those of the gsm8k recipe (`make gsm8k` creates runs/gsm8k/model and data). Both
-train batches of 32 prompts with 5 answers of at most 32 tokens in two optimizer steps, with a KL
-term and the same learning rate. "step" and "auto" are values of `trainer.rows`; "trl" generates
-with transformers. Each run is a process of its own. Before, the loss and the gradient of one fixed
-batch are compared. Needs TRL; `make peers` installs it.
+Recipes are those of examples/: "gsm8k" and "smollm" of one turn, "quickstart" of several (SQL in a
+database). Missing models and data are created, as `make gsm8k` and so on do. Both sides train the
+same prompts, answers of the same lengths, optimizer steps, KL term and learning rate, which all
+come from the recipe's config. "step", "auto" and "merged" are values of `trainer.rows`; "trl"
+generates with transformers. In the quickstart its `rollout_func` plays the turns with this
+package's prompts and environment, one generation of all open trajectories for each turn, as TRL's
+own loop for tools does, whose chat templates the model does not know; a trajectory is one row.
+
+Each run is a process of its own, with its children: "largest" is the most memory that one of them
+had, "all" the most that all had at one time, where shared pages count once. Before, the loss and
+the gradient of one fixed batch are compared. Needs TRL; `make peers` installs it.
 """
 
 from __future__ import annotations
@@ -20,149 +26,237 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-CONFIG = Path(__file__).resolve().parent.parent / "examples" / "gsm8k" / "offline.yaml"
-KINDS = ("trl", "step", "auto")
-PROMPTS, SAMPLES, OPTIMIZER_STEPS, LONGEST, KL = 32, 5, 2, 32, 0.001
+import psutil
+
+from examples.gsm8k.run import RECIPES as GSM8K
+from examples.quickstart.run import RECIPES as QUICKSTART
+from examples.smollm.run import RECIPES as SMOLLM
+from examples.tiny_model.recipe import SPINS
+from skyrl_fast.config import Config
+from skyrl_fast.config.loading import load_config
+
+RECIPES = {"gsm8k": GSM8K["single_turn"], **SMOLLM, **QUICKSTART}
+KINDS = ("trl", "step", "auto", "merged")
 WARM_UP = 2  # batches
 PHASES = ("generate", "environment", "batch", "advantages", "forward_backward", "sync")
+SAMPLING_SECONDS = 0.5  # between two readings of the memory
 
 
 def main() -> None:
     """Print a table, or the result of one run."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model")
-    parser.add_argument("data")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--recipe", choices=RECIPES, default="gsm8k")
+    parser.add_argument("--base", type=Path, default=Path("."), help="parent of runs/, quickstart/")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["trl", "step", "auto"])
     parser.add_argument("--batches", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--one", choices=(*KINDS, "fixed"))
+    parser.add_argument("--one", choices=(*KINDS, "fixed"), help="run one kind; print JSON")
     options = parser.parse_args()
-    if options.one == "fixed":
-        print("RESULT " + json.dumps(fixed_batch(options)))
-    elif options.one == "trl":
-        print("RESULT " + json.dumps(trl_run(options)))
-    elif options.one:
-        print("RESULT " + json.dumps(our_run(options, options.one)))
-    else:
+    root = str(Path(__file__).resolve().parents[1])
+    os.environ["PYTHONPATH"] = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+    os.chdir(options.base)
+    recipe = RECIPES[options.recipe]
+    if not options.one:
+        recipe.prepare(recipe.folder)
         table(options)
+        return
+    with recipe.service(recipe.folder) as settings:
+        overrides = [*settings, "generator.step_wise_trajectories=true"]  # one turn: the same rows
+        if options.one == "fixed":
+            result: dict[str, Any] = fixed_batch(load_config(str(recipe.config), overrides))
+        elif options.one == "trl":
+            result = trl_run(load_config(str(recipe.config), overrides), options)
+        else:
+            result = our_run(str(recipe.config), overrides, options)
+    print("RESULT " + json.dumps(result))
 
 
 def table(options: argparse.Namespace) -> None:
     """Run all kinds by turns, and print the medians."""
     print(json.dumps(child(options, "fixed")), flush=True)
-    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    phases: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
+    results: dict[str, list[dict[str, Any]]] = {kind: [] for kind in options.kinds}
     for _ in range(options.rounds):
-        for kind in KINDS:
-            result = child(options, kind)
-            seconds[kind] += result["seconds"]
-            phases[kind] += result["phases"]
-    for kind in KINDS:
-        split = {
-            name: round(statistics.median(row.get(name, 0.0) for row in phases[kind]), 3)
-            for name in (PHASES if phases[kind] else ())
-        }
-        middle, base = statistics.median(seconds[kind]), statistics.median(seconds["trl"])
-        spread = f"{min(seconds[kind]):.2f} to {max(seconds[kind]):.2f}"
-        print(f"{kind}: {middle:.3f} s a batch ({spread}), TRL / it {base / middle:.2f} {split}")
+        for kind, found in results.items():
+            found.append(child(options, kind))
+    print(
+        "| rows | s a batch (least to most) | TRL / it | largest, GiB | all, GiB "
+        "| sampled tokens a batch | phases, s |\n|---|---:|---:|---:|---:|---:|---|"
+    )
+    seconds = {kind: flat(found, "seconds") for kind, found in results.items()}
+    for kind, found in results.items():
+        phases = [row for result in found for row in result["phases"]]
+        split = {name: [row[name] for row in phases if name in row] for name in PHASES}
+        middle = statistics.median(seconds[kind])
+        base = statistics.median(seconds.get("trl", seconds[kind]))
+        largest, total = (max(result[name] for result in found) for name in ("largest", "all"))
+        print(
+            f"| {kind} | {middle:.3f} ({min(seconds[kind]):.2f} to {max(seconds[kind]):.2f}) "
+            f"| {base / middle:.2f} | {largest:.2f} | {total:.2f} "
+            f"| {statistics.mean(flat(found, 'tokens')):.0f} | "
+            + ", ".join(f"{k} {statistics.median(v):.3f}" for k, v in split.items() if v)
+            + " |",
+            flush=True,
+        )
+
+
+def flat(results: list[dict[str, Any]], name: str) -> list[float]:
+    """Return the values of all batches."""
+    return [value for result in results for value in result[name]]
 
 
 def child(options: argparse.Namespace, kind: str) -> dict[str, Any]:
-    """Return the result of a run in a process of its own."""
-    command = [sys.executable, "-m", "bench.trl_steps", options.model, options.data]
+    """Return the result of a run in a process of its own, with the peaks of its memory."""
+    command = [sys.executable, "-m", "bench.trl_steps", f"--recipe={options.recipe}"]
     command += [f"--batches={options.batches}", "--one", kind]
-    done = subprocess.run(command, capture_output=True, text=True)
-    answers = [x for x in done.stdout.splitlines() if x.startswith("RESULT ")]
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        largest = total = 0.0
+        while process.poll() is None:
+            one, together = memory_of(psutil.Process(process.pid))
+            largest, total = max(largest, one), max(total, together)
+            time.sleep(SAMPLING_SECONDS)
+        output.seek(0)
+        text = output.read()
+    answers = [x for x in text.splitlines() if x.startswith("RESULT ")]
     if not answers:
-        sys.exit(f"{kind}: {done.stdout[-2000:]}{done.stderr[-3000:]}")
+        sys.exit(f"{kind}: {text[-5000:]}")
     result: dict[str, Any] = json.loads(answers[-1].removeprefix("RESULT "))
-    return result
+    return result | {"largest": largest, "all": total}
 
 
-def our_run(options: argparse.Namespace, rows: str) -> dict[str, Any]:
-    """Return the seconds of each batch, and of its phases."""
+def memory_of(process: psutil.Process) -> tuple[float, float]:
+    """Return GiB: the peak of the largest process of a tree, and what all have now."""
+    largest = total = 0
+    try:
+        for one in (process, *process.children(recursive=True)):
+            status = Path(f"/proc/{one.pid}/status").read_text()
+            if "VmHWM:" in status:  # not of one that is ending
+                largest = max(largest, int(status.split("VmHWM:")[1].split()[0]) << 10)
+                total += one.memory_full_info().pss
+    except (OSError, psutil.Error):
+        return largest / 2**30, 0.0  # one ended meanwhile: the sum is none
+    return largest / 2**30, total / 2**30
+
+
+def our_run(path: str, overrides: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """Return the seconds, sampled tokens and phases of each batch."""
     from skyrl_fast import train_agent
-    from skyrl_fast.config.loading import load_config
     from skyrl_fast.train.output.loggers import read_metrics
 
     with tempfile.TemporaryDirectory() as folder:
-        overrides = [
-            f"data.train_data=[{options.data}]",
-            "data.val_data=[]",
-            f"trainer.policy.model.path={options.model}",
-            f"trainer.run_path={folder}/run",
-            f"trainer.rows={rows}",
-            "generator.step_wise_trajectories=true",  # one turn: the same rows
-            f"trainer.max_training_steps={WARM_UP + options.batches}",
-            "trainer.ckpt_interval=-1",
-            "trainer.logger=[jsonl]",
-            "trainer.plot=false",
-            f"trainer.algorithm.kl_loss_coef={KL}",
-        ]
-        config = load_config(str(CONFIG), overrides)
+        config = load_config(
+            path,
+            [
+                *overrides,
+                "data.val_data=[]",
+                f"trainer.run_path={folder}/run",
+                f"trainer.rows={options.one}",
+                f"trainer.max_training_steps={WARM_UP + options.batches}",
+                "trainer.ckpt_interval=-1",
+                "trainer.eval_interval=-1",
+                "trainer.logger=[jsonl]",
+                "trainer.plot=false",
+            ],
+        )
         result = train_agent(config)
         steps = [row for row in read_metrics(result.metrics) if "timing/step" in row][WARM_UP:]
     return {
         "seconds": [row["timing/step"] for row in steps],
+        "tokens": [row["timing/tokens_per_second"] * row["timing/step"] for row in steps],
         "phases": [
             {name.removeprefix("timing/"): value for name, value in row.items()} for row in steps
         ],
     }
 
 
-def trl_run(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the seconds of each batch: `OPTIMIZER_STEPS` optimizer steps, the first generates."""
+def trl_run(config: Config, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the seconds, sampled tokens and generation of each batch: one generation each."""
     from transformers import TrainerCallback
 
+    updates = optimizer_steps(config)
     times: list[float] = []
+    generations: list[float] = []
+    tokens: list[int] = []
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             times.append(time.perf_counter())
 
     with tempfile.TemporaryDirectory() as folder:
-        steps = OPTIMIZER_STEPS * (WARM_UP + options.batches)
-        trl_trainer(options, folder, steps, [Clock()]).train()
-    ends = times[OPTIMIZER_STEPS - 1 :: OPTIMIZER_STEPS]
-    seconds = [b - a for a, b in itertools.pairwise(ends)]
-    return {"seconds": seconds[WARM_UP - 1 :], "phases": []}
+        trainer = trl_trainer(config, folder, updates * (WARM_UP + options.batches), [Clock()])
+        generate = trainer._generate
+
+        def timed(prompts: list[Any]) -> Any:
+            started = time.perf_counter()
+            answer = generate(prompts)
+            generations.append(time.perf_counter() - started)
+            masks = answer[2] if answer[2] is not None else [[1] * len(ids) for ids in answer[1]]
+            tokens.append(sum(map(sum, masks)))
+            return answer
+
+        trainer._generate = timed
+        trainer.train()
+    ends = times[updates - 1 :: updates]
+    seconds = [b - a for a, b in itertools.pairwise(ends)][WARM_UP - 1 :]
+    return {
+        "seconds": seconds,
+        "tokens": tokens[WARM_UP:],
+        "phases": [
+            {"generate": spent, "forward_backward": whole - spent}
+            for spent, whole in zip(generations[WARM_UP:], seconds, strict=True)
+        ],
+    }
 
 
-def trl_trainer(options: argparse.Namespace, folder: str, steps: int, callbacks: list[Any]) -> Any:
+def optimizer_steps(config: Config) -> int:
+    """Return the optimizer steps of a batch."""
+    return config.trainer.train_batch_size // config.trainer.policy_mini_batch_size
+
+
+def trl_trainer(config: Config, folder: str, steps: int, callbacks: list[Any]) -> Any:
     """Return TRL's trainer for the recipe's model, data, batch and optimizer."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import trl
     from datasets import Dataset
-    from skyrl_gym.envs.gsm8k.utils import compute_score
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    rows = [json.loads(line) for line in Path(options.data).read_text().splitlines()]
-    data = Dataset.from_dict(
-        {
-            "prompt": [row["prompt"] for row in rows],
-            "truth": [row["reward_spec"]["ground_truth"] for row in rows],
-        }
-    )
-
-    def reward(completions: list[Any], truth: list[str], **_: Any) -> list[float]:
-        texts = [completion[0]["content"] for completion in completions]
-        return [compute_score(text, wanted) for text, wanted in zip(texts, truth, strict=True)]
-
+    trainer, generator = config.trainer, config.generator
+    path = trainer.policy.model.path
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
+    # A stop string is one token of the recipes' tokenizers; TRL has no other way to stop at it.
+    stops = [tokenizer.convert_tokens_to_ids(text) for text in generator.sampling_params.stop or ()]
+    assert tokenizer.unk_token_id is None or tokenizer.unk_token_id not in stops
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, *stops]
+    rows = rows_by_prompt(config)
+    rollout = None
+    if generator.max_turns > 1:
+        rollout = rollout_of(config, rows, tokenizer)
+    optimizer, algorithm = trainer.policy.optimizer_config, trainer.algorithm
     settings = trl.GRPOConfig(
         output_dir=folder,
         max_steps=steps,
-        per_device_train_batch_size=PROMPTS * SAMPLES // OPTIMIZER_STEPS,
-        steps_per_generation=OPTIMIZER_STEPS,
-        num_generations=SAMPLES,
-        max_completion_length=LONGEST,
-        learning_rate=3e-4,
-        warmup_steps=2,
+        per_device_train_batch_size=trainer.policy_mini_batch_size * generator.n_samples_per_prompt,
+        steps_per_generation=optimizer_steps(config),
+        num_generations=generator.n_samples_per_prompt,
+        max_completion_length=generator.sampling_params.max_generate_length,
+        learning_rate=optimizer.lr,
+        weight_decay=optimizer.weight_decay,
+        max_grad_norm=optimizer.max_grad_norm,
+        warmup_steps=optimizer.num_warmup_steps,
         lr_scheduler_type="constant_with_warmup",
-        beta=KL,
+        beta=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
+        epsilon_high=algorithm.eps_clip_high,
         loss_type="dapo",
-        temperature=1.0,
+        temperature=generator.sampling_params.temperature,
         logging_steps=1,
         report_to="none",
         use_cpu=True,
@@ -170,38 +264,118 @@ def trl_trainer(options: argparse.Namespace, folder: str, steps: int, callbacks:
         gradient_checkpointing=False,
         save_strategy="no",
         disable_tqdm=True,
-        seed=42,
+        seed=trainer.seed,
     )
     return trl.GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(options.model, dtype="float32"),
-        processing_class=AutoTokenizer.from_pretrained(options.model),
+        model=model,
+        processing_class=tokenizer,
         args=settings,
-        reward_funcs=reward,
-        train_dataset=data,
+        reward_funcs=reward_of(config, rows),
+        train_dataset=Dataset.from_dict({"prompt": [row["prompt"] for row in rows.values()]}),
         callbacks=callbacks,
+        rollout_func=rollout,
     )
 
 
-def fixed_batch(options: argparse.Namespace) -> dict[str, float]:
+def rows_by_prompt(config: Config) -> dict[str, dict[str, Any]]:
+    """Return the training rows by their prompts, of which TRL's functions get no more."""
+    lines = Path(config.data.train_data[0]).read_text().splitlines()
+    return {json.dumps(row["prompt"]): row for row in map(json.loads, lines)}
+
+
+def reward_of(config: Config, rows: dict[str, dict[str, Any]]) -> Callable[..., list[float]]:
+    """Return the recipe's reward as a function of TRL's."""
+    if config.generator.max_turns > 1:
+        return lambda env_reward, **_: env_reward  # from the rollout
+
+    def score(text: str, row: dict[str, Any]) -> float:
+        if config.environment.env_class == "gsm8k":
+            from skyrl_gym.envs.gsm8k.utils import compute_score
+
+            return float(compute_score(text, row["reward_spec"]["ground_truth"]))
+        from examples.smollm.agent import rewarded
+
+        return rewarded(text, row["answer"])
+
+    def reward(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
+        pairs = zip(prompts, completions, strict=True)
+        return [score(answer[0]["content"], rows[json.dumps(prompt)]) for prompt, answer in pairs]
+
+    return reward
+
+
+def rollout_of(config: Config, rows: dict[str, dict[str, Any]], tokenizer: Any) -> Any:
+    """Return a `rollout_func` of TRL's that plays the turns of text2sql."""
+    from skyrl_fast.extras.text2sql.env import Text2SqlEnv
+    from skyrl_fast.rollout.context import make_context
+
+    generator = config.generator
+    settings = {"db_path": config.environment.skyrl_gym.text2sql["db_path"]}
+    threads = ThreadPoolExecutor(os.cpu_count())
+
+    def rollout(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+        contexts = [make_context("append", tokenizer, prompt) for prompt in prompts]
+        first = [list(context.prompt_token_ids()) for context in contexts]
+        environments = [
+            Text2SqlEnv(settings, {"max_turns": generator.max_turns, **rows[json.dumps(prompt)]})
+            for prompt in prompts
+        ]
+        masks: list[list[int]] = [[] for _ in prompts]
+        rewards = [0.0] * len(prompts)
+        unfinished = list(range(len(prompts)))
+        while unfinished:
+            inputs = [list(contexts[i].prompt_token_ids()) for i in unfinished]
+            answers, _ = trainer._generate_single_turn(inputs, None, {}, trainer.num_generations)
+            texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+            stepped = threads.map(lambda i, text: environments[i].step(text), unfinished, texts)
+            following = []
+            for i, ids, text, step in zip(unfinished, answers, texts, stepped, strict=True):
+                context = contexts[i]
+                context.add_response(ids, {"role": "assistant", "content": text}, replaced=False)
+                masks[i] += [1] * len(ids)
+                rewards[i] += step["reward"]
+                if step["done"]:
+                    continue
+                context.add_observation(step["observations"])
+                length = len(context.prompt_token_ids())
+                masks[i] += [0] * (length - len(first[i]) - len(masks[i]))
+                if length <= generator.max_input_length:
+                    following.append(i)
+            unfinished = following
+        tokens = [context.prompt_token_ids() for context in contexts]
+        return {
+            "prompt_ids": first,
+            "completion_ids": [ids[len(a) :] for ids, a in zip(tokens, first, strict=True)],
+            "logprobs": None,  # type: ignore[dict-item]  # as of TRL's own generation
+            "env_mask": masks,
+            "env_reward": rewards,
+        }
+
+    return rollout
+
+
+def fixed_batch(config: Config) -> dict[str, float]:
     """Return loss and gradient norm of one batch by TRL and by every layout of rows."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from skyrl_fast.batch import StepBatch
-    from skyrl_fast.config.loading import load_config
     from skyrl_fast.train.model.policy import Policy
     from skyrl_fast.train.model.row_layout import uses_trees
     from skyrl_fast.train.update import accumulate_gradient
 
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    rows = [json.loads(line) for line in Path(options.data).read_text().splitlines()][:16]
+    path, samples = config.trainer.policy.model.path, config.generator.n_samples_per_prompt
+    sampling = config.generator.sampling_params
+    longest, temperature = sampling.max_generate_length, sampling.temperature
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    rows = list(rows_by_prompt(config).values())[: config.trainer.policy_mini_batch_size]
     generator = torch.Generator().manual_seed(0)
     prompts, responses, groups = [], [], []
     for number, row in enumerate(rows):
         ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)
         ids = ids if isinstance(ids, list) else ids["input_ids"]
-        for sample in range(SAMPLES):
-            length = int(torch.randint(5, LONGEST, (1,), generator=generator))
+        for sample in range(samples):
+            length = int(torch.randint(5, longest, (1,), generator=generator))
             responses.append(torch.randint(3, 60, (length,), generator=generator).tolist())
             prompts.append(ids)
             groups.append((f"p{number}", sample))
@@ -220,19 +394,17 @@ def fixed_batch(options: argparse.Namespace) -> dict[str, float]:
         step_wise=True,
     ).with_(advantages=torch.repeat_interleave(advantages, torch.tensor(lengths)))
     found = {}
-    overrides = ["data.train_data=[a]", "trainer.policy.model.path=a"]
-    algorithm = load_config(str(CONFIG), [*overrides, f"trainer.algorithm.kl_loss_coef={KL}"])
     for kind in ("step", "auto"):
-        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-        policy = Policy(model, tree=uses_trees(kind))
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        policy = Policy(model, tree=uses_trees(kind), temperature=temperature)
         ours = batch.with_(ref_logprobs=policy.batch_logprobs(batch) - 0.1)
-        metrics = accumulate_gradient(policy, ours, algorithm=algorithm.trainer.algorithm)
+        metrics = accumulate_gradient(policy, ours, algorithm=config.trainer.algorithm)
         found[f"{kind} loss"] = metrics["policy/loss"]
         found[f"{kind} gradient"] = norm(model)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = trl_trainer(options, folder, 1, [])
+        trainer = trl_trainer(config, folder, 1, [])
         model = trainer.model
-        reference = Policy(model).batch_logprobs(batch) - 0.1
+        reference = Policy(model, temperature=temperature).batch_logprobs(batch) - 0.1
         model.zero_grad()
         loss = trainer.compute_loss(model, inputs_of(batch, advantages, reference, trainer))
         loss.backward()

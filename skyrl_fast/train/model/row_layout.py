@@ -20,6 +20,7 @@ import torch
 
 from skyrl_fast.ops.prefix_tree.tree import build_prefix_tree
 from skyrl_fast.train.model.forward_pass import MicroBatch, NodeTree
+from skyrl_fast.train.model.packed_rows import find_packed_support
 from skyrl_fast.train.model.tree_forward import last_hidden_states, padded_trees, prepare_for_trees
 from skyrl_fast.train.parallel.ranks import Ranks
 from skyrl_fast.train.parallel.sequence_ranks import SETTING, SINGLE, SequenceRanks, check_heads
@@ -73,11 +74,14 @@ def uses_trees(rows: str) -> bool | None:
 def supports_trees(backbone: Any, tree: bool | None, sequence: SequenceRanks = SINGLE) -> bool:
     """Prepare a backbone for trees; return whether rows may be laid out as trees.
 
+    Where not, find out whether sequences can share rows.
+
     Args:
         tree: True: they must be; False: not; None: if the model supports it.
         sequence: ranks that share the tokens of a pass; several need what trees need.
     """
     if tree is False and sequence.size == 1:
+        _log_sequences(backbone)
         return False
     check_heads(backbone.config, sequence.size)
     try:
@@ -88,8 +92,14 @@ def supports_trees(backbone: Any, tree: bool | None, sequence: SequenceRanks = S
         if tree:
             raise
         log.info("rows are computed as sequences: %s", error)
+        _log_sequences(backbone)
         return False
     return tree is not False
+
+
+def _log_sequences(backbone: Any) -> None:
+    form = "packed where that costs less" if find_packed_support(backbone) else "padded"
+    log.info("sequences of a pass are %s", form)
 
 
 def cheapest_layout(

@@ -23,6 +23,7 @@ from skyrl_fast.ops.prefix_tree.attention import (
 from skyrl_fast.ops.prefix_tree.tree import build_prefix_tree
 from skyrl_fast.train.model.forward_pass import MicroBatch, NodeTree
 from skyrl_fast.train.model.lm_head import in_float32
+from skyrl_fast.train.model.packed_rows import pack_rows
 from skyrl_fast.train.model.rope_limits import rope_limits
 from skyrl_fast.train.model.sequence_part import padded, part_of
 from skyrl_fast.train.parallel.sequence_ranks import SINGLE, SequenceRanks
@@ -80,8 +81,16 @@ def last_hidden_states(backbone: Any, micro: MicroBatch, device: torch.device) -
     """
     ids = micro.input_ids.to(device)
     if micro.tree is None and micro.part is None:
-        hidden: Tensor = backbone(input_ids=ids, use_cache=False).last_hidden_state
-        return hidden.flatten(0, 1)
+        packed = pack_rows(backbone, micro)
+        if packed is None:
+            hidden: Tensor = backbone(input_ids=ids, use_cache=False).last_hidden_state
+            return hidden.flatten(0, 1)
+        hidden = backbone(
+            input_ids=packed.input_ids.to(device),
+            position_ids=packed.positions.to(device),
+            use_cache=False,
+        ).last_hidden_state
+        return hidden.flatten(0, 1).index_select(0, packed.places.to(device))
     ranks = SINGLE if micro.part is None else micro.part.ranks
     first = 0 if micro.part is None else micro.part.first
     here = torch.arange(first, first + ids.shape[1])

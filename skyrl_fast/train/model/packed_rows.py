@@ -1,0 +1,118 @@
+"""Packed rows: sequences of a pass that share a row of it, in place of padding.
+
+n sequences padded on the right to length L, m packed rows of that length.
+
+Where positions restart in a row, transformers' masks let no token attend to those before. A mask
+takes the place of causal attention, so rows are packed where that costs less than padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from skyrl_fast.ops.passes.plan import balanced_parts
+from skyrl_fast.train.model.forward_pass import MicroBatch
+
+# Attention with a mask computes all pairs of a row, causal attention half of them.
+MASKED_PAIRS, CAUSAL_PAIRS = 1.0, 0.5
+# A layer of width H has about 12 H^2 weights, which take as long as 6 H pairs of tokens do.
+PAIRS_OF_A_TOKEN = 6
+PROBE = ((3, 5), (2, 4), (6, 1))  # lengths of the sequences in each row
+ROUNDING = 0.02  # of bfloat16 hidden states, of their largest; other positions change more
+
+_takes_packed: WeakSet[torch.nn.Module] = WeakSet()  # backbones in which packed rows are exact
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """The sequences of a micro-batch in fewer rows.
+
+    Args:
+        input_ids, positions: (m, L) int64.
+        places: (n * L,) int64, where each token is in the packed rows; 0 for padding.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    places: Tensor
+
+
+def find_packed_support(backbone: Any) -> bool:
+    """Return whether packed rows are exact in a backbone, which `pack_rows` remembers.
+
+    A sequence must have the same hidden states, to the last bit, whatever is beside it in its row,
+    and those that it has alone, up to rounding. Layers with a state that runs on have not.
+    """
+    device = next(backbone.parameters()).device
+    vocabulary = backbone.get_input_embeddings().weight.shape[0]
+    ids = torch.arange(8 * len(PROBE)).view(-1, 8) % vocabulary
+    positions = torch.tensor([[*range(a), *range(b)][:8] + [0] * (8 - a - b) for a, b in PROBE])
+    second = [slice(a, a + b) for a, b in PROBE]
+    others = ids.clone()
+    for row, part in enumerate(second):
+        others[row, : part.start] = (others[row, : part.start] + 1) % vocabulary
+
+    def states(tokens: Tensor, **options: Any) -> Tensor:
+        output = backbone(input_ids=tokens.to(device), use_cache=False, **options)
+        hidden: Tensor = output.last_hidden_state
+        return hidden.float()
+
+    try:
+        # Routers of some models draw noise.
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+            packed, changed = (states(x, position_ids=positions.to(device)) for x in (ids, others))
+            alone = [states(ids[row : row + 1, part])[0] for row, part in enumerate(second)]
+    except (RuntimeError, ValueError, TypeError):  # it takes no positions, or not these
+        return False
+    for row, part in enumerate(second):
+        if not torch.equal(packed[row, part], changed[row, part]):
+            return False
+        if (packed[row, part] - alone[row]).abs().max() > ROUNDING * alone[row].abs().max():
+            return False
+    _takes_packed.add(backbone)
+    return True
+
+
+def pack_rows(backbone: Any, micro: MicroBatch) -> PackedRows | None:
+    """Return the sequences of a micro-batch in fewer rows; None: it is computed as it is."""
+    count, width = micro.input_ids.shape
+    if count < 2 or backbone not in _takes_packed or micro.expert_indices is not None:
+        return None
+    rows, last = np.divmod(micro.hidden_index.numpy(), width)
+    lengths = np.zeros(count, dtype=np.int64)
+    np.maximum.at(lengths, rows, last + 1)  # nothing looks at later tokens
+    parts, packed_count = balanced_parts(lengths, width)
+    if not _costs_less(packed_count, count, width, backbone.config.get_text_config().hidden_size):
+        return None
+    order = np.argsort(parts, kind="stable")
+    ends = np.cumsum(lengths[order])
+    starts = np.empty(count, dtype=np.int64)  # of each sequence in its packed row
+    starts[order] = ends - lengths[order]
+    first = np.zeros(packed_count, dtype=np.int64)
+    np.add.at(first, parts, lengths)
+    starts -= (np.cumsum(first) - first)[parts]
+    column = np.arange(width)
+    places = (parts * width + starts)[:, None] + column
+    used = column < lengths[:, None]
+    ids = np.zeros(packed_count * width, dtype=np.int64)
+    positions = np.zeros(packed_count * width, dtype=np.int64)  # padding attends to itself
+    ids[places[used]] = micro.input_ids.numpy()[used]
+    positions[places[used]] = np.broadcast_to(column, used.shape)[used]
+    shape = (packed_count, width)
+    return PackedRows(
+        torch.from_numpy(ids.reshape(shape)),
+        torch.from_numpy(positions.reshape(shape)),
+        torch.from_numpy(np.where(used, places, 0).ravel()),
+    )
+
+
+def _costs_less(packed_count: int, count: int, width: int, hidden_size: int) -> bool:
+    token = PAIRS_OF_A_TOKEN * hidden_size
+    packed = packed_count * (token + MASKED_PAIRS * width)
+    return packed < count * (token + CAUSAL_PAIRS * width)

@@ -126,9 +126,17 @@ class PrefixTree:
     def num_nodes(self) -> int: ...
 
 class TreeTiles:
-    def __init__(self, parents: typing.Any, ends: typing.Any) -> None: ...
+    def __init__(
+        self, parents: typing.Any, ends: typing.Any, window: int = 0, chunk: int = 0
+    ) -> None: ...
     def backward(
-        self, saved: tuple, grad: typing.Any, scale: float, grads: tuple, num_threads: int
+        self,
+        saved: tuple,
+        grad: typing.Any,
+        scale: float,
+        softcap: float,
+        grads: tuple,
+        num_threads: int,
     ) -> None: ...
     def forward(
         self,
@@ -136,6 +144,8 @@ class TreeTiles:
         key: typing.Any,
         value: typing.Any,
         scale: float,
+        softcap: float,
+        sinks: typing.Any,
         out: typing.Any,
         lse: typing.Any,
         num_threads: int,

@@ -106,7 +106,7 @@ void for_each_item(int64_t count, int num_threads, int64_t padded, const Fn& fn)
 }
 
 HeadShape head_shape(const AttentionShape& shape) {
-  return {shape.head_size, rounded_up(shape.head_size, kKeyBlock), shape.scale};
+  return {shape.head_size, rounded_up(shape.head_size, kKeyBlock), shape.scale, shape.softcap};
 }
 
 // The first tiles of equal shares of the work.
@@ -149,10 +149,22 @@ void check_tree(const int32_t* parents, const int32_t* ends, int64_t num_nodes) 
 
 }  // namespace
 
-TreeTiles::TreeTiles(const int32_t* parents, const int32_t* ends, int64_t num_nodes)
-    : num_nodes_(num_nodes), ends_(rounded_up(num_nodes, kKeyBlock), 0) {
+TreeTiles::TreeTiles(const int32_t* parents, const int32_t* ends, int64_t num_nodes,
+                     const Reach& reach)
+    : num_nodes_(num_nodes), ends_(rounded_up(num_nodes, kKeyBlock), 0), depths_(ends_.size(), 0) {
   check_tree(parents, ends, num_nodes);
   std::copy(ends, ends + num_nodes, ends_.begin());
+  for (int64_t node = 0; node < num_nodes; ++node) {
+    depths_[node] = parents[node] < 0 ? 0 : depths_[parents[node]] + 1;
+  }
+  const int32_t deepest = num_nodes > 0 ? *std::max_element(depths_.begin(), depths_.end()) : 0;
+  if (reach.least_depth(deepest) > 0) {  // else nothing is out of reach
+    least_depths_.resize(num_nodes);
+    for (int64_t node = 0; node < num_nodes; ++node) {
+      least_depths_[node] =
+          static_cast<int32_t>(std::max<int64_t>(0, reach.least_depth(depths_[node])));
+    }
+  }
   std::vector<int32_t> run_starts(num_nodes);  // of the run of parents that are the node before
   for (int64_t node = 0; node < num_nodes; ++node) {
     const bool continues = node > 0 && parents[node] == node - 1;
@@ -184,22 +196,32 @@ int64_t TreeTiles::tile_end(const int32_t* parents, int64_t first) const {
 void TreeTiles::add_blocks(const int32_t* parents, const std::vector<int32_t>& run_starts,
                            int64_t first, int64_t end) {
   const size_t begin = blocks_.size();
-  int64_t lowest = end;  // the first node of the blocks so far
+  int64_t lowest = end;         // the first node of the blocks so far
+  int64_t least = 0, most = 0;  // least depths that a query, and that all queries see
+  if (!least_depths_.empty()) {
+    const auto range =
+        std::minmax_element(least_depths_.begin() + first, least_depths_.begin() + end);
+    least = *range.first;
+    most = *range.second;
+  }
   const auto add = [&](int64_t start, int64_t stop, bool own) {
     for (int64_t block = (std::min(stop, lowest) - 1) / kKeyBlock;
          block * kKeyBlock + kKeyBlock > start; --block) {
       if (block < 0) break;
       const int64_t last = block * kKeyBlock + kKeyBlock - 1;
       // Ends only shrink along a path, so the last node's is the smallest.
-      const bool seen_by_all =
-          !own && block * kKeyBlock >= start && last < stop && ends_[last] >= end;
+      const bool seen_by_all = !own && block * kKeyBlock >= start && last < stop &&
+                               ends_[last] >= end && depths_[block * kKeyBlock] >= most;
       blocks_.push_back({static_cast<int32_t>(block), !seen_by_all});
       lowest = block * kKeyBlock;
     }
   };
   add(first, end, true);
-  for (int64_t node = parents[first]; node >= 0; node = parents[run_starts[node]]) {
-    if (run_starts[node] < lowest) add(run_starts[node], node + 1, false);
+  for (int64_t node = parents[first]; node >= 0 && depths_[node] >= least;
+       node = parents[run_starts[node]]) {
+    // Depths of a run are consecutive.
+    const int64_t start = std::max<int64_t>(run_starts[node], node - (depths_[node] - least));
+    if (start < lowest) add(start, node + 1, false);
   }
   std::reverse(blocks_.begin() + static_cast<int64_t>(begin), blocks_.end());
 }
@@ -211,8 +233,9 @@ Tile TreeTiles::tile(int64_t number) const {
 }
 
 void tree_attention(const TreeTiles& tiles, const AttentionShape& shape, Heads<const float> query,
-                    Heads<const float> key, Heads<const float> value, Heads<float> out, float* lse,
-                    int num_threads) {
+                    Heads<const float> key, Heads<const float> value, const float* sinks,
+                    Heads<float> out, float* lse, int num_threads) {
+  const NodeLimits limits = tiles.limits();
   const HeadShape head = head_shape(shape);
   const Packed keys(tiles, shape, key, true, false, num_threads);
   const Packed values(tiles, shape, value, false, true, num_threads);
@@ -222,8 +245,8 @@ void tree_attention(const TreeTiles& tiles, const AttentionShape& shape, Heads<c
   for_each_item(count, num_threads, head.padded, [&](int64_t item, const TileMemory& memory) {
     const int64_t h = item % shape.num_heads, g = h / queries_per_key;
     const Tile tile = tiles.tile(tiles.num_tiles() - 1 - item / shape.num_heads);
-    kernels.forward(tile, head, tiles.ends(), {row_of(query, h, tile.first), query.row_stride},
-                    keys.head(g), values.head(g), memory,
+    kernels.forward(tile, head, limits, {row_of(query, h, tile.first), query.row_stride},
+                    keys.head(g), values.head(g), sinks == nullptr ? nullptr : sinks + h, memory,
                     {row_of(out, h, tile.first), out.row_stride},
                     lse + h * tiles.num_nodes() + tile.first);
   });
@@ -234,6 +257,7 @@ void tree_attention_backward(const TreeTiles& tiles, const AttentionShape& shape
                              Heads<const float> value, Heads<const float> out, const float* lse,
                              Heads<const float> grad, const AttentionGrads& grads,
                              int num_threads) {
+  const NodeLimits limits = tiles.limits();
   const HeadShape head = head_shape(shape);
   const Packed keys(tiles, shape, key, true, true, num_threads);
   const Packed values(tiles, shape, value, true, false, num_threads);
@@ -256,7 +280,7 @@ void tree_attention_backward(const TreeTiles& tiles, const AttentionShape& shape
     for (int64_t t = shares[share]; t < shares[share + 1]; ++t) {
       const Tile tile = tiles.tile(t);
       for (int64_t h = g * queries_per_key; h < (g + 1) * queries_per_key; ++h) {
-        kernels.backward(tile, head, tiles.ends(), {row_of(query, h, tile.first), query.row_stride},
+        kernels.backward(tile, head, limits, {row_of(query, h, tile.first), query.row_stride},
                          keys.head(g), values.head(g), {row_of(out, h, tile.first), out.row_stride},
                          {row_of(grad, h, tile.first), grad.row_stride},
                          lse + h * tiles.num_nodes() + tile.first, memory,

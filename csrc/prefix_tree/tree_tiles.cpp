@@ -153,19 +153,64 @@ SKYRL_INLINE void copy_rows(QueryRows rows, int64_t num_rows, const HeadShape& s
 }
 
 // Sets the scores of pairs that do not see each other to `value`.
-SKYRL_INLINE void mask_scores(const Tile& tile, const int32_t* ends, const KeyBlock* blocks,
+SKYRL_INLINE void mask_scores(const Tile& tile, const NodeLimits& limits, const KeyBlock* blocks,
                               int64_t num_blocks, float value, float* scores) {
+  const int32_t *ends = limits.ends, *depths = limits.depths;
   for (int64_t block = 0; block < num_blocks; ++block) {
     if (!blocks[block].masked) continue;
     const int32_t key = blocks[block].number * static_cast<int32_t>(kKeyBlock);
     for (int64_t r = 0; r < tile.num_queries; ++r) {
       float* score = scores + r * kKeysAtOnce + block * kKeyBlock;
       const int32_t query = static_cast<int32_t>(tile.first + r);
+      const int32_t least = limits.least_depths == nullptr ? 0 : limits.least_depths[query];
       for (int32_t k = 0; k < kKeyBlock; ++k) {
-        const bool seen = (key + k <= query) & (query < ends[key + k]);
+        const bool seen = (key + k <= query) & (query < ends[key + k]) & (depths[key + k] >= least);
         score[k] = seen ? score[k] : value;
       }
     }
+  }
+}
+
+// tanh(x) from 2^(-2 |x| log2 e) or, where that cancels, by Cephes' polynomial.
+SKYRL_INLINE float tanh_from(float x, float power) {
+  const float z = x * x;
+  float p = -5.70498872745e-3f;
+  p = p * z + 2.06390887954e-2f;
+  p = p * z - 5.37397155531e-2f;
+  p = p * z + 1.33314422036e-1f;
+  p = p * z - 3.33332819422e-1f;
+  const float small = p * z * x + x;
+  const float large = copysignf((1.0f - power) / (1.0f + power), x);
+  return z < 0.39f ? small : large;  // 0.625^2
+}
+
+// Replaces the scores by cap * tanh(score / cap).
+SKYRL_INLINE void cap_scores(float* scores, int64_t count, float cap) {
+  float powers[kKeysAtOnce];
+  const float factor = 1.0f / cap;
+  const Vec to_power = set1(-2.0f * kLog2E * factor), opposite = set1(-1.0f);
+  for (int64_t k = 0; k < count; k += kLanes) {
+    const Vec score = load(scores + k);
+    const Vec size = max(score, mul(score, opposite));
+    store_lanes(powers + k, exp2_or_zero<5>(mul(size, to_power)));
+  }
+  for (int64_t k = 0; k < count; ++k) scores[k] = cap * tanh_from(factor * scores[k], powers[k]);
+}
+
+SKYRL_INLINE void cap_rows(const HeadShape& shape, int64_t num_rows, int64_t num_blocks,
+                           float* scores) {
+  if (shape.softcap <= 0) return;
+  for (int64_t r = 0; r < num_rows; ++r) {
+    cap_scores(scores + r * kKeysAtOnce, num_blocks * kKeyBlock, kLog2E * shape.softcap);
+  }
+}
+
+// Multiplies gradients of capped scores by 1 - tanh^2. What is masked lies below -cap.
+SKYRL_INLINE void add_cap_gradient(const float* scores, int64_t count, float cap, float* grads) {
+  const float factor = 1.0f / cap;
+  for (int64_t k = 0; k < count; ++k) {
+    const float t = factor * (scores[k] < -cap ? -cap : scores[k]);
+    grads[k] *= 1.0f - t * t;
   }
 }
 
@@ -191,21 +236,23 @@ SKYRL_INLINE float exponentials(float* scores, int64_t count, float origin) {
   return static_cast<float>(sum_lanes(sum));
 }
 
-void forward(const Tile& tile, const HeadShape& shape, const int32_t* ends, QueryRows query,
-             const PackedHead& key, const PackedHead& value, const TileMemory& memory, OutRows out,
-             float* lse) {
+void forward(const Tile& tile, const HeadShape& shape, const NodeLimits& limits, QueryRows query,
+             const PackedHead& key, const PackedHead& value, const float* sink,
+             const TileMemory& memory, OutRows out, float* lse) {
   const int64_t padded = shape.padded, rows = padded_rows(tile.num_queries);
   copy_rows(query, tile.num_queries, shape, shape.scale * kLog2E, memory.queries);
   memset(memory.outs, 0, sizeof(float) * rows * padded);
-  float origin[kTileQueries], sums[kTileQueries] = {};
-  for (float& one : origin) one = -INFINITY;
+  float origin[kTileQueries], sums[kTileQueries];
+  for (float& one : origin) one = sink == nullptr ? -INFINITY : kLog2E * *sink;
+  for (float& one : sums) one = sink == nullptr ? 0.0f : 1.0f;
   for (int64_t done = 0; done < tile.num_blocks; done += kBlocksAtOnce) {
     const int64_t left = tile.num_blocks - done,
                   count = left < kBlocksAtOnce ? left : kBlocksAtOnce;
     const KeyBlock* blocks = tile.blocks + done;
     multiply_transposed(memory.queries, padded, rows, shape.size, key.transposed, blocks, count,
                         memory.scores);
-    mask_scores(tile, ends, blocks, count, kUnseen, memory.scores);
+    cap_rows(shape, rows, count, memory.scores);
+    mask_scores(tile, limits, blocks, count, kUnseen, memory.scores);
     for (int64_t r = 0; r < rows; ++r) {
       float* scores = memory.scores + r * kKeysAtOnce;
       const float most = largest(scores, count * kKeyBlock, origin[r]);
@@ -229,7 +276,7 @@ void forward(const Tile& tile, const HeadShape& shape, const int32_t* ends, Quer
   }
 }
 
-void backward(const Tile& tile, const HeadShape& shape, const int32_t* ends, QueryRows query,
+void backward(const Tile& tile, const HeadShape& shape, const NodeLimits& limits, QueryRows query,
               const PackedHead& key, const PackedHead& value, QueryRows out, QueryRows grad,
               const float* lse, const TileMemory& memory, OutRows query_grad, float* key_grad,
               float* value_grad) {
@@ -253,16 +300,23 @@ void backward(const Tile& tile, const HeadShape& shape, const int32_t* ends, Que
     const KeyBlock* blocks = tile.blocks + done;
     multiply_transposed(queries, padded, rows, shape.size, key.transposed, blocks, count,
                         memory.scores);
-    mask_scores(tile, ends, blocks, count, kUnseen, memory.scores);
+    cap_rows(shape, rows, count, memory.scores);
+    mask_scores(tile, limits, blocks, count, kUnseen, memory.scores);
     multiply_transposed(memory.grads, padded, rows, shape.size, value.transposed, blocks, count,
                         memory.score_grads);
     for (int64_t r = 0; r < rows; ++r) {
       float* scores = memory.scores + r * kKeysAtOnce;
       float* grads = memory.score_grads + r * kKeysAtOnce;
-      exponentials(scores, count * kKeyBlock, origin[r]);
       const Vec shift = set1(-inner[r]);
       for (int64_t k = 0; k < count * kKeyBlock; k += kLanes) {
-        store_lanes(grads + k, mul(load(scores + k), add(load(grads + k), shift)));
+        store_lanes(grads + k, add(load(grads + k), shift));
+      }
+      if (shape.softcap > 0) {
+        add_cap_gradient(scores, count * kKeyBlock, kLog2E * shape.softcap, grads);
+      }
+      exponentials(scores, count * kKeyBlock, origin[r]);
+      for (int64_t k = 0; k < count * kKeyBlock; k += kLanes) {
+        store_lanes(grads + k, mul(load(scores + k), load(grads + k)));
       }
     }
     add_transposed_product(memory.scores, rows, padded, memory.grads, blocks, count, value_grad);

@@ -1,7 +1,8 @@
 // Tiles of tree attention: a few consecutive nodes as queries, and the blocks of nodes that they
 // attend to. Internal to tree_attention_cpu.cpp; the kernels are compiled once per SIMD level.
 //
-// A node j is seen by node i if j <= i < ends[j]: by itself, and by the nodes below it.
+// A node j is seen by node i if j <= i < ends[j]: by itself, and by the nodes below it; where a
+// node's sight is limited, if also depths[j] >= least_depths[i].
 #pragma once
 
 #include <stdint.h>
@@ -17,6 +18,12 @@ constexpr int64_t kKeysAtOnce = kKeyBlock * kBlocksAtOnce;
 struct KeyBlock {
   int32_t number;
   bool masked;
+};
+
+struct NodeLimits {
+  const int32_t* ends;          // padded with 0 to full blocks
+  const int32_t* depths;        // likewise
+  const int32_t* least_depths;  // null: no limit
 };
 
 // D is the head size, P the same rounded up to kKeyBlock. Packed operands of one head: `transposed`
@@ -37,6 +44,7 @@ struct HeadShape {
   int64_t size;    // D
   int64_t padded;  // P
   float scale;     // of the scores
+  float softcap;   // of the scaled scores; 0: none
 };
 
 // Scratch memory of one thread, in floats.
@@ -62,15 +70,15 @@ struct OutRows {
 };
 
 struct TileKernels {
-  // lse: of the tile's queries, log2 of the sum of 2^(score log2 e).
-  void (*forward)(const Tile& tile, const HeadShape& shape, const int32_t* ends, QueryRows query,
-                  const PackedHead& key, const PackedHead& value, const TileMemory& memory,
-                  OutRows out, float* lse);
+  // sink: the head's; null: none. lse: of the tile's queries, log2 of the sum of 2^(score log2 e).
+  void (*forward)(const Tile& tile, const HeadShape& shape, const NodeLimits& limits,
+                  QueryRows query, const PackedHead& key, const PackedHead& value,
+                  const float* sink, const TileMemory& memory, OutRows out, float* lse);
   // Adds to key_grad and value_grad, (nodes, P); key_grad is still to be multiplied by log 2.
-  void (*backward)(const Tile& tile, const HeadShape& shape, const int32_t* ends, QueryRows query,
-                   const PackedHead& key, const PackedHead& value, QueryRows out, QueryRows grad,
-                   const float* lse, const TileMemory& memory, OutRows query_grad, float* key_grad,
-                   float* value_grad);
+  void (*backward)(const Tile& tile, const HeadShape& shape, const NodeLimits& limits,
+                   QueryRows query, const PackedHead& key, const PackedHead& value, QueryRows out,
+                   QueryRows grad, const float* lse, const TileMemory& memory, OutRows query_grad,
+                   float* key_grad, float* value_grad);
 };
 
 const TileKernels& tree_tiles_baseline();

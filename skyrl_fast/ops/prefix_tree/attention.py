@@ -1,5 +1,8 @@
 """Attention on prefix trees: each node attends to itself and the nodes above it.
 
+A window or chunks limit how far up its path a node sees; the distance of two nodes is that of their
+tokens in a row.
+
 T nodes in depth-first order, H heads, D head size.
 """
 
@@ -7,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ import torch
 from torch import Tensor
 
 from skyrl_fast._C import TreeTiles
+from skyrl_fast.ops.prefix_tree.reference import masked_attention
 from skyrl_fast.ops.prefix_tree.tiles import tile_attention
 from skyrl_fast.ops.prefix_tree.tree import ancestor_mask
 
@@ -33,16 +37,28 @@ class TreeAttention:
         kind: "tiles": kernels for the CPU, which compute few masked pairs; float64 by a dense
             mask. "dense": one boolean mask of all pairs. "flex": FlexAttention with a block mask.
         num_nodes: T, with padding.
-        ends: (T,) int32, as in `PrefixTree`.
-        tiles: for "tiles".
-        mask: for "dense", (1, 1, T, T) bool; for "flex" a `BlockMask`.
+        parents, ends: (T,) int32, as in `PrefixTree`.
+        masks: by kind, window and chunk, each made at its first use, since layers differ in these:
+            "tiles", `TreeTiles`; "dense", (1, 1, T, T) bool; "flex", a `BlockMask`.
     """
 
     kind: str
     num_nodes: int
+    parents: Tensor
     ends: Tensor
-    tiles: TreeTiles | None = None
-    mask: Any = None
+    masks: dict[tuple[str, int | None, int | None], Any] = field(default_factory=dict)
+
+    def mask(self, kind: str, window: int | None = None, chunk: int | None = None) -> Any:
+        """Return what says which nodes a node sees."""
+        key = (kind, window, chunk)
+        if key not in self.masks:
+            if kind == "tiles":
+                self.masks[key] = TreeTiles(self.parents, self.ends, window or 0, chunk or 0)
+            elif kind == "dense":
+                self.masks[key] = seen_nodes(self.ends, window, chunk)[None, None]
+            else:
+                self.masks[key] = flex_block_mask(self.ends, window, chunk)
+        return self.masks[key]
 
 
 def kind_for(num_nodes: int, device: torch.device | str) -> str:
@@ -89,19 +105,27 @@ def plan_tree_attention(
     if kind == "tiles":
         if torch.device(device).type != "cpu":
             raise ValueError(f"{OP}: kind 'tiles' runs on the CPU, got {device}")
-        return TreeAttention(kind, num_nodes, ends, tiles=TreeTiles(parents, ends))
-    ends = ends.to(device)
-    if kind == "dense":
-        return TreeAttention(kind, num_nodes, ends, mask=ancestor_mask(ends)[None, None])
-    if num_nodes % FLEX_BLOCK:
+        plan = TreeAttention(kind, num_nodes, parents, ends)
+        plan.mask(kind)  # which checks the tree
+        return plan
+    if kind == "flex" and num_nodes % FLEX_BLOCK:
         raise ValueError(
             f"{OP}: kind 'flex' needs a multiple of {FLEX_BLOCK} nodes, got {num_nodes}"
         )
-    return TreeAttention(kind, num_nodes, ends, mask=flex_block_mask(ends))
+    return TreeAttention(kind, num_nodes, parents, ends.to(device))
 
 
 def tree_attention(
-    query: Tensor, key: Tensor, value: Tensor, plan: TreeAttention, *, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: TreeAttention,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return (1, H, T, D): softmax attention of each node over itself and the nodes above it.
 
@@ -113,9 +137,13 @@ def tree_attention(
         key, value: (1, G, T, D) with H a multiple of G; consecutive query heads share one.
         plan: for trees with T nodes.
         scale: scale of the scores; None: 1 / sqrt(D).
+        window: a node sees only the last `window` nodes of its path, itself included.
+        chunk: a node sees only nodes whose depth, divided by `chunk`, is the same.
+        softcap: scores become softcap * tanh(score / softcap).
+        sinks: (H,) floats, a score per head that takes part in the softmax and has no value.
 
     Raises:
-        ValueError: shapes that do not match each other or the plan.
+        ValueError: shapes that do not match each other or the plan, or options out of range.
 
     Example:
         >>> plan = plan_tree_attention(torch.tensor([-1, 0, 0]), torch.tensor([3, 2, 3]))
@@ -124,16 +152,20 @@ def tree_attention(
         tensor([1.0000, 1.5000, 3.0000])
     """
     _check(query, key, value, plan)
+    _check_options(query, window, chunk, softcap, sinks)
     query, key, value = (autocast(x) for x in (query, key, value))
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    if plan.kind == "flex":
-        return _flex(query, key, value, plan.mask, scale)
-    if plan.tiles is not None and query.dtype != torch.float64:
-        return tile_attention(query, key, value, plan.tiles, scale)
+    kind = "dense" if plan.kind == "tiles" and query.dtype == torch.float64 else plan.kind
+    mask = plan.mask(kind, window, chunk)
+    if kind == "flex":
+        return _flex(query, key, value, mask, scale, softcap, sinks)
+    if kind == "tiles":
+        return tile_attention(query, key, value, sinks, mask, scale, softcap or 0.0)
+    if softcap is not None or sinks is not None:
+        return masked_attention(query, key, value, mask, scale=scale, softcap=softcap, sinks=sinks)
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-    mask = ancestor_mask(plan.ends) if plan.mask is None else plan.mask
     return torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=scale
     )
@@ -147,11 +179,48 @@ def autocast(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype(kind))
 
 
-def flex_block_mask(ends: Tensor) -> Any:
+def node_depths(ends: Tensor) -> Tensor:
+    """Return (T,) int64 depths, from 0: the nodes before a node, less those that ended by it.
+
+    Example:
+        >>> node_depths(torch.tensor([3, 2, 3, 4])).tolist()
+        [0, 1, 1, 0]
+    """
+    numbers = torch.arange(len(ends), device=ends.device)
+    ended = torch.zeros(len(ends) + 1, dtype=torch.int64, device=ends.device)
+    ended.scatter_add_(0, ends.long(), torch.ones_like(numbers))  # bincount waits for a GPU
+    return numbers - ended[:-1].cumsum(0)
+
+
+def least_depths(depths: Tensor, window: int | None, chunk: int | None) -> Tensor:
+    """Return the least depth of the nodes that nodes of some depths see."""
+    least = torch.zeros_like(depths)
+    if window is not None:
+        least = depths - window + 1
+    if chunk is not None:
+        least = torch.maximum(least, depths - depths % chunk)
+    return least
+
+
+def seen_nodes(ends: Tensor, window: int | None, chunk: int | None) -> Tensor:
+    """Return (T, T) bool, True where the row's node sees the column's.
+
+    Args:
+        ends: (T,) integers, as in `PrefixTree`.
+    """
+    seen = ancestor_mask(ends)
+    if window is None and chunk is None:
+        return seen
+    depths = node_depths(ends)
+    return seen & (depths[None] >= least_depths(depths, window, chunk)[:, None])
+
+
+def flex_block_mask(ends: Tensor, window: int | None = None, chunk: int | None = None) -> Any:
     """Return FlexAttention's block mask, without evaluating each pair of nodes.
 
     A block of keys before a block of queries is fully visible where the smallest end of its nodes
-    is after the last query, and fully masked where the largest is at or before the first query.
+    is after the last query, and fully masked where the largest is at or before the first query;
+    or by the same rule where the depths of all or of no keys are in reach of the queries.
 
     Args:
         ends: (T,) integers, T a multiple of 128.
@@ -165,14 +234,26 @@ def flex_block_mask(ends: Tensor) -> Any:
     before = numbers[None] < numbers[:, None]  # rows are blocks of queries, columns of keys
     full = before & (per_block.amin(1)[None] > last[:, None])
     seen = before & (per_block.amax(1)[None] > first[:, None])
-    partial = (seen & ~full) | torch.eye(count, dtype=torch.bool, device=ends.device)
     limits = ends.long()
 
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < limits[key])
 
+    rule = sees
+    if window is not None or chunk is not None:
+        depths = node_depths(ends)
+        least = least_depths(depths, window, chunk)
+        low, high = depths.view(count, -1).amin(1), depths.view(count, -1).amax(1)
+        full &= low[None] >= least.view(count, -1).amax(1)[:, None]
+        seen &= high[None] >= least.view(count, -1).amin(1)[:, None]
+
+        def reaches(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return sees(_batch, _head, query, key) & (depths[key] >= least[query])
+
+        rule = reaches
+    partial = (seen & ~full) | torch.eye(count, dtype=torch.bool, device=ends.device)
     return BlockMask.from_kv_blocks(
-        *_chosen(partial), *_chosen(full), BLOCK_SIZE=FLEX_BLOCK, mask_mod=sees
+        *_chosen(partial), *_chosen(full), BLOCK_SIZE=FLEX_BLOCK, mask_mod=rule
     )
 
 
@@ -189,7 +270,15 @@ def _chosen(blocks: Tensor) -> tuple[Tensor, Tensor]:
 _compiled_flex: list[Any] = []  # compiled at the first use
 
 
-def _flex(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float) -> Tensor:
+def _flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     from torch.nn.attention.flex_attention import flex_attention
 
     run: Any = flex_attention
@@ -198,7 +287,22 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float) ->
             _compiled_flex.append(torch.compile(flex_attention))
         run = _compiled_flex[0]
     shared = key.shape[1] != query.shape[1]
-    return run(query, key, value, block_mask=mask, scale=scale, enable_gqa=shared)
+    options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": shared}
+    if softcap is not None:
+        cap: float = softcap
+        options["score_mod"] = lambda score, *_: cap * torch.tanh(score / cap)
+    if sinks is None:
+        return run(query, key, value, **options)
+    try:
+        from torch.nn.attention.flex_attention import AuxRequest
+
+        out, aux = run(query, key, value, return_aux=AuxRequest(lse=True), **options)
+        lse = aux.lse
+    except ImportError:  # before torch 2.9
+        out, lse = run(query, key, value, return_lse=True, **options)
+    # The sink adds exp(sink) to the sum exp(lse) that the weights were divided by.
+    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
+    return out * share[..., None].to(out.dtype)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, plan: TreeAttention) -> None:
@@ -211,6 +315,28 @@ def _check(query: Tensor, key: Tensor, value: Tensor, plan: TreeAttention) -> No
         raise ValueError(
             f"{OP}: key and value must be (1, G, {plan.num_nodes}, {query.shape[3]}) with "
             f"{query.shape[1]} a multiple of G, got {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+
+
+def _check_options(
+    query: Tensor,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> None:
+    for name, size in (("window", window), ("chunk", chunk)):
+        if size is not None and (type(size) is not int or size < 1):
+            raise ValueError(f"{OP}: {name} must be a positive int or None, got {size!r}")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"{OP}: softcap must be positive and finite or None, got {softcap!r}")
+    if sinks is None:
+        return
+    wanted = (query.shape[1],)
+    if sinks.shape != wanted or not sinks.is_floating_point() or sinks.device != query.device:
+        raise ValueError(
+            f"{OP}: sinks must be {wanted} floats on {query.device}, got {tuple(sinks.shape)} "
+            f"{sinks.dtype} on {sinks.device}"
         )
 
 

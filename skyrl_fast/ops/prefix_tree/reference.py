@@ -1,9 +1,12 @@
-"""Plain-Python reference of prefix trees. N rows, T nodes."""
+"""Plain reference of prefix trees and of attention under a mask. N rows, T nodes, H heads."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
 
 
 @dataclass(slots=True)
@@ -77,3 +80,36 @@ def _visit(root: _Node, trees: Trees) -> None:
         waiting.append(node.number)
         below = [(child, node.number, depth + 1) for child in node.children.values()]
         waiting.extend(reversed(below))
+
+
+def masked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return (n, H, T, D) softmax attention, with scores in memory.
+
+    Args:
+        query: (n, H, T, D).
+        key, value: (n, G, T, D), H a multiple of G.
+        mask: bool, True where a query sees a key; broadcasts to (n, H, T, T).
+        softcap: replaces a score by softcap * tanh(score / softcap).
+        sinks: (H,) a score per head that takes part in the softmax and has no value.
+    """
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    scores = scale * (query @ key.transpose(-1, -2))
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    # In 32 bits at least, as torch's attention
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    return weights[..., : key.shape[-2]].to(value.dtype) @ value

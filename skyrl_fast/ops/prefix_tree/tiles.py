@@ -7,6 +7,7 @@ those of FlashAttention (Dao et al. 2022, arXiv:2205.14135), on a list of the bl
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,40 +16,65 @@ from torch import Tensor
 from skyrl_fast._C import TreeTiles
 from skyrl_fast.ops._backend import num_threads
 
+LOG2_E = 1 / math.log(2)
+
 
 def tile_attention(
-    query: Tensor, key: Tensor, value: Tensor, tiles: TreeTiles, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    tiles: TreeTiles,
+    scale: float,
+    softcap: float,
 ) -> Tensor:
     """Return (1, H, T, D) attention, with (1, T, H, D) consecutive in memory.
 
     Args:
         query: (1, H, T, D) float32, bfloat16 or float16, on the CPU.
         key, value: (1, G, T, D) of its dtype, H a multiple of G.
+        sinks: (H,), or None.
+        softcap: 0: none.
     """
-    result: Tensor = _TileAttention.apply(query, key, value, tiles, scale)
+    result: Tensor = _TileAttention.apply(query, key, value, sinks, tiles, scale, softcap)
     return result
 
 
 class _TileAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, tiles: TreeTiles, scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        tiles: TreeTiles,
+        scale: float,
+        softcap: float,
     ) -> Tensor:
-        ctx.tiles, ctx.scale, ctx.dtype = tiles, scale, query.dtype
+        ctx.tiles, ctx.scale, ctx.softcap, ctx.dtype = tiles, scale, softcap, query.dtype
         query, key, value = (_readable(x) for x in (query, key, value))
         out = _like(query)
         lse = out.new_empty(out.shape[1:3])
-        tiles.forward(query, key, value, scale, out, lse, num_threads())
-        ctx.save_for_backward(query, key, value, out, lse)
+        scores = None if sinks is None else sinks.detach().float().contiguous()
+        tiles.forward(query, key, value, scale, softcap, scores, out, lse, num_threads())
+        ctx.save_for_backward(query, key, value, out, lse, sinks)
         return out.to(ctx.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
+        *saved, sinks = ctx.saved_tensors
+        grad = _readable(grad)
         grads = tuple(_like(x) for x in saved[:3])
-        ctx.tiles.backward(saved, _readable(grad), ctx.scale, grads, num_threads())
-        return *(one.to(ctx.dtype) for one in grads), None, None
+        ctx.tiles.backward(tuple(saved), grad, ctx.scale, ctx.softcap, grads, num_threads())
+        of_sinks = None
+        if sinks is not None:
+            # A sink has no value, so its score's gradient is -p (grad . out) at each node.
+            out, lse = saved[3:]
+            shares = torch.exp2(LOG2_E * sinks.float()[:, None] - lse)
+            of_sinks = -(shares * (grad * out).sum(-1)[0]).sum(1).to(sinks.dtype)
+        return *(one.to(ctx.dtype) for one in grads), of_sinks, None, None, None
 
 
 def _readable(tensor: Tensor) -> Tensor:

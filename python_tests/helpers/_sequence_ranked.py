@@ -22,6 +22,11 @@ def make_models(ranks: Ranks) -> Models:
             "tree": (tiny_model(seed=2), {"tree": True}),
             "experts": (tiny_moe(), {"router_replay": True}),
             "experts on trees": (tiny_moe(seed=1), {"router_replay": True, "tree": True}),
+            "windows and sinks": (tiny_moe("gpt_oss", sliding_window=4), {}),
+            "windows and sinks on trees": (
+                tiny_moe("gpt_oss", seed=1, sliding_window=4),
+                {"tree": True},
+            ),
             "checkpointed": (checkpointed(tiny_moe()), {"router_replay": True}),
         },
         critic_on_trees=True,

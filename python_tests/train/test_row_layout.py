@@ -133,11 +133,11 @@ def test_bfloat16_measures_both_layouts(trained: bool) -> None:
 @pytest.mark.spec("tree.auto-unsupported")
 def test_what_trees_cannot_do_is_done_as_sequences(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model()
-    model.config.sliding_window, model.config.use_sliding_window = 8, True
+    model.config.alibi = True
     caplog.set_level("INFO")
     policy = Policy(model, tree=None)
-    assert not policy.tree and "has a window of 8 tokens" in caplog.text
-    with pytest.raises(ValueError, match="has a window of 8 tokens"):
+    assert not policy.tree and "adds a term per distance (ALiBi)" in caplog.text
+    with pytest.raises(ValueError, match="adds a term per distance"):
         Policy(model, tree=True)
 
 

@@ -57,6 +57,7 @@ CASES: dict[str, tuple[str, AlgorithmConfig]] = {
     "replayed routes on trees": ("experts on trees", AlgorithmConfig(policy_loss_type="gspo")),
     "activations made again": ("checkpointed", AlgorithmConfig()),
     "loss of the full mini-batch": ("tree", AlgorithmConfig(policy_loss_type="clip_cov")),
+    "windows and sinks on trees": ("windows and sinks on trees", AlgorithmConfig()),
     "KL to a reference": ("tree", AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1)),
 }
 
@@ -174,6 +175,6 @@ def test_what_cannot_be_divided_is_refused() -> None:
         Policy(tiny_model(), ranks=ranks)
     ranks.sequence = SequenceRanks(0, 2)
     model = tiny_model()
-    model.config.sliding_window, model.config.use_sliding_window = 16, True
-    with pytest.raises(ValueError, match=r"size: wanted 1 for this model: .*window"):
+    model.config.alibi = True
+    with pytest.raises(ValueError, match=r"size: wanted 1 for this model: .*ALiBi"):
         Policy(model, ranks=ranks)

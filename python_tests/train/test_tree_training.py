@@ -28,10 +28,11 @@ from skyrl_fast.ops.prefix_tree.attention import plan_tree_attention, tree_atten
 from skyrl_fast.ops.prefix_tree.tree import build_prefix_tree
 from skyrl_fast.train.model import micro_batch
 from skyrl_fast.train.model.critic import Critic, ValueModel
+from skyrl_fast.train.model.forward_pass import MicroBatch, NodeTree
 from skyrl_fast.train.model.micro_batch import plan_micro_batches, response_positions
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import Policy, load_model
-from skyrl_fast.train.model.tree_forward import prepare_for_trees
+from skyrl_fast.train.model.tree_forward import last_hidden_states, prepare_for_trees
 from skyrl_fast.train.update import accumulate_gradient, update_policy
 
 SIZES = {
@@ -510,17 +511,14 @@ def model_of(name: str, **changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: model_of("Mistral", sliding_window=4), "a window of 4 tokens"),
         (
-            lambda: model_of("Qwen2", use_sliding_window=True, sliding_window=4,
-                             max_window_layers=1),
-            "layers of sliding_attention",
+            lambda: model_of("Lfm2", layer_types=["conv", "full_attention"]),
+            "layers of conv, which depend on positions",
         ),
         (
             lambda: model_of("Llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
             "depends on the longest row",
         ),
-        (lambda: tiny_moe("gpt_oss"), "layers of sliding_attention"),
     ],
 )  # fmt: skip
 def test_unsupported_models_are_refused_with_the_reason(make: Any, reason: str) -> None:
@@ -547,11 +545,14 @@ def doge(**changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
+        # Its mask has a window that its attention function is not told.
         (
             lambda: wide(
-                tiny_moe("gpt_oss", layer_types=["full_attention"] * 2, use_sliding_window=False)
+                tiny_moe(
+                    "qwen2_moe", use_sliding_window=True, sliding_window=4096, max_window_layers=1
+                )
             ),
-            "the attention option s_aux is not supported",
+            "are not those of the rows",
         ),
         # Attends to the best 8 tokens of longer rows, which no layer type says.
         (lambda: doge(keep_window_size=8), "are not those of the rows"),
@@ -564,11 +565,155 @@ def doge(**changes: Any) -> Any:
             "keys and values of one head size, got 16 and 8",
         ),
     ],
-    ids=["sinks", "small window", "large window", "MLA"],
+    ids=["window of the mask", "small window", "large window", "MLA"],
 )  # fmt: skip
 def test_attention_that_trees_would_compute_wrongly_is_refused(make: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=f"cannot be trained as trees.*{reason}"):
         Policy(make(), tree=True)
+
+
+def llama4(**changes: Any) -> dict[str, Any]:
+    sizes = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 24}
+    rope = {"no_rope_layers": [1, 1, 1, 0], "attn_temperature_tuning": False}
+    return {"attention_chunk_size": 6, **sizes, **rope, **changes}
+
+
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+# Layers with windows, chunks, sinks, capped scores or without positions.
+PLACES: dict[str, dict[str, Any]] = {
+    "Gemma2": {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 1.5},
+    "Gemma3Text": {
+        "query_pre_attn_scalar": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "GptOss": LOCAL_EXPERTS,
+    "Mistral": {},
+    "Mixtral": LOCAL_EXPERTS,
+    "Qwen2": {"use_sliding_window": True, "max_window_layers": 2},
+    "Qwen3": {"use_sliding_window": True, "max_window_layers": 2},
+    "Phi3": {},
+    "Cohere2": {},
+    "Olmo3": {},
+    "Llama4Text": llama4(),
+    "SmolLM3": {
+        "no_rope_layers": [1, 0, 1, 0],
+        "use_sliding_window": True,
+        "max_window_layers": 2,
+    },
+}
+
+
+def places_model(name: str, **changes: Any) -> Any:
+    import transformers
+
+    window = {} if name == "Llama4Text" else {"sliding_window": 5}
+    sizes = SIZES | {"num_hidden_layers": 4} | window | PLACES[name] | changes
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    # The other implementations of experts do not take float64.
+    experts = {"experts_implementation": "eager"} if "num_local_experts" in sizes else {}
+    model = transformers.AutoModel.from_config(config, **experts).double().eval()
+    return wide(model)
+
+
+def hidden_and_gradients(
+    model: Any, states: Callable[[], list[torch.Tensor]]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    torch.manual_seed(1)
+    hidden = states()
+    loss = sum((h * torch.randn(h.shape, dtype=h.dtype)).sum() for h in hidden)
+    weights = [p for p in model.parameters() if p.requires_grad]
+    return hidden, [
+        g for g in torch.autograd.grad(loss, weights, allow_unused=True) if g is not None
+    ]
+
+
+@pytest.mark.spec("tree.equal-gradients", "tree.reach", "tree.sinks-and-caps")
+@pytest.mark.parametrize("name", PLACES)
+def test_layers_that_look_at_places(name: str) -> None:
+    model = places_model(name)
+    tree_rows = [
+        [4, 5, 6, 7, 8, 9, 10, 11, 12],
+        [4, 5, 6, 7, 8, 9, 3, 3, 4, 5, 6, 7, 8],
+        [4, 5, 13],
+    ]
+    rows = [torch.tensor(row) for row in [*tree_rows, [9, 8, 7, 6, 5, 4, 3]]]
+
+    def alone() -> list[torch.Tensor]:
+        return [model(input_ids=r[None], use_cache=False).last_hidden_state[0] for r in rows]
+
+    wanted, wanted_gradients = hidden_and_gradients(model, alone)
+    prepare_for_trees(model)
+    tree = build_prefix_tree(torch.cat(rows), torch.tensor([0, *map(len, rows)]).cumsum(0))
+    nothing = torch.zeros(0, dtype=torch.int64)
+    nodes = NodeTree(tree.parents, tree.ends, tree.positions.long()[None])
+    micro = MicroBatch(tree.tokens.long()[None], *[nothing] * 4, tree=nodes)
+
+    def on_tree() -> list[torch.Tensor]:
+        states = last_hidden_states(model, micro, torch.device("cpu"))
+        return [states[tree.nodes_of(number).long()] for number in range(len(rows))]
+
+    for states in (on_tree, alone):  # alone: by the attention function that also takes trees
+        got, got_gradients = hidden_and_gradients(model, states)
+        for one, two in zip(got, wanted, strict=True):
+            # norms, rotary embeddings and Gemma 2's softmax are float32 inside
+            torch.testing.assert_close(one, two, atol=2e-5, rtol=2e-5)
+        for one, two in zip(got_gradients, wanted_gradients, strict=True):
+            assert float((one - two).norm()) <= 1e-5 * float(two.norm())
+
+
+@pytest.mark.spec("tree.equal-gradients", "tree.reach")
+@pytest.mark.usefixtures("independent")
+@settings(max_examples=12)
+@given(
+    seed=st.integers(0, 10_000),
+    kind=st.sampled_from(["Mistral", "Gemma3Text", "Qwen3"]),
+    window=st.integers(1, 40),
+    budget=st.sampled_from([1, 30, 100, 10_000]),
+)
+def test_random_histories_with_windows(seed: int, kind: str, window: int, budget: int) -> None:
+    import transformers
+
+    def windowed() -> Any:
+        sizes = SIZES | PLACES[kind] | {"sliding_window": window, "num_hidden_layers": 2}
+        if "layer_types" in sizes:
+            sizes["layer_types"] = sizes["layer_types"][:2]
+        if "max_window_layers" in sizes:
+            sizes["max_window_layers"] = 1
+        config = getattr(transformers, f"{kind}Config")(**sizes)
+        return wide(transformers.AutoModelForCausalLM.from_config(config).double().eval())
+
+    batch = agent_batch(seed)
+    metrics, wanted = gradients(windowed(), batch, max_tokens_per_microbatch=1)
+    on_trees, got = gradients(windowed(), batch, max_tokens_per_microbatch=budget, tree=True)
+    assert on_trees["policy/loss"] == pytest.approx(metrics["policy/loss"], rel=1e-5, abs=1e-9)
+    assert_same_gradients(wanted, got, 1e-5)  # norms and rotary embeddings are float32 inside
+
+
+@pytest.mark.spec("tree.unsupported-models")
+def test_published_windows_are_probed_by_short_ones_and_restored() -> None:
+    model = places_model("Mistral", sliding_window=4096)
+    prepare_for_trees(model)
+    assert model.config.sliding_window == 4096
+    chunked = places_model("Llama4Text", attention_chunk_size=8192)
+    prepare_for_trees(chunked)
+    assert chunked.config.attention_chunk_size == 8192
+    gemma = places_model("Gemma3Text", sliding_window=4096)
+    prepare_for_trees(gemma)
+    assert [layer.self_attn.sliding_window for layer in gemma.layers] == [4096, None] * 2
+
+
+@pytest.mark.spec("tree.unsupported-models")
+def test_windows_that_a_pass_does_not_read_are_not_probed_by_short_ones() -> None:
+    model = places_model("Gemma3Text", layer_types=["full_attention"] * 4, sliding_window=4096)
+    with pytest.raises(ValueError, match="its setting sliding_window=4096 may limit"):
+        prepare_for_trees(model)
+
+
+@pytest.mark.spec("tree.unsupported-models")
+def test_queries_scaled_by_their_place_in_a_pass_are_refused() -> None:
+    model = places_model("Llama4Text", attn_temperature_tuning=True)
+    with pytest.raises(ValueError, match="scaled by their place in a pass"):
+        prepare_for_trees(model)
 
 
 @pytest.mark.spec("tree.unsupported-models")

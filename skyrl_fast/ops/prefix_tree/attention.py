@@ -161,6 +161,20 @@ def tree_attention(
         return _flex(query, key, value, mask, scale, softcap, sinks)
     if kind == "tiles":
         return tile_attention(query, key, value, sinks, mask, scale, softcap or 0.0)
+    return dense_attention(query, key, value, mask, scale=scale, softcap=softcap, sinks=sinks)
+
+
+def dense_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return `masked_attention` by torch's kernels where these have the options."""
     if softcap is not None or sinks is not None:
         return masked_attention(query, key, value, mask, scale=scale, softcap=softcap, sinks=sinks)
     repeats = query.shape[1] // key.shape[1]

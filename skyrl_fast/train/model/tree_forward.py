@@ -6,6 +6,9 @@ if a tree is given, and torch's usual attention otherwise. T nodes, H hidden siz
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +17,13 @@ from torch import Tensor
 
 from skyrl_fast.ops.prefix_tree.attention import (
     TreeAttention,
+    autocast,
+    dense_attention,
     kind_for,
     pad_trees,
     padded_size,
     plan_tree_attention,
+    seen_nodes,
     tree_attention,
 )
 from skyrl_fast.ops.prefix_tree.tree import build_prefix_tree
@@ -29,7 +35,9 @@ from skyrl_fast.train.model.sequence_part import padded, part_of
 from skyrl_fast.train.parallel.sequence_ranks import SINGLE, SequenceRanks
 
 ATTENTION = "skyrl_fast_tree"  # its name among transformers' attention functions
-FULL_ATTENTION = "full_attention"  # a layer type of transformers
+# Layer types of transformers.
+CHUNKED_ATTENTION = "chunked_attention"
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention", CHUNKED_ATTENTION})
 PLAN = "skyrl_fast_plan"  # keyword argument of its plan
 RANKS = "skyrl_fast_ranks"  # keyword argument of the ranks that share the tokens
 PROBE_ROWS = ((1, 2, 3, 4, 5), (1, 2, 6, 7), (1, 2, 3, 5, 5, 2), (1, 2))
@@ -39,6 +47,8 @@ PROBE_EXCESS = 8  # tokens of that row beyond the largest window
 # Integers of a config with one of these in their name may limit the keys that a token attends to.
 WINDOW_WORDS = ("window", "chunk", "index_topk", "local_attention")
 NO_WINDOWS = ("max_window_layers",)  # a number of layers
+# Settings that models read in each pass, and short values of them, which the probe's rows exceed.
+SHORT_REACH = {"sliding_window": 3, "attention_chunk_size": 4}
 # Keyword arguments of attention functions that change nothing in a causal pass without a cache.
 HARMLESS_OPTIONS = frozenset({"is_causal", "position_ids", "cache_position"})
 
@@ -50,10 +60,13 @@ def prepare_for_trees(backbone: Any) -> None:
     if reason is not None:
         raise ValueError(refusal + reason)
     try:
-        rows = _probe_rows(backbone)
+        short = _settings_read_in_passes(backbone, refusal)
+        window = _largest_window(backbone.config, short)
+        _check_testable(backbone.config, window, refusal)
+        rows = _probe_rows(backbone, window)
     except NotImplementedError as error:
         raise ValueError(f"{refusal}its input embeddings are unknown") from error
-    with in_float32(backbone):
+    with in_float32(backbone), _short_reach(backbone, short):
         expected = [_hidden_of_row(backbone, row, refusal) for row in rows]
     _register()
     before = backbone.config._attn_implementation
@@ -61,7 +74,7 @@ def prepare_for_trees(backbone: Any) -> None:
     try:
         if backbone.config._attn_implementation != ATTENTION:
             raise ValueError("its attention function cannot be replaced")
-        with in_float32(backbone):
+        with in_float32(backbone), _short_reach(backbone, short):
             difference = _probe(backbone, rows, expected)
         if difference is not None:
             raise ValueError(
@@ -150,22 +163,15 @@ def _name(backbone: Any) -> str:
 
 
 def _reason_against(config: Any) -> str | None:
-    others = {kind for kind in getattr(config, "layer_types", None) or () if kind != FULL_ATTENTION}
+    others = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
     if others:
         return (
             f"it has layers of {', '.join(sorted(others))}, which depend on positions in a sequence"
         )
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        return f"its attention has a window of {config.sliding_window} tokens"
-    if getattr(config, "attention_chunk_size", None):
-        return f"its attention works in chunks of {config.attention_chunk_size} tokens"
-    window = _largest_window(config)
-    limit = min(PROBE_LIMIT, getattr(config, "max_position_embeddings", None) or PROBE_LIMIT)
-    if window is not None and window[1] + PROBE_EXCESS > limit:
-        return (
-            f"its setting {window[0]}={window[1]} may limit the tokens that attention sees, and is "
-            "too large to be tested"
-        )
+    # Llama 4: a factor of the queries for each `floor_scale` tokens, by place in the pass.
+    no_rope = getattr(config, "no_rope_layers", None) or ()
+    if getattr(config, "attn_temperature_tuning", False) and not all(no_rope):
+        return "its queries are scaled by their place in a pass (attn_temperature_tuning)"
     for limit in rope_limits(config):
         return f"its rotary embedding ({limit.kind}) depends on the longest row of a pass"
     if getattr(config, "alibi", False):
@@ -173,8 +179,58 @@ def _reason_against(config: Any) -> str | None:
     return None
 
 
-def _largest_window(config: Any) -> tuple[str, int] | None:
-    """Return name and value of the largest setting that may limit attention; None without any."""
+def _check_testable(config: Any, window: tuple[str, int] | None, refusal: str) -> None:
+    """Raise ValueError for a setting that no row of the probe exceeds."""
+    limit = min(PROBE_LIMIT, getattr(config, "max_position_embeddings", None) or PROBE_LIMIT)
+    if window is not None and window[1] + PROBE_EXCESS > limit:
+        raise ValueError(
+            f"{refusal}its setting {window[0]}={window[1]} may limit the tokens that attention "
+            "sees, and is too large to be tested"
+        )
+
+
+def _settings_read_in_passes(backbone: Any, refusal: str) -> list[str]:
+    """Return the names in `SHORT_REACH` whose short values change the states of a row."""
+    names = [name for name in SHORT_REACH if type(getattr(backbone.config, name, None)) is int]
+    if not names:
+        return []
+    row = max(_probe_rows(backbone, None), key=len)
+    before = _hidden_of_row(backbone, row, refusal)
+    read = []
+    for name in names:
+        with _short_reach(backbone, [name]) as changed:
+            # Settings that are as short already are exceeded by the row as it is.
+            if changed and not torch.equal(_hidden_of_row(backbone, row, refusal), before):
+                read.append(name)
+    return read
+
+
+@contextlib.contextmanager
+def _short_reach(backbone: Any, names: Sequence[str]) -> Iterator[int]:
+    """Shorten windows and chunks of all layers; yield how many settings changed."""
+    modules = list(backbone.modules())
+    configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}
+    before = [
+        (owner, name, value)
+        for owner in (*configs.values(), *modules)
+        for name in names
+        if type(value := vars(owner).get(name)) is int and value > SHORT_REACH[name]
+    ]
+    try:
+        for owner, name, _ in before:
+            setattr(owner, name, SHORT_REACH[name])
+        yield len(before)
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def _largest_window(config: Any, others: Sequence[str]) -> tuple[str, int] | None:
+    """Return name and value of the largest setting that may limit attention; None without any.
+
+    Args:
+        others: settings that are left out.
+    """
     settings = {
         name: value
         for name, value in config.to_dict().items()
@@ -182,6 +238,7 @@ def _largest_window(config: Any) -> tuple[str, int] | None:
         and value > 0
         and any(word in name for word in WINDOW_WORDS)
         and not name.endswith(NO_WINDOWS)
+        and name not in others
     }
     if getattr(config, "use_sliding_window", True) is False:
         settings.pop("sliding_window", None)
@@ -209,7 +266,9 @@ def _attention(
     """Attention function for transformers: (n, H, L, D) in, (n, L, H, D) out."""
     plan: TreeAttention | None = options.pop(PLAN, None)
     ranks: SequenceRanks = options.pop(RANKS, SINGLE)
-    if plan is None and ranks.size == 1:
+    softcap, sinks = options.pop("softcap", None), options.pop("s_aux", None)
+    alone = plan is None and ranks.size == 1
+    if alone and softcap is None and sinks is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         out, _ = sdpa_attention_forward(
@@ -218,22 +277,52 @@ def _attention(
         return out, None
     if dropout > 0:
         raise ValueError(f"tree attention: dropout must be 0, got {dropout}")
+    window, chunk = options.pop("sliding_window", None), _chunk_of(module)
     _check_supported(key, value, options)
+    scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
     if ranks.size > 1:
         if key.shape[1] % ranks.size:  # fewer heads than ranks: each rank's queries need a copy
             repeats = query.shape[1] // key.shape[1]
             key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
         query, key, value = map(ranks.heads_for_tokens, (query, key, value))
+        sinks = None if sinks is None else sinks.chunk(ranks.size)[ranks.rank]
     if plan is not None:
-        out = tree_attention(query, key, value, plan, scale=scaling)
-    else:
+        out = tree_attention(
+            query,
+            key,
+            value,
+            plan,
+            scale=scale,
+            window=window,
+            chunk=chunk,
+            softcap=softcap,
+            sinks=sinks,
+        )
+    elif (window, chunk, softcap, sinks) == (None,) * 4:
         grouped = query.shape[1] != key.shape[1]
         out = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
+            query, key, value, is_causal=True, scale=scale, enable_gqa=grouped
         )
+    else:
+        mask = attention_mask if alone else None
+        if mask is None:  # a sequence is a tree without forks
+            length = query.shape[2]
+            ends = torch.full((length,), length, device=query.device)
+            mask = seen_nodes(ends, window, chunk)
+        query, key, value = (autocast(x) for x in (query, key, value))
+        out = dense_attention(query, key, value, mask, scale=scale, softcap=softcap, sinks=sinks)
     if ranks.size > 1:
         out = ranks.tokens_for_heads(out)
     return out.transpose(1, 2).contiguous(), None  # transformers' are contiguous too
+
+
+def _chunk_of(module: Any) -> int | None:
+    """Return the chunk size of an attention module's layer, which its function does not get."""
+    config, number = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    types = getattr(config, "layer_types", None)
+    if config is None or not types or number is None or types[number] != CHUNKED_ATTENTION:
+        return None
+    return int(config.attention_chunk_size)
 
 
 def _check_supported(key: Tensor, value: Tensor, options: dict[str, Any]) -> None:
@@ -250,11 +339,10 @@ def _check_supported(key: Tensor, value: Tensor, options: dict[str, Any]) -> Non
         )
 
 
-def _probe_rows(backbone: Any) -> list[Tensor]:
-    """Return rows with common prefixes, one of them longer than every window of the config."""
+def _probe_rows(backbone: Any, window: tuple[str, int] | None) -> list[Tensor]:
+    """Return rows with common prefixes, one of them longer than the window."""
     embedding = backbone.get_input_embeddings().weight
     rows = [torch.tensor(row) for row in PROBE_ROWS]
-    window = _largest_window(backbone.config)
     if window is not None:
         rows.append(torch.cat([rows[0], torch.arange(window[1] + PROBE_EXCESS - len(rows[0]))]))
     return [row.to(embedding.device) % embedding.shape[0] for row in rows]

@@ -47,7 +47,14 @@ LARGE = {
 }
 
 
-def policy(sizes: dict[str, Any], device: str, dtype: torch.dtype, budget: int) -> Policy:
+def policy(
+    sizes: dict[str, Any],
+    device: str,
+    dtype: torch.dtype,
+    budget: int,
+    *,
+    tree: bool | None = None,
+) -> Policy:
     """Return a Qwen2 with random weights, for forward passes of at most `budget` tokens."""
     torch.manual_seed(0)
     config = Qwen2Config(**sizes, max_position_embeddings=32768)
@@ -55,7 +62,7 @@ def policy(sizes: dict[str, Any], device: str, dtype: torch.dtype, budget: int) 
     if device == "cuda":
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
-    return Policy(model, tree=None, dtype=dtype, max_tokens_per_microbatch=budget)
+    return Policy(model, tree=tree, dtype=dtype, max_tokens_per_microbatch=budget)
 
 
 def batch_of(shape: str, history: str, divisor: int) -> StepBatch:

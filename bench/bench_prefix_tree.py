@@ -34,6 +34,8 @@ from bench._tree_steps import (
 )
 from skyrl_fast.batch.token_counts import token_counts
 from skyrl_fast.ops.prefix_tree.tree import build_prefix_tree
+from skyrl_fast.train.model.micro_batch import plan_micro_batches
+from skyrl_fast.train.model.packed_rows import pack_rows
 from skyrl_fast.train.model.policy import Policy
 
 ROUNDS = 9
@@ -42,8 +44,8 @@ TOLERANCE = 1e-3  # float32: different orders of summation
 
 
 @functools.cache
-def small_policy() -> Policy:
-    return policy(SMALL, "cpu", torch.float32, BUDGET)
+def small_policy(tree: bool | None = None) -> Policy:
+    return policy(SMALL, "cpu", torch.float32, BUDGET, tree=tree)
 
 
 @functools.cache
@@ -75,6 +77,34 @@ def test_forward_backward(benchmark: Any, contender: str, shape: str, history: s
         benchmark.extra_info["plan_share"] = (
             statistics.median(seconds) / benchmark.stats.stats.median
         )
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("contender", ["padded", "packed"])
+def test_kept_trajectories(benchmark: Any, contender: str, shape: str, history: str) -> None:
+    """Time sequences of losses that look at all rows of a trajectory, with and without padding."""
+    benchmark.group = f"agents {shape} {history}, sequences of complete trajectories"
+    batch = batch_of(shape, history, SMALL_DIVISOR)
+    plan = list(plan_micro_batches(batch, BUDGET // SMALL_DIVISOR, keep_trajectories=True))
+
+    def train(model: Policy) -> torch.Tensor:
+        model.model.zero_grad(set_to_none=True)
+        for micro in plan:
+            model.logprobs(micro)[0].sum().backward()
+        return gradient(model)
+
+    padded, packed = small_policy(), small_policy(tree=False)  # a backbone for trees packs no rows
+    difference = train(padded) - train(packed)
+    assert float(difference.norm() / gradient(padded).norm()) <= TOLERANCE
+    benchmark.extra_info["padded"] = sum(micro.input_ids.numel() for micro in plan)
+    rows = [pack_rows(packed.backbone, micro) for micro in plan]
+    benchmark.extra_info["packed"] = sum(
+        (micro if one is None else one).input_ids.numel()
+        for micro, one in zip(plan, rows, strict=True)
+    )
+    model = padded if contender == "padded" else packed
+    benchmark.pedantic(train, (model,), rounds=ROUNDS, warmup_rounds=0)
 
 
 @pytest.mark.parametrize("history", HISTORIES)

@@ -44,7 +44,7 @@ RECIPES = {"gsm8k": GSM8K["single_turn"], **SMOLLM, **QUICKSTART}
 KINDS = ("trl", "step", "auto", "merged")
 WARM_UP = 2  # batches
 PHASES = ("generate", "environment", "batch", "advantages", "forward_backward", "sync")
-SAMPLING_SECONDS = 0.5  # between two readings of the memory
+SAMPLING_SECONDS = 2.0  # between two readings of the memory, which cost milliseconds
 
 
 def main() -> None:
@@ -86,6 +86,7 @@ def table(options: argparse.Namespace) -> None:
     for _ in range(options.rounds):
         for kind, found in results.items():
             found.append(child(options, kind))
+            print(f"{kind}: {statistics.median(found[-1]['seconds']):.3f} s a batch", flush=True)
     print(
         "| rows | s a batch (least to most) | TRL / it | largest, GiB | all, GiB "
         "| sampled tokens a batch | phases, s |\n|---|---:|---:|---:|---:|---:|---|"
@@ -346,7 +347,7 @@ def rollout_of(config: Config, rows: dict[str, dict[str, Any]], tokenizer: Any) 
         return {
             "prompt_ids": first,
             "completion_ids": [ids[len(a) :] for ids, a in zip(tokens, first, strict=True)],
-            "logprobs": None,  # type: ignore[dict-item]  # as of TRL's own generation
+            "logprobs": None,  # as of TRL's own generation
             "env_mask": masks,
             "env_reward": rewards,
         }

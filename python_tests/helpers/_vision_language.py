@@ -53,7 +53,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], s
         *({**DEEP, "deepstack_visual_indexes": []}, {}, {"model.visual"}),
     ),
     "glm4v": (
-        *("Glm4v", {"rope_parameters": SECTIONS}, {**PATCHES, "image_size": 16}),
+        # vLLM reads whether there are biases, which transformers always has
+        *("Glm4v", {"rope_parameters": SECTIONS, "attention_bias": True}),
+        {**PATCHES, "image_size": 16},
         *(GLM_ENDS, {"model.visual"}),
     ),
     "gemma3": (

@@ -21,7 +21,9 @@ pytest.importorskip("transformers", minversion="5.0")
 
 UPDATES = 3
 TOLERANCE = 1e-5  # float32 on both sides; the kernels sum in another order
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}  # vLLM's smallest
+HEADS = {  # of the smallest size in vLLM
+    "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+}  # fmt: skip
 SECTIONS = {"rope_parameters": {**ROPE, "mrope_section": [6, 5, 5], "partial_rotary_factor": 1.0}}
 TOKENS = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
 FAMILIES: dict[str, dict[str, Any]] = {

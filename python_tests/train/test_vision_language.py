@@ -210,6 +210,7 @@ def test_an_adapter_is_of_the_language_model(family: str, tmp_path: Path) -> Non
     parts = tuple(f"{part}." for part in policy.frozen_parts)
     assert not any(name.startswith(parts) for name, _ in policy.named_weights())
     policy.save(tmp_path / "adapter")
+    assert not any((tmp_path / "adapter" / name).exists() for name in PROCESSOR)
     loaded = peft.PeftModel.from_pretrained(
         load_model(str(folder), device=CPU), str(tmp_path / "adapter")
     )

@@ -289,8 +289,9 @@ class Policy:
         else:
             weights = {name: value.cpu() for name, value in full_state_dict(self).items()}
             self.model.save_pretrained(folder, state_dict=weights)
-        for name, content in self._processor.items():
-            (folder / name).write_bytes(content)
+        if not self.has_adapter:
+            for name, content in self._processor.items():
+                (folder / name).write_bytes(content)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
 

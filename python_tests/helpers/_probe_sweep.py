@@ -186,7 +186,7 @@ class CopyEngine:
         self.model.load_state_dict(dict(held), strict=False)
         receipt = Receipt(digests, [], dtype_name(self.model.dtype))
         self.compute_dtype = self.model.dtype
-        check_receipts([receipt], call.sent)
+        check_receipts([receipt], call.sent.digests)
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Return logits in the engine's dtype, softmax in float32, as vLLM."""

@@ -9,7 +9,6 @@ import torch
 
 from skyrl_fast.rollout.engine.weights.receipt import (
     Receipt,
-    SentWeights,
     WeightSyncError,
     _sum_products,
     check_receipts,
@@ -70,7 +69,7 @@ def test_what_the_loader_took_is_recorded_and_confirmed() -> None:
     list(taken)
     receipt = replace(RECEIPT, digests=digests)
     assert read_receipts([asdict(receipt)]) == [receipt]
-    assert check_receipts([receipt, receipt], SentWeights(SENT)) == torch.bfloat16
+    assert check_receipts([receipt, receipt], SENT) == torch.bfloat16
 
 
 def test_a_file_has_the_digests_of_what_was_written() -> None:
@@ -107,17 +106,17 @@ def with_digests(**change: str | None) -> Receipt:
 )
 def test_other_weights_are_refused(receipts: list[Receipt], wanted: str) -> None:
     with pytest.raises(WeightSyncError, match=wanted):
-        check_receipts(receipts, SentWeights(SENT))
+        check_receipts(receipts, SENT)
 
 
 @pytest.mark.spec("sync.frozen-parts")
 def test_only_parameters_of_frozen_modules_may_get_nothing() -> None:
     # a name that what was sent has, too, would allow everything
-    sent = SentWeights(SENT, frozen={"model.visual", "model.embed_vision", "model.norm"})
+    frozen = ["model.visual", "model.embed_vision", "model.norm"]
     allowed = ["visual.blocks.0.attn.qkv.weight", "visual.merger.bias", "embed_vision.weight"]
-    assert check_receipts([replace(RECEIPT, unloaded=allowed)], sent) == torch.bfloat16
+    assert check_receipts([replace(RECEIPT, unloaded=allowed)], SENT, frozen) == torch.bfloat16
     for name in ("language_model.model.norm.weight", "visual_norm.weight", "model.visuals.weight"):
         with pytest.raises(WeightSyncError, match=f"got no new values: {name}. The state"):
-            check_receipts([replace(RECEIPT, unloaded=[*allowed, name])], sent)
+            check_receipts([replace(RECEIPT, unloaded=[*allowed, name])], SENT, frozen)
     with pytest.raises(WeightSyncError, match="values: embed_vision"):
-        check_receipts([replace(RECEIPT, unloaded=allowed)], SentWeights(SENT))
+        check_receipts([replace(RECEIPT, unloaded=allowed)], SENT)

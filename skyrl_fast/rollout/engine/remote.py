@@ -320,7 +320,7 @@ class RemoteEngine:
         if self._weight_sync in EXTENDED:
             with self._parsing(RPC):
                 receipts = read_receipts(answer["results"])
-            self.compute_dtype = check_receipts(receipts, call.sent)
+            self.compute_dtype = check_receipts(receipts, call.sent.digests, call.sent.frozen)
 
     async def reset_prefix_cache(self) -> None:
         await self._post("/reset_prefix_cache")

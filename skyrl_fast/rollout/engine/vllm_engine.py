@@ -335,7 +335,9 @@ class VllmEngine:
                 if isinstance(error, TimeoutError):
                     raise EngineDeadError(self._explain("did not load weights", error)) from error
                 raise WeightSyncError(f"vLLM could not load the new weights: {error}") from error
-        self.compute_dtype = check_receipts(read_receipts(answers), call.sent)
+        self.compute_dtype = check_receipts(
+            read_receipts(answers), call.sent.digests, call.sent.frozen
+        )
 
     async def _load_adapter(self, call: WorkerCall) -> Any:
         """Load an adapter under a name of its own, as vLLM caches keys and values by name."""

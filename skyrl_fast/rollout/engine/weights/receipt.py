@@ -9,7 +9,7 @@ Design: docs/design/007-rollout-and-weight-sync.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,35 +91,38 @@ def read_receipts(answers: Any) -> list[Receipt]:
     ]
 
 
-def check_receipts(receipts: Sequence[Receipt], sent: SentWeights) -> torch.dtype:
+def check_receipts(
+    receipts: Sequence[Receipt], sent: Mapping[str, str], frozen: Collection[str] = ()
+) -> torch.dtype:
     """Return the engine's dtype.
 
     Args:
-        sent: what the trainer has sent. Parameters of an engine that got nothing are allowed in
-            modules that training froze; the engine's model may have these elsewhere.
+        sent: the digests of the trainer's tensors by name.
+        frozen: modules whose parameters may have got none; the engine's model may have them
+            elsewhere.
 
     Raises:
         WeightSyncError: a worker has not loaded exactly these tensors, or a parameter got none.
     """
-    frozen = {part.rpartition(".")[2] for part in sent.frozen}
-    frozen -= {part for name in sent.digests for part in name.split(".")}
+    allowed = {part.rpartition(".")[2] for part in frozen}
+    allowed -= {part for name in sent for part in name.split(".")}
     if not receipts:
         raise WeightSyncError("no worker of the engine confirmed the new weights")
     for receipt in receipts:
-        got, expected = receipt.digests, sent.digests
-        _refuse("the engine did not receive", [name for name in expected if name not in got])
-        _refuse("the engine loaded unknown tensors", [name for name in got if name not in expected])
+        got = receipt.digests
+        _refuse("the engine did not receive", [name for name in sent if name not in got])
+        _refuse("the engine loaded unknown tensors", [name for name in got if name not in sent])
         _refuse(
             "the engine loaded other values than the trainer's",
             [
-                f"{name} (expected {expected[name]}, got {got[name]})"
-                for name in expected
-                if got[name] != expected[name]
+                f"{name} (expected {sent[name]}, got {got[name]})"
+                for name in sent
+                if got[name] != sent[name]
             ],
         )
         _refuse(
             "the engine's parameters got no new values",
-            [name for name in receipt.unloaded if frozen.isdisjoint(name.split("."))],
+            [name for name in receipt.unloaded if allowed.isdisjoint(name.split("."))],
             hint=". The state dict must contain every parameter under its Hugging Face name",
         )
     dtype = find_common_dtype(receipt.dtype for receipt in receipts)

@@ -52,6 +52,20 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "merged weights of LoRA without the adapter's scale",
+        "skyrl_fast/train/model/lora.py",
+        "a.to(dtype), alpha=scale)",
+        "a.to(dtype))",
+        ("train/test_lora.py",),
+    ),
+    Fault(
+        "an engine reads all weights at the start of the trainer's memory",
+        "skyrl_fast/rollout/engine/weights/transports/memory.py",
+        "parts.append([*info, tensor.data_ptr() - self._first if tensor.numel() else 0])",
+        "parts.append([*info, 0])",
+        ("rollout/test_weight_memory.py",),
+    ),
+    Fault(
         "a trajectory's reward is that of the row before its last",
         "csrc/advantage/advantage_cpu.cpp",
         "row_reward(kOp, rewards, layout, t->last_row[j]);",

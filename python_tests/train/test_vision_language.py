@@ -41,7 +41,17 @@ from skyrl_fast.train.model.policy import Policy, load_model
 from skyrl_fast.train.update import update_policy
 
 CPU = torch.device("cpu")
-TREES = {"qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "glm4v", "mistral3", "internvl"}
+TREES = {
+    "gemma3",
+    "gemma4",
+    "llama4",
+    "mistral3",
+    "internvl",
+    "glm4v",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+}
 PROCESSOR = {"preprocessor_config.json": {"image_processor_type": "Fast"}, "chat_template.json": {}}
 
 

@@ -60,7 +60,8 @@ def prepare_for_trees(backbone: Any) -> None:
     if reason is not None:
         raise ValueError(refusal + reason)
     try:
-        short = _settings_read_in_passes(backbone, refusal)
+        with in_float32(backbone):
+            short = _settings_read_in_passes(backbone, refusal)
         window = _largest_window(backbone.config, short)
         _check_testable(backbone.config, window, refusal)
         rows = _probe_rows(backbone, window)

@@ -38,7 +38,7 @@ def load(memory: SharedMemory, weights: Any, dtype: torch.dtype | None = None) -
     worker = Worker()
     with memory(weights, dtype) as call:
         answers = [getattr(worker, call.method)(*call.arguments)]
-        check_receipts(read_receipts(answers), call.sent)
+        check_receipts(read_receipts(answers), call.sent.digests)
         return call.method, {name: value.clone() for name, value in worker.model.loaded.items()}
 
 
@@ -107,4 +107,4 @@ def test_a_change_while_the_engine_loads_is_an_error() -> None:
             model.w.add_(1)
         answers = [getattr(worker, call.method)(*call.arguments)]
         with pytest.raises(WeightSyncError, match=r"other values than the trainer's: w \("):
-            check_receipts(read_receipts(answers), call.sent)
+            check_receipts(read_receipts(answers), call.sent.digests)

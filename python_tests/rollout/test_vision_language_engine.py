@@ -51,6 +51,7 @@ def make_folder(family: str, folder: Path, tokenizer: Any) -> Policy:
     if family == "gemma4":
         sizes["vocab_size_per_layer_input"] = len(tokenizer)
     model = vision_language_model(family, **sizes)
+    model.get_output_embeddings().weight.data.mul_(0.25)  # rounding grows with the logits
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     return Policy(load_model(str(folder), device=torch.device("cpu")))

@@ -68,7 +68,7 @@ class FakePool:
         self.events.append("verify")
         return self.report
 
-    async def update(self, weights: Any, make_probe: Any) -> Any:
+    async def update(self, weights: Any, make_probe: Any, frozen: Any) -> Any:
         for name, _ in weights:
             self.events.append(name)
         self.events.append("load")
@@ -76,6 +76,8 @@ class FakePool:
 
 
 class FakePolicy:
+    frozen_parts = ()
+
     def __init__(self, events: list[str]) -> None:
         self.events = events
 

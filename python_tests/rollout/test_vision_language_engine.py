@@ -30,7 +30,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4": {"global_head_dim": 32, "hidden_size_per_layer_input": 32},
     "gemma3": {"query_pre_attn_scalar": 32},
     "qwen3_vl": SECTIONS,
-    "qwen2_5_vl": SECTIONS,
     "glm4v": SECTIONS,
     "internvl": {},
 }

@@ -308,14 +308,16 @@ def reward_of(config: Config, rows: dict[str, dict[str, Any]]) -> Callable[..., 
 def rollout_of(config: Config, rows: dict[str, dict[str, Any]], tokenizer: Any) -> Any:
     """Return a `rollout_func` of TRL's that plays the turns of text2sql."""
     from skyrl_fast.extras.text2sql.env import Text2SqlEnv
-    from skyrl_fast.rollout.context import make_context
+    from skyrl_fast.rollout.chat_template import ChatTemplate
+    from skyrl_fast.rollout.context import begin_context
 
     generator = config.generator
     settings = {"db_path": config.environment.skyrl_gym.text2sql["db_path"]}
     threads = ThreadPoolExecutor(os.cpu_count())
 
     def rollout(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
-        contexts = [make_context("append", tokenizer, prompt) for prompt in prompts]
+        template = ChatTemplate(tokenizer)
+        contexts = [begin_context("append", template, prompt) for prompt in prompts]
         first = [list(context.prompt_token_ids()) for context in contexts]
         environments = [
             Text2SqlEnv(settings, {"max_turns": generator.max_turns, **rows[json.dumps(prompt)]})

@@ -16,9 +16,12 @@ from skyrl_fast.config import SamplingParams
 from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
+from skyrl_fast.rollout.engine.weights.transports.file import receive_by_file
+from skyrl_fast.rollout.engine.weights.transports.memory import receive_from_memory
 
 GATHER_SECONDS = 0.002  # for which a batch waits for more requests
 MAX_BATCH = 256
+RECEIVERS = {"load_weights_file": receive_by_file, "load_weights_memory": receive_from_memory}
 STOP_TAIL = 24  # last tokens in which a stop string is looked for
 
 
@@ -95,11 +98,9 @@ class TorchEngine:
             return await asyncio.to_thread(self._prompt_logprobs, list(token_ids))
 
     async def load_weights(self, call: WorkerCall) -> None:
-        """Load a safetensors file of new weights."""
-        from safetensors.torch import load_file
-
+        """Load new weights, of a file or of the trainer's memory."""
         async with self._lock:
-            weights = load_file(call.arguments[0])
+            weights = dict(RECEIVERS[call.method](*call.arguments))
             self._model.load_state_dict(weights, strict=False)  # tied ones once
 
     async def sleep(self) -> None:

@@ -22,7 +22,7 @@ from skyrl_fast.config.algorithm import (
     policy_loss_spec,
 )
 from skyrl_fast.config.corrections import MAX_KL_STEP
-from skyrl_fast.config.engine import InferenceEngineConfig
+from skyrl_fast.config.engine import LORA_RANKS, InferenceEngineConfig
 from skyrl_fast.config.loggers import LOGGERS
 from skyrl_fast.config.progress import PROGRESS
 from skyrl_fast.config.sampling import SamplingParams, check_sampling
@@ -39,7 +39,6 @@ from skyrl_fast.setting import ConfigError, EnvironmentValue, limit_error, tools
 from skyrl_fast.system.printable import shorten
 
 YAML = (".yaml", ".yml")  # of an override that is a file
-MAX_ENGINE_RANK = 512  # of vLLM's adapters
 _NEAR = 0.75  # similarity of a misspelled name, see difflib
 
 # Names of TRL, verl and vLLM.
@@ -354,9 +353,9 @@ def _check_lora(config: Config) -> None:
             f"{key}.weight_sync: expected auto or merged for engines on servers or a cluster, got "
             "adapter"
         )
-    if lora.rank > MAX_ENGINE_RANK:
+    if lora.rank > LORA_RANKS[-1]:
         raise ConfigError(
-            f"{key}.rank: expected at most {MAX_ENGINE_RANK}, vLLM's limit, unless "
+            f"{key}.rank: expected at most {LORA_RANKS[-1]}, vLLM's limit, unless "
             f"{key}.weight_sync=merged, got {lora.rank}"
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from skyrl_fast.rollout.engine.pool import PooledEngine
 from skyrl_fast.rollout.engine.ray_engine import EngineBundle, RayEngine
 from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
-from skyrl_fast.rollout.engine.vllm_start import VllmSetup
+from skyrl_fast.rollout.engine.vllm_start import VllmSetup, read_model_config
 from skyrl_fast.rollout.engine.weights.group import BACKENDS
 from skyrl_fast.rollout.engine.weights.transfer import Transport
 from skyrl_fast.rollout.engine.weights.transports.broadcast import send_by_broadcast
@@ -224,7 +223,7 @@ def _find_cached_folder(path: str) -> str:
 
 def read_positions(model_path: str) -> int | None:
     """Return the model's `max_position_embeddings`; None: unknown, or with scaled RoPE."""
-    model = _read_model_config(model_path)
+    model = read_model_config(model_path)
     model = model.get("text_config") or model
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
     is_scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
@@ -233,23 +232,9 @@ def read_positions(model_path: str) -> int | None:
 
 def _read_vocab_size(model_path: str) -> int | None:
     """Return the number of the model's token ids; None: unknown."""
-    model = _read_model_config(model_path)
+    model = read_model_config(model_path)
     text = model.get("text_config") or {}
     return model.get("vocab_size", text.get("vocab_size"))
-
-
-def _read_model_config(model_path: str) -> dict[str, Any]:
-    """Return the model's config.json; empty if there is none."""
-    path = Path(model_path) / "config.json"
-    if not path.is_file():
-        return {}
-    try:
-        model = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path}: invalid JSON: {error}") from error
-    if not isinstance(model, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(model).__name__}")
-    return model
 
 
 def _log_limited_top_k(sampling: SamplingParams) -> None:

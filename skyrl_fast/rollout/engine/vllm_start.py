@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from skyrl_fast.config import InferenceEngineConfig
+from skyrl_fast.config.engine import LORA_RANKS
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -35,7 +36,6 @@ CPU_CACHE_GIB = "1"  # of keys and values; another: the variable VLLM_CPU_KVCACH
 # whose steps gain nothing by a second thread, and SmolLM2-135M (538 MB), whose steps take 0.7 of
 # the time.
 LARGE_MODEL_BYTES = 64 << 20
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has memory layouts for
 NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -112,7 +112,7 @@ def _on_cpu() -> bool:
 
 def engine_args(setup: VllmSetup) -> dict[str, Any]:
     """Return the arguments of vLLM's AsyncEngineArgs."""
-    engine, model_config = setup.engine, _read_model_config(setup.model)
+    engine, model_config = setup.engine, read_model_config(setup.model)
     text_config = model_config.get("text_config") or model_config
     dtype = engine.model_dtype
     if dtype == "auto":
@@ -167,10 +167,18 @@ def engine_args(setup: VllmSetup) -> dict[str, Any]:
     return args
 
 
-def _read_model_config(model: str) -> dict[str, Any]:
-    path = Path(model) / "config.json"
-    config: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {}
-    return config
+def read_model_config(model_path: str) -> dict[str, Any]:
+    """Return the model's config.json; empty if there is none."""
+    path = Path(model_path) / "config.json"
+    if not path.is_file():
+        return {}
+    try:
+        model = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: invalid JSON: {error}") from error
+    if not isinstance(model, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(model).__name__}")
+    return model
 
 
 def engine_environment(setup: VllmSetup) -> dict[str, str]:

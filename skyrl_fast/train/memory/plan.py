@@ -323,7 +323,8 @@ def _spare_bytes(
     held = 0
     if trainer.placement.num_ranks > 1:
         models = [measure.policy_size(config)]
-        models += [measure.size(path) for path in (trainer.critic.model.path,) if path]
+        if trainer.critic.model.path is not None:
+            models.append(measure.size(trainer.critic.model.path))
         held = GRADIENT_BYTES * max(model.trained_parameters for model in models)
     held = held if held <= left else 0
     tokens, _ = _pass_tokens(config, _row_length(config))

@@ -46,8 +46,8 @@ class PackedRows:
 def find_packed_support(backbone: Any) -> bool:
     """Return whether packed rows are exact in a backbone, which `pack_rows` remembers.
 
-    A sequence must have the same hidden states, to the last bit, whatever is beside it in its row,
-    and those that it has alone, up to rounding. Layers with a state that runs on have not.
+    A sequence must have the same hidden states, to the last bit, whatever else is in its row, and
+    those that it has alone, up to rounding. Layers with a state that runs on have not.
     """
     device = next(backbone.parameters()).device
     vocabulary = backbone.get_input_embeddings().weight.shape[0]

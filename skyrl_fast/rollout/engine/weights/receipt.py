@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -161,11 +162,16 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     if rest := -data.numel() % _WORD:
         data = torch.cat([data, data.new_zeros(rest)])
     words = data.view(torch.int64)
-    places = torch.arange(1, 2 * min(_CHUNK, words.numel()) + 1, 2, device=data.device)
+    places = _odd_places(data.device)
     total: Any = words.new_zeros(())
     for chunk in words.split(_CHUNK):  # int64 wraps around
         total = total * _FACTOR + _sum_products(chunk, places[: chunk.numel()])
     return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}:{int(total) % (1 << 64):016x}"
+
+
+@cache  # with other work on the cores, torch's threads take milliseconds to make it
+def _odd_places(device: torch.device) -> torch.Tensor:
+    return torch.arange(1, 2 * _CHUNK, 2, device=device)
 
 
 def _sum_products(one: torch.Tensor, other: torch.Tensor) -> Any:

@@ -52,6 +52,34 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "a fork starts from no state",
+        "skyrl_fast/train/model/tree_states.py",
+        "torch.stack(above) if above else None",
+        "torch.zeros_like(torch.stack(above)) if above else None",
+        ("train/test_tree_training.py",),
+    ),
+    Fault(
+        "a child's gradient does not reach the state of its parent",
+        "skyrl_fast/train/model/tree_states.py",
+        "torch.stack(above) if above else None",
+        "torch.stack(above).detach() if above else None",
+        ("train/test_tree_training.py",),
+    ),
+    Fault(
+        "a segment's convolution does not see the path above",
+        "skyrl_fast/train/model/tree_states.py",
+        "                tails[:, column] = above",
+        "                tails[:, column] = -1",
+        ("train/test_tree_training.py",),
+    ),
+    Fault(
+        "padding changes the state that children start from",
+        "skyrl_fast/train/model/tree_states.py",
+        "pads_parents=limits is None or limits[0] <= 0",
+        "pads_parents=True",
+        ("train/test_tree_training.py",),
+    ),
+    Fault(
         "merged weights of LoRA without the adapter's scale",
         "skyrl_fast/train/model/lora.py",
         "a.to(dtype), alpha=scale)",

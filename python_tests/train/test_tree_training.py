@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +36,7 @@ from skyrl_fast.train.model.micro_batch import plan_micro_batches, response_posi
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import Policy, load_model
 from skyrl_fast.train.model.tree_forward import last_hidden_states, prepare_for_trees
+from skyrl_fast.train.model.tree_states import TreeSegments
 from skyrl_fast.train.update import accumulate_gradient, update_policy
 
 SIZES = {
@@ -512,8 +516,8 @@ def model_of(name: str, **changes: Any) -> Any:
     ("make", "reason"),
     [
         (
-            lambda: model_of("Lfm2", layer_types=["conv", "full_attention"]),
-            "layers of conv, which depend on positions",
+            lambda: model_of("MiniMax", layer_types=["linear_attention", "full_attention"]),
+            "layers of linear_attention, which depend on positions",
         ),
         (
             lambda: model_of("Llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
@@ -687,6 +691,152 @@ def test_random_histories_with_windows(seed: int, kind: str, window: int, budget
     on_trees, got = gradients(windowed(), batch, max_tokens_per_microbatch=budget, tree=True)
     assert on_trees["policy/loss"] == pytest.approx(metrics["policy/loss"], rel=1e-5, abs=1e-9)
     assert_same_gradients(wanted, got, 1e-5)  # norms and rotary embeddings are float32 inside
+
+
+DELTA_NET = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8},
+    **{"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
+}
+MAMBA2 = {
+    **{"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_ssm": 32, "mamba_expand": 2},
+    **{"mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8},
+}
+# Layers with a state: a recurrence, a short convolution, or both.
+STATES: dict[str, dict[str, Any]] = {
+    "Qwen3Next": {**DELTA_NET, "mlp_only_layers": [0, 1]},
+    "Qwen3_5Text": DELTA_NET,
+    "OlmoHybrid": DELTA_NET,
+    "Lfm2": {"layer_types": ["conv", "full_attention"]},
+    "Bamba": {**MAMBA2, "attn_layer_indices": [1]},
+    "FalconH1": MAMBA2,
+    "GraniteMoeHybrid": {
+        **MAMBA2,
+        **{"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 0},
+    },
+    # Its time steps have a least value: no token leaves its state as it is.
+    "Mamba2": {
+        **{"num_heads": 4, "head_dim": 8, "expand": 2, "state_size": 8, "n_groups": 2},
+        **{"chunk_size": 8, "time_step_limit": (0.1, float("inf"))},
+    },
+}
+STATE_ROWS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 80)), min_size=1, max_size=6)
+
+
+class WithFloat64:
+    """torch for transformers' recurrences, which compute in float32: float64 in its place."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def state_model(name: str, **changes: Any) -> Any:
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(**SIZES | STATES[name] | changes)
+    model = transformers.AutoModel.from_config(config).double().eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@contextlib.contextmanager
+def float64_throughout(model: Any, *, tensors: bool = True) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in {type(part).__module__ for part in model.modules()}:
+            if name.startswith("transformers."):
+                patch.setattr(sys.modules[name], "torch", WithFloat64())
+        if tensors:
+            patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield
+
+
+@pytest.mark.spec("tree.states", "tree.equal-gradients")
+@pytest.mark.parametrize("name", STATES)
+@settings(max_examples=6)
+@given(forks=STATE_ROWS, seed=st.integers(0, 1000))
+def test_layers_with_a_state(name: str, forks: list[tuple[int, int]], seed: int) -> None:
+    """Random tries, with segments shorter and longer than a recurrence's chunk."""
+    torch.manual_seed(seed)
+    model = state_model(name)
+    rows: list[torch.Tensor] = []
+    for shared, own in forks:  # each row leaves the one before
+        above = rows[-1][:shared] if rows else torch.zeros(0, dtype=torch.int64)
+        rows.append(torch.cat([above, torch.randint(3, 16, (own,))]))
+    rows = [row for row in rows if len(row) > 1] or [torch.tensor([3, 4])]
+    tree = build_prefix_tree(torch.cat(rows), torch.tensor([0, *map(len, rows)]).cumsum(0))
+    nothing = torch.zeros(0, dtype=torch.int64)
+    nodes = NodeTree(tree.parents, tree.ends, tree.positions.long()[None])
+    micro = MicroBatch(tree.tokens.long()[None], *[nothing] * 4, tree=nodes)
+
+    def alone() -> list[torch.Tensor]:
+        return [model(input_ids=r[None], use_cache=False).last_hidden_state[0] for r in rows]
+
+    def on_tree() -> list[torch.Tensor]:
+        states = last_hidden_states(model, micro, torch.device("cpu"))
+        return [states[tree.nodes_of(number).long()] for number in range(len(rows))]
+
+    with float64_throughout(model):
+        wanted, wanted_gradients = hidden_and_gradients(model, alone)
+    prepare_for_trees(model)
+    with float64_throughout(model):
+        for states in (on_tree, alone):
+            got, got_gradients = hidden_and_gradients(model, states)
+            for one, two in zip(got, wanted, strict=True):
+                torch.testing.assert_close(one, two, atol=1e-9, rtol=1e-9)
+            for one, two in zip(got_gradients, wanted_gradients, strict=True):
+                # relative to the gradient; those of weights that hardly count are rounding
+                assert float((one - two).norm()) <= 1e-8 * max(1e-3, float(two.norm()))
+
+
+@pytest.mark.spec("tree.states", "tree.equal-gradients")
+@pytest.mark.usefixtures("independent")
+@pytest.mark.parametrize("budget", [1, 40, 100_000])
+def test_states_in_cut_trees_and_in_recomputed_layers(budget: int, tmp_path: Path) -> None:
+    import transformers
+
+    sizes = SIZES | DELTA_NET
+    config = transformers.Qwen3_5TextConfig(**sizes)
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    grads = []
+    for checkpointing, tree in ((False, False), (True, True)):
+        model = load_model(
+            str(tmp_path), device=torch.device("cpu"), gradient_checkpointing=checkpointing
+        ).double()
+        with float64_throughout(model, tensors=False):
+            options = {"tree": tree, "max_tokens_per_microbatch": budget if tree else 1}
+            grads.append(gradients(model, agent_batch(3), **options)[1])
+    assert_same_gradients(*grads, 1e-6)  # norms are float32 inside
+
+
+@pytest.mark.spec("tree.states")
+def test_ranks_do_not_share_the_tokens_of_layers_with_a_state() -> None:
+    with pytest.raises(ValueError, match="ranks cannot share the tokens of layers with a state"):
+        prepare_for_trees(state_model("Lfm2"), shares_tokens=True)
+
+
+@pytest.mark.spec("tree.states")
+def test_padding_is_one_segment_and_forks_begin_new_ones() -> None:
+    #   0 - 1 - 2 - 3      a row that ends at 3, one that forks after 1, three padding nodes
+    #        \ 4 - 5
+    parents = torch.tensor([-1, 0, 1, 2, 1, 4, -1, -1, -1], dtype=torch.int32)
+    segments = TreeSegments(parents, torch.device("cpu"))
+    groups, places = segments.groups(pads_parents=True)
+    assert [group.nodes.tolist() for group in groups] == [
+        [[0, 1, 1], [6, 7, 8]],
+        [[2, 3], [4, 5]],
+    ]
+    assert [group.has_children for group in groups] == [True, False]
+    assert groups[1].parents == [0, 0]
+    assert places.tolist() == [0, 1, 5, 6, 7, 8, 2, 3, 4]
+    nodes, own = segments.with_tails(2)
+    assert nodes.tolist() == [-1, -1, 0, 1, 0, 1, 2, 3, 0, 1, 4, 5, -1, -1, 6, 7, 8]
+    assert nodes[own].tolist() == list(range(9))
+    exact, _ = segments.groups(pads_parents=False)
+    assert [group.nodes.tolist() for group in exact[:2]] == [[[6, 7, 8]], [[0, 1]]]
 
 
 @pytest.mark.spec("tree.unsupported-models")

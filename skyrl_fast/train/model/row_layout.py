@@ -85,7 +85,7 @@ def supports_trees(backbone: Any, tree: bool | None, sequence: SequenceRanks = S
         return False
     check_heads(backbone.config, sequence.size)
     try:
-        prepare_for_trees(backbone)
+        prepare_for_trees(backbone, shares_tokens=sequence.size > 1)
     except ValueError as error:
         if sequence.size > 1:
             raise ValueError(f"{SETTING}: wanted 1 for this model: {error}") from error

@@ -32,6 +32,7 @@ from skyrl_fast.train.model.lm_head import in_float32
 from skyrl_fast.train.model.packed_rows import pack_rows
 from skyrl_fast.train.model.rope_limits import rope_limits
 from skyrl_fast.train.model.sequence_part import padded, part_of
+from skyrl_fast.train.model.tree_states import SEGMENTS, TreeSegments, replace_state_functions
 from skyrl_fast.train.parallel.sequence_ranks import SINGLE, SequenceRanks
 
 ATTENTION = "skyrl_fast_tree"  # its name among transformers' attention functions
@@ -53,10 +54,17 @@ SHORT_REACH = {"sliding_window": 3, "attention_chunk_size": 4}
 HARMLESS_OPTIONS = frozenset({"is_causal", "position_ids", "cache_position"})
 
 
-def prepare_for_trees(backbone: Any) -> None:
-    """Make a transformers backbone accept trees; its results without trees are unchanged."""
+def prepare_for_trees(backbone: Any, *, shares_tokens: bool = False) -> None:
+    """Make a transformers backbone accept trees; its results without trees are unchanged.
+
+    Args:
+        shares_tokens: whether several ranks share the tokens of a pass.
+    """
     refusal = f"trainer.rows: {_name(backbone)} cannot be trained as trees: "
-    reason = _reason_against(backbone.config)
+    has_states = replace_state_functions(backbone)
+    if has_states and shares_tokens:
+        raise ValueError(f"{refusal}ranks cannot share the tokens of layers with a state")
+    reason = _reason_against(backbone.config, has_states=has_states)
     if reason is not None:
         raise ValueError(refusal + reason)
     try:
@@ -147,6 +155,7 @@ def _with_attention(
     ranks: SequenceRanks = SINGLE,
 ) -> Tensor:
     """Return (n, L, H) last hidden states of (n, L) tokens or nodes at (n, L) positions."""
+    segments = None if plan is None else TreeSegments(plan.parents, ids.device)
     # A mask of four dimensions keeps transformers from building its own.
     no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
     result: Tensor = backbone(
@@ -154,7 +163,7 @@ def _with_attention(
         position_ids=positions,
         attention_mask=no_mask,
         use_cache=False,
-        **{PLAN: plan, RANKS: ranks},
+        **{PLAN: plan, RANKS: ranks, SEGMENTS: segments},
     ).last_hidden_state
     return result
 
@@ -163,9 +172,9 @@ def _name(backbone: Any) -> str:
     return type(backbone).__name__
 
 
-def _reason_against(config: Any) -> str | None:
+def _reason_against(config: Any, *, has_states: bool) -> str | None:
     others = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
-    if others:
+    if others and not has_states:
         return (
             f"it has layers of {', '.join(sorted(others))}, which depend on positions in a sequence"
         )
@@ -267,6 +276,7 @@ def _attention(
     """Attention function for transformers: (n, H, L, D) in, (n, L, H, D) out."""
     plan: TreeAttention | None = options.pop(PLAN, None)
     ranks: SequenceRanks = options.pop(RANKS, SINGLE)
+    options.pop(SEGMENTS, None)
     softcap, sinks = options.pop("softcap", None), options.pop("s_aux", None)
     alone = plan is None and ranks.size == 1
     if alone and softcap is None and sinks is None:

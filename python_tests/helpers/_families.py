@@ -42,6 +42,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "eos": "<|return|>",
         "special": ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>"],
     },
+    "granite33": {
+        "eos": "<|end_of_text|>",
+        "special": ["<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>"],
+    },
     "kimi_k2": {
         "eos": "<|im_end|>",
         "special": [f"<|im_{name}|>" for name in ("system", "user", "assistant", "middle")],
@@ -56,6 +60,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"eos": "<|end_of_text|>", "bos": "<|begin_of_text|>"},
         "special": ["<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>"],
     },
+    "llama4": {
+        **{"eos": "<|eot|>", "bos": "<|begin_of_text|>"},
+        "special": ["<|header_start|>", "<|header_end|>", "<|eom|>", "<|end_of_text|>"],
+    },
     "mistral_v3": {
         **{"eos": "</s>", "bos": "<s>"},
         "special": [
@@ -68,6 +76,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi4": {"eos": "<|im_end|>", "special": ["<|im_start|>", "<|im_sep|>"]},
     "qwen25": CHATML,
     "qwen3": CHATML,
+    "qwen35": CHATML,
     "smollm3": CHATML,
     "chatml": CHATML,
     "chatml base": {"eos": "<|endoftext|>", "special": ["<|im_start|>", "<|im_end|>"]},

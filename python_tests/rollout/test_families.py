@@ -42,6 +42,12 @@ KIMI = (
     '{{"at": "{n}"}}<|tool_call_end|><|tool_calls_section_end|><|im_end|>'
 )
 LLAMA = '{{"name": "look", "parameters": {{"at": "{n}"}}}}<|eot_id|>'
+LLAMA4 = LLAMA.replace("<|eot_id|>", "<|eot|>")
+GRANITE = '<|tool_call|>[{{"name": "look", "arguments": {{"at": "{n}"}}}}]<|end_of_text|>'
+QWEN35 = (
+    "hm {n}\n</think>\n\n<tool_call>\n<function=look>\n<parameter=at>\n{n}\n</parameter>\n"
+    "</function>\n</tool_call><|im_end|>"
+)
 MISTRAL = '[TOOL_CALLS] [{{"name": "look", "arguments": {{"at": "{n}"}}, "id": "callid00{n}"}}]</s>'
 # What a model of the family samples in round n, with its end token: without and with thoughts.
 SAMPLES = {
@@ -49,13 +55,16 @@ SAMPLES = {
     "gemma3": ("answer {n}<end_of_turn>", None),
     "glm45": ("\n<think></think>" + GLM, "\n<think>hm {n}</think>" + GLM),
     "gpt_oss": (OSS, "<|channel|>analysis<|message|>hm {n}<|end|><|start|>assistant" + OSS),
+    "granite33": (GRANITE, None),
     "kimi_k2": (KIMI, None),
     "llama31": (LLAMA, None),
     "llama31 base": (LLAMA, None),
+    "llama4": (LLAMA4, None),
     "mistral_v3": (MISTRAL, None),
     "phi4": (CHATML, None),
     "qwen25": (HERMES, None),
     "qwen3": (HERMES, "<think>\nhm {n}\n</think>\n\n" + HERMES),
+    "qwen35": (None, QWEN35),
     "smollm3": (CHATML, None),
     "chatml": (CHATML, None),
     "chatml base": (CHATML, None),
@@ -82,7 +91,7 @@ TRAINED_OTHERWISE = {
 def conversation(name: str, thinks: bool) -> list[dict[str, Any]]:
     """Return a user's message, then an answer and what follows it in each round."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "task"}]
-    calls = '"at"' in str(SAMPLES[name]) or name == "glm45"
+    calls = '"at"' in str(SAMPLES[name]) or name in ("glm45", "qwen35")
     for n in range(ROUNDS):
         answer: dict[str, Any] = {"role": "assistant", "content": f"answer {n}"}
         follows: dict[str, Any] = {"role": "user", "content": f"more {n}"}
@@ -211,6 +220,8 @@ ENDS = [  # family, the end that was sampled
     ("chatml", "<|im_end|>"),
     ("llama31 base", "<|eot_id|>"),
     ("llama31", "<|eot_id|>"),
+    ("llama4", "<|eot|>"),
+    ("granite33", "<|end_of_text|>"),
     ("llama31", "<|eom_id|>"),
     ("gpt_oss", "<|return|>"),
     ("glm45", "<|user|>"),

@@ -31,7 +31,7 @@ from skyrl_fast.train.model.tree_forward import padded_trees
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
 from skyrl_fast.train.parallel.rank_processes import started_ranks
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK, Ranks
-from skyrl_fast.train.parallel.sequence_ranks import SequenceRanks
+from skyrl_fast.train.parallel.sequence_ranks import SequenceRanks, check_heads
 
 SIZES = [
     pytest.param(("cpu", SHARED), id="two"),
@@ -178,3 +178,14 @@ def test_what_cannot_be_divided_is_refused() -> None:
     model.config.alibi = True
     with pytest.raises(ValueError, match=r"size: wanted 1 for this model: .*ALiBi"):
         Policy(model, ranks=ranks)
+
+
+def test_one_rank_needs_no_number_of_heads() -> None:
+    class HeadsByLayer:
+        @property
+        def num_attention_heads(self) -> int:
+            raise RuntimeError("it may vary across layers")  # as transformers' configs do
+
+    check_heads(HeadsByLayer(), 1)
+    with pytest.raises(RuntimeError, match="vary"):
+        check_heads(HeadsByLayer(), 2)

@@ -146,8 +146,8 @@ def find_head(model: Any, autocast: Callable[[], contextlib.AbstractContextManag
     """Return the head of a causal LM, which gives the model's logits and their gradients.
 
     Raises:
-        ValueError: the model changes its logits in another way than `LmHead` can, or by parameters
-            that would not be trained.
+        ValueError: the model is not causal, or changes its logits in another way than `LmHead`
+            can, or by parameters that would not be trained.
     """
     head = model.get_output_embeddings()
     if head is None or not hasattr(model, "base_model"):
@@ -185,6 +185,7 @@ def _probe_head(
     with in_float32(model):
         with torch.no_grad():
             hidden = _last_hidden_states(model, ids)
+            _check_causal(model, ids, hidden)
         inputs, scale, soft_cap = _fit(model, head, ids)
     hidden_scale = _hidden_scale(model, inputs, hidden)
     if getattr(head, "bias", None) is not None and hidden_scale != 1.0:
@@ -201,6 +202,18 @@ def _last_hidden_states(model: Any, ids: torch.Tensor) -> torch.Tensor:
         name = type(backbone(model)).__name__
         raise ValueError(f"policy: the output of {name} has no last_hidden_state; not supported")
     return hidden
+
+
+def _check_causal(model: Any, ids: torch.Tensor, hidden: torch.Tensor) -> None:
+    """Raise ValueError if states depend on later tokens: rows share their common beginnings."""
+    for length in range(1, ids.shape[1]):
+        alone = _last_hidden_states(model, ids[:, :length])
+        difference = (alone - hidden[:, :length]).abs().max().item()
+        if not difference <= PROBE_TOLERANCE * max(1.0, hidden.abs().max().item()):
+            raise ValueError(
+                f"policy: expected a causal LM, got {type(model).__name__}, whose hidden states "
+                f"depend on later tokens (largest difference {difference:.3g})"
+            )
 
 
 def _fit(model: Any, head: Any, ids: torch.Tensor) -> tuple[torch.Tensor, float, float | None]:

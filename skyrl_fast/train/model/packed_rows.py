@@ -50,7 +50,7 @@ def find_packed_support(backbone: Any) -> bool:
     those that it has alone, up to rounding. Layers with a state that runs on have not.
     """
     device = next(backbone.parameters()).device
-    vocabulary = backbone.get_input_embeddings().weight.shape[0]
+    vocabulary = backbone.config.get_text_config().vocab_size
     ids = torch.arange(8 * len(PROBE)).view(-1, 8) % vocabulary
     positions = torch.tensor([[*range(a), *range(b)][:8] + [0] * (8 - a - b) for a, b in PROBE])
     second = [slice(a, a + b) for a, b in PROBE]

@@ -428,6 +428,8 @@ def remove_dropout(model: Any) -> None:
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and _is_of_randomness(name):
                 setattr(module, name, 0.0)
+                if "jitter" in name:  # Phi-3.5-MoE: sampled experts, with gradients of their own
+                    module.training = False
 
 
 def _random_state_kept(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -445,7 +447,7 @@ def refuse_random_passes(
     if not any(module.training for module in model.modules()):
         return
     base, device = backbone(model), next(model.parameters()).device
-    vocabulary = base.get_input_embeddings().weight.shape[0]
+    vocabulary = base.config.get_text_config().vocab_size
     ids = torch.arange(PROBE_TOKENS, device=device)[None] % vocabulary
 
     def random_state() -> torch.Tensor:

@@ -1,0 +1,146 @@
+"""Tiny random models of every type that transformers has a causal language model of.
+
+A type's sizes are found by the names of its settings; layers of several kinds take turns, windows
+and chunks are shorter than the rows that they are tried on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+
+from python_tests.helpers._vision_language import FAMILIES, vision_language_config
+
+NUM_LAYERS = 4
+DEVIATION = 0.2  # of the weights: the usual 0.02 would hide faults
+# Settings of the same meaning. Heads are of the smallest size that vLLM has on a CPU.
+SIZES: dict[int, str] = {
+    320: "vocab_size decoder_vocab_size vocab_size_per_layer_input encoder_hash_byte_group_vocab "
+    "ngram_vocab_size_base unpadded_vocab_size pronunciation_vocab_size shape_vocab_size",
+    128: "hidden_size d_model n_embd embedding_size embedding_dim emb_dim word_embed_proj_dim "
+    "attention_hidden_size lru_width input_embedding_size output_embedding_size mamba_d_ssm",
+    64: "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim dff dim_ff d_inner n_inner "
+    "ffn_hidden_size intermediate_size_mlp feed_forward_size dense_intermediate_size "
+    "shared_intermediate_size moe_intermediate_size shared_expert_intermediate_size "
+    "shared_experts_intermediate_size expert_ffn_hidden_size moe_shared_expert_intermediate_size "
+    "mamba_expand_size ple_embed_dim",
+    32: "head_dim swa_head_dim d_head dim_head kv_channels global_head_dim index_head_dim "
+    "attention_head_size query_pre_attn_scalar linear_key_head_dim linear_value_head_dim "
+    "linear_head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim kv_lora_rank q_lora_rank "
+    "hidden_size_per_layer_input rotary_dim mamba_head_dim mamba_headdim mamba_d_head "
+    "pronunciation_embed_dim shape_embed_dim",
+    16: "ssm_state_size state_size mamba_d_state time_step_rank mamba_dt_rank hc_lowrank "
+    "o_lora_rank gated_norm_rank laurel_rank loop_gate_rank adapter_rank d_rel rel_extent "
+    "router_hidden_size index_n_heads",  # of few heads many scores are 0, and ties are arbitrary
+    NUM_LAYERS: "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers "
+    "num_encoder_layers num_decoder_layers num_blocks num_attention_heads n_head n_heads num_heads "
+    "decoder_attention_heads encoder_attention_heads attention_heads num_encoder_attention_heads "
+    "num_decoder_attention_heads swa_num_attention_heads linear_num_value_heads linear_num_heads "
+    "mamba_n_heads mamba_num_heads n_mamba_heads num_experts n_routed_experts num_local_experts "
+    "moe_num_experts num_query_groups",
+    2: "num_key_value_heads num_kv_heads swa_num_key_value_heads linear_num_key_heads "
+    "num_experts_per_tok moe_k moe_topk zero_expert_num num_global_key_value_heads index_topk "
+    "n_groups mamba_n_groups",
+    1: "n_group topk_group num_expert_group n_shared_experts first_k_dense_replace o_groups "
+    "num_dense_layers",
+    5: "sliding_window sliding_window_size window_size attention_window_size local_attention "
+    "attention_chunk_size keep_window_size",
+    8: "chunk_size mamba_chunk_size block_size index_block_size",
+    512: "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length "
+    "max_target_positions",
+}
+# What the names do not tell.
+_MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [6, 5, 5]}
+_MROPE |= {"partial_rotary_factor": 1.0}
+_LATENT_HEADS = {"num_key_value_heads": 4}
+_HEADS = {"head_dim": 32}
+_MAMBA = {"mamba_expand": 1}
+_UNSHARED = {"num_kv_shared_layers": 0}
+_POSITIONS = {"rope_parameters": _MROPE, **_HEADS}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"n_group": 1, "topk_group": 1, "num_experts": 4},
+    "bamba": _MAMBA,
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "dots3_note": _LATENT_HEADS,
+    "dots3_note_text": _LATENT_HEADS,
+    "gemma3n_text": _UNSHARED,
+    "gemma4": _UNSHARED,
+    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
+    "glm4v": _POSITIONS,
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granitemoehybrid": _MAMBA,
+    "hunyuan_v1_dense": _HEADS,
+    "hunyuan_v1_moe": _HEADS,
+    "internvl": {"layer_types": ["full_attention"] * NUM_LAYERS, **_HEADS},
+    "kimi_linear": {"n_group": 1, "topk_group": 1, "num_experts": 4},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mamba2": {"expand": 1},
+    "ministral": _HEADS,
+    "mistral3": _HEADS,
+    "nemotron": _HEADS,
+    "qwen2_5_vl": _POSITIONS,
+    "qwen3_vl": _POSITIONS,
+    "qwen3_vl_moe": _POSITIONS,
+    "zaya": {"num_experts_per_tok": 1},
+}
+SIZE_OF = {name: size for size, names in SIZES.items() for name in names.split()}
+NEEDED = ("num_experts_per_tok",)  # though it may be None
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def tiny_config(kind: str) -> Any:
+    """Return a config of a type: of a causal language model, or of a vision-language one."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if kind in FAMILIES:
+        sizes = _tiny_sizes(vision_language_config(kind).get_text_config())
+        return vision_language_config(kind, **(sizes | SETTINGS.get(kind, {})))
+    config_class = CONFIG_MAPPING[kind]
+    own = SETTINGS.get(kind, {})
+    return config_class(**(_tiny_settings(config_class, own) | own))
+
+
+def _tiny_settings(config_class: Any, own: dict[str, Any]) -> dict[str, Any]:
+    with contextlib.suppress(Exception):  # some have no default
+        default = config_class()
+        parts = {
+            name: _tiny_settings(type(part), {})
+            for name in getattr(config_class, "sub_configs", {})
+            if (part := getattr(default, name, None)) is not None
+        }
+        return _tiny_sizes(default) | parts
+    return {"hidden_size": 128, **TOKENS}
+
+
+def _tiny_sizes(config: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for name, value in config.to_dict().items():
+        if name in SIZE_OF and (value is not None or name in NEEDED):
+            settings[name] = SIZE_OF[name]
+        elif isinstance(value, list) and len(value) > 2 and name.endswith(("types", "block_type")):
+            settings[name] = list(islice(cycle(dict.fromkeys(value)), NUM_LAYERS))
+    if "kv_lora_rank" in settings:  # latent attention has a key for each query head
+        settings["num_key_value_heads"] = settings["num_attention_heads"]
+    if getattr(config, "is_decoder", None) is False:
+        settings["is_decoder"] = True
+    return {**settings, "model_type": config.model_type, **TOKENS}
+
+
+def tiny_model(kind: str) -> Any:
+    """Return a float32 model, as it is loaded."""
+    from skyrl_fast.config.model_folder import find_auto_class
+
+    config = tiny_config(kind)
+    torch.manual_seed(0)
+    # grouped products of experts have no float64
+    model = find_auto_class(config).from_config(config, experts_implementation="eager")
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=DEVIATION)
+        else:  # so that a bias or a factor that is left out shows
+            parameter.data.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()

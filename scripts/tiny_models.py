@@ -85,6 +85,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": _POSITIONS,
     "qwen3_vl": _POSITIONS,
     "qwen3_vl_moe": _POSITIONS,
+    "zamba": {"attention_hidden_size": 256, "attention_head_dim": 64},
+    "zamba2": {"attention_hidden_size": 256, "attention_head_dim": 64, "mamba_headdim": 64},
     "zaya": {"num_experts_per_tok": 1},
 }
 SIZE_OF = {name: size for size, names in SIZES.items() for name in names.split()}

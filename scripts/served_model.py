@@ -1,0 +1,104 @@
+"""Train a tiny model of a type for three updates with a real engine of it; print how that went.
+
+    python -m scripts.served_model gemma3
+
+The last line of the output is `exact`, or why the engine does not serve the type. Exits with 1 if
+engine and trainer differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from bench._tokenizer import byte_level_tokenizer
+from python_tests.helpers._weights import update_engine
+from scripts.models_page import BUDGET, agent_rows
+from scripts.tiny_models import tiny_model
+from skyrl_fast.config import InferenceEngineConfig
+from skyrl_fast.rollout.engine.protocol import EngineDeadError
+from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
+from skyrl_fast.rollout.engine.vllm_start import VllmSetup
+from skyrl_fast.rollout.engine.weights.probe import WeightProbe
+from skyrl_fast.train.model.micro_batch import plan_micro_batches, response_positions
+from skyrl_fast.train.model.policy import Policy, load_model
+
+UPDATES = 3
+LEARNING_RATE = 1e-2
+TOLERANCE = 1e-5  # float32 on both sides; the kernels sum in another order
+CHANGED = 1e-2  # of log-probabilities by the updates, or nothing is verified
+HEAD_SCALE = 0.25  # rounding grows with the logits
+POSITIONS = 128
+ERROR = re.compile(r"\b(?:\w+Error|ValidationError): .*")
+
+
+async def compare_updates(policy: Policy, engine: VllmEngine) -> tuple[float, float]:
+    """Return the largest difference from the engine after each update, and what these changed."""
+    batch = agent_rows()
+    assert batch.advantages is not None
+    generator = torch.Generator().manual_seed(1)
+    probe = WeightProbe(
+        engine,
+        probe=torch.randint(40, 240, (2, 48), generator=generator).tolist(),
+        trainer_logprobs=lambda rows: [policy.sequence_logprobs(ids) for ids in rows],
+    )
+    reports = [await probe.verify()]
+    weights = [parameter for _, parameter in policy.trained_parameters()]
+    optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE)
+    for _ in range(UPDATES):
+        optimizer.zero_grad()
+        for micro in plan_micro_batches(batch, BUDGET, tree=policy.tree, limits=policy.rope_limits):
+            advantages = batch.advantages[response_positions(batch, micro)]
+            (-(policy.logprobs(micro)[0] * advantages).mean()).backward()
+        optimizer.step()
+        sent = (policy.named_weights(), policy.frozen_parts)
+        reports.append(await update_engine(engine, probe, *sent))
+    differences = [report.difference.maximum for report in reports]
+    print("differences:", *(f"{value:.1e}" for value in differences))
+    return max(differences), max(report.max_change or 0.0 for report in reports[1:])
+
+
+def check(kind: str, folder: Path) -> str:
+    """Return "exact", or what is wrong."""
+    byte_level_tokenizer().save_pretrained(folder)
+    model = tiny_model(kind)
+    head = model.get_output_embeddings()
+    if head is not None:
+        head.weight.data.mul_(HEAD_SCALE)
+    model.save_pretrained(folder)
+    policy = Policy(load_model(str(folder), device=torch.device("cpu")), tree=None)
+    log = folder / "engine.log"
+    setup = VllmSetup(
+        str(folder),
+        InferenceEngineConfig(max_num_seqs=8),
+        max_model_len=POSITIONS,
+        log_file=str(log),
+    )
+
+    async def run() -> tuple[float, float]:
+        async with VllmEngine(setup) as engine:
+            return await compare_updates(policy, engine)
+
+    try:
+        difference, change = asyncio.run(run())
+    except EngineDeadError as error:
+        errors = ERROR.findall(log.read_text(errors="replace")) if log.is_file() else []
+        return f"vLLM: {errors[0] if errors else error}"
+    if difference > TOLERANCE:
+        return f"WRONG: engine and trainer differ by {difference:.1e}"
+    if change < CHANGED:
+        return f"WRONG: the updates changed log-probabilities by {change:.1e}"
+    return "exact"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        result = check(sys.argv[1], Path(name))
+    print(result)
+    sys.exit("WRONG" in result)

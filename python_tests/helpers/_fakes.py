@@ -125,7 +125,7 @@ class FakeRollouts:
         self.calls.append((step, phase, uids))
         return True
 
-    async def sleep(self) -> None:
+    async def sleep(self, policy: Policy) -> None:
         pass
 
     async def update_weights(self, policy: Policy, *, version: int) -> dict[str, float]:

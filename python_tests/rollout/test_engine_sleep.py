@@ -24,11 +24,26 @@ from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weights.probe import ProbeDifference, WeightSyncReport
 from skyrl_fast.rollout.engine.weights.transports import file as weights_file
 from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
+from skyrl_fast.train.data.prompts import Prompt
 from skyrl_fast.train.flow.vllm_rollouts import VllmRollouts
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
 )
+
+
+@pytest.mark.spec("memory.sleep")
+def test_an_engine_that_sleeps_is_not_put_to_sleep_again() -> None:
+    """vLLM would save memory that is no longer mapped."""
+    engine = ScriptedEngine("file")
+
+    async def go() -> None:
+        await engine.start()
+        await engine.sleep()
+        await engine.sleep()
+
+    asyncio.run(go())
+    assert engine.llms[0].calls == ["sleep 1 abort"]  # at level 2 the base would be lost
 
 
 @pytest.mark.spec("memory.sleep")
@@ -72,11 +87,15 @@ class FakePool:
         for name, _ in weights:
             self.events.append(name)
         self.events.append("load")
+        expected = await make_probe(self).ask_trainer()
+        assert expected == [([0.0, 0.0], 1.0)]
         return self.report
 
 
 class FakePolicy:
     frozen_parts = ()
+    dtype = torch.bfloat16
+    router_replay = False
 
     def __init__(self, events: list[str]) -> None:
         self.events = events
@@ -88,6 +107,16 @@ class FakePolicy:
     def free_cached_memory(self) -> None:
         self.events.append("free")
 
+    def load_base(self) -> None:
+        self.events.append("base on")
+
+    def offload_base(self) -> None:
+        self.events.append("base off")
+
+    def sequence_logprobs(self, ids: list[int]) -> tuple[list[float], float]:
+        self.events.append("probe")
+        return [0.0] * (len(ids) - 1), 1.0
+
 
 def events_of_an_update(*overrides: str) -> list[str]:
     needed = ["data.train_data=[x]", "trainer.policy.model.path=m"]
@@ -95,12 +124,14 @@ def events_of_an_update(*overrides: str) -> list[str]:
     events: list[str] = []
     pool: Any = FakePool(events)
     environments: Any = None
-    rollouts = VllmRollouts(config, SimpleNamespace(eos_token_id=0), pool, environments, [])
+    prompts = [Prompt("a", [{"role": "user", "content": "x"}], "fake", {})]
+    tokenizer = SimpleNamespace(eos_token_id=0, encode=lambda text, **_: [1, 2, 3])
+    rollouts = VllmRollouts(config, tokenizer, pool, environments, prompts)
 
     async def go() -> None:
         policy: Any = FakePolicy(events)
         await rollouts.update_weights(policy, version=0)
-        await rollouts.sleep()
+        await rollouts.sleep(policy)
         await rollouts.update_weights(policy, version=1)
 
     asyncio.run(go())
@@ -110,8 +141,29 @@ def events_of_an_update(*overrides: str) -> list[str]:
 @pytest.mark.spec("memory.sleep")
 def test_the_trainer_frees_its_cache_before_the_engine_wakes_up() -> None:
     events = events_of_an_update("generator.inference_engine.enable_sleep_mode=true")
-    assert events == ["verify", "sleep", "a", "b", "free", "load"]
-    assert events_of_an_update() == ["verify", "a", "b", "load"]
+    assert events == ["verify", "sleep", "a", "b", "free", "load", "probe"]
+    assert events_of_an_update() == ["verify", "a", "b", "load", "probe"]
+
+
+LORA = ["trainer.policy.model.lora.rank=4", "generator.inference_engine.enable_sleep_mode=true"]
+
+
+@pytest.mark.spec("memory.frozen-base")
+def test_trainer_and_engine_have_the_base_on_the_gpu_by_turns() -> None:
+    """The engine is asleep while the trainer's base is on the GPU, also before the first update."""
+    update = ["sleep", "base on", "probe", "base off", "a", "b", "free", "load"]
+    assert events_of_an_update(*LORA) == [*update, "sleep", "base on", *update]
+
+
+@pytest.mark.spec("memory.frozen-base")
+def test_the_base_stays_where_the_probe_needs_both_models() -> None:
+    """Of merged weights, and of routes that the trainer replays."""
+    replay = [
+        "trainer.policy.moe_enable_routing_replay=true",
+        "generator.inference_engine.enable_return_routed_experts=true",
+    ]
+    for overrides in (["trainer.policy.model.lora.weight_sync=merged"], replay):
+        assert "base off" not in events_of_an_update(*LORA, *overrides)
 
 
 @pytest.mark.spec("memory.sleep")

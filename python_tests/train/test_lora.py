@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 import peft
-from _fakes import FakeTokenizer, tiny_model
+from _fakes import FakeRollouts, FakeTokenizer, tiny_model
 from _rows import full_logprobs, mixed_batch
 from _settings import NEEDED, error_of
 from _training import Recorder, settings, steady, train
@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 from skyrl_fast import cli
 from skyrl_fast.config import load_config
 from skyrl_fast.config.settings import LoraConfig
+from skyrl_fast.rollout.engine.weights.receipt import tensor_digest
 from skyrl_fast.train import run as run_module
 from skyrl_fast.train.model.lora import add_adapter, is_adapter, merge
 from skyrl_fast.train.model.micro_batch import plan_micro_batches, response_positions
@@ -42,9 +43,10 @@ def make_model(
     dtype: torch.dtype = torch.float64,
     folder: Path | None = None,
     base: str = "base",
+    tied: bool = False,
 ) -> Any:
     """Return a model with an adapter: that of the folder, or one whose B is not 0."""
-    model = tiny_model().to(dtype)
+    model = tiny_model(tied=tied).to(dtype)
     torch.manual_seed(0)
     add_adapter(model, lora, base=base, folder=folder)
     if folder is None:
@@ -142,6 +144,31 @@ def test_a_frozen_base_keeps_its_dtype_and_the_adapter_has_float32(tmp_path: Pat
     assert changed == set(matrices(model))
     merged = dict(policy.named_weights())["model.layers.0.self_attn.q_proj.weight"]
     assert merged.dtype == torch.float32  # rounded once, by the engine's dtype
+
+
+@pytest.mark.spec("memory.frozen-base")
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_frozen_base_leaves_its_device_and_comes_back(tied: bool) -> None:
+    policy, batch = Policy(make_model(dtype=torch.float32, tied=tied), tree=True), mixed_batch()
+
+    def digests() -> dict[str, str]:  # of copies, as NumPy's views cannot be resized
+        return {n: tensor_digest(p.detach().clone()) for n, p in policy.model.named_parameters()}
+
+    before = digests()
+    expected = policy.batch_logprobs(batch)
+    for _ in range(2):
+        policy.offload_base()
+        policy.offload_base()
+        for name, parameter in policy.model.named_parameters():
+            assert bool(parameter.untyped_storage().nbytes()) == is_adapter(name)
+        with pytest.raises(RuntimeError, match=r"not allocated|for storage of size 0"):
+            policy.batch_logprobs(batch)
+        adapter = {n: tensor_digest(p.clone()) for n, p in policy.adapter_weights().items()}
+        assert adapter == {name: before[name] for name in adapter}
+        policy.load_base()
+        policy.load_base()
+        assert digests() == before
+        assert torch.equal(policy.batch_logprobs(batch), expected)
 
 
 @pytest.mark.spec("lora.files")
@@ -281,6 +308,37 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     one, two = (load_file(run.checkpoint / ADAPTER) for run in (expected, frozen))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
     assert min(row["policy/kl"] for row in steady(frozen.metrics) if row["step"]) > 1e-4
+
+
+@pytest.mark.spec("memory.frozen-base")
+def test_nothing_between_updates_needs_the_frozen_base(folder: Path) -> None:
+    """Neither evaluations nor checkpoints; the numbers of a run do not change."""
+
+    class ByTurns(FakeRollouts):
+        async def sleep(self, policy: Policy) -> None:
+            policy.load_base()
+
+        async def update_weights(self, policy: Policy, *, version: int) -> dict[str, float]:
+            policy.load_base()
+            if version == 0:  # memory of a mapped file cannot be resized
+                for parameter in policy.model.parameters():
+                    parameter.data = parameter.data.clone()
+            metrics = await super().update_weights(policy, version=version)
+            policy.offload_base()
+            return metrics
+
+    class Maker(Recorder):
+        async def __call__(self, config: Any, tokenizer: Any, model_path: str) -> FakeRollouts:
+            return ByTurns(config, tiny_model(seed=1))
+
+    changes = [*RUN, "trainer.ckpt_interval=1", "trainer.eval_interval=1"]
+    runs = [
+        train(settings(folder, name, *changes), maker)
+        for name, maker in (("stays", None), ("turns", Maker()))
+    ]
+    assert steady(runs[0].metrics) == steady(runs[1].metrics)
+    one, two = ((run.checkpoint / ADAPTER).read_bytes() for run in runs)
+    assert one == two
 
 
 @pytest.mark.spec("lora.files")

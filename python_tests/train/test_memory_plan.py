@@ -189,6 +189,50 @@ def test_a_sleeping_engine_leaves_the_update_its_memory(small: Path) -> None:
     assert "generator.inference_engine.enable_sleep_mode=null" in refused.remedies
 
 
+@pytest.mark.spec("memory.frozen-base", "memory.plan")
+def test_an_adapters_base_and_the_engine_have_the_gpu_by_turns(small: Path) -> None:
+    lora = ["trainer.policy.model.lora.rank=16"]
+    base, adapter = 494_032_768, 8_798_208
+    plan = plan_memory(config_of(small, *lora), capacity=GPU)
+    update, generation = sizes(plan), sizes(plan, 1)
+    frozen = "frozen weights, bfloat16"
+    assert update[frozen] == 2 * base and frozen not in generation
+    kept = {"adapter, float32": 4 * adapter, "AdamW's moments": 8 * adapter}
+    assert kept.items() <= generation.items() and kept.items() <= update.items()
+    # the trainer's copy, and the sleeping engine's, which has room for an adapter
+    assert plan.host_bytes == 2 * base + 2 * (base + adapter)
+    merged = plan_memory(
+        config_of(small, *lora, "trainer.policy.model.lora.weight_sync=merged"), capacity=GPU
+    )
+    assert sizes(merged, 1)[frozen] == 2 * base
+    awake = "generator.inference_engine.enable_sleep_mode=false"
+    assert sizes(plan_memory(config_of(small, *lora, awake), capacity=GPU))[frozen] == 2 * base
+
+
+@pytest.mark.slow
+@pytest.mark.spec("memory.frozen-base", "memory.remedies")
+@pytest.mark.parametrize(
+    ("name", "gpus", "memory", "remedies"),
+    [
+        ("Qwen/Qwen2.5-Coder-7B-Instruct", 1, 23.5, ("trainer.max_tokens_per_microbatch=4096",)),
+        ("Qwen/Qwen2.5-Coder-7B-Instruct", 1, 79, ()),
+        ("Qwen/Qwen2.5-32B-Instruct", 2, 79, ()),
+    ],
+)
+def test_large_models_with_lora_fit(
+    name: str, gpus: int, memory: float, remedies: tuple[str, ...], tmp_path: Path
+) -> None:
+    overrides = [
+        "trainer.policy.model.lora.rank=16",
+        f"trainer.placement.policy_num_gpus_per_node={gpus}",
+    ]
+    model, capacity = model_folder(tmp_path, name), int(memory * GIB)
+    plan = plan_memory(config_of(model, *overrides), capacity=capacity, num_gpus=gpus)
+    assert plan.remedies == remedies and plan.fits == (not remedies)
+    plan = plan_memory(config_of(model, *overrides, *remedies), capacity=capacity, num_gpus=gpus)
+    assert plan.fits and plan.engine_share is not None and plan.engine_share > 0.8
+
+
 @pytest.mark.spec("memory.engine-gpus")
 def test_an_engine_with_a_gpu_of_its_own_has_its_own_part(small: Path) -> None:
     plan = plan_memory(config_of(small), capacity=GPU, num_gpus=2)
@@ -287,9 +331,9 @@ def test_train_saves_the_logits_of_the_plan(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(gpu_sharing, "gpu_memory", lambda config, with_engine=True: GPU)
     found: list[Any] = []
 
-    def stop(*arguments: Any, saved_logits_bytes: int | None, holds_gradients: bool) -> None:
+    def stop(*arguments: Any, saved_logits_bytes: int | None, **options: bool) -> None:
         found.append(saved_logits_bytes)
-        assert not holds_gradients  # of one rank
+        assert not any(options.values())  # of one rank, without an adapter
         raise ValueError("stop here")
 
     monkeypatch.setattr(run_module, "make_models", stop)

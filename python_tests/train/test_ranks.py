@@ -203,6 +203,22 @@ def test_ranks_share_a_frozen_base_in_bfloat16(both: Both) -> None:
         assert (other[name] - value).abs().mean() < 2e-3, name
 
 
+@pytest.mark.spec("memory.frozen-base")
+def test_the_shards_of_a_frozen_base_leave_and_come_back(both: Both) -> None:
+    """Also those that FSDP2 pads: the widths are no multiples of the number of ranks."""
+    policy, batch = both.shared.policies["adapter"], agent_batch(8, num_groups=4)
+    expected, full = policy.batch_logprobs(batch), weights(policy)
+    policy.offload_base()
+    shards = {n: p.to_local().untyped_storage() for n, p in policy.model.named_parameters()}
+    assert {n for n, s in shards.items() if s.nbytes()} == set(dict(policy.trained_parameters()))
+    policy.load_base()
+    assert torch.equal(policy.batch_logprobs(batch), expected)
+    assert all(torch.equal(value, full[name]) for name, value in weights(policy).items())
+    for models in (both.alone, both.shared):
+        update(models, "adapter", batch)
+    assert_close(*(weights(models.policies["adapter"]) for models in (both.alone, both.shared)))
+
+
 @pytest.mark.spec("update.ranks-checkpoint")
 @pytest.mark.parametrize("name", ["tied", "experts", "vision"])
 def test_checkpoints_do_not_depend_on_the_number_of_ranks(

@@ -123,7 +123,7 @@ def test_engine_sleeps_only_while_the_trainer_computes(
         async def before_batch(self, step: int, phase: str) -> None:
             events.append("generate" if phase == "train" else phase)
 
-        async def sleep(self) -> None:
+        async def sleep(self, policy: Any) -> None:
             events.append("sleep")
 
         async def update_weights(self, policy: Any, *, version: int) -> dict[str, float]:

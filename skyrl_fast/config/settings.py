@@ -574,6 +574,19 @@ class Config:
         return self.trains_adapter and wanted
 
     @property
+    def can_offload_base(self) -> bool:
+        """Whether the weights below an adapter may leave the GPU while a sleeping engine wakes up.
+
+        Not where the probe of new weights replays routes, for which both models are needed at once.
+        """
+        return self.sends_adapter and not self.trainer.policy.moe_enable_routing_replay
+
+    @property
+    def offloads_base(self) -> bool:
+        """Whether they do: trainer and engine have their copies on the GPU by turns."""
+        return self.can_offload_base and self.generator.inference_engine.enable_sleep_mode is True
+
+    @property
     def max_staleness(self) -> int:
         """Maximum policy versions between a group's start and its training; 0: synchronous."""
         chosen = self.trainer.fully_async

@@ -242,6 +242,7 @@ def _run_here(
                 len(data.train),
                 saved_logits_bytes=None if plan is None else plan.saved_logits_bytes,
                 holds_gradients=plan is None or plan.held_gradient_bytes > 0,
+                offloads_base=make_rollouts is None and config.offloads_base,
             )
             output = _output(config, start, data, plan, stack, store)
             ranks = stack.enter_context(

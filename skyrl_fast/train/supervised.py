@@ -204,7 +204,7 @@ class Demonstrations:
             trajectory.steps[-1].reward = float(sums[rows].sum() / counts[rows].sum())
             row = rows.stop
 
-    async def sleep(self) -> None:
+    async def sleep(self, policy: Policy) -> None:
         """Do nothing: there is no engine."""
 
     async def update_weights(self, policy: Policy, *, version: int) -> dict[str, float]:

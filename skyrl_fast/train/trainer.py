@@ -237,7 +237,7 @@ class Trainer:
         if sample is None:
             return False
         groups, ages = sample
-        await self._timed("sync", times, components.rollouts.sleep())
+        await self._timed("sync", times, components.rollouts.sleep(components.policy))
         trajectories = groups.trajectories()
         self._unread_rewards.see(trajectories)
         times["trainer_idle"] = times["wait" if self._config.max_staleness else "rollout"]

@@ -64,7 +64,8 @@ T = TypeVar("T")
 POLL_SECONDS = 0.5  # between two checks whether the engine died before it answered
 CLOSE_SECONDS = 10.0  # for the engine's processes to end by themselves
 # Level 1 restores every byte. Level 2 restores only the model's buffers: other tensors of its code,
-# such as slopes of ALiBi, would stay undefined, since the weight sync does not replace them.
+# such as slopes of ALiBi, would stay undefined, since the weight sync does not replace them. With
+# LoRA it would not replace the base either (vllm-project/vllm#48337).
 SLEEP_LEVEL = 1
 LOG_TAIL_LINES = 15  # of vLLM's log, quoted when the engine dies
 IN_MEMORY = "handed over by the trainer"  # path of an adapter, from which nothing is read
@@ -374,6 +375,8 @@ class VllmEngine:
         Cached keys and values are dropped; weights move to main memory. Requests in flight end.
         """
         llm = self._get_llm()
+        if self._sleeping:
+            return
         try:
             await self._answer(llm.sleep(level=SLEEP_LEVEL, mode="abort"))
         except Exception as error:

@@ -36,10 +36,10 @@ class Rollouts(Protocol):
             GroupDroppedError: no trajectory of a prompt's group finished, in training.
         """
 
-    async def sleep(self) -> None:
+    async def sleep(self, policy: Policy) -> None:
         """Free the engine's GPU memory until the next `update_weights`, if it shares the trainer's.
 
-        No `generate` call is running.
+        Then all weights of the policy are on its device. No `generate` call is running.
         """
 
     async def update_weights(self, policy: Policy, *, version: int) -> dict[str, float]:

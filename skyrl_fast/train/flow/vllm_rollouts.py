@@ -5,6 +5,7 @@ Design: docs/design/018-asynchronous.md.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -45,6 +46,7 @@ from skyrl_fast.rollout.reasoning import ReasoningParser
 from skyrl_fast.rollout.tool_calls import ToolCallParser
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.system.network_interface import LOOPBACK
+from skyrl_fast.system.torch_threads import end_torch_threads
 from skyrl_fast.train.data.prompts import Prompt
 from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.parallel.sharding import weights_of
@@ -184,6 +186,8 @@ class VllmRollouts:
         self._interrupted = 0
         self._updated = False
         self._sleeps = bool(config.generator.inference_engine.enable_sleep_mode)
+        # Of the probe, with the weights of the last update; None: asked when they are needed.
+        self._probe_logprobs: Logprobs | None = None
 
     async def start(self) -> None:
         """Start the engines, and the gateway if there is an agent."""
@@ -205,11 +209,13 @@ class VllmRollouts:
         version = step if phase == "train" else self._gate.version
         return await run_groups(self._runner, prompts, phase=phase, policy_version=version)
 
-    async def sleep(self) -> None:
+    async def sleep(self, policy: Policy) -> None:
         if not self._sleeps:
             return
         async with self._gate.hold_closed(self._pool.release):
             await self._pool.sleep()
+        if self._config.offloads_base:
+            await asyncio.to_thread(policy.load_base)
 
     async def update_weights(self, policy: Policy, *, version: int) -> dict[str, float]:
         """See `Rollouts.update_weights`.
@@ -224,6 +230,9 @@ class VllmRollouts:
         in_flight = self._config.trainer.fully_async.weight_update == "in_flight"
         interrupt = self._pool.interrupt if in_flight else self._pool.release
         async with self._gate.hold_closed(interrupt) as inside:
+            if self._config.offloads_base:
+                await self._pool.sleep()  # at the start of a run the engine is awake
+                await asyncio.to_thread(self._leave_device, policy)
             if self._updated or self._starts_without_policy:
                 report = await self._pool.update(
                     self._weights(policy), make_probe, frozen=policy.frozen_parts
@@ -272,6 +281,15 @@ class VllmRollouts:
         await self._pool.close()
         await self._environments.close()
 
+    def _leave_device(self, policy: Policy) -> None:
+        """Compute the trainer's side of the probe, then leave the GPU to the engine."""
+        policy.load_base()
+        try:
+            self._probe_logprobs = [policy.sequence_logprobs(ids) for ids in self._probe]
+        finally:
+            end_torch_threads()
+        policy.offload_base()
+
     @property
     def _starts_without_policy(self) -> bool:
         """Whether engines start with other weights than the policy's, such as LoRA's base."""
@@ -302,10 +320,15 @@ class VllmRollouts:
         def replay_probe(probe: list[list[int]], routes: list[np.ndarray]) -> Logprobs:
             return [policy.sequence_logprobs(*one) for one in zip(probe, routes, strict=True)]
 
+        def trainer_logprobs(probe: list[list[int]]) -> Logprobs:
+            if self._probe_logprobs is not None:
+                return self._probe_logprobs
+            return [policy.sequence_logprobs(ids) for ids in probe]
+
         return WeightProbe(
             engine,
             probe=self._probe,
-            trainer_logprobs=lambda probe: [policy.sequence_logprobs(ids) for ids in probe],
+            trainer_logprobs=trainer_logprobs,
             replayed_logprobs=replay_probe if policy.router_replay else None,
             dtype=dtype,
             limits=ProbeLimits(maximum=tolerance) if tolerance else None,

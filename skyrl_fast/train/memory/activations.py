@@ -51,6 +51,11 @@ class ModelSize:
     hidden_size: int
     kv_values: int
 
+    @property
+    def frozen_parameters(self) -> int:
+        """Return the parameters that optimizer steps do not change."""
+        return self.parameters - self.trained_parameters
+
 
 @dataclass(frozen=True, slots=True)
 class PassMemory:

@@ -164,8 +164,12 @@ def _plan(
         context = Item("engine: CUDA context, buckets", CONTEXT_BYTES + received)
         trainer = [*trainer, sent]
     together = [*(trainer if engine.shared else ()), context]  # on the engine's fullest GPU
+    offloads = engine.sleeps and config.can_offload_base
     if engine.sleeps:
         together = [*resident, _probe_item(config, size), context]
+    if offloads:  # the probe's side of the trainer is computed before the engine wakes up
+        _, *others = resident
+        together = [*others, Item("trainer: CUDA context", CONTEXT_BYTES), context]
     part, share = _engine_item(config, size, len(engine.gpu_ids), capacity, _total(together))
     devices = [
         *_devices(engine.shared, [*together, part], capacity, ", generation" * engine.sleeps),
@@ -175,12 +179,19 @@ def _plan(
     if engine.sleeps:
         asleep = Item("sleeping engine: CUDA context and graphs", ASLEEP_BYTES)
         devices = [*_devices(engine.shared, [*trainer, asleep], capacity, ", update"), *devices]
-    # By a file: a copy in this process, and the file in shared memory. Those of a sleeping engine.
-    copies = 2 * (engine.weight_sync == "file") + engine.sleeps
-    item = _dtype(config.generator.inference_engine.model_dtype).itemsize
     updates = [device for device in devices if trainer[-1] in device.items]
-    host = copies * item * (size.trained_parameters if config.sends_adapter else size.parameters)
+    host = _host_bytes(config, size, engine)
+    if offloads:
+        host += _dtype(config.trainer.policy.dtype).itemsize * size.frozen_parameters
     return MemoryPlan(tuple(devices), share, host, *_spare_bytes(config, measure, updates))
+
+
+def _host_bytes(config: Config, size: ModelSize, engine: EnginePlacement) -> int:
+    """Return the main memory of a file's weights, and of those of a sleeping engine."""
+    item = _dtype(config.generator.inference_engine.model_dtype).itemsize
+    sent = size.trained_parameters if config.sends_adapter else size.parameters
+    # By a file: a copy in this process, and the file in shared memory.
+    return item * (2 * (engine.weight_sync == "file") * sent + engine.sleeps * size.parameters)
 
 
 def _devices(
@@ -222,7 +233,7 @@ def _weight_items(config: Config, size: ModelSize) -> list[Item]:
     """Return the policy's weights on one GPU; those below an adapter are frozen."""
     if not config.trains_adapter:
         return [_share_bytes(config, "weights, float32", size.parameters, WEIGHT_BYTES)]
-    dtype, frozen = _dtype(config.trainer.policy.dtype), size.parameters - size.trained_parameters
+    dtype, frozen = _dtype(config.trainer.policy.dtype), size.frozen_parameters
     return [
         _share_bytes(config, f"frozen weights, {dtype_name(dtype)}", frozen, dtype.itemsize),
         _share_bytes(config, "adapter, float32", size.trained_parameters, WEIGHT_BYTES),

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from skyrl_fast.config.settings import ALL_LINEAR, LoraConfig
 from skyrl_fast.train.model.lm_head import freeze_other_parts
-from skyrl_fast.train.parallel.sharding import layers_of
+from skyrl_fast.train.parallel.sharding import layers_of, local_tensor
 
 SETTING = "trainer.policy.model.lora"
 INSTALL_HINT = f"{SETTING}: PEFT is not installed: pip install 'skyrl-fast[train]'"
@@ -111,6 +111,61 @@ def merge(model: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
             value = torch.addmm(value.to(dtype), b.to(dtype), a.to(dtype), alpha=scale)
         merged[f"{module}.{parameter}" if is_base else name] = value
     return merged
+
+
+class FrozenBase:
+    """A model's frozen weights, which leave their device while an engine generates there.
+
+    Each storage is emptied and filled in place, so that all views of it stay valid: tied weights,
+    FSDP2's flat shards. Their copies in main memory are made once, as frozen weights never change.
+    Computing without them raises torch's RuntimeError.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._bytes: list[torch.Tensor] = []  # on the device, of each storage
+        self._copies: list[torch.Tensor] = []
+        self.is_loaded = True
+
+    def offload(self) -> None:
+        """Free the memory of the device."""
+        if not self.is_loaded:
+            return
+        if not self._copies:
+            self._bytes = _frozen_bytes(self._model)
+            self._copies = [_copy_to_host(one) for one in self._bytes]
+        on_gpu = any(one.device.type == "cuda" for one in self._bytes)
+        if on_gpu:
+            torch.cuda.synchronize()  # FSDP2 reads its shards on streams of its own
+        for one in self._bytes:
+            one.untyped_storage().resize_(0)
+        if on_gpu:
+            torch.cuda.empty_cache()
+        self.is_loaded = False
+
+    def load(self) -> None:
+        """Bring the weights back."""
+        if self.is_loaded:
+            return
+        for one, copy in zip(self._bytes, self._copies, strict=True):
+            one.untyped_storage().resize_(copy.nbytes)
+            one.copy_(copy)
+        self.is_loaded = True
+
+
+def _frozen_bytes(model: Any) -> list[torch.Tensor]:
+    """Return the bytes of each storage of frozen weights; a rank's are its shards."""
+    tensors = [local_tensor(p).detach() for p in model.parameters() if not p.requires_grad]
+    storages = {id(s): s for s in (tensor.untyped_storage() for tensor in tensors)}
+    return [
+        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        for storage in storages.values()
+    ]
+
+
+def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+    return copy.copy_(tensor)
 
 
 @contextmanager

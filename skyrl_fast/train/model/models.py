@@ -54,6 +54,7 @@ def make_models(
     *,
     saved_logits_bytes: int | None = None,
     holds_gradients: bool = True,
+    offloads_base: bool = False,
 ) -> Models:
     """Create the models from the settings or a checkpoint, in the same order on every rank.
 
@@ -61,6 +62,8 @@ def make_models(
         num_prompts: training prompts, for the length of the learning-rate schedule.
         saved_logits_bytes: of a policy; see `Policy`.
         holds_gradients: whether a rank has memory for a model's full gradients.
+        offloads_base: leave the memory of the policy's frozen weights to the engine, which starts
+            next.
     """
     settings = config.trainer
     ranks.share_sequences(settings.policy.sequence_parallel_size)
@@ -111,6 +114,8 @@ def make_models(
     if settings.critic.model.path is not None:
         source = settings.critic.model.path if checkpoint is None else str(checkpoint / "critic")
         critic = make_critic(config, source, device, dtype, num_prompts=num_prompts, ranks=ranks)
+    if offloads_base:
+        policy.frozen_base.offload()
     return Models(policy, optimizer, reference, critic)
 
 

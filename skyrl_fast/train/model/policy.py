@@ -27,6 +27,7 @@ from skyrl_fast.train.model.lm_head import (
     is_vision_language,
 )
 from skyrl_fast.train.model.lora import (
+    FrozenBase,
     adapter_names,
     adapter_off,
     is_adapter,
@@ -142,6 +143,7 @@ class Policy:
         self.rope_limits = rope_limits(model.config)
         self.tree = supports_trees(self.backbone, tree, ranks.sequence)
         shard(model, ranks)
+        self.frozen_base = FrozenBase(model)
         ranks.register(self)
         self.layout_costs: LayoutCosts | None = None
         if self.tree and tree is None:
@@ -269,6 +271,16 @@ class Policy:
         """Return the adapter's full matrices, by the model's names."""
         names = [name for name, _ in weights_of(self.model) if is_adapter(name)]
         return full_state_dict(self, dtype, names)
+
+    @run_on_all_ranks
+    def offload_base(self) -> None:
+        """Free the device's memory of frozen weights until `load_base`; see `FrozenBase`."""
+        self.frozen_base.offload()
+
+    @run_on_all_ranks
+    def load_base(self) -> None:
+        """Bring the frozen weights back, if they are away."""
+        self.frozen_base.load()
 
     @run_on_all_ranks
     def free_cached_memory(self) -> None:

@@ -54,6 +54,7 @@ def main() -> None:
         default="file",
         help="how servers load weights; reload does not update the quickstart's tied head on CPU",
     )
+    parser.add_argument("--lora", action="store_true", help="train and send a LoRA adapter")
     options = parser.parse_args()
     base: Path = options.base.resolve()
     base.mkdir(parents=True, exist_ok=True)
@@ -61,13 +62,15 @@ def main() -> None:
     shutil.rmtree(base / "servers", ignore_errors=True)
     (base / "servers.log").unlink(missing_ok=True)
     ports = free_ports(2)
-    servers = [serve(base, port) for port in ports]
+    lora = ["trainer.policy.model.lora.rank=8"] if options.lora else []
+    servers = [serve(base, port, *lora) for port in ports]
     process = None
     try:
         urls = ",".join(f"'http://127.0.0.1:{port}'" for port in ports)
         chosen = [
             *settings("servers", staleness=2),
             *SMALL,
+            *lora,
             f"trainer.max_training_steps={options.steps}",
             "generator.inference_engine.run_engines_locally=false",
             f"generator.inference_engine.external_server_urls=[{urls}]",
@@ -78,7 +81,7 @@ def main() -> None:
         servers[0].send_signal(signal.SIGKILL)
         servers[0].wait()
         print(f"killed the server on port {ports[0]}", flush=True)
-        servers[0] = serve(base, ports[0])
+        servers[0] = serve(base, ports[0], *lora)
         code = process.wait()
     finally:
         for one in (*servers, process):
@@ -89,13 +92,13 @@ def main() -> None:
     sys.exit(bool(problems))
 
 
-def serve(base: Path, port: int) -> subprocess.Popen[bytes]:
+def serve(base: Path, port: int, *overrides: str) -> subprocess.Popen[bytes]:
     """Start `skyrl-fast engine`."""
     command = [sys.executable, "-m", "skyrl_fast", "engine", str(CONFIG), "--port", str(port)]
     command.append("trainer.run_path=servers")  # its key
     with (base / f"server_{port}.log").open("ab") as file:
         return subprocess.Popen(
-            [*command, *SMALL],
+            [*command, *SMALL, *overrides],
             cwd=base,
             stdout=file,
             stderr=file,

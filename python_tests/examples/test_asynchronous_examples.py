@@ -75,6 +75,7 @@ def test_slow_environment_fails_and_hangs_at_the_given_rates(
         ("kill_and_resume.py", ["--kills", "2", "--steps", "10"]),
         ("soak.py", ["--steps", "40"]),
         ("two_servers.py", ["--steps", "9"]),
+        ("two_servers.py", ["--steps", "9", "--lora"]),
     ],
 )
 def test_demo_succeeds(tmp_path: Path, script: str, arguments: list[str]) -> None:

@@ -21,7 +21,7 @@ from examples.asynchronous.soak import children, command_of
 from skyrl_fast.config import InferenceEngineConfig
 from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.rollout.engine.protocol import Engine
-from skyrl_fast.rollout.engine.remote import RemoteEngine
+from skyrl_fast.rollout.engine.remote import LOAD_ADAPTER, RemoteEngine
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weights.probe import WeightProbe, WeightSyncReport
@@ -60,6 +60,12 @@ class Worker(WeightUpdateExtension):
         self.model_config = SimpleNamespace(dtype=dtype)
         self.model_runner = SimpleNamespace(get_model=lambda: self.model)
 
+    def _replace_adapter(
+        self, matrices: dict[str, torch.Tensor], config: dict[str, Any], version: int
+    ) -> list[str]:
+        self.model.loaded = matrices
+        return []
+
     def reload_weights(self, weights_iterator: Any) -> None:
         self.model.load_weights(weights_iterator)
 
@@ -73,7 +79,9 @@ class Llm:
         self.fault = ""
         self.workers = [Worker(rank) for rank in range(num_workers)]
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+    async def collective_rpc(
+        self, method: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> list[Any]:
         self.calls.append(method)
         loading = method.startswith("load")
         if loading and self.fault == "dies":
@@ -85,7 +93,8 @@ class Llm:
             await asyncio.Event().wait()
         if loading and self.fault == "refuses":
             raise ValueError("unknown layer")
-        calls = (asyncio.to_thread(getattr(worker, method), *args) for worker in self.workers)
+        options = kwargs or {}
+        calls = (asyncio.to_thread(getattr(w, method), *args, **options) for w in self.workers)
         return await asyncio.gather(*calls)
 
     async def wake_up(self, tags: list[str]) -> None:
@@ -126,13 +135,20 @@ class Server(RemoteEngine):
     Attributes:
         asked: the update's calls so far: paths, or methods of workers.
         fault_at: number of the call that has a fault, and its kind.
+        adapters: names of those that it was given.
     """
 
     def __init__(
-        self, url: str = "http://a:1", dtype: str = "float32", weight_sync: str = "gloo"
+        self,
+        url: str = "http://a:1",
+        dtype: str = "float32",
+        weight_sync: str = "gloo",
+        adapter: dict[str, Any] | None = None,
     ) -> None:
+        options: dict[str, Any] = {"weight_sync": weight_sync, "adapter": adapter}
         transport = httpx.MockTransport(self.respond)
-        super().__init__(url, weight_sync=weight_sync, trainer="127.0.0.1", transport=transport)
+        super().__init__(url, trainer="127.0.0.1", transport=transport, **options)
+        self.adapters: list[str] = []
         self.asked: list[str] = []
         self.fault_at: tuple[int, str] | None = None
         self.paused = False
@@ -167,6 +183,9 @@ class Server(RemoteEngine):
     async def _respond(self, path: str, call: dict[str, Any]) -> httpx.Response:
         if path in ("/pause", "/resume"):
             self.paused = path == "/pause"
+        if path == LOAD_ADAPTER:
+            self.adapters.append(call["lora_name"])
+            return httpx.Response(200)
         if path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "m"}]})
         if path == "/health" and not self.healthy:
@@ -183,7 +202,8 @@ class Server(RemoteEngine):
             await asyncio.gather(*(asyncio.to_thread(die, w) for w in self.llm.workers))
             raise httpx.ReadError("connection lost")
         try:
-            results = await self.llm.collective_rpc(method, tuple(call["args"]))
+            options = call.get("kwargs")
+            results = await self.llm.collective_rpc(method, tuple(call["args"]), options)
         except ValueError as error:
             return httpx.Response(500, text=str(error))
         return httpx.Response(200, json={"results": results})
@@ -216,6 +236,7 @@ async def update_engine(
     started = time.perf_counter()
     async with transfer_weights(send_by_file, weights, engine.weights_dtype, frozen) as call:
         await engine.load_weights(call)
+        await engine.resume()  # as a pool does
     seconds = time.perf_counter() - started
     return await probe.verify(update_seconds=seconds, num_bytes=call.sent.num_bytes)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -18,9 +20,11 @@ from skyrl_fast.rollout.engine.api_key import engine_key
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
 from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.serve_guard import (
+    ADAPTER_VARIABLE,
     CLAIM_AGAIN,
     CLAIM_FIRST,
     CLAIM_HEADER,
+    LOAD_ADAPTER,
     TRAINER_HEADER,
     EngineGuard,
     guard_environment,
@@ -65,7 +69,7 @@ def guard(app: Recorder, shared: Path, monkeypatch: pytest.MonkeyPatch) -> HttpG
     return EngineGuard(app)
 
 
-def ask(guard: HttpGuard, method: str, path: str, **arguments: Any) -> int:
+def ask(guard: Any, method: str, path: str, **arguments: Any) -> int:
     async def go() -> int:
         transport = httpx.ASGITransport(guard)
         async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
@@ -149,6 +153,11 @@ def test_requests_of_a_trainer_pass(guard: HttpGuard, app: Recorder, shared: Pat
         {"method": "load_weights_file", "args": ["WEIGHTS", "WEIGHTS"]},
         {"method": "load_weights_file", "args": ["WEIGHTS"], "kwargs": {}},
         {"method": "load_weights_file", "args": ["WEIGHTS"], "timeout": 1e-9},
+        {
+            "method": "load_weights_file",
+            "args": ["WEIGHTS"],
+            "kwargs": {"adapter": "{}", "version": 1},
+        },
         {"method": "load_weights_file", "args": [["WEIGHTS"]]},
         {"method": ["load_weights_file"], "args": ["WEIGHTS"]},
         {"method": "reload_weights", "kwargs": {"weights_path": "/etc"}},
@@ -199,6 +208,66 @@ def test_a_broadcast_comes_from_the_servers_trainer(
     assert call(EngineGuard(app), body) == (200 if passes else 403)
     assert call(EngineGuard(app), {**body, "timeout": 1}) == 403
     assert len(app.passed) == passes
+
+
+LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+
+
+@pytest.mark.spec("engine.guard", "lora.servers")
+def test_a_server_takes_the_adapter_of_its_settings_alone(
+    app: Recorder, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = guard_environment(KEY, [shared], trainer="10.0.0.1", adapter=LORA)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    guard = EngineGuard(app)
+    weights = str(shared / "skyrl_fast-weights-1/weights.safetensors")
+    right = {"adapter": json.dumps(LORA), "version": 3}
+    for method, args in (("load_weights_file", [weights]), ("load_weights_broadcast", [])):
+        body = {"method": method, "args": args}
+        assert call(guard, {**body, "kwargs": right}) == 200
+        assert json.loads(app.passed[-1][2]) == {**body, "kwargs": right}
+        for wrong in (
+            {"adapter": json.dumps({**LORA, "lora_alpha": 32})},
+            {"adapter": LORA},
+            {"version": 0},
+            {"version": "3"},
+            {"path": "/etc"},
+        ):
+            assert call(guard, {**body, "kwargs": {**right, **wrong}}) == 403
+        assert call(guard, body) == 403  # the model's weights, with the adapter merged in
+    assert len(app.passed) == 2
+
+
+@pytest.mark.spec("lora.servers")
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_a_server_serves_the_last_adapter_under_its_own_name(
+    app: Recorder, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in guard_environment(KEY, [shared], adapter=LORA).items():
+        monkeypatch.setenv(name, value)
+    served: dict[str, Any] = {}
+    models = SimpleNamespace(openai_serving_models=SimpleNamespace(lora_requests=served))
+    inner = EngineGuard(app)
+
+    async def guard(scope: Any, receive: Any, send: Any) -> None:
+        await inner({**scope, "app": SimpleNamespace(state=models)}, receive, send)
+
+    def name(**body: Any) -> int:
+        return ask(guard, "POST", LOAD_ADAPTER, json=body, headers=HEADERS)
+
+    for version in (1, 2):
+        assert name(lora_name=f"policy-{version}", version=version) == 200
+        ((key, request),) = served.items()
+        assert (key, request.lora_name, request.lora_int_id) == (
+            *(f"policy-{version}", f"policy-{version}", version),
+        )
+    assert name(lora_name="policy-3", lora_path="/etc") == 403
+    assert name(lora_name="x" * 1000, version=3) == 403
+    assert [*served] == ["policy-2"] and app.passed == []
+    monkeypatch.delenv(ADAPTER_VARIABLE)
+    inner = EngineGuard(app)
+    assert name(lora_name="policy-3", version=3) == 404
 
 
 @pytest.mark.spec("engine.guard")

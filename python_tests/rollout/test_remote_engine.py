@@ -7,6 +7,7 @@ import base64
 import io
 import json
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from _weights import ADAPTER, MODULES
 from safetensors.torch import load_file
 
 from skyrl_fast import cli
@@ -526,6 +528,10 @@ def test_serve_command(tmp_path: Path) -> None:
         "--max-model-len 100",
     ):
         assert wanted in text
+    adapted = serve_command(replace(config, adapter=ADAPTER), host="127.0.0.1", port=8001)
+    assert f"--max-lora-rank 8 --lora-target-modules {' '.join(MODULES)} --max-loras 1" in " ".join(
+        adapted
+    )
     environment = serve_environment(config, {"OMP_NUM_THREADS": "2"}, key="k" * 16)
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert environment["OMP_NUM_THREADS"] == "2"  # the user's value is kept

@@ -9,11 +9,12 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import torch
-from _weights import TOLERANCE, Versions, update_engine
+from _weights import ADAPTER, TOLERANCE, AdapterVersions, Versions, update_engine
 
 from examples.asynchronous.two_servers import end, free_ports
 from skyrl_fast.config import InferenceEngineConfig, SamplingParams
@@ -34,10 +35,11 @@ KEY = "k" * 32
 
 
 @contextmanager
-def server(model: Path, log: Path, *without: str) -> Iterator[str]:
+def server(model: Path, log: Path, *without: str, **options: Any) -> Iterator[str]:
     """`vllm serve` without these options, which have a value each; its address."""
     (port,) = free_ports(1)
-    config = VllmSetup(str(model), InferenceEngineConfig(num_threads=1), max_model_len=256)
+    engine = InferenceEngineConfig(num_threads=1)
+    config = VllmSetup(str(model), engine, max_model_len=256, **options)
     command = serve_command(config, host="127.0.0.1", port=port)
     for option in without:
         at = command.index(option)
@@ -47,7 +49,8 @@ def server(model: Path, log: Path, *without: str) -> Iterator[str]:
             command,
             stdout=file,
             stderr=file,
-            env=serve_environment(config, os.environ, key=KEY),
+            env={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}  # of vLLM's own call, without a guard
+            | serve_environment(config, os.environ, key=KEY),
             start_new_session=True,
         )
     try:
@@ -56,9 +59,9 @@ def server(model: Path, log: Path, *without: str) -> Iterator[str]:
         end(process)
 
 
-def plain_server(model: Path, log: Path) -> AbstractContextManager[str]:
+def plain_server(model: Path, log: Path, **options: Any) -> AbstractContextManager[str]:
     """`vllm serve` as without this package."""
-    return server(model, log, "--worker-extension-cls", "--middleware")
+    return server(model, log, "--worker-extension-cls", "--middleware", **options)
 
 
 def untied(model: Path, folder: Path) -> Path:
@@ -95,6 +98,63 @@ def test_weights_reach_a_server_through_vllm_reload(
                 assert got.logprobs == pytest.approx(exact, abs=TOLERANCE)
 
     with plain_server(folder, tmp_path / "server.log") as url:
+        asyncio.run(go(url))
+
+
+@pytest.mark.spec("lora.servers")
+@pytest.mark.parametrize("weight_sync", ["file", "reload"])
+def test_adapters_reach_a_server(tiny_model_folder: Path, tmp_path: Path, weight_sync: str) -> None:
+    """Its cached keys and values of one prompt are those of one version, never of the one before.
+
+    The second trainer begins with the numbers of the first again.
+    """
+    versions = AdapterVersions(tiny_model_folder)
+    options: dict[str, Any] = {"weight_sync": weight_sync, "adapter": ADAPTER}
+    prompt, sampling = list(range(40, 140)), SamplingParams(max_generate_length=20)
+
+    async def go(url: str) -> list[str]:
+        async with RemoteEngine(url, api_key=KEY, **options) as engine:
+            probe, names = versions.make_probe(engine), []
+            for _ in range(3):
+                versions.another()
+                version = len(versions.models) - 1
+                report = await update_engine(engine, probe, versions.weights())
+                assert report.difference.maximum < TOLERANCE
+                assert report.num_bytes == sum(t.nbytes for _, t in versions.weights())
+                names.append(str(engine._adapter_name))
+                for _ in range(2):
+                    # the salt stays, as that of two trainers' versions may be the same
+                    got = await engine.generate(
+                        prompt, sampling, session_id="a", policy_version=0, seed=1
+                    )
+                    exact = versions.logprobs(version, [*prompt, *got.token_ids])
+                    exact = exact[len(prompt) - 1 :].tolist()
+                    assert got.logprobs == pytest.approx(exact, abs=TOLERANCE)
+            models = await engine._get("/v1/models")
+            served = {model["id"] for model in models["data"][1:]}
+            assert served & {*names} == {names[-1]}
+            assert len(served) == 1 or weight_sync == "reload"  # which keeps another trainer's
+        return names
+
+    start = server if weight_sync == "file" else plain_server
+    with start(tiny_model_folder, tmp_path / "server.log", adapter=ADAPTER) as url:
+        first, second = asyncio.run(go(url)), asyncio.run(go(url))
+    assert len({*first, *second}) == 6
+
+
+@pytest.mark.spec("lora.servers")
+def test_an_adapter_with_another_scale_than_the_servers_is_refused(
+    tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    versions = AdapterVersions(tiny_model_folder)
+
+    async def go(url: str) -> None:
+        for adapter in ({**ADAPTER, "lora_alpha": 24}, None):
+            async with RemoteEngine(url, api_key=KEY, adapter=adapter) as engine:
+                with pytest.raises(WeightSyncError, match="with the same settings of LoRA"):
+                    await update_engine(engine, versions.make_probe(engine), versions.weights())
+
+    with server(tiny_model_folder, tmp_path / "server.log", adapter=ADAPTER) as url:
         asyncio.run(go(url))
 
 

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from _weights import Server, make_probe, no_sending_thread
+from _weights import ADAPTER, Server, make_probe, no_sending_thread
 
 from skyrl_fast.rollout.engine import pool
 from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
+from skyrl_fast.rollout.engine.remote import LOAD_ADAPTER
 from skyrl_fast.rollout.engine.weights import receipt
 from skyrl_fast.rollout.engine.weights.buckets import Bucket
 from skyrl_fast.rollout.engine.weights.group import WeightsGroup
@@ -230,22 +231,32 @@ def test_an_error_while_weights_are_gathered_is_raised_by_its_name() -> None:
 # --- a fault at each call of an update ------------------------------------------------------------
 
 CALLS = ("/pause", "load", "/reset_prefix_cache", "/resume")  # of an update, to one server
+OF_ADAPTERS = ("/pause", "load", LOAD_ADAPTER, "/reset_prefix_cache", "/resume")
 FAULTS = ("500", "half", "reset", "hang")
+SLOW = pytest.mark.slow
 
 
 @needs_vllm
-@pytest.mark.spec("async.server-return", "async.engine-restart", "async.engine-silence")
-@pytest.mark.parametrize("transport", ["file", pytest.param("gloo", marks=pytest.mark.slow)])
+@pytest.mark.spec(
+    *("async.server-return", "async.engine-restart", "async.engine-silence", "lora.servers")
+)
+@pytest.mark.parametrize("transport", ["file", pytest.param("gloo", marks=SLOW)])
 @pytest.mark.parametrize(
-    ("call", "fault"), [*product(range(len(CALLS)), FAULTS), (CALLS.index("load"), "wrong digest")]
+    ("calls", "call", "fault"),
+    [
+        (calls, *case)
+        for calls in (CALLS, OF_ADAPTERS)
+        for case in [*product(range(len(calls)), FAULTS), (calls.index("load"), "wrong digest")]
+    ],
 )
 def test_a_server_with_a_fault_at_a_call_of_an_update_is_left_out_until_it_is_repaired(
-    call: int, fault: str, transport: str, monkeypatch: pytest.MonkeyPatch
+    calls: tuple[str, ...], call: int, fault: str, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("PAUSE_SECONDS", "LOAD_SECONDS"):
         monkeypatch.setattr(pool, name, 1.0 if transport == "file" else 5.0)
     monkeypatch.setattr(broadcast, "NOTICE_SECONDS", 0.1)
-    servers = [Server(f"http://{name}:1", weight_sync=transport) for name in "ab"]
+    adapter = ADAPTER if calls is OF_ADAPTERS else None
+    servers = [Server(f"http://{name}:1", weight_sync=transport, adapter=adapter) for name in "ab"]
     send = send_by_file if transport == "file" else send_by_broadcast
     engines = EnginePool(servers, transport=send)
 
@@ -259,7 +270,7 @@ def test_a_server_with_a_fault_at_a_call_of_an_update_is_left_out_until_it_is_re
         servers[0].fault_at = started + call, fault
         await update()
         asked = servers[0].asked[started:]
-        assert servers[0].fault_at is None and asked[call].startswith(CALLS[call]), asked
+        assert servers[0].fault_at is None and asked[call].startswith(calls[call]), asked
         assert received(servers[1]) and not servers[1].paused and 1 in engines.reports
         if engines.reports.keys() == {1}:
             assert engines.faults["engine_deaths"] == 1
@@ -272,6 +283,10 @@ def test_a_server_with_a_fault_at_a_call_of_an_update_is_left_out_until_it_is_re
                 for worker in server.llm.workers:
                     worker.model.loaded = {}
             await update()
+        for server in servers:
+            names = server.adapters
+            assert len({*names}) == len(names) and (len(names) > 2) == (adapter is not None)
+            assert server._adapter_name == (names[-1] if names else None)
         await engines.close()
 
     asyncio.run(go())

@@ -29,6 +29,7 @@ from _listening import listening
 from _nodes import cluster_of
 from _training import steady
 from ray.cluster_utils import Cluster
+from safetensors.torch import load_file
 
 from examples.asynchronous.quickstart_run import trained
 from examples.asynchronous.soak import children, command_of
@@ -286,6 +287,26 @@ def test_a_lost_engine_is_started_again_and_nothing_is_lost(
         assert last["faults/engine_deaths"] == last["faults/engine_restarts"] == lost
         same(folder / "alone", run_path)
         nothing_is_left()
+
+
+@pytest.mark.spec("update.engine-lost", "lora.servers")
+def test_a_lost_engine_comes_back_with_the_current_adapter(
+    folder: Path, tiny_model_folder: Path, three_nodes: Cluster
+) -> None:
+    lora, run_path = "trainer.policy.model.lora.rank=4", folder / "lost-lora"
+    config = settings(folder, tiny_model_folder, "alone-lora", lora)
+    train_agent(config, reward=share_of_e)
+    during = partial(after_step_2, run_path, lambda: kill_one(servers()))
+    overrides = [RANKS, *ENGINES, lora]
+    outcome = run(folder, tiny_model_folder, run_path.name, *overrides, during=during)
+    last = rows(run_path)[-1]
+    assert outcome.step == STEPS
+    assert last["faults/engine_deaths"] == last["faults/engine_restarts"] == 1
+    assert outcome.checkpoint is not None
+    adapter = load_file(outcome.checkpoint / "policy/adapter_model.safetensors")
+    assert last["sync/num_bytes_of_engine_0"] == sum(t.nbytes for t in adapter.values())
+    same(folder / "alone-lora", run_path)
+    nothing_is_left()
 
 
 @pytest.mark.spec("update.engine-lost")

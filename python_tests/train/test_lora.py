@@ -16,7 +16,7 @@ pytest.importorskip("peft")
 import peft
 from _fakes import FakeRollouts, FakeTokenizer, tiny_model
 from _rows import full_logprobs, mixed_batch
-from _settings import NEEDED, error_of
+from _settings import NEEDED
 from _training import Recorder, settings, steady, train
 from _training import folder as folder  # a fixture
 from safetensors.torch import load_file, save_file
@@ -254,6 +254,7 @@ def test_other_targets_are_refused(targets: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     "engines",
     [
+        [],
         ["trainer.placement.colocate_all=false"],
         [
             "generator.inference_engine.run_engines_locally=false",
@@ -261,13 +262,12 @@ def test_other_targets_are_refused(targets: list[str], message: str) -> None:
         ],
     ],
 )
-def test_engines_of_other_processes_get_merged_weights(engines: list[str]) -> None:
-    rank = "trainer.policy.model.lora.rank=8"
-    assert load_config(None, [*NEEDED, rank]).sends_adapter
-    assert not load_config(None, [*NEEDED, rank, *engines]).sends_adapter
-    assert not load_config(None, NEEDED).sends_adapter
-    message = error_of(rank, "trainer.policy.model.lora.weight_sync=adapter", *engines)
-    assert "lora.weight_sync: expected auto or merged" in message
+def test_all_engines_get_the_adapter_alone_unless_it_is_to_be_merged(engines: list[str]) -> None:
+    rank = ["trainer.policy.model.lora.rank=8", *engines]
+    assert load_config(None, [*NEEDED, *rank]).sends_adapter
+    merged = "trainer.policy.model.lora.weight_sync=merged"
+    assert not load_config(None, [*NEEDED, *rank, merged]).sends_adapter
+    assert not load_config(None, [*NEEDED, *engines]).sends_adapter
 
 
 def test_excluded_modules_have_no_adapter() -> None:

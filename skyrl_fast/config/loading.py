@@ -348,11 +348,6 @@ def _check_lora(config: Config) -> None:
         raise ConfigError(f"{key}.rank: expected that of the adapter in {lora.path}, got 0")
     if not config.sends_adapter:
         return
-    if not config.engine_in_process:
-        raise ConfigError(
-            f"{key}.weight_sync: expected auto or merged for engines on servers or a cluster, got "
-            "adapter"
-        )
     if lora.rank > LORA_RANKS[-1]:
         raise ConfigError(
             f"{key}.rank: expected at most {LORA_RANKS[-1]}, vLLM's limit, unless "

@@ -83,10 +83,9 @@ class LoraConfig:
     use_rslora: bool = setting(False, "whether to scale by alpha / sqrt(rank) instead (rsLoRA)")
     path: str | None = setting(None, "PEFT adapter that training continues from; null: a new one")
     weight_sync: str = setting(
-        "auto",
-        "what engines get: the adapter alone, or the model's weights with the adapter merged in; "
-        "auto: an engine of this process gets the adapter, servers and clusters the merged weights",
-        choices=("auto", "adapter", "merged"),
+        "adapter",
+        "what engines get: the adapter alone, or the model's weights with the adapter merged in",
+        choices=("adapter", "merged"),
     )
 
 
@@ -569,9 +568,7 @@ class Config:
     @property
     def sends_adapter(self) -> bool:
         """Whether engines get the adapter alone."""
-        by = self.trainer.policy.model.lora.weight_sync
-        wanted = by == "adapter" or (by == "auto" and self.engine_in_process)
-        return self.trains_adapter and wanted
+        return self.trains_adapter and self.trainer.policy.model.lora.weight_sync == "adapter"
 
     @property
     def can_offload_base(self) -> bool:

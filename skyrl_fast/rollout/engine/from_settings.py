@@ -48,7 +48,7 @@ def make_cluster_engines(
     Args:
         address: of this machine, which the engines' nodes reach.
     """
-    engine = config.generator.inference_engine
+    engine, folder = config.generator.inference_engine, _find_cached_folder(model_path)
     _log_limited_top_k(config.generator.sampling_params)
     return [
         RayEngine(
@@ -59,7 +59,8 @@ def make_cluster_engines(
             trainer=address,
             weights_folder=engine.weight_sync_path,
             records_routes=engine.enable_return_routed_experts,
-            vocab_size=_read_vocab_size(_find_cached_folder(model_path)),
+            vocab_size=_read_vocab_size(folder),
+            adapter=_adapter_config(config, folder),
         )
         for number, bundle in enumerate(bundles)
     ]
@@ -82,13 +83,15 @@ def _make_remote_engines(
     config: settings.Config, model_path: str, *, weight_sync: str | None
 ) -> list[PooledEngine]:
     engine, key = config.generator.inference_engine, engine_key(key_file(config))
+    folder = _find_cached_folder(model_path)
     return [
         RemoteEngine(
             url,
             api_key=key,
             weight_sync=weight_sync,
             records_routes=engine.enable_return_routed_experts,
-            vocab_size=_read_vocab_size(_find_cached_folder(model_path)),
+            vocab_size=_read_vocab_size(folder),
+            adapter=None if weight_sync is None else _adapter_config(config, folder),
         )
         for url in engine.external_server_urls
     ]
@@ -145,12 +148,14 @@ def make_vllm_setup(config: settings.Config, model_path: str) -> VllmSetup:
         log_file=str(Path(config.trainer.run_path) / "engine.log"),
         reasoning_parser=config.generator.reasoning_parser,
         takes_turns=config.max_staleness == 0,
-        adapter=_adapter_config(config, model_path) if config.sends_adapter else None,
+        adapter=_adapter_config(config, model_path),
     )
 
 
-def _adapter_config(config: settings.Config, model_path: str) -> dict[str, Any]:
-    """Return what an engine must know of the run's adapter, by PEFT's names."""
+def _adapter_config(config: settings.Config, model_path: str) -> dict[str, Any] | None:
+    """Return what an engine must know of the adapter that it gets, by PEFT's names; None: none."""
+    if not config.sends_adapter:
+        return None
     lora = config.trainer.policy.model.lora
     targets = list(lora.target_modules)
     if targets == [settings.ALL_LINEAR]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import logging
 import secrets
 import time
@@ -47,6 +48,7 @@ from skyrl_fast.rollout.engine.serve_guard import (
     CLAIM_AGAIN,
     CLAIM_FIRST,
     CLAIM_HEADER,
+    LOAD_ADAPTER,
     TRAINER_HEADER,
 )
 from skyrl_fast.rollout.engine.weights.group import BACKENDS
@@ -58,6 +60,7 @@ from skyrl_fast.rollout.engine.weights.receipt import (
 )
 from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
 from skyrl_fast.rollout.engine.weights.transports.broadcast import BroadcastCall, BroadcastSender
+from skyrl_fast.rollout.engine.weights.transports.file import write_adapter_folder
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 from skyrl_fast.system.network_interface import LOOPBACK
 
@@ -73,9 +76,10 @@ MAX_ANSWER_BYTES = 1 << 30
 MAX_SENDS = 3  # of a request whose connection broke, or that a healthy server had no time for
 RESEND_SECONDS = 0.2  # after an answer that the server is busy
 CLAIM_BYTES = 16
-EXTENDED = ("file", *BACKENDS)  # need this package's worker extension
+EXTENDED = ("file", *BACKENDS)  # need this package's worker extension and guard
 RPC = "/collective_rpc"
 COMPLETIONS = "/v1/completions"
+UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
 WRONG_KEY = (
     "it has another key: give trainer and server the same file with "
     "generator.inference_engine.api_key_file (by default RUN/engine_key of the same run)"
@@ -88,12 +92,13 @@ class RemoteEngine:
     Args:
         url: such as "http://127.0.0.1:8000".
         weight_sync: "file", "gloo" or "nccl": the server runs with this package's worker extension;
-            "reload": vLLM's own reload_weights reads the folder; None: its weights are never
-            updated, so that any `vllm serve` will do.
+            "reload": vLLM's own reload_weights, or load_lora_adapter, reads the folder; None: its
+            weights are never updated, so that any `vllm serve` will do.
         trainer: address of this machine from which weights are broadcast.
         api_key: sent with every request; None: none.
         records_routes: whether the server runs with enable_return_routed_experts.
         vocab_size: size of the vocabulary, by which ids and requests are checked; None: unknown.
+        adapter: config of the LoRA adapter that it gets as new weights, as for `VllmSetup`.
         start_timeout_seconds: to wait for the server at the start.
 
     Example:
@@ -114,6 +119,7 @@ class RemoteEngine:
         trainer: str = LOOPBACK,
         records_routes: bool = False,
         vocab_size: int | None = None,
+        adapter: dict[str, Any] | None = None,
         start_timeout_seconds: float = 600.0,
         transport: Any = None,
     ) -> None:
@@ -137,6 +143,9 @@ class RemoteEngine:
         self._transport = transport
         self._client: Any = None
         self._model = ""
+        self._adapter = adapter
+        self._adapter_version = 0  # of the last one that was sent; never used again
+        self._adapter_name: str | None = None  # of the one that the server has
         self._interrupted = False
         self._claim = None if weight_sync is None else secrets.token_hex(CLAIM_BYTES)
         self._has_claimed = False
@@ -218,7 +227,7 @@ class RemoteEngine:
                     await self.resume()  # for other clients
         client, self._client = self._client, None
         self._interrupted = False
-        self._sender = None
+        self._sender = self._adapter_name = None
         if client is not None:
             await client.aclose()
 
@@ -299,17 +308,11 @@ class RemoteEngine:
         Raises:
             WeightSyncError: it could not load them. EngineDeadError: it died.
         """
-        if self._weight_sync in EXTENDED:
-            body: dict[str, Any] = {"method": call.method, "args": call.arguments}
-        else:
-            folder = str(Path(call.arguments[0]).parent)
-            body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         try:
-            loading = self._post(RPC, json=body, timeout=CONTROL_SECONDS)
-            if isinstance(call, BroadcastCall) and self._sender is not None:
-                answer = await self._sender.send(call, loading)
+            if self._adapter is None:
+                answer = await self._load(call)
             else:
-                answer = await loading
+                answer = await self._load_adapter(call, self._adapter)
             await self.reset_prefix_cache()
         except EngineDeadError:
             raise
@@ -321,6 +324,41 @@ class RemoteEngine:
             with self._parsing(RPC):
                 receipts = read_receipts(answer["results"])
             self.compute_dtype = check_receipts(receipts, call.sent.digests, call.sent.frozen)
+
+    async def _load(self, call: WorkerCall, **options: Any) -> Any:
+        """Load the weights of a call; return the workers' answer."""
+        body: dict[str, Any] = {"method": call.method, "args": call.arguments}
+        if options:
+            body["kwargs"] = options
+        if self._weight_sync == "reload":
+            folder = str(Path(call.arguments[0]).parent)
+            body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        loading = self._post(RPC, json=body, timeout=CONTROL_SECONDS)
+        if isinstance(call, BroadcastCall) and self._sender is not None:
+            return await self._sender.send(call, loading)
+        return await loading
+
+    async def _load_adapter(self, call: WorkerCall, adapter: dict[str, Any]) -> Any:
+        """Load an adapter under a name that no adapter of any trainer has had.
+
+        vLLM caches keys and values by that name, and reads nothing for one that it knows.
+        """
+        if not self._interrupted:
+            await self.interrupt()  # requests of others, too: their adapter is replaced
+        self._adapter_version = version = self._adapter_version + 1
+        name, before = f"policy-{self._claim}-{version}", self._adapter_name
+        if self._weight_sync == "reload":
+            folder = write_adapter_folder(Path(call.arguments[0]), adapter)
+            request = {"lora_name": name, "lora_path": str(folder)}
+            await self._send("POST", LOAD_ADAPTER, json=request, timeout=CONTROL_SECONDS)
+            self._adapter_name, answer = name, None
+            if before is not None:
+                await self._send("POST", UNLOAD_ADAPTER, json={"lora_name": before})
+        else:
+            answer = await self._load(call, adapter=json.dumps(adapter), version=version)
+            await self._send("POST", LOAD_ADAPTER, json={"lora_name": name, "version": version})
+            self._adapter_name = name
+        return answer
 
     async def reset_prefix_cache(self) -> None:
         await self._post("/reset_prefix_cache")
@@ -371,7 +409,7 @@ class RemoteEngine:
         body = {key: value for key, value in request.items() if value is not None}
         answer = await self._post(
             COMPLETIONS,
-            json={"model": self._model, **body},
+            json={"model": self._adapter_name or self._model, **body},
             headers={"x-session-id": session_id},
         )
         with self._parsing(COMPLETIONS):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_fast.rollout.engine.weights.group import BACKENDS
+from skyrl_fast.rollout.engine.weights.transfer import IN_MEMORY
 from skyrl_fast.rollout.engine.weights.transports.file import is_weights_file
 from skyrl_fast.system.child_environment import KEY_VARIABLE
 from skyrl_fast.system.http_guard import (
@@ -37,9 +38,13 @@ TRAINER_HEADER = "x-skyrl-fast-trainer"
 CLAIM_HEADER = "x-skyrl-fast-claim"
 CLAIM_FIRST = "first"  # takes the server from another trainer, which may have been killed
 CLAIM_AGAIN = "again"  # after the server was restarted
+ADAPTER_VARIABLE = "SKYRL_FAST_ADAPTER"
+LOAD_ADAPTER = "/v1/load_lora_adapter"  # as vLLM has it, for an adapter that workers have
+MAX_NAME = 100  # of an adapter: of its trainer and version
 MAX_PORT = 2**16
 MAX_MEMBERS = 2**16  # of a process group
 MAX_BODY_BYTES = 64 << 20  # a prompt of millions of token ids
+KWARGS = {"kwargs"}
 PAUSE_QUERY = b"mode=abort&clear_cache=false"
 
 
@@ -48,9 +53,10 @@ class EngineGuard(HttpGuard):
 
     def __init__(self, app: App) -> None:
         folders = [Path(text) for text in os.environ[FOLDERS_VARIABLE].split(os.pathsep)]
+        trainer, adapter = map(os.environ.get, (TRAINER_VARIABLE, ADAPTER_VARIABLE))
         super().__init__(
-            TrainerClaim(app),
-            engine_routes(folders, trainer=os.environ.get(TRAINER_VARIABLE)),
+            TrainerClaim(app if adapter is None else AdapterNames(app)),
+            engine_routes(folders, trainer=trainer, adapter=adapter),
             key=os.environ[KEY_VARIABLE],
             max_body_bytes=MAX_BODY_BYTES,
         )
@@ -85,45 +91,115 @@ class TrainerClaim:
         await self._app(scope, receive, send)
 
 
+class AdapterNames:
+    """Serve the trainer's adapter, which workers have loaded, under the name of its version.
+
+    vLLM's own call of this path numbers adapters by itself, and reads them from a folder.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one ASGI connection."""
+        if scope.get("path") != LOAD_ADAPTER:
+            await self._app(scope, receive, send)
+            return
+        from vllm.lora.request import LoRARequest
+
+        call = json.loads((await receive())["body"])
+        name = call["lora_name"]
+        served = scope["app"].state.openai_serving_models.lora_requests
+        served.clear()  # the workers have no other one
+        served[name] = LoRARequest(name, call["version"], IN_MEMORY)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+
 def guard_environment(
-    key: str, folders: Sequence[Path], *, trainer: str | None = None
+    key: str,
+    folders: Sequence[Path],
+    *,
+    trainer: str | None = None,
+    adapter: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
     """Return the environment variables that `EngineGuard` reads.
 
     Args:
         trainer: address of the trainer that broadcasts them; None: none does.
+        adapter: config of the adapter that the server gets; None: none.
     """
     broadcasts = {} if trainer is None else {TRAINER_VARIABLE: str(ipaddress.ip_address(trainer))}
-    return {KEY_VARIABLE: key, FOLDERS_VARIABLE: os.pathsep.join(map(str, folders)), **broadcasts}
+    adapts = {} if adapter is None else {ADAPTER_VARIABLE: json.dumps(adapter)}
+    shared = os.pathsep.join(map(str, folders))
+    return {KEY_VARIABLE: key, FOLDERS_VARIABLE: shared, **broadcasts, **adapts}
 
 
-def engine_routes(folders: Sequence[Path], *, trainer: str | None = None) -> list[Route]:
+def engine_routes(
+    folders: Sequence[Path], *, trainer: str | None = None, adapter: str | None = None
+) -> list[Route]:
     """Return the requests of `RemoteEngine`.
 
     Args:
         trainer: address of the trainer that broadcasts them; None: none does.
+        adapter: config of the adapter that the server gets, as JSON; None: none.
     """
+    names = [] if adapter is None else [Route("POST", LOAD_ADAPTER, check=_check_name)]
     return [
         Route("GET", "/health"),
         Route("GET", "/v1/models"),
         Route("POST", "/v1/completions", check=keep_body),
-        Route("POST", "/collective_rpc", check=partial(_check_call, folders, trainer)),
+        Route("POST", "/collective_rpc", check=partial(_check_call, folders, trainer, adapter)),
+        *names,
         Route("POST", "/pause", query=PAUSE_QUERY),
         Route("POST", "/resume"),
         Route("POST", "/reset_prefix_cache"),
     ]
 
 
-def _check_call(folders: Sequence[Path], trainer: str | None, body: bytes) -> bytes:
-    """Return the call of a worker's method with the path that was checked, as JSON."""
+def _parse(body: bytes) -> Any:
     try:
-        call = json.loads(body)
+        return json.loads(body)
     except (ValueError, RecursionError) as error:
         raise RefusedError(400, "expected JSON") from error
+
+
+def _check_name(body: bytes) -> bytes:
+    """Return the name and the version of an adapter."""
+    match _parse(body):
+        case {"lora_name": str(name), "version": int(version), **rest} if (
+            not rest and 0 < len(name) <= MAX_NAME and version > 0
+        ):
+            return json.dumps({"lora_name": name, "version": version}).encode()
+    raise RefusedError(403, "expected an adapter's name and version")
+
+
+def _check_adapter(call: Mapping[Any, Any], adapter: str | None) -> dict[str, Any]:
+    """Return the arguments by which a call loads an adapter; none: it loads the model's weights."""
+    if "kwargs" not in call and adapter is None:
+        return {}
+    match call.get("kwargs"):
+        case {"adapter": str(given), "version": int(version), **rest} if (
+            not rest and given == adapter and version > 0
+        ):
+            return {"kwargs": {"adapter": given, "version": version}}
+    what = "expected the model's weights" if adapter is None else f"expected the adapter {adapter}"
+    raise RefusedError(403, f"{what}: start server and run with the same settings of LoRA")
+
+
+def _check_call(
+    folders: Sequence[Path], trainer: str | None, adapter: str | None, body: bytes
+) -> bytes:
+    """Return the call of a worker's method with the path that was checked, as JSON."""
+    call = _parse(body)
     match call:
-        case {"method": "load_weights_file", "args": [str(text)], **rest} if not rest:
-            path = _check_path(folders, text)
-            allowed: Mapping[str, Any] = {"method": "load_weights_file", "args": [str(path)]}
+        case {"method": "load_weights_file", "args": [str(text)], **rest} if rest.keys() <= KWARGS:
+            path, options = _check_path(folders, text), _check_adapter(rest, adapter)
+            allowed: Mapping[str, Any] = {
+                "method": "load_weights_file",
+                "args": [str(path)],
+                **options,
+            }
         case {
             "method": "reload_weights",
             "kwargs": {"weights_path": str(text), **more},
@@ -142,9 +218,10 @@ def _check_call(folders: Sequence[Path], trainer: str | None, body: bytes) -> by
                 raise RefusedError(403, "expected a port and a number of members")
             allowed = {"method": "join_weights_group", "args": [backend, address, port, size]}
         case {"method": "load_weights_broadcast", "args": [], **rest} if (
-            not rest and trainer is not None
+            rest.keys() <= KWARGS and trainer is not None
         ):
-            allowed = {"method": "load_weights_broadcast", "args": []}
+            options = _check_adapter(rest, adapter)
+            allowed = {"method": "load_weights_broadcast", "args": [], **options}
         case {
             "method": ("prepare_sampler" | "weights_dtype") as method,
             **rest,

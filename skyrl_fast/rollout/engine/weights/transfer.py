@@ -25,6 +25,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from skyrl_fast.rollout.engine.weights.receipt import SentWeights
 from skyrl_fast.system.torch_threads import end_torch_threads
 
+IN_MEMORY = "handed over by the trainer"  # path of an adapter, from which nothing is read
+
 # By name. They are read again for an engine that is restarted, unless they are an iterator.
 Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 

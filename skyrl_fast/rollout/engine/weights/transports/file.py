@@ -9,14 +9,16 @@ Design: docs/design/007-rollout-and-weight-sync.md.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -67,6 +69,21 @@ def receive_by_file(path: str) -> Iterator[tuple[str, torch.Tensor]]:
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
             yield name, file.get_tensor(name)
+
+
+def write_adapter_folder(path: Path, config: Mapping[str, Any]) -> Path:
+    """Make the folder of a file of `send_by_file` an adapter's, in PEFT's format; return it.
+
+    Args:
+        config: of the adapter, whose matrices the file has.
+    """
+    folder = path.parent
+    text = json.dumps({"peft_type": "LORA", "task_type": "CAUSAL_LM", **config})
+    (folder / "adapter_config.json").write_text(text, encoding="utf-8")
+    matrices = folder / "adapter_model.safetensors"
+    if not matrices.exists():  # several servers read it
+        os.link(path, matrices)
+    return folder
 
 
 def weights_folders(folder: str | None) -> list[Path]:

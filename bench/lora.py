@@ -1,0 +1,209 @@
+"""LoRA beside training all weights: rewards, seconds, bytes of a sync, and peak memory.
+
+    python -m bench.lora --base work [--seeds 42 7 3] [--steps N] [--out FILE.md] [--plot FILE.png]
+
+Runs the quickstart over seeds, and once with a learning rate of 0, and SmolLM2 with the first seed:
+each with an adapter (the examples' `lora.yaml`) and with all weights, one after the other. A
+finished run is read, not repeated. An hour on two cores with nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from examples.asynchronous.soak import children, command_of
+from skyrl_fast.train.output.loggers import read_metrics
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+GIB = 2**30
+POLL_SECONDS = 0.5  # between two readings of the processes' peaks
+ENGINE = "VLLM::EngineCor"  # the kernel cuts names
+EVAL, SAMPLED = "eval/all/avg_score", "reward/avg_raw_reward"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One training run.
+
+    Args:
+        example: folder of the example.
+        frozen: whether the learning rate is 0.
+    """
+
+    example: str
+    lora: bool
+    seed: int
+    frozen: bool = False
+
+    @property
+    def kind(self) -> str:
+        """What is trained, for tables and plots."""
+        return "LoRA" if self.lora else "all weights"
+
+    @property
+    def name(self) -> str:
+        """Return its folder's name."""
+        kind = "lora" if self.lora else "full"
+        return f"{self.example}_{kind}_{self.seed}{'_lr_0' * self.frozen}"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The metrics of a run's steps, and the peak memory of its trainer and engine in bytes."""
+
+    rows: list[dict[str, Any]]
+    peaks: dict[str, int]
+
+    def middle(self, name: str) -> float:
+        """Return the median of a metric over all steps but the first, which warms up."""
+        values = [row[name] for row in self.rows if row["step"] and name in row]
+        return median(values[1:] or values)
+
+    def ends(self, name: str) -> tuple[float, float]:
+        """Return the first and the last value of a metric."""
+        values = [row[name] for row in self.rows if name in row]
+        return values[0], values[-1]
+
+
+def train(run: Run, base: Path, steps: int | None) -> Measured:
+    """Run it below this folder, unless that was done."""
+    folder = base / "lora" / run.name
+    if not (folder / "peaks.json").exists():  # written at the end
+        example = EXAMPLES / run.example
+        settings = [str(example / "lora.yaml")] * run.lora
+        settings += [f"trainer.seed={run.seed}", f"trainer.run_path={folder.resolve()}"]
+        settings += ["trainer.logger=[jsonl]", "trainer.plot=false", "trainer.ckpt_interval=-1"]
+        settings += ["trainer.policy.optimizer_config.lr=0"] * run.frozen
+        settings += [f"trainer.max_training_steps={steps}"] * (steps is not None)
+        command = [sys.executable, str(example / "run.py"), "--base", str(base), *settings]
+        peaks = measure_peaks(command)
+        (folder / "peaks.json").write_text(json.dumps(peaks), encoding="utf-8")
+    peaks = json.loads((folder / "peaks.json").read_text(encoding="utf-8"))
+    return Measured(read_metrics(folder / "metrics.jsonl"), peaks)
+
+
+def measure_peaks(command: Sequence[str]) -> dict[str, int]:
+    """Run a command; return the peak resident bytes of its process and of its engine's.
+
+    Raises:
+        CalledProcessError: it fails.
+    """
+    peaks: dict[str, int] = {}
+    process = subprocess.Popen(command)
+    while process.poll() is None:
+        engines = [pid for pid in children(process.pid) if ENGINE in command_of(pid)]
+        for name, pids in (("trainer", [process.pid]), ("engine", engines)):
+            peaks[name] = max(peaks.get(name, 0), *map(peak_bytes, pids), 0)
+        time.sleep(POLL_SECONDS)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return peaks
+
+
+def peak_bytes(pid: int) -> int:
+    """Return the most memory that a process has had; 0 if it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
+    kib = [int(line.split()[1]) for line in lines if line.startswith("VmHWM:")]
+    return 1024 * sum(kib)
+
+
+def reward_table(found: dict[Run, Measured]) -> str:
+    """Return a table of the quickstart's runs."""
+    lines = [
+        "| trained, seed | evaluation, before and after | seconds per update | per sync | MB |",
+        "|---|---|---:|---:|---:|",
+    ]
+    for run, measured in found.items():
+        before, after = measured.ends(EVAL)
+        name = f"{run.kind}, {run.seed}{', learning rate 0' * run.frozen}"
+        lines.append(
+            f"| {name} | {before:.2f}, {after:.2f}"
+            f" | {measured.middle('timing/forward_backward'):.2f}"
+            f" | {measured.middle('sync/update_seconds'):.3f}"
+            f" | {measured.middle('sync/num_bytes') / 1e6:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def memory_table(found: dict[Run, Measured]) -> str:
+    """Return a table of SmolLM2's runs."""
+    lines = [
+        "| trained | trainer, peak GiB | engine | seconds per step | per sync | MB |"
+        " sampled reward, first and last step | evaluation |",
+        "|---|---:|---:|---:|---:|---:|---|---|",
+    ]
+    for run, measured in found.items():
+        peaks = " | ".join(f"{measured.peaks[name] / GIB:.2f}" for name in ("trainer", "engine"))
+        rewards = " | ".join(
+            f"{first:.2f}, {last:.2f}" for first, last in map(measured.ends, (SAMPLED, EVAL))
+        )
+        lines.append(
+            f"| {run.kind} | {peaks} | {measured.middle('timing/step'):.1f}"
+            f" | {measured.middle('sync/update_seconds'):.2f}"
+            f" | {measured.middle('sync/num_bytes') / 1e6:.1f} | {rewards} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(found: dict[Run, Measured], path: Path) -> None:
+    """Write the evaluations of the quickstart's runs."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    labelled = set()
+    for run, measured in found.items():
+        points = [(row["step"], row[EVAL]) for row in measured.rows if EVAL in row]
+        label = run.kind + ", learning rate 0" * run.frozen
+        style = "--" if run.frozen else "-o"
+        color = "tab:orange" if run.lora else "tab:blue"
+        shown = None if label in labelled else label
+        axes.plot(*zip(*points, strict=True), style, color=color, label=shown, alpha=0.8)
+        labelled.add(label)
+    axes.set(xlabel="step", ylabel="evaluation reward", title="quickstart")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Run all, print the tables and plot."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--base", type=Path, default=Path("."), help="parent of the runs' folders")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 7, 3])
+    parser.add_argument("--steps", type=int, help="of each run; default: as the examples have it")
+    parser.add_argument("--out", type=Path, help="file for the tables; default: print them")
+    parser.add_argument("--plot", type=Path, help="file for the evaluations (needs matplotlib)")
+    args = parser.parse_args()
+    base = args.base.resolve()
+    base.mkdir(parents=True, exist_ok=True)
+    first = args.seeds[0]
+    rewards = [Run("quickstart", lora, seed) for lora, seed in product((True, False), args.seeds)]
+    rewards += [Run("quickstart", lora, first, frozen=True) for lora in (True, False)]
+    memory = [Run("smollm", lora, first) for lora in (True, False)]
+    found = {run: train(run, base, args.steps) for run in (*rewards, *memory)}
+    of_quickstart = {run: found[run] for run in rewards}
+    text = f"{reward_table(of_quickstart)}\n\n{memory_table({run: found[run] for run in memory})}\n"
+    if args.out is None:
+        print(text)
+    else:
+        args.out.write_text(text, encoding="utf-8")
+    if args.plot is not None:
+        plot(of_quickstart, args.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""bench.lora: its runs, the peak memory of a command, and its tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import lora
+from bench.lora import Measured, Run, measure_peaks, memory_table, reward_table, train
+
+ROWS: list[dict[str, Any]] = [
+    {"step": 0, lora.EVAL: 0.25},
+    *(
+        {
+            "step": step,
+            lora.SAMPLED: step / 10,
+            "timing/step": seconds,
+            "timing/forward_backward": seconds / 2,
+            "sync/update_seconds": seconds / 4,
+            "sync/num_bytes": 2.5e6,
+        }
+        for step, seconds in enumerate((9.0, 1.0, 2.0, 3.0), 1)
+    ),
+    {"step": 4, lora.EVAL: 0.75},
+]
+
+
+def test_peaks_are_those_of_the_command() -> None:
+    used = "import time; x = bytearray(200 << 20); x[::4096] = b'1' * len(x[::4096]); time.sleep(2)"
+    peaks = measure_peaks([sys.executable, "-c", used])
+    assert peaks["trainer"] > 200 << 20  # and the interpreter
+    assert peaks["engine"] == 0
+
+
+def test_a_finished_run_is_read_and_tables_leave_the_first_step_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    run = Run("quickstart", lora=True, seed=7, frozen=True)
+    folder = tmp_path / "lora" / "quickstart_lora_7_lr_0"
+
+    def measure(command: list[str]) -> dict[str, int]:
+        commands.append(command)
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+        return {"trainer": 3 << 29, "engine": 1 << 30}
+
+    monkeypatch.setattr(lora, "measure_peaks", measure)
+    first, second = (train(run, tmp_path, 4) for _ in range(2))
+    assert first == second == Measured(ROWS, {"trainer": 3 << 29, "engine": 1 << 30})
+    (command,) = commands
+    assert {"trainer.policy.optimizer_config.lr=0", "trainer.max_training_steps=4"} < {*command}
+    assert command[4].endswith("examples/quickstart/lora.yaml")
+    row = reward_table({run: first}).splitlines()[-1]
+    assert row == "| LoRA, 7, learning rate 0 | 0.25, 0.75 | 1.00 | 0.500 | 2.50 |"
+    full = Run("smollm", lora=False, seed=7)
+    row = memory_table({full: first}).splitlines()[-1]
+    assert row == "| all weights | 1.50 | 1.00 | 2.0 | 0.50 | 2.5 | 0.10, 0.40 | 0.25, 0.75 |"
+    lora.plot({run: first, full: second}, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000

@@ -27,6 +27,7 @@ from skyrl_fast.config import load_config
 from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.rollout.engine.weights.receipt import tensor_digest
 from skyrl_fast.train import run as run_module
+from skyrl_fast.train.model import lora as lora_module
 from skyrl_fast.train.model.lora import add_adapter, is_adapter, merge
 from skyrl_fast.train.model.micro_batch import plan_micro_batches, response_positions
 from skyrl_fast.train.model.policy import Policy, WithoutAdapter
@@ -147,8 +148,11 @@ def test_a_frozen_base_keeps_its_dtype_and_the_adapter_has_float32(tmp_path: Pat
 
 
 @pytest.mark.spec("memory.frozen-base")
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_frozen_base_leaves_its_device_and_comes_back(tied: bool) -> None:
+@pytest.mark.parametrize(("tied", "small_part"), [(False, 1 << 20), (True, 64)])
+def test_the_frozen_base_leaves_its_device_and_comes_back(
+    tied: bool, small_part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lora_module, "SMALL_PART", small_part)
     policy, batch = Policy(make_model(dtype=torch.float32, tied=tied), tree=True), mixed_batch()
 
     def digests() -> dict[str, str]:  # of copies, as NumPy's views cannot be resized
@@ -165,6 +169,9 @@ def test_the_frozen_base_leaves_its_device_and_comes_back(tied: bool) -> None:
             policy.batch_logprobs(batch)
         adapter = {n: tensor_digest(p.clone()) for n, p in policy.adapter_weights().items()}
         assert adapter == {name: before[name] for name in adapter}
+        parts = [part for copy in policy.frozen_base._copies for part in copy[:-1]]
+        assert bool(parts) == (small_part == 64)
+        assert all(part.numel().bit_count() == 1 for part in parts)
         policy.load_base()
         policy.load_base()
         assert digests() == before

@@ -26,6 +26,7 @@ INSTALL_HINT = f"{SETTING}: PEFT is not installed: pip install 'skyrl-fast[train
 NAME = "default"  # PEFT's name of a model's only adapter
 PREFIX = "base_model.model."  # of names in PEFT's files
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+SMALL_PART = 1 << 20  # bytes of a pinned copy that may be rounded up
 _BASE = ".base_layer."
 _MATRICES = tuple(f".lora_{matrix}.{NAME}." for matrix in "AB")
 # Of an adapter's config: what the layers' forward pass here and in the engine does not have.
@@ -124,7 +125,7 @@ class FrozenBase:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._bytes: list[torch.Tensor] = []  # on the device, of each storage
-        self._copies: list[torch.Tensor] = []
+        self._copies: list[list[torch.Tensor]] = []  # in parts
         self.is_loaded = True
 
     def offload(self) -> None:
@@ -132,7 +133,7 @@ class FrozenBase:
         if not self.is_loaded:
             return
         if not self._copies:
-            self._bytes = _frozen_bytes(self._model)
+            self._bytes = _view_frozen_bytes(self._model)
             self._copies = [_copy_to_host(one) for one in self._bytes]
         on_gpu = any(one.device.type == "cuda" for one in self._bytes)
         if on_gpu:
@@ -147,13 +148,14 @@ class FrozenBase:
         """Bring the weights back."""
         if self.is_loaded:
             return
-        for one, copy in zip(self._bytes, self._copies, strict=True):
-            one.untyped_storage().resize_(copy.nbytes)
-            one.copy_(copy)
+        for one, copies in zip(self._bytes, self._copies, strict=True):
+            one.untyped_storage().resize_(one.numel())
+            for part, copy in zip(one.split(_part_sizes(one)), copies, strict=True):
+                part.copy_(copy)
         self.is_loaded = True
 
 
-def _frozen_bytes(model: Any) -> list[torch.Tensor]:
+def _view_frozen_bytes(model: Any) -> list[torch.Tensor]:
     """Return the bytes of each storage of frozen weights; a rank's are its shards."""
     tensors = [local_tensor(p).detach() for p in model.parameters() if not p.requires_grad]
     storages = {id(s): s for s in (tensor.untyped_storage() for tensor in tensors)}
@@ -163,9 +165,21 @@ def _frozen_bytes(model: Any) -> list[torch.Tensor]:
     ]
 
 
-def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
-    return copy.copy_(tensor)
+def _copy_to_host(tensor: torch.Tensor) -> list[torch.Tensor]:
+    pinned = tensor.device.type == "cuda"
+    return [
+        torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned).copy_(part)
+        for part in tensor.split(_part_sizes(tensor))
+    ]
+
+
+def _part_sizes(tensor: torch.Tensor) -> list[int]:
+    """Return the sizes of a copy's parts: torch rounds pinned memory up to a power of 2."""
+    sizes, rest = [], tensor.numel()
+    while rest > SMALL_PART:
+        sizes.append(1 << (rest.bit_length() - 1))
+        rest -= sizes[-1]
+    return [*sizes, rest]
 
 
 @contextmanager

@@ -76,6 +76,7 @@ class TorchEngine:
         policy_version: int,
         seed: int | None = None,
         expert_indices_start: int = 0,
+        policy: str | None = None,
     ) -> Generation:
         """Return one response; see `Engine.generate`."""
         random = torch.Generator().manual_seed(seed or 0)
@@ -92,7 +93,9 @@ class TorchEngine:
                         request.answer.set_result(_generation(request))
         return await future
 
-    async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+    async def prompt_logprobs(
+        self, token_ids: Sequence[int], *, policy: str | None = None
+    ) -> list[float]:
         """Return the logprobs of given tokens; see `Engine.prompt_logprobs`."""
         async with self._lock:
             return await asyncio.to_thread(self._prompt_logprobs, list(token_ids))

@@ -3,6 +3,7 @@
     python examples/gateway/run.py
     python examples/gateway/run.py --variant langgraph     a graph that compacts its context;
                                                       needs langgraph and langchain-openai
+    python examples/gateway/run.py --variant policies      a planner and a worker: two policies
     python examples/gateway/run.py trainer.policy.optimizer_config.lr=0     overrides, as in
                                                       `skyrl-fast train config.yaml key=value`
 
@@ -23,8 +24,14 @@ from examples.quickstart.run import prepare  # noqa: E402
 from examples.tiny_model.recipe import Recipe, main  # noqa: E402
 
 
-def agent(file: str, run: str) -> Callable[[Path], AbstractContextManager[Sequence[str]]]:
-    """Return what gives the settings that replace the quickstart's environment by an agent."""
+def agent(
+    file: str, run: str, *more: str
+) -> Callable[[Path], AbstractContextManager[Sequence[str]]]:
+    """Return what gives the settings that replace the quickstart's environment by an agent.
+
+    Args:
+        more: YAML files with further settings.
+    """
 
     def settings(folder: Path) -> AbstractContextManager[Sequence[str]]:
         return nullcontext(
@@ -33,6 +40,7 @@ def agent(file: str, run: str) -> Callable[[Path], AbstractContextManager[Sequen
                 f"trainer.run_path={folder / run}",
                 f"trainer.run_name={run}",
                 "trainer.rows=tree",
+                *(str(HERE / name) for name in more),
             ]
         )
 
@@ -40,9 +48,14 @@ def agent(file: str, run: str) -> Callable[[Path], AbstractContextManager[Sequen
 
 
 CONFIG = HERE.parent / "quickstart" / "config.yaml"
+FILES = {
+    "openai": ("sql_agent.py",),
+    "langgraph": ("langgraph_agent.py",),
+    "policies": ("two_policies.py", "policies.yaml"),
+}
 RECIPES = {
-    name: Recipe(Path("quickstart"), CONFIG, prepare, agent(file, name))
-    for name, file in (("openai", "sql_agent.py"), ("langgraph", "langgraph_agent.py"))
+    name: Recipe(Path("quickstart"), CONFIG, prepare, agent(file, name, *more))
+    for name, (file, *more) in FILES.items()
 }
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ class FaultyAdapters(WeightUpdateExtension):
         """Load with this fault from now on; empty: correctly."""
         self.fault = name
 
-    def _replace_adapter(
+    def _load_adapter(
         self, matrices: dict[str, torch.Tensor], config: dict[str, Any], version: int
     ) -> list[str]:
         loaded = {name: value.clone() for name, value in matrices.items()}
@@ -70,7 +70,7 @@ class FaultyAdapters(WeightUpdateExtension):
             loaded, config = ADAPTER_FAULTS[self.fault](loaded, config, self)
         else:
             self.last = matrices
-        return super()._replace_adapter(
+        return super()._load_adapter(
             {name: value.clone() for name, value in loaded.items()}, config, version
         )
 

@@ -57,6 +57,7 @@ def played(
     tool_parser: Any = None,
     reasoning_parser: Any = None,
     untrained_models: tuple[str, ...] = (),
+    policies: tuple[str, ...] = (),
     upstreams: Any = None,
     phase: str = "train",
     chat_template: str | None = None,
@@ -84,11 +85,11 @@ def played(
             agent.patch(sampler)
         board = ActivityBoard()
         policy = ServedPolicy(
-            PolicyCalls(sampler, WeightGate(7), tokenizer, 1),
+            PolicyCalls(sampler, WeightGate(7), tokenizer, 1, policies),
             settings,
             ChatTemplate(tokenizer, chat_template, max_length=settings.max_input_length),
             board,
-            MODEL,
+            policies[0] if policies else MODEL,
             untrained_models=untrained_models,
             upstreams=upstreams or {},
             tool_parser=tool_parser,

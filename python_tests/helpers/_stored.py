@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from skyrl_fast.batch import StepBatch, batch_from_trajectories
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.trajectory_store.lines import encode_line
+from skyrl_fast.trajectory_store.trained import TrainedRows
 from skyrl_fast.trajectory_store.writer import TrajectoryWriter
 
 END = 1  # the end token of WordTokenizer
@@ -141,7 +142,7 @@ def write_run(run: Path, *, steps: int = 6, groups: int = 3, samples: int = 4) -
         assert batch.rollout_logprobs is not None
         shift = torch.linspace(-0.2, 0.2, len(batch.rollout_logprobs))
         seen = batch.rollout_logprobs + shift
-        writer.write(step, "train", trajectories, batch=batch, trainer_logprobs=seen)
+        writer.write(step, "train", trajectories, trained=[TrainedRows(trajectories, batch, seen)])
         rows.append(
             {
                 "step": step,

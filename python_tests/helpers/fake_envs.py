@@ -115,6 +115,7 @@ class Call:
     session_id: str
     policy_version: int
     seed: int | None = None
+    policy: str | None = None
 
 
 class ScriptedEngine:
@@ -144,10 +145,11 @@ class ScriptedEngine:
         policy_version: int,
         seed: int | None = None,
         expert_indices_start: int = 0,
+        policy: str | None = None,
     ) -> Generation:
         ids = prompt_token_ids  # a list is kept as it is: it may not grow
         ids = ids if isinstance(ids, list) else list(ids)
-        call = Call(ids, sampling, session_id, policy_version, seed)
+        call = Call(ids, sampling, session_id, policy_version, seed, policy)
         self.calls.append(call)
         self.running += 1
         self.most_running = max(self.most_running, self.running)

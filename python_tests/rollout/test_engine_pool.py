@@ -80,6 +80,7 @@ class OneWeight:
         policy_version: int,
         seed: int | None = None,
         expert_indices_start: int = 0,
+        policy: str | None = None,
     ) -> Generation:
         self.check_running()
         assert not self.paused

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from _faulty_extension import ADAPTER_FAULTS
 from _weights import ADAPTER, LORA, change_adapter, update_engine
 
 from skyrl_fast.config import InferenceEngineConfig, SamplingParams
-from skyrl_fast.config.settings import LoraConfig
+from skyrl_fast.config.settings import REFERENCE, LoraConfig
+from skyrl_fast.rollout.engine.protocol import RefusedRequestError
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
-from skyrl_fast.rollout.engine.weights.probe import WeightProbe
+from skyrl_fast.rollout.engine.weights.probe import PolicyProbes, WeightProbe
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
-from skyrl_fast.train.model.lora import add_adapter
+from skyrl_fast.train.model.lora import add_adapter, add_adapters
 from skyrl_fast.train.model.policy import Policy, load_model
 
 pytestmark = [
@@ -40,11 +42,12 @@ def make_policy(folder: Path, lora: LoraConfig = LORA) -> Policy:
     return Policy(model)
 
 
-def make_probe(engine: Any, policy: Policy) -> WeightProbe:
+def make_probe(engine: Any, policy: Policy, name: str | None = None) -> WeightProbe:
     return WeightProbe(
         engine,
         probe=torch.randint(200, (2, 48), generator=torch.Generator().manual_seed(1)).tolist(),
         trainer_logprobs=lambda probe: [policy.sequence_logprobs(ids) for ids in probe],
+        policy=name,
     )
 
 
@@ -96,9 +99,9 @@ def test_adapters_are_exact_and_wrong_ones_are_refused(
                 expected, _ = policy.sequence_logprobs([*prompt, *answer.token_ids])
                 assert answer.logprobs == pytest.approx(expected[39:], abs=TOLERANCE)
             # Requests without an adapter would still see the base model.
-            engine._lora_request, current = None, engine._lora_request
+            engine._lora_requests, current = {}, engine._lora_requests
             assert await engine.prompt_logprobs(probe._probe[0]) == pytest.approx(base, abs=1e-6)
-            engine._lora_request = current
+            engine._lora_requests = current
             for fault in ADAPTER_FAULTS:
                 change_adapter(policy)
                 await engine._llm.collective_rpc("set_fault", args=(fault,))
@@ -111,12 +114,12 @@ def test_adapters_are_exact_and_wrong_ones_are_refused(
             policy.save(tmp_path / "adapter")
             from vllm.lora.request import LoRARequest
 
-            current = engine._lora_request
-            engine._lora_request = LoRARequest("saved", 1000, str(tmp_path / "adapter"))
+            current = engine._lora_requests
+            engine._lora_requests = {"": LoRARequest("saved", 1000, str(tmp_path / "adapter"))}
             tokens = probe._probe[0]
             expected, _ = policy.sequence_logprobs(tokens)
             assert await engine.prompt_logprobs(tokens) == pytest.approx(expected, abs=TOLERANCE)
-            engine._lora_request = current
+            engine._lora_requests = current
             # What vLLM has no layer for is refused by its receipt.
             weights = dict(policy.named_weights(adapter=True))
             first = next(name for name in weights if "lora_A" in name)
@@ -124,6 +127,62 @@ def test_adapters_are_exact_and_wrong_ones_are_refused(
                 weights[name.replace("q_proj", "c_proj")] = weights[name].clone()
             with pytest.raises(WeightSyncError, match="c_proj"):
                 await update_engine(engine, probe, weights)
+
+    asyncio.run(go())
+
+
+@pytest.mark.spec("lora.policies")
+def test_each_request_is_answered_by_its_policy(tiny_model_folder: Path, tmp_path: Path) -> None:
+    """Requests of two policies and the reference are in one batch, through updates of both."""
+    names, prompt = ("planner", "worker"), list(range(40, 60))
+    lora = replace(LORA, policies=list(names))
+
+    async def go() -> None:
+        model = load_model(str(tiny_model_folder), device=torch.device("cpu"))
+        torch.manual_seed(0)
+        add_adapters(model, lora, base=str(tiny_model_folder))
+        base = load_model(str(tiny_model_folder), device=torch.device("cpu"))
+        trained = Policy(model)
+        policies = {name: trained.with_adapter(name) for name in names}
+        extension = "_faulty_extension.FaultyAdapters"
+        setup = make_setup(tiny_model_folder, tmp_path, worker_extension_cls=extension)
+        async with VllmEngine(replace(setup, policies=names)) as engine:
+            one = {name: make_probe(engine, policies[name], name) for name in names}
+            probe = PolicyProbes(list(one.values()))
+
+            async def sample(name: str, session: int) -> tuple[str, Any]:
+                sampling = SamplingParams(max_generate_length=8)
+                return name, await engine.generate(
+                    prompt,
+                    sampling,
+                    session_id=str(session),
+                    policy_version=0,
+                    seed=session,
+                    policy=name,
+                )
+
+            for update in range(3):
+                for name in names[: update + 1]:
+                    change_adapter(policies[name])
+                weights = trained.named_weights(adapter=True)
+                report = await update_engine(engine, probe, weights)
+                assert report.difference.maximum < TOLERANCE
+                expected = {**policies, REFERENCE: Policy(base)}
+                requests = [sample(name, n) for n in range(3) for name in expected]
+                said = set()
+                for name, answer in await asyncio.gather(*requests):
+                    values, _ = expected[name].sequence_logprobs([*prompt, *answer.token_ids])
+                    assert answer.logprobs == pytest.approx(values[19:], abs=TOLERANCE), name
+                    said.add((name, tuple(values[:19])))
+                assert len({prefix for _, prefix in said}) == (2 if update == 0 else 3)
+            with pytest.raises(RefusedRequestError, match="planner, worker, reference, got judge"):
+                await sample("judge", 0)
+            # One policy that keeps its old adapter is found, whatever the others do.
+            change_adapter(policies["planner"])
+            change_adapter(policies["worker"])
+            await engine._llm.collective_rpc("set_fault", args=("stale adapter",))
+            with pytest.raises(WeightSyncError, match="of policy planner"):
+                await update_engine(engine, probe, trained.named_weights(adapter=True))
 
     asyncio.run(go())
 
@@ -161,14 +220,17 @@ def test_an_adapter_for_another_base_is_refused(tiny_model_folder: Path, tmp_pat
     asyncio.run(go())
 
 
-@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_adapter_is_multiplied_at_once(slots: int, dtype: torch.dtype) -> None:
-    """The patched operations of a CPU return what vLLM's return."""
+def test_adapters_are_multiplied_one_by_one(slots: int, dtype: torch.dtype) -> None:
+    """The patched operations of a CPU return what vLLM's return, where each token has an adapter.
+
+    Tokens without one are left as they are.
+    """
     from vllm.lora.ops import torch_ops
     from vllm.lora.punica_wrapper import punica_cpu
 
-    from skyrl_fast.rollout.engine.vllm_patches.single_adapter import multiply_at_once
+    from skyrl_fast.rollout.engine.vllm_patches.adapter_products import multiply_by_adapter
 
     generator = torch.Generator().manual_seed(0)
 
@@ -180,11 +242,12 @@ def test_one_adapter_is_multiplied_at_once(slots: int, dtype: torch.dtype) -> No
             for kind in ("bgmv", "sgmv"):
                 full = f"{kind}_{name}"
                 patch.setattr(punica_cpu, full, getattr(torch_ops, full))
-        multiply_at_once()
+        multiply_by_adapter()
         x, a, b = random(12, 20), random(slots, 1, 6, 20), random(slots, 1, 10, 6)
-        tokens = torch.arange(12) % slots
         lengths = torch.full((4,), 3)
-        sequences = (lengths.cumsum(0) - lengths, lengths, torch.arange(4) % slots, 4, 3, 12)
+        of_runs = torch.arange(4) % slots - int(slots > 1)  # -1: none
+        tokens = of_runs.repeat_interleave(lengths)
+        sequences = (lengths.cumsum(0) - lengths, lengths, of_runs, 4, 3, 12)
         cases = [
             ("shrink", x, a, torch.zeros(12, 8), (0.5,)),
             *(
@@ -202,10 +265,11 @@ def test_one_adapter_is_multiplied_at_once(slots: int, dtype: torch.dtype) -> No
                 expected, got = output.clone(), output.clone()
                 getattr(torch_ops, f"{kind}_{name}")(inputs, matrices, expected, *where, *rest)
                 getattr(punica_cpu, f"{kind}_{name}")(inputs, matrices, got, *where, *rest)
+                expected[tokens < 0] = output[tokens < 0]
                 # one rounding of the sums in another order
                 tolerance = 1e-5 if dtype == torch.float32 else 0.05
                 torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
         gathers = []
         patch.setattr(torch, "einsum", lambda *_: gathers.append(1) or torch.zeros(12, 6))
         punica_cpu.bgmv_shrink(x, a, torch.zeros(12, 8), tokens, 0.5)
-        assert bool(gathers) == (slots > 1)
+        assert not gathers

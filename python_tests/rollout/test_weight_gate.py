@@ -46,6 +46,7 @@ class Parts:
         policy_version: int,
         seed: int | None = None,
         expert_indices_start: int = 0,
+        policy: str | None = None,
     ) -> Generation:
         self.asked.append((list(prompt_token_ids), sampling, seed))
         done = len(prompt_token_ids) - 2

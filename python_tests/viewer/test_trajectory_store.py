@@ -33,7 +33,7 @@ from skyrl_fast.trajectory_store.lines import encode_line, json_value
 from skyrl_fast.trajectory_store.reader import read_trajectory
 from skyrl_fast.trajectory_store.recorded import read_recorded
 from skyrl_fast.trajectory_store.token_text import TokenText
-from skyrl_fast.trajectory_store.trained import collect_trained_steps
+from skyrl_fast.trajectory_store.trained import TrainedRows, collect_trained_steps
 from skyrl_fast.trajectory_store.writer import StoreError, TrajectoryWriter
 
 LONE = "\udc80"
@@ -70,7 +70,7 @@ def test_line_contains_all_values(tmp_path: Path) -> None:
     batch = batch_of(group)
     logprobs = torch.full_like(batch.rewards, float("nan"))
     logprobs[:2] = torch.tensor([-0.5, -0.75])
-    path = writer(tmp_path).write(3, "train", group, batch=batch, trainer_logprobs=logprobs)
+    path = writer(tmp_path).write(3, "train", group, trained=[TrainedRows(group, batch, logprobs)])
     assert path == tmp_path / "trajectories/step_000003.jsonl"
     record, other = lines(path)
     assert (record["phase"], record["step"], record["uid"], record["repetition_id"]) == (
@@ -123,7 +123,7 @@ def test_failed_and_empty_trajectories_have_lines(tmp_path: Path) -> None:
     failed = two_turns("q", 1, 0.0, failure="the database is gone", stop_reason="env_error")
     empty = make_trajectory("q", 2, [], stop_reason="length")
     group = [two_turns("q", 0, 1.0), failed, empty]
-    path = writer(tmp_path).write(1, "train", group, batch=batch_of(group))
+    path = writer(tmp_path).write(1, "train", group, trained=[TrainedRows(group, batch_of(group))])
     good, second, third = lines(path)
     assert good["turns"][0]["trained_tokens"] == 2
     assert second["failure"] == "the database is gone" and len(second["turns"]) == 2
@@ -137,7 +137,9 @@ def test_mask_is_the_one_after_filters(tmp_path: Path) -> None:
     group = [two_turns("q", 0, 1.0)]
     batch = batch_of(group)
     batch = batch.with_(loss_mask=torch.zeros_like(batch.loss_mask))
-    (record,) = lines(writer(tmp_path).write(1, "train", group, batch=batch))
+    (record,) = lines(
+        writer(tmp_path).write(1, "train", group, trained=[TrainedRows(group, batch)])
+    )
     assert record["filtered"] is True
     assert record["tokens"][0]["loss_mask"] == [0, 0, 0]
 
@@ -301,7 +303,7 @@ def test_store_round_trip(tmp_path: Path) -> None:
     group[1].steps[0].token_versions = [0, 1, 1]
     store = writer(tmp_path)
     store.write(0, "eval", [two_turns("e", 0, 1.0)])
-    store.write(1, "train", group, batch=batch_of(group))
+    store.write(1, "train", group, trained=[TrainedRows(group, batch_of(group))])
     store.write(1, "eval", [two_turns("e", 0, 1.0)])
     assert stored(tmp_path) == [("e", 0, 0), ("q", 0, 1), ("q", 1, 1), ("e", 0, 1)]
     assert stored(tmp_path, phase="train") == [("q", 0, 1), ("q", 1, 1)]
@@ -329,7 +331,7 @@ def test_unknown_phase_is_refused(tmp_path: Path) -> None:
 @pytest.mark.spec("store.index")
 def test_index_has_one_entry_per_trajectory(tmp_path: Path) -> None:
     group = [two_turns("q", 0, 1.0), two_turns("q", 1, 0.0)]
-    writer(tmp_path).write(1, "train", group, batch=batch_of(group))
+    writer(tmp_path).write(1, "train", group, trained=[TrainedRows(group, batch_of(group))])
     first, second = read_index(tmp_path)
     assert (first.uid, first.reward, first.turns, first.tokens, first.trained_tokens) == (
         ("q", 1.0, 2, 5, 3)
@@ -350,8 +352,8 @@ WRONG = [
 def test_index_that_does_not_match_is_ignored(tmp_path: Path, damage: str) -> None:
     group = [two_turns("q", 0, 1.0), two_turns("q", 1, 0.0)]
     store = writer(tmp_path)
-    store.write(1, "train", group, batch=batch_of(group))
-    store.write(2, "train", group, batch=batch_of(group))
+    store.write(1, "train", group, trained=[TrainedRows(group, batch_of(group))])
+    store.write(2, "train", group, trained=[TrainedRows(group, batch_of(group))])
     want = read_index(tmp_path)
     index = tmp_path / "trajectories/index.jsonl"
     content = index.read_bytes()
@@ -373,7 +375,7 @@ def test_index_that_does_not_match_is_ignored(tmp_path: Path, damage: str) -> No
 @pytest.mark.spec("store.cut-line")
 def test_truncated_last_line_is_ignored(tmp_path: Path) -> None:
     group = [two_turns("q", 0, 1.0), two_turns("q", 1, 0.0)]
-    path = writer(tmp_path).write(1, "train", group, batch=batch_of(group))
+    path = writer(tmp_path).write(1, "train", group, trained=[TrainedRows(group, batch_of(group))])
     content = path.read_bytes()
     for size in (len(content) - 1, len(content) - 40, content.index(b"\n") + 1):
         path.write_bytes(content[:size])
@@ -385,7 +387,7 @@ def test_damaged_line_is_reported_and_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     group = [two_turns("q", 0, 1.0), two_turns("q", 1, 0.0)]
-    path = writer(tmp_path).write(1, "train", group, batch=batch_of(group))
+    path = writer(tmp_path).write(1, "train", group, trained=[TrainedRows(group, batch_of(group))])
     content = bytearray(path.read_bytes())
     content[3:6] = b"\x00\xff{"
     path.write_bytes(content)
@@ -410,7 +412,7 @@ def test_resumed_store_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     def write(store: TrajectoryWriter, *steps: int) -> None:
         for step in steps:
             group = [two_turns(f"q{step}", 0, 1.0)]
-            store.write(step, "train", group, batch=batch_of(group))
+            store.write(step, "train", group, trained=[TrainedRows(group, batch_of(group))])
 
     def content(run: Path) -> dict[str, bytes]:
         return {p.name: p.read_bytes() for p in (run / "trajectories").iterdir()}
@@ -464,7 +466,7 @@ def written_run(tmp_path: Path) -> Path:
         group.append(make_trajectory(HOSTILE, 2, []))
         group[1].steps[0].text = group[1].steps[0].observation = "2020-01-01 00:00:00"
         group[0].env_metrics = {f"only in {step}": step}
-        store.write(step, "train", group, batch=batch_of(group))
+        store.write(step, "train", group, trained=[TrainedRows(group, batch_of(group))])
     return tmp_path
 
 
@@ -507,7 +509,7 @@ store = TrajectoryWriter(run / "trajectories", WordTokenizer(), last_step=last_s
 print("ready", flush=True)
 for step in range(last_step + 1, 10_000):
     group = [two_turns(f"q{step}", sample, 1.0) for sample in range(40)]
-    store.write(step, "train", group, batch=batch_of(group))
+    store.write(step, "train", group, trained=[TrainedRows(group, batch_of(group))])
 """
 
 
@@ -542,7 +544,9 @@ def test_a_training_run_says_what_it_lacks_for_replay(tmp_path: Path) -> None:
     steps = [make_step([10, 11], [20, 21], kept_ids=kept, expert_indices=routes)]
     trajectories = [make_trajectory("a", 0, steps), two_turns("b", 0, 1.0)]
     writer = TrajectoryWriter(tmp_path / "trajectories", WordTokenizer(), last_step=0)
-    writer.write(1, "train", trajectories, batch=batch_of(trajectories))
+    writer.write(
+        1, "train", trajectories, trained=[TrainedRows(trajectories, batch_of(trajectories))]
+    )
     first, second = read_trajectories(tmp_path)
     assert (list(first.not_stored), list(second.not_stored)) == (["kept_ids", "routes"], [])
     assert (first.steps[0].kept_ids, first.steps[0].routes) == (None, None)

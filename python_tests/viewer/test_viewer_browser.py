@@ -25,6 +25,7 @@ from _stored import (
 from scripts.browser import NoBrowserError, headless_browser
 from skyrl_fast.rollout.trajectory import OtherCall
 from skyrl_fast.trajectory_store.lines import encode_line
+from skyrl_fast.trajectory_store.trained import TrainedRows
 from skyrl_fast.trajectory_store.writer import TrajectoryWriter
 from skyrl_fast.viewer.build import build_view
 
@@ -255,7 +256,9 @@ def test_calls_are_drawn_as_a_forest(opened: Open, tmp_path: Path) -> None:
         make_trajectory("a", 2, steps[:1]),
     ]
     writer = TrajectoryWriter(tmp_path / "trajectories", WordTokenizer(), last_step=0)
-    writer.write(1, "train", trajectories, batch=batch_of(trajectories))
+    writer.write(
+        1, "train", trajectories, trained=[TrainedRows(trajectories, batch_of(trajectories))]
+    )
     tab = opened("#/0", page=build_view(tmp_path).page)
     forest = tab.locator("#forest")
     summary = "4 calls, 1 fork, 1 new conversation, 1 call of other models"

@@ -33,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "sft: JSON lines of messages for `skyrl-fast sft`, of a recording only; model: a Hugging "
         "Face model with a model card, a LoRA adapter merged in; adapter: the adapter, by PEFT",
     )
+    parser.add_argument(
+        "--policy", metavar="NAME", help="policy to write, of a run of several: lora.policies"
+    )
     parser.add_argument("--push", metavar="NAME", help="upload the model to the Hugging Face Hub")
     parser.add_argument(
         "--min-reward", type=float, help="leave out trajectories with a lower reward"
@@ -49,6 +52,8 @@ def run(options: argparse.Namespace) -> int:
 def _write_output(options: argparse.Namespace) -> str:
     if options.to in (MODEL, ADAPTER):
         return _write_model(options)
+    if options.policy is not None:
+        raise ValueError(f"--policy: expected --to {MODEL} or {ADAPTER}, got {options.to}")
     if options.push is not None:
         raise ValueError(f"--push: expected --to {MODEL} or {ADAPTER}, got {options.to}")
     from skyrl_fast.adapters.generator_output import generator_output_from_trajectories
@@ -85,7 +90,9 @@ def _write_model(options: argparse.Namespace) -> str:
 
     if options.min_reward is not None:
         raise ValueError(f"--min-reward: expected trajectories to export, got --to {options.to}")
-    checkpoint = export_model(options.run, options.out, adapter=options.to == ADAPTER)
+    checkpoint = export_model(
+        options.run, options.out, adapter=options.to == ADAPTER, name=options.policy
+    )
     pushed = (
         "" if options.push is None else f", uploaded to {push_model(options.out, options.push)}"
     )

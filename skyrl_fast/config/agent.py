@@ -31,9 +31,15 @@ class AgentConfig:
     reward_file: str | None = setting(
         None, "JSON file in the folder of agent.command with the reward, in place of the exit code"
     )
-    model: str = setting("policy", "name under which the agent calls the policy")
+    model: str = setting(
+        "policy",
+        "name under which the agent calls the policy; not used with "
+        "trainer.policy.model.lora.policies, of which the first is `AgentTask.model`",
+    )
     untrained_models: list[str] = setting(
-        [], "names whose calls are sampled from the policy, too, but not trained, such as a judge's"
+        [],
+        "names whose calls are sampled from the policy, too, but not trained, such as a judge's; "
+        "with trainer.policy.model.lora.policies from the model without an adapter",
     )
     upstreams: dict[str, Any] = setting(
         {},
@@ -84,11 +90,18 @@ def check_agent(config: Any) -> None:
             f"agent.workers: expected agent.function or agent.command with {agent.workers}, "
             "got none"
         )
+    policies = config.policies
     for name in upstreams_of(agent.upstreams):
-        if name == agent.model or name in agent.untrained_models:
+        if name in (policies or [agent.model]) or name in agent.untrained_models:
             raise ConfigError(
                 "agent.upstreams: expected other names than agent.model and "
                 f"agent.untrained_models, got {name!r}"
+            )
+    for name in agent.untrained_models:
+        if name in policies:
+            raise ConfigError(
+                "agent.untrained_models: expected other names than those of "
+                f"trainer.policy.model.lora.policies, got {name!r}"
             )
     if agent.is_set and not config.generator.step_wise_trajectories:
         raise ConfigError(

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import io
 import os
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,6 +28,7 @@ from skyrl_fast.config.loggers import LOGGERS
 from skyrl_fast.config.progress import PROGRESS
 from skyrl_fast.config.sampling import SamplingParams, check_sampling
 from skyrl_fast.config.settings import (
+    REFERENCE,
     AlgorithmConfig,
     Config,
     leaves,
@@ -39,6 +41,8 @@ from skyrl_fast.setting import ConfigError, EnvironmentValue, limit_error, tools
 from skyrl_fast.system.printable import shorten
 
 YAML = (".yaml", ".yml")  # of an override that is a file
+_POLICY_NAME = re.compile(r"[A-Za-z0-9_-]+")  # of files, metrics and modules
+_TAKEN_NAMES = (REFERENCE, "default")  # of the model without an adapter, of an adapter without name
 _NEAR = 0.75  # similarity of a misspelled name, see difflib
 
 # Names of TRL, verl and vLLM.
@@ -346,12 +350,40 @@ def _check_lora(config: Config) -> None:
     lora, key = config.trainer.policy.model.lora, "trainer.policy.model.lora"
     if lora.path is not None and lora.rank == 0:
         raise ConfigError(f"{key}.rank: expected that of the adapter in {lora.path}, got 0")
+    if lora.policies:
+        _check_policies(config)
     if not config.sends_adapter:
         return
     if lora.rank > LORA_RANKS[-1]:
         raise ConfigError(
             f"{key}.rank: expected at most {LORA_RANKS[-1]}, vLLM's limit, unless "
             f"{key}.weight_sync=merged, got {lora.rank}"
+        )
+
+
+def _check_policies(config: Config) -> None:
+    trainer, names = config.trainer, config.policies
+    lora, key = trainer.policy.model.lora, "trainer.policy.model.lora"
+    for name in names:
+        if not _POLICY_NAME.fullmatch(name) or names.count(name) > 1:
+            raise ConfigError(
+                f"{key}.policies: expected different names of letters, digits, - and _, got "
+                f"{', '.join(map(repr, names))}"
+            )
+        if name in _TAKEN_NAMES:
+            raise ConfigError(f"{key}.policies: expected another name than {name}, which has a use")
+    if lora.rank == 0:
+        raise ConfigError(f"{key}.rank: expected that of the policies' adapters, got 0")
+    if not (config.sends_adapter and config.engine_in_process):
+        raise ConfigError(
+            f"{key}.policies: expected an engine of this process, which gets the adapters alone "
+            "(run_engines_locally and colocate_all true, weight_sync=adapter): servers, engines of "
+            "a cluster and weight_sync=merged get one policy's weights"
+        )
+    if trainer.critic.model.path is not None:
+        raise ConfigError(
+            f"trainer.critic.model.path: expected null with {key}.policies, as a critic values "
+            f"one policy, got {trainer.critic.model.path}"
         )
 
 

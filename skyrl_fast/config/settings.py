@@ -47,6 +47,7 @@ SCOPES = ("row", "trajectory")
 ROWS = ("auto", "step", "merged", "tree")
 ALL_LINEAR = "all-linear"  # of LoRA's target modules
 INIT_METHODS = ("kaiming", "gaussian")
+REFERENCE = "reference"  # with named policies: the model without an adapter, which is not trained
 
 
 @dataclass(slots=True)
@@ -81,7 +82,17 @@ class LoraConfig:
         "kaiming", "distribution of A's initial values; B starts at 0", choices=INIT_METHODS
     )
     use_rslora: bool = setting(False, "whether to scale by alpha / sqrt(rank) instead (rsLoRA)")
-    path: str | None = setting(None, "PEFT adapter that training continues from; null: a new one")
+    path: str | None = setting(
+        None,
+        "PEFT adapter that training continues from; null: a new one. With policies a folder that "
+        "has the adapter of each in a folder of its name",
+    )
+    policies: list[str] = setting(
+        [],
+        "names of the run's policies: each has an adapter, an optimizer and advantages of its own, "
+        "and is called by its name; reference, the model without an adapter, is not trained. "
+        "Empty: one policy",
+    )
     weight_sync: str = setting(
         "adapter",
         "what engines get: the adapter alone, or the model's weights with the adapter merged in",
@@ -559,6 +570,11 @@ class Config:
     def trains_adapter(self) -> bool:
         """Whether a LoRA adapter is trained in place of the policy's own weights."""
         return self.trainer.policy.model.lora.rank > 0
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Names of the run's policies, each with an adapter; empty: one policy."""
+        return tuple(self.trainer.policy.model.lora.policies)
 
     @property
     def shares_reference(self) -> bool:

@@ -39,7 +39,8 @@ SKYRL_ONLY = {
     ),
     **dict.fromkeys(
         (f"{_LORA}.max_loras", f"{_LORA}.max_cpu_loras"),
-        f"an engine has one adapter; others are arguments of vLLM: {_ENGINE}.engine_init_kwargs",
+        f"an engine has the adapters of {_LORA}.policies; others are arguments of vLLM: "
+        f"{_ENGINE}.engine_init_kwargs",
     ),
     f"{_LORA}.share_expert_adapters": "experts have no adapter; remove it",
     f"{_MODELS}.model.lora": f"the policy alone has an adapter: {_LORA}; remove it",

@@ -97,7 +97,7 @@ class _AgentEpisode:
         try:
             return session.finish(outcome)
         except ApiError as error:
-            raise EnvError(f"call_rewards: {error}") from error
+            raise EnvError(f"the agent's rewards: {error}") from error
 
     async def close(self) -> None:
         if self._trajectory.failure is None and not self._trajectory.env_metrics:

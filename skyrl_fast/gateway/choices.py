@@ -86,6 +86,7 @@ class Choices:
             ApiError: tools cannot be forced.
         """
         policy = self._policy
+        name = policy.sampled_from(call.model)
         sampling = await self._sampling(call)
         generation = await policy.calls.sample(
             self._trajectory,
@@ -94,6 +95,7 @@ class Choices:
             policy_version=self._policy_version,
             attempt=attempt,
             place=place,
+            policy=name,
         )
         text = decode_response(policy.template, generation)
         complete = text if generation.stop_string is None else None  # else it may have been cut
@@ -108,6 +110,7 @@ class Choices:
             text=text,
             appended_end=end_to_append(policy.template, generation, sampling) if append else None,
             expert_indices=turn_routes([], prompt.token_ids, generation),
+            policy=name,
         )
         parts = await self._parts(call, prompt, generation, step.text, place)
         text, stop_string = parts.text, generation.stop_string

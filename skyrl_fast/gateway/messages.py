@@ -128,9 +128,11 @@ class Outcome:
         reward: reward of the trajectory, on its last step; None: what was posted.
         call_rewards: rewards of single calls, by completion id.
         unless_posted: whether a reward that was posted for the trajectory replaces it.
+        policy_rewards: rewards of the trajectory by policy, in place of `reward`.
     """
 
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     call_rewards: Mapping[str, float] = field(default_factory=dict)
     unless_posted: bool = False
+    policy_rewards: Mapping[str, float] = field(default_factory=dict)

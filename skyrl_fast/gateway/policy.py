@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from skyrl_fast.config import GeneratorConfig
+from skyrl_fast.config.settings import REFERENCE
 from skyrl_fast.config.upstream import Upstream
 from skyrl_fast.gateway.form_compiler import FormCompiler
 from skyrl_fast.gateway.messages import ApiError
@@ -24,8 +25,9 @@ class ServedPolicy:
     Args:
         config: the generator's settings; see `loop_settings`.
         template: template of the model, whose prompts have at most `max_input_length` tokens.
-        model: name under which the policy is called.
-        untrained_models: names whose calls are sampled from the policy, but not trained.
+        model: name under which the policy is called; of several the first.
+        untrained_models: names whose calls are sampled from the policy, but not trained; with
+            several policies from the model without an adapter.
         upstreams: by name, models whose calls are forwarded to another server.
         tool_parser: finds tool calls in answers; None: they are only text.
         reasoning_parser: finds thoughts in answers; None: they are part of the text.
@@ -56,10 +58,26 @@ class ServedPolicy:
         object.__setattr__(self, "answer_parser", parser)  # the class is frozen
         object.__setattr__(self, "forms", FormCompiler(self.template.tokenizer))
 
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """The names whose calls are trained."""
+        return self.calls.policies or (self.model,)
+
+    @property
+    def sampled(self) -> tuple[str, ...]:
+        """The names whose calls are sampled here."""
+        return (*(self.calls.sampled or (self.model,)), *self.untrained_models)
+
+    def sampled_from(self, name: str) -> str | None:
+        """Return the policy that answers calls of a name, as `Sampler.generate` takes it."""
+        if not self.calls.policies:
+            return None
+        return name if name in self.calls.policies else REFERENCE
+
     def check_model(self, name: str) -> None:
         """Raise ApiError for an unknown name."""
-        if name != self.model and name not in self.untrained_models:
-            known = ", ".join([self.model, *self.untrained_models, *self.upstreams])
+        if name not in self.sampled:
+            known = ", ".join([*self.sampled, *self.upstreams])
             raise ApiError(
                 404,
                 f"The model `{name}` does not exist here; known: {known}",

@@ -337,7 +337,7 @@ class Gateway:
                     session.withdraw(running)
 
     def _deliver(self, session: Session, call: Call, answer: Answer) -> None:
-        if call.model != session.policy.model:
+        if call.model not in session.policy.trained:
             session.others.add_sampled(call, answer)
         self.on_answer(session, call, answer)
 
@@ -360,7 +360,7 @@ class Gateway:
 
     async def _models(self, request: Request, session: Session, dialect: Dialect) -> Response:
         policy = session.policy
-        names = [policy.model, *policy.untrained_models, *policy.upstreams]
+        names = [*policy.sampled, *policy.upstreams]
         return JsonAnswer({"object": "list", "data": [_model_entry(name) for name in names]})
 
     async def _model(self, request: Request, session: Session, dialect: Dialect) -> Response:

@@ -220,7 +220,7 @@ class Session:
             self.refused = MAX_TURNS
             text = f"the trajectory has had its {limit} calls (generator.max_turns)"
             raise ApiError(400, text, code="max_turns")
-        trained = call.model == self.policy.model
+        trained = call.model in self.policy.trained
         if self.policy.one_line and trained and self._overlaps(call):
             raise ApiError(
                 400,
@@ -369,9 +369,14 @@ class Session:
         """Set rewards and metrics of the trajectory; return its stop reason.
 
         Raises:
-            ApiError: a reward for a call that does not exist.
+            ApiError: a reward for a call or a policy that does not exist.
         """
-        steps = self._trajectory.steps
+        steps, names = self._trajectory.steps, self.policy.calls.policies
+        for name in outcome.policy_rewards:
+            if name not in names:
+                text = f"policy_rewards: expected names of {', '.join(names) or 'no policy'}"
+                raise ApiError(400, f"{text}, got {name}")
+        self._trajectory.policy_rewards = dict(outcome.policy_rewards)
         self.rewards.apply(outcome, steps[-1])
         if self._num_running == 0:
             self._idle_seconds += time.perf_counter() - self._idle_since

@@ -129,7 +129,7 @@ def gateway_policy(
             max_length=config.max_input_length,
         ),
         ActivityBoard(),
-        settings.model,
+        calls.policies[0] if calls.policies else settings.model,
         untrained_models=tuple(settings.untrained_models),
         upstreams=upstreams_of(settings.upstreams),
         tool_parser=None if name is None else ToolCallParser(name, tokenizer),

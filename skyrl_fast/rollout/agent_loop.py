@@ -20,6 +20,7 @@ from skyrl_fast.rollout.context import Context, begin_context
 from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.rollout.engine.route_record import find_recorded_routes, turn_routes
 from skyrl_fast.rollout.env.answers import EnvAnswer
+from skyrl_fast.rollout.env.errors import EnvError
 from skyrl_fast.rollout.env.factory import EnvFactory, EnvSession
 from skyrl_fast.rollout.env.protocol import Action
 from skyrl_fast.rollout.loop_settings import RolloutPrompt
@@ -107,9 +108,13 @@ class _EnvEpisode:
         self._policy_version = policy_version
         self._env: EnvSession | None = None
         self._unparsed = 0  # answers with a failed call
+        # Of the next answer, where policies have names: that of the row, or the first.
+        self._policy = next(iter(loop.calls.policies), None)
 
     async def play(self) -> str:
         loop = self._loop
+        if loop.calls.policies:
+            self._name_policies(self._prompt.env_extras.get("policy"))
         # The environment ends the episode at its own max_turns: pass it our limit.
         extras = {**self._prompt.env_extras, "max_turns": loop.config.max_turns}
         self._env = await loop.env_factory.make(self._prompt.env_class, extras)
@@ -147,7 +152,7 @@ class _EnvEpisode:
                 return LENGTH
             loop.board.set_phase(entry, GENERATING, attempt=entry.attempt, turn=turn)
             generation = await self._generate(prompt_token_ids)
-            routes = turn_routes(steps, prompt_token_ids, generation)
+            routes = turn_routes(self._own_steps(), prompt_token_ids, generation)
             text = decode_response(
                 context.template, generation, skip_special_tokens=loop.skip_special_tokens
             )
@@ -168,8 +173,11 @@ class _EnvEpisode:
                 observation="\n".join(message_text(message) for message in answer.messages),
                 env_seconds=answer.seconds,
                 expert_indices=routes,
+                policy=self._policy,
             )
             steps.append(step)
+            self._name_policies(answer.policy, *answer.policy_rewards)
+            self._trajectory.policy_rewards |= answer.policy_rewards
             if last:
                 # A truncated response keeps "length": the filter for overlong ones reads it.
                 truncated = generation.stop_reason == LENGTH
@@ -180,8 +188,21 @@ class _EnvEpisode:
             characters += new if renders_all else 0
         raise AssertionError("unreachable: the last turn returns")
 
+    def _name_policies(self, next_policy: Any, *rewarded: str) -> None:
+        """Let a policy give the next answer, if one is named.
+
+        Args:
+            rewarded: names that rewards are for.
+        """
+        calls = self._loop.calls
+        for name, known in ((next_policy, calls.sampled), *((n, calls.policies) for n in rewarded)):
+            if name is not None and name not in known:
+                expected = f"one of {', '.join(known)}" if known else "no name in a run of one"
+                raise EnvError(f"policy: expected {expected}, got {name!r:.100}")
+        self._policy = next_policy or self._policy
+
     async def _generate(self, prompt_token_ids: list[int]) -> Generation:
-        known = find_recorded_routes(self._trajectory.steps, prompt_token_ids)
+        known = find_recorded_routes(self._own_steps(), prompt_token_ids)
         return await self._loop.calls.sample(
             self._trajectory,
             prompt_token_ids,
@@ -190,7 +211,12 @@ class _EnvEpisode:
             attempt=self._entry.attempt,
             place=self._entry.turn,
             expert_indices_start=0 if known is None else len(known),
+            policy=self._policy,
         )
+
+    def _own_steps(self) -> list[Step]:
+        """Return the steps of the policy that answers: another one routes the same tokens else."""
+        return [step for step in self._trajectory.steps if step.policy == self._policy]
 
     def _end_token(
         self, template: ChatTemplate, generation: Generation, *, is_last: bool

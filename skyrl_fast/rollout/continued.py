@@ -34,6 +34,7 @@ async def generate_through_updates(
     session_id: str,
     part_seed: Callable[[int], int],
     expert_indices_start: int = 0,
+    policy: str | None = None,
 ) -> Generation:
     """Return one response with its versions, in as many parts as interruptions plus one.
 
@@ -63,6 +64,7 @@ async def generate_through_updates(
                 policy_version=version,
                 seed=part_seed(number),
                 expert_indices_start=expert_indices_start,
+                policy=policy,
             )
         _check_lengths(part)
         kept = len(part.token_ids)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from skyrl_fast.config import SamplingParams
+from skyrl_fast.config.settings import REFERENCE
 from skyrl_fast.rollout.continued import generate_through_updates
 from skyrl_fast.rollout.engine.protocol import EngineError, Generation, Sampler
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
@@ -22,12 +23,19 @@ class PolicyCalls:
     Args:
         gate: gate of the engine; each request passes it.
         seed: seed of the run; every request's seed follows from it and from its place in the run.
+        policies: names of the run's policies; empty: it has one.
     """
 
     engine: Sampler
     gate: WeightGate
     tokenizer: Any
     seed: int
+    policies: tuple[str, ...] = ()
+
+    @property
+    def sampled(self) -> tuple[str, ...]:
+        """The names that can be sampled from, where policies have names."""
+        return (*self.policies, REFERENCE) if self.policies else ()
 
     async def sample(
         self,
@@ -39,6 +47,7 @@ class PolicyCalls:
         attempt: int,
         place: int | str,
         expert_indices_start: int = 0,
+        policy: str | None = None,
     ) -> Generation:
         """Return one response, through any weight updates, with its versions and seconds.
 
@@ -46,7 +55,7 @@ class PolicyCalls:
             policy_version: at the trajectory's start, for the seeds.
             attempt: attempt of the trajectory, for the seeds.
             place: place of the call in its trajectory, such as the turn, for the seeds.
-            expert_indices_start: as for `Sampler.generate`.
+            expert_indices_start, policy: as for `Sampler.generate`.
 
         Raises:
             EngineError: the engine refused or failed it, or returned nothing. EngineDeadError: it
@@ -71,6 +80,7 @@ class PolicyCalls:
             session_id=f"{name}-{attempt}",
             part_seed=part_seed,
             expert_indices_start=expert_indices_start,
+            policy=policy,
         )
         if not generation.token_ids:
             raise EngineError(f"the engine returned no tokens for session {name}-{attempt}")

@@ -36,6 +36,7 @@ class ScriptedModel:
         policy_version: int,
         seed: int | None = None,
         expert_indices_start: int = 0,
+        policy: str | None = None,
     ) -> Generation:
         """Return the turn's answer, ended as an engine would: by end token, stop string or length.
 

@@ -34,6 +34,7 @@ class Step:
             vocabulary.
         num_cached_tokens: leading prompt tokens that were in the engine's prefix cache; None:
             unknown.
+        policy: name of the policy that sampled it; None: the run has one policy.
     """
 
     prompt_token_ids: Sequence[int]
@@ -51,6 +52,7 @@ class Step:
     token_versions: list[int] | None = None
     kept_ids: list[np.ndarray] | None = None
     num_cached_tokens: int | None = None
+    policy: str | None = None
 
     @classmethod
     def from_generation(
@@ -64,6 +66,7 @@ class Step:
         observation: str = "",
         env_seconds: float = 0.0,
         expert_indices: np.ndarray | None = None,
+        policy: str | None = None,
     ) -> Step:
         """Return the step of a call of the policy; other arguments as of `Step`.
 
@@ -99,6 +102,7 @@ class Step:
             token_versions=None if is_one_version else versions + versions[-1:] * len(appended),
             kept_ids=kept_ids,
             num_cached_tokens=generation.num_cached_tokens,
+            policy=policy,
         )
 
     @property
@@ -138,6 +142,7 @@ class Trajectory:
         phase: "train" or "eval".
         data_source: name of the data set, or None.
         other_calls: calls of an agent, which are no steps.
+        policy_rewards: outcomes by the policy's name; others have the trajectory's own.
     """
 
     uid: str
@@ -151,6 +156,7 @@ class Trajectory:
     phase: str = "train"
     data_source: str | None = None
     other_calls: list[OtherCall] = field(default_factory=list)
+    policy_rewards: dict[str, float] = field(default_factory=dict)
 
     def steps_or_placeholder(self) -> list[Step]:
         """Return its steps; one masked placeholder with reward 0 if it failed or has none."""

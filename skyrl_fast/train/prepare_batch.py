@@ -57,6 +57,19 @@ def training_batch(
     return trained, units, _report(trajectories, rows, rewarded, config) | changed | dropped
 
 
+def rollout_metrics(
+    trajectories: Sequence[Trajectory], config: Config, rows: SampledRows | None = None
+) -> dict[str, float]:
+    """Return rollout and reward metrics of trajectories that are trained in parts.
+
+    Args:
+        rows: as for `training_batch`.
+    """
+    rows = rows or build_rows(trajectories, config)
+    rewarded, _, changed = filter_rollouts(rows.trained, config)
+    return _report(trajectories, rows, rewarded, config) | changed
+
+
 def _with_anchors(
     rows: SampledRows, trajectories: Sequence[Trajectory], config: Config
 ) -> SampledRows:

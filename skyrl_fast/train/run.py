@@ -421,8 +421,7 @@ def _components(
     """Return the components, and the model that the engine loads before it gets the weights."""
     path = model_path(config, start.checkpoint)
     components = Components(
-        policy=models.policy,
-        optimizer=models.optimizer,
+        trained=models.trained,
         tokenizer=load_tokenizer(path),
         rollouts=None,  # type: ignore[arg-type]  # the engine starts last, after all other checks
         train_prompts=data.train,

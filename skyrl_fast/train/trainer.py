@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,9 @@ from skyrl_fast.rollout.failures import FailureWatch, fail_infinite_rewards, log
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.algorithm.dynamic_sampling import GroupSampling
 from skyrl_fast.train.algorithm.off_policy import warn_of_stale_tokens
+from skyrl_fast.train.algorithm.policies import split_by_policy
 from skyrl_fast.train.algorithm.sequence_scope import Sequences
+from skyrl_fast.train.algorithm.training_rows import SampledRows
 from skyrl_fast.train.algorithm.unread_rewards import UnreadRewardsWatch
 from skyrl_fast.train.callbacks import Callback, CallbackList
 from skyrl_fast.train.checkpoint.local import STATE, CheckpointError, read_state, write_json
@@ -50,26 +52,38 @@ from skyrl_fast.train.flow.waiting import (
 from skyrl_fast.train.memory.peak import PeakMemory
 from skyrl_fast.train.metrics.rewards import eval_metrics
 from skyrl_fast.train.model.critic import Critic
-from skyrl_fast.train.model.optimizer import Optimizer
+from skyrl_fast.train.model.models import TrainedPolicy
 from skyrl_fast.train.model.policy import Policy, Reference
 from skyrl_fast.train.output.loggers import Logger
 from skyrl_fast.train.output.progress import ProgressDisplay
 from skyrl_fast.train.output.time_shares import time_shares
 from skyrl_fast.train.output.timeline import Timeline
-from skyrl_fast.train.prepare_batch import judge_groups, training_batch, with_advantages
+from skyrl_fast.train.prepare_batch import (
+    judge_groups,
+    rollout_metrics,
+    training_batch,
+    with_advantages,
+)
 from skyrl_fast.train.update import update_policy
+from skyrl_fast.trajectory_store.trained import TrainedRows
 from skyrl_fast.trajectory_store.writer import TrajectoryWriter
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+OPTIMIZERS = "optimizers"  # of a checkpoint: a folder for each named policy
+
 
 @dataclass(slots=True)
 class Components:
-    """What a trainer works with; `run.py` builds it from a config, tests from fakes."""
+    """What a trainer works with; `run.py` builds it from a config, tests from fakes.
 
-    policy: Policy
-    optimizer: Optimizer
+    Args:
+        trained: by the policy's name, None where there is one without a name.
+        upload: called with each complete checkpoint.
+    """
+
+    trained: Mapping[str | None, TrainedPolicy]
     tokenizer: Any
     rollouts: Rollouts
     train_prompts: Sequence[Prompt]
@@ -79,7 +93,12 @@ class Components:
     reference: Reference | None = None
     critic: Critic | None = None
     clock: Callable[[], float] = time.perf_counter
-    upload: Callable[[Path], None] | None = None  # called with each complete checkpoint
+    upload: Callable[[Path], None] | None = None
+
+    @property
+    def policy(self) -> Policy:
+        """The first policy, whose model all share."""
+        return next(iter(self.trained.values())).policy
 
 
 @dataclass(slots=True)
@@ -97,6 +116,22 @@ class Progress:
     stopped_by: str | None = None
     checkpoint: Path | None = None
     trajectories: list[Trajectory] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _TrainedPart:
+    """What a policy was trained on in a step.
+
+    Args:
+        policy: its name.
+        kl_coef: of its next step.
+    """
+
+    policy: str | None
+    rows: TrainedRows
+    kl_coef: float
+    optimizer_steps: int
+    skipped_steps: int
 
 
 class Trainer:
@@ -123,7 +158,8 @@ class Trainer:
             digest=digest_of(components.train_prompts),
         )
         self.total_steps = total_steps(config, len(components.train_prompts))
-        self._kl_coef = settings.algorithm.kl_loss_coef  # in the next step
+        # Of each policy, in the next step.
+        self._kl_coefs = dict.fromkeys(components.trained, settings.algorithm.kl_loss_coef)
         self._saved_step = -1
         self._used_up = 0  # epochs that ended without a full batch
         self._writer: TrajectoryWriter | None = None  # None: dump_trajectories is off
@@ -139,7 +175,7 @@ class Trainer:
         self._timed = Stopwatch(components.clock, display.phase, self._timeline.phase)
         self._callbacks = CallbackList(components.callbacks)
         self._failures = FailureWatch()
-        self._divergence = DivergenceWatch()
+        self._divergence = {name: DivergenceWatch() for name in components.trained}
         self._memory = PeakMemory(components.policy.device)
         self._unread_rewards = UnreadRewardsWatch(config)
         self._source = BatchSource(config, self._failures)
@@ -180,10 +216,12 @@ class Trainer:
         """
         state = read_state(checkpoint)
         self._sampler.restore(state["sampler"])
-        self._kl_coef = state.get("kl_coef", self._kl_coef)
+        saved = state.get("kl_coef", self._kl_coefs)
+        self._kl_coefs |= saved if isinstance(saved, dict) else {None: saved}
         self._unreported = state.get("unreported")
         self._used_up = state.get("epochs_used_up", 0)
-        self._components.optimizer.load(checkpoint)
+        for name, one in self._components.trained.items():
+            one.optimizer.load(checkpoint if name is None else checkpoint / OPTIMIZERS / name)
         if self._components.critic is not None:
             self._components.critic.restore(checkpoint / "critic")
         load_random_state(checkpoint / "random.safetensors", state["random"])
@@ -239,36 +277,23 @@ class Trainer:
         groups, ages = sample
         await self._timed("sync", times, components.rollouts.sleep(components.policy))
         trajectories = groups.trajectories()
-        self._unread_rewards.see(trajectories)
         times["trainer_idle"] = times["wait" if self._config.max_staleness else "rollout"]
         if not self._config.max_staleness:  # otherwise generation does not wait for the trainer
             split_rollout_time(times, groups.sampled)
-        batch, units, metrics = await self._timed(
-            "batch",
-            times,
-            self._compute(lambda: training_batch(trajectories, self._config, groups.rows())),
-        )
-        batch, kl_metrics, kl_coef = await self._timed(
-            "advantages", times, self._compute(self._with_advantages, batch, units)
-        )
-        metrics |= groups.metrics() | kl_metrics | ages
-        self._consistent = False
-        trainer_logprobs = torch.full_like(batch.rewards, float("nan"))
-        metrics |= await self._timed(
-            "forward_backward", times, self._compute(self._update, batch, trainer_logprobs)
-        )
+        parts, metrics = await self._train_policies(trajectories, groups.rows(), times)
+        metrics |= groups.metrics() | ages
         # Only now, so that an interrupted step is repeated from its beginning.
-        self._sampler, self._kl_coef = flow.consume(), kl_coef
+        self._sampler = flow.consume()
+        self._kl_coefs |= {part.policy: part.kl_coef for part in parts}
         self.progress.step += 1
         metrics["trainer/epoch"] = float(self._sampler.epoch)
         self._consistent, self._unreported = True, metrics
         # Before anything that can fail: every checkpoint of this step has its trajectories.
-        storing = self._store("train", trajectories, batch, trainer_logprobs)
+        storing = self._store("train", trajectories, [part.rows for part in parts])
         await self._timed("store", times, storing)
         times["store_background"] = self._background.take_elapsed()
-        steps = metrics["policy/optimizer_steps"]
-        skipped = metrics["policy/nonfinite_steps_skipped"] * steps  # the metric is their share
-        self._divergence.see(round(skipped), round(steps))
+        for part in parts:
+            self._divergence[part.policy].see(part.skipped_steps, part.optimizer_steps)
         await self._sync(metrics, times)
         flow.advance(self.progress.step)
         self.progress.trajectories = trajectories
@@ -278,7 +303,7 @@ class Trainer:
             times["engine_idle"] = max(0.0, times["step"] - generating)
         metrics |= {f"timing/{name}": seconds for name, seconds in times.items()}
         metrics["timing/tokens_per_second"] = count_sampled_tokens(groups.sampled) / times["step"]
-        trained_tokens = float((batch.loss_mask != 0).sum())
+        trained_tokens = float(sum((part.rows.batch.loss_mask != 0).sum() for part in parts))
         metrics["timing/trained_tokens_per_second"] = trained_tokens / times["step"]
         metrics |= self._memory.metrics()
         if components.policy.ranks.size > 1:
@@ -337,26 +362,73 @@ class Trainer:
         faults = self._components.rollouts.faults() | flow.faults
         return sampling, metrics | {f"faults/{name}": float(n) for name, n in faults.items()}
 
+    async def _train_policies(
+        self, trajectories: Sequence[Trajectory], rows: SampledRows | None, times: dict[str, float]
+    ) -> tuple[list[_TrainedPart], dict[str, float]]:
+        """Train each policy on its own steps; return what was trained, and metrics.
+
+        Metrics of a named policy begin with its name; others are of the complete trajectories.
+
+        Args:
+            rows: rows of the trajectories, if dynamic sampling has built them already.
+        """
+        names = [name for name in self._components.trained if name is not None]
+        if not names:
+            part, metrics = await self._train_policy(None, trajectories, rows, times)
+            return [part], metrics
+        report = self._compute(rollout_metrics, trajectories, self._config, rows)
+        metrics = await self._timed("batch", times, report)
+        parts = []
+        for name, own in split_by_policy(trajectories, names).items():
+            part, of_policy = await self._train_policy(name, own, None, times)
+            parts.append(part)
+            metrics |= {f"{name}/{key}": value for key, value in of_policy.items()}
+        return parts, metrics
+
+    async def _train_policy(
+        self,
+        name: str | None,
+        trajectories: Sequence[Trajectory],
+        rows: SampledRows | None,
+        times: dict[str, float],
+    ) -> tuple[_TrainedPart, dict[str, float]]:
+        self._unread_rewards.see(trajectories)
+        work = self._compute(training_batch, trajectories, self._config, rows)
+        batch, units, metrics = await self._timed("batch", times, work)
+        batch, kl_metrics, kl_coef = await self._timed(
+            "advantages", times, self._compute(self._with_advantages, name, batch, units)
+        )
+        self._consistent = False
+        trained = TrainedRows(trajectories, batch, torch.full_like(batch.rewards, float("nan")))
+        updated = await self._timed(
+            "forward_backward", times, self._compute(self._update, name, trained)
+        )
+        steps = updated["policy/optimizer_steps"]
+        skipped = updated["policy/nonfinite_steps_skipped"] * steps  # the metric is their share
+        part = _TrainedPart(name, trained, kl_coef, round(steps), round(skipped))
+        return part, metrics | kl_metrics | updated
+
     def _with_advantages(
-        self, batch: StepBatch, units: Sequences
+        self, name: str | None, batch: StepBatch, units: Sequences
     ) -> tuple[StepBatch, dict[str, float], float]:
         return with_advantages(
             batch,
             units,
             self._config.trainer.algorithm,
-            policy=self._components.policy,
+            policy=self._components.trained[name].policy,
             reference=self._components.reference,
             critic=self._components.critic,
-            kl_coef=self._kl_coef,
+            kl_coef=self._kl_coefs[name],
         )
 
-    def _update(self, batch: StepBatch, trainer_logprobs: torch.Tensor) -> dict[str, float]:
+    def _update(self, name: str | None, trained: TrainedRows) -> dict[str, float]:
         settings, critic = self._config.trainer, self._components.critic
-        critic_metrics = {} if critic is None else critic.update(batch)
+        critic_metrics = {} if critic is None else critic.update(trained.batch)
+        one = self._components.trained[name]
         return critic_metrics | update_policy(
-            self._components.policy,
-            self._components.optimizer,
-            batch,
+            one.policy,
+            one.optimizer,
+            trained.batch,
             algorithm=settings.algorithm,
             mini_batch_size=settings.policy_mini_batch_size,
             update_epochs=settings.update_epochs_per_batch,
@@ -364,7 +436,7 @@ class Trainer:
             or max_input_length(self._config)
             + self._config.generator.sampling_params.max_generate_length,
             reference=self._components.reference,
-            seen_logprobs=trainer_logprobs,
+            seen_logprobs=trained.trainer_logprobs,
         )
 
     async def _end_early(self) -> None:
@@ -418,13 +490,11 @@ class Trainer:
         self,
         phase: str,
         trajectories: list[Trajectory],
-        batch: StepBatch | None = None,
-        trainer_logprobs: torch.Tensor | None = None,
+        trained: Sequence[TrainedRows] = (),
     ) -> None:
         if self._writer is not None:
-            write = partial(self._writer.write, batch=batch, trainer_logprobs=trainer_logprobs)
-            part = partial(write, self.progress.step, phase, trajectories)
-            await self._background.start(part)
+            write = partial(self._writer.write, trained=trained)
+            await self._background.start(partial(write, self.progress.step, phase, trajectories))
 
     def _save(self) -> None:
         """Write a checkpoint, several ranks in the background; the last one must be complete."""
@@ -464,7 +534,10 @@ class Trainer:
     def _write_state(self, folder: Path) -> None:
         components = self._components
         components.policy.save(folder / "policy", components.tokenizer)
-        components.optimizer.save(folder)
+        for name, one in components.trained.items():
+            of_policy = folder if name is None else folder / OPTIMIZERS / name
+            of_policy.mkdir(parents=True, exist_ok=True)
+            one.optimizer.save(of_policy)
         if components.critic is not None:
             components.critic.save(folder / "critic")
         state = {
@@ -473,7 +546,7 @@ class Trainer:
             "policy_version": self.progress.step,
             "sampler": self._sampler.state(),
             "groups": {} if self._flow is None else self._flow.state(),
-            "kl_coef": self._kl_coef,
+            "kl_coef": self._kl_coefs.get(None, self._kl_coefs),
             "unreported": self._unreported,
             "epochs_used_up": self._used_up,
             "random": save_random_state(folder / "random.safetensors"),

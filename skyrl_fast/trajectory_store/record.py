@@ -87,6 +87,7 @@ def trajectory_record(
                 "policy_version": item.policy_version,
                 "llm_seconds": round(item.llm_seconds, _SECOND_DECIMALS),
                 "env_seconds": round(item.env_seconds, _SECOND_DECIMALS),
+                **({} if item.policy is None else {"policy": item.policy}),
             }
             for item, shared, (response, _), value in zip(
                 steps, shared_lengths, responses, values, strict=True

@@ -95,6 +95,7 @@ def _step(stored: StoredStep) -> Step:
         expert_indices=stored.routes,
         token_versions=versions if len(set(versions)) > 1 else None,
         kept_ids=stored.kept_ids,
+        policy=turn.get("policy"),
     )
 
 

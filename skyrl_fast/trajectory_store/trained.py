@@ -5,7 +5,7 @@ A response tokens of a batch's rows, R rows and S steps of one trajectory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,54 @@ class TrainedStep:
     loss_mask: np.ndarray
     advantages: np.ndarray
     trainer_logprobs: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedRows:
+    """Rows that were trained together: all of a batch, or those of a policy.
+
+    Args:
+        trajectories: of which they are.
+        batch: with advantages.
+        trainer_logprobs: (A,) float32, NaN where there is none.
+    """
+
+    trajectories: Sequence[Trajectory]
+    batch: StepBatch
+    trainer_logprobs: torch.Tensor | None = None
+
+
+def collect_steps_of_policies(
+    trajectories: Sequence[Trajectory], parts: Sequence[TrainedRows]
+) -> list[list[TrainedStep]]:
+    """Return the values of each trajectory's steps, those of other policies untrained.
+
+    Args:
+        parts: of each policy, with trajectories of its steps alone.
+    """
+    found: dict[tuple[str, int, str | None], Iterator[TrainedStep]] = {}
+    for part in parts:
+        values = collect_trained_steps(part.trajectories, part.batch, part.trainer_logprobs)
+        for trajectory, steps in zip(part.trajectories, values, strict=True):
+            if steps:
+                name = trajectory.steps[0].policy
+                found[trajectory.uid, trajectory.repetition_id, name] = iter(steps)
+    none: Iterator[TrainedStep] = iter(())
+    return [
+        [
+            next(found.get((t.uid, t.repetition_id, step.policy), none), None) or _untrained(step)
+            for step in t.steps
+        ]
+        if t.failure is None
+        else []
+        for t in trajectories
+    ]
+
+
+def _untrained(step: Step) -> TrainedStep:
+    size = len(step.response_ids)
+    nothing = np.full(size, np.nan, np.float32)
+    return TrainedStep(np.zeros(size, np.uint8), nothing, nothing)
 
 
 def collect_trained_steps(

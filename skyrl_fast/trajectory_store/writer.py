@@ -9,9 +9,6 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from skyrl_fast.batch import StepBatch
 from skyrl_fast.errors import RunError
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.trajectory_store.lines import encode_line
@@ -26,7 +23,7 @@ from skyrl_fast.trajectory_store.parts import (
 )
 from skyrl_fast.trajectory_store.record import trajectory_record
 from skyrl_fast.trajectory_store.token_text import TokenText
-from skyrl_fast.trajectory_store.trained import collect_trained_steps
+from skyrl_fast.trajectory_store.trained import TrainedRows, collect_steps_of_policies
 
 
 class StoreError(RunError):
@@ -65,24 +62,22 @@ class TrajectoryWriter:
         phase: str,
         trajectories: Sequence[Trajectory],
         *,
-        batch: StepBatch | None = None,
-        trainer_logprobs: torch.Tensor | None = None,
+        trained: Sequence[TrainedRows] = (),
     ) -> Path:
         """Write one part, replacing an earlier one; return its path.
 
         Args:
             step: number of the training batch, or the step after which the evaluation ran.
             phase: "train" or "eval".
-            batch: the trained batch, with advantages; None for an evaluation.
-            trainer_logprobs: (A,) float32, per response token of the batch, NaN where missing.
+            trained: the batch, or that of each policy; none for an evaluation.
 
         Raises:
             StoreError: the disk is full or not writable. No incomplete part is left.
         """
-        trained = (
-            [[] for _ in trajectories]
-            if batch is None
-            else collect_trained_steps(trajectories, batch, trainer_logprobs)
+        values_of_steps = (
+            collect_steps_of_policies(trajectories, trained)
+            if trained
+            else [[] for _ in trajectories]
         )
         records = (
             trajectory_record(
@@ -91,10 +86,10 @@ class TrajectoryWriter:
                 phase=phase,
                 step=step,
                 trained=values,
-                trainer_version=None if batch is None else step - 1,
+                trainer_version=step - 1 if trained else None,
                 with_replay=self._with_replay,
             )
-            for trajectory, values in zip(trajectories, trained, strict=True)
+            for trajectory, values in zip(trajectories, values_of_steps, strict=True)
         )
         try:
             return self._write_part(part_name(step, phase), records)

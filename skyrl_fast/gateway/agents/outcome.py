@@ -11,6 +11,7 @@ from skyrl_fast.gateway.messages import Outcome
 from skyrl_fast.rollout.env.answers import LARGEST_REWARD
 from skyrl_fast.system.printable import shorten
 
+_BY_NAME = ("call_rewards", "policy_rewards")
 MAX_SHOWN = 100  # characters of a wrong value, in an error
 
 
@@ -23,31 +24,35 @@ def outcome_of(value: Any) -> Outcome:
 
     Args:
         value: a number; a mapping with `reward` (a number or null), `call_rewards` (by completion
-            id) and metrics; or None: what was posted.
+            id), `policy_rewards` (by policy) and metrics; or None: what was posted.
 
     Raises:
         OutcomeError: it is something else, a number is not finite, or a reward not in float32.
 
     Example:
-        >>> outcome_of({"reward": 1, "turns": 3})
-        Outcome(reward=1.0, metrics={'turns': 3.0}, call_rewards={}, unless_posted=False)
+        >>> outcome_of({"reward": 1, "turns": 3}).metrics
+        {'turns': 3.0}
     """
     if value is None:
         return Outcome()
     if not isinstance(value, Mapping):
         return Outcome(_number("the reward", value, largest=LARGEST_REWARD))
     rest = dict(value)
-    reward, calls = rest.pop("reward", None), rest.pop("call_rewards", None)
-    if not isinstance(calls, Mapping | None):
-        raise OutcomeError(f"call_rewards: expected a mapping, got {_shown(calls)}")
+    reward = rest.pop("reward", None)
+    calls, policies = (_rewards(name, rest.pop(name, None)) for name in _BY_NAME)
     return Outcome(
         None if reward is None else _number("reward", reward, largest=LARGEST_REWARD),
         {str(name): _number(str(name), number) for name, number in rest.items()},
-        {
-            str(name): _number("call_rewards", number, largest=LARGEST_REWARD)
-            for name, number in (calls or {}).items()
-        },
+        calls,
+        policy_rewards=policies,
     )
+
+
+def _rewards(name: str, value: Any) -> dict[str, float]:
+    if not isinstance(value, Mapping | None):
+        raise OutcomeError(f"{name}: expected a mapping, got {_shown(value)}")
+    items = (value or {}).items()
+    return {str(key): _number(name, number, largest=LARGEST_REWARD) for key, number in items}
 
 
 def _number(name: str, value: Any, *, largest: float = sys.float_info.max) -> float:

@@ -141,4 +141,5 @@ class AgentHandler:
             return CallResult(failure=shorten(text, MAX_FAILURE))
         value: dict[str, Any] = dict(outcome.metrics)
         value |= {"reward": outcome.reward, "call_rewards": dict(outcome.call_rewards)}
+        value |= {"policy_rewards": dict(outcome.policy_rewards)}
         return CallResult((value, outcome.unless_posted))

@@ -199,6 +199,7 @@ class _Client:
         policy_version: int,
         seed: int | None = None,
         expert_indices_start: int = 0,
+        policy: str | None = None,
     ) -> Generation:
         stops = sampling.stop or []
         request: dict[str, Any] = {

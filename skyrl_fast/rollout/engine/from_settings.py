@@ -149,6 +149,7 @@ def make_vllm_setup(config: settings.Config, model_path: str) -> VllmSetup:
         reasoning_parser=config.generator.reasoning_parser,
         takes_turns=config.max_staleness == 0,
         adapter=_adapter_config(config, model_path),
+        policies=config.policies,
     )
 
 

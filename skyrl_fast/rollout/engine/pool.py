@@ -24,7 +24,7 @@ from skyrl_fast.rollout.engine.protocol import (
     Generation,
     NoRoomError,
 )
-from skyrl_fast.rollout.engine.weights.probe import WeightProbe, WeightSyncReport
+from skyrl_fast.rollout.engine.weights.probe import Probe, WeightSyncReport
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 from skyrl_fast.rollout.engine.weights.transfer import (
     Transport,
@@ -38,6 +38,7 @@ from skyrl_fast.system.digests import digest_number
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+MakeProbe = Callable[[Engine], Probe]
 
 POLL_SECONDS = 1.0  # between two checks whether a dead engine can be restarted
 PAUSE_SECONDS = 60.0  # time to pause after which an engine counts as hung
@@ -73,7 +74,7 @@ class PooledEngine(Engine, Protocol):
 @dataclass(slots=True)
 class _PoolMember:
     engine: PooledEngine
-    probe: WeightProbe | None = None
+    probe: Probe | None = None
     down_since: float | None = None
     error: EngineError | WeightSyncError | None = None
     restarts: int = 0  # since the last weight update that it survived
@@ -154,6 +155,7 @@ class EnginePool:
         policy_version: int,
         seed: int | None = None,
         expert_indices_start: int = 0,
+        policy: str | None = None,
     ) -> Generation:
         """Return one response by one of the engines; see `Engine.generate`.
 
@@ -172,6 +174,7 @@ class EnginePool:
                     policy_version=policy_version,
                     seed=seed,
                     expert_indices_start=expert_indices_start,
+                    policy=policy,
                 )
             )
             member.calls.add(request)
@@ -206,7 +209,7 @@ class EnginePool:
     async def update(
         self,
         weights: Weights,
-        make_probe: Callable[[Engine], WeightProbe],
+        make_probe: MakeProbe,
         *,
         frozen: Collection[str] = (),
     ) -> WeightSyncReport:
@@ -217,7 +220,7 @@ class EnginePool:
 
         Args:
             weights: weights of the policy, by Hugging Face name.
-            make_probe: returns the `WeightProbe` that compares an engine with the trainer.
+            make_probe: returns the probe that compares an engine with the trainer.
             frozen: see `transfer_weights`.
 
         Raises:
@@ -243,7 +246,7 @@ class EnginePool:
         await self._serve_waiting()
         return max(reports, key=lambda report: report.difference.maximum)
 
-    async def verify(self, make_probe: Callable[[Engine], WeightProbe]) -> WeightSyncReport:
+    async def verify(self, make_probe: MakeProbe) -> WeightSyncReport:
         """Compare all engines' log-probabilities with the trainer's; return the worst report."""
         reports = []
         for member in self._up():
@@ -283,7 +286,7 @@ class EnginePool:
     async def repair(
         self,
         weights: Weights,
-        make_probe: Callable[[Engine], WeightProbe],
+        make_probe: MakeProbe,
         *,
         frozen: Collection[str] = (),
     ) -> None:
@@ -391,7 +394,7 @@ class EnginePool:
         self,
         members: Sequence[_PoolMember],
         call: WorkerCall,
-        make_probe: Callable[[Engine], WeightProbe],
+        make_probe: MakeProbe,
         seconds: float,
     ) -> list[WeightSyncReport | None]:
         """Load the weights into these engines at the same time; see `_load`."""
@@ -411,7 +414,7 @@ class EnginePool:
         self,
         member: _PoolMember,
         call: WorkerCall,
-        make_probe: Callable[[Engine], WeightProbe],
+        make_probe: MakeProbe,
         seconds: float,
     ) -> WeightSyncReport | None:
         """Load and verify the weights, and serve again; None if the engine failed."""

@@ -142,6 +142,7 @@ class Sampler(Protocol):
         policy_version: int,
         seed: int | None = None,
         expert_indices_start: int = 0,
+        policy: str | None = None,
     ) -> Generation:
         """Return one response to one prompt.
 
@@ -151,6 +152,7 @@ class Sampler(Protocol):
             policy_version: cached keys and values are shared only within one version.
             expert_indices_start: number of leading prompt tokens whose routes are already known;
                 an engine that is able to omits them from the answer.
+            policy: name of the policy, or `REFERENCE`; None: the run has one policy.
 
         Raises:
             EngineError: this request failed. EngineDeadError: all will.
@@ -184,10 +186,18 @@ class Engine(Sampler, Protocol):
                 `check_receipts`.
         """
 
-    async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Return each token's logprob given those before it, at temperature 1, but the first's."""
+    async def prompt_logprobs(
+        self, token_ids: Sequence[int], *, policy: str | None = None
+    ) -> list[float]:
+        """Return each token's logprob given those before it, at temperature 1, but the first's.
 
-    async def prompt_routes(self, token_ids: Sequence[int]) -> tuple[list[float], np.ndarray]:
+        Args:
+            policy: as for `generate`.
+        """
+
+    async def prompt_routes(
+        self, token_ids: Sequence[int], *, policy: str | None = None
+    ) -> tuple[list[float], np.ndarray]:
         """Return the same, and the routes [tokens, layers, experts per token] that were taken.
 
         Raises:

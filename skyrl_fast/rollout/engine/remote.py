@@ -240,7 +240,9 @@ class RemoteEngine:
         policy_version: int,
         seed: int | None = None,
         expert_indices_start: int = 0,
+        policy: str | None = None,
     ) -> Generation:
+        assert policy is None  # the settings refuse it
         start = expert_indices_start if self._records_routes else 0
         request = {
             "prompt": list(prompt_token_ids),
@@ -278,12 +280,16 @@ class RemoteEngine:
             source=f"{self.name}, session {session_id}",
         )
 
-    async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+    async def prompt_logprobs(
+        self, token_ids: Sequence[int], *, policy: str | None = None
+    ) -> list[float]:
         choice = await self._probe(token_ids)
         with self._parsing(COMPLETIONS):
             return prompt_logprobs(choice, token_ids)
 
-    async def prompt_routes(self, token_ids: Sequence[int]) -> tuple[list[float], np.ndarray]:
+    async def prompt_routes(
+        self, token_ids: Sequence[int], *, policy: str | None = None
+    ) -> tuple[list[float], np.ndarray]:
         choice = await self._probe(token_ids)
         with self._parsing(COMPLETIONS):
             logprobs, taken = prompt_logprobs(choice, token_ids), routes(choice)

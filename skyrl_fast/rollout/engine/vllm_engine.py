@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from skyrl_fast.config import SamplingParams
+from skyrl_fast.config.settings import REFERENCE
 from skyrl_fast.rollout.engine.completion_answer import parsing
 from skyrl_fast.rollout.engine.generation_check import check_generation
 from skyrl_fast.rollout.engine.protocol import (
@@ -100,8 +101,8 @@ class VllmEngine:
         self._final_only: Any = None
         self._vocab_size: int | None = None
         self._sender: BroadcastSender | None = None
-        self._adapter_version = 0  # of the adapter that it has; 0: none
-        self._lora_request: Any = None
+        self._adapter_version = 0  # the last one of those that it has; 0: none
+        self._lora_requests: dict[str, Any] = {}  # by policy; "": the one without a name
         self.compute_dtype: torch.dtype | None = None
 
     async def __aenter__(self) -> VllmEngine:
@@ -182,7 +183,7 @@ class VllmEngine:
 
     async def close(self) -> None:
         llm, self._llm = self._llm, None
-        self._lora_request = None
+        self._lora_requests = {}
         self._interrupted = self._sleeping = False
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, CLOSE_SECONDS)
@@ -200,6 +201,7 @@ class VllmEngine:
         policy_version: int,
         seed: int | None = None,
         expert_indices_start: int = 0,
+        policy: str | None = None,
     ) -> Generation:
         self._get_llm()
         recording = self._setup.engine.enable_return_routed_experts
@@ -220,7 +222,9 @@ class VllmEngine:
             params = self._sampling_params(**arguments)
         except self._refusals as error:
             raise RefusedRequestError(f"vLLM refuses the sampling parameters: {error}") from error
-        output = await self._run(prompt_token_ids, params, session_id, f"policy-{policy_version}")
+        output = await self._run(
+            prompt_token_ids, params, session_id, f"policy-{policy_version}", policy
+        )
         answer = output.outputs[0]
         if answer.finish_reason == "error" and "structured_outputs" in arguments:
             raise RefusedRequestError("vLLM cannot compile the form of the answer: see its output")
@@ -250,16 +254,22 @@ class VllmEngine:
             source=f"vLLM, session {session_id}",
         )
 
-    async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        return (await self._prompt(token_ids))[0]
+    async def prompt_logprobs(
+        self, token_ids: Sequence[int], *, policy: str | None = None
+    ) -> list[float]:
+        return (await self._prompt(token_ids, policy))[0]
 
-    async def prompt_routes(self, token_ids: Sequence[int]) -> tuple[list[float], np.ndarray]:
-        logprobs, routes = await self._prompt(token_ids)
+    async def prompt_routes(
+        self, token_ids: Sequence[int], *, policy: str | None = None
+    ) -> tuple[list[float], np.ndarray]:
+        logprobs, routes = await self._prompt(token_ids, policy)
         if routes is None:
             raise EngineError("the engine records no routes: enable_return_routed_experts is off")
         return logprobs, routes
 
-    async def _prompt(self, token_ids: Sequence[int]) -> tuple[list[float], np.ndarray | None]:
+    async def _prompt(
+        self, token_ids: Sequence[int], policy: str | None
+    ) -> tuple[list[float], np.ndarray | None]:
         self._get_llm()
         params = self._sampling_params(
             max_tokens=1,
@@ -268,7 +278,7 @@ class VllmEngine:
             detokenize=False,
             output_kind=self._final_only,
         )
-        output = await self._run(token_ids, params, "probe", "probe")
+        output = await self._run(token_ids, params, "probe", "probe", policy)
         entries = output.prompt_logprobs[1:]
         logprobs = [
             float(entry[token].logprob) for token, entry in zip(token_ids[1:], entries, strict=True)
@@ -276,11 +286,17 @@ class VllmEngine:
         return logprobs, output.outputs[0].routed_experts
 
     async def _run(
-        self, token_ids: Sequence[int], params: Any, session_id: str, cache_salt: str
+        self,
+        token_ids: Sequence[int],
+        params: Any,
+        session_id: str,
+        cache_salt: str,
+        policy: str | None,
     ) -> Any:
         llm = self._get_llm()
         from vllm.v1.engine.exceptions import EngineDeadError as VllmDead
 
+        adapter = self._find_adapter(policy)
         request_id = f"{session_id}-{next(self._request_ids)}"
         ids = token_ids if isinstance(token_ids, list) else list(token_ids)
         prompt = {"prompt_token_ids": ids, "cache_salt": cache_salt}
@@ -292,7 +308,7 @@ class VllmEngine:
                 params,
                 request_id,
                 session_id=session_id,
-                lora_request=self._lora_request,
+                lora_request=adapter,
             ):
                 last = output
         except VllmDead as error:
@@ -323,7 +339,7 @@ class VllmEngine:
                 if self._setup.adapter is None:
                     answers = await self._call_workers(call)
                 else:
-                    answers = await self._load_adapter(call)
+                    answers = await self._load_adapters(call)
                 await self.reset_prefix_cache()
                 await self._wake_up("kv_cache")
                 self._sleeping = False
@@ -339,8 +355,17 @@ class VllmEngine:
             read_receipts(answers), call.sent.digests, call.sent.frozen
         )
 
-    async def _load_adapter(self, call: WorkerCall) -> Any:
-        """Load an adapter under a name of its own, as vLLM caches keys and values by name."""
+    def _find_adapter(self, policy: str | None) -> Any:
+        """Return the request for a policy's adapter; None: the model without one."""
+        names = self._setup.policies
+        if names and policy not in (*names, REFERENCE):
+            raise RefusedRequestError(
+                f"policy: expected one of {', '.join((*names, REFERENCE))}, got {policy}"
+            )
+        return self._lora_requests.get(policy or "")
+
+    async def _load_adapters(self, call: WorkerCall) -> Any:
+        """Load adapters under names of their own, as vLLM caches keys and values by name."""
         from vllm.lora.request import LoRARequest
 
         if self._in_flight:
@@ -348,11 +373,15 @@ class VllmEngine:
                 "expected no request in the engine while its adapter changes, got "
                 f"{self._in_flight}"
             )
-        version = self._adapter_version + 1
-        options = {"adapter": json.dumps(self._setup.adapter), "version": version}
+        names = self._setup.policies or ("",)
+        versions = {name: n for n, name in enumerate(names, self._adapter_version + 1)}
+        options = {"adapter": json.dumps(self._setup.adapter), "versions": versions}
         answers = await self._call_workers(call, kwargs=options)
-        self._adapter_version = version
-        self._lora_request = LoRARequest(f"policy-{version}", version, IN_MEMORY)
+        self._adapter_version += len(versions)
+        self._lora_requests = {
+            name: LoRARequest(f"policy-{version}", version, IN_MEMORY)
+            for name, version in versions.items()
+        }
         return answers
 
     async def _call_workers(self, call: WorkerCall, **options: Any) -> Any:

@@ -55,6 +55,7 @@ class VllmSetup:
         takes_turns: whether nothing is trained while it generates.
         adapter: config of the LoRA adapter that it gets as new weights, as in PEFT's files; None:
             it gets the model's own weights.
+        policies: names of the policies, each with an adapter of this config; empty: one.
     """
 
     model: str
@@ -65,6 +66,7 @@ class VllmSetup:
     reasoning_parser: str | None = None
     takes_turns: bool = False
     adapter: dict[str, Any] | None = None
+    policies: tuple[str, ...] = ()
 
 
 def check_can_spawn() -> None:
@@ -149,7 +151,9 @@ def engine_args(setup: VllmSetup) -> dict[str, Any]:
         args["enable_lora"] = True
         args["max_lora_rank"] = next(most for most in LORA_RANKS if most >= rank)
         args["lora_target_modules"] = setup.adapter["target_modules"]  # else the head, too
-        args["max_loras"] = 1  # no request is in the engine while the next version is loaded
+        # No request is in the engine while the next versions are loaded. With one adapter each
+        # request has it, on which `adapter_products` relies: not so next to the reference.
+        args["max_loras"] = max(2, len(setup.policies)) if setup.policies else 1
     if _on_cpu():
         # A prompt prefilled in chunks, by a request with a seed, kills vLLM 0.30 on CPU
         # ("CPU Generator does not use offset"). Unchunked, a prompt must fit into one step.

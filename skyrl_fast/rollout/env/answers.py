@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from skyrl_fast.rollout.chat_messages import normalize_message, normalize_messages
@@ -27,6 +27,7 @@ class EnvAnswer:
         reward: reward of this step; finite.
         postprocessed_action: text that replaces the action in the history; or an assistant message
             that holds the same action with its tool calls; or None.
+        policy, policy_rewards: as of `EnvStep`; the names are not checked.
     """
 
     messages: list[Message]
@@ -34,6 +35,8 @@ class EnvAnswer:
     done: bool
     postprocessed_action: str | Message | None
     seconds: float = 0.0
+    policy: str | None = None
+    policy_rewards: dict[str, float] = field(default_factory=dict)
 
 
 def messages_of(value: Any, data: PlainData) -> list[Message]:
@@ -88,7 +91,24 @@ def answer_of(answer: Any, data: PlainData) -> EnvAnswer:
         read_reward(answer["reward"], "reward"),
         _done(answer["done"]),
         _action(answer.get("postprocessed_action"), data),
+        policy=_policy(answer.get("policy"), data),
+        policy_rewards=_policy_rewards(answer.get("policy_rewards"), data),
     )
+
+
+def _policy(value: Any, data: PlainData) -> str | None:
+    if not isinstance(value, str | None):
+        raise AnswerError(f"policy: expected a name, got {plain_repr(value)}")
+    return None if value is None else data.text(value)
+
+
+def _policy_rewards(value: Any, data: PlainData) -> dict[str, float]:
+    if not isinstance(value, Mapping | None):
+        raise AnswerError(f"policy_rewards: expected a mapping, got {plain_repr(value)}")
+    rewards = dict(value or {})
+    if not all(isinstance(name, str) for name in rewards):
+        raise AnswerError(f"policy_rewards: expected names, got {plain_repr(list(rewards))}")
+    return {data.text(n): read_reward(r, "policy_rewards") for n, r in rewards.items()}
 
 
 def read_reward(value: Any, name: str) -> float:

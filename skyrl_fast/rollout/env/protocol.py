@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 Message = dict[str, Any]
@@ -55,16 +55,20 @@ class EnvStep:
             message); empty for none.
         postprocessed_action: text that replaces the action in the history; or an assistant message
             that holds the same action with its tool calls; or None.
+        policy: name of the policy that answers next, in a run of several; None: as before.
+        policy_rewards: outcomes by the policy's name, in place of `reward`, with the last step.
 
     Example:
-        >>> EnvStep(0.0, done=False, observations="higher")
-        EnvStep(reward=0.0, done=False, observations='higher', postprocessed_action=None)
+        >>> EnvStep(0.0, done=False, observations="higher").observations
+        'higher'
     """
 
     reward: float
     done: bool
     observations: Sequence[Mapping[str, Any]] | Mapping[str, Any] | str | None = ()
     postprocessed_action: str | Mapping[str, Any] | None = None
+    policy: str | None = None
+    policy_rewards: Mapping[str, float] = field(default_factory=dict)
 
 
 class Env(Protocol):

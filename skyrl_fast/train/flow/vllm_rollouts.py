@@ -29,6 +29,8 @@ from skyrl_fast.rollout.engine.ray_engine import EngineBundle
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.engine.weights.probe import (
     Logprobs,
+    PolicyProbes,
+    Probe,
     ProbeLimits,
     WeightProbe,
     WeightSyncReport,
@@ -170,7 +172,7 @@ class VllmRollouts:
         self._environments = environments
         self._probe_prompts = prompts[:PROBE_SEQUENCES]
         self._gate = WeightGate()
-        calls = PolicyCalls(pool, self._gate, tokenizer, config.trainer.seed)
+        calls = PolicyCalls(pool, self._gate, tokenizer, config.trainer.seed, config.policies)
         loop = loop_settings(config)
         self._agent = None
         if config.agent.is_set:
@@ -224,7 +226,7 @@ class VllmRollouts:
         is only verified.
         """
 
-        def make_probe(engine: Engine) -> WeightProbe:
+        def make_probe(engine: Engine) -> Probe:
             return self._make_probe(engine, policy)
 
         in_flight = self._config.trainer.fully_async.weight_update == "in_flight"
@@ -311,9 +313,19 @@ class VllmRollouts:
         yield from weights
         policy.free_cached_memory()
 
-    def _make_probe(self, engine: Engine, policy: Policy) -> WeightProbe:
-        name = self._config.generator.inference_engine.model_dtype
-        dtype = policy.dtype if name == "auto" else getattr(torch, name)
+    def _make_probe(self, engine: Engine, policy: Policy) -> Probe:
+        names = self._config.policies
+        if not names:
+            return self._make_policy_probe(engine, policy)
+        return PolicyProbes(
+            [self._make_policy_probe(engine, policy.with_adapter(name), name) for name in names]
+        )
+
+    def _make_policy_probe(
+        self, engine: Engine, policy: Policy, name: str | None = None
+    ) -> WeightProbe:
+        chosen = self._config.generator.inference_engine.model_dtype
+        dtype = policy.dtype if chosen == "auto" else getattr(torch, chosen)
 
         tolerance = self._config.trainer.sync_tolerance
 
@@ -332,6 +344,7 @@ class VllmRollouts:
             replayed_logprobs=replay_probe if policy.router_replay else None,
             dtype=dtype,
             limits=ProbeLimits(maximum=tolerance) if tolerance else None,
+            policy=name,
         )
 
     @cached_property

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from skyrl_fast.config.model_folder import find_auto_class, model_folder
 from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.train.model.lm_head import backbone, freeze_other_parts
-from skyrl_fast.train.model.lora import add_adapter
+from skyrl_fast.train.model.lora import add_adapters
 from skyrl_fast.train.model.policy import checkpoint_gradients, remove_dropout
 from skyrl_fast.train.parallel.sharding import trained_parameters
 
@@ -38,7 +38,7 @@ class ModelSize:
 
     Args:
         parameters: parameters of the model, tied ones once, with those of its adapter.
-        trained_parameters: parameters that optimizer steps change: of LoRA the adapter's.
+        trained_parameters: parameters that optimizer steps change: of LoRA the adapters'.
         root_parameters: parameters outside the layers: embeddings, head, last norm.
         kv_values: elements that the engine's KV cache stores per token, in all layers.
     """
@@ -303,12 +303,12 @@ def _only_layers(backbone: Any, numbers: Sequence[int]) -> Iterator[None]:
 
 
 def _make_fake(kind: Any, config: Any, dtype: torch.dtype, lora: LoraConfig | None) -> Any:
-    """Return a model of fake tensors on the CPU, with an adapter if it is to have one."""
+    """Return a model of fake tensors on the CPU, with adapters if it is to have some."""
     with torch.device("meta"):  # PEFT moves modules, which those of fake tensors do not survive
         model = kind.from_config(config, dtype=dtype)
         freeze_other_parts(model)
         if lora is not None:
-            add_adapter(model, lora, base="")
+            add_adapters(model, lora, base="")
     fakes: dict[torch.Tensor, torch.Tensor] = {}  # tied weights stay tied
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:

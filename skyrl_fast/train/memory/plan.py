@@ -234,9 +234,10 @@ def _weight_items(config: Config, size: ModelSize) -> list[Item]:
     if not config.trains_adapter:
         return [_share_bytes(config, "weights, float32", size.parameters, WEIGHT_BYTES)]
     dtype, frozen = _dtype(config.trainer.policy.dtype), size.frozen_parameters
+    kind = f"{len(config.policies)} adapters" if config.policies else "adapter"
     return [
         _share_bytes(config, f"frozen weights, {dtype_name(dtype)}", frozen, dtype.itemsize),
-        _share_bytes(config, "adapter, float32", size.trained_parameters, WEIGHT_BYTES),
+        _share_bytes(config, f"{kind}, float32", size.trained_parameters, WEIGHT_BYTES),
     ]
 
 

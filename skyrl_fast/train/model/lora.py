@@ -1,13 +1,15 @@
-"""LoRA: a PEFT adapter on the policy's linear layers, whose matrices are all that is trained.
+"""LoRA: PEFT adapters on the policy's linear layers, whose matrices are all that is trained.
 
 A layer computes W x + s B A x with s = alpha / rank, or alpha / sqrt(rank) with rsLoRA (Hu et al.,
 2021; Kalajdzievski, 2023). R rank, I inputs and O outputs of a layer: A (R, I), B (O, R), W (O, I).
-W is frozen, in the dtype of the forward pass; A and B are float32.
+W is frozen, in the dtype of the forward pass; A and B are float32. A run of several policies has an
+adapter for each, and a pass computes with one of them.
 """
 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,12 +25,12 @@ from skyrl_fast.train.parallel.sharding import layers_of, local_tensor
 
 SETTING = "trainer.policy.model.lora"
 INSTALL_HINT = f"{SETTING}: PEFT is not installed: pip install 'skyrl-fast[train]'"
-NAME = "default"  # PEFT's name of a model's only adapter
+NAME = "default"  # PEFT's name of a model's only adapter, if it is of no named policy
 PREFIX = "base_model.model."  # of names in PEFT's files
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 SMALL_PART = 1 << 20  # bytes of a pinned copy that may be rounded up
 _BASE = ".base_layer."
-_MATRICES = tuple(f".lora_{matrix}.{NAME}." for matrix in "AB")
+_MATRIX = re.compile(r"\.lora_[AB]\.(?P<adapter>[^.]+)\.")
 # Of an adapter's config: what the layers' forward pass here and in the engine does not have.
 _UNSUPPORTED = {
     "use_dora": False,
@@ -44,12 +46,30 @@ _UNSUPPORTED = {
 }
 
 
-def add_adapter(model: Any, lora: LoraConfig, *, base: str, folder: Path | None = None) -> None:
+def add_adapters(model: Any, lora: LoraConfig, *, base: str, folder: Path | None = None) -> None:
+    """Add the adapters of the settings to a model; see `add_adapter`.
+
+    Args:
+        folder: that of each policy's adapter, by its name; without named policies the adapter's.
+    """
+    if not lora.policies:
+        add_adapter(model, lora, base=base, folder=folder)
+    for name in lora.policies:
+        of_policy = None if folder is None else folder / name
+        add_adapter(model, lora, base=base, folder=of_policy, name=name)
+    if lora.policies:
+        use_adapter(model, lora.policies[0])
+
+
+def add_adapter(
+    model: Any, lora: LoraConfig, *, base: str, folder: Path | None = None, name: str = NAME
+) -> None:
     """Add an adapter to a transformers model, in place, and freeze the model's own parameters.
 
     Args:
         base: folder or hub name of the model, for the adapter's files.
         folder: PEFT adapter that training continues from; None: a new one, whose B is 0.
+        name: another one than those of the adapters before it.
 
     Raises:
         ValueError: PEFT is missing, a target module is none of the layers' linear modules, or the
@@ -63,39 +83,62 @@ def add_adapter(model: Any, lora: LoraConfig, *, base: str, folder: Path | None 
         config = _make_config(lora, base, freeze_other_parts(model))
     else:
         config = _read_config(folder, lora)
-    names = config.target_modules
+    targets = config.target_modules
     try:
-        peft.inject_adapter_in_model(config, model, NAME)
+        with warnings.catch_warnings():
+            # That there is an adapter already, whose layers get another one.
+            warnings.filterwarnings("ignore", "Already found a `peft_config`")
+            peft.inject_adapter_in_model(config, model, name)
     except ValueError as error:  # no module has such a name
         raise ValueError(f"{SETTING}.target_modules: {error}") from error
-    _check_targets(model, names)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_adapter(name))
-        if is_adapter(name):
+    _check_targets(model, targets)
+    for key, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(key))
+        if is_adapter(key):
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
     if folder is not None:
-        _load(model, folder)
+        _load(model, folder, name)
 
 
 def is_adapter(name: str) -> bool:
     """Return whether a parameter of a model is one of an adapter's matrices."""
-    return any(matrix in name for matrix in _MATRICES)
+    return adapter_of(name) is not None
+
+
+def adapter_of(name: str) -> str | None:
+    """Return the adapter that a parameter of a model belongs to; None: it is the model's own.
+
+    Example:
+        >>> adapter_of("layers.0.q_proj.lora_A.planner.weight")
+        'planner'
+    """
+    match = _MATRIX.search(name)
+    return None if match is None else match["adapter"]
+
+
+def adapters_of(model: Any) -> tuple[str, ...]:
+    """Return the names of a model's adapters, in the order in which they were added."""
+    found = (adapter_of(name) for name, _ in model.named_parameters())
+    return tuple(dict.fromkeys(name for name in found if name is not None))
 
 
 def adapter_names(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return an adapter's matrices under their names in PEFT's files."""
+    """Return the matrices of one adapter under their names in PEFT's files."""
     return {
-        PREFIX + name.replace(f".{NAME}.", "."): value
+        PREFIX + name.replace(f".{adapter_of(name)}.", "."): value
         for name, value in weights.items()
         if is_adapter(name)
     }
 
 
-def merge(model: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def merge(
+    model: Any, weights: Mapping[str, torch.Tensor], adapter: str = NAME
+) -> dict[str, torch.Tensor]:
     """Return W + s B A of the layers with an adapter, and the other weights, by the model's names.
 
     Args:
-        weights: full weights of some layers, under the names of the model with its adapter.
+        weights: full weights of some layers, under the names of the model with its adapters.
+        adapter: name of the one to merge.
 
     Returns:
         Merged weights in at least float32; the others as they are.
@@ -105,9 +148,9 @@ def merge(model: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
         if is_adapter(name):
             continue
         module, is_base, parameter = name.partition(_BASE)
-        a, b = (weights.get(f"{module}{matrix}{parameter}") for matrix in _MATRICES)
+        a, b = (weights.get(f"{module}.lora_{matrix}.{adapter}.{parameter}") for matrix in "AB")
         if is_base and a is not None and b is not None:
-            scale = model.get_submodule(module).scaling[NAME]
+            scale = model.get_submodule(module).scaling[adapter]
             dtype = torch.promote_types(value.dtype, torch.float32)
             value = torch.addmm(value.to(dtype), b.to(dtype), a.to(dtype), alpha=scale)
         merged[f"{module}.{parameter}" if is_base else name] = value
@@ -185,9 +228,7 @@ def _part_sizes(tensor: torch.Tensor) -> list[int]:
 @contextmanager
 def adapter_off(model: Any) -> Iterator[None]:
     """Compute as the model did without its adapter, in the context."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    layers = _adapted_layers(model)
     for layer in layers:
         layer.enable_adapters(False)
     try:
@@ -195,16 +236,41 @@ def adapter_off(model: Any) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.enable_adapters(True)
+            _train_all(layer)
 
 
-def save_adapter(model: Any, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+def use_adapter(model: Any, name: str) -> None:
+    """Compute with this one of the model's adapters from now on."""
+    for layer in _adapted_layers(model):
+        if layer.active_adapters != [name]:
+            layer.set_adapter(name)
+            _train_all(layer)
+
+
+def _train_all(layer: Any) -> None:
+    # PEFT freezes the adapters that are not used. They are in no graph anyway, and FSDP2 looks at
+    # what is frozen only once, when it first gathers a layer.
+    for matrices in (layer.lora_A, layer.lora_B):
+        matrices.requires_grad_(True)
+
+
+def _adapted_layers(model: Any) -> list[Any]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+
+
+def save_adapter(
+    model: Any, weights: Mapping[str, torch.Tensor], folder: Path, name: str = NAME
+) -> None:
     """Write an adapter as PEFT does, for `PeftModel.from_pretrained` and vLLM.
 
     Args:
-        weights: the model's full adapter matrices, by the model's names.
+        weights: its full matrices, by the model's names.
+        name: that of the adapter in the model.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    model.peft_config[NAME].save_pretrained(str(folder))
+    model.peft_config[name].save_pretrained(str(folder))
     tensors = {name: value.cpu().contiguous() for name, value in adapter_names(weights).items()}
     save_file(tensors, str(folder / WEIGHTS), metadata={"format": "pt"})
 
@@ -275,23 +341,24 @@ def _check_targets(model: Any, names: Any) -> None:
             )
 
 
-def _load(model: Any, folder: Path) -> None:
-    """Copy the matrices of an adapter's folder into a model that has the same one."""
+def _load(model: Any, folder: Path, name: str) -> None:
+    """Copy the matrices of an adapter's folder into a model that has the same one, of this name."""
     path = folder / WEIGHTS
     try:
         tensors = load_file(str(path))
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path}: no PEFT adapter: {error}") from error
-    parameters = adapter_names({n: p.data for n, p in model.named_parameters()})
+    own = {n: p.data for n, p in model.named_parameters() if adapter_of(n) == name}
+    parameters = adapter_names(own)
     if different := sorted(parameters.keys() ^ tensors.keys()):
         raise ValueError(
             f"{path}: expected the matrices of this model's adapter, got other names: "
             f"{', '.join(different[:4])}"
         )
-    for name, parameter in parameters.items():
-        if parameter.shape != tensors[name].shape:
+    for key, parameter in parameters.items():
+        if parameter.shape != tensors[key].shape:
             raise ValueError(
-                f"{path}: {name}: expected shape {list(parameter.shape)}, got "
-                f"{list(tensors[name].shape)}"
+                f"{path}: {key}: expected shape {list(parameter.shape)}, got "
+                f"{list(tensors[key].shape)}"
             )
-        parameter.copy_(tensors[name])
+        parameter.copy_(tensors[key])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from skyrl_fast.config import Config
 from skyrl_fast.train.data.random_state import seed_everything
 from skyrl_fast.train.data.schedule import total_optimizer_steps
 from skyrl_fast.train.model.critic import Critic, make_critic
-from skyrl_fast.train.model.lora import add_adapter
+from skyrl_fast.train.model.lora import add_adapters
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import (
     Policy,
@@ -37,11 +38,22 @@ def model_path(config: Config, checkpoint: Path | None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Models:
-    """The models of a run; reference and critic only if the algorithm uses them."""
+class TrainedPolicy:
+    """A policy and its optimizer; named policies share a model, of which each has an adapter."""
 
     policy: Policy
     optimizer: Optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The models of a run; reference and critic only if the algorithm uses them.
+
+    Args:
+        trained: by the policy's name, None where there is one without a name.
+    """
+
+    trained: Mapping[str | None, TrainedPolicy]
     reference: Reference | None
     critic: Critic | None
 
@@ -83,7 +95,7 @@ def make_models(
             gradient_checkpointing=trained and recomputes_activations(settings, device),
         ).requires_grad_(trained)
         if has_adapter:
-            _add_adapter(model, config, checkpoint)
+            _add_adapters(model, config, checkpoint)
         if settings.residual_dtype == "auto":
             round_residual_stream(model)
         return Policy(
@@ -105,18 +117,21 @@ def make_models(
         reference = WithoutAdapter(policy)
     elif uses_reference(config):
         reference = policy_of(settings.ref.model.path or model_path(config, None), trained=False)
-    optimizer = Optimizer(
-        policy,
-        settings.policy.optimizer_config,
-        total_steps=total_optimizer_steps(config, num_prompts),
-    )
+    policies: dict[str | None, Policy] = {
+        name: policy.with_adapter(name) for name in config.policies
+    } or {None: policy}
+    optimizer, steps = settings.policy.optimizer_config, total_optimizer_steps(config, num_prompts)
+    trained = {
+        name: TrainedPolicy(one, Optimizer(one, optimizer, total_steps=steps))
+        for name, one in policies.items()
+    }
     critic = None
     if settings.critic.model.path is not None:
         source = settings.critic.model.path if checkpoint is None else str(checkpoint / "critic")
         critic = make_critic(config, source, device, dtype, num_prompts=num_prompts, ranks=ranks)
     if offloads_base:
         policy.frozen_base.offload()
-    return Models(policy, optimizer, reference, critic)
+    return Models(trained, reference, critic)
 
 
 def uses_reference(config: Config) -> bool:
@@ -125,12 +140,12 @@ def uses_reference(config: Config) -> bool:
     return algorithm.use_kl_loss or algorithm.use_kl_in_reward
 
 
-def _add_adapter(model: Any, config: Config, checkpoint: Path | None) -> None:
+def _add_adapters(model: Any, config: Config, checkpoint: Path | None) -> None:
     lora = config.trainer.policy.model.lora
     folder = checkpoint / "policy" if checkpoint is not None else None
     if folder is None and lora.path is not None:
         folder = Path(lora.path).expanduser()
-    add_adapter(model, lora, base=model_path(config, None), folder=folder)
+    add_adapters(model, lora, base=model_path(config, None), folder=folder)
 
 
 def _set_threads(chosen: int | None, ranks: Ranks) -> None:

@@ -7,6 +7,7 @@ autocast. A response tokens of a batch, M trained tokens, H hidden size, V vocab
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ import torch
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config.model_folder import POLICY, find_auto_class, model_folder
 from skyrl_fast.config.settings import TrainerConfig
+from skyrl_fast.rollout.engine.weights.transfer import OF_POLICY
 from skyrl_fast.train.model.lm_head import (
     PROBE_TOKENS,
     backbone,
@@ -27,12 +29,15 @@ from skyrl_fast.train.model.lm_head import (
     is_vision_language,
 )
 from skyrl_fast.train.model.lora import (
+    NAME,
     FrozenBase,
     adapter_names,
+    adapter_of,
     adapter_off,
-    is_adapter,
+    adapters_of,
     merge,
     save_adapter,
+    use_adapter,
 )
 from skyrl_fast.train.model.micro_batch import MicroBatch, plan_micro_batches, response_positions
 from skyrl_fast.train.model.rope_limits import rope_limits
@@ -74,12 +79,16 @@ class NamedWeights:
         """Yield the weights by name; with several ranks a layer at a time is in main memory."""
         policy, model = self.policy, self.policy.model
         if self.adapter:
-            yield from adapter_names(policy.adapter_weights(self.dtype)).items()
+            for name in policy.adapters:
+                of_policy = "" if name == NAME else f"{name}{OF_POLICY}"
+                weights = policy.adapter_weights(name, self.dtype)
+                for key, value in adapter_names(weights).items():
+                    yield of_policy + key, value
             return
         # Merged, a weight is rounded once: by whoever casts it.
         dtype = None if policy.has_adapter else self.dtype
         for names in weight_names(policy):
-            layer = merge(model, full_state_dict(policy, dtype, names))
+            layer = merge(model, full_state_dict(policy, dtype, names), policy.adapter or NAME)
             layer = checkpoint_names(model, layer)
             while layer:
                 name = next(iter(layer))
@@ -122,7 +131,8 @@ class Policy:
         ranks: Ranks = SINGLE_RANK,
     ) -> None:
         self.model = model
-        self.has_adapter = any(is_adapter(name) for name, _ in model.named_parameters())
+        self.adapters = adapters_of(model)
+        self.adapter = self.adapters[0] if self.adapters else None  # of the passes
         self.backbone = backbone(model)
         self.frozen_parts = freeze_other_parts(model)
         self.refused_tokens = placeholder_tokens(model.config)
@@ -148,6 +158,20 @@ class Policy:
         self.layout_costs: LayoutCosts | None = None
         if self.tree and tree is None:
             self.tree, self.layout_costs = cheapest_layout(self, self.backbone, self._autocast)
+        self._by_adapter = dict.fromkeys(self.adapters[:1], self)
+        for name in self.adapters[1:]:
+            self._by_adapter[name] = other = copy.copy(self)
+            other.adapter = name
+            ranks.register(other)
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether an adapter is trained in place of the model's own weights."""
+        return self.adapter is not None
+
+    def with_adapter(self, name: str) -> Policy:
+        """Return the policy of the same model whose passes and optimizer steps use this adapter."""
+        return self._by_adapter[name]
 
     @property
     def router_replay(self) -> bool:
@@ -168,6 +192,7 @@ class Policy:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (M,) float32 logprobs of the micro-batch's trained tokens, and their entropies."""
         micro = padded_trees(micro, self.device, self.ranks.sequence)
+        self._use_adapter()
 
         def distinct() -> Any:
             with self._autocast(), self._replayed(micro):
@@ -237,6 +262,7 @@ class Policy:
             expert_indices: (T or T - 1, L, K) routes to replay; None: free routing.
         """
         ids = torch.tensor([token_ids], device=self.device)
+        self._use_adapter()
 
         def values() -> Any:
             with self._autocast(), self._at_routes(ids, expert_indices):
@@ -251,7 +277,8 @@ class Policy:
 
     def trained_parameters(self) -> list[tuple[str, torch.Tensor]]:
         """Return the parameters that optimizer steps change, by name."""
-        return trained_parameters(self.model)
+        trained = trained_parameters(self.model)
+        return [(name, value) for name, value in trained if adapter_of(name) == self.adapter]
 
     def named_weights(
         self, dtype: torch.dtype | None = None, *, adapter: bool = False
@@ -263,13 +290,16 @@ class Policy:
 
         Args:
             dtype: that they may be cast to, where they are moved to main memory; None: as they are.
-            adapter: only the adapter's matrices, under their names in PEFT's files.
+            adapter: only the matrices of all adapters, under their names in PEFT's files; those of
+                named policies begin with the name and `OF_POLICY`.
         """
         return NamedWeights(self, dtype, adapter)
 
-    def adapter_weights(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """Return the adapter's full matrices, by the model's names."""
-        names = [name for name, _ in weights_of(self.model) if is_adapter(name)]
+    def adapter_weights(
+        self, name: str, dtype: torch.dtype | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Return an adapter's full matrices, by the model's names."""
+        names = [key for key, _ in weights_of(self.model) if adapter_of(key) == name]
         return full_state_dict(self, dtype, names)
 
     @run_on_all_ranks
@@ -289,13 +319,16 @@ class Policy:
             torch.cuda.empty_cache()
 
     def save(self, folder: Path, tokenizer: Any | None = None) -> None:
-        """Write the model (and its tokenizer) in Hugging Face format; of LoRA the adapter.
+        """Write the model (and its tokenizer) in Hugging Face format; of LoRA the adapters.
 
-        Several ranks queue the weights in `ranks.files`. Of a vision-language model the folder has
-        the files of its processor, too, which engines ask for.
+        Adapters of named policies have a folder each. Several ranks queue the weights in
+        `ranks.files`. Of a vision-language model the folder has the files of its processor, too,
+        which engines ask for.
         """
         if self.has_adapter:
-            save_adapter(self.model, self.adapter_weights(), folder)
+            for name in self.adapters:
+                of_policy = folder if name == NAME else folder / name
+                save_adapter(self.model, self.adapter_weights(name), of_policy, name)
         elif self.ranks.size > 1:
             save_pretrained(self, folder)
         else:
@@ -306,6 +339,11 @@ class Policy:
                 (folder / name).write_bytes(content)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+
+    def _use_adapter(self) -> None:
+        if len(self.adapters) > 1:
+            assert self.adapter is not None
+            use_adapter(self.model, self.adapter)
 
     def _replayed(self, micro: MicroBatch) -> contextlib.AbstractContextManager[Any]:
         if self._replay is None:

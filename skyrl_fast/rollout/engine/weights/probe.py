@@ -12,8 +12,9 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -138,6 +139,7 @@ class WeightProbe:
         replayed_logprobs: Callable[[list[list[int]], list[np.ndarray]], Logprobs] | None = None,
         dtype: torch.dtype = torch.float32,
         limits: ProbeLimits | None = None,
+        policy: str | None = None,
     ) -> None:
         """Check and store the arguments.
 
@@ -151,6 +153,7 @@ class WeightProbe:
                 other experts, which is no sign of different weights.
             dtype: the dtype in which the engine is to compute.
             limits: limits of |engine - trainer|; None: those of the dtype.
+            policy: the policy, where a run has several.
 
         Raises:
             ValueError: the probe is empty, or a sequence has fewer than two tokens.
@@ -165,6 +168,9 @@ class WeightProbe:
         self._trainer_logprobs = trainer_logprobs
         self._replayed_logprobs = replayed_logprobs
         self._dtype = dtype
+        self._policy = policy
+        # Of the engine's requests.
+        self._options: dict[str, Any] = {} if policy is None else {"policy": policy}
         self._limits = LIMITS[dtype] if limits is None else limits
         # Logprobs of all tokens of the probe; None: not verified yet.
         self._engine_before: np.ndarray | None = None
@@ -225,9 +231,11 @@ class WeightProbe:
     async def _ask_both(self, trainer: Logprobs | None) -> tuple[list[list[float]], Logprobs]:
         """Return the logprobs of the probe by the engine, and by the trainer."""
         if self._replayed_logprobs is None:
-            engine = await asyncio.gather(*map(self._engine.prompt_logprobs, self._probe))
+            ask = partial(self._engine.prompt_logprobs, **self._options)
+            engine = await asyncio.gather(*map(ask, self._probe))
             return engine, self._trainer_logprobs(self._probe) if trainer is None else trainer
-        answers = await asyncio.gather(*map(self._engine.prompt_routes, self._probe))
+        ask_routes = partial(self._engine.prompt_routes, **self._options)
+        answers = await asyncio.gather(*map(ask_routes, self._probe))
         routes = [routes for _, routes in answers]
         return [values for values, _ in answers], self._replayed_logprobs(self._probe, routes)
 
@@ -259,8 +267,9 @@ class WeightProbe:
             for position in range(1, len(sequence))
         ]
         sequence, position, token = tokens[worst]
+        of_policy = "" if self._policy is None else f" of policy {self._policy}"
         text = (
-            f"the engine's logprobs differ from the trainer's by up to "
+            f"the engine's logprobs{of_policy} differ from the trainer's by up to "
             f"{report.difference.maximum:.3g} ({self._limits.describe(report.difference)}). Worst "
             f"at token {position} of probe sequence {sequence} (id {token}): engine "
             f"{engine[worst]:.6f}, trainer {trainer[worst]:.6f}. "
@@ -278,6 +287,46 @@ class WeightProbe:
                 f"trainer's by up to {moved.maximum:.3g}: the engine still runs the old weights. "
                 + _describe_causes(stands_still=True)
             )
+
+
+class Probe(Protocol):
+    """What an engine's weights are compared by: a `WeightProbe`, or one for each policy."""
+
+    async def ask_trainer(self) -> Any:
+        """Return what `verify` takes; see `WeightProbe.ask_trainer`."""
+
+    async def verify(
+        self, trainer_logprobs: Any = None, *, update_seconds: float = 0.0, num_bytes: int = 0
+    ) -> WeightSyncReport:
+        """See `WeightProbe.verify`."""
+
+
+class PolicyProbes:
+    """The probes of one engine's policies, one after the other; the worst report counts."""
+
+    def __init__(self, probes: Sequence[WeightProbe]) -> None:
+        self._probes = probes
+
+    async def ask_trainer(self) -> list[Logprobs | None]:
+        """See `WeightProbe.ask_trainer`."""
+        return [await probe.ask_trainer() for probe in self._probes]
+
+    async def verify(
+        self,
+        trainer_logprobs: Sequence[Logprobs | None] | None = None,
+        *,
+        update_seconds: float = 0.0,
+        num_bytes: int = 0,
+    ) -> WeightSyncReport:
+        """See `WeightProbe.verify`."""
+        known = trainer_logprobs or [None] * len(self._probes)
+        reports = [
+            await probe.verify(values, update_seconds=update_seconds, num_bytes=num_bytes)
+            for probe, values in zip(self._probes, known, strict=True)
+        ]
+        seconds = sum(report.verify_seconds for report in reports)
+        worst = max(reports, key=lambda report: report.difference.maximum)
+        return replace(worst, verify_seconds=seconds)
 
 
 def _describe_causes(*, stands_still: bool) -> str:

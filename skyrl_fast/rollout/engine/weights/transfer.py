@@ -26,6 +26,7 @@ from skyrl_fast.rollout.engine.weights.receipt import SentWeights
 from skyrl_fast.system.torch_threads import end_torch_threads
 
 IN_MEMORY = "handed over by the trainer"  # path of an adapter, from which nothing is read
+OF_POLICY = ":"  # between a policy's name and those of its adapter's matrices
 
 # By name. They are read again for an engine that is restarted, unless they are an iterator.
 Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]

@@ -6,18 +6,19 @@ Design: docs/design/007-rollout-and-weight-sync.md.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from skyrl_fast.rollout.engine.vllm_patches.adapter_products import multiply_by_adapter
 from skyrl_fast.rollout.engine.vllm_patches.kept_logprobs import return_kept_only
 from skyrl_fast.rollout.engine.vllm_patches.packed_weights import renew_packed_weights
 from skyrl_fast.rollout.engine.vllm_patches.seeded_sampling import sample_by_inversion
-from skyrl_fast.rollout.engine.vllm_patches.single_adapter import multiply_at_once
 from skyrl_fast.rollout.engine.weights.group import WeightsGroup, store_at
 from skyrl_fast.rollout.engine.weights.receipt import Receipt, dtype_name, record_digests
+from skyrl_fast.rollout.engine.weights.transfer import OF_POLICY
 from skyrl_fast.rollout.engine.weights.transports.broadcast import receive_by_broadcast
 from skyrl_fast.rollout.engine.weights.transports.file import receive_by_file
 from skyrl_fast.rollout.engine.weights.transports.ipc import receive_by_ipc
@@ -36,12 +37,12 @@ class WeightUpdateExtension:
     reload_weights: Callable[..., None]
 
     def prepare_sampler(self) -> None:
-        """Sample with less work; see `kept_logprobs`, `seeded_sampling` and `single_adapter`."""
+        """Sample with less work; see `kept_logprobs`, `seeded_sampling`, `adapter_products`."""
         if not self.sampler_is_prepared:  # a trainer that connects again asks again
             return_kept_only(self.model_runner.sampler)
             sample_by_inversion(self.model_runner.sampler)
             if self.device.type == "cpu" and self.model_runner.lora_config is not None:
-                multiply_at_once()
+                multiply_by_adapter()
             self.sampler_is_prepared = True
 
     def weights_dtype(self) -> str | None:
@@ -57,7 +58,8 @@ class WeightUpdateExtension:
         """Load the tensors of a safetensors file; return a `Receipt` as a dict.
 
         Args:
-            adapter: none for the model's weights; of an adapter its config and version.
+            adapter: none for the model's weights; of adapters their config, and the version of
+                each by its policy's name.
         """
         return self._load(receive_by_file(path), **adapter)
 
@@ -92,10 +94,10 @@ class WeightUpdateExtension:
         self,
         weights: Iterator[tuple[str, torch.Tensor]],
         adapter: str | None = None,
-        version: int = 0,
+        versions: Mapping[str, int] | None = None,
     ) -> dict[str, Any]:
         if adapter is not None:
-            return self._load_adapter(weights, json.loads(adapter), version)
+            return self._replace_adapters(weights, json.loads(adapter), versions or {})
         model = self.model_runner.get_model()
         parameters = {name for name, _ in model.named_parameters()}
         load_weights = model.load_weights
@@ -123,19 +125,35 @@ class WeightUpdateExtension:
             )
         )
 
-    def _load_adapter(
-        self, weights: Iterator[tuple[str, torch.Tensor]], config: dict[str, Any], version: int
+    def _replace_adapters(
+        self,
+        weights: Iterator[tuple[str, torch.Tensor]],
+        config: dict[str, Any],
+        versions: Mapping[str, int],
     ) -> dict[str, Any]:
+        """Load an adapter for each policy in place of those before.
+
+        Args:
+            weights: named by policy, `OF_POLICY` and matrix; "" is the policy without a name.
+            versions: of each policy.
+        """
         digests: dict[str, str] = {}
-        # Copies, as vLLM scales an adapter's matrices in place.
-        matrices = {name: value.clone() for name, value in record_digests(weights, digests)}
-        unloaded = self._replace_adapter(matrices, config, version)
+        of_policies: dict[str, dict[str, torch.Tensor]] = {name: {} for name in versions}
+        for name, value in record_digests(weights, digests):
+            policy, _, matrix = name.rpartition(OF_POLICY)
+            of_policies[policy][matrix] = value.clone()  # vLLM scales matrices in place
+        self.model_runner.lora_manager._adapter_manager.remove_all_adapters()
+        unloaded = [
+            name
+            for policy, matrices in of_policies.items()
+            for name in self._load_adapter(matrices, config, versions[policy])
+        ]
         return asdict(Receipt(digests, unloaded, dtype_name(self.model_config.dtype)))
 
-    def _replace_adapter(
+    def _load_adapter(
         self, matrices: dict[str, torch.Tensor], config: dict[str, Any], version: int
     ) -> list[str]:
-        """Load an adapter under this number in place of all others.
+        """Load an adapter under this number.
 
         Returns:
             The modules for which vLLM has no adapter layer, and whose matrices it leaves out.
@@ -153,7 +171,6 @@ class WeightUpdateExtension:
             dtype=manager.lora_config.lora_dtype,
             weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
         )
-        manager.remove_all_adapters()
         manager.add_adapter(lora)
         manager.activate_adapter(version)
         return sorted(name for name in lora.loras if name not in manager.modules)

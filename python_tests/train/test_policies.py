@@ -1,0 +1,352 @@
+"""Several policies of one base: each learns from its own steps only, and is saved and resumed."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+import peft
+from _fakes import FakeRollouts, start_of, tiny_model
+from _rows import full_logprobs, mixed_batch
+from _settings import error_of
+from _training import folder as folder  # a fixture
+from _training import settings, steady
+from safetensors.torch import load_file
+
+import skyrl_fast
+from skyrl_fast import cli
+from skyrl_fast.config import AlgorithmConfig, Config, OptimizerConfig
+from skyrl_fast.config.settings import REFERENCE, LoraConfig
+from skyrl_fast.rollout.trajectory import Step, Trajectory
+from skyrl_fast.train import run as run_module
+from skyrl_fast.train.algorithm.policies import split_by_policy
+from skyrl_fast.train.data.prompts import Prompt
+from skyrl_fast.train.model.lora import adapter_of, add_adapters
+from skyrl_fast.train.model.optimizer import Optimizer
+from skyrl_fast.train.model.policy import Policy, WithoutAdapter
+from skyrl_fast.train.run import TrainResult
+from skyrl_fast.train.update import accumulate_gradient, update_policy
+from skyrl_fast.trajectory_store.recorded import read_recorded
+
+NAMES = ("planner", "worker")
+LORA = LoraConfig(rank=3, alpha=4, policies=list(NAMES))
+KEY = "trainer.policy.model.lora"
+RUN = [f"{KEY}.rank=4", f"{KEY}.policies=[planner,worker]", "generator.max_turns=3"]
+
+
+def make_policy(*, dtype: torch.dtype = torch.float32) -> Policy:
+    """Return a policy with two adapters, whose B are not 0."""
+    model = tiny_model().to(dtype)
+    torch.manual_seed(0)
+    add_adapters(model, LORA, base="base")
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return Policy(model)
+
+
+def matrices(policy: Policy, name: str) -> dict[str, torch.Tensor]:
+    return {n: p for n, p in policy.model.named_parameters() if adapter_of(n) == name}
+
+
+def gradient_of(policy: Policy, name: str, batch: Any) -> dict[str, torch.Tensor | None]:
+    """Return the gradients of all matrices after a mini-batch of one policy."""
+    policy.model.zero_grad(set_to_none=True)
+    accumulate_gradient(policy.with_adapter(name), batch, algorithm=AlgorithmConfig())
+    return {
+        n: None if p.grad is None else p.grad.clone()
+        for n, p in policy.model.named_parameters()
+        if adapter_of(n) is not None
+    }
+
+
+@pytest.mark.spec("lora.policies")
+def test_a_gradient_is_of_one_policy_only() -> None:
+    policy, batch = make_policy(), mixed_batch()
+    for name in NAMES:
+        gradient = gradient_of(policy, name, batch)
+        assert all((value is None) == (adapter_of(n) != name) for n, value in gradient.items())
+        assert any(bool(value.any()) for value in gradient.values() if value is not None)
+        alone = tiny_model()
+        torch.manual_seed(0)
+        add_adapters(alone, replace(LORA, policies=[name]), base="base")
+        alone.load_state_dict(matrices(policy, name), strict=False)
+        expected = gradient_of(Policy(alone), name, batch)
+        for n, value in expected.items():
+            assert torch.equal(gradient[n], value)  # the same products in the same order
+
+
+@pytest.mark.spec("lora.policies")
+def test_an_update_of_one_policy_leaves_the_others_bits() -> None:
+    policy, batch = make_policy(), mixed_batch()
+    before = {name: policy.with_adapter(name).batch_logprobs(batch) for name in NAMES}
+    base = WithoutAdapter(policy).batch_logprobs(batch)
+    assert not torch.equal(before["planner"], before["worker"])
+    planner = policy.with_adapter("planner")
+    optimizer = Optimizer(planner, OptimizerConfig(lr=0.1), total_steps=1)
+    weights = {n: p.detach().clone() for n, p in matrices(policy, "worker").items()}
+    update_policy(planner, optimizer, batch, algorithm=AlgorithmConfig(), mini_batch_size=2)
+    assert not torch.equal(planner.batch_logprobs(batch), before["planner"])
+    assert torch.equal(policy.with_adapter("worker").batch_logprobs(batch), before["worker"])
+    assert all(torch.equal(p, weights[n]) for n, p in matrices(policy, "worker").items())
+    assert torch.equal(WithoutAdapter(policy).batch_logprobs(batch), base)
+    assert torch.equal(base, Policy(tiny_model()).batch_logprobs(batch))
+
+
+def step(policy: str | None, reward: float = 0.0, token: int = 5, stop: str = "stop") -> Step:
+    return Step([1, 4], [token], [1], [-1.0], reward, stop, 0, "", "", 0.0, 0.0, policy=policy)
+
+
+def trajectory(uid: str, repetition: int, *steps: Step, **options: Any) -> Trajectory:
+    return Trajectory(uid, repetition, list(steps), "length", "e", {}, 0.0, **options)
+
+
+def rewards(trajectories: Sequence[Trajectory]) -> list[list[float]]:
+    return [[step.reward for step in one.steps] for one in trajectories]
+
+
+def test_each_policy_gets_its_steps_and_the_outcome() -> None:
+    group = [
+        trajectory("a", 0, step("planner"), step("worker", 0.25), step("planner", 1.0)),
+        trajectory("a", 1, step("planner", stop="x"), step(REFERENCE), step("worker", 0.5)),
+        trajectory("a", 2, step("planner"), step(REFERENCE, 2.0)),
+        trajectory("b", 0, step("planner", 3.0), failure="it broke"),
+        trajectory("c", 0, step("planner", 1.0)),
+    ]
+    parts = split_by_policy(group, [*NAMES, "judge"])
+    assert list(parts) == ["planner", "worker"]  # the judge made no call
+    assert rewards(parts["planner"]) == [[0.0, 1.0], [0.5], [2.0], [3.0], [1.0]]
+    # The third trajectory of the first prompt is no sample; the last prompt keeps its place.
+    assert [(t.uid, t.repetition_id) for t in parts["worker"]] == [
+        *(("a", 0), ("a", 1), ("b", 0), ("c", 0))
+    ]
+    assert rewards(parts["worker"]) == [[1.25], [0.5], [], []]
+    assert [t.stop_reason for t in parts["planner"][:2]] == ["length", "x"]
+    assert parts["worker"][2].failure == "it broke"
+    assert rewards(group)[0] == [0.0, 0.25, 1.0]  # as they were
+
+
+def test_rewards_by_name_replace_the_outcome() -> None:
+    steps = [step("planner"), step("worker", 0.25), step("planner", 1.0)]
+    parts = split_by_policy(
+        [trajectory("a", 0, *steps, policy_rewards={"planner": 0.5, "worker": 2.0})], NAMES
+    )
+    assert rewards(parts["planner"]) == [[0.0, 0.5]] and rewards(parts["worker"]) == [[2.25]]
+
+
+class TwoPolicies(FakeRollouts):
+    """The planner says a word, the worker another one, the reference a third.
+
+    The policies that have rewards have them for a word of their own.
+    """
+
+    words: ClassVar[dict[str, int]] = {"planner": 10, "worker": 11}
+
+    def __init__(self, config: Config, rewarded: tuple[str, ...] = NAMES) -> None:
+        super().__init__(config, tiny_model(seed=1))
+        self.models: dict[str, Any] = {REFERENCE: tiny_model()}
+        self.rewarded = rewarded
+
+    async def update_weights(self, policy: Policy, *, version: int) -> dict[str, float]:
+        for name in NAMES:
+            model = copy.deepcopy(self.model)
+            weights = dict(policy.with_adapter(name).named_weights())
+            model.load_state_dict(weights, strict=False)  # tied weights occur once
+            self.models[name] = model
+        self.version = version
+        return {}
+
+    def _trajectory(self, prompt: Prompt, repetition: int, phase: str, turns: Any) -> Trajectory:
+        seed = f"{self.config.trainer.seed} {self.version} {phase} {prompt.uid} {repetition}"
+        generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
+        context = start_of(prompt)
+        steps, said = [], {}
+        for name in (*NAMES, REFERENCE):
+            self.model = self.models[name]
+            values = self._logprobs([tuple(context)])[tuple(context)]
+            token = int(torch.multinomial(values.exp(), 1, generator=generator))
+            said[name] = token
+            one = step(name, token=token)
+            steps.append(
+                replace(
+                    one,
+                    prompt_token_ids=list(context),
+                    rollout_logprobs=[float(values[token])],
+                    policy_version=self.version,
+                )
+            )
+            context = [*context, token, 3]
+        right = {name: float(said[name] == word) for name, word in self.words.items()}
+        steps[-1].reward = sum(right.values()) / 2
+        own = {name: right[name] if name in self.rewarded else 0.0 for name in NAMES}
+        return Trajectory(
+            prompt.uid, repetition, steps, "stop", "fake", {}, 0.1, phase=phase, policy_rewards=own
+        )
+
+
+def train(config: Config, during: Any = None, rewarded: tuple[str, ...] = NAMES) -> TrainResult:
+    async def make(config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
+        class Watched(TwoPolicies):
+            async def before_batch(self, step: int, phase: str) -> None:
+                if during is not None and phase == "train":
+                    await during(step)
+
+        return Watched(config, rewarded)
+
+    return skyrl_fast.train_agent(config, make_rollouts=make)
+
+
+def adapter(outcome: TrainResult, name: str) -> dict[str, torch.Tensor]:
+    return load_file(outcome.checkpoint / "policy" / name / "adapter_model.safetensors")
+
+
+@pytest.mark.spec("lora.policies")
+def test_each_policy_learns_from_its_rewards(folder: Path) -> None:
+    """Without rewards of its own the worker does not move, while the planner learns."""
+    more = ["trainer.epochs=12", "trainer.ckpt_interval=-1", "trainer.eval_interval=-1"]
+    more.append("trainer.policy.optimizer_config.lr=0.05")
+    outcome = train(settings(folder, "both", *RUN, *more))
+    rows = steady(outcome.metrics)
+    key = "{}/reward/avg_raw_reward"
+    for name in NAMES:
+        curve = [row[key.format(name)] for row in rows if key.format(name) in row]
+        assert len(curve) == 24
+        print(name, [round(value, 2) for value in curve])
+        assert sum(curve[-4:]) / 4 > sum(curve[:4]) / 4 + 0.3  # of 0.1 by chance and 1
+        assert rows[-1][f"{name}/policy/optimizer_steps"] == 2
+    alone = train(settings(folder, "planner", *RUN, *more), rewarded=("planner",))
+    rows = steady(alone.metrics)
+    assert rows[-1]["worker/policy/grad_norm"] == 0
+    assert rows[-1][key.format("planner")] > rows[1][key.format("planner")] + 0.3
+    # Neither trained by rewards nor by a gradient: B is what it was at the start.
+    assert not any(value.any() for n, value in adapter(alone, "worker").items() if "lora_B" in n)
+    assert any(value.any() for n, value in adapter(alone, "planner").items() if "lora_B" in n)
+    # The frozen name was sampled, is stored, and is in no row.
+    (first, *_) = read_recorded(alone.run_path)
+    assert [step.policy for step in first.steps] == [*NAMES, REFERENCE]
+
+
+def without_traffic(outcome: TrainResult) -> list[dict[str, Any]]:
+    rows = steady(outcome.metrics)
+    return [{n: v for n, v in row.items() if not n.startswith("traffic/")} for row in rows]
+
+
+class DiedError(Exception):
+    """Simulates kill -9: nothing is written afterwards."""
+
+
+@pytest.mark.spec("lora.policies")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_resumed_run_has_all_adapters_and_optimizers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    more = [
+        *RUN,
+        "trainer.algorithm.use_kl_loss=true",
+        f"trainer.placement.policy_num_gpus_per_node={ranks}",
+    ]
+    expected = train(settings(folder, "expected", *more))
+
+    async def die(step: int) -> None:
+        if step == 5:
+            raise DiedError
+
+    with monkeypatch.context() as patch, pytest.raises(DiedError):
+        patch.setattr(run_module.Trainer, "_rescue", lambda self: None)
+        train(settings(folder, "broken", *more), die)
+    outcome = train(settings(folder, "broken", "trainer.resume_mode=latest", *more))
+    # A step after a start has the traffic of the first weight sync, too.
+    assert without_traffic(outcome) == without_traffic(expected)
+    files = [path.relative_to(expected.checkpoint) for path in expected.checkpoint.rglob("*.safe*")]
+    assert len(files) == 1 + 2 + 2 * ranks  # random state; per policy an adapter, its moments
+    for file in files:
+        one, two = (run.checkpoint / file for run in (outcome, expected))
+        assert one.read_bytes() == two.read_bytes(), file
+    assert not torch.equal(*(next(iter(adapter(expected, n).values())) for n in NAMES))
+
+
+def test_an_asynchronous_run_trains_all_policies(folder: Path) -> None:
+    outcome = train(
+        settings(
+            folder,
+            "run",
+            *RUN,
+            "trainer.fully_async.enabled=true",
+            "trainer.fully_async.max_staleness_steps=1",
+        )
+    )
+    last = steady(outcome.metrics)[-1]
+    assert outcome.step == 6
+    assert all(last[f"{name}/policy/optimizer_steps"] == 2 for name in NAMES)
+
+
+def test_a_policy_is_exported_and_continued(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = train(settings(folder, "run", *RUN))
+    out, run = folder / "out", str(outcome.run_path)
+    command = ["export", run, str(out), "--to", "adapter"]
+    assert cli.main(command) == 2
+    assert "--policy: expected one of planner, worker, got none" in capsys.readouterr().err
+    assert cli.main([*command, "--policy", "judge"]) == 2
+    assert "expected one of planner, worker, got judge" in capsys.readouterr().err
+    assert cli.main([*command, "--policy", "worker"]) == 0
+    loaded = peft.PeftModel.from_pretrained(tiny_model(), str(out))
+    model = tiny_model()
+    lora = LoraConfig(rank=4, policies=list(NAMES))
+    add_adapters(model, lora, base="", folder=outcome.checkpoint / "policy")
+    batch = mixed_batch()
+    with torch.no_grad():
+        expected = full_logprobs(loaded, batch) * batch.loss_mask
+    policy = Policy(model)
+    worker = policy.with_adapter("worker").batch_logprobs(batch)
+    # one order of sums is the model's, the other that of rows packed together
+    torch.testing.assert_close(worker, expected, atol=2e-5, rtol=0)
+    assert not torch.allclose(policy.batch_logprobs(batch), expected, atol=1e-3)
+    path = f"{KEY}.path={outcome.checkpoint}/policy"
+    again = train(settings(folder, "again", *RUN, path, "trainer.policy.optimizer_config.lr=0"))
+    for name in NAMES:
+        one, two = adapter(outcome, name), adapter(again, name)
+        assert all(torch.equal(one[n], two[n]) for n in one)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([f"{KEY}.policies=[a,b]"], f"{KEY}.rank: expected that of the policies"),
+        ([f"{KEY}.policies=[a,a]", f"{KEY}.rank=4"], "expected different names"),
+        ([f"{KEY}.policies=[a/b]", f"{KEY}.rank=4"], "expected different names of letters"),
+        ([f"{KEY}.policies=[reference]", f"{KEY}.rank=4"], "expected another name than reference"),
+        ([*RUN, "trainer.placement.colocate_all=false"], f"{KEY}.policies: expected an engine of"),
+        ([*RUN, f"{KEY}.weight_sync=merged"], f"{KEY}.policies: expected an engine of"),
+        (
+            [
+                *RUN,
+                "generator.inference_engine.run_engines_locally=false",
+                "generator.inference_engine.external_server_urls=[http://a:1]",
+            ],
+            f"{KEY}.policies: expected an engine of",
+        ),
+        ([*RUN, "trainer.critic.model.path=critic"], "trainer.critic.model.path: expected null"),
+        (
+            [*RUN, "agent.function=a:b", "agent.untrained_models=[worker]"],
+            "agent.untrained_models: expected other names",
+        ),
+        (
+            [*RUN, "agent.function=a:b", "agent.upstreams={worker: {base_url: http://a/v1}}"],
+            "agent.upstreams: expected other names",
+        ),
+    ],
+)
+def test_settings_that_exclude_each_other_are_refused(overrides: list[str], message: str) -> None:
+    assert message in error_of(*overrides)

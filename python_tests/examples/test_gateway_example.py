@@ -10,7 +10,7 @@ import pytest
 from _gateway import played
 from fake_envs import FakePrompt, says
 
-from examples.gateway import sql_agent
+from examples.gateway import sql_agent, two_policies
 
 pytest.importorskip("openai")
 
@@ -59,3 +59,27 @@ def test_agent_looks_and_solves(variant: str, prompt: FakePrompt, tiny_tokenizer
     forks = (0, 2) if variant == "openai" else (1, 1)
     metrics = t.env_metrics
     assert (metrics["forked_prompts"], metrics["continued_prompts"]) == forks
+
+
+def test_the_worker_answers_for_the_planner(prompt: FakePrompt, tiny_tokenizer: Any) -> None:
+    two_policies.DATABASES.update(sql_agent.DATABASES)
+    wrong = SOLVE.replace("MAX", "MIN")
+
+    def answer(call: Any, n: int) -> Any:
+        text, stop = [(LOOK, "</sql>"), (wrong, "</solution>"), (SOLVE, "</solution>")][n]
+        return says(tiny_tokenizer, text, end=False, stop=stop)
+
+    names = ("planner", "worker")
+    out = played(
+        two_policies.solve,
+        tiny_tokenizer,
+        answer=answer,
+        prompts=[prompt],
+        policies=names,
+        max_input_length=9000,
+    )
+    t = out.only
+    assert (t.failure, [s.reward for s in t.steps]) == (None, [0.0, 0.0, 1.0])
+    assert [s.policy for s in t.steps] == ["planner", "planner", "worker"]
+    planner, worker = (list(s.prompt_token_ids) for s in t.steps[1:])
+    assert planner == worker  # it does not see what the planner would have answered

@@ -58,6 +58,7 @@ def run(base: Path, run_path: Path, recipe: str, *arguments: str) -> list[dict[s
         ("text2sql", "append"),
         ("text2sql", "thinking"),
         ("search_r1", "short"),
+        ("gateway", "policies"),
     ],
 )
 def test_reward_rises(base: Path, tmp_path: Path, recipe: str, variant: str) -> None:

@@ -28,7 +28,7 @@ from skyrl_fast.config.loading import build_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PATTERNS = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/**/README.md")
-COUNTS = {"python": 32, "bash": 42, "yaml": 5, "json": 2, "toml": 1, "text": 8}
+COUNTS = {"python": 33, "bash": 42, "yaml": 6, "json": 2, "toml": 1, "text": 8}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 
 # Blocks that need another package or a finished run: their imports and names are checked here.
@@ -36,8 +36,8 @@ NOT_RUN = {
     "CONTRIBUTING.md 0": "a test of the suite, without its body",
     "README.md 2": "SkyRL and TRL",
     "docs/guide/gateway.md 1": "LangChain",
-    "docs/guide/gateway.md 2": "verifiers; test_verifiers_agent.py runs a taskset",
-    "docs/guide/gateway.md 3": "verifiers; test_verifiers_agent.py runs an environment",
+    "docs/guide/gateway.md 3": "verifiers; test_verifiers_agent.py runs a taskset",
+    "docs/guide/gateway.md 4": "verifiers; test_verifiers_agent.py runs an environment",
     "docs/integrations/other_trainers.md 0": "prime-rl; test_other_trainers.py runs it",
     "docs/integrations/other_trainers.md 1": "slime; test_other_trainers.py runs it",
     "docs/integrations/other_trainers.md 2": "NeMo RL; test_other_trainers.py runs it",

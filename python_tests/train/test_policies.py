@@ -17,15 +17,16 @@ pytest.importorskip("peft")
 
 import peft
 from _fakes import FakeRollouts, start_of, tiny_model
-from _rows import full_logprobs, mixed_batch
-from _settings import error_of
+from _rows import assert_same, full_logprobs, mixed_batch
+from _settings import NEEDED, error_of
 from _training import folder as folder  # a fixture
 from _training import settings, steady
 from safetensors.torch import load_file
 
 import skyrl_fast
 from skyrl_fast import cli
-from skyrl_fast.config import AlgorithmConfig, Config, OptimizerConfig
+from skyrl_fast.batch import StepBatch
+from skyrl_fast.config import AlgorithmConfig, Config, OptimizerConfig, load_config
 from skyrl_fast.config.settings import REFERENCE, LoraConfig
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.train import run as run_module
@@ -34,6 +35,7 @@ from skyrl_fast.train.data.prompts import Prompt
 from skyrl_fast.train.model.lora import adapter_of, add_adapters
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import Policy, WithoutAdapter
+from skyrl_fast.train.prepare_batch import training_batch, with_advantages
 from skyrl_fast.train.run import TrainResult
 from skyrl_fast.train.update import accumulate_gradient, update_policy
 from skyrl_fast.trajectory_store.recorded import read_recorded
@@ -273,6 +275,85 @@ def test_a_resumed_run_has_all_adapters_and_optimizers(
         one, two = (run.checkpoint / file for run in (outcome, expected))
         assert one.read_bytes() == two.read_bytes(), file
     assert not torch.equal(*(next(iter(adapter(expected, n).values())) for n in NAMES))
+
+
+async def three_roles(task: Any) -> dict[str, Any]:
+    """Reward letters of the planner's answer, digits of the worker's; the reference is asked."""
+    said = {}
+    for name in (*NAMES, REFERENCE):
+        answer = await task.async_openai.chat.completions.create(
+            model=name, messages=task.row["prompt"]
+        )
+        said[name] = answer.choices[0].message.content or " "
+    shares = {
+        "planner": sum(map(str.isalpha, said["planner"])) / len(said["planner"]),
+        "worker": sum(map(str.isdigit, said["worker"])) / len(said["worker"]),
+    }
+    return {"reward": sum(shares.values()), "policy_rewards": shares}
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+@pytest.mark.spec("lora.policies")
+def test_roles_of_an_agent_are_trained_through_the_gateway(
+    tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("vllm")
+    rows = [{"prompt": f"say {word}"} for word in ("sun", "moon", "rain", "snow")]
+    outcome = skyrl_fast.train_agent(
+        {
+            f"{KEY}.rank": 8,
+            f"{KEY}.policies": list(NAMES),
+            "trainer.policy.model.path": tiny_model_folder,
+            "trainer.policy.optimizer_config.lr": 0.01,
+            "trainer.run_path": tmp_path / "run",
+            "trainer.train_batch_size": 4,
+            "trainer.policy_mini_batch_size": 4,
+            "trainer.epochs": 10,
+            "trainer.logger": ["jsonl"],
+            "trainer.plot": False,
+            "generator.n_samples_per_prompt": 8,
+            "generator.max_turns": 3,
+            "generator.sampling_params.max_generate_length": 6,
+            "generator.max_input_length": 300,
+        },
+        prompts=rows,
+        agent=three_roles,
+    )
+    steps = steady(outcome.metrics)
+    assert outcome.step == 10
+    for name in NAMES:
+        curve = [row[f"{name}/reward/avg_raw_reward"] for row in steps]
+        print(name, [round(value, 2) for value in curve])
+        assert sum(curve[-3:]) / 3 > sum(curve[:3]) / 3 + 0.1
+    first, *_ = read_recorded(outcome.run_path)
+    assert [call.model for call in first.other_calls] == [REFERENCE]
+    assert {step.policy for step in first.steps} == set(NAMES)
+
+
+def test_rows_of_one_policy_do_not_change_anothers_batch() -> None:
+    config = load_config(None, [*NEEDED, *RUN])
+
+    def batch_of_planner(reward: float, token: int) -> StepBatch:
+        trajectories = [
+            trajectory(
+                uid,
+                repetition,
+                step("planner", float(repetition)),
+                step("worker", reward * repetition, token),
+                policy_rewards={"planner": float(repetition % 2)},
+            )
+            for uid in "ab"
+            for repetition in range(3)
+        ]
+        batch, units, _ = training_batch(split_by_policy(trajectories, NAMES)["planner"], config)
+        policy = make_policy().with_adapter("planner")
+        options = {"policy": policy, "reference": None, "critic": None, "kl_coef": 0.0}
+        return with_advantages(batch, units, config.trainer.algorithm, **options)[0]
+
+    one, other = batch_of_planner(1.0, 5), batch_of_planner(9.0, 7)
+    assert_same(one, other)
+    assert one.advantages is not None and bool(one.advantages.any())
 
 
 def test_an_asynchronous_run_trains_all_policies(folder: Path) -> None:

@@ -152,7 +152,7 @@ async def _run_scripted(config: Config, prompt: Prompt, *, options: argparse.Nam
 
     tokenizer = _tokenizer(config) if options.tokenizer else PlainTokenizer()
     model = ScriptedModel(_answers(options.answers), tokenizer)
-    calls = PolicyCalls(model, WeightGate(), tokenizer, config.trainer.seed)
+    calls = PolicyCalls(model, WeightGate(), tokenizer, config.trainer.seed, config.policies)
     if config.agent.is_set:
         trajectories = await _run_agent(config, calls, prompt)
         return _Attempt(prompt, tokenizer, trajectories, observed=[])

@@ -280,7 +280,7 @@ class Trainer:
         times["trainer_idle"] = times["wait" if self._config.max_staleness else "rollout"]
         if not self._config.max_staleness:  # otherwise generation does not wait for the trainer
             split_rollout_time(times, groups.sampled)
-        parts, metrics = await self._train_policies(trajectories, groups.rows(), times)
+        parts, metrics = await self._train_policies(trajectories, groups.rows, times)
         metrics |= groups.metrics() | ages
         # Only now, so that an interrupted step is repeated from its beginning.
         self._sampler = flow.consume()
@@ -363,24 +363,29 @@ class Trainer:
         return sampling, metrics | {f"faults/{name}": float(n) for name, n in faults.items()}
 
     async def _train_policies(
-        self, trajectories: Sequence[Trajectory], rows: SampledRows | None, times: dict[str, float]
+        self,
+        trajectories: Sequence[Trajectory],
+        find_rows: Callable[[], SampledRows | None],
+        times: dict[str, float],
     ) -> tuple[list[_TrainedPart], dict[str, float]]:
         """Train each policy on its own steps; return what was trained, and metrics.
 
         Metrics of a named policy begin with its name; others are of the complete trajectories.
 
         Args:
-            rows: rows of the trajectories, if dynamic sampling has built them already.
+            find_rows: returns rows of the trajectories, if dynamic sampling has built them already.
         """
         names = [name for name in self._components.trained if name is not None]
         if not names:
-            part, metrics = await self._train_policy(None, trajectories, rows, times)
+            part, metrics = await self._train_policy(None, trajectories, find_rows, times)
             return [part], metrics
-        report = self._compute(rollout_metrics, trajectories, self._config, rows)
+        report = self._compute(
+            lambda: rollout_metrics(trajectories, self._config, find_rows()),
+        )
         metrics = await self._timed("batch", times, report)
         parts = []
         for name, own in split_by_policy(trajectories, names).items():
-            part, of_policy = await self._train_policy(name, own, None, times)
+            part, of_policy = await self._train_policy(name, own, lambda: None, times)
             parts.append(part)
             metrics |= {f"{name}/{key}": value for key, value in of_policy.items()}
         return parts, metrics
@@ -389,11 +394,11 @@ class Trainer:
         self,
         name: str | None,
         trajectories: Sequence[Trajectory],
-        rows: SampledRows | None,
+        find_rows: Callable[[], SampledRows | None],
         times: dict[str, float],
     ) -> tuple[_TrainedPart, dict[str, float]]:
         self._unread_rewards.see(trajectories)
-        work = self._compute(training_batch, trajectories, self._config, rows)
+        work = self._compute(lambda: training_batch(trajectories, self._config, find_rows()))
         batch, units, metrics = await self._timed("batch", times, work)
         batch, kl_metrics, kl_coef = await self._timed(
             "advantages", times, self._compute(self._with_advantages, name, batch, units)

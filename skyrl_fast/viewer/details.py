@@ -63,6 +63,7 @@ def write_details(
             {
                 **{name: step.turn[name] for name in _NUMBERS},
                 "stop_reason": step.turn["stop_reason"][:STOP_REASON_CHARACTERS],
+                "policy": step.turn.get("policy") or "",
                 "prompt_shared": tokens["prompt_shared"],
                 "kind": place.kind,
                 "parent": place.parent,

@@ -69,7 +69,8 @@ def make_cluster_engines(
 def make_untrained_engines(config: settings.Config, model_path: str) -> list[PooledEngine]:
     """Return the engines of a model whose weights are not updated, not started."""
     if config.generator.inference_engine.run_engines_locally:
-        return [VllmEngine(make_vllm_setup(config, model_path))]
+        # No adapter is loaded, so that there are no policies to call.
+        return [VllmEngine(replace(make_vllm_setup(config, model_path), policies=()))]
     return _make_remote_engines(config, model_path, weight_sync=None)
 
 

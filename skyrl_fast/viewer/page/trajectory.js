@@ -158,7 +158,8 @@
       `${SF.plural(turn.response_tokens, "token")}, ${SF.count(turn.trained_tokens)} trained`,
     ];
     bits.push(...[SF.relation(turn, number)].filter(Boolean));
-    if (turn.policy_version !== null) bits.push(`policy ${turn.policy_version}`);
+    const policy = turn.policy ? `policy ${SF.inLine(turn.policy, 40)}` : "policy";
+    if (turn.policy_version !== null) bits.push(`${policy} ${turn.policy_version}`);
     section.append(
       SF.el(
         "header",

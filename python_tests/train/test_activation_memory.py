@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 import torch
 from _memory import ARCHITECTURES, config_of, peak_bytes, saved_bytes
 
+from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.train.memory.activations import activation_memory, model_size
 
 LENGTH = 128
@@ -70,3 +71,12 @@ def test_sizes_are_those_of_the_model() -> None:
     assert size.parameters == 4 * layer + 512 * 128 + 128
     assert (size.vocab_size, size.hidden_size) == (512, 128)
     assert size.kv_values == 2 * 4 * 2 * 32
+
+
+@pytest.mark.spec("memory.plan")
+def test_each_policy_has_an_adapter() -> None:
+    pytest.importorskip("peft")
+    one = model_size(config_of("qwen2"), LoraConfig(rank=4))
+    two = model_size(config_of("qwen2"), LoraConfig(rank=4, policies=["planner", "worker"]))
+    assert two.trained_parameters == 2 * one.trained_parameters > 0
+    assert two.parameters - two.trained_parameters == one.parameters - one.trained_parameters

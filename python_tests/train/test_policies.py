@@ -76,6 +76,7 @@ def gradient_of(policy: Policy, name: str, batch: Any) -> dict[str, torch.Tensor
 def test_a_gradient_is_of_one_policy_only() -> None:
     policy, batch = make_policy(), mixed_batch()
     for name in NAMES:
+        assert len(matrices(policy, name)) == 2 * 7 * policy.model.config.num_hidden_layers
         gradient = gradient_of(policy, name, batch)
         assert all((value is None) == (adapter_of(n) != name) for n, value in gradient.items())
         assert any(bool(value.any()) for value in gradient.values() if value is not None)

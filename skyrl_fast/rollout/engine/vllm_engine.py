@@ -222,9 +222,8 @@ class VllmEngine:
             params = self._sampling_params(**arguments)
         except self._refusals as error:
             raise RefusedRequestError(f"vLLM refuses the sampling parameters: {error}") from error
-        output = await self._run(
-            prompt_token_ids, params, session_id, f"policy-{policy_version}", policy
-        )
+        salt = f"policy-{policy_version}"
+        output = await self._run(prompt_token_ids, params, session_id, salt, policy)
         answer = output.outputs[0]
         if answer.finish_reason == "error" and "structured_outputs" in arguments:
             raise RefusedRequestError("vLLM cannot compile the form of the answer: see its output")

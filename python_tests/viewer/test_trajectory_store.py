@@ -502,6 +502,7 @@ WRITER_SCRIPT = """
 import sys
 from pathlib import Path
 from _stored import WordTokenizer, batch_of, two_turns
+from skyrl_fast.trajectory_store.trained import TrainedRows
 from skyrl_fast.trajectory_store.writer import TrajectoryWriter
 
 run, last_step = Path(sys.argv[1]), int(sys.argv[2])

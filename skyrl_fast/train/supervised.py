@@ -84,6 +84,11 @@ def sft(
 
 
 def _settings(config: Config) -> Config:
+    if config.policies:
+        raise SetupError(
+            "trainer.policy.model.lora.policies: expected none for demonstrations, which are of "
+            f"one policy, got {', '.join(config.policies)}"
+        )
     algorithm = replace(
         config.trainer.algorithm,
         # A demonstration is a trajectory whose answers are trained by likelihood: no sampling, no

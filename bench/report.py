@@ -1,8 +1,8 @@
 """Run the benches and print their tables: `python -m bench.report [--write|--summary] [BENCH ...]`.
 
-One table per group: contender, fastest and median time, and the contender's median divided by ours.
-`--json` reads an earlier run instead. `--write` saves the tables with machine and versions under
-bench/results/, one page per CPU model; existing tables of the same machine and versions are kept.
+One line per group: each contender, its fastest and median time, its median divided by ours.
+`--json` reads an earlier run instead. `--write` saves the lines with machine and versions under
+bench/results/, one page per CPU model; existing lines of the same machine and versions are kept.
 `--summary` also writes the summary between the bench markers of docs/benchmarks.md, and its
 headlines between those of README.md.
 """
@@ -42,12 +42,12 @@ def main() -> None:
     path, failed = (args.json, False) if args.json else run(args.benches)
     report = json.loads(path.read_text())
     groups = by_group(report["benchmarks"])
-    tables = {name: table(rows) for name, rows in groups.items()}
-    print(document(machine(report), tables))
+    times = {name: times_of(rows) for name, rows in groups.items()}
+    print(document(machine(report), times))
     if args.write or args.summary:
-        tables = write(machine(report), tables)
+        times = write(machine(report), times)
     if args.summary:
-        cells = speed_ups(tables)
+        cells = speed_ups(times)
         replace_table(ROOT / "docs" / "benchmarks.md", summary(cells), machine(report))
         replace_table(ROOT / "README.md", headlines(cells), machine(report))
     if failed:
@@ -90,35 +90,39 @@ def our_median(rows: list[dict[str, Any]]) -> float | None:
     return ours[0]["stats"]["median"] if ours else None
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return one group as a Markdown table."""
+def times_of(rows: list[dict[str, Any]]) -> str:
+    """Return one group's times as a table cell."""
     ours = our_median(rows)
-    lines = ["| contender | min ms | median ms | median / ours | |", "|---|---:|---:|---:|---|"]
+    entries = []
     for row in rows:
         stats = row["stats"]
-        ratio = f"{stats['median'] / ours:.2f}" if ours else ""
-        info = ", ".join(
+        info = [
             f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}"
             for key, value in row["extra_info"].items()
+        ]
+        ratio = [f"{stats['median'] / ours:.2f}"] if ours else []
+        entries.append(
+            f"{contender(row)}: {stats['min'] * 1e3:.3f}, **{stats['median'] * 1e3:.3f}** "
+            f"({'; '.join([*ratio, *info])})"
         )
-        lines.append(
-            f"| {contender(row)} | {stats['min'] * 1e3:.3f} | {stats['median'] * 1e3:.3f} "
-            f"| {ratio} | {info} |"
-        )
-    return "\n".join(lines)
+    return "<br>".join(entries)
 
 
-def document(machine: str, tables: dict[str, str]) -> str:
-    """Return all tables as one page."""
-    parts = [f"### {name}\n\n{table}" for name, table in tables.items()]
-    return "\n\n".join(["# CPU", machine, *parts])
+HEAD = """| work | contenders: min ms, **median ms** (median / ours; further figures) |
+|---|---|"""
 
 
-def tables_of(document: str) -> tuple[str, dict[str, str]]:
-    """Return the machine and the tables of a saved page."""
-    head, *parts = document.strip().split("\n\n### ")
-    tables = dict(part.split("\n\n", 1) for part in parts)
-    return head.removeprefix("# CPU\n\n"), tables
+def document(machine: str, groups: dict[str, str]) -> str:
+    """Return all groups as one page."""
+    lines = [f"| {name} | {times} |" for name, times in groups.items()]
+    return "\n".join(["# CPU", "", machine, "", HEAD, *lines])
+
+
+def groups_of(document: str) -> tuple[str, dict[str, str]]:
+    """Return the machine and the groups of a saved page."""
+    head, lines = document.strip().split(f"\n\n{HEAD}\n")
+    cells = (line.strip("| ").split(" | ") for line in lines.splitlines())
+    return head.removeprefix("# CPU\n\n"), {name: times for name, times in cells}
 
 
 # Group names end in a size and a number of threads; the summary has one line for all four of them.
@@ -134,11 +138,11 @@ HEADLINES = (
 )
 
 
-def speed_ups(tables: dict[str, str]) -> dict[str, dict[tuple[bool, int], str]]:
+def speed_ups(groups: dict[str, str]) -> dict[str, dict[tuple[bool, int], str]]:
     """Return, by work and column, the speed-up over the fastest alternative as a table cell."""
     cells: dict[str, dict[tuple[bool, int], str]] = defaultdict(dict)
-    for name, table in tables.items():
-        medians = medians_of(table)
+    for name, times in groups.items():
+        medians = medians_of(times)
         ours = medians.get(OURS, next((m for c, m in medians.items() if c.startswith(OURS)), None))
         peers = {c: m for c, m in medians.items() if OURS not in c and "floor" not in c}
         if ours is None or not peers:
@@ -174,10 +178,12 @@ def headlines(cells: dict[str, dict[tuple[bool, int], str]]) -> str:
     return "\n".join(lines)
 
 
-def medians_of(table: str) -> dict[str, float]:
+def medians_of(times: str) -> dict[str, float]:
     """Return each contender's median in milliseconds."""
-    rows = (line.strip("| ").split(" | ") for line in table.splitlines()[2:])
-    return {name: float(median) for name, _, median, *_ in rows}
+    return {
+        name: float(median)
+        for name, median in re.findall(r"(?:^|<br>)([^<>]*?): [^,]*, \*\*([\d.]+)\*\*", times)
+    }
 
 
 def machine(report: dict[str, Any]) -> str:
@@ -205,14 +211,14 @@ def page_of(machine: str) -> Path:
     return RESULTS / f"cpu-{'-'.join(re.findall(r'[a-z0-9]+', brand)) or 'unknown'}.md"
 
 
-def write(machine: str, tables: dict[str, str]) -> dict[str, str]:
-    """Save the tables; return them together with the kept ones of the page."""
+def write(machine: str, groups: dict[str, str]) -> dict[str, str]:
+    """Save the groups; return them together with the kept ones of the page."""
     page = page_of(machine)
-    before, kept = tables_of(page.read_text()) if page.exists() else ("", {})
+    before, kept = groups_of(page.read_text()) if page.exists() else ("", {})
     if before.rpartition(";")[0] == machine.rpartition(";")[0]:  # except the date
-        tables = {**kept, **tables}
-    page.write_text(document(machine, tables) + "\n")
-    return tables
+        groups = {**kept, **groups}
+    page.write_text(document(machine, groups) + "\n")
+    return groups
 
 
 def replace_table(path: Path, table: str, machine: str) -> None:

@@ -246,10 +246,8 @@ def num_threads() -> int:
 def empty(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Return an uninitialised tensor; large CPU blocks are recycled and use huge pages.
-
-    A block returns to the pool when the last tensor on it is freed (see `set_page_pool_limit`).
-    """
+    """Return an uninitialised tensor; large CPU blocks are recycled and use huge pages."""
+    # A block returns to the pool when the last tensor on it is freed (see `set_page_pool_limit`).
     num_bytes = math.prod(shape) * dtype.itemsize
     if torch.device(device).type != "cpu" or num_bytes < HUGE_PAGE_MIN_BYTES:
         return torch.empty(shape, dtype=dtype, device=device)

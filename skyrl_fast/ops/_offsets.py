@@ -46,8 +46,6 @@ def check_offsets(
 ) -> torch.Tensor:
     """Return (N + 1,) offsets as contiguous int32, or int64.
 
-    Values are checked on the CPU only: on a GPU that would wait for the device.
-
     Args:
         total: the last offset, where the caller does not check it; the others then rise to it
             from 0.
@@ -57,6 +55,7 @@ def check_offsets(
         TypeError, ValueError: as `integer_vector`; no offset, one that `dtype` cannot hold, or
             offsets that do not rise from 0 to `total`.
     """
+    # Values are checked on the CPU only: on a GPU that would wait for the device.
     cu = integer_vector(op, name, offsets)
     if cu.numel() == 0:
         raise ValueError(f"{op}: {name} must be (N + 1,) offsets, got none")

@@ -152,10 +152,8 @@ def dense_ids(op: str, name: str, ids: Sequence[Any] | np.ndarray | torch.Tensor
 
 
 def check_trajectories(rows: Rows, group_ids: torch.Tensor | None = None) -> None:
-    """Refuse a last row that is no last step, and a trajectory in two groups.
-
-    The native CPU kernels check this themselves. Flags are checked on their device.
-    """
+    """Refuse a last row that is no last step, and a trajectory in two groups."""
+    # The native CPU kernels check this themselves. Flags are checked on their device.
     last = rows.last
     if last is None or rows.num_rows == 0:  # without flags each row is a trajectory
         return

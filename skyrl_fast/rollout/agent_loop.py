@@ -69,10 +69,8 @@ class AgentLoop:
         self._template: ChatTemplate | None = None
 
     def chat_template(self, prompt: RolloutPrompt) -> ChatTemplate:
-        """Return the chat template with the prompt's arguments.
-
-        Consecutive trajectories with equal ones share it, and what it has found out about itself.
-        """
+        """Return the chat template with the prompt's arguments."""
+        # Consecutive trajectories with equal ones share it, and what it has found out about itself.
         kwargs = {**self.config.chat_template_kwargs, **template_kwargs_of(prompt.env_extras)}
         if self._template is None or kwargs != self._template_kwargs:
             self._template_kwargs = kwargs

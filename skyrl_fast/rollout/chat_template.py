@@ -94,23 +94,20 @@ class ChatTemplate:
 
     @property
     def end_id(self) -> int:
-        """The token that ends an answer: the one that the template writes after it.
-
-        Its tokenizer's end-of-sequence token where the template writes none: a turn of GLM ends
-        where the next role begins.
-        """
+        """The token that ends an answer: the one that the template writes after it."""
+        # Its tokenizer's end-of-sequence token where the template writes none: a turn of GLM ends
+        # where the next role begins.
         tokenizer = self.tokenizer
         return _end_of_turn(tokenizer, _vocab_size(tokenizer), self._chat_template)
 
     def ends_turn(self, token_ids: Sequence[int], *, stopped: bool = True) -> bool:
         """Return whether an answer's last token ended the model's turn.
 
-        A model has several end tokens: the template's, its tokenizer's, and others of which only
-        its engine knows, from the generation config.
-
         Args:
             stopped: whether the engine stopped because of the last token.
         """
+        # A model has several end tokens: the template's, its tokenizer's, and others of which only
+        # its engine knows, from the generation config.
         last = token_ids[-1] if token_ids else None
         ends = (self.end_id, self.tokenizer.eos_token_id)
         return last in ends or (stopped and last in self._control.added_names)
@@ -246,10 +243,8 @@ class ChatTemplate:
         return writes
 
     def seen(self, message: Message) -> Message:
-        """Return a message of plain values as templates see it, for `parts_of_seen`.
-
-        transformers drops and renames some keys, of which a plain message has none.
-        """
+        """Return a message of plain values as templates see it, for `parts_of_seen`."""
+        # transformers drops and renames some keys, of which a plain message has none.
         if _is_plain(message) or self._direct is False:
             return message
         with _refusals([message]):
@@ -267,14 +262,11 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> list[str]:
-        """Return the text of messages from `seen` in parts; arguments as of `text`.
-
-        Most templates write each message as one or a few parts, so that texts of a conversation
-        that grows begin with the same parts.
-
-        transformers copies all messages three times before it renders them. Here the compiled
-        template gets them as they are, if the first prompt shows that its text is the same.
-        """
+        """Return the text of messages from `seen` in parts; arguments as of `text`."""
+        # Most templates write each message as one or a few parts, so that texts of a conversation
+        # that grows begin with the same parts.
+        # transformers copies all messages three times before it renders them. Here the compiled
+        # template gets them as they are, if the first prompt shows that its text is the same.
         given: dict[str, Any] = {**self._kwargs, **kwargs}
         if tools is not None:
             given["tools"] = list(tools)
@@ -307,12 +299,11 @@ class ChatTemplate:
     def token_ids(self, text: str, *, after: Sequence[int] = ()) -> list[int]:
         """Return the tokens of rendered text; the template has written its special tokens.
 
-        Of a text that is too long for any prompt, the first ones, which are too long as well.
-
         Args:
             after: the prompt's tokens before it. SentencePiece tokenizers write a space before a
                 text that begins a prompt, some also before one that follows a special token.
         """
+        # Of a text that is too long for any prompt, the first ones, which are too long as well.
         if self._max_length is not None:
             for factor in FIRST_FACTORS:
                 first = text[: factor * self._max_length]
@@ -352,13 +343,11 @@ class ChatTemplate:
         return _known_ids(self.tokenizer, _vocab_size(self.tokenizer), part)
 
     def without_control_tokens(self, value: Any) -> Any:
-        """Return a text, or a message with all its texts, whose control tokens will be text.
-
-        What an environment, an agent or a model writes must not begin or end a turn: `<|im_end|>`
-        from a web page is ten characters. `token_ids` encodes the name of a control token in two
-        parts, of which none is a control token. So it does with a part of such a name at the end or
-        the beginning of a text, which could become complete next to another text.
-        """
+        """Return a text, or a message with all its texts, whose control tokens will be text."""
+        # What an environment, an agent or a model writes must not begin or end a turn: `<|im_end|>`
+        # from a web page is ten characters. `token_ids` encodes the name of a control token in two
+        # parts, of which none is a control token. So it does with a part of such a name at the end
+        # or the beginning of a text, which could become complete next to another text.
         if isinstance(value, str):
             return self._divide(value)
         if isinstance(value, Mapping):

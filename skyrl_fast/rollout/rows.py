@@ -12,11 +12,9 @@ log = logging.getLogger(__name__)
 
 
 def copy_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a deep copy of a row for user code, which may change it.
-
-    The row itself is read by other samples, epochs and evaluations. A column that cannot be copied,
-    such as a client or a lock, is shared; the log names it once.
-    """
+    """Return a deep copy of a row for user code, which may change it."""
+    # The row itself is read by other samples, epochs and evaluations. A column that cannot be
+    # copied, such as a client or a lock, is shared; the log names it once.
     copied = {}
     for name, value in row.items():
         try:

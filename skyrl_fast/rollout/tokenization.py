@@ -9,10 +9,8 @@ from typing import Any
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a text, without the special tokens that a tokenizer adds.
-
-    transformers asks for the place of each token in the text, and drops it.
-    """
+    """Return the tokens of a text, without the special tokens that a tokenizer adds."""
+    # transformers asks for the place of each token in the text, and drops it.
     ids: list[int]
     if _is_plain(tokenizer) and not tokenizer.split_special_tokens:
         backend = tokenizer.backend_tokenizer

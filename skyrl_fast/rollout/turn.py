@@ -19,10 +19,8 @@ def end_to_append(
 
 
 def request_seed(seed: int, name: str, attempt: int, turn: int | str) -> int:
-    """Return a request's seed, 63 bits, from the run's seed and the request's place in the run.
-
-    A resumed run uses the same seeds as an uninterrupted one, in whatever order requests arrive.
-    """
+    """Return a request's seed, 63 bits, from the run's seed and the request's place in the run."""
+    # A resumed run uses the same seeds as an uninterrupted one, in whatever order requests arrive.
     return digest_number(f"{seed}/{name}/{attempt}/{turn}") >> 1
 
 

@@ -29,15 +29,14 @@ class EnginePlacement:
 def engine_placement(config: Config, num_gpus: int) -> EnginePlacement:
     """Return where the run's own engine computes.
 
-    Without `gpu_ids`, the last GPUs if the trainer leaves enough of them, else the first ones. An
-    engine that shares one sleeps during updates. In asynchronous training it generates meanwhile,
-    so it never does.
-
     Raises:
         ConfigError: `gpu_ids` names a GPU that does not exist, or another number of them than vLLM
             uses; `enable_sleep_mode` is true, but no GPU is shared; `weight_sync_backend` is ipc or
             nccl, but no GPU holds all weights; or nccl, but a GPU is shared.
     """
+    # Without `gpu_ids`, the last GPUs if the trainer leaves enough of them, else the first ones. An
+    # engine that shares one sleeps during updates. In asynchronous training it generates meanwhile,
+    # so it never does.
     engine = config.generator.inference_engine
     ranks = config.trainer.placement.policy_num_gpus_per_node
     needed = engine.num_gpus

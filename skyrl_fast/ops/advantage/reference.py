@@ -153,13 +153,12 @@ def token_chain(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (A,) float64 advantages and returns of generalised advantage estimation.
 
-    The reward of an untrained token is added to that of the trained token before it.
-
     Args:
         rewards, values: (A,), of all rows' cells.
         trained: (A,) bool.
         trajectory: (A,) int64, of each cell's row.
     """
+    # The reward of an untrained token is added to that of the trained token before it.
     rewards, values = rewards.double(), values.double()
     advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
     advantage = value = reward = 0.0

@@ -13,8 +13,6 @@ def count_nonzeros(
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Return each row's count of nonzero cells, its last nonzero cell, and how many are not 0 or 1.
 
-    For a row with at most one nonzero cell that cell is the row's exact sum.
-
     Args:
         cells: (N, R) float32, contiguous.
         rows: (M,) int64, the rows to read; None: all.
@@ -25,6 +23,7 @@ def count_nonzeros(
     Raises:
         ValueError: a wrong dtype or shape, or a row index out of range.
     """
+    # For a row with at most one nonzero cell that cell is the row's exact sum.
     size = len(cells) if rows is None else len(rows)
     counts = torch.empty(size, dtype=torch.int64)
     lasts = torch.empty(size, dtype=torch.float32)

@@ -139,13 +139,12 @@ class PassPlan:
 def balanced_parts(loads: np.ndarray, budget: int, *, multiple: int = 1) -> tuple[np.ndarray, int]:
     """Return (n,) the part of each item, numbered by decreasing load, and the number of parts.
 
-    The largest item goes to the part with the smallest load (LPT rule, Graham 1969), with the
-    fewest parts whose loads are within the budget; an item beyond it is alone.
-
     Args:
         loads: (n,) int64.
         budget: most load of a part.
         multiple: of which the number of parts is one.
     """
+    # The largest item goes to the part with the smallest load (LPT rule, Graham 1969), with the
+    # fewest parts whose loads are within the budget; an item beyond it is alone.
     parts = np.empty(len(loads), dtype=np.int64)
     return parts, _C.balanced_parts(loads, budget, multiple, parts)

@@ -382,11 +382,10 @@ def select_by_covariance(
     The covariance of a token is the product of the centred advantage and the centred logprob over
     the trained tokens given. clip_cov draws max(1, share * tokens) among those strictly between
     its bounds that PPO's clip leaves alone; kl_cov takes the max(1, share * tokens) largest.
-
-    Computed in float32 (float64 for float64) in the order of SkyRL's sums, kl_cov's over the
-    trained tokens, clip_cov's over all cells: where all advantages are equal the covariance is
-    rounding, and on the CPU the tokens are SkyRL's.
     """
+    # Computed in float32 (float64 for float64) in the order of SkyRL's sums, kl_cov's over the
+    # trained tokens, clip_cov's over all cells: where all advantages are equal the covariance is
+    # rounding, and on the CPU the tokens are SkyRL's.
     cells = live.nonzero(as_tuple=True)
     dtype = torch.promote_types(logprobs.dtype, torch.float32)
     inputs = (logprobs, old_logprobs, advantages)

@@ -185,10 +185,8 @@ class EnvSession:
         return replace(answer, seconds=time.perf_counter() - started)
 
     async def metrics(self) -> dict[str, Any]:
-        """Return the environment's own metrics of this episode; {} if it has none.
-
-        A failure is only logged, since the episode is over. {} also while a call may still run.
-        """
+        """Return the environment's own metrics of this episode; {} if it has none."""
+        # A failure is only logged, since the episode is over. {} also while a call may still run.
         if self._busy:
             return {}
         try:

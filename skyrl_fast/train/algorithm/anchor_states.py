@@ -15,15 +15,14 @@ START = 0  # no observation yet: the prompt, which a group shares
 def anchor_ids(trajectories: Sequence[Trajectory]) -> torch.Tensor:
     """Return (N,) int32, equal where the last observations are equal.
 
-    The state of a step is the observation of the step before it; of the first step, the prompt. It
-    is the observation's text, not the tokens of the context, which contains the agent's earlier
-    responses and is hardly ever the same twice. Trajectories that failed or have no steps have one
-    row.
-
     Example:
         >>> anchor_ids([two_steps_that_saw("a door"), one_step])
         tensor([0, 1, 0], dtype=torch.int32)
     """
+    # The state of a step is the observation of the step before it; of the first step, the prompt.
+    # It is the observation's text, not the tokens of the context, which contains the agent's
+    # earlier responses and is hardly ever the same twice. Trajectories that failed or have no steps
+    # have one row.
     states: list[str | int] = []
     for trajectory in trajectories:
         usable = trajectory.steps if trajectory.failure is None else []

@@ -31,14 +31,14 @@ class DynamicSamplingError(RunError):
 def informative_groups(units: Sequences, *, tolerance: float = 0.0) -> np.ndarray:
     """Return (G,) bool: groups whose outcomes differ, and groups of one.
 
-    The outcome of a trajectory is the sum of its last row's rewards. Trajectories without a trained
-    token are not compared: a success next to a failed trajectory's placeholder is not informative.
-
     Args:
         units: sequences of complete groups. If each row is a sequence, all rows are compared, as
             in SkyRL.
         tolerance: largest difference between outcomes that count as equal.
     """
+    # The outcome of a trajectory is the sum of its last row's rewards. Trajectories without a
+    # trained token are not compared: a success next to a failed trajectory's placeholder is not
+    # informative.
     groups = group_spread(units)
     return (groups.sizes == 1) | (groups.spread > tolerance)
 

@@ -29,10 +29,8 @@ Filtered = tuple[StepBatch, Sequences, dict[str, float]]
 
 
 def filter_rollouts(batch: StepBatch, config: Config) -> Filtered:
-    """Apply the generator's filters: zero reward on non-stop, then the overlong filter.
-
-    They look at each sequence alone, so dynamic sampling can judge groups after them.
-    """
+    """Apply the generator's filters: zero reward on non-stop, then the overlong filter."""
+    # They look at each sequence alone, so dynamic sampling can judge groups after them.
     units = sequences(batch, config.trainer.algorithm.sequence_scope)
     metrics: dict[str, float] = {}
     if config.generator.zero_reward_on_non_stop:

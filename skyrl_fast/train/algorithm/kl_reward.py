@@ -18,10 +18,6 @@ def kl_in_reward(
 ) -> tuple[StepBatch, dict[str, float]]:
     """Return the batch with `coef * KL(policy, reference)` subtracted from each token's reward.
 
-    Outcome estimators read only the last row of a trajectory. For them the penalty of the earlier
-    rows is subtracted there too, on the last token: the score is then the outcome minus the penalty
-    of all tokens of the trajectory. Other estimators read every row with its penalty.
-
     Args:
         trajectories: `sequences(batch, "trajectory")`.
         coef: weight; SkyRL's kl_loss_coef.
@@ -35,6 +31,9 @@ def kl_in_reward(
     Raises:
         ValueError: log-probabilities are missing.
     """
+    # Outcome estimators read only the last row of a trajectory. For them the penalty of the earlier
+    # rows is subtracted there too, on the last token: the score is then the outcome minus the
+    # penalty of all tokens of the trajectory. Other estimators read every row with its penalty.
     if batch.old_logprobs is None or batch.ref_logprobs is None:
         missing = "old_logprobs" if batch.old_logprobs is None else "ref_logprobs"
         raise ValueError(f"kl_in_reward: batch must have {missing}, got None")
@@ -84,9 +83,6 @@ def _kl_metrics(
 def next_kl_coef(coef: float, kl: float, num_trajectories: int, control: KlCtrlConfig) -> float:
     """Return the coefficient of the next step; "adaptive" steers the KL towards `kl_target`.
 
-    Ziegler et al. 2019, arXiv:1909.08593, section 2.2: it changes by at most 20 % per `horizon`
-    trajectories.
-
     Args:
         kl: `loss/avg_kl` of this step.
         num_trajectories: trajectories of this step, whatever their number of rows.
@@ -96,6 +92,8 @@ def next_kl_coef(coef: float, kl: float, num_trajectories: int, control: KlCtrlC
         >>> next_kl_coef(0.5, 0.11, 100, control)
         0.55
     """
+    # Ziegler et al. 2019, arXiv:1909.08593, section 2.2: it changes by at most 20 % per `horizon`
+    # trajectories.
     if control.type == "fixed":
         return coef
     # One batch far from the target must not move the coefficient far.

@@ -18,12 +18,11 @@ def apply_off_policy_correction(
 ) -> tuple[StepBatch, dict[str, float]]:
     """Return the batch with `token_weights`, and metrics, if a correction is enabled.
 
-    The loss mask is unchanged: a token that the correction drops has weight 0 in the policy loss,
-    but still counts in the reduction, the KL penalty and the entropy term, as in SkyRL.
-
     Raises:
         ValueError: log-probabilities are missing.
     """
+    # The loss mask is unchanged: a token that the correction drops has weight 0 in the policy loss,
+    # but still counts in the reduction, the KL penalty and the entropy term, as in SkyRL.
     settings = algorithm.off_policy_correction
     if not settings.enabled:
         return batch, {}

@@ -15,11 +15,9 @@ MAX_SHOWN = 8  # rewards of the example
 
 
 def unread_rewards(config: Config, trajectories: Sequence[Trajectory]) -> str | None:
-    """Return what to set if steps before the last one have rewards that are not read, else None.
-
-    An estimator of level "outcome" reads the last row's reward. A row of a full trajectory
-    (`step_wise_trajectories=false`) has the sum of all.
-    """
+    """Return what to set if steps before the last one have rewards that are not read, else None."""
+    # An estimator of level "outcome" reads the last row's reward. A row of a full trajectory
+    # (`step_wise_trajectories=false`) has the sum of all.
     spec = estimator_spec(config.trainer.algorithm)
     if spec.level != "outcome" or not config.generator.step_wise_trajectories:
         return None

@@ -248,10 +248,8 @@ def _prompt(row: Any, uid: str, default_env_class: str, where: str) -> Prompt:
 
 
 def digest_of(prompts: Iterable[Prompt]) -> str:
-    """Return a short digest of the rows: messages and other columns, in order.
-
-    Of values that JSON cannot represent, such as objects of a script, only the type counts.
-    """
+    """Return a short digest of the rows: messages and other columns, in order."""
+    # Of values that JSON cannot represent, such as objects of a script, only the type counts.
     digest = hashlib.sha256()
     for prompt in prompts:
         try:

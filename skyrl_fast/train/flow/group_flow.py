@@ -143,11 +143,9 @@ class GroupFlow:
         self.fill()
 
     def consume(self) -> PromptSampler:
-        """Mark the batch as trained; return the data position: everything before it is finished.
-
-        Groups leave in the order of the data, so this one position separates what was consumed or
-        dropped from what a resumed run has to start again.
-        """
+        """Mark the batch as trained; return the data position: everything before it is finished."""
+        # Groups leave in the order of the data, so this one position separates what was consumed or
+        # dropped from what a resumed run has to start again.
         self.schedule.consume()
         line = self.schedule.line
         position = copy(self._ahead)

@@ -72,10 +72,8 @@ class Rollouts(Protocol):
 
 
 def split_rollout_time(times: dict[str, float], trajectories: Sequence[Trajectory]) -> None:
-    """Split the rollouts' wall time into generate and environment, in proportion to their sums.
-
-    Both run concurrently for many trajectories, so that only their proportion is known.
-    """
+    """Split the rollouts' wall time into generate and environment, in proportion to their sums."""
+    # Both run concurrently for many trajectories, so that only their proportion is known.
     wall = times.pop("rollout")
     steps = [step for trajectory in trajectories for step in trajectory.steps]
     environment = sum(step.env_seconds for step in steps)

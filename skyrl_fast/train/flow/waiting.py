@@ -23,10 +23,8 @@ class Compute:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="compute")
 
     async def __call__(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run the function in the thread and return its result.
-
-        Ends torch's OpenMP threads of the calling thread, which would slow the function down.
-        """
+        """Run the function in the thread and return its result."""
+        # Ends torch's OpenMP threads of the calling thread, which would slow the function down.
         end_torch_threads()
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, function, *arguments)
@@ -123,12 +121,11 @@ async def until_stopped(
 ) -> T:
     """Await the work and return its result; cancel it and raise StopRequested if `stop` is set.
 
-    The policy does not change while we wait, so a dead engine can be restarted with its weights.
-    Requests to that engine then continue.
-
     Args:
         wait_for_fault: returns when an engine needs repair.
     """
+    # The policy does not change while we wait, so a dead engine can be restarted with its weights.
+    # Requests to that engine then continue.
     task = asyncio.ensure_future(work)
     stopped = asyncio.ensure_future(stop.wait())
     fault = asyncio.ensure_future(wait_for_fault())

@@ -95,9 +95,6 @@ def _metric_name(source: str | None) -> str:
 def pass_at_k(num_samples: np.ndarray, num_passed: np.ndarray, k: int) -> np.ndarray:
     """Return (G,) float64, the probability that one of k samples without replacement passes.
 
-    1 - C(n - c, k) / C(n, k), unbiased, in contrast to 1 - (1 - c / n)^k: Chen et al. 2021,
-    arXiv:2107.03374, section 2.1.
-
     Args:
         num_samples: (G,) n, samples of each group.
         num_passed: (G,) c, samples that passed.
@@ -107,6 +104,8 @@ def pass_at_k(num_samples: np.ndarray, num_passed: np.ndarray, k: int) -> np.nda
         >>> pass_at_k(np.array([4]), np.array([1]), 2)
         array([0.5])
     """
+    # 1 - C(n - c, k) / C(n, k), unbiased, in contrast to 1 - (1 - c / n)^k: Chen et al. 2021,
+    # arXiv:2107.03374, section 2.1.
     n = np.asarray(num_samples, dtype=np.float64)
     c = np.asarray(num_passed, dtype=np.float64)
     if n.size and not 1 <= k <= n.min():

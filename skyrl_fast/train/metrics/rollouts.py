@@ -179,11 +179,9 @@ def prefix_cache_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]
 def truncated_turns(
     trajectories: Sequence[Trajectory], max_generate_length: int
 ) -> dict[str, float]:
-    """Return the share of turns whose response was cut at the maximum length.
-
-    A trajectory's last turn has the trajectory's stop reason, which is "length" also where the next
-    prompt was too long; so the number of tokens counts as well.
-    """
+    """Return the share of turns whose response was cut at the maximum length."""
+    # A trajectory's last turn has the trajectory's stop reason, which is "length" also where the
+    # next prompt was too long; so the number of tokens counts as well.
     turns = [step for trajectory in trajectories for step in trajectory.steps]
     cut = sum(
         step.stop_reason == LENGTH and len(step.response_ids) >= max_generate_length

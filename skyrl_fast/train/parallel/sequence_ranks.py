@@ -88,10 +88,8 @@ class SequencePart:
     num_entries: int
 
     def joined(self, values: Tensor) -> Tensor:
-        """Return (M,) values of all ranks; each rank's gradient is that of its values.
-
-        All ranks compute the same loss, and each propagates the gradient of its part.
-        """
+        """Return (M,) values of all ranks; each rank's gradient is that of its values."""
+        # All ranks compute the same loss, and each propagates the gradient of its part.
         if self.num_entries == 0:
             return values
         places = self.places.to(values.device)

@@ -88,11 +88,9 @@ def with_full_params(model: Any, work: Callable[[], T]) -> T:
 
 
 def reduce_at_last(model: Any, passes: SizedIterable[T], ranks: Ranks) -> Iterator[T]:
-    """Yield the passes; the ranks' gradients are summed by the backward pass of the last one.
-
-    Each rank has the same number of them, and holds the model's full gradients in between. Without
-    memory for these, every pass sums them.
-    """
+    """Yield the passes; the ranks' gradients are summed by the backward pass of the last one."""
+    # Each rank has the same number of them, and holds the model's full gradients in between.
+    # Without memory for these, every pass sums them.
     for number, one in enumerate(passes, 1):
         if ranks.size > 1:
             is_last = number == len(passes)
@@ -195,10 +193,8 @@ def weight_names(owner: Any) -> list[list[str]]:
 
 
 def names_by_layer(model: Any) -> list[list[str]]:
-    """Return the names of `weights_of` in groups: of a layer, or one outside the layers.
-
-    A layer is not divided, as a weight of a checkpoint may be made from several of the layer.
-    """
+    """Return the names of `weights_of` in groups: of a layer, or one outside the layers."""
+    # A layer is not divided, as a weight of a checkpoint may be made from several of the layer.
     layers = [name for name, _ in layers_of(model)]
     groups: dict[str, list[str]] = {}
     for name, _ in weights_of(model):

@@ -26,7 +26,7 @@ from skyrl_fast.config import AlgorithmConfig, OptimizerConfig
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
-from skyrl_fast.train.parallel.rank_processes import started_ranks
+from skyrl_fast.train.parallel.rank_processes import start_ranks
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK, Ranks, run_on_all_ranks
 from skyrl_fast.train.parallel.sharding import full_tensor
 from skyrl_fast.train.update import accumulate_gradient, update_policy
@@ -56,7 +56,7 @@ def main() -> None:
         create(Path(folder), *SHAPES[options.model])
         make = partial(models_of, folder, options.tokens)
         alone, _ = make(SINGLE_RANK)
-        with started_ranks(RANKS, make, cuda=False, starter=LocalRanks(Path(folder))) as ranks:
+        with start_ranks(RANKS, make, cuda=False, starter=LocalRanks(Path(folder))) as ranks:
             policy, optimizer = make(ranks)
             for number in options.micro_batches:
                 batch = batch_of(number * RANKS * options.tokens // ROW_TOKENS, vocabulary)

@@ -40,7 +40,7 @@ from skyrl_fast.rollout.engine.weights.transports.broadcast import send_by_broad
 from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
 from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
-from skyrl_fast.train.parallel.rank_processes import started_ranks
+from skyrl_fast.train.parallel.rank_processes import start_ranks
 from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
 from skyrl_fast.train.parallel.sharding import local_tensor
 
@@ -78,7 +78,7 @@ def main() -> None:
             make_policy = partial(policy_of, folder, options.dtype)
             starter = LocalRanks(Path(folder))
             ranks = stack.enter_context(
-                started_ranks(options.ranks, make_policy, cuda=False, starter=starter)
+                start_ranks(options.ranks, make_policy, cuda=False, starter=starter)
             )
             policy = make_policy(ranks)
             numbers = range(max(options.engines))

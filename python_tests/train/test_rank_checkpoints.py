@@ -43,7 +43,7 @@ from skyrl_fast.train.model.policy import load_model
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.parallel.export import writers
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
-from skyrl_fast.train.parallel.rank_processes import started_ranks
+from skyrl_fast.train.parallel.rank_processes import start_ranks
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK
 
 STATE = {
@@ -65,7 +65,7 @@ def models(
     if size == 1:
         yield make(SINGLE_RANK)
         return
-    with started_ranks(size, make, cuda=False, starter=LocalRanks(folder)) as ranks:
+    with start_ranks(size, make, cuda=False, starter=LocalRanks(folder)) as ranks:
         yield make(ranks)
 
 

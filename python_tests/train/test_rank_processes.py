@@ -25,13 +25,13 @@ from _training import settings, steady, train
 from skyrl_fast.system.network_interface import interface_to
 from skyrl_fast.train.parallel import rank_processes
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
-from skyrl_fast.train.parallel.rank_processes import started_ranks
+from skyrl_fast.train.parallel.rank_processes import start_ranks
 from skyrl_fast.train.parallel.ranks import RankError, Ranks
 
 
 @pytest.fixture
 def probe(tmp_path: Path) -> Iterator[Probe]:
-    with started_ranks(2, Probe, cuda=False, starter=LocalRanks(tmp_path)) as ranks:
+    with start_ranks(2, Probe, cuda=False, starter=LocalRanks(tmp_path)) as ranks:
         yield Probe(ranks)
 
 
@@ -47,7 +47,7 @@ def gone(process: int, seconds: float = 10.0) -> bool:
 
 
 def test_call_reaches_all_ranks(tmp_path: Path) -> None:
-    with started_ranks(2, Probe, cuda=False, starter=LocalRanks(tmp_path)) as ranks:
+    with start_ranks(2, Probe, cuda=False, starter=LocalRanks(tmp_path)) as ranks:
         probe = Probe(ranks)
         first, other = probe.processes()
         assert first == os.getpid() != other
@@ -107,7 +107,7 @@ def test_interface_to_an_address() -> None:
 def test_an_error_of_rank_0_is_raised_and_leaves_no_process(tmp_path: Path) -> None:
     with (
         pytest.raises(ValueError, match="a fault of rank 0"),
-        started_ranks(2, Probe, cuda=False, starter=LocalRanks(tmp_path)) as ranks,
+        start_ranks(2, Probe, cuda=False, starter=LocalRanks(tmp_path)) as ranks,
     ):
         probe = Probe(ranks)
         other = probe.processes()[1]
@@ -124,7 +124,7 @@ def test_an_error_of_rank_0_is_raised_and_leaves_no_process(tmp_path: Path) -> N
 @pytest.mark.spec("update.rank-exit")
 @pytest.mark.slow
 def test_ranks_that_fail_to_build_their_models_are_named(tmp_path: Path) -> None:
-    with started_ranks(2, fail, cuda=False, starter=LocalRanks(tmp_path)) as ranks:
+    with start_ranks(2, fail, cuda=False, starter=LocalRanks(tmp_path)) as ranks:
         probe = Probe(ranks)
         with pytest.raises(RankError, match="no such model here"):
             probe.processes()
@@ -133,7 +133,7 @@ def test_ranks_that_fail_to_build_their_models_are_named(tmp_path: Path) -> None
 @pytest.mark.spec("update.rank-exit")
 @pytest.mark.slow
 def test_rank_that_raises_does_not_wait_for_its_threads(tmp_path: Path) -> None:
-    with started_ranks(2, with_a_thread, cuda=False, starter=LocalRanks(tmp_path)) as ranks:
+    with start_ranks(2, with_a_thread, cuda=False, starter=LocalRanks(tmp_path)) as ranks:
         probe = with_a_thread(ranks)
         started = time.monotonic()
         with pytest.raises(RankError, match="a fault of rank 1"):
@@ -146,7 +146,7 @@ def test_process_in_another_process_group_is_refused(tmp_path: Path) -> None:
     try:
         with (
             pytest.raises(RankError, match=r"already in a torch.distributed process group"),
-            started_ranks(2, Probe, cuda=False, starter=LocalRanks(tmp_path)),
+            start_ranks(2, Probe, cuda=False, starter=LocalRanks(tmp_path)),
         ):
             pass
         assert dist.is_initialized()
@@ -165,7 +165,7 @@ from skyrl_fast.train.parallel.local_ranks import LocalRanks
 if __name__ == "__main__":
     logging.basicConfig()
     rank_processes.HANG_SECONDS = 1.0
-    with rank_processes.started_ranks(2, Probe, cuda=False, starter=LocalRanks(Path("."))) as ranks:
+    with rank_processes.start_ranks(2, Probe, cuda=False, starter=LocalRanks(Path("."))) as ranks:
         print("started")
 else:  # in the other process
     rank_processes._connect = lambda *arguments: os._exit(3)
@@ -187,10 +187,10 @@ from pathlib import Path
 from _listening import LOOPBACK, listening
 from _rank_probe import Probe
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
-from skyrl_fast.train.parallel.rank_processes import started_ranks
+from skyrl_fast.train.parallel.rank_processes import start_ranks
 
 if __name__ == "__main__":
-    with started_ranks(2, Probe, cuda=False, starter=LocalRanks(Path("."))) as ranks:
+    with start_ranks(2, Probe, cuda=False, starter=LocalRanks(Path("."))) as ranks:
         processes = Probe(ranks).processes()
         tool = os.fork()  # inherits all open files
         if tool:
@@ -257,7 +257,7 @@ def test_script_that_trains_on_import_gets_advice(folder: Path) -> None:
 def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
     with (
         pytest.raises(ValueError, match=r"policy_num_gpus_per_node: .* visible \(0\), got 2"),
-        started_ranks(2, Probe, cuda=True, starter=LocalRanks(tmp_path)),
+        start_ranks(2, Probe, cuda=True, starter=LocalRanks(tmp_path)),
     ):
         pass
 

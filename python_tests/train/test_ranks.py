@@ -26,7 +26,7 @@ from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
 from skyrl_fast.train.model import policy as policy_module
 from skyrl_fast.train.model.policy import Policy, WithoutAdapter, load_model
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
-from skyrl_fast.train.parallel.rank_processes import started_ranks
+from skyrl_fast.train.parallel.rank_processes import start_ranks
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK
 from skyrl_fast.train.parallel.sharding import full_state_dict
 from skyrl_fast.train.update import update_policy
@@ -54,7 +54,7 @@ def both(
     cuda = request.param == "cuda"
     size = min(NUM_RANKS, GPUS) if cuda else NUM_RANKS
     folder = tmp_path_factory.mktemp("ranks")
-    with started_ranks(size, make_models, cuda=cuda, starter=LocalRanks(folder)) as ranks:
+    with start_ranks(size, make_models, cuda=cuda, starter=LocalRanks(folder)) as ranks:
         yield Both(make_models(SINGLE_RANK), make_models(ranks))
 
 

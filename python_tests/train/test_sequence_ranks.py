@@ -29,7 +29,7 @@ from skyrl_fast.train.model.micro_batch import plan_micro_batches
 from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.model.tree_forward import padded_trees
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
-from skyrl_fast.train.parallel.rank_processes import started_ranks
+from skyrl_fast.train.parallel.rank_processes import start_ranks
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK, Ranks
 from skyrl_fast.train.parallel.sequence_ranks import SequenceRanks, check_heads
 
@@ -46,7 +46,7 @@ def both(
 ) -> Iterator[Both]:
     device, size = request.param
     starter = LocalRanks(tmp_path_factory.mktemp("ranks"))
-    with started_ranks(size, make_models, cuda=device == "cuda", starter=starter) as ranks:
+    with start_ranks(size, make_models, cuda=device == "cuda", starter=starter) as ranks:
         yield Both(make_models(SINGLE_RANK), make_models(ranks))
 
 

@@ -21,7 +21,7 @@ from skyrl_fast.config import AlgorithmConfig
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.output.metric_table import METRICS, RANKS
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
-from skyrl_fast.train.parallel.rank_processes import started_ranks
+from skyrl_fast.train.parallel.rank_processes import start_ranks
 from skyrl_fast.train.parallel.traffic import (
     CALLS,
     CHECKPOINT,
@@ -89,7 +89,7 @@ def measured(models: Wide, folder: Path) -> tuple[Mapping[str, float], int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_counters_are_those_of_the_formulas(tmp_path: Path, size: int) -> None:
-    with started_ranks(size, wide_models, cuda=False, starter=LocalRanks(tmp_path)) as ranks:
+    with start_ranks(size, wide_models, cuda=False, starter=LocalRanks(tmp_path)) as ranks:
         models = wide_models(ranks)
         found, passes = measured(models, tmp_path / "policy")
     layers = list(models.policy.model.model.layers)

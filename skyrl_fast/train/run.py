@@ -59,7 +59,7 @@ from skyrl_fast.train.output.loggers import Logger, RunInfo, open_loggers, read_
 from skyrl_fast.train.output.plot import plot_learning_curve
 from skyrl_fast.train.output.progress import ProgressDisplay
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
-from skyrl_fast.train.parallel.rank_processes import RankStarter, started_ranks
+from skyrl_fast.train.parallel.rank_processes import RankStarter, start_ranks
 from skyrl_fast.train.parallel.ranks import Ranks
 from skyrl_fast.train.setup.errors import SetupError, as_setup_error
 from skyrl_fast.train.setup.given_objects import (
@@ -246,7 +246,7 @@ def _run_here(
             )
             output = _output(config, start, data, plan, stack, store)
             ranks = stack.enter_context(
-                started_ranks(
+                start_ranks(
                     config.trainer.placement.num_ranks,
                     make,
                     cuda=find_device(config.trainer.device).type == "cuda",

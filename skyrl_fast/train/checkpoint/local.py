@@ -82,7 +82,7 @@ def begin_checkpoint(folder: Path, step: int) -> Iterator[Path]:
     Raises:
         CheckpointError: the disk is full or not writable. Earlier checkpoints are intact.
     """
-    temporary = _hidden(folder, step, "partial")
+    temporary = _hidden_path(folder, step, "partial")
     with _remove_on_error(folder, step):
         folder.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(folder)
@@ -104,7 +104,7 @@ def complete_checkpoint(
     Raises:
         CheckpointError: the disk is full or not writable. Earlier checkpoints are intact.
     """
-    final, temporary = folder / f"step_{step:06d}", _hidden(folder, step, "partial")
+    final, temporary = folder / f"step_{step:06d}", _hidden_path(folder, step, "partial")
     with _remove_on_error(folder, step):
         known = written()
         with ThreadPoolExecutor(1) as pool:  # the digests are computed while the disk is waited for
@@ -115,7 +115,7 @@ def complete_checkpoint(
         if final.exists():
             # A folder cannot replace another in one step: the old one is hidden first, then
             # deleted.
-            old = _hidden(folder, step, "old")
+            old = _hidden_path(folder, step, "old")
             shutil.rmtree(old, ignore_errors=True)
             final.rename(old)
             temporary.rename(final)
@@ -132,7 +132,7 @@ def complete_checkpoint(
     return final
 
 
-def _hidden(folder: Path, step: int, suffix: str) -> Path:
+def _hidden_path(folder: Path, step: int, suffix: str) -> Path:
     return folder / f".step_{step:06d}.{suffix}"
 
 
@@ -142,7 +142,7 @@ def _remove_on_error(folder: Path, step: int) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        shutil.rmtree(_hidden(folder, step, "partial"), ignore_errors=True)
+        shutil.rmtree(_hidden_path(folder, step, "partial"), ignore_errors=True)
         if isinstance(error, OSError) or _says_disk_full(error):
             raise CheckpointError(_write_advice(folder, step, error)) from error
         raise

@@ -91,7 +91,7 @@ class RankStarter(Protocol):
 
 
 @contextlib.contextmanager
-def started_ranks(
+def start_ranks(
     size: int, make_models: Callable[[Ranks], object], *, cuda: bool, starter: RankStarter
 ) -> Iterator[Ranks]:
     """Yield the `Ranks` of rank 0 among `size` processes; the others exit with the block.

@@ -52,13 +52,13 @@ class SequenceRanks:
 
     def heads_for_tokens(self, x: Tensor) -> Tensor:
         """Return (n, H / S, L, D) of all tokens, from (n, H, L / S, D) of all heads."""
-        return torch.cat(self._exchanged(x.chunk(self.size, dim=1)), dim=2)
+        return torch.cat(self._exchange(x.chunk(self.size, dim=1)), dim=2)
 
     def tokens_for_heads(self, x: Tensor) -> Tensor:
         """Return (n, H, L / S, D) of all heads, from (n, H / S, L, D) of all tokens."""
-        return torch.cat(self._exchanged(x.chunk(self.size, dim=2)), dim=1)
+        return torch.cat(self._exchange(x.chunk(self.size, dim=2)), dim=1)
 
-    def _exchanged(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _exchange(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         result: Tensor = _Exchange.apply(torch.stack(parts), self)
         return result.unbind()
 

@@ -58,7 +58,8 @@ def check_parts(only: str, *, dry: bool) -> Iterator[Part]:
     if not dry:
         yield Part("machine", ("nvidia-smi", "-q", "-d", "CLOCK,POWER,MEMORY"), 30)
         yield Part("build", (python, "-m", "scripts.gpu_build"), 400)
-    yield Part("doctor", (python, "-m", "skyrl_fast", "doctor"), 60)
+    compare = () if dry else ("--gpu",)
+    yield Part("doctor", (python, "-m", "skyrl_fast", "doctor", *compare), 120)
     yield from test_parts(only, dry=dry)
     if not dry:
         for tool in TOOLS:

@@ -47,6 +47,7 @@ def play_gpu(cuda_on_cpu: ModuleType, patch: pytest.MonkeyPatch) -> None:
             patch.setattr(_C, name, getattr(cuda_on_cpu, name), raising=False)
     patch.setattr(_C, "cuda_archs", "emulated")
     patch.setattr(_backend, "runs_native", lambda device: True)
+    patch.setattr(_backend, "is_trusted", lambda op, device, backend: True)
     patch.setattr(_backend, "on_gpu", lambda tensor: True)
     patch.setattr(_backend, "device_kind", lambda device: "cuda")
     patch.setattr(_backend, "cuda_stream", lambda tensor: 0)

@@ -51,6 +51,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(_C, f"{name}_cuda", kernel(name), raising=False)
     monkeypatch.setattr(_C, "cuda_archs", "meta")
     monkeypatch.setattr(_backend, "runs_native", lambda device: True)
+    monkeypatch.setattr(_backend, "is_trusted", lambda op, device, backend: True)
     monkeypatch.setattr(_backend, "on_gpu", lambda tensor: tensor.is_meta)
     monkeypatch.setattr(
         _backend, "device_kind", lambda device: "cuda" if device.type == "meta" else device.type

@@ -19,7 +19,7 @@ from skyrl_fast import selected_logprob
 from skyrl_fast.ops.policy_loss.losses import LOSS_CODES, POLICY_LOSSES
 
 FOLDER = Path(__file__).parents[1] / "helpers"
-CASES = [str(FOLDER / name) for name in ("triton_cases.py", "triton_loss_cases.py")]
+CASES = [str(FOLDER / f"triton_{name}.py") for name in ("cases", "loss_cases", "first_use")]
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )

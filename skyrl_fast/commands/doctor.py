@@ -11,6 +11,8 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from skyrl_fast.errors import RunError
+
 OK, OPTIONAL, PROBLEM = "ok", "optional", "problem"
 
 
@@ -81,12 +83,58 @@ def _torch() -> list[Finding]:
             p = torch.cuda.get_device_properties(i)
             text = f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB"
             lines.append(Finding(f"GPU {i}", OK, text))
+        lines += gpu_kernels()
     elif torch.version.cuda is not None:
         advice = "torch is a CUDA build but sees no GPU: check the driver with nvidia-smi"
         lines.append(Finding("GPU", OPTIONAL, "none visible", advice))
     else:
         lines.append(Finding("GPU", OPTIONAL, "torch is a CPU build; everything runs on the CPU"))
     return lines
+
+
+def gpu_kernels() -> list[Finding]:
+    """Return for each GPU what is known from the first uses of its kernels."""
+    from skyrl_fast.ops import first_use
+
+    lines = []
+    for number, device in enumerate(first_use.gpus()):
+        known, backends = first_use.records(device), first_use.usable_backends(device)
+        wanted = {
+            (op, backend)
+            for op, own in first_use.BACKENDS_ON_GPU.items()
+            for backend in own
+            if backend in backends
+        }
+        reasons = {key: reason for key, reason in known.items() if key in wanted}
+        bad = [f"{op} ({backend})" for (op, backend), reason in reasons.items() if reason]
+        good, unknown = len(reasons) - len(bad), len(wanted) - len(reasons)
+        text = f"{good} of {len(wanted)} ops equal to torch, {len(bad)} different"
+        advice = "not used: " + ", ".join(bad) if bad else ""
+        if unknown:
+            text += f", {unknown} not used yet"
+            advice = advice or "to compare all of them now: skyrl-fast doctor --gpu"
+        status = PROBLEM if bad else OPTIONAL if unknown else OK
+        lines.append(Finding(f"kernels on GPU {number}", status, text, advice))
+    return lines
+
+
+def gpu_table() -> str:
+    """Compare all kernels with torch on each GPU; return errors and times as Markdown."""
+    from skyrl_fast.ops import first_use
+
+    lines = []
+    for number, device in enumerate(first_use.gpus()):
+        lines += ["", f"GPU {number}. Error: the largest, as a share of the tolerance.", ""]
+        lines += ["| op | case | backend | error | ms | torch's ms |", "|---|---|---|---|---|---|"]
+        for backend in first_use.usable_backends(device):
+            for row in first_use.measure_cases(device, backend):
+                cells = f"| {row['op']} | {row['case']} | {row['backend']} |"
+                if "failure" in row:
+                    lines.append(f"{cells} differs: {row['failure']} | | |")
+                else:
+                    times = f"{row['ms']:.2f} | {row['torch_ms']:.2f}"
+                    lines.append(f"{cells} {row['error']:.2f} | {times} |")
+    return "\n".join(lines)
 
 
 def _package(name: str, distributions: tuple[str, ...], advice: str) -> Finding:
@@ -119,14 +167,31 @@ def report(*, as_json: bool) -> str:
 
 
 HELP = "report what is built, found and missing"
-DESCRIPTION = "Report what is built, found and missing. Exit code 1: a required part is missing."
+DESCRIPTION = (
+    "Report what is built, found and missing. Exit code 1: a required part is missing, or a GPU "
+    "kernel differs from torch."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="output as JSON")
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help="table of all GPU kernels: errors, times next to torch",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report; return 1 if a required part is missing."""
+    """Print the report; return 1 if a required part is missing or a kernel's results are wrong."""
     sys.stdout.write(report(as_json=options.json) + "\n")
-    return int(any(f.status == PROBLEM for f in findings()))
+    wrong = False
+    if options.gpu:
+        from skyrl_fast.ops import first_use
+
+        if not first_use.gpus():
+            raise RunError("doctor: expected a GPU for --gpu, got none that torch sees")
+        table = gpu_table()
+        wrong = "| differs" in table
+        sys.stdout.write(table + "\n")
+    return int(wrong or any(f.status == PROBLEM for f in findings()))

@@ -11,8 +11,9 @@ import math
 import os
 import re
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ from skyrl_fast import _C
 BACKENDS = ("native", "triton", "torch")
 # Checked once, without importing it: torch.compile before 2.13 cannot trace find_spec.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+_trusting = threading.local()
+_first_use_lock = threading.Lock()
+# By op, device and backend: "", or why its kernels are not used.
+_reasons: dict[tuple[str, torch.device, str], str] = {}
 HUGE_PAGE_MIN_BYTES = 2 << 20  # smaller blocks come from memory that malloc has already mapped
 
 
@@ -37,8 +42,9 @@ def select(
     """Return the backend that runs `op` on these tensors.
 
     By default, CPU tensors run natively; CUDA tensors natively where the kernels are compiled
-    in for their device, else by Triton; all others by plain torch. A backend given by name is used,
-    or the error says why it cannot be.
+    in for their device, else by Triton; all others by plain torch. On a GPU a backend whose results
+    differ from torch's at its first use (`first_use.py`) is passed over. A backend given by name is
+    used, or the error says why it cannot be.
 
     Args:
         op: the op's public name, for messages.
@@ -60,9 +66,18 @@ def select(
     device = devices.pop() if devices else None
     kind = "cpu" if device is None else device_kind(device)
     usable = _usable(kind, device, available, available_on_gpu)
-    chosen = next(b for b in BACKENDS if b in usable) if backend is None else backend
-    if chosen not in usable:
+    wanted = [b for b in BACKENDS if b in usable] if backend is None else [backend]
+    if wanted[0] not in usable:
         raise ValueError(f"{op}: backend {backend!r} cannot run on {kind}; usable: {usable}")
+    if kind == "cuda" and device is not None:
+        while wanted and wanted[0] != "torch" and not is_trusted(op, device, wanted[0]):
+            wanted = wanted[1:]
+        if not wanted:
+            raise ValueError(
+                f"{op}: expected a backend with torch's results on {device}, got {backend!r}, "
+                "whose first use there differed from them; see `skyrl-fast doctor --gpu`"
+            )
+    chosen = wanted[0]
     # While a graph is traced, tensors are wrapped by the compiler, not by a transform.
     if chosen != "torch" and not torch.compiler.is_compiling():
         instead = "; use backend='torch'" if "torch" in usable else ""
@@ -135,9 +150,47 @@ def runs_native(device: torch.device) -> bool:
     return _has_code(_C.cuda_archs, _capability(index))
 
 
+def is_trusted(op: str, device: torch.device, backend: str) -> bool:
+    """Return whether an op's kernels had the reference's results on this GPU, once per build.
+
+    While a CUDA graph is captured nothing can be compared: what is not known yet is not used.
+    """
+    if getattr(_trusting, "active", False):
+        return True
+    index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else None
+    device = device if index is None else torch.device("cuda", index)
+    key = (op, device, backend)
+    if key not in _reasons:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False
+        from skyrl_fast.ops import first_use
+
+        with _first_use_lock:
+            if key not in _reasons:
+                _reasons[key] = first_use.check_first_use(op, device, backend)
+    return not _reasons[key]
+
+
+@contextmanager
+def trust_kernels() -> Iterator[None]:
+    """Let this thread use kernels that have not been compared: to compare them."""
+    before = getattr(_trusting, "active", False)
+    _trusting.active = True
+    try:
+        yield
+    finally:
+        _trusting.active = before
+
+
+def cache_folder() -> Path:
+    """Return the folder of what may be computed again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skyrl_fast"
+
+
 # What torch.compiler.assume_constant_result sets, without its import of the compiler: graphs hold
 # the answer, and no question to the device.
 runs_native._dynamo_marked_constant = True  # type: ignore[attr-defined]
+is_trusted._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -38,7 +38,7 @@ def logprobs_from_logits(
     require(logits.dtype in (torch.float32, torch.bfloat16, torch.float16), "unsupported dtype")
     require(labels.dtype == torch.int64, "labels of unsupported dtype")
     on_gpu = _backend.on_gpu(logits)
-    chosen = _backend.select(NAME, logits, available_on_gpu=ON_GPU)
+    chosen = _backend.select("selected_logprob", logits, available_on_gpu=ON_GPU)
     require(chosen != "torch", "a device without kernels")
     inplace = inplace_backward and on_gpu
     out = selected_logprob(logits, labels, inplace_backward=inplace)

@@ -263,7 +263,7 @@ def _loss(
     others = [t for t in (old_log_probs, advantages, rollout_logprobs) if t is not None]
     require(log_probs.ndim == 2, "unsupported shape")
     require(all(t.device == log_probs.device for t in (loss_mask, *others)), "several devices")
-    backend = _backend.select(name, log_probs, loss_mask, available_on_gpu=ON_GPU)
+    backend = _backend.select("policy_loss", log_probs, loss_mask, available_on_gpu=ON_GPU)
     require(backend != "torch", "a device without kernels")
     require(not any(t.requires_grad for t in others), "gradients of more than log_probs")
     require(

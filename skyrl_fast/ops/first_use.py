@@ -195,7 +195,7 @@ def _record(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _error(name: str, got: torch.Tensor, want: torch.Tensor, atol: float) -> float:
-    close = TOLERANCE | {"atol": atol}
+    close: dict[str, Any] = TOLERANCE | {"atol": atol}
     close["rtol"] = max(close["rtol"], GRADIENT_RTOL.get(got.dtype, 0))
     if not got.is_floating_point():
         close = {"rtol": 0, "atol": 0}
@@ -257,7 +257,7 @@ def _selected_cases() -> Iterator[KernelCase]:
 def _call_selected(inputs: Tensors, backend: str) -> Tensors:
     from skyrl_fast.ops.logprob.selected import selected_logprob
 
-    others = dict(inputs)
+    others: dict[str, Any] = dict(inputs)
     leaf = others.pop("logits").clone().requires_grad_()
     logprob, entropy = selected_logprob(
         leaf * 1,
@@ -281,6 +281,7 @@ def _call_selected_strided(inputs: Tensors, backend: str) -> Tensors:
         leaf[:, :-1], inputs["target_ids"][:, :-1], loss_mask=inputs["loss_mask"][:, :-1],
         backend=backend,
     )  # fmt: skip
+    assert isinstance(logprob, torch.Tensor)
     (logprob * torch.arange(1, logprob.numel() + 1, device=logprob.device).view_as(logprob)).sum(
     ).backward()  # fmt: skip
     return _results(backend, leaf, inputs["loss_mask"], logprob=logprob)
@@ -319,6 +320,7 @@ def _call_linear(inputs: Tensors, backend: str) -> Tensors:
         hidden, weight, inputs["target_ids"], loss_mask=inputs["loss_mask"], chunk_rows=2,
         backend=backend,
     )  # fmt: skip
+    assert isinstance(logprob, torch.Tensor)
     (logprob * torch.arange(1, 6, device=logprob.device)).sum().backward()
     assert hidden.grad is not None and weight.grad is not None
     gradients = {"hidden's gradient": hidden.grad, "weight's gradient": weight.grad}
@@ -355,7 +357,7 @@ def _masked_loss_cases() -> Iterator[KernelCase]:
 def _call_masked_loss(inputs: Tensors, backend: str, *, loss: str) -> Tensors:
     from skyrl_fast.ops.logprob.masked_loss import masked_logprob_loss
 
-    others = dict(inputs)
+    others: dict[str, Any] = dict(inputs)
     leaf = others.pop("logits").clone().requires_grad_()
     penalty: dict[str, Any] = {"kl_estimator": "k3", "kl_coef": 0.3}
     out = masked_logprob_loss(
@@ -393,7 +395,7 @@ def _policy_loss_cases() -> Iterator[KernelCase]:
 def _call_policy_loss(inputs: Tensors, backend: str, *, loss: str) -> Tensors:
     from skyrl_fast.ops.policy_loss.loss import policy_loss
 
-    others = dict(inputs)
+    others: dict[str, Any] = dict(inputs)
     leaf = others.pop("logprobs").clone().requires_grad_()
     penalty: dict[str, Any] = {"kl_estimator": "k2", "kl_coef": 0.3}
     generator = torch.Generator(leaf.device).manual_seed(0)
@@ -446,8 +448,9 @@ def _call_advantage(inputs: Tensors, backend: str, *, estimator: str) -> Tensors
 
     last = torch.tensor([False, True, True, False, True, True, True, False, True])
     groups = torch.tensor([5, 5, 5, 2, 2, 2, 9, 5, 5])
+    given: dict[str, Any] = {**inputs}
     out = group_advantage(
-        **inputs, group_ids=groups, is_last_step=last, estimator=estimator, backend=backend
+        **given, group_ids=groups, is_last_step=last, estimator=estimator, backend=backend
     )
     return {"advantages": out}
 

@@ -5,7 +5,7 @@ PYTEST = -m pytest -n auto --maxprocesses 8 --dist worksteal
 PY = $(VENV)/bin/python
 unexport PYTHONDONTWRITEBYTECODE # tests start processes that import what this one compiled
 .DEFAULT_GOAL := help
-.PHONY: help setup train gsm8k text2sql search-r1 smollm test test-slow spec screenshots sanitize check cuda-check gpu-check bench bench-gpu plot-gpu wheel-test doctor ext format mutations peers peers-fresh bench-peers
+.PHONY: help setup train gsm8k text2sql search-r1 smollm test test-slow spec screenshots sanitize check cuda-check gpu-check bench bench-gpu plot-gpu wheel-test site doctor ext format mutations peers peers-fresh bench-peers
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -84,6 +84,11 @@ bench-peers: setup ## benchmarks of SkyRL with and without this package
 
 wheel-test: setup ## tests of the built wheel with other torch versions
 	$(PYTHON) scripts/wheel_test.py
+
+site: ## documentation site, in site/, with checked links and llms.txt
+	@test -x build/site-venv/bin/zensical || { $(PYTHON) -m venv build/site-venv && \
+		build/site-venv/bin/pip install -q 'zensical>=0.0.73'; }
+	build/site-venv/bin/python scripts/site.py
 
 doctor: setup ## installation report, with advice on missing parts
 	@$(VENV)/bin/skyrl-fast doctor

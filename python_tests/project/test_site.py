@@ -1,0 +1,44 @@
+"""The documentation site: links of its pages, and the list for language models."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts import site
+
+TARGETS = {"README.md": "index.md", "docs/guide/a.md": "guide/a.md", "docs/b.md": "b.md"}
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "wanted"),
+    [
+        ("README.md", "[x](docs/guide/a.md#part)", "[x](guide/a.md#part)"),
+        ("docs/guide/a.md", "[x](../b.md) [y](#here)", "[x](../b.md) [y](#here)"),
+        ("docs/guide/a.md", "[x](../../README.md)", "[x](../index.md)"),
+        ("docs/b.md", "[x](../csrc/core)", "[x](URL/tree/main/csrc/core)"),
+        ("docs/b.md", "[x](../LICENSE)", "[x](URL/blob/main/LICENSE)"),
+        ("docs/b.md", "[x](https://example.org/a.md)", "[x](https://example.org/a.md)"),
+        ("docs/b.md", "```text\n[x](../LICENSE)\n```", "```text\n[x](../LICENSE)\n```"),
+    ],
+)
+def test_links_point_to_pages_of_the_site_or_to_the_repository(
+    source: str, text: str, wanted: str
+) -> None:
+    assert site.relink(text, source, TARGETS, "URL") == wanted
+
+
+def test_every_page_is_listed_with_its_first_sentence() -> None:
+    lines = site.llms_text({"guide/a.md": "# A page\n\nOne [thing](x.md). Another.\n"})
+    assert lines.endswith("- [A page](guide/a.html): One thing.\n")
+
+
+def test_page_without_a_title_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"b\.md: expected a heading"):
+        site.llms_text({"b.md": "text"})
+
+
+def test_all_pages_of_the_repository_have_a_place_and_a_title() -> None:
+    targets = site.page_targets()
+    assert len(set(targets.values())) == len(targets) > 50
+    pages = [page for page in targets if page.endswith(".md")]
+    assert all("\n# " in "\n" + (site.ROOT / page).read_text() for page in pages)

@@ -468,7 +468,7 @@ def hide_progress_bars() -> None:
 
 
 def remove_dropout(model: Any) -> None:
-    """Set all that is random in training mode to 0: checkpointing needs it, the sampler has none.
+    """Remove all that is random in training mode: checkpointing needs it, the sampler has none.
 
     Models have numbers of many names: `activation_dropout`, `layerdrop`, `router_jitter_noise`.
     """
@@ -476,18 +476,15 @@ def remove_dropout(model: Any) -> None:
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         for name, value in list(vars(module).items()):
-            if isinstance(value, float) and _is_of_randomness(name):
+            if isinstance(value, float) and "drop" in name:
                 setattr(module, name, 0.0)
-                if "jitter" in name:  # Phi-3.5-MoE: sampled experts, with gradients of their own
-                    module.training = False
+            # Phi-3.5-MoE reads its jitter without training, too: as a threshold of its experts.
+            if isinstance(value, float) and "jitter" in name:
+                module.training = False
 
 
 def _random_state_kept(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
-
-
-def _is_of_randomness(name: str) -> bool:
-    return "drop" in name or "jitter" in name
 
 
 def refuse_random_passes(
@@ -515,7 +512,7 @@ def refuse_random_passes(
         is_random = any(not torch.equal(first, hidden()) for _ in range(RANDOM_PASSES))
     if is_random:
         numbers = model.config.get_text_config().to_dict().items()
-        names = [n for n, v in numbers if isinstance(v, float) and v and _is_of_randomness(n)]
+        names = [n for n, v in numbers if isinstance(v, float) and v and ("drop" in n or "jitter" in n)]
         hint = f": set {', '.join(names)} to 0 in its config.json" if names else ""
         raise ValueError(
             f"{type(model).__name__} is random in training mode, which gradient checkpointing "

@@ -58,9 +58,13 @@ class Worker(WeightUpdateExtension):
         self.rank, self.device = rank, CPU
         self.model = Model()
         self.model_config = SimpleNamespace(dtype=dtype)
-        self.model_runner = SimpleNamespace(get_model=lambda: self.model)
+        adapters = SimpleNamespace(remove_all_adapters=self.model.loaded.clear)
+        self.model_runner = SimpleNamespace(
+            get_model=lambda: self.model,
+            lora_manager=SimpleNamespace(_adapter_manager=adapters),
+        )
 
-    def _replace_adapter(
+    def _load_adapter(
         self, matrices: dict[str, torch.Tensor], config: dict[str, Any], version: int
     ) -> list[str]:
         self.model.loaded = matrices

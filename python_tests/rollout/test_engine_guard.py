@@ -156,7 +156,7 @@ def test_requests_of_a_trainer_pass(guard: HttpGuard, app: Recorder, shared: Pat
         {
             "method": "load_weights_file",
             "args": ["WEIGHTS"],
-            "kwargs": {"adapter": "{}", "version": 1},
+            "kwargs": {"adapter": "{}", "versions": {"": 1}},
         },
         {"method": "load_weights_file", "args": [["WEIGHTS"]]},
         {"method": ["load_weights_file"], "args": ["WEIGHTS"]},
@@ -222,7 +222,7 @@ def test_a_server_takes_the_adapter_of_its_settings_alone(
         monkeypatch.setenv(name, value)
     guard = EngineGuard(app)
     weights = str(shared / "skyrl_fast-weights-1/weights.safetensors")
-    right = {"adapter": json.dumps(LORA), "version": 3}
+    right = {"adapter": json.dumps(LORA), "versions": {"": 3}}
     for method, args in (("load_weights_file", [weights]), ("load_weights_broadcast", [])):
         body = {"method": method, "args": args}
         assert call(guard, {**body, "kwargs": right}) == 200
@@ -230,8 +230,10 @@ def test_a_server_takes_the_adapter_of_its_settings_alone(
         for wrong in (
             {"adapter": json.dumps({**LORA, "lora_alpha": 32})},
             {"adapter": LORA},
-            {"version": 0},
-            {"version": "3"},
+            {"versions": {"": 0}},
+            {"versions": {"": "3"}},
+            {"versions": {"": 3, "planner": 4}},
+            {"versions": {"planner": 3}},
             {"path": "/etc"},
         ):
             assert call(guard, {**body, "kwargs": {**right, **wrong}}) == 403

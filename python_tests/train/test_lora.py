@@ -28,7 +28,7 @@ from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.rollout.engine.weights.receipt import tensor_digest
 from skyrl_fast.train import run as run_module
 from skyrl_fast.train.model import lora as lora_module
-from skyrl_fast.train.model.lora import add_adapter, is_adapter, merge
+from skyrl_fast.train.model.lora import NAME, add_adapter, is_adapter, merge
 from skyrl_fast.train.model.micro_batch import plan_micro_batches, response_positions
 from skyrl_fast.train.model.policy import Policy, WithoutAdapter
 
@@ -167,7 +167,7 @@ def test_the_frozen_base_leaves_its_device_and_comes_back(
             assert bool(parameter.untyped_storage().nbytes()) == is_adapter(name)
         with pytest.raises(RuntimeError, match=r"not allocated|for storage of size 0"):
             policy.batch_logprobs(batch)
-        adapter = {n: tensor_digest(p.clone()) for n, p in policy.adapter_weights().items()}
+        adapter = {n: tensor_digest(p.clone()) for n, p in policy.adapter_weights(NAME).items()}
         assert adapter == {name: before[name] for name in adapter}
         parts = [part for copy in policy.frozen_base._copies for part in copy[:-1]]
         assert bool(parts) == (small_part == 64)

@@ -21,7 +21,6 @@ from scripts.models_page import (
 from scripts.tiny_models import tiny_model
 from skyrl_fast.train.model.policy import Policy, remove_dropout
 
-OPEN = {"dots3_note_text", "phimoe", "youtu"}  # faults that are known and not mended
 RESULTS = read_page(PAGE.read_text(encoding="utf-8"))
 # A window, a vision-language model, a state, a decoder of an encoder-decoder.
 MEASURED_AGAIN = ("gemma2", "gemma3", "qwen3_next", "bart")
@@ -60,8 +59,8 @@ def test_page_has_every_type() -> None:
     assert list(RESULTS) == model_types(), "run python -m scripts.models_page"
 
 
-def test_nothing_else_is_accepted_and_wrong() -> None:
-    assert wrong(RESULTS).keys() == OPEN
+def test_nothing_is_accepted_and_wrong() -> None:
+    assert not wrong(RESULTS)
 
 
 @pytest.mark.spec("loss.causal", "loss.lm-head", "tree.packed-rows", "tree.equal-gradients")

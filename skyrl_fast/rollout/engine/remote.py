@@ -361,7 +361,7 @@ class RemoteEngine:
             if before is not None:
                 await self._send("POST", UNLOAD_ADAPTER, json={"lora_name": before})
         else:
-            answer = await self._load(call, adapter=json.dumps(adapter), version=version)
+            answer = await self._load(call, adapter=json.dumps(adapter), versions={"": version})
             await self._send("POST", LOAD_ADAPTER, json={"lora_name": name, "version": version})
             self._adapter_name = name
         return answer

@@ -179,10 +179,10 @@ def _check_adapter(call: Mapping[Any, Any], adapter: str | None) -> dict[str, An
     if "kwargs" not in call and adapter is None:
         return {}
     match call.get("kwargs"):
-        case {"adapter": str(given), "version": int(version), **rest} if (
-            not rest and given == adapter and version > 0
+        case {"adapter": str(given), "versions": {"": int(version), **others}, **rest} if (
+            not others and not rest and given == adapter and version > 0
         ):
-            return {"kwargs": {"adapter": given, "version": version}}
+            return {"kwargs": {"adapter": given, "versions": {"": version}}}
     what = "expected the model's weights" if adapter is None else f"expected the adapter {adapter}"
     raise RefusedError(403, f"{what}: start server and run with the same settings of LoRA")
 

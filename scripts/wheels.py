@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -104,7 +105,9 @@ def build_wheel(tools: str, python: str, sdist: Path, flags: str, cuda: str) -> 
     name = f"cp{subprocess.check_output([python, '-c', TAG], text=True).strip()}"
     builder = make_venv(python, name)
     raw = BUILD / f"raw-{name}"
-    environment = os.environ | {"LDFLAGS": flags, "SKYRL_FAST_CUDA": cuda}
+    # Not LDFLAGS, which nvcc's test programs would get, too: CMake then misses CUDA's folders.
+    module = shlex.quote(f"-DCMAKE_MODULE_LINKER_FLAGS={flags}")
+    environment = os.environ | {"CMAKE_ARGS": module, "SKYRL_FAST_CUDA": cuda}
     run(
         builder,
         "-m",

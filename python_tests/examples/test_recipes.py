@@ -61,10 +61,12 @@ def files(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: str(p.relative_to(EXAMPLES)))
 def test_every_configuration_is_valid(path: Path) -> None:
     base = path.with_name("config.yaml")
-    is_overlay = path.name in ("cluster.yaml", "lora.yaml")
+    if path.parent.name == "gateway":  # variants of the quickstart
+        base = EXAMPLES / "quickstart/config.yaml"
+    is_overlay = path.name in ("cluster.yaml", "lora.yaml", "policies.yaml")
     config = load_config(base, [str(path)]) if is_overlay else load_config(path)
     assert config.trainer.run_path
-    assert config.trains_adapter == (path.name == "lora.yaml")
+    assert config.trains_adapter == (path.name in ("lora.yaml", "policies.yaml"))
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

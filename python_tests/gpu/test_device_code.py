@@ -41,6 +41,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(_backend, "HAS_TRITON", True)
     monkeypatch.setattr(_backend, "device_kind", lambda device: "cuda")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(_backend, "is_trusted", lambda *_: True)  # there are no kernels to compare
     _backend._capability.cache_clear()
     yield indices
     _backend._capability.cache_clear()

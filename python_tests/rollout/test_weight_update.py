@@ -55,6 +55,8 @@ class FakeEngine(OneNumberModel):
     weights_dtype: torch.dtype | None = None
     routes: Callable[[Sequence[int]], np.ndarray]
 
+    async def resume(self) -> None: ...
+
     async def load_weights(self, call: WorkerCall) -> None:
         if not self.ignores_updates:
             self.weight = float(load_file(call.arguments[0])["w"])

@@ -96,7 +96,12 @@ def test_setting_applies_to_policy_reference_and_critic(folder: Path, value: str
     models = make_models(config, None, 8, SINGLE_RANK)
     assert models.reference is not None and models.critic is not None
     expected = torch.bfloat16 if value == "auto" else torch.float32
-    for model in (models.policy.model, models.reference.model, models.critic.model.backbone):
+    policy = models.trained[None].policy
+    for model in (policy.model, models.reference.model, models.critic.model.backbone):
+        models.trained[None].policy.model,
+        models.reference.model,
+        models.critic.model.backbone,
+    ):
         embedding = model.get_input_embeddings()
         with torch.autocast("cpu", torch.bfloat16):
             assert embedding(torch.tensor([1])).dtype == expected

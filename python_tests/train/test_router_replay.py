@@ -354,6 +354,6 @@ def test_reference_routes_freely(tmp_path: Any) -> None:
     config.trainer.policy.moe_enable_routing_replay = True
     config.trainer.algorithm.use_kl_loss = True
     models = make_models(config, None, 2, SINGLE_RANK)
-    assert models.policy.router_replay
+    assert models.trained[None].policy.router_replay
     assert models.reference is not None
     assert not models.reference.router_replay

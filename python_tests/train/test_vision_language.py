@@ -46,6 +46,7 @@ TREES = {
     "gemma4",
     "llama4",
     "mistral3",
+    "qwen3_5",
     "internvl",
     "glm4v",
     "qwen2_5_vl",

@@ -98,10 +98,6 @@ def test_setting_applies_to_policy_reference_and_critic(folder: Path, value: str
     expected = torch.bfloat16 if value == "auto" else torch.float32
     policy = models.trained[None].policy
     for model in (policy.model, models.reference.model, models.critic.model.backbone):
-        models.trained[None].policy.model,
-        models.reference.model,
-        models.critic.model.backbone,
-    ):
         embedding = model.get_input_embeddings()
         with torch.autocast("cpu", torch.bfloat16):
             assert embedding(torch.tensor([1])).dtype == expected

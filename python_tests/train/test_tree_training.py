@@ -671,7 +671,7 @@ def test_layers_that_look_at_places(name: str) -> None:
 @given(
     seed=st.integers(0, 10_000),
     kind=st.sampled_from(["Mistral", "Gemma3Text", "Qwen3"]),
-    window=st.integers(1, 40),
+    window=st.integers(2, 40),  # keys that are seen alone have no gradient but rounding
     budget=st.sampled_from([1, 30, 100, 10_000]),
 )
 def test_random_histories_with_windows(seed: int, kind: str, window: int, budget: int) -> None:

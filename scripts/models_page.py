@@ -216,7 +216,7 @@ def _load(folder: str, dtype: torch.dtype, **options: Any) -> Any:
     return model
 
 
-class _WithFloat64:
+class WithFloat64:
     """torch for functions that compute in float32: float64 in its place."""
 
     float32 = torch.float64
@@ -238,8 +238,11 @@ def _widen_recurrences(model: Any) -> None:
 def _widen(function: Callable[..., Any], module: Any) -> Callable[..., Any]:
     @functools.wraps(function)
     def compute(*args: Any, **options: Any) -> Any:
+        first = next(iter((*args, *options.values())))
+        if first.dtype != torch.float64:  # of another model in this process
+            return function(*args, **options)
         with (
-            patch.object(module, "torch", _WithFloat64()),
+            patch.object(module, "torch", WithFloat64()),
             patch.object(torch.Tensor, "float", torch.Tensor.double),
         ):
             return function(*args, **options)

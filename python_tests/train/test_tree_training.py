@@ -23,6 +23,7 @@ from _fakes import tiny_model
 from _moe import NUM_EXPERTS, NUM_LAYERS, TOP_K, tiny_moe
 from _trees import agent_batch, batch_of_rows, size_of
 
+from scripts.models_page import WithFloat64
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.token_counts import token_counts
 from skyrl_fast.config import AlgorithmConfig, OptimizerConfig
@@ -720,15 +721,6 @@ STATES: dict[str, dict[str, Any]] = {
     },
 }
 STATE_ROWS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 80)), min_size=1, max_size=6)
-
-
-class WithFloat64:
-    """torch for transformers' recurrences, which compute in float32: float64 in its place."""
-
-    float32 = torch.float64
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
 
 
 def state_model(name: str, **changes: Any) -> Any:

@@ -208,8 +208,8 @@ def _last_hidden_states(model: Any, ids: torch.Tensor) -> torch.Tensor:
 def _check_causal(model: Any, ids: torch.Tensor, hidden: torch.Tensor) -> None:
     """Raise ValueError if states depend on later tokens: rows share their common beginnings."""
     # Beyond a limit of its rotary embedding a row's states depend on its length.
-    limits = [limit.length for limit in rope_limits(backbone(model).config)]
-    shortest = max([0, *(limit for limit in limits if limit < ids.shape[1])])
+    limits = (limit.length for limit in rope_limits(backbone(model).config))
+    shortest = max((limit for limit in limits if limit < ids.shape[1]), default=0)
     for length in range(1 + shortest, ids.shape[1]):
         alone = _last_hidden_states(model, ids[:, :length])
         difference = (alone - hidden[:, :length]).abs().max().item()

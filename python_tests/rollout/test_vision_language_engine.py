@@ -13,7 +13,7 @@ from _vision_language import ROPE, TEXT, vision_language_model
 from _weights import update_engine
 
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
-from skyrl_fast.rollout.engine.vllm_start import VllmSetup, engine_args
+from skyrl_fast.rollout.engine.vllm_start import VllmSetup, engine_args, keeps_states
 from skyrl_fast.rollout.engine.weights.probe import WeightProbe
 from skyrl_fast.train.model.policy import Policy, load_model
 
@@ -101,3 +101,28 @@ def test_only_engines_of_vision_language_models_leave_parts_out(
         >= TEXT["max_position_embeddings"]
     )
     assert "language_model_only" not in engine_args(VllmSetup(str(tiny_model_folder)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("qwen3_next", True),
+        ("bamba", True),
+        ("falcon_h1", True),
+        ("nemotron_h", True),
+        ("lfm2", True),
+        ("mamba2", True),
+        ("olmo_hybrid", True),
+        ("recurrent_gemma", True),
+        ("minimax", True),
+        ("qwen3", False),
+        ("gemma3_text", False),
+        ("gpt_oss", False),
+        ("llama4_text", False),
+    ],
+)
+def test_layers_with_a_state_are_found_in_the_configuration(kind: str, expected: bool) -> None:
+    """vLLM has no prefix cache for them on a CPU."""
+    from transformers import CONFIG_MAPPING
+
+    assert keeps_states(CONFIG_MAPPING[kind]().to_dict()) == expected

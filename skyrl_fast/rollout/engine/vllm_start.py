@@ -36,6 +36,8 @@ CPU_CACHE_GIB = "1"  # of keys and values; another: the variable VLLM_CPU_KVCACH
 # whose steps gain nothing by a second thread, and SmolLM2-135M (538 MB), whose steps take 0.7 of
 # the time.
 LARGE_MODEL_BYTES = 64 << 20
+# A prefix of these in config.json tells of recurrences or convolutions.
+STATE_KEYS = ("mamba_", "ssm_", "linear_", "conv")
 NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -159,6 +161,8 @@ def engine_args(setup: VllmSetup) -> dict[str, Any]:
         # ("CPU Generator does not use offset"). Unchunked, a prompt must fit into one step.
         longest = setup.max_model_len or text_config.get("max_position_embeddings", 0)
         args["enable_chunked_prefill"] = False
+        if keeps_states(text_config):  # vLLM caches their prefixes in chunks only
+            args["enable_prefix_caching"] = False
         args["block_size"] = CPU_BLOCK_SIZE
         args["max_num_batched_tokens"] = max(engine.max_num_batched_tokens, longest)
     else:
@@ -169,6 +173,11 @@ def engine_args(setup: VllmSetup) -> dict[str, Any]:
             args["device_ids"] = engine.gpu_ids
     args.update(engine.engine_init_kwargs)
     return args
+
+
+def keeps_states(text_config: Mapping[str, Any]) -> bool:
+    """Return whether a model has layers with a state: recurrences or convolutions."""
+    return any(name.startswith(STATE_KEYS) for name in text_config)
 
 
 def read_model_config(model_path: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The command `skyrl-fast`: train, try, plan, serve, record, export, view, and more."""
+"""The command `skyrl-fast`: quickstart, init, train, try, plan, view, compare, and more."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from skyrl_fast.errors import RunError
 from skyrl_fast.system.printable import MAX_FAILURE, printable
 
 COMMANDS = {  # each a module with HELP, DESCRIPTION, add_arguments and run
+    "quickstart": "skyrl_fast.commands.quickstart",
+    "init": "skyrl_fast.commands.init",
     "train": "skyrl_fast.commands.train",
     "sft": "skyrl_fast.commands.sft",
     "try": "skyrl_fast.commands.try_prompt",
     "plan": "skyrl_fast.commands.plan",
     "settings": "skyrl_fast.commands.settings",
     "view": "skyrl_fast.commands.view",
+    "compare": "skyrl_fast.commands.compare",
     "doctor": "skyrl_fast.commands.doctor",
     "engine": "skyrl_fast.commands.engine",
     "gateway": "skyrl_fast.commands.gateway",

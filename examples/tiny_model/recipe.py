@@ -70,15 +70,19 @@ def main(
     parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of this run")
     options, rest = parser.parse_known_args(arguments)
-    os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # torch reads it when it is first imported
     recipe = recipes[getattr(options, "variant", names[0])]
-    options.base.mkdir(parents=True, exist_ok=True)
-    os.chdir(options.base)
+    return run(recipe, options.base, [*options.overrides, *rest], is_resumed=options.resume)
+
+
+def run(recipe: Recipe, base: Path, overrides: Sequence[str], *, is_resumed: bool) -> int:
+    """Prepare and train a recipe in a folder; return the exit code of the training."""
+    os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # torch reads it when it is first imported
+    base.mkdir(parents=True, exist_ok=True)
+    os.chdir(base)
     recipe.prepare(recipe.folder)
 
     from skyrl_fast.cli import main as skyrl_fast
 
-    resume = ["--resume"] if options.resume else []
+    resume = ["--resume"] if is_resumed else []
     with recipe.service(recipe.folder) as settings:
-        command = ["train", str(recipe.config), *resume, *settings, *options.overrides, *rest]
-        return skyrl_fast(command)
+        return skyrl_fast(["train", str(recipe.config), *resume, *settings, *overrides])

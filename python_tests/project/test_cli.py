@@ -45,8 +45,7 @@ def outcome(**changes: Any) -> TrainResult:
         "step": 40,
         "total_steps": 40,
         "signal": None,
-        "before": 0.25,
-        "after": 0.875,
+        "evaluations": {0: 0.25, 20: 0.5, 40: 0.875},
         "run_path": Path("runs/x"),
         "metrics": Path("runs/x/metrics.jsonl"),
         "trajectories": Path("runs/x/trajectories"),
@@ -100,9 +99,9 @@ def test_train_prints_output_paths(
 @pytest.mark.parametrize(
     ("rewards", "line"),
     [
-        ({"before": None}, "evaluation reward: 0.875 after\n"),
-        ({"after": None}, "evaluation reward: 0.250 before\n"),
-        ({"before": None, "after": None}, None),
+        ({"evaluations": {40: 0.875}}, "evaluation reward: 0.875 after\n"),
+        ({"evaluations": {0: 0.25}}, "evaluation reward: 0.250 before\n"),
+        ({"evaluations": {}}, None),
     ],
 )
 def test_missing_evaluation_is_not_shown(rewards: Any, line: str | None) -> None:

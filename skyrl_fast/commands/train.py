@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from skyrl_fast.commands.command import add_config_arguments, log_to_stderr, needs_extra
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 HELP = "train an agent"
 DESCRIPTION = "Train with the settings of a YAML file and overrides."
 SIGNAL_EXIT = 128  # plus the signal number, as in shells
+_BARS = "▁▂▃▄▅▆▇█"
+_MAX_BARS = 40
 LOG_FORM = "%(asctime)s %(name)s: %(message)s"
 
 
@@ -66,7 +68,8 @@ def summary(result: TrainResult) -> str:
         if reward is not None
     ]
     if rewards:
-        lines.append(f"evaluation reward: {', '.join(rewards)}")
+        curve = draw_curve(list(result.evaluations.values()))
+        lines.append(f"evaluation reward: {', '.join(rewards)}  {curve}".rstrip())
     for name, path in (
         ("learning curve", result.plot),
         ("metrics", result.metrics),
@@ -77,8 +80,20 @@ def summary(result: TrainResult) -> str:
             lines.append(f"{name + ':':16}{path}")
     if result.trajectories.is_dir():
         lines.append(f"{'view it:':16}skyrl-fast view {result.run_path}")
+    lines += [f"{'look at:':16}{warning}" for warning in result.warnings]
+    if result.warnings:
+        lines.append(f"{'':16}what these metrics mean: docs/reference/metrics.md")
     if result.sample:
         lines += ["", "one trajectory:", result.sample]
     if result.signal is not None:
         lines += ["", "run the same command with --resume to continue"]
     return "\n".join(lines) + "\n"
+
+
+def draw_curve(values: Sequence[float]) -> str:
+    """Return values as a line of bars; "" for fewer than two, or where stdout has no such sign."""
+    if len(values) < 2 or "utf" not in (sys.stdout.encoding or "").lower():
+        return ""
+    least, most = min(values), max(values)
+    scale = (len(_BARS) - 1) / ((most - least) or 1)
+    return "".join(_BARS[round((value - least) * scale)] for value in values[-_MAX_BARS:])

@@ -56,6 +56,7 @@ from skyrl_fast.train.model.models import (
 )
 from skyrl_fast.train.model.policy import load_tokenizer
 from skyrl_fast.train.output.loggers import Logger, RunInfo, open_loggers, read_metrics
+from skyrl_fast.train.output.metric_table import find_warnings
 from skyrl_fast.train.output.plot import plot_learning_curve
 from skyrl_fast.train.output.progress import ProgressDisplay
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
@@ -87,21 +88,21 @@ class TrainResult:
     Args:
         step, total_steps: batches trained, and batches of a complete run.
         signal: number of the signal that stopped it, or None.
-        before, after: mean evaluation reward before the first step, and the last one after a step;
-            None where there was none.
+        evaluations: mean evaluation reward, by step; `before` is that of step 0, `after` the last
+            one after a step, or None.
         run_path: the run folder.
         metrics, trajectories: the file of the metrics, the folder of the trajectories.
         checkpoint: folder of the newest one, or None.
         plot: the learning curve, or None.
         sample: one trajectory as readable text.
         stopped_by: class of the callback that ended the run early, or None.
+        warnings: metrics of the last steps that are not healthy, a line each.
     """
 
     step: int
     total_steps: int
     signal: int | None
-    before: float | None
-    after: float | None
+    evaluations: Mapping[int, float]
     run_path: Path
     metrics: Path
     trajectories: Path
@@ -109,6 +110,18 @@ class TrainResult:
     plot: Path | None
     sample: str
     stopped_by: str | None = None
+    warnings: Sequence[str] = ()
+
+    @property
+    def before(self) -> float | None:
+        """Mean evaluation reward before the first step, or None."""
+        return self.evaluations.get(0)
+
+    @property
+    def after(self) -> float | None:
+        """The last mean evaluation reward after a step, or None."""
+        last = max(self.evaluations, default=0)
+        return self.evaluations[last] if last else None
 
 
 def train_agent(
@@ -343,7 +356,6 @@ def _run(
     rows = read_metrics(run_path / "metrics.jsonl")
     rewards = {row["step"]: row[EVAL_REWARD] for row in rows if EVAL_REWARD in row}
     rewards |= evaluations.rewards  # complete also where no logger writes metrics.jsonl
-    last = max(rewards, default=0)
     plot = None
     if plot_module_checked and rows:
         plot = plot_learning_curve(
@@ -353,8 +365,7 @@ def _run(
         step=progress.step,
         total_steps=total_steps(config, len(data.train)),
         signal=received,
-        before=rewards.get(0),
-        after=rewards[last] if last else None,
+        evaluations=dict(sorted(rewards.items())),
         run_path=run_path,
         metrics=run_path / "metrics.jsonl",
         trajectories=run_path / "trajectories",
@@ -362,6 +373,7 @@ def _run(
         plot=plot,
         sample=_sample(progress, components.tokenizer),
         stopped_by=progress.stopped_by,
+        warnings=find_warnings(rows),
     )
 
 

@@ -6,8 +6,12 @@ report.
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
+from typing import Any
 
 SPREAD = ("avg", "min", "max", "std")
 GPU = "on a GPU"
@@ -26,6 +30,7 @@ class Metric:
         unit: unit of the values; "" for a plain number.
         healthy: values to expect, or what to do about others; "" where any is fine.
         where: condition that tests of the trainer alone do not meet: one of the above.
+        limit: median of a run's last quarter above which the run ends with a warning.
     """
 
     name: str
@@ -33,6 +38,7 @@ class Metric:
     unit: str = ""
     healthy: str = ""
     where: str = ""
+    limit: float = math.inf
 
     def matches(self, name: str) -> bool:
         """Return whether a run's metric belongs to this entry."""
@@ -50,6 +56,31 @@ def find_metric(name: str) -> Metric | None:
     return next((metric for metric in METRICS if metric.matches(name)), None)
 
 
+def find_warnings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what in a run's metrics should be looked into, a line each.
+
+    Args:
+        rows: lines of metrics.jsonl.
+
+    Example:
+        >>> find_warnings([{"step": 1, "policy/clip_ratio": 0.5}])[0][:31]
+        'policy/clip_ratio 0.5 at the en'
+    """
+    warnings = []
+    for metric in METRICS:
+        values = [row[metric.name] for row in rows if row.get(metric.name) is not None]
+        if not values:
+            continue
+        quarter = -(-len(values) // 4)
+        start, end = median(values[:quarter]), median(values[-quarter:])
+        if end > metric.limit:
+            warnings.append(f"{metric.name} {end:.2g} at the end; healthy: {metric.healthy}")
+        elif metric.name == _ENTROPY and len(values) >= 8 and end < start / 10:
+            warnings.append(f"{metric.name} {start:.2g} -> {end:.2g}; healthy: {metric.healthy}")
+    return warnings
+
+
+_ENTROPY = "policy/policy_entropy"
 _SHARE = "share"
 _SECONDS = "s"
 _NO_FAULTS = "0, or a few in a long run"
@@ -73,6 +104,7 @@ METRICS = (
         "groups whose rewards are equal, which have no advantage",
         _SHARE,
         "below 0.5; near 1: the task is too hard or too easy, see dynamic_sampling",
+        limit=0.8,
     ),
     Metric(
         "reward/avg_pass_at_{n}",
@@ -158,12 +190,14 @@ METRICS = (
         "KL divergence of the policy in an update from the one before it, per token",
         "nats",
         "below 0.01; 0 with one optimizer step per batch",
+        limit=0.1,
     ),
     Metric(
         "policy/clip_ratio",
         "trained tokens whose ratio is clipped, so that they have no gradient",
         _SHARE,
         "0 to 0.2; more: fewer optimizer steps per batch, or a lower learning rate",
+        limit=0.2,
     ),
     Metric("policy/clip_ratio_low", "the same, clipped below 1 - eps_clip_low", _SHARE),
     Metric("policy/clip_ratio_high", "the same, clipped above 1 + eps_clip_high", _SHARE),
@@ -183,6 +217,7 @@ METRICS = (
         "optimizer steps skipped for an infinite or NaN gradient",
         _SHARE,
         "0",
+        limit=0,
     ),
     Metric("policy/optimizer_steps", "optimizer steps of the batch", "steps"),
     Metric(
@@ -191,6 +226,7 @@ METRICS = (
         "nats",
         "below 0.02 in bfloat16 without staleness; more: off_policy_correction, or "
         "lm_head_dtype=float32",
+        limit=0.05,
     ),
     Metric("policy/rollout_train_logprobs_abs_diff_max", "its maximum", "nats", "below 2"),
     Metric(
@@ -300,6 +336,7 @@ METRICS = (
         "trajectories that failed after all retries",
         "trajectories",
         "0; the log names the reasons",
+        limit=0,
     ),
     Metric("generate/{spread}_num_tokens", "response tokens of a trajectory", "tokens"),
     Metric("generate/avg_tokens_non_zero_rewards", "the same, of rewards above 0", "tokens"),
@@ -329,6 +366,7 @@ METRICS = (
         "turns whose response was cut at max_generate_length",
         _SHARE,
         "below 0.1; more: raise sampling_params.max_generate_length",
+        limit=0.1,
     ),
     Metric(
         "generate/stop_reason/{reason}",

@@ -1,9 +1,11 @@
-"""Plot of the learning curve."""
+"""Plots of one run's learning curve and of a metric of several runs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 
@@ -19,14 +21,7 @@ def plot_learning_curve(rows: Sequence[dict[str, Any]], path: Path, *, title: st
     Raises:
         ValueError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("the learning curve needs matplotlib: pip install matplotlib") from error
-
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _new_figure(11, 4)
     rewards, times = figure.subplots(1, 2)
     for name, label, style in (
         ("reward/avg_raw_reward", "training (sampled)", {"color": "#9ab", "linewidth": 1}),
@@ -46,6 +41,51 @@ def plot_learning_curve(rows: Sequence[dict[str, Any]], path: Path, *, title: st
     _stack_times(times, rows)
     figure.savefig(path, dpi=120)
     return path
+
+
+def plot_runs(
+    curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]], metric: str, path: Path
+) -> Path:
+    """Plot a metric of several runs; runs of one label are a line of means in their range.
+
+    Args:
+        curves: the (step, value) points of each run, by label.
+
+    Returns:
+        path.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    figure = _new_figure(7, 4.5)
+    axes = figure.subplots()
+    for rank, (label, runs) in enumerate(curves.items()):
+        by_step: dict[int, list[float]] = {}
+        for step, value in chain.from_iterable(runs):
+            by_step.setdefault(step, []).append(value)
+        steps = sorted(by_step)
+        means = [fmean(by_step[step]) for step in steps]
+        width = 1 + 0.8 * (len(curves) - rank)  # equal curves are seen side by side
+        (line,) = axes.plot(steps, means, label=label, linewidth=width)
+        if len(runs) > 1:
+            least, most = ([end(by_step[step]) for step in steps] for end in (min, max))
+            axes.fill_between(steps, least, most, color=line.get_color(), alpha=0.2, linewidth=0)
+    axes.set(xlabel="step", ylabel=metric)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _new_figure(width: float, height: float) -> Any:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("the learning curve needs matplotlib: pip install matplotlib") from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def _stack_times(axes: Any, rows: Sequence[dict[str, Any]]) -> None:

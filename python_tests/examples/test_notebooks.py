@@ -1,0 +1,45 @@
+"""The notebooks run from top to bottom."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+NOTEBOOKS = Path(__file__).parents[2] / "examples/notebooks"
+
+
+def run_cells(name: str) -> dict[str, Any]:
+    cells = json.loads((NOTEBOOKS / f"{name}.ipynb").read_text())["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert all(not cell.get("outputs") for cell in cells)
+    names: dict[str, Any] = {}
+    for source in sources:
+        if not source.startswith("%pip"):
+            exec(compile(source, name, "exec"), names)
+    return names
+
+
+def test_ops() -> None:
+    names = run_cells("ops")
+    torch.testing.assert_close(  # the mean of 1 and 0 is 1/2, their sample deviation sqrt(1/2)
+        names["advantages"][:, -1], torch.tensor([1, 1, -1]) * 0.5**0.5, atol=1e-5, rtol=0
+    )
+    assert names["logits"].grad.abs().sum() > 0
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    monkeypatch.chdir(tmp_path)  # the notebook changes it again
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        result = run_cells("train")["result"]
+    assert result.after > result.before + 0.3
+    assert "rewards: 0 1" in output.getvalue()

@@ -1,0 +1,136 @@
+"""The commands `init`, `quickstart` and `compare`, and what the end of a run prints."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("omegaconf")
+pytest.importorskip("transformers")
+
+from skyrl_fast import cli
+from skyrl_fast.commands.train import draw_curve
+from skyrl_fast.config.loading import load_config
+from skyrl_fast.train.output.loggers import read_metrics
+from skyrl_fast.train.output.metric_table import find_warnings
+
+EVAL = "eval/all/avg_score"
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("init") / "my_agent"
+    assert cli.main(["init", str(folder)]) == 0
+    return folder
+
+
+def run_in(project: Path, *command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", *command], cwd=project, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_new_project_passes_its_tests_and_can_be_tried(project: Path) -> None:
+    assert "3 passed" in run_in(project, "pytest", "-q", "-p", "no:cacheprovider")
+    tried = run_in(project, "skyrl_fast.cli", "try", "config.yaml", "--answers", "3", "1")
+    assert "observation: lower" in tried
+    assert "rewards: 0 1" in tried
+
+
+def test_a_project_of_a_pretrained_model(tmp_path: Path) -> None:
+    folder = tmp_path / "agent"
+    assert cli.main(["init", str(folder), "--model", "Qwen/Qwen3-0.6B"]) == 0
+    policy = load_config(folder / "config.yaml").trainer.policy
+    assert (policy.model.path, policy.optimizer_config.lr) == ("Qwen/Qwen3-0.6B", 1e-6)
+    assert not (folder / "model").exists()
+
+
+def test_init_replaces_nothing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["init", str(project)]) == 2
+    assert f"got {project}" in capsys.readouterr().err
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_new_project_learns_and_is_viewed(project: Path) -> None:
+    printed = run_in(project, "skyrl_fast.cli", "train", "config.yaml")
+    assert "finished: 40 of 40 steps" in printed
+    rewards = [row[EVAL] for row in read_metrics(project / "run/metrics.jsonl") if EVAL in row]
+    # The middle number each time scores 1 - 20/9/9 = 0.75; random words, near 0.
+    assert rewards[0] < 0.3 and rewards[-1] > 0.7
+    assert "trajectories in" in run_in(project, "skyrl_fast.cli", "view", "run")
+
+
+def test_quickstart_trains_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from examples.tiny_model import recipe
+
+    calls: list[Any] = []
+
+    def run(chosen: recipe.Recipe, base: Path, overrides: Sequence[str], **how: bool) -> int:
+        calls.append((chosen.config.name, base, list(overrides), how))
+        return 7
+
+    monkeypatch.setattr(recipe, "run", run)
+    arguments = ["quickstart", "trainer.seed=7", "--base", str(tmp_path), "--resume"]
+    assert cli.main(arguments) == 7
+    assert calls == [("config.yaml", tmp_path, ["trainer.seed=7"], {"is_resumed": True})]
+
+
+def write_run(folder: Path, values: Mapping[int, float | None]) -> str:
+    folder.mkdir()
+    lines = [json.dumps({"step": step, EVAL: value}) + "\n" for step, value in values.items()]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    return str(folder)
+
+
+def test_compare_prints_and_draws_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = write_run(tmp_path / "one", {0: 0.125, 10: 0.75, 20: 0.5})
+    two = write_run(tmp_path / "two", {0: 0.25, 10: None})
+    picture = tmp_path / "runs.png"
+    assert cli.main(["compare", f"lora={one}", f"lora={two}", two, "--out", str(picture)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[2] == ["0.125", "0.5", "0.75", "10", f"lora={one}"]
+    assert lines[4] == ["0.25", "0.25", "0.25", "0", two]
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("metric", [EVAL, "policy/los"])
+def test_compare_names_a_run_without_values(
+    metric: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [write_run(tmp_path / "one", {0: 0.5}), str(tmp_path)]
+    assert cli.main(["compare", *runs, "--metric", metric]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_a_curve_has_a_bar_for_each_value() -> None:
+    assert draw_curve([0.0, 0.5, 1.0]) == "▁▅█"
+    assert draw_curve([2.0, 2.0]) == "▁▁"
+    assert draw_curve([1.0]) == ""
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "warns"),
+    [
+        ("policy/clip_ratio", [0.1] * 6 + [0.3] * 2, True),
+        ("policy/clip_ratio", [0.3] * 6 + [0.1] * 2, False),
+        ("policy/policy_entropy", [1.0] * 6 + [0.05] * 2, True),
+        ("policy/policy_entropy", [1.0] * 6 + [0.5] * 2, False),
+        ("policy/policy_entropy", [1.0, 0.05], False),  # too few to call it a collapse
+        ("reward/zero_variance_share", [0.9] * 4, True),
+        ("generate/truncated_turn_share", [0.2], True),
+        ("policy/rollout_train_logprobs_abs_diff_mean", [0.2], True),
+        ("policy/loss", [9.0], False),
+    ],
+)
+def test_unhealthy_ends_are_warned_of(metric: str, values: list[float], warns: bool) -> None:
+    rows = [{"step": step, metric: value} for step, value in enumerate(values)]
+    assert [line.split()[0] for line in find_warnings([{"step": 0}, *rows])] == [metric] * warns

@@ -1,0 +1,54 @@
+"""The command `skyrl-fast compare RUN [RUN ...] [--out FILE.png]`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from skyrl_fast.commands.command import UsageError, as_usage_error, log_to_stderr, needs_extra
+
+DEFAULT = "eval/all/avg_score"
+HELP = "draw a metric of several runs"
+DESCRIPTION = (
+    "Print the first, last and best value of a metric for each run, and draw them in one plot. "
+    "Runs of one label, such as seeds, are a line of means in a band of their range."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="[LABEL=]RUN", help="run folders")
+    parser.add_argument("--metric", default=DEFAULT, help=f"of metrics.jsonl; default: {DEFAULT}")
+    parser.add_argument("--out", type=Path, help="PNG to write; default: only print")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the table, and write the plot."""
+    with needs_extra("train"):
+        from skyrl_fast.train.output.loggers import read_metrics
+        from skyrl_fast.train.output.plot import plot_runs
+
+    log_to_stderr()
+    metric = options.metric
+    curves: dict[str, list[list[tuple[int, float]]]] = {}
+    sys.stdout.write(f"{metric}\n{'first':>10}{'last':>10}{'best':>10}{'at step':>9}  run\n")
+    for text in options.runs:
+        label, _, folder = text.rpartition("=")
+        file = Path(folder) / "metrics.jsonl"
+        if not file.is_file():
+            raise UsageError(
+                f"compare: {folder}: expected a run folder, got one without {file.name}"
+            )
+        with as_usage_error(OSError):
+            rows = read_metrics(file)
+        points = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
+        if not points:
+            raise UsageError(f"compare: {file}: expected values of {metric}, got none")
+        step, best = max(points, key=lambda point: point[1])
+        first, last = points[0][1], points[-1][1]
+        sys.stdout.write(f"{first:10.4g}{last:10.4g}{best:10.4g}{step:9}  {text}\n")
+        curves.setdefault(label or Path(folder).name, []).append(points)
+    if options.out is not None:
+        with as_usage_error(ValueError, OSError):
+            sys.stdout.write(f"{plot_runs(curves, metric, options.out)}\n")
+    return 0

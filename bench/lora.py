@@ -23,10 +23,11 @@ from typing import Any
 
 from examples.asynchronous.soak import children, command_of
 from skyrl_fast.train.output.loggers import read_metrics
+from skyrl_fast.train.output.plot import plot_runs
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 GIB = 2**30
-POLL_SECONDS = 0.5  # between two readings of the processes' peaks
+POLL_SECONDS = 1.0  # between two readings of the processes' peaks
 ENGINE = "VLLM::EngineCor"  # the kernel cuts names
 EVAL, SAMPLED = "eval/all/avg_score", "reward/avg_raw_reward"
 
@@ -38,23 +39,27 @@ class Run:
     Args:
         example: folder of the example.
         frozen: whether the learning rate is 0.
+        bfloat16: whether forward passes, and an adapter's base, are in bfloat16.
     """
 
     example: str
     lora: bool
     seed: int
     frozen: bool = False
+    bfloat16: bool = False
 
     @property
     def kind(self) -> str:
         """What is trained, for tables and plots."""
-        return "LoRA" if self.lora else "all weights"
+        return ("LoRA" if self.lora else "all weights") + ", bfloat16" * self.bfloat16
 
     @property
     def name(self) -> str:
         """Return its folder's name."""
         kind = "lora" if self.lora else "full"
-        return f"{self.example}_{kind}_{self.seed}{'_lr_0' * self.frozen}"
+        return (
+            f"{self.example}_{kind}_{self.seed}{'_lr_0' * self.frozen}{'_bfloat16' * self.bfloat16}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,7 @@ def train(run: Run, base: Path, steps: int | None) -> Measured:
         settings += [f"trainer.seed={run.seed}", f"trainer.run_path={folder.resolve()}"]
         settings += ["trainer.logger=[jsonl]", "trainer.plot=false", "trainer.ckpt_interval=-1"]
         settings += ["trainer.policy.optimizer_config.lr=0"] * run.frozen
+        settings += ["trainer.policy.dtype=bfloat16"] * run.bfloat16
         settings += [f"trainer.max_training_steps={steps}"] * (steps is not None)
         command = [sys.executable, str(example / "run.py"), "--base", str(base), *settings]
         peaks = measure_peaks(command)
@@ -160,23 +166,11 @@ def memory_table(found: dict[Run, Measured]) -> str:
 
 def plot(found: dict[Run, Measured], path: Path) -> None:
     """Write the evaluations of the quickstart's runs."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    labelled = set()
+    curves: dict[str, list[list[tuple[int, float]]]] = {}
     for run, measured in found.items():
         points = [(row["step"], row[EVAL]) for row in measured.rows if EVAL in row]
-        label = run.kind + ", learning rate 0" * run.frozen
-        style = "--" if run.frozen else "-o"
-        color = "tab:orange" if run.lora else "tab:blue"
-        shown = None if label in labelled else label
-        axes.plot(*zip(*points, strict=True), style, color=color, label=shown, alpha=0.8)
-        labelled.add(label)
-    axes.set(xlabel="step", ylabel="evaluation reward", title="quickstart")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
+        curves.setdefault(run.kind + ", learning rate 0" * run.frozen, []).append(points)
+    plot_runs(curves, "evaluation reward", path)
 
 
 def main() -> None:
@@ -194,6 +188,7 @@ def main() -> None:
     rewards = [Run("quickstart", lora, seed) for lora, seed in product((True, False), args.seeds)]
     rewards += [Run("quickstart", lora, first, frozen=True) for lora in (True, False)]
     memory = [Run("smollm", lora, first) for lora in (True, False)]
+    memory += [Run("smollm", True, first, bfloat16=True)]
     found = {run: train(run, base, args.steps) for run in (*rewards, *memory)}
     of_quickstart = {run: found[run] for run in rewards}
     text = f"{reward_table(of_quickstart)}\n\n{memory_table({run: found[run] for run in memory})}\n"

@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
 
 from examples.tiny_model.model import END, START, make_model
 
@@ -110,7 +111,7 @@ def _pad(rows: Sequence[Row], pad_token_id: int) -> tuple[torch.Tensor, torch.Te
     return ids, labels
 
 
-def chat_loss(model: Qwen3ForCausalLM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def chat_loss(model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the summed cross entropy of labelled tokens; the head runs only on those.
 
     Args:
@@ -127,7 +128,7 @@ def chat_loss(model: Qwen3ForCausalLM, ids: torch.Tensor, labels: torch.Tensor) 
 
 
 def train(
-    model: Qwen3ForCausalLM,
+    model: PreTrainedModel,
     rows: Sequence[Row],
     *,
     seed: int = 0,
@@ -184,7 +185,7 @@ def warm_start(
     output: Path,
     *,
     seed: int = 0,
-    model: dict[str, Any] | None = None,
+    make: Callable[..., PreTrainedModel] = make_model,
     **settings: Any,
 ) -> float:
     """Create and train a model, and save it with its tokenizer as a Hugging Face folder.
@@ -194,13 +195,14 @@ def warm_start(
         rows: from `encode_chats` or `encode_turns`.
         output: folder to write.
         seed: of the initial weights and of the order of the rows.
-        model: options of `make_model`.
+        make: creates the model, from the tokenizer and `seed=`.
         settings: options of `train`.
 
     Returns:
         The last mean loss.
     """
-    policy = make_model(tokenizer, seed=seed, **(model or {}))
+    transformers_logging.disable_progress_bar()  # of saving
+    policy = make(tokenizer, seed=seed)
     print(f"{len(tokenizer)} tokens, {policy.num_parameters():,} parameters, {len(rows)} rows")
     loss = train(policy, rows, seed=seed, **settings)
     tokenizer.save_pretrained(output)

@@ -40,9 +40,9 @@ def run_in(project: Path, *command: str) -> str:
 
 def test_a_new_project_passes_its_tests_and_can_be_tried(project: Path) -> None:
     assert "3 passed" in run_in(project, "pytest", "-q", "-p", "no:cacheprovider")
-    tried = run_in(project, "skyrl_fast.cli", "try", "config.yaml", "--answers", "3", "1")
+    tried = run_in(project, "skyrl_fast.cli", "try", "config.yaml", "--answers", "8", "7")
     assert "observation: lower" in tried
-    assert "rewards: 0 1" in tried
+    assert "rewards: 0 0.75" in tried
 
 
 def test_a_project_of_a_pretrained_model(tmp_path: Path) -> None:
@@ -64,8 +64,7 @@ def test_a_new_project_learns_and_is_viewed(project: Path) -> None:
     printed = run_in(project, "skyrl_fast.cli", "train", "config.yaml")
     assert "finished: 40 of 40 steps" in printed
     rewards = [row[EVAL] for row in read_metrics(project / "run/metrics.jsonl") if EVAL in row]
-    # The middle number each time scores 1 - 20/9/9 = 0.75; random words, near 0.
-    assert rewards[0] < 0.3 and rewards[-1] > 0.7
+    assert rewards[0] < 0.4 and rewards[-1] > 0.8  # 0.26 by chance, 1 where it is known
     assert "trajectories in" in run_in(project, "skyrl_fast.cli", "view", "run")
 
 

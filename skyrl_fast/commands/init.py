@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import runpy
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 from skyrl_fast.commands.command import UsageError, needs_extra
 from skyrl_fast.commands.quickstart import find_examples
@@ -14,16 +17,16 @@ from skyrl_fast.commands.quickstart import find_examples
 HELP = "create a project: an environment, prompts, settings, tests"
 DESCRIPTION = "Write a small project that trains at once, as the start of your own."
 TEMPLATE = Path(__file__).with_name("project")
-SECRETS = range(1, 10)
-PROMPT = "guess a number from 1 to 9"
+PROMPT, SECRET = "guess my number from 1 to 9", 7
 HINTS = "higher lower"
+NUM_GAMES, NUM_STEPS = 1000, 100  # of the tiny model's warm start
 TINY_PATH = "path: model"  # in the template's config.yaml
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, help="new folder")
     parser.add_argument(
-        "--model", help="pretrained model, a folder or a hub name; default: a tiny random one"
+        "--model", help="pretrained model, a folder or a hub name; default: a tiny one is made"
     )
 
 
@@ -35,16 +38,19 @@ def run(options: argparse.Namespace) -> int:
     if options.model is None:
         find_examples()
         with needs_extra("train"):
-            from examples.tiny_model.model import make_model, make_tokenizer
+            from torch import set_num_threads
+
+            from examples.tiny_model.model import make_tokenizer
+            from examples.tiny_model.warm_start import encode_chats, warm_start
     shutil.copytree(TEMPLATE, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for name, repeats in (("train", 10), ("eval", 2)):
-        rows = [{"prompt": PROMPT, "secret": secret} for secret in SECRETS] * repeats
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    row = json.dumps({"prompt": PROMPT, "secret": SECRET}) + "\n"
+    for name, count in (("train", 64), ("eval", 8)):
+        (folder / f"{name}.jsonl").write_text(row * count, encoding="utf-8")
     if options.model is None:
         tokenizer = make_tokenizer([PROMPT, HINTS], max_length=256)
-        make_model(tokenizer).save_pretrained(folder / "model")
-        tokenizer.save_pretrained(folder / "model")
+        rows = encode_chats(tokenizer, list(random_games(folder / "environment.py")))
+        set_num_threads(1)  # another one would be waited for longer than it computes
+        warm_start(tokenizer, rows, folder / "model", num_steps=NUM_STEPS)
     else:
         config = folder / "config.yaml"
         text = config.read_text(encoding="utf-8").replace(
@@ -53,3 +59,18 @@ def run(options: argparse.Namespace) -> int:
         config.write_text(text.replace("lr: 1.0e-3", "lr: 1.0e-6"), encoding="utf-8")
     sys.stdout.write(f"created {folder}; next:\n  cd {folder}\n  skyrl-fast train config.yaml\n")
     return 0
+
+
+def random_games(environment: Path) -> Iterator[list[dict[str, str]]]:
+    """Yield chats of a player who knows the rules, and guesses without thinking."""
+    game_class = runpy.run_path(str(environment))["Guess"]
+    random = Random(0)
+    for _ in range(NUM_GAMES):
+        game, done, text = game_class({"secret": random.randint(1, 9)}), False, PROMPT
+        chat = []
+        while not done:
+            guess = str(random.randint(1, 9))
+            chat += [{"role": "user", "content": text}, {"role": "assistant", "content": guess}]
+            step = game.step(guess)
+            done, text = step.done, step.observations
+        yield chat

@@ -4,12 +4,11 @@ import re
 
 from skyrl_fast.train import Env, EnvStep
 
-LARGEST = 9
-MAX_TURNS = 3
+MAX_TURNS = 4
 
 
 class Guess(Env):
-    """Answers each guess with "higher" or "lower"; rewards the last one by its distance."""
+    """Answers a guess with "higher" or "lower"; the reward falls with each turn."""
 
     def __init__(self, row):
         self.secret = row["secret"]
@@ -20,9 +19,9 @@ class Guess(Env):
         self.turns += 1
         number = re.search(r"\d+", action)
         guess = int(number[0]) if number else None
-        if guess is None or not 1 <= guess <= LARGEST:
-            return EnvStep(0.0, done=True)  # no guess: nothing to learn from a longer trajectory
-        if guess == self.secret or self.turns == MAX_TURNS:
-            return EnvStep(1 - abs(guess - self.secret) / LARGEST, done=True)
+        if guess == self.secret:
+            return EnvStep(1 - (self.turns - 1) / MAX_TURNS, done=True)
+        if guess is None or self.turns == MAX_TURNS:
+            return EnvStep(0.0, done=True)
         hint = "higher" if guess < self.secret else "lower"
         return EnvStep(0.0, done=False, observations=hint)

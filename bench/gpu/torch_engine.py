@@ -16,12 +16,10 @@ from skyrl_fast.config import SamplingParams
 from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
-from skyrl_fast.rollout.engine.weights.transports.file import receive_by_file
-from skyrl_fast.rollout.engine.weights.transports.memory import receive_from_memory
+from skyrl_fast.rollout.engine.weights.transports import TRANSPORTS
 
 GATHER_SECONDS = 0.002  # for which a batch waits for more requests
 MAX_BATCH = 256
-RECEIVERS = {"load_weights_file": receive_by_file, "load_weights_memory": receive_from_memory}
 STOP_TAIL = 24  # last tokens in which a stop string is looked for
 
 
@@ -101,9 +99,9 @@ class TorchEngine:
             return await asyncio.to_thread(self._prompt_logprobs, list(token_ids))
 
     async def load_weights(self, call: WorkerCall) -> None:
-        """Load new weights, of a file or of the trainer's memory."""
+        """Load new weights by any transport that needs no group of workers."""
         async with self._lock:
-            weights = dict(RECEIVERS[call.method](*call.arguments))
+            weights = dict(TRANSPORTS[call.transport].receive(self, *call.arguments))
             self._model.load_state_dict(weights, strict=False)  # tied ones once
 
     async def sleep(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +13,7 @@ from _probe_sweep import KERNEL_FAULTS, TRANSFER_FAULTS
 
 from skyrl_fast.rollout.engine.weights import worker
 from skyrl_fast.rollout.engine.weights.receipt import Receipt, dtype_name, record_digests
+from skyrl_fast.rollout.engine.weights.transports import TRANSPORTS
 from skyrl_fast.rollout.engine.weights.transports.file import receive_by_file
 from skyrl_fast.rollout.engine.weights.worker import WeightUpdateExtension
 
@@ -44,7 +45,8 @@ class FaultyExtension(WeightUpdateExtension):
                 return asdict(Receipt(digests, [], dtype_name(self.model_config.dtype)))
             case ("transfer", name):
                 arriving = TRANSFER_FAULTS[name](list(receive_by_file(path)), random.Random(0))
-                with patch.object(worker, "receive_by_file", lambda _: iter(arriving)):
+                by_file = replace(TRANSPORTS["file"], receive=lambda *_: iter(arriving))
+                with patch.dict(TRANSPORTS, file=by_file):
                     return super().load_weights_file(path)
             case (_, name):
                 with patch.object(worker, "record_digests", _changed_after_recording(name)):

@@ -230,7 +230,7 @@ def make_probe(engine: Any) -> WeightProbe:
 
 def file_call(path: Any) -> WorkerCall:
     """Return the call that loads a file without tensors."""
-    return WorkerCall("load_weights_file", [str(path)], SentWeights())
+    return WorkerCall("file", [str(path)], SentWeights())
 
 
 async def update_engine(

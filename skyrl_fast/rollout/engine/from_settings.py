@@ -22,10 +22,7 @@ from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup, read_model_config
 from skyrl_fast.rollout.engine.weights.group import BACKENDS
 from skyrl_fast.rollout.engine.weights.transfer import Transport
-from skyrl_fast.rollout.engine.weights.transports.broadcast import send_by_broadcast
-from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
-from skyrl_fast.rollout.engine.weights.transports.ipc import send_by_ipc
-from skyrl_fast.rollout.engine.weights.transports.memory import SharedMemory
+from skyrl_fast.rollout.engine.weights.transports import TRANSPORTS
 
 log = logging.getLogger(__name__)
 
@@ -104,14 +101,15 @@ def choose_transport(config: settings.Config) -> Transport:
     backend = engine.weight_sync_backend
     if config.engines_on_cluster:
         backend = choose_cluster_backend(config)
-    if backend == "ipc":
-        return send_by_ipc
-    if backend in BACKENDS:
-        return send_by_broadcast
     one_process = config.trainer.placement.num_ranks == 1 and config.engine_in_process
-    if backend == "auto" and one_process and sys.platform == "linux":
-        return SharedMemory()
-    return partial(send_by_file, folder=engine.weight_sync_path, unnamed=config.engine_in_process)
+    in_memory = one_process and sys.platform == "linux"
+    names = {
+        **dict.fromkeys(BACKENDS, "broadcast"),
+        "auto": "memory" if in_memory else "file",
+        "reload": "file",
+    }
+    transport = TRANSPORTS[names.get(backend, backend)]
+    return transport.send(engine.weight_sync_path, config.engine_in_process)
 
 
 def choose_cluster_backend(config: settings.Config) -> str:

@@ -20,6 +20,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ from skyrl_fast.rollout.engine.weights.receipt import (
     read_receipts,
 )
 from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
-from skyrl_fast.rollout.engine.weights.transports.broadcast import BroadcastCall, BroadcastSender
+from skyrl_fast.rollout.engine.weights.transports.broadcast import BroadcastSender
 from skyrl_fast.rollout.engine.weights.transports.file import write_adapter_folder
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 from skyrl_fast.system.network_interface import LOOPBACK
@@ -339,10 +340,8 @@ class RemoteEngine:
         if self._weight_sync == "reload":
             folder = str(Path(call.arguments[0]).parent)
             body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-        loading = self._post(RPC, json=body, timeout=CONTROL_SECONDS)
-        if isinstance(call, BroadcastCall) and self._sender is not None:
-            return await self._sender.send(call, loading)
-        return await loading
+        load = partial(self._post, RPC, json=body, timeout=CONTROL_SECONDS)
+        return await call.make(self._sender, load)
 
     async def _load_adapter(self, call: WorkerCall, adapter: dict[str, Any]) -> Any:
         """Load an adapter under a name that no adapter of any trainer has had.

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_fast.rollout.engine.weights.group import BACKENDS
-from skyrl_fast.rollout.engine.weights.transfer import IN_MEMORY
-from skyrl_fast.rollout.engine.weights.transports.file import is_weights_file
+from skyrl_fast.rollout.engine.weights.transfer import IN_MEMORY, LOAD
+from skyrl_fast.rollout.engine.weights.transports import TRANSPORTS
+from skyrl_fast.rollout.engine.weights.transports.file import check_path
 from skyrl_fast.system.child_environment import KEY_VARIABLE
 from skyrl_fast.system.http_guard import (
     App,
@@ -45,6 +46,7 @@ MAX_PORT = 2**16
 MAX_MEMBERS = 2**16  # of a process group
 MAX_BODY_BYTES = 64 << 20  # a prompt of millions of token ids
 KWARGS = {"kwargs"}
+UNKNOWN_CALL = "no such method here, or other arguments than a trainer's"
 PAUSE_QUERY = b"mode=abort&clear_cache=false"
 
 
@@ -191,21 +193,22 @@ def _check_call(
     folders: Sequence[Path], trainer: str | None, adapter: str | None, body: bytes
 ) -> bytes:
     """Return the call of a worker's method with the path that was checked, as JSON."""
-    call = _parse(body)
-    match call:
-        case {"method": "load_weights_file", "args": [str(text)], **rest} if rest.keys() <= KWARGS:
-            path, options = _check_path(folders, text), _check_adapter(rest, adapter)
-            allowed: Mapping[str, Any] = {
-                "method": "load_weights_file",
-                "args": [str(path)],
-                **options,
-            }
+    allowed: dict[str, Any]
+    match _parse(body):
+        case {"method": str(method), "args": [*arguments], **rest} if (
+            method.startswith(LOAD) and rest.keys() <= KWARGS
+        ):
+            transport = TRANSPORTS.get(method.removeprefix(LOAD))
+            checked = transport.check(arguments, folders, trainer) if transport else None
+            if checked is None:
+                raise RefusedError(403, UNKNOWN_CALL)
+            allowed = {"method": method, "args": checked, **_check_adapter(rest, adapter)}
         case {
             "method": "reload_weights",
             "kwargs": {"weights_path": str(text), **more},
             **rest,
         } if not rest and not more:
-            path = _check_path(folders, f"{text}/weights.safetensors")
+            path = check_path(f"{text}/weights.safetensors", folders)
             allowed = {"method": "reload_weights", "kwargs": {"weights_path": str(path.parent)}}
         case {
             "method": "join_weights_group",
@@ -217,27 +220,11 @@ def _check_call(
             if not (0 < port < MAX_PORT and 1 < size < MAX_MEMBERS):
                 raise RefusedError(403, "expected a port and a number of members")
             allowed = {"method": "join_weights_group", "args": [backend, address, port, size]}
-        case {"method": "load_weights_broadcast", "args": [], **rest} if (
-            rest.keys() <= KWARGS and trainer is not None
-        ):
-            options = _check_adapter(rest, adapter)
-            allowed = {"method": "load_weights_broadcast", "args": [], **options}
         case {
             "method": ("prepare_sampler" | "weights_dtype") as method,
             **rest,
         } if not rest:
             allowed = {"method": method}
         case _:
-            raise RefusedError(403, "no such method here, or other arguments than a trainer's")
+            raise RefusedError(403, UNKNOWN_CALL)
     return json.dumps(allowed).encode()
-
-
-def _check_path(folders: Sequence[Path], text: str) -> Path:
-    """Return the path without links; the refusal does not tell whether such a file exists."""
-    try:
-        path = Path(text).resolve(strict=True)
-        if is_weights_file(path, folders):
-            return path
-    except (OSError, ValueError, RuntimeError):  # NUL, too long, a cycle of links
-        pass
-    raise RefusedError(403, "expected weights that a trainer has written into the shared folder")

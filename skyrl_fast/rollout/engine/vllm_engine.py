@@ -54,7 +54,7 @@ from skyrl_fast.rollout.engine.weights.receipt import (
     read_receipts,
 )
 from skyrl_fast.rollout.engine.weights.transfer import IN_MEMORY, WorkerCall
-from skyrl_fast.rollout.engine.weights.transports.broadcast import BroadcastCall, BroadcastSender
+from skyrl_fast.rollout.engine.weights.transports.broadcast import BroadcastSender
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 from skyrl_fast.system.log_tail import log_tail
 from skyrl_fast.system.parent_watch import children_exit_with_this_process
@@ -387,14 +387,7 @@ class VllmEngine:
         rpc = partial(
             self._get_llm().collective_rpc, call.method, args=(*call.arguments,), **options
         )
-        if not isinstance(call, BroadcastCall):
-            return await self._answer(rpc())
-        if self._sender is None:
-            raise WeightSyncError(
-                f"weight_sync_backend: expected one of {', '.join(BACKENDS)} at the engine's "
-                f"start, got {self._setup.engine.weight_sync_backend}"
-            )
-        return await self._sender.send(call, self._answer(rpc()))
+        return await call.make(self._sender, lambda: self._answer(rpc()))
 
     async def sleep(self) -> None:
         """Free the engine's GPU memory until the next weights; needs `enable_sleep_mode`.

@@ -10,6 +10,7 @@ from collections.abc import (
     AsyncIterator,
     Callable,
     Collection,
+    Coroutine,
     Iterable,
     Iterator,
     Mapping,
@@ -17,7 +18,7 @@ from collections.abc import (
 )
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -25,6 +26,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from skyrl_fast.rollout.engine.weights.receipt import SentWeights
 from skyrl_fast.system.torch_threads import end_torch_threads
 
+T = TypeVar("T")
+
+LOAD = "load_weights_"  # before a transport's name: the method of workers that loads by it
 IN_MEMORY = "handed over by the trainer"  # path of an adapter, from which nothing is read
 OF_POLICY = ":"  # between a policy's name and those of its adapter's matrices
 
@@ -39,13 +43,27 @@ class WorkerCall:
     Several engines can make it at once, and repeat it as long as the transport's context is open.
 
     Args:
+        transport: its name in `TRANSPORTS`.
         arguments: texts, bytes, numbers and lists of them: vLLM sends them without pickle.
         sent: the tensors that the receipt must have.
     """
 
-    method: str
+    transport: str
     arguments: list[Any]
     sent: SentWeights
+
+    @property
+    def method(self) -> str:
+        return f"{LOAD}{self.transport}"
+
+    async def make(self, sender: Any, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Return the workers' answer.
+
+        Args:
+            sender: the engine's `BroadcastSender`; None: it has none.
+            call: calls the workers.
+        """
+        return await call()
 
     def for_engines(self, number: int) -> Sequence[WorkerCall]:
         """Return the calls of engines that load at the same time; each must be made, or closed."""

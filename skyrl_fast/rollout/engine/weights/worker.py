@@ -18,15 +18,15 @@ from skyrl_fast.rollout.engine.vllm_patches.packed_weights import renew_packed_w
 from skyrl_fast.rollout.engine.vllm_patches.seeded_sampling import sample_by_inversion
 from skyrl_fast.rollout.engine.weights.group import WeightsGroup, store_at
 from skyrl_fast.rollout.engine.weights.receipt import Receipt, dtype_name, record_digests
-from skyrl_fast.rollout.engine.weights.transfer import OF_POLICY
-from skyrl_fast.rollout.engine.weights.transports.broadcast import receive_by_broadcast
-from skyrl_fast.rollout.engine.weights.transports.file import receive_by_file
-from skyrl_fast.rollout.engine.weights.transports.ipc import receive_by_ipc
-from skyrl_fast.rollout.engine.weights.transports.memory import receive_from_memory
+from skyrl_fast.rollout.engine.weights.transfer import LOAD, OF_POLICY
+from skyrl_fast.rollout.engine.weights.transports import TRANSPORTS
 
 
 class WeightUpdateExtension:
-    """Mixed into vLLM's worker class; its methods run in the engine's process."""
+    """Mixed into vLLM's worker class; its methods run in the engine's process.
+
+    It has a method for each transport, such as `load_weights_file`.
+    """
 
     model_runner: Any
     model_config: Any
@@ -54,26 +54,6 @@ class WeightUpdateExtension:
         dtypes = {dtype_name(parameter.dtype) for parameter in parameters}
         return dtypes.pop() if len(dtypes) == 1 else None
 
-    def load_weights_file(self, path: str, **adapter: Any) -> dict[str, Any]:
-        """Load the tensors of a safetensors file; return a `Receipt` as a dict.
-
-        Args:
-            adapter: none for the model's weights; of adapters their config, and the version of
-                each by its policy's name.
-        """
-        return self._load(receive_by_file(path), **adapter)
-
-    def load_weights_memory(self, path: str, parts: list[Any], **adapter: Any) -> dict[str, Any]:
-        """Load tensors from the trainer's main memory; see `load_weights_file`."""
-        return self._load(receive_from_memory(path, parts), **adapter)
-
-    def load_weights_ipc(self, handles: list[Any], **adapter: Any) -> dict[str, Any]:
-        """Load tensors from the trainer's GPU memory; see `load_weights_file`."""
-        receipt = self._load(receive_by_ipc(handles), **adapter)
-        torch.accelerator.synchronize()  # all is read before the trainer continues
-        torch.cuda.ipc_collect()
-        return receipt
-
     def join_weights_group(self, backend: str, address: str, port: int, size: int) -> None:
         """Connect with the trainer, for `load_weights_broadcast`.
 
@@ -86,16 +66,18 @@ class WeightUpdateExtension:
         group.connect(store_at(address, port))
         self.weights_group = group
 
-    def load_weights_broadcast(self, **adapter: Any) -> dict[str, Any]:
-        """Load the tensors that the trainer sends meanwhile; see `load_weights_file`."""
-        return self._load(receive_by_broadcast(self.weights_group), **adapter)
-
     def _load(
         self,
         weights: Iterator[tuple[str, torch.Tensor]],
         adapter: str | None = None,
         versions: Mapping[str, int] | None = None,
     ) -> dict[str, Any]:
+        """Load the tensors; return a `Receipt` as a dict.
+
+        Args:
+            adapter: None for the model's weights; of adapters their config.
+            versions: of each adapter by its policy's name.
+        """
         if adapter is not None:
             return self._replace_adapters(weights, json.loads(adapter), versions or {})
         model = self.model_runner.get_model()
@@ -174,6 +156,20 @@ class WeightUpdateExtension:
         manager.add_adapter(lora)
         manager.activate_adapter(version)
         return sorted(name for name in lora.loras if name not in manager.modules)
+
+
+def _make_load(name: str) -> Callable[..., dict[str, Any]]:
+    def load(worker: WeightUpdateExtension, *arguments: Any, **adapter: Any) -> dict[str, Any]:
+        transport = TRANSPORTS[name]
+        receipt = worker._load(transport.receive(worker, *arguments), **adapter)
+        transport.finish()
+        return receipt
+
+    return load
+
+
+for _name in TRANSPORTS:  # vLLM calls a worker's methods by their names
+    setattr(WeightUpdateExtension, f"{LOAD}{_name}", _make_load(_name))
 
 
 def _find_unloaded(parameters: set[str], loaded: set[str]) -> list[str]:

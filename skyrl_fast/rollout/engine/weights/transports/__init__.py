@@ -1,1 +1,78 @@
-"""Ways of new weights to an engine: each sends on the trainer's side and receives on a worker's."""
+"""Ways of new weights to an engine: a file for each, and its line in `TRANSPORTS`.
+
+A transport of this table is chosen by `choose_transport`, loaded by `WeightUpdateExtension`, and
+passed or refused by `EngineGuard`.
+
+Design: docs/design/007-rollout-and-weight-sync.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skyrl_fast.rollout.engine.weights.transfer import Transport
+from skyrl_fast.rollout.engine.weights.transports.broadcast import (
+    check_broadcast_call,
+    receive_by_broadcast,
+    send_by_broadcast,
+)
+from skyrl_fast.rollout.engine.weights.transports.file import (
+    check_file_call,
+    receive_by_file,
+    send_by_file,
+)
+from skyrl_fast.rollout.engine.weights.transports.ipc import (
+    finish_ipc,
+    receive_by_ipc,
+    send_by_ipc,
+)
+from skyrl_fast.rollout.engine.weights.transports.memory import SharedMemory, receive_from_memory
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTransport:
+    """One way of new weights.
+
+    Args:
+        send: returns the trainer's side, given the folder of files and whether one may be unnamed.
+        receive: yields the tensors, given the worker and the arguments of the trainer's call.
+        check: returns the arguments as a server may take them from the network, given them, its
+            folders and its trainer's address; None: it refuses them.
+        finish: called in the worker when all tensors are loaded.
+    """
+
+    send: Callable[[str | None, bool], Transport]
+    receive: Callable[..., Iterator[tuple[str, torch.Tensor]]]
+    check: Callable[[list[Any], Sequence[Path], str | None], list[Any] | None] = (
+        lambda arguments, folders, trainer: None
+    )
+    finish: Callable[[], None] = lambda: None
+
+
+TRANSPORTS = {
+    "file": WeightTransport(
+        lambda folder, unnamed: partial(send_by_file, folder=folder, unnamed=unnamed),
+        lambda worker, path: receive_by_file(path),
+        check=check_file_call,
+    ),
+    "memory": WeightTransport(
+        lambda folder, unnamed: SharedMemory(),
+        lambda worker, path, parts: receive_from_memory(path, parts),
+    ),
+    "ipc": WeightTransport(
+        lambda folder, unnamed: send_by_ipc,
+        lambda worker, handles: receive_by_ipc(handles),
+        finish=finish_ipc,
+    ),
+    "broadcast": WeightTransport(
+        lambda folder, unnamed: send_by_broadcast,
+        lambda worker: receive_by_broadcast(worker.weights_group),
+        check=check_broadcast_call,
+    ),
+}

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +27,7 @@ from skyrl_fast.rollout.engine.weights.buckets import (
     pack_buckets,
     read_header,
 )
-from skyrl_fast.rollout.engine.weights.group import WeightsGroup, listening_store
+from skyrl_fast.rollout.engine.weights.group import BACKENDS, WeightsGroup, listening_store
 from skyrl_fast.rollout.engine.weights.prefetch import Prefetch, Reader
 from skyrl_fast.rollout.engine.weights.receipt import SentWeights, WeightSyncError
 from skyrl_fast.rollout.engine.weights.transfer import Weights, WorkerCall, distinct_tensors
@@ -92,6 +93,12 @@ def receive_by_broadcast(group: WeightsGroup) -> Iterator[tuple[str, torch.Tenso
         received.close()
 
 
+def check_broadcast_call(
+    arguments: list[Any], folders: Sequence[Path], trainer: str | None
+) -> list[Any] | None:
+    return None if arguments or trainer is None else []
+
+
 def _receive_buckets(group: WeightsGroup, stream: Any) -> Iterator[Bucket]:
     with torch.cuda.stream(stream):  # None: does nothing
         while (text := group.meet()) != THE_END:
@@ -130,6 +137,14 @@ class BroadcastCall(WorkerCall):
         """Return calls that share buckets, which are sent to all before the next but one."""
         return self.source.make_calls(number)
 
+    async def make(
+        self, sender: BroadcastSender | None, call: Callable[[], Coroutine[Any, Any, T]]
+    ) -> T:
+        if sender is None:
+            expected = f"expected one of {', '.join(BACKENDS)} at the engine's start"
+            raise WeightSyncError(f"weight_sync_backend: {expected}, got another one")
+        return await sender.send(self, call())
+
     def close(self) -> None:
         """Let the other engines continue without this one."""
         self.buckets.close()
@@ -157,7 +172,7 @@ class BucketSource:
         # From the start: engines that are restarted have nothing of an earlier pass.
         self._pass = Prefetch(self._make_buckets, number)
         return [
-            BroadcastCall("load_weights_broadcast", [], self._sent, self, reader)
+            BroadcastCall("broadcast", [], self._sent, self, reader)
             for reader in self._pass.readers
         ]
 

@@ -25,6 +25,7 @@ import torch
 from skyrl_fast.rollout.engine.weights.receipt import SentWeights, WeightSyncError
 from skyrl_fast.rollout.engine.weights.transfer import Weights, WorkerCall, distinct_tensors
 from skyrl_fast.system.file_lock import close_locked
+from skyrl_fast.system.http_guard import RefusedError
 from skyrl_fast.system.temporary_folder import lock_new_folder, remove_stale_folders
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ def send_by_file(
     with ExitStack() as stack:
         # In a function of its own: its copies of the weights are freed before the engines load.
         path, sent = _write(stack, weights, dtype, folder, unnamed)
-        yield WorkerCall("load_weights_file", [str(path)], sent)
+        yield WorkerCall("file", [str(path)], sent)
 
 
 def receive_by_file(path: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -91,21 +92,31 @@ def weights_folders(folder: str | None) -> list[Path]:
     return [Path(folder)] if folder else [SHARED_MEMORY, Path(tempfile.gettempdir())]
 
 
-def is_weights_file(path: Path, folders: Sequence[Path]) -> bool:
-    """Return whether a file of `send_by_file` of this user in one of these folders has this path.
+def check_file_call(
+    arguments: list[Any], folders: Sequence[Path], trainer: str | None
+) -> list[Any] | None:
+    match arguments:
+        case [str(path)]:
+            return [str(check_path(path, folders))]
+    return None
 
-    Other users may create folders in shared memory, too.
 
-    Args:
-        path: without symbolic links.
+def check_path(text: str, folders: Sequence[Path]) -> Path:
+    """Return the path, without links, of a file of `send_by_file` in one of these folders.
+
+    Raises:
+        RefusedError: it is of another user, or none; not told is whether such a file exists.
     """
-    has_name = path.name == _NAME and path.parent.name.startswith(_PREFIX)
-    return (
-        has_name
-        and path.parent.parent in [folder.resolve() for folder in folders]
-        and _is_private(path.parent.stat())
-        and path.is_file()
-    )
+    try:
+        path = Path(text).resolve(strict=True)
+        in_folder = path.parent.parent in [folder.resolve() for folder in folders]
+        has_name = path.name == _NAME and path.parent.name.startswith(_PREFIX)
+        # Other users may create folders in shared memory, too.
+        if has_name and in_folder and _is_private(path.parent.stat()) and path.is_file():
+            return path
+    except (OSError, ValueError, RuntimeError):  # NUL, too long, a cycle of links
+        pass
+    raise RefusedError(403, "expected weights that a trainer has written into the shared folder")
 
 
 def _is_private(folder: os.stat_result) -> bool:

@@ -42,7 +42,7 @@ def send_by_ipc(weights: Weights, dtype: torch.dtype | None = None) -> Iterator[
     sent = SentWeights()
     for name, tensor in tensors.items():
         sent.add(name, tensor)
-    yield WorkerCall("load_weights_ipc", [handles], sent)
+    yield WorkerCall("ipc", [handles], sent)
     torch.cuda.ipc_collect()
 
 
@@ -63,6 +63,12 @@ def receive_by_ipc(handles: Iterable[list[Any]]) -> Iterator[tuple[str, torch.Te
             *storage,
         )
         yield name, tensor
+
+
+def finish_ipc() -> None:
+    """Return when all is read, before the trainer continues."""
+    torch.accelerator.synchronize()
+    torch.cuda.ipc_collect()
 
 
 def _make_handle(tensor: torch.Tensor) -> list[Any]:

@@ -80,7 +80,7 @@ class SharedMemory:
             info = [name, dtype_name(tensor.dtype), list(tensor.shape)]
             parts.append([*info, tensor.data_ptr() - self._first if tensor.numel() else 0])
         path = f"/proc/{os.getpid()}/fd/{self._file}"
-        yield WorkerCall("load_weights_memory", [path, parts], sent)
+        yield WorkerCall("memory", [path, parts], sent)
 
     def _holds(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> bool:
         if self._memory is None or tensor.device.type != "cpu" or not tensor.is_contiguous():

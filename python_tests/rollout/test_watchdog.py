@@ -17,7 +17,6 @@ from skyrl_fast.rollout.activity import (
     MAKING,
     WAITING,
     ActivityBoard,
-    Watchdog,
 )
 from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
@@ -44,28 +43,27 @@ class Clock:
 def test_slow_is_reported_once_per_phase_and_stuck_after_every_deadline() -> None:
     clock = Clock()
     board = ActivityBoard(clock)
-    watchdog = Watchdog(board, slow_seconds=10, stuck_seconds=30)
     entry = board.enter("7", 2)
     clock.now = 1000.0  # waiting for its turn is neither
-    assert watchdog.slow("7") == watchdog.stuck("7") == []
+    assert board.report_slow("7", 10) == board.find_stuck("7", 30) == []
     board.set_phase(entry, MAKING, attempt=0, turn=0)
     clock.now += 9
     board.set_phase(entry, ACTING, attempt=1, turn=3)
     clock.now += 9
-    assert watchdog.slow("7") == []
+    assert board.report_slow("7", 10) == []
     clock.now += 1
-    assert watchdog.slow("7") == [entry]
+    assert board.report_slow("7", 10) == [entry]
     assert entry.describe(clock.now) == "7/2: turn 4, attempt 2, in its environment for 10 s"
-    assert watchdog.slow("7") == []  # once is enough
+    assert board.report_slow("7", 10) == []  # once is enough
     board.set_phase(entry, GENERATING, attempt=1, turn=4)
     clock.now += 10
-    assert watchdog.slow("7") == [entry]
-    assert watchdog.stuck("7") == []
+    assert board.report_slow("7", 10) == [entry]
+    assert board.find_stuck("7", 30) == []
     clock.now += 1
-    assert watchdog.stuck("7") == [entry]
-    assert watchdog.stuck("8") == []
+    assert board.find_stuck("7", 30) == [entry]
+    assert board.find_stuck("8", 30) == []
     board.leave(entry)
-    assert watchdog.stuck("7") == []
+    assert board.find_stuck("7", 30) == []
 
 
 def test_oldest_returns_the_entries_longest_in_their_phase() -> None:

@@ -22,7 +22,7 @@ import numpy as np
 
 from skyrl_fast.gateway.form_limits import FormError, check_form
 from skyrl_fast.rollout.workers.calls import ProcessCalls
-from skyrl_fast.rollout.workers.protocol import CallResult
+from skyrl_fast.rollout.workers.protocol import CallResult, HandlerSettings
 
 COMPILER = "xgrammar"  # vLLM's own
 MAX_PROCESSES = 2
@@ -85,14 +85,12 @@ class FormCompiler:
 
 
 @dataclass(frozen=True, slots=True)
-class _Settings:
-    """What a process needs: a `HandlerSettings`."""
+class _Settings(HandlerSettings):
+    """What a process needs."""
 
     tokenizer: Any
 
-    first_call: ClassVar[str] = ""
     modules: ClassVar[Sequence[str]] = (COMPILER,)
-    optional_modules: ClassVar[Sequence[str]] = ()
     max_bytes: ClassVar[int] = 1 << 20
 
     def handler(self) -> _Handler:
@@ -100,9 +98,6 @@ class _Settings:
 
     def check_value(self, what: str, value: Any) -> str:
         return str(value)
-
-    def check_importable(self) -> None:
-        pass
 
 
 class _Handler:

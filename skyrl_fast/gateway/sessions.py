@@ -29,7 +29,7 @@ from skyrl_fast.gateway.server import Gateway, JsonAnswer, json_body, key_of
 from skyrl_fast.gateway.session import Session
 from skyrl_fast.gateway.transcript import Transcript
 from skyrl_fast.rollout.activity import Activity
-from skyrl_fast.rollout.stop_reason import STOP, TIMEOUT
+from skyrl_fast.rollout.stop_reason import TIMEOUT
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.trajectory_store.writer import StoreError
 
@@ -108,11 +108,7 @@ class Sessions:
         trajectory = Trajectory(
             uid=uid,
             repetition_id=self._repetitions[uid],
-            steps=[],
-            stop_reason=STOP,
             env_class=ENV_CLASS,
-            env_metrics={},
-            seconds=0.0,
             data_source=data_source,
         )
         self._repetitions[uid] += 1

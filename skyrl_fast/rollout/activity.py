@@ -137,40 +137,19 @@ class ActivityBoard:
             result[entry.phase] += 1
         return result
 
-
-class Watchdog:
-    """Find trajectories that are slow, once per phase, and trajectories that are stuck.
-
-    Args:
-        slow_seconds: time in one phase after which a trajectory is reported.
-        stuck_seconds: time after the end of waiting after which a trajectory will not return: its
-            deadline has passed, and the time for closing its environment too.
-    """
-
-    def __init__(self, board: ActivityBoard, *, slow_seconds: float, stuck_seconds: float) -> None:
-        self._board = board
-        self._slow_seconds = slow_seconds
-        self._stuck_seconds = stuck_seconds
-
-    def slow(self, uid: str) -> list[Activity]:
-        """Return trajectories of this group that became slow since the last call."""
-        now = self._board.clock()
-        found = [
+    def report_slow(self, uid: str, seconds: float) -> list[Activity]:
+        """Return trajectories of this group that are so long in one phase, once per phase."""
+        now = self.clock()
+        slow = [
             entry
-            for entry in self._board.of(uid)
-            if entry.phase != WAITING
-            and not entry.reported
-            and now - entry.since >= self._slow_seconds
+            for entry in self.of(uid)
+            if entry.phase != WAITING and not entry.reported and now - entry.since >= seconds
         ]
-        for entry in found:
+        for entry in slow:
             entry.reported = True
-        return found
+        return slow
 
-    def stuck(self, uid: str) -> list[Activity]:
-        """Return trajectories of this group that are past every deadline."""
-        now = self._board.clock()
-        return [
-            entry
-            for entry in self._board.of(uid)
-            if entry.began is not None and now - entry.began >= self._stuck_seconds
-        ]
+    def find_stuck(self, uid: str, seconds: float) -> list[Activity]:
+        """Return trajectories of this group that ended waiting so long ago."""
+        now = self.clock()
+        return [e for e in self.of(uid) if e.began is not None and now - e.began >= seconds]

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from skyrl_fast.rollout.reasoning import ReasoningParser
 from skyrl_fast.rollout.tool_calls import ParsedAnswer, ToolCallParser
 from skyrl_fast.rollout.workers.calls import ProcessCalls
-from skyrl_fast.rollout.workers.protocol import CallResult
+from skyrl_fast.rollout.workers.protocol import CallResult, HandlerSettings
 from skyrl_fast.system.digests import digest_number
 
 log = logging.getLogger(__name__)
@@ -46,18 +46,6 @@ class AnswerParts:
     thoughts: str
     rest: str
     parsed: ParsedAnswer
-
-
-@dataclass(frozen=True, slots=True)
-class _ParseRequest:
-    """An answer to be parsed; arguments as of `AnswerParser.parse`."""
-
-    text: str
-    tools: list[dict[str, Any]] | None
-    forced: str | None
-    template_kwargs: dict[str, Any]
-    with_thoughts: bool
-    with_calls: bool
 
 
 class AnswerParser:
@@ -101,11 +89,12 @@ class AnswerParser:
         if not thoughts and not calls:
             return AnswerParts("", text, ParsedAnswer(text))
         offered = None if tools is None else [dict(tool) for tool in tools]
-        request = _ParseRequest(text, offered, forced, dict(template_kwargs or {}), thoughts, calls)
+        kwargs = dict(template_kwargs or {})
+        arguments = (text, offered, forced, kwargs, thoughts, calls)
         if len(text) <= MAX_INLINE:
-            parts = self._settings.parse(request)
+            parts = self._settings.parse(*arguments)
         else:
-            parts = await self._parse_in_process(request)
+            parts = await self._parse_in_process(text, arguments)
         parsed = parts.parsed
         failed = parsed.failed or any(_is_odd(call, tools) for call in parsed.tool_calls)
         named = [
@@ -114,50 +103,52 @@ class AnswerParser:
         ]
         return replace(parts, parsed=replace(parsed, tool_calls=named, failed=failed))
 
-    async def _parse_in_process(self, request: _ParseRequest) -> AnswerParts:
-        outcome = await self._calls.call(PARSE, request, PARSE_SECONDS)
+    async def _parse_in_process(self, text: str, arguments: tuple[Any, ...]) -> AnswerParts:
+        outcome = await self._calls.call(PARSE, arguments, PARSE_SECONDS)
         if outcome.failure is None:
             parts: AnswerParts = outcome.value
             return parts
-        log.warning("an answer of %d characters stays text: %s", len(request.text), outcome.failure)
-        return AnswerParts("", request.text, ParsedAnswer(request.text, failed=True))
+        log.warning("an answer of %d characters stays text: %s", len(text), outcome.failure)
+        return AnswerParts("", text, ParsedAnswer(text, failed=True))
 
 
 @dataclass(frozen=True, slots=True)
-class _Parsers:
-    """What a process needs: a `HandlerSettings`, and its own handler."""
+class _Parsers(HandlerSettings):
+    """What a process needs, and its own handler; to unpickle the parsers imports vLLM."""
 
     tool_parser: ToolCallParser | None
     reasoning_parser: ReasoningParser | None
 
-    first_call: ClassVar[str] = ""
-    modules: ClassVar[Sequence[str]] = ()  # to unpickle the parsers imports vLLM
-    optional_modules: ClassVar[Sequence[str]] = ()
     max_bytes: ClassVar[int] = MAX_ANSWER_BYTES
 
-    def parse(self, request: _ParseRequest) -> AnswerParts:
-        thoughts, rest = "", request.text
-        if self.reasoning_parser is not None and request.with_thoughts:
-            thoughts, rest = self.reasoning_parser.divide(rest, request.template_kwargs)
+    def parse(
+        self,
+        text: str,
+        tools: list[dict[str, Any]] | None,
+        forced: str | None,
+        template_kwargs: dict[str, Any],
+        with_thoughts: bool,
+        with_calls: bool,
+    ) -> AnswerParts:
+        thoughts, rest = "", text
+        if self.reasoning_parser is not None and with_thoughts:
+            thoughts, rest = self.reasoning_parser.divide(rest, template_kwargs)
         parsed = ParsedAnswer(rest)
-        if self.tool_parser is not None and request.with_calls:
-            parsed = self.tool_parser.parse(rest, request.tools, forced=request.forced)
+        if self.tool_parser is not None and with_calls:
+            parsed = self.tool_parser.parse(rest, tools, forced=forced)
         return AnswerParts(thoughts, rest, parsed)
 
     def handler(self) -> _Parsers:
         return self
 
-    def call(self, what: str, argument: _ParseRequest) -> CallResult:
+    def call(self, what: str, argument: tuple[Any, ...]) -> CallResult:
         try:
-            return CallResult(self.parse(argument))
+            return CallResult(self.parse(*argument))
         except Exception as error:  # the parsers catch what a text may cause
             return CallResult(failure=f"{what}: {type(error).__name__}: {error}")
 
     def check_value(self, what: str, value: Any) -> AnswerParts:
         return AnswerParts(value["thoughts"], value["rest"], ParsedAnswer(**value["parsed"]))
-
-    def check_importable(self) -> None:
-        """See `HandlerSettings.check_importable`."""
 
 
 def _is_odd(call: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> bool:

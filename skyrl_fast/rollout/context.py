@@ -7,7 +7,7 @@ Three kinds with one interface: `prompt_token_ids` returns a turn's prompt; `add
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from skyrl_fast.rollout.chat_template import (
@@ -19,7 +19,6 @@ from skyrl_fast.rollout.chat_template import (
     text_after,
 )
 
-CONTEXTS = ("append", "retemplate", "single")
 _OPENING_TAG = re.compile(r"([<\[◁])(\w+)([>\]▷])")  # of thoughts, such as <think>
 
 
@@ -61,13 +60,9 @@ def begin_context(kind: str, template: ChatTemplate, messages: Sequence[Message]
     Raises:
         ValueError: unknown kind. ContextError: the chat template refuses the messages.
     """
-    if kind == "append":
-        return _AppendContext(template, messages)
-    if kind == "retemplate":
-        return _RetemplateContext(template, messages)
-    if kind == "single":
-        return _SingleContext(template, messages)
-    raise ValueError(f"begin_context: kind: expected one of {CONTEXTS}, got {kind!r}")
+    if kind not in CONTEXTS:
+        raise ValueError(f"begin_context: kind: expected one of {(*CONTEXTS,)}, got {kind!r}")
+    return CONTEXTS[kind](template, messages)
 
 
 def render_answer(
@@ -178,19 +173,26 @@ def _after_answer(
     return closed + after[len(before) :]
 
 
-class _AppendContext:
-    """Tokens are only appended: token ids in, token ids out."""
+class _GrowingContext:
+    """One list of tokens, which grows."""
 
     def __init__(self, template: ChatTemplate, messages: Sequence[Message]) -> None:
         self.template = template
         self._token_ids = template.token_ids(template.render_checked(messages))
+
+    def prompt_token_ids(self) -> list[int]:
+        return self._token_ids
+
+
+class _AppendContext(_GrowingContext):
+    """Tokens are only appended: token ids in, token ids out."""
+
+    def __init__(self, template: ChatTemplate, messages: Sequence[Message]) -> None:
+        super().__init__(template, messages)
         # Some templates require a system or user message first: keep the prompt's messages.
         self._messages = list(messages)
         self._answer: Message = {}
         self._ended = False
-
-    def prompt_token_ids(self) -> list[int]:
-        return self._token_ids
 
     def add_response(
         self, token_ids: Sequence[int], message: Message, *, replaced: bool, stopped: bool = True
@@ -238,15 +240,8 @@ class _RetemplateContext:
         self._messages += self.template.without_control_tokens(messages)
 
 
-class _SingleContext:
+class _SingleContext(_GrowingContext):
     """One long answer of the model, with observations inside."""
-
-    def __init__(self, template: ChatTemplate, messages: Sequence[Message]) -> None:
-        self.template = template
-        self._token_ids = template.token_ids(template.render_checked(messages))
-
-    def prompt_token_ids(self) -> list[int]:
-        return self._token_ids
 
     def add_response(
         self, token_ids: Sequence[int], message: Message, *, replaced: bool, stopped: bool = True
@@ -265,3 +260,10 @@ class _SingleContext:
     def _add_text(self, text: str) -> None:
         text = self.template.without_control_tokens(text)
         self._token_ids += self.template.token_ids(text, after=self._token_ids)
+
+
+CONTEXTS: dict[str, Callable[[ChatTemplate, Sequence[Message]], Context]] = {
+    "append": _AppendContext,
+    "retemplate": _RetemplateContext,
+    "single": _SingleContext,
+}

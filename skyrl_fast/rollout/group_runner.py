@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from skyrl_fast.config import GeneratorConfig
-from skyrl_fast.rollout.activity import Activity, ActivityBoard, Watchdog
+from skyrl_fast.rollout.activity import Activity, ActivityBoard
 from skyrl_fast.rollout.loop_settings import RolloutPrompt, check_loop_settings
 from skyrl_fast.rollout.stop_reason import TIMEOUT
 from skyrl_fast.rollout.trajectory import Trajectory
@@ -101,11 +101,8 @@ class GroupRunner:
         self._close_seconds = CLOSE_CALLS * env_timeout_seconds + GRACE_SECONDS
         deadline = config.trajectory_timeout_seconds
         self._poll_seconds = POLL_SHARE * deadline if poll_seconds is None else poll_seconds
-        self._watchdog = Watchdog(
-            self.board,
-            slow_seconds=SLOW_SHARE * deadline,
-            stuck_seconds=deadline + self._close_seconds,
-        )
+        self._slow_seconds = SLOW_SHARE * deadline
+        self._stuck_seconds = deadline + self._close_seconds
 
     async def group(
         self, prompt: RolloutPrompt, *, phase: str, policy_version: int
@@ -196,10 +193,10 @@ class GroupRunner:
             if member.task.done():
                 ended[repetition_id] = member.task.result()
                 del members[repetition_id]
-        for entry in self._watchdog.slow(prompt.uid):
+        for entry in self.board.report_slow(prompt.uid, self._slow_seconds):
             self.faults["slow_trajectories"] += 1
             log.warning("slow: %s", entry.describe(self.board.clock()))
-        for entry in self._watchdog.stuck(prompt.uid):
+        for entry in self.board.find_stuck(prompt.uid, self._stuck_seconds):
             if entry.repetition_id in members:
                 self._give_up(run, prompt, phase, members, ended, entry)
         lost = not members and all(t.failure == _GIVEN_UP for t in ended.values())
@@ -239,11 +236,8 @@ class GroupRunner:
         ended[entry.repetition_id] = Trajectory(
             uid=prompt.uid,
             repetition_id=entry.repetition_id,
-            steps=[],
             stop_reason=TIMEOUT,
             env_class=prompt.env_class,
-            env_metrics={},
-            seconds=0.0,
             failure=_GIVEN_UP,
             phase=phase,
             data_source=prompt.data_source,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from skyrl_fast.config import GeneratorConfig
@@ -99,7 +100,7 @@ async def run_groups(
         raise ValueError(f"rollout: phase: expected one of {PHASES}, got {phase!r}")
     if len({prompt.uid for prompt in prompts}) != len(prompts):
         raise ValueError("rollout: prompts: two prompts have the same uid")
-    async with _first_error() as tasks:
+    async with _open_task_group() as tasks:
         running = [
             tasks.create_task(runner.group(prompt, phase=phase, policy_version=policy_version))
             for prompt in prompts
@@ -107,23 +108,16 @@ async def run_groups(
     return [trajectory for task in running for trajectory in task.result()]
 
 
-class _first_error:  # noqa: N801 - used like a function
-    """A task group that raises the first error itself instead of a group of errors."""
-
-    def __init__(self) -> None:
-        self._tasks = asyncio.TaskGroup()
-
-    async def __aenter__(self) -> asyncio.TaskGroup:
-        return await self._tasks.__aenter__()
-
-    async def __aexit__(self, *error: Any) -> None:
-        try:
-            await self._tasks.__aexit__(*error)
-        except* Exception as group:
-            first: BaseException = group
-            while isinstance(first, BaseExceptionGroup):
-                first = first.exceptions[0]
-            failure = first
-        else:
-            return
-        raise failure
+@asynccontextmanager
+async def _open_task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """Yield a task group that raises the first error itself instead of a group of errors."""
+    first: BaseException
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+        return
+    except BaseExceptionGroup as group:
+        first = group
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+    raise first

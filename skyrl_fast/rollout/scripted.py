@@ -33,10 +33,7 @@ class ScriptedModel:
         sampling: SamplingParams,
         *,
         session_id: str,
-        policy_version: int,
-        seed: int | None = None,
-        expert_indices_start: int = 0,
-        policy: str | None = None,
+        **_: Any,
     ) -> Generation:
         """Return the turn's answer, ended as an engine would: by end token, stop string or length.
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from skyrl_fast.rollout.engine.protocol import Generation
+from skyrl_fast.rollout.stop_reason import STOP
 
 PLACEHOLDER_PROMPT = (0,)  # the one attended token of a trajectory without steps
 
@@ -147,11 +148,11 @@ class Trajectory:
 
     uid: str
     repetition_id: int
-    steps: list[Step]
-    stop_reason: str
-    env_class: str
-    env_metrics: dict[str, Any]
-    seconds: float
+    steps: list[Step] = field(default_factory=list)
+    stop_reason: str = STOP
+    env_class: str = ""
+    env_metrics: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
     failure: str | None = None
     phase: str = "train"
     data_source: str | None = None

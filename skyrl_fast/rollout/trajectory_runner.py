@@ -14,7 +14,7 @@ from skyrl_fast.rollout.chat_template import ContextError
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError
 from skyrl_fast.rollout.env.errors import EnvError
 from skyrl_fast.rollout.loop_settings import RolloutPrompt
-from skyrl_fast.rollout.stop_reason import ENGINE_ERROR, ENV_ERROR, STOP, TIMEOUT
+from skyrl_fast.rollout.stop_reason import ENGINE_ERROR, ENV_ERROR, TIMEOUT
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.system.printable import MAX_FAILURE, log_line, shorten
 
@@ -100,11 +100,7 @@ class TrajectoryRunner:
             trajectory = Trajectory(
                 uid=prompt.uid,
                 repetition_id=repetition_id,
-                steps=[],
-                stop_reason=STOP,
                 env_class=prompt.env_class,
-                env_metrics={},
-                seconds=0.0,
                 phase=phase,
                 data_source=prompt.data_source,
             )

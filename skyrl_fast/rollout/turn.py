@@ -36,11 +36,6 @@ def decode_response(
     if template.ends_turn(token_ids, stopped=generation.stopped_at_token):
         token_ids = token_ids[:-1]
     text = decode(template.tokenizer, token_ids, skip_special_tokens=skip_special_tokens)
-    return until_stop_string(text, generation)
-
-
-def until_stop_string(text: str, generation: Generation) -> str:
-    """Return a response's text, cut after its stop string."""
     if generation.stop_string is not None:
         # The last token may reach beyond the stop string that it completes.
         head, found, _ = text.rpartition(generation.stop_string)

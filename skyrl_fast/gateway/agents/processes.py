@@ -20,7 +20,7 @@ from skyrl_fast.gateway.messages import Outcome
 from skyrl_fast.rollout.env.errors import EnvError, EnvLostError
 from skyrl_fast.rollout.workers.cluster import ClusterWorker, ClusterWorkers
 from skyrl_fast.rollout.workers.processes import ProcessWorker, ProcessWorkers
-from skyrl_fast.rollout.workers.protocol import CallResult
+from skyrl_fast.rollout.workers.protocol import CallResult, HandlerSettings
 from skyrl_fast.system.importing import load_object
 from skyrl_fast.system.printable import MAX_FAILURE, shorten
 
@@ -29,8 +29,8 @@ MAX_ANSWER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class AgentSettings:
-    """What the process of an agent needs: a `HandlerSettings`.
+class AgentSettings(HandlerSettings):
+    """What the process of an agent needs.
 
     Args:
         function: module:function or /path/file.py:function; None: the command.

@@ -196,10 +196,7 @@ class _Client:
         sampling: SamplingParams,
         *,
         session_id: str,
-        policy_version: int,
-        seed: int | None = None,
-        expert_indices_start: int = 0,
-        policy: str | None = None,
+        **_: Any,
     ) -> Generation:
         stops = sampling.stop or []
         request: dict[str, Any] = {

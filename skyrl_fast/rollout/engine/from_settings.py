@@ -15,7 +15,7 @@ import torch
 from skyrl_fast.config import SamplingParams, settings
 from skyrl_fast.config.model_folder import find_auto_class, model_folder
 from skyrl_fast.rollout.engine.api_key import DEFAULT_NAME, engine_key
-from skyrl_fast.rollout.engine.pool import PooledEngine
+from skyrl_fast.rollout.engine.protocol import Engine
 from skyrl_fast.rollout.engine.ray_engine import EngineBundle, RayEngine
 from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
@@ -27,7 +27,7 @@ from skyrl_fast.rollout.engine.weights.transports import TRANSPORTS
 log = logging.getLogger(__name__)
 
 
-def make_engines(config: settings.Config, model_path: str) -> list[PooledEngine]:
+def make_engines(config: settings.Config, model_path: str) -> list[Engine]:
     """Return the engines that the settings ask for, not started."""
     engine = config.generator.inference_engine
     _log_limited_top_k(config.generator.sampling_params)
@@ -39,7 +39,7 @@ def make_engines(config: settings.Config, model_path: str) -> list[PooledEngine]
 
 def make_cluster_engines(
     config: settings.Config, model_path: str, address: str, bundles: Sequence[EngineBundle]
-) -> list[PooledEngine]:
+) -> list[Engine]:
     """Return the engines of a cluster, not started.
 
     Args:
@@ -63,7 +63,7 @@ def make_cluster_engines(
     ]
 
 
-def make_untrained_engines(config: settings.Config, model_path: str) -> list[PooledEngine]:
+def make_untrained_engines(config: settings.Config, model_path: str) -> list[Engine]:
     """Return the engines of a model whose weights are not updated, not started."""
     if config.generator.inference_engine.run_engines_locally:
         # No adapter is loaded, so that there are no policies to call.
@@ -79,7 +79,7 @@ def _make_setup_on_node(config: settings.Config, model_path: str, number: int) -
 
 def _make_remote_engines(
     config: settings.Config, model_path: str, *, weight_sync: str | None
-) -> list[PooledEngine]:
+) -> list[Engine]:
     engine, key = config.generator.inference_engine, engine_key(key_file(config))
     folder = _find_cached_folder(model_path)
     return [

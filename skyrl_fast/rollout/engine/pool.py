@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -46,34 +46,9 @@ LOAD_SECONDS = 600.0  # the same for loading weights, moving them, and for the p
 LOG_SECONDS = 60.0  # between two log messages while waiting for any engine
 
 
-class PooledEngine(Engine, Protocol):
-    """An engine that can be interrupted, and that may be restarted after it died."""
-
-    name: str
-    starts_with_model: bool
-
-    async def sleep(self) -> None:
-        """Free GPU memory until the next weights."""
-
-    async def interrupt(self) -> None:
-        """End all requests; each returns its tokens so far. New ones wait until `resume`."""
-
-    async def resume(self) -> None:
-        """Serve requests again after `interrupt`; otherwise do nothing."""
-
-    def check_running(self) -> None:
-        """Raise EngineDeadError if it is known to have died; send nothing."""
-
-    async def comes_back(self) -> bool:
-        """Return whether `restart` may bring it up again."""
-
-    async def restart(self) -> None:
-        """Start it again after it died."""
-
-
 @dataclass(slots=True)
 class _PoolMember:
-    engine: PooledEngine
+    engine: Engine
     probe: Probe | None = None
     down_since: float | None = None
     error: EngineError | WeightSyncError | None = None
@@ -100,7 +75,7 @@ class EnginePool:
 
     def __init__(
         self,
-        engines: Sequence[PooledEngine],
+        engines: Sequence[Engine],
         *,
         max_restarts: int = 3,
         transport: Transport = send_by_file,
@@ -152,10 +127,7 @@ class EnginePool:
         sampling: SamplingParams,
         *,
         session_id: str,
-        policy_version: int,
-        seed: int | None = None,
-        expert_indices_start: int = 0,
-        policy: str | None = None,
+        **options: Any,
     ) -> Generation:
         """Return one response by one of the engines; see `Engine.generate`.
 
@@ -167,15 +139,7 @@ class EnginePool:
             if member is None:
                 return Generation([], [], INTERRUPTED)
             request = asyncio.create_task(
-                member.engine.generate(
-                    prompt_token_ids,
-                    sampling,
-                    session_id=session_id,
-                    policy_version=policy_version,
-                    seed=seed,
-                    expert_indices_start=expert_indices_start,
-                    policy=policy,
-                )
+                member.engine.generate(prompt_token_ids, sampling, session_id=session_id, **options)
             )
             member.calls.add(request)
             try:

@@ -163,10 +163,14 @@ class Engine(Sampler, Protocol):
     """An inference engine; `VllmEngine` runs in this process, `RemoteEngine` is a server.
 
     Args:
+        name: in messages.
+        starts_with_model: whether it has the weights of the model's folder after its start.
         compute_dtype: dtype in which it computes, as it said when it last loaded weights.
         weights_dtype: dtype of all its weights; None: unknown, or several.
     """
 
+    name: str
+    starts_with_model: bool
     compute_dtype: torch.dtype | None
     weights_dtype: torch.dtype | None
 
@@ -206,3 +210,21 @@ class Engine(Sampler, Protocol):
 
     async def reset_prefix_cache(self) -> None:
         """Drop cached keys and values."""
+
+    async def sleep(self) -> None:
+        """Free GPU memory until the next weights."""
+
+    async def interrupt(self) -> None:
+        """End all requests; each returns its tokens so far. New ones wait until `resume`."""
+
+    async def resume(self) -> None:
+        """Serve requests again after `interrupt`; otherwise do nothing."""
+
+    def check_running(self) -> None:
+        """Raise EngineDeadError if it is known to have died; send nothing."""
+
+    async def comes_back(self) -> bool:
+        """Return whether `restart` may bring it up again."""
+
+    async def restart(self) -> None:
+        """Start it again after it died."""

@@ -13,7 +13,7 @@ from skyrl_fast.rollout.env.answers import AnswerError, answer_of, messages_of
 from skyrl_fast.rollout.env.protocol import Env
 from skyrl_fast.rollout.rows import copy_row
 from skyrl_fast.rollout.workers.plain import PlainData, plain_text, type_name
-from skyrl_fast.rollout.workers.protocol import CallResult
+from skyrl_fast.rollout.workers.protocol import CallResult, HandlerSettings
 from skyrl_fast.rollout.workers.traces import trace_of_error
 from skyrl_fast.system.importing import load_object
 from skyrl_fast.system.printable import MAX_FAILURE
@@ -27,8 +27,8 @@ MORE_BYTES = 64 << 20  # of an answer, next to its texts
 
 
 @dataclass(frozen=True, slots=True)
-class EnvSettings:
-    """What the thread or process of an environment needs: a `HandlerSettings`.
+class EnvSettings(HandlerSettings):
+    """What the thread or process of an environment needs.
 
     Args:
         skyrl_gym: settings of the environments that skyrl_gym registers, by env_class.

@@ -36,15 +36,17 @@ class HandlerSettings(Protocol):
         first_call: name of a trajectory's first call, which begins in the folder of the start.
     """
 
-    first_call: ClassVar[str]
+    first_call: ClassVar[str] = ""
 
     @property
     def modules(self) -> Sequence[str]:
         """Modules or files that the fork server imports."""
+        return ()
 
     @property
     def optional_modules(self) -> Sequence[str]:
         """The same, where they are installed."""
+        return ()
 
     @property
     def max_bytes(self) -> int:
@@ -61,6 +63,7 @@ class HandlerSettings(Protocol):
 
     def check_importable(self) -> None:
         """Raise ValueError if other processes cannot import what they need."""
+        return
 
 
 class Worker(Protocol):

@@ -17,8 +17,7 @@ import time
 from typing import Any
 
 from skyrl_fast.config import AgentConfig
-from skyrl_fast.gateway.agents.black_box import BlackBox
-from skyrl_fast.gateway.agents.task import AgentTask
+from skyrl_fast.gateway.agents.task import AgentTask, BlackBox
 from skyrl_fast.gateway.start import black_box
 
 TASK = AgentTask(

@@ -33,9 +33,9 @@ from _gateway import Played, gateways, played, says_length
 from fake_envs import FakePrompt
 
 from skyrl_fast.config import AgentConfig
-from skyrl_fast.gateway.agents.black_box import BlackBox
 from skyrl_fast.gateway.agents.command import CommandAgent
 from skyrl_fast.gateway.agents.function import FunctionAgent
+from skyrl_fast.gateway.agents.task import BlackBox
 from skyrl_fast.gateway.messages import Outcome
 from skyrl_fast.gateway.start import black_box
 from skyrl_fast.rollout.env.errors import EnvError

@@ -30,9 +30,9 @@ from fake_envs import FakePrompt
 from skyrl_fast import train_agent
 from skyrl_fast.config import AgentConfig, ConfigError
 from skyrl_fast.config.loading import load_config
-from skyrl_fast.gateway.agents.black_box import BlackBox
 from skyrl_fast.gateway.agents.function import FunctionAgent
 from skyrl_fast.gateway.agents.processes import AgentSettings
+from skyrl_fast.gateway.agents.task import BlackBox
 from skyrl_fast.gateway.start import black_box
 from skyrl_fast.train.setup.errors import SetupError
 

@@ -200,7 +200,7 @@ def test_a_conversation_has_one_prompt_by_every_source(
         got = tiny_tokenizer.decode(list(trajectory.steps[1].prompt_token_ids))
         assert got == wanted, name
     # As demonstrations: the export of what the gateway recorded, and the same rows.
-    (exported,) = _rows(json.loads(json.dumps(transcript.records())))
+    (exported,) = _rows(json.loads(json.dumps(transcript.records)))
     rows = [exported]
     rows += [{"messages": [*p.messages, OK], **p.env_extras} for p in sources.values()]
     for demonstration in rows:

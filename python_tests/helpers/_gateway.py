@@ -12,8 +12,8 @@ from fake_envs import Call, FakePrompt, ScriptedEngine, loop_config, says
 
 from skyrl_fast.config import SamplingParams
 from skyrl_fast.gateway.agent import GatewayAgent
-from skyrl_fast.gateway.agents.black_box import BlackBox
 from skyrl_fast.gateway.agents.function import FunctionAgent
+from skyrl_fast.gateway.agents.task import BlackBox
 from skyrl_fast.gateway.policy import ServedPolicy
 from skyrl_fast.gateway.server import Gateway
 from skyrl_fast.rollout.activity import ActivityBoard

@@ -75,7 +75,7 @@ def test_a_class_with_code_of_its_own_is_asked() -> None:
     tokenizer.__class__ = Shouting
     assert encode(tokenizer, "ab") == byte_level_tokenizer().encode("AB")
     assert decode(tokenizer, encode(tokenizer, "c")) == "C"
-    assert ChatTemplate(tokenizer).parts_of_seen(CHATS[0]) == ["own"]
+    assert ChatTemplate(tokenizer).render_parts(CHATS[0]) == ["own"]
 
 
 @pytest.mark.parametrize("chat", CHATS, ids=range(len(CHATS)))
@@ -86,18 +86,18 @@ def test_rendered_without_copies_is_the_same(tiny_tokenizer: Any, chat: Any, too
     for messages in chats:  # the first is rendered in both ways
         for options in ({}, {"answer_next": False}, {"style": "other"}):
             wanted = template.text(messages, tools=tools, **options)
-            seen = [template.seen(message) for message in messages]
-            parts = template.parts_of_seen(seen, tools=tools, **options)
+            seen = [template.prepare_message(message) for message in messages]
+            parts = template.render_parts(seen, tools=tools, **options)
             assert "".join(parts) == wanted
     assert template._direct
 
 
 def test_arguments_of_transformers_are_no_variables(tiny_tokenizer: Any) -> None:
     template = ChatTemplate(tiny_tokenizer, FULL_TEMPLATE)
-    assert "".join(template.parts_of_seen(CHATS[0])) == template.text(CHATS[0])
+    assert "".join(template.render_parts(CHATS[0])) == template.text(CHATS[0])
     chat = [*CHATS[0], {"role": "assistant", "content": "and"}]
     options = {"answer_next": False, "continue_final_message": True}
-    assert template.parts_of_seen(chat, **options) == [template.text(chat, **options)]
+    assert template.render_parts(chat, **options) == [template.text(chat, **options)]
     assert template.text(chat, **options).endswith("and")
 
 
@@ -111,14 +111,14 @@ def test_transformers_renders_if_its_first_prompt_is_another(
     monkeypatch.setattr(chat_template, "_compile", lambda template: Other())
     template = ChatTemplate(tiny_tokenizer)
     for chat in CHATS[:2]:
-        assert template.parts_of_seen(chat) == [template.text(chat)] != ["other"]
+        assert template.render_parts(chat) == [template.text(chat)] != ["other"]
 
 
 def test_refusals_name_the_roles(tiny_tokenizer: Any) -> None:
     template = ChatTemplate(tiny_tokenizer, FULL_TEMPLATE)
-    template.parts_of_seen(CHATS[0])
+    template.render_parts(CHATS[0])
     with pytest.raises(ContextError, match="messages of the roles none: TemplateError: a role"):
-        template.parts_of_seen([template.seen({"role": "none", "content": ""})])
+        template.render_parts([template.prepare_message({"role": "none", "content": ""})])
 
 
 def test_transformers_renders_what_only_it_can_prepare(tiny_tokenizer: Any) -> None:
@@ -134,4 +134,4 @@ def test_transformers_renders_what_only_it_can_prepare(tiny_tokenizer: Any) -> N
 
     template = ChatTemplate(tiny_tokenizer, FULL_TEMPLATE, {"tools": [look]})
     for chat in CHATS[:2]:
-        assert "Look at a place" in "".join(template.parts_of_seen(chat))
+        assert "Look at a place" in "".join(template.render_parts(chat))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from skyrl_fast.gateway.agents.black_box import BlackBox
-from skyrl_fast.gateway.agents.task import AgentTask
+from skyrl_fast.gateway.agents.task import AgentTask, BlackBox
 from skyrl_fast.gateway.messages import ApiError, Outcome
 from skyrl_fast.gateway.policy import ServedPolicy
 from skyrl_fast.gateway.server import Gateway

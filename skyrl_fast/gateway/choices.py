@@ -86,7 +86,7 @@ class Choices:
             ApiError: tools cannot be forced.
         """
         policy = self._policy
-        name = policy.sampled_from(call.model)
+        name = policy.find_policy(call.model)
         sampling = await self._sampling(call)
         generation = await policy.calls.sample(
             self._trajectory,

@@ -79,7 +79,7 @@ def _read_json(kind: str, value: Any) -> Any:
 
 def _check_references(place: str, schema: Any) -> None:
     try:
-        size = _expanded_size(schema, schema, {})
+        size = _count_expanded(schema, schema, {})
     except RecursionError:
         size = MAX_NODES + 1
     if size > MAX_NODES:
@@ -124,14 +124,14 @@ def _check_node(place: str, node: Any, depth: int, left: list[int], *, of: str =
             _check_references(inner, value)  # they begin at the schema in a tag
 
 
-def _expanded_size(node: Any, root: Any, sizes: dict[int, int]) -> int:
+def _count_expanded(node: Any, root: Any, sizes: dict[int, int]) -> int:
     """Return the number of values with references written out; those to what contains them once."""
     if id(node) in sizes:
         return sizes[id(node)]
     sizes[id(node)] = 1  # while it is counted
     size = 1
     for value in _inner(node, root):
-        size += _expanded_size(value, root, sizes)
+        size += _count_expanded(value, root, sizes)
     sizes[id(node)] = size
     return size
 

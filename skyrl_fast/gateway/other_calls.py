@@ -56,7 +56,7 @@ class OtherCalls:
         """
         started = time.perf_counter()
         streams = body.get("stream") is True
-        sending = asyncio.create_task(_sent(client, upstream, path, body, streams=streams))
+        sending = asyncio.create_task(_send(client, upstream, path, body, streams=streams))
         self._sending.add(sending)
         sending.add_done_callback(self._sending.discard)
         try:
@@ -121,7 +121,7 @@ class OtherCalls:
             )
 
 
-async def _sent(
+async def _send(
     client: httpx.AsyncClient,
     upstream: Upstream,
     path: str,

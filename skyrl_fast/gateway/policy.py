@@ -68,7 +68,7 @@ class ServedPolicy:
         """The names whose calls are sampled here."""
         return (*(self.calls.sampled or (self.model,)), *self.untrained_models)
 
-    def sampled_from(self, name: str) -> str | None:
+    def find_policy(self, name: str) -> str | None:
         """Return the policy that answers calls of a name, as `Sampler.generate` takes it."""
         if not self.calls.policies:
             return None

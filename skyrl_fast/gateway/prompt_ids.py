@@ -184,7 +184,7 @@ class PromptIds:
         template_kwargs: Mapping[str, Any],
     ) -> RenderedText:
         as_text = self._template.without_control_tokens
-        parts = self._template.parts_of_seen(
+        parts = self._template.render_parts(
             self._as_template_sees(messages),
             tools=as_text(tools) if tools else None,
             **as_text(template_kwargs),
@@ -196,7 +196,7 @@ class PromptIds:
         last, seen = self._last
         shared = _num_shared(messages, last)
         plain = [{key: self._as_text(item) for key, item in m.items()} for m in messages[shared:]]
-        seen = [*seen[:shared], *map(self._template.seen, plain)]
+        seen = [*seen[:shared], *map(self._template.prepare_message, plain)]
         self._last = (list(messages), seen)
         return seen
 

@@ -178,13 +178,9 @@ class Gateway:
         """Return the ASGI application."""
         chat, messages = OpenAIChat(), AnthropicMessages()
 
-        def calls(path: str, dialect: Dialect) -> Route:
-            async def endpoint(request: Request) -> Response:
-                return await self._answer_session(request, dialect, self._call)
-
-            return Route(path, endpoint, methods=["POST"])
-
-        def others(path: str, dialect: Dialect, handle: Any, method: str = "POST") -> Route:
+        def route(
+            path: str, dialect: Dialect, handle: Any = self._call, method: str = "POST"
+        ) -> Route:
             async def endpoint(request: Request) -> Response:
                 return await self._answer_session(request, dialect, handle)
 
@@ -192,14 +188,14 @@ class Gateway:
 
         return Router(  # without middleware
             routes=[
-                calls("/v1/chat/completions", chat),
-                calls("/v1/completions", OpenAICompletions()),
-                calls("/v1/responses", OpenAIResponses()),
-                calls("/v1/messages", messages),
-                others("/v1/messages/count_tokens", messages, self._count),
-                others("/v1/models", chat, self._models, "GET"),
-                others("/v1/models/{name:path}", chat, self._model, "GET"),
-                others("/v1/rewards", chat, self._reward),
+                route("/v1/chat/completions", chat),
+                route("/v1/completions", OpenAICompletions()),
+                route("/v1/responses", OpenAIResponses()),
+                route("/v1/messages", messages),
+                route("/v1/messages/count_tokens", messages, self._count),
+                route("/v1/models", chat, self._models, "GET"),
+                route("/v1/models/{name:path}", chat, self._model, "GET"),
+                route("/v1/rewards", chat, self._reward),
                 *self.routes,
             ],
             default=self._refuse_path,

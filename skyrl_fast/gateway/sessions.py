@@ -144,7 +144,7 @@ class Sessions:
         await self._gateway.end(opened.key)
         trajectory.seconds = time.perf_counter() - opened.began
         if trajectory.steps:
-            await self._recording.add(RecordedSession(trajectory, opened.transcript.records()))
+            await self._recording.add(RecordedSession(trajectory, opened.transcript.records))
         return trajectory
 
     async def close(self) -> None:

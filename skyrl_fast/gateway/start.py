@@ -21,7 +21,7 @@ from skyrl_fast.system.importing import absolute_name
 
 if TYPE_CHECKING:
     from skyrl_fast.gateway.agent import GatewayAgent
-    from skyrl_fast.gateway.agents.black_box import BlackBox
+    from skyrl_fast.gateway.agents.task import BlackBox
     from skyrl_fast.gateway.policy import ServedPolicy
 
 PACKAGES = ("starlette", "uvicorn", "pydantic", "httpx", "msgspec", "xxhash")

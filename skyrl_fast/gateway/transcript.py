@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from skyrl_fast.gateway.messages import Answer, Call, Choice
 from skyrl_fast.rollout.chat_messages import Message, parse_arguments
 
 
-@dataclass(frozen=True, slots=True)
-class _Said:
-    """One answer.
-
-    Args:
-        shared: number of leading messages that the answer before this one has, too, itself
-            included.
-        messages: the others before the answer.
-        template: what else the request says of the prompt: `tools`, `chat_template_kwargs`.
-    """
-
-    shared: int
-    messages: list[Message]
-    answer: Message
-    template: dict[str, Any]
-
-
 class Transcript:
     """The trained answers of a session's chats, in order of delivery.
 
     A conversation is kept once, however many calls repeat it.
+
+    Attributes:
+        records: JSON values of each answer, which `sft_rows` reads: number of leading messages that
+            the answer before it has, too, itself included; the others before it; the answer; and
+            what else the request says of the prompt.
     """
 
     def __init__(self) -> None:
-        self._said: list[_Said] = []
+        self.records: list[dict[str, Any]] = []
         self._last: list[Message] = []  # the last conversation, with its answer
         self._ids: set[str] = set()
 
@@ -48,20 +35,9 @@ class Transcript:
         for choice in answer.choices:
             message = _message(choice)
             shared = _count_shared(self._last, call.messages)
-            self._said.append(_Said(shared, call.messages[shared:], message, template))
+            record = {"shared": shared, "messages": call.messages[shared:], "answer": message}
+            self.records.append({**record, **template})
             self._last = [*call.messages, message]
-
-    def records(self) -> list[dict[str, Any]]:
-        """Return the answers as JSON values; `sft_rows` reads them."""
-        return [
-            {
-                "shared": said.shared,
-                "messages": said.messages,
-                "answer": said.answer,
-                **said.template,
-            }
-            for said in self._said
-        ]
 
 
 def _message(choice: Choice) -> Message:

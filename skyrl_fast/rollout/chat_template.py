@@ -70,7 +70,7 @@ class ChatTemplate:
         self._max_length = max_length
         self._chat_template = chat_template
         self._kwargs = dict(kwargs or {})
-        # Whether `parts_of_seen` renders without transformers; None: the first prompt shows it.
+        # Whether `render_parts` renders without transformers; None: the first prompt shows it.
         self._direct: bool | None = None if _renders_by_jinja(tokenizer) else False
 
     @property
@@ -192,7 +192,7 @@ class ChatTemplate:
             ContextError: the template refuses the messages, or leaves one out: some know no tools.
         """
         if all(map(_is_plain, messages)):
-            text = "".join(self.parts_of_seen(messages, answer_next=answer_next))
+            text = "".join(self.render_parts(messages, answer_next=answer_next))
         else:
             text = self.text(messages, answer_next=answer_next)
         self.check_written(text, messages, num_checked, answer_next=answer_next)
@@ -230,7 +230,7 @@ class ChatTemplate:
             return True
         # A short text may be in the prompt by chance, and calls are written in many ways: whether
         # the template knows the role is looked up once.
-        known = _written_roles(self.tokenizer, _vocab_size(self.tokenizer), self._chat_template)
+        known = _find_known_roles(self.tokenizer, _vocab_size(self.tokenizer), self._chat_template)
         if part in text and (role in known or len(part) >= SHORTEST_PART):
             return True
         try:  # changed or left out? the text without it tells
@@ -242,8 +242,8 @@ class ChatTemplate:
             known.add(role)
         return writes
 
-    def seen(self, message: Message) -> Message:
-        """Return a message of plain values as templates see it, for `parts_of_seen`."""
+    def prepare_message(self, message: Message) -> Message:
+        """Return a message of plain values as templates see it, for `render_parts`."""
         # transformers drops and renames some keys, of which a plain message has none.
         if _is_plain(message) or self._direct is False:
             return message
@@ -254,7 +254,7 @@ class ChatTemplate:
             seen: Message = json.loads(as_json)
             return seen
 
-    def parts_of_seen(
+    def render_parts(
         self,
         messages: Sequence[Message],
         *,
@@ -262,7 +262,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> list[str]:
-        """Return the text of messages from `seen` in parts; arguments as of `text`."""
+        """Return the text of messages from `prepare_message` in parts; arguments as of `text`."""
         # Most templates write each message as one or a few parts, so that texts of a conversation
         # that grows begin with the same parts.
         # transformers copies all messages three times before it renders them. Here the compiled
@@ -487,7 +487,7 @@ def _control_tokens(tokenizer: Any, _size: int) -> _ControlTokens:
 
 
 @lru_cache(maxsize=8)
-def _written_roles(_tokenizer: Any, _size: int, _chat_template: str | None) -> set[Any]:
+def _find_known_roles(_tokenizer: Any, _size: int, _chat_template: str | None) -> set[Any]:
     return set()
 
 

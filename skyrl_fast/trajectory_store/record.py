@@ -14,7 +14,7 @@ import numpy as np
 from skyrl_fast.rollout.token_ids import count_shared, ids_array
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.trajectory_store.lines import json_value, round_decimals
-from skyrl_fast.trajectory_store.replay import needed_for_replay, replay_values
+from skyrl_fast.trajectory_store.replay import list_replay_needs, replay_values
 from skyrl_fast.trajectory_store.token_text import TokenText
 from skyrl_fast.trajectory_store.trained import TrainedStep
 
@@ -53,7 +53,7 @@ def trajectory_record(
         _token_values(item, trained[number] if trained else None, evaluated)
         for number, item in enumerate(steps)
     ]
-    needed = needed_for_replay(steps)
+    needed = list_replay_needs(steps)
     replay = replay_values(steps) if with_replay else ({} for _ in steps)
     return {
         "format": FORMAT,

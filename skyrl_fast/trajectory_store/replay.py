@@ -16,7 +16,7 @@ from skyrl_fast.rollout.trajectory import Step
 KEPT_IDS, ROUTES = "kept_ids", "routes"
 
 
-def needed_for_replay(steps: Sequence[Step]) -> list[str]:
+def list_replay_needs(steps: Sequence[Step]) -> list[str]:
     kept = any(step.kept_ids is not None for step in steps)
     routed = any(step.expert_indices is not None for step in steps)
     return [name for name, there in ((KEPT_IDS, kept), (ROUTES, routed)) if there]

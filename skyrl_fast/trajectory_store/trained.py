@@ -63,7 +63,8 @@ def collect_steps_of_policies(
     none: Iterator[TrainedStep] = iter(())
     return [
         [
-            next(found.get((t.uid, t.repetition_id, step.policy), none), None) or _untrained(step)
+            next(found.get((t.uid, t.repetition_id, step.policy), none), None)
+            or _make_untrained(step)
             for step in t.steps
         ]
         if t.failure is None
@@ -72,7 +73,7 @@ def collect_steps_of_policies(
     ]
 
 
-def _untrained(step: Step) -> TrainedStep:
+def _make_untrained(step: Step) -> TrainedStep:
     size = len(step.response_ids)
     nothing = np.full(size, np.nan, np.float32)
     return TrainedStep(np.zeros(size, np.uint8), nothing, nothing)

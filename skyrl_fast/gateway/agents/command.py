@@ -17,9 +17,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from skyrl_fast.gateway.agents.black_box import BlackBox
 from skyrl_fast.gateway.agents.outcome import OutcomeError, outcome_of
-from skyrl_fast.gateway.agents.task import AgentTask
+from skyrl_fast.gateway.agents.task import AgentTask, BlackBox
 from skyrl_fast.gateway.messages import Outcome
 from skyrl_fast.rollout.chat_messages import plain_value
 from skyrl_fast.rollout.env.errors import EnvError

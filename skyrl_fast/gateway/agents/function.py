@@ -11,9 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from skyrl_fast.gateway.agents.black_box import BlackBox
 from skyrl_fast.gateway.agents.outcome import OutcomeError, outcome_of
-from skyrl_fast.gateway.agents.task import AgentTask
+from skyrl_fast.gateway.agents.task import AgentTask, BlackBox
 from skyrl_fast.gateway.messages import Outcome
 from skyrl_fast.rollout.env.errors import EnvError
 from skyrl_fast.rollout.rows import copy_row

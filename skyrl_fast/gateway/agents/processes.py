@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from skyrl_fast.gateway.agents.black_box import BlackBox
 from skyrl_fast.gateway.agents.command import CommandAgent
 from skyrl_fast.gateway.agents.function import FunctionAgent
 from skyrl_fast.gateway.agents.outcome import outcome_of
-from skyrl_fast.gateway.agents.task import AgentTask
+from skyrl_fast.gateway.agents.task import AgentTask, BlackBox
 from skyrl_fast.gateway.messages import Outcome
 from skyrl_fast.rollout.env.errors import EnvError, EnvLostError
 from skyrl_fast.rollout.workers.cluster import ClusterWorker, ClusterWorkers

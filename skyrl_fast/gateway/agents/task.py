@@ -1,15 +1,14 @@
-"""What an agent gets: its row, and how to call the policy."""
+"""What an agent gets: its row, and how to call the policy; and what an agent is."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
-# Of clients that speak plain HTTP to this machine: without certificates, whose loading takes 20 ms
-# for each client, and without proxies.
-_PLAIN: dict[str, Any] = {"verify": False, "trust_env": False}
+from skyrl_fast.gateway.messages import Outcome
+from skyrl_fast.system.network_interface import LOOPBACK
 
 
 @dataclass(frozen=True)
@@ -45,32 +44,34 @@ class AgentTask:
         """An `openai.OpenAI` client."""
         import openai
 
-        client = openai.DefaultHttpxClient(**_PLAIN)
-        return openai.OpenAI(base_url=self.base_url, api_key=self.api_key, http_client=client)
+        return self._client(openai.OpenAI, openai.DefaultHttpxClient, self.base_url)
 
     @cached_property
     def async_openai(self) -> Any:
         """An `openai.AsyncOpenAI` client."""
         import openai
 
-        client = openai.DefaultAsyncHttpxClient(**_PLAIN)
-        return openai.AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, http_client=client)
+        return self._client(openai.AsyncOpenAI, openai.DefaultAsyncHttpxClient, self.base_url)
 
     @cached_property
     def anthropic(self) -> Any:
         """An `anthropic.Anthropic` client."""
         import anthropic
 
-        client = anthropic.DefaultHttpxClient(**_PLAIN)
-        return anthropic.Anthropic(base_url=self.url, api_key=self.api_key, http_client=client)
+        return self._client(anthropic.Anthropic, anthropic.DefaultHttpxClient, self.url)
 
     @cached_property
     def async_anthropic(self) -> Any:
         """An `anthropic.AsyncAnthropic` client."""
         import anthropic
 
-        client = anthropic.DefaultAsyncHttpxClient(**_PLAIN)
-        return anthropic.AsyncAnthropic(base_url=self.url, api_key=self.api_key, http_client=client)
+        return self._client(anthropic.AsyncAnthropic, anthropic.DefaultAsyncHttpxClient, self.url)
+
+    def _client(self, client: Any, http_client: Any, url: str) -> Any:
+        # Plain HTTP to this machine: without certificates, whose loading takes 20 ms for each
+        # client, and without proxies.
+        plain = http_client(verify=False, trust_env=False)
+        return client(base_url=url, api_key=self.api_key, http_client=plain)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -89,6 +90,24 @@ class AgentTask:
         for name in ("openai", "anthropic"):
             if name in self.__dict__:
                 self.__dict__[name].close()
-        for name in ("async_openai", "async_anthropic"):
-            if name in self.__dict__:
-                await self.__dict__[name].close()
+            if f"async_{name}" in self.__dict__:
+                await self.__dict__[f"async_{name}"].close()
+
+
+class BlackBox(Protocol):
+    """A function or command that solves tasks by calls of the gateway."""
+
+    async def start(self) -> str:
+        """Return the address of this machine at which the gateway is called."""
+        return LOOPBACK
+
+    async def run(self, task: AgentTask) -> Outcome:
+        """Return the reward of one task; free everything also if cancelled.
+
+        Raises:
+            EnvError: it failed.
+        """
+
+    async def close(self) -> None:
+        """End the processes that it keeps; none, unless said otherwise."""
+        return

@@ -13,7 +13,7 @@ from skyrl_fast.gateway.dialects.dialect import (
     Format,
     ParsedCall,
     event,
-    structured_form,
+    read_form,
     text_parts,
 )
 from skyrl_fast.gateway.dialects.openai_chat import callable_tools
@@ -113,10 +113,8 @@ class AnthropicMessages:
             messages=_messages(fields),
             tools=_tools(fields, ignored),
             parse_tools=choice.type != "none",
-            forced_tool=_forced_tool(choice),
-            structured=structured_form(
-                "output_config.format", config.format or fields.output_format
-            ),
+            forced_tool=_read_forced_tool(choice),
+            structured=read_form("output_config.format", config.format or fields.output_format),
             max_tokens=fields.max_tokens,
             stop=[text for text in fields.stop_sequences or [] if text] or None,
             stream=bool(fields.stream),
@@ -271,7 +269,7 @@ def _begin_block(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, 
     return {**block, kind: ""}, deltas
 
 
-def _forced_tool(choice: ToolChoice) -> str | None:
+def _read_forced_tool(choice: ToolChoice) -> str | None:
     if choice.type in ("auto", "none"):
         return None
     if choice.type == "any":

@@ -65,7 +65,7 @@ class Dialect(Protocol):
         """Return the JSON of an error."""
 
 
-def structured_form(name: str, form: Format | None) -> dict[str, Any] | None:
+def read_form(name: str, form: Format | None) -> dict[str, Any] | None:
     """Return vLLM's structured outputs of a wanted form; None: any text.
 
     Raises:

@@ -14,7 +14,7 @@ from skyrl_fast.gateway.dialects.dialect import (
     ParsedCall,
     event,
     one_form,
-    structured_form,
+    read_form,
     text_parts,
 )
 from skyrl_fast.gateway.dialects.parameters import CHAT, check_parameters
@@ -123,7 +123,22 @@ class ChatRequest(Forms):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class OpenAIChat:
+class OpenAIErrors:
+    """The errors of OpenAI's dialects."""
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        kind = "server_error" if error.status >= 500 else KINDS.get(error.status, "")
+        return {
+            "error": {
+                "message": error.message,
+                "type": kind or "invalid_request_error",
+                "param": None,
+                "code": error.code,
+            }
+        }
+
+
+class OpenAIChat(OpenAIErrors):
     """The dialect; see `Dialect`."""
 
     def parse(self, body: bytes, bodies: RequestBodies, memory: dict[str, Any]) -> ParsedCall:
@@ -139,8 +154,8 @@ class OpenAIChat:
             tools=tools,
             template_kwargs=fields.chat_template_kwargs or {},
             parse_tools=fields.tool_choice != "none",
-            forced_tool=forced_tool(fields.tool_choice),
-            structured=one_form(fields, structured_form("response_format", form)),
+            forced_tool=read_forced_tool(fields.tool_choice),
+            structured=one_form(fields, read_form("response_format", form)),
             max_tokens=fields.max_completion_tokens or fields.max_tokens,
             stop=stop_strings(fields.stop),
             include_stop=fields.include_stop_str_in_output,
@@ -202,21 +217,6 @@ class OpenAIChat:
             yield event({**head, "choices": [], "usage": usage(answer)})
         yield "data: [DONE]\n\n"
 
-    def error(self, error: ApiError) -> dict[str, Any]:
-        return openai_error(error)
-
-
-def openai_error(error: ApiError) -> dict[str, Any]:
-    kind = "server_error" if error.status >= 500 else KINDS.get(error.status, "")
-    return {
-        "error": {
-            "message": error.message,
-            "type": kind or "invalid_request_error",
-            "param": None,
-            "code": error.code,
-        }
-    }
-
 
 def callable_tools(
     tools: Sequence[tuple[str, dict[str, Any] | None]], ignored: dict[str, str]
@@ -235,7 +235,7 @@ def callable_tools(
     return normalize_tools(functions) or None
 
 
-def forced_tool(choice: str | dict[str, Any] | None) -> str | None:
+def read_forced_tool(choice: str | dict[str, Any] | None) -> str | None:
     """Return "required" or the name of the function that a request forces; None: it forces none.
 
     Raises:

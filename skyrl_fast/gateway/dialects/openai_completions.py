@@ -10,8 +10,8 @@ from pydantic import Field
 from skyrl_fast.gateway.dialects.dialect import Forms, ParsedCall, event, one_form
 from skyrl_fast.gateway.dialects.openai_chat import (
     MAX_CHOICES,
+    OpenAIErrors,
     StreamOptions,
-    openai_error,
     stop_strings,
     usage,
 )
@@ -37,7 +37,7 @@ class CompletionRequest(Forms):
     include_stop_str_in_output: bool = False
 
 
-class OpenAICompletions:
+class OpenAICompletions(OpenAIErrors):
     """The dialect; see `Dialect`."""
 
     def parse(self, body: bytes, bodies: RequestBodies, memory: dict[str, Any]) -> ParsedCall:
@@ -79,9 +79,6 @@ class OpenAICompletions:
         if options is not None and options.include_usage:
             yield event({**_head(answer), "choices": [], "usage": usage(answer)})
         yield "data: [DONE]\n\n"
-
-    def error(self, error: ApiError) -> dict[str, Any]:
-        return openai_error(error)
 
 
 def _prompt(prompt: Any) -> str | list[int]:

@@ -12,13 +12,13 @@ from skyrl_fast.gateway.dialects.dialect import (
     Format,
     ParsedCall,
     event,
-    structured_form,
+    read_form,
     text_parts,
 )
 from skyrl_fast.gateway.dialects.openai_chat import (
+    OpenAIErrors,
     callable_tools,
-    forced_tool,
-    openai_error,
+    read_forced_tool,
 )
 from skyrl_fast.gateway.dialects.parameters import RESPONSES, check_parameters
 from skyrl_fast.gateway.messages import Answer, ApiError, Call
@@ -93,7 +93,7 @@ class CheckedRequest:
     memory: dict[str, Any]
 
 
-class OpenAIResponses:
+class OpenAIResponses(OpenAIErrors):
     """The dialect; see `Dialect`."""
 
     def parse(self, body: bytes, bodies: RequestBodies, memory: dict[str, Any]) -> ParsedCall:
@@ -120,8 +120,8 @@ class OpenAIResponses:
             messages=[*system, *messages],
             tools=callable_tools([(t.type, _function(t)) for t in fields.tools or []], ignored),
             parse_tools=fields.tool_choice != "none",
-            forced_tool=forced_tool(fields.tool_choice),
-            structured=structured_form("text.format", form),
+            forced_tool=read_forced_tool(fields.tool_choice),
+            structured=read_form("text.format", form),
             max_tokens=fields.max_output_tokens,
             stream=bool(fields.stream),
             parallel_tool_calls=fields.parallel_tool_calls is not False,
@@ -175,9 +175,6 @@ class OpenAIResponses:
                 yield number_event(f"{kind}.done", **place, name=item["name"], arguments=arguments)
             yield number_event("response.output_item.done", output_index=index, item=item)
         yield number_event(f"response.{complete['status']}", response=complete)
-
-    def error(self, error: ApiError) -> dict[str, Any]:
-        return openai_error(error)
 
 
 def _messages(given: str | list[ResponseItem]) -> list[Message]:

@@ -58,7 +58,7 @@ def get_rollout_metrics(
         **times,
     )
     if masks is not None:
-        metrics.update(_trained_metrics(*masks))
+        metrics.update(_measure_trained(*masks))
     return metrics
 
 
@@ -127,7 +127,7 @@ def _row_rewards(rewards: Any, add: Any) -> list[float]:
     return sums
 
 
-def _trained_metrics(masks: np.ndarray, offsets: np.ndarray) -> dict[str, Any]:
+def _measure_trained(masks: np.ndarray, offsets: np.ndarray) -> dict[str, Any]:
     """Return the metrics of trained tokens: per row, and per turn (a run of trained tokens)."""
     require(int(masks.max(initial=0)) <= 1, "loss masks that are not 0 and 1")
     trained = masks != 0

@@ -119,7 +119,7 @@ def run(options: argparse.Namespace, trainer: str, installed: bool) -> dict[str,
         if "loss" in row
     ]
     steps = [b - a for a, b in itertools.pairwise(times)]
-    functions = fast.report().functions if installed else ()
+    functions = fast.report().rows if installed else ()
     return {
         "seconds": statistics.median(steps),
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,

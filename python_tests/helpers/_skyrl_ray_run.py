@@ -233,7 +233,9 @@ def main() -> None:
     sync_registries()  # as SkyRL's entry point does
     results: dict[str, Any] = {"runs": [run(merge) for merge in (False, True)]}
     if installed:
-        results["driver"] = {r.name: [r.state, r.calls, r.handed_back] for r in fast.report().rows}
+        results["driver"] = {
+            r.name: [r.state, r.counts.calls, r.counts.handed_back] for r in fast.report().rows
+        }
         number, counts = fast.calls_of_workers()
         workers = {name: [one.calls, one.handed_back] for name, one in counts.items()}
         results["workers"] = {"number": number, "calls": workers}

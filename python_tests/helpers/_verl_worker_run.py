@@ -128,7 +128,7 @@ class Actor:
     def calls(self) -> dict[str, tuple[int, int]]:
         """Return calls and those that verl's own functions answered, by function."""
         module = sys.modules.get("skyrl_fast.integrations.verl")
-        rows = () if module is None else module.report().functions
+        rows = () if module is None else module.report().rows
         return {
             row.name: (row.counts.calls, row.counts.handed_back) for row in rows if row.counts.calls
         }

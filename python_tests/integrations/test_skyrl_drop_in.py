@@ -67,7 +67,7 @@ def fake_skyrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     known = fingerprint([module.compute_prompt_boundaries])
     place = "skyrl.train.dataset.preprocess"
     targets = tuple(
-        Target(t.name, place, {known: "9.9"}, t.replacement) if "boundaries" in t.name else t
+        Target(t.name, place, {known: "9.9"}, t.home) if "boundaries" in t.name else t
         for t in TARGETS
         if t.short_name in ("compute_prompt_boundaries", "make_router_padding_mask")
     )
@@ -253,10 +253,10 @@ def test_unusual_input_is_passed_to_the_original(fake_skyrl: Path) -> None:
     with pytest.warns(skyrl.SkyRLFastWarning):
         skyrl.install(ray_workers=False)
     trainer = importlib.import_module("skyrl.train.trainer")
-    before = skyrl.report().row("compute_prompt_boundaries")
+    before = skyrl.report().row("compute_prompt_boundaries").counts
     with pytest.raises(KeyError, match="original"):
         trainer.boundaries(3)
-    after = skyrl.report().row("compute_prompt_boundaries")
+    after = skyrl.report().row("compute_prompt_boundaries").counts
     assert after.calls == before.calls + 1 and after.handed_back == before.handed_back + 1
     assert after.last_reason.startswith("TypeError")
 
@@ -431,7 +431,7 @@ def test_fingerprint_ignores_only_comments_and_formatting() -> None:
 
 def test_every_replacement_exists() -> None:
     for target in TARGETS:
-        home, _, name = target.replacement.partition(".")
-        module = importlib.import_module(f"skyrl_fast.integrations.skyrl.{home}")
-        assert callable(getattr(module, name)), target.replacement
+        name = target.short_name.lstrip("_")
+        module = importlib.import_module(f"skyrl_fast.integrations.skyrl.{target.home}")
+        assert callable(getattr(module, name)), target.name
         assert name in skyrl.__all__

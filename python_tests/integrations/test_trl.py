@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from skyrl_fast.integrations import trl as for_trl
-from skyrl_fast.integrations.calls import Counts, HostReport, summary
+from skyrl_fast.integrations.calls import Counts, Report, summary
 from skyrl_fast.integrations.trl import switch
 from skyrl_fast.integrations.trl.fused_head import OPTIONAL, FusedHead
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def installed() -> Iterator[HostReport]:
+def installed() -> Iterator[Report]:
     pytest.importorskip("trl.trainer.utils", reason="TRL is not installed")
     yield for_trl.install()
     for_trl.uninstall()
@@ -138,7 +138,7 @@ def test_head_equals_trls(case: str, kind: str) -> None:
 
 @pytest.mark.peers
 @pytest.mark.spec("dropin.trl")
-def test_installing_and_restoring(installed: HostReport) -> None:
+def test_installing_and_restoring(installed: Report) -> None:
     import trl.trainer.utils as home
 
     assert installed.names("replaced") == ["ChunkedLogProbFunction", "selective_log_softmax"]
@@ -159,13 +159,13 @@ def test_another_source_is_kept_with_a_warning(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(switch, "KNOWN_HEADS", {})
     with pytest.warns(for_trl.TrlFastWarning, match="is not replaced: its source differs"):
         report = for_trl.install()
-    assert report["ChunkedLogProbFunction"].state == "kept"
+    assert report.row("ChunkedLogProbFunction").state == "kept"
     for_trl.uninstall()
 
 
 @pytest.mark.peers
 @pytest.mark.spec("dropin.trl")
-def test_log_softmax(installed: HostReport) -> None:
+def test_log_softmax(installed: Report) -> None:
     original: Any = switch._log_softmax
     torch.manual_seed(0)
     logits, index = torch.randn(3, 5, 200) * 3, torch.randint(0, 200, (3, 5))
@@ -176,7 +176,7 @@ def test_log_softmax(installed: HostReport) -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=4e-6)
     several = torch.randint(0, 200, (3, 5, 4))
     assert torch.equal(for_trl.selective_log_softmax(logits, several), original(logits, several))
-    counts = installed["selective_log_softmax"].counts
+    counts = installed.row("selective_log_softmax").counts
     assert (counts.calls, counts.handed_back) == (4, 1)
 
 

@@ -126,7 +126,7 @@ def test_functions_are_replaced_where_they_are_bound_and_restored() -> None:
     padding = pytest.importorskip("verl.workers.utils.padding", reason="verl is not installed")
     import verl.utils.attention_utils as home
 
-    original, counts = home.unpad_input, for_verl.report()["unpad_input"].counts
+    original, counts = home.unpad_input, for_verl.report().row("unpad_input").counts
     before = counts.calls, counts.handed_back
     report = for_verl.install()
     try:

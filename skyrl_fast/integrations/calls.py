@@ -72,55 +72,80 @@ def print_at_exit(line: Callable[[], str]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Function:
+class Row:
     """One function of a host program.
 
     Args:
+        name: function, or `Class.method`.
         state: "replaced", "kept" (the host's own, see `why`) or "absent" from this version.
         why: why it is not replaced, or what the replacement leaves to the host.
         counts: counts of the replacement in this process.
+        version: first version with the source that was found; "" where sources are not compared.
+        places: where the name was bound to the replacement: `module.name`.
     """
 
     name: str
     state: str
     why: str = ""
     counts: Counts = field(default_factory=Counts)
+    version: str = ""
+    places: tuple[str, ...] = ()
+
+    def describe(self, host: str, *, any_called: bool) -> str:
+        """Return where it is replaced, its calls, and why not."""
+        counts, details = self.counts, []
+        if self.places:
+            details.append(f"in {len(self.places)} places")
+        if counts.calls:
+            details.append(f"{counts.calls - counts.handed_back} calls")
+        elif any_called and self.state == "replaced":
+            details.append("never called")
+        if counts.handed_back:
+            details.append(f"{counts.handed_back} by {host} itself ({counts.last_reason})")
+        return "; ".join([*details, *filter(None, [self.why])])
 
 
 @dataclass(frozen=True, slots=True)
-class HostReport:
+class Report:
     """What is replaced in a host program, and how often it was called in this process.
 
     Args:
-        functions: one for each that this package knows.
+        host: name and version of the host program.
+        rows: one for each function that this package knows.
+        mode, rules: of SkyRL's `install`; "" where nothing is installed in it.
     """
 
     host: str
-    functions: tuple[Function, ...]
+    rows: tuple[Row, ...] = ()
+    mode: str = ""
+    rules: tuple[str, ...] = ()
 
-    def __getitem__(self, name: str) -> Function:
-        """Return a function by name; KeyError if there is none."""
-        for function in self.functions:
-            if function.name == name:
-                return function
+    def row(self, name: str) -> Row:
+        """Return the row of a function; KeyError if there is none of this name."""
+        for row in self.rows:
+            if row.name == name:
+                return row
         raise KeyError(name)
 
     def names(self, state: str) -> list[str]:
-        return [function.name for function in self.functions if function.state == state]
+        return [row.name for row in self.rows if row.state == state]
 
     def summary(self) -> str:
         """Return one line about the calls."""
-        used = [one for one in self.functions if one.state == "replaced" or one.counts.calls]
-        return summary(self.host, {one.name: one.counts for one in used})
+        used = [row for row in self.rows if row.state == "replaced" or row.counts.calls]
+        return summary(self.host, {row.name: row.counts for row in used})
 
     def __str__(self) -> str:
-        """Return a table for people."""
-        width = max(len(one.name) for one in self.functions)
-        lines = [f"skyrl_fast in {self.host}"]
-        for one in self.functions:
-            details = [one.why] if one.why else []
-            if one.counts.calls:
-                back = f", {one.counts.handed_back} by the host" if one.counts.handed_back else ""
-                details.insert(0, f"{one.counts.calls} calls{back}")
-            lines.append(f"  {one.name:<{width}}  {one.state:<8}  {'; '.join(details)}".rstrip())
+        """Return a table for people; once a function was called, it shows those never called."""
+        if not self.rows and not self.mode:
+            return f"skyrl_fast is not installed in {self.host}"
+        mode = f", mode {self.mode}" if self.mode else ""
+        rules = f", rules {', '.join(self.rules)}" if self.rules else ""
+        replaced = f"{len(self.names('replaced'))} functions replaced"
+        lines = [f"skyrl_fast in {self.host}{mode}{rules}: {replaced}"]
+        any_called = any(row.counts.calls for row in self.rows)
+        width = max((len(row.name) for row in self.rows), default=0)
+        for row in self.rows:
+            details = row.describe(self.host.split()[0], any_called=any_called)
+            lines.append(f"  {row.name:<{width}}  {row.state:<8}  {details}".rstrip())
         return "\n".join(lines)

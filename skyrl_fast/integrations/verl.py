@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from skyrl_fast.config.loading import environment_setting
-from skyrl_fast.integrations.calls import Counts, Function, HostReport, print_at_exit
+from skyrl_fast.integrations.calls import Counts, Report, Row, print_at_exit
 from skyrl_fast.integrations.on_import import ImportWatch
 from skyrl_fast.integrations.source import modules_that_bind
 from skyrl_fast.ops.advantage.group import group_advantage
@@ -68,7 +68,7 @@ def register_on_import() -> None:
     _watch("register", {CORE}, lambda name: register())
 
 
-def install(*, on_gpu: bool = False) -> HostReport:
+def install(*, on_gpu: bool = False) -> Report:
     """Replace verl's `logprobs_from_logits`, `unpad_input` and `pad_input`, now or when imported.
 
     Args:
@@ -96,7 +96,7 @@ def uninstall() -> None:
     _originals.clear()
 
 
-def report() -> HostReport:
+def report() -> Report:
     """Return what is replaced in this process, and the calls so far."""
     rows = []
     for name, counts in _counts.items():
@@ -107,12 +107,12 @@ def report() -> HostReport:
         else:
             waiting = "install" in _watches
             state, why = "kept", "its module is not imported yet" if waiting else "not installed"
-        rows.append(Function(name, state, why, counts))
+        rows.append(Row(name, state, why, counts))
     try:
         version = metadata.version("verl")
     except metadata.PackageNotFoundError:
         version = "(not installed)"
-    return HostReport(f"verl {version}", tuple(rows))
+    return Report(f"verl {version}", tuple(rows))
 
 
 def _is_registered(name: str) -> bool:

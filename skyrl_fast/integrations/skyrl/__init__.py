@@ -8,6 +8,7 @@ The functions are also here one by one, under SkyRL's names.
 
 from __future__ import annotations
 
+from skyrl_fast.integrations.calls import Report
 from skyrl_fast.integrations.skyrl.advantages import (
     compute_advantages_and_returns,
     compute_grpo_outcome_advantage,
@@ -47,8 +48,7 @@ from skyrl_fast.integrations.skyrl.outputs import (
     validate_generator_output,
 )
 from skyrl_fast.integrations.skyrl.ray_workers import autoinstall, calls_of_workers, runtime_env
-from skyrl_fast.integrations.skyrl.report import Report, SkyRLFastWarning
-from skyrl_fast.integrations.skyrl.switch import install, report, uninstall
+from skyrl_fast.integrations.skyrl.switch import SkyRLFastWarning, install, report, uninstall
 from skyrl_fast.integrations.skyrl.trainer_steps import (
     convert_to_training_input,
     normalize_advantages,

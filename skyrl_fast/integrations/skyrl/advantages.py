@@ -47,7 +47,7 @@ def compute_grpo_outcome_advantage(
 ) -> Pair:
     """Return advantages and returns of GRPO, as SkyRL's function of that name: one tensor, twice.
 
-    Args:
+    Args (of all estimators here):
         token_level_rewards, response_mask: (N, R).
         index: N, the group of each row.
         epsilon: added to the group's standard deviation.
@@ -65,12 +65,7 @@ def compute_rloo_outcome_advantage(
     index: Sequence[str] | np.ndarray,
     **kwargs: Any,
 ) -> Pair:
-    """Return advantages and returns of RLOO, as SkyRL's function of that name: one tensor, twice.
-
-    Args:
-        token_level_rewards, response_mask: (N, R).
-        index: N, the group of each row. Groups of one, such as padding rows, get 0 and a warning.
-    """
+    """Return those of RLOO; groups of one, such as padding rows, get 0 and a warning."""
     row_values = _outcomes(RLOO, _scores(token_level_rewards), index)
     return _broadcast(row_values, response_mask)
 
@@ -83,13 +78,7 @@ def compute_maxrl_advantage(
     epsilon: float = 1e-6,
     **kwargs: Any,
 ) -> Pair:
-    """Return advantages and returns of MaxRL, as SkyRL's function of that name: one tensor, twice.
-
-    Args:
-        token_level_rewards, response_mask: (N, R).
-        index: N, the group of each row.
-        epsilon: added to the group's mean.
-    """
+    """Return those of MaxRL; `epsilon` is added to the group's mean."""
     row_values = _outcomes(MAXRL, _scores(token_level_rewards), index, epsilon)
     return _broadcast(row_values, response_mask)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import threading
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,6 @@ import torch
 from skyrl_fast.integrations.skyrl.names import AUGUST, NEWEST
 from skyrl_fast.integrations.skyrl.replacement import (
     ORIGINALS,
-    UnsupportedInputError,
     replaces,
     require,
 )
@@ -142,7 +140,7 @@ def convert_prompts_responses_to_batch_tensors(
 def _pack_fields(routes: Any, support: Any, prompts: Any, responses: Any) -> tuple[Any, Any]:
     if routes is None and support is None:
         return None, None
-    skyrl = _skyrl_module(CONVERT)
+    skyrl = ORIGINALS.namespace(CONVERT)
     for field in (routes, support):
         rows_given = field is None or (isinstance(field, list) and len(field) == len(prompts))
         require(rows_given, "routes or support of unsupported form")
@@ -152,15 +150,6 @@ def _pack_fields(routes: Any, support: Any, prompts: Any, responses: Any) -> tup
         None if routes is None else skyrl["_collate_rollout_expert_indices"](routes, lengths),
         None if support is None else skyrl["build_sample_support"](support, response_lengths),
     )
-
-
-def _skyrl_module(name: str) -> dict[str, Any]:
-    """Return the globals of the module of SkyRL's function `name`."""
-    original = ORIGINALS.function(name)
-    if original is None:
-        raise UnsupportedInputError("SkyRL, which packs this field, is not installed")
-    found: dict[str, Any] = inspect.unwrap(original).__globals__
-    return found
 
 
 def _are_canonical(routes: Any) -> bool:
@@ -246,7 +235,7 @@ def _pad_field(name: str, value: Any, pad_size: int) -> Any:
         return padded
     if type(value).__name__ == "PackedTensor":
         lengths = [len(value.segment(0))] * pad_size
-        return _skyrl_module(PAD)["append_packed_field_padding"](
+        return ORIGINALS.namespace(PAD)["append_packed_field_padding"](
             name, value, segment_lengths=lengths
         )
     return padding_rows.pad_field(name, value, pad_size, "repeat")

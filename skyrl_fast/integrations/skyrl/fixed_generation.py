@@ -64,8 +64,7 @@ async def agent_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
     SkyRL checks the length of the previous turn. Here a prompt over the limit reaches neither the
     engine nor the environment; its turn adds no step, and the last step's stop reason is "length".
     """
-    original = ORIGINALS.function(LOOP)
-    assert original is not None
+    original = ORIGINALS.require(LOOP)
     rules, eos = ORIGINALS.rules, self.tokenizer.eos_token_id
     arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
     step_wise = self.generator_cfg.step_wise_trajectories
@@ -157,8 +156,7 @@ def _without_observation(step: Any, eos: int) -> None:
 
 def update_state(self: Any, agent_loop_state: Any, turn_output: Any) -> Any:
     """Return SkyRL's next state, with the turn's expert routes appended to the recorded ones."""
-    original = ORIGINALS.function(UPDATE)
-    assert original is not None
+    original = ORIGINALS.require(UPDATE)
     recorded, new = agent_loop_state.rollout_expert_indices, turn_output.rollout_expert_indices
     state = original(self, agent_loop_state, turn_output)
     if not self.generator_cfg.step_wise_trajectories:

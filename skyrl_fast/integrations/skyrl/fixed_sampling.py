@@ -22,7 +22,7 @@ def handle_filter_sampling(
     """Keep complete informative groups; sample until there are `train_batch_size` of them."""
     output = generator_output
     if output.get("is_last_step") is None:
-        return _original(FILTER)(output, uids, sampling_config, collected_state)
+        return ORIGINALS.require(FILTER)(output, uids, sampling_config, collected_state)
     good = _informative(output, uids)
     rows = [row for row, uid in enumerate(uids) if good[uid]]
     state = collected_state
@@ -49,7 +49,7 @@ def handle_replace_sampling(
     """Replace the other groups by copies of informative groups, under new uids."""
     output = generator_output
     if output.get("is_last_step") is None:
-        return _original(REPLACE)(output, uids, sampling_config)
+        return ORIGINALS.require(REPLACE)(output, uids, sampling_config)
     from skyrl_fast.train.algorithm.dynamic_sampling import replacement_groups
 
     good = _informative(output, uids)
@@ -75,12 +75,6 @@ def handle_replace_sampling(
         for tid, uid in zip(result["trajectory_ids"], renamed, strict=True)
     ]
     return result, renamed, False
-
-
-def _original(name: str) -> Any:
-    function = ORIGINALS.function(name)
-    assert function is not None
-    return function
 
 
 def _informative(output: Any, uids: list[str]) -> dict[str, bool]:

@@ -8,7 +8,6 @@ they are passed as a weight per token.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -352,10 +351,7 @@ def _correction(
     name: str, old: Tensor | None, rollout: Tensor, mask: Tensor, config: Any
 ) -> tuple[Tensor | None, dict[str, float]]:
     """Return the weights per token of SkyRL's off-policy correction, and its metrics."""
-    original = ORIGINALS.function(name)
-    if original is None:
-        raise UnsupportedInputError("SkyRL, which computes the correction, is not installed")
-    apply = inspect.unwrap(original).__globals__["apply_off_policy_correction"]
+    apply = ORIGINALS.namespace(name)["apply_off_policy_correction"]
     is_enabled = apply.__globals__.get("off_policy_correction_enabled")
     settings = config.off_policy_correction
     if is_enabled is not None and not is_enabled(settings):

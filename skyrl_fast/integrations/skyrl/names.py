@@ -30,7 +30,8 @@ class Target:
     Args:
         name: name of the function, or `Class.method`.
         fingerprints: fingerprints of known sources, each with the first version that has it.
-        replacement: `module.function` of this package.
+        home: module here that has its replacement, of the same name without underscores before it;
+            "" for a function that only rules replace.
         uses: private functions of the same module that belong to the source.
         calls: other functions of this table that it calls. It is replaced only if their sources
             are known too.
@@ -41,7 +42,7 @@ class Target:
     name: str
     module: str
     fingerprints: Mapping[str, str]
-    replacement: str
+    home: str = ""
     uses: tuple[str, ...] = ()
     calls: tuple[str, ...] = ()
     unneeded: Mapping[str, str] = field(default_factory=dict)
@@ -53,11 +54,11 @@ class Target:
 
 
 def _estimator(name: str, known: str, since: str = "0.1.0") -> Target:
-    return Target(name, PPO, {known: since}, f"advantages.{name}")
+    return Target(name, PPO, {known: since}, "advantages")
 
 
 def _loss(name: str, known: str, since: str = "0.2.0") -> Target:
-    return Target(name, PPO, {known: since}, f"losses.{name}")
+    return Target(name, PPO, {known: since}, "losses")
 
 
 TARGETS = (
@@ -65,58 +66,48 @@ TARGETS = (
         "convert_prompts_responses_to_batch_tensors",
         PREPROCESS,
         {"fefa367468cfa4a7": "0.4.0", "2e718702551576ba": AUGUST, "8b9b1157d9fb71ff": "0.2.0"},
-        "batches.convert_prompts_responses_to_batch_tensors",
+        "batches",
         ("_verify_inputs", "_reward_to_numpy"),
     ),
-    Target(
-        "make_router_padding_mask",
-        PREPROCESS,
-        {"9d906156cf90684a": AUGUST},
-        "batches.make_router_padding_mask",
-    ),
+    Target("make_router_padding_mask", PREPROCESS, {"9d906156cf90684a": AUGUST}, "batches"),
     Target(
         "compute_prompt_mini_batch_boundaries",
         PREPROCESS,
         {"d3bf0fda26e560c3": "0.2.0"},
-        "boundaries.compute_prompt_mini_batch_boundaries",
+        "boundaries",
     ),
-    Target(
-        "compute_prompt_boundaries",
-        PREPROCESS,
-        {"6c5d9023672ddc7c": "0.3.0"},
-        "boundaries.compute_prompt_boundaries",
-    ),
+    Target("compute_prompt_boundaries", PREPROCESS, {"6c5d9023672ddc7c": "0.3.0"}, "boundaries"),
     Target(
         "pad_training_input_batch",
         TRAINING_BATCH,
         {"9391891d6733bf08": "0.4.0", "ac531ca0fbf01f60": AUGUST, "d60fa884c02932f1": "0.2.0"},
-        "batches.pad_training_input_batch",
+        "batches",
     ),
     Target(
         "validate_generator_output",
         TRAINER_UTILS,
         {"1930ade6250c0a15": "0.4.0", "151a606d7f17e22a": "0.2.0"},
-        "outputs.validate_generator_output",
+        "outputs",
         ("_validate_step_wise_fields",),
     ),
     Target(
         "get_metrics_from_generator_output",
         GENERATORS,
         {"1b1143ce5c7fb423": "0.1.0"},
-        "output_metrics.get_metrics_from_generator_output",
+        "output_metrics",
     ),
     Target(
         "get_rollout_metrics",
         GENERATORS,
         {"564ea46197873fef": AUGUST, "9db0604082455a9c": "0.3.0"},
-        "output_metrics.get_rollout_metrics",
+        "output_metrics",
         ("compute_turn_token_counts", "_add_time_stats"),
     ),
     Target(
         "concatenate_generator_outputs",
         GENERATORS,
         {"242f4ea765c2c42e": "0.4.0", "87751c248e0ab789": AUGUST, "9f7dd8710bf61d69": "0.3.0"},
-        "outputs.concatenate_generator_outputs",
+        "outputs",
         ("_flatten_field", "_concat_optional_field", "_last_step_only"),
         ("validate_generator_output", "get_rollout_metrics"),
     ),
@@ -124,7 +115,7 @@ TARGETS = (
         "merge_stepwise_output",
         GENERATORS,
         {"8e9e89191b2d4c45": "0.4.0", "bf05bc3249e9a922": AUGUST, "d28f87beee8c5b93": "0.3.0"},
-        "outputs.merge_stepwise_output",
+        "outputs",
         (
             "_is_prefix",
             "slice_generator_output",
@@ -140,31 +131,28 @@ TARGETS = (
         "RayPPOTrainer.compute_advantages_and_returns",
         TRAINER,
         {"a872ebf526bd473d": "0.2.0"},
-        "advantages.compute_advantages_and_returns",
+        "advantages",
     ),
     Target(
         "RayPPOTrainer.convert_to_training_input",
         TRAINER,
         {"8f1f10ff516e5d45": "0.4.0", "87f0ac37486ca8d3": AUGUST, "b7aba4fd2d1c2137": "0.3.0"},
-        "trainer_steps.convert_to_training_input",
+        "trainer_steps",
     ),
     Target(
         "RayPPOTrainer.postprocess_generator_output",
         TRAINER,
         {"13ace7ffcc38d592": "0.3.0"},
-        "trainer_steps.postprocess_generator_output",
+        "trainer_steps",
     ),
     Target(
         "RayPPOTrainer._normalize_advantages",
         TRAINER,
         {"ce6ad5a2c58d301b": "0.3.0"},
-        "trainer_steps.normalize_advantages",
+        "trainer_steps",
     ),
     Target(
-        "apply_loss_reduction_to_advantages_minibatch",
-        PPO,
-        {"0e904c5e0272d876": "0.3.0"},
-        "losses.apply_loss_reduction_to_advantages_minibatch",
+        "apply_loss_reduction_to_advantages_minibatch", PPO, {"0e904c5e0272d876": "0.3.0"}, "losses"
     ),
     _loss("ppo_policy_loss", "0b95f8006e64490c"),
     _loss("sapo_policy_loss", "395407cec3d814e8"),
@@ -173,7 +161,7 @@ TARGETS = (
         "compute_policy_loss_cispo",
         PPO,
         {"b4f6fba4eefbcd0b": AUGUST, "ccd8e9c3baa62e21": "0.2.0"},
-        "losses.compute_policy_loss_cispo",
+        "losses",
     ),
     _loss("rollout_is_policy_loss", "3660846e61794815"),
     _loss("dppo_policy_loss", "1bda5e4f2b824be9", "0.3.0"),
@@ -185,7 +173,7 @@ TARGETS = (
         "logprobs_from_logits",
         TORCH_UTILS,
         {"cfa1d5814fd7c2a5": "0.4.0", "674b281eebaf8ca0": "0.1.0"},
-        "logprobs.logprobs_from_logits",
+        "logprobs",
         ("logprobs_from_logits_v2",),
     ),
 )

@@ -6,7 +6,6 @@ read here in one pass, and passed to it as one number per row.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 from skyrl_fast.batch.row_index import dense_ids
 from skyrl_fast.integrations.skyrl.replacement import (
     ORIGINALS,
-    UnsupportedInputError,
     replaces,
     require,
 )
@@ -45,9 +43,7 @@ def get_rollout_metrics(
     Raises:
         The errors of SkyRL's function.
     """
-    original = ORIGINALS.function(ROLLOUT)
-    if original is None:
-        raise UnsupportedInputError("SkyRL, which computes the metrics, is not installed")
+    original = ORIGINALS.require(ROLLOUT)
     masks = None if loss_masks is None else flat(loss_masks, "loss masks", torch.uint8)
     metrics = original(
         [range(len(response)) for response in responses],  # only their lengths are read
@@ -74,9 +70,7 @@ def get_metrics_from_generator_output(generator_output: Any, uids: Sequence[str]
         ValueError: SkyRL's.
     """
     rewards = generator_output["rewards"]
-    original = ORIGINALS.function(REWARD)
-    if original is None:
-        raise UnsupportedInputError("SkyRL, which computes the metrics, is not installed")
+    original = ORIGINALS.require(REWARD)
     require(len(rewards) > 0 and set(map(type, rewards)) == {list}, "rewards that are one per row")
     values, offsets = flat(rewards, "rewards", torch.float32)
     filled = np.diff(offsets) > 0
@@ -92,7 +86,7 @@ def get_metrics_from_generator_output(generator_output: Any, uids: Sequence[str]
     require(len(prompts) == len(last), "wrong number of uids")
     scores = np.array(last, dtype=np.float64) + 0.0  # SkyRL's sums start from 0: -0.0 is 0.0
     passed = np.unique(prompts[scores > 0])
-    return inspect.unwrap(original).__globals__["MetricsOutput"](
+    return ORIGINALS.namespace(REWARD)["MetricsOutput"](
         avg_score=float(np.mean(scores)),
         pass_at_n=len(passed) / (int(prompts.max()) + 1),
         mean_positive_reward=float(np.mean(np.maximum(scores, 0.0))),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter
@@ -86,14 +85,14 @@ def _check(num_prompts: int, output: Any, step_wise: bool) -> None:
 
 def check_side_channels(output: Any, step_wise: bool) -> None:
     """Check routes and support of sampled tokens by SkyRL's own function, which 0.4.0 added."""
-    original = ORIGINALS.function(VALIDATE)
     fields = [output.get(field) for field in (ROUTES, SUPPORT)]
-    if original is None or ORIGINALS.label(VALIDATE) != NEWEST or fields == [None, None]:
+    is_newest = ORIGINALS.function(VALIDATE) and ORIGINALS.label(VALIDATE) == NEWEST
+    if not is_newest or fields == [None, None]:
         return
     for rows in fields:
         listed = rows is None or (isinstance(rows, list) and len(rows) == len(output[ALWAYS[0]]))
         require(listed, "routes or support of unsupported form")
-    inspect.unwrap(original).__globals__["_validate_per_token_side_channels"](output, step_wise)
+    ORIGINALS.namespace(VALIDATE)["_validate_per_token_side_channels"](output, step_wise)
 
 
 def _check_ids(output: Any) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -57,6 +58,18 @@ class Originals:
                 return None
             self.keep(name, found[1], version_label(BY_NAME[name], found[0], found[1]))
         return self._functions[name]
+
+    def require(self, name: str) -> Callable[..., Any]:
+        """Return SkyRL's function; raise UnsupportedInputError without SkyRL."""
+        original = self.function(name)
+        if original is None:
+            raise UnsupportedInputError(f"SkyRL, whose {name} is called, is not installed")
+        return original
+
+    def namespace(self, name: str) -> dict[str, Any]:
+        """Return the globals of SkyRL's function; raise as `require`."""
+        found: dict[str, Any] = inspect.unwrap(self.require(name)).__globals__
+        return found
 
     def is_known(self, name: str, function: Any) -> bool:
         """Return whether the function is a replacement, or SkyRL's own with a known source."""

@@ -40,13 +40,11 @@ LOOP = Target(
     "SkyRLGymGenerator.agent_loop",
     GYM_GENERATOR,
     {"6bb4c1f9d4193811": "0.4.0", "492cbad768684742": AUGUST, "afdc6687c0042788": "0.3.0"},
-    "fixed_generation.agent_loop",
 )
 UPDATE = Target(
     "SkyRLGymGenerator._update_agent_loop_state_with_multiturn_chat_template",
     GYM_GENERATOR,
     {"db2fc5a83c65fa45": AUGUST},
-    "fixed_generation.update_state",
     unneeded={"638ea5433378547e": "0.4.0"},
 )
 NORMALIZE = BY_NAME["RayPPOTrainer._normalize_advantages"]
@@ -54,13 +52,11 @@ FILTER = Target(
     "handle_filter_sampling",
     TRAINER_UTILS,
     {"6e71c1a56e3422be": "0.1.0"},
-    "fixed_sampling.handle_filter_sampling",
 )
 REPLACE = Target(
     "handle_replace_sampling",
     TRAINER_UTILS,
     {"d17a0108a90ba647": AUGUST, "944e8cadcd0354e2": "0.1.0"},
-    "fixed_sampling.handle_replace_sampling",
 )
 
 RULES = (

@@ -18,7 +18,7 @@ from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
-from skyrl_fast.integrations.calls import Counts, print_at_exit, summary
+from skyrl_fast.integrations.calls import Counts, Report, Row, print_at_exit, summary
 from skyrl_fast.integrations.on_import import ImportWatch
 from skyrl_fast.integrations.skyrl import rules as fixed_rules
 from skyrl_fast.integrations.skyrl.names import (
@@ -37,12 +37,11 @@ from skyrl_fast.integrations.skyrl.replacement import (
     target_fingerprint,
     version_label,
 )
-from skyrl_fast.integrations.skyrl.report import Report, Row, SkyRLFastWarning
 from skyrl_fast.integrations.skyrl.worker_calls import add_calls
 from skyrl_fast.integrations.source import strip_decorators
 from skyrl_fast.system.printable import printable
 
-OURS = "skyrl_fast"
+OURS, HOST = "skyrl_fast", "SkyRL"
 MODES = ("compat", "fixed")
 PACKAGE = "skyrl"
 REGISTRIES = ("AdvantageEstimatorRegistry", "PolicyLossRegistry")
@@ -53,8 +52,12 @@ UNKNOWN_SOURCE = "source differs from every version this replacement was tested 
 _installed: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # original, replacement
 _registered: dict[tuple[str, str], Callable[..., Any]] = {}  # original, by registry and entry
 _held: set[tuple[str, str]] = set()  # names that referred to our function before the installation
-_report = Report("", "")
+_report = Report(HOST)
 _watch: ImportWatch | None = None
+
+
+class SkyRLFastWarning(UserWarning):
+    """Some of SkyRL's functions could not be replaced; the message names them."""
 
 
 def install(
@@ -94,7 +97,7 @@ def install(
     failures = _load_entry_modules(version)
     rows = _replace(_targets(chosen), chosen)
     rows += [Row(name, "kept", why) for name, why in KEPT.items()]
-    _report = Report(mode, version, chosen, tuple(rows))
+    _report = Report(f"{HOST} {version}", tuple(rows), mode, chosen)
     _set_ray_workers(ray_workers, mode, chosen)
     _warn(rows, version, failures)
     print_at_exit(_exit_line)
@@ -112,7 +115,7 @@ def _exit_line() -> str:
         add_calls(counts, name, one)
     replaced = {name: counts.get(name, Counts()) for name in _report.names("replaced")}
     where = f" ({workers} Ray workers included)" if workers else ""
-    return summary(f"SkyRL {_report.version}{where}", replaced)
+    return summary(f"{_report.host}{where}", replaced)
 
 
 def _set_ray_workers(wanted: bool, mode: str, rules: tuple[str, ...]) -> None:
@@ -136,13 +139,14 @@ def install_on_import(mode: str = "compat", *, rules: Iterable[str] | None = Non
         return
     uninstall()
     ORIGINALS.rules = frozenset(chosen)
-    _report = Report(mode, "", chosen)
+    _report = Report(HOST, mode=mode, rules=chosen)
 
     def replace_loaded(module_name: str) -> None:
         global _report
         rows = _replace([t for t in _targets(chosen) if t.module == module_name], chosen)
-        _report = replace(_report, version=_version(), rows=(*_report.rows, *rows))
-        _warn(rows, _report.version, [], complete=False)
+        version = _version()
+        _report = replace(_report, host=f"{HOST} {version}", rows=(*_report.rows, *rows))
+        _warn(rows, version, [], complete=False)
 
     _watch = ImportWatch({target.module for target in _targets(chosen)}, replace_loaded)
     _watch.start()
@@ -169,7 +173,7 @@ def uninstall() -> None:
     _registered.clear()
     _held.clear()
     ORIGINALS.forget()
-    _report = Report("", "")
+    _report = Report(HOST)
     workers = sys.modules.get("skyrl_fast.integrations.skyrl.ray_workers")
     if workers is not None:
         workers.remove_hook()
@@ -177,17 +181,8 @@ def uninstall() -> None:
 
 def report() -> Report:
     """Return the current replacements, with the number of calls so far."""
-    rows = []
-    for row in _report.rows:
-        counts = ORIGINALS.counts.get(row.name, Counts())
-        rows.append(
-            replace(
-                row,
-                calls=counts.calls,
-                handed_back=counts.handed_back,
-                last_reason=counts.last_reason,
-            )
-        )
+    counts = {row.name: ORIGINALS.counts.get(row.name, Counts()) for row in _report.rows}
+    rows = [replace(row, counts=replace(counts[row.name])) for row in _report.rows]
     return replace(_report, rows=tuple(rows))
 
 
@@ -279,12 +274,13 @@ def _choose_replacement(target: Target, rules: tuple[str, ...]) -> Row:
     if unknown and not active:
         return Row(target.name, "kept", f"calls {', '.join(unknown)}, of unknown source")
     ORIGINALS.keep(target.name, original, label)
-    place = active[-1].replacement if active else target.replacement
-    home, _, name = place.rpartition(".")
+    home, name = target.home, target.short_name.lstrip("_")
+    if active:
+        home, _, name = active[-1].replacement.rpartition(".")
     replacement = getattr(importlib.import_module(f"{__package__}.{home}"), name)
     _installed[target.name] = (original, replacement)
     why = f"rules: {', '.join(rule.name for rule in active)}" if active else ""
-    return Row(target.name, "replaced", why, label)
+    return Row(target.name, "replaced", why, version=label)
 
 
 def _is_known(target: Target) -> bool:

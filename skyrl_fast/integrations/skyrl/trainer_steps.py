@@ -5,7 +5,6 @@ Where SkyRL's own method is not the bottleneck it is called, with less data to r
 
 from __future__ import annotations
 
-import inspect
 from itertools import compress
 from typing import Any
 
@@ -16,7 +15,6 @@ from skyrl_fast.integrations.skyrl.batches import SPARE
 from skyrl_fast.integrations.skyrl.output_metrics import REWARD
 from skyrl_fast.integrations.skyrl.replacement import (
     ORIGINALS,
-    UnsupportedInputError,
     replaces,
     require,
 )
@@ -27,19 +25,10 @@ POSTPROCESS = "RayPPOTrainer.postprocess_generator_output"
 NORMALIZE = "RayPPOTrainer._normalize_advantages"
 
 
-def _original(name: str) -> Any:
-    original = ORIGINALS.function(name)
-    if original is None:
-        raise UnsupportedInputError("SkyRL, which has this method, is not installed")
-    return original
-
-
-def _require_known(method: Any, name: str) -> None:
+def _require_known(method: str, name: str) -> None:
     """Raise if the method calls another function of this name than SkyRL's or ours."""
-    require(
-        ORIGINALS.is_known(name, inspect.unwrap(method).__globals__.get(name)),
-        f"another {name} than SkyRL's",
-    )
+    called = ORIGINALS.namespace(method).get(name)
+    require(ORIGINALS.is_known(name, called), f"another {name} than SkyRL's")
 
 
 @replaces(CONVERT)
@@ -51,7 +40,7 @@ def convert_to_training_input(self: Any, generator_output: Any, uids: Any) -> An
     Args:
         uids: N, the prompt of each row.
     """
-    original = _original(CONVERT)
+    original = ORIGINALS.require(CONVERT)
     with SPARE.allocate(-len(generator_output["response_ids"]) % self.dispatch.get_lcm_dp_size()):
         return original(self, generator_output, uids)
 
@@ -72,10 +61,10 @@ def postprocess_generator_output(
         uids: N, the prompt of each row.
         metrics_generator_output, metrics_uids: if given, the call is passed to SkyRL.
     """
-    original = _original(POSTPROCESS)
+    original = ORIGINALS.require(POSTPROCESS)
     require(self.cfg.generator.step_wise_trajectories is True, "training that is not step-wise")
     require(metrics_generator_output is None and metrics_uids is None, "metrics of another output")
-    _require_known(original, REWARD)
+    _require_known(POSTPROCESS, REWARD)
     last = generator_output["is_last_step"]
     require(isinstance(last, list) and set(map(type, last)) <= {bool}, "unsupported is_last_step")
     lists = [value for value in generator_output.values() if isinstance(value, list)]
@@ -102,7 +91,7 @@ def normalize_advantages(
     """
     algorithm = self.cfg.trainer.algorithm
     require(not algorithm.advantage_batch_normalize, "advantages normalised over the batch")
-    _require_known(_original(NORMALIZE), losses.REDUCTION)
+    _require_known(NORMALIZE, losses.REDUCTION)
     advantages, mask = data["advantages"], data["loss_mask"]
     starts, ends = (list(edge) for edge in zip(*mini_batch_boundaries, strict=True))
     require(starts == [0, *ends[:-1]], "mini-batches apart")

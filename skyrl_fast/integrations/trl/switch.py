@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from skyrl_fast.integrations.calls import Counts, Function, HostReport, print_at_exit
+from skyrl_fast.integrations.calls import Counts, Report, Row, print_at_exit
 from skyrl_fast.integrations.source import fingerprint, modules_that_bind
 from skyrl_fast.integrations.trl.fused_head import FusedHead
 from skyrl_fast.ops.logprob.selected import selected_logprob
@@ -22,7 +22,7 @@ KNOWN_LOG_SOFTMAX = {"9348ecc51902d5da": "1.16.0"}
 UNKNOWN = "its source differs from every version this replacement was tested against"
 COUNTS = {FUSED_HEAD: Counts(), LOG_SOFTMAX: Counts(), GRPO_LOSS: Counts()}
 _restore: list[Callable[[], object]] = []
-_report: HostReport | None = None
+_report: Report | None = None
 _log_softmax: Callable[..., torch.Tensor] | None = None  # TRL's own
 
 
@@ -30,7 +30,7 @@ class TrlFastWarning(UserWarning):
     """Little or nothing of this TRL is replaced; the message says what and why."""
 
 
-def install(*, on_gpu: bool = False) -> HostReport:
+def install(*, on_gpu: bool = False) -> Report:
     """Replace TRL's functions in this process, before or after trainers are created.
 
     GRPO, RLOO, DPO, KTO and SFT trainers compute log-probabilities from hidden states by one
@@ -53,9 +53,9 @@ def install(*, on_gpu: bool = False) -> HostReport:
     import trl.trainer.utils as home
 
     why = "a trainer of this package has it: skyrl_fast.integrations.trl.GRPOTrainer"
-    loss = Function(GRPO_LOSS, "kept", why, COUNTS[GRPO_LOSS])
+    loss = Row(GRPO_LOSS, "kept", why, COUNTS[GRPO_LOSS])
     functions = (_replace_head(home, on_gpu=on_gpu), _replace_log_softmax(home), loss)
-    _report = HostReport(f"TRL {metadata.version('trl')}", functions)
+    _report = Report(f"TRL {metadata.version('trl')}", functions)
     if functions[0].state != "replaced":
         warnings.warn(
             f"{_report.host}: {FUSED_HEAD}, which its trainers use, is not replaced: "
@@ -77,7 +77,7 @@ def uninstall() -> None:
     _report = _log_softmax = None
 
 
-def report() -> HostReport:
+def report() -> Report:
     """Return what is replaced, with the calls so far.
 
     Raises:
@@ -92,32 +92,32 @@ def _last_line() -> str:
     return "" if _report is None else _report.summary()
 
 
-def _replace_head(home: Any, *, on_gpu: bool) -> Function:
+def _replace_head(home: Any, *, on_gpu: bool) -> Row:
     name = "_" + FUSED_HEAD
     original = getattr(home, name, None)
     if original is None or not hasattr(home, "_use_triton"):
-        return Function(FUSED_HEAD, "absent", "this version has no fused LM head")
+        return Row(FUSED_HEAD, "absent", "this version has no fused LM head")
     if _fingerprint(original.forward, home.add_fused_lm_head) not in KNOWN_HEADS:
-        return Function(FUSED_HEAD, "kept", UNKNOWN)
+        return Row(FUSED_HEAD, "kept", UNKNOWN)
     head = FusedHead(original, COUNTS[FUSED_HEAD], on_gpu=on_gpu)
     _set(home, name, head)
     # Whether only tokens with a label are scored: TRL's answer is no on a CPU.
     _set(home, "_use_triton", lambda device: True)
-    return Function(FUSED_HEAD, "replaced", counts=COUNTS[FUSED_HEAD])
+    return Row(FUSED_HEAD, "replaced", counts=COUNTS[FUSED_HEAD])
 
 
-def _replace_log_softmax(home: Any) -> Function:
+def _replace_log_softmax(home: Any) -> Row:
     global _log_softmax
     original = getattr(home, LOG_SOFTMAX, None)
     if original is None:
-        return Function(LOG_SOFTMAX, "absent")
+        return Row(LOG_SOFTMAX, "absent")
     if _fingerprint(original) not in KNOWN_LOG_SOFTMAX:
-        return Function(LOG_SOFTMAX, "kept", UNKNOWN)
+        return Row(LOG_SOFTMAX, "kept", UNKNOWN)
     _log_softmax = original
     for module in modules_that_bind("trl", LOG_SOFTMAX, original):
         _set(module, LOG_SOFTMAX, selective_log_softmax)
     why = "used by experimental trainers only"
-    return Function(LOG_SOFTMAX, "replaced", why, COUNTS[LOG_SOFTMAX])
+    return Row(LOG_SOFTMAX, "replaced", why, COUNTS[LOG_SOFTMAX])
 
 
 def _set(module: Any, name: str, value: Any) -> None:

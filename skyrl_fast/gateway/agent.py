@@ -36,7 +36,6 @@ class GatewayAgent:
         await self.gateway.start(await self.agent.start())
 
     async def close(self) -> None:
-        """Stop listening, and end the agent's processes."""
         await self.gateway.close()
         await self.agent.close()
 

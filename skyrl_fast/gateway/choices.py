@@ -39,7 +39,6 @@ class _Parts:
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
     def message(self) -> dict[str, Any]:
-        """Return the message in which a client sends it back."""
         return {
             "role": "assistant",
             "content": self.text,
@@ -49,12 +48,7 @@ class _Parts:
 
 
 class Choices:
-    """Samples the answers of one session.
-
-    Args:
-        prompts: remembers the answers' tokens.
-        policy_version: at its start, for the seeds.
-    """
+    """Samples the answers of one session."""
 
     def __init__(
         self,

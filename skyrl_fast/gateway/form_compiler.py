@@ -41,11 +41,7 @@ MAX_CACHE_BYTES = 64 << 20
 
 
 class FormCompiler:
-    """Checks the forms that requests ask for.
-
-    Args:
-        tokenizer: of the model, picklable.
-    """
+    """Checks the forms that requests ask for."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._calls = ProcessCalls(_Settings(tokenizer), MAX_PROCESSES)
@@ -120,12 +116,7 @@ class _Handler:
         resource.setrlimit(resource.RLIMIT_DATA, (MAX_DATA_BYTES, hard))
 
     def call(self, what: str, argument: str) -> CallResult:
-        """Return why a form is refused, "" for nothing.
-
-        Args:
-            what: the kind of the form.
-            argument: its text.
-        """
+        """Return why a form is refused, "" for nothing."""
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)  # beyond the soft one: SIGXCPU
         used = int(time.process_time()) + 1
         resource.setrlimit(resource.RLIMIT_CPU, (used + COMPILE_SECONDS, hard))

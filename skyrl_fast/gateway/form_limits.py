@@ -40,11 +40,6 @@ class FormError(ValueError):
 
 
 def check_form(form: Mapping[str, Any]) -> None:
-    """Raise FormError for a form beyond the limits.
-
-    Args:
-        form: vLLM's structured outputs, such as {"json": schema}.
-    """
     for kind, value in form.items():
         if kind in ("json", "structural_tag"):
             schema = _read_json(kind, value)

@@ -33,14 +33,12 @@ class Call:
         messages: messages of a chat; None: `prompt`.
         prompt: text or tokens to continue.
         tools: JSON schemas of functions, as chat templates take them.
-        template_kwargs: keyword arguments of the chat template.
         parse_tools: whether to look for tool calls in the answer.
         forced_tool: "required" or the name of a function that the answer must call.
         structured: what the answer must be, as vLLM's structured outputs, such as {"json": schema}.
         max_tokens: most tokens of the answer; None: the run's limit.
         stop: strings that end the answer, which does not contain them; None: the run's.
         include_stop: whether the answer contains the stop string that ended it.
-        stream: whether the answer is sent as events.
         stop_token_ids: tokens that end the answer; None: the run's.
         parallel_tool_calls: whether an answer may have several tool calls.
         ignored: parameters of the request that change nothing here, each with the reason.
@@ -104,9 +102,7 @@ class Answer:
 
     Args:
         id: unique, without a dialect's prefix.
-        created: seconds since the epoch.
         model: name as the client gave it.
-        choices: at least one.
     """
 
     id: str

@@ -78,7 +78,6 @@ class OtherCalls:
         return Response(answer.content, answer.status_code, media_type=media_type)
 
     async def close(self) -> None:
-        """Abort the calls that are not answered."""
         for task in list(self._sending):
             task.cancel()
         for answer in list(self._streaming):
@@ -129,7 +128,6 @@ async def _send(
     *,
     streams: bool,
 ) -> httpx.Response:
-    """Return the answer; read completely, unless it streams."""
     request = client.build_request("POST", **upstream.request(path, body))
     answer = await client.send(request, stream=True)
     if not (streams and answer.is_success):

@@ -23,19 +23,15 @@ class ServedPolicy:
     """What all sessions of a run share.
 
     Args:
-        config: the generator's settings; see `loop_settings`.
         template: template of the model, whose prompts have at most `max_input_length` tokens.
         model: name under which the policy is called; of several the first.
         untrained_models: names whose calls are sampled from the policy, but not trained; with
             several policies from the model without an adapter.
         upstreams: by name, models whose calls are forwarded to another server.
-        tool_parser: finds tool calls in answers; None: they are only text.
-        reasoning_parser: finds thoughts in answers; None: they are part of the text.
         one_line: whether a trajectory's calls must follow each other, for estimators per turn.
         takes_rewards: whether rewards may be posted. Code that a model writes can have the key.
         warned: warnings that the log has already.
         answer_parser: runs both parsers, in processes that all sessions share.
-        forms: checks what form an answer may be asked for.
     """
 
     calls: PolicyCalls
@@ -60,12 +56,10 @@ class ServedPolicy:
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """The names whose calls are trained."""
         return self.calls.policies or (self.model,)
 
     @property
     def sampled(self) -> tuple[str, ...]:
-        """The names whose calls are sampled here."""
         return (*(self.calls.sampled or (self.model,)), *self.untrained_models)
 
     def find_policy(self, name: str) -> str | None:
@@ -75,7 +69,6 @@ class ServedPolicy:
         return name if name in self.calls.policies else REFERENCE
 
     def check_model(self, name: str) -> None:
-        """Raise ApiError for an unknown name."""
         if name not in self.sampled:
             known = ", ".join([*self.sampled, *self.upstreams])
             raise ApiError(

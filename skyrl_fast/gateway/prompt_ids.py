@@ -156,9 +156,6 @@ class PromptIds:
     ) -> PromptTokens:
         """Return the prompt of a chat.
 
-        Args:
-            template_kwargs: arguments of the request, in place of the run's.
-
         Raises:
             ContextError: the chat template refuses the messages or leaves one out, or the tokenizer
                 refuses their text.

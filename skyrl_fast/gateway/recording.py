@@ -86,11 +86,6 @@ class Recording:
                 await self._write_waiting()
 
     async def flush(self) -> None:
-        """Write sessions that are left after an error.
-
-        Raises:
-            StoreError, OSError: they cannot be written.
-        """
         async with self._writing:
             if self._waiting:
                 await self._write_waiting()
@@ -116,7 +111,6 @@ class Recording:
         self._last += 1
 
     def close(self) -> None:
-        """Release the folder."""
         close_locked(self._lock)
 
 

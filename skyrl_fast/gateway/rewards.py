@@ -18,12 +18,6 @@ class Rewards:
         self._given: list[tuple[str | None, str | None, float]] = []  # id, span, reward
 
     def add_answer(self, answer_id: str, steps: list[Step], span: str | None) -> None:
-        """Record an answer that may get a reward.
-
-        Args:
-            answer_id: without the prefix of its dialect.
-            span: name of the part of the agent that called.
-        """
         self._calls[answer_id] = steps[0]
         if span is not None:
             self._spans[span] = steps[-1]
@@ -34,7 +28,6 @@ class Rewards:
         Args:
             value: finite in float32, also added to the rewards before it.
             call: id of the answer, with or without the prefix of its dialect.
-            span: name of the part of the agent.
 
         Raises:
             ApiError: there is no such call or span, or the value is not finite.

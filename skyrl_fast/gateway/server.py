@@ -85,7 +85,6 @@ class Gateway:
 
     Args:
         host: address to listen at; None: that of `start`.
-        port: 0: a free one.
 
     `routes`, more of them, and `on_answer`, called with each answer that was delivered, may be set
     before the start.
@@ -120,9 +119,6 @@ class Gateway:
     async def start(self, host: str = LOOPBACK) -> None:
         """Begin to listen.
 
-        Args:
-            host: where the constructor was given none.
-
         Raises:
             ValueError: the address is not available.
         """
@@ -147,7 +143,6 @@ class Gateway:
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
 
     async def close(self) -> None:
-        """Stop listening, and abort all calls."""
         for key in list(self._sessions):
             await self._sessions.pop(key).close()
         if self._server is not None and self._serving is not None:
@@ -175,7 +170,6 @@ class Gateway:
             await session.close()
 
     def app(self) -> Router:
-        """Return the ASGI application."""
         chat, messages = OpenAIChat(), AnthropicMessages()
 
         def route(
@@ -448,7 +442,6 @@ class _Model(msgspec.Struct):
 
 
 def _upstream(session: Session, body: bytes) -> Upstream | None:
-    """Return the server to which a call is forwarded, by the name of its model."""
     if not session.policy.upstreams:
         return None
     try:

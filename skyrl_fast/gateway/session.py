@@ -83,8 +83,6 @@ class Session:
 
     Args:
         trajectory: gets the steps of each answer that is delivered, in this order.
-        entry: entry of the trajectory on the board.
-        policy_version: at the start, for the seeds.
     """
 
     def __init__(
@@ -202,9 +200,7 @@ class Session:
         before the answer.
 
         Args:
-            prompt: its tokens.
             path, body: path and body of the request; a repetition has the same, or the same JSON.
-            span: name of the part of the agent that calls.
 
         Raises:
             ApiError: the trajectory has had all its calls, or they must not overlap.
@@ -258,7 +254,6 @@ class Session:
         return running or call.num_choices > 1
 
     def _kind(self, call: Call, prompt: PromptTokens) -> str:
-        """Return how a prompt relates to the earlier calls."""
         # An answer without its thoughts, or with its calls in another form, is known by its text or
         # by the calls' ids.
         if prompt.kind != RESTARTED:
@@ -387,13 +382,11 @@ class Session:
         return LENGTH if steps[-1].stop_reason == LENGTH else STOP
 
     def metrics(self) -> dict[str, float]:
-        """Return the counts of the calls."""
         counts = {**dict.fromkeys(COUNTS, 0), **self.counts}
         counts["undelivered_calls"] = sum(not call.delivered for call in self._calls)
         return {name: float(number) for name, number in counts.items()}
 
     async def close(self) -> None:
-        """Abort all calls."""
         await self.others.close()
         running = [call.task for call in self._calls if not call.task.done()]
         for task in running:

@@ -101,7 +101,6 @@ class Sessions:
 
         Args:
             uid: name of its group; None: a new group.
-            data_source: name of the data set, or None.
         """
         self._number += 1
         uid = f"session-{self._number}" if uid is None else uid

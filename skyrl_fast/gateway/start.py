@@ -29,7 +29,6 @@ MAX_CALLS = 1 << 20  # of a node: agents wait for the model most of the time
 
 
 def check_packages() -> None:
-    """Raise ValueError if a package that the gateway needs is missing."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(
@@ -88,8 +87,6 @@ def gateway_agent(
     """Return the agent of the settings at a gateway that is not started.
 
     Args:
-        settings: settings of `agent`.
-        config: settings of the loop; see `loop_settings`.
         one_line: whether a trajectory's calls must follow each other, for estimators per turn.
         agent: None: a new one of the settings.
 

@@ -25,17 +25,12 @@ class Counts:
     last_reason: str = ""
 
     def hand_back(self, reason: str) -> None:
-        """Count a call that the host's own function answers."""
         self.handed_back += 1
         self.last_reason = reason
 
 
 def summary(host: str, counts: Mapping[str, Counts]) -> str:
     """Return one line: calls taken and handed back by function, and functions never called.
-
-    Args:
-        host: name and version of the host program.
-        counts: counts of each function that replaces one of the host's.
 
     Example:
         >>> summary("TRL 1.16.0", {"f": Counts(3), "g": Counts(1, 1, "on a GPU")})
@@ -76,7 +71,6 @@ class Row:
     """One function of a host program.
 
     Args:
-        name: function, or `Class.method`.
         state: "replaced", "kept" (the host's own, see `why`) or "absent" from this version.
         why: why it is not replaced, or what the replacement leaves to the host.
         counts: counts of the replacement in this process.
@@ -92,7 +86,6 @@ class Row:
     places: tuple[str, ...] = ()
 
     def describe(self, host: str, *, any_called: bool) -> str:
-        """Return where it is replaced, its calls, and why not."""
         counts, details = self.counts, []
         if self.places:
             details.append(f"in {len(self.places)} places")
@@ -131,7 +124,6 @@ class Report:
         return [row.name for row in self.rows if row.state == state]
 
     def summary(self) -> str:
-        """Return one line about the calls."""
         used = [row for row in self.rows if row.state == "replaced" or row.counts.calls]
         return summary(self.host, {row.name: row.counts for row in used})
 

@@ -87,7 +87,6 @@ def install(*, on_gpu: bool = False) -> Report:
 
 
 def uninstall() -> None:
-    """Restore verl's own functions in this process."""
     watch = _watches.pop("install", None)
     if watch is not None:
         watch.stop()
@@ -97,7 +96,6 @@ def uninstall() -> None:
 
 
 def report() -> Report:
-    """Return what is replaced in this process, and the calls so far."""
     rows = []
     for name, counts in _counts.items():
         if name not in FUNCTIONS:
@@ -132,7 +130,6 @@ def _watch(name: str, modules: set[str], callback: Callable[[str], Any]) -> None
 
 
 def _replace(module_name: str) -> None:
-    """Replace the functions that a module defines, wherever they are bound."""
     for name, home in FUNCTIONS.items():
         if home == module_name and name not in _originals:
             original = getattr(sys.modules[home], name, None)

@@ -22,8 +22,6 @@ class Activity:
     """Entry of one running trajectory on the board.
 
     Args:
-        attempt: index of the attempt, from 0.
-        turn: index of the turn, from 0.
         since: clock at the start of this phase.
         began: clock when it stopped waiting, or None.
         reported: whether it was reported as slow in this phase.
@@ -91,7 +89,6 @@ class ActivityBoard:
                 del self._groups[entry.uid]
 
     def set_phase(self, entry: Activity, phase: str, *, attempt: int, turn: int) -> None:
-        """Record that the trajectory entered `phase`."""
         now = self.clock()
         # An abandoned trajectory may still run, but is not on the board any more.
         if self._groups.get(entry.uid, {}).get(entry.repetition_id) is entry:
@@ -119,7 +116,6 @@ class ActivityBoard:
             self._on_phase(entry, now)
 
     def of(self, uid: str) -> list[Activity]:
-        """Return the entries of a group."""
         return list(self._groups.get(uid, {}).values())
 
     def running(self) -> list[Activity]:
@@ -131,7 +127,6 @@ class ActivityBoard:
         return sorted(entries, key=lambda entry: entry.since)[:number]
 
     def counts(self) -> dict[str, int]:
-        """Return the number of trajectories in each phase."""
         result = dict.fromkeys((WAITING, MAKING, GENERATING, ACTING, CLOSING), 0)
         for entry in self.running():
             result[entry.phase] += 1

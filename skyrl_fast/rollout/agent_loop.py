@@ -48,13 +48,6 @@ class AgentLoop:
         board: ActivityBoard,
         tool_parser: ToolCallParser | None = None,
     ) -> None:
-        """Store what all trajectories share.
-
-        Args:
-            config: settings of the loop; see `loop_settings`.
-            board: records the phase of each trajectory.
-            tool_parser: finds tool calls in answers; None: they are only text.
-        """
         self.calls = calls
         self.tokenizer = calls.tokenizer
         self.env_factory = env_factory
@@ -69,7 +62,6 @@ class AgentLoop:
         self._template: ChatTemplate | None = None
 
     def chat_template(self, prompt: RolloutPrompt) -> ChatTemplate:
-        """Return the chat template with the prompt's arguments."""
         # Consecutive trajectories with equal ones share it, and what it has found out about itself.
         kwargs = {**self.config.chat_template_kwargs, **template_kwargs_of(prompt.env_extras)}
         if self._template is None or kwargs != self._template_kwargs:
@@ -132,11 +124,7 @@ class _EnvEpisode:
             await self._env.close()
 
     async def _turns(self, context: Context, characters: int, env: EnvSession) -> str:
-        """Append steps until the trajectory ends; return its stop reason.
-
-        Args:
-            characters: of the first prompt's messages.
-        """
+        """Append steps until the trajectory ends; return its stop reason."""
         loop, entry, steps = self._loop, self._entry, self._trajectory.steps
         tools = context.template.tools
         renders_all = loop.config.context == "retemplate"  # for each prompt
@@ -187,11 +175,7 @@ class _EnvEpisode:
         raise AssertionError("unreachable: the last turn returns")
 
     def _name_policies(self, next_policy: Any, *rewarded: str) -> None:
-        """Let a policy give the next answer, if one is named.
-
-        Args:
-            rewarded: names that rewards are for.
-        """
+        """Let a policy give the next answer, if one is named."""
         calls = self._loop.calls
         for name, known in ((next_policy, calls.sampled), *((n, calls.policies) for n in rewarded)):
             if name is not None and name not in known:
@@ -219,7 +203,6 @@ class _EnvEpisode:
     def _end_token(
         self, template: ChatTemplate, generation: Generation, *, is_last: bool
     ) -> int | None:
-        """Return the end token to append where the specification asks for one, else None."""
         # That is: a stop string ended the response (several turns), or the last response lacks its
         # end token and was not truncated (single conversation). A response of the maximum length
         # has no room for it.

@@ -49,12 +49,7 @@ class AnswerParts:
 
 
 class AnswerParser:
-    """Divides answers, with the parsers of the model's family.
-
-    Args:
-        tool_parser: finds tool calls; None: they are only text.
-        reasoning_parser: finds thoughts; None: they are part of the text.
-    """
+    """Divides answers, with the parsers of the model's family."""
 
     def __init__(
         self,
@@ -80,9 +75,7 @@ class AnswerParser:
         """Return the parts of an answer; all of it is text where it cannot be parsed in time.
 
         Args:
-            text: text of the answer, with special tokens.
             place: place of the answer in its trajectory, from which the ids of its calls follow.
-            forced: see `ToolCallParser.parse`.
         """
         thoughts = with_thoughts and self.reasoning_parser is not None
         calls = with_calls and self.tool_parser is not None

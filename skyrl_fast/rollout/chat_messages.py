@@ -121,9 +121,6 @@ def normalize_tools(tools: Any) -> list[dict[str, Any]] | None:
 
     Args:
         tools: a list of mappings, or JSON text of one.
-
-    Raises:
-        ValueError: they are something else.
     """
     tools = plain_value(parse_json(tools))
     wrong = tools_error(tools)
@@ -180,7 +177,6 @@ def without_nulls(value: Any, keep: Collection[str] = ()) -> Any:
     """Return a plain value without the keys whose value is null, at any depth.
 
     Args:
-        value: the result of `plain_value`.
         keep: keys of the outermost mapping that stay.
     """
     if isinstance(value, dict):

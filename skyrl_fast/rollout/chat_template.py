@@ -89,7 +89,6 @@ class ChatTemplate:
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]] | None:
-        """The functions that its prompts offer."""
         return self._kwargs.get("tools")
 
     @property
@@ -204,10 +203,6 @@ class ChatTemplate:
         """Raise ContextError if a text has not all messages of other roles than the model's.
 
         It must have the model's tool calls, too. Templates may leave out thoughts.
-
-        Args:
-            num_checked: number of leading messages of which it is known that they are written.
-            options: those of `text` by which it was made.
         """
         for index, message in enumerate(messages[num_checked:], num_checked):
             if not self._writes(message, text, [*messages], index, options):

@@ -39,7 +39,6 @@ class Context(Protocol):
             token_ids: the sampled tokens, and an end token where one was appended.
             message: the answer for contexts made of messages; it may have tool calls.
             replaced: whether the environment replaced the sampled answer by the message's text.
-            stopped: whether the engine stopped because of the last token.
         """
 
     def add_observation(self, messages: Sequence[Message]) -> None:
@@ -54,8 +53,6 @@ def begin_context(kind: str, template: ChatTemplate, messages: Sequence[Message]
             "retemplate": the complete history is rendered by the chat template every turn, for
             models whose template rewrites it. "single": observations are plain text inside one
             answer.
-        template: contexts may share it.
-        messages: the first prompt.
 
     Raises:
         ValueError: unknown kind. ContextError: the chat template refuses the messages.
@@ -79,9 +76,6 @@ def render_answer(
     Thoughts in the answer's text that the template removes are kept, as the model writes them.
 
     Args:
-        chat_template, template_kwargs: as for `ChatTemplate`.
-        messages: before the answer.
-        answer: an assistant message; it may have tool calls.
         following: messages after it. Where the template writes no end after an answer, it ends
             with the beginning of the next message, if there is one: GLM's models do.
 

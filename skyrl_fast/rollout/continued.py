@@ -40,7 +40,6 @@ async def generate_through_updates(
 
     Args:
         tokenizer: detects parts that end in the middle of a stop string or bad word.
-        part_seed: returns the seed of part 0, 1, ...
 
     Raises:
         EngineError: the engine failed, or returned lists of different lengths.
@@ -152,7 +151,6 @@ def _ends_within(
 
 
 def _join_routes(routes: np.ndarray | None, part: Generation, num_tokens: int) -> np.ndarray | None:
-    """Return the recorded routes, followed by those rows of the new part that are beyond them."""
     if part.expert_indices is None:
         return routes
     rows = part.expert_indices

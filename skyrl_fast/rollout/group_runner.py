@@ -67,8 +67,6 @@ class GroupRunner:
     """Run the groups of one run; calls of `group` may overlap.
 
     Args:
-        config: settings of the loop; see `loop_settings`.
-        board: records the phase of each trajectory; None: a new one.
         env_timeout_seconds: deadline of one environment call.
         poll_seconds: between two checks by the watchdog; None: `POLL_SHARE` of the deadline.
         on_trajectory: called with each trajectory as it ends.
@@ -111,10 +109,6 @@ class GroupRunner:
 
         A trajectory that is stuck past its deadline is abandoned and restarted, `max_retries`
         times; then it counts as failed. Finished trajectories are kept in any case.
-
-        Args:
-            phase: "train" or "eval".
-            policy_version: at the start, for the seeds.
 
         Raises:
             GroupDroppedError: all of them were abandoned, in training.
@@ -214,7 +208,6 @@ class GroupRunner:
         ended: dict[int, Trajectory],
         entry: Activity,
     ) -> None:
-        """Abandon a stuck trajectory; restart it, or record it as failed."""
         # Its deadline has cancelled it before, in vain; what swallowed that may not see this one
         # either, so it is not awaited.
         member = members.pop(entry.repetition_id)

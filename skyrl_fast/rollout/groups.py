@@ -42,8 +42,6 @@ async def rollout(
     Args:
         prompts: one per group; uids differ.
         tokenizer: tokenizer of transformers, with a chat template and an end-of-sequence token.
-        config: settings of the loop; see `loop_settings`.
-        phase: "train" or "eval".
         policy_version: number of weight updates that the engine's weights have had.
         seed: seed of the run; every request's seed follows from it and from its place in the run.
         on_trajectory: called with each trajectory as it ends, in order of completion.
@@ -68,10 +66,6 @@ def environment_runner(
     calls: PolicyCalls, env_factory: EnvFactory, config: GeneratorConfig, **options: Any
 ) -> GroupRunner:
     """Return a runner of groups in environments.
-
-    Args:
-        config: settings of the loop; see `loop_settings`.
-        options: further arguments of `GroupRunner`.
 
     Raises:
         ValueError: settings that cannot work, a tokenizer without end token, or no tool parser of

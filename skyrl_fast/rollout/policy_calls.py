@@ -21,9 +21,7 @@ class PolicyCalls:
     """The engine as all trajectories of a run call it.
 
     Args:
-        gate: gate of the engine; each request passes it.
         seed: seed of the run; every request's seed follows from it and from its place in the run.
-        policies: names of the run's policies; empty: it has one.
     """
 
     engine: Sampler
@@ -34,7 +32,6 @@ class PolicyCalls:
 
     @property
     def sampled(self) -> tuple[str, ...]:
-        """The names that can be sampled from, where policies have names."""
         return (*self.policies, REFERENCE) if self.policies else ()
 
     async def sample(
@@ -52,10 +49,7 @@ class PolicyCalls:
         """Return one response, through any weight updates, with its versions and seconds.
 
         Args:
-            policy_version: at the trajectory's start, for the seeds.
-            attempt: attempt of the trajectory, for the seeds.
             place: place of the call in its trajectory, such as the turn, for the seeds.
-            expert_indices_start, policy: as for `Sampler.generate`.
 
         Raises:
             EngineError: the engine refused or failed it, or returned nothing. EngineDeadError: it

@@ -22,12 +22,6 @@ class ReasoningParser(VllmParser):
         return parser.extract_reasoning(text, parser_request(chat_template_kwargs={}))
 
     def divide(self, text: str, template_kwargs: Mapping[str, Any]) -> tuple[str, str]:
-        """Return the thoughts of an answer, and the text after them.
-
-        Args:
-            text: text of the answer, with special tokens.
-            template_kwargs: arguments of the chat template, such as `enable_thinking`.
-        """
         try:
             request = parser_request(chat_template_kwargs=dict(template_kwargs))
             parser = self._make(self._tokenizer, chat_template_kwargs=dict(template_kwargs))

@@ -88,7 +88,6 @@ class PlainTokenizer:
         tools: Sequence[Any] | None = None,
         **_: Any,
     ) -> str:
-        """Return the messages as text, each after its role and before an end token."""
         blocks = [] if not tools else [_block("tools", json.dumps(tools, ensure_ascii=False))]
         for message in messages:
             calls = message.get("tool_calls")

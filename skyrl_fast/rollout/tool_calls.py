@@ -60,8 +60,6 @@ class ToolCallParser(VllmParser):
         """Return the answer's content and calls; without calls where they cannot be parsed.
 
         Args:
-            text: text of the answer, with special tokens.
-            tools: that the model was offered, for the types of arguments.
             forced: "required" or a function's name, if the answer was sampled under `forcing`.
         """
         logged = self._errors.number

@@ -108,7 +108,6 @@ class Step:
 
     @property
     def versions(self) -> list[int]:
-        """The policy version of each response token."""
         if self.token_versions is None:
             return [self.policy_version] * len(self.response_ids)
         return self.token_versions

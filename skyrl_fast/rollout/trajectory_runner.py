@@ -47,18 +47,12 @@ class Agent(Protocol):
         """Return an attempt at the trajectory, not started.
 
         Args:
-            trajectory: without steps.
             entry: its entry on the board; has the number of the attempt.
-            policy_version: at the start, for the seeds.
         """
 
 
 class TrajectoryRunner:
-    """Run one trajectory per call of `run`; calls may overlap.
-
-    Args:
-        board: records the phase of each trajectory.
-    """
+    """Run one trajectory per call of `run`; calls may overlap."""
 
     def __init__(
         self, agent: Agent, config: GeneratorConfig, *, board: ActivityBoard, faults: Counter[str]
@@ -84,8 +78,6 @@ class TrajectoryRunner:
         the steps it has; it has failed only if it has none.
 
         Args:
-            phase: "train" or "eval".
-            policy_version: at the start, for the seeds; requests use the gate's version.
             first_attempt: number of the first attempt, for the seeds.
 
         Raises:

@@ -90,5 +90,4 @@ class WithVocabulary:
         return vocabulary
 
     def get_vocab(self) -> dict[str, int]:
-        """Return the id of each token."""
         return self._vocabulary

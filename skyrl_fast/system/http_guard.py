@@ -82,7 +82,6 @@ class HttpGuard:
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
@@ -113,7 +112,6 @@ class HttpGuard:
         await self._app({**scope, "headers": headers}, replay, send)
 
     def _route(self, scope: Scope) -> Route:
-        """Return the route of a request; raise RefusedError if it may not pass."""
         if _values(scope, b"origin"):
             raise RefusedError(403, "requests of web pages are refused")
         if self._authorization is not None:
@@ -173,7 +171,6 @@ def _is_json(content_type: bytes) -> bool:
 
 
 async def refuse(error: RefusedError, send: Send) -> None:
-    """Answer a request with the status and the reason of its refusal."""
     body = json.dumps({"detail": str(error)}).encode()
     headers = [
         (b"content-type", b"application/json"),

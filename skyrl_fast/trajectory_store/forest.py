@@ -61,7 +61,6 @@ class _Edge:
 
 
 def forest(steps: Sequence[StoredStep]) -> list[Place]:
-    """Return the place of each call, in their order."""
     roots: dict[int, _Edge] = {}
     places: list[Place] = []
     for number, step in enumerate(steps):

@@ -77,7 +77,6 @@ _COPIED = _FIELDS[3:-3]
 
 
 def part_name(step: int, phase: str) -> str:
-    """Return the file name of the part of a batch or an evaluation."""
     return f"{'eval_' if phase == 'eval' else ''}step_{step:06d}.jsonl"
 
 
@@ -149,7 +148,6 @@ def read_index_file(folder: Path) -> dict[str, list[IndexEntry]]:
 
 
 def _is_entry(record: Mapping[str, Any]) -> bool:
-    """Return whether the record has the fields of an entry, with values of their types."""
     return record.keys() == _TYPES.keys() and all(
         isinstance(record[name], kind) for name, kind in _TYPES.items()
     )

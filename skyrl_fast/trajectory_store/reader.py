@@ -148,7 +148,6 @@ def invalid_line_error(part: RunPart, offset: int, error: Exception) -> ValueErr
 
 
 def parse_trajectory(entry: IndexEntry, record: Mapping[str, Any]) -> StoredTrajectory:
-    """Return the trajectory of a line, with arrays and complete prompts."""
     steps: list[StoredStep] = []
     before = TokenIds([])
     routes: np.ndarray | None = None

@@ -110,7 +110,6 @@ def trajectory_record(
 
 
 def _other_calls(trajectory: Trajectory) -> dict[str, Any]:
-    """Return the calls that are no steps; nothing if there are none."""
     calls = [
         {**asdict(call), "seconds": round(call.seconds, _SECOND_DECIMALS)}
         for call in trajectory.other_calls

@@ -31,8 +31,6 @@ def read_recorded(
     Log-probabilities have the store's 6 decimals.
 
     Args:
-        run: folder of a recording or a training run.
-        phase: "train" or "eval"; None: both.
         steps: only trajectories of these steps; None: all.
         min_reward: leave out trajectories with less.
 

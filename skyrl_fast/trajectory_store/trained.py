@@ -35,7 +35,6 @@ class TrainedRows:
     """Rows that were trained together: all of a batch, or those of a policy.
 
     Args:
-        trajectories: of which they are.
         batch: with advantages.
         trainer_logprobs: (A,) float32, NaN where there is none.
     """
@@ -170,7 +169,6 @@ def _trajectory_values(
 
 
 def _step_rows(steps: Sequence[Step], values: _TokenValues, first: int, end: int) -> list[int]:
-    """Return each step's row, S numbers."""
     # A row ends with the step whose prompt and response are all of its tokens.
     if end - first == len(steps):
         return list(range(first, end))

@@ -38,7 +38,6 @@ class TrajectoryWriter:
 
     Args:
         folder: RUN/trajectories; created if absent.
-        tokenizer: with `decode(ids)`.
         last_step: the step after which the run resumes; 0 for a new run.
         with_replay: whether kept ids and routes are stored, too.
     """
@@ -68,7 +67,6 @@ class TrajectoryWriter:
 
         Args:
             step: number of the training batch, or the step after which the evaluation ran.
-            phase: "train" or "eval".
             trained: the batch, or that of each policy; none for an evaluation.
 
         Raises:

@@ -127,7 +127,6 @@ def _list_written(marker: Path) -> set[Path]:
 
 
 def _remove_earlier(out: Path) -> None:
-    """Remove an earlier page, file by file; anything that appeared meanwhile stays."""
     found = _earlier_files(out)
     for path in found:
         path.unlink()
@@ -196,7 +195,6 @@ def _add_samples(trajectory: StoredTrajectory, samples: Mapping[str, MagnitudeSa
 
 
 def _metrics(run: Path) -> dict[str, Any]:
-    """Return the values of metrics.jsonl by name, None where a step has none."""
     path = run / "metrics.jsonl"
     rows = [row for _, _, row in read_lines(path)] if path.exists() else []
     names = sorted({name for row in rows for name in row} - {"step", NON_FINITE})

@@ -92,5 +92,4 @@ class MagnitudeSample:
 
 
 def round_significant(value: float) -> float:
-    """Return the number rounded to SIGNIFICANT_DIGITS."""
     return float(f"{value:.{SIGNIFICANT_DIGITS}g}")

@@ -57,7 +57,6 @@ class ListScripts:
         return self._number, len(self._literals) - 1
 
     def close(self) -> None:
-        """Write the items that are not written yet."""
         if not self._literals:
             return
         name = f"{self._name}{self._number}"

@@ -23,7 +23,6 @@ DESCRIPTION = "Search-R1's API: POST /retrieve, GET /health; BM25 by default."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
     parser.add_argument(
         "--corpus", type=Path, required=True, help="JSON-lines file with id and contents"
     )
@@ -57,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until a signal stops the server."""
     if options.parent is not None:
         watch_parent(options.parent)  # a killed parent cannot stop its server
     with needs_extra("search"):

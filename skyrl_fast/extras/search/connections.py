@@ -77,13 +77,11 @@ class LimitedProtocol(H11Protocol):
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Handle the end of the connection."""
         if self._deadline is not None:
             self._deadline.cancel()
         super().connection_lost(exc)
 
     def abort(self) -> None:
-        """Close the connection now."""
         self.connections.discard(self)
         self.transport.abort()
 

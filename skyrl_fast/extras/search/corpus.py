@@ -46,7 +46,6 @@ class Corpus:
         return np.array(begins, dtype=np.int64), np.array(lines, dtype=np.int64)
 
     def __len__(self) -> int:
-        """Return the number of passages."""
         return len(self._begins)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -67,7 +66,6 @@ class Corpus:
         return {"id": _sendable(str(name)), "contents": _sendable(row["contents"])}
 
     def texts(self) -> Iterator[str]:
-        """Return the contents of all passages, in order."""
         return (self[index]["contents"] for index in range(len(self)))
 
 

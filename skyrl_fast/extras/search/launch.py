@@ -39,8 +39,6 @@ def retrieval_server(
     search), and within a second if this process is killed.
 
     Args:
-        log_file: file for the server's output.
-        arguments: further options of the command.
         start_seconds: time for the server to become healthy.
 
     Yields:

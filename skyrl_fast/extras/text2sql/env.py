@@ -76,7 +76,6 @@ class Text2SqlEnv:
         return prompt, {}
 
     def step(self, action: str) -> dict[str, Any]:
-        """Run the query of the action, or judge the solution."""
         self._turns += 1
         self._history.append(action)
         solved = "<solution>" in action and "</solution>" in action

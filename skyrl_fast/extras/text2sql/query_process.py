@@ -190,7 +190,6 @@ class _QueryProcess:
         return not self._late and self._child.poll() is None
 
     def end(self) -> None:
-        """Kill the process, whatever it is doing."""
         self._child.kill()
         self._child.wait()
         for pipe in self._pipes:
@@ -216,7 +215,6 @@ class _QueryProcess:
         return line
 
     def rows(self, num_bytes: int) -> list[Row]:
-        """Return the rows that follow; as `line`."""
         deadline = time.monotonic() + START_SECONDS
         while len(self._read) < num_bytes:
             self._read_more(deadline)

@@ -33,7 +33,6 @@ class AgentSettings(HandlerSettings):
 
     Args:
         function: module:function or /path/file.py:function; None: the command.
-        command, verifier, reward_file: see `CommandAgent`.
     """
 
     function: str | None = None
@@ -85,11 +84,7 @@ class AgentSettings(HandlerSettings):
 
 
 class AgentProcesses(BlackBox):
-    """Runs each task in a process.
-
-    Args:
-        workers: processes, whose handlers are those of `AgentSettings`.
-    """
+    """Runs each task in a process."""
 
     def __init__(self, workers: ProcessWorkers | ClusterWorkers) -> None:
         self._workers = workers

@@ -41,28 +41,24 @@ class AgentTask:
 
     @cached_property
     def openai(self) -> Any:
-        """An `openai.OpenAI` client."""
         import openai
 
         return self._client(openai.OpenAI, openai.DefaultHttpxClient, self.base_url)
 
     @cached_property
     def async_openai(self) -> Any:
-        """An `openai.AsyncOpenAI` client."""
         import openai
 
         return self._client(openai.AsyncOpenAI, openai.DefaultAsyncHttpxClient, self.base_url)
 
     @cached_property
     def anthropic(self) -> Any:
-        """An `anthropic.Anthropic` client."""
         import anthropic
 
         return self._client(anthropic.Anthropic, anthropic.DefaultHttpxClient, self.url)
 
     @cached_property
     def async_anthropic(self) -> Any:
-        """An `anthropic.AsyncAnthropic` client."""
         import anthropic
 
         return self._client(anthropic.AsyncAnthropic, anthropic.DefaultAsyncHttpxClient, self.url)

@@ -124,7 +124,6 @@ class AnthropicMessages:
         return ParsedCall(call, fields)
 
     def count_call(self, body: bytes, bodies: RequestBodies) -> Call:
-        """Return the call whose tokens are to be counted."""
         fields = bodies.fields(body, CountRequest, "messages")
         return Call(model=fields.model, messages=_messages(fields), tools=_tools(fields, {}))
 

@@ -112,7 +112,6 @@ def one_form(fields: Forms, form: dict[str, Any] | None = None) -> dict[str, Any
 
 
 def event(data: Mapping[str, Any], name: str | None = None) -> str:
-    """Return one server-sent event with JSON data."""
     head = "" if name is None else f"event: {name}\n"
     return f"{head}data: {json_text(data)}\n\n"
 

@@ -254,7 +254,6 @@ def read_forced_tool(choice: str | dict[str, Any] | None) -> str | None:
 
 
 def stop_strings(stop: str | list[str] | None) -> list[str] | None:
-    """Return a request's stop strings; None: it has none."""
     stops = [stop] if isinstance(stop, str) else stop or []
     stops = [text for text in stops if text]
     if len(stops) > MAX_STOPS:
@@ -263,7 +262,6 @@ def stop_strings(stop: str | list[str] | None) -> list[str] | None:
 
 
 def usage(answer: Answer) -> dict[str, Any]:
-    """Return the token counts of an answer."""
     return {
         "prompt_tokens": answer.num_prompt_tokens,
         "completion_tokens": answer.num_sampled_tokens,

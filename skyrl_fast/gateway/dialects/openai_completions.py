@@ -82,7 +82,6 @@ class OpenAICompletions(OpenAIErrors):
 
 
 def _prompt(prompt: Any) -> str | list[int]:
-    """Return the one prompt of a request, as text or tokens."""
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         if len(prompt) > 1:
             raise ApiError(400, f"prompt: expected one prompt, got {len(prompt)}")

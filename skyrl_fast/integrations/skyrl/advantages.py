@@ -230,7 +230,6 @@ def _last_scores(rewards: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
 def _log(
     trainer: Any, data: Any, rewards: float, advantages: torch.Tensor, magnitude: torch.Tensor
 ) -> None:
-    """Log the same metrics as SkyRL's method, under its names."""
     from loguru import logger
 
     length = data.metadata["avg_response_length"]

@@ -244,7 +244,6 @@ def _prompts(batch: Mapping[str, Any]) -> list[Prompt]:
 
 
 def _sampling_of(generator_cfg: Any, phase: str) -> dict[str, Any]:
-    """Return the parameters for SkyRL's engine where its trainer gives none."""
     chosen = generator_cfg.sampling_params
     if phase == "eval" and generator_cfg.eval_sampling_params is not None:
         chosen = generator_cfg.eval_sampling_params
@@ -258,7 +257,6 @@ def _strings(stop: Any) -> list[str] | None:
 
 
 def _chat_template(generator_cfg: Any) -> str | None:
-    """Return SkyRL's `generator.chat_template` as Jinja text."""
     chosen = getattr(generator_cfg, "chat_template", None)
     if chosen is None or not _value(chosen, "name_or_path"):
         return None
@@ -303,7 +301,6 @@ def split_arguments(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]
 
 
 def _train(cfg: Any, settings: Mapping[str, Any]) -> None:
-    """Run SkyRL's experiment with an `AgentGenerator`; called in a worker of Ray."""
     from skyrl.train.entrypoints.main_base import BasePPOExp, resolve_policy_model_name
     from skyrl.train.generators.base import GeneratorInterface
 
@@ -323,7 +320,6 @@ def _train(cfg: Any, settings: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    """Run SkyRL's training with the agent of the command line."""
     import ray
     from skyrl.train.config import SkyRLTrainConfig
     from skyrl.train.utils import validate_cfg

@@ -38,7 +38,6 @@ class SpareRows(threading.local):
 
     @contextlib.contextmanager
     def allocate(self, num_rows: int) -> Iterator[None]:
-        """Make conversions in the context allocate `num_rows` padding rows."""
         self.num_rows = num_rows
         try:
             yield
@@ -55,7 +54,6 @@ class SpareRows(threading.local):
         return tuple(unpadded)  # type: ignore[return-value]
 
     def find_padded(self, tensor: Any) -> torch.Tensor | None:
-        """Return the tensor with its padding rows, None if it has none."""
         found = self._pad_field.get(id(tensor))
         return None if found is None else found[1]
 
@@ -86,9 +84,6 @@ def convert_prompts_responses_to_batch_tensors(
             the call is passed to SkyRL.
         rollout_sample_support: N arrays (response tokens, K); since 0.4.0.
         max_seq_len: a warning is logged if a row is longer.
-
-    Raises:
-        The errors of SkyRL's function.
 
     Example:
         >>> rows = [[5]], [[7, 8]], [[0.0, 1.0]], [[1, 1]]
@@ -174,9 +169,6 @@ def make_router_padding_mask(
         attention_mask: (N, T) integers, left padded.
         captured_route_lengths: N, the number of leading tokens of each row that have a route.
 
-    Raises:
-        ValueError: SkyRL's.
-
     Example:
         >>> make_router_padding_mask(torch.tensor([[0, 1, 1]]), [1])
         tensor([[ True, False,  True]])
@@ -197,9 +189,6 @@ def pad_training_input_batch(unpadded_batch: Any, pad_size: int) -> Any:
     Args:
         unpadded_batch: SkyRL's TrainingInputBatch, on the CPU.
         pad_size: rows to add; 0 returns the same object.
-
-    Raises:
-        AssertionError: SkyRL's.
     """
     device = unpadded_batch.device
     require(device is None or device.type == "cpu", "a batch on another device")

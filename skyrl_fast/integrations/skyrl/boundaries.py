@@ -21,9 +21,6 @@ def compute_prompt_mini_batch_boundaries(
         mini_batch_size, train_batch_size: prompts of a mini-batch, and of all.
         is_stepwise: without it, every prompt must have `n_samples_per_prompt` rows.
 
-    Raises:
-        AssertionError: SkyRL's, where rows and sizes do not fit.
-
     Example:
         >>> compute_prompt_mini_batch_boundaries(["a", "a", "b", "b"], 1, 2, False, 2)
         [(0, 2), (2, 4)]

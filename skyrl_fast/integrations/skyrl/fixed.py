@@ -81,7 +81,6 @@ def step_wise_metrics(output: Mapping[str, Any]) -> dict[str, float]:
 def logprobs_from_logits(
     logits: torch.Tensor, labels: torch.Tensor, inplace_backward: bool = True
 ) -> torch.Tensor:
-    """Return each label's log-probability in float32, for logits of any dtype."""
     if logits.dtype not in (torch.bfloat16, torch.float16):
         return logprobs.logprobs_from_logits(logits, labels, inplace_backward)
     inplace = inplace_backward and logits.device.type == "cuda"

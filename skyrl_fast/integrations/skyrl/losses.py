@@ -64,9 +64,6 @@ def apply_loss_reduction_to_advantages_minibatch(
         micro_batch_size: read only by SkyRL's legacy reduction.
         max_seq_len: for "seq_mean_token_sum_norm".
         prompt_boundaries: (start, end) rows of each prompt, all rows in order; for "prompt_mean".
-
-    Raises:
-        ValueError: SkyRL's.
     """
     out = _backend.empty(advantages.shape, advantages.dtype)
     reduce_into(out, advantages, loss_mask, loss_reduction, max_seq_len, prompt_boundaries)
@@ -242,7 +239,6 @@ def _loss(
     loss_mask: Tensor | None,
     rollout_logprobs: Tensor | None,
 ) -> Loss:
-    """Return the sum of one loss over trained tokens, and SkyRL's metrics."""
     try:
         spec = loss_and_settings(name, settings)[0]
     except ValueError as error:
@@ -350,7 +346,6 @@ def _is_zero_one(mask: Tensor) -> Tensor:
 def _correction(
     name: str, old: Tensor | None, rollout: Tensor, mask: Tensor, config: Any
 ) -> tuple[Tensor | None, dict[str, float]]:
-    """Return the weights per token of SkyRL's off-policy correction, and its metrics."""
     apply = ORIGINALS.namespace(name)["apply_off_policy_correction"]
     is_enabled = apply.__globals__.get("off_policy_correction_enabled")
     settings = config.off_policy_correction

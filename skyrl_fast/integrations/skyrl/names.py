@@ -49,7 +49,6 @@ class Target:
 
     @property
     def short_name(self) -> str:
-        """The name without its class."""
         return self.name.rpartition(".")[2]
 
 

@@ -39,9 +39,6 @@ def get_rollout_metrics(
     Args:
         env_metrics, env_classes, trajectory_completion_times: N each, or None.
         times: `trajectory_time_splits`, in versions that have it.
-
-    Raises:
-        The errors of SkyRL's function.
     """
     original = ORIGINALS.require(ROLLOUT)
     masks = None if loss_masks is None else flat(loss_masks, "loss masks", torch.uint8)
@@ -63,11 +60,7 @@ def get_metrics_from_generator_output(generator_output: Any, uids: Sequence[str]
     """Return mean reward, pass@n and mean positive reward, as SkyRL's function of that name.
 
     Args:
-        generator_output: SkyRL's mapping of lists; `rewards` are read.
         uids: N, the prompt of each row.
-
-    Raises:
-        ValueError: SkyRL's.
     """
     rewards = generator_output["rewards"]
     original = ORIGINALS.require(REWARD)

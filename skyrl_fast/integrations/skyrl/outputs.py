@@ -47,12 +47,7 @@ def validate_generator_output(
     """Check a generator output, as SkyRL's function of that name.
 
     Args:
-        num_prompts: the required number of rows, on the default path.
-        step_wise: whether to check the step-wise rules.
         routes_expected: whether a batch that trains must have routes; since 0.4.0.
-
-    Raises:
-        AssertionError, RuntimeError, KeyError: SkyRL's.
     """
     _check(num_prompts, generator_output, step_wise)
     missing = routes_expected and generator_output.get(ROUTES) is None
@@ -114,12 +109,7 @@ def concatenate_generator_outputs(
     """Return one output with the rows of all and their common metrics, as SkyRL's function.
 
     Args:
-        generator_outputs: at least one.
-        step_wise: whether the result must follow the step-wise rules.
         routes_expected: whether a result that trains must have routes; since 0.4.0.
-
-    Raises:
-        ValueError, AssertionError, KeyError: SkyRL's.
     """
     outputs = list(generator_outputs)
     optional = OPTIONAL[ORIGINALS.label(CONCATENATE)]
@@ -189,14 +179,7 @@ def _extra_metrics(outputs: list[Any], known: dict[str, Any]) -> dict[str, Any]:
 
 @replaces(MERGE)
 def merge_stepwise_output(generator_output: Any) -> dict[str, Any]:
-    """Return the output with steps merged where the context only grew, as SkyRL's function.
-
-    Args:
-        generator_output: a valid step-wise output.
-
-    Raises:
-        AssertionError, KeyError: SkyRL's.
-    """
+    """Return the output with steps merged where the context only grew, as SkyRL's function."""
     output = generator_output
     optional = OPTIONAL[ORIGINALS.label(CONCATENATE)]
     for field in (ROUTES, *IMAGES):

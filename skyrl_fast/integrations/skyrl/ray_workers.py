@@ -146,12 +146,10 @@ def calls_of_workers() -> tuple[int, dict[str, Counts]]:
 
 
 def has_hook() -> bool:
-    """Return whether `ray.init` is replaced."""
     return _ray_init is not None
 
 
 def remove_hook() -> None:
-    """Restore Ray's own `init` and `shutdown`."""
     global _ray_init, _ray_shutdown
     if _ray_init is not None:
         import ray

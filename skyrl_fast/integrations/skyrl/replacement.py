@@ -41,11 +41,9 @@ class Originals:
         self.rules: frozenset[str] = frozenset()  # of mode "fixed", those that are on
 
     def keep(self, name: str, function: Callable[..., Any], label: str | None) -> None:
-        """Store a function that is about to be replaced, and the version of its source."""
         self._functions[name], self._labels[name] = function, label
 
     def forget(self) -> None:
-        """Drop all functions, after they were restored."""
         self._functions.clear()
         self._labels.clear()
         self.rules = frozenset()
@@ -88,7 +86,6 @@ ORIGINALS = Originals()
 
 
 def find(target: Target) -> tuple[Any, Callable[..., Any]] | None:
-    """Return the module and SkyRL's function, or None if either cannot be imported."""
     try:
         module = importlib.import_module(target.module)
     except Exception as error:  # any error of an import, such as pydantic's on an older Python
@@ -107,7 +104,6 @@ def version_label(target: Target, module: Any, function: Callable[..., Any]) -> 
 
 
 def target_fingerprint(target: Target, module: Any, function: Callable[..., Any]) -> str:
-    """Return the fingerprint of a target's source; "" without one."""
     try:
         return fingerprint([function, *find_functions(module, target.uses)])
     except (OSError, TypeError, SyntaxError):

@@ -22,8 +22,6 @@ class Rule:
 
     Args:
         name: for `install(rules=...)`.
-        target: the function of SkyRL that it replaces.
-        replacement: `module.function` of this package.
         instead: the behaviour with the rule, which the specification asks for.
         upstream: SkyRL's issue or pull request about it; "" if none is known.
     """

@@ -233,7 +233,6 @@ def _load_entry_modules(version: str) -> list[str]:
 
 
 def _import_error(module: str, version: str, error: Exception) -> ImportError:
-    """Return the error for a module of SkyRL's that fails; it names the Python that SkyRL needs."""
     reason = f"{type(error).__name__}: {printable(str(error).partition(chr(10))[0])}"
     if "TypedDict" in reason and sys.version_info < (3, 12):  # pydantic's, whatever SkyRL declares
         reason += " Run SkyRL with Python 3.12 or newer."
@@ -259,7 +258,6 @@ def _replace(targets: Iterable[Target], rules: tuple[str, ...]) -> list[Row]:
 
 
 def _choose_replacement(target: Target, rules: tuple[str, ...]) -> Row:
-    """Return the report of a target; store its functions if it is to be replaced."""
     active = [rule for rule in fixed_rules.RULES if rule.name in rules and rule.target == target]
     found = find(target)
     if found is None:

@@ -36,9 +36,6 @@ def convert_to_training_input(self: Any, generator_output: Any, uids: Any) -> An
     """Return the padded batch, as the method of SkyRL's trainer of that name, which is called.
 
     The padding rows are allocated with the batch, so that padding copies nothing.
-
-    Args:
-        uids: N, the prompt of each row.
     """
     original = ORIGINALS.require(CONVERT)
     with SPARE.allocate(-len(generator_output["response_ids"]) % self.dispatch.get_lcm_dp_size()):
@@ -58,7 +55,6 @@ def postprocess_generator_output(
     For its metrics that method copies every field of the last steps, but reads only their rewards.
 
     Args:
-        uids: N, the prompt of each row.
         metrics_generator_output, metrics_uids: if given, the call is passed to SkyRL.
     """
     original = ORIGINALS.require(POSTPROCESS)

@@ -84,7 +84,6 @@ def collect() -> tuple[int, dict[str, Counts]]:
 
 
 def add_calls(total: dict[str, Counts], name: str, more: Counts) -> None:
-    """Add one function's counts to `total`."""
     counts = total.setdefault(name, Counts())
     counts.calls += more.calls
     counts.handed_back += more.handed_back

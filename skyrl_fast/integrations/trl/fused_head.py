@@ -84,7 +84,6 @@ class FusedHead:
         scale: float,
         outputs: tuple[str, ...],
     ) -> str:
-        """Return why TRL's own function must compute this, or ""."""
         if type(weight) not in (torch.Tensor, torch.nn.Parameter):
             return f"the head is a {type(weight).__name__}"
         if hidden.dtype not in KERNEL_DTYPES:
@@ -120,7 +119,6 @@ class _Metrics:
             self._found[name].append(found)
 
     def result(self, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the results by name; `logprobs` are those of the same rows."""
         made = {}
         for name, parts in self._found.items():
             made[name] = torch.cat(parts) if parts else logprobs.detach().new_zeros(0)

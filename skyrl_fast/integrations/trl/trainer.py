@@ -92,7 +92,6 @@ SHAPES = (
 
 
 def _refusal(trainer: Any, inputs: dict[str, Any]) -> str:
-    """Return why TRL's own loss must be used, or ""."""
     kind, level = trainer.loss_type, trainer.importance_sampling_level
     conditions = {
         f"loss_type {kind!r}": kind not in REDUCTIONS,
@@ -170,7 +169,6 @@ def _log(
 
 @functools.cache
 def grpo_trainer() -> type:
-    """Return TRL's GRPOTrainer with `FastGRPOLoss`."""
     from trl import GRPOTrainer
 
     return type("GRPOTrainer", (FastGRPOLoss, GRPOTrainer), {"__doc__": GRPOTrainer.__doc__})

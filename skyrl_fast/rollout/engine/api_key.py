@@ -34,14 +34,6 @@ def engine_key(file: Path) -> str:
 
 
 def read_or_create_key(file: Path, setting: str) -> str:
-    """Return the key of a file; a missing one is created with a new random key.
-
-    Args:
-        file: that only its owner can read.
-
-    Raises:
-        ValueError: as for `engine_key`.
-    """
     try:
         if not os.path.lexists(file):
             _create(file)

@@ -25,11 +25,7 @@ QUOTED_CHARACTERS = 500  # of an answer, in an error
 
 @contextmanager
 def parsing(what: str) -> Iterator[None]:
-    """Raise EngineError for an answer that cannot be read.
-
-    Args:
-        what: server and path, for the message.
-    """
+    """Raise EngineError for an answer that cannot be read."""
     try:
         yield
     except _UNREADABLE as error:
@@ -63,7 +59,6 @@ def kept_ids(
 
 
 def prompt_logprobs(choice: Mapping[str, Any], token_ids: Sequence[int]) -> list[float]:
-    """Return the logprob of each token but the first; JSON keys are strings."""
     rows = entries(choice["prompt_logprobs"])[1:]
     return [
         number(row[str(token)]["logprob"]) for token, row in zip(token_ids[1:], rows, strict=True)

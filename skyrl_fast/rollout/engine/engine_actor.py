@@ -30,9 +30,7 @@ class EngineActor:
     Args:
         make_setup: called on the engine's node, whose folders may differ from the trainer's; its
             `log_file` is the server's log.
-        key: that requests must have.
         trainer: address from which weights are broadcast; None: they come as a file.
-        weights_folder: the setting `weight_sync_path`.
     """
 
     def __init__(

@@ -40,11 +40,7 @@ def make_engines(config: settings.Config, model_path: str) -> list[Engine]:
 def make_cluster_engines(
     config: settings.Config, model_path: str, address: str, bundles: Sequence[EngineBundle]
 ) -> list[Engine]:
-    """Return the engines of a cluster, not started.
-
-    Args:
-        address: of this machine, which the engines' nodes reach.
-    """
+    """Return the engines of a cluster, not started."""
     engine, folder = config.generator.inference_engine, _find_cached_folder(model_path)
     _log_limited_top_k(config.generator.sampling_params)
     return [
@@ -96,7 +92,6 @@ def _make_remote_engines(
 
 
 def choose_transport(config: settings.Config) -> Transport:
-    """Return how the run's engines get new weights."""
     engine = config.generator.inference_engine
     backend = engine.weight_sync_backend
     if config.engines_on_cluster:
@@ -123,16 +118,12 @@ def choose_cluster_backend(config: settings.Config) -> str:
 
 
 def key_file(config: settings.Config) -> Path:
-    """Return the file with the key of the run's external servers."""
     file = config.generator.inference_engine.api_key_file
     return Path(file).expanduser() if file else Path(config.trainer.run_path) / DEFAULT_NAME
 
 
 def make_vllm_setup(config: settings.Config, model_path: str) -> VllmSetup:
     """Return the start-up settings of the engine, from generator.inference_engine.
-
-    Args:
-        model_path: a folder, or the hub name of a downloaded model.
 
     Raises:
         ValueError: prompt and response can exceed the model's `max_position_embeddings` or a
@@ -186,7 +177,6 @@ def _linear_modules(model_path: str) -> list[str]:
 
 
 def _check_longest_sequence(config: settings.Config, model_path: str) -> int:
-    """Return the tokens of the longest prompt and response, if model and engine take them."""
     generator = config.generator
     samplings = [generator.sampling_params, generator.eval_sampling_params]
     prompt = settings.max_input_length(config)
@@ -236,7 +226,6 @@ def read_positions(model_path: str) -> int | None:
 
 
 def _read_vocab_size(model_path: str) -> int | None:
-    """Return the number of the model's token ids; None: unknown."""
     model = read_model_config(model_path)
     text = model.get("text_config") or {}
     return model.get("vocab_size", text.get("vocab_size"))

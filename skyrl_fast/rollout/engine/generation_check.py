@@ -32,8 +32,6 @@ def check_generation(
 
     Args:
         generation: as the engine gave it; its values may be of any type.
-        vocab_size: vocabulary size of the model; None: unknown.
-        stop: the stop strings of the request; None: none.
 
     Raises:
         EngineError: a value is of another type, not finite or out of range.
@@ -47,7 +45,6 @@ def check_generation(
 
 
 def _find_problem(generation: Generation, max_tokens: int, limit: int, stops: Sequence[str]) -> str:
-    """Return what is wrong, or ""."""
     ids, logprobs = generation.token_ids, generation.logprobs
     reason = generation.stop_reason
     if reason not in STOP_REASONS or len(ids) != len(logprobs):

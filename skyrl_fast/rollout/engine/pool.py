@@ -68,7 +68,6 @@ class EnginePool:
     depends only on its tokens and its seed, so its trajectory loses nothing.
 
     Args:
-        engines: at least one.
         max_restarts: restarts of one engine between two weight updates that it survives.
         wait_seconds: for any engine to come back if all are down; None: no limit.
     """
@@ -167,7 +166,6 @@ class EnginePool:
             self._changed.notify_all()
 
     async def sleep(self) -> None:
-        """Free the engines' GPU memory until the next `update`."""
         await asyncio.gather(*(self._call(m, m.engine.sleep, LOAD_SECONDS) for m in self._up()))
 
     async def update(
@@ -181,11 +179,6 @@ class EnginePool:
 
         No request runs during the update. Dead engines are restarted if possible; one that fails
         the update counts as dead.
-
-        Args:
-            weights: weights of the policy, by Hugging Face name.
-            make_probe: returns the probe that compares an engine with the trainer.
-            frozen: see `transfer_weights`.
 
         Raises:
             WeightSyncError, EngineError: all engines failed the update.
@@ -211,7 +204,6 @@ class EnginePool:
         return max(reports, key=lambda report: report.difference.maximum)
 
     async def verify(self, make_probe: MakeProbe) -> WeightSyncReport:
-        """Compare all engines' log-probabilities with the trainer's; return the worst report."""
         reports = []
         for member in self._up():
             member.probe = make_probe(member.engine)
@@ -220,7 +212,6 @@ class EnginePool:
 
     @property
     def start_with_model(self) -> bool:
-        """Whether all engines hold the weights of the model's folder after their start."""
         return all(member.engine.starts_with_model for member in self._members)
 
     @property
@@ -282,7 +273,6 @@ class EnginePool:
         await self._serve_waiting()
 
     def activity(self) -> list[str]:
-        """Return a description of each engine that is down."""
         now = time.monotonic()
         return [
             f"{m.engine.name} is down for {now - m.down_since:.0f} s: {_first_line(m.error)}"
@@ -361,7 +351,6 @@ class EnginePool:
         make_probe: MakeProbe,
         seconds: float,
     ) -> list[WeightSyncReport | None]:
-        """Load the weights into these engines at the same time; see `_load`."""
         calls = call.for_engines(len(members))
         loads = [
             asyncio.create_task(self._load(member, each, make_probe, seconds))

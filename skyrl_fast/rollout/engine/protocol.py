@@ -163,7 +163,6 @@ class Engine(Sampler, Protocol):
     """An inference engine; `VllmEngine` runs in this process, `RemoteEngine` is a server.
 
     Args:
-        name: in messages.
         starts_with_model: whether it has the weights of the model's folder after its start.
         compute_dtype: dtype in which it computes, as it said when it last loaded weights.
         weights_dtype: dtype of all its weights; None: unknown, or several.
@@ -193,11 +192,7 @@ class Engine(Sampler, Protocol):
     async def prompt_logprobs(
         self, token_ids: Sequence[int], *, policy: str | None = None
     ) -> list[float]:
-        """Return each token's logprob given those before it, at temperature 1, but the first's.
-
-        Args:
-            policy: as for `generate`.
-        """
+        """Return each token's logprob given those before it, at temperature 1, but the first's."""
 
     async def prompt_routes(
         self, token_ids: Sequence[int], *, policy: str | None = None

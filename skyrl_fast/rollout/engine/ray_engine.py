@@ -57,13 +57,9 @@ class RayEngine(RemoteEngine):
     """A server that this class starts on a node of the cluster, and again after it died.
 
     Args:
-        number: number of the engine, for its name.
-        make_setup: see `EngineActor`.
-        weight_sync: as for `RemoteEngine`.
         trainer: address of this node, which the engines' nodes reach.
         weights_folder: that trainer and engines share, for "file".
         start_seconds: for a server to answer once its node has room.
-        options: further arguments of `RemoteEngine`.
     """
 
     starts_with_model = True  # its server is always a new one
@@ -135,7 +131,6 @@ class RayEngine(RemoteEngine):
         return self._starting
 
     def _request_actor(self) -> _ActorServer:
-        """Ask Ray for an actor in the engine's place; return at once."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -155,7 +150,6 @@ class RayEngine(RemoteEngine):
         return _ActorServer(actor, _watch(actor.serve), _watch(actor.ending))
 
     async def _wait_until_healthy(self, server: _ActorServer) -> None:
-        """Return when the server answers; EngineDeadError if it does not."""
         try:
             self._url = await server.url
         except Exception as error:  # Ray's: of the actor's start, or its node was lost
@@ -201,7 +195,6 @@ class RayEngine(RemoteEngine):
         return self._server
 
     def _refuse_ended(self, server: _ActorServer) -> None:
-        """Raise EngineDeadError if the server, its actor or its node is gone."""
         if server.ended.done():
             text = "stopped" if server.ended.cancelled() else _describe_end(server.ended)
             raise EngineDeadError(f"{self.name} at {self._url}: {text}")

@@ -91,16 +91,12 @@ class RemoteEngine:
     """A `vllm serve` endpoint behind the `Engine` protocol.
 
     Args:
-        url: such as "http://127.0.0.1:8000".
         weight_sync: "file", "gloo" or "nccl": the server runs with this package's worker extension;
             "reload": vLLM's own reload_weights, or load_lora_adapter, reads the folder; None: its
             weights are never updated, so that any `vllm serve` will do.
-        trainer: address of this machine from which weights are broadcast.
-        api_key: sent with every request; None: none.
         records_routes: whether the server runs with enable_return_routed_experts.
         vocab_size: size of the vocabulary, by which ids and requests are checked; None: unknown.
         adapter: config of the LoRA adapter that it gets as new weights, as for `VllmSetup`.
-        start_timeout_seconds: to wait for the server at the start.
 
     Example:
         async with RemoteEngine("http://127.0.0.1:8000") as engine:
@@ -207,7 +203,6 @@ class RemoteEngine:
                 await self._join_workers(self._weight_sync, len(dtypes))
 
     async def _join_workers(self, backend: str, num_workers: int) -> None:
-        """Make a process group with the server's workers, for `send_by_broadcast`."""
         sender = BroadcastSender(backend, num_workers=num_workers, address=self._trainer)
         join = {"method": "join_weights_group", "args": sender.join_arguments}
         try:
@@ -310,11 +305,6 @@ class RemoteEngine:
         return await self._complete(request, "probe")
 
     async def load_weights(self, call: WorkerCall) -> None:
-        """Load a safetensors file or a broadcast into the server; see `Engine.load_weights`.
-
-        Raises:
-            WeightSyncError: it could not load them. EngineDeadError: it died.
-        """
         try:
             if self._adapter is None:
                 answer = await self._load(call)
@@ -333,7 +323,6 @@ class RemoteEngine:
             self.compute_dtype = check_receipts(receipts, call.sent.digests, call.sent.frozen)
 
     async def _load(self, call: WorkerCall, **options: Any) -> Any:
-        """Load the weights of a call; return the workers' answer."""
         body: dict[str, Any] = {"method": call.method, "args": call.arguments}
         if options:
             body["kwargs"] = options

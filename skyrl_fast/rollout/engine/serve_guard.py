@@ -77,7 +77,6 @@ class TrainerClaim:
         self._trainer: bytes | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection."""
         headers = dict(scope.get("headers", ()))
         trainer = headers.get(TRAINER_HEADER.encode())
         if trainer is not None:
@@ -103,7 +102,6 @@ class AdapterNames:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection."""
         if scope.get("path") != LOAD_ADAPTER:
             await self._app(scope, receive, send)
             return
@@ -140,12 +138,6 @@ def guard_environment(
 def engine_routes(
     folders: Sequence[Path], *, trainer: str | None = None, adapter: str | None = None
 ) -> list[Route]:
-    """Return the requests of `RemoteEngine`.
-
-    Args:
-        trainer: address of the trainer that broadcasts them; None: none does.
-        adapter: config of the adapter that the server gets, as JSON; None: none.
-    """
     names = [] if adapter is None else [Route("POST", LOAD_ADAPTER, check=_check_name)]
     return [
         Route("GET", "/health"),
@@ -167,7 +159,6 @@ def _parse(body: bytes) -> Any:
 
 
 def _check_name(body: bytes) -> bytes:
-    """Return the name and the version of an adapter."""
     match _parse(body):
         case {"lora_name": str(name), "version": int(version), **rest} if (
             not rest and 0 < len(name) <= MAX_NAME and version > 0
@@ -192,7 +183,6 @@ def _check_adapter(call: Mapping[Any, Any], adapter: str | None) -> dict[str, An
 def _check_call(
     folders: Sequence[Path], trainer: str | None, adapter: str | None, body: bytes
 ) -> bytes:
-    """Return the call of a worker's method with the path that was checked, as JSON."""
     allowed: dict[str, Any]
     match _parse(body):
         case {"method": str(method), "args": [*arguments], **rest} if (

@@ -61,11 +61,7 @@ def serve_environment(
 def serve(
     setup: VllmSetup, *, host: str, port: int, key: str, weights_folder: str | None = None
 ) -> None:
-    """Replace this process by the server; does not return.
-
-    Args:
-        key, weights_folder: see `serve_environment`.
-    """
+    """Replace this process by the server; does not return."""
     command = serve_command(setup, host=host, port=port)
     environment = serve_environment(setup, os.environ, key=key, weights_folder=weights_folder)
     os.execve(command[0], command, environment)

@@ -147,7 +147,6 @@ class VllmEngine:
         log.info("vLLM is up after %.1f s", time.perf_counter() - started)
 
     async def _join_workers(self, num_workers: int) -> None:
-        """Make a process group with the workers, for `send_by_broadcast`."""
         backend = self._setup.engine.weight_sync_backend
         try:
             sender = BroadcastSender(backend, num_workers=num_workers)
@@ -409,10 +408,6 @@ class VllmEngine:
             await self._answer(self._get_llm().wake_up(tags=[what]))
 
     async def interrupt(self) -> None:
-        """End all requests; each returns its tokens so far with stop reason "interrupted".
-
-        New ones wait until `resume`.
-        """
         llm = self._get_llm()
         self._interrupted = True
         try:

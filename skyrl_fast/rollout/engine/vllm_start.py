@@ -46,12 +46,10 @@ class VllmSetup:
     """The start settings of one vLLM engine.
 
     Args:
-        model: folder with a Hugging Face model and its tokenizer.
         engine: the settings of generator.inference_engine. A `model_dtype` of "auto" is float32
             on CPU and bfloat16 on GPU; on CPU `max_num_batched_tokens` is at least
             `max_model_len`.
         max_model_len: longest prompt plus response; None: the model's own.
-        seed: seed of the engine; each request has its own.
         log_file: file for vLLM's log; None: warnings go to the terminal.
         reasoning_parser: of the model's family: structured outputs begin after the thoughts.
         takes_turns: whether nothing is trained while it generates.
@@ -115,7 +113,6 @@ def _on_cpu() -> bool:
 
 
 def engine_args(setup: VllmSetup) -> dict[str, Any]:
-    """Return the arguments of vLLM's AsyncEngineArgs."""
     engine, model_config = setup.engine, read_model_config(setup.model)
     text_config = model_config.get("text_config") or model_config
     dtype = engine.model_dtype
@@ -181,7 +178,6 @@ def keeps_states(text_config: Mapping[str, Any]) -> bool:
 
 
 def read_model_config(model_path: str) -> dict[str, Any]:
-    """Return the model's config.json; empty if there is none."""
     path = Path(model_path) / "config.json"
     if not path.is_file():
         return {}

@@ -23,10 +23,6 @@ class EnvAnswer:
     """A checked `EnvStep`, and the time that it took.
 
     Args:
-        messages: chat messages for the model; may be empty.
-        reward: reward of this step; finite.
-        postprocessed_action: text that replaces the action in the history; or an assistant message
-            that holds the same action with its tool calls; or None.
         policy, policy_rewards: as of `EnvStep`; the names are not checked.
     """
 

@@ -37,7 +37,6 @@ class EnvFactory:
     """Create environments, and own the threads or processes that run them. Close it at the end.
 
     Args:
-        config: the settings of `environment`.
         make_env: returns an `Env` for a row's extras (a class does); None: by `env_class`.
         longest_text: characters of an answer's texts together; what is longer is cut.
 
@@ -115,7 +114,6 @@ class EnvFactory:
         return session
 
     async def close(self) -> None:
-        """End idle threads, which are daemons, or all processes, also those of a cluster."""
         await self._workers.close()
 
     async def run_call(
@@ -166,20 +164,10 @@ class EnvSession:
         self._busy = False  # a call was abandoned and may still run
 
     async def init(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-        """Begin an episode; return the first prompt's messages (the environment may change them).
-
-        Raises:
-            EnvError, EnvTimeoutError: it raised, hung, or returned something invalid.
-        """
         first: list[Message] = await self.call("init", [dict(m) for m in messages])
         return first
 
     async def step(self, action: str) -> EnvAnswer:
-        """Pass the model's answer to the environment; return its checked answer.
-
-        Raises:
-            EnvError, EnvTimeoutError: it raised, hung, or returned something invalid.
-        """
         started = time.perf_counter()
         answer: EnvAnswer = await self.call("step", action)
         return replace(answer, seconds=time.perf_counter() - started)
@@ -224,7 +212,6 @@ class EnvSession:
 
 
 def check_env_classes(names: Iterable[str]) -> None:
-    """Raise ValueError for a name that is no environment; each distinct name is looked up once."""
     for name in sorted(set(names)):
         try:
             if ":" in name:

@@ -32,9 +32,6 @@ class EnvSettings(HandlerSettings):
 
     Args:
         skyrl_gym: settings of the environments that skyrl_gym registers, by env_class.
-        make_env: returns an `Env` for a row's extras; None: by `env_class`.
-        longest_text: characters of one answer's texts; what is longer is cut.
-        modules: modules or files of the environments.
     """
 
     skyrl_gym: GymSettings
@@ -153,8 +150,6 @@ def create_env(
 
     Args:
         env_class: `module:Class`, `module:factory`, or a name registered in skyrl_gym.
-        skyrl_gym: settings of the environments that it registers, by env_class.
-        make_env: used instead of `env_class`, if given.
 
     Raises:
         ValueError, TypeError: there is no such class, or its result is no `Env`.

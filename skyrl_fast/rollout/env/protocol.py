@@ -14,7 +14,6 @@ class Action(str):
     """A model's response: its text, and the tool calls in it.
 
     Args:
-        text: text of the response.
         tool_calls: those that `generator.tool_parser` found, in order:
             `{"id": ..., "type": "function", "function": {"name": ..., "arguments": {...}}}`.
             An answer with a call whose arguments are no JSON object has none.

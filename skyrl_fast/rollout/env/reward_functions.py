@@ -52,7 +52,6 @@ class RewardFunctions:
     weights: Sequence[float]
 
     def __call__(self, row: dict[str, Any]) -> Env:
-        """Return the environment of a trajectory, or of a complete group."""
         return _GroupEnv(self, row) if ANSWERS in row else _AnswerEnv()
 
 
@@ -136,11 +135,6 @@ class GroupRewards:
         self._attempts = attempts
 
     async def __call__(self, prompt: RolloutPrompt, trajectories: Sequence[Trajectory]) -> None:
-        """Reward all trajectories with an answer; if the functions fail, all of them have failed.
-
-        Args:
-            trajectories: trajectories of the group, all ended.
-        """
         answered = [t for t in trajectories if t.failure is None and t.steps]
         if not answered:
             return

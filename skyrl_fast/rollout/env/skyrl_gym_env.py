@@ -20,11 +20,7 @@ REPLACEMENTS = {"skyrl_gym.envs.sql.env:SQLEnv": "skyrl_fast.extras.text2sql.env
 
 
 class SkyRLGymEnv(Env):
-    """One environment of skyrl-gym.
-
-    Args:
-        env: an instance of a registered class.
-    """
+    """One environment of skyrl-gym."""
 
     def __init__(self, env: Any) -> None:
         self.env = env
@@ -67,7 +63,6 @@ def make(env_class: str, settings: Mapping[str, Any], extras: dict[str, Any]) ->
 
 
 def check_registered(env_class: str) -> Any:
-    """Return skyrl_gym's spec of an environment."""
     try:
         import skyrl_gym
     except ImportError as error:

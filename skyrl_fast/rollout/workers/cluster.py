@@ -56,7 +56,6 @@ class ClusterWorkers:
         self._lock = threading.Lock()  # of all above
 
     async def address(self) -> str:
-        """Return the address of this process's node in the cluster."""
         await asyncio.to_thread(self._connect)
         return str(self._ray.util.get_node_ip_address())
 
@@ -93,14 +92,12 @@ class ClusterWorkers:
                 self.lose(node, error)
 
     async def close(self) -> None:
-        """End all actors, and their processes with them."""
         nodes, self._nodes = list(self._nodes.values()), {}
         for node in nodes:
             self._ray.kill(node.actor)
         await asyncio.to_thread(self._connection.close)
 
     def cancel(self, call: Any) -> None:
-        """Cancel a call, which kills its process."""
         self._ray.cancel(call)
 
     def lose(self, node: _ClusterNode, error: BaseException) -> str:
@@ -113,7 +110,6 @@ class ClusterWorkers:
         return text
 
     def is_loss(self, error: BaseException) -> bool:
-        """Return whether a call failed since its actor or node has ended."""
         return isinstance(error, self._ray.exceptions.RayError)
 
     def _connect(self) -> None:

@@ -32,7 +32,6 @@ EXIT_SECONDS = 1.0  # for a child to exit after its socket was closed
 
 
 def main() -> None:
-    """Fork processes for the trainer until it ends."""
     link = socket.socket(fileno=int(sys.argv[1]))
     data, pickled = pickle.loads(_receive(link))
     sys.path[:], folder, modules, optional_modules = pickle.loads(data)

@@ -59,7 +59,6 @@ class ProcessWorkers:
         self._idle: list[_Process] = []
 
     async def address(self) -> str:
-        """Return the address of this machine for the processes."""
         return LOOPBACK
 
     async def acquire(self) -> ProcessWorker:
@@ -79,7 +78,6 @@ class ProcessWorkers:
         await asyncio.to_thread(self.end)
 
     def end(self) -> None:
-        """Kill all processes, and wait for their end."""
         while self._idle:
             self._idle.pop().close()
         with self._lock:  # it may be starting
@@ -166,7 +164,6 @@ class _Process:
         return self._server.status(self._pid)
 
     def end(self) -> None:
-        """Kill the process, whatever it is doing."""
         self._server.kill(self._pid)
         self.close()
 

@@ -45,7 +45,6 @@ class ThreadWorkers:
 
         Args:
             function: runs in a thread, and does not raise.
-            timeout: in seconds.
         """
         loop = asyncio.get_running_loop()
         call = _ThreadCall(function, loop)
@@ -162,7 +161,6 @@ class ThreadWorker:
         self.usable = True
 
     async def call(self, what: str, argument: Any, timeout: float) -> CallResult:
-        """Return the outcome of a call; TimeoutError if it takes longer than `timeout` seconds."""
         try:
             outcome: CallResult = await self._threads.run(
                 lambda: self._handler.call(what, argument), timeout
@@ -195,7 +193,6 @@ class _Thread:
         return self._thread.ident
 
     def wake(self, threads: ThreadWorkers | None) -> None:
-        """Make the calls that wait there; None: end."""
         self._threads.put(threads)
 
     def _work(self) -> None:

@@ -18,7 +18,6 @@ _BY_TOKEN, _BY_SEQUENCE = 1, 6
 
 
 def multiply_by_adapter() -> None:
-    """Replace vLLM's operations in this process."""
     from vllm.lora.punica_wrapper import punica_cpu
 
     for kind, number in (("bgmv", _BY_TOKEN), ("sgmv", _BY_SEQUENCE)):

@@ -44,7 +44,6 @@ def _repack_experts(model: Any) -> Iterator[None]:
 
 
 def _repack_tied_heads(model: Any) -> None:
-    """Update output heads that are tied to an embedding."""
     # On CPU vLLM multiplies by a packed copy of the head's weight. Reloading an embedding does not
     # update the copy of the head that is tied to it, so the logits would not change.
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead

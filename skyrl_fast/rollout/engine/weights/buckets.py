@@ -39,7 +39,6 @@ class Bucket:
 
     @classmethod
     def empty(cls, infos: list[TensorInfo], device: torch.device) -> Bucket:
-        """Return a bucket without values for these tensors."""
         size = sum(map(_num_bytes, infos))
         return cls(infos, torch.empty(size, dtype=torch.uint8, device=device))
 
@@ -53,7 +52,6 @@ class Bucket:
             start += align_up(size)
 
     def header(self) -> str:
-        """Return what a worker needs to receive the bucket."""
         return json.dumps(self.infos)
 
 
@@ -68,7 +66,6 @@ def pack_buckets(
 
     Args:
         dtype: dtype that floating-point tensors are cast to; None: as they are.
-        bucket_bytes: most bytes of a bucket of several tensors.
     """
     for group in _group_tensors(weights, dtype, bucket_bytes):
         yield _pack(group, device)

@@ -47,7 +47,6 @@ def listening_store(address: str = LOOPBACK) -> tuple[dist.Store, int]:
 
 
 def store_at(address: str, port: int) -> dist.Store:
-    """Return the store of the trainer that listens there."""
     return dist.TCPStore(address, port, timeout=timedelta(seconds=MOVE_SECONDS))
 
 

@@ -43,7 +43,6 @@ class Prefetch(Generic[T]):
             self._thread.join(END_SECONDS)
 
     def next_item(self, reader: Reader[T]) -> T:
-        """Return the reader's item, or `THE_END`."""
         with self.changed:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="weights", daemon=True)

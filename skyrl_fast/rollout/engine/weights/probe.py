@@ -71,7 +71,6 @@ class ProbeLimits:
         return all(got <= share * limit for _, got, limit in self._compare(difference))
 
     def describe(self, difference: ProbeDifference) -> str:
-        """Return each limited value next to its limit."""
         return ", ".join(
             f"{name} {got:.3g}, allowed {limit:.3g}"
             for name, got, limit in self._compare(difference)
@@ -153,7 +152,6 @@ class WeightProbe:
                 other experts, which is no sign of different weights.
             dtype: the dtype in which the engine is to compute.
             limits: limits of |engine - trainer|; None: those of the dtype.
-            policy: the policy, where a run has several.
 
         Raises:
             ValueError: the probe is empty, or a sequence has fewer than two tokens.
@@ -196,7 +194,6 @@ class WeightProbe:
 
         Args:
             trainer_logprobs: from `ask_trainer`; None: not asked yet.
-            update_seconds, num_bytes: for the report.
 
         Raises:
             WeightSyncError: they differ, or did not change; the message names the largest
@@ -229,7 +226,6 @@ class WeightProbe:
             end_torch_threads()
 
     async def _ask_both(self, trainer: Logprobs | None) -> tuple[list[list[float]], Logprobs]:
-        """Return the logprobs of the probe by the engine, and by the trainer."""
         if self._replayed_logprobs is None:
             ask = partial(self._engine.prompt_logprobs, **self._options)
             engine = await asyncio.gather(*map(ask, self._probe))
@@ -240,7 +236,6 @@ class WeightProbe:
         return [values for values, _ in answers], self._replayed_logprobs(self._probe, routes)
 
     def _concatenate(self, source: str, logprobs: Sequence[Sequence[float]]) -> np.ndarray:
-        """Return the logprobs of all sequences, one after another."""
         expected = [len(sequence) - 1 for sequence in self._probe]
         got = [len(values) for values in logprobs]
         if expected != got:
@@ -260,7 +255,6 @@ class WeightProbe:
     def _describe_mismatch(
         self, engine: np.ndarray, trainer: np.ndarray, worst: int, report: WeightSyncReport
     ) -> str:
-        """Return the message for logprobs that differ most at one token of the whole probe."""
         tokens = [
             (number, position, sequence[position])
             for number, sequence in enumerate(self._probe)
@@ -308,7 +302,6 @@ class PolicyProbes:
         self._probes = probes
 
     async def ask_trainer(self) -> list[Logprobs | None]:
-        """See `WeightProbe.ask_trainer`."""
         return [await probe.ask_trainer() for probe in self._probes]
 
     async def verify(
@@ -318,7 +311,6 @@ class PolicyProbes:
         update_seconds: float = 0.0,
         num_bytes: int = 0,
     ) -> WeightSyncReport:
-        """See `WeightProbe.verify`."""
         known = trainer_logprobs or [None] * len(self._probes)
         reports = [
             await probe.verify(values, update_seconds=update_seconds, num_bytes=num_bytes)

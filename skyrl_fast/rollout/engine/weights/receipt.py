@@ -37,7 +37,6 @@ class Receipt:
     Args:
         digests: digests of each tensor that the model's loader took, by its Hugging Face name.
         unloaded: the engine's parameters that got no new value.
-        dtype: name of the dtype in which the engine computes.
     """
 
     digests: dict[str, str]
@@ -50,7 +49,6 @@ class SentWeights:
     """What the trainer sends; complete when an engine has received all of it.
 
     Args:
-        sizes: bytes of each tensor, by name.
         frozen: modules that are not sent, as training leaves them as they were.
     """
 
@@ -60,7 +58,6 @@ class SentWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(self.sizes.values())
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
@@ -98,7 +95,6 @@ def check_receipts(
     """Return the engine's dtype.
 
     Args:
-        sent: the digests of the trainer's tensors by name.
         frozen: modules whose parameters may have got none; the engine's model may have them
             elsewhere.
 
@@ -183,5 +179,4 @@ def _sum_products(one: torch.Tensor, other: torch.Tensor) -> Any:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name as in settings, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")

@@ -61,7 +61,6 @@ class WorkerCall:
 
         Args:
             sender: the engine's `BroadcastSender`; None: it has none.
-            call: calls the workers.
         """
         return await call()
 

@@ -55,12 +55,7 @@ class WeightUpdateExtension:
         return dtypes.pop() if len(dtypes) == 1 else None
 
     def join_weights_group(self, backend: str, address: str, port: int, size: int) -> None:
-        """Connect with the trainer, for `load_weights_broadcast`.
-
-        Args:
-            backend: as for `WeightsGroup`.
-            size: number of workers, and one.
-        """
+        """Connect with the trainer, for `load_weights_broadcast`."""
         device = self.device if backend == "nccl" else torch.device("cpu")
         group = WeightsGroup(backend, rank=self.rank + 1, size=size, device=device, trainer=address)
         group.connect(store_at(address, port))
@@ -117,7 +112,6 @@ class WeightUpdateExtension:
 
         Args:
             weights: named by policy, `OF_POLICY` and matrix; "" is the policy without a name.
-            versions: of each policy.
         """
         digests: dict[str, str] = {}
         of_policies: dict[str, dict[str, torch.Tensor]] = {name: {} for name in versions}

@@ -146,17 +146,11 @@ class BroadcastCall(WorkerCall):
         return await sender.send(self, call())
 
     def close(self) -> None:
-        """Let the other engines continue without this one."""
         self.buckets.close()
 
 
 class BucketSource:
-    """The buckets of an update, made once for all engines that load them together.
-
-    Args:
-        weights: by name; iterated once for each `make_calls`.
-        dtype, bucket_bytes: see `send_by_broadcast`.
-    """
+    """The buckets of an update, made once for all engines that load them together."""
 
     def __init__(self, weights: Weights, dtype: torch.dtype | None, *, bucket_bytes: int) -> None:
         self._weights = weights
@@ -182,12 +176,10 @@ class BucketSource:
             raise self._pass.error
 
     def close(self) -> None:
-        """End what is being made."""
         if self._pass is not None:
             self._pass.close()
 
     def _make_buckets(self) -> Iterator[Bucket]:
-        """Yield the buckets, in the thread of `Prefetch`."""
         tensors = distinct_tensors(self._weights)
         for bucket in pack_buckets(
             tensors, self._dtype, device=self.device, bucket_bytes=self._bucket_bytes
@@ -204,7 +196,6 @@ class BroadcastSender:
     """Broadcasts weights to the workers of one start of an engine.
 
     Args:
-        backend: see `WeightsGroup`.
         address: address of this machine that the workers reach; nothing listens on another one.
     """
 
@@ -224,9 +215,6 @@ class BroadcastSender:
 
     async def connect(self, answer: Coroutine[Any, Any, object]) -> None:
         """Connect with the workers while they join.
-
-        Args:
-            answer: what their `join_weights_group` returned.
 
         Raises:
             RuntimeError: they do not connect, or what `answer` raises.

@@ -73,11 +73,7 @@ def receive_by_file(path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def write_adapter_folder(path: Path, config: Mapping[str, Any]) -> Path:
-    """Make the folder of a file of `send_by_file` an adapter's, in PEFT's format; return it.
-
-    Args:
-        config: of the adapter, whose matrices the file has.
-    """
+    """Make the folder of a file of `send_by_file` an adapter's, in PEFT's format; return it."""
     folder = path.parent
     text = json.dumps({"peft_type": "LORA", "task_type": "CAUSAL_LM", **config})
     (folder / "adapter_config.json").write_text(text, encoding="utf-8")
@@ -88,7 +84,6 @@ def write_adapter_folder(path: Path, config: Mapping[str, Any]) -> Path:
 
 
 def weights_folders(folder: str | None) -> list[Path]:
-    """Return the folders in which `send_by_file` writes."""
     return [Path(folder)] if folder else [SHARED_MEMORY, Path(tempfile.gettempdir())]
 
 
@@ -165,14 +160,12 @@ def _copy_to_host(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tens
 
 
 def _has_room(folder: Path, size: int) -> bool:
-    """Return whether `size` bytes can be written there, and some more."""
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         return False
     return shutil.disk_usage(folder).free > size + size // 16
 
 
 def _find_room(size: int) -> str:
-    """Return shared memory if it has room for `size` bytes, else the temporary folder, or raise."""
     if _has_room(SHARED_MEMORY, size):
         return str(SHARED_MEMORY)
     folder = tempfile.gettempdir()

@@ -47,11 +47,7 @@ def send_by_ipc(weights: Weights, dtype: torch.dtype | None = None) -> Iterator[
 
 
 def receive_by_ipc(handles: Iterable[list[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors that share the trainer's memory.
-
-    Args:
-        handles: for each the name, then its handle.
-    """
+    """Yield tensors that share the trainer's memory."""
     for name, size, stride, offset, dtype, *storage in handles:
         tensor = reductions.rebuild_cuda_tensor(
             torch.Tensor,

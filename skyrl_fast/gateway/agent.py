@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 from skyrl_fast.gateway.agents.task import AgentTask, BlackBox
 from skyrl_fast.gateway.messages import ApiError, Outcome
@@ -15,6 +16,7 @@ from skyrl_fast.rollout.loop_settings import RolloutPrompt
 from skyrl_fast.rollout.trajectory import Trajectory
 
 
+@dataclass(frozen=True, slots=True)
 class GatewayAgent:
     """An `Agent`: each episode is a session of the gateway.
 
@@ -22,10 +24,9 @@ class GatewayAgent:
         gateway: started, or by `start`.
     """
 
-    def __init__(self, gateway: Gateway, policy: ServedPolicy, agent: BlackBox) -> None:
-        self.gateway = gateway
-        self.policy = policy
-        self.agent = agent
+    gateway: Gateway
+    policy: ServedPolicy
+    agent: BlackBox
 
     async def start(self) -> None:
         """Begin to listen where the agent's processes reach the gateway.
@@ -44,33 +45,27 @@ class GatewayAgent:
     ) -> _AgentEpisode:
         trajectory.env_class = "agent"
         session = Session(self.policy, trajectory, entry, policy_version=policy_version)
-        return _AgentEpisode(self, session, trajectory, prompt, entry)
+        key = self.gateway.open(session)
+        return _AgentEpisode(self, session, key, trajectory, prompt, entry)
 
 
+@dataclass(frozen=True, slots=True)
 class _AgentEpisode:
     """One attempt by the agent."""
 
-    def __init__(
-        self,
-        parent: GatewayAgent,
-        session: Session,
-        trajectory: Trajectory,
-        prompt: RolloutPrompt,
-        entry: Activity,
-    ) -> None:
-        self._parent = parent
-        self._session = session
-        self._trajectory = trajectory
-        self._prompt = prompt
-        self._entry = entry
-        self._key = parent.gateway.open(session)
+    parent: GatewayAgent
+    session: Session
+    key: str
+    trajectory: Trajectory
+    prompt: RolloutPrompt
+    entry: Activity
 
     async def play(self) -> str:
-        parent, session = self._parent, self._session
-        entry = self._entry
+        parent, session = self.parent, self.session
+        entry = self.entry
         parent.policy.board.set_phase(entry, ACTING, attempt=entry.attempt, turn=0)
-        row = {"prompt": [dict(m) for m in self._prompt.messages], **self._prompt.env_extras}
-        task = AgentTask(row, parent.gateway.url, self._key, parent.policy.model)
+        row = {"prompt": [dict(m) for m in self.prompt.messages], **self.prompt.env_extras}
+        task = AgentTask(row, parent.gateway.url, self.key, parent.policy.model)
         running = asyncio.ensure_future(parent.agent.run(task))
         died = asyncio.ensure_future(session.engine_died.wait())
         try:
@@ -83,14 +78,14 @@ class _AgentEpisode:
             if session.engine_failure is not None:  # what the agent failed by
                 raise session.engine_failure from None
             lost = isinstance(error, EnvLostError)
-            if lost or session.refused is None or not self._trajectory.steps:
+            if lost or session.refused is None or not self.trajectory.steps:
                 raise
             outcome = Outcome(0.0)  # it did not expect that its context is full
         finally:
             died.cancel()
             running.cancel()
             await asyncio.wait([running])
-        if not self._trajectory.steps:
+        if not self.trajectory.steps:
             raise EnvError("the agent returned without an answer of the policy that is trained")
         try:
             return session.finish(outcome)
@@ -98,6 +93,6 @@ class _AgentEpisode:
             raise EnvError(f"the agent's rewards: {error}") from error
 
     async def close(self) -> None:
-        if self._trajectory.failure is None and not self._trajectory.env_metrics:
-            self._trajectory.env_metrics = self._session.metrics()  # at the deadline
-        await self._parent.gateway.end(self._key)
+        if self.trajectory.failure is None and not self.trajectory.env_metrics:
+            self.trajectory.env_metrics = self.session.metrics()  # at the deadline
+        await self.parent.gateway.end(self.key)

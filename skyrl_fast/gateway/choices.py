@@ -47,25 +47,24 @@ class _Parts:
         }
 
 
+@dataclass(slots=True)
 class Choices:
-    """Samples the answers of one session."""
+    """Samples the answers of one session.
 
-    def __init__(
-        self,
-        policy: ServedPolicy,
-        trajectory: Trajectory,
-        prompts: PromptIds,
-        counts: Counter[str],
-        policy_version: int,
-    ) -> None:
-        self.known: set[str] = set()  # ids of tool calls, and texts without thoughts
-        self._policy = policy
-        self._trajectory = trajectory
-        self._prompts = prompts
-        self._counts = counts
-        self._policy_version = policy_version
-        self._forms: dict[Any, int] = {}  # of white space in answers: which of them to send
-        self._unfit: Counter[Any] = Counter()  # times that none was as sampled
+    Args:
+        known: ids of tool calls, and texts without thoughts.
+        forms: of white space in answers: which of them to send.
+        unfit: times that none was as sampled.
+    """
+
+    policy: ServedPolicy
+    trajectory: Trajectory
+    prompts: PromptIds
+    counts: Counter[str]
+    policy_version: int
+    known: set[str] = field(default_factory=set)
+    forms: dict[Any, int] = field(default_factory=dict)
+    unfit: Counter[Any] = field(default_factory=Counter)
 
     async def sample(
         self, call: Call, prompt: PromptTokens, place: str, attempt: int
@@ -79,21 +78,21 @@ class Choices:
             EngineError: the engine failed, or refuses the request.
             ApiError: tools cannot be forced.
         """
-        policy = self._policy
+        policy = self.policy
         name = policy.find_policy(call.model)
         sampling = await self._sampling(call)
         generation = await policy.calls.sample(
-            self._trajectory,
+            self.trajectory,
             prompt.token_ids,
             sampling,
-            policy_version=self._policy_version,
+            policy_version=self.policy_version,
             attempt=attempt,
             place=place,
             policy=name,
         )
         text = decode_response(policy.template, generation)
         complete = text if generation.stop_string is None else None  # else it may have been cut
-        self._prompts.add_response(prompt, generation.token_ids, complete)
+        self.prompts.add_response(prompt, generation.token_ids, complete)
         append = (
             generation.stop_string is not None
             and policy.config.append_eos_token_after_stop_str_in_multi_turn
@@ -125,7 +124,7 @@ class Choices:
         return choice, step
 
     async def _sampling(self, call: Call) -> SamplingParams:
-        run = self._policy.config.sampling(self._trajectory.phase)
+        run = self.policy.config.sampling(self.trajectory.phase)
         longest = run.max_generate_length
         structured = call.structured
         if call.forced_tool is not None:
@@ -134,10 +133,10 @@ class Choices:
             structured = self._form_or_calls(call, structured)
         try:
             if structured is not None:
-                await self._policy.forms.check(structured)
+                await self.policy.forms.check(structured)
         except FormError as error:
             raise ApiError(400, f"the form of an answer: {error}", code="unsupported") from error
-        is_trained = self._trajectory.phase == "train"
+        is_trained = self.trajectory.phase == "train"
         if structured is not None and is_trained and run.max_kept_tokens is None:
             name = "generator.sampling_params.max_kept_tokens"
             raise ApiError(400, f"the form of an answer can be set only with {name}, got null")
@@ -152,7 +151,7 @@ class Choices:
         )
 
     def _forcing(self, call: Call, forced: str) -> dict[str, Any]:
-        parser = self._policy.tool_parser
+        parser = self.policy.tool_parser
         if parser is None:
             raise ApiError(400, "tool_choice: tools are forced only with generator.tool_parser")
         if not call.tools:
@@ -164,7 +163,7 @@ class Choices:
 
     def _form_or_calls(self, call: Call, form: dict[str, Any]) -> dict[str, Any]:
         """Return the form of an answer that has the wanted form, or calls tools."""
-        if self._policy.tool_parser is None:  # none can be called
+        if self.policy.tool_parser is None:  # none can be called
             return form
         tag = self._forcing(call, REQUIRED).get("structural_tag")
         if tag is None or form.keys() != {"json"}:
@@ -185,7 +184,7 @@ class Choices:
     ) -> _Parts:
         """Return the answer's parts, as the template has to get them back."""
         # Parsers and templates disagree about the white space between them.
-        policy = self._policy
+        policy = self.policy
         reasons = policy.reasoning_parser is not None and call.messages is not None
         calls = policy.tool_parser is not None and call.parse_tools and bool(call.tools)
         if not reasons and not calls:
@@ -207,10 +206,10 @@ class Choices:
             # As vLLM's server does; the step has all that was sampled.
             allowed = None if call.parallel_tool_calls else 1
             parts = _Parts(answer.thoughts, answer.parsed.content, tool_calls[:allowed])
-            self._counts["left_out_tool_calls"] += len(tool_calls[allowed or len(tool_calls) :])
-        self._counts["answers_with_thoughts"] += bool(answer.thoughts)
-        self._counts["answers_with_tool_calls"] += bool(answer.parsed.tool_calls)
-        self._counts["unparsed_tool_calls"] += answer.parsed.failed
+            self.counts["left_out_tool_calls"] += len(tool_calls[allowed or len(tool_calls) :])
+        self.counts["answers_with_thoughts"] += bool(answer.thoughts)
+        self.counts["answers_with_tool_calls"] += bool(answer.parsed.tool_calls)
+        self.counts["unparsed_tool_calls"] += answer.parsed.failed
         return await self._returnable(call, prompt, generation.token_ids, parts)
 
     async def _returnable(
@@ -222,11 +221,11 @@ class Choices:
         if len(forms) == 1:
             return parts
         spaces = (*map(_spaces, (parts.thoughts, parts.text)), bool(parts.tool_calls))
-        if spaces not in self._forms:
-            if self._unfit[spaces] >= MAX_UNFIT:
+        if spaces not in self.forms:
+            if self.unfit[spaces] >= MAX_UNFIT:
                 return parts
             choose = partial(
-                self._prompts.continuing,
+                self.prompts.continuing,
                 prompt,
                 token_ids,
                 call.messages or [],
@@ -236,10 +235,10 @@ class Choices:
             )
             index = await asyncio.to_thread(choose)
             if index is None:
-                self._unfit[spaces] += 1
+                self.unfit[spaces] += 1
                 return parts
-            self._forms[spaces] = index
-        return forms[self._forms[spaces]]
+            self.forms[spaces] = index
+        return forms[self.forms[spaces]]
 
 
 def _trim(text: str) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -80,52 +81,45 @@ class AgentLoop:
         return _EnvEpisode(self, trajectory, prompt, entry, policy_version)
 
 
+@dataclass(slots=True)
 class _EnvEpisode:
     """One attempt in an environment."""
 
-    def __init__(
-        self,
-        loop: AgentLoop,
-        trajectory: Trajectory,
-        prompt: RolloutPrompt,
-        entry: Activity,
-        policy_version: int,
-    ) -> None:
-        self._loop = loop
-        self._trajectory = trajectory
-        self._prompt = prompt
-        self._entry = entry
-        self._policy_version = policy_version
-        self._env: EnvSession | None = None
-        self._unparsed = 0  # answers with a failed call
-        # Of the next answer, where policies have names: that of the row, or the first.
-        self._policy = next(iter(loop.calls.policies), None)
+    loop: AgentLoop
+    trajectory: Trajectory
+    prompt: RolloutPrompt
+    entry: Activity
+    policy_version: int
+    env: EnvSession | None = None
+    unparsed: int = 0  # answers with a failed call
+    policy: str | None = None  # of the next answer, where policies have names
 
     async def play(self) -> str:
-        loop = self._loop
+        loop = self.loop
         if loop.calls.policies:
-            self._name_policies(self._prompt.env_extras.get("policy"))
+            self.policy = loop.calls.policies[0]  # unless the row names another one
+            self._name_policies(self.prompt.env_extras.get("policy"))
         # The environment ends the episode at its own max_turns: pass it our limit.
-        extras = {**self._prompt.env_extras, "max_turns": loop.config.max_turns}
-        self._env = await loop.env_factory.make(self._prompt.env_class, extras)
-        messages = await self._env.init(self._prompt.messages)
-        template = loop.chat_template(self._prompt)
+        extras = {**self.prompt.env_extras, "max_turns": loop.config.max_turns}
+        self.env = await loop.env_factory.make(self.prompt.env_class, extras)
+        messages = await self.env.init(self.prompt.messages)
+        template = loop.chat_template(self.prompt)
         make = partial(begin_context, loop.config.context, template, messages)
         characters = _characters(messages)
         context = await _off_loop(characters, make)
-        return await self._turns(context, characters, self._env)
+        return await self._turns(context, characters, self.env)
 
     async def close(self) -> None:
-        if self._env is not None:
-            if self._trajectory.failure is None:
-                counts = {"unparsed_tool_calls": float(self._unparsed)}
-                counts = {} if self._loop.parser.tool_parser is None else counts
-                self._trajectory.env_metrics = {**counts, **await self._env.metrics()}
-            await self._env.close()
+        if self.env is not None:
+            if self.trajectory.failure is None:
+                counts = {"unparsed_tool_calls": float(self.unparsed)}
+                counts = {} if self.loop.parser.tool_parser is None else counts
+                self.trajectory.env_metrics = {**counts, **await self.env.metrics()}
+            await self.env.close()
 
     async def _turns(self, context: Context, characters: int, env: EnvSession) -> str:
         """Append steps until the trajectory ends; return its stop reason."""
-        loop, entry, steps = self._loop, self._entry, self._trajectory.steps
+        loop, entry, steps = self.loop, self.entry, self.trajectory.steps
         tools = context.template.tools
         renders_all = loop.config.context == "retemplate"  # for each prompt
         before: list[int] = []  # the last prompt
@@ -145,7 +139,7 @@ class _EnvEpisode:
             parsed = (await loop.parser.parse(text, tools, place=f"turn-{turn}")).parsed
             if not all(isinstance(c["function"]["arguments"], dict) for c in parsed.tool_calls):
                 parsed = ParsedAnswer(text, failed=True)  # environments index the arguments
-            self._unparsed += parsed.failed
+            self.unparsed += parsed.failed
             loop.board.set_phase(entry, ACTING, attempt=entry.attempt, turn=turn)
             answer = await env.step(Action(text, parsed.tool_calls, parsed.failed))
             last = answer.done or turn + 1 == loop.config.max_turns
@@ -159,11 +153,11 @@ class _EnvEpisode:
                 observation="\n".join(message_text(message) for message in answer.messages),
                 env_seconds=answer.seconds,
                 expert_indices=routes,
-                policy=self._policy,
+                policy=self.policy,
             )
             steps.append(step)
             self._name_policies(answer.policy, *answer.policy_rewards)
-            self._trajectory.policy_rewards |= answer.policy_rewards
+            self.trajectory.policy_rewards |= answer.policy_rewards
             if last:
                 # A truncated response keeps "length": the filter for overlong ones reads it.
                 truncated = generation.stop_reason == LENGTH
@@ -176,29 +170,29 @@ class _EnvEpisode:
 
     def _name_policies(self, next_policy: Any, *rewarded: str) -> None:
         """Let a policy give the next answer, if one is named."""
-        calls = self._loop.calls
+        calls = self.loop.calls
         for name, known in ((next_policy, calls.sampled), *((n, calls.policies) for n in rewarded)):
             if name is not None and name not in known:
                 expected = f"one of {', '.join(known)}" if known else "no name in a run of one"
                 raise EnvError(f"policy: expected {expected}, got {name!r:.100}")
-        self._policy = next_policy or self._policy
+        self.policy = next_policy or self.policy
 
     async def _generate(self, prompt_token_ids: list[int]) -> Generation:
         known = find_recorded_routes(self._own_steps(), prompt_token_ids)
-        return await self._loop.calls.sample(
-            self._trajectory,
+        return await self.loop.calls.sample(
+            self.trajectory,
             prompt_token_ids,
-            self._loop.config.sampling(self._trajectory.phase),
-            policy_version=self._policy_version,
-            attempt=self._entry.attempt,
-            place=self._entry.turn,
+            self.loop.config.sampling(self.trajectory.phase),
+            policy_version=self.policy_version,
+            attempt=self.entry.attempt,
+            place=self.entry.turn,
             expert_indices_start=0 if known is None else len(known),
-            policy=self._policy,
+            policy=self.policy,
         )
 
     def _own_steps(self) -> list[Step]:
         """Return the steps of the policy that answers: another one routes the same tokens else."""
-        return [step for step in self._trajectory.steps if step.policy == self._policy]
+        return [step for step in self.trajectory.steps if step.policy == self.policy]
 
     def _end_token(
         self, template: ChatTemplate, generation: Generation, *, is_last: bool
@@ -206,7 +200,7 @@ class _EnvEpisode:
         # That is: a stop string ended the response (several turns), or the last response lacks its
         # end token and was not truncated (single conversation). A response of the maximum length
         # has no room for it.
-        config = self._loop.config
+        config = self.loop.config
         if config.context == "single":
             append = is_last and generation.stop_reason != LENGTH
         else:
@@ -214,7 +208,7 @@ class _EnvEpisode:
                 generation.stop_string is not None
                 and config.append_eos_token_after_stop_str_in_multi_turn
             )
-        sampling = config.sampling(self._trajectory.phase)
+        sampling = config.sampling(self.trajectory.phase)
         return end_to_append(template, generation, sampling) if append else None
 
 

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from skyrl_fast.config import GeneratorConfig
@@ -61,6 +61,17 @@ class _GroupMember:
     slot: _Slot
     entry: Activity
     runs: int = 1
+
+
+@dataclass(slots=True)
+class _Group:
+    """A prompt's trajectories: those that run, and those that have ended, by repetition."""
+
+    prompt: RolloutPrompt
+    phase: str
+    run: Run
+    members: dict[int, _GroupMember] = field(default_factory=dict)
+    ended: dict[int, Trajectory] = field(default_factory=dict)
 
 
 class GroupRunner:
@@ -115,16 +126,15 @@ class GroupRunner:
             EngineDeadError: no engine is left.
         """
         run = partial(self._runner.run, phase=phase, policy_version=policy_version)
-        members: dict[int, _GroupMember] = {}
-        ended: dict[int, Trajectory] = {}
+        group = _Group(prompt, phase, run)
         try:
             for repetition_id in range(self._config.samples(phase)):
-                members[repetition_id] = self._begin(run, prompt, repetition_id)
-            while members:
-                await self._poll(run, prompt, phase, members, ended)
+                self._begin(group, repetition_id)
+            while group.members:
+                await self._poll(group)
         finally:
-            await self._end(list(members.values()))
-        trajectories = [ended[repetition_id] for repetition_id in sorted(ended)]
+            await self._end(list(group.members.values()))
+        trajectories = [group.ended[repetition_id] for repetition_id in sorted(group.ended)]
         if self._on_group is not None:
             await self._on_group(prompt, trajectories)
         return trajectories
@@ -146,10 +156,8 @@ class GroupRunner:
         member.task.add_done_callback(self._abandoned.discard)
         member.task.add_done_callback(_forget)
 
-    def _begin(
-        self, run: Run, prompt: RolloutPrompt, repetition_id: int, runs: int = 0
-    ) -> _GroupMember:
-        entry = self.board.enter(prompt.uid, repetition_id)
+    def _begin(self, group: _Group, repetition_id: int, runs: int = 0) -> None:
+        entry = self.board.enter(group.prompt.uid, repetition_id)
         # Seeds follow from the attempt: a restarted trajectory must not repeat what an abandoned
         # one, which may still be sampling, has said.
         first_attempt = runs * (self._config.max_retries + 1)
@@ -158,8 +166,8 @@ class GroupRunner:
         async def one() -> Trajectory:
             await slot.acquire()
             try:
-                trajectory = await run(
-                    prompt, repetition_id, entry=entry, first_attempt=first_attempt
+                trajectory = await group.run(
+                    group.prompt, repetition_id, entry=entry, first_attempt=first_attempt
                 )
             finally:
                 slot.release()
@@ -167,17 +175,12 @@ class GroupRunner:
                 self._on_trajectory(trajectory)
             return trajectory
 
-        return _GroupMember(asyncio.create_task(one()), slot, entry, runs + 1)
+        member = _GroupMember(asyncio.create_task(one()), slot, entry, runs + 1)
+        group.members[repetition_id] = member
 
-    async def _poll(
-        self,
-        run: Run,
-        prompt: RolloutPrompt,
-        phase: str,
-        members: dict[int, _GroupMember],
-        ended: dict[int, Trajectory],
-    ) -> None:
+    async def _poll(self, group: _Group) -> None:
         """Wait for all, up to `poll_seconds`; collect ended ones, and give up stuck ones."""
+        members, ended, uid = group.members, group.ended, group.prompt.uid
         await asyncio.wait(
             [member.task for member in members.values()],
             timeout=self._poll_seconds,
@@ -187,30 +190,22 @@ class GroupRunner:
             if member.task.done():
                 ended[repetition_id] = member.task.result()
                 del members[repetition_id]
-        for entry in self.board.report_slow(prompt.uid, self._slow_seconds):
+        for entry in self.board.report_slow(uid, self._slow_seconds):
             self.faults["slow_trajectories"] += 1
             log.warning("slow: %s", entry.describe(self.board.clock()))
-        for entry in self.board.find_stuck(prompt.uid, self._stuck_seconds):
+        for entry in self.board.find_stuck(uid, self._stuck_seconds):
             if entry.repetition_id in members:
-                self._give_up(run, prompt, phase, members, ended, entry)
+                self._give_up(group, entry)
         lost = not members and all(t.failure == _GIVEN_UP for t in ended.values())
-        if lost and phase == "train":  # in an evaluation no other group replaces it
+        if lost and group.phase == "train":  # in an evaluation no other group replaces it
             raise GroupDroppedError(
-                f"group {prompt.uid}: all {len(ended)} trajectories were stuck past every deadline"
+                f"group {uid}: all {len(ended)} trajectories were stuck past every deadline"
             )
 
-    def _give_up(
-        self,
-        run: Run,
-        prompt: RolloutPrompt,
-        phase: str,
-        members: dict[int, _GroupMember],
-        ended: dict[int, Trajectory],
-        entry: Activity,
-    ) -> None:
+    def _give_up(self, group: _Group, entry: Activity) -> None:
         # Its deadline has cancelled it before, in vain; what swallowed that may not see this one
         # either, so it is not awaited.
-        member = members.pop(entry.repetition_id)
+        member = group.members.pop(entry.repetition_id)
         self.faults["stuck_trajectories"] += 1
         member.task.cancel()
         self._abandon(member)
@@ -222,18 +217,16 @@ class GroupRunner:
             "restarted" if again else "given up",
         )
         if again:
-            members[entry.repetition_id] = self._begin(
-                run, prompt, entry.repetition_id, member.runs
-            )
+            self._begin(group, entry.repetition_id, member.runs)
             return
-        ended[entry.repetition_id] = Trajectory(
-            uid=prompt.uid,
+        group.ended[entry.repetition_id] = Trajectory(
+            uid=group.prompt.uid,
             repetition_id=entry.repetition_id,
             stop_reason=TIMEOUT,
-            env_class=prompt.env_class,
+            env_class=group.prompt.env_class,
             failure=_GIVEN_UP,
-            phase=phase,
-            data_source=prompt.data_source,
+            phase=group.phase,
+            data_source=group.prompt.data_source,
         )
 
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from dataclasses import dataclass
 from typing import Protocol
 
 from skyrl_fast.config import GeneratorConfig
@@ -51,16 +52,14 @@ class Agent(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
 class TrajectoryRunner:
     """Run one trajectory per call of `run`; calls may overlap."""
 
-    def __init__(
-        self, agent: Agent, config: GeneratorConfig, *, board: ActivityBoard, faults: Counter[str]
-    ) -> None:
-        self._agent = agent
-        self._config = config
-        self._board = board
-        self._faults = faults
+    agent: Agent
+    config: GeneratorConfig
+    board: ActivityBoard
+    faults: Counter[str]
 
     async def run(
         self,
@@ -86,7 +85,7 @@ class TrajectoryRunner:
         started = time.perf_counter()
         # On the clock of `asyncio.timeout_at`, and for all attempts: retries must not delay the
         # batch.
-        deadline = asyncio.get_running_loop().time() + self._config.trajectory_timeout_seconds
+        deadline = asyncio.get_running_loop().time() + self.config.trajectory_timeout_seconds
         attempt = first_attempt
         while True:
             trajectory = Trajectory(
@@ -96,17 +95,17 @@ class TrajectoryRunner:
                 phase=phase,
                 data_source=prompt.data_source,
             )
-            self._board.set_phase(entry, MAKING, attempt=attempt, turn=0)
-            episode = self._agent.episode(trajectory, prompt, entry, policy_version=policy_version)
+            self.board.set_phase(entry, MAKING, attempt=attempt, turn=0)
+            episode = self.agent.episode(trajectory, prompt, entry, policy_version=policy_version)
             await self._attempt(episode, trajectory, deadline, entry)
             trajectory.seconds = time.perf_counter() - started
             # After the deadline another attempt would be cancelled before its first turn.
             late = asyncio.get_running_loop().time() >= deadline
-            last = attempt - first_attempt == self._config.max_retries
+            last = attempt - first_attempt == self.config.max_retries
             if trajectory.failure is None or last or late:
-                self._board.leave(entry)
+                self.board.leave(entry)
                 return trajectory
-            self._faults["retried_trajectories"] += 1
+            self.faults["retried_trajectories"] += 1
             failure = log_line(trajectory.failure)
             log.info("%s/%d, attempt %d: %s", prompt.uid, repetition_id, attempt, failure)
             attempt += 1
@@ -121,22 +120,22 @@ class TrajectoryRunner:
         except EngineDeadError:
             raise
         except (EnvError, ContextError) as error:
-            self._faults["environment_errors"] += 1
+            self.faults["environment_errors"] += 1
             _end(trajectory, ENV_ERROR, str(error))
         except EngineError as error:
-            self._faults["engine_errors"] += 1
+            self.faults["engine_errors"] += 1
             _end(trajectory, ENGINE_ERROR, str(error))
         except TimeoutError as error:
             if not clock.expired():  # of some connection, not our deadline
                 _end(trajectory, ENGINE_ERROR, f"TimeoutError: {error}")
             elif trajectory.steps:
-                log.info("at its deadline: %s", entry.describe(self._board.clock()))
+                log.info("at its deadline: %s", entry.describe(self.board.clock()))
                 trajectory.stop_reason = TIMEOUT
             else:
                 _end(trajectory, TIMEOUT, self._late(entry))
         finally:
             # Also reached when the complete rollout is cancelled.
-            self._board.set_phase(entry, CLOSING, attempt=entry.attempt, turn=entry.turn)
+            self.board.set_phase(entry, CLOSING, attempt=entry.attempt, turn=entry.turn)
             await episode.close()
         if trajectory.steps:
             trajectory.steps[-1].stop_reason = trajectory.stop_reason
@@ -144,8 +143,8 @@ class TrajectoryRunner:
     def _late(self, entry: Activity) -> str:
         return (
             f"turn 1 of attempt {entry.attempt + 1} did not finish within "
-            f"{self._config.trajectory_timeout_seconds:g} s, the deadline of a trajectory "
-            f"({entry.phase} for {self._board.clock() - entry.since:.1f} s)"
+            f"{self.config.trajectory_timeout_seconds:g} s, the deadline of a trajectory "
+            f"({entry.phase} for {self.board.clock() - entry.since:.1f} s)"
         )
 
 

@@ -9,11 +9,12 @@ MAX_FAILURE = 10_000  # characters of an error that are kept
 MAX_LOGGED = 1_000  # characters of a text in one line of a log
 
 # Control characters, which move the cursor, change the screen or write to the clipboard, and
-# characters that are invisible or change the direction of text. Not newlines and tabs.
-_UNSAFE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f"
-    "\ud800-\udfff\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
+# characters that are invisible, divide lines or change the direction of text. Not newlines, tabs.
+INVISIBLE = (
+    "\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f"
+    "\ud800-\udfff\ufeff\ufff9-\ufffb\U000e0000-\U000e007f"
 )
+_UNSAFE = re.compile(f"[\x00-\x08\x0b-\x1f{INVISIBLE}]")
 
 
 def shorten(text: str, limit: int) -> str:

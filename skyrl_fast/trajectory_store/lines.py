@@ -10,16 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from skyrl_fast.system.printable import INVISIBLE
+
 DECIMALS = 6  # of log-probabilities and advantages: the resolution of a float32 near -8
 _MAX_INT = 2**53  # a reader that parses numbers as doubles rounds larger integers
 
-# Control characters, line separators, bidirectional controls and zero-width characters: as JSON
-# escapes they mean the same, and can neither break a line nor mislead a reader.
-# Lone surrogates too: UTF-8 cannot encode them.
-_INVISIBLE = re.compile(
-    "[\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff"
-    "\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
-)
+# As JSON escapes they mean the same, and can neither break a line nor mislead a reader. Other
+# control characters JSON escapes by itself; lone surrogates UTF-8 cannot encode.
+_INVISIBLE = re.compile(f"[{INVISIBLE}]")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _JSON = json.JSONEncoder(
     ensure_ascii=False, allow_nan=False, check_circular=False, separators=(",", ":")

@@ -15,6 +15,7 @@ import asyncio
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -180,15 +181,13 @@ class AgentGenerator:
             step.loss_mask = [0] * len(step.loss_mask)
 
 
+@dataclass(frozen=True, slots=True)
 class _Client:
     """SkyRL's inference engine client as a `Sampler`."""
 
-    def __init__(
-        self, parent: AgentGenerator, sampling: Mapping[str, Any], cache_salt: str | None
-    ) -> None:
-        self._parent = parent
-        self._sampling = sampling
-        self._cache_salt = cache_salt
+    parent: AgentGenerator
+    sampling: Mapping[str, Any]
+    cache_salt: str | None
 
     async def generate(
         self,
@@ -202,20 +201,20 @@ class _Client:
         request: dict[str, Any] = {
             "prompt_token_ids": [list(prompt_token_ids)],
             "sampling_params": {
-                **self._sampling,
+                **self.sampling,
                 "max_tokens": sampling.max_generate_length,
                 "stop": stops or None,
                 "include_stop_str_in_output": True,
-                "logprobs": self._sampling.get("logprobs") or 0,
+                "logprobs": self.sampling.get("logprobs") or 0,
             },
             "session_ids": [session_id],
         }
-        if self._cache_salt is not None:
-            request["cache_salt"] = self._cache_salt
-        name = self._parent._policy_model_name
+        if self.cache_salt is not None:
+            request["cache_salt"] = self.cache_salt
+        name = self.parent._policy_model_name
         model = {} if name is None else {"model": name}
         try:
-            answer = await self._parent._client.generate(request, **model)
+            answer = await self.parent._client.generate(request, **model)
         except Exception as error:  # of SkyRL's client: whatever its HTTP library raises
             raise EngineError(f"SkyRL's engine: {type(error).__name__}: {error}") from error
         token_ids = list(answer["response_ids"][0])
@@ -223,7 +222,7 @@ class _Client:
         if logprobs is None or len(logprobs[0]) != len(token_ids):
             raise EngineError("SkyRL's engine returned no log-probability for each token")
         reason = answer["stop_reasons"][0]
-        text = self._parent._tokenizer.decode(token_ids)
+        text = self.parent._tokenizer.decode(token_ids)
         ended_by = next((stop for stop in stops if text.endswith(stop)), None)
         return Generation(
             token_ids,

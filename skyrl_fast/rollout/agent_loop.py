@@ -143,6 +143,7 @@ class _EnvEpisode:
             loop.board.set_phase(entry, ACTING, attempt=entry.attempt, turn=turn)
             answer = await env.step(Action(text, parsed.tool_calls, parsed.failed))
             last = answer.done or turn + 1 == loop.config.max_turns
+            # Prompts share their parts: a copy in each step would be quadratic in the turns.
             before, kept = prompt_token_ids, grown_ids(prompt_token_ids, before, kept)
             step = Step.from_generation(
                 kept,

@@ -90,6 +90,7 @@ class AnswerParser:
             parts = await self._parse_in_process(text, arguments)
         parsed = parts.parsed
         failed = parsed.failed or any(_is_odd(call, tools) for call in parsed.tool_calls)
+        # A model's own id stays; the others must be those of every run, as they are in prompts.
         named = [
             {"id": _call_id(f"{place}-{number}"), **call}
             for number, call in enumerate(parsed.tool_calls)

@@ -151,7 +151,7 @@ def template_kwargs_of(row: Mapping[str, Any]) -> dict[str, Any]:
         kwargs = {}
     if not isinstance(kwargs, dict):
         raise ValueError(f"chat_template_kwargs: expected a mapping, got {kwargs!r:.100}")
-    tools = row.get("tools")
+    tools = row.get("tools")  # the column counts before the same key of the arguments
     tools = normalize_tools(kwargs.get("tools") if tools is None else tools)
     return kwargs if tools is None else {**kwargs, "tools": tools}
 

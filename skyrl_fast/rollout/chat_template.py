@@ -326,6 +326,7 @@ class ChatTemplate:
     def _encode_part(self, part: str, before: str) -> Sequence[int]:
         if not (before and self._control.has_prefix):
             return self._ids_of(part)
+        # A start whose tokens are the same with the text after it: they can be taken off.
         for start in dict.fromkeys((before, CONTINUED, ".")):
             token_ids, number = self._ids_of(start + part), len(self._ids_of(start))
             if list(token_ids[:number]) == list(self._ids_of(start)):

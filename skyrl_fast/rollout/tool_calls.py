@@ -62,7 +62,7 @@ class ToolCallParser(VllmParser):
         Args:
             forced: "required" or a function's name, if the answer was sampled under `forcing`.
         """
-        logged = self._errors.number
+        logged = self._errors.number  # parsers log what they cannot parse, and return it as text
         try:
             request = _request(tools)
             parser = self._make(self._tokenizer, request.tools)

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_fast.commands.command import as_usage_error, needs_extra
-from skyrl_fast.system.network_interface import http_url, listen_at
+from skyrl_fast.system.network_interface import LOOPBACK, http_url, listen_at
 from skyrl_fast.system.parent_watch import watch_parent
 
 if TYPE_CHECKING:
     from skyrl_fast.extras.search.corpus import Corpus
     from skyrl_fast.extras.search.index import Index
 
-LOOPBACK = "127.0.0.1"
 SHUTDOWN_SECONDS = 2
 HELP = "serve a corpus to search agents"
 DESCRIPTION = "Search-R1's API: POST /retrieve, GET /health; BM25 by default."

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import skyrl_fast
-from skyrl_fast.extras.search.command import LOOPBACK
 from skyrl_fast.system.child_environment import environment_without_key
 from skyrl_fast.system.log_tail import log_tail
+from skyrl_fast.system.network_interface import LOOPBACK
 
 POLL_SECONDS = 0.1
 STOP_SECONDS = 5.0  # to exit by itself before it is killed

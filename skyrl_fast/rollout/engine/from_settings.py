@@ -97,7 +97,7 @@ def choose_transport(config: settings.Config) -> Transport:
     if config.engines_on_cluster:
         backend = choose_cluster_backend(config)
     one_process = config.trainer.placement.num_ranks == 1 and config.engine_in_process
-    in_memory = one_process and sys.platform == "linux"
+    in_memory = one_process and sys.platform == "linux"  # has unnamed files, opened by /proc
     names = {
         **dict.fromkeys(BACKENDS, "broadcast"),
         "auto": "memory" if in_memory else "file",

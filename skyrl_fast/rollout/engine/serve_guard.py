@@ -205,6 +205,7 @@ def _check_call(
             "args": [str(backend), str(address), int(port), int(size)],
             **rest,
         } if not rest:
+            # Any other address would be one that the server connects to for whoever asks.
             if backend not in BACKENDS or address != trainer:
                 raise RefusedError(403, "expected the broadcast of this server's trainer")
             if not (0 < port < MAX_PORT and 1 < size < MAX_MEMBERS):

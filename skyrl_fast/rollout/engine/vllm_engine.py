@@ -11,8 +11,8 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -396,10 +396,8 @@ class VllmEngine:
         llm = self._get_llm()
         if self._sleeping:
             return
-        try:
+        with self._explain_failure("could not sleep"):
             await self._answer(llm.sleep(level=SLEEP_LEVEL, mode="abort"))
-        except Exception as error:
-            raise EngineDeadError(self._explain("could not sleep", error)) from error
         self._sleeping = True
 
     async def _wake_up(self, what: str) -> None:
@@ -410,19 +408,15 @@ class VllmEngine:
     async def interrupt(self) -> None:
         llm = self._get_llm()
         self._interrupted = True
-        try:
+        with self._explain_failure("could not be paused"):
             await self._answer(llm.pause_generation(mode="abort", clear_cache=False))
-        except Exception as error:
-            raise EngineDeadError(self._explain("could not be paused", error)) from error
 
     async def resume(self) -> None:
         if not self._interrupted:
             return
         llm = self._get_llm()
-        try:
+        with self._explain_failure("could not be resumed"):
             await self._answer(llm.resume_generation())
-        except Exception as error:
-            raise EngineDeadError(self._explain("could not be resumed", error)) from error
         self._interrupted = False
 
     async def restart(self) -> None:
@@ -467,6 +461,13 @@ class VllmEngine:
         if self._llm.errored:
             raise EngineDeadError(self._explain("died", None))
         return self._llm
+
+    @contextmanager
+    def _explain_failure(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise EngineDeadError(self._explain(what, error)) from error
 
     def _explain(self, what: str, error: BaseException | None) -> str:
         text = f"the vLLM engine for {self._setup.model} {what}"

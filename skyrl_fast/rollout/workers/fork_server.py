@@ -19,7 +19,14 @@ import time
 from contextlib import suppress
 from dataclasses import asdict
 
-from skyrl_fast.rollout.workers.processes import FORK, KILL, LENGTH, REQUEST, STATUS
+from skyrl_fast.rollout.workers.processes import (
+    FORK,
+    KILL,
+    LENGTH,
+    REQUEST,
+    STATUS,
+    receive_exactly,
+)
 from skyrl_fast.rollout.workers.protocol import CallResult, HandlerSettings
 from skyrl_fast.system.importing import load_module
 from skyrl_fast.system.parent_watch import die_with_parent
@@ -182,15 +189,9 @@ def _send(link: socket.socket, message: bytes) -> None:
 
 def _receive(link: socket.socket) -> bytes:
     """Return a message; b"" at the end."""
-    length = _exactly(link, LENGTH.size)
-    return _exactly(link, LENGTH.unpack(length)[0]) if length else b""
-
-
-def _exactly(link: socket.socket, number: int) -> bytes:
-    result = bytearray()
-    while len(result) < number:
-        data = link.recv(min(number - len(result), 1 << 20))
-        if not data:
-            return b""
-        result += data
-    return bytes(result)
+    head = receive_exactly(link, LENGTH.size)
+    if len(head) < LENGTH.size:
+        return b""
+    (length,) = LENGTH.unpack(head)
+    message = receive_exactly(link, length)
+    return message if len(message) == length else b""

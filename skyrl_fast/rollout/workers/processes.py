@@ -266,13 +266,18 @@ class _ForkServer:
         return int(number)
 
     def _read(self, length: int) -> bytes:
-        data = b""
-        while len(data) < length:
-            part = self._link.recv(length - len(data))
-            if not part:
-                raise OSError("it has ended: see its output")
-            data += part
+        data = receive_exactly(self._link, length)
+        if len(data) < length:
+            raise OSError("it has ended: see its output")
         return data
+
+
+def receive_exactly(link: socket.socket, length: int) -> bytes:
+    """Return so many bytes; fewer at the end."""
+    data = bytearray()
+    while len(data) < length and (part := link.recv(min(length - len(data), READ_BYTES))):
+        data += part
+    return bytes(data)
 
 
 def _readable(link: socket.socket, seconds: float) -> bool:

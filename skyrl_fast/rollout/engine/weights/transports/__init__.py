@@ -61,6 +61,7 @@ TRANSPORTS = {
         lambda worker, path: receive_by_file(path),
         check=check_file_call,
     ),
+    # The next two name memory of the trainer's process, so that no server takes them.
     "memory": WeightTransport(
         lambda folder, unnamed: SharedMemory(),
         lambda worker, path, parts: receive_from_memory(path, parts),

@@ -15,7 +15,7 @@ from fake_envs import FakePrompt, ScriptedEngine, loop_config, says
 
 from skyrl_fast.config import EnvironmentConfig, SamplingParams
 from skyrl_fast.rollout import answer_parser, groups
-from skyrl_fast.rollout.answer_parser import AnswerParser, AnswerParts
+from skyrl_fast.rollout.answer_parser import AnswerParser
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.env.protocol import Action, Env, EnvStep
 from skyrl_fast.rollout.groups import rollout
@@ -199,7 +199,7 @@ def test_ids_of_calls_follow_from_their_place() -> None:
         parser = AnswerParser(JsonParser("", None))  # type: ignore[arg-type]
         parser.tool_parser.parse = lambda *a, **k: ParsedAnswer("", [*calls])  # type: ignore
         parts = asyncio.run(parser.parse("x", None, place=place))
-        return [call["id"] for call in parts.parsed.tool_calls]
+        return [call["id"] for call in parts.tool_calls]
 
     first, second = ids("turn-0", CALL, CALL)
     assert ids("turn-0", CALL, CALL) == [first, second]
@@ -210,7 +210,7 @@ def test_ids_of_calls_follow_from_their_place() -> None:
 
 @pytest.mark.spec("rollout.long-answers")
 def test_a_late_parser_neither_stops_the_loop_nor_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def go() -> tuple[AnswerParts, AnswerParts, int]:
+    async def go() -> tuple[ParsedAnswer, ParsedAnswer, int]:
         parser, beats = AnswerParser(SlowParser()), 0  # type: ignore[arg-type]
         quick = await parser.parse("b" * 1_000, None, place="0")
         monkeypatch.setattr(answer_parser, "PARSE_SECONDS", 0.2)
@@ -221,8 +221,8 @@ def test_a_late_parser_neither_stops_the_loop_nor_hangs(monkeypatch: pytest.Monk
         return quick, await late, beats
 
     quick, late, beats = asyncio.run(go())
-    assert quick.parsed == ParsedAnswer("quick")
-    assert late.parsed == ParsedAnswer(HOSTILE, failed=True)
+    assert quick == ParsedAnswer("quick", rest="b" * 1_000)
+    assert late == ParsedAnswer(HOSTILE, failed=True, rest=HOSTILE)
     assert beats > 10  # of about 200
 
 

@@ -201,15 +201,15 @@ class Choices:
         if answer.thoughts:
             text = policy.template.control_tokens.sub("", answer.rest)
         parts = _Parts(answer.thoughts, text)
-        tool_calls = answer.parsed.tool_calls
+        tool_calls = answer.tool_calls
         if tool_calls:
             # As vLLM's server does; the step has all that was sampled.
             allowed = None if call.parallel_tool_calls else 1
-            parts = _Parts(answer.thoughts, answer.parsed.content, tool_calls[:allowed])
+            parts = _Parts(answer.thoughts, answer.content, tool_calls[:allowed])
             self.counts["left_out_tool_calls"] += len(tool_calls[allowed or len(tool_calls) :])
         self.counts["answers_with_thoughts"] += bool(answer.thoughts)
-        self.counts["answers_with_tool_calls"] += bool(answer.parsed.tool_calls)
-        self.counts["unparsed_tool_calls"] += answer.parsed.failed
+        self.counts["answers_with_tool_calls"] += bool(answer.tool_calls)
+        self.counts["unparsed_tool_calls"] += answer.failed
         return await self._returnable(call, prompt, generation.token_ids, parts)
 
     async def _returnable(

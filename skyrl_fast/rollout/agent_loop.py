@@ -136,7 +136,7 @@ class _EnvEpisode:
             text = decode_response(
                 context.template, generation, skip_special_tokens=loop.skip_special_tokens
             )
-            parsed = (await loop.parser.parse(text, tools, place=f"turn-{turn}")).parsed
+            parsed = await loop.parser.parse(text, tools, place=f"turn-{turn}")
             if not all(isinstance(c["function"]["arguments"], dict) for c in parsed.tool_calls):
                 parsed = ParsedAnswer(text, failed=True)  # environments index the arguments
             self.unparsed += parsed.failed

@@ -33,21 +33,6 @@ ID_CHARACTERS = string.digits + string.ascii_letters
 ID_LENGTH = 9
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerParts:
-    """An answer, divided.
-
-    Args:
-        thoughts: before the answer; "" for none.
-        rest: text after the thoughts, with its calls and special tokens.
-        parsed: the rest, divided; a call has an `id`.
-    """
-
-    thoughts: str
-    rest: str
-    parsed: ParsedAnswer
-
-
 class AnswerParser:
     """Divides answers, with the parsers of the model's family."""
 
@@ -71,7 +56,7 @@ class AnswerParser:
         template_kwargs: Mapping[str, Any] | None = None,
         with_thoughts: bool = True,
         with_calls: bool = True,
-    ) -> AnswerParts:
+    ) -> ParsedAnswer:
         """Return the parts of an answer; all of it is text where it cannot be parsed in time.
 
         Args:
@@ -80,30 +65,29 @@ class AnswerParser:
         thoughts = with_thoughts and self.reasoning_parser is not None
         calls = with_calls and self.tool_parser is not None
         if not thoughts and not calls:
-            return AnswerParts("", text, ParsedAnswer(text))
+            return ParsedAnswer(text, rest=text)
         offered = None if tools is None else [dict(tool) for tool in tools]
         kwargs = dict(template_kwargs or {})
         arguments = (text, offered, forced, kwargs, thoughts, calls)
         if len(text) <= MAX_INLINE:
-            parts = self._settings.parse(*arguments)
+            parsed = self._settings.parse(*arguments)
         else:
-            parts = await self._parse_in_process(text, arguments)
-        parsed = parts.parsed
+            parsed = await self._parse_in_process(text, arguments)
         failed = parsed.failed or any(_is_odd(call, tools) for call in parsed.tool_calls)
         # A model's own id stays; the others must be those of every run, as they are in prompts.
         named = [
             {"id": _call_id(f"{place}-{number}"), **call}
             for number, call in enumerate(parsed.tool_calls)
         ]
-        return replace(parts, parsed=replace(parsed, tool_calls=named, failed=failed))
+        return replace(parsed, tool_calls=named, failed=failed)
 
-    async def _parse_in_process(self, text: str, arguments: tuple[Any, ...]) -> AnswerParts:
+    async def _parse_in_process(self, text: str, arguments: tuple[Any, ...]) -> ParsedAnswer:
         outcome = await self._calls.call(PARSE, arguments, PARSE_SECONDS)
         if outcome.failure is None:
-            parts: AnswerParts = outcome.value
-            return parts
+            parsed: ParsedAnswer = outcome.value
+            return parsed
         log.warning("an answer of %d characters stays text: %s", len(text), outcome.failure)
-        return AnswerParts("", text, ParsedAnswer(text, failed=True))
+        return ParsedAnswer(text, failed=True, rest=text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +107,14 @@ class _Parsers(HandlerSettings):
         template_kwargs: dict[str, Any],
         with_thoughts: bool,
         with_calls: bool,
-    ) -> AnswerParts:
+    ) -> ParsedAnswer:
         thoughts, rest = "", text
         if self.reasoning_parser is not None and with_thoughts:
             thoughts, rest = self.reasoning_parser.divide(rest, template_kwargs)
         parsed = ParsedAnswer(rest)
         if self.tool_parser is not None and with_calls:
             parsed = self.tool_parser.parse(rest, tools, forced=forced)
-        return AnswerParts(thoughts, rest, parsed)
+        return replace(parsed, thoughts=thoughts, rest=rest)
 
     def handler(self) -> _Parsers:
         return self
@@ -141,8 +125,8 @@ class _Parsers(HandlerSettings):
         except Exception as error:  # the parsers catch what a text may cause
             return CallResult(failure=f"{what}: {type(error).__name__}: {error}")
 
-    def check_value(self, what: str, value: Any) -> AnswerParts:
-        return AnswerParts(value["thoughts"], value["rest"], ParsedAnswer(**value["parsed"]))
+    def check_value(self, what: str, value: Any) -> ParsedAnswer:
+        return ParsedAnswer(**value)
 
 
 def _is_odd(call: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> bool:

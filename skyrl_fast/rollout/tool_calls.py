@@ -30,11 +30,15 @@ class ParsedAnswer:
             "arguments": {...}}}`; arguments that are no JSON object stay text. A call has an `id`
             if the model wrote one, as Kimi K2 does.
         failed: whether it has a call that cannot be parsed, or is not of an offered function.
+        thoughts: before it; "" for none.
+        rest: text after the thoughts, with its calls and special tokens.
     """
 
     content: str
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     failed: bool = False
+    thoughts: str = ""
+    rest: str = ""
 
 
 class ToolCallParser(VllmParser):

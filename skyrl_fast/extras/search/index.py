@@ -5,6 +5,7 @@ N passages, Q queries, D dimensions of a vector.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from skyrl_fast.extras.search.corpus import Corpus
-from skyrl_fast.extras.search.digests import check_digests, write_digests
 
 log = logging.getLogger(__name__)
 
@@ -247,3 +247,28 @@ class FaissIndex:
 
 def _digests_of(file: Path) -> Path:
     return file.with_name(f"{file.name}.sha256")
+
+
+# --- SHA-256 digests of saved files, in the format of `sha256sum`
+
+
+def write_digests(listing: Path, files: Sequence[Path]) -> None:
+    """Write the digests of files, which are in the same folder as the listing."""
+    lines = [f"{_hash(file)}  {file.name}\n" for file in files]
+    listing.write_text("".join(lines), encoding="utf-8")
+
+
+def check_digests(listing: Path) -> None:
+    """Raise ValueError for the first file whose content is not what was written.
+
+    The files are read completely: about a second for each gigabyte and a half.
+    """
+    for line in listing.read_text(encoding="utf-8").splitlines():
+        digest, _, name = line.partition("  ")
+        if _hash(listing.parent / name) != digest:
+            raise ValueError(f"{name}: its content is not what was written (digests differ)")
+
+
+def _hash(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -376,6 +376,7 @@ class EnginePool:
             started = time.perf_counter()
             member.probe = probe = member.probe or make_probe(member.engine)
             loading = member.engine.load_weights(call)
+            expected: Any
             expected, _ = await asyncio.gather(probe.ask_trainer(), loading)
             await member.engine.resume()  # before the probe, which is a request, too
             taken = seconds + time.perf_counter() - started

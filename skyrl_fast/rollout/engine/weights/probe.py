@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -283,18 +283,6 @@ class WeightProbe:
             )
 
 
-class Probe(Protocol):
-    """What an engine's weights are compared by: a `WeightProbe`, or one for each policy."""
-
-    async def ask_trainer(self) -> Any:
-        """Return what `verify` takes; see `WeightProbe.ask_trainer`."""
-
-    async def verify(
-        self, trainer_logprobs: Any = None, *, update_seconds: float = 0.0, num_bytes: int = 0
-    ) -> WeightSyncReport:
-        """See `WeightProbe.verify`."""
-
-
 class PolicyProbes:
     """The probes of one engine's policies, one after the other; the worst report counts."""
 
@@ -319,6 +307,9 @@ class PolicyProbes:
         seconds = sum(report.verify_seconds for report in reports)
         worst = max(reports, key=lambda report: report.difference.maximum)
         return replace(worst, verify_seconds=seconds)
+
+
+Probe = WeightProbe | PolicyProbes
 
 
 def _describe_causes(*, stands_still: bool) -> str:

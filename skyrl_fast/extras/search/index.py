@@ -145,22 +145,18 @@ class TransformersEncoder:
 
     Args:
         path: folder or hub name; its code is never run.
-        query_prefix, passage_prefix: prefix of each kind of text in the model's training.
     """
 
-    def __init__(
-        self, path: str, *, query_prefix: str = "query: ", passage_prefix: str = "passage: "
-    ) -> None:
+    def __init__(self, path: str) -> None:
         from transformers import AutoModel, AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         self._model = AutoModel.from_pretrained(path, trust_remote_code=False).eval()
-        self._prefixes = {True: query_prefix, False: passage_prefix}
 
     def encode(self, texts: Sequence[str], *, is_query: bool) -> np.ndarray:
         import torch
 
-        prefix = self._prefixes[is_query]
+        prefix = "query: " if is_query else "passage: "  # as in the models' training
         batch = self._tokenizer(
             [prefix + text for text in texts],
             max_length=MAX_ENCODER_TOKENS,

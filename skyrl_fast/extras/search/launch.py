@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,27 +19,19 @@ from skyrl_fast.system.child_environment import environment_without_key
 from skyrl_fast.system.log_tail import log_tail
 from skyrl_fast.system.network_interface import LOOPBACK
 
+START_SECONDS = 120.0  # for the server to become healthy
 POLL_SECONDS = 0.1
 STOP_SECONDS = 5.0  # to exit by itself before it is killed
 LOG_TAIL = 2000  # characters of the log that an error shows
 
 
 @contextmanager
-def retrieval_server(
-    corpus: Path,
-    *,
-    log_file: Path,
-    arguments: Sequence[str] = (),
-    start_seconds: float = 120.0,
-) -> Iterator[str]:
+def retrieval_server(corpus: Path, *, log_file: Path) -> Iterator[str]:
     """Start `skyrl-fast retrieval` on a free port of loopback, and stop it at the end.
 
     The server is healthy when the block begins. It stops at the end of the block, also on errors
     and on Ctrl-C (which does not reach it directly, so that the rest of the block can still
     search), and within a second if this process is killed.
-
-    Args:
-        start_seconds: time for the server to become healthy.
 
     Yields:
         The address of `/retrieve`.
@@ -57,7 +49,6 @@ def retrieval_server(
             [
                 *(sys.executable, "-m", "skyrl_fast", "retrieval", "--corpus", str(corpus)),
                 *("--socket-fd", str(listening.fileno()), "--parent", str(os.getpid())),
-                *arguments,
             ],
             pass_fds=[listening.fileno()],
             stdin=subprocess.DEVNULL,
@@ -67,16 +58,14 @@ def retrieval_server(
             env={**environment_without_key(), "PYTHONPATH": path},
         )
     try:
-        _wait_until_healthy(process, address, log_file, start_seconds)
+        _wait_until_healthy(process, address, log_file)
         yield f"{address}/retrieve"
     finally:
         _stop(process)
 
 
-def _wait_until_healthy(
-    process: subprocess.Popen[bytes], address: str, log_file: Path, seconds: float
-) -> None:
-    deadline = time.monotonic() + seconds
+def _wait_until_healthy(process: subprocess.Popen[bytes], address: str, log_file: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
     while not _is_healthy(address):
         if process.poll() is not None:
             raise RuntimeError(
@@ -84,7 +73,7 @@ def _wait_until_healthy(
             )
         if time.monotonic() > deadline:
             raise RuntimeError(
-                f"the retrieval server is not healthy after {seconds:g} s: {_tail(log_file)}"
+                f"the retrieval server is not healthy after {START_SECONDS:g} s: {_tail(log_file)}"
             )
         time.sleep(POLL_SECONDS)
 

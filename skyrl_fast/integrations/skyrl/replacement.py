@@ -143,8 +143,13 @@ def replaces(name: str, *, renamed: Mapping[str, str] | None = None) -> Callable
 def _require_known_calls(name: str) -> None:
     """Raise if a function that SkyRL's `name` calls is of unknown source now, or a user's."""
     for callee in BY_NAME[name].calls if name in BY_NAME else ():
-        found = find(BY_NAME[callee])
-        require(found is None or ORIGINALS.is_known(callee, found[1]), f"another {callee}")
+        require(is_known_now(callee), f"another {callee}")
+
+
+def is_known_now(name: str) -> bool:
+    """Return whether SkyRL's module has no other function of this name than a known one."""
+    found = find(BY_NAME[name])
+    return found is None or ORIGINALS.is_known(name, found[1])
 
 
 def require(condition: bool, reason: str) -> None:

@@ -34,6 +34,7 @@ from skyrl_fast.integrations.skyrl.names import (
 from skyrl_fast.integrations.skyrl.replacement import (
     ORIGINALS,
     find,
+    is_known_now,
     target_fingerprint,
     version_label,
 )
@@ -268,7 +269,7 @@ def _choose_replacement(target: Target, rules: tuple[str, ...]) -> Row:
         return Row(target.name, "kept", "follows the rules itself")
     if label is None:
         return Row(target.name, "kept", UNKNOWN_SOURCE)
-    unknown = [name for name in target.calls if not _is_known(BY_NAME[name])]
+    unknown = [name for name in target.calls if not is_known_now(name)]
     if unknown and not active:
         return Row(target.name, "kept", f"calls {', '.join(unknown)}, of unknown source")
     ORIGINALS.keep(target.name, original, label)
@@ -279,11 +280,6 @@ def _choose_replacement(target: Target, rules: tuple[str, ...]) -> Row:
     _installed[target.name] = (original, replacement)
     why = f"rules: {', '.join(rule.name for rule in active)}" if active else ""
     return Row(target.name, "replaced", why, version=label)
-
-
-def _is_known(target: Target) -> bool:
-    found = find(target)
-    return found is None or ORIGINALS.is_known(target.name, found[1])
 
 
 def _places(functions: set[int]) -> Iterator[tuple[str, str]]:

@@ -44,11 +44,6 @@ class Recording:
 
     Raises:
         ValueError: another process writes to the folder, or it holds a training run.
-
-    Example:
-        recording = Recording(Path("runs/collected"), tokenizer)
-        await recording.add(session)
-        recording.close()
     """
 
     def __init__(self, run: Path, tokenizer: Any) -> None:

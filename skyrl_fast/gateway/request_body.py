@@ -82,11 +82,7 @@ class _Beginning:
 
 
 class RequestBodies:
-    """Reads the requests of one session.
-
-    Example:
-        fields = bodies.fields(body, ChatRequest, "messages")
-    """
+    """Reads the requests of one session."""
 
     def __init__(self) -> None:
         self._beginnings: dict[type[Fields], deque[_Beginning]] = {}

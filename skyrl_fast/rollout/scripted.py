@@ -17,9 +17,6 @@ class ScriptedModel:
 
     Args:
         answers: answers of the turns; later turns get the last one.
-
-    Example:
-        >>> model = ScriptedModel(["red", "blue"], PlainTokenizer())
     """
 
     def __init__(self, answers: Sequence[str], tokenizer: Any) -> None:

@@ -46,10 +46,6 @@ def address_towards(address: str) -> str:
 
     Raises:
         OSError: it does not.
-
-    Example:
-        >>> address_towards("127.0.0.1")
-        '127.0.0.1'
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, DISCARD_PORT))
@@ -61,10 +57,6 @@ def interface_to(address: str) -> str:
 
     Raises:
         OSError: there is none.
-
-    Example:
-        >>> interface_to("127.0.0.1")
-        'lo'
     """
     mine = address_towards(address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

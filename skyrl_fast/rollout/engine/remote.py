@@ -97,11 +97,6 @@ class RemoteEngine:
         records_routes: whether the server runs with enable_return_routed_experts.
         vocab_size: size of the vocabulary, by which ids and requests are checked; None: unknown.
         adapter: config of the LoRA adapter that it gets as new weights, as for `VllmSetup`.
-
-    Example:
-        async with RemoteEngine("http://127.0.0.1:8000") as engine:
-            out = await engine.generate([1, 2, 3], SamplingParams(max_generate_length=8),
-                                        session_id="a", policy_version=0)
     """
 
     starts_with_model = False  # it may have been given other weights before

@@ -43,12 +43,6 @@ class EnvFactory:
     Raises:
         ValueError: a module of `register` or `env_class` cannot be imported, a setting is out of
             range, or `make_env` cannot be imported by processes.
-
-    Example:
-        factory = EnvFactory(EnvironmentConfig(env_class="my_module:Guess"))
-        env = await factory.make("my_module:Guess", extras)
-        messages = await env.init(prompt)
-        answer = await env.step("seven")
     """
 
     def __init__(

@@ -19,10 +19,6 @@ class Action(str):
             An answer with a call whose arguments are no JSON object has none.
         unparsed_tool_calls: whether a call in it cannot be parsed, or is of a function that the
             prompt's tools do not have.
-
-    Example:
-        >>> Action("no calls here").tool_calls
-        []
     """
 
     tool_calls: list[dict[str, Any]]

@@ -39,6 +39,7 @@ from skyrl_fast.rollout.engine.completion_answer import (
 )
 from skyrl_fast.rollout.engine.generation_check import check_generation
 from skyrl_fast.rollout.engine.protocol import (
+    Engine,
     EngineDeadError,
     EngineError,
     Generation,
@@ -87,7 +88,7 @@ WRONG_KEY = (
 )
 
 
-class RemoteEngine:
+class RemoteEngine(Engine):
     """A `vllm serve` endpoint behind the `Engine` protocol.
 
     Args:
@@ -141,13 +142,6 @@ class RemoteEngine:
         self._interrupted = False
         self._claim = None if weight_sync is None else secrets.token_hex(CLAIM_BYTES)
         self._has_claimed = False
-
-    async def __aenter__(self) -> RemoteEngine:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.close()
 
     async def start(self) -> None:
         import httpx
@@ -206,10 +200,6 @@ class RemoteEngine:
             text = f"{self.name} could not be connected for weight_sync_backend={backend}: {error}"
             raise EngineDeadError(text) from error
         self._sender = sender
-
-    async def restart(self) -> None:
-        await self.close()
-        await self.start()
 
     async def close(self) -> None:
         if self._client is not None and self._interrupted:

@@ -26,6 +26,7 @@ from skyrl_fast.config.settings import REFERENCE
 from skyrl_fast.rollout.engine.completion_answer import parsing
 from skyrl_fast.rollout.engine.generation_check import check_generation
 from skyrl_fast.rollout.engine.protocol import (
+    Engine,
     EngineDeadError,
     EngineError,
     Generation,
@@ -76,7 +77,7 @@ INSTALL_HINT = (
 )
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     """vLLM behind the `Engine` protocol.
 
     Start it under `if __name__ == "__main__":`; vLLM spawns processes that import the main module.
@@ -104,13 +105,6 @@ class VllmEngine:
         self._adapter_version = 0  # the last one of those that it has; 0: none
         self._lora_requests: dict[str, Any] = {}  # by policy; "": the one without a name
         self.compute_dtype: torch.dtype | None = None
-
-    async def __aenter__(self) -> VllmEngine:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.close()
 
     name = "the engine of this process"
     starts_with_model = True  # those of its folder; a server may have been given others
@@ -418,10 +412,6 @@ class VllmEngine:
         with self._explain_failure("could not be resumed"):
             await self._answer(llm.resume_generation())
         self._interrupted = False
-
-    async def restart(self) -> None:
-        await self.close()
-        await self.start()
 
     def check_running(self) -> None:
         self._get_llm()

@@ -13,6 +13,7 @@ from skyrl_fast.gateway.dialects.dialect import (
     Format,
     ParsedCall,
     event,
+    join_texts,
     read_form,
     text_parts,
 )
@@ -162,7 +163,7 @@ class AnthropicMessages:
 def _messages(fields: CountRequest) -> list[Message]:
     messages: list[Message] = []
     if fields.system is not None:
-        messages.append({"role": "system", "content": _text(fields.system, "\n")})
+        messages.append({"role": "system", "content": join_texts(fields.system)})
     for message in fields.messages:
         if message.role == "assistant":
             messages.append(_assistant(message.content))
@@ -187,7 +188,7 @@ def _assistant(content: str | list[Block]) -> Message:
     rest = [block for block in content if block.type not in (*THOUGHTS, "tool_use")]
     return {
         "role": "assistant",
-        "content": _text(rest, ""),
+        "content": join_texts(rest, ""),
         **({"tool_calls": calls} if calls else {}),
         **({"reasoning_content": thoughts} if thoughts else {}),
     }
@@ -198,23 +199,14 @@ def _split_user_turn(role: str, content: str | list[Block]) -> list[Message]:
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     messages: list[Message] = [
-        {"role": "tool", "tool_call_id": b.tool_use_id, "content": _text(b.content or "", "\n")}
+        {"role": "tool", "tool_call_id": b.tool_use_id, "content": join_texts(b.content or "")}
         for b in content
         if b.type == "tool_result"
     ]
     rest = [block for block in content if block.type != "tool_result"]
     if rest or not messages:
-        messages.append({"role": role, "content": _text(rest, "\n")})
+        messages.append({"role": role, "content": join_texts(rest)})
     return messages
-
-
-def _text(content: str | list[Block], between: str) -> str:
-    if isinstance(content, str):
-        return content
-    for block in content:
-        if block.text is None:
-            raise ApiError(400, f"content: expected text, got a block of type {block.type!r}")
-    return between.join(block.text or "" for block in content)
 
 
 def _tools(fields: CountRequest, ignored: dict[str, str]) -> list[dict[str, Any]] | None:

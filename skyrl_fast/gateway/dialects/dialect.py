@@ -111,6 +111,20 @@ def one_form(fields: Forms, form: dict[str, Any] | None = None) -> dict[str, Any
     return forms[0] if forms else None
 
 
+def join_texts(content: Any, between: str = "\n") -> str:
+    """Return a content, text or a list of parts or nothing, as text.
+
+    Raises:
+        ApiError: a part is no text.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.text is None:
+            raise ApiError(400, f"content: expected text, got a part of type {part.type!r}")
+    return between.join(part.text for part in content)
+
+
 def event(data: Mapping[str, Any], name: str | None = None) -> str:
     head = "" if name is None else f"event: {name}\n"
     return f"{head}data: {json_text(data)}\n\n"

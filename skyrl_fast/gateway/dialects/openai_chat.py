@@ -188,17 +188,21 @@ class OpenAIChat(OpenAIErrors):
                     "finish_reason": choice.finish,
                 }
             )
-        return {**_head(answer, "chat.completion"), "choices": choices, "usage": usage(answer)}
+        return {
+            **head(answer, "chatcmpl", "chat.completion"),
+            "choices": choices,
+            "usage": usage(answer),
+        }
 
     def events(self, answer: Answer, request: ParsedCall, tokens: Any) -> Iterator[str]:
-        head = _head(answer, "chat.completion.chunk")
+        same = head(answer, "chatcmpl", "chat.completion.chunk")
         options = request.fields.stream_options
         with_usage = options is not None and bool(options.include_usage)
         more = {"usage": None} if with_usage else {}
 
         def chunk(index: int, delta: dict[str, Any], finish: str | None, logprobs: Any) -> str:
             choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-            return event({**head, "choices": [choice], **more})
+            return event({**same, "choices": [choice], **more})
 
         for index, choice in enumerate(answer.choices):
             logprobs = _logprobs(choice, tokens) if request.fields.logprobs else None
@@ -214,7 +218,7 @@ class OpenAIChat(OpenAIErrors):
                 logprobs = None
             yield chunk(index, {}, choice.finish, logprobs)
         if with_usage:
-            yield event({**head, "choices": [], "usage": usage(answer)})
+            yield event({**same, "choices": [], "usage": usage(answer)})
         yield "data: [DONE]\n\n"
 
 
@@ -269,9 +273,10 @@ def usage(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _head(answer: Answer, kind: str) -> dict[str, Any]:
+def head(answer: Answer, prefix: str, kind: str) -> dict[str, Any]:
+    """Return what an answer and each event of it begin with."""
     return {
-        "id": f"chatcmpl-{answer.id}",
+        "id": f"{prefix}-{answer.id}",
         "object": kind,
         "created": answer.created,
         "model": answer.model,

@@ -12,6 +12,7 @@ from skyrl_fast.gateway.dialects.openai_chat import (
     MAX_CHOICES,
     OpenAIErrors,
     StreamOptions,
+    head,
     stop_strings,
     usage,
 )
@@ -92,12 +93,7 @@ def _prompt(prompt: Any) -> str | list[int]:
 
 
 def _head(answer: Answer) -> dict[str, Any]:
-    return {
-        "id": f"cmpl-{answer.id}",
-        "object": "text_completion",
-        "created": answer.created,
-        "model": answer.model,
-    }
+    return head(answer, "cmpl", "text_completion")
 
 
 def _choice(

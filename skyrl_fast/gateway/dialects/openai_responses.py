@@ -12,6 +12,7 @@ from skyrl_fast.gateway.dialects.dialect import (
     Format,
     ParsedCall,
     event,
+    join_texts,
     read_form,
     text_parts,
 )
@@ -185,13 +186,13 @@ def _messages(given: str | list[ResponseItem]) -> list[Message]:
     thoughts: dict[str, str] = {}  # of the next answer
     for item in given:
         if item.type == "reasoning":
-            thoughts = {"reasoning_content": _text(item.content)} if item.content else {}
+            thoughts = {"reasoning_content": join_texts(item.content)} if item.content else {}
         elif item.type == "message":
             role = "system" if item.role == "developer" else item.role
             if role not in ("system", "user", "assistant"):
                 raise ApiError(400, f"input: role: expected user or another, got {item.role!r}")
             more = thoughts if role == "assistant" else {}
-            messages.append({"role": role, "content": _text(item.content), **more})
+            messages.append({"role": role, "content": join_texts(item.content), **more})
             thoughts = {}
         elif item.type == "function_call":
             if not messages or messages[-1]["role"] != "assistant" or thoughts:
@@ -201,20 +202,15 @@ def _messages(given: str | list[ResponseItem]) -> list[Message]:
             calls = messages[-1].setdefault("tool_calls", [])
             calls.append({"id": item.call_id, "type": "function", "function": function})
         elif item.type == "function_call_output":
-            result = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+            result = {
+                "role": "tool",
+                "tool_call_id": item.call_id,
+                "content": join_texts(item.output),
+            }
             messages.append(result)
         else:
             raise ApiError(400, f"input: items of type {item.type!r} are not supported")
     return messages
-
-
-def _text(content: str | list[Content] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    for part in content:
-        if part.text is None:
-            raise ApiError(400, f"content: expected text, got a part of type {part.type!r}")
-    return "\n".join(part.text or "" for part in content)
 
 
 def _items(given: str | list[ResponseItem], memory: dict[str, Any]) -> str | list[ResponseItem]:

@@ -10,7 +10,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, Ref
 from skyrl_fast.rollout.stop_reason import LENGTH, MAX_TURNS, STOP
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.system.printable import log_line
+from skyrl_fast.system.tasks import gather_or_cancel, ignore_result
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -233,7 +234,7 @@ class Session:
             earlier.body = b"" if earlier.delivered else earlier.body
         task = asyncio.create_task(self._sample(call, prompt))
         running = RunningCall(task, path, body, span, trained)
-        running.task.add_done_callback(_retrieve)
+        running.task.add_done_callback(ignore_result)
         self._by_body[key] = running
         self._calls.append(running)
         return running
@@ -285,7 +286,10 @@ class Session:
             for n in range(call.num_choices)
         ]
         try:
-            sampled = await _all(choices)
+            if len(choices) == 1:  # the usual call, which needs no task of its own
+                sampled = [await choices[0]]
+            else:
+                sampled = await gather_or_cancel(choices)
         except EngineError as error:
             if isinstance(error, RefusedRequestError) and call.is_constrained:
                 raise ApiError(
@@ -394,23 +398,5 @@ class Session:
         await asyncio.gather(*running, return_exceptions=True)
 
 
-async def _all(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return all results, or raise the first error and cancel the others."""
-    if len(coroutines) == 1:  # the usual call, which needs no task of its own
-        return [await coroutines[0]]
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
 def _has_failed(task: asyncio.Task[Any]) -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)
-
-
-def _retrieve(task: asyncio.Task[Any]) -> None:
-    """Retrieve the exception of a call without clients, so that asyncio does not report it."""
-    if not task.cancelled():
-        task.exception()

@@ -20,6 +20,7 @@ from skyrl_fast.rollout.loop_settings import RolloutPrompt, check_loop_settings
 from skyrl_fast.rollout.stop_reason import TIMEOUT
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.rollout.trajectory_runner import Agent, TrajectoryRunner
+from skyrl_fast.system.tasks import ignore_result
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +155,7 @@ class GroupRunner:
         member.slot.release()
         self._abandoned.add(member.task)
         member.task.add_done_callback(self._abandoned.discard)
-        member.task.add_done_callback(_forget)
+        member.task.add_done_callback(ignore_result)
 
     def _begin(self, group: _Group, repetition_id: int, runs: int = 0) -> None:
         entry = self.board.enter(group.prompt.uid, repetition_id)
@@ -231,9 +232,3 @@ class GroupRunner:
 
 
 _GIVEN_UP = "stuck past every deadline, and given up"
-
-
-def _forget(task: asyncio.Task[Trajectory]) -> None:
-    """Retrieve an abandoned task's exception, so that asyncio does not report it."""
-    if not task.cancelled():
-        task.exception()

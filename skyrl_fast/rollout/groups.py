@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from skyrl_fast.config import GeneratorConfig
@@ -19,6 +17,7 @@ from skyrl_fast.rollout.loop_settings import PHASES, RolloutPrompt, check_loop_s
 from skyrl_fast.rollout.policy_calls import PolicyCalls
 from skyrl_fast.rollout.tool_calls import ToolCallParser
 from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.system.tasks import gather_or_cancel
 
 
 async def rollout(
@@ -94,24 +93,7 @@ async def run_groups(
         raise ValueError(f"rollout: phase: expected one of {PHASES}, got {phase!r}")
     if len({prompt.uid for prompt in prompts}) != len(prompts):
         raise ValueError("rollout: prompts: two prompts have the same uid")
-    async with _open_task_group() as tasks:
-        running = [
-            tasks.create_task(runner.group(prompt, phase=phase, policy_version=policy_version))
-            for prompt in prompts
-        ]
-    return [trajectory for task in running for trajectory in task.result()]
-
-
-@asynccontextmanager
-async def _open_task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """Yield a task group that raises the first error itself instead of a group of errors."""
-    first: BaseException
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            yield tasks
-        return
-    except BaseExceptionGroup as group:
-        first = group
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-    raise first
+    groups = await gather_or_cancel(
+        runner.group(prompt, phase=phase, policy_version=policy_version) for prompt in prompts
+    )
+    return [trajectory for group in groups for trajectory in group]

@@ -1,1 +1,1 @@
-"""Locks, processes, sockets and folders: what knows nothing of learning."""
+"""Locks, processes, tasks, sockets and folders: what knows nothing of learning."""

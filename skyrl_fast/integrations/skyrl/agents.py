@@ -31,6 +31,7 @@ from skyrl_fast.rollout.stop_reason import STOP
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.rollout.trajectory_runner import TrajectoryRunner
 from skyrl_fast.system.importing import absolute_name
+from skyrl_fast.system.tasks import gather_or_cancel
 from skyrl_fast.train.data.prompts import Prompt
 
 # Settings of `generator` that SkyRL does not have.
@@ -110,14 +111,13 @@ class AgentGenerator:
 
         await agent.start()
         try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [
-                    tasks.create_task(one(prompt, int(each.repetition_id)))
-                    for prompt, each in zip(_prompts(input_batch), ids, strict=True)
-                ]
+            trajectories = await gather_or_cancel(
+                one(prompt, int(each.repetition_id))
+                for prompt, each in zip(_prompts(input_batch), ids, strict=True)
+            )
         finally:
             await agent.gateway.close()
-        return self._output([task.result() for task in running], ids)
+        return self._output(trajectories, ids)
 
     def _uses_salt(self) -> bool:
         return bool(getattr(self._skyrl, "use_cache_salt", False))

@@ -35,6 +35,7 @@ from skyrl_fast.rollout.engine.weights.transfer import (
 from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 from skyrl_fast.system.digests import digest_number
+from skyrl_fast.system.tasks import gather_or_cancel
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -352,16 +353,10 @@ class EnginePool:
         seconds: float,
     ) -> list[WeightSyncReport | None]:
         calls = call.for_engines(len(members))
-        loads = [
-            asyncio.create_task(self._load(member, each, make_probe, seconds))
+        return await gather_or_cancel(  # an error of one ends the update
+            self._load(member, each, make_probe, seconds)
             for member, each in zip(members, calls, strict=True)
-        ]
-        try:
-            return await asyncio.gather(*loads)
-        finally:
-            for load in loads:  # an error of one ends the update
-                load.cancel()
-            await asyncio.gather(*loads, return_exceptions=True)
+        )
 
     async def _load(
         self,

@@ -21,6 +21,7 @@ from skyrl_fast.rollout.engine.engine_actor import EngineActor
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, NoRoomError
 from skyrl_fast.rollout.engine.remote import START_POLL_SECONDS, RemoteEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
+from skyrl_fast.system.tasks import ignore_result
 
 log = logging.getLogger(__name__)
 
@@ -208,7 +209,7 @@ def _describe_end(ended: asyncio.Future[str]) -> str:
 def _watch(method: Any) -> asyncio.Future[Any]:
     """Return the result of an actor's method, which may never be awaited."""
     future = asyncio.wrap_future(method.remote().future())
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    future.add_done_callback(ignore_result)
     return future
 
 

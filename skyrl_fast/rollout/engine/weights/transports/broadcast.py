@@ -32,6 +32,7 @@ from skyrl_fast.rollout.engine.weights.prefetch import Prefetch, Reader
 from skyrl_fast.rollout.engine.weights.receipt import SentWeights, WeightSyncError
 from skyrl_fast.rollout.engine.weights.transfer import Weights, WorkerCall, distinct_tensors
 from skyrl_fast.system.network_interface import LOOPBACK
+from skyrl_fast.system.tasks import ignore_result
 
 T = TypeVar("T")
 
@@ -285,5 +286,5 @@ def _run_in_thread(function: Callable[[], None]) -> asyncio.Future[None]:
     future.set_running_or_notify_cancel()  # it cannot be cancelled
     threading.Thread(target=run, name="weights", daemon=True).start()
     result = asyncio.wrap_future(future)
-    result.add_done_callback(lambda done: done.cancelled() or done.exception())  # may be ignored
+    result.add_done_callback(ignore_result)  # it may be
     return result

@@ -133,13 +133,6 @@ class Bm25Index:
         return best(self._bm25.get_scores(known), topk) if known else []
 
 
-class Encoder(Protocol):
-    """Encodes texts as vectors of length 1."""
-
-    def encode(self, texts: Sequence[str], *, is_query: bool) -> np.ndarray:
-        """Return the vectors of Q texts: (Q, D) float32."""
-
-
 class TransformersEncoder:
     """A text encoder of the E5 family: mean of the last layer, normalised.
 
@@ -154,6 +147,7 @@ class TransformersEncoder:
         self._model = AutoModel.from_pretrained(path, trust_remote_code=False).eval()
 
     def encode(self, texts: Sequence[str], *, is_query: bool) -> np.ndarray:
+        """Return the vectors of Q texts, of length 1: (Q, D) float32."""
         import torch
 
         prefix = "query: " if is_query else "passage: "  # as in the models' training
@@ -184,7 +178,9 @@ class FaissIndex:
 
     name = "faiss"
 
-    def __init__(self, corpus: Corpus, encoder: Encoder, file: Path | None = None) -> None:
+    def __init__(
+        self, corpus: Corpus, encoder: TransformersEncoder, file: Path | None = None
+    ) -> None:
         try:
             import faiss
         except ImportError as error:

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from skyrl_fast.gateway.dialects.dialect import (
     Format,
+    FormatOptions,
     ParsedCall,
     event,
     join_texts,
@@ -71,12 +72,6 @@ class ToolChoice(Fields):
     disable_parallel_tool_use: bool | None = None
 
 
-class OutputConfig(Fields):
-    """Options of the answer."""
-
-    format: Format | None = None
-
-
 class CountRequest(Fields):
     """A request to count tokens."""
 
@@ -93,7 +88,7 @@ class MessagesRequest(CountRequest):
     max_tokens: int = Field(ge=1)
     stop_sequences: list[str] | None = None
     stream: bool | None = False
-    output_config: OutputConfig | None = None
+    output_config: FormatOptions | None = None
     output_format: Format | None = None  # the same, of older clients
 
 
@@ -108,7 +103,7 @@ class AnthropicMessages:
                 400, "messages: the last one is the assistant's: prefill is not supported"
             )
         choice = fields.tool_choice or ToolChoice()
-        config = fields.output_config or OutputConfig()
+        config = fields.output_config or FormatOptions()
         call = Call(
             model=fields.model,
             messages=_messages(fields),

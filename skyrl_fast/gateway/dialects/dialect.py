@@ -28,6 +28,19 @@ class Format(Fields):
     schema_: dict[str, Any] | None = Field(None, alias="schema")
 
 
+class FormatOptions(Fields):
+    """Options of an answer: its form."""
+
+    format: Format | None = None
+
+
+class ContentPart(Fields):
+    """A part of a message's content."""
+
+    type: str
+    text: str | None = None
+
+
 class Forms(Fields):
     """The form of an answer by vLLM's names, the older ones included."""
 

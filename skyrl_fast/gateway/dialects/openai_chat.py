@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from skyrl_fast.gateway.dialects.dialect import (
+    ContentPart,
     Format,
     Forms,
     ParsedCall,
@@ -26,13 +27,6 @@ from skyrl_fast.rollout.tool_calls import REQUIRED
 MAX_CHOICES = 128  # OpenAI's limit of n
 MAX_STOPS = 64
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-
-
-class ContentPart(Fields):
-    """A part of a message's content."""
-
-    type: str
-    text: str | None = None
 
 
 class CalledFunction(Fields):

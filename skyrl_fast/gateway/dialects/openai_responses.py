@@ -9,7 +9,8 @@ from typing import Any
 from pydantic import Field
 
 from skyrl_fast.gateway.dialects.dialect import (
-    Format,
+    ContentPart,
+    FormatOptions,
     ParsedCall,
     event,
     join_texts,
@@ -29,24 +30,17 @@ from skyrl_fast.rollout.chat_messages import Message, parse_arguments
 LOGPROBS = "message.output_text.logprobs"
 
 
-class Content(Fields):
-    """A part of a message."""
-
-    type: str
-    text: str | None = None
-
-
 class ResponseItem(Fields):
     """A message, a function call, or its output."""
 
     type: str = "message"
     id: str | None = None
     role: str | None = None
-    content: str | list[Content] | None = None
+    content: str | list[ContentPart] | None = None
     call_id: str = ""
     name: str = ""
     arguments: str = "{}"
-    output: str | list[Content] | None = None
+    output: str | list[ContentPart] | None = None
 
 
 class ResponseTool(Fields):
@@ -56,12 +50,6 @@ class ResponseTool(Fields):
     name: str = ""
     description: str | None = None
     parameters: dict[str, Any] | None = None
-
-
-class TextOptions(Fields):
-    """The wanted form of the answer."""
-
-    format: Format | None = None
 
 
 class ResponseRequest(Fields):
@@ -77,7 +65,7 @@ class ResponseRequest(Fields):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include: list[str] | None = None
-    text: TextOptions | None = None
+    text: FormatOptions | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,36 +42,44 @@ def check_offsets(
     offsets: Any,
     *,
     total: int | None = None,
+    num_rows: int | None = None,
     dtype: torch.dtype = torch.int32,
+    to_cpu: bool = False,
 ) -> torch.Tensor:
-    """Return (N + 1,) offsets as contiguous int32, or int64.
+    """Return (N + 1,) offsets, which rise from 0, as contiguous int32 or int64.
 
     Args:
-        total: the last offset, where the caller does not check it; the others then rise to it
-            from 0.
+        total: the last offset; None: any.
+        num_rows: N; None: any.
         dtype: int32 or int64.
+        to_cpu: return them on the CPU, and check their values on any device.
 
     Raises:
-        TypeError, ValueError: as `integer_vector`; no offset, one that `dtype` cannot hold, or
-            offsets that do not rise from 0 to `total`.
+        TypeError, ValueError: as `integer_vector`; no offset, another number of them, one that
+            `dtype` cannot hold, or offsets that do not rise from 0 to `total`.
     """
-    # Values are checked on the CPU only: on a GPU that would wait for the device.
     cu = integer_vector(op, name, offsets)
     if cu.numel() == 0:
         raise ValueError(f"{op}: {name} must be (N + 1,) offsets, got none")
+    if num_rows is not None and cu.numel() != num_rows + 1:
+        raise ValueError(
+            f"{op}: {name} must be ({num_rows + 1},) offsets, one more than the rows, "
+            f"got ({cu.numel()},)"
+        )
     most = torch.iinfo(dtype).max
-    if torch.compiler.is_compiling():
+    if to_cpu:
+        cu = cu.cpu()
+    elif torch.compiler.is_compiling():
         # A graph cannot depend on values: what int32 cannot hold stays out of range instead.
         return cu.to(torch.int64).clamp(-1, most).to(dtype).contiguous()
     if _backend.device_kind(cu.device) != "cpu":
-        return cu.to(dtype).contiguous()
+        return cu.to(dtype).contiguous()  # reading the values would wait for the device
     values = cu.numpy()  # much faster than torch on a few values
     if cu.dtype != dtype and (values.min() < 0 or values.max() > most):
         wrong = values.min() if values.min() < 0 else values.max()
         raise ValueError(f"{op}: {name} must be offsets from 0 to {most}, got {wrong}")
-    if total is not None and (
-        values[0] != 0 or values[-1] != total or (values[1:] < values[:-1]).any()
-    ):
+    total = int(values[-1]) if total is None else total
+    if values[0] != 0 or values[-1] != total or (values[1:] < values[:-1]).any():
         raise ValueError(
             f"{op}: {name} must be non-decreasing offsets from 0 to {total}, got "
             f"{values[:8].tolist()}"

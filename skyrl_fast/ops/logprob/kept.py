@@ -65,12 +65,8 @@ def kept_sets(
         raise ValueError(
             f"{op}: kept_ids must be (K,) int32, got {tuple(kept_ids.shape)} {kept_ids.dtype}"
         )
-    cu = check_offsets(op, "cu_kept", cu_kept, total=kept_ids.shape[0], dtype=torch.int64)
-    if cu.shape[0] != target_ids.numel() + 1:
-        raise ValueError(
-            f"{op}: cu_kept must be ({target_ids.numel() + 1},) offsets, one more than the rows, "
-            f"got ({cu.shape[0]},)"
-        )
+    total, num_rows = kept_ids.shape[0], target_ids.numel()
+    cu = check_offsets(op, "cu_kept", cu_kept, total=total, num_rows=num_rows, dtype=torch.int64)
     cu = _backend.to_device_of(cu, kept_ids)
     begin, end = cu[:-1], cu[1:]
     # A row without ids was sampled from the full vocabulary.

@@ -11,7 +11,7 @@ import torch
 
 from skyrl_fast import _C
 from skyrl_fast.ops import _backend, _ragged
-from skyrl_fast.ops._offsets import integer_vector
+from skyrl_fast.ops._offsets import check_offsets, integer_vector
 from skyrl_fast.ops.pack import reference
 
 SIDES = ("left", "right", "both")
@@ -134,18 +134,11 @@ def varlen_to_padded(
     """
     op = "varlen_to_padded"
     _check_side(op, side)
-    cu = integer_vector(op, "cu_seqlens", cu_seqlens).cpu().to(torch.int64)
-    if values.dim() < 1 or len(cu) == 0:
-        raise ValueError(
-            f"{op}: values must be (S, ...) and cu_seqlens (N + 1,), got shapes "
-            f"{tuple(values.shape)} and {tuple(cu.shape)}"
-        )
-    lengths = cu.diff()
-    if int(cu[0]) != 0 or int(cu[-1]) != len(values) or bool((lengths < 0).any()):
-        raise ValueError(
-            f"{op}: cu_seqlens must be non-decreasing offsets from 0 to {len(values)}, got "
-            f"{int(cu[0])} to {int(cu[-1])}"
-        )
+    if values.dim() < 1:
+        raise ValueError(f"{op}: values must be (S, ...), got shape {tuple(values.shape)}")
+    lengths = check_offsets(
+        op, "cu_seqlens", cu_seqlens, total=len(values), dtype=torch.int64, to_cpu=True
+    ).diff()
     longest = int(lengths.max()) if len(lengths) else 0
     width = longest if width is None else width
     if width < longest:

@@ -14,7 +14,7 @@ import torch
 
 from skyrl_fast import _C
 from skyrl_fast.ops import _backend
-from skyrl_fast.ops._offsets import integer_vector
+from skyrl_fast.ops._offsets import check_offsets, integer_vector
 from skyrl_fast.ops._rows import check_row_ids
 from skyrl_fast.ops.prefix_tree import reference
 
@@ -217,13 +217,8 @@ def _checked(
 
 def _spans(name: str, offsets: torch.Tensor, total: int) -> tuple[np.ndarray, np.ndarray]:
     """Return (N,) int64 starts and lengths of checked offsets."""
-    values = integer_vector(OP, name, offsets).cpu().numpy().astype(np.int64)
-    if len(values) == 0:
-        raise ValueError(f"{OP}: {name} must be (N + 1,) offsets, got none")
-    lengths = np.diff(values)
-    if values[0] != 0 or values[-1] != total or np.any(lengths < 0):
-        raise ValueError(f"{OP}: {name} must rise from 0 to {total}, got {values.tolist()[:8]} ...")
-    return np.ascontiguousarray(values[:-1]), lengths
+    cu = check_offsets(OP, name, offsets, total=total, dtype=torch.int64, to_cpu=True).numpy()
+    return cu[:-1], np.diff(cu)
 
 
 def _offsets(lengths: np.ndarray) -> np.ndarray:

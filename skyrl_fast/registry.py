@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
+
+import torch
 
 from skyrl_fast.setting import did_you_mean
 from skyrl_fast.system.importing import load_object, name_of
@@ -20,6 +23,7 @@ class Custom(Protocol):
 BuiltIn = TypeVar("BuiltIn")
 Added = TypeVar("Added", bound=Custom)
 Function = TypeVar("Function", bound=Callable[..., Any])
+Output = TypeVar("Output")
 
 
 class Registry(Generic[BuiltIn, Added]):
@@ -126,3 +130,51 @@ def _reaches(module: str, path: Iterable[str], function: object) -> bool:
     for part in path:
         found = getattr(found, part, None)
     return found is function
+
+
+def check_settings(name: str, function: Callable[..., object], settings: Mapping[str, Any]) -> None:
+    """Refuse keyword arguments that a user's function does not take.
+
+    Raises:
+        ValueError: names the function and the argument.
+    """
+    try:
+        inspect.signature(function).bind(None, **settings)
+    except TypeError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def call_function(
+    op: str,
+    function: Callable[..., Any],
+    inputs: object,
+    settings: Mapping[str, Any],
+    output: type[Output],
+) -> Output:
+    """Return the output of a user's function, of this type; a tensor counts as its first field.
+
+    Raises:
+        RuntimeError: the function raised.
+        TypeError: it returned something else.
+    """
+    try:
+        result = function(inputs, **settings)
+    # Whatever it is: a run must say whose code failed.
+    except Exception as error:
+        raise RuntimeError(f"{op} raised {type(error).__name__}: {error}") from error
+    if isinstance(result, torch.Tensor):
+        result = output(result)  # type: ignore[call-arg]
+    if not isinstance(result, output):
+        got = type(result).__name__
+        raise TypeError(f"{op} must return {output.__name__} or a tensor, got {got}")
+    return result
+
+
+def check_result(op: str, name: str, values: object, *shapes: tuple[int, ...]) -> None:
+    """Raise TypeError or ValueError unless a user's values are floats of one of these shapes."""
+    if not isinstance(values, torch.Tensor) or not values.is_floating_point():
+        got = values.dtype if isinstance(values, torch.Tensor) else type(values).__name__
+        raise TypeError(f"{op}: {name} must be a floating-point tensor, got {got}")
+    if tuple(values.shape) not in shapes:
+        wanted = " or ".join(map(str, shapes))
+        raise ValueError(f"{op}: {name} must be of shape {wanted}, got {tuple(values.shape)}")

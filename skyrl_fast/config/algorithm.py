@@ -11,9 +11,9 @@ from skyrl_fast.ops.advantage.estimators import (
     EstimatorSpec,
     find_advantage_estimator,
 )
-from skyrl_fast.ops.policy_loss.custom import CustomLoss, check_settings, find_policy_loss
+from skyrl_fast.ops.policy_loss.custom import CustomLoss, find_policy_loss
 from skyrl_fast.ops.policy_loss.losses import LossSettings, LossSpec, ratio_to_rollout
-from skyrl_fast.registry import importable_name
+from skyrl_fast.registry import check_settings, importable_name
 from skyrl_fast.setting import ConfigError
 
 

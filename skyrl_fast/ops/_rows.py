@@ -36,6 +36,11 @@ class Rows:
     ragged_rewards: bool
     shape: torch.Size
 
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """What every native kernel gets after the values of the rows."""
+        return self.last, self.mask, self.cu_seqlens, self.ragged_rewards
+
     def empty(self) -> torch.Tensor:
         """Return an uninitialised float32 result."""
         return _backend.empty(self.shape, torch.float32)

@@ -19,7 +19,7 @@ from skyrl_fast.ops.advantage.turns import (
     turn_group_advantage,
     turn_level_returns,
 )
-from skyrl_fast.registry import Function, Registry
+from skyrl_fast.registry import Function, Registry, call_function, check_result
 
 Level = Literal["outcome", "turn", "token"]
 LEVELS = ("outcome", "turn", "token")
@@ -95,59 +95,36 @@ class EstimatorSpec:
     compares_group: bool = False
 
 
-def _group(inputs: EstimatorInputs, *, estimator: str) -> torch.Tensor:
-    return group_advantage(
-        inputs.rewards, inputs.group_ids, is_last_step=inputs.is_last_step, estimator=estimator
-    )
+def _on_rows(function: Callable[..., torch.Tensor], *columns: str) -> Callable[..., torch.Tensor]:
+    """Return an estimator that calls an op with these columns of its inputs."""
+
+    def call(inputs: EstimatorInputs, **settings: Any) -> torch.Tensor:
+        values = (getattr(inputs, name) for name in columns)
+        return function(*values, is_last_step=inputs.is_last_step, **settings)
+
+    return call
+
+
+_group = _on_rows(group_advantage, "rewards", "group_ids")
 
 
 def _grpo(inputs: EstimatorInputs, *, scale_by_std: bool = True) -> torch.Tensor:
     return _group(inputs, estimator="grpo" if scale_by_std else "dr_grpo")
 
 
-def _turn_returns(inputs: EstimatorInputs, **settings: Any) -> torch.Tensor:
-    return turn_level_returns(inputs.rewards, is_last_step=inputs.is_last_step, **settings)
-
-
-def _turn_group(inputs: EstimatorInputs, **settings: Any) -> torch.Tensor:
-    return turn_group_advantage(
-        inputs.rewards, inputs.group_ids, is_last_step=inputs.is_last_step, **settings
-    )
-
-
-def _gigpo(inputs: EstimatorInputs, **settings: Any) -> torch.Tensor:
-    assert inputs.anchor_ids is not None
-    return gigpo_advantage(
-        inputs.rewards,
-        inputs.group_ids,
-        inputs.anchor_ids,
-        is_last_step=inputs.is_last_step,
-        **settings,
-    )
+def _tokens(inputs: EstimatorInputs) -> dict[str, Any]:
+    names = ("is_last_step", "loss_mask", "cu_seqlens")
+    return {name: getattr(inputs, name) for name in names}
 
 
 def _gae(inputs: EstimatorInputs, **settings: Any) -> EstimatorOutput:
     assert inputs.values is not None
-    advantages, returns = gae(
-        inputs.token_rewards,
-        inputs.values,
-        is_last_step=inputs.is_last_step,
-        loss_mask=inputs.loss_mask,
-        cu_seqlens=inputs.cu_seqlens,
-        normalize=True,
-        **settings,
-    )
-    return EstimatorOutput(advantages, returns)
+    options = _tokens(inputs) | settings
+    return EstimatorOutput(*gae(inputs.token_rewards, inputs.values, normalize=True, **options))
 
 
 def _reinforce_plus_plus(inputs: EstimatorInputs, **settings: Any) -> torch.Tensor:
-    return reinforce_plus_plus(
-        inputs.token_rewards,
-        is_last_step=inputs.is_last_step,
-        loss_mask=inputs.loss_mask,
-        cu_seqlens=inputs.cu_seqlens,
-        **settings,
-    )
+    return reinforce_plus_plus(inputs.token_rewards, **_tokens(inputs), **settings)
 
 
 _GAMMA = {"gamma": "gamma"}
@@ -166,15 +143,18 @@ ADVANTAGE_ESTIMATORS: dict[str, EstimatorSpec] = {
             for name in ESTIMATORS
             if name != "grpo"
         ),
-        EstimatorSpec("turn_level_returns", "turn", _turn_returns, _GAMMA),
         EstimatorSpec(
-            *("turn_level_group", "turn", _turn_group),
+            *("turn_level_returns", "turn", _on_rows(turn_level_returns, "rewards")), _GAMMA
+        ),
+        EstimatorSpec(
+            *("turn_level_group", "turn", _on_rows(turn_group_advantage, "rewards", "group_ids")),
             _GAMMA | {"baseline": "turn_level_baseline"},
             needs_others=True,
             compares_group=True,
         ),
         EstimatorSpec(
-            *("gigpo", "turn", _gigpo),
+            *("gigpo", "turn"),
+            _on_rows(gigpo_advantage, "rewards", "group_ids", "anchor_ids"),
             _GAMMA | {"step_advantage_w": "step_advantage_w", "scale_by_std": "grpo_norm_by_std"},
             needs_anchors=True,
             compares_group=True,
@@ -279,39 +259,15 @@ def estimate(
         ValueError, TypeError: those of the built-in op; a wrong result of a user's function.
         RuntimeError: a user's function raised.
     """
-    is_custom = ADVANTAGE_ESTIMATORS.get(spec.name) is not spec
-    op = f"advantages: {spec.name}"
-    try:
+    if ADVANTAGE_ESTIMATORS.get(spec.name) is spec:
         output = spec.function(inputs, **settings)
-    except Exception as error:
-        if not is_custom:
-            raise
-        raise RuntimeError(f"{op} raised {type(error).__name__}: {error}") from error
-    if isinstance(output, torch.Tensor):
-        output = EstimatorOutput(output)
-    if is_custom:
-        _check_output(op, spec, inputs, output)
-    return output
-
-
-def _check_output(op: str, spec: EstimatorSpec, inputs: EstimatorInputs, output: object) -> None:
-    if not isinstance(output, EstimatorOutput):
-        raise TypeError(
-            f"{op} must return EstimatorOutput or a tensor, got {type(output).__name__}"
-        )
+        return EstimatorOutput(output) if isinstance(output, torch.Tensor) else output
+    op = f"advantages: {spec.name}"
+    output = call_function(op, spec.function, inputs, settings, EstimatorOutput)
     per_row, per_token = tuple(inputs.rewards.shape), tuple(inputs.token_rewards.shape)
-    wanted = {"advantages": (per_row, per_token), "returns": (per_token,)}
+    check_result(op, "advantages", output.advantages, per_row, per_token)
     if spec.needs_values and output.returns is None:
         raise TypeError(f"{op}: returns must be of shape {per_token} (needs_values), got None")
-    for name, shapes in wanted.items():
-        values = getattr(output, name)
-        if values is None and name == "returns":
-            continue
-        if not isinstance(values, torch.Tensor) or not values.is_floating_point():
-            got = values.dtype if isinstance(values, torch.Tensor) else type(values).__name__
-            raise TypeError(f"{op}: {name} must be a floating-point tensor, got {got}")
-        if tuple(values.shape) not in shapes:
-            raise ValueError(
-                f"{op}: {name} must be of shape {' or '.join(map(str, shapes))}, "
-                f"got {tuple(values.shape)}"
-            )
+    if output.returns is not None:
+        check_result(op, "returns", output.returns, per_token)
+    return output

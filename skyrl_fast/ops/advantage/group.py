@@ -90,18 +90,8 @@ def group_advantage(
         given = (group_ids, is_last_step)
         on_gpu = any(isinstance(x, torch.Tensor) and _backend.on_gpu(x) for x in given)
         return _on_gpu(rows, ids, estimator, sort_there=on_gpu)
-    out = rows.empty()
-    _C.group_advantage(
-        rows.rewards,
-        ids,
-        rows.last,
-        rows.mask,
-        rows.cu_seqlens,
-        rows.ragged_rewards,
-        ESTIMATORS[estimator],
-        out,
-        _backend.num_threads(),
-    )
+    out, kind = rows.empty(), ESTIMATORS[estimator]
+    _C.group_advantage(rows.rewards, ids, *rows.layout, kind, out, _backend.num_threads())
     return out
 
 

@@ -169,22 +169,8 @@ def _native(
     advantages: torch.Tensor,
     returns: torch.Tensor | None,
 ) -> None:
-    _C.token_chain(
-        rows.op,
-        rows.num_rows,
-        rows.rewards,
-        values,
-        rows.last,
-        rows.mask,
-        rows.cu_seqlens,
-        rows.ragged_rewards,
-        gamma,
-        lambd,
-        normalize,
-        advantages,
-        returns,
-        _backend.num_threads(),
-    )
+    options = (gamma, lambd, normalize, advantages, returns, _backend.num_threads())
+    _C.token_chain(rows.op, rows.num_rows, rows.rewards, values, *rows.layout, *options)
 
 
 def _torch(

@@ -6,7 +6,7 @@ Design: docs/design/011-turn-and-token-advantages.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -67,20 +67,11 @@ def turn_level_returns(
     check_discount(op, "gamma", gamma)
     rows = check_rows(op, rewards, None, is_last_step, response_mask, cu_seqlens)
     if _backend.select(op, rows.rewards, backend=backend) == "torch":
-        sums = _row_rewards(rows)
-        return _spread(rows, reference.turn_level_returns(sums, rows.last_or_all().cpu(), gamma))
-    out = rows.empty()
-    _C.turn_level_returns(
-        rows.num_rows,
-        rows.rewards,
-        rows.last,
-        rows.mask,
-        rows.cu_seqlens,
-        rows.ragged_rewards,
-        gamma,
-        out,
-        _backend.num_threads(),
-    )
+        return _torch(
+            rows, None, lambda sums, last: reference.turn_level_returns(sums, last, gamma)
+        )
+    out, threads = rows.empty(), _backend.num_threads()
+    _C.turn_level_returns(rows.num_rows, rows.rewards, *rows.layout, gamma, out, threads)
     return out
 
 
@@ -145,28 +136,16 @@ def turn_group_advantage(
     ids = check_row_ids(op, "group_ids", group_ids)
     rows = check_rows(op, rewards, ids.numel(), is_last_step, response_mask, cu_seqlens)
     if _backend.select(op, rows.rewards, backend=backend) == "torch":
-        sums = _row_rewards(rows, ids)
-        last = rows.last_or_all().cpu()
-        if rows.num_rows == 0:
-            return _spread(rows, sums)
-        return _spread(
+        return _torch(
             rows,
-            reference.turn_group_advantage(sums, ids.cpu(), last, gamma, baseline, scale_by_std),
+            ids,
+            lambda sums, last: reference.turn_group_advantage(
+                sums, ids.cpu(), last, gamma, baseline, scale_by_std
+            ),
         )
     out = rows.empty()
-    _C.turn_group_advantage(
-        rows.rewards,
-        ids,
-        rows.last,
-        rows.mask,
-        rows.cu_seqlens,
-        rows.ragged_rewards,
-        gamma,
-        BASELINES[baseline],
-        scale_by_std,
-        out,
-        _backend.num_threads(),
-    )
+    options = (gamma, BASELINES[baseline], scale_by_std, out, _backend.num_threads())
+    _C.turn_group_advantage(rows.rewards, ids, *rows.layout, *options)
     return out
 
 
@@ -227,41 +206,28 @@ def gigpo_advantage(
         )
     rows = check_rows(op, rewards, ids.numel(), is_last_step, response_mask, cu_seqlens)
     if _backend.select(op, rows.rewards, backend=backend) == "torch":
-        sums = _row_rewards(rows, ids)
-        last = rows.last_or_all().cpu()
-        if rows.num_rows == 0:
-            return _spread(rows, sums)
-        return _spread(
+        return _torch(
             rows,
-            reference.gigpo_advantage(
+            ids,
+            lambda sums, last: reference.gigpo_advantage(
                 sums, ids.cpu(), anchors.cpu(), last, gamma, step_advantage_w, scale_by_std
             ),
         )
     out = rows.empty()
-    _C.gigpo_advantage(
-        rows.rewards,
-        ids,
-        anchors,
-        rows.last,
-        rows.mask,
-        rows.cu_seqlens,
-        rows.ragged_rewards,
-        gamma,
-        step_advantage_w,
-        scale_by_std,
-        out,
-        _backend.num_threads(),
-    )
+    options = (gamma, step_advantage_w, scale_by_std, out, _backend.num_threads())
+    _C.gigpo_advantage(rows.rewards, ids, anchors, *rows.layout, *options)
     return out
 
 
-def _row_rewards(rows: Rows, ids: torch.Tensor | None = None) -> torch.Tensor:
-    """Return (N,) float64 on the CPU, checked."""
+def _torch(
+    rows: Rows,
+    ids: torch.Tensor | None,
+    compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Return the values that `compute` makes of checked rewards and last steps, on the CPU."""
     check_trajectories(rows, ids)
-    sums = rows.row_sums()
-    check_finite(rows, sums)
-    return sums.cpu()
-
-
-def _spread(rows: Rows, values: torch.Tensor) -> torch.Tensor:
+    values = rows.row_sums()
+    check_finite(rows, values)
+    if rows.num_rows:
+        values = compute(values.cpu(), rows.last_or_all().cpu())
     return rows.spread(values.to(rows.rewards.device, torch.float32))

@@ -5,7 +5,6 @@ N rows, A cells of all rows.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, overload
@@ -14,8 +13,13 @@ import torch
 
 from skyrl_fast.ops.policy_loss.autograd import PolicyLoss
 from skyrl_fast.ops.policy_loss.losses import POLICY_LOSSES, LossScope, LossSpec
-from skyrl_fast.ops.policy_loss.reference import mask_values, name_metrics, weighted_loss
-from skyrl_fast.registry import Function, Registry
+from skyrl_fast.ops.policy_loss.reference import (
+    cell_row_ids,
+    mask_values,
+    name_metrics,
+    weighted_loss,
+)
+from skyrl_fast.registry import Function, Registry, call_function, check_result
 
 CLIP_METRICS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "chosen_ratio")
 SUMS = ("loss", "policy_loss", "kl_loss", "num_tokens")
@@ -50,10 +54,7 @@ class LossInputs:
     @property
     def row_ids(self) -> torch.Tensor:
         """(A,) int64, the row of each cell."""
-        rows = torch.arange(self.cu_seqlens.numel() - 1, device=self.cu_seqlens.device)
-        return torch.repeat_interleave(
-            rows, self.cu_seqlens.diff(), output_size=self.logprobs.numel()
-        )
+        return cell_row_ids(self.logprobs, self.cu_seqlens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,18 +165,6 @@ def find_policy_loss(name: str) -> LossSpec | CustomLoss:
     return _registry.find(name)
 
 
-def check_settings(name: str, function: Callable[..., object], settings: Mapping[str, Any]) -> None:
-    """Refuse keyword arguments that a user's function does not take.
-
-    Raises:
-        ValueError: names the function and the argument.
-    """
-    try:
-        inspect.signature(function).bind(None, **settings)
-    except TypeError as error:
-        raise ValueError(f"{name}: {error}") from error
-
-
 def custom_policy_loss(
     loss: CustomLoss,
     inputs: LossInputs,
@@ -198,7 +187,13 @@ def custom_policy_loss(
     """
     stream, logprobs = inputs.loss_mask, inputs.logprobs
     clean_inputs = _mask_inputs(inputs, None if loss.scope != "token" else token_weights)
-    output = call_custom_loss(loss, clean_inputs)
+    op = f"policy_loss: {loss.name}"
+    output = call_function(op, loss.function, clean_inputs, loss.settings, LossOutput)
+    check_result(op, "token_losses", output.token_losses, tuple(logprobs.shape))
+    if output.token_losses.device != logprobs.device:
+        raise ValueError(
+            f"{op}: token_losses must be on {logprobs.device}, got {output.token_losses.device}"
+        )
     value = mask_values(output.token_losses.to(logprobs.dtype), stream)
     if token_weights is not None:
         factor = mask_values(token_weights, stream)
@@ -230,36 +225,6 @@ def custom_policy_loss(
         for name, values in output.metrics.items():
             metrics[name] = _metric(loss.name, name, values, stream)
     return PolicyLoss(total, metrics)
-
-
-def call_custom_loss(loss: CustomLoss, inputs: LossInputs) -> LossOutput:
-    """Return the output of the function, with its type and shape checked."""
-    op = f"policy_loss: {loss.name}"
-    try:
-        output = loss.function(inputs, **loss.settings)
-    # Whatever it is: a run must say whose code failed.
-    except Exception as error:
-        raise RuntimeError(f"{op} raised {type(error).__name__}: {error}") from error
-    if isinstance(output, torch.Tensor):
-        output = LossOutput(output)
-    if not isinstance(output, LossOutput):
-        raise TypeError(
-            f"{op} must return LossOutput or a tensor of token losses, got {type(output).__name__}"
-        )
-    losses, shape = output.token_losses, tuple(inputs.logprobs.shape)
-    if not isinstance(losses, torch.Tensor) or not losses.is_floating_point():
-        got = losses.dtype if isinstance(losses, torch.Tensor) else type(losses).__name__
-        raise TypeError(f"{op}: token_losses must be a floating-point tensor, got {got}")
-    if tuple(losses.shape) != shape:
-        raise ValueError(
-            f"{op}: token_losses must be of shape {shape}, one loss per token, "
-            f"got {tuple(losses.shape)}"
-        )
-    if losses.device != inputs.logprobs.device:
-        raise ValueError(
-            f"{op}: token_losses must be on {inputs.logprobs.device}, got {losses.device}"
-        )
-    return output
 
 
 def _mask_inputs(inputs: LossInputs, token_weights: torch.Tensor | None) -> LossInputs:

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from _checkpoints import write_checkpoint
 
 from skyrl_fast.train.checkpoint.local import (
     CheckpointError,
@@ -25,7 +26,6 @@ from skyrl_fast.train.checkpoint.local import (
     latest_checkpoint,
     lock_run,
     read_state,
-    write_checkpoint,
     write_json,
 )
 from skyrl_fast.train.data.random_state import load_random_state, save_random_state, seed_everything
@@ -112,13 +112,12 @@ def test_other_errors_propagate_and_leave_no_files(tmp_path: Path) -> None:
 KILLED = """
 import sys, time
 from pathlib import Path
-from skyrl_fast.train.checkpoint.local import write_checkpoint
+from skyrl_fast.train.checkpoint.local import begin_checkpoint
 folder = Path(sys.argv[1])
-def slow(path):
+with begin_checkpoint(folder, 2) as path:
     (path / "weights").write_text("half")
     (folder / "started").write_text("")
     time.sleep(60)
-write_checkpoint(folder, 2, slow, keep=1)
 """
 
 

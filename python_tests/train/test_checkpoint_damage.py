@@ -217,36 +217,22 @@ def test_set_aside_never_replaces(tmp_path: Path) -> None:
     assert newest_intact(tmp_path) == (None, [])
 
 
-def without_manifest(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Make the checkpoint one of an older version, with a changed state."""
-    (checkpoint / "manifest.json").unlink()
+def change_state(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the state, with a manifest that belongs to it."""
     state = json.loads((checkpoint / "state.json").read_text())
-    del state["manifest"]
     change(state)
     (checkpoint / "state.json").write_text(json.dumps(state))
+    (checkpoint / "manifest.json").unlink()
+    (checkpoint / "manifest.json").write_text(json.dumps(make_manifest(checkpoint)))
 
 
 @pytest.mark.spec("async.checkpoint-unlisted")
-def test_checkpoint_without_manifest_is_accepted_with_a_warning(
-    kept: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_checkpoint_without_manifest_is_damaged(kept: Path) -> None:
     newest = kept / "step_000006"
-    without_manifest(newest, lambda state: None)
-    assert newest_intact(kept) == (newest, [])
-    assert f"{newest} has no manifest.json" in caplog.text
-
-
-@pytest.mark.spec("async.checkpoint-unlisted")
-@pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".safetensors")])
-@pytest.mark.parametrize("damage", [empty, half])
-def test_cut_file_without_manifest_is_named(
-    kept: Path, name: str, damage: Callable[[Path, Path], None]
-) -> None:
-    newest = kept / "step_000006"
-    without_manifest(newest, lambda state: None)
-    damage(newest / name, newest)
-    with pytest.raises(CheckpointError, match=r"step 6 is damaged: .*safetensors: "):
+    (newest / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"step 6 is damaged: .*manifest\.json: missing"):
         verify_checkpoint(newest)
+    assert newest_intact(kept)[0] == kept / "step_000004"
 
 
 def put(*path: Any) -> Callable[[dict[str, Any]], None]:
@@ -311,7 +297,7 @@ def test_impossible_state_is_damage(
     kept: Path, change: Callable[[dict[str, Any]], object], message: str
 ) -> None:
     newest = kept / "step_000006"
-    without_manifest(newest, change)
+    change_state(newest, change)
     with pytest.raises(CheckpointError, match=rf"step 6 is damaged: .*state.json: .*{message}"):
         read_state(newest)
     assert newest_intact(kept)[0] == kept / "step_000004"

@@ -13,9 +13,10 @@ import pytest
 pytest.importorskip("safetensors")
 
 import torch
+from _checkpoints import write_checkpoint
 from safetensors.torch import load_file, save_file
 
-from skyrl_fast.train.checkpoint.local import newest_intact, write_checkpoint, write_json
+from skyrl_fast.train.checkpoint.local import newest_intact, write_json
 
 VALUES = 200_000  # per file
 
@@ -28,7 +29,6 @@ def write_files(folder: Path, step: int) -> None:
     write_json(
         folder / "state.json",
         {
-            "manifest": "manifest.json",
             "step": step,
             "sampler": {"num_prompts": 4, "batch_size": 2, "position": 0, "epoch": 0, "seed": 0},
             "random": {

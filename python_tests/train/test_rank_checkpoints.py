@@ -47,7 +47,6 @@ from skyrl_fast.train.parallel.rank_processes import start_ranks
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK
 
 STATE = {
-    "manifest": "manifest.json",
     "sampler": {"num_prompts": 4, "batch_size": 2, "position": 0, "epoch": 0, "seed": 0},
     "random": {
         "python": [3, [0] * 625, None],

@@ -17,6 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 pytest.importorskip("transformers")
 
+from _checkpoints import write_checkpoint
 from _object_stores import URL, FlakyStore, KillAt, KilledError, plain
 from _object_stores import store as store
 from test_rank_checkpoints import STATE
@@ -27,7 +28,6 @@ from skyrl_fast.train.checkpoint.local import (
     RunInUseError,
     latest_checkpoint,
     verify_checkpoint,
-    write_checkpoint,
 )
 from skyrl_fast.train.checkpoint.manifest import find_damage, list_files
 from skyrl_fast.train.checkpoint.remote import CheckpointStore, ObjectStoreError, download

@@ -32,7 +32,6 @@ from skyrl_fast.train.algorithm.training_rows import SampledRows
 from skyrl_fast.train.algorithm.unread_rewards import UnreadRewardsWatch
 from skyrl_fast.train.callbacks import Callback, CallbackList
 from skyrl_fast.train.checkpoint.local import STATE, CheckpointError, read_state, write_json
-from skyrl_fast.train.checkpoint.manifest import MANIFEST
 from skyrl_fast.train.checkpoint.starting_point import checkpoint_folder
 from skyrl_fast.train.checkpoint.writer import CheckpointWriter
 from skyrl_fast.train.data.prompts import Prompt, PromptSampler, digest_of
@@ -546,7 +545,6 @@ class Trainer:
         if components.critic is not None:
             components.critic.save(folder / "critic")
         state = {
-            "manifest": MANIFEST,  # to be written next; without it the checkpoint is incomplete
             "step": self.progress.step,
             "policy_version": self.progress.step,
             "sampler": self._sampler.state(),

@@ -16,7 +16,6 @@ from __future__ import annotations
 import errno
 import itertools
 import json
-import logging
 import os
 import re
 import shutil
@@ -26,14 +25,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from skyrl_fast.errors import RunError
 from skyrl_fast.system.file_lock import close_locked, is_locked, lock_file
 from skyrl_fast.train.checkpoint.manifest import MANIFEST, Entries, find_damage, make_manifest
 from skyrl_fast.train.checkpoint.saved_state import check_state
-
-logger = logging.getLogger(__name__)
 
 STATE = "state.json"
 ADVICE = (
@@ -52,27 +47,6 @@ class RunInUseError(RunError):
     """A folder of the run belongs to a running process or to an earlier run."""
 
     exit_code = 2
-
-
-def write_checkpoint(
-    folder: Path, step: int, write: Callable[[Path], None], *, keep: int = -1
-) -> Path:
-    """Call `write(temporary folder)`, add the manifest, flush, rename; delete old checkpoints.
-
-    Args:
-        folder: folder of this run's checkpoints; created if missing.
-        step: number in the name; an existing checkpoint of this step is replaced.
-        write: writes the files; if it raises, earlier checkpoints are untouched.
-
-    Returns:
-        The checkpoint's folder.
-
-    Raises:
-        CheckpointError: the disk is full or not writable. Earlier checkpoints are intact.
-    """
-    with begin_checkpoint(folder, step) as temporary:
-        write(temporary)
-    return complete_checkpoint(folder, step, keep=keep)
 
 
 @contextmanager
@@ -214,33 +188,14 @@ def newest_intact(folder: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
 def verify_checkpoint(checkpoint: Path) -> None:
     """Check all files against the manifest, and the values of `state.json`.
 
-    A checkpoint from before there were manifests is accepted with a warning, if its files can be
-    opened.
-
     Raises:
         CheckpointError: a file is missing or damaged; the message names it.
     """
-    found = None
-    if (checkpoint / MANIFEST).exists():
-        found = find_damage(checkpoint)
-    if found is not None:
-        raise damage_error(checkpoint / found[0], found[1])
-    state = read_state(checkpoint)
-    if (checkpoint / MANIFEST).exists():
-        return
-    if state.get("manifest") == MANIFEST:
-        raise damage_error(checkpoint / MANIFEST, "missing")
-    for path in sorted(checkpoint.rglob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt"):
-                pass  # compares the header with the file's size
-        except (SafetensorError, OSError) as error:
-            raise damage_error(path, str(error)) from error
-    logger.warning(
-        "%s has no %s, as it was written by an older version: damaged files cannot be detected",
-        checkpoint,
-        MANIFEST,
-    )
+    damage = find_damage(checkpoint)
+    if damage is not None:
+        name, reason = damage
+        raise damage_error(checkpoint / name, reason)
+    read_state(checkpoint)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:

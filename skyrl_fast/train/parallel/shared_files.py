@@ -21,10 +21,6 @@ from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
 Write = Callable[[], Sequence[Path]]
 
 
-class FileError(OSError):
-    """Another rank could not write its files."""
-
-
 class SharedFiles:
     """The writes of this rank.
 
@@ -54,7 +50,7 @@ class SharedFiles:
         """On rank 0: wait for the writes of all ranks; return the files' entries of the manifest.
 
         Raises:
-            FileError: a rank could not write.
+            OSError: a rank could not write.
             RankError: a rank has exited.
         """
         assert self._running is not None
@@ -84,7 +80,7 @@ class SharedFiles:
         if found is None:
             return {}
         if any(fault for _, fault in found):
-            raise FileError("; ".join(fault for _, fault in found if fault))
+            raise OSError("; ".join(fault for _, fault in found if fault))
         return {name: entry for each, _ in found for name, entry in each.items()}
 
 

@@ -24,7 +24,7 @@ import pytest
 import yaml
 
 from skyrl_fast import cli
-from skyrl_fast.config.loading import build_config
+from skyrl_fast.config.loading import as_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PATTERNS = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/**/README.md")
@@ -186,7 +186,7 @@ def test_missing_name_is_found() -> None:
 
 def test_yaml_blocks_are_settings() -> None:
     for block in blocks("yaml"):
-        build_config(yaml.safe_load(block.text))
+        as_config(yaml.safe_load(block.text))
 
 
 def test_json_and_toml_blocks_are_valid() -> None:
@@ -244,7 +244,7 @@ def fault_of_ours(arguments: list[str]) -> str:
         if not found:
             return f"unknown argument {text}"
         try:
-            build_config({key: yaml.safe_load(value)})
+            as_config({key: yaml.safe_load(value)})
         except ValueError as error:
             return str(error)
     return ""

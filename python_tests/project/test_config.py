@@ -15,7 +15,7 @@ from _settings import NEEDED, error_of
 pytest.importorskip("omegaconf")
 
 from skyrl_fast.config import Config, ConfigError, as_config, to_dict
-from skyrl_fast.config.loading import build_config, check_config, load_config
+from skyrl_fast.config.loading import check_config, load_config
 from skyrl_fast.config.settings import leaves
 from skyrl_fast.config.skyrl_settings import SKYRL_ONLY
 
@@ -101,7 +101,7 @@ def test_interpolation_and_optional_section() -> None:
 def test_dict_round_trip() -> None:
     config = load_config(None, [*NEEDED, "trainer.logger=jsonl"])
     assert config.trainer.logger == ["jsonl"]
-    assert build_config(to_dict(config)) == config
+    assert as_config(to_dict(config)) == config
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_every_skyrl_setting_exists_or_is_explained() -> None:
     for name in lines[1:]:
         message = ""
         try:
-            build_config({name: object()})  # no setting has this type, but sections of free keys
+            as_config({name: object()})  # no setting has this type, but sections of free keys
         except ConfigError as error:
             message = str(error)
         explained = message.partition("a SkyRL setting that does not exist here: ")[2] in advice

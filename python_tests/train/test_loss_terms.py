@@ -15,7 +15,7 @@ from helpers._trees import agent_batch
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import AlgorithmConfig, Config, ConfigError, GeneratorConfig, check_config
-from skyrl_fast.config.loading import build_config
+from skyrl_fast.config.loading import as_config
 from skyrl_fast.train.algorithm.training_rows import training_rows
 from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.update import accumulate_gradient
@@ -124,9 +124,7 @@ def test_kl_alone_is_distillation_without_the_policy_loss() -> None:
 
 
 def config(**values: Any) -> Config:
-    return build_config(
-        {"data.train_data": ["a.jsonl"], "trainer.policy.model.path": "m", **values}
-    )
+    return as_config({"data.train_data": ["a.jsonl"], "trainer.policy.model.path": "m", **values})
 
 
 @pytest.mark.spec("terms.settings")

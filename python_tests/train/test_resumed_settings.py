@@ -13,14 +13,14 @@ pytest.importorskip("transformers")
 from helpers._training import fill, settings, train
 
 from skyrl_fast.config import Config, to_dict
-from skyrl_fast.config.loading import build_config
+from skyrl_fast.config.loading import as_config
 from skyrl_fast.train.checkpoint.resumed_settings import find_changed_settings
 
 pytestmark = pytest.mark.spec("run.changed-settings")
 
 
 def changed(**values: Any) -> list[str]:
-    return list(find_changed_settings(to_dict(Config()), to_dict(build_config(values))))
+    return list(find_changed_settings(to_dict(Config()), to_dict(as_config(values))))
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,9 @@ from skyrl_fast.config.corrections import (
     OffPolicyCorrectionConfig,
 )
 from skyrl_fast.config.engine import InferenceEngineConfig
-from skyrl_fast.config.loading import (
-    ConfigSource,
-    as_config,
-    check_config,
-    check_limits,
-    load_config,
-)
+from skyrl_fast.config.loading import check_config, check_limits, load_config
 from skyrl_fast.config.loggers import LOGGERS
+from skyrl_fast.config.parse import ConfigSource, as_config
 from skyrl_fast.config.sampling import SamplingParams
 from skyrl_fast.config.settings import (
     SCOPES,

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import io
 import os
 import re
-import types
-import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,43 +20,15 @@ from skyrl_fast.config.algorithm import (
 from skyrl_fast.config.corrections import MAX_KL_STEP
 from skyrl_fast.config.engine import LORA_RANKS, InferenceEngineConfig
 from skyrl_fast.config.loggers import LOGGERS
+from skyrl_fast.config.parse import as_config, read_yaml
 from skyrl_fast.config.progress import PROGRESS
-from skyrl_fast.config.sampling import SamplingParams, check_sampling
-from skyrl_fast.config.settings import (
-    REFERENCE,
-    AlgorithmConfig,
-    Config,
-    leaves,
-    merges_steps,
-    to_dict,
-)
-from skyrl_fast.config.skyrl_settings import advice_by_name, skyrl_advice
+from skyrl_fast.config.sampling import check_sampling
+from skyrl_fast.config.settings import REFERENCE, AlgorithmConfig, Config, leaves, merges_steps
 from skyrl_fast.ops.policy_loss.losses import POLICY_LOSSES, Cispo, LossSpec
-from skyrl_fast.setting import ConfigError, EnvironmentValue, limit_error, tools_error
-from skyrl_fast.system.printable import shorten
+from skyrl_fast.setting import ConfigError, limit_error, tools_error
 
-YAML = (".yaml", ".yml")  # of an override that is a file
 _POLICY_NAME = re.compile(r"[A-Za-z0-9_-]+")  # of files, metrics and modules
 _TAKEN_NAMES = (REFERENCE, "default")  # of the model without an adapter, of an adapter without name
-_NEAR = 0.75  # similarity of a misspelled name, see difflib
-
-# Names of TRL, verl and vLLM.
-_SYNONYMS = {
-    "learning_rate": "lr",
-    "max_tokens": "max_generate_length",
-    "max_new_tokens": "max_generate_length",
-    "max_completion_length": "max_generate_length",
-    "num_generations": "n_samples_per_prompt",
-    "gradient_accumulation_steps": "policy_mini_batch_size",
-    "per_device_train_batch_size": "train_batch_size",
-    "num_train_epochs": "epochs",
-    "num_iterations": "update_epochs_per_batch",
-    "output_dir": "run_path",
-    "save_steps": "ckpt_interval",
-    "max_steps": "max_training_steps",
-}
-
-ConfigSource = Config | Mapping[str, Any] | str | os.PathLike[str]
 
 
 def load_config(
@@ -83,166 +50,9 @@ def load_config(
         >>> load_config(None, ["data.train_data=[a.jsonl]", "trainer.policy.model.path=m"])
         Config(...)
     """
-    config = build_config(_read_yaml(path, overrides))
+    config = as_config(read_yaml(path, overrides))
     check_config(config, has_prompts=has_prompts)
     return config
-
-
-def as_config(source: ConfigSource) -> Config:
-    """Return a new `Config` from any form of settings; checks types, but no limits.
-
-    Args:
-        source: a `Config` (whose sections may be mappings), a mapping with nested or
-            dotted keys, or the path of a YAML file.
-
-    Raises:
-        ConfigError: an unknown key, a key given twice, or a value of the wrong type.
-
-    Example:
-        >>> as_config({"trainer.seed": 7, "trainer": {"epochs": 2}}).trainer.epochs
-        2
-    """
-    if isinstance(source, (str, os.PathLike)):
-        return build_config(_read_yaml(Path(source), ()))
-    if not isinstance(source, (Config, Mapping)):
-        raise ConfigError(
-            f"config: expected a Config, a mapping or the path of a YAML file, got {source!r}"
-        )
-    return build_config(to_dict(source, resolved=True) if isinstance(source, Config) else source)
-
-
-def _read_yaml(path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
-    where = str(path)
-    try:
-        merged: Any = OmegaConf.create({})
-        if path is not None:
-            merged = _sections(path)
-        for text in overrides:
-            where = f"override {text!r}"
-            if text.endswith(YAML) and "=" not in text:
-                merged.merge_with(_sections(text))
-                continue
-            if "=" not in text or text.startswith(("=", "+", "-")):
-                raise ConfigError(f"{where}: expected dotted.key=value, or another YAML file")
-            key, _, value = text.partition("=")
-            value = _quote_texts(value, _hint_at(Config, key.split(".")))
-            merged.merge_with(OmegaConf.from_dotlist([f"{key}={value}"]))
-        where = "overrides" if path is None else str(path)
-        values: Any = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
-        written = OmegaConf.to_container(merged, resolve=False)
-        if _uses_environment(written):
-            values = _mark_environment_values(values, written)
-    # OmegaConf raises OSError for a file that is no mapping, TypeError for a list as a section.
-    except RecursionError as error:
-        raise ConfigError(f"{shorten(where, 200)}: cannot be read: nested too deeply") from error
-    # ValueError: a number of more digits than Python reads.
-    except (OmegaConfBaseException, YAMLError, OSError, TypeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{where}: cannot be read: {error}") from error
-    assert isinstance(values, dict)
-    return values
-
-
-def _sections(path: str | Path) -> Any:
-    from omegaconf import OmegaConf
-
-    if not Path(path).is_file():
-        raise ConfigError(f"config file not found: {path}")
-    text = Path(path).read_text(encoding="utf-8")
-    loaded = OmegaConf.load(io.StringIO(_quote_texts(text, Config)))
-    if not OmegaConf.is_dict(loaded):
-        raise ConfigError(f"{path}: expected sections (data, trainer, ...), got a list or nothing")
-    return loaded
-
-
-def _quote_texts(text: str, hint: Any) -> str:
-    """Return YAML with plain values of strings quoted: `run_name: 0123` is not 83, nor `on`."""
-    import yaml
-
-    node = yaml.compose(text, Loader=yaml.SafeLoader)
-    found: dict[int, yaml.ScalarNode] = {}
-    if node is not None:
-        _find_texts(node, hint, found)
-    for start in sorted(found, reverse=True):
-        quoted = found[start].value.replace("'", "''")
-        text = f"{text[:start]}'{quoted}'{text[found[start].end_mark.index :]}"
-    return text
-
-
-def _find_texts(node: Any, hint: Any, found: dict[int, Any]) -> None:
-    """Add the plain values for strings, by their place in the YAML; null is none of them."""
-    hint = _without_none(hint)
-    if typing.get_origin(hint) is list:
-        for item in node.value if node.id == "sequence" else [node]:
-            _find_texts(item, typing.get_args(hint)[0], found)
-    elif dataclasses.is_dataclass(hint) and node.id == "mapping":
-        for key, value in node.value:
-            _find_texts(value, _hint_at(hint, str(key.value).split(".")), found)
-    elif hint is str and node.id == "scalar" and node.style is None and node.value:
-        in_a_line = node.start_mark.line == node.end_mark.line
-        if in_a_line and node.tag != "tag:yaml.org,2002:null":
-            found[node.start_mark.index] = node
-
-
-def _hint_at(hint: Any, keys: Sequence[str]) -> Any:
-    """Return the type of a setting below one of this type; None: there is none."""
-    for key in keys:
-        section = _without_none(hint)
-        hint = (
-            typing.get_type_hints(section).get(key) if dataclasses.is_dataclass(section) else None
-        )
-    return hint
-
-
-def _without_none(hint: Any) -> Any:
-    if typing.get_origin(hint) not in (types.UnionType, typing.Union):
-        return hint
-    (inner,) = [one for one in typing.get_args(hint) if one is not types.NoneType]
-    return inner
-
-
-def _uses_environment(written: Any) -> bool:
-    if isinstance(written, dict):
-        return any(map(_uses_environment, written.values()))
-    if isinstance(written, list):
-        return any(map(_uses_environment, written))
-    return isinstance(written, str) and "oc.env" in written
-
-
-def _mark_environment_values(value: Any, written: Any) -> Any:
-    """Return the value with each string that an interpolation gave as an `EnvironmentValue`.
-
-    All interpolations count: `${a.b}` may refer to one that reads an environment variable.
-
-    Args:
-        written: the same before it was resolved; a string where an interpolation gave a section.
-    """
-    inside = isinstance(written, str)
-    if isinstance(value, dict):
-        return {
-            k: _mark_environment_values(item, written if inside else written[k])
-            for k, item in value.items()
-        }
-    if isinstance(value, list):
-        pairs = zip(value, [written] * len(value) if inside else written, strict=True)
-        return [_mark_environment_values(item, one) for item, one in pairs]
-    if isinstance(value, str) and inside and "${" in written:
-        return EnvironmentValue(value, written)
-    return value
-
-
-def build_config(values: Mapping[str, Any]) -> Config:
-    """Return a `Config` from nested or dotted keys; missing keys keep their defaults.
-
-    Raises:
-        ConfigError: an unknown key (with a suggestion) or a value of the wrong type.
-    """
-    return _build(Config, values, "")
 
 
 def check_config(config: Config, *, has_prompts: bool = False) -> None:
@@ -541,116 +351,6 @@ def _check_estimator_rows(config: Config) -> None:
             f"trainer.algorithm.advantage_estimator: {estimator} is per turn and needs a row for "
             "each turn: generator.step_wise_trajectories=true and merge_stepwise_output=false"
         )
-
-
-def _build(cls: type, values: Any, prefix: str) -> Any:
-    if dataclasses.is_dataclass(values) and not isinstance(values, type):
-        values = to_dict(values, resolved=True)
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{prefix}: expected a section with keys, got {values!r}")
-    values = _by_section(values, prefix)
-    hints = typing.get_type_hints(cls)
-    known = {item.name for item in dataclasses.fields(cls)}
-    for key in values:
-        if key not in known:
-            raise ConfigError(_unknown_key(_join(prefix, str(key)), known))
-    return cls(
-        **{key: _convert(hints[key], value, _join(prefix, key)) for key, value in values.items()}
-    )
-
-
-def _by_section(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the values keyed by the first part of their keys; `a.b` is merged into `a`."""
-    result: dict[str, Any] = {}
-    for key, value in values.items():
-        name, dot, rest = str(key).partition(".")
-        new = {rest: value} if dot else value
-        if name in result:
-            old, new = (
-                to_dict(one, resolved=True) if dataclasses.is_dataclass(one) else one
-                for one in (result[name], new)
-            )
-            if not isinstance(old, Mapping) or not isinstance(new, Mapping) or old.keys() & new:
-                raise ConfigError(f"{_join(prefix, str(key))}: given twice")
-            new = {**old, **new}
-        result[name] = new
-    return result
-
-
-def _convert(hint: Any, value: Any, key: str) -> Any:
-    """Return the value as the hinted type; lossless conversions: int to float, item to list."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return value
-    if origin in (types.UnionType, typing.Union):
-        return None if value is None else _convert(_without_none(hint), value, key)
-    if dataclasses.is_dataclass(hint):
-        return _build(typing.cast(type, hint), value, key)
-    if origin is list:
-        items = value if isinstance(value, (list, tuple)) else [value]
-        if value is None or isinstance(value, Mapping):
-            raise ConfigError(f"{key}: expected a list, got {value!r}")
-        return [_convert(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(items)]
-    if origin is dict:
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{key}: expected a section with keys, got {value!r}")
-        return dict(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            raise ConfigError(f"{key}: expected a number that a float can hold") from None
-    if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return str(value)
-    if hint is str and isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if type(value) is not hint and not (hint is str and isinstance(value, EnvironmentValue)):
-        raise ConfigError(
-            f"{key}: expected {_article(hint)}, got {value!r} ({type(value).__name__})"
-        )
-    return value
-
-
-def _article(hint: type) -> str:
-    return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[hint]
-
-
-def _unknown_key(key: str, siblings: set[str]) -> str:
-    advice = skyrl_advice(key)
-    if advice is not None:
-        return f"{key}: a SkyRL setting that does not exist here: {advice}"
-    section, _, name = key.rpartition(".")
-    places: dict[str, str] = {}  # of each name, the first
-    sections: dict[str, str] = {}
-    for path, _, _ in leaves(_with_optional_sections(), ""):
-        places.setdefault(path.rpartition(".")[2], path)
-        while path := path.rpartition(".")[0]:
-            sections.setdefault(path.rpartition(".")[2], path)
-    if name in _SYNONYMS:
-        return f"{key}: unknown setting (did you mean {places[_SYNONYMS[name]]}?)"
-    near = [_join(section, other) for other in _near(name, siblings)]
-    if not near and name in sections:
-        near = [sections[name]]
-    advice = None if near else advice_by_name(name)
-    if advice is not None:
-        return f"{key}: unknown setting; SkyRL has one of this name: {advice}"
-    for candidate in near or [places[other] for other in _near(name, places)]:
-        return f"{key}: unknown setting (did you mean {candidate}?)"
-    return f"{key}: unknown setting; {section or 'the top level'} has {', '.join(sorted(siblings))}"
-
-
-def _near(name: str, known: Iterable[str]) -> list[str]:
-    return difflib.get_close_matches(name, known, n=1, cutoff=_NEAR)
-
-
-def _with_optional_sections() -> Config:
-    config = Config()
-    config.generator.eval_sampling_params = SamplingParams()
-    return config
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
 
 
 def environment_setting(name: str) -> str:

@@ -1,6 +1,6 @@
 """The settings of a training run: plain dataclasses, with SkyRL's names wherever SkyRL has the key.
 
-`config.loading.load_config` parses YAML and dotted overrides into them, `check_config` there
+`config.parse` builds them from YAML and dotted overrides, `config.loading.check_config`
 validates the values. Each field's metadata holds its limits and help text, so that validation and
 documentation have a single source.
 """

@@ -1,11 +1,12 @@
 """Write the package's stubs: `python scripts/stubs.py`.
 
-`__init__.pyi` lists the public names, which the package imports on first use; `_C.pyi` the bindings
-of the built extension, which must hold the CUDA kernels.
+`__init__.pyi` lists the public names of a package, which it imports on first use; `_C.pyi` the
+bindings of the built extension, which must hold the CUDA kernels.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 STUB = ROOT / "skyrl_fast" / "_C.pyi"
-PACKAGE_STUB = ROOT / "skyrl_fast" / "__init__.pyi"
+PACKAGES = ("skyrl_fast", "skyrl_fast.train")
 PLAIN_TYPES = {
     "typing.SupportsInt | typing.SupportsIndex": "int",
     "typing.SupportsFloat | typing.SupportsIndex": "float",
@@ -24,22 +25,28 @@ BUILD_ATTRIBUTES = {"compiler": "str", "cuda_archs": "str | None"}
 
 
 def main() -> None:
-    """Write both stubs."""
+    """Write all stubs."""
     from skyrl_fast import _C
 
-    PACKAGE_STUB.write_text(package_stub(), encoding="utf-8")
+    for package in PACKAGES:
+        stub_of(package).write_text(package_stub(package), encoding="utf-8")
     if _C.cuda_archs is None:
         sys.exit("stubs: expected an extension with CUDA kernels (SKYRL_FAST_CUDA=on), got none")
     STUB.write_text(generated_stub(), encoding="utf-8")
 
 
-def package_stub() -> str:
-    """Return the stub of `skyrl_fast` itself."""
-    import skyrl_fast
+def stub_of(package: str) -> Path:
+    """Return the path of a package's stub."""
+    return ROOT / package.replace(".", "/") / "__init__.pyi"
 
-    names = sorted(skyrl_fast._HOMES.items(), key=lambda item: (item[1], item[0]))
-    imports = [f"from {module} import {name} as {name}" for name, module in names]
-    return "\n".join(["# Written by scripts/stubs.py.", *imports, "", "__version__: str", ""])
+
+def package_stub(package: str) -> str:
+    """Return the stub of a package that imports its public names on first use."""
+    module = importlib.import_module(package)
+    names = sorted(module._HOMES.items(), key=lambda item: (item[1], item[0]))
+    imports = [f"from {home} import {name} as {name}" for name, home in names]
+    others = ["", "__version__: str"] if hasattr(module, "__version__") else []
+    return "\n".join(["# Written by scripts/stubs.py.", *imports, *others, ""])
 
 
 def generated_stub() -> str:

@@ -25,24 +25,10 @@ Example:
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from skyrl_fast.gateway.agents.task import AgentTask
-    from skyrl_fast.ops.advantage.estimators import (
-        EstimatorInputs,
-        EstimatorOutput,
-        register_advantage_estimator,
-    )
-    from skyrl_fast.ops.policy_loss.custom import LossInputs, LossOutput, register_policy_loss
-    from skyrl_fast.rollout.env.protocol import Action, Env, EnvStep
-    from skyrl_fast.train.callbacks import Callback, CallbackError
-    from skyrl_fast.train.output.loggers import Logger, RunInfo
-    from skyrl_fast.train.run import TrainResult, train_agent
-    from skyrl_fast.train.setup.errors import SetupError
-    from skyrl_fast.train.supervised import sft
-
-_HOMES = {  # imported on first use: `import skyrl_fast` stays light
+# Imported on first use: `import skyrl_fast` stays light. Type checkers read __init__.pyi.
+_HOMES = {
     "Action": "skyrl_fast.rollout.env.protocol",
     "AgentTask": "skyrl_fast.gateway.agents.task",
     "Callback": "skyrl_fast.train.callbacks",
@@ -63,26 +49,7 @@ _HOMES = {  # imported on first use: `import skyrl_fast` stays light
     "train_agent": "skyrl_fast.train.run",
 }
 
-__all__ = [
-    "Action",
-    "AgentTask",
-    "Callback",
-    "CallbackError",
-    "Env",
-    "EnvStep",
-    "EstimatorInputs",
-    "EstimatorOutput",
-    "Logger",
-    "LossInputs",
-    "LossOutput",
-    "RunInfo",
-    "SetupError",
-    "TrainResult",
-    "register_advantage_estimator",
-    "register_policy_loss",
-    "sft",
-    "train_agent",
-]
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

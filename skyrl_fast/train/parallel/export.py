@@ -8,31 +8,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
+from skyrl_fast.train.parallel.ranks import run_on_all_ranks
 from skyrl_fast.train.parallel.sharding import full_weight, names_by_layer, weights_of
 from skyrl_fast.train.parallel.traffic import CHECKPOINT
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-class HasPretrained(Protocol):
-    """A policy or a critic."""
-
-    ranks: Ranks
-
-    @property
-    def pretrained(self) -> Any:
-        """The transformers model that is saved."""
-        ...
-
-
-def save_pretrained(owner: HasPretrained, folder: Path) -> None:
-    """Write the config and an index, and queue the weights in `ranks.files`."""
+def save_pretrained(owner: Any, folder: Path) -> None:
+    """Write the config and an index of a policy or a critic; queue the weights in `ranks.files`."""
     found = _queue_weights(owner, folder)
     owner.pretrained.save_pretrained(folder, state_dict={})
     (folder / WEIGHTS).unlink(missing_ok=True)  # that of no weights
@@ -44,7 +33,7 @@ def save_pretrained(owner: HasPretrained, folder: Path) -> None:
 
 
 @run_on_all_ranks
-def _queue_weights(owner: HasPretrained, folder: Path) -> list[tuple[str, str, int]]:
+def _queue_weights(owner: Any, folder: Path) -> list[tuple[str, str, int]]:
     """Queue the weights of this rank; return name, file and bytes of those of all ranks."""
     ranks, model = owner.ranks, owner.pretrained
     owners = writers(model, ranks.size)

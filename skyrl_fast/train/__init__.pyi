@@ -1,0 +1,19 @@
+# Written by scripts/stubs.py.
+from skyrl_fast.gateway.agents.task import AgentTask as AgentTask
+from skyrl_fast.ops.advantage.estimators import EstimatorInputs as EstimatorInputs
+from skyrl_fast.ops.advantage.estimators import EstimatorOutput as EstimatorOutput
+from skyrl_fast.ops.advantage.estimators import register_advantage_estimator as register_advantage_estimator
+from skyrl_fast.ops.policy_loss.custom import LossInputs as LossInputs
+from skyrl_fast.ops.policy_loss.custom import LossOutput as LossOutput
+from skyrl_fast.ops.policy_loss.custom import register_policy_loss as register_policy_loss
+from skyrl_fast.rollout.env.protocol import Action as Action
+from skyrl_fast.rollout.env.protocol import Env as Env
+from skyrl_fast.rollout.env.protocol import EnvStep as EnvStep
+from skyrl_fast.train.callbacks import Callback as Callback
+from skyrl_fast.train.callbacks import CallbackError as CallbackError
+from skyrl_fast.train.output.loggers import Logger as Logger
+from skyrl_fast.train.output.loggers import RunInfo as RunInfo
+from skyrl_fast.train.run import TrainResult as TrainResult
+from skyrl_fast.train.run import train_agent as train_agent
+from skyrl_fast.train.setup.errors import SetupError as SetupError
+from skyrl_fast.train.supervised import sft as sft

@@ -32,7 +32,7 @@ from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.policy_calls import PolicyCalls
 from skyrl_fast.rollout.trajectory import Trajectory
-from skyrl_fast.train.flow.frozen_heap import frozen_heap
+from skyrl_fast.train.flow.frozen_heap import freeze_heap
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = 8_000
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--runs", type=int, default=5)
     options = parser.parse_args()
-    with frozen_heap():
+    with freeze_heap():
         played = [
             asyncio.run(session_times(options.turns, options.tokens)) for _ in range(options.runs)
         ]

@@ -27,7 +27,7 @@ from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.env.protocol import Action, Env, EnvStep
 from skyrl_fast.rollout.groups import rollout
 from skyrl_fast.train.data.prompts import Prompt
-from skyrl_fast.train.flow.frozen_heap import frozen_heap
+from skyrl_fast.train.flow.frozen_heap import freeze_heap
 
 GROUP = 8  # trajectories of a prompt
 USUAL_TURNS, USUAL_TRAJECTORIES = 4, 64
@@ -82,7 +82,7 @@ def milliseconds_of_turn(trajectories: int, turns: int, rounds: int) -> tuple[fl
     """Return the CPU milliseconds of a turn, and the tokens of the last turn's prompt."""
     best, tokens = float("inf"), 0
     for _ in range(rounds):
-        with frozen_heap():  # as in a run
+        with freeze_heap():  # as in a run
             before = time.process_time()
             found = asyncio.run(run(trajectories, turns))
             best = min(best, time.process_time() - before)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.split import mini_batch_boundaries
-from skyrl_fast.ops.passes.plan import balanced_parts
+from skyrl_fast.ops.passes.plan import balance_parts
 from skyrl_fast.train.algorithm.advantages import compute_advantages, normalize_advantages
 
 STEP_WISE_KEYS = ("trajectory_ids", "is_last_step")
@@ -363,7 +363,7 @@ def test_mini_batches_are_numbered_from_0():
 @pytest.mark.spec("update.micro-batches")
 @given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 120), st.integers(1, 4))
 def test_parts_are_within_the_budget_and_as_many_as_ranks_can_share(loads, budget, num_ranks):
-    parts, number = balanced_parts(np.array(loads, np.int64), budget, multiple=num_ranks)
+    parts, number = balance_parts(np.array(loads, np.int64), budget, multiple=num_ranks)
     assert number % num_ranks == 0 and number >= num_ranks
     assert parts.shape == (len(loads),) and set(parts.tolist()) <= set(range(number))
     sums = np.bincount(parts, loads, minlength=number)
@@ -374,7 +374,7 @@ def test_parts_are_within_the_budget_and_as_many_as_ranks_can_share(loads, budge
 
 @pytest.mark.spec("update.micro-batches")
 def test_parts_are_balanced():
-    parts, number = balanced_parts(np.array([9, 8, 7, 6, 5, 5]), 100, multiple=2)
+    parts, number = balance_parts(np.array([9, 8, 7, 6, 5, 5]), 100, multiple=2)
     assert np.bincount(parts, [9, 8, 7, 6, 5, 5]).tolist() == [20, 20] and number == 2
 
 

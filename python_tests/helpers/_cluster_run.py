@@ -39,7 +39,7 @@ class Here:
 
     def __call__(self, config: Config, signals: StopSignals, starter: RankStarter) -> Any:
         run.load_tokenizer = lambda path: FakeTokenizer()  # type: ignore[assignment]
-        run.frozen_heap = contextlib.nullcontext  # type: ignore[assignment]
+        run.freeze_heap = contextlib.nullcontext  # type: ignore[assignment]
         return run._run_here(
             config,
             signals,

@@ -33,7 +33,7 @@ def fill(folder: Path, monkeypatch: pytest.MonkeyPatch, *, num_prompts: int) -> 
     write_prompts(folder / "val.jsonl", 4)
     monkeypatch.setattr(run_module, "load_tokenizer", lambda path: FakeTokenizer())
     # It collects garbage twice, which takes longer than a run, as the tests' heap is large.
-    monkeypatch.setattr(run_module, "frozen_heap", nullcontext)
+    monkeypatch.setattr(run_module, "freeze_heap", nullcontext)
     return folder
 
 

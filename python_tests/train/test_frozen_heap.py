@@ -16,7 +16,7 @@ from skyrl_fast.train import run as run_module
 # In a process of its own: a collection visits all objects of the tests.
 HEAP = """
 import gc, weakref
-from skyrl_fast.train.flow.frozen_heap import frozen_heap
+from skyrl_fast.train.flow.frozen_heap import freeze_heap
 
 class Node:
     def __init__(self):
@@ -24,7 +24,7 @@ class Node:
 
 old = Node()
 dead = weakref.ref(old)
-with frozen_heap():
+with freeze_heap():
     assert gc.get_freeze_count() > 0
     del old
     new = weakref.ref(Node())
@@ -35,7 +35,7 @@ gc.collect()
 assert dead() is None
 gc.freeze()  # by the program itself: it stays
 before = gc.get_freeze_count()
-with frozen_heap():
+with freeze_heap():
     assert gc.get_freeze_count() == before
 assert gc.get_freeze_count() == before > 0
 """
@@ -61,6 +61,6 @@ def test_training_begins_with_a_frozen_heap(
     async def during(step: int) -> None:
         trained_frozen.append(bool(frozen))
 
-    monkeypatch.setattr(run_module, "frozen_heap", recorded)
+    monkeypatch.setattr(run_module, "freeze_heap", recorded)
     train(settings(folder, "run", "trainer.max_training_steps=1"), Recorder(during))
     assert trained_frozen == [True] and frozen == []

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from skyrl_fast.ops.passes.plan import balanced_parts
+from skyrl_fast.ops.passes.plan import balance_parts
 from skyrl_fast.train.model.forward_pass import MicroBatch
 from skyrl_fast.train.model.packed_rows import find_packed_support, pack_rows
 from skyrl_fast.train.model.row_layout import supports_trees
@@ -147,7 +147,7 @@ def test_packed_rows_of_random_lengths(seed: int) -> None:
     width = max(lengths)
     micro = sequences(lengths, width)
     rows = pack_rows(backbone, micro)
-    count = balanced_parts(np.array(lengths), width)[1]
+    count = balance_parts(np.array(lengths), width)[1]
     # A token costs as much as 6 * 32 pairs; a mask has width pairs of each token, half needed.
     costs_less = count * (192 + width) < len(lengths) * (192 + width / 2)
     assert (rows is not None) == costs_less

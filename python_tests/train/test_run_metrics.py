@@ -17,7 +17,7 @@ from skyrl_fast.config import ConfigError
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.train.memory.peak import PeakMemory
 from skyrl_fast.train.metrics.rewards import reward_spread
-from skyrl_fast.train.metrics.rollouts import prefix_cache_metrics, truncated_turns
+from skyrl_fast.train.metrics.rollouts import prefix_cache_metrics, truncation_metrics
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.output.progress import ProgressDisplay
 from skyrl_fast.train.output.time_shares import time_shares
@@ -152,11 +152,11 @@ def test_share_of_cached_prompt_tokens() -> None:
 def test_truncated_turns() -> None:
     cut = trajectory("a", 0.0, turns=[(8, "stop"), (8, "length")])
     prompt_too_long = trajectory("a", 0.0, turns=[(8, "stop"), (3, "length")])
-    assert truncated_turns([cut, prompt_too_long], 8) == {"generate/truncated_turn_share": 0.25}
-    assert truncated_turns([trajectory("a", 0.0, turns=[(8, "length")])], 8) == {
+    assert truncation_metrics([cut, prompt_too_long], 8) == {"generate/truncated_turn_share": 0.25}
+    assert truncation_metrics([trajectory("a", 0.0, turns=[(8, "length")])], 8) == {
         "generate/truncated_turn_share": 1.0
     }
-    assert truncated_turns([], 8) == {"generate/truncated_turn_share": 0.0}
+    assert truncation_metrics([], 8) == {"generate/truncated_turn_share": 0.0}
 
 
 STEP = {

@@ -20,7 +20,6 @@ class UsageError(RunError):
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, *, is_required: bool = True) -> None:
-    """Add a configuration file and its overrides."""
     if is_required:
         parser.add_argument("config", help="YAML file: sections data, trainer, generator, ...")
     else:

@@ -183,7 +183,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report; return 1 if a required part is missing or a kernel's results are wrong."""
     sys.stdout.write(report(as_json=options.json) + "\n")
     wrong = False
     if options.gpu:

@@ -100,7 +100,6 @@ def _write_model(options: argparse.Namespace) -> str:
 
 
 def _to_list(array: Any) -> Any:
-    """Return an array, of routes or kept ids, as lists."""
     return array.tolist()
 
 

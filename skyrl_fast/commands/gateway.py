@@ -116,7 +116,7 @@ async def _serve(config: Config, run: Path) -> None:
     from skyrl_fast.config.model_folder import model_folder
     from skyrl_fast.rollout.engine.from_settings import make_untrained_engines
     from skyrl_fast.rollout.engine.pool import EnginePool
-    from skyrl_fast.train.flow.frozen_heap import frozen_heap
+    from skyrl_fast.train.flow.frozen_heap import freeze_heap
     from skyrl_fast.train.model.policy import load_tokenizer
 
     folder = str(model_folder(str(config.trainer.policy.model.path)))
@@ -137,7 +137,7 @@ async def _serve(config: Config, run: Path) -> None:
                 sys.stdout.write(_greeting(config, sessions, run))
                 sys.stdout.flush()
                 watching = asyncio.create_task(_keep_running(pool))
-                with frozen_heap():
+                with freeze_heap():
                     await asyncio.wait([watching, stopped], return_when=asyncio.FIRST_COMPLETED)
                 if watching.done():
                     watching.result()

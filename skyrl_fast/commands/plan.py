@@ -50,7 +50,6 @@ def num_bytes(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plan; return 0 if the run fits, 1 if not."""
     with needs_extra("train"):
         import torch
 

@@ -19,7 +19,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the settings that have the word in their name or help; return 1 if none has."""
     word = options.word.lower()
     entries = [entry for entry in setting_entries() if word in entry.lower()]
     sys.stdout.write("".join(entries) or f"no setting has {options.word!r} in its name or help\n")

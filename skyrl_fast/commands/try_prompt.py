@@ -69,7 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the trajectories of one prompt; return 1 if one failed."""
     log_to_stderr()
     with needs_extra("train"):
         from skyrl_fast.config.loading import load_config

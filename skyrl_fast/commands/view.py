@@ -21,7 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the page and print its address."""
     from skyrl_fast.viewer.build import build_view
 
     log_to_stderr()

@@ -46,7 +46,6 @@ class OffPolicyCorrectionConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether any correction or mask is enabled."""
         bounds = (
             self.outlier_token_is_threshold_low,
             self.outlier_token_is_threshold_high,

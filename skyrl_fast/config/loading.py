@@ -354,5 +354,4 @@ def _check_estimator_rows(config: Config) -> None:
 
 
 def environment_setting(name: str) -> str:
-    """Return an environment variable's value, or "" if it is not set."""
     return os.environ.get(name, "")

@@ -226,7 +226,6 @@ def triton_is_interpreted() -> bool:
 
 
 def device_kind(device: torch.device) -> str:
-    """Return "cpu", "cuda" or another type of device."""
     return device.type
 
 

@@ -61,7 +61,6 @@ class Field:
 
 
 def is_array(value: object) -> bool:
-    """Return whether `value` is a torch tensor or a numpy array."""
     return isinstance(value, (torch.Tensor, np.ndarray))
 
 
@@ -189,7 +188,6 @@ def fill(op: str, copies: Sequence[tuple[Any, ...]], fills: Sequence[tuple[Any, 
 
 
 def check_names(op: str, argument: str, names: Sequence[str], fields: Mapping[str, Any]) -> None:
-    """Raise where an option names an unknown field."""
     for name in names:
         if name not in fields:
             raise ValueError(

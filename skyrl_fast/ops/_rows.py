@@ -42,7 +42,6 @@ class Rows:
         return self.last, self.mask, self.cu_seqlens, self.ragged_rewards
 
     def empty(self) -> torch.Tensor:
-        """Return an uninitialised float32 result."""
         return _backend.empty(self.shape, torch.float32)
 
     def last_or_all(self) -> torch.Tensor:
@@ -186,7 +185,6 @@ def check_finite(rows: Rows, sums: torch.Tensor, where: torch.Tensor | None = No
 
 
 def check_discount(op: str, name: str, value: float) -> None:
-    """Refuse a factor that is not from 0 to 1."""
     if not 0.0 <= value <= 1.0:
         raise ValueError(f"{op}: {name} must be from 0 to 1, got {value}")
 

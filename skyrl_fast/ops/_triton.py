@@ -49,7 +49,6 @@ def selected_logprob(
     lse: Tensor,
     entropy: Tensor | None,
 ) -> None:
-    """Write log-probabilities, log-sum-exps and entropies."""
     vocab = logits.shape[-1]
     if targets.numel() == 0:
         return
@@ -141,7 +140,6 @@ def masked_logprob_loss(
     entropy: Tensor | None,
     grad: Tensor | None,
 ) -> None:
-    """Write log-probabilities, entropies and the gradient of the weighted sum of losses."""
     vocab = logits.shape[-1]
     if targets.numel() == 0:
         return
@@ -211,7 +209,6 @@ def policy_loss(
     grad: Tensor | None,
     metrics: Tensor,
 ) -> None:
-    """Write the metrics, and the gradient of cells (N, R) or (A,) with offsets."""
     num_cells, num_rows = current.numel(), row_weights.numel()
     num_programs = math.ceil(num_cells / LOSS_BLOCK)
     partial = metrics.new_empty((losses.NUM_SUMS, num_programs))

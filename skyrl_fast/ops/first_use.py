@@ -137,7 +137,6 @@ def measure_cases(device: torch.device, backend: str) -> Iterator[dict[str, Any]
 
 
 def gpus() -> list[torch.device]:
-    """Return the GPUs that torch sees."""
     return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
 
 

@@ -87,7 +87,7 @@ def _report(
     longest = config.generator.sampling_params.max_generate_length
     return {
         **rollouts.trajectory_metrics(trajectories, rows.steps),
-        **rollouts.truncated_turns(trajectories, longest),
+        **rollouts.truncation_metrics(trajectories, longest),
         **rollouts.prefix_cache_metrics(trajectories),
         **rollouts.batch_metrics(
             rows.trained,

@@ -45,7 +45,7 @@ from skyrl_fast.train.checkpoint.starting_point import (
 from skyrl_fast.train.data.prompts import Prompt, PromptSource
 from skyrl_fast.train.data.schedule import total_steps
 from skyrl_fast.train.flow.event_loop import StopSignals
-from skyrl_fast.train.flow.frozen_heap import frozen_heap
+from skyrl_fast.train.flow.frozen_heap import freeze_heap
 from skyrl_fast.train.flow.rollouts import Rollouts
 from skyrl_fast.train.memory.device_plan import MemoryPlan
 from skyrl_fast.train.model.models import (
@@ -417,7 +417,7 @@ async def _run_loop(
             trainer.stop.set()
 
         signals.handle_by(on_signal)
-        with display, frozen_heap():
+        with display, freeze_heap():
             progress = await trainer.run()
     finally:
         await components.rollouts.close()

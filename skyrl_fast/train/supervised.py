@@ -170,7 +170,6 @@ class Demonstrations:
     """The `Rollouts` of supervised fine-tuning: nothing is sampled."""
 
     def __init__(self, steps: Mapping[str, list[Step]]) -> None:
-        """Store the steps of each prompt, by uid."""
         self.board = ActivityBoard()
         self._steps = steps
         self._policy: Policy | None = None

@@ -45,7 +45,6 @@ class Options:
 
     @property
     def divisor(self) -> float:
-        """What the kernels divide by."""
         return self.temperature / (self.soft_cap or self.logit_scale)
 
     def write_chunk(

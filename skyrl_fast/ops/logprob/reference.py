@@ -33,7 +33,7 @@ def selected_logprob(
     scaled = logits[rows].to(dtype) / temperature
     wrong = None
     if kept is not None:
-        allowed, wrong = _allowed(kept.of_rows(rows), scaled.shape[1])
+        allowed, wrong = _find_allowed(kept.of_rows(rows), scaled.shape[1])
         wrong = wrong | ~allowed.gather(1, target_ids[rows, None]).squeeze(1)
         scaled = scaled.masked_fill(~allowed, -torch.inf)
     logprobs = torch.log_softmax(scaled, dim=-1)
@@ -50,7 +50,7 @@ def selected_logprob(
     return zeros.index_put((rows,), chosen), zeros.index_put((rows,), entropy)
 
 
-def _allowed(kept: KeptSets, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _find_allowed(kept: KeptSets, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (M, V) bool, the ids of each row, and (M,) bool, the rows whose set is not valid."""
     row, place = kept.pairs()
     ids = kept.ids[place].long()

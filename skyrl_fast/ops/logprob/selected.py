@@ -106,7 +106,6 @@ def selected_logprob(
 
 
 def check_logits(op: str, logits: torch.Tensor) -> None:
-    """Check type, shape and stride of logits (..., V)."""
     if not isinstance(logits, torch.Tensor):
         raise TypeError(f"{op}: logits must be a torch tensor, got {type(logits).__name__}")
     if logits.dim() < 1 or logits.shape[-1] < 1:
@@ -158,7 +157,6 @@ def as_uint8(mask: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def check_targets(op: str, targets: torch.Tensor, keep: torch.Tensor | None, vocab: int) -> None:
-    """Check that unmasked targets are in [0, vocab)."""
     bad = (targets < 0) | (targets >= vocab)
     if keep is not None:
         bad = bad & (keep != 0)

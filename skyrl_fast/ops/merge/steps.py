@@ -211,7 +211,6 @@ def merge_flat_steps(
 
 
 def check_drift(op: str, drift: str, max_drift_tokens: int) -> None:
-    """Raise for an unknown policy or a negative number of tokens."""
     if drift not in DRIFTS:
         raise ValueError(f"{op}: drift must be one of {DRIFTS}, got {drift!r}")
     if max_drift_tokens < 0:

@@ -102,7 +102,6 @@ def _deep_copy(value: Any) -> Any:
 
 
 def check_pad_mode(op: str, pad_size: int, mode: str) -> None:
-    """Raise for an invalid number of padding rows or mode."""
     if isinstance(pad_size, bool) or not isinstance(pad_size, int):
         raise TypeError(f"{op}: pad_size must be an int, got {pad_size!r}")
     if pad_size < 0:

@@ -136,7 +136,7 @@ class PassPlan:
         return out
 
 
-def balanced_parts(loads: np.ndarray, budget: int, *, multiple: int = 1) -> tuple[np.ndarray, int]:
+def balance_parts(loads: np.ndarray, budget: int, *, multiple: int = 1) -> tuple[np.ndarray, int]:
     """Return (n,) the part of each item, numbered by decreasing load, and the number of parts.
 
     Args:

@@ -124,7 +124,6 @@ class KlPenalty(torch.autograd.Function):
         kl: int,
         use_triton: bool,
     ) -> torch.Tensor:
-        """Return the penalties, in the shape of `current`."""
         ctx.save_for_backward(current, ref, mask)
         ctx.how = (kl, use_triton)
         return torch.ops.skyrl_fast.kl_penalty(current, ref, mask, None, kl, use_triton)
@@ -132,7 +131,6 @@ class KlPenalty(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
-        """Return the gradient of `current`."""
         grad_out = grad_out.contiguous()
         grad = torch.ops.skyrl_fast.kl_penalty(*ctx.saved_tensors, grad_out, *ctx.how)
         return grad, None, None, None, None

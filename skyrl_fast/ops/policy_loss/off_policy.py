@@ -161,7 +161,7 @@ def _torch(
         rules, old.reshape(-1), rollout.reshape(-1), live, cell_sequences, num_rows
     )
     shaped = None if weights is None else weights.reshape(old.shape)
-    return shaped, keep.reshape(old.shape) if rules.masks else None, metrics
+    return shaped, keep.reshape(old.shape) if rules.can_mask else None, metrics
 
 
 def _native(
@@ -173,7 +173,7 @@ def _native(
     sequence: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, torch.Tensor]]:
     starts, order = _rows_by_sequence(sequence)
-    new_mask = _backend.empty(mask.shape, mask.dtype) if rules.masks else None
+    new_mask = _backend.empty(mask.shape, mask.dtype) if rules.can_mask else None
     weights = _backend.empty(old.shape, old.dtype) if rules.tis is not None else None
     metrics = torch.empty(len(NATIVE_METRICS), dtype=torch.float64)
     _C.off_policy_correction(
@@ -183,8 +183,8 @@ def _native(
         cu_seqlens,
         starts,
         order,
-        rules.outliers,
-        rules.bounded,
+        rules.has_outlier_rule,
+        rules.has_token_mask,
         TIS_KINDS[rules.tis],
         SEQUENCE_MASK_KINDS[rules.sequence_mask],
         [
@@ -202,8 +202,8 @@ def _native(
         _backend.num_threads(),
     )
     applied = {"ratio", f"tis_{rules.tis}"}
-    applied |= {"outlier"} if rules.outliers else set()
-    applied |= {"token_mask"} if rules.bounded else set()
+    applied |= {"outlier"} if rules.has_outlier_rule else set()
+    applied |= {"token_mask"} if rules.has_token_mask else set()
     applied |= {"sequence_mask"} if rules.sequence_mask is not None else set()
     prefix = "geo" if rules.sequence_mask == "geometric" else "product"
     entries = zip(NATIVE_METRICS, metrics.unbind(), strict=True)

@@ -33,19 +33,16 @@ class Rules:
     mask_high: float
 
     @property
-    def outliers(self) -> bool:
-        """Whether there is an outlier rule."""
+    def has_outlier_rule(self) -> bool:
         return self.outlier_low is not None or self.outlier_high is not None
 
     @property
-    def bounded(self) -> bool:
-        """Whether there is a token mask."""
+    def has_token_mask(self) -> bool:
         return self.token_low is not None or self.token_high is not None
 
     @property
-    def masks(self) -> bool:
-        """Whether any rule can make the mask smaller."""
-        return self.outliers or self.bounded or self.sequence_mask is not None
+    def can_mask(self) -> bool:
+        return self.has_outlier_rule or self.has_token_mask or self.sequence_mask is not None
 
 
 def off_policy_correction(
@@ -77,7 +74,7 @@ def off_policy_correction(
         return (flags & trained).sum().double() / trained.sum().double().clamp(min=1)
 
     keep = live
-    if rules.outliers:
+    if rules.has_outlier_rule:
         high = torch.inf if rules.outlier_high is None else rules.outlier_high
         low = -torch.inf if rules.outlier_low is None else rules.outlier_low
         over = per_sequence(live & (ratio > high)) > 0
@@ -86,7 +83,7 @@ def off_policy_correction(
         metrics["outlier_seq_over_high_ratio"] = share(over)
         metrics["outlier_seq_under_low_ratio"] = share(under)
         keep = keep & ~(over | under)[sequence]
-    if rules.bounded:
+    if rules.has_token_mask:
         before = keep.sum().double().clamp(min=1)
         high = torch.inf if rules.token_high is None else rules.token_high
         low = -torch.inf if rules.token_low is None else rules.token_low

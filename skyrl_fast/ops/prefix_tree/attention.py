@@ -267,11 +267,11 @@ def flex_block_mask(ends: Tensor, window: int | None = None, chunk: int | None =
         rule = reaches
     partial = (seen & ~full) | torch.eye(count, dtype=torch.bool, device=ends.device)
     return BlockMask.from_kv_blocks(
-        *_chosen(partial), *_chosen(full), BLOCK_SIZE=FLEX_BLOCK, mask_mod=rule
+        *_list_chosen(partial), *_list_chosen(full), BLOCK_SIZE=FLEX_BLOCK, mask_mod=rule
     )
 
 
-def _chosen(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _list_chosen(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return each query block's number of key blocks, (1, 1, Q), and their indices, (1, 1, Q, K).
 
     The counted ones come first; the order of the others does not matter.

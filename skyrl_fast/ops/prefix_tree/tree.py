@@ -121,7 +121,7 @@ def build_prefix_tree(
         ([1, 2, 3, 4], [-1, 0, 1, 1], [0, 1, 2, 0, 1, 3])
     """
     use_torch = _backend.select(OP, backend=backend) == "torch"
-    rows, label_rows = _checked(tokens, cu_seqlens, group_ids, lengths, labels, cu_labels)
+    rows, label_rows = _check_arguments(tokens, cu_seqlens, group_ids, lengths, labels, cu_labels)
     inserted = rows[1]
     row_starts = _offsets(inserted)
     if use_torch:
@@ -157,7 +157,7 @@ def prefix_tree_size(
         >>> prefix_tree_size(torch.tensor([1, 2, 3, 1, 2, 4]), torch.tensor([0, 3, 6]))
         4
     """
-    rows, _ = _checked(tokens, cu_seqlens, group_ids, None, None, None)
+    rows, _ = _check_arguments(tokens, cu_seqlens, group_ids, None, None, None)
     tokens = tokens.to(torch.int32).contiguous()
     return int(_C.PrefixTree(tokens, rows, None, _backend.num_threads()).num_nodes)
 
@@ -166,7 +166,7 @@ _RowArrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 _LabelArrays = tuple[torch.Tensor, np.ndarray, np.ndarray]
 
 
-def _checked(
+def _check_arguments(
     tokens: torch.Tensor,
     cu_seqlens: torch.Tensor,
     group_ids: Sequence[str] | Sequence[int] | torch.Tensor | None,

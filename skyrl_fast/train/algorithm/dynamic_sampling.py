@@ -90,12 +90,10 @@ class GroupSampling:
 
     @property
     def num_kept(self) -> int:
-        """Number of groups to train on so far."""
         return len(self._kept)
 
     @property
     def kept_uids(self) -> set[str]:
-        """Uids of the groups to train on so far."""
         return set(self._kept)
 
     def add(

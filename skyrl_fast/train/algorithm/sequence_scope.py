@@ -79,7 +79,6 @@ class GroupSpread:
 
 
 def group_spread(units: Sequences) -> GroupSpread:
-    """Return the spread of each group's outcomes."""
     # Sequences without a trained token (placeholders of failed trajectories, or masked by a filter)
     # are not compared: they are not outcomes of the policy.
     most = np.full(units.num_groups, -np.inf)

@@ -47,7 +47,6 @@ class UnreadRewardsWatch:
         self._warned = False
 
     def see(self, trajectories: Sequence[Trajectory]) -> None:
-        """Look at a batch."""
         message = None if self._warned else unread_rewards(self._config, trajectories)
         if message is not None:
             self._warned = True

@@ -296,7 +296,6 @@ class PromptSampler:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Number of full batches in one pass over the prompts."""
         return self._num_prompts // self._batch_size
 
     def next_prompt(self) -> int:

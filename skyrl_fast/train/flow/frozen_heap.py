@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def frozen_heap() -> Iterator[None]:
+def freeze_heap() -> Iterator[None]:
     """Exempt the objects that exist now from garbage collection in the context."""
     # Models and libraries are over a million objects. A full collection visits all of them, 0.3
     # seconds in the event loop, every few steps of a small model. A program that has frozen objects

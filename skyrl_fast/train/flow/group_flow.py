@@ -175,7 +175,6 @@ class GroupFlow:
         }
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers of running and ready groups."""
         return {
             "async/num_groups_running": float(self.schedule.num(RUNNING)),
             "async/num_groups_ready": float(self.schedule.num(READY)),

@@ -192,7 +192,6 @@ class VllmRollouts:
         self._probe_logprobs: Logprobs | None = None
 
     async def start(self) -> None:
-        """Start the engines, and the gateway if there is an agent."""
         if self._agent is None:
             await self._pool.start()
             return

@@ -176,7 +176,7 @@ def prefix_cache_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]
     return {"generate/prefix_cache_share": cached / total} if total else {}
 
 
-def truncated_turns(
+def truncation_metrics(
     trajectories: Sequence[Trajectory], max_generate_length: int
 ) -> dict[str, float]:
     """Return the share of turns whose response was cut at the maximum length."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skyrl_fast.ops.passes.plan import balanced_parts
+from skyrl_fast.ops.passes.plan import balance_parts
 from skyrl_fast.train.model.forward_pass import MicroBatch
 
 # Attention with a mask computes all pairs of a row, causal attention half of them.
@@ -87,7 +87,7 @@ def pack_rows(backbone: Any, micro: MicroBatch) -> PackedRows | None:
     rows, last = np.divmod(micro.hidden_index.numpy(), width)
     lengths = np.zeros(count, dtype=np.int64)
     np.maximum.at(lengths, rows, last + 1)  # nothing looks at later tokens
-    parts, packed_count = balanced_parts(lengths, width)
+    parts, packed_count = balance_parts(lengths, width)
     if not _costs_less(packed_count, count, width, backbone.config.get_text_config().hidden_size):
         return None
     order = np.argsort(parts, kind="stable")

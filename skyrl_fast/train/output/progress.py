@@ -72,7 +72,6 @@ class ProgressDisplay:
             self._live = None
 
     def phase(self, name: str) -> None:
-        """Show the current phase."""
         self._bar.update(self._task, description=name)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -87,7 +86,6 @@ class ProgressDisplay:
             self.say(f"step {step}/{self._total}  " + "  ".join(cells))
 
     def say(self, text: str) -> None:
-        """Print a line above the live table."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _render(self) -> Group:

@@ -54,7 +54,6 @@ class Timeline:
             self._events = None
 
     def phase(self, name: str, started: float, ended: float) -> None:
-        """Record a phase of the trainer."""
         if self._events is not None:
             self._add(name, TRAINER, 0, started, ended)
 

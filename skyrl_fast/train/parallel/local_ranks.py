@@ -90,11 +90,9 @@ class LocalRank:
         return f"{self.process.name} exited with code {code}; its log is {self.log}{tail}"
 
     def join(self, seconds: float) -> None:
-        """Wait for its exit, at most for some time."""
         self.process.join(seconds)
 
     def kill(self) -> None:
-        """End it at once, and wait for that."""
         if self.process.pid is not None:
             self.process.kill()
             self.process.join()

@@ -42,15 +42,12 @@ class RankProcess(Protocol):
 
     def exit_message(self) -> str | None:
         """Return which rank has exited and why, or None while it runs."""
-        ...
 
     def join(self, seconds: float) -> None:
         """Wait for its exit, at most for some time."""
-        ...
 
     def kill(self) -> None:
         """End it at once, and wait for that."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +73,15 @@ class RankStarter(Protocol):
     @property
     def address(self) -> str:
         """The address of this process that the others reach; nothing listens on another one."""
-        ...
 
     @property
     def engine_bundles(self) -> Sequence[EngineBundle]:
         """Where the run's engines are started; none: in this process, or elsewhere."""
-        ...
 
     def start(
         self, size: int, port: int, make_models: Callable[[Ranks], object], *, cuda: bool
     ) -> Sequence[RankProcess]:
         """Start ranks 1 to size - 1; each calls `follow`."""
-        ...
 
 
 @contextlib.contextmanager

@@ -27,7 +27,6 @@ class RayRanks:
 
     @property
     def address(self) -> str:
-        """The address of this node in the cluster; nothing listens on another one."""
         import ray
 
         return str(ray.util.get_node_ip_address())
@@ -82,13 +81,11 @@ class RayRank:
         return f"rank {self.rank} has ended"
 
     def join(self, seconds: float) -> None:
-        """Wait for its exit, at most for some time."""
         import ray
 
         ray.wait([self.following], timeout=seconds)
 
     def kill(self) -> None:
-        """End it at once."""
         import ray
 
         ray.kill(self.actor)

@@ -68,7 +68,6 @@ class CountedGather(_Counted):
         group: Any,
         async_op: bool = False,
     ) -> Any:
-        """Gather, as torch.distributed does."""
         self._traffic.add(LAYERS, output_tensor.nbytes - input_tensor.nbytes)
         return _all_gather(output_tensor, input_tensor, group, async_op)
 
@@ -84,6 +83,5 @@ class CountedReduction(_Counted):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        """Reduce, as torch.distributed does."""
         self._traffic.add(GRADIENTS, input_tensor.nbytes - output_tensor.nbytes)
         return _reduce_scatter(output_tensor, input_tensor, op, group, async_op)

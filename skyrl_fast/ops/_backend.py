@@ -24,7 +24,9 @@ from skyrl_fast import _C
 BACKENDS = ("native", "triton", "torch")
 # Checked once, without importing it: torch.compile before 2.13 cannot trace find_spec.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+# Of one thread: while it compares kernels, others must not use them yet.
 _trusting = threading.local()
+# One thread compares; others that call the same op wait for its answer.
 _first_use_lock = threading.Lock()
 # By op, device and backend: "", or why its kernels are not used.
 _reasons: dict[tuple[str, torch.device, str], str] = {}
@@ -69,6 +71,8 @@ def select(
     wanted = [b for b in BACKENDS if b in usable] if backend is None else [backend]
     if wanted[0] not in usable:
         raise ValueError(f"{op}: backend {backend!r} cannot run on {kind}; usable: {usable}")
+    # A kernel that differed from torch gives way to the next backend; asked for by name, there is
+    # none.
     if kind == "cuda" and device is not None:
         while wanted and wanted[0] != "torch" and not is_trusted(op, device, wanted[0]):
             wanted = wanted[1:]
@@ -163,6 +167,7 @@ def is_trusted(op: str, device: torch.device, backend: str) -> bool:
     if key not in _reasons:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False
+        # It imports the ops, which import this module.
         from skyrl_fast.ops import first_use
 
         with _first_use_lock:
@@ -278,8 +283,10 @@ def run_kernel(name: str, use_triton: bool, tensor: torch.Tensor, *arguments: An
             torch.ops torch resolves it.)
     """
     if use_triton:
+        # A kernel gets a pointer to the memory, where a lazy negation has not happened yet.
         if any(isinstance(value, torch.Tensor) and value.is_neg() for value in arguments):
             raise ValueError(f"{name}: tensors must not have the negative bit; call .resolve_neg()")
+        # On use: without a GPU nothing needs Triton.
         from skyrl_fast.ops import _triton as triton_ops
 
         kernel = getattr(triton_ops, name)
@@ -303,8 +310,10 @@ def empty(
     num_bytes = math.prod(shape) * dtype.itemsize
     if torch.device(device).type != "cpu" or num_bytes < HUGE_PAGE_MIN_BYTES:
         return torch.empty(shape, dtype=dtype, device=device)
+    # torch raises an error here, too; the extension could not take the number.
     if num_bytes > sys.maxsize:
         raise MemoryError(f"cannot allocate {num_bytes} bytes for a tensor of shape {tuple(shape)}")
+    # Not set yet. Not at import, which reads no files.
     if _C.page_pool_limit() < 0:
         set_page_pool_limit(_default_page_pool_limit())
     return torch.frombuffer(_C.PageBlock(num_bytes), dtype=dtype, count=math.prod(shape)).view(
@@ -328,7 +337,9 @@ def _default_page_pool_limit(control_groups: Path = Path("/sys/fs/cgroup")) -> i
     try:
         limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     except (ValueError, OSError, AttributeError):
+        # 8 GiB where the system does not say.
         limits = [1 << 33]
+    # Control groups of version 2, then 1.
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         try:
             limits.append(int((control_groups / name).read_text(encoding="ascii")))

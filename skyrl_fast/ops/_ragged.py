@@ -14,6 +14,7 @@ from skyrl_fast.ops import _backend
 
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+# Those that the native copy writes.
 DTYPES = (torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float32)
 
 Rows = Any  # a list of lists or 1-D arrays, a 2-D array, Ragged, or (values, cu_seqlens)
@@ -79,6 +80,7 @@ def _source(op: str, name: str, rows: Rows) -> _C.Rows:
                 f"{op}: {name} must be a list of rows, a 2-D array or (values, cu_seqlens), got "
                 f"an array of shape {tuple(rows.shape)}"
             )
+        # Views of the rows.
         rows = list(rows)
     return _C.Rows(op, name, rows)
 
@@ -95,6 +97,7 @@ def read_field(op: str, name: str, rows: Rows) -> Field:
                 f"{op}: {name} must have parts of equally many rows, got {parts[0].num_rows} and "
                 f"{part.num_rows}"
             )
+        # Elements are read once, by the copy, when the place of each row is known.
         lengths.append(torch.empty(part.num_rows, dtype=torch.int64))
         part.lengths(lengths[-1])
     total = lengths[0] if len(lengths) == 1 else torch.stack(lengths).sum(0)
@@ -150,6 +153,7 @@ def offsets(lengths: torch.Tensor) -> torch.Tensor:
 
 def int32_offsets(op: str, name: str, lengths: torch.Tensor) -> torch.Tensor:
     """Return the (N + 1,) int32 offsets, or an error where they do not fit."""
+    # Summed in 64 bits: only the total shows whether 32 are enough.
     cu = offsets(lengths)
     if int(cu[-1]) > INT32_MAX:
         raise ValueError(

@@ -13,6 +13,8 @@ from skyrl_fast import _C
 from skyrl_fast.ops import _backend
 from skyrl_fast.ops._offsets import check_offsets
 
+Layout = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, bool]
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -37,7 +39,7 @@ class Rows:
     shape: torch.Size
 
     @property
-    def layout(self) -> tuple[Any, ...]:
+    def layout(self) -> Layout:
         """What every native kernel gets after the values of the rows."""
         return self.last, self.mask, self.cu_seqlens, self.ragged_rewards
 
@@ -63,6 +65,7 @@ class Rows:
             return sums if sums.dim() == 1 else sums.sum(1)
         lengths = self.lengths()
         assert lengths is not None
+        # One float64 sum per row, in the order of its cells, as in the kernels.
         row_ids = torch.arange(self.num_rows, device=self.rewards.device)
         row_ids = torch.repeat_interleave(row_ids, lengths)
         sums = self.rewards.new_zeros(self.num_rows, dtype=torch.float64)
@@ -116,6 +119,7 @@ def check_rows(
     shape = _result_shape(op, rewards, mask, cu_seqlens, num_rows, mask_name)
     return Rows(
         op=op,
+        # Advantages are constants of a loss: nothing flows back to rewards.
         rewards=rewards.detach().to(torch.float32).contiguous(),
         num_rows=num_rows,
         last=_check_last(op, is_last_step, num_rows),

@@ -50,6 +50,7 @@ def selected_logprob(
     entropy: Tensor | None,
 ) -> None:
     vocab = logits.shape[-1]
+    # A launch without programs is an error.
     if targets.numel() == 0:
         return
     kernels.forward_kernel[(targets.numel(),)](
@@ -64,6 +65,7 @@ def selected_logprob(
         vocab,
         0 if kept_ids is None else kept_ids.numel(),
         *_strides(logits),
+        # Temperature and base in one factor: the kernel's exponent is a single multiply-add.
         LOG2E / temperature,
         HAS_MASK=mask is not None,
         HAS_KEPT=kept_ids is not None,
@@ -113,6 +115,7 @@ def selected_logprob_backward(
         HAS_KEPT=kept_ids is not None,
         HAS_LOGPROB=grad_logprob is not None,
         HAS_ENTROPY=grad_entropy is not None,
+        # Then one offset serves the read and the write.
         SAME_ROWS=strides == grad_strides,
         BLOCK=block,
         num_warps=NUM_WARPS,
@@ -211,6 +214,8 @@ def policy_loss(
 ) -> None:
     num_cells, num_rows = current.numel(), row_weights.numel()
     num_programs = math.ceil(num_cells / LOSS_BLOCK)
+    # A sum per program, added up by a second launch: atomic additions would have another order, and
+    # other bits, each time.
     partial = metrics.new_empty((losses.NUM_SUMS, num_programs))
     if num_cells > 0:
         losses.loss_kernel[(num_programs,)](
@@ -242,6 +247,7 @@ def policy_loss(
             HAS_SELECTED=selected is not None,
             HAS_GRAD=grad is not None,
             RAGGED=cu_seqlens is not None,
+            # So many halvings find the row of any cell.
             STEPS=num_rows.bit_length(),
             BLOCK=LOSS_BLOCK,
         )

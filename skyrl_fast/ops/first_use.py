@@ -63,6 +63,7 @@ class KernelCase:
             AssertionError: an error above the tolerance, or another shape or dtype.
         """
         inputs = {name: value.to(device) for name, value in self.inputs.items()}
+        # A reference in float64 has no rounding error that would have to be allowed for.
         wide = inputs
         if self.widens:
             wide = {n: v.double() if v.is_floating_point() else v for n, v in inputs.items()}
@@ -95,6 +96,7 @@ def check_first_use(op: str, device: torch.device, backend: str) -> str:
     path = record_path(op, device, backend)
     try:
         reason = str(json.loads(path.read_text())["reason"])
+    # Not compared yet, or the file of another version.
     except (OSError, ValueError, KeyError):
         started = time.perf_counter()
         with ThreadPoolExecutor(1) as thread:
@@ -169,6 +171,7 @@ def record_path(op: str, device: torch.device, backend: str) -> Path:
 def _fingerprint(device: str) -> str:
     digest = hashlib.sha256(f"{device} {torch.__version__} {torch.version.cuda}".encode())
     folder = Path(__file__).parent
+    # Triton's kernels are compiled from the sources, on the user's machine.
     sources = (Path(_C.__file__), *sorted(folder.rglob("*.py")))
     for path in sources:
         digest.update(path.read_bytes())
@@ -184,6 +187,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _record(path: Path, content: Mapping[str, Any]) -> None:
+    # Processes that compare at once each rename a complete file.
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -196,6 +200,7 @@ def _record(path: Path, content: Mapping[str, Any]) -> None:
 def _error(name: str, got: torch.Tensor, want: torch.Tensor, atol: float) -> float:
     close: dict[str, Any] = TOLERANCE | {"atol": atol}
     close["rtol"] = max(close["rtol"], GRADIENT_RTOL.get(got.dtype, 0))
+    # Integers are copied, not computed.
     if not got.is_floating_point():
         close = {"rtol": 0, "atol": 0}
     got, want = got.detach().cpu().double(), want.detach().cpu().double()
@@ -228,6 +233,8 @@ def _random_logits(rows: int, vocab: int, dtype: torch.dtype) -> Tensors:
     return {"logits": logits, "target_ids": targets, "loss_mask": mask}
 
 
+# Every dtype; odd sizes, so that rows begin at any alignment; a row that a cluster of blocks
+# shares.
 LOGIT_CASES = (
     ("float32, 33", torch.float32, 33),
     ("float32, 9,001", torch.float32, 9001),
@@ -258,6 +265,7 @@ def _call_selected(inputs: Tensors, backend: str) -> Tensors:
 
     others: dict[str, Any] = dict(inputs)
     leaf = others.pop("logits").clone().requires_grad_()
+    # Not the leaf itself: its memory is overwritten by the gradient.
     logprob, entropy = selected_logprob(
         leaf * 1,
         **others,
@@ -347,6 +355,7 @@ def _masked_loss_cases() -> Iterator[KernelCase]:
         cells = _cells(5, number)
         cells.pop("logprobs")
         for value in cells.values():
+            # Of the masked row, which kernels do not read.
             value[1] = torch.nan
         inputs |= cells | {"row_weights": torch.linspace(0.5, 1.5, 5)}
         call = functools.partial(_call_masked_loss, loss=loss)
@@ -397,6 +406,7 @@ def _call_policy_loss(inputs: Tensors, backend: str, *, loss: str) -> Tensors:
     others: dict[str, Any] = dict(inputs)
     leaf = others.pop("logprobs").clone().requires_grad_()
     penalty: dict[str, Any] = {"kl_estimator": "k2", "kl_coef": 0.3}
+    # The same tokens of clip_cov for both backends.
     generator = torch.Generator(leaf.device).manual_seed(0)
     out = policy_loss(
         leaf, **others, **penalty, loss=loss, generator=generator, backend=backend

@@ -77,6 +77,7 @@ def group_advantage(
         ...                 is_last_step=[False, True, True])
         tensor([ 0.7071,  0.7071, -0.7071])
     """
+    # Groups are found by the values of ids, which a compiled graph does not have.
     _backend.break_graph(OP, "which rows form a group")
     _check_estimator(estimator)
     ids = check_row_ids(OP, "group_ids", group_ids)
@@ -106,6 +107,7 @@ def _on_gpu(rows: Rows, ids: torch.Tensor, estimator: str, *, sort_there: bool) 
     cu = None if rows.cu_seqlens is None else _backend.to_gpu(rows.cu_seqlens, device)
     if sort_there:
         keys, no_group = _backend.to_gpu(ids, device), torch.iinfo(torch.int64).max
+        # Rows that end no trajectory sort behind all groups.
         keys = keys if last is None else torch.where(last, keys, no_group)
         groups, order = torch.sort(keys, stable=True)
     else:
@@ -114,6 +116,7 @@ def _on_gpu(rows: Rows, ids: torch.Tensor, estimator: str, *, sort_there: bool) 
     scores = torch.empty(rows.num_rows, dtype=torch.float64, device=device)
     out = torch.empty(rows.shape, dtype=torch.float32, device=device)
     mask = rows.mask
+    # Kernels exist for these dtypes alone.
     if mask is not None and mask.dtype not in (torch.bool, torch.uint8, torch.int64, torch.float32):
         mask = mask.to(torch.float32)
     _backend.run_kernel(
@@ -158,6 +161,7 @@ def _check_estimator(estimator: str) -> None:
 
 
 def _torch(rows: Rows, ids: torch.Tensor, estimator: str) -> torch.Tensor:
+    # The reference looks for the trajectory of each row, and there is none.
     if rows.num_rows == 0:
         return rows.rewards.new_zeros(rows.shape)
     check_trajectories(rows, ids)

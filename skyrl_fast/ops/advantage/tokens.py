@@ -146,6 +146,7 @@ def _check(
             got = values.dtype if isinstance(values, torch.Tensor) else type(values).__name__
             raise ValueError(f"{op}: values must be a floating point tensor, got {got}")
         if loss_mask is None:
+            # The mask gives the result its shape.
             loss_mask = torch.ones(values.shape, dtype=torch.bool, device=rewards.device)
     rows = check_rows(op, rewards, None, is_last_step, loss_mask, cu_seqlens, mask_name="loss_mask")
     if values is not None and values.shape != rows.shape:
@@ -182,6 +183,7 @@ def _torch(
     if lengths is None:
         width = rows.shape[1] if len(rows.shape) == 2 else 1
         lengths = torch.full((rows.num_rows,), width)
+    # The reference goes cell by cell: on a GPU each one would wait for the device.
     lengths = lengths.cpu()
     row_ids = torch.repeat_interleave(torch.arange(rows.num_rows), lengths)
     cells = row_ids.numel()

@@ -229,5 +229,6 @@ def _torch(
     values = rows.row_sums()
     check_finite(rows, values)
     if rows.num_rows:
+        # Row by row in Python: on a GPU each one would wait for the device.
         values = compute(values.cpu(), rows.last_or_all().cpu())
     return rows.spread(values.to(rows.rewards.device, torch.float32))

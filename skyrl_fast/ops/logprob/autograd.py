@@ -37,6 +37,7 @@ def forward(
     """Return (M,) log-probabilities, entropies (empty unless requested) and log-sum-exps."""
     num_rows = targets.numel()
     logprob = logits.new_empty(num_rows, dtype=torch.float32)
+    # The gradient needs 2^(z - lse) to the last digit of a float, for logits of any size.
     lse = logits.new_empty(num_rows, dtype=torch.float64)
     entropy = logits.new_empty(num_rows if return_entropy else 0, dtype=torch.float32)
     entropy_out = entropy if return_entropy else None
@@ -83,6 +84,7 @@ def write_gradient(
         temperature,
         lse,
         entropy if grad_entropy is not None else None,
+        # The gradient of a sum is one number with strides 0.
         grad_logprob.contiguous() if grad_logprob is not None else None,
         grad_entropy.contiguous() if grad_entropy is not None else None,
         grad.detach(),
@@ -121,6 +123,7 @@ def _autograd(
     if ctx.inplace and type(logits) in (torch.Tensor, torch.nn.Parameter):
         grad = logits.detach()
         write_gradient(*args, grad, ctx.use_triton, *kept)
+        # Another op that saved these logits then raises an error, where it would read a gradient.
         torch.autograd.graph.increment_version(logits)
     else:
         grad = torch.ops.skyrl_fast.selected_logprob_backward(*args, ctx.use_triton, *kept)
@@ -131,6 +134,7 @@ def _no_second_derivative(ctx: Any, *gradients: torch.Tensor) -> None:
     raise RuntimeError("selected_logprob: no second derivative; use backend='torch'")
 
 
+# One function for both: the launcher goes by the tensor's device.
 for _key in ("CPU", "CUDA"):
     _lib.impl("selected_logprob", _forward_impl, _key)
     _lib.impl("selected_logprob_backward", _backward_impl, _key)

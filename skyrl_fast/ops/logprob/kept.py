@@ -92,6 +92,7 @@ def slice_sets(kept: KeptSets, start: int, width: int) -> KeptSets:
     A row whose set has no id in the slice gets a range without ids. Does not synchronize.
     """
     # Rows with the full vocabulary (begin -1) are restored at the end.
+    # Clamped, as on a GPU nothing has checked them: a range must stay inside the ids.
     begin, end = kept.ranges.clamp(0, kept.ids.numel()).unbind(1)
 
     def first_at_least(limit: int) -> Tensor:

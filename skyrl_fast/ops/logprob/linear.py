@@ -144,6 +144,7 @@ def linear_logprob(
         check_kept(OP, kept, targets, keep, lm_head_weight.shape[0])
     rows = None
     if loss_mask is not None:
+        # Before the product with the head, so that masked rows cost nothing.
         rows = (loss_mask.reshape(-1) != 0).nonzero().squeeze(1)
         if rows.device != hidden.device:
             rows = rows.to(hidden.device, non_blocking=True)
@@ -200,6 +201,8 @@ def _with_sets(
     is_small = (sizes > 0) & (sizes * MIN_VOCAB_PER_ID <= weight.shape[0])
     small = is_small.nonzero().squeeze(1)
     part = kept.of_rows(small)
+    # Clamped: ids are not checked on a GPU. A wrong one is in no row's set, which makes its row
+    # NaN.
     ids = part.ids[part.pairs()[1]].clamp(0, weight.shape[0] - 1).unique()
     # Copying these rows of the head must cost less than the products that it saves.
     gathered = ids.numel() * ROWS_PER_GATHERED[weight.element_size()]
@@ -213,6 +216,7 @@ def _with_sets(
         hidden[large], weight, bias, targets[large], kept.of_rows(large), options
     )
     # Back into the order of the rows.
+    # Their gradients join here, too: autograd adds those of the head.
     order = torch.cat([small, large]).argsort()
     logprob, entropy = (torch.cat(pair) for pair in zip(found, others, strict=True))
     return logprob[order], entropy[order] if options.return_entropy else entropy
@@ -308,6 +312,7 @@ class _LinearLogprob(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, lse)
         ctx.kept, ctx.options = kept, options
         ctx.set_materialize_grads(False)  # an entropy that only metrics use needs no gradient
+        # Its logits are at hand: saved, they spare the backward a product.
         is_only_chunk = len(hidden) <= options.chunk_rows
         ctx.only_chunk = logits if is_only_chunk and any(ctx.needs_input_grad) else None
         return logprob, entropy

@@ -15,6 +15,7 @@ from skyrl_fast.ops.logprob import linear_rows, selected
 from skyrl_fast.ops.logprob.linear_rows import Options
 
 _lib = torch.library.Library("skyrl_fast", "FRAGMENT")
+# An operator's schema has no records, so that `Options` travels as its fields.
 _OPTIONS = (
     "float temperature, float logit_scale, float? soft_cap, bool return_entropy, "
     "SymInt? chunk_rows, bool use_triton"
@@ -71,6 +72,7 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     shape = target_ids.shape
     hidden, targets, rows = _rows(hidden, target_ids, loss_mask)
+    # On a GPU this would wait for the device; a wrong target gives NaN there.
     if not _backend.on_gpu(hidden):
         keep = selected.as_uint8(loss_mask)
         selected.check_targets(linear_rows.OP, target_ids.reshape(-1), keep, weight.shape[0])
@@ -131,6 +133,7 @@ def _backward(
     if d_hidden is not None and rows is not None:
         zeros = d_hidden.new_zeros(target_ids.numel(), shape[-1])
         d_hidden = zeros.index_copy_(0, rows, d_hidden)
+    # An operator returns tensors: an empty one stands for a gradient that is not wanted.
     found = (None if d_hidden is None else d_hidden.view(shape), d_weight, d_bias)
     return tuple(hidden.new_empty(0) if x is None else x for x in found)  # type: ignore[return-value]
 

@@ -60,6 +60,7 @@ class Options:
         else:
             torch.addmm(bias, hidden, weight.T, out=chunk)
         if self.soft_cap is not None:
+            # In place: a chunk is the largest tensor of a step.
             chunk.mul_(self.logit_scale / self.soft_cap).tanh_()
 
     def to_product(self, gradient: torch.Tensor, chunk: torch.Tensor) -> None:
@@ -115,6 +116,7 @@ def forward_rows(
         chunk_targets = targets[start : start + chunk_rows]
         sets = () if kept is None else kept.of_rows(slice(start, start + chunk_rows))
         parts.append(logprob_op.forward(chunk, chunk_targets, *arguments, *sets))
+    # Without rows the results have their dtypes all the same.
     if not parts:
         parts.append(logprob_op.forward(logits, targets, *arguments))
     logprob, entropy, lse = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -143,12 +145,16 @@ def backward_rows(
     """
     wants_hidden, wants_weight, wants_bias = wanted
     num_rows, vocab = hidden.shape[0], weight.shape[0]
+    # Parts of the vocabulary, as the log-sum-exps are known: a part of the weight's gradient is one
+    # product, and only hidden's, which is small, is a sum over parts (docs/design/004).
     columns = vocab
     if options.chunk_rows < num_rows:
         columns = min(vocab, _chunk_columns(options.chunk_rows, num_rows, vocab))
     known = logits is not None
     if logits is None:
         logits = _backend.empty((num_rows * columns,), hidden.dtype, hidden.device)
+    # The slope of the cap is computed from the capped logits, which must outlive their gradient's
+    # writing.
     d_logits = logits if options.soft_cap is None else torch.empty_like(logits)
     d_weight = d_bias = None
     if wants_weight:
@@ -160,6 +166,7 @@ def backward_rows(
     d_hidden = torch.empty_like(hidden, dtype=sums) if wants_hidden else None
     for start in range(0, vocab, columns):
         part = weight[start : start + columns]
+        # The last part is narrower; its rows are adjacent in the same memory.
         chunk, d_chunk = (
             x.view(-1)[: num_rows * len(part)].view(num_rows, len(part)) for x in (logits, d_logits)
         )
@@ -191,6 +198,7 @@ def backward_rows(
         if d_weight is not None:
             torch.mm(d_chunk.T, hidden, out=d_weight[start : start + columns])
         if d_bias is not None:
+            # In float32: it is a sum over all rows.
             d_bias[start : start + columns] = d_chunk.sum(0, dtype=torch.float32)
     if d_hidden is not None:
         d_hidden = d_hidden.to(hidden.dtype)

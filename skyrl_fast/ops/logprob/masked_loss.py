@@ -161,6 +161,7 @@ def masked_logprob_loss(
     else:
         rows = kernel_rows(OP, logits)
         if inplace_backward and torch.is_grad_enabled() and logits.requires_grad:
+            # A row that shares memory with another would overwrite its logits before they are read.
             check_no_overlap(OP, rows)
         result = visit(rows, call, inplace_backward)
     metrics = loss_reference.name_metrics(

@@ -75,6 +75,7 @@ def _with_loss(logprobs: Tensor, entropy: Tensor, call: LossCall) -> Result:
     live = call.mask
     if live is None:
         live = torch.ones_like(logprobs, dtype=torch.uint8)
+    # By the operator of policy_loss, from one number per row: each metric has one definition.
     metrics, _ = torch.ops.skyrl_fast.policy_loss(
         column(logprobs), column(call.old_logprobs), column(call.advantages), column(live),
         call.row_weights, None, column(call.ref_logprobs), column(call.token_weights),
@@ -95,6 +96,7 @@ class _Visit(torch.autograd.Function):
         if inplace_backward:
             logprobs, entropy = _run(data, call, data)
             torch.autograd.graph.increment_version(logits)
+            # The gradient is where the logits were.
             ctx.grad = data
         else:
             logprobs, entropy, ctx.grad = torch.ops.skyrl_fast.masked_logprob_loss(
@@ -109,12 +111,14 @@ class _Visit(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
+        # Moved out, so that autograd may keep it as `.grad` without a copy.
         grad, ctx.grad = ctx.grad, None
         if grad is None:
             raise RuntimeError(
                 "masked_logprob_loss: a second backward through the same loss has no gradient left"
             )
         if not _backend.on_gpu(grad):
+            # Mostly it is 1, and nothing is touched. On a CPU reading it costs nothing.
             if float(grad_loss) != 1.0:
                 grad.mul_(grad_loss)
         elif ctx.use_triton:

@@ -153,6 +153,7 @@ def as_uint8(mask: torch.Tensor | None) -> torch.Tensor | None:
     if mask is None:
         return None
     keep = mask.detach() if mask.dtype == torch.bool else mask.detach() != 0
+    # A view: a bool is a byte of 0 or 1.
     return keep.reshape(-1).contiguous().view(torch.uint8)
 
 
@@ -175,6 +176,7 @@ def kernel_rows(op: str, logits: torch.Tensor) -> torch.Tensor:
     sizes: list[int] = []
     strides: list[int] = []
     for size, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True):
+        # Dimensions that one stride can traverse become one.
         if sizes and (size == 1 or sizes[-1] == 1 or strides[-1] == stride * size):
             strides[-1] = stride if size != 1 else strides[-1]
             sizes[-1] *= size

@@ -152,6 +152,7 @@ def merge_steps(
             raise ValueError(f"{OP}: loss_masks must be given for drift 'realign', got none")
         fields["loss_masks"] = loss_masks
     read = _ragged.read_fields(OP, fields)
+    # The plan compares whole prompts with whole rows.
     if any(len(field.parts) > 1 for field in read.values()):
         raise TypeError(f"{OP}: rows must not be a Concat: prompts and responses are told apart")
     ids = _ids(trajectory_ids, len(read["prompts"].lengths))
@@ -226,6 +227,7 @@ def copy_segments(
     lengths: np.ndarray,
 ) -> None:
     """Copy cells: `lengths[i]` of them from `source_starts[i]` to `target_starts[i]`, for all i."""
+    # Cells are moved as bytes.
     if target.dtype == torch.bool:
         source, target = source.view(torch.uint8), target.view(torch.uint8)
     places = [np.ascontiguousarray(a, np.int64) for a in (source_starts, target_starts, lengths)]

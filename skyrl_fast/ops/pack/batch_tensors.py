@@ -173,6 +173,7 @@ def _read_fields(
     for name in fields:
         if name != "prompts":
             _ragged.check_aligned(OP, fields["responses"], fields[name])
+    # SkyRL has both forms: a list per token, or one number per row.
     if not _is_scalar_per_row(rewards):
         fields["rewards"] = _ragged.read_field(OP, "rewards", rewards)
         if len(fields["rewards"].lengths) != num_rows:
@@ -209,6 +210,7 @@ def _convert(
     pad_size: int,
 ) -> list[torch.Tensor | None]:
     prompts, responses = fields["prompts"], fields["responses"]
+    # As parts of one field: a row's prompt and response are copied side by side.
     tokens = _ragged.Field(
         "sequences",
         prompts.parts + responses.parts,
@@ -283,6 +285,7 @@ def _convert_routes(
         return out
     cell = dummy_route(out)
     _C.fill_around(out, starts, captured, cell.contiguous(), threads)
+    # As ragged rows of ids, by the copy that tokens take.
     flat = [np.empty(0, dtype=np.uint8) if a is None else a.reshape(-1) for a in arrays]
     field = _ragged.read_field(OP, "rollout_expert_indices", flat)
     cells = torch.arange(len(lengths), dtype=torch.int64) * width + starts
@@ -305,6 +308,7 @@ def _route_array(row: int, entry: Any) -> np.ndarray | None:
 
 
 def _route_dtype(arrays: Sequence[np.ndarray | None], top_k: int) -> torch.dtype:
+    # Bytes fit by their dtype; only wider arrays have to be read.
     wide = [a for a in arrays if a is not None and a.dtype != np.uint8 and a.size > 0]
     largest = max([top_k - 1, *(int(array.max()) for array in wide)])
     if largest < 2**8:

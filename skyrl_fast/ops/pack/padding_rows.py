@@ -94,6 +94,7 @@ def padding_metadata(metadata: Mapping[str, Any] | None, pad_size: int) -> dict[
 
 def _deep_copy(value: Any) -> Any:
     """Return what copy.deepcopy returns, faster for lists of scalars and of tuples of scalars."""
+    # Uids and flags of thousands of rows, of which deepcopy would visit each.
     if type(value) is list:
         inner = value if set(map(type, value)) != {tuple} else chain.from_iterable(value)
         if set(map(type, inner)) <= SCALARS:

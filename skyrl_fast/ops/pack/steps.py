@@ -108,6 +108,7 @@ def pad_rows(
     def add(name: str, lengths: torch.Tensor, field: _ragged.Field | None, pad: float = 0.0) -> Any:
         width = int(lengths.max()) if len(lengths) else 0
         dtype = torch.float32 if name in responses else torch.int64
+        # With room for the padding rows: nothing is copied again to append them.
         columns[name] = out = _backend.empty((len(lengths) + pad_size, width), dtype)
         fills.append((out, lengths, None if field is None else pad))
         bounds = (0, highest_id) if field is tokens else ()

@@ -11,10 +11,11 @@ import torch
 
 from skyrl_fast import _C
 from skyrl_fast.ops import _backend, _ragged
-from skyrl_fast.ops._offsets import check_offsets, integer_vector
+from skyrl_fast.ops._offsets import integer_vector
 from skyrl_fast.ops.pack import reference
 
 SIDES = ("left", "right", "both")
+# What the kernels store at once.
 PATTERN_BYTES = 16
 NATIVE_DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -136,9 +137,14 @@ def varlen_to_padded(
     _check_side(op, side)
     if values.dim() < 1:
         raise ValueError(f"{op}: values must be (S, ...), got shape {tuple(values.shape)}")
-    lengths = check_offsets(
-        op, "cu_seqlens", cu_seqlens, total=len(values), dtype=torch.int64, to_cpu=True
-    ).diff()
+    # By torch, not `check_offsets`: inside torch.func.grad they are no plain array.
+    cu = integer_vector(op, "cu_seqlens", cu_seqlens).cpu().to(torch.int64)
+    lengths = cu.diff()
+    if len(cu) == 0 or cu[0] != 0 or cu[-1] != len(values) or bool((lengths < 0).any()):
+        raise ValueError(
+            f"{op}: cu_seqlens must be non-decreasing offsets from 0 to {len(values)}, got "
+            f"{cu[:8].tolist()}"
+        )
     longest = int(lengths.max()) if len(lengths) else 0
     width = longest if width is None else width
     if width < longest:
@@ -168,6 +174,7 @@ class _PaddedToFlat(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[Any, ...]:
+        # Each is the other's derivative, so that any order of derivatives exists.
         return _FlatToPadded.apply(gradient, *ctx.saved_tensors, ctx.width, 0), None, None, None
 
 
@@ -214,6 +221,7 @@ def _place_rows(
     cu = _ragged.offsets(lengths)
     if _backend.device_kind(device) == "cpu":
         return cu, starts
+    # Both are a few numbers per row; each transfer has a fixed cost.
     both = _backend.to_gpu(torch.cat([cu, starts]), device)
     return both[: len(cu)], both[len(cu) :]
 
@@ -240,6 +248,7 @@ def _mask_blocks(op: str, mask: torch.Tensor, side: str) -> tuple[torch.Tensor, 
         starts, lengths = _mask_blocks_on_gpu(op, mask.detach())
     else:
         starts, lengths = torch.empty(2, len(mask), dtype=torch.int64)
+        # Other dtypes are read as float32.
         known = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32)
         mask = (mask if mask.dtype in known else mask.to(torch.float32)).detach().cpu()
         _C.mask_blocks(op, mask.contiguous(), starts, lengths, _backend.num_threads())

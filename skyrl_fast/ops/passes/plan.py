@@ -78,6 +78,7 @@ class PassPlan:
             longest_row,
             _backend.num_threads(),
         )
+        # Few numbers: the arrays of a pass are made when it is reached, one pass at a time.
         self._sizes = np.empty((self._plan.num_passes, 5), dtype=np.int64)
         self._plan.write_sizes(self._sizes)
 
@@ -125,9 +126,12 @@ class PassPlan:
             )
             out["cu_kept"] = torch.empty(num_trained + 1, dtype=torch.int64)
         distinct = self._plan.write(number, tokens, routes, kept, out)
+        # No two rows share a trained token.
         if distinct == num_trained:
             del out["copies"]
             return out
+        # Of a token that several rows share the log-probability is computed once; `copies` says
+        # where it belongs.
         for name in ("hidden_index", "target_ids"):
             out[name] = out[name][:distinct]
         if kept is not None:

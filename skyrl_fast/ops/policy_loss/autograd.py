@@ -85,6 +85,7 @@ class _EagerPolicyLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
         grad, ctx.grad = ctx.grad, None
+        # Again through a retained graph.
         if grad is None:
             _, grad = torch.ops.skyrl_fast.policy_loss(*saved, *ctx.rest, True)
         use_triton = ctx.rest[-1]
@@ -144,6 +145,7 @@ def _policy_loss(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     grad = _backend.empty(shape, current.dtype, current.device)
     outputs = [grad if with_grad else None, metrics]
     if _backend.on_gpu(current) and not use_triton:
+        # One group of sums per block of cells, which the last launch adds up in order.
         num_sums = -(-current.numel() // CELLS_PER_SUM) * NUM_LOSS_SUMS
         outputs.append(metrics.new_empty(num_sums))
     _backend.run_kernel("policy_loss", use_triton, current, *inputs, *outputs)

@@ -258,6 +258,7 @@ def _built_in(
     if isinstance(settings, (ClipCov, KlCov)):
         assert adv is not None
         _backend.break_graph("policy_loss", "which tokens clip_cov and kl_cov select")
+        # By torch on every backend: a sort or a draw per call, of which no kernel saves time.
         selected = reference.select_by_covariance(
             *(settings, current, current if old is None else old, adv, cells.policy_mask != 0),
             generator,
@@ -303,6 +304,7 @@ def _custom(
         cu_seqlens = cells.cu_seqlens.to(current.device, torch.int64)
     else:
         cu_seqlens = torch.arange(num_rows + 1, device=current.device) * current.shape[1]
+    # Each row is a sequence.
     if sequence is None:
         sequence = torch.arange(num_rows)
     inputs = LossInputs(
@@ -423,6 +425,7 @@ def _sequence_delta(
         sequence = _backend.to_device_of(sequence, current)
         # index_put_ sorts the rows on a GPU, so that sums have the same bits
         sums = torch.zeros_like(sums).index_put_((sequence,), sums, accumulate=True)[sequence]
+    # 0, not NaN, for a sequence without a trained token.
     return sums[:, 0] / sums[:, 1].clamp(min=1)
 
 

@@ -188,6 +188,7 @@ def _native(
         TIS_KINDS[rules.tis],
         SEQUENCE_MASK_KINDS[rules.sequence_mask],
         [
+            # A bound that is not set is out of reach.
             -math.inf if rules.outlier_low is None else rules.outlier_low,
             math.inf if rules.outlier_high is None else rules.outlier_high,
             -math.inf if rules.token_low is None else rules.token_low,

@@ -30,6 +30,7 @@ SCOPES = ("row", "trajectory")
 RowIds = Sequence[str] | Sequence[int] | torch.Tensor
 
 _library = torch.library.Library("skyrl_fast", "FRAGMENT")
+# An operator, so that losses without given weights can be part of a compiled graph.
 _library.define("mask_counts(Tensor loss_mask, Tensor? cu_seqlens) -> Tensor")
 
 

@@ -235,15 +235,18 @@ def policy_loss(
     if loss == "gspo":
         segment = row if row_segments is None else row_segments[row]
         sequence = sequence_mean(delta.detach(), stream, segment, row_weights.numel())
+        # GSPO-token: the value is the sequence's mean, the gradient the token's own.
         delta = delta - delta.detach() + sequence
     value, low, high, chosen = token_loss(loss, p, current, old, delta, adv, selected)
     value = mask_values(value, stream)
     if token_weights is not None:
         factor = mask_values(token_weights.detach(), stream)
         on = factor != 0  # 0 drops the token, even where its loss is NaN
+        # Computed again from zeros: NaN times a weight of 0 is NaN, in the gradient as well.
         inputs = [mask_values(x, on) for x in (current, old, delta, adv)]
         value = token_loss(loss, p, inputs[0], inputs[1], inputs[2], inputs[3], selected)[0]
         value = value * factor
+    # It has no ratio, whatever log-probabilities are given.
     shown_delta = torch.zeros_like(delta) if loss == "cross_entropy" else delta.detach()
     return weighted_loss(
         value,
@@ -294,6 +297,7 @@ def weighted_loss(
         assert ref_logprobs is not None
         kl_live, factor = live, weights
         if kl_weights is not None:
+            # A teacher's log-probabilities may be missing (NaN) where they do not count.
             kl_live = live & (kl_weights != 0)
             factor = weights * mask_values(kl_weights.detach(), kl_live)
         kl = kl_penalty(logprobs, ref_logprobs.detach(), kl_live, kl_estimator)

@@ -155,6 +155,7 @@ def tree_attention(
     _check_options(query, window, chunk, softcap, sinks)
     query, key, value = (autocast(x) for x in (query, key, value))
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    # The tiles compute in float32.
     kind = "dense" if plan.kind == "tiles" and query.dtype == torch.float64 else plan.kind
     mask = plan.mask(kind, window, chunk)
     if kind == "flex":
@@ -265,6 +266,7 @@ def flex_block_mask(ends: Tensor, window: int | None = None, chunk: int | None =
             return sees(_batch, _head, query, key) & (depths[key] >= least[query])
 
         rule = reaches
+    # A block on the diagonal is never full: a query does not see later keys.
     partial = (seen & ~full) | torch.eye(count, dtype=torch.bool, device=ends.device)
     return BlockMask.from_kv_blocks(
         *_list_chosen(partial), *_list_chosen(full), BLOCK_SIZE=FLEX_BLOCK, mask_mod=rule
@@ -276,6 +278,7 @@ def _list_chosen(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
     The counted ones come first; the order of the others does not matter.
     """
+    # BlockMask reads the first `counts` of each row.
     order = blocks.to(torch.int8).argsort(dim=1, descending=True, stable=True)
     counts = blocks.sum(1, dtype=torch.int32)
     return counts[None, None], order.to(torch.int32)[None, None].contiguous()
@@ -297,6 +300,7 @@ def _flex(
 
     run: Any = flex_attention
     if query.device.type == "cuda":
+        # Uncompiled it would hold the scores of all pairs.
         if not _compiled_flex:
             _compiled_flex.append(torch.compile(flex_attention))
         run = _compiled_flex[0]

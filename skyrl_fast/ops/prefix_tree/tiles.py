@@ -58,6 +58,7 @@ class _TileAttention(torch.autograd.Function):
         lse = out.new_empty(out.shape[1:3])
         scores = None if sinks is None else sinks.detach().float().contiguous()
         tiles.forward(query, key, value, scale, softcap, scores, out, lse, num_threads())
+        # Converted to float32 once: the backward reads them several times.
         ctx.save_for_backward(query, key, value, out, lse, sinks)
         return out.to(ctx.dtype)
 

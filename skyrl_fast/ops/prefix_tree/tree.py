@@ -182,6 +182,7 @@ def _check_arguments(
         )
     if tokens.device.type != "cpu":
         raise ValueError(f"{OP}: tokens must be on the CPU, got {tokens.device}")
+    # Nodes hold 32 bits.
     if tokens.dtype == torch.int64 and len(tokens):
         least, most = (int(bound) for bound in tokens.aminmax())
         if least < -MAX_ID - 1 or most > MAX_ID:

@@ -89,16 +89,14 @@ def run_cases(op: str, device: torch.device, backend: str) -> str:
 
 
 def check_first_use(op: str, device: torch.device, backend: str) -> str:
-    """Return "" for a backend to trust, else the reason; from the cache folder where it is known.
-
-    Runs in a thread of its own: the caller may be in autocast, inference mode, vmap or a trace.
-    """
+    """Return "" for a backend to trust, else the reason; from the cache folder if it is known."""
     path = record_path(op, device, backend)
     try:
         reason = str(json.loads(path.read_text())["reason"])
     # Not compared yet, or the file of another version.
     except (OSError, ValueError, KeyError):
         started = time.perf_counter()
+        # Not in this thread, which may be in autocast, inference mode, vmap or a trace.
         with ThreadPoolExecutor(1) as thread:
             reason = thread.submit(_run_trusted, op, device, backend).result()
         _record(path, {"reason": reason, "seconds": time.perf_counter() - started})
@@ -119,10 +117,8 @@ def _run_trusted(op: str, device: torch.device, backend: str) -> str:
 
 
 def measure_cases(device: torch.device, backend: str) -> Iterator[dict[str, Any]]:
-    """Yield each case with its error, or failure, and the time next to torch's.
-
-    The cases are small: a time is mostly the launches', not a benchmark's.
-    """
+    """Yield each case with its error, or failure, and the time next to torch's."""
+    # The cases are small: a time is mostly that of launches, and no benchmark.
     with _backend.trust_kernels(), _backend.current_device_of(torch.empty(0, device=device)):
         for op in _CASES:
             if backend not in BACKENDS_ON_GPU[op]:
@@ -274,6 +270,7 @@ def _call_selected(inputs: Tensors, backend: str) -> Tensors:
         inplace_backward=backend != "torch",
         backend=backend,
     )
+    # Of both signs, another for each row: the gradient of another row shows.
     weight = torch.linspace(-1, 1.5, logprob.numel(), dtype=logprob.dtype, device=logprob.device)
     weight = weight.view(logprob.shape)
     ((logprob + 0.3 * entropy) * weight).sum().backward()
@@ -471,6 +468,7 @@ def _pack_cases(op: str) -> Iterator[KernelCase]:
     for dtype, rest in shapes:
         count = 5 * 40
         padded = torch.arange(count * (rest[0] if rest else 1)).view(5, 40, *rest)
+        # Values that fit a byte, and differ from cell to cell.
         inputs = {"padded": (padded % 251).to(dtype)}
         name = f"{str(dtype).removeprefix('torch.')}, {len(rest) + 2} dimensions"
         yield KernelCase(op, name, inputs, _call_pack, widens=False)
@@ -488,6 +486,7 @@ def _call_pack(inputs: Tensors, backend: str) -> Tensors:
     )
     results = {"values": packed.values, "positions": packed.position_ids, "padded": back}
     if leaf.requires_grad:
+        # Another weight for each column: a gradient in a wrong cell shows.
         (back * torch.arange(41, device=back.device).view(1, 41, *(1,) * (back.dim() - 2))).sum(
         ).backward()  # fmt: skip
         assert leaf.grad is not None

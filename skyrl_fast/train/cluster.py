@@ -83,9 +83,12 @@ def run_on_cluster(config: Config, run_here: RunHere, checkpoint_folder: Path) -
             nodes = reserved.nodes
             try:
                 return _attempt(ray, reserved, _on_nodes(config, nodes), run_here)
+            # Not the run's own errors: those would come again.
             except _lost(ray) as error:
                 steps = [step for step, _ in checkpoints(checkpoint_folder)]
                 newest = max(steps, default=0)
+                # No new checkpoint since the last loss: another attempt would likely end the same
+                # way.
                 if newest <= failed_at:
                     raise
                 logger.error("%s; the run starts again from step %d", _reason(error), newest)
@@ -113,6 +116,7 @@ def _reserve(ray: Any, config: Config, nodes: int, seconds: float) -> _Reservati
             return reserved
         wanted = f"{_describe_request(ray, config, count)} free within {seconds:g} s"
         logger.warning("trainer.placement: no room for %s", wanted)
+    # What the cluster has, next to what was asked for.
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     raise RunError(f"trainer.placement: expected room for {wanted}, got nodes with {alive}")
 
@@ -204,6 +208,7 @@ def _attempt(ray: Any, reserved: _Reservation, config: Config, run_here: RunHere
             # The run's own error, without Ray's report of it.
             raise error.cause from None
     finally:
+        # Ray would keep the actor until all references are gone.
         ray.kill(actor)
 
 

@@ -56,6 +56,7 @@ def engine_placement(config: Config, num_gpus: int) -> EnginePlacement:
             f"{_KEY}.enable_sleep_mode: expected null or false, as the engine shares no GPU with "
             f"the trainer (gpu_ids: {[*gpu_ids]}), got true"
         )
+    # In asynchronous training it generates during updates.
     can_sleep = bool(shared) and config.max_staleness == 0
     sleeps = can_sleep if chosen is None else chosen
     return EnginePlacement(gpu_ids, shared, sleeps, _weight_sync(config, shared))

@@ -197,6 +197,7 @@ def train_agent(
             "train_agent: expected one of env, reward, reward_funcs and agent, got several"
         )
     if agent is not None:
+        # By name, as settings are stored, and read by other processes.
         config.agent.function = agent if isinstance(agent, str) else importable_name(agent)
     functions = reward_functions(reward_funcs, reward_weights)
     made_by = env if functions is None else functions
@@ -320,6 +321,7 @@ def _output(
     )
     loggers = open_loggers(config.trainer.logger, run_info)
     closing = stack.enter_context(ExitStack())
+    # An exit stack closes the last one first.
     for receiver in reversed(loggers):
         closing.callback(receiver.close)
     if plan is not None:
@@ -338,6 +340,7 @@ def _run(
     signals: StopSignals,
 ) -> TrainResult:
     run_path = Path(config.trainer.run_path)
+    # A callback like a user's: it sees evaluations also where no logger writes a file.
     evaluations = _EvalRewards()
     with as_setup_error():
         components, policy_path = _components(config, start, data, make())
@@ -345,6 +348,7 @@ def _run(
         components.loggers = output.loggers
         if output.store is not None:
             components.upload = output.store.upload
+        # Now, not after hours of training.
         plot_module_checked = _check_plot(config)
     write_json(run_path / "config.json", to_dict(config))
     warn_of_another_schedule(config, start, len(components.train_prompts))
@@ -353,6 +357,7 @@ def _run(
         _run_loop(config, components, output.display, start, policy_path, make_rollouts, signals)
     )
     output.closing.close()
+    # Of a resumed run also those of its earlier processes.
     rows = read_metrics(run_path / "metrics.jsonl")
     rewards = {row["step"]: row[EVAL_REWARD] for row in rows if EVAL_REWARD in row}
     rewards |= evaluations.rewards  # complete also where no logger writes metrics.jsonl
@@ -398,6 +403,7 @@ async def _run_loop(
 ) -> tuple[Progress, int | None]:
     display.say("starting the engine ...")
     with as_setup_error():
+        # The engine last: it takes minutes, and whatever else can fail has failed by now.
         components.rollouts = await make_rollouts(config, components.tokenizer, policy_path)
     received: list[int] = []
     try:
@@ -498,6 +504,7 @@ def _sample(progress: Progress, tokenizer: Any) -> str:
 
 def _leave_now(number: int) -> None:
     """Exit on the second signal: without cleanup, but without orphaned processes."""
+    # Engines and ranks, which would hold the GPUs.
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(128 + number)

@@ -238,6 +238,7 @@ class Trainer:
                 last_step=self.progress.step,
             )
         synced: dict[str, Any] = {}
+        # Also verifies that the engine has loaded what the policy was loaded from.
         await self._sync(synced, {})
         warn_of_stale_tokens(self._config)
         self._flow = flow = GroupFlow(
@@ -258,6 +259,7 @@ class Trainer:
                 raise StopRequested
             with self._timeline.of_step(self.progress.step + 1):
                 trained = await self._step(flow)
+            # Dynamic sampling and dropped groups use up prompts before the last planned step.
             if not trained:
                 await self._end_early()
                 break
@@ -274,6 +276,7 @@ class Trainer:
         if sample is None:
             return False
         groups, ages = sample
+        # The engine frees a shared GPU before anything of the update is allocated.
         await self._timed("sync", times, components.rollouts.sleep(components.policy))
         trajectories = groups.trajectories()
         times["trainer_idle"] = times["wait" if self._config.max_staleness else "rollout"]
@@ -283,6 +286,7 @@ class Trainer:
         metrics |= groups.metrics() | ages
         # Only now, so that an interrupted step is repeated from its beginning.
         self._sampler = flow.consume()
+        # With the data position: an interrupted step must not move the coefficient twice.
         self._kl_coefs |= {part.policy: part.kl_coef for part in parts}
         self.progress.step += 1
         metrics["trainer/epoch"] = float(self._sampler.epoch)
@@ -294,6 +298,7 @@ class Trainer:
         for part in parts:
             self._divergence[part.policy].see(part.skipped_steps, part.optimizer_steps)
         await self._sync(metrics, times)
+        # Only now may groups start that are to be sampled with the new weights.
         flow.advance(self.progress.step)
         self.progress.trajectories = trajectories
         times["step"] = components.clock() - started
@@ -402,7 +407,10 @@ class Trainer:
         batch, kl_metrics, kl_coef = await self._timed(
             "advantages", times, self._compute(self._with_advantages, name, batch, units)
         )
+        # From here until the step is counted the weights are between two steps: no rescue may save
+        # them.
         self._consistent = False
+        # NaN: not computed. The update fills in what it computes anyway.
         trained = TrainedRows(trajectories, batch, torch.full_like(batch.rewards, float("nan")))
         updated = await self._timed(
             "forward_backward", times, self._compute(self._update, name, trained)
@@ -470,6 +478,7 @@ class Trainer:
             log_failures(sampled)
             self._failures.see(sampled)
             trajectories += sampled
+        # Where no row names its source, eval/all has everything.
         sources = [t.data_source for t in trajectories]
         named = any(source is not None for source in sources)
         samples = self._config.generator.eval_n_samples_per_prompt
@@ -480,6 +489,7 @@ class Trainer:
         metrics["eval/all/avg_num_turns"] = turns / len(trajectories)
         metrics["timing/eval"] = times["eval"]
         self.progress.trajectories = trajectories
+        # In the background, but in the order of the steps.
         await self._store("eval", trajectories)
         return metrics
 
@@ -562,6 +572,7 @@ class Trainer:
         with self._without_hiding_errors():
             self._checkpoint_writer.wait()
             self._take_checkpoint()
+        # In the middle of an update, or at step 0, there is nothing to save.
         if self._consistent and self._saved_step != self.progress.step != 0:
             with self._without_hiding_errors():
                 self._save()

@@ -84,11 +84,14 @@ def update_policy(
                 "trainer.algorithm.old_logprobs: rollout needs the engine's logprobs, got none"
             )
         batch = batch.with_(old_logprobs=batch.rollout_logprobs)
+    # With one epoch and no correction the first mini-batch needs none: its ratio is 1 by
+    # definition.
     elif batch.old_logprobs is None and (correct or update_epochs > 1):
         batch = batch.with_(old_logprobs=policy.batch_logprobs(batch))
     minis = [
         apply_off_policy_correction(mini, algorithm) for mini in batch.mini_batches(mini_batch_size)
     ]
+    # By the policy as it is before the first optimizer step.
     if batch.old_logprobs is None and len(minis) > 1:
         minis[1:] = _with_old_logprobs(policy, batch, mini_batch_size)
     steps = []
@@ -97,6 +100,7 @@ def update_policy(
         for mini, metrics in minis:
             seen = None
             if seen_logprobs is not None and epoch == 0:
+                # A view: the passes write into the caller's tensor.
                 seen = seen_logprobs[start : start + mini.loss_mask.shape[0]]
                 if algorithm.old_logprobs != "rollout":
                     seen = _take_old_logprobs(mini, seen)
@@ -141,6 +145,8 @@ def contributing_rows(batch: StepBatch, algorithm: AlgorithmConfig) -> np.ndarra
         live &= batch.token_weights != 0
     if batch.cross_entropy_weights is not None:
         live |= batch.cross_entropy_weights != 0
+    # Rows whose every token has gradient 0 need no forward pass; the reduction counts them all the
+    # same.
     rows = segment_sums(live.numpy(), batch.cu_responses.numpy(), np.int64) > 0
     if not _keeps_trajectories(algorithm):
         return rows
@@ -281,6 +287,7 @@ def _gradient(
 ) -> list[_MicroBatchResult]:
     """Add the gradient of this rank's micro-batches of the (N,) bool rows."""
     weights = _MiniBatchWeights.of_batch(batch, algorithm, max_seq_len)
+    # Losses of this scope read all tokens of a mini-batch at once, as for its covariance.
     undivided = policy_loss_spec(algorithm).scope == "mini_batch"
     plan = partial(
         plan_micro_batches,
@@ -300,6 +307,7 @@ def _gradient(
             "but the rotary embedding of this model depends on the longest row of a pass"
         )
     micro_batches = local_micro_batches(plan, budget, policy.ranks, divisible=not undivided)
+    # Ranks that share a pass compute the same loss, random choices included.
     policy.ranks.sequence.share_random_state(policy.device)
     results = [
         _micro_step(policy, batch, weights, micro, algorithm)
@@ -334,11 +342,13 @@ def _micro_step(
     trained, entropy = policy.logprobs(micro, return_entropy=True)
     assert entropy is not None
     if trained.shape[0] == 0:
+        # FSDP's collectives must run on every rank, or the others wait forever.
         trained.sum().backward()
         return None
     # The forward pass reads routes and kept tokens from `micro`; the loss needs neither.
     rows = batch.with_(**dict.fromkeys(_FORWARD_ONLY)).rows(micro.rows)
     index = micro.response_index.to(trained.device)
+    # Back to all response tokens of the rows, as the loss has offsets of these.
     logprobs = trained.new_zeros(rows.loss_mask.shape[0]).index_put((index,), trained)
     rows = rows.to(trained.device)
     out = policy_loss(
@@ -363,6 +373,7 @@ def _micro_step(
         weight = weights.rows[micro.rows].to(entropy.device)[row_of_token] * sampled
         loss = loss - algorithm.entropy_loss_coef * (entropy * weight).sum()
     loss.backward()
+    # The op reports zeros for a penalty that it was not given.
     left_out = _RECOMPUTED if algorithm.use_kl_loss else _RECOMPUTED | _OF_REFERENCE
     metrics = {f"policy/{k}": float(v) for k, v in out.metrics.items() if k not in left_out}
     num_sampled = int(sampled.sum())

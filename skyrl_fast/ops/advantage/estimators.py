@@ -119,6 +119,7 @@ def _tokens(inputs: EstimatorInputs) -> dict[str, Any]:
 
 def _gae(inputs: EstimatorInputs, **settings: Any) -> EstimatorOutput:
     assert inputs.values is not None
+    # Normalised as by SkyRL, whatever `advantage_batch_normalize` is.
     options = _tokens(inputs) | settings
     return EstimatorOutput(*gae(inputs.token_rewards, inputs.values, normalize=True, **options))
 

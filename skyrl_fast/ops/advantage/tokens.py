@@ -8,6 +8,7 @@ Design: docs/design/011-turn-and-token-advantages.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -161,17 +162,10 @@ def _check(
     return rows
 
 
-def _native(
-    rows: Rows,
-    values: torch.Tensor | None,
-    gamma: float,
-    lambd: float,
-    normalize: bool,
-    advantages: torch.Tensor,
-    returns: torch.Tensor | None,
-) -> None:
-    options = (gamma, lambd, normalize, advantages, returns, _backend.num_threads())
-    _C.token_chain(rows.op, rows.num_rows, rows.rewards, values, *rows.layout, *options)
+def _native(rows: Rows, values: torch.Tensor | None, *options: Any) -> None:
+    """Write advantages and returns, the last two of `options`."""
+    arguments: tuple[Any, ...] = (*rows.layout, *options, _backend.num_threads())
+    _C.token_chain(rows.op, rows.num_rows, rows.rewards, values, *arguments)
 
 
 def _torch(

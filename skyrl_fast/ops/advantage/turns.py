@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -144,7 +145,13 @@ def turn_group_advantage(
             ),
         )
     out = rows.empty()
-    options = (gamma, BASELINES[baseline], scale_by_std, out, _backend.num_threads())
+    options: tuple[Any, ...] = (
+        gamma,
+        BASELINES[baseline],
+        scale_by_std,
+        out,
+        _backend.num_threads(),
+    )
     _C.turn_group_advantage(rows.rewards, ids, *rows.layout, *options)
     return out
 
@@ -214,7 +221,8 @@ def gigpo_advantage(
             ),
         )
     out = rows.empty()
-    options = (gamma, step_advantage_w, scale_by_std, out, _backend.num_threads())
+    threads = _backend.num_threads()
+    options: tuple[Any, ...] = (gamma, step_advantage_w, scale_by_std, out, threads)
     _C.gigpo_advantage(rows.rewards, ids, anchors, *rows.layout, *options)
     return out
 

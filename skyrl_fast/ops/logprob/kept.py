@@ -43,6 +43,7 @@ class KeptSets(NamedTuple):
         """Return row and place in `ids` of each id of these rows, both int64."""
         sizes = self.sizes
         rows = torch.repeat_interleave(torch.arange(sizes.numel(), device=sizes.device), sizes)
+        # Where a row's ids begin, less how many come before them in the result.
         first = self.ranges[:, 0] - (sizes.cumsum(0) - sizes)
         return rows, torch.arange(rows.numel(), device=rows.device) + first[rows]
 
@@ -87,10 +88,8 @@ def check_kept(
 
 
 def slice_sets(kept: KeptSets, start: int, width: int) -> KeptSets:
-    """Return the parts of the sets in a slice of the vocabulary, with ids relative to it.
-
-    A row whose set has no id in the slice gets a range without ids. Does not synchronize.
-    """
+    """Return the parts of the sets in a slice of the vocabulary, with ids relative to it."""
+    # Nothing here waits for a GPU. A row whose set has no id in the slice gets a range without ids.
     # Rows with the full vocabulary (begin -1) are restored at the end.
     # Clamped, as on a GPU nothing has checked them: a range must stay inside the ids.
     begin, end = kept.ranges.clamp(0, kept.ids.numel()).unbind(1)

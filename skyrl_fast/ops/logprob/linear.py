@@ -111,6 +111,7 @@ def linear_logprob(
         >>> linear_logprob(torch.zeros(1, 2), torch.zeros(4, 2), torch.tensor([3]))
         tensor([-1.3863])
     """
+    # Autocast does not know this op.
     hidden, lm_head_weight, bias = _autocast(hidden, lm_head_weight, bias)
     _check_linear(hidden, lm_head_weight, bias, target_ids, loss_mask, temperature, chunk_rows)
     _check_scaling(temperature, logit_scale, soft_cap)

@@ -30,10 +30,9 @@ HAS_MIXED_PRODUCT = hasattr(torch.ops.aten.addmm, "dtype_out")  # torch 2.8 and 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of the kernels, as in `linear_logprob`.
+    """Options of the kernels, as in `linear_logprob`."""
 
-    The kernels see `chunk` and divide it by `divisor`: the product itself, or its tanh.
-    """
+    # The kernels see a chunk and divide it by `divisor`: the product itself, or its tanh.
 
     temperature: float
     logit_scale: float
@@ -105,6 +104,7 @@ def forward_rows(
     """Return (M,) log-probabilities, entropies, log-sum-exps, and the last chunk's logits."""
     num_rows, chunk_rows = hidden.shape[0], options.chunk_rows
     shape = (min(chunk_rows, num_rows), weight.shape[0])
+    # One chunk, which all rows take turns in.
     logits = _backend.empty(shape, hidden.dtype, hidden.device)
     parts = []
     arguments = (None, options.divisor, options.return_entropy, options.use_triton)
@@ -150,6 +150,7 @@ def backward_rows(
     columns = vocab
     if options.chunk_rows < num_rows:
         columns = min(vocab, _chunk_columns(options.chunk_rows, num_rows, vocab))
+    # Saved by the forward, whose only chunk they were.
     known = logits is not None
     if logits is None:
         logits = _backend.empty((num_rows * columns,), hidden.dtype, hidden.device)

@@ -28,6 +28,8 @@ def _row(row, inner, outer_stride, inner_stride):
 @triton.jit
 def _split(first, vocab, BLOCK: tl.constexpr):
     """Where a row's blocks start, which is aligned, how many they are, and the columns before."""
+    # A mask that varies within a vector would make Triton load element by element: only the ends of
+    # a row have one.
     aligned = tl.multiple_of((first + 15) // 16 * 16, 16)
     head = tl.minimum(aligned - first, vocab)
     return aligned, ((vocab - head) // BLOCK).to(tl.int32), head
@@ -92,6 +94,7 @@ def _row_sums(
 ):  # fmt: skip
     """Maximum, sum and weighted sum of a row, or of its kept logits, in one pass."""
     WIDTH: tl.constexpr = 128 // logits.dtype.element_ty.primitive_bitwidth  # of 16 bytes
+    # Each lane keeps sums of its own columns, so that a block of them needs no barrier.
     LANES: tl.constexpr = BLOCK // WIDTH
     largest = tl.full((LANES,), float("-inf"), tl.float32)
     total = tl.full((LANES,), 0.0, tl.float32)
@@ -181,6 +184,7 @@ def forward_kernel(
         if HAS_ENTROPY:
             tl.store(entropy_out + row, entropy.to(tl.float32))
     else:
+        # Outputs are not zeroed before.
         tl.store(logprob_out + row, 0.0)
         tl.store(lse_out + row, 0.0)
         if HAS_ENTROPY:
@@ -281,9 +285,9 @@ def _store_kept_gradient(
 ):  # fmt: skip
     """Write one block of columns from `start`: zeros, then the gradients of the ids from `place`.
 
-    The ids ascend, so that a block has at most BLOCK of them. `out` may be `row_ptr`: all are read
-    before the first is written. Returns the place of the first id behind the block.
+    Returns the place of the first id behind the block.
     """
+    # The ids ascend, so that a block has at most BLOCK of them.
     lanes = tl.arange(0, BLOCK)
     ids = tl.load(kept_ids + place + lanes, mask=place + lanes < end, other=-1).to(tl.int64)
     here = (ids >= start) & (ids < start + BLOCK) & (ids < vocab)
@@ -292,9 +296,11 @@ def _store_kept_gradient(
         x, ids == target, scale, lse, entropy, grad_logprob, grad_entropy, inv_temperature,
         HAS_ENTROPY,
     )  # fmt: skip
+    # All threads have read their logits, which may be where the gradient goes.
     tl.debug_barrier()
     zeros = tl.full((BLOCK,), 0.0, tl.float32).to(out.dtype.element_ty)
     tl.store(out + start + lanes, zeros, mask=start + lanes < vocab)
+    # Zeros first: the gradients of other threads follow in the same columns.
     tl.debug_barrier()
     tl.store(out + ids, d.to(out.dtype.element_ty), mask=here)
     tl.debug_barrier()
@@ -337,6 +343,7 @@ def backward_kernel(
     has_set = False
     if HAS_KEPT:
         begin, end, has_set = _kept_range(kept_ranges, num_kept, row, vocab)
+    # Masked, or clipped by the loss: the row is not read.
     if (grad_logprob == 0) & (grad_entropy == 0):
         _store_zeros(grad, out_first, vocab, part, BLOCK)
     elif has_set:
@@ -423,6 +430,7 @@ def masked_loss_kernel(
         out_first = first
         if SAME_ROWS == 0:
             out_first = _row(row, inner, grad_outer_stride, grad_inner_stride)
+        # Masked, clipped or without an advantage: the row is not read again.
         if slope == 0:
             for part in range(0, vocab // BLOCK + 1):
                 _store_zeros(grad, out_first, vocab, part, BLOCK)

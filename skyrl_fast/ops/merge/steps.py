@@ -227,7 +227,6 @@ def copy_segments(
     lengths: np.ndarray,
 ) -> None:
     """Copy cells: `lengths[i]` of them from `source_starts[i]` to `target_starts[i]`, for all i."""
-    # Cells are moved as bytes.
     if target.dtype == torch.bool:
         source, target = source.view(torch.uint8), target.view(torch.uint8)
     places = [np.ascontiguousarray(a, np.int64) for a in (source_starts, target_starts, lengths)]

@@ -240,6 +240,7 @@ def _place_row_rewards(
     """Return rewards in the last column, float32; raise for a reward of an empty response."""
     values = torch.empty(len(response_lengths), dtype=torch.float32)
     _ragged.fill(OP, _ragged.copy_jobs(scores, values, torch.zeros(1, dtype=torch.int64)))
+    # A padded batch has no cell for it.
     lost = (response_lengths == 0) & (values != 0)
     if bool(lost.any()):
         row = int(lost.nonzero()[0])

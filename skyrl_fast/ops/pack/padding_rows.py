@@ -93,8 +93,7 @@ def padding_metadata(metadata: Mapping[str, Any] | None, pad_size: int) -> dict[
 
 
 def _deep_copy(value: Any) -> Any:
-    """Return what copy.deepcopy returns, faster for lists of scalars and of tuples of scalars."""
-    # Uids and flags of thousands of rows, of which deepcopy would visit each.
+    # As copy.deepcopy, which would visit each of the uids and flags of thousands of rows.
     if type(value) is list:
         inner = value if set(map(type, value)) != {tuple} else chain.from_iterable(value)
         if set(map(type, inner)) <= SCALARS:
@@ -176,6 +175,7 @@ def _metadata_of(batch: Any) -> dict[str, Any] | None:
 
 
 def _set_metadata(batch: Any, metadata: dict[str, Any]) -> None:
+    # SkyRL's batch has them as an attribute, a plain dict as an entry.
     if hasattr(batch, "metadata"):
         batch.metadata = metadata
     else:

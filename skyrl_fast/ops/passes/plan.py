@@ -18,8 +18,7 @@ from skyrl_fast.ops import _backend
 class PassPlan:
     """The passes that compute the logprob of every trained token of some rows.
 
-    It holds a few numbers per row and the trained tokens, but none of the tensors it was made from.
-    See docs/design/019-prefix-tree.md.
+    Design: docs/design/019-prefix-tree.md.
 
     Args:
         tokens: (S,) int32; row i is `tokens[cu_seqlens[i] : cu_seqlens[i + 1]]`.
@@ -63,7 +62,9 @@ class PassPlan:
         routes: torch.Tensor | None = None,
         cu_routes: torch.Tensor | None = None,
     ) -> None:
+        # Batches have offsets of 32 bits unless they are very large.
         columns = (cu_seqlens, cu_responses, group_ids, trajectory_ids)
+        # It holds a few numbers per row and the trained tokens, but none of these tensors.
         self._plan = _C.PassPlan(
             tokens,
             trained,

@@ -66,11 +66,10 @@ def loss_and_metrics(
 
 
 class _EagerPolicyLoss(torch.autograd.Function):
-    """The gradient is computed with the loss and moved out at the first backward.
+    """The gradient is computed with the loss and moved out at the first backward."""
 
-    So nothing is copied and autograd may keep it as `.grad`; another backward through a retained
-    graph recomputes it.
-    """
+    # So nothing is copied and autograd may keep it as `.grad`; another backward through a retained
+    # graph recomputes it.
 
     @staticmethod
     def forward(ctx: Any, current: torch.Tensor, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,7 +84,6 @@ class _EagerPolicyLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
         grad, ctx.grad = ctx.grad, None
-        # Again through a retained graph.
         if grad is None:
             _, grad = torch.ops.skyrl_fast.policy_loss(*saved, *ctx.rest, True)
         use_triton = ctx.rest[-1]

@@ -258,7 +258,7 @@ def _built_in(
     if isinstance(settings, (ClipCov, KlCov)):
         assert adv is not None
         _backend.break_graph("policy_loss", "which tokens clip_cov and kl_cov select")
-        # By torch on every backend: a sort or a draw per call, of which no kernel saves time.
+        # By torch on every backend: one sort or draw per call.
         selected = reference.select_by_covariance(
             *(settings, current, current if old is None else old, adv, cells.policy_mask != 0),
             generator,

@@ -61,11 +61,9 @@ def policy_stream(
     token_weights: torch.Tensor | None,
     cross_entropy_weights: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return bool cells, the trained tokens that have a policy loss.
-
-    All are, even those that a correction dropped with a token weight of 0, unless
-    `cross_entropy_weights` are given: then tokens of token weight 0 are only supervised.
-    """
+    """Return bool cells, the trained tokens that have a policy loss."""
+    # All are, even those that a correction dropped with a token weight of 0, unless
+    # `cross_entropy_weights` are given: then tokens of token weight 0 are only supervised.
     if token_weights is None or cross_entropy_weights is None:
         return live
     return live & (token_weights != 0)
@@ -381,12 +379,10 @@ def select_by_covariance(
     live: torch.Tensor,
     generator: torch.Generator | None,
 ) -> torch.Tensor:
-    """Return bool like `live`: the tokens that clip_cov drops or that kl_cov penalises.
-
-    The covariance of a token is the product of the centred advantage and the centred logprob over
-    the trained tokens given. clip_cov draws max(1, share * tokens) among those strictly between
-    its bounds that PPO's clip leaves alone; kl_cov takes the max(1, share * tokens) largest.
-    """
+    """Return bool like `live`: the tokens that clip_cov drops or that kl_cov penalises."""
+    # The covariance of a token is the product of the centred advantage and the centred logprob over
+    # the trained tokens given. clip_cov draws max(1, share * tokens) among those strictly between
+    # its bounds that PPO's clip leaves alone; kl_cov takes the max(1, share * tokens) largest.
     # Computed in float32 (float64 for float64) in the order of SkyRL's sums, kl_cov's over the
     # trained tokens, clip_cov's over all cells: where all advantages are equal the covariance is
     # rounding, and on the CPU the tokens are SkyRL's.

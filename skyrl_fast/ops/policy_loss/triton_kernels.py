@@ -70,6 +70,7 @@ def token_loss(
 ):  # fmt: skip
     """A token's loss and its derivative; whether it was clipped low, clipped high, chosen."""
     ratio = tl.exp(_clamp(delta, -20.0, 20.0))
+    # Where the clamp took effect the ratio is constant.
     slope = tl.where((delta > 20.0) | (delta < -20.0), 0.0, ratio)
     # False for every cell; a Python bool would not have their shape.
     never = (advantage > 0) & (advantage < 0)
@@ -91,6 +92,7 @@ def token_loss(
         value = grad * logprob
     elif LOSS == SAPO:
         tau = tl.where(advantage > 0, tau_pos, tau_neg)
+        # Beyond 80 the gate is 1, or as good as 0.
         gate = 1.0 / (1.0 + tl.exp(-_clamp(tau * (ratio - 1.0), -80.0, 80.0)))
         value = -advantage * gate * (4.0 / tau)
         grad = -advantage * 4.0 * gate * (1.0 - gate) * slope

@@ -233,15 +233,14 @@ def seen_nodes(ends: Tensor, window: int | None, chunk: int | None) -> Tensor:
 def flex_block_mask(ends: Tensor, window: int | None = None, chunk: int | None = None) -> Any:
     """Return FlexAttention's block mask, without evaluating each pair of nodes.
 
-    A block of keys before a block of queries is fully visible where the smallest end of its nodes
-    is after the last query, and fully masked where the largest is at or before the first query;
-    or by the same rule where the depths of all or of no keys are in reach of the queries.
-
     Args:
         ends: (T,) integers, T a multiple of 128.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
+    # A block of keys before a block of queries is fully visible where the smallest end of its nodes
+    # is after the last query, and fully masked where the largest is at or before the first query;
+    # or by the same rule where the depths of all or of no keys are in reach of the queries.
     per_block = ends.long().view(-1, FLEX_BLOCK)
     count = per_block.shape[0]
     numbers = torch.arange(count, device=ends.device)
@@ -274,10 +273,7 @@ def flex_block_mask(ends: Tensor, window: int | None = None, chunk: int | None =
 
 
 def _list_chosen(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each query block's number of key blocks, (1, 1, Q), and their indices, (1, 1, Q, K).
-
-    The counted ones come first; the order of the others does not matter.
-    """
+    """Return (1, 1, Q) numbers of key blocks per query block, and their (1, 1, Q, K) indices."""
     # BlockMask reads the first `counts` of each row.
     order = blocks.to(torch.int8).argsort(dim=1, descending=True, stable=True)
     counts = blocks.sum(1, dtype=torch.int32)
@@ -344,6 +340,7 @@ def _check_options(
     sinks: Tensor | None,
 ) -> None:
     for name, size in (("window", window), ("chunk", chunk)):
+        # Not isinstance: a bool is an int.
         if size is not None and (type(size) is not int or size < 1):
             raise ValueError(f"{OP}: {name} must be a positive int or None, got {size!r}")
     if softcap is not None and not 0 < softcap < math.inf:

@@ -135,6 +135,7 @@ def normalize_advantages(advantages: torch.Tensor, mask: torch.Tensor) -> torch.
         )
     kept = mask != 0
     count = kept.sum().clamp(min=1)
+    # Elements outside the mask may be NaN.
     values = advantages.double().where(kept, 0.0)
     centred = (values - values.sum() / count).where(kept, 0.0)
     variance = centred.square().sum() / count

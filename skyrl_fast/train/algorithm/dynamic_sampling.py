@@ -58,6 +58,8 @@ def replacement_groups(informative: np.ndarray, *, random: np.random.Generator) 
     good = np.flatnonzero(informative)
     places = np.flatnonzero(~informative)
     rounds = -(-len(places) // len(good))
+    # All informative groups once before any is used twice; the empty head is for no replacement at
+    # all.
     drawn = np.concatenate([good[:0], *(random.permutation(good) for _ in range(rounds))])
     chosen = np.arange(len(informative))
     chosen[places] = drawn[: len(places)]
@@ -128,6 +130,7 @@ class GroupSampling:
             self._filter(groups, informative)
         else:
             self._replace(groups, informative)
+        # Without dynamic sampling the batch is full by definition.
         if len(self._kept) == self._wanted or self._config.type is None:
             return True
         # Counted in groups, because a batch of prompts may be as small as what is missing.

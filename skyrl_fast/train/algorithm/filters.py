@@ -50,6 +50,7 @@ def filter_groups(batch: StepBatch, units: Sequences, config: Config) -> Filtere
         batch, units, metrics = zero_variance_filter(
             batch, units, tolerance=algorithm.zero_variance_filter_tol
         )
+    # Not an error: a later batch may train again.
     if not bool(batch.loss_mask.any()):
         logger.warning(
             "no token of the batch's %d rows is trained: the loss is 0 and no weight changes",
@@ -72,6 +73,7 @@ def zero_reward_on_non_stop(batch: StepBatch, units: Sequences) -> Filtered:
     """
     reasons = _reasons("zero_reward_on_non_stop", batch, units)
     cut = np.array([reason not in FINISHED_REASONS for reason in reasons], dtype=bool)
+    # Reported as 0, too: a missing metric means that the filter is off.
     metrics = {"generate/num_zeroed_rewards": float(cut.sum())}
     if not cut.any():
         return batch, units, metrics

@@ -58,6 +58,7 @@ def apply_off_policy_correction(
         cu_seqlens=batch.cu_responses,
     )
     logged = {f"policy/{name}": float(value) for name, value in metrics.items()}
+    # Without importance weights the mask is the weight.
     kept = mask.to(batch.old_logprobs.dtype) if weights is None else weights
     return batch.with_(token_weights=kept), logged
 

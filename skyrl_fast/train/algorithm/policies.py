@@ -27,6 +27,7 @@ def split_by_policy(
     parts = {}
     for name in names:
         part = [_part(t, name) for t in trajectories]
+        # A policy that nobody called has nothing to train in this step.
         if any(trajectory.steps for trajectory in part):
             groups = groupby(part, key=lambda trajectory: trajectory.uid)
             parts[name] = [t for _, group in groups for t in _samples(list(group))]

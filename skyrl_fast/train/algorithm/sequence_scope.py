@@ -50,6 +50,7 @@ def sequences(batch: StepBatch, scope: str) -> Sequences:
     if scope == "row":
         sequence_ids = last_rows = np.arange(batch.num_rows)
     else:
+        # Dense from 0 in a batch, so that they index arrays.
         sequence_ids = batch.trajectory_ids.numpy().astype(np.int64)
         last_rows = np.flatnonzero(batch.is_last_step.numpy())
     trained = segment_sums(batch.loss_mask.numpy(), batch.cu_responses.numpy(), np.int64)

@@ -45,6 +45,7 @@ def join_groups(groups: Mapping[str, GroupRows]) -> SampledRows:
     """
     runs: list[tuple[SampledRows, range, list[str]]] = []  # runs of adjacent groups
     for uid, (rows, number) in groups.items():
+        # Adjacent groups are one slice: fewer pieces to join.
         if runs and runs[-1][0] is rows and runs[-1][1].stop == number:
             rows, numbers, uids = runs.pop()
             runs.append((rows, range(numbers.start, number + 1), [*uids, uid]))
@@ -100,6 +101,7 @@ def training_rows(
     if rows.cross_entropy_weights is not None:
         rows = rows.with_(cross_entropy_weights=1 - rows.cross_entropy_weights)
     if one_row and rows.num_rows > rows.num_trajectories:
+        # Again, for the message alone: which turn did not begin with the tokens before it.
         plan = merge_flat_steps(
             steps.tokens,
             steps.cu_seqlens,

@@ -47,6 +47,7 @@ class UnreadRewardsWatch:
         self._warned = False
 
     def see(self, trajectories: Sequence[Trajectory]) -> None:
+        # Once: the settings do not change during a run.
         message = None if self._warned else unread_rewards(self._config, trajectories)
         if message is not None:
             self._warned = True

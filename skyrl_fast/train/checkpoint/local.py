@@ -82,6 +82,7 @@ def complete_checkpoint(
     with _remove_on_error(folder, step):
         known = written()
         with ThreadPoolExecutor(1) as pool:  # the digests are computed while the disk is waited for
+            # From the page cache, before the files are evicted from it.
             manifest = pool.submit(make_manifest, temporary, known)
             _flush_tree(temporary)
         write_json(temporary / MANIFEST, manifest.result())
@@ -116,6 +117,7 @@ def _remove_on_error(folder: Path, step: int) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        # Also for KeyboardInterrupt: the next run must not find half a checkpoint.
         shutil.rmtree(_hidden_path(folder, step, "partial"), ignore_errors=True)
         if isinstance(error, OSError) or _says_disk_full(error):
             raise CheckpointError(_write_advice(folder, step, error)) from error
@@ -314,6 +316,7 @@ def _flush_tree(folder: Path) -> None:
 
 
 def _flush(path: Path) -> None:
+    # fsync of a folder makes its names durable; of a file its content.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -92,6 +92,7 @@ def find_damage(folder: Path) -> tuple[str, str] | None:
             found = (folder / name).stat().st_size
         except OSError as error:
             return name, _unreadable(error)
+        # First all sizes, which cost nothing: a cut file is found before gigabytes are read.
         if found != size:
             return name, f"expected {size} bytes, got {found}"
 

@@ -66,6 +66,7 @@ def export_model(run: Path, out: Path, *, adapter: bool, name: str | None = None
         _write_merged(config, policy, policy.parent if name else policy, partial)
     step = int(read_state(checkpoint)["step"])
     (partial / "README.md").write_text(_model_card(config, step, adapter=adapter), "utf-8")
+    # A reader never sees half a model.
     partial.rename(out)
     return checkpoint
 
@@ -89,6 +90,7 @@ def _find_checkpoint(run: Path) -> tuple[Path, Config]:
     if not saved.is_file():
         raise CheckpointError(f"{run}: expected the folder of a run or a checkpoint")
     config = as_config(json.loads(saved.read_text(encoding="utf-8")))
+    # The folder may have been moved since.
     config.trainer.run_path = str(run)
     checkpoint, _ = newest_intact(checkpoint_folder(config))
     if checkpoint is None:

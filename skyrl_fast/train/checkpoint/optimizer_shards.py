@@ -54,6 +54,7 @@ def queue_shards(
         for key in SHARDED:
             local = local_tensor(state[key])
             if local.numel():
+                # A copy: the next step changes the moments while the file is written.
                 shards[f"{name}.{key}"] = local.to("cpu", copy=True)
                 offsets[f"{name}.{key}"] = {OFFSETS: _offsets(state[key])}
     file = f"shard-{ranks.rank + 1:05d}-of-{ranks.size:05d}.safetensors"

@@ -82,6 +82,7 @@ class CheckpointStore:
         try:
             yield
         finally:
+            # Without the claim's removal a resumed run takes it over.
             with suppress(ObjectStoreError):
                 if _read_claim(url) == mine:
                     _remove(url)
@@ -127,6 +128,7 @@ class CheckpointStore:
         """Delete incomplete and replaced checkpoints, and complete ones that are not kept."""
         files = self._files()
         complete = list(_newest(files).values())
+        # Replaced ones of a step that is kept are not in `complete`.
         kept = set(complete[-keep:] if keep > 0 else complete)
         for name, content in files.items():
             if name not in kept and ASIDE not in content:

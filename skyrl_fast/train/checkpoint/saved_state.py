@@ -42,6 +42,7 @@ def _check_sampler(sampler: dict[str, Any]) -> None:
 
 
 def _check_random(random: dict[str, Any]) -> None:
+    # NumPy trusts what it gets: a wrong position makes it read beyond its array.
     version, words, gauss = _list(random.get("python"), "random.python", length=3)
     _require(version == 3, "random.python[0]", "3", version)  # of random.getstate
     _words(words, "random.python[1]", length=_MT19937_WORDS + 1)

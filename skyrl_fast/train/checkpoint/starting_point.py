@@ -83,6 +83,7 @@ def starting_point(
         path = str(settings.resume_path)
         chosen = Path(path)
         if is_url(path):
+            # Apart from the run's own checkpoints, which a chosen one does not join.
             copies = run_path / "resume_path"
             stack.callback(shutil.rmtree, copies, ignore_errors=True)
             chosen = download(path.rstrip("/"), copies / "checkpoint")
@@ -97,6 +98,7 @@ def starting_point(
         newest, damaged = _newest(folder, store)
         state = {} if newest is None else read_state(newest)
         return StartingPoint(newest, state, [(path, "damaged", why) for path, why in damaged])
+    # A new run in an old folder would mix two runs' files.
     logged = read_metrics(run_path / "metrics.jsonl")
     if checkpoints(folder) or logged or stored_parts(run_path / "trajectories"):
         raise RunInUseError(

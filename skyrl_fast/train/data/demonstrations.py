@@ -104,6 +104,7 @@ def build_demonstration(
     kwargs = {**generator.chat_template_kwargs, **(template_kwargs or {})}
     try:
         for step in _steps(messages, tokenizer, generator, kwargs):
+            # One by one: the number of complete steps tells which message an error is about.
             steps.append(step)
     except (ContextError, ValueError) as error:
         places = [number for number, m in enumerate(messages) if m["role"] == "assistant"]

@@ -104,6 +104,7 @@ def rows_from(source: PromptSource, split: str, name: str) -> Iterator[tuple[str
         yield from read_rows(os.fspath(source), split)
         return
     for number, item in enumerate(_rows_of(source, name)):
+        # A prompt that ends in .json is unlikely, and one with a space is none.
         if isinstance(item, os.PathLike) or _is_file_name(item):
             yield from read_rows(os.fspath(item), split)
         else:
@@ -237,6 +238,7 @@ def _prompt(row: Any, uid: str, default_env_class: str, where: str) -> Prompt:
     except ValueError as error:
         raise ValueError(f"{where}: prompt: {error}") from None
     try:
+        # Tables often store them as JSON text.
         extras |= {n: plain_value(parse_json(extras[n])) for n in TEMPLATE_KWARGS if n in extras}
         template_kwargs_of(extras)
     except ValueError as error:
@@ -346,5 +348,7 @@ class PromptSampler:
         self.move_to(state["epoch"], state["position"])
 
     def _permutation(self) -> list[int]:
+        # A function of seed and epoch: a resumed run needs no state of a generator. The factor
+        # keeps the epochs of neighbouring seeds apart.
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self.epoch)
         return torch.randperm(self._num_prompts, generator=generator).tolist()

@@ -20,6 +20,7 @@ def save_random_state(path: Path) -> dict[str, Any]:
     if torch.cuda.is_available():
         states |= {f"cuda{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
     save_file(states, str(path))
+    # As plain numbers: nothing in a checkpoint is pickled.
     version, internal, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {

@@ -51,6 +51,7 @@ class StopSignals:
             asyncio.get_running_loop()
         except RuntimeError:
             return asyncio.run(self._main(work))
+        # A running loop cannot run another one in its thread.
         with ThreadPoolExecutor(1, thread_name_prefix="train") as thread:
             return thread.submit(asyncio.run, self._main(work)).result()
 
@@ -87,6 +88,7 @@ class StopSignals:
             yield
             return
         numbers = [signal.SIGINT, signal.SIGTERM]
+        # nohup: the run is to outlive its terminal.
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
         self._terminals = [stream for stream in STANDARD_STREAMS if os.isatty(stream)]
@@ -108,6 +110,7 @@ class StopSignals:
         self._early = number
         if loop is not None:
             loop.call_soon_threadsafe(self._cancel)
+            # The loop runs in another thread, where an exception raised here would not arrive.
             if self._thread != threading.get_ident():
                 for child in multiprocessing.active_children():
                     child.kill()  # what the other thread waits for

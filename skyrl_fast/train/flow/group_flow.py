@@ -77,6 +77,7 @@ class GroupFlow:
         self.faults = Counter(dropped_groups=0)
         self._rollouts = rollouts
         self._prompts = prompts
+        # Runs ahead of the trainer's position, which moves when a batch is consumed.
         self._ahead = copy(sampler)
         self._batch_size = batch_size
         self._ahead_of_need = max_staleness > 0
@@ -125,6 +126,7 @@ class GroupFlow:
         """
         if self._closed or (not wanted and not self._ahead_of_need):
             return
+        # Groups of batches beyond the last version would be sampled for nothing.
         to_come = (self._last_version - self.schedule.version) * self._batch_size
         for _ in range(self.schedule.room(wanted=wanted, limit=to_come)):
             if self._ahead.epoch >= self._epochs:
@@ -182,6 +184,7 @@ class GroupFlow:
 
     def _start(self, group: Group) -> None:
         self.schedule.start(group, now=self._clock())
+        # A prompt that is in flight twice is two groups, each with a name of its own.
         prompt = replace(self._prompts[group.prompt], uid=group.name)
         task = asyncio.ensure_future(
             self._rollouts.generate([prompt], step=group.version, phase="train")
@@ -193,6 +196,7 @@ class GroupFlow:
         del self._tasks[group]
         self._changed.set()
         if self._closed:
+            # Read, or asyncio logs that nobody did.
             if not task.cancelled():
                 task.exception()
             return
@@ -205,6 +209,7 @@ class GroupFlow:
         elif isinstance(error, GroupDroppedError):
             self._lose(group, error)
         else:
+            # The first one: the others are often its consequences.
             self._error = self._error or error
 
     def _lose(self, group: Group, error: GroupDroppedError) -> None:

@@ -232,6 +232,7 @@ class VllmRollouts:
         interrupt = self._pool.interrupt if in_flight else self._pool.release
         async with self._gate.hold_closed(interrupt) as inside:
             if self._config.offloads_base:
+                # The trainer's copy of the base needs the memory that the engine holds.
                 await self._pool.sleep()  # at the start of a run the engine is awake
                 await asyncio.to_thread(self._leave_device, policy)
             if self._updated or self._starts_without_policy:
@@ -251,6 +252,7 @@ class VllmRollouts:
 
     async def repair(self, policy: Policy, *, version: int) -> None:
         # The policy does not change meanwhile: a new engine gets the weights of the others.
+        # Weights of another version than the samples' would be reported as theirs.
         assert version == self._gate.version
         await self._pool.repair(
             self._weights(policy),
@@ -353,6 +355,7 @@ class VllmRollouts:
         longest = settings.max_input_length(self._config) + sampling.max_generate_length - 1
         probe = []
         for prompt in self._probe_prompts:
+            # Without the chat template: any text shows a stale layer.
             text = "\n".join(map(message_text, prompt.messages))
             ids = self._tokenizer.encode(text, add_special_tokens=False)
             ids = ids[: min(PROBE_TOKENS, longest)]

@@ -26,6 +26,7 @@ class Compute:
         """Run the function in the thread and return its result."""
         # Ends torch's OpenMP threads of the calling thread, which would slow the function down.
         end_torch_threads()
+        # One thread: torch's calls of one step never overlap.
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, function, *arguments)
 

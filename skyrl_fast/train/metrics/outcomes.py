@@ -55,6 +55,7 @@ def outcomes_of_trajectories(trajectories: Sequence[Trajectory]) -> Outcomes:
 
 
 def outcomes_of_batch(batch: StepBatch) -> Outcomes:
+    # Earlier rows are no samples of their own: their reward counts with the last row's.
     last_rows = np.flatnonzero(batch.is_last_step.numpy())
     rewards = batch.row_rewards.numpy()[last_rows].astype(np.float64)
     positive = np.maximum(rewards, 0.0)

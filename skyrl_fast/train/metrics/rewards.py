@@ -77,6 +77,7 @@ def eval_metrics(
     for name, chosen in parts.items():
         group = table.group_ids[chosen]
         size = np.bincount(group)
+        # Groups of other sources have size 0 here and are left out below.
         passed = np.bincount(group, weights=table.rewards[chosen] > PASS_THRESHOLD)
         metrics[f"eval/{name}/avg_score"] = mean(table.rewards[chosen])
         for k in ks:

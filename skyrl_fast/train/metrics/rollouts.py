@@ -163,6 +163,7 @@ def _as_float(value: Any) -> float | None:
 
 def _warn_of_metric(name: str, value: str) -> None:
     """Log that a metric's value has no part in the mean, once for each name."""
+    # An environment may report thousands of names.
     if name not in _LEFT_OUT and len(_LEFT_OUT) < MAX_WARNINGS:
         _LEFT_OUT.add(name)
         log.warning("environment/%s: expected finite numbers, left out %s", name, value)

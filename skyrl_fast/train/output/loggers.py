@@ -71,6 +71,7 @@ def open_loggers(names: Sequence[str], run: RunInfo) -> list[Logger]:
         for name in names:
             opened.append(_open(name, run))
     except BaseException:
+        # A tracker's server must not be left with a run that seems to go on.
         for logger in opened:
             logger.close()
         raise
@@ -110,6 +111,7 @@ class JsonlLogger:
         path = run.run_path / "metrics.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
+            # The steps after the checkpoint are trained, and reported, again.
             kept = [line for line, row in _rows(path) if row["step"] <= run.last_step]
             temporary = path.with_name(path.name + ".partial")
             temporary.write_bytes(b"".join(kept))

@@ -77,6 +77,7 @@ class ProgressDisplay:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a complete step; missing metrics are left blank."""
         self._bar.update(self._task, completed=step)
+        # More would not fit on a terminal, and are in the logs.
         self._rows = [*self._rows, (step, metrics)][-_SHOWN_STEPS:]
         if self._live is not None:
             self._live.update(self._render())

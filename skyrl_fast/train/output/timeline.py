@@ -48,6 +48,7 @@ class Timeline:
             yield
         finally:
             self._board.watch(None)
+            # Phases that have not ended yet are drawn up to the end of the step.
             for entry in self._board.running():
                 self._trajectory_phase(entry, self._board.clock())
             self._write(number)

@@ -36,6 +36,7 @@ def save_pretrained(owner: Any, folder: Path) -> None:
 def _queue_weights(owner: Any, folder: Path) -> list[tuple[str, str, int]]:
     """Queue the weights of this rank; return name, file and bytes of those of all ranks."""
     ranks, model = owner.ranks, owner.pretrained
+    # Known on every rank without a message: all have the same model.
     owners = writers(model, ranks.size)
     left_out = getattr(model, "_keys_to_ignore_on_save", None) or ()
     mine = {}

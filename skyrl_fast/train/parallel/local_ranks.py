@@ -103,6 +103,7 @@ def _follow(place: RankPlace, log: Path, make_models: Callable[[Ranks], object])
         signal.signal(number, signal.SIG_IGN)
     with log.open("w") as file:
         for stream in (sys.stdout, sys.stderr):
+            # Also what C++ writes, such as NCCL's warnings.
             os.dup2(file.fileno(), stream.fileno())
     try:
         follow(place, make_models)

@@ -133,6 +133,7 @@ def start_ranks(
             ranks.files.close()
             dist.destroy_process_group()
             for process in processes:
+                # They exit by themselves after the release; then they are killed.
                 process.join(STOP_SECONDS)
     finally:
         ending.set()
@@ -145,6 +146,7 @@ def start_ranks(
 def follow(place: RankPlace, make_models: Callable[[Ranks], object]) -> None:
     """On another rank: create the models and execute rank 0's calls until it releases this one."""
     store = dist.TCPStore(place.address, place.port)
+    # Rank 0 then waits in collectives only for ranks that have finished their imports.
     store.set(_ready(place.rank), "1")
     ranks = Ranks(place.rank, place.size)
     _connect(ranks, store, place)
@@ -158,10 +160,12 @@ def follow(place: RankPlace, make_models: Callable[[Ranks], object]) -> None:
 def _connect(ranks: Ranks, store: Any, place: RankPlace) -> None:
     cuda = place.gpu is not None
     if cuda:
+        # Before NCCL is initialised, which takes the current device.
         torch.cuda.set_device(place.gpu)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     with _listening_next_to(place.address):
         dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.size)
+        # Groups of their own: collectives of one group must not be interleaved by threads.
         messages, files = (dist.new_group(backend="gloo", timeout=NO_TIMEOUT) for _ in range(2))
         mesh = dist.init_device_mesh("cuda" if cuda else "cpu", (ranks.size,))
     SharedFiles(ranks, files)

@@ -48,6 +48,7 @@ def _shortest(
     if divisible and total:
         budgets = {min(token_budget, int(slack * total / (rounds * size)) + 1) for slack in SLACK}
         plans += [plan(budget) for budget in sorted(budgets)]
+    # Ties go to the first plan, which has the fewest passes.
     return min(plans, key=lambda micros: _total_time(micros.num_tokens, size))
 
 

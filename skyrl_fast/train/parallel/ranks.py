@@ -71,6 +71,7 @@ class Ranks:
         if size == 1:
             return
         for first in range(0, self.size, size):
+            # All ranks create all groups, also those that they are not in.
             group = dist.new_group(list(range(first, first + size)))
             if first <= self.rank < first + size:
                 self.sequence = SequenceRanks(self.rank - first, size, group, self.traffic)
@@ -96,6 +97,7 @@ class Ranks:
             return local
         if self.rank > 0:
             sent = local if self.sequence.rank == 0 else []
+            # Pickled here, so that rank 0 can count the bytes.
             dist.gather_object(pickle.dumps(sent), dst=0, group=self._messages)
             return local
         found: list[Any] = [None] * self.size
@@ -124,8 +126,10 @@ class Ranks:
             RankError: the ranks cannot continue.
             Whatever the call raises here. The others are out of sync then: no call may follow.
         """
+        # It would wait for its own lock.
         if self._caller == threading.get_ident():
             raise RuntimeError(f"{here.__qualname__}: called by another run_on_all_ranks function")
+        # Calls come from several threads; the ranks must see them in one order.
         with self._lock:
             if self._lost.is_set():
                 raise RankError(self._reason)
@@ -182,6 +186,7 @@ class Ranks:
     def _receive(self) -> Any:
         length = torch.zeros(1, dtype=torch.int64)
         dist.broadcast(length, 0, group=self._messages)
+        # Its length was sent first: a broadcast needs a buffer of the right size.
         data = torch.empty(int(length), dtype=torch.uint8)
         dist.broadcast(data, 0, group=self._messages)
         return _Unpickler(io.BytesIO(data.numpy().data), self._members).load()

@@ -51,6 +51,7 @@ class RayRanks:
             ).remote(os.getcwd())
             # Ray makes an actor's own GPU its only visible one.
             place = RankPlace(rank, size, address, port, 0 if cuda else None)
+            # `follow` does not return before the run ends, so its result tells that the rank has.
             started.append(RayRank(rank, actor, actor.follow.remote(place, make_models)))
         return started
 

@@ -41,6 +41,7 @@ class SequenceRanks:
         """Give all ranks the first one's random state: a loss that draws tokens draws the same."""
         if self.size == 1:
             return
+        # Broadcasts name their source by its rank among all.
         first = dist.get_global_rank(self.group, 0)
         state = torch.get_rng_state()
         dist.broadcast(state, first, group=self.group)
@@ -64,6 +65,7 @@ class SequenceRanks:
 
     def exchange(self, parts: Tensor) -> Tensor:
         """Send (S, ...) parts, one to each rank; return those received."""
+        # Contiguous, as the collective writes one part after the other.
         received = torch.empty_like(parts, memory_format=torch.contiguous_format)
         dist.all_to_all_single(received, parts.contiguous(), group=self.group)
         self.traffic.add(SEQUENCES, parts.nbytes * (self.size - 1) // self.size)

@@ -53,6 +53,7 @@ def shard(model: Any, ranks: Ranks) -> None:
         module.set_custom_reduce_scatter(CountedReduction(ranks.traffic))
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+    # A method of the module, so that FSDP's hooks gather its weights around any code.
     setattr(model, METHOD, _run)
     register_fsdp_forward_method(model, METHOD)
 
@@ -122,6 +123,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def weights_of(model: Any) -> list[tuple[str, torch.Tensor]]:
     """Return the model's parameters (tied ones once) and persistent buffers, by name."""
+    # Buffers that are not persistent are computed by the model, not stored.
     saved = set(model.state_dict())
     buffers = [(name, value) for name, value in model.named_buffers() if name in saved]
     return [*model.named_parameters(remove_duplicate=True), *buffers]
@@ -149,6 +151,7 @@ def full_tensors(
     for name, tensor in items:
         value = full_weight(tensor, ranks, ENGINE)
         if ranks.rank == 0:
+            # On the GPU, so that fewer bytes are copied to main memory.
             cast = value.to(dtype) if dtype is not None and value.is_floating_point() else value
             found[name] = cast.cpu()
     return found

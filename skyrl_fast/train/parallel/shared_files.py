@@ -70,6 +70,7 @@ class SharedFiles:
         mine, fault = {}, ""
         try:
             paths = [path for write in writes for path in write()]
+            # On the disk before the manifest names them.
             for path in paths:
                 _flush(path)
             mine = entries(folder, paths)

@@ -42,6 +42,7 @@ def with_objects(
             )
     algorithm = config.trainer.algorithm
     if loss is not None:
+        # As a name in the settings, which reach other ranks and the checkpoint.
         algorithm.policy_loss_type = _register(register_policy_loss, loss)
     if estimator is not None:
         algorithm.advantage_estimator = _register(register_advantage_estimator, estimator)

@@ -57,6 +57,7 @@ def plan_run_memory(
     capacity = gpu_memory(config, with_engine=with_engine)
     assert capacity is not None
     num_gpus = torch.cuda.device_count()
+    # The plan needs folders where settings may have null; the run keeps its settings.
     planned = deepcopy(config)
     if not config.shares_reference:
         planned.trainer.ref.model.path = config.trainer.ref.model.path or model_path(config, None)

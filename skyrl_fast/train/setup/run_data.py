@@ -61,6 +61,7 @@ def run_data(
     )
     if not one_env:
         _warn_of_row_environments(config, data)
+    # An epoch of less than a batch would never train.
     wanted = config.trainer.train_batch_size
     if len(data.train) < wanted:
         source = "data.train_data" if prompts is None else "prompts"

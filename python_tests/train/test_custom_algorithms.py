@@ -157,7 +157,7 @@ def test_masked_and_dropped_tokens_do_not_contribute() -> None:
 
 BAD = [
     (lambda inputs: inputs.logprobs.mean(), ValueError, r"bad: .*of shape \(15,\).*got \(\)"),
-    (lambda inputs: 3.0, TypeError, "bad must return LossOutput or a tensor .*got float"),
+    (lambda inputs: 3.0, TypeError, "bad must return LossOutput or a tensor, got float"),
     (lambda inputs: inputs.loss_mask, TypeError, "bad: token_losses must be a floating-point"),
     (lambda inputs: LossOutput(None), TypeError, "bad: token_losses must be .*got NoneType"),
     (lambda inputs: 1 / 0, RuntimeError, "bad raised ZeroDivisionError: division by zero"),

@@ -88,6 +88,7 @@ def check(kind: str, folder: Path) -> str:
         difference, change = asyncio.run(run())
     except EngineDeadError as error:
         errors = ERROR.findall(log.read_text(errors="replace")) if log.is_file() else []
+        errors = [line for line in errors if not line.startswith("CalledProcessError")] or errors
         return f"vLLM: {errors[0] if errors else error}"
     if difference > TOLERANCE:
         return f"WRONG: engine and trainer differ by {difference:.1e}"

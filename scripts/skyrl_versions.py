@@ -143,7 +143,9 @@ def report(tree: Path, known: Path) -> Iterator[str]:
     for target in changed:
         yield f"\n== {target.name} ({target.module})"
         yield f"fingerprint: {fingerprint_in(tree, target)!r}"
-        yield f"replacement: skyrl_fast.integrations.skyrl.{target.replacement}"
+        by_rules = [rule.replacement for rule in RULES if rule.target == target]
+        place = target.replacement or by_rules[0]
+        yield f"replacement: skyrl_fast.integrations.skyrl.{place}"
         callers = [other.name for other in TARGETS if target.name in other.calls]
         if callers:
             yield f"kept with it, because they call it: {', '.join(callers)}"

@@ -431,7 +431,7 @@ def test_fingerprint_ignores_only_comments_and_formatting() -> None:
 
 def test_every_replacement_exists() -> None:
     for target in TARGETS:
-        name = target.short_name.lstrip("_")
-        module = importlib.import_module(f"skyrl_fast.integrations.skyrl.{target.home}")
-        assert callable(getattr(module, name)), target.name
+        home, _, name = target.replacement.partition(".")
+        module = importlib.import_module(f"skyrl_fast.integrations.skyrl.{home}")
+        assert callable(getattr(module, name)), target.replacement
         assert name in skyrl.__all__

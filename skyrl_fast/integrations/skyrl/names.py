@@ -51,6 +51,11 @@ class Target:
     def short_name(self) -> str:
         return self.name.rpartition(".")[2]
 
+    @property
+    def replacement(self) -> str:
+        """`module.function` of this package; "" for a function that only rules replace."""
+        return f"{self.home}.{self.short_name.lstrip('_')}" if self.home else ""
+
 
 def _estimator(name: str, known: str, since: str = "0.1.0") -> Target:
     return Target(name, PPO, {known: since}, "advantages")

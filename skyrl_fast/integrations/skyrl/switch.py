@@ -273,9 +273,8 @@ def _choose_replacement(target: Target, rules: tuple[str, ...]) -> Row:
     if unknown and not active:
         return Row(target.name, "kept", f"calls {', '.join(unknown)}, of unknown source")
     ORIGINALS.keep(target.name, original, label)
-    home, name = target.home, target.short_name.lstrip("_")
-    if active:
-        home, _, name = active[-1].replacement.rpartition(".")
+    place = active[-1].replacement if active else target.replacement
+    home, _, name = place.rpartition(".")
     replacement = getattr(importlib.import_module(f"{__package__}.{home}"), name)
     _installed[target.name] = (original, replacement)
     why = f"rules: {', '.join(rule.name for rule in active)}" if active else ""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from skyrl_fast.ops import _ragged
+from skyrl_fast.ops.pack.batch_tensors import check_rewards_of_empty
 from skyrl_fast.ops.pack.padding_rows import check_pad_mode, write_padding_rows
 from skyrl_fast.ops.pack.steps import pad_rows
 
@@ -70,7 +71,7 @@ def pad_to_tensors(
     if pad_size and num_rows == 0:
         raise ValueError(f"{OP}: an empty batch has no row 0 to repeat in padding rows")
     response_lengths = cu_responses.diff().long()
-    _check_rewards_of_empty(row_rewards, response_lengths)
+    check_rewards_of_empty(OP, row_rewards, response_lengths)
     fields = {
         name: _ragged.read_field(OP, name, (values, cu_responses))
         for name, values in responses.items()
@@ -87,16 +88,6 @@ def pad_to_tensors(
     for name, tensor in tensors.items():
         write_padding_rows(name, tensor, num_rows, pad_mode)
     return tensors
-
-
-def _check_rewards_of_empty(row_rewards: torch.Tensor, response_lengths: torch.Tensor) -> None:
-    lost = (response_lengths == 0) & (row_rewards != 0)
-    if bool(lost.any()):
-        row = int(lost.nonzero()[0])
-        raise ValueError(
-            f"{OP}: rewards must be 0 for an empty response (there is no token to hold it), got "
-            f"{float(row_rewards[row])} in row {row}"
-        )
 
 
 def pad_routes(

@@ -35,6 +35,7 @@ def _block(vocab: int) -> int:
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
     """Return the tensor, or `other` as a placeholder for a pointer that is not read."""
+    # The HAS_ flag of a missing tensor keeps the kernel from reading it.
     return other if tensor is None else tensor
 
 

@@ -109,6 +109,7 @@ _group = _on_rows(group_advantage, "rewards", "group_ids")
 
 
 def _grpo(inputs: EstimatorInputs, *, scale_by_std: bool = True) -> torch.Tensor:
+    # Without the division by the deviation, GRPO's advantage is Dr. GRPO's.
     return _group(inputs, estimator="grpo" if scale_by_std else "dr_grpo")
 
 
@@ -260,6 +261,8 @@ def estimate(
         ValueError, TypeError: those of the built-in op; a wrong result of a user's function.
         RuntimeError: a user's function raised.
     """
+    # The ops check their own arguments; `call_function` would turn their errors into those of a
+    # user's function.
     if ADVANTAGE_ESTIMATORS.get(spec.name) is spec:
         output = spec.function(inputs, **settings)
         return EstimatorOutput(output) if isinstance(output, torch.Tensor) else output

@@ -14,6 +14,7 @@ MIN_VARIANCE = 1e-8  # of normalised advantages
 def trajectory_numbers(is_last_step: torch.Tensor) -> torch.Tensor:
     """Return (N,) int64, the trajectory number of each row: the count of last steps before it."""
     last = is_last_step.to(torch.int64)
+    # Minus itself: a last step belongs to the trajectory that it ends.
     return torch.cumsum(last, 0) - last
 
 
@@ -39,6 +40,8 @@ def group_advantage(
         s = score[members]
         n = s.numel()
         if n == 1:
+            # As SkyRL, with mean 0 and deviation 1 where there is nothing to compare with; RLOO has
+            # no other trajectory to take a mean of.
             alone = {"grpo": s / (1 + EPSILON), "dr_grpo": s, "rloo": s * 0, "maxrl": s}
             advantage[members] = alone[estimator]
             continue
@@ -131,11 +134,13 @@ def gigpo_advantage(
     score = torch.zeros(int(trajectory[-1]) + 1, dtype=torch.float64)
     score.index_add_(0, trajectory, rewards.double())
     estimator = "grpo" if scale_by_std else "dr_grpo"
+    # `group_advantage` reads last steps only, so each row may hold its episode's sum.
     episode = group_advantage(score[trajectory], group_ids, is_last_step, estimator)
     value = turn_level_returns(rewards, is_last_step, gamma)
     step = torch.zeros_like(value)
     for row in range(len(value)):
         same = (group_ids == group_ids[row]) & (anchor_ids == anchor_ids[row])
+        # A state seen once has no other action to compare with.
         if int(same.sum()) > 1:
             step[row] = value[row] - value[same].mean()
             if scale_by_std:
@@ -179,6 +184,7 @@ def normalize(values: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
     kept = values[trained].double()
     result = torch.zeros(values.shape, dtype=torch.float64)
     if kept.numel():
+        # Bounded, so that a batch of equal values gives 0, not NaN.
         variance = kept.var(correction=0).clamp(min=MIN_VARIANCE)
         result[trained] = (kept - kept.mean()) / variance.sqrt()
     return result

@@ -251,6 +251,8 @@ def _check_loss(
     advantages: torch.Tensor | None,
     kl_weights: torch.Tensor | None,
 ) -> None:
+    # The gradient is written in the pass that reads the logits, before other rows'
+    # log-probabilities are known.
     if spec.scope != "token":
         raise ValueError(
             f"{OP}: loss {spec.name!r} needs the log-probabilities of a full sequence or batch "

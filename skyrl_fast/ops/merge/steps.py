@@ -51,6 +51,7 @@ class MergePlan:
     @property
     def ends(self) -> np.ndarray:
         """(M,) the last row of each merged row: its tokens are the merged row's."""
+        # Without rows there is no end, and `append` would make one.
         return np.append(self.heads[1:], len(self.joins)) - 1 if len(self.joins) else self.heads
 
     @property

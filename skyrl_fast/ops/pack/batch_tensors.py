@@ -240,18 +240,24 @@ def _place_row_rewards(
     """Return rewards in the last column, float32; raise for a reward of an empty response."""
     values = torch.empty(len(response_lengths), dtype=torch.float32)
     _ragged.fill(OP, _ragged.copy_jobs(scores, values, torch.zeros(1, dtype=torch.int64)))
-    # A padded batch has no cell for it.
-    lost = (response_lengths == 0) & (values != 0)
-    if bool(lost.any()):
-        row = int(lost.nonzero()[0])
-        raise ValueError(
-            f"{OP}: rewards must be 0 for an empty response (there is no token to hold it), got "
-            f"{float(values[row])} in row {row}"
-        )
+    check_rewards_of_empty(OP, values, response_lengths)
     out = _backend.empty(like.shape, torch.float32).zero_()
     if out.shape[1] > 0:
         out[: len(values), -1] = values
     return out
+
+
+def check_rewards_of_empty(
+    op: str, row_rewards: torch.Tensor, response_lengths: torch.Tensor
+) -> None:
+    # A padded batch has no cell for such a reward.
+    lost = (response_lengths == 0) & (row_rewards != 0)
+    if bool(lost.any()):
+        row = int(lost.nonzero()[0])
+        raise ValueError(
+            f"{op}: rewards must be 0 for an empty response (there is no token to hold it), got "
+            f"{float(row_rewards[row])} in row {row}"
+        )
 
 
 def _convert_routes(

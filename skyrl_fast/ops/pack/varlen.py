@@ -277,6 +277,7 @@ def _mask_blocks_on_gpu(op: str, mask: torch.Tensor) -> tuple[torch.Tensor, torc
         starts = ones.to(torch.uint8).argmax(1)  # the first of equal values
     block = (columns >= starts[:, None]) & (columns < (starts + lengths)[:, None])
     is_bad = ((ones != block) | (ones != (mask != 0))).any(1)
+    # One transfer for all three: each waits for the device.
     starts, lengths, is_bad = torch.stack([starts, lengths, is_bad.to(lengths.dtype)]).cpu()
     if bool(is_bad.any()):
         raise ValueError(

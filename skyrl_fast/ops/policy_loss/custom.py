@@ -194,6 +194,7 @@ def custom_policy_loss(
         raise ValueError(
             f"{op}: token_losses must be on {logprobs.device}, got {output.token_losses.device}"
         )
+    # A masked cell may hold NaN, which a product with 0 would keep.
     value = mask_values(output.token_losses.to(logprobs.dtype), stream)
     if token_weights is not None:
         factor = mask_values(token_weights, stream)

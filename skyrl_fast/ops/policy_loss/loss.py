@@ -200,6 +200,7 @@ def policy_loss(
         assert isinstance(loss, CustomLoss)
         sequence = sequences_of(OP, scope, trajectory_ids, num_rows)
         return _custom(cells, loss, old_logprobs, rollout_logprobs, advantages, sequence)
+    # Which log-probabilities are `old` is decided here, so that a kernel knows one denominator.
     spec, settings = built_in
     old = ratio_logprobs(OP, spec, settings, old_logprobs, rollout_logprobs)
     if spec.needs_advantages:

@@ -244,7 +244,9 @@ POLICY_LOSSES: dict[str, LossSpec] = {
 LOSS_CODES: dict[str, int] = {
     k: v for spec in POLICY_LOSSES.values() for k, v in spec.codes.items()
 }
+# By exact class: Gspo and RolloutIs have Regular's fields, and only the class tells them apart.
 _SPEC_BY_CLASS = {spec.settings: spec for spec in POLICY_LOSSES.values()}
+# Settings are frozen, so one instance serves every call.
 _DEFAULTS = {spec.name: spec.settings() for spec in POLICY_LOSSES.values()}
 
 
@@ -269,6 +271,7 @@ def loss_and_settings(op: str, loss: str | LossSettings) -> tuple[LossSpec, Loss
         raise ValueError(
             f"{op}: loss must be one of {tuple(POLICY_LOSSES)} or the settings of one, got {loss!r}"
         )
+    # Settings made in code have not passed the configuration's checks.
     for item in fields(loss):
         wrong = limit_error(item.metadata, getattr(loss, item.name))
         if wrong is not None:

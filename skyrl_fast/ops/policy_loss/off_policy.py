@@ -126,6 +126,7 @@ def off_policy_correction(
     )
     cu_seqlens = offsets_of_cells(OP, old_logprobs, cu_seqlens)
     num_rows = old_logprobs.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    # 16-bit log-probabilities are widened: the ratio is the exponential of a small difference.
     dtype = torch.float64 if old_logprobs.dtype == torch.float64 else torch.float32
     old = old_logprobs.detach().to(dtype).contiguous()
     rollout = rollout_logprobs.detach().to(dtype).contiguous()

@@ -129,6 +129,7 @@ def native_mask(op: str, loss_mask: torch.Tensor) -> torch.Tensor:
     """Return the mask, contiguous and of a dtype that the kernels read."""
     if not isinstance(loss_mask, torch.Tensor):
         raise TypeError(f"{op}: loss_mask must be a torch tensor, got {type(loss_mask).__name__}")
+    # One comparison here instead of a kernel for every dtype.
     mask = loss_mask if loss_mask.dtype in NATIVE_MASKS else loss_mask != 0
     return mask.detach().contiguous()
 

@@ -127,6 +127,7 @@ def build_prefix_tree(
     if use_torch:
         return _by_reference(tokens, rows, row_starts, label_rows)
     threads = _backend.num_threads()
+    # In two calls: how many nodes there are is known only once the trees are built.
     tree = _C.PrefixTree(tokens.to(torch.int32).contiguous(), rows, label_rows, threads)
     columns = [_backend.empty((tree.num_nodes,), torch.int32) for _ in range(4)]
     sources = _backend.empty((tree.num_nodes,), torch.int64)

@@ -1,8 +1,9 @@
-"""One training step over agent rows, in seven equivalent layouts.
+"""One training step over agent rows, in equivalent layouts.
 
 "padded": every row padded to the batch's longest, as SkyRL does. "packed": rows end to end
 without padding, each attending only to itself. "merged": the same with steps joined where contexts
-only grew. "prompt": the group's first prompt computed once, as PrefixGrouper does, with separate
+only grew; "joined": these as sequences. "prompt": the group's first prompt computed once, as
+PrefixGrouper does, with separate
 rows after it. "sequences": ours without trees, as `trainer.rows=step` has them. "tree": a prefix
 tree per pass. "skyrl_fast": what `trainer.rows=auto` chooses. All give the same loss and gradients.
 """
@@ -15,7 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from bench._agents import agents
 from bench.baselines.padded_rows import padded_micro_batches
@@ -54,11 +56,12 @@ def policy(
     budget: int,
     *,
     tree: bool | None = None,
+    kind: str = "qwen2",
 ) -> Policy:
-    """Return a Qwen2 with random weights, for forward passes of at most `budget` tokens."""
+    """Return a model of a type with random weights, for passes of at most `budget` tokens."""
     torch.manual_seed(0)
-    config = Qwen2Config(**sizes, max_position_embeddings=32768)
-    model = Qwen2ForCausalLM(config).to(device).eval()
+    config = CONFIG_MAPPING[kind](**sizes, max_position_embeddings=32768)
+    model = AutoModelForCausalLM.from_config(config).to(device).eval()
     if device == "cuda":
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
@@ -96,7 +99,7 @@ def planned(
     budget = model.max_tokens_per_microbatch
     if contender == "padded":
         return batch, padded_micro_batches(batch, budget)
-    if contender == "merged":
+    if contender in ("merged", "joined"):
         steps = batch.with_(advantages=None, rewards=batch.advantages, reward_per_row=False)
         merged = steps.merged(rewards="token")
         batch = merged.with_(advantages=merged.rewards)
@@ -104,7 +107,7 @@ def planned(
         rows = separated(batch, after_prompts=contender == "prompt")
         plan = plan_micro_batches(rows, budget, tree=True, router_replay=True)
         return batch, [replace(m, expert_indices=None, router_padding_mask=None) for m in plan]
-    if contender == "sequences":
+    if contender in ("sequences", "joined"):
         return batch, plan_micro_batches(batch, budget)
     if contender == "skyrl_fast":
         tree, costs = model.tree, model.layout_costs

@@ -32,10 +32,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"eos": "<eos>", "bos": "<bos>"},
         "special": ["<start_of_turn>", "<end_of_turn>"],
     },
+    "gemma4": {
+        **{"eos": "<turn|>", "bos": "<bos>"},
+        "special": ["<eos>", "<|turn>", "<|tool_response>"],
+        "added": [
+            *("<|channel>", "<channel|>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>"),
+            *("<tool_response|>", '<|"|>'),
+        ],
+    },
     "glm45": {
         "eos": "<|endoftext|>",
         "special": ["[gMASK]", "<sop>"]
         + [f"<|{role}|>" for role in ("system", "user", "assistant", "observation")],
+        "added": THINK,
+    },
+    "glm45v": {
+        "eos": "<|endoftext|>",
+        "special": ["[gMASK]", "<sop>"]
+        + [f"<|{role}|>" for role in ("system", "user", "assistant", "observation")]
+        + [
+            f"<|{part}{kind}|>"
+            for kind in ("image", "video")
+            for part in ("begin_of_", "", "end_of_")
+        ],
         "added": THINK,
     },
     "gpt_oss": {
@@ -63,6 +82,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama4": {
         **{"eos": "<|eot|>", "bos": "<|begin_of_text|>"},
         "special": ["<|header_start|>", "<|header_end|>", "<|eom|>", "<|end_of_text|>"],
+    },
+    "mistral3": {
+        **{"eos": "</s>", "bos": "<s>"},
+        "special": [
+            f"[{side}{name}]"
+            for name in ("INST", "AVAILABLE_TOOLS", "TOOL_RESULTS", "SYSTEM_PROMPT", "THINK")
+            for side in ("", "/")
+        ],
+        "added": ["[TOOL_CALLS]", "[ARGS]"],
     },
     "mistral_v3": {
         **{"eos": "</s>", "bos": "<s>"},

@@ -36,6 +36,9 @@ GLM = (
     "\n<tool_call>look\n<arg_key>at</arg_key>\n<arg_value>{n}</arg_value>\n</tool_call>"
     "<|observation|>"
 )
+GLMS = ("glm45", "glm45v")
+GEMMA4 = '<|tool_call>call:look{{at:<|"|>{n}<|"|>}}<tool_call|><|tool_response>'
+MISTRAL3 = '[TOOL_CALLS]look[ARGS]{{"at": "{n}"}}</s>'
 OSS = ' to=functions.look<|channel|>commentary json<|message|>{{"at": "{n}"}}<|call|>'
 KIMI = (
     "<|tool_calls_section_begin|><|tool_call_begin|>callid00{n}<|tool_call_argument_begin|>"
@@ -53,13 +56,15 @@ MISTRAL = '[TOOL_CALLS] [{{"name": "look", "arguments": {{"at": "{n}"}}, "id": "
 SAMPLES = {
     "deepseek_r1": (None, "hm {n}\n</think>\n\nanswer {n}<｜end▁of▁sentence｜>"),
     "gemma3": ("answer {n}<end_of_turn>", None),
-    "glm45": ("\n<think></think>" + GLM, "\n<think>hm {n}</think>" + GLM),
+    "gemma4": (GEMMA4, "<|channel>thought\nhm {n}\n<channel|>" + GEMMA4),
+    **dict.fromkeys(GLMS, ("\n<think></think>" + GLM, "\n<think>hm {n}</think>" + GLM)),
     "gpt_oss": (OSS, "<|channel|>analysis<|message|>hm {n}<|end|><|start|>assistant" + OSS),
     "granite33": (GRANITE, None),
     "kimi_k2": (KIMI, None),
     "llama31": (LLAMA, None),
     "llama31 base": (LLAMA, None),
     "llama4": (LLAMA4, None),
+    "mistral3": (MISTRAL3, "[THINK]hm {n}[/THINK]" + MISTRAL3),
     "mistral_v3": (MISTRAL, None),
     "phi4": (CHATML, None),
     "qwen25": (HERMES, None),
@@ -82,8 +87,11 @@ REWRITING = {
 }
 # Demonstrations that are not trained as the model samples them in a history.
 TRAINED_OTHERWISE = {
-    ("glm45", False): "the last answer, which no role follows, ends with the end of sequence",
-    ("glm45", True): "the same",
+    **{
+        (name, thinks): "the last answer, which no role follows, ends with the end of sequence"
+        for name in GLMS
+        for thinks in (False, True)
+    },
     ("qwen3", False): "the template writes empty thoughts into the last answer",
 }
 
@@ -91,7 +99,7 @@ TRAINED_OTHERWISE = {
 def conversation(name: str, thinks: bool) -> list[dict[str, Any]]:
     """Return a user's message, then an answer and what follows it in each round."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "task"}]
-    calls = '"at"' in str(SAMPLES[name]) or name in ("glm45", "qwen35")
+    calls = '"at"' in str(SAMPLES[name]) or name in (*GLMS, "gemma4", "qwen35")
     for n in range(ROUNDS):
         answer: dict[str, Any] = {"role": "assistant", "content": f"answer {n}"}
         follows: dict[str, Any] = {"role": "user", "content": f"more {n}"}
@@ -198,7 +206,7 @@ def test_demonstrations_are_trained_as_sampled(name: str, thinks: bool) -> None:
     steps = build_demonstration(messages, tokenizer, settings, "row 0")
     got = [tokenizer.decode(step.response_ids) for step in steps]
     expected = [sample(name, thinks, n) for n in range(ROUNDS)]
-    if name == "glm45":
+    if name in GLMS:
         expected[-1] = expected[-1].replace("<|observation|>", "<|endoftext|>")
     if (name, thinks) == ("qwen3", False):
         expected = ["<think>\n\n</think>\n\n" + text for text in expected]
@@ -206,7 +214,7 @@ def test_demonstrations_are_trained_as_sampled(name: str, thinks: bool) -> None:
     assert ((name, thinks) in TRAINED_OTHERWISE) == (
         got != [sample(name, thinks, n) for n in range(ROUNDS)]
     )
-    if (name, thinks) not in {*REWRITING, *TRAINED_OTHERWISE} or name == "glm45":
+    if (name, thinks) not in {*REWRITING, *TRAINED_OTHERWISE} or name in GLMS:
         for n, step in enumerate(steps):
             complete = rendered(tokenizer, messages[: 2 * n + 1])
             assert tokenizer.decode(step.prompt_token_ids) == complete
@@ -225,6 +233,10 @@ ENDS = [  # family, the end that was sampled
     ("llama31", "<|eom_id|>"),
     ("gpt_oss", "<|return|>"),
     ("glm45", "<|user|>"),
+    ("glm45v", "<|user|>"),
+    ("gemma4", "<turn|>"),
+    ("gemma4", "<eos>"),
+    ("mistral3", "</s>"),
 ]
 
 
@@ -248,7 +260,7 @@ def test_any_end_token_is_in_the_next_prompt_once(name: str, end: str, kind: str
     expected = complete.rpartition("yes")[2]
     own = next(
         name
-        for name in (end, "<|end|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>")
+        for name in (end, "<|end|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>")
         if expected.startswith(name)
     )
     assert text == f"yes{end}" + expected.removeprefix(own)

@@ -139,8 +139,13 @@ def _after_answer(
     prompt: Sequence[Message],
     answer: Message,
     observation: Sequence[Message],
+    end: str = "",
 ) -> str:
-    """Return what the template writes after an answer: its end, observation, next start."""
+    """Return what the template writes after an answer: its end, observation, next start.
+
+    Args:
+        end: the end token that was sampled; "": none.
+    """
     marker = MARKER
     while any(marker in message_text(message) for message in (*prompt, *observation)):
         # A text of the chat must not be taken for the place of the answer.
@@ -151,20 +156,25 @@ def _after_answer(
             marker, template.render_checked([*prompt, plain, *observation], len(prompt))
         )
     # The sampled tokens contain the calls already, but some templates require a tool's answer
-    # to follow its call. So: the end of a plain answer, then what the observation adds after
-    # the answer with calls.
+    # to follow its call. So: the end of a plain answer, or the one that was sampled where calls
+    # end otherwise, then what the observation adds after the answer with calls.
     closed = text_after(marker, template.text([*prompt, plain], answer_next=False))
-    called = [*prompt, {**answer, "content": marker}]
-    before = template.text(called, answer_next=False)
-    after = template.render_checked([*called, *observation], len(called))
-    if marker in before and marker in after:  # some templates write calls without a text
-        before, after = text_after(marker, before), text_after(marker, after)
-    if not after.startswith(before):
-        raise ContextError(
-            "the chat template rewrites an answer with tool calls when an observation follows: "
-            "use context=retemplate"
-        )
-    return closed + after[len(before) :]
+    # Gemma 4 writes a text after the tools' answers: there only a call without one is continued.
+    for content in (marker, "") if not message_text(answer) else (marker,):
+        called = [*prompt, {**answer, "content": content}]
+        before = template.text(called, answer_next=False)
+        after = template.render_checked([*called, *observation], len(called))
+        stripped = before.rstrip()
+        if end and stripped.endswith(end):
+            closed = before[len(stripped) - len(end) :]
+        if marker in before and marker in after:  # some templates write calls without a text
+            before, after = text_after(marker, before), text_after(marker, after)
+        if after.startswith(before):
+            return closed + after[len(before) :]
+    raise ContextError(
+        "the chat template rewrites an answer with tool calls when an observation follows: "
+        "use context=retemplate"
+    )
 
 
 class _GrowingContext:
@@ -201,7 +211,8 @@ class _AppendContext(_GrowingContext):
     def add_observation(self, messages: Sequence[Message]) -> None:
         template = self.template
         observation = template.without_control_tokens(messages)
-        text = _after_answer(template, self._messages, self._answer, observation)
+        end = template.control_token_names.get(self._token_ids[-1], "") if self._ended else ""
+        text = _after_answer(template, self._messages, self._answer, observation, end)
         ids = template.token_ids(text, after=self._token_ids)
         index = template.first_added(ids)
         if index is not None:

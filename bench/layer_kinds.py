@@ -58,6 +58,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": [*["linear_attention"] * 3, "full_attention"] * 2,
         },
     ),
+    "mamba 2": (
+        "granitemoehybrid",
+        {
+            "num_local_experts": 0,
+            "shared_intermediate_size": 1536,
+            "mamba_n_heads": 12,
+            "mamba_d_head": 64,
+            "mamba_d_state": 64,
+            "layer_types": [*["linear_attention"] * 3, "full_attention"] * 2,
+        },
+    ),
 }
 
 

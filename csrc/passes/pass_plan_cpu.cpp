@@ -63,12 +63,34 @@ Numbers flagged(const std::vector<uint8_t>& flags) {
   return rows;
 }
 
+// Counts the segments of a tree from its rows, depth first.
+class SegmentCount {
+ public:
+  // Returns how many more there are with a row that shares some nodes with the one before it.
+  int64_t add(int64_t length, int64_t shared) {
+    if (length <= shared) return 0;
+    while (!forks_.empty() && forks_.back() > shared) forks_.pop_back();
+    const bool continues = shared > 0 && shared == branch_;
+    const bool is_fork = shared > 0 && shared < branch_;
+    branch_ = length;
+    if (continues) return 0;
+    if (!is_fork || (!forks_.empty() && forks_.back() == shared)) return 1;
+    forks_.push_back(shared);
+    return 2;
+  }
+
+ private:
+  int64_t branch_ = 0;  // nodes from the root to the last leaf
+  Numbers forks_;       // depths on the path to it
+};
+
 // Seconds of each group in the layers, in both layouts; whether it takes less as a tree.
 std::vector<uint8_t> cheaper_as_trees(const PassRows& rows, const SortedRows& sorted,
                                       const Numbers& groups, const Numbers& hosts,
                                       const LayoutCosts& costs) {
   struct Sizes {
-    double nodes = 0, tree_pairs = 0, tokens = 0, pairs = 0;
+    double nodes = 0, tree_pairs = 0, segments = 0, tokens = 0, pairs = 0;
+    SegmentCount count;
   };
   std::vector<Sizes> sizes(*std::max_element(groups.begin(), groups.end()) + 1);
   const int64_t count = static_cast<int64_t>(sorted.rows.size());
@@ -80,6 +102,7 @@ std::vector<uint8_t> cheaper_as_trees(const PassRows& rows, const SortedRows& so
     Sizes& group = sizes[keys[i]];
     group.nodes += static_cast<double>(sorted.lengths[i] - shared[i]);
     group.tree_pairs += num_pairs(sorted.lengths[i]) - num_pairs(shared[i]);
+    group.segments += static_cast<double>(group.count.add(sorted.lengths[i], shared[i]));
     is_host[hosts[sorted.rows[i]]] = 1;
   }
   for (const int64_t host : flagged(is_host)) {
@@ -89,7 +112,8 @@ std::vector<uint8_t> cheaper_as_trees(const PassRows& rows, const SortedRows& so
   }
   std::vector<uint8_t> cheaper;
   for (const Sizes& group : sizes) {
-    cheaper.push_back(costs.tree_token * group.nodes + costs.tree_pair * group.tree_pairs <=
+    cheaper.push_back(costs.tree_token * group.nodes + costs.tree_pair * group.tree_pairs +
+                          costs.tree_segment * group.segments <=
                       costs.sequence_token * group.tokens + costs.sequence_pair * group.pairs);
   }
   return cheaper;

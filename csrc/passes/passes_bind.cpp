@@ -137,7 +137,9 @@ class SKYRL_HIDDEN BoundPassPlan {
     view.group_ids = groups.data();
     view.trajectory_ids = trajectories.data();
     std::optional<LayoutCosts> layout_costs;
-    if (costs) layout_costs = {costs->at(0), costs->at(1), costs->at(2), costs->at(3)};
+    if (costs) {
+      layout_costs = {costs->at(0), costs->at(1), costs->at(2), costs->at(3), costs->at(4)};
+    }
     const PassOptions options{token_budget,  keep_trajectories,
                               tree,          layout_costs ? &*layout_costs : nullptr,
                               length_limits, longest_row};

@@ -119,8 +119,12 @@ class ReferencePasses:
         nodes = distinct_nodes(tree, rows)
         hosts = self.hosts([0] * len(self.rows))
         lengths = np.array([len(self.rows[host]) for host in {hosts[row] for row in rows}])
-        sequence_token, sequence_pair, tree_token, tree_pair = astuple(costs)
+        sequence_token, sequence_pair, tree_token, tree_pair, tree_segment = astuple(costs)
         as_tree = tree_token * len(nodes) + tree_pair * int((tree.positions[nodes] + 1).sum())
+        parents = tree.parents[nodes].tolist()
+        children = Counter(parents)
+        starts = [parent < 0 or children[parent] > 1 for parent in parents]
+        as_tree += tree_segment * sum(starts)
         pairs = float((lengths * (lengths + 1) // 2).sum())
         return bool(as_tree <= sequence_token * int(lengths.sum()) + sequence_pair * pairs)
 

@@ -118,7 +118,7 @@ def test_passes_equal_those_of_the_reference(
     options: dict[str, Any] = {"tree": tree != "sequences", "router_replay": "routes" in extras}
     options["keep_trajectories"] = "keep" in extras
     if tree == "costs":
-        options["costs"] = LayoutCosts(1.0, 0.01, *(2 * rng.random(2) * [1, 0.01]).tolist())
+        options["costs"] = LayoutCosts(1.0, 0.01, *(2 * rng.random(3) * [1, 0.01, 2]).tolist())
     if tree == "sequences" and not options["keep_trajectories"]:
         limits = sorted(rng.integers(1, 30, 2).tolist())
         options["limits"] = [RopeLimit(LONGROPE, limit) for limit in limits]

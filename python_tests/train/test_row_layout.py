@@ -17,6 +17,7 @@ from skyrl_fast.train.model.micro_batch import plan_micro_batches
 from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.model.row_layout import LayoutCosts, measured_costs, uses_trees
 from skyrl_fast.train.model.tree_forward import prepare_for_trees
+from skyrl_fast.train.model.tree_states import TreeSegments
 from skyrl_fast.train.update import accumulate_gradient
 
 CPU = torch.device("cpu")
@@ -84,10 +85,36 @@ def test_in_float32_on_a_cpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.spec("tree.layout-costs")
-def test_costs_are_found_from_the_times_of_two_shapes() -> None:
+def test_layers_with_states_are_measured_in_float32_too() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Lfm2Config(
+        **{"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0},
+        layer_types=["conv", "full_attention"],
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    policy = Policy(model, tree=None, max_tokens_per_microbatch=512)
+    assert policy.tree and policy.layout_costs is not None
+    assert policy.layout_costs.metrics()["policy/tree_token_ns"] > 0
+
+
+@pytest.mark.spec("tree.layout-costs")
+def test_groups_of_short_segments_are_sequences_where_segments_cost_more() -> None:
+    batch = agent_batch(3)
+    sizes = []
+    for segment in (0.0, 1000.0):
+        costs = LayoutCosts(1.0, 0.0, 1.0, 0.0, segment)
+        plan = plan_micro_batches(batch, 200, tree=True, costs=costs)
+        sizes.append({micro.tree is None for micro in plan})
+    assert sizes == [{False}, {True}]
+
+
+@pytest.mark.spec("tree.layout-costs")
+@pytest.mark.parametrize("segment", [0.0, 5e-5])
+def test_costs_are_found_from_the_times_of_two_shapes(segment: float) -> None:
     model = tiny_model().base_model
     prepare_for_trees(model)
-    true = LayoutCosts(2e-6, 3e-9, 4e-6, 1e-9)
+    true = LayoutCosts(2e-6, 3e-9, 4e-6, 1e-9, segment)
     now, last = [0.0], [0.0]
 
     def passed(*_: Any, **__: Any) -> Any:
@@ -99,6 +126,10 @@ def test_costs_are_found_from_the_times_of_two_shapes() -> None:
         else:
             pairs = int((micro.tree.positions + 1).sum())
             last[0] = true.tree_token * size[1] + true.tree_pair * pairs
+            parents = micro.tree.parents
+            forks = ((parents >= 0) & (parents != torch.arange(size[1]) - 1)).any()
+            count = TreeSegments(parents, CPU).num_segments
+            last[0] += true.tree_segment * count * float(forks)
         now[0] += last[0]
 
     seen: list[Any] = []
@@ -111,11 +142,13 @@ def test_costs_are_found_from_the_times_of_two_shapes() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_layout, "last_hidden_states", watched)
+        patch.setattr(row_layout, "has_states", lambda _: segment > 0)
         costs = measured_costs(
             model, CPU, most_tokens=200, autocast=contextlib.nullcontext, clock=lambda: now[0]
         )
     assert costs is not None
-    for name in ("sequence_token", "sequence_pair", "tree_token", "tree_pair"):
+    names = ("sequence_token", "sequence_pair", "tree_token", "tree_pair", "tree_segment")
+    for name in names:
         assert getattr(costs, name) == pytest.approx(getattr(true, name), rel=1e-6)
     assert all(p.grad is None for p in model.parameters())
 

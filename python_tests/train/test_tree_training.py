@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -816,19 +817,52 @@ def test_padding_is_one_segment_and_forks_begin_new_ones() -> None:
     #        \ 4 - 5
     parents = torch.tensor([-1, 0, 1, 2, 1, 4, -1, -1, -1], dtype=torch.int32)
     segments = TreeSegments(parents, torch.device("cpu"))
-    groups, places = segments.groups(pads_parents=True)
-    assert [group.nodes.tolist() for group in groups] == [
-        [[0, 1, 1], [6, 7, 8]],
-        [[2, 3], [4, 5]],
-    ]
-    assert [group.has_children for group in groups] == [True, False]
-    assert groups[1].parents == [0, 0]
-    assert places.tolist() == [0, 1, 5, 6, 7, 8, 2, 3, 4]
+    padded = segments.padded(pads_parents=True)
+    assert [(group.count, group.length) for group in padded.groups] == [(2, 3), (2, 2)]
+    assert padded.nodes.tolist() == [0, 1, 1, 6, 7, 8, 2, 3, 4, 5]
+    assert padded.padding is not None
+    assert padded.padding.nonzero().flatten().tolist() == [2]
+    assert [group.has_children for group in padded.groups] == [True, False]
+    assert padded.groups[1].parents == [0, 0]
+    assert padded.places.tolist() == [0, 1, 6, 7, 8, 9, 3, 4, 5]
     nodes, own = segments.with_tails(2)
     assert nodes.tolist() == [-1, -1, 0, 1, 0, 1, 2, 3, 0, 1, 4, 5, -1, -1, 6, 7, 8]
     assert nodes[own].tolist() == list(range(9))
-    exact, _ = segments.groups(pads_parents=False)
-    assert [group.nodes.tolist() for group in exact[:2]] == [[[6, 7, 8]], [[0, 1]]]
+    exact = segments.padded(pads_parents=False)
+    assert exact.padding is None and exact.nodes.tolist()[:5] == [6, 7, 8, 0, 1]
+
+
+@pytest.mark.spec("tree.states")
+def test_segments_are_computed_in_chunks_of_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as module
+
+    name = "torch_chunk_gated_delta_rule"
+    function = getattr(module, name)
+    function = getattr(function, "without_trees", function)
+    calls: list[tuple[int, int, int]] = []
+
+    @functools.wraps(function)
+    def recorded(query: torch.Tensor, *args: Any, **options: Any) -> Any:
+        calls.append((*query.shape[:2], options.get("chunk_size", 64)))
+        return function(query, *args, **options)
+
+    monkeypatch.setattr(module, name, recorded)
+    model = state_model("Qwen3_5Text")
+    prepare_for_trees(model)
+    calls.clear()
+    # 40 nodes, then 6 branches of 10 and one of 50: a call with 64 is cheaper than two
+    for branches in ([10] * 6 + [50], [10, 50]):
+        rows = [torch.arange(40) % 3 + 4]
+        rows += [
+            torch.cat([rows[0], torch.tensor([7 + n]), torch.arange(length - 1) % 3 + 4])
+            for n, length in enumerate(branches)
+        ]
+        tree = build_prefix_tree(torch.cat(rows), torch.tensor([0, *map(len, rows)]).cumsum(0))
+        nothing = torch.zeros(0, dtype=torch.int64)
+        nodes = NodeTree(tree.parents, tree.ends, tree.positions.long()[None])
+        micro = MicroBatch(tree.tokens.long()[None], *[nothing] * 4, tree=nodes)
+        last_hidden_states(model, micro, torch.device("cpu"))
+    assert calls == [(1, 40, 64), (6, 10, 16), (1, 50, 64), (1, 40, 64), (2, 50, 64)]
 
 
 @pytest.mark.spec("tree.unsupported-models")

@@ -30,8 +30,9 @@ class PassPlan:
         keep_trajectories: a trajectory's rows share a pass.
         tree: lay rows out as prefix trees; else as sequences, which rows of a trajectory share
             where contexts only grew.
-        costs: with `tree`, seconds per token and per pair of tokens as sequences, and as trees;
-            groups that take less as sequences are laid out as these. None: all are trees.
+        costs: with `tree`, seconds per token and per pair of tokens as sequences, and as trees, and
+            per segment of a tree; groups that take less as sequences are laid out as these. None:
+            all are trees.
         length_limits: rows of sequences share a pass if they are longer than equally many.
         longest_row: of sequences, in tokens; 0: any.
         routes, cu_routes: (E, ...) any dtype and (N + 1,) offsets, those of each row's first
@@ -56,7 +57,7 @@ class PassPlan:
         token_budget: int,
         keep_trajectories: bool = False,
         tree: bool = False,
-        costs: tuple[float, float, float, float] | None = None,
+        costs: tuple[float, ...] | None = None,
         length_limits: Sequence[int] = (),
         longest_row: int = 0,
         routes: torch.Tensor | None = None,

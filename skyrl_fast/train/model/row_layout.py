@@ -3,7 +3,8 @@
 A tree never has more tokens than its rows, nor more pairs that attend. So trees are never slower
 where both layouts take the same time for a token and for a pair, as they do on a CPU in float32.
 Elsewhere the attention kernels differ, so that both times are measured once, and each group is laid
-out the way that takes less.
+out the way that takes less. So they are for models with states, where each segment of a tree costs
+something, too: the padding of recurrences, and their calls.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from typing import Any, Protocol
 
 import torch
 
-from skyrl_fast.ops.prefix_tree.tree import build_prefix_tree
+from skyrl_fast.ops.prefix_tree.attention import node_pairs
+from skyrl_fast.ops.prefix_tree.tree import PrefixTree, build_prefix_tree
 from skyrl_fast.train.model.forward_pass import MicroBatch, NodeTree
 from skyrl_fast.train.model.packed_rows import find_packed_support
 from skyrl_fast.train.model.tree_forward import last_hidden_states, padded_trees, prepare_for_trees
+from skyrl_fast.train.model.tree_states import TreeSegments, has_states
 from skyrl_fast.train.parallel.ranks import Ranks
 from skyrl_fast.train.parallel.sequence_ranks import SETTING, SINGLE, SequenceRanks, check_heads
 from skyrl_fast.train.parallel.sharding import with_full_params
@@ -32,6 +35,7 @@ Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 
 MEASURED_TOKENS = {"cpu": 1024, "cuda": 4096}
 SHORT_SEQUENCE = 128  # tokens
+SHORT_SEGMENT, FORKED_SAMPLES = 16, 4  # nodes, and trees, of the shape with forks
 REPEATS = 3
 
 
@@ -54,12 +58,14 @@ class LayoutCosts:
 
     Args:
         sequence_pair, tree_pair: per pair of tokens of which one attends to the other.
+        tree_segment: per chain of nodes that ends at a fork or a leaf.
     """
 
     sequence_token: float
     sequence_pair: float
     tree_token: float
     tree_pair: float
+    tree_segment: float = 0.0
 
     def metrics(self) -> dict[str, float]:
         """Return the costs as metrics of the policy, in nanoseconds."""
@@ -110,7 +116,7 @@ def cheapest_layout(
     Without costs all groups are trees. All ranks call this together.
     """
     device = owner.device
-    if device.type == "cpu" and owner.dtype == torch.float32:
+    if device.type == "cpu" and owner.dtype == torch.float32 and not has_states(backbone):
         return True, None
     costs = None
     trained = any(weight.requires_grad for weight in backbone.parameters())
@@ -137,16 +143,19 @@ def measured_costs(
     *,
     most_tokens: int,
     autocast: Autocast,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] | None = None,
 ) -> LayoutCosts | None:
     """Return the costs of both layouts on this device; None if trees cannot be computed there.
 
     Each layout computes many short rows and one long one of as many tokens, which share nothing;
-    backwards, too, if gradients are enabled.
+    with states also a tree of short segments. Backwards, too, if gradients are enabled.
 
     Args:
         backbone: after `prepare_for_trees`; its gradients are None afterwards.
+        clock: seconds; None: on a CPU those of the processor, as other processes may be running.
     """
+    if clock is None:
+        clock = time.process_time if device.type == "cpu" else time.perf_counter
     positions = getattr(backbone.config, "max_position_embeddings", None) or most_tokens
     total = min(MEASURED_TOKENS.get(device.type, 1024), most_tokens, positions)
     short = min(SHORT_SEQUENCE, total // 2)
@@ -175,7 +184,13 @@ def measured_costs(
         tokens = [float(rows * length) for rows, length in shapes]
         pairs = [rows * length * (length + 1) / 2 for rows, length in shapes]
         costs += _per_token_and_pair(tokens, pairs, times)
-    return LayoutCosts(*costs)
+    if not has_states(backbone):
+        return LayoutCosts(*costs)
+    micro, segments = _forks(total, vocabulary)
+    assert micro.tree is not None
+    token, pair = costs[2:]
+    explained = token * micro.input_ids.numel() + pair * node_pairs(micro.tree.ends.numpy())
+    return LayoutCosts(*costs, tree_segment=max(0.0, seconds(micro) - explained) / segments)
 
 
 def _per_token_and_pair(
@@ -198,10 +213,34 @@ def _forest(rows: int, length: int, vocabulary: int) -> MicroBatch:
     """Return the same rows as trees that share nothing."""
     sequences = _sequences(rows, length, vocabulary)
     cu = torch.arange(rows + 1) * length
-    tree = build_prefix_tree(sequences.input_ids.flatten(), cu, torch.arange(rows))
+    return _as_tree(build_prefix_tree(sequences.input_ids.flatten(), cu, torch.arange(rows)))
+
+
+def _as_tree(tree: PrefixTree) -> MicroBatch:
     nothing = torch.zeros(0, dtype=torch.int64)
     nodes = NodeTree(tree.parents, tree.ends, tree.positions.long()[None])
     return MicroBatch(tree.tokens.long()[None], nothing, nothing, nothing, nothing, tree=nodes)
+
+
+def _forks(total: int, vocabulary: int) -> tuple[MicroBatch, int]:
+    """Return a tree of about this many nodes in short segments, and the number of these.
+
+    They are those of agents whose thoughts are stripped: each turn leaves a branch.
+    """
+    turns = max(2, total // (2 * FORKED_SAMPLES * SHORT_SEGMENT))  # or nothing forks
+    length = max(1, min(SHORT_SEGMENT, total // (2 * FORKED_SAMPLES * turns)))
+    numbers = torch.arange(2 * FORKED_SAMPLES * turns * length) % vocabulary
+    pieces = iter(numbers.split(length))
+    rows = []
+    for _ in range(FORKED_SAMPLES):
+        context = numbers[:0]
+        for _ in range(turns):
+            context = torch.cat([context, next(pieces)])
+            rows.append(torch.cat([context, next(pieces)]))
+    cu = torch.tensor([0, *map(len, rows)]).cumsum(0)
+    samples = torch.arange(len(rows)) // turns
+    tree = build_prefix_tree(torch.cat(rows), cu, samples)
+    return _as_tree(tree), TreeSegments(tree.parents, torch.device("cpu")).num_segments
 
 
 def _synchronize(device: torch.device) -> None:

@@ -13,8 +13,9 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,13 @@ CONVOLUTION = "causal_conv1d_fn"
 # Does the work of both where a package brings it, and then takes no initial state; its callers do
 # without if it returns None.
 FUSED = "mamba2_split_conv1d_scan_combined"
-SHORT = 64  # nodes: the recurrences' chunk, to which they pad shorter sequences
+CHUNK = "chunk_size"  # an argument of recurrences: they pad sequences to multiples of it
+# Nodes: segments are padded to this or a power of two times it, which is then the chunk. GPU
+# packages have kernels for 64.
+LEAST_CHUNK = {"cpu": 16}
+USUAL_CHUNK = 64
+# Padding that costs as much as a further call of a recurrence.
+CALL_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +79,32 @@ class SegmentGroup:
     """Segments of which none follows from another, and which are computed at once.
 
     Args:
-        nodes: (S, L) int64; padded by the segment's last node.
-        padding: (S, L) bool; None: there is none.
-        real: int64, places in `nodes`, flattened, that are no padding.
+        count, length: S, and L with padding.
         parents: the segment that each continues, by its number in the order of all groups; empty
             at roots.
         has_children: whether a later group needs their last states.
     """
 
-    nodes: Tensor
-    padding: Tensor | None
-    real: Tensor
+    count: int
+    length: int
     parents: Sequence[int]
     has_children: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedSegments:
+    """All groups of a pass, parents first, one after the other.
+
+    Args:
+        nodes: int64, of each token of the groups; padding repeats the segment's last node.
+        padding: bool, of each token; None: there is none.
+        places: (T,) int64, where each node is among the tokens.
+    """
+
+    groups: Sequence[SegmentGroup]
+    nodes: Tensor
+    padding: Tensor | None
+    places: Tensor
 
 
 class TreeSegments:
@@ -97,8 +117,9 @@ class TreeSegments:
     def __init__(self, parents: Tensor, device: torch.device) -> None:
         self._parents = parents.cpu().numpy().astype(np.int64)
         self._device = device
+        self.least_chunk = LEAST_CHUNK.get(device.type, USUAL_CHUNK)
         self._tails: dict[int, tuple[Tensor, Tensor]] = {}
-        self._groups: dict[bool, tuple[list[SegmentGroup], Tensor]] = {}
+        self._padded: dict[bool, PaddedSegments] = {}
         places = np.arange(len(self._parents))
         children = np.bincount(self._parents[self._parents >= 0], minlength=len(places))
         continues = (self._parents == places - 1) & (places > 0)
@@ -113,26 +134,22 @@ class TreeSegments:
         segment_of = np.cumsum(~continues) - 1
         self._above = np.where(above >= 0, segment_of[above], -1)  # the segment of each parent
 
-    def groups(self, *, pads_parents: bool) -> tuple[list[SegmentGroup], Tensor]:
-        """Return groups in an order in which parents come first.
+    @property
+    def num_segments(self) -> int:
+        """S."""
+        return len(self._first)
 
-        They are of similar length, to pad little.
+    def padded(self, *, pads_parents: bool) -> PaddedSegments:
+        """Return the segments in groups of similar length, to pad little.
 
         Args:
             pads_parents: whether segments with children may be padded.
-
-        Returns:
-            The groups, and (T,) int64: where each node is among theirs, without padding.
         """
-        if pads_parents not in self._groups:
-            groups = self._make_groups(pads_parents)
-            nodes = torch.cat([group.nodes.flatten()[group.real] for group in groups])
-            places = torch.empty_like(nodes)
-            places[nodes] = torch.arange(len(nodes), device=nodes.device)
-            self._groups[pads_parents] = groups, places
-        return self._groups[pads_parents]
+        if pads_parents not in self._padded:
+            self._padded[pads_parents] = self._make_groups(pads_parents)
+        return self._padded[pads_parents]
 
-    def _make_groups(self, pads_parents: bool) -> list[SegmentGroup]:
+    def _make_groups(self, pads_parents: bool) -> PaddedSegments:
         depth = np.zeros(len(self._first), dtype=np.int64)
         above = self._above
         while (above >= 0).any():
@@ -140,33 +157,53 @@ class TreeSegments:
             above = np.where(above >= 0, self._above[above], -1)
         has_children = np.zeros(len(depth), dtype=bool)
         has_children[self._above[self._above >= 0]] = True
-        size = np.ceil(np.log2(np.maximum(self._lengths / SHORT, 1))).astype(np.int64)
         exact = np.where(has_children & (not pads_parents), self._lengths, 0)
-        keys = np.stack([depth, size, exact])
+        keys = np.stack([depth, exact, self._sizes(depth, exact)])
         _, group_of, counts = np.unique(keys, axis=1, return_inverse=True, return_counts=True)
         order = np.argsort(group_of.ravel(), kind="stable")
         number = np.empty_like(order)  # of each segment in the order of all groups
         number[order] = np.arange(len(order))
-        return [
-            self._group(segments, number, has_children)
-            for segments in np.split(order, np.cumsum(counts)[:-1])
-        ]
-
-    def _group(
-        self, segments: np.ndarray, number: np.ndarray, has_children: np.ndarray
-    ) -> SegmentGroup:
-        lengths = self._lengths[segments, None]
-        columns = np.arange(lengths.max())
-        nodes = self._first[segments, None] + np.minimum(columns, lengths - 1)
-        padding = columns >= lengths
-        above = self._above[segments]
-        return SegmentGroup(
-            torch.from_numpy(nodes).to(self._device),
-            torch.from_numpy(padding).to(self._device) if padding.any() else None,
-            torch.from_numpy(np.flatnonzero(~padding)).to(self._device),
-            number[above].tolist() if above[0] >= 0 else (),
-            bool(has_children[segments].any()),
+        groups, nodes, padding = [], [], []
+        for segments in np.split(order, np.cumsum(counts)[:-1]):
+            lengths, above = self._lengths[segments, None], self._above[segments]
+            columns = np.arange(lengths.max())
+            nodes.append((self._first[segments, None] + np.minimum(columns, lengths - 1)).ravel())
+            padding.append((columns >= lengths).ravel())
+            parents = number[above].tolist() if above[0] >= 0 else ()
+            needed = bool(has_children[segments].any())
+            groups.append(SegmentGroup(len(segments), len(columns), parents, needed))
+        all_nodes, is_padding = np.concatenate(nodes), np.concatenate(padding)
+        places = np.empty(len(self._parents), dtype=np.int64)
+        places[all_nodes[~is_padding]] = np.flatnonzero(~is_padding)
+        return PaddedSegments(
+            groups,
+            self._tensor(all_nodes),
+            self._tensor(is_padding) if is_padding.any() else None,
+            self._tensor(places),
         )
+
+    def _sizes(self, depth: np.ndarray, exact: np.ndarray) -> np.ndarray:
+        """Return the length that each segment may be padded to."""
+        least = self.least_chunk
+        exponents = np.ceil(np.log2(np.maximum(self._lengths / least, 1))).astype(np.int64)
+        kinds, kind_of, counts = np.unique(
+            np.stack([depth, exact, least << exponents]),
+            axis=1,
+            return_inverse=True,
+            return_counts=True,
+        )
+        sizes, target = kinds[2], np.arange(len(counts))
+        for i, j in pairwise(range(len(sizes))):  # shortest first: join the next of the depth
+            same = (kinds[:2, i] == kinds[:2, j]).all()
+            if same and counts[i] * (sizes[j] - sizes[i]) <= CALL_TOKENS:
+                counts[j] += counts[i]
+                target[i] = j
+        for i in reversed(range(len(sizes))):
+            sizes[i] = sizes[target[i]]
+        return sizes[kind_of.ravel()]
+
+    def _tensor(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self._device)
 
     def with_tails(self, width: int) -> tuple[Tensor, Tensor]:
         """Return the nodes of each segment after the last `width` of the path above it.
@@ -186,10 +223,7 @@ class TreeSegments:
             nodes[places] = np.arange(len(places))
             starts = places[self._first, None] - width + np.arange(width)
             nodes[starts] = tails
-            self._tails[width] = (
-                torch.from_numpy(nodes).to(self._device),
-                torch.from_numpy(places).to(self._device),
-            )
+            self._tails[width] = self._tensor(nodes), self._tensor(places)
         return self._tails[width]
 
 
@@ -199,17 +233,25 @@ def replace_state_functions(backbone: Any) -> bool:
     Functions are replaced where transformers' modules have them; without trees their results are
     the same.
     """
-    found = False
-    for name in {type(module).__module__ for module in backbone.modules()}:
-        module = sys.modules[name]
-        for function_name in (CONVOLUTION, FUSED, *RECURRENCES):
-            function = getattr(module, function_name, None)
-            if function is None:
-                continue
-            found = True
-            if not hasattr(function, "without_trees"):
-                setattr(module, function_name, _with_trees(function, function_name))
-    return found
+    for module, name in _state_functions(backbone):
+        function = getattr(module, name)
+        if not hasattr(function, "without_trees"):
+            setattr(module, name, _with_trees(function, name))
+    return has_states(backbone)
+
+
+def has_states(backbone: Any) -> bool:
+    """Return whether a backbone's layers have states."""
+    return any(True for _ in _state_functions(backbone))
+
+
+def _state_functions(backbone: Any) -> Iterator[tuple[Any, str]]:
+    """Yield modules of transformers and the names of their functions."""
+    for module_name in {type(module).__module__ for module in backbone.modules()}:
+        module = sys.modules[module_name]
+        for name in (CONVOLUTION, FUSED, *RECURRENCES):
+            if getattr(module, name, None) is not None:
+                yield module, name
 
 
 def _with_trees(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -258,23 +300,34 @@ def _recur(
         raise ValueError(f"prefix trees: expected {function.__name__} without a cache")
     values = {name: arguments[name] for name in recurrence.tokens}
     limits = arguments.get(recurrence.limits)
-    groups, places = segments.groups(pads_parents=limits is None or limits[0] <= 0)
+    padded = segments.padded(pads_parents=limits is None or limits[0] <= 0)
+    sizes = [group.count * group.length for group in padded.groups]
+    parts: dict[str, Sequence[Tensor]] = {}
+    for name, value in values.items():
+        every = value[0].index_select(0, padded.nodes)
+        if padded.padding is not None and name in recurrence.neutral:
+            mask = padded.padding.view(-1, *[1] * (every.dim() - 1))
+            every = every.masked_fill(mask, recurrence.neutral[name])
+        parts[name] = every.split(sizes)
     outputs: list[Tensor] = []
     states: list[Any] = []
-    for group in groups:
-        shape = group.nodes.shape
-        for name, value in values.items():
-            part = value[0].index_select(0, group.nodes.flatten()).unflatten(0, shape)
-            if group.padding is not None and name in recurrence.neutral:
-                padding = group.padding.view(*shape, *[1] * (part.dim() - 2))
-                part = part.masked_fill(padding, recurrence.neutral[name])
-            arguments[name] = part
-        above = [states[number] for number in group.parents]
+    chunk = arguments.get(CHUNK)
+    for number, group in enumerate(padded.groups):
+        shape = group.count, group.length
+        arguments |= {name: part[number].unflatten(0, shape) for name, part in parts.items()}
+        if chunk is not None:
+            arguments[CHUNK] = min(chunk, _chunk_for(group.length, segments.least_chunk))
+        above = [states[parent] for parent in group.parents]
         arguments[recurrence.initial] = torch.stack(above) if above else None
         arguments[recurrence.final] = group.has_children
         result = function(**arguments)
         output, last = result if isinstance(result, tuple) else (result, None)
-        outputs.append(output.flatten(0, 1).index_select(0, group.real))
-        states += [None] * len(group.nodes) if last is None else last.unbind(0)
-    output = torch.cat(outputs).index_select(0, places)[None]
+        outputs.append(output.flatten(0, 1))
+        states += [None] * group.count if last is None else last.unbind(0)
+    output = torch.cat(outputs).index_select(0, padded.places)[None]
     return (output, None) if recurrence is _DELTA else output
+
+
+def _chunk_for(length: int, least: int) -> int:
+    """Return the least power of two times `least` that is not below a length."""
+    return least << max(0, (length - 1) // least).bit_length()

@@ -15,7 +15,9 @@ from typing import Any
 
 SPREAD = ("avg", "min", "max", "std")
 GPU = "on a GPU"
-LAYOUTS = "where trees and sequences have other kernels: on a GPU, or in bfloat16"
+LAYOUTS = (
+    "where trees and sequences have other kernels: on a GPU, in bfloat16, or for layers with states"
+)
 ENGINE = "with vLLM"
 AGENT = "with an agent"
 RANKS = "with several ranks"
@@ -264,8 +266,10 @@ METRICS = (
             "",
             LAYOUTS,
         )
-        for layout in ("sequence", "tree")
-        for unit in ("token", "pair")
+        for layout, unit in (
+            *(("sequence", unit) for unit in ("token", "pair")),
+            *(("tree", unit) for unit in ("token", "pair", "segment")),
+        )
     ),
     Metric(
         "policy/rows_without_gradient",

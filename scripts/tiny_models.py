@@ -42,8 +42,8 @@ SIZES: dict[int, str] = {
     "mamba_n_heads mamba_num_heads n_mamba_heads num_experts n_routed_experts num_local_experts "
     "moe_num_experts num_query_groups",
     2: "num_key_value_heads num_kv_heads swa_num_key_value_heads linear_num_key_heads "
-    "num_experts_per_tok moe_k moe_topk zero_expert_num num_global_key_value_heads index_topk "
-    "n_groups mamba_n_groups",
+    "num_experts_per_tok num_experts_per_token moe_k moe_topk moe_top_k kv_n_heads zero_expert_num "
+    "num_global_key_value_heads index_topk n_groups mamba_n_groups",
     1: "n_group topk_group num_expert_group n_shared_experts first_k_dense_replace o_groups "
     "num_dense_layers",
     5: "sliding_window sliding_window_size window_size attention_window_size local_attention "
@@ -60,10 +60,17 @@ _HEADS = {"head_dim": 32}
 _MAMBA = {"mamba_expand": 1}
 _UNSHARED = {"num_kv_shared_layers": 0}
 _POSITIONS = {"rope_parameters": _MROPE, **_HEADS}
+_SLIDING = ["sliding_attention", "full_attention"]
+_INDEXER = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 32}
+_INDEXER |= {"indexer_budget": 8, "indexer_compress_ratio": 4}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "bailing_hybrid": {"n_group": 1, "topk_group": 1, "num_experts": 4},
+    "bailing_hybrid": {"topk_group": 1, "layer_group_size": 2},
     "bamba": _MAMBA,
-    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "cohere_compass_text": {
+        "layer_types": _SLIDING * 2,
+        "rope_parameters": dict.fromkeys(_SLIDING, _MROPE),
+    },
+    "dbrx": {"attn_config": {"rope_theta": 10_000.0, "clip_qkv": 8.0}},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
     "dots3_note": _LATENT_HEADS,
     "dots3_note_text": _LATENT_HEADS,
@@ -76,15 +83,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": _HEADS,
     "hunyuan_v1_moe": _HEADS,
     "internvl": {"layer_types": ["full_attention"] * NUM_LAYERS, **_HEADS},
-    "kimi_linear": {"n_group": 1, "topk_group": 1, "num_experts": 4},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"expand": 1},
     "ministral": _HEADS,
     "mistral3": _HEADS,
-    "nemotron": _HEADS,
+    "nemotron": {"num_key_value_heads": 2, **_HEADS},
     "qwen2_5_vl": _POSITIONS,
     "qwen3_vl": _POSITIONS,
     "qwen3_vl_moe": _POSITIONS,
+    "qwen4_exp": {"text_config": _INDEXER},
+    "qwen4_exp_text": _INDEXER,
     "zamba": {"attention_hidden_size": 256, "attention_head_dim": 64},
     "zamba2": {"attention_hidden_size": 256, "attention_head_dim": 64, "mamba_headdim": 64},
     "zaya": {"num_experts_per_tok": 1},
@@ -103,14 +112,20 @@ def tiny_config(kind: str) -> Any:
         return vision_language_config(kind, **(sizes | SETTINGS.get(kind, {})))
     config_class = CONFIG_MAPPING[kind]
     own = SETTINGS.get(kind, {})
-    return config_class(**(_tiny_settings(config_class, own) | own))
+    settings = _tiny_settings(config_class)
+    parts = {
+        name: settings[name] | own[name]
+        for name in settings.keys() & own.keys()
+        if isinstance(settings[name], dict)
+    }
+    return config_class(**(settings | own | parts))
 
 
-def _tiny_settings(config_class: Any, own: dict[str, Any]) -> dict[str, Any]:
+def _tiny_settings(config_class: Any) -> dict[str, Any]:
     with contextlib.suppress(Exception):  # some have no default
         default = config_class()
         parts = {
-            name: _tiny_settings(type(part), {})
+            name: _tiny_settings(type(part))
             for name in getattr(config_class, "sub_configs", {})
             if (part := getattr(default, name, None)) is not None
         }

@@ -25,6 +25,7 @@ from _moe import NUM_EXPERTS, NUM_LAYERS, TOP_K, tiny_moe
 from _trees import agent_batch, batch_of_rows, size_of
 
 from scripts.models_page import WithFloat64
+from scripts.tiny_models import tiny_model as random_model
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.token_counts import token_counts
 from skyrl_fast.config import AlgorithmConfig, OptimizerConfig
@@ -882,6 +883,15 @@ def test_published_windows_are_probed_by_short_ones_and_restored() -> None:
 def test_windows_that_a_pass_does_not_read_are_not_probed_by_short_ones() -> None:
     model = places_model("Gemma3Text", layer_types=["full_attention"] * 4, sliding_window=4096)
     with pytest.raises(ValueError, match="its setting sliding_window=4096 may limit"):
+        prepare_for_trees(model)
+
+
+@pytest.mark.spec("tree.unsupported-models")
+def test_layers_that_select_blocks_are_refused_beside_layers_with_a_state() -> None:
+    # 4 nodes in a block, of which more than the probe's rows have are selected
+    model = random_model("qwen4_exp_text").base_model
+    model.config.indexer_budget = 2048
+    with pytest.raises(ValueError, match="it has layers of indexed_attention"):
         prepare_for_trees(model)
 
 

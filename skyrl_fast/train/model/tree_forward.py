@@ -39,6 +39,10 @@ ATTENTION = "skyrl_fast_tree"  # its name among transformers' attention function
 # Layer types of transformers.
 CHUNKED_ATTENTION = "chunked_attention"
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention", CHUNKED_ATTENTION})
+# Those of models whose states `tree_states` forks.
+STATE_TYPES = frozenset(
+    {"linear_attention", "conv", "mamba", "mamba2", "hybrid", "attention", "mlp", "moe"}
+)
 PLAN = "skyrl_fast_plan"  # keyword argument of its plan
 RANKS = "skyrl_fast_ranks"  # keyword argument of the ranks that share the tokens
 PROBE_ROWS = ((1, 2, 3, 4, 5), (1, 2, 6, 7), (1, 2, 3, 5, 5, 2), (1, 2))
@@ -173,8 +177,9 @@ def _name(backbone: Any) -> str:
 
 
 def _reason_against(config: Any, *, has_states: bool) -> str | None:
-    others = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
-    if others and not has_states:
+    known = LAYER_TYPES | STATE_TYPES if has_states else LAYER_TYPES
+    others = set(getattr(config, "layer_types", None) or ()) - known
+    if others:
         return (
             f"it has layers of {', '.join(sorted(others))}, which depend on positions in a sequence"
         )

@@ -54,15 +54,15 @@ FAULTS = (
     Fault(
         "a fork starts from no state",
         "skyrl_fast/train/model/tree_states.py",
-        "torch.stack(above) if above else None",
-        "torch.zeros_like(torch.stack(above)) if above else None",
+        "torch.stack(above) if above else above_roots",
+        "torch.zeros_like(torch.stack(above)) if above else above_roots",
         ("train/test_tree_training.py",),
     ),
     Fault(
         "a child's gradient does not reach the state of its parent",
         "skyrl_fast/train/model/tree_states.py",
-        "torch.stack(above) if above else None",
-        "torch.stack(above).detach() if above else None",
+        "torch.stack(above) if above else above_roots",
+        "torch.stack(above).detach() if above else above_roots",
         ("train/test_tree_training.py",),
     ),
     Fault(
@@ -78,6 +78,13 @@ FAULTS = (
         "pads_parents=limits is None or limits[0] <= 0",
         "pads_parents=True",
         ("train/test_tree_training.py",),
+    ),
+    Fault(
+        "what a chain keeps gets no gradient from the units below",
+        "skyrl_fast/train/model/depth_first.py",
+        "if leaf.grad is not None:",
+        "if False:",
+        ("train/test_depth_first.py",),
     ),
     Fault(
         "merged weights of LoRA without the adapter's scale",

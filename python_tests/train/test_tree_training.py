@@ -37,7 +37,12 @@ from skyrl_fast.train.model.critic import Critic, ValueModel
 from skyrl_fast.train.model.forward_pass import MicroBatch, NodeTree
 from skyrl_fast.train.model.micro_batch import plan_micro_batches, response_positions
 from skyrl_fast.train.model.optimizer import Optimizer
-from skyrl_fast.train.model.policy import Policy, load_model
+from skyrl_fast.train.model.policy import (
+    Policy,
+    checkpoint_gradients,
+    load_model,
+    remove_dropout,
+)
 from skyrl_fast.train.model.tree_forward import last_hidden_states, prepare_for_trees
 from skyrl_fast.train.model.tree_states import TreeSegments
 from skyrl_fast.train.update import accumulate_gradient, update_policy
@@ -628,13 +633,24 @@ def hidden_and_gradients(
     torch.manual_seed(1)
     hidden = states()
     loss = sum((h * torch.randn(h.shape, dtype=h.dtype)).sum() for h in hidden)
-    weights = [p for p in model.parameters() if p.requires_grad]
-    return hidden, [
-        g for g in torch.autograd.grad(loss, weights, allow_unused=True) if g is not None
-    ]
+    model.zero_grad()
+    loss.backward()
+    return hidden, [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.spec("tree.equal-gradients", "tree.reach", "tree.sinks-and-caps")
+@contextlib.contextmanager
+def recomputed(model: Any, recomputes: bool) -> Iterator[None]:
+    """Recompute the layers in the backward pass."""
+    if recomputes:
+        checkpoint_gradients(model)
+        remove_dropout(model.train())
+    yield
+    if recomputes:
+        model.gradient_checkpointing_disable()
+        model.eval()
+
+
+@pytest.mark.spec("tree.equal-gradients", "tree.reach", "tree.sinks-and-caps", "tree.paths")
 @pytest.mark.parametrize("name", PLACES)
 def test_layers_that_look_at_places(name: str) -> None:
     model = places_model(name)
@@ -659,8 +675,14 @@ def test_layers_that_look_at_places(name: str) -> None:
         states = last_hidden_states(model, micro, torch.device("cpu"))
         return [states[tree.nodes_of(number).long()] for number in range(len(rows))]
 
-    for states in (on_tree, alone):  # alone: by the attention function that also takes trees
-        got, got_gradients = hidden_and_gradients(model, states)
+    def by_path() -> list[torch.Tensor]:
+        states = last_hidden_states(model, micro, torch.device("cpu"), most_nodes=8)
+        return [states[tree.nodes_of(number).long()] for number in range(len(rows))]
+
+    # alone: by the attention function that also takes trees
+    for states, recomputes in ((on_tree, False), (by_path, False), (by_path, True), (alone, False)):
+        with recomputed(model, recomputes):
+            got, got_gradients = hidden_and_gradients(model, states)
         for one, two in zip(got, wanted, strict=True):
             # norms, rotary embeddings and Gemma 2's softmax are float32 inside
             torch.testing.assert_close(one, two, atol=2e-5, rtol=2e-5)
@@ -747,11 +769,18 @@ def float64_throughout(model: Any, *, tensors: bool = True) -> Iterator[None]:
         yield
 
 
-@pytest.mark.spec("tree.states", "tree.equal-gradients")
+@pytest.mark.spec("tree.states", "tree.equal-gradients", "tree.paths")
 @pytest.mark.parametrize("name", STATES)
 @settings(max_examples=6)
-@given(forks=STATE_ROWS, seed=st.integers(0, 1000))
-def test_layers_with_a_state(name: str, forks: list[tuple[int, int]], seed: int) -> None:
+@given(
+    forks=STATE_ROWS,
+    seed=st.integers(0, 1000),
+    most_nodes=st.integers(1, 150),
+    recomputes=st.booleans(),
+)
+def test_layers_with_a_state(
+    name: str, forks: list[tuple[int, int]], seed: int, most_nodes: int, recomputes: bool
+) -> None:
     """Random tries, with segments shorter and longer than a recurrence's chunk."""
     torch.manual_seed(seed)
     model = state_model(name)
@@ -768,16 +797,20 @@ def test_layers_with_a_state(name: str, forks: list[tuple[int, int]], seed: int)
     def alone() -> list[torch.Tensor]:
         return [model(input_ids=r[None], use_cache=False).last_hidden_state[0] for r in rows]
 
-    def on_tree() -> list[torch.Tensor]:
-        states = last_hidden_states(model, micro, torch.device("cpu"))
+    def on_tree(most_nodes: int | None = None) -> list[torch.Tensor]:
+        states = last_hidden_states(model, micro, torch.device("cpu"), most_nodes=most_nodes)
         return [states[tree.nodes_of(number).long()] for number in range(len(rows))]
+
+    def by_path() -> list[torch.Tensor]:
+        return on_tree(most_nodes)
 
     with float64_throughout(model):
         wanted, wanted_gradients = hidden_and_gradients(model, alone)
     prepare_for_trees(model)
     with float64_throughout(model):
-        for states in (on_tree, alone):
-            got, got_gradients = hidden_and_gradients(model, states)
+        for states, again in ((on_tree, False), (by_path, recomputes), (alone, False)):
+            with recomputed(model, again):
+                got, got_gradients = hidden_and_gradients(model, states)
             for one, two in zip(got, wanted, strict=True):
                 torch.testing.assert_close(one, two, atol=1e-9, rtol=1e-9)
             for one, two in zip(got_gradients, wanted_gradients, strict=True):
@@ -827,7 +860,7 @@ def test_padding_is_one_segment_and_forks_begin_new_ones() -> None:
     assert padded.groups[1].parents == [0, 0]
     assert padded.places.tolist() == [0, 1, 6, 7, 8, 9, 3, 4, 5]
     nodes, own = segments.with_tails(2)
-    assert nodes.tolist() == [-1, -1, 0, 1, 0, 1, 2, 3, 0, 1, 4, 5, -1, -1, 6, 7, 8]
+    assert nodes.tolist() == [-2, -1, 0, 1, 0, 1, 2, 3, 0, 1, 4, 5, -2, -1, 6, 7, 8]
     assert nodes[own].tolist() == list(range(9))
     exact = segments.padded(pads_parents=False)
     assert exact.padding is None and exact.nodes.tolist()[:5] == [6, 7, 8, 0, 1]

@@ -217,17 +217,18 @@ def least_depths(depths: Tensor, window: int | None, chunk: int | None) -> Tenso
     return least
 
 
-def seen_nodes(ends: Tensor, window: int | None, chunk: int | None) -> Tensor:
+def seen_nodes(ends: Tensor, window: int | None, chunk: int | None, *, first: int = 0) -> Tensor:
     """Return (T, T) bool, True where the row's node sees the column's.
 
     Args:
         ends: (T,) integers, as in `PrefixTree`.
+        first: node of the first row, if those before it are left out.
     """
-    seen = ancestor_mask(ends)
+    seen = ancestor_mask(ends, first=first)
     if window is None and chunk is None:
         return seen
     depths = node_depths(ends)
-    return seen & (depths[None] >= least_depths(depths, window, chunk)[:, None])
+    return seen & (depths[None] >= least_depths(depths[first:], window, chunk)[:, None])
 
 
 def flex_block_mask(ends: Tensor, window: int | None = None, chunk: int | None = None) -> Any:

@@ -74,14 +74,16 @@ class PrefixTree:
         return ancestor_mask(self.ends)
 
 
-def ancestor_mask(ends: torch.Tensor) -> torch.Tensor:
+def ancestor_mask(ends: torch.Tensor, *, first: int = 0) -> torch.Tensor:
     """Return (T, T) bool, True where the column's node is the row's or above it.
 
     Args:
         ends: (T,) integers, as in `PrefixTree`.
+        first: node of the first row, if those before it are left out.
     """
     numbers = torch.arange(ends.shape[0], device=ends.device)
-    return (numbers[None] <= numbers[:, None]) & (numbers[:, None] < ends[None])
+    rows = numbers[first:, None]
+    return (numbers[None] <= rows) & (rows < ends[None])
 
 
 def build_prefix_tree(

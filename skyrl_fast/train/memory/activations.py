@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyrl_fast.config.model_folder import find_auto_class, model_folder
 from skyrl_fast.config.settings import LoraConfig
-from skyrl_fast.train.model.lm_head import backbone, freeze_other_parts
+from skyrl_fast.train.model.lm_head import backbone, freeze_other_parts, layers_of
 from skyrl_fast.train.model.lora import add_adapters
 from skyrl_fast.train.model.policy import checkpoint_gradients, remove_dropout
 from skyrl_fast.train.parallel.sharding import trained_parameters
@@ -154,7 +154,7 @@ def model_size(config: Any, lora: LoraConfig | None = None) -> ModelSize:
     """
     with _fake_tensors():
         model = _make_fake(find_auto_class(config), config, torch.float32, lora)
-        layers = _layers(backbone(model))
+        layers = layers_of(backbone(model))
         of_layers = [sum(p.numel() for p in layer.parameters()) for layer in layers]
         sizes = [parameter.numel() for parameter in model.parameters()]
         vocab, hidden = model.get_output_embeddings().weight.shape
@@ -265,17 +265,11 @@ def _pass_bytes(
     return saved, max(tracker.peak, saved)
 
 
-def _layers(backbone: Any) -> torch.nn.ModuleList:
-    """Return the list of a backbone's layers: the module list with the most parameters."""
-    lists = [module for module in backbone.modules() if isinstance(module, torch.nn.ModuleList)]
-    return max(lists, key=lambda found: sum(p.numel() for p in found.parameters()))
-
-
 def _kinds_of_layers(backbone: Any) -> dict[Any, list[int]]:
     """Return the numbers of the layers by attention and shapes, which determine their memory."""
     types = getattr(backbone.config.get_text_config(), "layer_types", None)
     kinds: dict[Any, list[int]] = {}
-    for number, layer in enumerate(_layers(backbone)):
+    for number, layer in enumerate(layers_of(backbone)):
         shapes = tuple(tuple(parameter.shape) for parameter in layer.parameters())
         kinds.setdefault((types and types[number], shapes), []).append(number)
     return kinds
@@ -283,7 +277,7 @@ def _kinds_of_layers(backbone: Any) -> dict[Any, list[int]]:
 
 @contextlib.contextmanager
 def _only_layers(backbone: Any, numbers: Sequence[int]) -> Iterator[None]:
-    layers, config = _layers(backbone), backbone.config.get_text_config()
+    layers, config = layers_of(backbone), backbone.config.get_text_config()
     owner, name = next(
         (module, name)
         for module in backbone.modules()

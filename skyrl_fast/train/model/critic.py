@@ -131,7 +131,11 @@ class Critic:
 
         def values_of() -> torch.Tensor:
             with self._autocast():
-                return self.model.head(last_hidden_states(self.model.backbone, micro, self.device))
+                most = self.max_tokens_per_microbatch if self.ranks.size == 1 else None
+                hidden = last_hidden_states(
+                    self.model.backbone, micro, self.device, most_nodes=most
+                )
+                return self.model.head(hidden)
 
         values = with_full_params(self.model, values_of)
         values = values.index_select(0, micro.hidden_index.to(self.device)).float()

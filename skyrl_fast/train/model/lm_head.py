@@ -67,6 +67,12 @@ class LmHead:
         return self.module.weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
+def layers_of(backbone: Any) -> torch.nn.ModuleList:
+    """Return the list of a backbone's layers: the module list with the most parameters."""
+    lists = [module for module in backbone.modules() if isinstance(module, torch.nn.ModuleList)]
+    return max(lists, key=lambda found: sum(p.numel() for p in found.parameters()))
+
+
 def backbone(model: Any) -> Any:
     """Return the part of a model whose output is the language model's last hidden states."""
     if is_vision_language(model):

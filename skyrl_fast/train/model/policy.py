@@ -174,6 +174,12 @@ class Policy:
         return self._by_adapter[name]
 
     @property
+    def _most_nodes(self) -> int | None:
+        # A backward pass in a backward pass gathers no shares of weights, and routes are of passes.
+        undivided = self.ranks.size == 1 and self._replay is None
+        return self.max_tokens_per_microbatch if undivided else None
+
+    @property
     def router_replay(self) -> bool:
         """Whether `logprobs` replays recorded routes."""
         return self._replay is not None
@@ -196,7 +202,9 @@ class Policy:
 
         def distinct() -> Any:
             with self._autocast(), self._replayed(micro):
-                hidden = last_hidden_states(self.backbone, micro, self.device)
+                hidden = last_hidden_states(
+                    self.backbone, micro, self.device, most_nodes=self._most_nodes
+                )
             hidden = hidden.index_select(0, micro.hidden_index.to(self.device))
             # Norms return float32 under autocast, which would slow down the largest product.
             return self.head.logprobs(

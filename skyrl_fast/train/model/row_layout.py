@@ -190,7 +190,7 @@ def measured_costs(
     assert micro.tree is not None
     token, pair = costs[2:]
     explained = token * micro.input_ids.numel() + pair * node_pairs(micro.tree.ends.numpy())
-    return LayoutCosts(*costs, tree_segment=max(0.0, seconds(micro) - explained) / segments)
+    return LayoutCosts(*costs, max(0.0, seconds(micro) - explained) / segments)
 
 
 def _per_token_and_pair(

@@ -27,11 +27,13 @@ from skyrl_fast.ops.prefix_tree.attention import (
     tree_attention,
 )
 from skyrl_fast.ops.prefix_tree.tree import build_prefix_tree
+from skyrl_fast.train.model.depth_first import TreeUnit, depth_first_states, tree_units
 from skyrl_fast.train.model.forward_pass import MicroBatch, NodeTree
 from skyrl_fast.train.model.lm_head import in_float32
 from skyrl_fast.train.model.packed_rows import pack_rows
 from skyrl_fast.train.model.rope_limits import rope_limits
 from skyrl_fast.train.model.sequence_part import padded, part_of
+from skyrl_fast.train.model.tree_path import PATH, LayerPath
 from skyrl_fast.train.model.tree_states import SEGMENTS, TreeSegments, replace_state_functions
 from skyrl_fast.train.parallel.sequence_ranks import SINGLE, SequenceRanks
 
@@ -99,11 +101,15 @@ def prepare_for_trees(backbone: Any, *, shares_tokens: bool = False) -> None:
         raise ValueError(f"{refusal}{error}") from error
 
 
-def last_hidden_states(backbone: Any, micro: MicroBatch, device: torch.device) -> Tensor:
+def last_hidden_states(
+    backbone: Any, micro: MicroBatch, device: torch.device, *, most_nodes: int | None = None
+) -> Tensor:
     """Return (n * L, H) last hidden states of sequences, or (T', H) of trees, T' at least T.
 
     Args:
         backbone: after `prepare_for_trees`, if the micro-batch is of trees or a part.
+        most_nodes: of trees whose activations are in memory at once, where one path of them is
+            not longer; None: all. More are computed path by path.
     """
     ids = micro.input_ids.to(device)
     if micro.tree is None and micro.part is None:
@@ -117,6 +123,9 @@ def last_hidden_states(backbone: Any, micro: MicroBatch, device: torch.device) -
             use_cache=False,
         ).last_hidden_state
         return hidden.flatten(0, 1).index_select(0, packed.places.to(device))
+    units = _units_beyond(micro, most_nodes)
+    if len(units) > 1:
+        return depth_first_states(backbone, micro, units, device)
     ranks = SINGLE if micro.part is None else micro.part.ranks
     first = 0 if micro.part is None else micro.part.first
     here = torch.arange(first, first + ids.shape[1])
@@ -126,6 +135,15 @@ def last_hidden_states(backbone: Any, micro: MicroBatch, device: torch.device) -
         plan = plan_tree_attention(micro.tree.parents, micro.tree.ends, device=device)
         positions = micro.tree.positions[:, here]
     return _with_attention(backbone, ids, positions.to(device), plan, ranks).flatten(0, 1)
+
+
+def _units_beyond(micro: MicroBatch, most_nodes: int | None) -> Sequence[TreeUnit]:
+    """Return the units of a tree that has more nodes, where there will be a backward pass."""
+    if micro.tree is None or most_nodes is None or not torch.is_grad_enabled():
+        return ()
+    if micro.input_ids.shape[1] <= most_nodes:
+        return ()
+    return tree_units(micro.tree.ends.tolist(), micro.tree.positions[0].tolist(), most_nodes)
 
 
 def padded_trees(
@@ -281,9 +299,10 @@ def _attention(
     """Attention function for transformers: (n, H, L, D) in, (n, L, H, D) out."""
     plan: TreeAttention | None = options.pop(PLAN, None)
     ranks: SequenceRanks = options.pop(RANKS, SINGLE)
+    path: LayerPath | None = options.pop(PATH, None)
     options.pop(SEGMENTS, None)
     softcap, sinks = options.pop("softcap", None), options.pop("s_aux", None)
-    alone = plan is None and ranks.size == 1
+    alone = plan is None and path is None and ranks.size == 1
     if alone and softcap is None and sinks is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -302,7 +321,12 @@ def _attention(
             key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
         query, key, value = map(ranks.heads_for_tokens, (query, key, value))
         sinks = None if sinks is None else sinks.chunk(ranks.size)[ranks.rank]
-    if plan is not None:
+    if path is not None:
+        key, value = path.extended(key, value)
+        query, key, value = (autocast(x) for x in (query, key, value))
+        seen = path.mask(window, chunk)
+        out = dense_attention(query, key, value, seen, scale=scale, softcap=softcap, sinks=sinks)
+    elif plan is not None:
         out = tree_attention(
             query,
             key,

@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from skyrl_fast.train.model.tree_path import PATH, LayerPath
+
 SEGMENTS = "skyrl_fast_segments"  # keyword argument of a pass
 CONVOLUTION = "causal_conv1d_fn"
 # Does the work of both where a package brings it, and then takes no initial state; its callers do
@@ -111,10 +113,11 @@ class TreeSegments:
     """The segments of a pass's trees, which all layers share.
 
     Args:
-        parents: (T,) int32 in depth-first order, -1 at roots.
+        parents: (T,) integers in depth-first order, -1 at roots.
+        has_padding: whether trees of one node at the end may be padding.
     """
 
-    def __init__(self, parents: Tensor, device: torch.device) -> None:
+    def __init__(self, parents: Tensor, device: torch.device, *, has_padding: bool = True) -> None:
         self._parents = parents.cpu().numpy().astype(np.int64)
         self._device = device
         self.least_chunk = LEAST_CHUNK.get(device.type, USUAL_CHUNK)
@@ -126,7 +129,7 @@ class TreeSegments:
         continues &= np.where(continues, children[self._parents], 0) == 1
         # Nobody reads the states of a tree of one node, such as padding: those at the end are one.
         lone = (self._parents < 0) & (children == 0)
-        trailing = np.logical_and.accumulate(lone[::-1])[::-1]
+        trailing = np.logical_and.accumulate(lone[::-1])[::-1] & has_padding
         continues[1:] |= trailing[1:] & trailing[:-1]
         self._first = np.flatnonzero(~continues)
         self._lengths = np.diff(np.append(self._first, len(places)))
@@ -209,14 +212,15 @@ class TreeSegments:
         """Return the nodes of each segment after the last `width` of the path above it.
 
         Returns:
-            (T + S * width,) int64 nodes, -1 above roots, and (T,) where each node is among them.
+            (T + S * width,) int64 nodes, -1, -2, ... above roots, and (T,) where each node is among
+            them.
         """
         if width not in self._tails:
             tails = np.empty((len(self._first), width), dtype=np.int64)
             above = self._parents[self._first]
             for column in reversed(range(width)):
                 tails[:, column] = above
-                above = np.where(above >= 0, self._parents[above], -1)
+                above = np.where(above >= 0, self._parents[np.maximum(above, 0)], above - 1)
             places = np.arange(len(self._parents))
             places += np.repeat(np.arange(1, len(tails) + 1) * width, self._lengths)
             nodes = np.empty(len(places) + tails.size, dtype=np.int64)
@@ -258,13 +262,14 @@ def _with_trees(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def compute(*args: Any, **options: Any) -> Any:
         segments: TreeSegments | None = options.pop(SEGMENTS, None)
+        path: LayerPath | None = options.pop(PATH, None)
         if segments is None:
             return function(*args, **options)
         if name == FUSED:
             return None
         if name == CONVOLUTION:
-            return _convolve(function, segments, *args, **options)
-        return _recur(function, RECURRENCES[name], segments, args, options)
+            return _convolve(function, segments, path, *args, **options)
+        return _recur(function, RECURRENCES[name], segments, path, args, options)
 
     compute.without_trees = function  # type: ignore[attr-defined]
     return compute
@@ -273,15 +278,19 @@ def _with_trees(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 def _convolve(
     function: Callable[..., Tensor],
     segments: TreeSegments,
+    path: LayerPath | None,
     values: Tensor,
     weight: Tensor,
     *args: Any,
     **options: Any,
 ) -> Tensor:
     """Return (1, C, T), a causal convolution along each path, of (1, C, T) and (C, K)."""
-    nodes, places = segments.with_tails(weight.shape[-1] - 1)
-    padded = torch.nn.functional.pad(values, (1, 0))  # what is above roots is 0
-    rows = padded.index_select(-1, nodes + 1)
+    width = weight.shape[-1] - 1
+    nodes, places = segments.with_tails(width)
+    # What is above roots is 0.
+    pad = torch.nn.functional.pad
+    extended = pad(values, (width, 0)) if path is None else path.after_tail(values, width)
+    rows = extended.index_select(-1, nodes + width)
     return function(rows, weight, *args, **options).index_select(-1, places)
 
 
@@ -289,6 +298,7 @@ def _recur(
     function: Callable[..., Any],
     recurrence: Recurrence,
     segments: TreeSegments,
+    path: LayerPath | None,
     args: Sequence[Any],
     options: Mapping[str, Any],
 ) -> Any:
@@ -312,18 +322,25 @@ def _recur(
     outputs: list[Tensor] = []
     states: list[Any] = []
     chunk = arguments.get(CHUNK)
+    above_roots = None if path is None else path.state_above()
+    continues = path is not None and path.continues
     for number, group in enumerate(padded.groups):
         shape = group.count, group.length
         arguments |= {name: part[number].unflatten(0, shape) for name, part in parts.items()}
         if chunk is not None:
             arguments[CHUNK] = min(chunk, _chunk_for(group.length, segments.least_chunk))
         above = [states[parent] for parent in group.parents]
-        arguments[recurrence.initial] = torch.stack(above) if above else None
-        arguments[recurrence.final] = group.has_children
+        initial = torch.stack(above) if above else above_roots
+        if initial is not None and not above:
+            initial = initial.expand(group.count, *initial.shape[1:])
+        arguments[recurrence.initial] = initial
+        arguments[recurrence.final] = group.has_children or continues
         result = function(**arguments)
         output, last = result if isinstance(result, tuple) else (result, None)
         outputs.append(output.flatten(0, 1))
         states += [None] * group.count if last is None else last.unbind(0)
+        if path is not None and continues:  # a chain is one segment
+            path.keep_state(last)
     output = torch.cat(outputs).index_select(0, padded.places)[None]
     return (output, None) if recurrence is _DELTA else output
 

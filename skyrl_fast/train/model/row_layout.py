@@ -188,9 +188,10 @@ def measured_costs(
         return LayoutCosts(*costs)
     micro, segments = _forks(total, vocabulary)
     assert micro.tree is not None
-    token, pair = costs[2:]
+    sequence_token, sequence_pair, token, pair = costs
     explained = token * micro.input_ids.numel() + pair * node_pairs(micro.tree.ends.numpy())
-    return LayoutCosts(*costs, max(0.0, seconds(micro) - explained) / segments)
+    segment = max(0.0, seconds(micro) - explained) / segments
+    return LayoutCosts(sequence_token, sequence_pair, token, pair, segment)
 
 
 def _per_token_and_pair(

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from _fakes import tiny_model
@@ -84,10 +85,19 @@ class Saved:
         return [(self.policy, self.optimizer), (self.critic, self.critic.optimizer)]
 
 
-def saved_models(ranks: Ranks, *, checkpoint: Path | None = None, experts: bool = False) -> Saved:
+def saved_models(
+    ranks: Ranks,
+    *,
+    checkpoint: Path | None = None,
+    experts: bool = False,
+    optimizer_name: str = "adamw",
+) -> Saved:
     """Return the models, with weights of a checkpoint if there is one; not yet restored."""
-    config = OptimizerConfig(lr=1e-2)
-    if checkpoint is None:
+    config = OptimizerConfig(optimizer=optimizer_name, lr=1e-2)
+    if checkpoint is None and optimizer_name == "adamw_8bit":
+        # Only larger matrices have moments in 8 bits.
+        model, value_model = wide_model(), ValueModel(wide_model().base_model)
+    elif checkpoint is None:
         model = tiny_moe() if experts else tiny_model(tied=True)
         torch.manual_seed(0)
         value_model = ValueModel(tiny_model(seed=6).base_model)
@@ -109,13 +119,12 @@ class Wide:
     optimizer: Optimizer
 
 
-def wide_models(ranks: Ranks) -> Wide:
-    """Return the models; all sizes are multiples of 8, so that shards need no padding."""
+def wide_model() -> Any:
+    """Return a model whose sizes are multiples of 8, so that shards need no padding."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
-    torch.set_num_threads(1)
-    model = Qwen2ForCausalLM(
+    return Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=256,
             hidden_size=64,
@@ -127,5 +136,10 @@ def wide_models(ranks: Ranks) -> Wide:
             tie_word_embeddings=False,
         )
     )
-    policy = Policy(model, max_tokens_per_microbatch=1600, ranks=ranks)
+
+
+def wide_models(ranks: Ranks) -> Wide:
+    """Return the models."""
+    torch.set_num_threads(1)
+    policy = Policy(wide_model(), max_tokens_per_microbatch=1600, ranks=ranks)
     return Wide(ranks, policy, Optimizer(policy, OptimizerConfig(lr=1e-3), total_steps=9))

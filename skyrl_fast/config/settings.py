@@ -43,6 +43,7 @@ LOSS_REDUCTIONS = (
     "trajectory_mean",
 )
 SCHEDULERS = ("constant_with_warmup", "linear", "cosine")
+OPTIMIZERS = ("adamw", "adamw_8bit")
 SCOPES = ("row", "trajectory")
 ROWS = ("auto", "step", "merged", "tree")
 ALL_LINEAR = "all-linear"  # of LoRA's target modules
@@ -111,6 +112,11 @@ class PolicyModelConfig(ModelConfig):
 class OptimizerConfig:
     """AdamW and its learning rate."""
 
+    optimizer: str = setting(
+        "adamw",
+        "adamw_8bit: moments in 8 bits, by torchao, which is compiled at the first step",
+        choices=OPTIMIZERS,
+    )
     lr: float = setting(1e-6, "learning rate after the warm-up", at_least=0, finite=True)
     adam_betas: list[float] = setting([0.9, 0.999], "AdamW betas")
     weight_decay: float = setting(1e-2, "AdamW weight decay of matrices", at_least=0, finite=True)

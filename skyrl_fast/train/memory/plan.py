@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from skyrl_fast.config import Config, ConfigError, max_input_length, policy_loss_spec
-from skyrl_fast.config.settings import LoraConfig
+from skyrl_fast.config.settings import LoraConfig, OptimizerConfig
 from skyrl_fast.ops.logprob.linear_rows import COLUMN_MULTIPLE, default_chunk_rows
 from skyrl_fast.rollout.engine.weights.buckets import BUCKET_BYTES
 from skyrl_fast.rollout.engine.weights.receipt import dtype_name
@@ -31,6 +31,7 @@ from skyrl_fast.train.parallel.sequence_ranks import check_heads
 from skyrl_fast.train.placement import EnginePlacement, engine_placement
 
 WEIGHT_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8  # per parameter; AdamW has two moments
+BLOCK_VALUES = 256  # of torchao's 8-bit moments, which share a float32 scale
 # FSDP2 gathers a layer's weights, and reduces its gradients, through buffers of the same size, for
 # one layer while the next one arrives. Weights outside the layers stay gathered during a pass, and
 # their gradients are reduced at its end, when the activations are freed.
@@ -207,7 +208,7 @@ def _total(items: Iterable[Item]) -> int:
     return sum(item.num_bytes for item in items)
 
 
-def _share_bytes(config: Config, name: str, parameters: int, each: int) -> Item:
+def _share_bytes(config: Config, name: str, parameters: int, each: float) -> Item:
     """Return a part of `each` bytes a parameter, of which every rank has its share."""
     by_gpus = ("trainer.placement.policy_num_gpus_per_node",)
     return Item(name, math.ceil(parameters * each / config.trainer.placement.num_ranks), by_gpus)
@@ -218,15 +219,24 @@ def _resident_items(config: Config, measure: _Measurements) -> list[Item]:
     policy = str(trainer.policy.model.path)
     size = measure.policy_size(config)
     items = _weight_items(config, size)
-    items.append(_share_bytes(config, "AdamW's moments", size.trained_parameters, MOMENT_BYTES))
+    each = moment_bytes(trainer.policy.optimizer_config)
+    items.append(_share_bytes(config, "AdamW's moments", size.trained_parameters, each))
     if (algorithm.use_kl_loss or algorithm.use_kl_in_reward) and not config.shares_reference:
         reference = measure.size(trainer.ref.model.path or policy).parameters
         items.append(_share_bytes(config, "reference model", reference, WEIGHT_BYTES))
     if trainer.critic.model.path is not None:
         weights = measure.size(trainer.critic.model.path).parameters
         name = "critic's weights and moments"
-        items.append(_share_bytes(config, name, weights, WEIGHT_BYTES + MOMENT_BYTES))
+        each = WEIGHT_BYTES + moment_bytes(trainer.critic.optimizer_config)
+        items.append(_share_bytes(config, name, weights, each))
     return items
+
+
+def moment_bytes(config: OptimizerConfig) -> float:
+    """Return the bytes of AdamW's moments, per parameter."""
+    if config.optimizer == "adamw":
+        return MOMENT_BYTES
+    return 2 * (1 + FLOAT32_BYTES / BLOCK_VALUES)
 
 
 def _weight_items(config: Config, size: ModelSize) -> list[Item]:

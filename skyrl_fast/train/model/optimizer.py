@@ -1,4 +1,7 @@
-"""AdamW with warm-up, schedule and gradient clipping; its state is saved by parameter name."""
+"""AdamW with warm-up, schedule and gradient clipping; its state is saved by parameter name.
+
+Moments are float32, or torchao's 8-bit blocks of 256 values: a code for each, a scale for all.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,13 +25,18 @@ from skyrl_fast.train.checkpoint.optimizer_shards import (
     queue_shards,
 )
 from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
-from skyrl_fast.train.parallel.sharding import full_tensor, shard_like
+from skyrl_fast.train.parallel.sharding import full_tensor, local_tensor, shard_like
 
 logger = logging.getLogger(__name__)
 
 COSINE_END = 0.0  # share of the learning rate at the end
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # AdamW's state of a parameter
+ANOTHER = "of another model or optimizer?"
 FILE, SHARDS = "optimizer.safetensors", "optimizer"  # of one rank, of several
+INSTALL_HINT = (
+    "optimizer_config.optimizer=adamw_8bit: expected a torchao for torch "
+    f"{torch.__version__}: pip install 'skyrl-fast[torchao]'"
+)
 
 
 class Trainable(Protocol):
@@ -54,6 +62,7 @@ class Optimizer:
         self.ranks = policy.ranks
         self.ranks.register(self)
         self._config = config
+        self._is_8bit = config.optimizer == "adamw_8bit"
         self._total_steps = total_steps
         self._named = policy.trained_parameters()
         decayed = [p for _, p in self._named if p.dim() > 1]
@@ -62,13 +71,7 @@ class Optimizer:
             {"params": decayed, "weight_decay": config.weight_decay},
             {"params": plain, "weight_decay": 0.0},
         ]
-        beta1, beta2 = config.adam_betas
-        self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=config.lr,
-            betas=(beta1, beta2),
-            fused=True,
-        )
+        self._adamw = _make_adamw([group for group in groups if group["params"]], config)
 
     @run_on_all_ranks
     def zero_grad(self) -> None:
@@ -89,7 +92,10 @@ class Optimizer:
         rate = learning_rate(self.step_count, self._config, total_steps=self._total_steps)
         if math.isfinite(norm):
             for group in self._adamw.param_groups:
-                group["lr"] = rate
+                if self._is_8bit:  # a tensor, or the compiled step would be of one rate
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
             self._adamw.step()
         else:
             logger.warning("optimizer step %d skipped: gradient norm %s", self.step_count, norm)
@@ -111,22 +117,23 @@ class Optimizer:
             (folder / SHARDS).mkdir()
             self._queue_shards(folder / SHARDS)
             return
-        moments = ((f"{n}.{key}", state[key]) for n, state in self._states() for key in MOMENTS)
-        tensors = {name: moment.cpu().contiguous() for name, moment in moments}
-        metadata = {"step_count": str(self.step_count)}
-        if unmoved := self._unmoved():
-            # usually absent: the order of several metadata entries varies between files
-            metadata["without_gradient"] = json.dumps(unmoved)
-        save_file(tensors, str(folder / FILE), metadata=metadata)
+        tensors = {name: value.cpu().contiguous() for name, value in self._local_tensors()}
+        save_file(tensors, str(folder / FILE), metadata=self._metadata())
 
     @run_on_all_ranks
     def load(self, folder: Path) -> None:
-        """Load what `save` wrote, with any number of ranks.
+        """Load what `save` wrote, with any number of ranks; 8-bit moments with the same number.
 
         Raises:
             CheckpointError: the file is damaged, or has values that AdamW cannot have written.
-            ValueError: a parameter is missing or has another shape.
+            ValueError: a parameter is missing or has another shape, or the state is of another
+                optimizer.
         """
+        if self._is_8bit:
+            self._load_8bit(folder)
+            return
+        if any((folder / SHARDS).glob("rank-*")):
+            raise ValueError(f"{folder}: expected moments of adamw, got those of adamw_8bit")
         if (folder / SHARDS).is_dir():
             self.step_count, states = load_shards(folder / SHARDS, self._named, self.ranks)
             self._adamw.state.update({dict(self._named)[name]: s for name, s in states.items()})
@@ -135,7 +142,7 @@ class Optimizer:
         tensors, step_count, unmoved = _read(path)
         for name, parameter in ((n, p) for n, p in self._named if n not in unmoved):
             if tensors and f"{name}.exp_avg" not in tensors:
-                raise ValueError(f"{path}: no optimizer state for {name}: of another model?")
+                raise ValueError(f"{path}: no optimizer state for {name}: {ANOTHER}")
             if tensors and tensors[f"{name}.exp_avg"].shape != parameter.shape:
                 raise ValueError(f"{path}: optimizer state of {name} has another shape")
             if tensors:
@@ -148,7 +155,66 @@ class Optimizer:
 
     @run_on_all_ranks
     def _queue_shards(self, folder: Path) -> None:
-        queue_shards(folder, self.step_count, dict(self._states()), self._unmoved(), self.ranks)
+        if not self._is_8bit:
+            queue_shards(folder, self.step_count, dict(self._states()), self._unmoved(), self.ranks)
+            return
+        # Blocks of one number of ranks are none of another's, so that each rank has a file.
+        tensors = {name: value.to("cpu", copy=True) for name, value in self._local_tensors()}
+        path, metadata = self._local_file(folder.parent), self._metadata()
+
+        def write() -> list[Path]:
+            save_file(tensors, str(path), metadata=metadata)
+            return [path]
+
+        self.ranks.files.queue(write)
+
+    def _load_8bit(self, folder: Path) -> None:
+        path = self._local_file(folder)
+        if not path.is_file():
+            raise ValueError(
+                f"{path}: expected the moments of adamw_8bit, which are loaded with as many ranks "
+                f"as wrote them, got none for {self.ranks.size}"
+            )
+        tensors, step_count, unmoved = _read(path)
+        for name, parameter in ((n, p) for n, p in self._named if n not in unmoved):
+            if not tensors:
+                break
+            # Only torchao knows which parameters have moments in 8 bits.
+            state = {
+                "exp_avg": self._adamw._new_buffer(parameter.detach(), True),
+                "exp_avg_sq": self._adamw._new_buffer(parameter.detach(), False),
+                "step": torch.tensor(0.0),
+            }
+            for part, own in (part for key in MOMENTS for part in _local_parts(key, state[key])):
+                if f"{name}.{part}" not in tensors:
+                    raise ValueError(f"{path}: no {part} for {name}: {ANOTHER}")
+                saved = tensors[f"{name}.{part}"]
+                if saved.shape != own.shape or saved.dtype != own.dtype:
+                    raise ValueError(f"{path}: {part} of {name} has another shape or dtype")
+                own.copy_(saved)
+            scales = {key: _local_parts(key, value)[-1][1] for key, value in state.items()}
+            check_moments(name, scales, path)
+            self._adamw.state[parameter] = state
+        self.step_count = step_count
+
+    def _local_file(self, folder: Path) -> Path:
+        rank, size = self.ranks.rank, self.ranks.size
+        if size == 1:
+            return folder / FILE
+        return folder / SHARDS / f"rank-{rank + 1:05d}-of-{size:05d}.safetensors"
+
+    def _local_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, state in self._states():
+            for key in MOMENTS:
+                for part, value in _local_parts(key, state[key]):
+                    yield f"{name}.{part}", value
+
+    def _metadata(self) -> dict[str, str]:
+        metadata = {"step_count": str(self.step_count)}
+        if unmoved := self._unmoved():
+            # usually absent: the order of several metadata entries varies between files
+            metadata["without_gradient"] = json.dumps(unmoved)
+        return metadata
 
     def _states(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         """Yield AdamW's state of each parameter that has had a gradient."""
@@ -158,6 +224,27 @@ class Optimizer:
 
     def _unmoved(self) -> list[str]:
         return [name for name, parameter in self._named if parameter not in self._adamw.state]
+
+
+def _make_adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> Any:
+    beta1, beta2 = config.adam_betas
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=config.lr, betas=(beta1, beta2), fused=True)
+    try:
+        from torchao.optim import AdamW8bit
+    except (AttributeError, ImportError) as error:  # its versions are for versions of torch
+        raise ValueError(INSTALL_HINT) from error
+    return AdamW8bit(groups, lr=config.lr, betas=(beta1, beta2))
+
+
+def _local_parts(key: str, moment: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors of this rank's part of a moment, by name: one, or codes and scales."""
+    with torch.no_grad():
+        local = local_tensor(moment)
+    codes = getattr(local, "codes", None)
+    if codes is None:
+        return [(key, local)]
+    return [(f"{key}.codes", codes), (f"{key}.scale", local.scale)]  # type: ignore[attr-defined]
 
 
 def _read(path: Path) -> tuple[dict[str, torch.Tensor], int, set[str]]:

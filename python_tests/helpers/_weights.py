@@ -21,7 +21,7 @@ from examples.asynchronous.soak import children, command_of
 from skyrl_fast.config import InferenceEngineConfig
 from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.rollout.engine.protocol import Engine
-from skyrl_fast.rollout.engine.remote import LOAD_ADAPTER, RemoteEngine
+from skyrl_fast.rollout.engine.remote import COMPLETIONS, LOAD_ADAPTER, RemoteEngine
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weights.probe import WeightProbe, WeightSyncReport
@@ -35,6 +35,7 @@ from skyrl_fast.train.model.lora import add_adapter, merge
 from skyrl_fast.train.model.policy import Policy
 
 CPU = torch.device("cpu")
+CHOICE = {"token_ids": [5], "logprobs": {"token_logprobs": [-0.5]}, "finish_reason": "stop"}
 TOLERANCE = 1e-3  # float32 on both sides, as in LIMITS
 
 
@@ -140,6 +141,7 @@ class Server(RemoteEngine):
         asked: the update's calls so far: paths, or methods of workers.
         fault_at: number of the call that has a fault, and its kind.
         adapters: names of those that it was given.
+        sampled: the model of each request for tokens that it answered.
     """
 
     def __init__(
@@ -154,11 +156,19 @@ class Server(RemoteEngine):
         super().__init__(url, trainer="127.0.0.1", transport=transport, **options)
         self.adapters: list[str] = []
         self.asked: list[str] = []
+        self.sampled: list[str] = []
         self.fault_at: tuple[int, str] | None = None
         self.paused = False
         self.llm = Llm()
+        self.serves: str | None = None  # name of its adapter
         self.healthy = True
         self.dtype = dtype
+
+    def kill(self) -> None:
+        """Lose all that the process has; the next request fails, then another process serves."""
+        self.llm, self.healthy = Llm(), False
+        self.serves = None
+        self.fault_at = len(self.asked), "reset"
 
     async def respond(self, request: httpx.Request) -> httpx.Response:
         path = request.url.path
@@ -189,12 +199,18 @@ class Server(RemoteEngine):
             self.paused = path == "/pause"
         if path == LOAD_ADAPTER:
             self.adapters.append(call["lora_name"])
+            self.serves = call["lora_name"]
             return httpx.Response(200)
         if path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "m"}]})
         if path == "/health" and not self.healthy:
             self.healthy = True  # the next time
             return httpx.Response(503)
+        if path == COMPLETIONS:
+            if call["model"] != self.serves:
+                return httpx.Response(404, text=f"The model {call['model']} does not exist.")
+            self.sampled.append(call["model"])
+            return httpx.Response(200, json={"choices": [CHOICE]})
         if path != "/collective_rpc":
             return httpx.Response(200, json={})
         method = call["method"]

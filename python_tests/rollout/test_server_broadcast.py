@@ -16,10 +16,11 @@ import pytest
 import torch
 from _weights import ADAPTER, Server, make_probe, no_sending_thread
 
+from skyrl_fast.config import SamplingParams
 from skyrl_fast.rollout.engine import pool
 from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
-from skyrl_fast.rollout.engine.remote import LOAD_ADAPTER
+from skyrl_fast.rollout.engine.remote import COMPLETIONS, LOAD_ADAPTER
 from skyrl_fast.rollout.engine.weights import receipt
 from skyrl_fast.rollout.engine.weights.buckets import Bucket
 from skyrl_fast.rollout.engine.weights.group import WeightsGroup
@@ -287,6 +288,44 @@ def test_a_server_with_a_fault_at_a_call_of_an_update_is_left_out_until_it_is_re
             names = server.adapters
             assert len({*names}) == len(names) and (len(names) > 2) == (adapter is not None)
             assert server._adapter_name == (names[-1] if names else None)
+        await engines.close()
+
+    asyncio.run(go())
+    assert no_sending_thread()
+
+
+@pytest.mark.spec("async.server-return", "lora.servers")
+def test_a_killed_server_has_the_current_adapter_before_it_serves_again() -> None:
+    """Killed while it generates, and started anew by someone: it has no adapter then."""
+    servers = [Server(f"http://{name}:1", weight_sync="file", adapter=ADAPTER) for name in "ab"]
+    engines = EnginePool(servers, transport=send_by_file)
+
+    async def sample(session: str) -> None:
+        await engines.generate([1, 2], SamplingParams(), session_id=session, policy_version=1)
+
+    async def go() -> None:
+        await engines.start()
+        for _ in range(2):
+            await engines.update(SENT, make_probe)
+        killed, other = servers
+        killed.kill()
+        for session in "pqrs":
+            await sample(session)
+        assert engines.faults["engine_deaths"] == 1
+        assert {*other.sampled} == {other.adapters[-1]}
+        assert killed.sampled == []
+        asked = len(killed.asked)
+        await engines.repair(SENT, make_probe)
+        assert received(killed) and engines.faults["engine_restarts"] == 1
+        for session in "tuvw":
+            await sample(session)
+        after = killed.asked[asked:]
+        assert (
+            after.index("load_weights_file") < after.index(LOAD_ADAPTER) < after.index(COMPLETIONS)
+        )
+        # each by the last name, of a version that the process that died has never had
+        assert {*killed.sampled} == {killed.adapters[-1]}
+        assert len({*killed.adapters}) == len(killed.adapters) == 3
         await engines.close()
 
     asyncio.run(go())

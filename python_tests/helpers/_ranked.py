@@ -12,7 +12,7 @@ from _vision_language import vision_language_model
 
 from skyrl_fast.config import OptimizerConfig
 from skyrl_fast.config.settings import LoraConfig
-from skyrl_fast.train.model.critic import Critic, ValueModel
+from skyrl_fast.train.model.critic import Critic, ValueModel, add_to_base
 from skyrl_fast.train.model.lora import add_adapter
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import Policy
@@ -30,6 +30,7 @@ class Models:
     optimizers: dict[str, Optimizer]
     reference: Policy
     critic: Critic
+    adapter_critic: Critic | None = None
 
 
 def nested(model: Any) -> Any:
@@ -49,6 +50,13 @@ def adapted(model: Any) -> Any:
     """Return the model with a LoRA adapter."""
     torch.manual_seed(0)
     add_adapter(model, LoraConfig(rank=4, alpha=8, init_method="gaussian"), base="")
+    return model
+
+
+def with_critic(model: Any) -> Any:
+    """Return the model with adapters of a policy and a critic, and the critic's head."""
+    model = adapted(model)
+    add_to_base(model, LoraConfig(rank=4, alpha=8, init_method="gaussian"), base="")
     return model
 
 
@@ -72,6 +80,7 @@ def make_models(ranks: Ranks) -> Models:
             "experts": (tiny_moe(), {"router_replay": True}),
             "vision": (loaded(vision_language_model("internvl")), {"tree": True}),
             "adapter": (adapted(tiny_model(seed=5)), {}),
+            "critic on the base": (with_critic(tiny_model(seed=7)), {}),
             "frozen bfloat16": (
                 adapted(tiny_model(seed=6).to(torch.bfloat16)),
                 {"dtype": torch.bfloat16},
@@ -115,4 +124,16 @@ def models_of(
         tree=critic_on_trees,
         ranks=ranks,
     )
-    return Models(ranks, policies, optimizers, reference, critic)
+    on_base = policies.get("critic on the base")
+    adapter_critic = None
+    if on_base is not None:
+        adapter_critic = Critic(
+            ValueModel(on_base.backbone),
+            config,
+            total_steps=9,
+            mini_batch_size=2,
+            max_tokens_per_microbatch=BUDGET,
+            ranks=ranks,
+            policy=on_base,
+        )
+    return Models(ranks, policies, optimizers, reference, critic, adapter_critic)

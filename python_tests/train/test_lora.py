@@ -23,12 +23,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from skyrl_fast import cli
-from skyrl_fast.config import load_config
+from skyrl_fast.batch import StepBatch
+from skyrl_fast.config import OptimizerConfig, load_config
 from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.rollout.engine.weights.receipt import tensor_digest
 from skyrl_fast.train import run as run_module
+from skyrl_fast.train.model import critic as critic_module
 from skyrl_fast.train.model import lora as lora_module
-from skyrl_fast.train.model.lora import NAME, add_adapter, is_adapter, merge
+from skyrl_fast.train.model import models as models_module
+from skyrl_fast.train.model.critic import Critic, ValueModel, add_to_base
+from skyrl_fast.train.model.lora import CRITIC, NAME, adapter_of, add_adapter, is_adapter, merge
 from skyrl_fast.train.model.micro_batch import plan_micro_batches, response_positions
 from skyrl_fast.train.model.policy import Policy, WithoutAdapter
 
@@ -315,6 +319,148 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     one, two = (load_file(run.checkpoint / ADAPTER) for run in (expected, frozen))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
     assert min(row["policy/kl"] for row in steady(frozen.metrics) if row["step"]) > 1e-4
+
+
+CRITIC_RUN = [
+    *RUN,
+    "trainer.algorithm.advantage_estimator=gae",
+    "trainer.critic.optimizer_config.lr=0.01",
+]
+
+
+def with_critic(model: Any, **options: Any) -> tuple[Policy, Critic]:
+    """Return policy and critic on one base; B of the critic's adapter is not 0."""
+    add_to_base(model, LORA, base="base")
+    for name, parameter in matrices(model).items():
+        if adapter_of(name) == CRITIC and ".lora_B." in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    policy = Policy(model, **options)
+    config = OptimizerConfig(lr=0.01)
+    value_model = ValueModel(policy.backbone)
+    critic = Critic(value_model, config, total_steps=9, mini_batch_size=2, policy=policy)
+    return policy, critic
+
+
+def with_returns(batch: StepBatch) -> StepBatch:
+    returns = torch.linspace(-1, 2, batch.loss_mask.shape[0])
+    return batch.with_(values=torch.zeros_like(returns), returns=returns)
+
+
+@pytest.mark.spec("lora.critic")
+@pytest.mark.parametrize("tree", [False, True])
+def test_gradients_of_a_critic_on_the_base_are_those_of_peft(tree: bool) -> None:
+    policy, critic = with_critic(make_model(), tree=tree)
+    batch = with_returns(mixed_batch())
+    critic._gradient(batch)
+    base = tiny_model().double().base_model
+    config = peft.LoraConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules="all-linear")
+    theirs = peft.get_peft_model(base, config)
+    prefix = "base_model.model."
+    others = {n.removeprefix(prefix): p for n, p in theirs.named_parameters() if p.requires_grad}
+    own = {
+        name.removeprefix("model.").replace(CRITIC, NAME): value
+        for name, value in critic.trained_parameters()
+        if is_adapter(name)
+    }
+    assert own.keys() == others.keys()
+    with torch.no_grad():
+        for name, value in own.items():
+            others[name].copy_(value)
+    head = critic.model.value_head.weight.detach().clone().requires_grad_()
+    hidden = []
+    for row in range(batch.num_rows):
+        tokens = batch.tokens[batch.cu_seqlens[row] : batch.cu_seqlens[row + 1]].long()
+        length = int(batch.response_lengths[row])
+        states = theirs(input_ids=tokens[None]).last_hidden_state[0, :-1]
+        hidden.append(states[len(states) - length :])  # those before each token
+    values = (torch.cat(hidden) @ head.T)[:, 0]
+    trained = batch.loss_mask != 0
+    (0.5 * (values - batch.returns)[trained].square()).sum().div(trained.sum()).backward()
+    # values are returned in float32, so that their gradients are rounded to it
+    close = {"rtol": 2e-6, "atol": 1e-8}
+    torch.testing.assert_close(critic.model.value_head.weight.grad, head.grad, **close)
+    for name, value in own.items():
+        torch.testing.assert_close(value.grad, others[name].grad, **close)
+    of_critic = {id(value) for _, value in critic.trained_parameters()}
+    rest = [p for p in policy.model.parameters() if id(p) not in of_critic]
+    assert all(parameter.grad is None for parameter in rest)
+
+
+@pytest.mark.spec("lora.critic")
+def test_policy_and_critic_of_a_base_do_not_change_each_other() -> None:
+    policy, critic = with_critic(make_model(dtype=torch.float32), tree=True)
+    alone = Policy(make_model(dtype=torch.float32), tree=True)
+    batch = with_returns(mixed_batch())
+    assert critic.model.backbone is policy.backbone
+    names = [name for name, _ in policy.trained_parameters()]
+    assert names == [name for name, _ in alone.trained_parameters()]
+
+    def bits() -> dict[str, torch.Tensor]:
+        return {name: value.detach().clone() for name, value in policy.model.named_parameters()}
+
+    for _ in range(2):
+        before, values = bits(), critic.batch_values(batch)
+        assert torch.equal(policy.batch_logprobs(batch), alone.batch_logprobs(batch))
+        reference = WithoutAdapter(alone).batch_logprobs(batch)
+        assert torch.equal(WithoutAdapter(policy).batch_logprobs(batch), reference)
+        assert torch.equal(critic.batch_values(batch), values)
+        critic.update(batch)
+        changed = {name for name, value in bits().items() if not torch.equal(value, before[name])}
+        assert changed == {name for name, _ in critic.trained_parameters()}
+        assert not torch.equal(critic.batch_values(batch), values)
+    for adapter in (False, True):  # what engines get
+        sent, expected = (dict(one.named_weights(adapter=adapter)) for one in (policy, alone))
+        assert sent.keys() == expected.keys()
+        assert all(torch.equal(value, expected[name]) for name, value in sent.items())
+
+
+@pytest.mark.spec("lora.critic", "lora.files")
+def test_a_critic_on_the_base_is_resumed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[str] = []
+    load = models_module.load_model
+
+    def counted(path: str, **options: Any) -> Any:
+        loads.append(path)
+        return load(path, **options)
+
+    monkeypatch.setattr(models_module, "load_model", counted)
+    monkeypatch.setattr(critic_module, "load_model", counted)
+    changes = [*CRITIC_RUN, f"trainer.critic.model.path={folder}/model"]
+    expected = train(settings(folder, "expected", *changes))
+    assert len(loads) == 1  # also the reference
+
+    async def die(step: int) -> None:
+        if step == 5:
+            raise DiedError
+
+    with monkeypatch.context() as patch, pytest.raises(DiedError):
+        patch.setattr(run_module.Trainer, "_rescue", lambda self: None)
+        train(settings(folder, "broken", *changes), Recorder(die))
+    outcome = train(settings(folder, "broken", "trainer.resume_mode=latest", *changes))
+    assert steady(outcome.metrics) == steady(expected.metrics)
+    files = ["adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"]
+    files += ["value_head.safetensors"]
+    assert sorted(path.name for path in (expected.checkpoint / "critic").iterdir()) == files
+    tensors = [Path("critic") / file for file in files if file.endswith(".safetensors")]
+    for file in (ADAPTER, Path("optimizer.safetensors"), *tensors):
+        one, two = (run.checkpoint / file for run in (outcome, expected))
+        assert one.read_bytes() == two.read_bytes(), file
+    adapters = [load_file(expected.checkpoint / of / ADAPTER.name) for of in ("policy", "critic")]
+    assert adapters[0].keys() == adapters[1].keys()
+    assert all(float(value.abs().max()) > 1e-3 for value in adapters[1].values())  # B began at 0
+    out = folder / "exported"
+    assert cli.main(["export", str(expected.run_path), str(out), "--to", "adapter"]) == 0
+    exported = load_file(out / ADAPTER.name)
+    assert all(torch.equal(value, adapters[0][name]) for name, value in exported.items())
+
+
+@pytest.mark.spec("lora.critic")
+def test_a_critic_of_another_path_has_a_model_of_its_own(folder: Path) -> None:
+    tiny_model(seed=3).save_pretrained(folder / "other")
+    path = f"trainer.critic.model.path={folder}/other"
+    config = settings(folder, "run", *CRITIC_RUN, path, "trainer.max_training_steps=1")
+    assert not config.shares_critic
+    assert (train(config).checkpoint / "critic/model.safetensors").is_file()
 
 
 @pytest.mark.spec("memory.frozen-base")

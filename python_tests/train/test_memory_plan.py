@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,6 +86,25 @@ def test_sum_of_weights_gradients_and_moments(small: Path) -> None:
     assert plan_memory(config_of(small, file), capacity=GPU).host_bytes == 3 * 2 * parameters
     assert plan.fits
     assert plan.devices[0].total == sum(parts.values()) <= GPU
+
+
+@pytest.mark.spec("memory.plan", "lora.critic", "update.8-bit")
+def test_a_critic_on_the_base_has_an_adapter_and_moments_of_8_bits_a_quarter(small: Path) -> None:
+    changes = ["trainer.policy.model.lora.rank=16", "trainer.algorithm.advantage_estimator=gae"]
+    changes += [f"trainer.critic.model.path={small}"]
+    parts = sizes(plan_memory(config_of(small, *changes), capacity=GPU))
+    adapter = 4 * 8_798_208  # rank 16 of all linear modules
+    assert parts["adapter, float32"] == adapter
+    assert parts["AdamW's moments"] == 2 * adapter
+    assert parts["critic's adapter, head and moments"] == 3 * (adapter + 4 * 896)
+    assert not any(name.startswith(("critic's gradients", "critic's weights")) for name in parts)
+    for of in ("policy", "critic"):
+        changes.append(f"trainer.{of}.optimizer_config.optimizer=adamw_8bit")
+    parts = sizes(plan_memory(config_of(small, *changes), capacity=GPU))
+    bits = 2 + 2 * 4 / 256  # bytes of a parameter: two codes, and two scales for 256
+    assert parts["AdamW's moments"] == math.ceil(bits * adapter / 4)
+    expected = math.ceil((4 + bits) * (adapter / 4 + 896))
+    assert parts["critic's adapter, head and moments"] == expected
 
 
 @pytest.mark.spec("memory.plan")

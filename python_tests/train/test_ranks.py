@@ -178,14 +178,30 @@ def test_logprobs_equal_those_of_one_rank(both: Both) -> None:
         )
 
 
-def test_critic_learns_as_with_one_rank(both: Both) -> None:
+@pytest.mark.parametrize("name", ["critic", "adapter_critic"])
+def test_critic_learns_as_with_one_rank(both: Both, name: str) -> None:
     batch = agent_batch(9, num_groups=4)
     noise = torch.randn(2, len(batch.rewards), generator=torch.Generator().manual_seed(4))
-    one, other = both.alone.critic, both.shared.critic
+    one, other = getattr(both.alone, name), getattr(both.shared, name)
     torch.testing.assert_close(one.batch_values(batch), other.batch_values(batch), **CLOSE)
     batch = batch.with_(values=one.batch_values(batch), returns=noise[0])
     assert other.update(batch) == pytest.approx(one.update(batch), rel=1e-3)
     torch.testing.assert_close(one.batch_values(batch), other.batch_values(batch), **CLOSE)
+
+
+@pytest.mark.spec("update.ranks-equal", "lora.critic")
+def test_ranks_train_policy_and_critic_on_one_base(both: Both, tmp_path: Path) -> None:
+    batch = agent_batch(9, num_groups=4)
+    values = [models.adapter_critic.batch_values(batch) for models in (both.alone, both.shared)]
+    for models, folder in ((both.alone, "alone"), (both.shared, "shared")):
+        update(models, "critic on the base", batch)
+        models.adapter_critic.save(tmp_path / folder)
+    assert_close(*(weights(m.policies["critic on the base"]) for m in (both.alone, both.shared)))
+    for models, before in zip((both.alone, both.shared), values, strict=True):
+        assert torch.equal(models.adapter_critic.batch_values(batch), before)
+    names = "adapter_model.safetensors", "value_head.safetensors"
+    for name in names:
+        assert_close(*(load_file(tmp_path / folder / name) for folder in ("alone", "shared")))
 
 
 @pytest.mark.spec("update.ranks-equal")

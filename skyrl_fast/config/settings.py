@@ -166,7 +166,11 @@ class CriticOptimizerConfig(OptimizerConfig):
 class CriticConfig:
     """The model that estimates values, for `gae`."""
 
-    model: ModelConfig = setting(ModelConfig, "backbone of the critic; null: no critic")
+    model: ModelConfig = setting(
+        ModelConfig,
+        "backbone of the critic; null: no critic; with LoRA and the policy's path: an adapter of "
+        "the critic, by the same settings, on the policy's weights",
+    )
     optimizer_config: CriticOptimizerConfig = setting(CriticOptimizerConfig, "its optimizer")
 
 
@@ -586,6 +590,12 @@ class Config:
     def shares_reference(self) -> bool:
         """Whether the reference model is the policy's without its adapter."""
         return self.trains_adapter and self.trainer.ref.model.path is None
+
+    @property
+    def shares_critic(self) -> bool:
+        """Whether the critic is another adapter of the policy's base, and a head."""
+        path = self.trainer.critic.model.path
+        return self.trains_adapter and path == self.trainer.policy.model.path
 
     @property
     def sends_adapter(self) -> bool:

@@ -43,7 +43,9 @@ SKYRL_ONLY = {
         f"{_ENGINE}.engine_init_kwargs",
     ),
     f"{_LORA}.share_expert_adapters": "experts have no adapter; remove it",
-    f"{_MODELS}.model.lora": f"the policy alone has an adapter: {_LORA}; remove it",
+    "trainer.critic.model.lora": "a critic whose path is the policy's has an adapter by the "
+    f"settings of {_LORA}, others have none; remove it",
+    f"{_MODELS}.model.lora": f"the reference has no adapter: {_LORA} is the policy's; remove it",
     f"{_MODELS}.model.fake_int4_qat": "weights are trained in float32; remove it",
     f"{_MODELS}.optimizer_config.offload_after_step": "weights and moments stay on the GPU; "
     "`skyrl-fast plan` says whether they fit; remove it",

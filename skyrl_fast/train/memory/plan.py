@@ -225,10 +225,11 @@ def _resident_items(config: Config, measure: _Measurements) -> list[Item]:
         reference = measure.size(trainer.ref.model.path or policy).parameters
         items.append(_share_bytes(config, "reference model", reference, WEIGHT_BYTES))
     if trainer.critic.model.path is not None:
-        weights = measure.size(trainer.critic.model.path).parameters
-        name = "critic's weights and moments"
+        weights, name = measure.size(trainer.critic.model.path).parameters, "weights"
+        if config.shares_critic:
+            weights, name = size.trained_parameters + size.hidden_size, "adapter, head"
         each = WEIGHT_BYTES + moment_bytes(trainer.critic.optimizer_config)
-        items.append(_share_bytes(config, name, weights, each))
+        items.append(_share_bytes(config, f"critic's {name} and moments", weights, each))
     return items
 
 
@@ -257,10 +258,11 @@ def _lora(config: Config) -> LoraConfig | None:
 
 def _largest_update(config: Config, measure: _Measurements) -> list[Item]:
     """Return the trainer's further parts on one GPU, at the peak of an update."""
-    # Policy and critic are updated one after the other.
+    # Policy and critic are updated one after the other; a critic on the policy's base has the same
+    # layers and no LM head.
     trainer = config.trainer
     paths = [str(trainer.policy.model.path)]
-    if trainer.critic.model.path is not None:
+    if trainer.critic.model.path is not None and not config.shares_critic:
         paths.append(trainer.critic.model.path)
     updates = [_update_items(config, measure, path, path == paths[0]) for path in paths]
     largest = max(updates, key=_total)
@@ -345,7 +347,7 @@ def _spare_bytes(
     held = 0
     if trainer.placement.num_ranks > 1:
         models = [measure.policy_size(config)]
-        if trainer.critic.model.path is not None:
+        if trainer.critic.model.path is not None and not config.shares_critic:
             models.append(measure.size(trainer.critic.model.path))
         held = GRADIENT_BYTES * max(model.trained_parameters for model in models)
     held = held if held <= left else 0

@@ -1,6 +1,7 @@
 """The critic of GAE: a transformer with a linear head that estimates the value before each token.
 
-It has its own optimizer and is trained on every batch. A response tokens of a batch, M trained
+It has its own optimizer and is trained on every batch. With LoRA it may be another adapter of the
+policy's frozen base, next to its head. A response tokens of a batch, M trained
 tokens of a micro-batch, H hidden size.
 """
 
@@ -17,7 +18,17 @@ from safetensors.torch import load_file, save_file
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import Config, OptimizerConfig
+from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.train.data.schedule import total_optimizer_steps
+from skyrl_fast.train.model.lm_head import backbone as backbone_of
+from skyrl_fast.train.model.lora import (
+    CRITIC,
+    adapter_of,
+    adapters_of,
+    add_adapter,
+    save_adapter,
+    use_adapter,
+)
 from skyrl_fast.train.model.micro_batch import (
     MicroBatch,
     MicroBatches,
@@ -25,7 +36,12 @@ from skyrl_fast.train.model.micro_batch import (
     response_positions,
 )
 from skyrl_fast.train.model.optimizer import Optimizer
-from skyrl_fast.train.model.policy import load_model, recomputes_activations, refuse_random_passes
+from skyrl_fast.train.model.policy import (
+    Policy,
+    load_model,
+    recomputes_activations,
+    refuse_random_passes,
+)
 from skyrl_fast.train.model.residual_stream import round_residual_stream
 from skyrl_fast.train.model.rope_limits import rope_limits
 from skyrl_fast.train.model.row_layout import (
@@ -39,6 +55,7 @@ from skyrl_fast.train.parallel.export import save_pretrained
 from skyrl_fast.train.parallel.rank_shares import local_micro_batches
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK, Ranks, run_on_all_ranks
 from skyrl_fast.train.parallel.sharding import (
+    VALUE_HEAD,
     full_tensors,
     full_weight,
     reduce_at_last,
@@ -57,14 +74,14 @@ class ValueModel(torch.nn.Module):
 
     Args:
         backbone: transformers model without LM head; returns `last_hidden_state`.
+        folder: where the map's weight may be stored; None: a new one.
     """
 
-    def __init__(self, backbone: Any) -> None:
+    def __init__(self, backbone: Any, folder: Path | None = None) -> None:
         super().__init__()
         self.backbone = backbone
-        size = backbone.config.hidden_size
-        self.value_head = torch.nn.Linear(size, 1, bias=False, device=backbone.device)
-        torch.nn.init.normal_(self.value_head.weight, std=1 / (size + 1))  # SkyRL's
+        shared = getattr(backbone, VALUE_HEAD, None)
+        self.value_head = make_value_head(backbone, folder) if shared is None else shared
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return (n, L) values of (n, L) sequences: of the state after each token."""
@@ -72,7 +89,36 @@ class ValueModel(torch.nn.Module):
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return (...) values of (..., H) last hidden states."""
-        return torch.nn.functional.linear(hidden.float(), self.value_head.weight)[..., 0]
+        weight = self.value_head.weight
+        return torch.nn.functional.linear(hidden.to(weight.dtype), weight)[..., 0]
+
+
+def make_value_head(backbone: Any, folder: Path | None) -> torch.nn.Linear:
+    """Return the map from hidden states to a value: that of the folder, if it has one, or new."""
+    size = backbone.config.hidden_size
+    dtype = torch.promote_types(backbone.dtype, torch.float32)
+    head = torch.nn.Linear(size, 1, bias=False, device=backbone.device, dtype=dtype)
+    torch.nn.init.normal_(head.weight, std=1 / (size + 1))  # SkyRL's
+    if folder is not None and (folder / HEAD_FILE).is_file():
+        with torch.no_grad():
+            head.weight.copy_(load_file(str(folder / HEAD_FILE))["weight"])
+    return head
+
+
+def add_to_base(model: Any, lora: LoraConfig, *, base: str, folder: Path | None = None) -> None:
+    """Add a critic's adapter and value head to a policy's model that has an adapter, in place.
+
+    Args:
+        lora: settings of the adapter, as of the policy's.
+        base: folder or hub name of the model, for the adapter's files.
+        folder: of a critic that training continues from; None: a new one.
+    """
+    (of_policy,) = adapters_of(model)
+    add_adapter(model, lora, base=base, folder=folder, name=CRITIC)
+    use_adapter(model, of_policy)
+    # In the model, so that ranks share it like the other weights.
+    owner = backbone_of(model)
+    owner.add_module(VALUE_HEAD, make_value_head(owner, folder))
 
 
 class Critic:
@@ -85,6 +131,8 @@ class Critic:
         max_tokens_per_microbatch: most padded tokens of one forward pass.
         tree: process rows as prefix trees; None: see `Policy`.
         ranks: that share the work and the weights.
+        policy: whose base, rows and ranks it shares: its model has had `add_to_base`, and `model`
+            is of its backbone. None: the model is the critic's own.
 
     Raises:
         ValueError: the model does not support trees.
@@ -103,18 +151,24 @@ class Critic:
         dtype: torch.dtype = torch.float32,
         tree: bool | None = False,
         ranks: Ranks = SINGLE_RANK,
+        policy: Policy | None = None,
     ) -> None:
         self.model = model
         self.ranks = ranks
         self.max_tokens_per_microbatch = max_tokens_per_microbatch
         self.dtype = dtype
         self.rope_limits = rope_limits(model.backbone.config)
-        self.tree = supports_trees(model.backbone, tree, ranks.sequence)
-        refuse_random_passes(model.backbone, self._autocast)
-        shard(model, ranks)
-        ranks.register(self)
+        self._policy = policy
+        self._root: Any = model if policy is None else policy.model  # whose weights are sharded
         self.layout_costs: LayoutCosts | None = None
-        if self.tree and tree is None:
+        if policy is not None:
+            self.tree, self.layout_costs = policy.tree, policy.layout_costs
+        else:
+            self.tree = supports_trees(model.backbone, tree, ranks.sequence)
+            refuse_random_passes(model.backbone, self._autocast)
+            shard(model, ranks)
+        ranks.register(self)
+        if policy is None and self.tree and tree is None:
             self.tree, self.layout_costs = cheapest_layout(self, model.backbone, self._autocast)
         self.optimizer = Optimizer(self, optimizer_config, total_steps=total_steps)
         self.mini_batch_size = mini_batch_size
@@ -128,6 +182,8 @@ class Critic:
     def values(self, micro: MicroBatch) -> torch.Tensor:
         """Return (M,) float32, the values of the states in which the tokens were sampled."""
         micro = padded_trees(micro, self.device, self.ranks.sequence)
+        if self._policy is not None:
+            use_adapter(self._policy.model, CRITIC)
 
         def values_of() -> torch.Tensor:
             with self._autocast():
@@ -137,7 +193,7 @@ class Critic:
                 )
                 return self.model.head(hidden)
 
-        values = with_full_params(self.model, values_of)
+        values = with_full_params(self._root, values_of)
         values = values.index_select(0, micro.hidden_index.to(self.device)).float()
         return micro.joined(values)
 
@@ -173,7 +229,11 @@ class Critic:
 
     def trained_parameters(self) -> list[tuple[str, torch.Tensor]]:
         """Return the parameters that optimizer steps change, by name."""
-        return trained_parameters(self.model)
+        trained = trained_parameters(self._root)
+        if self._policy is None:
+            return trained
+        head = self.model.value_head.weight
+        return [(n, value) for n, value in trained if adapter_of(n) == CRITIC or value is head]
 
     @property
     def pretrained(self) -> Any:
@@ -181,13 +241,16 @@ class Critic:
         return self.model.backbone
 
     def save(self, folder: Path) -> None:
-        """Write backbone (Hugging Face format), head and optimizer.
+        """Write backbone (Hugging Face format) or adapter (PEFT's), head and optimizer.
 
         Several ranks queue the weights and moments in `ranks.files`.
         """
         folder.mkdir(parents=True, exist_ok=True)
         save_file({"weight": self._head_weight()}, str(folder / HEAD_FILE))
-        if self.ranks.size > 1:
+        if self._policy is not None:
+            adapter = self._policy.adapter_weights(CRITIC)
+            save_adapter(self._policy.model, adapter, folder, CRITIC)
+        elif self.ranks.size > 1:
             save_pretrained(self, folder)
         else:
             weights = full_tensors(weights_of(self.model.backbone), self.ranks)
@@ -220,7 +283,7 @@ class Critic:
         total = max(1, int((batch.loss_mask != 0).sum()))
         assert batch.values is not None and batch.returns is not None
         results = []
-        for micro in reduce_at_last(self.model, self._micro_batches(batch), self.ranks):
+        for micro in reduce_at_last(self._root, self._micro_batches(batch), self.ranks):
             index = response_positions(batch, micro)
             old, returns = batch.values[index], batch.returns[index]
             values = self.values(micro)
@@ -297,19 +360,23 @@ def make_critic(
     *,
     num_prompts: int,
     ranks: Ranks = SINGLE_RANK,
+    policy: Policy | None = None,
 ) -> Critic:
     """Return the critic of a run, from the settings.
 
     Args:
         path: a model's folder or hub name, or the critic's folder in a checkpoint.
+        policy: whose base it shares, which has its weights already; None: it is loaded.
     """
     trainer = config.trainer
     size = trainer.critic_mini_batch_size or trainer.policy_mini_batch_size
-    model = load_value_model(
-        path, device=device, gradient_checkpointing=recomputes_activations(trainer, device)
-    )
-    if trainer.residual_dtype == "auto":
-        round_residual_stream(model)
+    if policy is not None:
+        model = ValueModel(policy.backbone)
+    else:
+        checkpointing = recomputes_activations(trainer, device)
+        model = load_value_model(path, device=device, gradient_checkpointing=checkpointing)
+        if trainer.residual_dtype == "auto":
+            round_residual_stream(model)
     return Critic(
         model,
         trainer.critic.optimizer_config,
@@ -321,6 +388,7 @@ def make_critic(
         dtype=dtype,
         tree=uses_trees(trainer.rows),
         ranks=ranks,
+        policy=policy,
     )
 
 
@@ -336,12 +404,7 @@ def load_value_model(
             with_head=False,
             setting="trainer.critic.model.path",
         )
-    model = ValueModel(backbone)
-    head = Path(path).expanduser() / HEAD_FILE
-    if head.is_file():
-        with torch.no_grad():
-            model.value_head.weight.copy_(load_file(str(head))["weight"])
-    return model
+    return ValueModel(backbone, Path(path).expanduser())
 
 
 @contextlib.contextmanager

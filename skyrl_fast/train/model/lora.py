@@ -26,6 +26,7 @@ from skyrl_fast.train.parallel.sharding import layers_of, local_tensor
 SETTING = "trainer.policy.model.lora"
 INSTALL_HINT = f"{SETTING}: PEFT is not installed: pip install 'skyrl-fast[train]'"
 NAME = "default"  # PEFT's name of a model's only adapter, if it is of no named policy
+CRITIC = "@critic"  # of a critic on the policy's base; no name of a policy
 PREFIX = "base_model.model."  # of names in PEFT's files
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 SMALL_PART = 1 << 20  # bytes of a pinned copy that may be rounded up

@@ -12,7 +12,7 @@ import torch
 from skyrl_fast.config import Config
 from skyrl_fast.train.data.random_state import seed_everything
 from skyrl_fast.train.data.schedule import total_optimizer_steps
-from skyrl_fast.train.model.critic import Critic, make_critic
+from skyrl_fast.train.model.critic import Critic, add_to_base, make_critic
 from skyrl_fast.train.model.lora import add_adapters
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import (
@@ -128,7 +128,15 @@ def make_models(
     critic = None
     if settings.critic.model.path is not None:
         source = settings.critic.model.path if checkpoint is None else str(checkpoint / "critic")
-        critic = make_critic(config, source, device, dtype, num_prompts=num_prompts, ranks=ranks)
+        critic = make_critic(
+            config,
+            source,
+            device,
+            dtype,
+            num_prompts=num_prompts,
+            ranks=ranks,
+            policy=policy if config.shares_critic else None,
+        )
     if offloads_base:
         policy.frozen_base.offload()
     return Models(trained, reference, critic)
@@ -145,7 +153,11 @@ def _add_adapters(model: Any, config: Config, checkpoint: Path | None) -> None:
     folder = checkpoint / "policy" if checkpoint is not None else None
     if folder is None and lora.path is not None:
         folder = Path(lora.path).expanduser()
-    add_adapters(model, lora, base=model_path(config, None), folder=folder)
+    base = model_path(config, None)
+    add_adapters(model, lora, base=base, folder=folder)
+    if config.shares_critic:
+        of_critic = None if checkpoint is None else checkpoint / "critic"
+        add_to_base(model, lora, base=base, folder=of_critic)
 
 
 def _set_threads(chosen: int | None, ranks: Ranks) -> None:

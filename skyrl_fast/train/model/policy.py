@@ -29,6 +29,7 @@ from skyrl_fast.train.model.lm_head import (
     is_vision_language,
 )
 from skyrl_fast.train.model.lora import (
+    CRITIC,
     NAME,
     FrozenBase,
     adapter_names,
@@ -131,7 +132,9 @@ class Policy:
         ranks: Ranks = SINGLE_RANK,
     ) -> None:
         self.model = model
-        self.adapters = adapters_of(model)
+        adapters = adapters_of(model)
+        self.adapters = tuple(name for name in adapters if name != CRITIC)
+        self._switches_adapters = len(adapters) > 1
         self.adapter = self.adapters[0] if self.adapters else None  # of the passes
         self.backbone = backbone(model)
         self.frozen_parts = freeze_other_parts(model)
@@ -349,7 +352,7 @@ class Policy:
             tokenizer.save_pretrained(folder)
 
     def _use_adapter(self) -> None:
-        if len(self.adapters) > 1:
+        if self._switches_adapters:
             assert self.adapter is not None
             use_adapter(self.model, self.adapter)
 

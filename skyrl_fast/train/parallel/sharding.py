@@ -18,6 +18,7 @@ from skyrl_fast.train.parallel.traffic import ENGINE, CountedGather, CountedRedu
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 METHOD = "with_full_params"
+VALUE_HEAD = "value_head"  # in a policy's backbone: that of a critic on the same base
 
 
 class SizedIterable(Protocol[T_co]):
@@ -178,15 +179,15 @@ def full_state_dict(
 def weight_names(owner: Any) -> list[list[str]]:
     """Return the `names_by_layer` of a policy's model, without groups of untrained parameters.
 
-    With an adapter only a policy's frozen parts are left out: an engine gets a language model's
-    weights all at once or not at all.
+    With an adapter only a policy's frozen parts are left out, and the head of a critic: an engine
+    gets a language model's weights all at once or not at all.
     Reading a model's state dict reshards it, so this must not run while another call computes.
     """
     parts = tuple(f"{part}." for part in owner.frozen_parts)
     groups = [
         names
         for names in names_by_layer(owner.model)
-        if not all(f"{name}.".startswith(parts) for name in names)
+        if not all(f"{name}.".startswith(parts) or f".{VALUE_HEAD}." in name for name in names)
     ]
     if owner.has_adapter:
         return groups

@@ -1,8 +1,9 @@
 """Fixtures shared by all test modules."""
 
-from __future__ import annotations
-
+import asyncio
 import gc
+import importlib.util
+import inspect
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,15 +48,17 @@ def pytest_unconfigure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with tests that wait for processes, so that none of them is left over at the end.
 
-    GPU tests are skipped, with a reason, if there is no GPU.
+    GPU tests are skipped, with a reason, if there is no GPU, and those of vLLM without it.
     """
     items.sort(key=lambda item: not (item.get_closest_marker("vllm") or item.path.name in WAITING))
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="no NVIDIA GPU here")
-    for item in items:
-        if item.get_closest_marker("gpu"):  # keywords hold the names of folders too
-            item.add_marker(skip)
+    reasons = {
+        "gpu": None if torch.cuda.is_available() else "no NVIDIA GPU here",
+        "vllm": None if importlib.util.find_spec("vllm") else "vLLM is not installed",
+    }
+    for name, reason in reasons.items():
+        for item in items:
+            if reason and item.get_closest_marker(name):  # keywords hold names of folders too
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -68,6 +71,16 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Set torch's number of threads, before any fixture."""
     torch.set_num_threads(OPS_THREADS if {"ops", "gpu"} & set(item.path.parts) else 1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.fixture(params=["native", "torch"])

@@ -1,7 +1,5 @@
 """Agents to run in the trainer, in processes and on nodes, and what they leave."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An ASGI application for tests of what stands in front of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,7 +1,5 @@
 """What tests run on the nodes of a Ray cluster: rollouts without an engine."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

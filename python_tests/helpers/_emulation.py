@@ -6,8 +6,6 @@ the Python code around them. What it cannot show: instructions of the device, me
 speed.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.machinery
 import importlib.util

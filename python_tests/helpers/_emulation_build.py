@@ -1,7 +1,5 @@
 """Build the CUDA ops for the CPU: `python python_tests/helpers/_emulation_build.py`."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import fcntl
 import hashlib

@@ -1,7 +1,5 @@
 """A tiny model, prompts for it, and rollouts that sample from the model itself: no engine."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

@@ -4,8 +4,6 @@ Texts have one token per byte. The templates are imitations, complete in what th
 tools, thoughts and the ends of turns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A worker extension that loads weights wrongly on request, in a real engine's process."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace

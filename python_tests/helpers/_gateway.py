@@ -1,7 +1,5 @@
 """Agents at a gateway in front of a scripted engine."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Callable

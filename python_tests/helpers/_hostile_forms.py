@@ -1,7 +1,5 @@
 """Forms of answers that are hard to compile: schemas, patterns, choices, grammars, tags."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Random HTTP requests: correct ones, and those with something changed in body, header or bytes."""
 
-from __future__ import annotations
-
 import json
 import random
 import select

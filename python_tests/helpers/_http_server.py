@@ -1,7 +1,5 @@
 """uvicorn in a thread, and raw HTTP requests to it."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Iterator

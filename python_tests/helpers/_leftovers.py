@@ -4,8 +4,6 @@ Each thing is code that runs in the command. There, `P` is the place, `OUT` a fo
 must stay as it is, and `clear()` moves away or deletes what is at P.
 """
 
-from __future__ import annotations
-
 import itertools
 import textwrap
 from dataclasses import dataclass

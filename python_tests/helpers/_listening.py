@@ -1,7 +1,5 @@
 """The addresses that a process listens on."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

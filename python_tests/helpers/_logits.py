@@ -1,7 +1,5 @@
 """Logits, log-probabilities and losses on them, for tests on every backend."""
 
-from __future__ import annotations
-
 import torch
 
 from skyrl_fast import PolicyLoss, masked_logprob_loss, selected_logprob

@@ -1,7 +1,5 @@
 """Inputs of policy losses, and losses and penalties with their gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

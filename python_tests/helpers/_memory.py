@@ -1,7 +1,5 @@
 """Small real models of several architectures, and memory measured on them."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Small generator outputs whose merging can be checked by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from skyrl_fast.batch.generator_output import TrajectoryID

@@ -1,7 +1,5 @@
 """Tiny mixtures of experts, and handwritten versions of their blocks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

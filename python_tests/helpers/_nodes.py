@@ -1,7 +1,5 @@
 """Nodes of a Ray cluster on this machine."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """An object store in memory whose requests fail, or whose client is killed, at chosen calls."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar

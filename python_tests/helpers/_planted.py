@@ -1,7 +1,5 @@
 """Faults planted in the launchers of GPU kernels, compiled ones and Triton's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

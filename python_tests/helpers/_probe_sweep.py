@@ -4,8 +4,6 @@ The engine is a bfloat16 copy of the trainer's model; everything else is the cod
 the table of docs/design/007: `PYTHONPATH=. python python_tests/helpers/_probe_sweep.py`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import dataclasses

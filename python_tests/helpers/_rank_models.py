@@ -1,7 +1,5 @@
 """A policy and a critic for the tests of checkpoints of several ranks, new or from a checkpoint."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

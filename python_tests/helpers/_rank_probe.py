@@ -1,7 +1,5 @@
 """Probes of rank processes; without models, whose imports every process would repeat."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

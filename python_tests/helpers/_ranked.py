@@ -1,7 +1,5 @@
 """Models for the tests of ranks, built identically on each rank."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -3,8 +3,6 @@
 N rows, n of them on a tree in depth-first order, T nodes, M trained tokens.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple

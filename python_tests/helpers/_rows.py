@@ -1,7 +1,5 @@
 """Batches from a readable table of rows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple

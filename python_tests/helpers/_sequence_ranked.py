@@ -1,7 +1,5 @@
 """Models whose ranks share the tokens of a pass by twos."""
 
-from __future__ import annotations
-
 from _fakes import tiny_model
 from _moe import tiny_moe
 from _ranked import Models, checkpointed, models_of

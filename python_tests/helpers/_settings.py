@@ -1,7 +1,5 @@
 """The minimal settings, and the error message of invalid settings."""
 
-from __future__ import annotations
-
 import pytest
 
 from skyrl_fast.config import ConfigError, load_config

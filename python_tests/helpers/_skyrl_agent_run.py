@@ -3,8 +3,6 @@
 python _skyrl_agent_run.py TOKENIZER OUT.json: writes the number of rows and what was logged.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Random generator outputs in SkyRL's format, also invalid ones, and comparison of results."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """SkyRL's module of policy losses, imported with its dependencies."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import types

@@ -3,8 +3,6 @@
 python _skyrl_ray_run.py stock|installed OUT.json: writes what the steps gave and who computed it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

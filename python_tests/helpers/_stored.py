@@ -1,7 +1,5 @@
 """Synthetic trajectories and trained batches, for tests of the store and the viewer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

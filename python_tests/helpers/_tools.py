@@ -1,7 +1,5 @@
 """A chat template with tools, and a parser of the calls that it writes."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

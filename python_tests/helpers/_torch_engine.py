@@ -1,7 +1,5 @@
 """A fixture: runs sample with transformers in this process instead of vLLM."""
 
-from __future__ import annotations
-
 import pytest
 
 from bench.gpu.torch_engine import TorchEngine

@@ -1,11 +1,10 @@
 """Complete runs whose rollouts sample from the policy in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
-from contextlib import nullcontext
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,9 @@ from _fakes import FakeRollouts, FakeTokenizer, tiny_model, write_prompts
 import skyrl_fast
 from skyrl_fast.config import Config
 from skyrl_fast.config.loading import load_config
+from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train import run as run_module
+from skyrl_fast.train.data.prompts import Prompt
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.run import TrainResult
 
@@ -65,20 +66,39 @@ def settings(folder: Path, name: str, *overrides: str) -> Config:
     )
 
 
-class Recorder:
-    """Creates and records fake rollouts; `during` is called before each batch is generated."""
+class DiedError(Exception):
+    """Simulates kill -9: nothing is written afterwards."""
 
-    def __init__(self, during: Any = None) -> None:
+
+class Recorder:
+    """Creates and records fake rollouts.
+
+    `during` is called before each batch is generated; `edit` changes what was generated.
+    """
+
+    def __init__(
+        self,
+        during: Callable[[int], Awaitable[None]] | None = None,
+        edit: Callable[[FakeRollouts, list[Trajectory], str], None] | None = None,
+    ) -> None:
         self.rollouts: list[FakeRollouts] = []
-        self.during = during
+        self.during, self.edit = during, edit
 
     async def __call__(self, config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
-        during = self.during
+        during, edit = self.during, self.edit
 
         class Watched(FakeRollouts):
             async def before_batch(self, step: int, phase: str) -> None:
                 if during is not None and phase == "train":
                     await during(step)
+
+            async def generate(
+                self, prompts: Sequence[Prompt], *, step: int, phase: str
+            ) -> list[Trajectory]:
+                trajectories = await super().generate(prompts, step=step, phase=phase)
+                if edit is not None:
+                    edit(self, trajectories, phase)
+                return trajectories
 
         self.rollouts.append(Watched(config, tiny_model(seed=1)))
         return self.rollouts[-1]
@@ -86,6 +106,29 @@ class Recorder:
     @property
     def order(self) -> list[tuple[int, list[str]]]:
         return [(s, uids) for r in self.rollouts for s, phase, uids in r.calls if phase == "train"]
+
+
+@contextmanager
+def dying() -> Iterator[None]:
+    """Let a run die of DiedError as by kill -9: without a last checkpoint."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(DiedError):
+        patch.setattr(run_module.Trainer, "_rescue", lambda self: None)
+        yield
+
+
+def dies_at(step: int) -> Callable[[int], Awaitable[None]]:
+    async def die(now: int) -> None:
+        if now == step:
+            raise DiedError
+
+    return die
+
+
+def assert_same_files(one: TrainResult, two: TrainResult, *files: str | Path) -> None:
+    """Compare files of the last checkpoints of two runs, to the bit."""
+    assert one.checkpoint is not None and two.checkpoint is not None
+    for file in files:
+        assert (one.checkpoint / file).read_bytes() == (two.checkpoint / file).read_bytes(), file
 
 
 def interrupted_in(step: int) -> Recorder:
@@ -97,14 +140,15 @@ def interrupted_in(step: int) -> Recorder:
     return Recorder(during)
 
 
-def train(config: Config, recorder: Recorder | None = None) -> TrainResult:
+def train(config: Config, recorder: Any = None) -> TrainResult:
     return skyrl_fast.train_agent(config, make_rollouts=recorder or Recorder())
 
 
-def steady(path: Path) -> list[dict[str, Any]]:
-    """Return the metrics without those that depend on the clock."""
+def steady(path: Path, *changing: str) -> list[dict[str, Any]]:
+    """Return the metrics without those that depend on the clock, or begin as the others."""
+    left_out = (*CHANGING, *changing)
     return [
-        {name: value for name, value in row.items() if not name.startswith(CHANGING)}
+        {name: value for name, value in row.items() if not name.startswith(left_out)}
         for row in read_metrics(path)
     ]
 

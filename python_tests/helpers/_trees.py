@@ -1,7 +1,5 @@
 """Rows with common prefixes: as lists, as trees, and as batches of agents' steps."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

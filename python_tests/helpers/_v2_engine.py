@@ -1,7 +1,5 @@
 """A weight sync of an engine with vLLM's second model runner; run by test_model_runner_v2.py."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

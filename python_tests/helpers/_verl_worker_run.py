@@ -3,8 +3,6 @@
 python _verl_worker_run.py stock|installed OUT.json: writes losses, gradient norms and calls.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Tiny vision-language models of public families, whose rows are text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

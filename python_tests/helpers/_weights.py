@@ -1,7 +1,5 @@
 """Scripted workers that load weights for real, engines of them, and updates with a probe."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy
@@ -61,8 +59,7 @@ class Worker(WeightUpdateExtension):
         self.model_config = SimpleNamespace(dtype=dtype)
         adapters = SimpleNamespace(remove_all_adapters=self.model.loaded.clear)
         self.model_runner = SimpleNamespace(
-            get_model=lambda: self.model,
-            lora_manager=SimpleNamespace(_adapter_manager=adapters),
+            get_model=lambda: self.model, lora_manager=SimpleNamespace(_adapter_manager=adapters)
         )
 
     def _load_adapter(

@@ -1,7 +1,5 @@
 """Losses and estimators as users write them, with public names only."""
 
-from __future__ import annotations
-
 import torch
 
 from skyrl_fast import (

@@ -1,7 +1,5 @@
 """Scripted environments, an engine and prompts for the tests of the rollouts."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """Seeded answers of environments that misbehave wherever they are looked at."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Agents that a process can import by name."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """Environments that a process can import by name."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

@@ -2,8 +2,6 @@
 interpreter on the CPU; on a GPU it is run as it is: pytest python_tests/helpers/triton_cases.py.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

@@ -1,7 +1,5 @@
 """The first use of Triton's kernels. `test_triton.py` runs this file in Triton's interpreter."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """policy_loss by Triton against the reference; run as `triton_cases.py` is."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

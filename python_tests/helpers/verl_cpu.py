@@ -3,8 +3,6 @@
 Loaded with VERL_USE_EXTERNAL_MODULES=verl_cpu; collectives are gloo's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from types import ModuleType, SimpleNamespace

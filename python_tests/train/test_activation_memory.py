@@ -1,13 +1,8 @@
 """Activations that the memory plan predicts, against those of real passes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 from _memory import ARCHITECTURES, config_of, peak_bytes, saved_bytes
 
@@ -16,26 +11,28 @@ from skyrl_fast.train.memory.activations import activation_memory, model_size
 
 LENGTH = 128
 TOLERANCE = 0.01  # measured: 0.4 % at most
-PEAKS = [pytest.param(n, marks=() if n == "llama" else pytest.mark.slow) for n in ARCHITECTURES]
 ALWAYS = ("llama", "gemma3", "qwen3_moe")  # one kind of layer, sliding windows, experts
 PEAK_TOLERANCE = 0.05  # measured: 3.2 %; recomputed layers keep a few tensors longer
 
 RESIDUALS = (torch.float32, torch.bfloat16)
+
+
 # In the default run each architecture with and without checkpointing, and with both residuals.
-CASES = [
-    pytest.param(
-        name, checkpointing, residual, id=f"{name}-{checkpointing}-{str(residual)[6:]}",
-        marks=() if name in ALWAYS and checkpointing == (residual != torch.float32)
-        else pytest.mark.slow,
-    )
-    for name in ARCHITECTURES
-    for checkpointing in (False, True)
-    for residual in RESIDUALS
-]  # fmt: skip
+def cases(*always: str) -> list[Any]:
+    return [
+        pytest.param(
+            name, checkpointing, residual, id=f"{name}-{checkpointing}-{str(residual)[6:]}",
+            marks=() if name in always and checkpointing == (residual != torch.float32)
+            else pytest.mark.slow,
+        )
+        for name in ARCHITECTURES
+        for checkpointing in (False, True)
+        for residual in RESIDUALS
+    ]  # fmt: skip
 
 
 @pytest.mark.spec("memory.measured")
-@pytest.mark.parametrize(("name", "checkpointing", "residual"), CASES)
+@pytest.mark.parametrize(("name", "checkpointing", "residual"), cases(*ALWAYS))
 def test_saved_bytes_are_those_of_a_real_pass(
     name: str, checkpointing: bool, residual: torch.dtype
 ) -> None:
@@ -47,10 +44,7 @@ def test_saved_bytes_are_those_of_a_real_pass(
         assert planned.saved.of(sequences) == pytest.approx(measured, rel=TOLERANCE)
 
 
-@pytest.mark.spec("memory.measured")
-@pytest.mark.parametrize("residual", RESIDUALS, ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", PEAKS)
+@pytest.mark.parametrize(("name", "checkpointing", "residual"), cases("llama"))
 def test_peak_is_that_of_the_allocator(
     name: str, checkpointing: bool, residual: torch.dtype
 ) -> None:
@@ -73,7 +67,6 @@ def test_sizes_are_those_of_the_model() -> None:
     assert size.kv_values == 2 * 4 * 2 * 32
 
 
-@pytest.mark.spec("memory.plan")
 def test_each_policy_has_an_adapter() -> None:
     pytest.importorskip("peft")
     one = model_size(config_of("qwen2"), LoraConfig(rank=4))

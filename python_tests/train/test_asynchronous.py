@@ -3,8 +3,6 @@
 What is random in a real run (which group ends when) is drawn from a seed here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
@@ -19,16 +17,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import _training
 import pytest
-
-pytest.importorskip("transformers")
-
 from _fakes import FakeRollouts, tiny_model
-from _training import fill
+from _training import DiedError, assert_same_files, fill, steady
 
 import skyrl_fast
 from skyrl_fast.config import Config
-from skyrl_fast.config.loading import load_config
 from skyrl_fast.rollout.failures import RolloutError
 from skyrl_fast.rollout.group_runner import GroupDroppedError
 from skyrl_fast.rollout.trajectory import Trajectory
@@ -41,8 +36,6 @@ from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.run import TrainResult
 from skyrl_fast.trajectory_store import read_index
 
-CHANGING = ("timing/", "generate/trajectory", "async/num_groups_r")  # depend on the clock
-
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -50,28 +43,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def settings(folder: Path, name: str, *overrides: str, staleness: int = 1) -> Config:
-    return load_config(
-        None,
-        [
-            f"data.train_data=[{folder}/train.jsonl]",
-            f"data.val_data=[{folder}/val.jsonl]",
-            f"trainer.policy.model.path={folder}/model",
-            f"trainer.run_path={folder}/{name}",
-            "trainer.policy.optimizer_config.lr=0.01",
-            "trainer.train_batch_size=4",
-            "trainer.policy_mini_batch_size=4",
-            "trainer.epochs=2",
-            "trainer.eval_interval=6",
-            "trainer.ckpt_interval=3",
-            "trainer.max_ckpts_to_keep=-1",
-            "trainer.logger=[jsonl]",
-            "trainer.plot=false",
-            "trainer.fully_async.enabled=true",
-            f"trainer.fully_async.max_staleness_steps={staleness}",
-            "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
-            "generator.n_samples_per_prompt=2",
-            *overrides,
-        ],
+    return _training.settings(
+        folder,
+        name,
+        "trainer.policy_mini_batch_size=4",
+        "trainer.epochs=2",
+        "trainer.eval_interval=6",
+        "trainer.ckpt_interval=3",
+        "trainer.fully_async.enabled=true",
+        f"trainer.fully_async.max_staleness_steps={staleness}",
+        "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
+        "generator.n_samples_per_prompt=2",
+        *overrides,
     )
 
 
@@ -132,20 +115,13 @@ def trained(outcome: TrainResult) -> list[tuple[int, str, int]]:
     ]
 
 
-def steady(path: Path) -> list[dict[str, Any]]:
-    return [
-        {name: value for name, value in row.items() if not name.startswith(CHANGING)}
-        for row in read_metrics(path)
-    ]
-
-
 @pytest.mark.spec("async.synchronous-equal")
 def test_staleness_zero_equals_the_synchronous_loop_bit_for_bit(folder: Path) -> None:
     expected = train(settings(folder, "off", "trainer.fully_async.enabled=false"))
     outcome = train(settings(folder, "zero", staleness=0), Maker(seed=5))
-    assert steady(outcome.metrics) == steady(expected.metrics)
-    for name in ("policy/model.safetensors", "optimizer.safetensors"):
-        assert (outcome.checkpoint / name).read_bytes() == (expected.checkpoint / name).read_bytes()
+    clock = "async/num_groups_r"  # are running, or ready, when a step begins
+    assert steady(outcome.metrics, clock) == steady(expected.metrics, clock)
+    assert_same_files(outcome, expected, "policy/model.safetensors", "optimizer.safetensors")
 
 
 @pytest.mark.spec("async.data-order", "async.staleness-bound", "async.group-bound", "async.metrics")
@@ -221,11 +197,7 @@ def test_corrections_work_at_trajectory_scope_on_stale_groups(
     assert "as if the present policy had sampled them" not in caplog.text
 
 
-class DiedError(Exception):
-    """Simulates kill -9: nothing is written afterwards."""
-
-
-SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))]
 
 
 @pytest.mark.spec("async.resume")
@@ -257,18 +229,6 @@ def test_each_sample_is_trained_exactly_once_after_kill_and_resume(
     once = Counter((uid.partition("~")[0], r) for _, uid, r in trained(outcome))
     assert outcome.step == 12
     assert once == Counter({(uid.partition("~")[0], r): 2 for uid, r in undisturbed})
-
-
-@pytest.mark.spec("async.resume")
-def test_checkpoint_lists_the_groups_in_flight(folder: Path) -> None:
-    make = Maker()
-    train(settings(folder, "run", "trainer.max_training_steps=6", staleness=2), make)
-    _, third = checkpoints(folder / "run/checkpoints")[0]
-    state = read_state(third)
-    assert state["sampler"]["position"] == 12  # three batches of four are trained
-    in_flight = state["groups"]["in_flight"]
-    assert in_flight == [uid for _, uid in make.made[0].started[12 : 12 + len(in_flight)]]
-    assert 4 <= len(in_flight) <= 12
 
 
 FILTER = "trainer.algorithm.dynamic_sampling.type=filter"
@@ -348,7 +308,6 @@ def test_dropped_group_is_replaced_by_the_next(
     assert "dropped: group 3: all were stuck" in caplog.text
 
 
-@pytest.mark.spec("async.lost-group")
 def test_run_ends_if_all_groups_are_dropped(folder: Path) -> None:
     class Stuck(PacedRollouts):
         async def fault(self, prompt: Prompt, step: int) -> None:

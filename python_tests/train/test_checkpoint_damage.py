@@ -1,7 +1,5 @@
 """Damaged checkpoints are named and set aside; a run resumes from the newest intact one."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -10,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 import xxhash
 from _fakes import tiny_model
@@ -104,7 +99,6 @@ def test_checkpoint_has_these_files_and_is_intact(kept: Path) -> None:
     verify_checkpoint(newest)
 
 
-@pytest.mark.spec("async.checkpoint-digests", "async.checkpoint-fallback")
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_file_is_named_and_the_older_checkpoint_found(
@@ -306,7 +300,6 @@ def test_impossible_state_is_damage(
 @pytest.mark.parametrize(
     "text", ["[1]", "null", "[" * 100_000, "\x00" * 8, '{"step": ' + "1" * 5000]
 )
-@pytest.mark.spec("async.checkpoint-state")
 def test_state_of_another_form_is_damage(kept: Path, text: str) -> None:
     (kept / "step_000006/state.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"step 6 is damaged: .*state\.json: "):
@@ -327,7 +320,6 @@ def trained_optimizer() -> tuple[Optimizer, str]:
     return optimizer, next(name for name, _ in model.named_parameters())
 
 
-@pytest.mark.spec("async.checkpoint-state")
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [

@@ -1,7 +1,5 @@
 """Ranks on the nodes of a Ray cluster, here several on one machine: results and signals."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -12,8 +10,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("ray")
-pytest.importorskip("transformers")
-
 from _cluster_run import TWO_NODES, Here
 from _nodes import cluster_of
 from _training import assert_same_curves, settings, train
@@ -41,7 +37,7 @@ def run(folder: Path, name: str, here: Here, *overrides: str) -> tuple[Config, T
     return config, run_on_cluster(config, here, folder / name / "checkpoints")
 
 
-@pytest.mark.spec("update.ranks-equal", "update.nodes")
+@pytest.mark.spec("update.ranks-equal")
 def test_two_nodes_train_as_one_process(folder: Path, nodes: Cluster) -> None:
     train(settings(folder, "alone", "trainer.ckpt_interval=1"))
     _, outcome = run(folder, "shared", Here(folder / "once"))
@@ -63,7 +59,6 @@ def test_too_few_nodes_are_an_error(
         run(folder, "run", once, *engine)
 
 
-@pytest.mark.spec("update.nodes")
 def test_signal_ends_the_run_with_a_checkpoint(folder: Path, nodes: Cluster) -> None:
     once = folder / "once"
     config = settings(folder, "run", TWO_NODES, "trainer.epochs=50")
@@ -79,17 +74,3 @@ def interrupt(once: Path) -> None:
     while not once.exists():
         time.sleep(0.05)
     os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_a_run_in_a_thread_leaves_signals_to_the_main_thread() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    entered = []
-
-    def enter() -> None:
-        with cluster_module._forward_signals(None):
-            entered.append(signal.getsignal(signal.SIGINT) == before)
-
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-    assert entered == [True]

@@ -3,8 +3,6 @@
 `HYPOTHESIS_PROFILE=thorough` for five moments of each instead of one.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -19,8 +17,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("ray")
-pytest.importorskip("transformers")
-
 from _cluster_run import MOMENTS, TWO_NODES, Here, workers
 from _nodes import cluster_of
 from _training import assert_same_curves, settings, train

@@ -1,7 +1,5 @@
 """How a run finds its cluster: by RAY_ADDRESS, on this machine without it, as a Ray job."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -21,8 +19,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("ray")
-pytest.importorskip("transformers")
-
 from _fakes import tiny_model
 from ray.util import get_node_ip_address
 

@@ -1,12 +1,16 @@
 """Dynamic sampling: groups are judged by outcomes, kept as a unit, or replaced by copies."""
 
-from __future__ import annotations
-
+import json
+from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from _rows import Row, batch_of
+from _training import RESUME, Recorder, settings, steady, train
+from _training import folder as folder
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +18,7 @@ from skyrl_fast.batch import StepBatch, batch_from_trajectories
 from skyrl_fast.batch.split import mini_batch_boundaries
 from skyrl_fast.config import DynamicSamplingConfig
 from skyrl_fast.rollout.trajectory import Step, Trajectory
+from skyrl_fast.train import prepare_batch as training_batch
 from skyrl_fast.train.algorithm.dynamic_sampling import (
     DynamicSamplingError,
     GroupSampling,
@@ -21,6 +26,8 @@ from skyrl_fast.train.algorithm.dynamic_sampling import (
     replacement_groups,
 )
 from skyrl_fast.train.algorithm.sequence_scope import sequences
+from skyrl_fast.train.data.prompts import PromptSampler
+from skyrl_fast.train.output.loggers import read_metrics
 
 
 def trajectory(uid: str, repetition: int, rewards: list[float], failure: str | None = None):
@@ -82,7 +89,6 @@ def test_two_successes_of_three_turns_are_not_informative() -> None:
     assert informative(batch_of(*turns), "row") == [True]
 
 
-@pytest.mark.spec("filter.informative-group")
 def test_informative_groups() -> None:
     rows = [
         Row("differ", 0, 1.0),
@@ -124,7 +130,7 @@ def test_replacements_are_informative_and_evenly_drawn(informative: list[bool], 
     assert copies.max() - copies.min() <= 1
 
 
-@pytest.mark.spec("filter.dynamic-replace", "filter.dynamic-sampling")
+@pytest.mark.spec("filter.dynamic-sampling")
 def test_replace_keeps_groups_distinct_and_complete() -> None:
     groups = sampling("replace", 3)
     trajectories = group("a", 1.0, 0.0) + group("b", 1.0, 1.0) + group("c", 0.0, 0.0)
@@ -140,7 +146,6 @@ def test_replace_keeps_groups_distinct_and_complete() -> None:
     assert mini_batch_boundaries(batch.row_uids, 1) == [(0, 4), (4, 8), (8, 12)]
 
 
-@pytest.mark.spec("filter.dynamic-replace")
 def test_replace_requires_enough_informative_groups() -> None:
     good, bad = group("a", 1.0, 0.0), group("b", 1.0, 1.0)
     assert not sampling("replace", 2, min_replace_ratio=0.5).add(good + bad, {"a"})
@@ -210,7 +215,6 @@ def test_all_groups_are_kept_without_dynamic_sampling() -> None:
 outcomes = st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=3)
 
 
-@pytest.mark.spec("filter.dynamic-filter", "filter.dynamic-sampling")
 @given(
     st.lists(st.lists(st.tuples(outcomes, st.integers(1, 3)), min_size=1, max_size=3), max_size=6),
     st.integers(1, 4),
@@ -237,3 +241,144 @@ def test_filtered_batches_hold_complete_informative_groups(batches: list, wanted
     kept = groups.trajectories()
     assert uids_of(kept) == wanted_uids[:wanted]
     assert kept == [t for uid in wanted_uids[:wanted] for t in every[uid]]
+
+
+# --- dynamic sampling in full runs ---------------------------------------------------------------
+
+
+FILTER = "trainer.algorithm.dynamic_sampling.type=filter"
+
+
+def outcomes_by_uid(easy: Sequence[str]) -> Recorder:
+    """Create rollouts in which these prompts always succeed, and others every second time."""
+
+    def edit(rollouts: Any, trajectories: list[Trajectory], phase: str) -> None:
+        for one in trajectories:
+            always = one.uid.partition("~")[0] in easy
+            one.steps[-1].reward = 1.0 if always else float(one.repetition_id % 2)
+
+    return Recorder(edit=edit)
+
+
+@pytest.mark.spec("filter.complete-groups", "metrics.filtered-groups")
+def test_dynamic_sampling_fills_the_batch_from_further_prompts(folder: Path) -> None:
+    make = outcomes_by_uid(["0", "1", "2"])
+    config = settings(folder, "run", FILTER, "trainer.epochs=4", "trainer.max_training_steps=2")
+    outcome = train(config, make)
+    assert outcome.step == 2
+    order = PromptSampler(8, batch_size=4, seed=42)
+    want = [[str(i) for i in order.next_batch()] for _ in range(len(make.order))]
+    got = [[uid.partition("~")[0] for uid in uids] for _, uids in make.order]
+    assert got == want  # data order, for any number of batches per step
+    rows = read_metrics(outcome.metrics)[1:]
+    sampled = [int(row["dynamic_sampling/num_batches"]) for row in rows]
+    assert sampled == [sum(s == step for s, _ in make.order) for step in (0, 1)]
+    assert max(sampled) > 1
+    assert max(row["dynamic_sampling/avg_raw_reward"] for row in rows) > 0.5
+    for number, row in enumerate(rows, start=1):
+        assert row["reward/avg_raw_reward"] == 0.5  # only groups with two successes in four remain
+        assert row["generate/num_trajectories"] == 16
+        assert row["policy/optimizer_steps"] == 2
+        lines = (outcome.trajectories / f"step_00000{number}.jsonl").read_text().splitlines()
+        uids = [json.loads(line)["uid"].partition("~")[0] for line in lines]
+        assert len(uids) == 16 and not {*uids} & {*"012"}
+
+
+def test_filtered_rows_are_not_rebuilt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Trajectory] = []
+
+    def counting(trajectories: Sequence[Trajectory]) -> Any:
+        read.extend(trajectories)
+        return batch_from_trajectories(trajectories)
+
+    monkeypatch.setattr(training_batch, "batch_from_trajectories", counting)
+    make = outcomes_by_uid(["0", "1", "2"])
+    train(settings(folder, "run", FILTER, "trainer.epochs=4", "trainer.max_training_steps=2"), make)
+    assert len(read) == 4 * sum(len(uids) for _, uids in make.order)
+
+
+@pytest.mark.spec("filter.data-position")
+def test_dynamic_sampling_resumes_at_its_data_position(folder: Path) -> None:
+    wanted = [FILTER, "trainer.epochs=6", "trainer.max_training_steps=4"]
+    complete, first, second = (outcomes_by_uid(["0", "1", "2"]) for _ in range(3))
+    expected = train(settings(folder, "expected", *wanted), complete)
+
+    async def until_second_batch_of_step_2(step: int) -> None:
+        if [s for s, _ in first.order].count(2) == 2:
+            raise RuntimeError("gone")
+
+    first.during = until_second_batch_of_step_2
+    with pytest.raises(RuntimeError, match="gone"):
+        train(settings(folder, "broken", *wanted), first)
+    outcome = train(settings(folder, "broken", *wanted, RESUME), second)
+    assert steady(outcome.metrics) == steady(expected.metrics)
+    done = [call for call in first.order if call[0] < 2]
+    assert done + second.order == complete.order
+
+
+@pytest.mark.spec("filter.dynamic-data-end")
+def test_run_ends_if_prompts_run_out_before_the_batch_is_full(folder: Path) -> None:
+    one_epoch = (FILTER, "trainer.epochs=1")
+    outcome = train(settings(folder, "run", *one_epoch), outcomes_by_uid(["0", "1", "2"]))
+    # Eight prompts, five of them informative: one batch of four, and one that is not filled.
+    assert (outcome.step, outcome.total_steps, outcome.signal) == (1, 2, None)
+    assert outcome.checkpoint is not None and outcome.checkpoint.name == "step_000001"
+    assert outcome.after is not None
+    again = train(settings(folder, "run", *one_epoch, RESUME), outcomes_by_uid(["0", "1", "2"]))
+    assert again.step == 1
+
+
+@pytest.mark.spec("filter.dynamic-data-end")
+@pytest.mark.parametrize(
+    "options",
+    [
+        (FILTER,),
+        ("trainer.algorithm.dynamic_sampling.type=replace",),
+        ("trainer.algorithm.dynamic_sampling.type=replace", "trainer.fully_async.enabled=true"),
+    ],
+)
+def test_a_run_without_a_step_is_an_error(folder: Path, options: tuple[str, ...]) -> None:
+    wanted = "without a training step: 0 of 8 sampled groups are informative, for a batch of 4"
+    with pytest.raises(DynamicSamplingError, match=wanted):
+        train(settings(folder, "run", *options, "trainer.epochs=1"), outcomes_by_uid("01234567"))
+
+
+@pytest.mark.spec("metrics.reported-once")
+def test_resume_after_prompts_ran_out_repeats_nothing(folder: Path) -> None:
+    order = PromptSampler(8, batch_size=4, seed=42)
+    order.next_batch()
+    alike = [str(prompt) for prompt in order.next_batch()[:2]]  # of the second batch
+    for epochs, wanted in ((1, 1), (1, 1), (2, 3)):  # again, then with more data
+        config = settings(folder, "run", FILTER, f"trainer.epochs={epochs}", RESUME)
+        outcome = train(config, outcomes_by_uid(alike))
+        assert outcome.step == wanted
+        steps = [row["step"] for row in read_metrics(outcome.metrics)]
+        # The step could not tell that it was the last: its evaluation has a separate row.
+        assert steps[:3] == [0, 1, 1] and steps[3:].count(1) == 0
+
+
+def test_replacement_keeps_the_number_of_groups_and_steps(folder: Path) -> None:
+    replace = "trainer.algorithm.dynamic_sampling={type: replace, min_replace_ratio: 0}"
+    config = settings(folder, "run", replace, "trainer.epochs=1")
+    rows = read_metrics(train(config, outcomes_by_uid("0123")).metrics)[1:]
+    assert sum(row["dynamic_sampling/num_groups_replaced"] for row in rows) > 0
+    for row in rows:
+        assert row["reward/avg_raw_reward"] == 0.5
+        assert row["policy/optimizer_steps"] == 2
+
+
+@pytest.mark.spec("loss.all-masked-step")
+def test_batch_without_informative_groups_changes_nothing(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    filtered = "trainer.algorithm.zero_variance_filter=true"
+    outcome = train(
+        settings(folder, "run", filtered, "trainer.epochs=1"), outcomes_by_uid("01234567")
+    )
+    assert "no token of the batch's 32 rows is trained" in caplog.text
+    rows = read_metrics(outcome.metrics)[1:]
+    assert outcome.step == 2
+    for row in rows:
+        assert (row["policy/loss"], row["policy/grad_norm"]) == (0.0, 0.0)
+        assert row["reward/num_zero_variance_filtered"] == 4
+        assert row["reward/avg_raw_reward"] == 1.0

@@ -1,8 +1,5 @@
 """A model whose generation config has several end tokens, on real vLLM."""
 
-from __future__ import annotations
-
-import importlib.util
 import json
 import subprocess
 import sys
@@ -58,7 +55,6 @@ if __name__ == "__main__":
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
 @pytest.mark.spec("rollout.end-tokens")
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_second_prompts_have_the_sampled_end_once(tmp_path: Path) -> None:
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM

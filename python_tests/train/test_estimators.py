@@ -1,31 +1,24 @@
 """Advantage estimators in the trainer: inputs, settings, full runs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
-from _fakes import FakeRollouts, FakeTokenizer, tiny_model, write_prompts
+from _training import RESUME, Recorder, assert_same_files, dies_at, dying, settings, steady, train
+from _training import folder as folder
 
-import skyrl_fast
 from skyrl_fast import gae, gigpo_advantage, turn_group_advantage, turn_level_returns
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import Config, ConfigError
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.ops.advantage.estimators import ADVANTAGE_ESTIMATORS
 from skyrl_fast.rollout.trajectory import Step, Trajectory
-from skyrl_fast.train import run as run_module
 from skyrl_fast.train.algorithm.advantages import compute_advantages, normalize_advantages
 from skyrl_fast.train.algorithm.anchor_states import anchor_ids
 from skyrl_fast.train.checkpoint.local import checkpoints
-from skyrl_fast.train.data.prompts import Prompt
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.prepare_batch import training_batch, with_advantages
 from skyrl_fast.train.run import TrainResult
@@ -118,7 +111,7 @@ WANTED = {
 }
 
 
-@pytest.mark.spec("advantage.every-reward", "advantage.trainer-names")
+@pytest.mark.spec("advantage.every-reward")
 @pytest.mark.parametrize("estimator", WANTED)
 def test_turn_estimators_read_the_rewards_of_all_steps(estimator: str) -> None:
     batch = with_estimates(
@@ -130,7 +123,7 @@ def test_turn_estimators_read_the_rewards_of_all_steps(estimator: str) -> None:
     assert torch.equal(batch.advantages, torch.repeat_interleave(WANTED[estimator](), 2))
 
 
-@pytest.mark.spec("advantage.trainer-names", "advantage.trainer-normalize")
+@pytest.mark.spec("advantage.trainer-normalize")
 def test_reinforce_is_normalized_over_the_batch() -> None:
     batch = with_estimates("trainer.algorithm.advantage_estimator=reinforce++")
     to_go = torch.tensor([3.0, 3, 2, 2, 5, 5, 5, 5, 5, 5])
@@ -220,10 +213,7 @@ def test_columns_follow_their_rows() -> None:
         (["trainer.algorithm.advantage_estimator=gae"], "critic.model.path: expected a model with"),
         (["trainer.critic.model.path=m"], "critic.model.path: expected null with .*=grpo, got m"),
         (
-            [
-                "trainer.algorithm.advantage_estimator=gigpo",
-                "generator.merge_stepwise_output=true",
-            ],
+            ["trainer.algorithm.advantage_estimator=gigpo", "generator.merge_stepwise_output=true"],
             "gigpo is per turn and needs a row for each turn",
         ),
         (
@@ -262,61 +252,17 @@ def test_critic_has_separate_defaults() -> None:
 # --- full runs ---------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    tiny_model().save_pretrained(tmp_path / "model")
-    write_prompts(tmp_path / "train.jsonl", 8)
-    monkeypatch.setattr(run_module, "load_tokenizer", lambda path: FakeTokenizer())
-    return tmp_path
+def reward_each_step(rollouts: Any, trajectories: list[Trajectory], phase: str) -> None:
+    """Give a reward of 0.25 for any step that says the prompt's word."""
+    for one in trajectories:
+        word = one.steps[0].prompt_token_ids[1]
+        for turn in one.steps[:-1]:
+            turn.reward = 0.25 * (word in turn.response_ids)
 
 
-class RewardsEachStep(FakeRollouts):
-    """A reward of 0.25 in any step that says the prompt's word; dies before step `death`."""
-
-    death = -1
-
-    async def generate(
-        self, prompts: Sequence[Prompt], *, step: int, phase: str
-    ) -> list[Trajectory]:
-        if step == self.death:
-            raise DiedError
-        trajectories = await super().generate(prompts, step=step, phase=phase)
-        words = {prompt.uid: int(prompt.messages[0]["content"]) for prompt in prompts}
-        for one in trajectories:
-            for turn in one.steps[:-1]:
-                turn.reward = 0.25 * (words[one.uid] in turn.response_ids)
-        return trajectories
-
-
-class DiedError(Exception):
-    """Simulates kill -9."""
-
-
-def run(folder: Path, name: str, *overrides: str, death: int = -1) -> TrainResult:
-    settings = load_config(
-        None,
-        [
-            f"data.train_data=[{folder}/train.jsonl]",
-            f"trainer.policy.model.path={folder}/model",
-            f"trainer.run_path={folder}/{name}",
-            "trainer.policy.optimizer_config.lr=0.01",
-            "trainer.train_batch_size=4",
-            "trainer.policy_mini_batch_size=2",
-            "trainer.ckpt_interval=2",
-            "trainer.max_ckpts_to_keep=-1",
-            "trainer.logger=[jsonl]",
-            "trainer.plot=false",
-            "generator.n_samples_per_prompt=4",
-            *overrides,
-        ],
-    )
-
-    async def make(config: Config, tokenizer: Any, model_path: str) -> RewardsEachStep:
-        rollouts = RewardsEachStep(config, tiny_model(seed=1))
-        rollouts.death = death
-        return rollouts
-
-    return skyrl_fast.train_agent(settings, make_rollouts=make)
+def run(folder: Path, name: str, *overrides: str, during: Any = None) -> TrainResult:
+    defaults = ("trainer.epochs=1", "data.val_data=[]")
+    return train(settings(folder, name, *defaults, *overrides), Recorder(during, reward_each_step))
 
 
 def gae_settings(folder: Path) -> list[str]:
@@ -340,7 +286,7 @@ def test_every_estimator_trains(folder: Path, estimator: str) -> None:
         assert math.isfinite(row["policy/loss"]) and row["policy/grad_norm"] > 0
 
 
-@pytest.mark.spec("advantage.critic", "advantage.critic-tokens")
+@pytest.mark.spec("advantage.critic")
 def test_gae_policy_and_critic_learn(folder: Path) -> None:
     outcome = run(
         folder,
@@ -361,26 +307,13 @@ def test_gae_policy_and_critic_learn(folder: Path) -> None:
 
 
 @pytest.mark.spec("advantage.critic-tokens")
-def test_resumed_gae_run_equals_an_uninterrupted_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumed_gae_run_equals_an_uninterrupted_one(folder: Path) -> None:
     options = [*gae_settings(folder), "trainer.epochs=3"]
     expected = run(folder, "expected", *options)
-    with monkeypatch.context() as patch, pytest.raises(DiedError):
-        patch.setattr(run_module.Trainer, "_rescue", lambda self: None)
-        run(folder, "broken", *options, death=3)
+    with dying():
+        run(folder, "broken", *options, during=dies_at(3))
     assert [number for number, _ in checkpoints(folder / "broken/checkpoints")] == [2]
-    outcome = run(folder, "broken", *options, "trainer.resume_mode=latest")
-    for file in ("model.safetensors", "value_head.safetensors", "optimizer.safetensors"):
-        assert (outcome.checkpoint / "critic" / file).read_bytes() == (
-            expected.checkpoint / "critic" / file
-        ).read_bytes()
-
-    def steady(path: Path) -> list[dict[str, Any]]:
-        clock = ("timing/", "generate/trajectory")
-        return [
-            {name: value for name, value in row.items() if not name.startswith(clock)}
-            for row in read_metrics(path)
-        ]
-
+    outcome = run(folder, "broken", *options, RESUME)
+    files = ("model.safetensors", "value_head.safetensors", "optimizer.safetensors")
+    assert_same_files(outcome, expected, *(f"critic/{file}" for file in files))
     assert steady(outcome.metrics) == steady(expected.metrics)

@@ -1,7 +1,5 @@
 """Filters over sequences: tables by hand, then any batch against loops over rows."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import asdict
 from itertools import groupby
@@ -88,13 +86,6 @@ def test_overlong_by_row_uses_each_row_separately() -> None:
     assert metrics == {"generate/num_overlong_filtered": 2.0}
 
 
-@pytest.mark.spec("filter.overlong")
-@pytest.mark.parametrize("reason", ["stop", "max_turns", "env_error", "timeout"])
-def test_only_stop_reason_length_is_overlong(reason: str) -> None:
-    batch = batch_of(Row("a", 0, 1.0, reason))
-    assert overlong_filter(batch)[0] is batch
-
-
 # --- zero reward on non-stop ---------------------------------------------------------------------
 
 
@@ -112,28 +103,12 @@ def test_reward_of_an_unfinished_trajectory_is_zero_on_all_its_rows() -> None:
     assert batch.rewards.tolist() == [0.5, 0.5, 0.25, 1, 0, 1]  # the given batch is unchanged
 
 
-@pytest.mark.spec("loss.sequence-scope")
 def test_reward_by_row() -> None:
     filtered, metrics = zero_reward_on_non_stop(
         batch_of(Row("a", 0, 1.0, "length"), Row("a", 0, 1.0, "stop")), scope="row"
     )
     assert filtered.row_rewards.tolist() == [0, 1]
     assert metrics == {"generate/num_zeroed_rewards": 1.0}
-
-
-@pytest.mark.spec("filter.zero-reward-on-non-stop")
-@pytest.mark.parametrize(
-    ("reason", "reward"),
-    [("stop", 1.0), ("max_turns", 1.0), ("length", 0.0), ("abort", 0.0), ("env_error", 0.0)],
-)
-def test_finished_stop_reasons(reason: str, reward: float) -> None:
-    filtered, _ = zero_reward_on_non_stop(batch_of(Row("a", 0, 1.0, reason)))
-    assert filtered.row_rewards.tolist() == [reward]
-
-
-def test_reward_of_an_unfinished_empty_response_is_zero() -> None:
-    filtered, _ = zero_reward_on_non_stop(batch_of(Row("a", 0, 1.0, "length", "")))
-    assert filtered.row_rewards.tolist() == [0]
 
 
 # --- zero variance -------------------------------------------------------------------------------
@@ -156,7 +131,6 @@ def test_equal_outcomes_mask_the_group() -> None:
     assert metrics == {"reward/num_zero_variance_filtered": 1.0}
 
 
-@pytest.mark.spec("loss.sequence-scope", "filter.zero-variance")
 def test_rows_of_one_trajectory_have_variance_only_by_row() -> None:
     rows = [Row("a", 0, 0.0), Row("a", 0, 1.0), Row("a", 1, 0.0), Row("a", 1, 1.0)]
     assert masks_of(zero_variance_filter(batch_of(*rows))[0]) == ["00"] * 4
@@ -180,22 +154,6 @@ def test_tolerance() -> None:
     rows = [Row("a", 0, 0.5), Row("a", 1, 0.5000004)]
     assert masks_of(zero_variance_filter(batch_of(*rows))[0]) == ["11"] * 2
     assert masks_of(zero_variance_filter(batch_of(*rows), tolerance=1e-6)[0]) == ["00"] * 2
-
-
-@pytest.mark.spec("filter.order", "filter.zero-variance")
-def test_placeholders_and_masked_trajectories_are_not_compared() -> None:
-    # Two successes and a placeholder of reward 0, which would add variance.
-    batch, metrics = zero_variance_filter(
-        batch_of(
-            Row("a", 0, 1.0),
-            Row("a", 1, 0.0, "env_error", ""),
-            Row("a", 2, 1.0),
-            Row("b", 0, 1.0),  # one live trajectory: nothing to compare, it is kept
-            Row("b", 1, 0.0, "env_error", ""),
-        )
-    )
-    assert masks_of(batch) == ["00", "", "00", "11", ""]
-    assert metrics == {"reward/num_zero_variance_filtered": 1.0}
 
 
 # --- together ------------------------------------------------------------------------------------
@@ -305,7 +263,6 @@ def test_random_batches_by_trajectory(table: list) -> None:
     assert metrics["reward/num_zero_variance_filtered"] == len(alike)
 
 
-@pytest.mark.spec("loss.sequence-scope")
 @given(tables)
 def test_scopes_agree_for_one_row_per_trajectory(table: list) -> None:
     rows = rows_of([[[trajectory[0]] for trajectory in group] for group in table])

@@ -1,7 +1,5 @@
 """The heap of a run: what existed before it is not visited by garbage collections."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Order, staleness bound and names of groups in flight: a state machine tested by hypothesis."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +23,7 @@ def started(schedule: GroupSchedule, *uids: str) -> list[Group]:
     return groups
 
 
-@pytest.mark.spec("async.data-order", "async.staleness-bound", "async.group-bound")
+@pytest.mark.spec("async.staleness-bound", "async.group-bound")
 def test_two_steps_by_hand() -> None:
     schedule = GroupSchedule(batch_size=2, max_staleness=1)
     assert schedule.room() == 4
@@ -46,20 +44,6 @@ def test_two_steps_by_hand() -> None:
     assert schedule.next_ready(2) == [c, d]
     assert schedule.staleness([c, d]) == [1, 1]
     assert [g.state for g in (a, b, c, d)] == [CONSUMED, CONSUMED, READY, READY]
-
-
-@pytest.mark.spec("async.synchronous-equal")
-def test_batch_starts_after_the_previous_update_with_staleness_zero() -> None:
-    schedule = GroupSchedule(batch_size=2, max_staleness=0)
-    batch = started(schedule, "a", "b")
-    assert schedule.room() == 0
-    for group in batch:
-        schedule.finish(group)
-    schedule.take(batch)
-    assert schedule.room() == 0
-    schedule.consume()
-    schedule.advance(1)
-    assert schedule.room() == 2
 
 
 def test_groups_the_trainer_waits_for_may_exceed_the_limit() -> None:
@@ -127,9 +111,7 @@ def test_group_older_than_the_bound_is_refused() -> None:
         schedule.take([a])
 
 
-@pytest.mark.spec(
-    "async.data-order", "async.staleness-bound", "async.group-bound", "async.repeated-prompt"
-)
+@pytest.mark.spec("async.repeated-prompt")
 @given(st.data(), st.integers(1, 4), st.integers(0, 3))
 def test_order_bound_and_names_are_invariant(
     data: st.DataObject, batch_size: int, max_staleness: int

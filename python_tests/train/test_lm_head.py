@@ -1,15 +1,10 @@
 """Heads: biases, scales and caps of models are found, applied and trained, or refused by name."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from _fakes import tiny_model
 from _rows import mixed_batch
 from transformers import AutoModelForCausalLM
@@ -70,7 +65,6 @@ def test_heads_are_found_whatever_the_size_of_the_logits(family: str, deviation:
     assert (getattr(head.module, "bias", None) is not None) == has_bias
 
 
-@pytest.mark.spec("loss.lm-head")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_and_gradients_equal_those_of_the_model(family: str) -> None:
     model, batch = model_of(family), mixed_batch()
@@ -106,7 +100,6 @@ def test_logprobs_and_gradients_equal_those_of_the_model(family: str) -> None:
             torch.testing.assert_close(parameter.grad, wanted, rtol=0, atol=2e-6 * largest)
 
 
-@pytest.mark.spec("loss.lm-head")
 def test_the_probe_of_the_weights_has_the_models_logits() -> None:
     for family in FAMILIES:
         model = model_of(family)
@@ -165,7 +158,6 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.spec("loss.lm-head")
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_heads_are_refused_by_what_they_do(name: str) -> None:
     change, owner, message = REFUSED[name]
@@ -173,7 +165,6 @@ def test_other_heads_are_refused_by_what_they_do(name: str) -> None:
         Policy(odd_model(change, owner))
 
 
-@pytest.mark.spec("loss.lm-head")
 def test_a_head_that_is_not_called_is_refused() -> None:
     model = tiny_model()
     head, model.lm_head = model.lm_head, torch.nn.Identity()

@@ -1,7 +1,5 @@
 """Loggers of other packages, where they are installed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """LoRA: gradients, merged weights and files of an adapter, and runs that train one."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 import peft
 from _fakes import FakeRollouts, FakeTokenizer, tiny_model
 from _rows import full_logprobs, mixed_batch
 from _settings import NEEDED
-from _training import Recorder, settings, steady, train
+from _training import RESUME, Recorder, assert_same_files, dies_at, dying, settings, steady, train
 from _training import folder as folder  # a fixture
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -27,7 +24,6 @@ from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import OptimizerConfig, load_config
 from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.rollout.engine.weights.receipt import tensor_digest
-from skyrl_fast.train import run as run_module
 from skyrl_fast.train.model import critic as critic_module
 from skyrl_fast.train.model import lora as lora_module
 from skyrl_fast.train.model import models as models_module
@@ -97,7 +93,7 @@ def test_gradients_are_those_of_the_merged_weights(tree: bool) -> None:
     assert all(p.grad is None for name, p in model.named_parameters() if not is_adapter(name))
 
 
-@pytest.mark.spec("lora.gradient", "lora.files")
+@pytest.mark.spec("lora.gradient")
 @pytest.mark.parametrize("use_rslora", [False, True])
 def test_merged_weights_are_those_of_peft(use_rslora: bool, tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path / "base")
@@ -131,7 +127,6 @@ def test_the_reference_is_the_model_without_its_adapter() -> None:
     assert all(p.requires_grad == is_adapter(name) for name, p in model.named_parameters())
 
 
-@pytest.mark.spec("lora.frozen-base")
 def test_a_frozen_base_keeps_its_dtype_and_the_adapter_has_float32(tmp_path: Path) -> None:
     model = make_model(dtype=torch.bfloat16)
     with torch.no_grad():
@@ -222,7 +217,6 @@ def _set(name: str, value: Any) -> Any:
     return change
 
 
-@pytest.mark.spec("lora.files")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -287,32 +281,17 @@ def test_excluded_modules_have_no_adapter() -> None:
     assert len(names) == 2 * 5 * tiny_model().config.num_hidden_layers
 
 
-class DiedError(Exception):
-    """Simulates kill -9: nothing is written afterwards."""
-
-
-def test_a_resumed_run_equals_an_uninterrupted_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(folder: Path) -> None:
     expected = train(settings(folder, "expected", *RUN))
-
-    async def die(step: int) -> None:
-        if step == 5:
-            raise DiedError
-
-    with monkeypatch.context() as patch, pytest.raises(DiedError):
-        patch.setattr(run_module.Trainer, "_rescue", lambda self: None)
-        train(settings(folder, "broken", *RUN), Recorder(die))
-    outcome = train(settings(folder, "broken", "trainer.resume_mode=latest", *RUN))
+    with dying():
+        train(settings(folder, "broken", *RUN), Recorder(dies_at(5)))
+    outcome = train(settings(folder, "broken", RESUME, *RUN))
     assert steady(outcome.metrics) == steady(expected.metrics)
-    for file in (ADAPTER, Path("optimizer.safetensors")):
-        one, two = (run.checkpoint / file for run in (outcome, expected))
-        assert one.read_bytes() == two.read_bytes()
+    assert_same_files(outcome, expected, ADAPTER, "optimizer.safetensors")
     last = steady(expected.metrics)[-1]
     assert last["policy/kl"] > 1e-4  # to the model without its adapter
     files = {path.name for path in (expected.checkpoint / "policy").iterdir()}
     assert files == {"adapter_config.json", "adapter_model.safetensors", "tokenizer.txt"}
-
     # The adapter, with a new optimizer, in another run.
     path = f"trainer.policy.model.lora.path={expected.checkpoint}/policy"
     frozen = train(settings(folder, "next", *RUN, path, "trainer.policy.optimizer_config.lr=0"))
@@ -429,13 +408,8 @@ def test_a_critic_on_the_base_is_resumed(folder: Path, monkeypatch: pytest.Monke
     expected = train(settings(folder, "expected", *changes))
     assert len(loads) == 1  # also the reference
 
-    async def die(step: int) -> None:
-        if step == 5:
-            raise DiedError
-
-    with monkeypatch.context() as patch, pytest.raises(DiedError):
-        patch.setattr(run_module.Trainer, "_rescue", lambda self: None)
-        train(settings(folder, "broken", *changes), Recorder(die))
+    with dying():
+        train(settings(folder, "broken", *changes), Recorder(dies_at(5)))
     outcome = train(settings(folder, "broken", "trainer.resume_mode=latest", *changes))
     assert steady(outcome.metrics) == steady(expected.metrics)
     files = ["adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"]
@@ -494,7 +468,6 @@ def test_nothing_between_updates_needs_the_frozen_base(folder: Path) -> None:
     assert one == two
 
 
-@pytest.mark.spec("lora.files")
 def test_a_run_is_exported_as_adapter_and_as_merged_model(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

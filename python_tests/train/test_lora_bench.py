@@ -1,16 +1,16 @@
 """bench.lora: its runs, the peak memory of a command, and its tables."""
 
-from __future__ import annotations
-
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import lora
-from bench.lora import Measured, Run, measure_peaks, memory_table, reward_table, train
+from bench import growth, lora
+from bench.generation import refuse_failures
+from bench.growth import Sizes, measure, table, trajectories_of
+from bench.lora import Measured, Run, memory_table, reward_table, train
+from skyrl_fast.rollout.trajectory import Trajectory
 
 ROWS: list[dict[str, Any]] = [
     {"step": 0, lora.EVAL: 0.25},
@@ -27,13 +27,6 @@ ROWS: list[dict[str, Any]] = [
     ),
     {"step": 4, lora.EVAL: 0.75},
 ]
-
-
-def test_peaks_are_those_of_the_command() -> None:
-    used = "import time; x = bytearray(200 << 20); x[::4096] = b'1' * len(x[::4096]); time.sleep(2)"
-    peaks = measure_peaks([sys.executable, "-c", used])
-    assert peaks["trainer"] > 200 << 20  # and the interpreter
-    assert peaks["engine"] == 0
 
 
 def test_a_finished_run_is_read_and_tables_leave_the_first_step_out(
@@ -62,3 +55,37 @@ def test_a_finished_run_is_read_and_tables_leave_the_first_step_out(
     assert row == "| all weights | 1.50 | 1.00 | 2.0 | 0.50 | 2.5 | 0.10, 0.40 | 0.25, 0.75 |"
     lora.plot({run: first, full: second}, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+# --- bench.growth --------------------------------------------------------------------------------
+
+
+def test_sizes() -> None:
+    sizes = Sizes(trajectories=6, turns=3, tokens=600, group=2)
+    sampled = trajectories_of(sizes)
+    assert len(sampled) == 6 and len({t.uid for t in sampled}) == 3
+    assert all(len(t.steps) == 3 for t in sampled)
+    assert 400 < len(sampled[0].steps[-1].prompt_token_ids) <= 600
+
+
+def test_every_phase_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth, "REPEATS", 1)
+    cases = {
+        size: measure(Sizes(trajectories=size, turns=2, tokens=64, group=2)) for size in (4, 8)
+    }
+    lines = table("trajectories", cases).splitlines()
+    assert len(lines) == 3 + len(cases[4].seconds) == 10
+    assert min(cases[8].seconds.values()) > 0
+
+
+# --- the bench of generation refuses to measure what failed --------------------------------------
+
+
+def trajectory(failure: str | None) -> Trajectory:
+    return Trajectory("a", 0, [], "stop", "text2sql", {}, 0.0, failure=failure)
+
+
+def test_a_failed_trajectory_ends_the_bench_with_its_reason() -> None:
+    refuse_failures([trajectory(None)])
+    with pytest.raises(SystemExit, match=r"1 of 2 trajectories failed: no database"):
+        refuse_failures([trajectory(None), trajectory("no database")])

@@ -1,14 +1,9 @@
 """Terms of the loss in training: policy loss, cross-entropy on observations, KL to a teacher."""
 
-from __future__ import annotations
-
 from typing import Any
 
-import pytest
-
-pytest.importorskip("transformers")
-
 import numpy as np
+import pytest
 import torch
 from helpers._fakes import tiny_model
 from helpers._trees import agent_batch
@@ -106,7 +101,6 @@ def test_metrics_of_tokens_do_not_depend_on_the_split(loss: str) -> None:
     )
 
 
-@pytest.mark.spec("terms.sum")
 def test_kl_alone_is_distillation_without_the_policy_loss() -> None:
     batch = merged_batch().with_(cross_entropy_weights=None, old_logprobs=None)
     teacher = torch.full(batch.loss_mask.shape, -1.0)

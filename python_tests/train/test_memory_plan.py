@@ -1,7 +1,5 @@
 """The memory plan: sums, what does not fit, what to set, and the published recipes."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -10,9 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 from _memory import allocated_peak
 from _training import folder as folder
@@ -119,15 +114,6 @@ def test_activations_of_the_token_budget(small: Path) -> None:
     assert more - parts[name] == pytest.approx(16384 * 1.53 / 1024 * GIB, rel=0.01)
 
 
-@pytest.mark.spec("memory.plan")
-def test_head_holds_chunks_of_logits() -> None:
-    size = ModelSize(0, 0, 0, 0, vocab_size=151936, hidden_size=896, kv_values=0)
-    rows = 1664  # 512 MiB of bfloat16 logits, in tiles of 128 rows
-    weight = 151936 * 896
-    expected = rows * 151936 * 2 + weight * (2 + 2 + 4) + 16384 * 896 * 2 * (4 + 2)
-    assert head_bytes(size, 16384, torch.bfloat16) == expected
-
-
 @pytest.mark.spec("memory.measured")
 def test_head_is_not_underestimated() -> None:
     """In float32 the CPU's `linear_logprob` allocates what the GPU's does."""
@@ -147,7 +133,6 @@ def test_head_is_not_underestimated() -> None:
     assert measured <= planned <= 1.5 * measured
 
 
-@pytest.mark.spec("memory.plan")
 def test_gpus_share_all_but_activations(small: Path) -> None:
     one = sizes(plan_memory(config_of(small), capacity=GPU))
     four = "trainer.placement.policy_num_gpus_per_node=4"
@@ -163,7 +148,6 @@ def test_gpus_share_all_but_activations(small: Path) -> None:
     assert "gathered weights and gradients" in others
 
 
-@pytest.mark.spec("memory.plan", "memory.remedies")
 def test_ranks_of_all_nodes_share_weights_and_long_rows(small: Path) -> None:
     eight = ["trainer.placement.policy_num_gpus_per_node=4", "trainer.placement.policy_num_nodes=2"]
     long = ["trainer.max_tokens_per_microbatch=4096", "generator.max_input_length=512"]
@@ -209,7 +193,6 @@ def test_a_sleeping_engine_leaves_the_update_its_memory(small: Path) -> None:
     assert "generator.inference_engine.enable_sleep_mode=null" in refused.remedies
 
 
-@pytest.mark.spec("memory.frozen-base", "memory.plan")
 def test_an_adapters_base_and_the_engine_have_the_gpu_by_turns(small: Path) -> None:
     lora = ["trainer.policy.model.lora.rank=16"]
     base, adapter = 494_032_768, 8_798_208
@@ -227,30 +210,6 @@ def test_an_adapters_base_and_the_engine_have_the_gpu_by_turns(small: Path) -> N
     assert sizes(merged, 1)[frozen] == 2 * base
     awake = "generator.inference_engine.enable_sleep_mode=false"
     assert sizes(plan_memory(config_of(small, *lora, awake), capacity=GPU))[frozen] == 2 * base
-
-
-@pytest.mark.slow
-@pytest.mark.spec("memory.frozen-base", "memory.remedies")
-@pytest.mark.parametrize(
-    ("name", "gpus", "memory", "remedies"),
-    [
-        ("Qwen/Qwen2.5-Coder-7B-Instruct", 1, 23.5, ("trainer.max_tokens_per_microbatch=4096",)),
-        ("Qwen/Qwen2.5-Coder-7B-Instruct", 1, 79, ()),
-        ("Qwen/Qwen2.5-32B-Instruct", 2, 79, ()),
-    ],
-)
-def test_large_models_with_lora_fit(
-    name: str, gpus: int, memory: float, remedies: tuple[str, ...], tmp_path: Path
-) -> None:
-    overrides = [
-        "trainer.policy.model.lora.rank=16",
-        f"trainer.placement.policy_num_gpus_per_node={gpus}",
-    ]
-    model, capacity = model_folder(tmp_path, name), int(memory * GIB)
-    plan = plan_memory(config_of(model, *overrides), capacity=capacity, num_gpus=gpus)
-    assert plan.remedies == remedies and plan.fits == (not remedies)
-    plan = plan_memory(config_of(model, *overrides, *remedies), capacity=capacity, num_gpus=gpus)
-    assert plan.fits and plan.engine_share is not None and plan.engine_share > 0.8
 
 
 @pytest.mark.spec("memory.engine-gpus")
@@ -283,7 +242,6 @@ def test_an_engine_with_a_gpu_of_its_own_has_its_own_part(small: Path) -> None:
     assert names == ["GPU 0, update", "GPU 0, generation", "GPU 1"]  # no third GPU: shared
 
 
-@pytest.mark.spec("memory.engine-gpus")
 def test_the_smallest_gpu_in_use_counts(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cards = [80, 40, 24]  # GiB
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -366,7 +324,6 @@ def test_train_saves_the_logits_of_the_plan(folder: Path, monkeypatch: pytest.Mo
     assert plan is not None and found == [plan.saved_logits_bytes] and found[0] > 0
 
 
-@pytest.mark.spec("memory.plan")
 def test_undivided_losses_ignore_the_budget(small: Path) -> None:
     config = config_of(
         small,
@@ -428,7 +385,6 @@ def test_combines_settings_where_none_is_enough(small: Path) -> None:
 ALWAYS = ("multi_turn_qwen2.5_0.5b", "qwen2.5_coder_7b")  # one GPU, and several
 
 
-@pytest.mark.spec("memory.plan")
 @pytest.mark.parametrize(
     "recipe",
     [pytest.param(p, marks=() if p.stem in ALWAYS else pytest.mark.slow) for p in RECIPES],
@@ -449,7 +405,6 @@ def test_published_recipes_fit_the_gpus_that_they_name(recipe: Path, tmp_path: P
     assert f"# {words[num_gpus]} of 80 GB: by `skyrl-fast plan` {needs}" in recipe.read_text()
 
 
-@pytest.mark.spec("memory.plan")
 def test_command(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(
@@ -503,7 +458,6 @@ def test_engine_gets_what_the_trainer_leaves(small: Path, monkeypatch: pytest.Mo
     assert without.generator.inference_engine.gpu_memory_utilization is None
 
 
-@pytest.mark.spec("memory.sleep", "async.weight-transfer")
 def test_sleep_mode_ipc_and_nccl_need_a_gpu(small: Path) -> None:
     for name, value in (
         ("enable_sleep_mode", "true"),
@@ -535,7 +489,6 @@ def test_a_model_that_reads_values_is_trained_without_a_plan(
     assert "no memory plan: the model's memory cannot be measured" in caplog.text
 
 
-@pytest.mark.spec("memory.plan")
 def test_a_resumed_run_is_planned_from_its_checkpoint(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

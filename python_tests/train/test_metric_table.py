@@ -1,7 +1,5 @@
 """Every metric that a run writes has an entry in the table, and every entry is written by a run."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path
@@ -17,14 +15,7 @@ from skyrl_fast.train.flow import vllm_rollouts
 from skyrl_fast.train.memory.peak import PeakMemory
 from skyrl_fast.train.model.row_layout import LayoutCosts
 from skyrl_fast.train.output.loggers import read_metrics
-from skyrl_fast.train.output.metric_table import (
-    AGENT,
-    ENGINE,
-    GPU,
-    LAYOUTS,
-    METRICS,
-    find_metric,
-)
+from skyrl_fast.train.output.metric_table import AGENT, ENGINE, GPU, LAYOUTS, METRICS, find_metric
 
 A = "trainer.algorithm"
 CORRECTION = f"{A}.off_policy_correction"
@@ -32,11 +23,7 @@ RUNS = {
     "plain": [f"{A}.zero_variance_filter=true"],
     "async": ["trainer.fully_async.enabled=true", f"{CORRECTION}.tis_ratio_type=token"],
     "critic": [f"{A}.advantage_estimator=gae", "trainer.critic.model.path={folder}/model"],
-    "kl": [
-        f"{A}.use_kl_loss=true",
-        "trainer.rows=merged",
-        f"{A}.observation_loss_coef=0.1",
-    ],
+    "kl": [f"{A}.use_kl_loss=true", "trainer.rows=merged", f"{A}.observation_loss_coef=0.1"],
     "kl in reward": [f"{A}.use_kl_in_reward=true", f"{CORRECTION}.tis_ratio_type=sequence"],
     "tree": [
         "trainer.rows=tree",
@@ -75,14 +62,12 @@ def test_every_reported_metric_has_an_entry(reported: set[str]) -> None:
     assert sorted(name for name in reported if find_metric(name) is None) == []
 
 
-@pytest.mark.spec("metrics.table")
 def test_every_entry_is_reported(reported: set[str]) -> None:
     reported = reported | {"environment/score"}  # of an environment
     absent = [m.name for m in METRICS if not m.where and not any(map(m.matches, reported))]
     assert absent == []
 
 
-@pytest.mark.spec("metrics.table")
 def test_entries_of_an_engine_are_its_metrics() -> None:
     state = SimpleNamespace(
         _runner=SimpleNamespace(faults=Counter()),
@@ -102,13 +87,11 @@ def test_entries_of_an_engine_are_its_metrics() -> None:
     assert {metric.name for metric in METRICS if metric.where == ENGINE} == names
 
 
-@pytest.mark.spec("metrics.table")
 def test_entries_of_layouts_are_their_costs() -> None:
     names = LayoutCosts(0.0, 0.0, 0.0, 0.0).metrics().keys()
     assert {metric.name for metric in METRICS if metric.where == LAYOUTS} == names
 
 
-@pytest.mark.spec("metrics.table")
 def test_entries_of_an_agent_are_its_metrics() -> None:
     pytest.importorskip("starlette")
     from skyrl_fast.gateway.server import FAULTS
@@ -119,7 +102,6 @@ def test_entries_of_an_agent_are_its_metrics() -> None:
     assert {metric.name for metric in METRICS if metric.where == AGENT} == names
 
 
-@pytest.mark.spec("metrics.table")
 def test_entries_of_a_gpu_are_its_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 0)

@@ -1,7 +1,5 @@
 """Planned micro-batches equal those of a plain implementation, field by field."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import fields
 from typing import Any
@@ -19,7 +17,7 @@ from skyrl_fast.ops.passes.plan import PassPlan
 from skyrl_fast.train.model import micro_batch
 from skyrl_fast.train.model.forward_pass import MicroBatch, NodeTree
 from skyrl_fast.train.model.micro_batch import plan_micro_batches
-from skyrl_fast.train.model.rope_limits import LONGROPE, RopeLimit
+from skyrl_fast.train.model.rope_limits import LONGROPE, RopeLimit, rope_limits
 from skyrl_fast.train.model.row_layout import LayoutCosts
 
 
@@ -76,7 +74,6 @@ def assert_reference(batch: StepBatch, budget: int, rows: np.ndarray, **options:
         assert_same(one, two)
 
 
-@pytest.mark.spec("tree.micro-batches", "update.micro-batches", "loss.rope-limits")
 @settings(max_examples=300)
 @given(
     seed=st.integers(0, 1000),
@@ -229,3 +226,35 @@ def test_rows_beyond_a_dynamic_limit_are_refused() -> None:
 def test_a_budget_below_one_token_is_refused() -> None:
     with pytest.raises(ValueError, match="token_budget must be at least 1, got 0"):
         plan_micro_batches(agent_batch(0), 0)
+
+
+# --- limits of rotary embeddings whose frequencies depend on the longest row ---------------------
+
+transformers = pytest.importorskip("transformers")
+
+
+FACTORS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+
+PHI3 = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0}
+
+
+def phi3(**rope: Any) -> Any:
+    return transformers.Phi3Config(
+        **PHI3, max_position_embeddings=64, original_max_position_embeddings=16, rope_scaling=rope
+    )
+
+
+def test_limits_of_configs() -> None:
+    assert rope_limits(transformers.LlamaConfig()) == ()
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8}
+    assert rope_limits(transformers.LlamaConfig(rope_scaling=yarn)) == ()
+    assert rope_limits(phi3(rope_type="longrope", **FACTORS)) == (RopeLimit("longrope", 16),)
+    nested = transformers.LlamaConfig()
+    nested.rope_parameters = {
+        "full_attention": {
+            "rope_type": "longrope", "original_max_position_embeddings": 32, **FACTORS
+        },
+        "sliding_attention": {"rope_type": "default"},
+    }  # fmt: skip
+    assert rope_limits(nested) == (RopeLimit("longrope", 32),)

@@ -1,7 +1,5 @@
 """docs/reference/models.md: its types are transformers', and it says what is measured."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

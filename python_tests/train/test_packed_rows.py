@@ -1,7 +1,5 @@
 """Sequences of a pass that share its rows: exact, where the model keeps them apart."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -111,7 +109,6 @@ def test_scaled_dot_product_attention_is_exact() -> None:
     torch.testing.assert_close(packed_gradient, padded_gradient, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.spec("tree.packed-rows")
 @pytest.mark.parametrize("family", REFUSED)
 def test_models_that_mix_sequences_get_padded_rows(family: str) -> None:
     backbone = backbone_of(family, REFUSED[family])
@@ -162,7 +159,6 @@ def test_packed_rows_of_random_lengths(seed: int) -> None:
     assert torch.equal(rows.positions.flatten()[places], columns)
 
 
-@pytest.mark.spec("tree.packed-rows")
 def test_rows_are_packed_only_where_that_costs_less() -> None:
     backbone = backbone_of("llama", {})
     assert find_packed_support(backbone)
@@ -174,7 +170,6 @@ def test_rows_are_packed_only_where_that_costs_less() -> None:
     assert pack_rows(backbone, sequences((width,) + (width // 8,) * 7, width)) is not None
 
 
-@pytest.mark.spec("tree.packed-rows")
 def test_replayed_routes_and_single_rows_stay_as_they_are() -> None:
     backbone = backbone_of("llama", {})
     assert find_packed_support(backbone)

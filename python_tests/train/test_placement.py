@@ -1,7 +1,5 @@
 """The GPUs of the run's own engine, and whether it sleeps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -20,7 +18,6 @@ def config_of(ranks: int, *, parallel: int = 1, **engine: Any) -> Config:
     return config
 
 
-@pytest.mark.spec("memory.engine-gpus", "memory.sleep")
 @pytest.mark.parametrize(
     ("ranks", "parallel", "num_gpus", "expected"),
     [
@@ -40,7 +37,6 @@ def test_the_last_gpus_if_the_trainer_leaves_enough(
     assert engine_placement(config_of(ranks, parallel=parallel), num_gpus) == expected
 
 
-@pytest.mark.spec("memory.engine-gpus", "memory.sleep")
 def test_settings_take_precedence() -> None:
     shared = engine_placement(config_of(2, gpu_ids=[1]), 4)
     assert shared == EnginePlacement((1,), (1,), True, "file")
@@ -53,14 +49,12 @@ def test_settings_take_precedence() -> None:
     assert not engine_placement(asynchronous, 1).sleeps
 
 
-@pytest.mark.spec("async.weight-transfer")
 @pytest.mark.parametrize("backend", ["ipc", "nccl"])
 def test_sharded_weights_cannot_be_shared(backend: str) -> None:
     with pytest.raises(ConfigError, match=f"as the weights are sharded over 2 GPUs, got {backend}"):
         engine_placement(config_of(2, weight_sync_backend=backend), 4)
 
 
-@pytest.mark.spec("async.weight-transfer")
 def test_nccl_needs_two_gpus_and_auto_one_replica() -> None:
     with pytest.raises(ConfigError, match="NCCL does not connect processes on one GPU, got nccl"):
         engine_placement(config_of(1, weight_sync_backend="nccl"), 1)
@@ -70,7 +64,6 @@ def test_nccl_needs_two_gpus_and_auto_one_replica() -> None:
     assert engine_placement(replicas, 3) == EnginePlacement((1, 2), (), False, "file")
 
 
-@pytest.mark.spec("memory.engine-gpus", "memory.sleep")
 @pytest.mark.parametrize(
     ("engine", "wanted"),
     [

@@ -1,9 +1,6 @@
 """Several policies of one base: each learns from its own steps only, and is saved and resumed."""
 
-from __future__ import annotations
-
 import copy
-import importlib.util
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,15 +10,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 import peft
 from _fakes import FakeRollouts, start_of, tiny_model
 from _rows import assert_same, full_logprobs, mixed_batch
 from _settings import NEEDED, error_of
+from _training import RESUME, assert_same_files, dies_at, dying, settings, steady
 from _training import folder as folder  # a fixture
-from _training import settings, steady
 from safetensors.torch import load_file
 
 import skyrl_fast
@@ -30,7 +26,6 @@ from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import AlgorithmConfig, Config, OptimizerConfig, load_config
 from skyrl_fast.config.settings import REFERENCE, LoraConfig
 from skyrl_fast.rollout.trajectory import Step, Trajectory
-from skyrl_fast.train import run as run_module
 from skyrl_fast.train.algorithm.policies import split_by_policy
 from skyrl_fast.train.data.prompts import Prompt
 from skyrl_fast.train.model.lora import adapter_of, add_adapters
@@ -75,7 +70,6 @@ def gradient_of(policy: Policy, name: str, batch: Any) -> dict[str, torch.Tensor
     }
 
 
-@pytest.mark.spec("lora.policies")
 def test_a_gradient_is_of_one_policy_only() -> None:
     policy, batch = make_policy(), mixed_batch()
     for name in NAMES:
@@ -92,7 +86,6 @@ def test_a_gradient_is_of_one_policy_only() -> None:
             assert torch.equal(gradient[n], value)  # the same products in the same order
 
 
-@pytest.mark.spec("lora.policies")
 def test_an_update_of_one_policy_leaves_the_others_bits() -> None:
     policy, batch = make_policy(), mixed_batch()
     before = {name: policy.with_adapter(name).batch_logprobs(batch) for name in NAMES}
@@ -216,7 +209,6 @@ def adapter(outcome: TrainResult, name: str) -> dict[str, torch.Tensor]:
     return load_file(outcome.checkpoint / "policy" / name / "adapter_model.safetensors")
 
 
-@pytest.mark.spec("lora.policies")
 def test_each_policy_learns_from_its_rewards(folder: Path) -> None:
     """Without rewards of its own the worker does not move, while the planner learns."""
     more = ["trainer.epochs=12", "trainer.ckpt_interval=-1", "trainer.eval_interval=-1"]
@@ -242,42 +234,22 @@ def test_each_policy_learns_from_its_rewards(folder: Path) -> None:
     assert [step.policy for step in first.steps] == [*NAMES, REFERENCE]
 
 
-def without_traffic(outcome: TrainResult) -> list[dict[str, Any]]:
-    rows = steady(outcome.metrics)
-    return [{n: v for n, v in row.items() if not n.startswith("traffic/")} for row in rows]
-
-
-class DiedError(Exception):
-    """Simulates kill -9: nothing is written afterwards."""
-
-
-@pytest.mark.spec("lora.policies")
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_resumed_run_has_all_adapters_and_optimizers(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
-) -> None:
+def test_a_resumed_run_has_all_adapters_and_optimizers(folder: Path, ranks: int) -> None:
     more = [
         *RUN,
         "trainer.algorithm.use_kl_loss=true",
         f"trainer.placement.policy_num_gpus_per_node={ranks}",
     ]
     expected = train(settings(folder, "expected", *more))
-
-    async def die(step: int) -> None:
-        if step == 5:
-            raise DiedError
-
-    with monkeypatch.context() as patch, pytest.raises(DiedError):
-        patch.setattr(run_module.Trainer, "_rescue", lambda self: None)
-        train(settings(folder, "broken", *more), die)
-    outcome = train(settings(folder, "broken", "trainer.resume_mode=latest", *more))
+    with dying():
+        train(settings(folder, "broken", *more), dies_at(5))
+    outcome = train(settings(folder, "broken", RESUME, *more))
     # A step after a start has the traffic of the first weight sync, too.
-    assert without_traffic(outcome) == without_traffic(expected)
+    assert steady(outcome.metrics, "traffic/") == steady(expected.metrics, "traffic/")
     files = [path.relative_to(expected.checkpoint) for path in expected.checkpoint.rglob("*.safe*")]
     assert len(files) == 1 + 2 + 2 * ranks  # random state; per policy an adapter, its moments
-    for file in files:
-        one, two = (run.checkpoint / file for run in (outcome, expected))
-        assert one.read_bytes() == two.read_bytes(), file
+    assert_same_files(outcome, expected, *files)
     assert not torch.equal(*(next(iter(adapter(expected, n).values())) for n in NAMES))
 
 
@@ -298,8 +270,6 @@ async def three_roles(task: Any) -> dict[str, Any]:
 
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-@pytest.mark.spec("lora.policies")
 def test_roles_of_an_agent_are_trained_through_the_gateway(
     tiny_model_folder: Path, tmp_path: Path
 ) -> None:
@@ -313,7 +283,7 @@ def test_roles_of_an_agent_are_trained_through_the_gateway(
             "trainer.run_path": tmp_path / "run",
             "trainer.train_batch_size": 4,
             "trainer.policy_mini_batch_size": 4,
-            "trainer.epochs": 4,
+            "trainer.epochs": 2,
             "trainer.logger": ["jsonl"],
             "trainer.plot": False,
             "generator.n_samples_per_prompt": 8,
@@ -325,7 +295,7 @@ def test_roles_of_an_agent_are_trained_through_the_gateway(
         agent=three_roles,
     )
     steps = steady(outcome.metrics)
-    assert outcome.step == 4
+    assert outcome.step == 2
     for name in NAMES:
         assert max(row[f"{name}/policy/grad_norm"] for row in steps) > 0
         assert any(value.any() for n, value in adapter(outcome, name).items() if "lora_B" in n)

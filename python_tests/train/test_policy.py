@@ -1,7 +1,5 @@
 """The policy: logprobs equal Hugging Face's, gradients do not depend on the split."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from functools import partial
@@ -10,13 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-
-pytest.importorskip("transformers")
-
 from _fakes import FakeRollouts, make_prompts, tiny_model
 from _rows import full_logprobs, mixed_batch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl_fast.batch import StepBatch, batch_from_trajectories
@@ -114,16 +109,6 @@ def test_a_rewritten_context_keeps_a_separate_sequence() -> None:
     assert sum(micro.input_ids.shape[0] for micro in plan) == batch.num_trajectories + 1
 
 
-def test_shared_sequences_give_the_logprobs_of_separate_rows() -> None:
-    model = tiny_model()
-    batch = rollout_batch(model)
-    with torch.no_grad():
-        expected = full_logprobs(model, batch)
-    torch.testing.assert_close(
-        Policy(model).batch_logprobs(batch), expected, atol=2e-5, rtol=0
-    )  # float32 noise
-
-
 @pytest.mark.spec("loss.split-invariance")
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "prompt_mean"])
 def test_gradient_does_not_depend_on_the_split(reduction: str) -> None:
@@ -206,22 +191,6 @@ def test_rows_on_both_sides_of_a_longrope_limit_do_not_share_a_pass(budget: int)
         torch.testing.assert_close(policy.batch_logprobs(batch), expected, atol=2e-5, rtol=0)
 
 
-@pytest.mark.spec("loss.split-invariance")
-def test_gradient_of_longrope_does_not_depend_on_the_split() -> None:
-    batch = mixed_batch()
-    batch = batch.with_(old_logprobs=batch.rollout_logprobs)
-    gradients = []
-    for budget in (10_000, 20, 1):
-        model = tiny_rope("longrope").double()
-        policy = Policy(model, max_tokens_per_microbatch=budget)
-        accumulate_gradient(policy, batch, algorithm=AlgorithmConfig())
-        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-    for other in gradients[1:]:
-        for one, two in zip(gradients[0], other, strict=True):
-            torch.testing.assert_close(one, two, atol=1e-6, rtol=1e-5)  # rotations are float32
-
-
-@pytest.mark.spec("loss.rope-limits")
 def test_rows_beyond_the_limit_of_a_dynamic_rotary_embedding_are_refused() -> None:
     policy = Policy(tiny_rope("dynamic"))
     batch = mixed_batch()
@@ -236,7 +205,6 @@ def test_rows_beyond_the_limit_of_a_dynamic_rotary_embedding_are_refused() -> No
     torch.testing.assert_close(policy.batch_logprobs(short), expected, atol=2e-5, rtol=0)
 
 
-@pytest.mark.spec("loss.rope-limits")
 @pytest.mark.parametrize(
     ("loss", "reason"), [("kl_cov", "all rows of a mini-batch"), ("gspo", "trajectory 0 has rows")]
 )
@@ -281,9 +249,7 @@ def test_rows_without_advantage_are_skipped_without_effect() -> None:
     with_kl = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.0)
     assert contributing_rows(batch, with_kl).all()
     accumulate_gradient(
-        Policy(reference),
-        batch.with_(ref_logprobs=torch.zeros_like(values)),
-        algorithm=with_kl,
+        Policy(reference), batch.with_(ref_logprobs=torch.zeros_like(values)), algorithm=with_kl
     )
     assert skipped["policy/rows_without_gradient"] >= 4
     for one, two in zip(model.parameters(), reference.parameters(), strict=True):
@@ -291,7 +257,6 @@ def test_rows_without_advantage_are_skipped_without_effect() -> None:
         torch.testing.assert_close(one.grad, two.grad, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.spec("loss.all-masked")
 def test_all_masked_batch_gives_no_gradient_and_no_nan() -> None:
     batch = mixed_batch()
     batch = batch.with_(loss_mask=torch.zeros_like(batch.loss_mask))
@@ -454,30 +419,6 @@ def test_activation_checkpointing_keeps_no_cast_weights() -> None:
     assert len(left) == 2 and left[0] == left[1]
 
 
-def test_optimizer_state_round_trip(tmp_path: Path) -> None:
-    results = []
-    for split in (False, True):
-        model = tiny_model()
-        policy = Policy(model)
-        optimizer = Optimizer(policy, OptimizerConfig(lr=1e-2), total_steps=4)
-        batch = rollout_batch(tiny_model())
-        for step in range(4):
-            if split and step == 2:
-                policy.save(tmp_path / "policy")
-                optimizer.save(tmp_path)
-                from skyrl_fast.train.model.policy import load_model
-
-                model = load_model(str(tmp_path / "policy"), device=torch.device("cpu"))
-                policy = Policy(model)
-                optimizer = Optimizer(policy, OptimizerConfig(lr=1e-2), total_steps=4)
-                optimizer.load(tmp_path)
-            update_policy(policy, optimizer, batch, algorithm=AlgorithmConfig(), mini_batch_size=4)
-        results.append({name: value.clone() for name, value in policy.named_weights()})
-    assert results[0].keys() == results[1].keys()
-    for name in results[0]:
-        assert torch.equal(results[0][name], results[1][name]), name
-
-
 def test_what_is_not_trained_is_neither_optimized_nor_sent() -> None:
     model = tiny_model()
     policy = Policy(model)
@@ -540,7 +481,6 @@ def test_checkpointed_models_compute_as_the_sampler_does(kind: str) -> None:
     assert getattr(model.config, next(iter(RANDOM[kind]))) > 0  # what is saved is unchanged
 
 
-@pytest.mark.spec("loss.training-mode")
 def test_dropout_that_a_model_reads_from_its_configuration_is_refused() -> None:
     sizes = {"vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = AutoConfig.for_model("falcon", **sizes, hidden_dropout=0.3)
@@ -551,7 +491,6 @@ def test_dropout_that_a_model_reads_from_its_configuration_is_refused() -> None:
     Policy(model.eval())
 
 
-@pytest.mark.spec("loss.training-mode")
 def test_a_model_that_is_random_in_training_mode_is_refused() -> None:
     model = tiny_model().train()
     model.model.embed_tokens.register_forward_hook(

@@ -1,7 +1,5 @@
 """Text of models and environments on the terminal and in logs."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """The order of prompts over epochs, and prompt files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -139,7 +137,7 @@ def test_other_tables_and_mappings_are_refused() -> None:
             prompts_from(source, default_env_class="e")
 
 
-@pytest.mark.spec("rollout.message-forms", "rollout.tools")
+@pytest.mark.spec("rollout.message-forms")
 @pytest.mark.parametrize(
     ("row", "error"),
     [

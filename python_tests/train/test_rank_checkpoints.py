@@ -1,17 +1,10 @@
 """Checkpoints that several ranks write: the same values for any number of ranks, never half."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
-import random
 import shutil
-import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -19,9 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 from _rank_models import CPU, Saved, saved_models
 from _training import folder as folder
@@ -48,10 +38,7 @@ from skyrl_fast.train.parallel.ranks import SINGLE_RANK
 
 STATE = {
     "sampler": {"num_prompts": 4, "batch_size": 2, "position": 0, "epoch": 0, "seed": 0},
-    "random": {
-        "python": [3, [0] * 625, None],
-        "numpy": ["MT19937", [0] * 624, 0, 0, 0.0],
-    },
+    "random": {"python": [3, [0] * 625, None], "numpy": ["MT19937", [0] * 624, 0, 0, 0.0]},
 }
 
 
@@ -94,7 +81,6 @@ def assert_equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> 
 
 
 @pytest.mark.slow  # starts three times as many processes
-@pytest.mark.spec("update.ranks-checkpoint")
 def test_values_are_equal_for_any_number_of_ranks(tmp_path: Path) -> None:
     """Experts, whose weights have other names in checkpoints, and a head of a single row."""
     folder, checkpoint, values = tmp_path / "checkpoints", None, None
@@ -233,7 +219,6 @@ def full_disk() -> list[Path]:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.spec("update.ranks-checkpoint", "run.checkpoint-url")
 def test_files_of_all_ranks_are_uploaded(shared: Saved, tmp_path: Path) -> None:
     store = CheckpointStore(f"file://{tmp_path}/store", keep=1)
     writer = CheckpointWriter(tmp_path / "a", keep=-1, ranks=shared.ranks, upload=store.upload)
@@ -303,7 +288,6 @@ class Late(CheckpointWriter):
             self._writing = step, future
 
 
-@pytest.mark.spec("update.ranks-checkpoint-background")
 def test_error_in_the_background_ends_the_run_at_the_next_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,61 +298,3 @@ def test_error_in_the_background_ends_the_run_at_the_next_step(
     assert [step for step, _ in checkpoints(folder / "run/checkpoints")] == [2]  # tried again
     assert read_metrics(folder / "run/metrics.jsonl")[-1]["step"] == 2
     assert train(settings(folder, "run", "trainer.resume_mode=latest")).step == 6
-
-
-KILLED = """
-import os, sys, logging
-from functools import partial
-from pathlib import Path
-from _rank_models import saved_models
-from test_rank_checkpoints import CheckpointWriter, begin, models
-from skyrl_fast.train.parallel.ranks import RankError
-
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    with models(folder, 2) as saved:
-        saved.step(0)
-        print(*saved.processes(), flush=True)
-        writer = CheckpointWriter(folder / "checkpoints", keep=2, ranks=saved.ranks)
-        for step in range(1, 100_000):
-            begin(writer, step, saved)
-            saved.step(step)
-            writer.wait()
-            print(writer.take_finished()[0], flush=True)
-"""
-
-
-@pytest.mark.spec("async.checkpoint-kills", "update.ranks-checkpoint-background")
-@pytest.mark.slow
-@pytest.mark.parametrize(("rank", "times"), [(0, 5), (1, 5)])
-def test_killed_rank_loses_no_announced_checkpoint(tmp_path: Path, rank: int, times: int) -> None:
-    rng = random.Random(rank)
-    for number in range(times):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        announced, errors = kill_a_writer(folder, rank, rng.uniform(0.2, 1.5))
-        newest, damaged = newest_intact(folder / "checkpoints")
-        assert newest is not None and damaged == []
-        assert announced <= int(newest.name.removeprefix("step_")) <= announced + 1
-        if rank == 1:
-            assert "RankError: rank 1 exited with code -9" in errors
-
-
-def kill_a_writer(folder: Path, rank: int, seconds: float) -> tuple[int, str]:
-    """Return the last checkpoint that was announced, and what the run wrote to stderr."""
-    script = folder / "script.py"
-    script.write_text(KILLED)
-    here = Path(__file__).resolve().parent
-    path = [str(here), str(here.parent / "helpers"), str(here.parents[1])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*path, *sys.path])}
-    command = [sys.executable, str(script), str(folder)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, env=environment, text=True, **pipes) as child:
-        assert child.stdout is not None and child.stderr is not None
-        processes = [int(word) for word in child.stdout.readline().split()]
-        child.stdout.readline()  # the first checkpoint
-        time.sleep(seconds)
-        os.kill(processes[rank], signal.SIGKILL)
-        announced, errors = child.communicate(timeout=60)
-    assert child.returncode != 0
-    return max([1, *map(int, announced.split())]), errors

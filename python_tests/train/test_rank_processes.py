@@ -11,21 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 import torch.distributed as dist
 from _listening import LOOPBACK, listening
-from _rank_probe import Probe, fail, with_a_thread
+from _rank_probe import Probe
 from _training import folder as folder
 from _training import settings, steady, train
+from hypothesis import given
+from hypothesis import strategies as st
 
 from skyrl_fast.system.network_interface import interface_to
-from skyrl_fast.train.parallel import rank_processes
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
 from skyrl_fast.train.parallel.rank_processes import start_ranks
+from skyrl_fast.train.parallel.rank_shares import local_micro_batches
 from skyrl_fast.train.parallel.ranks import RankError, Ranks
 
 
@@ -78,20 +78,6 @@ def test_rank_that_is_killed_is_named(probe: Probe) -> None:
         probe.processes()
 
 
-@pytest.mark.slow
-def test_rank_that_exits_while_idle_is_named_by_the_next_call(
-    probe: Probe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rank_processes, "HANG_SECONDS", 0.2)
-    monkeypatch.setattr(rank_processes, "WATCH_SECONDS", 0.1)
-    other = probe.processes()[1]
-    os.kill(other, signal.SIGKILL)
-    assert gone(other)
-    time.sleep(1.0)  # else rank 0 would be gone by now
-    with pytest.raises(RankError, match="rank 1 exited with code -9"):
-        probe.processes()
-
-
 @pytest.mark.spec("update.rank-network")
 def test_ranks_listen_on_loopback_only(probe: Probe) -> None:
     for process in probe.processes():
@@ -99,46 +85,7 @@ def test_ranks_listen_on_loopback_only(probe: Probe) -> None:
 
 
 def test_interface_to_an_address() -> None:
-    assert interface_to("127.0.0.1") == "lo"
-    assert interface_to("127.1.2.3") == "lo"
-
-
-@pytest.mark.slow
-def test_an_error_of_rank_0_is_raised_and_leaves_no_process(tmp_path: Path) -> None:
-    with (
-        pytest.raises(ValueError, match="a fault of rank 0"),
-        start_ranks(2, Probe, cuda=False, starter=LocalRanks(tmp_path)) as ranks,
-    ):
-        probe = Probe(ranks)
-        other = probe.processes()[1]
-        try:
-            probe.fault_on(0)
-        finally:
-            with pytest.raises(
-                RankError, match="rank 0 is out of sync with the others: ValueError"
-            ):
-                probe.processes()
-    assert gone(other)
-
-
-@pytest.mark.spec("update.rank-exit")
-@pytest.mark.slow
-def test_ranks_that_fail_to_build_their_models_are_named(tmp_path: Path) -> None:
-    with start_ranks(2, fail, cuda=False, starter=LocalRanks(tmp_path)) as ranks:
-        probe = Probe(ranks)
-        with pytest.raises(RankError, match="no such model here"):
-            probe.processes()
-
-
-@pytest.mark.spec("update.rank-exit")
-@pytest.mark.slow
-def test_rank_that_raises_does_not_wait_for_its_threads(tmp_path: Path) -> None:
-    with start_ranks(2, with_a_thread, cuda=False, starter=LocalRanks(tmp_path)) as ranks:
-        probe = with_a_thread(ranks)
-        started = time.monotonic()
-        with pytest.raises(RankError, match="a fault of rank 1"):
-            probe.fault_on(1)
-        assert time.monotonic() - started < 30.0  # the thread takes 60
+    assert interface_to("127.0.0.1") == interface_to("127.1.2.3") == "lo"
 
 
 def test_process_in_another_process_group_is_refused(tmp_path: Path) -> None:
@@ -152,33 +99,6 @@ def test_process_in_another_process_group_is_refused(tmp_path: Path) -> None:
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
-
-
-ENDS_EARLY = """
-import logging, os
-from pathlib import Path
-from _listening import LOOPBACK, listening
-from _rank_probe import Probe
-from skyrl_fast.train.parallel import rank_processes
-from skyrl_fast.train.parallel.local_ranks import LocalRanks
-
-if __name__ == "__main__":
-    logging.basicConfig()
-    rank_processes.HANG_SECONDS = 1.0
-    with rank_processes.start_ranks(2, Probe, cuda=False, starter=LocalRanks(Path("."))) as ranks:
-        print("started")
-else:  # in the other process
-    rank_processes._connect = lambda *arguments: os._exit(3)
-"""
-
-
-@pytest.mark.spec("update.rank-exit")
-@pytest.mark.slow
-def test_rank_that_exits_before_connecting_does_not_hang_the_others(tmp_path: Path) -> None:
-    with script(ENDS_EARLY, tmp_path, stderr=subprocess.PIPE) as child:
-        said, errors = child.communicate(timeout=60)
-    assert child.returncode == 1 and not said
-    assert "rank 1 exited with code 3" in errors
 
 
 KILLED = """
@@ -211,7 +131,6 @@ def script(text: str, folder: Path, **options: Any) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.spec("update.rank-exit")
 def test_no_process_is_left_when_rank_0_is_killed(tmp_path: Path) -> None:
     with script(KILLED, tmp_path) as child:
         assert child.stdout is not None
@@ -262,7 +181,6 @@ def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.spec("update.ranks-equal", "update.ranks-checkpoint")
 def test_run_with_a_changed_number_of_ranks_equals_that_of_one(folder: Path) -> None:
     threads = torch.get_num_threads()
     shared, resume = "trainer.placement.policy_num_gpus_per_node=2", "trainer.resume_mode=latest"
@@ -281,19 +199,6 @@ def test_run_with_a_changed_number_of_ranks_equals_that_of_one(folder: Path) -> 
     assert torch.get_num_threads() == threads
 
 
-@pytest.mark.slow  # starts a process
-@pytest.mark.spec("update.sequence-ranks")
-def test_run_with_shared_sequences_equals_that_of_one_rank(folder: Path) -> None:
-    shared = "trainer.placement.policy_num_gpus_per_node=2"
-    train(settings(folder, "alone"))
-    train(settings(folder, "shared", shared, "trainer.policy.sequence_parallel_size=2"))
-    one, two = (steady(folder / name / "metrics.jsonl") for name in ("alone", "shared"))
-    assert len(one) == len(two) > 1
-    for wanted, found in zip(one, two, strict=True):
-        for name in {"reward/avg_raw_reward", "policy/grad_norm", "policy/loss"} & wanted.keys():
-            assert found[name] == pytest.approx(wanted[name], rel=1e-2, abs=1e-4), name
-
-
 def test_messages_are_in_memory_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread of gloo can be the last that holds one: it would free Python's objects."""
     sent: list[torch.Tensor] = []
@@ -302,3 +207,63 @@ def test_messages_are_in_memory_of_torch(monkeypatch: pytest.MonkeyPatch) -> Non
     length, message = sent
     assert (int(length), message.dtype) == (len(message), torch.uint8)
     assert all(tensor.untyped_storage().resizable() for tensor in sent)  # only torch's own are
+
+
+# --- assignment of micro-batches to ranks; docs/spec.md section 7 --------------------------------
+
+
+class Passes:
+    """Passes of rows by their numbers of tokens, like `MicroBatches`."""
+
+    def __init__(self, passes: list[list[int]], lengths: list[int]) -> None:
+        self.passes, self.lengths = passes, lengths
+
+    def __len__(self) -> int:
+        return len(self.passes)
+
+    @property
+    def num_tokens(self) -> np.ndarray:
+        sizes = [sum(self.lengths[row] for row in rows) for rows in self.passes]
+        return np.array([max(1, size) for size in sizes], dtype=np.int64)
+
+    def choose(self, places: np.ndarray) -> Passes:
+        return Passes([self.passes[i] if i >= 0 else [] for i in places.tolist()], self.lengths)
+
+
+def passes_of(lengths: list[int]) -> Any:
+    """Return a plan that fills passes with rows of these lengths, in order."""
+
+    def plan(budget: int) -> Passes:
+        parts: list[list[int]] = []
+        for row, length in enumerate(lengths):
+            if not parts or sum(lengths[r] for r in parts[-1]) + length > budget:
+                parts.append([])
+            parts[-1].append(row)
+        return Passes(parts, lengths)
+
+    return plan
+
+
+@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 200), st.integers(2, 5))
+def test_each_row_is_assigned_once_and_ranks_get_equal_numbers_of_passes(
+    lengths: list[int], budget: int, size: int
+) -> None:
+    shares = [local_micro_batches(passes_of(lengths), budget, Ranks(r, size)) for r in range(size)]
+    assert len({len(share) for share in shares}) == 1
+    taken = [row for share in shares for rows in share.passes for row in rows]
+    assert sorted(taken) == list(range(len(lengths)))
+    longest = max([budget, *lengths])
+    assert all(size <= longest for share in shares for size in share.num_tokens.tolist())
+
+
+def test_no_pass_is_larger_than_the_budget() -> None:
+    shares = [local_micro_batches(passes_of([1] * 1000), 8, Ranks(rank, 3)) for rank in range(3)]
+    assert max(int(share.num_tokens.max()) for share in shares) == 8
+
+
+def test_batch_below_the_budget_is_shared() -> None:
+    plan = passes_of([10] * 8)
+    shares = [local_micro_batches(plan, 1000, Ranks(rank, 4)) for rank in range(4)]
+    assert [share.num_tokens.tolist() for share in shares] == [[20]] * 4
+    undivided = [local_micro_batches(plan, 1000, Ranks(r, 4), divisible=False) for r in range(4)]
+    assert [share.num_tokens.tolist() for share in undivided] == [[80], [1], [1], [1]]

@@ -1,7 +1,5 @@
 """Training with several ranks equals training with one; docs/spec.md section 7."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -9,9 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 from _moe import NUM_EXPERTS, NUM_LAYERS, TOP_K
 from _ranked import Models, hold_gradients, make_models
@@ -105,7 +100,6 @@ CASES: dict[str, tuple[str, AlgorithmConfig]] = {
 }
 
 
-@pytest.mark.spec("update.micro-batches", "update.ranks-equal")
 @pytest.mark.parametrize("case", CASES)
 def test_update_equals_that_of_one_rank(both: Both, case: str) -> None:
     name, algorithm = CASES[case]
@@ -125,7 +119,7 @@ def test_update_equals_that_of_one_rank(both: Both, case: str) -> None:
     assert_same_metrics(*metrics)
 
 
-@pytest.mark.spec("update.ranks-reduce-once", "update.ranks-equal")
+@pytest.mark.spec("update.ranks-reduce-once")
 @pytest.mark.parametrize("holds", [True, False])
 def test_gradients_are_reduced_once_where_a_rank_holds_them(both: Both, holds: bool) -> None:
     batch = agent_batch(7, num_groups=4)
@@ -219,7 +213,6 @@ def test_ranks_share_a_frozen_base_in_bfloat16(both: Both) -> None:
         assert (other[name] - value).abs().mean() < 2e-3, name
 
 
-@pytest.mark.spec("memory.frozen-base")
 def test_the_shards_of_a_frozen_base_leave_and_come_back(both: Both) -> None:
     """Also those that FSDP2 pads: the widths are no multiples of the number of ranks."""
     policy, batch = both.shared.policies["adapter"], agent_batch(8, num_groups=4)
@@ -259,7 +252,6 @@ def test_checkpoints_do_not_depend_on_the_number_of_ranks(
     assert_close(*(weights(models.policies[name]) for models, _ in sides))
 
 
-@pytest.mark.spec("update.ranks-equal")
 def test_engine_receives_the_weights_of_one_rank(
     both: Both, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,7 +271,6 @@ def test_engine_receives_the_weights_of_one_rank(
     assert any(name.endswith("gate_up_proj.weight") for name in given[0])
 
 
-@pytest.mark.spec("async.weight-overlap", "update.ranks-equal")
 def test_weights_are_gathered_by_layer_next_to_other_calls(both: Both) -> None:
     """As in a weight sync: a thread gathers while an engine that has all weights is verified."""
     policy = both.shared.policies["untied"]
@@ -294,7 +285,6 @@ def test_weights_are_gathered_by_layer_next_to_other_calls(both: Both) -> None:
         assert all(torch.equal(one[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.spec("async.weight-overlap")
 def test_one_layer_of_the_weights_is_held_at_a_time(
     both: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:

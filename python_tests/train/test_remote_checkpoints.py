@@ -1,7 +1,5 @@
 """Checkpoints in an object store: complete or not there, whatever fails or is killed."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil
@@ -12,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fsspec import register_implementation
-from fsspec.implementations.memory import MemoryFileSystem
-
-pytest.importorskip("transformers")
-
 from _checkpoints import write_checkpoint
 from _object_stores import URL, FlakyStore, KillAt, KilledError, plain
 from _object_stores import store as store
+from fsspec import register_implementation
+from fsspec.implementations.memory import MemoryFileSystem
 from test_rank_checkpoints import STATE
 
 from skyrl_fast.config import Config, ConfigError, load_config
@@ -141,7 +136,6 @@ def test_kill_at_any_request_leaves_the_old_or_the_new_checkpoint(
     assert changes == ["old"]  # the manifest's request is the moment; never back again
 
 
-@pytest.mark.spec("run.checkpoint-url")
 def test_failed_requests_are_repeated(tmp_path: Path, store: type[FlakyStore]) -> None:
     failed: set[tuple[str, str]] = set()
 
@@ -160,7 +154,6 @@ def test_failed_requests_are_repeated(tmp_path: Path, store: type[FlakyStore]) -
     assert names == {"cat_file", "get_file", "info", "ls", "pipe_file", "put_file", "rm"}
 
 
-@pytest.mark.spec("run.checkpoint-url")
 def test_upload_that_arrives_cut_is_repeated(tmp_path: Path, store: type[FlakyStore]) -> None:
     cut: list[str] = []
 
@@ -179,7 +172,6 @@ def test_upload_that_arrives_cut_is_repeated(tmp_path: Path, store: type[FlakySt
     assert run.newest() == "one"
 
 
-@pytest.mark.spec("run.checkpoint-url")
 @pytest.mark.parametrize("file", ["weights", "manifest.json"])
 @pytest.mark.parametrize("error", [PermissionError("no"), OSError(28, "full"), ValueError("odd")])
 def test_failed_upload_names_the_url_and_all_other_checkpoints_are_intact(
@@ -209,7 +201,6 @@ def test_failed_upload_names_the_url_and_all_other_checkpoints_are_intact(
     assert name == ("step_000002" if file == "weights" else "step_000002-2")
 
 
-@pytest.mark.spec("run.checkpoint-url")
 def test_old_checkpoint_that_cannot_be_deleted_is_a_warning(
     tmp_path: Path, store: type[FlakyStore], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -238,7 +229,7 @@ def change(store: type[FlakyStore], name: str, content: bytes | None) -> None:
         store.store[key] = type(old)(store(), key, content)
 
 
-@pytest.mark.spec("run.checkpoint-url", "async.checkpoint-digests")
+@pytest.mark.spec("async.checkpoint-digests")
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
@@ -276,7 +267,6 @@ def test_damaged_object_is_named_and_the_older_checkpoint_found(
         starting_point(config, run.store, ExitStack())
 
 
-@pytest.mark.spec("run.checkpoint-url")
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x"])
 def test_manifest_names_no_file_outside_its_folder(tmp_path: Path, name: str) -> None:
     content = {"files": {name: {"bytes": 1, "digest": ""}}, "algorithm": "xxh3_128", "digest": ""}
@@ -285,7 +275,6 @@ def test_manifest_names_no_file_outside_its_folder(tmp_path: Path, name: str) ->
     assert find_damage(tmp_path) == ("manifest.json", "lists files outside its folder")
 
 
-@pytest.mark.spec("run.checkpoint-url")
 @pytest.mark.parametrize("newest", ["local", "url"])
 def test_newest_of_local_checkpoints_and_those_at_the_url_is_resumed(
     tmp_path: Path, newest: str
@@ -305,7 +294,6 @@ def test_newest_of_local_checkpoints_and_those_at_the_url_is_resumed(
     verify_checkpoint(start.checkpoint)
 
 
-@pytest.mark.spec("run.checkpoint-url")
 def test_network_failure_while_reading_is_not_damage(
     tmp_path: Path, store: type[FlakyStore]
 ) -> None:
@@ -324,7 +312,6 @@ def test_network_failure_while_reading_is_not_damage(
         starting_point(config, run.store, ExitStack())
 
 
-@pytest.mark.spec("run.checkpoint-url")
 def test_checkpoint_that_was_set_aside_is_kept_and_not_read(
     tmp_path: Path, store: type[FlakyStore]
 ) -> None:
@@ -345,7 +332,6 @@ def test_checkpoint_that_was_set_aside_is_kept_and_not_read(
     assert names == {"step_000002", "step_000002-2"}
 
 
-@pytest.mark.spec("run.own-files")
 def test_other_objects_are_kept(tmp_path: Path, store: type[FlakyStore]) -> None:
     for name in ("step_1/x", "step_000001.later/x", "notes.txt", "other/step_000001/x"):
         store().pipe_file(f"/bucket/run/{name}", b"")
@@ -372,7 +358,6 @@ def test_url_of_a_running_run_is_refused(tmp_path: Path, store: type[FlakyStore]
     assert objects(store) == []
 
 
-@pytest.mark.spec("run.checkpoint-url-claim")
 def test_url_of_an_earlier_run_is_resumed_only(tmp_path: Path) -> None:
     run = Run(tmp_path / "a")
     with run.claim():
@@ -381,7 +366,6 @@ def test_url_of_an_earlier_run_is_resumed_only(tmp_path: Path) -> None:
         starting_point(run_at_url(tmp_path / "b"), run.store, ExitStack())
 
 
-@pytest.mark.spec("run.checkpoint-url-claim")
 @pytest.mark.parametrize("cut", [False, True])
 def test_claim_of_a_killed_run_ends_when_it_is_resumed(
     tmp_path: Path, store: type[FlakyStore], cut: bool
@@ -400,7 +384,6 @@ def test_claim_of_a_killed_run_ends_when_it_is_resumed(
     assert objects(store) == []
 
 
-@pytest.mark.spec("run.checkpoint-url-claim")
 def test_of_two_runs_at_the_same_moment_one_gets_the_folder(
     tmp_path: Path, store: type[FlakyStore]
 ) -> None:
@@ -424,7 +407,6 @@ def test_of_two_runs_at_the_same_moment_one_gets_the_folder(
     assert len(refused) == 3 and held.is_set()
 
 
-@pytest.mark.spec("run.checkpoint-url-claim")
 def test_file_system_without_conditional_creation(
     tmp_path: Path, store: type[FlakyStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -440,7 +422,6 @@ def test_file_system_without_conditional_creation(
         pass
 
 
-@pytest.mark.spec("run.checkpoint-url-claim")
 def test_folder_that_cannot_be_written_is_refused_at_the_start(
     tmp_path: Path, store: type[FlakyStore]
 ) -> None:
@@ -463,7 +444,6 @@ def test_folder_that_cannot_be_written_is_refused_at_the_start(
         ("missing-package://a", "Install the package of the test"),
     ],
 )
-@pytest.mark.spec("run.checkpoint-url")
 def test_url_without_a_file_system_is_an_error(tmp_path: Path, url: str, reason: str) -> None:
     register_implementation(
         "missing-package",
@@ -475,7 +455,6 @@ def test_url_without_a_file_system_is_an_error(tmp_path: Path, url: str, reason:
         with_absolute_paths(run_at_url(tmp_path, f"trainer.ckpt_path={url}"))
 
 
-@pytest.mark.spec("run.checkpoint-url")
 def test_folders_are_created_where_the_file_system_has_them(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", keep=1)
     run.store = CheckpointStore(f"file://{tmp_path}/a/b [1]*", keep=1)

@@ -1,14 +1,9 @@
 """A residual stream in bfloat16: where it applies, and how much it rounds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 from _memory import config_of
 from _training import folder as folder  # a fixture

@@ -1,7 +1,5 @@
 """Layout of rows: trees where the model allows them, group by group where their costs differ."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 
@@ -77,7 +75,6 @@ def test_each_group_has_the_layout_that_takes_less() -> None:
         assert as_tree == (costs.tree_token * nodes <= costs.sequence_token * tokens)
 
 
-@pytest.mark.spec("tree.layout-costs")
 def test_in_float32_on_a_cpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_layout, "measured_costs", lambda *_, **__: pytest.fail("measured"))
     policy = Policy(tiny_model(), tree=None)
@@ -153,7 +150,6 @@ def test_costs_are_found_from_the_times_of_two_shapes(segment: float) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.spec("tree.layout-costs")
 @pytest.mark.parametrize("trained", [True, False])
 def test_bfloat16_measures_both_layouts(trained: bool) -> None:
     model = tiny_model().requires_grad_(trained)  # False: a reference
@@ -185,7 +181,6 @@ def test_a_failed_probe_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPat
     assert torch.equal(model(ids).logits, wanted)
 
 
-@pytest.mark.spec("tree.layout-costs")
 def test_a_kernel_that_fails_leaves_sequences(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,8 +1,7 @@
 """Metrics of a step that depend on the form of the run, and the columns of its display."""
 
-from __future__ import annotations
-
 import io
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from _training import folder, settings, train
 from rich.console import Console
 
 from skyrl_fast.batch import batch_from_trajectories
-from skyrl_fast.config import ConfigError
+from skyrl_fast.rollout.activity import ACTING, GENERATING, ActivityBoard
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.train.memory.peak import PeakMemory
 from skyrl_fast.train.metrics.rewards import reward_spread
@@ -21,6 +20,7 @@ from skyrl_fast.train.metrics.rollouts import prefix_cache_metrics, truncation_m
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.output.progress import ProgressDisplay
 from skyrl_fast.train.output.time_shares import time_shares
+from skyrl_fast.train.output.timeline import ROLLOUTS, TRAINER, Timeline
 
 __all__ = ["folder"]  # a fixture
 
@@ -62,10 +62,7 @@ def test_peak_memory_is_that_since_the_last_call(monkeypatch: pytest.MonkeyPatch
         torch.cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, 1 << 30)
     )
     memory = PeakMemory(torch.device("cuda"))
-    assert memory.metrics() == {
-        "memory/peak_allocated_gib": 3.0,
-        "memory/peak_reserved_gib": 6.0,
-    }
+    assert memory.metrics() == {"memory/peak_allocated_gib": 3.0, "memory/peak_reserved_gib": 6.0}
     assert memory.metrics()["memory/peak_allocated_gib"] == 1.0
     assert PeakMemory(torch.device("cpu")).metrics() == {}
 
@@ -202,16 +199,108 @@ def test_narrow_terminal_shows_the_first_columns_that_fit() -> None:
     assert "…" not in text
 
 
-@pytest.mark.spec("metrics.progress")
 def test_chosen_columns() -> None:
     text = shown(80, columns=["entropy", "environment/score"], terminal=False)
     assert text == "step 1/9  entropy 1.250  environment/score 3\n"
 
 
-@pytest.mark.spec("metrics.progress")
-def test_unknown_column_is_refused(folder: Path) -> None:
-    message = (
-        r"trainer\.progress: expected one of reward, .*, got 'entropie' \(did you mean 'entropy'"
-    )
-    with pytest.raises(ConfigError, match=message):
-        settings(folder, "run", "trainer.progress=[reward,entropie]")
+# --- timelines of steps --------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.spec("run.timeline")
+def test_spans_of_a_step(tmp_path: Path) -> None:
+    clock = Clock()
+    board = ActivityBoard(clock)
+    timeline = Timeline(tmp_path, [2], board)
+    early = board.enter("a", 0)
+    board.set_phase(early, GENERATING, attempt=0, turn=0)
+    clock.now = 110.0  # the early one began ten seconds before the step
+    with timeline.of_step(1):
+        timeline.phase("forward_backward", 110.0, 111.0)
+    assert not list(tmp_path.iterdir())
+    with timeline.of_step(2):
+        late = board.enter("b", 3)
+        clock.now = 111.0
+        board.set_phase(late, GENERATING, attempt=1, turn=0)
+        clock.now = 112.0
+        board.set_phase(late, ACTING, attempt=1, turn=0)
+        board.leave(early)
+        clock.now = 112.5
+        timeline.phase("wait", 110.0, 112.5)
+    (path,) = tmp_path.iterdir()
+    assert path.name == "step-00002.json"
+    events = json.loads(path.read_text())["traceEvents"]
+    spans = [e for e in events if e["ph"] == "X"]
+    found = {(e["pid"], e["name"], e["ts"], e["dur"]) for e in spans}
+    assert found == {
+        (TRAINER, "wait", 0.0, 2.5e6),
+        (ROLLOUTS, GENERATING, 0.0, 2e6),  # cut at the step's begin
+        (ROLLOUTS, GENERATING, 1e6, 1e6),
+        (ROLLOUTS, ACTING, 2e6, 0.5e6),  # still running at the end
+    }
+    names = {e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert {"trainer", "trajectories", "a/0", "b/3"} <= names
+    counts = [(e["ts"], e["args"]["trajectories"]) for e in events if e["name"] == "generating"
+              and e["ph"] == "C"]  # fmt: skip
+    assert counts[0] == (0.0, 1) and max(n for _, n in counts) == 2 and counts[-1][1] == 0
+
+
+@pytest.mark.spec("run.timeline")
+def test_time_with_a_trajectory_in_generation() -> None:
+    clock = Clock()
+    board = ActivityBoard(clock)
+    first, second = board.enter("a", 0), board.enter("a", 1)
+    for entry, start in ((first, 100.0), (second, 101.0)):
+        clock.now = start
+        board.set_phase(entry, GENERATING, attempt=0, turn=0)
+    clock.now = 103.0
+    assert board.generating_seconds() == 3.0
+    board.set_phase(first, ACTING, attempt=0, turn=0)
+    board.leave(first)
+    clock.now = 104.0
+    board.leave(second)
+    board.leave(second)  # a second time changes nothing
+    clock.now = 110.0
+    assert board.generating_seconds() == 4.0
+    again = board.enter("a", 0)
+    board.set_phase(again, GENERATING, attempt=0, turn=0)
+    clock.now = 111.0
+    board.enter("a", 0)  # replaces an abandoned one
+    board.leave(again)
+    clock.now = 120.0
+    assert board.generating_seconds() == 5.0
+
+
+def test_a_run_writes_the_chosen_steps(folder: Path) -> None:
+    train(settings(folder, "run", "trainer.profile_steps=[2]", "trainer.max_training_steps=3"))
+    (path,) = (folder / "run" / "timeline").iterdir()
+    events = json.loads(path.read_text())["traceEvents"]
+    phases = [e["name"] for e in events if e["ph"] == "X" and e["pid"] == TRAINER]
+    assert {"rollout", "batch", "advantages", "forward_backward", "sync"} <= set(phases)
+
+
+def test_pictures_have_all_steps_on_one_axis(tmp_path: Path) -> None:
+    draw = pytest.importorskip("scripts.timeline_picture").draw
+    clock = Clock()
+    board = ActivityBoard(clock)
+    timeline = Timeline(tmp_path, [1, 2], board)
+    for number in (1, 2):  # no trajectory runs in the first
+        with timeline.of_step(number):
+            if number == 2:
+                board.set_phase(board.enter("a", 0), GENERATING, attempt=0, turn=0)
+            timeline.phase("wait", clock.now, clock.now + 1.0)
+            clock.now += 1.0
+    steps = {f"step {n}": tmp_path / f"step-0000{n}.json" for n in (1, 2)}
+    for chosen in ({"step 1": steps["step 1"]}, steps):
+        draw(tmp_path / "out.svg", chosen)
+        text = (tmp_path / "out.svg").read_text()
+        assert [f"<!-- {title} -->" in text for title in steps] == [t in chosen for t in steps]
+        assert text.count("<!-- trajectory -->") == len(chosen)

@@ -1,9 +1,6 @@
 """Sampling replay: log-probabilities over the tokens that each token was sampled from."""
 
-from __future__ import annotations
-
 import asyncio
-import importlib.util
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -149,7 +146,6 @@ def test_trajectories_and_generator_outputs_carry_the_sets() -> None:
     assert [[one.tolist() for one in row] for row in lists] == merged
 
 
-@pytest.mark.spec("kept.record")
 @pytest.mark.parametrize(
     ("kept_ids", "got"),
     [
@@ -163,7 +159,6 @@ def test_sets_for_only_some_tokens_are_refused(kept_ids: Any, got: str) -> None:
     assert got in str(e.value)
 
 
-@pytest.mark.spec("kept.record", "kept.batch-operations")
 def test_rows_without_sets_are_of_the_vocabulary() -> None:
     """As the answers of an agent of which only some must have a form."""
     mixed = batch_from_trajectories([trajectory(([ids(4, 5), ids(6)], None))])
@@ -190,7 +185,6 @@ SAMPLINGS = {
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.spec("kept.ratio")
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_ratio_of_unchanged_weights_is_one(tiny_model_folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -1,14 +1,9 @@
 """Ranks that share the tokens of a pass train as one rank does; docs/spec.md section 7."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 from _sequence_ranked import SHARED, make_models
 from _trees import agent_batch
@@ -136,7 +131,6 @@ def kept_tokens(batch: Any) -> Any:
     )
 
 
-@pytest.mark.spec("update.sequence-ranks")
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
 def test_parts_have_every_token_and_every_entry_once(size: int, tree: bool) -> None:
@@ -159,7 +153,6 @@ def test_parts_have_every_token_and_every_entry_once(size: int, tree: bool) -> N
             assert torch.equal(part.target_ids, micro.target_ids[here])
 
 
-@pytest.mark.spec("update.sequence-ranks")
 def test_what_cannot_be_divided_is_refused() -> None:
     from _fakes import tiny_model
 

@@ -1,16 +1,11 @@
 """Supervised fine-tuning: demonstrations as steps, and runs on them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 from helpers._fakes import tiny_model
 
@@ -56,14 +51,12 @@ def test_prompt_and_completion_and_weights() -> None:
     assert chat_of({"messages": CHAT}, "row 0") == CHAT == chat_of(CHAT, "row 0")
 
 
-@pytest.mark.spec("sft.rows")
 def test_answers_of_weight_0_are_context_only(tiny_tokenizer: Any) -> None:
     chat = [CHAT[0], {**CHAT[1], "weight": 0}, *CHAT[2:]]
     steps = build_demonstration(chat_of(chat, "row 0"), tiny_tokenizer, generator(), "row 0")
     assert [step.loss_mask for step in steps] == [[0, 0, 0], [1, 1]]
 
 
-@pytest.mark.spec("sft.rows")
 @pytest.mark.parametrize(
     "flag",
     [{"weight": "0"}, {"weight": 0.0}, {"train": False}, {"loss": False}, {"loss": "false"},
@@ -130,7 +123,6 @@ def test_rows_that_the_template_refuses_are_named_before_a_model_is_loaded(
         sft(options, demonstrations=rows)
 
 
-@pytest.mark.spec("sft.rows")
 @pytest.mark.parametrize(
     "row",
     [

@@ -1,7 +1,5 @@
 """What is wrong with a run's settings is found before a model is loaded."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys
@@ -154,7 +152,7 @@ def answer_to(folder: Path, override: str) -> str:
     return str(caught.value).replace(str(folder), "HERE")
 
 
-@pytest.mark.spec("run.checks-before-models", "settings.one-line-errors")
+@pytest.mark.spec("settings.one-line-errors")
 @pytest.mark.usefixtures("no_models")
 def test_mistakes_are_answered_in_a_line_before_a_model_is_loaded(mistakes: Path) -> None:
     pytest.importorskip("skyrl_gym")
@@ -282,7 +280,6 @@ def test_complete_download_needs_no_network(cache: Path, monkeypatch: pytest.Mon
     assert asked == ["org/model"]
 
 
-@pytest.mark.spec("run.hub-models")
 def test_engine_command_downloads_as_train_does(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

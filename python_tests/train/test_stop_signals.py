@@ -1,7 +1,5 @@
 """Signals that stop a run: before it trains, while something blocks its event loop, later."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,14 +1,9 @@
 """What ranks exchange is what the formulas of docs/design/022 say, within 5 %."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 from _rank_models import Wide, wide_models
 from _training import folder as folder
@@ -113,7 +108,7 @@ def test_counters_are_those_of_the_formulas(tmp_path: Path, size: int) -> None:
 
 
 @pytest.mark.slow  # starts a process
-@pytest.mark.spec("update.ranks-traffic", "metrics.table")
+@pytest.mark.spec("metrics.table")
 def test_a_run_of_two_ranks_reports_its_traffic(folder: Path) -> None:
     two = "trainer.placement.policy_num_gpus_per_node=2"
     rows = read_metrics(train(settings(folder, "run", two, "trainer.epochs=1")).metrics)

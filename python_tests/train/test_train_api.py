@@ -1,7 +1,5 @@
 """`skyrl_fast.train`: argument types, callbacks, signals."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json
@@ -18,9 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from _training import Recorder, settings
 from _training import folder as folder  # a fixture
 from fake_envs import FakePrompt, ScriptedEngine, loop_config, says
@@ -158,20 +153,6 @@ def test_prompt_formats(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ([3], "prompts, row 0: expected a mapping, got int"),
-        ([{"question": "?"}], "prompts, row 0: prompt: expected a list of messages"),
-        (["missing.jsonl"], "data file not found: missing.jsonl"),
-        ({"train": [], "test": []}, "expected rows, got a mapping with train, test: choose one"),
-    ],
-)
-def test_invalid_prompts_are_named(source: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        prompts_from(source, default_env_class="d")
-
-
 def test_hub_data_set_requires_the_datasets_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
     wanted = "org/name; a dataset on the hub needs datasets: pip install datasets"
@@ -208,21 +189,17 @@ def test_data_sets(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- objects -----------------------------------------------------------------------------------
 
 
-def test_reward_function_is_a_single_turn_environment() -> None:
+async def test_reward_function_is_a_single_turn_environment() -> None:
     def reward(answer: str, row: dict[str, Any]) -> float:
         return len(answer) + row["bonus"] + len(row["prompt"])
 
-    async def go() -> Any:
-        factory = EnvFactory(EnvironmentConfig(), make_env=lambda extras: RewardEnv(reward, extras))
-        env = await factory.make("any", {"bonus": 10})
-        prompt = [{"role": "user", "content": "?"}]
-        assert await env.init(prompt) == prompt
-        answer = await env.step("four")
-        await env.close()
-        await factory.close()
-        return answer
-
-    answer = asyncio.run(go())
+    factory = EnvFactory(EnvironmentConfig(), make_env=lambda extras: RewardEnv(reward, extras))
+    env = await factory.make("any", {"bonus": 10})
+    prompt = [{"role": "user", "content": "?"}]
+    assert await env.init(prompt) == prompt
+    answer = await env.step("four")
+    await env.close()
+    await factory.close()
     assert (answer.reward, answer.done, answer.messages) == (15.0, True, [])
 
 
@@ -312,7 +289,6 @@ def test_answers_without_a_failure_are_rewarded(tiny_tokenizer: Any) -> None:
     assert failed.failure == "lost"
 
 
-@pytest.mark.spec("run.reward-functions")
 def test_functions_that_fail_are_called_again_and_fail_their_group(tiny_tokenizer: Any) -> None:
     calls: list[int] = []
 
@@ -355,7 +331,6 @@ def constant(completions: Any, value: float, **columns: Any) -> list[float]:
     return [value] * len(completions)
 
 
-@pytest.mark.spec("run.reward-functions")
 def test_each_reward_function_has_a_metric_of_its_own(tiny_tokenizer: Any) -> None:
     def constant_2(completions: Any, **columns: Any) -> list[float]:
         return [6.0] * len(completions)
@@ -373,7 +348,6 @@ def test_each_reward_function_has_a_metric_of_its_own(tiny_tokenizer: Any) -> No
     assert "the sum of weighted rewards: expected a finite" in str(failed.failure)
 
 
-@pytest.mark.spec("run.reward-functions")
 def test_reward_functions_are_one_argument_of_train(folder: Path) -> None:
     recorder = Recorder()
     config = settings(folder, "funcs", "trainer.epochs=1")

@@ -1,8 +1,7 @@
 """Runs that stop (by a signal, an error, a kill) and resume from their newest checkpoint."""
 
-from __future__ import annotations
-
 import asyncio
+import logging
 import os
 import shutil
 import signal
@@ -12,57 +11,44 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-
 from _fakes import FakeRollouts, tiny_model, write_prompts
-from _training import Recorder, settings, steady, train
+from _training import (
+    RESUME,
+    Recorder,
+    assert_same_files,
+    dies_at,
+    dying,
+    fill,
+    settings,
+    steady,
+    train,
+)
 from _training import folder as folder  # a fixture
 
 import skyrl_fast
-from skyrl_fast.config import Config
+from skyrl_fast.config import Config, to_dict
+from skyrl_fast.config.loading import as_config
 from skyrl_fast.train import run as run_module
 from skyrl_fast.train.checkpoint.local import RunInUseError, checkpoints
+from skyrl_fast.train.checkpoint.resumed_settings import find_changed_settings
 from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.setup.errors import SetupError
 from skyrl_fast.trajectory_store import read_index
 
 
-class DiedError(Exception):
-    """Simulates kill -9: nothing is written afterwards."""
-
-
 @pytest.mark.parametrize("at_step", [3, 5])
-def test_resumed_run_equals_an_uninterrupted_one(
-    folder: Path, at_step: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    complete, first, second = Recorder(), Recorder(), Recorder()
+def test_resumed_run_equals_an_uninterrupted_one(folder: Path, at_step: int) -> None:
+    complete, first, second = Recorder(), Recorder(dies_at(at_step)), Recorder()
     expected = train(settings(folder, "expected"), complete)
-
-    async def die(step: int) -> None:
-        if step == at_step:
-            raise DiedError
-
-    first.during = die
-    with monkeypatch.context() as patch, pytest.raises(DiedError):
-        patch.setattr(run_module.Trainer, "_rescue", lambda self: None)
+    with dying():
         train(settings(folder, "broken"), first)
-    assert [step for step, _ in checkpoints(folder / "broken/checkpoints")] == list(
-        range(2, at_step + 1, 2)
-    )
-    outcome = train(settings(folder, "broken", "trainer.resume_mode=latest"), second)
-
+    saved = [step for step, _ in checkpoints(folder / "broken/checkpoints")]
+    assert saved == [*range(2, at_step + 1, 2)]
+    outcome = train(settings(folder, "broken", RESUME), second)
     assert steady(outcome.metrics) == steady(expected.metrics)
-    resumed_at = (at_step // 2) * 2
-    assert first.order[:resumed_at] + second.order == complete.order
-    for file in ("model.safetensors",):
-        assert (outcome.checkpoint / "policy" / file).read_bytes() == (
-            expected.checkpoint / "policy" / file
-        ).read_bytes()
-    assert (outcome.checkpoint / "optimizer.safetensors").read_bytes() == (
-        expected.checkpoint / "optimizer.safetensors"
-    ).read_bytes()
+    assert first.order[: saved[-1]] + second.order == complete.order
+    assert_same_files(outcome, expected, "policy/model.safetensors", "optimizer.safetensors")
 
 
 def test_an_error_leaves_a_checkpoint_of_the_last_complete_step(folder: Path) -> None:
@@ -140,14 +126,9 @@ def test_used_folder_is_not_overwritten(folder: Path) -> None:
 
 
 def test_folder_with_trajectories_only_counts_as_used(folder: Path) -> None:
-    async def die(step: int) -> None:
-        if step == 1:
-            raise DiedError
-
     unseen = ["trainer.logger=[]", "data.val_data=[]"]
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(DiedError):
-        patch.setattr(run_module.Trainer, "_rescue", lambda self: None)
-        train(settings(folder, "run", *unseen), Recorder(die))
+    with dying():
+        train(settings(folder, "run", *unseen), Recorder(dies_at(1)))
     (part,) = (folder / "run/trajectories").glob("step_*.jsonl")
     kept = part.read_bytes()
     with pytest.raises(RunInUseError, match="holds an earlier run: --resume"):
@@ -188,7 +169,6 @@ def test_environment_that_changes_the_current_folder_moves_no_output(
     assert len(read_metrics(folder / "runs/a/metrics.jsonl")) == 7
 
 
-@pytest.mark.spec("run.absolute-paths")
 def test_loss_in_a_relative_file_is_that_of_the_start(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,10 +339,7 @@ def test_resume_from_a_path_sets_later_checkpoints_aside(
     kept = folder / "run/checkpoints"
     weights = {p.name: (p / "policy/model.safetensors").read_bytes() for p in kept.glob("step_*")}
     again = settings(
-        folder,
-        "run",
-        "trainer.resume_mode=from_path",
-        f"trainer.resume_path={kept}/step_000002",
+        folder, "run", "trainer.resume_mode=from_path", f"trainer.resume_path={kept}/step_000002"
     )
     capsys.readouterr()
     assert steady(train(again).metrics) == expected
@@ -399,3 +376,60 @@ def test_set_aside_checkpoint_can_be_chosen_again(folder: Path) -> None:
     )
     assert train(again).step == 6
     assert steady(folder / "run/metrics.jsonl") == expected
+
+
+# --- settings that differ from those of the checkpoint that a run resumes from -------------------
+
+
+def changed(**values: Any) -> list[str]:
+    return list(find_changed_settings(to_dict(Config()), to_dict(as_config(values))))
+
+
+@pytest.mark.spec("run.changed-settings")
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("trainer.policy.optimizer_config.lr", 0.5),
+        ("trainer.algorithm.policy_loss_type", "gspo"),
+        ("trainer.rows", "tree"),
+        ("generator.sampling_params.top_p", 0.5),
+        ("generator.inference_engine.model_dtype", "bfloat16"),
+        ("environment.env_class", "other"),
+    ],
+)
+def test_settings_that_change_what_is_trained_are_found(key: str, value: Any) -> None:
+    assert changed(**{key: value}) == [key]
+
+
+@pytest.mark.spec("run.changed-settings")
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("trainer.run_path", "elsewhere"),
+        ("trainer.logger", ["wandb"]),
+        ("trainer.eval_interval", 3),
+        ("trainer.max_tokens_per_microbatch", 5),
+        ("generator.inference_engine.num_threads", 2),
+        ("generator.eval_sampling_params", {"temperature": 0.0}),
+    ],
+)
+def test_other_settings_may_change(key: str, value: Any) -> None:
+    assert changed(**{key: value}) == []
+
+
+@pytest.mark.parametrize("saved", [None, [], "text", {"trainer": 3}, {"other": {"a": 1}}])
+def test_settings_that_a_checkpoint_does_not_have_are_ignored(saved: Any) -> None:
+    assert find_changed_settings(saved, to_dict(Config())) == {}
+
+
+def test_resumed_run_warns_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = fill(tmp_path, monkeypatch, num_prompts=8)
+    rate = "trainer.policy.optimizer_config.lr"
+    train(settings(folder, "run", "trainer.max_training_steps=2", f"{rate}=0.001"))
+    resumed = ("trainer.max_training_steps=3", "trainer.resume_mode=latest")
+    with caplog.at_level(logging.WARNING):
+        train(settings(folder, "run", *resumed, f"{rate}=0.002", "trainer.plot=false"))
+    (warning,) = (r.getMessage() for r in caplog.records if "settings differ" in r.getMessage())
+    assert warning.endswith(f"{rate}: 0.001 -> 0.002")

@@ -1,7 +1,5 @@
 """Passes of trees: the reference against all possible cuts, and invariants of a plan."""
 
-from __future__ import annotations
-
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -95,32 +93,6 @@ def chunks_of(
     return [micro.rows.tolist() for micro in plan]
 
 
-@pytest.mark.spec("tree.micro-batches")
-@given(rows=ROWS, budget=st.integers(1, 40), data=st.data())
-def test_parts_contain_every_row_once_within_the_budget(
-    rows: list[list[int]], budget: int, data: Any
-) -> None:
-    system = data.draw(st.lists(st.integers(0, 2), max_size=4))
-    rows = [system + row for row in rows]
-    groups = sorted(data.draw(st.integers(0, 2)) for _ in rows)
-    chunks = chunks_of(rows, groups, budget)
-    assert sorted(row for chunk in chunks for row in chunk) == [
-        i for i, row in enumerate(rows) if row
-    ]
-    sizes = {}
-    for group in set(groups):
-        sizes[group] = size_of([row for row, g in zip(rows, groups, strict=True) if g == group])
-    for chunk in chunks:
-        assert chunk == sorted(chunk)
-        assert size_of([rows[row] for row in chunk]) <= budget or len(chunk) == 1
-    for group, size in sizes.items():
-        where = [
-            number for number, chunk in enumerate(chunks) for row in chunk if groups[row] == group
-        ]
-        assert size > budget or len(set(where)) <= 1
-
-
-@pytest.mark.spec("tree.micro-batches")
 def test_nodes_that_all_rows_share_count_once_per_part() -> None:
     rows = [[0] * 6 + [1 + group] * 2 for group in range(8)]
     groups = list(range(8))
@@ -133,31 +105,12 @@ def test_nodes_that_all_rows_share_count_once_per_part() -> None:
     assert common_prefix(tree_of([[], []]), []) == 0
 
 
-@pytest.mark.spec("tree.micro-batches")
 def test_parts_are_balanced() -> None:
     rows = [[group] * 4 for group in range(12)]
     chunks = chunks_of(rows, list(range(12)), 20)
     assert [len(chunk) for chunk in chunks] == [4, 4, 4]
 
 
-@pytest.mark.spec("tree.micro-batches")
-@given(rows=ROWS, budget=st.integers(1, 40), data=st.data())
-def test_chunks_of_complete_trajectories_keep_to_the_budget(
-    rows: list[list[int]], budget: int, data: Any
-) -> None:
-    units = np.array([data.draw(st.integers(0, 3)) for _ in rows], dtype=np.int64)
-    groups = [0] * len(rows)
-    chunks = chunks_of(rows, groups, budget, trajectory_ids=units)
-    assert sorted(row for chunk in chunks for row in chunk) == [
-        i for i, row in enumerate(rows) if row
-    ]
-    owners = [set(units[chunk].tolist()) for chunk in chunks]
-    assert sum(map(len, owners)) == len(set().union(*owners))
-    for chunk, owner in zip(chunks, owners, strict=True):
-        assert size_of([rows[row] for row in chunk]) <= budget or len(owner) == 1
-
-
-@pytest.mark.spec("tree.micro-batches")
 def test_interleaved_trajectories_are_added_one_by_one() -> None:
     # As rendered by a template for two answers: both first turns start with a thought, 9.
     rows = [[1, 9, 2], [1, 3, 4], [1, 9, 5], [1, 6, 7], [1, 9, 8], [1, 6, 10]]
@@ -168,7 +121,6 @@ def test_interleaved_trajectories_are_added_one_by_one() -> None:
     assert sorted(chunks) == [[0, 1, 2, 3], [4, 5]]
 
 
-@pytest.mark.spec("tree.micro-batches")
 def test_trajectories_stay_together() -> None:
     rows = [[1, 2, 3], [1, 4, 5], [1, 2, 6], [1, 4, 7]]
     units = np.array([0, 1, 0, 1])

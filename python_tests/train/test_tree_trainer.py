@@ -1,19 +1,20 @@
 """`trainer.rows=tree` in full runs: the curve of rows, at the cost of distinct tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-
-from _settings import NEEDED, error_of
+from _merging import drifted, worked_output
+from _rows import assert_same
+from _settings import error_of
 from _training import folder as folder  # a fixture
 from _training import settings, train
 
+from skyrl_fast.batch import StepBatch
+from skyrl_fast.config import ConfigError, GeneratorConfig
 from skyrl_fast.config.loading import load_config
+from skyrl_fast.train.algorithm.training_rows import training_rows
+from skyrl_fast.train.metrics.rollouts import batch_metrics
 from skyrl_fast.train.output.loggers import read_metrics
 
 SAME = ("reward/avg_raw_reward", "policy/grad_norm", "policy/loss", "eval/all/avg_score")
@@ -23,7 +24,7 @@ def metrics_of(folder: Path, name: str, *overrides: str) -> list[dict[str, Any]]
     return read_metrics(train(settings(folder, name, *overrides)).metrics)
 
 
-@pytest.mark.spec("tree.metrics", "tree.rows-setting", "tree.shared-forward")
+@pytest.mark.spec("tree.metrics", "tree.shared-forward")
 def test_run_on_trees_has_the_learning_curve_of_rows(folder: Path) -> None:
     rows = metrics_of(folder, "step", "trainer.rows=step", "trainer.max_training_steps=3")
     trees = metrics_of(folder, "tree", "trainer.rows=tree", "trainer.max_training_steps=3")
@@ -44,7 +45,7 @@ def test_run_on_trees_has_the_learning_curve_of_rows(folder: Path) -> None:
         assert two["policy/forward_tokens"] <= one["generate/batch_num_tokens_tree"]
 
 
-@pytest.mark.spec("tree.reference-and-critic", "tree.rows-setting")
+@pytest.mark.spec("tree.reference-and-critic")
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -66,7 +67,6 @@ def test_trees_work_with_other_settings(folder: Path, overrides: tuple[str, ...]
         assert trees[name] == pytest.approx(rows[name], rel=2e-2, abs=1e-5), name
 
 
-@pytest.mark.spec("tree.rows-setting")
 def test_rows_merged_equals_the_generator_setting(folder: Path) -> None:
     one = metrics_of(folder, "a", "trainer.rows=merged", "trainer.max_training_steps=1")
     assert one[1]["policy/tree_group_share"] == 0
@@ -79,7 +79,6 @@ def test_rows_merged_equals_the_generator_setting(folder: Path) -> None:
         assert one[1][name] == pytest.approx(two[1][name], rel=1e-5)  # other orders of sums
 
 
-@pytest.mark.spec("tree.rows-setting")
 def test_one_row_per_trajectory_can_be_sequences(folder: Path) -> None:
     one_row = ("generator.step_wise_trajectories=false", "trainer.max_training_steps=1")
     trees = metrics_of(folder, "a", *one_row)[1]
@@ -90,7 +89,6 @@ def test_one_row_per_trajectory_can_be_sequences(folder: Path) -> None:
         assert sequences[name] == pytest.approx(trees[name], rel=1e-5)  # other orders of sums
 
 
-@pytest.mark.spec("tree.rows-setting")
 @pytest.mark.parametrize(
     ("overrides", "wanted"),
     [
@@ -98,10 +96,7 @@ def test_one_row_per_trajectory_can_be_sequences(folder: Path) -> None:
         (["trainer.rows=step", "generator.merge_stepwise_output=true"], "got step"),
         (["trainer.rows=step", "generator.step_wise_trajectories=false"], "got step"),
         (
-            [
-                "generator.merge_stepwise_output=true",
-                "generator.step_wise_trajectories=false",
-            ],
+            ["generator.merge_stepwise_output=true", "generator.step_wise_trajectories=false"],
             "expected false where generator.step_wise_trajectories is false",
         ),
         (
@@ -114,6 +109,47 @@ def test_incompatible_row_settings(overrides: list[str], wanted: str) -> None:
     assert wanted in error_of(*overrides)
 
 
-def test_turn_level_estimators_on_trees() -> None:
-    options = ["trainer.rows=tree", "trainer.algorithm.advantage_estimator=gigpo"]
-    assert load_config(None, [*NEEDED, *options]).trainer.rows == "tree"
+# --- rows to train -------------------------------------------------------------------------------
+
+
+def config(*overrides: str) -> GeneratorConfig:
+    needed = ["data.train_data=[a.jsonl]", "trainer.policy.model.path=m"]
+    return load_config(None, [*needed, *overrides]).generator
+
+
+@pytest.mark.spec("merge.off", "merge.on", "merge.outcome")
+def test_rows_are_steps_merged_steps_or_trajectories() -> None:
+    steps = StepBatch.from_generator_output(worked_output())
+    assert training_rows(steps, config()) is steps
+    merged = training_rows(steps, config("generator.merge_stepwise_output=true"))
+    assert_same(merged, steps.merged())
+    metrics = batch_metrics(merged, num_rows_before_merge=steps.num_rows)
+    assert metrics["generate/num_seq_before_merge"] == 6
+    assert metrics["generate/num_seq_after_merge"] == 3
+    grown = steps.rows(slice(0, 3))
+    rows = training_rows(grown, config("generator.step_wise_trajectories=false"))
+    assert rows.num_rows == 1
+    assert rows.row_rewards.tolist() == [1.75]  # every step's reward, at the end of its response
+    assert rows.rewards.tolist() == [0.25, 0, 0, 0.5, 0, 1.0]
+
+
+@pytest.mark.spec("merge.row-per-trajectory")
+def test_a_context_that_was_rewritten_is_not_one_row() -> None:
+    steps = StepBatch.from_generator_output(worked_output())
+    with pytest.raises(ValueError, match=r"sample 1 of prompt 'a' the prompt of turn 2 .*agree on"):
+        training_rows(steps, config("generator.step_wise_trajectories=false"))
+
+
+def test_drift_is_a_setting() -> None:
+    steps = StepBatch.from_generator_output(drifted([1, 2, 3, 4, 50, 9]))
+    merge = "generator.merge_stepwise_output=true"
+    realign = "generator.merge_drift=realign"
+    assert training_rows(steps, config(merge)).num_rows == 2
+    assert training_rows(steps, config(merge, realign)).num_rows == 1
+    one = config(merge, realign, "generator.merge_max_drift_tokens=1")
+    assert training_rows(steps, one).num_rows == 2
+
+
+def test_merging_full_trajectories_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"generator.merge_stepwise_output: expected false"):
+        config("generator.step_wise_trajectories=false", "generator.merge_stepwise_output=true")

@@ -1,7 +1,5 @@
 """Training on prefix trees: loss and gradients equal those of independent rows."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys
@@ -15,14 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-pytest.importorskip("transformers")
-
 from _fakes import tiny_model
 from _moe import NUM_EXPERTS, NUM_LAYERS, TOP_K, tiny_moe
 from _trees import agent_batch, batch_of_rows, size_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from scripts.models_page import WithFloat64
 from scripts.tiny_models import tiny_model as random_model
@@ -30,13 +25,11 @@ from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.token_counts import token_counts
 from skyrl_fast.config import AlgorithmConfig, OptimizerConfig
 from skyrl_fast.ops.passes.plan import PassPlan
-from skyrl_fast.ops.prefix_tree.attention import plan_tree_attention, tree_attention
 from skyrl_fast.ops.prefix_tree.tree import build_prefix_tree
 from skyrl_fast.train.model import micro_batch
 from skyrl_fast.train.model.critic import Critic, ValueModel
 from skyrl_fast.train.model.forward_pass import MicroBatch, NodeTree
 from skyrl_fast.train.model.micro_batch import plan_micro_batches, response_positions
-from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import (
     Policy,
     checkpoint_gradients,
@@ -45,7 +38,7 @@ from skyrl_fast.train.model.policy import (
 )
 from skyrl_fast.train.model.tree_forward import last_hidden_states, prepare_for_trees
 from skyrl_fast.train.model.tree_states import TreeSegments
-from skyrl_fast.train.update import accumulate_gradient, update_policy
+from skyrl_fast.train.update import accumulate_gradient
 
 SIZES = {
     "vocab_size": 16,
@@ -129,7 +122,6 @@ def test_loss_and_gradients_equal_those_of_rows(kind: str, seed: int) -> None:
             assert on_trees["policy/forward_tokens"] < metrics["policy/forward_tokens"]
 
 
-@pytest.mark.spec("tree.equal-gradients")
 @pytest.mark.usefixtures("independent")
 @pytest.mark.parametrize(
     "algorithm",
@@ -150,51 +142,6 @@ def test_every_kind_of_loss(algorithm: AlgorithmConfig) -> None:
     )
     assert on_trees["policy/loss"] == pytest.approx(metrics["policy/loss"], rel=1e-6)
     assert_same_gradients(wanted, got, 1e-6)
-
-
-@pytest.mark.spec("tree.equal-gradients")
-@pytest.mark.usefixtures("independent")
-def test_a_full_optimizer_step() -> None:
-    batch = agent_batch(3, num_groups=4)
-    weights = []
-    for tree in (False, True):
-        model = tiny("Qwen3")
-        before = {name: value.detach().clone() for name, value in model.named_parameters()}
-        policy = Policy(model, tree=tree, max_tokens_per_microbatch=60)
-        optimizer = Optimizer(policy, OptimizerConfig(lr=1e-2), total_steps=4)
-        metrics = update_policy(
-            policy,
-            optimizer,
-            batch.with_(old_logprobs=None),
-            algorithm=AlgorithmConfig(),
-            mini_batch_size=2,
-            update_epochs=2,
-        )
-        assert metrics["policy/optimizer_steps"] == 4
-        weights.append({n: v.detach() - before[n] for n, v in model.named_parameters()})
-    assert_same_gradients(*weights, 1e-6)
-
-
-@pytest.mark.usefixtures("independent")
-def test_gradient_checkpointing(tmp_path: Any) -> None:
-    tiny("Qwen2", torch.float32).save_pretrained(tmp_path)
-    batch = agent_batch(1)
-    grads = []
-    for checkpointing, tree in ((False, False), (True, True)):
-        model = load_model(
-            str(tmp_path), device=torch.device("cpu"), gradient_checkpointing=checkpointing
-        ).double()
-        grads.append(gradients(model, batch, tree=tree)[1])
-    assert_same_gradients(*grads, 1e-6)
-
-
-@pytest.mark.usefixtures("independent")
-def test_logprobs_before_the_update() -> None:
-    batch = agent_batch(2)
-    rows = Policy(tiny("Llama")).batch_logprobs(batch)
-    trees = Policy(tiny("Llama"), tree=True, max_tokens_per_microbatch=30).batch_logprobs(batch)
-    torch.testing.assert_close(trees, rows, atol=1e-6, rtol=1e-6)  # kept as float32
-    assert bool((trees[batch.loss_mask == 0] == 0).all())
 
 
 def test_prepared_model_is_unchanged_without_trees(tmp_path: Any) -> None:
@@ -244,84 +191,8 @@ def test_bfloat16_error_is_within_that_of_row_order(device: str) -> None:
 # --- a model that is float64 throughout ----------------------------------------------------------
 
 
-class Decoder(torch.nn.Module):
-    """Two layers of rotary attention and a gated map, all in float64."""
-
-    def __init__(self, vocabulary: int = 7, width: int = 8, heads: int = 2) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.heads, self.size = heads, width // heads
-
-        def weights(*shape: int) -> torch.nn.Parameter:
-            return torch.nn.Parameter(torch.randn(*shape, dtype=torch.float64) * 0.4)
-
-        self.embedding = weights(vocabulary, width)
-        self.maps = torch.nn.ParameterList(weights(width, width) for _ in range(2 * 6))
-
-    def forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, attend: Callable[..., torch.Tensor]
-    ) -> torch.Tensor:
-        """Map (T,) tokens at (T,) positions to (T, vocabulary) logits."""
-        x = self.embedding[ids]
-        for layer in range(2):
-            q, k, v, o, up, down = self.maps[6 * layer : 6 * layer + 6]
-            normed = x / x.square().mean(-1, keepdim=True).add(1e-6).sqrt()
-            query, key, value = (
-                (normed @ w).view(-1, self.heads, self.size).transpose(0, 1)[None]
-                for w in (q, k, v)
-            )
-            out = attend(self._turned(query, positions), self._turned(key, positions), value)
-            x = x + out[0].transpose(0, 1).flatten(1) @ o
-            x = x + torch.tanh(x @ up) @ down
-        return x @ self.embedding.T
-
-    def _turned(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        rates = 10.0 ** -torch.arange(self.size // 2, dtype=torch.float64)
-        angles = positions[:, None].double() * rates
-        a, b = x.chunk(2, -1)
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
-
-
 def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-
-SHORT_ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=7)
-
-
-@pytest.mark.spec("tree.equal-gradients")
-@pytest.mark.parametrize("kind", ["tiles", "dense"])
-@settings(max_examples=40)
-@given(rows=SHORT_ROWS, data=st.data())
-def test_float64_is_exact(kind: str, rows: list[list[int]], data: Any) -> None:
-    """Random tries: forks anywhere, equal rows, prefixes of others, groups of one row."""
-    groups = [data.draw(st.integers(0, 2)) for _ in rows]
-    weights = [torch.randn(len(row), dtype=torch.float64) for row in rows]  # like advantages
-    model = Decoder()
-    loss = torch.zeros((), dtype=torch.float64)
-    for row, weight in zip(rows, weights, strict=True):
-        ids = torch.tensor(row)
-        logits = model(ids, torch.arange(len(row)), causal)
-        picked = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        loss = loss + (picked * weight[1:]).sum()
-    wanted = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-    tokens = torch.tensor([t for row in rows for t in row])
-    cu = torch.tensor(np.concatenate([[0], np.cumsum([len(row) for row in rows])]))
-    tree = build_prefix_tree(tokens, cu, groups)
-    plan = plan_tree_attention(tree.parents, tree.ends, kind=kind)
-    logits = model(
-        tree.tokens.long(), tree.positions.long(), lambda *qkv: tree_attention(*qkv, plan)
-    ).log_softmax(-1)
-    on_tree = torch.zeros((), dtype=torch.float64)
-    for number, (row, weight) in enumerate(zip(rows, weights, strict=True)):
-        nodes = tree.nodes_of(number).long()
-        picked = logits[nodes[:-1], torch.tensor(row[1:], dtype=torch.long)]
-        on_tree = on_tree + (picked * weight[1:]).sum()
-    got = torch.autograd.grad(on_tree, list(model.parameters()), allow_unused=True)
-    torch.testing.assert_close(on_tree, loss, atol=1e-12, rtol=1e-10)
-    for one, two in zip(got, wanted, strict=True):
-        assert float((one - two).norm()) <= 1e-10 * max(1e-2, float(two.norm()))
 
 
 # --- micro-batches -------------------------------------------------------------------------------
@@ -363,7 +234,7 @@ def test_every_trained_token_is_predicted_once_from_its_parent_node(
         assert sum(len(members) for members in parts) == len(set().union(*parts))
 
 
-@pytest.mark.spec("tree.shared-forward", "tree.micro-batches")
+@pytest.mark.spec("tree.shared-forward")
 def test_groups_share_their_system_prompt_and_nothing_else_changes() -> None:
     rng = np.random.default_rng(0)
     system = rng.integers(4, 10, 20).tolist()
@@ -607,11 +478,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "Cohere2": {},
     "Olmo3": {},
     "Llama4Text": llama4(),
-    "SmolLM3": {
-        "no_rope_layers": [1, 0, 1, 0],
-        "use_sliding_window": True,
-        "max_window_layers": 2,
-    },
+    "SmolLM3": {"no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "max_window_layers": 2},
 }
 
 
@@ -690,7 +557,7 @@ def test_layers_that_look_at_places(name: str) -> None:
             assert float((one - two).norm()) <= 1e-5 * float(two.norm())
 
 
-@pytest.mark.spec("tree.equal-gradients", "tree.reach")
+@pytest.mark.spec("tree.reach")
 @pytest.mark.usefixtures("independent")
 @settings(max_examples=12)
 @given(
@@ -818,7 +685,6 @@ def test_layers_with_a_state(
                 assert float((one - two).norm()) <= 1e-8 * max(1e-3, float(two.norm()))
 
 
-@pytest.mark.spec("tree.states", "tree.equal-gradients")
 @pytest.mark.usefixtures("independent")
 @pytest.mark.parametrize("budget", [1, 40, 100_000])
 def test_states_in_cut_trees_and_in_recomputed_layers(budget: int, tmp_path: Path) -> None:
@@ -899,7 +765,6 @@ def test_segments_are_computed_in_chunks_of_their_length(monkeypatch: pytest.Mon
     assert calls == [(1, 40, 64), (6, 10, 16), (1, 50, 64), (1, 40, 64), (2, 50, 64)]
 
 
-@pytest.mark.spec("tree.unsupported-models")
 def test_published_windows_are_probed_by_short_ones_and_restored() -> None:
     model = places_model("Mistral", sliding_window=4096)
     prepare_for_trees(model)
@@ -912,7 +777,6 @@ def test_published_windows_are_probed_by_short_ones_and_restored() -> None:
     assert [layer.self_attn.sliding_window for layer in gemma.layers] == [4096, None] * 2
 
 
-@pytest.mark.spec("tree.unsupported-models")
 def test_windows_that_a_pass_does_not_read_are_not_probed_by_short_ones() -> None:
     model = places_model("Gemma3Text", layer_types=["full_attention"] * 4, sliding_window=4096)
     with pytest.raises(ValueError, match="its setting sliding_window=4096 may limit"):
@@ -935,7 +799,6 @@ def test_queries_scaled_by_their_place_in_a_pass_are_refused() -> None:
         prepare_for_trees(model)
 
 
-@pytest.mark.spec("tree.unsupported-models")
 def test_options_of_the_attention_function_that_change_nothing_are_accepted() -> None:
     batch = agent_batch(0)
     model = tiny("Llama")
@@ -952,7 +815,6 @@ def test_options_of_the_attention_function_that_change_nothing_are_accepted() ->
         policy.batch_logprobs(batch)
 
 
-@pytest.mark.spec("tree.unsupported-models")
 def test_the_probe_compares_with_the_attention_of_the_model() -> None:
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -968,7 +830,6 @@ def test_the_probe_compares_with_the_attention_of_the_model() -> None:
         Policy(model, tree=True)
 
 
-@pytest.mark.spec("tree.equal-gradients")
 @pytest.mark.usefixtures("independent")
 def test_attention_output_is_contiguous() -> None:
     def jetmoe() -> Any:  # calls view on the output
@@ -991,7 +852,6 @@ def test_output_without_last_hidden_state_is_refused(tree: bool) -> None:
         prepare_for_trees(model.model)
 
 
-@pytest.mark.spec("tree.unsupported-models")
 def test_model_with_different_results_on_trees_is_refused() -> None:
     model = tiny_model()
     forward = model.model.forward

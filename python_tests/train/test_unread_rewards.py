@@ -1,7 +1,5 @@
 """Rewards before the last step that the estimator does not read."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,14 +1,9 @@
 """The update with scopes and off-policy correction; effects of masks and weights on gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from _fakes import tiny_model
 from _rows import full_logprobs
 
@@ -109,7 +104,7 @@ def test_loss_gets_its_settings(loss: str, settings: dict[str, Any], wanted: Los
 # --- scope ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("loss.gspo", "loss.sequence-scope")
+@pytest.mark.spec("loss.gspo")
 @pytest.mark.parametrize("scope", ["row", "trajectory"])
 @pytest.mark.parametrize("budget", [8, 1000])
 def test_gspo_ratio_follows_the_scope(scope: str, budget: int) -> None:
@@ -181,14 +176,14 @@ def test_token_ratios_are_capped() -> None:
     assert metrics["policy/is_ratio_max"] == pytest.approx(8.0, rel=1e-5)
 
 
-@pytest.mark.spec("loss.off-policy-tis", "loss.sequence-scope")
+@pytest.mark.spec("loss.off-policy-tis")
 def test_sequence_ratios_by_scope() -> None:
     settings: dict[str, Any] = {"tis_ratio_type": "sequence", "sequence_tis_ratio_clip_high": 6.0}
     assert weights_of(algorithm_with(**settings)) == [[4, 4, 4], [4, 4], [6] * 4]
     assert weights_of(algorithm_with("row", **settings)) == [[4, 4, 4], [1, 1], [6] * 4]
 
 
-@pytest.mark.spec("loss.off-policy-sequence-mask", "loss.sequence-scope")
+@pytest.mark.spec("loss.off-policy-sequence-mask")
 def test_sequence_masks_by_scope() -> None:
     product: dict[str, Any] = {"sequence_mask_metric": "product", "product_mask_high": 3.0}
     assert weights_of(algorithm_with(**product)) == [[0] * 3, [0] * 2, [0] * 4]
@@ -201,7 +196,7 @@ def test_sequence_masks_by_scope() -> None:
     assert weights_of(algorithm_with("row", **geometric)) == [[0] * 3, [1] * 2, [0] * 4]
 
 
-@pytest.mark.spec("loss.off-policy-outlier", "loss.off-policy-token-mask", "loss.sequence-scope")
+@pytest.mark.spec("loss.off-policy-outlier", "loss.off-policy-token-mask")
 def test_outliers_and_single_tokens() -> None:
     outlier: dict[str, Any] = {"outlier_token_is_threshold_high": 1.9}
     assert weights_of(algorithm_with(**outlier)) == [[0] * 3, [0] * 2, [0] * 4]
@@ -264,7 +259,6 @@ def test_trainer_corrects_each_mini_batch(mini_batch_size: int) -> None:
         assert metrics["policy/is_ratio_mean"] == pytest.approx(float(ratio.mean()), rel=1e-4)
 
 
-@pytest.mark.spec("loss.all-masked", "loss.all-masked-step")
 def test_update_with_all_tokens_dropped_changes_no_weight() -> None:
     policy = Policy(tiny_model())
     before = [p.clone() for p in policy.model.parameters()]

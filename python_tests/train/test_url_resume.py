@@ -1,19 +1,15 @@
 """Runs whose checkpoints are at a URL: stopped, resumed there, refused."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
-
-pytest.importorskip("transformers")
-
 from _object_stores import URL, FlakyStore, plain
 from _object_stores import store as store
 from _training import RESUME, Recorder, after, interrupted_in, settings, steady, train
@@ -22,15 +18,14 @@ from _training import folder as folder
 import skyrl_fast
 from skyrl_fast.config import ConfigError
 from skyrl_fast.train import Callback
+from skyrl_fast.train.checkpoint import remote
 from skyrl_fast.train.checkpoint.local import CheckpointError, RunInUseError
 from skyrl_fast.train.checkpoint.remote import CheckpointStore
-from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.setup.errors import SetupError
 
 AT_URL = f"trainer.ckpt_path={URL}"
 
 
-@pytest.mark.spec("run.checkpoint-url")
 @pytest.mark.parametrize("folder_of_resumed", ["run", "on another machine"])
 def test_stopped_run_resumes_from_the_url_like_an_undisturbed_one(
     folder: Path, store: type[FlakyStore], folder_of_resumed: str
@@ -46,7 +41,6 @@ def test_stopped_run_resumes_from_the_url_like_an_undisturbed_one(
     assert resumed.checkpoint == folder / folder_of_resumed / "checkpoints/step_000006"
 
 
-@pytest.mark.spec("run.checkpoint-url")
 def test_resume_from_the_url_of_a_checkpoint_sets_later_ones_aside(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -73,20 +67,6 @@ def test_resume_from_the_url_of_a_checkpoint_sets_later_ones_aside(
         train(settings(folder, "other", chosen[0], f"trainer.resume_path={URL}/step_9"))
 
 
-@pytest.mark.spec("run.checkpoint-url")
-def test_damaged_checkpoint_is_set_aside_and_the_older_one_resumed(
-    folder: Path, store: type[FlakyStore], capsys: pytest.CaptureFixture[str]
-) -> None:
-    expected = steady(train(settings(folder, "run", AT_URL)).metrics)
-    store().pipe_file("/bucket/run/step_000006/policy/model.safetensors", b"")
-    capsys.readouterr()
-    resumed = train(settings(folder, "on another machine", AT_URL, RESUME))
-    assert steady(resumed.metrics) == after(expected, 4)
-    name = f"{URL}/step_000006/manifest.json"
-    assert f"{name} was renamed to manifest.aside.json" in capsys.readouterr().err
-
-
-@pytest.mark.spec("run.checkpoint-url")
 def test_training_continues_during_an_upload(folder: Path, store: type[FlakyStore]) -> None:
     trained = threading.Event()
     uploads: list[bool] = []
@@ -113,7 +93,7 @@ def test_training_continues_during_an_upload(folder: Path, store: type[FlakyStor
     assert complete == [(n, folder / f"run/checkpoints/step_00000{n}") for n in (2, 4, 6)]
 
 
-@pytest.mark.spec("run.checkpoint-url", "async.interrupt")
+@pytest.mark.spec("async.interrupt")
 @pytest.mark.parametrize("fails", [False, True])
 def test_run_that_is_stopped_during_an_upload_saves_its_last_step(
     folder: Path, store: type[FlakyStore], fails: bool
@@ -144,7 +124,6 @@ def test_run_that_is_stopped_during_an_upload_saves_its_last_step(
     assert saved == ([3] if fails else [2, 3])
 
 
-@pytest.mark.spec("run.checkpoint-url")
 def test_failed_upload_ends_the_run_which_can_be_resumed(
     folder: Path, store: type[FlakyStore]
 ) -> None:
@@ -199,22 +178,59 @@ def test_other_urls_are_refused(folder: Path) -> None:
         train(settings(folder, "a", f"trainer.policy.model.path={URL}"))
 
 
-@pytest.mark.slow  # starts two processes
-@pytest.mark.spec("run.checkpoint-url", "update.ranks-checkpoint")
-def test_ranks_upload_and_resume_in_another_number(folder: Path) -> None:
-    """As `test_run_with_a_changed_number_of_ranks_equals_that_of_one`, with a URL."""
-    shared = "trainer.placement.policy_num_gpus_per_node=2"
-    at_url = f"trainer.ckpt_path=file://{folder}/store/run"
-    train(settings(folder, "alone"))
-    train(settings(folder, "run", at_url, "trainer.max_training_steps=2"))
-    train(settings(folder, "run", at_url, RESUME, shared, "trainer.max_training_steps=4"))
-    names = {path.name for path in (folder / "store/run/step_000004").rglob("*.safetensors")}
-    assert "shard-00002-of-00002.safetensors" in names
-    assert "model-00002-of-00002.safetensors" in names
-    train(settings(folder, "run", at_url, RESUME))
-    one, two = (steady(folder / name / "metrics.jsonl") for name in ("alone", "run"))
-    assert len(one) == len(two) == 7
-    for wanted, found in zip(one, two, strict=True):
-        for name in {"reward/avg_raw_reward", "policy/grad_norm", "policy/loss"} & wanted.keys():
-            assert found[name] == pytest.approx(wanted[name], rel=1e-2, abs=1e-4), name
-    assert len(read_metrics(folder / "run/metrics.jsonl")) == 7
+# --- checkpoints by s3fs, at a server on this machine that speaks S3's protocol ------------------
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    pytest.importorskip("s3fs")
+    from botocore.session import get_session
+
+    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    keys = {"endpoint_url": f"http://{host}:{port}", "key": "x", "secret": "y"}
+    monkeypatch.setitem(fsspec.config.conf, "s3", keys)
+    monkeypatch.setattr(remote, "WAITS", (0.0,))
+    found = get_session().create_client(
+        "s3",
+        region_name="us-east-1",
+        endpoint_url=keys["endpoint_url"],
+        aws_access_key_id="x",
+        aws_secret_access_key="y",
+    )
+    found.create_bucket(Bucket="bucket")
+    yield found
+    server.stop()
+
+
+@pytest.mark.slow
+def test_stopped_run_resumes_from_s3(folder: Path, client: Any) -> None:
+    expected = steady(train(settings(folder, "expected")).metrics)
+    at_url = ("trainer.ckpt_path=s3://bucket/run", "trainer.max_ckpts_to_keep=1")
+    stopped = train(settings(folder, "run", *at_url), interrupted_in(3))
+    assert stopped.step == 3
+    found = client.list_objects_v2(Bucket="bucket")["Contents"]
+    assert {each["Key"].split("/")[1] for each in found} == {"step_000003"}
+    with pytest.raises(RunInUseError, match="s3://bucket/run holds an earlier run"):
+        train(settings(folder, "other", *at_url))
+    resumed = train(settings(folder, "other", *at_url, RESUME))
+    assert steady(resumed.metrics) == after(expected, 3)
+    assert CheckpointStore("s3://bucket/run").list_saved() == [(6, "s3://bucket/run/step_000006")]
+
+
+@pytest.mark.slow
+def test_objects_are_created_once_and_buckets_never(folder: Path, client: Any) -> None:
+    once = CheckpointStore("s3://bucket/once")
+    with once.claim("run", folder, resumes=False):
+        with pytest.raises(FileExistsError):  # by the server, without a look before
+            fsspec.filesystem("s3").pipe_file("bucket/once/run.json", b"3", mode="create")
+        with (
+            pytest.raises(RunInUseError, match="s3://bucket/once is in use by process"),
+            once.claim("run", folder / "other", resumes=True),
+        ):
+            pass
+    assert "Contents" not in client.list_objects_v2(Bucket="bucket")
+    with pytest.raises(RunInUseError, match=r"s3://missing/run/run.json: FileNotFoundError"):
+        train(settings(folder, "run", "trainer.ckpt_path=s3://missing/run"))
+    assert [each["Name"] for each in client.list_buckets()["Buckets"]] == ["bucket"]

@@ -1,8 +1,5 @@
 """Rewards, environments, callbacks and loggers as users write them, with public names only."""
 
-from __future__ import annotations
-
-import asyncio
 import json
 import subprocess
 import sys
@@ -16,7 +13,6 @@ from _torch_engine import torch_engine as torch_engine  # a fixture
 import skyrl_fast
 from skyrl_fast.train import Callback, Env, EnvStep, RunInfo
 
-pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[2]
 WORDS = ("sun", "moon", "rain", "snow", "wind", "star", "tide", "fog")
 ROWS = [{"prompt": f"say {word}", "word": word} for word in WORDS]
@@ -46,16 +42,13 @@ def settings(tiny_model_folder: Path, tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("torch_engine")
-def test_notebook_cell_trains_with_a_reward_function(settings: dict[str, Any]) -> None:
-    async def cell() -> Any:  # notebook cells run inside an event loop
-        return skyrl_fast.train_agent(
-            settings | {"trainer.epochs": 6, "trainer.eval_interval": 4},
-            prompts=ROWS,
-            eval_prompts=ROWS,
-            reward=letters,
-        )
-
-    result = asyncio.run(cell())
+async def test_notebook_cell_trains_with_a_reward_function(settings: dict[str, Any]) -> None:
+    result = skyrl_fast.train_agent(
+        settings | {"trainer.epochs": 6, "trainer.eval_interval": 4},
+        prompts=ROWS,
+        eval_prompts=ROWS,
+        reward=letters,
+    )
     assert (result.step, result.total_steps, result.signal) == (12, 12, None)
     assert result.before is not None and result.after is not None
     assert result.after > result.before + 0.1

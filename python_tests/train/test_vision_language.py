@@ -1,7 +1,5 @@
 """Vision-language models trained on text: only the language model is, and stays what it is in."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -94,7 +92,6 @@ def make_folder(family: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.spec("sync.frozen-parts", "sync.saved-class")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_update_changes_the_language_model_only(family: str, tmp_path: Path) -> None:
     folder = make_folder(family, tmp_path / "model")
@@ -231,7 +228,9 @@ def test_an_adapter_is_of_the_language_model(family: str, tmp_path: Path) -> Non
     torch.testing.assert_close(policy.batch_logprobs(batch), expected, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "llama4"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_vl", "llama4", pytest.param("gemma3", marks=pytest.mark.slow)]
+)
 def test_the_memory_is_that_of_a_language_model_and_frozen_weights(family: str) -> None:
     model = vision_language_model(family)
     policy = Policy(model)

@@ -1,7 +1,5 @@
 """Agents on the nodes of a Ray cluster, here several on one machine."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -126,7 +124,7 @@ def test_agents_are_spread_and_give_the_same_steps_as_in_the_trainer(
     until(lambda: not agent_processes() and not workers("ray::_NodeActor"))
 
 
-def test_late_agents_are_killed_with_what_they_started(
+async def test_late_agents_are_killed_with_what_they_started(
     nodes: Any, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
     prompts = [
@@ -140,21 +138,18 @@ def test_late_agents_are_killed_with_what_they_started(
     for prompt in prompts:
         wait_until_gone(read_pids(tmp_path / prompt.uid))
 
-    async def go() -> None:
-        pids = tmp_path / "pids"
-        agent = OnNodes(command=python(FORKS % (str(pids), 600)))
-        running = asyncio.create_task(agent.run(task_of({})))
-        while not (pids.exists() and " " in pids.read_text()):
-            assert not running.done()
-            await asyncio.sleep(0.05)
-        assert folders(tmp_path) != []
-        running.cancel()
-        await asyncio.wait([running])
-        wait_until_gone(read_pids(pids))
-        until(lambda: folders(tmp_path) == [])
-        await agent.close()
-
-    asyncio.run(go())
+    pids = tmp_path / "pids"
+    agent = OnNodes(command=python(FORKS % (str(pids), 600)))
+    running = asyncio.create_task(agent.run(task_of({})))
+    while not (pids.exists() and " " in pids.read_text()):
+        assert not running.done()
+        await asyncio.sleep(0.05)
+    assert folders(tmp_path) != []
+    running.cancel()
+    await asyncio.wait([running])
+    wait_until_gone(read_pids(pids))
+    until(lambda: folders(tmp_path) == [])
+    await agent.close()
 
 
 def folders(tmp_path: Path) -> list[Path]:

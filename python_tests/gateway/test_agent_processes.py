@@ -1,7 +1,5 @@
 """Agents in processes: the same steps and errors as in the trainer, and nothing is left."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re
@@ -94,7 +92,6 @@ def test_failing_agents_are_tried_again(tiny_tokenizer: Any, tmp_path: Path) -> 
     assert out.runner.faults["retried_trajectories"] == len(failures)
 
 
-@pytest.mark.spec("gateway.agent-processes")
 def test_a_lost_process_is_no_failure_by_a_full_context(
     tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -119,32 +116,27 @@ def test_functions_that_exit_or_cancel_themselves_end_their_trajectory_only(
         assert [t.stop_reason for t in out.trajectories] == ["env_error"] * len(kinds) + ["stop"]
 
 
-@pytest.mark.spec("gateway.agent-processes")
-def test_late_agents_are_killed_with_what_they_started(tmp_path: Path) -> None:
+async def test_late_agents_are_killed_with_what_they_started(tmp_path: Path) -> None:
     """Others continue, although one holds the interpreter's lock."""
     files = {do: tmp_path / do for do in ("hang", "hold_lock")}
 
-    async def go() -> None:
-        agent = in_process(function=f"{FILE}:act")
-        late = [
-            asyncio.create_task(agent.run(task_of({"do": do, "pids": str(file)})))
-            for do, file in files.items()
-        ]
-        while not all(file.exists() and " " in file.read_text() for file in files.values()):
-            assert not any(task.done() for task in late)
-            await asyncio.sleep(0.01)
-        assert (await agent.run(task_of({}))).reward == 1.0
-        for task in late:
-            task.cancel()
-        await asyncio.wait(late)
-        wait_until_gone([int(pid) for file in files.values() for pid in file.read_text().split()])
-        assert (await agent.run(task_of({}))).reward == 1.0
-        await agent.close()
-
-    asyncio.run(go())
+    agent = in_process(function=f"{FILE}:act")
+    late = [
+        asyncio.create_task(agent.run(task_of({"do": do, "pids": str(file)})))
+        for do, file in files.items()
+    ]
+    while not all(file.exists() and " " in file.read_text() for file in files.values()):
+        assert not any(task.done() for task in late)
+        await asyncio.sleep(0.01)
+    assert (await agent.run(task_of({}))).reward == 1.0
+    for task in late:
+        task.cancel()
+    await asyncio.wait(late)
+    wait_until_gone([int(pid) for file in files.values() for pid in file.read_text().split()])
+    assert (await agent.run(task_of({}))).reward == 1.0
+    await agent.close()
 
 
-@pytest.mark.spec("gateway.agent-processes")
 def test_commands_are_run_as_in_the_trainer(tiny_tokenizer: Any) -> None:
     write = CALL + "\njson.dump({'reward': 0.5, 'lines': 2}, open('out.json', 'w'))"
     check = "import sys; sys.exit(open('answer.txt').read() != 'a0')"
@@ -162,8 +154,7 @@ def test_commands_are_run_as_in_the_trainer(tiny_tokenizer: Any) -> None:
     assert "out.json: no such file; exit code 0; output: oh no" in str(out.only.failure)
 
 
-@pytest.mark.spec("gateway.agent-processes")
-def test_a_late_command_leaves_no_process_and_no_folder(
+async def test_a_late_command_leaves_no_process_and_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pids, folder = tmp_path / "pids", tmp_path / "tmp"
@@ -171,23 +162,19 @@ def test_a_late_command_leaves_no_process_and_no_folder(
     monkeypatch.setenv("TMPDIR", str(folder))
     agent = in_process(command=python(FORKS % (str(pids), 600)))
 
-    async def go() -> None:
-        running = asyncio.create_task(agent.run(task_of({})))
-        while not (pids.exists() and " " in pids.read_text()):
-            await asyncio.sleep(0.01)
-        running.cancel()
-        await asyncio.wait([running])
-        wait_until_gone(read_pids(pids))
-        await agent.close()
-
-    asyncio.run(go())
+    running = asyncio.create_task(agent.run(task_of({})))
+    while not (pids.exists() and " " in pids.read_text()):
+        await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.wait([running])
+    wait_until_gone(read_pids(pids))
+    await agent.close()
     deadline = time.monotonic() + 60
     while list(folder.iterdir()) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.spec("gateway.agent-processes")
 @pytest.mark.parametrize("workers", ["process", "cluster"])
 def test_functions_that_other_processes_cannot_import_are_refused(
     workers: str, monkeypatch: pytest.MonkeyPatch

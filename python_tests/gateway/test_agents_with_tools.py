@@ -4,8 +4,6 @@ The policy is scripted: what is tested are the requests, and that each call cont
 before. Agents that are not installed are skipped.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -83,7 +81,6 @@ def test_claude_code(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     check(CommandAgent(command, verifier=VERIFIER), tokenizer, {"Bash": arguments})
 
 
-@pytest.mark.spec("gateway.other-tools", "rollout.system-messages")
 def test_codex(tokenizer: Any) -> None:
     program = shutil.which("codex") or pytest.skip("codex is not installed")
     provider = "-c model_providers.g.{}=".format

@@ -1,7 +1,5 @@
 """Commands as agents: what they get, how they are rewarded, and that no process remains."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import subprocess
@@ -167,18 +165,14 @@ def test_what_a_command_leaves_behind_ends_in_a_named_error(
     assert [name for name in left if (tmp_path / name).is_dir()] == []
 
 
-@pytest.mark.spec("gateway.command-left-behind")
-def test_a_command_without_a_reward_file_is_rewarded_whatever_it_leaves() -> None:
-    async def go() -> list[float | None]:
-        task = AgentTask({"prompt": []}, "http://nowhere", "key", "model")
-        runs = [
-            CommandAgent(python(f"import os\n{code}")).run(task)
-            for code, _ in LEFT_BEHIND.values()
-            if "r'" not in code
-        ]
-        return [outcome.reward for outcome in await asyncio.gather(*runs)]
-
-    rewards = asyncio.run(go())
+async def test_a_command_without_a_reward_file_is_rewarded_whatever_it_leaves() -> None:
+    task = AgentTask({"prompt": []}, "http://nowhere", "key", "model")
+    runs = [
+        CommandAgent(python(f"import os\n{code}")).run(task)
+        for code, _ in LEFT_BEHIND.values()
+        if "r'" not in code
+    ]
+    rewards = [outcome.reward for outcome in await asyncio.gather(*runs)]
     assert len(rewards) > 8 and set(rewards) == {1.0}
 
 
@@ -214,23 +208,19 @@ def test_the_end_of_a_commands_output_is_kept(
     ]
 
 
-@pytest.mark.spec("gateway.command")
 @pytest.mark.parametrize("seconds", [0, 600])
-def test_no_process_of_a_command_remains(seconds: float, tmp_path: Path) -> None:
+async def test_no_process_of_a_command_remains(seconds: float, tmp_path: Path) -> None:
     """After its end, and where it is cancelled."""
     pids = tmp_path / "pids"
     agent = CommandAgent(python(FORKS % (str(pids), seconds)))
 
-    async def go() -> None:
-        running = asyncio.create_task(agent.run(AgentTask({}, "http://gateway", "key", "policy")))
-        while seconds and not (pids.exists() and " " in pids.read_text()):
-            await asyncio.sleep(0.01)
-        if seconds:
-            running.cancel()
-        await asyncio.wait([running])
-        assert running.cancelled() == bool(seconds)
-
-    asyncio.run(go())
+    running = asyncio.create_task(agent.run(AgentTask({}, "http://gateway", "key", "policy")))
+    while seconds and not (pids.exists() and " " in pids.read_text()):
+        await asyncio.sleep(0.01)
+    if seconds:
+        running.cancel()
+    await asyncio.wait([running])
+    assert running.cancelled() == bool(seconds)
     wait_until_gone(read_pids(pids))
 
 
@@ -243,7 +233,6 @@ asyncio.run(agent.run(AgentTask({}, "http://gateway", "key", "policy")))
 """
 
 
-@pytest.mark.spec("gateway.command")
 def test_commands_and_their_folders_end_with_a_killed_trainer(tmp_path: Path) -> None:
     pids, folders = tmp_path / "pids", tmp_path / "tmp"
     folders.mkdir()
@@ -263,7 +252,6 @@ def test_commands_and_their_folders_end_with_a_killed_trainer(tmp_path: Path) ->
     assert list(folders.iterdir()) == []
 
 
-@pytest.mark.spec("gateway.command")
 def test_each_task_has_a_folder_of_its_own(
     tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,5 @@
 """Commands that leave anything in place of their files and folders, from a generated table."""
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import os
@@ -147,9 +145,7 @@ def sample() -> list[Leftover]:
     [
         pytest.param(sample(), id="sample"),
         pytest.param(
-            ALL,
-            id="all",
-            marks=[pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1800)],
+            ALL, id="all", marks=[pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1800)]
         ),
     ],
 )

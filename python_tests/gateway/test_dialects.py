@@ -1,7 +1,5 @@
 """The other dialects, by their official clients: the same steps, in each API's form."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -67,7 +65,6 @@ def test_anthropic_agent_with_tools(stream: bool, tiny_tokenizer: Any) -> None:
     assert out.only.env_metrics["calls"] == 2
 
 
-@pytest.mark.spec("gateway.anthropic", "gateway.errors")
 def test_anthropic_errors_and_stops(tiny_tokenizer: Any) -> None:
     async def agent(task: Any) -> float:
         client = task.async_anthropic.with_options(max_retries=0)
@@ -132,7 +129,7 @@ def test_responses_with_tools(stream: bool, by_id: bool, tiny_tokenizer: Any) ->
     check_continued(out, tiny_tokenizer)
 
 
-@pytest.mark.spec("gateway.responses", "gateway.errors", "gateway.unsupported")
+@pytest.mark.spec("gateway.unsupported")
 def test_responses_errors(tiny_tokenizer: Any) -> None:
     async def agent(task: Any) -> float:
         create = task.async_openai.with_options(max_retries=0).responses.create

@@ -1,7 +1,5 @@
 """Clients that repeat, disconnect or send nonsense: each is counted, and the run continues."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gzip
@@ -159,7 +157,6 @@ def test_a_stream_shows_signs_of_life_and_ends_with_the_answer_or_an_error(
     assert out.only.failure is None
 
 
-@pytest.mark.spec("gateway.lost-clients")
 @pytest.mark.parametrize("comes_back", [False, True])
 def test_an_answer_that_is_broken_off_is_trained_only_if_it_is_delivered_after_all(
     comes_back: bool, tiny_tokenizer: Any
@@ -299,7 +296,6 @@ def test_failures_of_agent_and_engine_are_told_apart_and_retried(tiny_tokenizer:
     assert "expected a finite float32 number, got 'good'" in str(out.only.failure)
 
 
-@pytest.mark.spec("gateway.agent-failures")
 def test_the_other_choices_of_a_failed_call_are_aborted(tiny_tokenizer: Any) -> None:
     engines: list[Any] = []
 
@@ -328,7 +324,6 @@ def test_the_other_choices_of_a_failed_call_are_aborted(tiny_tokenizer: Any) -> 
     assert (out.only.failure, [s.text for s in out.only.steps]) == (None, ["a"])
 
 
-@pytest.mark.spec("gateway.agent-failures")
 def test_a_dead_engine_ends_the_rollout(tiny_tokenizer: Any) -> None:
     async def agent(task: Any) -> float:
         while True:  # catches everything
@@ -341,7 +336,6 @@ def test_a_dead_engine_ends_the_rollout(tiny_tokenizer: Any) -> None:
         played(agent, tiny_tokenizer, answer=lambda call, n: EngineDeadError("gone"))
 
 
-@pytest.mark.spec("gateway.agent-failures")
 @pytest.mark.parametrize("blocking", [False, True])
 def test_an_agent_at_its_deadline_keeps_its_steps(blocking: bool, tiny_tokenizer: Any) -> None:
     loops: list[Any] = []
@@ -378,7 +372,6 @@ def test_an_agent_at_its_deadline_keeps_its_steps(blocking: bool, tiny_tokenizer
     assert t.env_metrics["calls"] == 1
 
 
-@pytest.mark.spec("gateway.retries")
 @pytest.mark.parametrize(
     ("other", "calls"), [('{"b": "2", "a": "1"}', 1), ('{"b": "3", "a": "1"}', 2)]
 )
@@ -415,7 +408,6 @@ ENCODINGS = [
 ]
 
 
-@pytest.mark.spec("gateway.errors")
 def test_compressed_bodies_and_wrong_base_urls(
     tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,8 +7,6 @@ Each test needs its framework: `pip install langgraph langchain-openai openai-ag
 mini-swe-agent pydantic-ai-slim`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Whatever an agent does to its history: every sampled token is in one step, once, unaltered."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections import Counter
@@ -187,7 +185,7 @@ def as_ids(answers: list[tuple[list[int], bool]], end: int) -> list[list[int]]:
     return [[*ids, end] if ended else ids for ids, ended in answers]
 
 
-@pytest.mark.spec("gateway.step-per-call", "gateway.special-tokens", "gateway.forest")
+@pytest.mark.spec("gateway.step-per-call")
 @given(answers=answers_of, done=st.lists(operations, max_size=14))
 def test_every_sampled_token_is_in_one_step(tokenizer: Any, answers: Any, done: Any) -> None:
     check_history(tokenizer, as_ids(answers, tokenizer.eos_token_id), done)
@@ -228,7 +226,6 @@ def test_a_conversation_that_only_grows_is_continued_token_by_token(
     assert session.counts["continued_prompts"] == max(0, len(steps) - 1)
 
 
-@pytest.mark.spec("gateway.continuity")
 @given(said=st.lists(st.tuples(roles, texts), min_size=1, max_size=6))
 def test_a_first_prompt_has_the_templates_tokens(tokenizer: Any, said: Any) -> None:
     messages = [{"role": role, "content": text} for role, text in said]
@@ -245,7 +242,6 @@ def test_a_first_prompt_has_the_templates_tokens(tokenizer: Any, said: Any) -> N
     assert asyncio.run(go()) == expected
 
 
-@pytest.mark.spec("gateway.continuity")
 @given(prompts=st.lists(texts, min_size=1, max_size=8))
 def test_text_prompts_have_the_tokenizers_tokens(tokenizer: Any, prompts: list[str]) -> None:
     """Whatever beginnings they share."""
@@ -261,14 +257,13 @@ def test_text_prompts_have_the_tokenizers_tokens(tokenizer: Any, prompts: list[s
     assert asyncio.run(go()) == [tokenizer.encode(text) for text in prompts if text]
 
 
-def test_a_text_that_continues_within_a_word(tokenizer: Any) -> None:
+async def test_a_text_that_continues_within_a_word(tokenizer: Any) -> None:
     prompts = ["<|im_start|>a<|im_end|>", "<|im_start|>aa<|im_end|>"]
 
-    async def go() -> list[list[int]]:
-        session = session_of(tokenizer, RandomModel(iter([])))
-        return [(await session.prompt(Call(model=MODEL, prompt=t))).token_ids for t in prompts]
-
-    assert asyncio.run(go()) == [tokenizer.encode(text) for text in prompts]
+    session = session_of(tokenizer, RandomModel(iter([])))
+    assert [(await session.prompt(Call(model=MODEL, prompt=t))).token_ids for t in prompts] == [
+        tokenizer.encode(text) for text in prompts
+    ]
 
 
 def test_a_conversation_that_grows_is_one_list_of_ids(tokenizer: Any) -> None:
@@ -300,7 +295,6 @@ def test_a_conversation_that_grows_is_one_list_of_ids(tokenizer: Any) -> None:
     assert tokenizer.decode(shorter.token_ids) == texts[0]
 
 
-@pytest.mark.spec("gateway.continuity")
 def test_a_later_answer_that_came_back_changed_is_a_fork(tiny_tokenizer: Any) -> None:
     async def agent(task: Any) -> float:
         messages = [USER]

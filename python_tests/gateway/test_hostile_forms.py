@@ -1,7 +1,5 @@
 """Forms of answers that are hard to compile are refused by name, and quickly."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """Unmodified agents on the official OpenAI client: their calls are the trajectory's steps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -27,9 +25,7 @@ def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-@pytest.mark.spec(
-    "gateway.agents", "gateway.step-per-call", "gateway.continuity", "gateway.function-reward"
-)
+@pytest.mark.spec("gateway.agents", "gateway.function-reward")
 @pytest.mark.parametrize("stream", [False, True])
 def test_each_call_is_a_step_with_the_templates_prompt(stream: bool, tiny_tokenizer: Any) -> None:
     async def agent(task: Any) -> dict[str, float]:
@@ -195,7 +191,6 @@ def test_length_and_stop_are_the_requests_and_the_rest_is_the_runs(
     ]
 
 
-@pytest.mark.spec("gateway.errors")
 def test_errors_have_the_class_that_clients_catch(tiny_tokenizer: Any) -> None:
     seen: list[type[Exception]] = []
 
@@ -248,7 +243,6 @@ def test_an_agent_that_fails_by_its_full_context_ends_with_length(tiny_tokenizer
     assert (t.stop_reason, t.failure, len(t.steps)) == ("max_turns", None, 2)
 
 
-@pytest.mark.spec("gateway.forest")
 def test_calls_must_follow_each_other_where_the_estimator_needs_a_line(tiny_tokenizer: Any) -> None:
     import asyncio
 
@@ -269,7 +263,6 @@ def test_calls_must_follow_each_other_where_the_estimator_needs_a_line(tiny_toke
     assert (t.failure, len(t.steps)) == (None, 2)
 
 
-@pytest.mark.spec("gateway.forest")
 def test_long_parallel_prompts(tiny_tokenizer: Any) -> None:
     """They are rendered in threads."""
     import asyncio

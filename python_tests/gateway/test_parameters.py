@@ -1,7 +1,5 @@
 """Parameters of requests: honoured, refused, or ignored and named once in the log."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -66,7 +64,6 @@ def test_each_parameter_is_refused_or_named(name: str) -> None:
             assert call_of(name, **{parameter: {"other": 1}}).ignored == {parameter: known.note}
 
 
-@pytest.mark.spec("gateway.unsupported")
 @given(
     st.sampled_from(sorted(DIALECTS)),
     st.text(min_size=1),
@@ -144,10 +141,8 @@ def test_tools_of_other_types_are_left_out(
     assert call_of(name, tools=others).tools is None
 
 
-@pytest.mark.spec("gateway.other-tools", "gateway.responses", "gateway.form-or-calls")
-def test_requests_of_codex_and_others_at_the_gateway(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+@pytest.mark.spec("gateway.form-or-calls")
+def test_requests_of_codex_and_others_at_the_gateway(caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = family("qwen25")
     call = '<tool_call>\n{"name": "look", "arguments": {"at": "door"}}\n</tool_call>'
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}

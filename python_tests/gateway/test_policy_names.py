@@ -1,7 +1,5 @@
 """Several policies behind the gateway: the model of a call names the policy that answers it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -46,7 +44,6 @@ def test_the_model_of_a_call_names_its_policy(tiny_tokenizer: Any) -> None:
     assert [(call.model, call.response) for call in out.only.other_calls] == [(REFERENCE, "a2")]
 
 
-@pytest.mark.spec("lora.policies")
 def test_an_unknown_policy_is_refused_by_name(tiny_tokenizer: Any) -> None:
     refused: list[str] = []
 

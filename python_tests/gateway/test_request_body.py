@@ -1,7 +1,5 @@
 """Bodies that begin like earlier ones are read as if each were the first."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One conversation has one prompt, from whichever source it comes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -152,13 +150,7 @@ def with_text_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages
 
 
-@pytest.mark.spec(
-    "rollout.messages",
-    "rollout.tools",
-    "sft.template-arguments",
-    "rollout.arrow",
-    "gateway.export-sft",
-)
+@pytest.mark.spec("sft.template-arguments", "rollout.arrow", "gateway.export-sft")
 @settings(
     max_examples=100 if THOROUGH else 4,  # 0.2 s each
     deadline=None,

@@ -1,7 +1,5 @@
 """One agent as an environment and at the gateway: the same rows; and the real engine agrees."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -45,7 +43,7 @@ def rows(trajectory: Any) -> list[tuple[Any, ...]]:
     ]
 
 
-@pytest.mark.spec("gateway.continuity", "gateway.step-per-call")
+@pytest.mark.spec("gateway.step-per-call")
 def test_same_rows_as_an_environment(tiny_tokenizer: Any) -> None:
     def answer(call: Call, n: int) -> Any:  # a greedy model: of the prompt alone
         digest = hashlib.sha256(str(call.prompt_token_ids).encode()).hexdigest()
@@ -65,7 +63,7 @@ def test_same_rows_as_an_environment(tiny_tokenizer: Any) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.spec("gateway.step-per-call", "gateway.structured", "gateway.tools", "kept.ratio")
+@pytest.mark.spec("kept.ratio")
 def test_recorded_logprobs_are_those_of_the_recorded_tokens(
     tiny_tokenizer: Any, tiny_model_folder: Path, tmp_path: Path
 ) -> None:

@@ -1,7 +1,5 @@
 """The gateway alone: sessions opened and ended over HTTP, stored, and exported."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -220,7 +218,6 @@ def test_sessions_are_opened_with_the_gateways_key(tmp_path: Path, tiny_tokenize
     assert [entry.reward for entry in read_index(tmp_path)] == [3e38]  # once
 
 
-@pytest.mark.spec("gateway.sessions")
 def test_open_sessions_are_stored_at_the_end_and_at_their_deadline(
     tmp_path: Path, tiny_tokenizer: Any
 ) -> None:
@@ -238,7 +235,6 @@ def test_open_sessions_are_stored_at_the_end_and_at_their_deadline(
     assert found == [("open", "timeout", 0.0, 1), ("late", "timeout", 0.0, 1)]
 
 
-@pytest.mark.spec("gateway.sessions")
 @pytest.mark.parametrize("with_next", [True, False])
 def test_sessions_that_cannot_be_written_are_kept(
     with_next: bool, tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
@@ -337,7 +333,7 @@ def with_replay(generation: Generation, call: Call) -> Generation:
     return replace(generation, kept_ids=kept, expert_indices=routes)
 
 
-@pytest.mark.spec("gateway.export", "store.replay")
+@pytest.mark.spec("store.replay")
 def test_exports_have_kept_ids_and_routes(tmp_path: Path, tiny_tokenizer: Any) -> None:
     engine: list[tuple[Call, Generation]] = []
 
@@ -369,7 +365,6 @@ def test_exports_have_kept_ids_and_routes(tmp_path: Path, tiny_tokenizer: Any) -
     assert output["rollout_kept_ids"][1] == [i.tolist() for i in engine[1][1].kept_ids]
 
 
-@pytest.mark.spec("gateway.export-sft")
 def test_each_answer_is_trained_in_one_conversation(
     tmp_path: Path, tiny_tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,7 +1,5 @@
 """Settings of agents: which exclude each other, and what they name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

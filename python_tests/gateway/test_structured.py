@@ -1,7 +1,5 @@
 """Answers whose form the request sets: JSON, a JSON schema, a call of a tool."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -60,7 +58,6 @@ def test_the_engine_gets_the_form_of_each_dialect(tiny_tokenizer: Any) -> None:
     assert batch.num_kept.tolist() == [k for n in (0, 1, 1, 0, 1, 1, 1) for k in [n] * 3]
 
 
-@pytest.mark.spec("gateway.structured", "gateway.errors")
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_the_engine_refuses_is_an_error_of_the_request(
     stream: bool, tiny_tokenizer: Any
@@ -95,7 +92,6 @@ def test_what_the_engine_refuses_is_an_error_of_the_request(
     assert (out.only.failure, [s.text for s in out.only.steps]) == (None, ["a"])
 
 
-@pytest.mark.spec("gateway.structured", "gateway.errors")
 def test_invalid_forms_are_named(tiny_tokenizer: Any) -> None:
     async def agent(task: Any) -> float:
         with pytest.raises(openai.BadRequestError, match="response_format: expected a JSON schema"):
@@ -158,7 +154,6 @@ def test_forced_tools(tiny_tokenizer: Any) -> None:
     assert played(without, tiny_tokenizer, chat_template=TEMPLATE).only.failure is None
 
 
-@pytest.mark.spec("gateway.tools")
 def test_calls_that_do_not_parse_are_text_and_counted(tiny_tokenizer: Any) -> None:
     async def agent(task: Any) -> float:
         for text in ("<call>{", "a"):

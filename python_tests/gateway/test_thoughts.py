@@ -1,7 +1,5 @@
 """Thoughts apart from the answer's text, and back in the history without a fork."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -73,7 +71,7 @@ def test_chat_messages(stream: bool, name: str, tiny_tokenizer: Any) -> None:
     check_continued(played(agent, tiny_tokenizer, **thinking(tiny_tokenizer)))
 
 
-@pytest.mark.spec("gateway.thoughts", "gateway.anthropic")
+@pytest.mark.spec("gateway.anthropic")
 @pytest.mark.parametrize("stream", [False, True])
 def test_blocks_of_messages(stream: bool, tiny_tokenizer: Any) -> None:
     tool = {"name": "look", "input_schema": LOOK["function"]["parameters"]}
@@ -105,7 +103,7 @@ def test_blocks_of_messages(stream: bool, tiny_tokenizer: Any) -> None:
     check_continued(played(agent, tiny_tokenizer, **thinking(tiny_tokenizer)))
 
 
-@pytest.mark.spec("gateway.thoughts", "gateway.responses")
+@pytest.mark.spec("gateway.responses")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("by_id", [False, True])
 def test_items_of_responses(stream: bool, by_id: bool, tiny_tokenizer: Any) -> None:
@@ -149,7 +147,6 @@ def test_without_a_parser_thoughts_are_text(tiny_tokenizer: Any) -> None:
     assert played(agent, tiny_tokenizer, answer=answer).only.failure is None
 
 
-@pytest.mark.spec("gateway.thoughts")
 def test_parsers_of_vllm(tiny_tokenizer: Any) -> None:
     pytest.importorskip("vllm")
     tokenizer = with_think_tokens(tiny_tokenizer)
@@ -170,7 +167,6 @@ def with_think_tokens(tokenizer: Any) -> Any:
     return changed
 
 
-@pytest.mark.spec("gateway.thoughts", "gateway.continuity")
 def test_thoughts_that_the_template_drops_are_forks(
     tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,5 @@
 """Tools through the gateway: offered to the chat template, found in answers, returned to it."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -57,7 +55,6 @@ def test_tool_calls_go_out_and_their_tokens_come_back(stream: bool, tiny_tokeniz
     assert (metrics["continued_prompts"], metrics["answers_with_tool_calls"]) == (1, 1)
 
 
-@pytest.mark.spec("gateway.tools", "gateway.continuity")
 @pytest.mark.parametrize("between", ["", "\n", "\n\n"])
 def test_white_space_between_text_and_calls_makes_no_fork(
     between: str, tiny_tokenizer: Any
@@ -85,7 +82,6 @@ def test_white_space_between_text_and_calls_makes_no_fork(
     assert out.only.env_metrics[kind] == 1
 
 
-@pytest.mark.spec("gateway.tools")
 def test_without_tools_or_with_tool_choice_none_a_call_is_text(tiny_tokenizer: Any) -> None:
     async def agent(task: Any) -> float:
         for options in ({}, {"tools": [LOOK], "tool_choice": "none"}):
@@ -100,7 +96,6 @@ def test_without_tools_or_with_tool_choice_none_a_call_is_text(tiny_tokenizer: A
     assert len(out.only.steps) == 2
 
 
-@pytest.mark.spec("gateway.continuity", "gateway.special-tokens")
 def test_keyword_arguments_of_the_template(tiny_tokenizer: Any) -> None:
     template = "{{ style }}" + TEMPLATE
 

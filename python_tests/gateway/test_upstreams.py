@@ -1,7 +1,5 @@
 """Calls of other models are forwarded to their servers: shown in the trajectory, not trained."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -142,7 +140,6 @@ def test_calls_by_name_go_on_to_another_server(tiny_tokenizer: Any) -> None:
     ]
 
 
-@pytest.mark.spec("gateway.upstreams")
 def test_a_server_that_is_gone_and_a_trajectory_that_ends(tiny_tokenizer: Any) -> None:
     judge = Judge()
 
@@ -170,7 +167,6 @@ def test_a_server_that_is_gone_and_a_trajectory_that_ends(tiny_tokenizer: Any) -
         waiting[0].result()
 
 
-@pytest.mark.spec("gateway.upstreams")
 @pytest.mark.parametrize("leaves", [True, False])
 def test_a_stream_ends_with_its_client_or_its_trajectory(leaves: bool, tiny_tokenizer: Any) -> None:
     judge = Judge()
@@ -224,7 +220,7 @@ def test_untrained_names_of_the_policy_are_shown(
     assert second.request == "user: long long long ... (36 more characters)"
 
 
-@pytest.mark.spec("gateway.upstreams", "viewer.other-calls")
+@pytest.mark.spec("viewer.other-calls")
 def test_other_calls_are_stored_and_shown(tmp_path: Path, tiny_tokenizer: Any) -> None:
     judge = Judge()
 
@@ -250,7 +246,6 @@ def test_other_calls_are_stored_and_shown(tmp_path: Path, tiny_tokenizer: Any) -
     assert re.search(r"not trained", (tmp_path / "view" / "trajectory.js").read_text())
 
 
-@pytest.mark.spec("gateway.upstreams")
 def test_settings_of_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = ["data.train_data=[a.jsonl]", "trainer.policy.model.path=m", "agent.function=a:b"]
     monkeypatch.setenv("JUDGE_KEY", "sk-secret")

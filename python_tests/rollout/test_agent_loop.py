@@ -1,7 +1,5 @@
 """The agent loop, rule by rule (docs/spec.md, section 3), on a scripted engine."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
@@ -45,13 +43,7 @@ def test_a_turn_does_the_same_work_after_any_number_of_turns(
     assert not threads
 
 
-@pytest.mark.spec(
-    "output.gen-only",
-    "rollout.append-context",
-    "rollout.env-step",
-    "rollout.step-row",
-    "rollout.env-done",
-)
+@pytest.mark.spec("output.gen-only", "rollout.env-step", "rollout.env-done")
 def test_three_turns_give_three_gen_only_steps_without_retokenization(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, f"a{n}"))
     (t,) = run(tiny_tokenizer, [prompt_with(turns=3)], loop_config(max_turns=5), engine)
@@ -85,7 +77,7 @@ def test_three_turns_give_three_gen_only_steps_without_retokenization(tiny_token
     assert CountingEnv.closed == [""]
 
 
-@pytest.mark.spec("rollout.prompt-limit", "rollout.reason-on-last-step", "rollout.prompt-too-long")
+@pytest.mark.spec("rollout.prompt-limit", "rollout.prompt-too-long")
 @pytest.mark.parametrize("context", ["append", "retemplate", "single"])
 def test_no_prompt_exceeds_the_limit_and_the_last_step_ends_with_length(
     tiny_tokenizer, context
@@ -120,7 +112,7 @@ def test_first_prompt_too_long_gives_no_steps_and_a_masked_row(tiny_tokenizer, c
     assert rows["stop_reasons"][0] == "length"
 
 
-@pytest.mark.spec("rollout.end-token", "rollout.step-row")
+@pytest.mark.spec("rollout.step-row")
 @pytest.mark.parametrize("context", ["append", "retemplate"])
 def test_appended_end_token_is_not_trained(tiny_tokenizer, context: str) -> None:
     end = tiny_tokenizer.eos_token_id
@@ -145,7 +137,7 @@ def test_template_closes_the_turn_without_an_appended_end_token(tiny_tokenizer) 
     )
 
 
-@pytest.mark.spec("rollout.end-token", "rollout.single-context")
+@pytest.mark.spec("rollout.single-context")
 @pytest.mark.parametrize("max_turns", [2, 3])  # ended by the limit, ended by the environment
 def test_single_conversation_appends_the_end_token_only_to_the_last_response(
     tiny_tokenizer, max_turns: int
@@ -223,7 +215,7 @@ def test_truncated_response_is_recorded(tiny_tokenizer, extras: dict) -> None:
     assert (t.stop_reason, t.steps[0].stop_reason) == ("length", "length")
 
 
-@pytest.mark.spec("rollout.retemplate-context", "rollout.postprocessed-action")
+@pytest.mark.spec("rollout.postprocessed-action")
 def test_retemplated_history_uses_messages_rewritten_by_the_environment(tiny_tokenizer) -> None:
     engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "<think>long</think>short"))
     config = loop_config(max_turns=2, context="retemplate")

@@ -1,7 +1,5 @@
 """Messages and tools as chat templates take them, however they are written."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

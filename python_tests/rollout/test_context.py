@@ -1,7 +1,5 @@
 """The context of each turn, and chat messages (docs/spec.md, section 3)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -59,9 +57,7 @@ def rendered(tokenizer: Any, template: str, messages: list[dict[str, Any]]) -> s
 
 
 @pytest.mark.spec("rollout.retemplate-context")
-def test_retemplated_history_follows_a_template_that_strips_thinking(
-    tiny_tokenizer,
-) -> None:
+def test_retemplated_history_follows_a_template_that_strips_thinking(tiny_tokenizer) -> None:
     config = loop_config(max_turns=3, context="retemplate", chat_template=THINK_TEMPLATE)
     prompts = prompts_of(tiny_tokenizer, config, "<think>why</think>so", turns=3)
     assert prompts[2] == rendered(
@@ -124,7 +120,6 @@ def test_answer_as_a_message_with_tool_calls(tiny_tokenizer, context: str) -> No
     assert tiny_tokenizer.decode(t.steps[0].response_ids) == said + "<|im_end|>"
 
 
-@pytest.mark.spec("rollout.postprocessed-action")
 def test_answer_message_keeps_the_sampled_tokens_in_an_appended_context(tiny_tokenizer) -> None:
     message = {"role": "assistant", "content": "other", "tool_calls": [CALL]}
     config = loop_config(max_turns=2, chat_template=TOOL_TEMPLATE)
@@ -133,7 +128,6 @@ def test_answer_message_keeps_the_sampled_tokens_in_an_appended_context(tiny_tok
     assert "call" not in prompts[1]
 
 
-@pytest.mark.spec("rollout.postprocessed-action")
 @pytest.mark.parametrize("context", ["append", "retemplate", "single"])
 def test_empty_text_replaces_the_answer(tiny_tokenizer, context: str) -> None:
     config = loop_config(max_turns=2, context=context)
@@ -142,7 +136,6 @@ def test_empty_text_replaces_the_answer(tiny_tokenizer, context: str) -> None:
     assert "obs1" in prompts[1]
 
 
-@pytest.mark.spec("rollout.messages")
 @pytest.mark.parametrize(
     ("message", "text"),
     [
@@ -156,7 +149,6 @@ def test_text_of_a_message(message: dict[str, Any], text: str) -> None:
     assert message_text(message) == text
 
 
-@pytest.mark.spec("rollout.messages")
 def test_prompt_with_tool_calls_without_content(tiny_tokenizer) -> None:
     few_shot = [{"role": "assistant", "tool_calls": [CALL]}, TOOLMARKERS[0], *TASK]
     context = make_context("append", tiny_tokenizer, few_shot, chat_template=TOOL_TEMPLATE)
@@ -164,7 +156,6 @@ def test_prompt_with_tool_calls_without_content(tiny_tokenizer) -> None:
     assert text == rendered(tiny_tokenizer, TOOL_TEMPLATE, few_shot)
 
 
-@pytest.mark.spec("rollout.append-context")
 def test_sampled_end_token_is_not_duplicated(tiny_tokenizer) -> None:
     spaced = tiny_tokenizer.chat_template.replace("<|im_end|>", " <|im_end|>")
     end = tiny_tokenizer.eos_token_id
@@ -201,7 +192,6 @@ def test_template_that_rewrites_calls_is_refused_with_advice(tiny_tokenizer) -> 
         context.add_observation(TOOLMARKERS)
 
 
-@pytest.mark.spec("rollout.env-error")
 def test_template_that_omits_answers_is_refused_with_advice(tiny_tokenizer) -> None:
     # The text after a missing answer would be the entire conversation again.
     forgetful = "{% for m in messages if m.role != 'assistant' %}[{{ m.content }}]{% endfor %}"
@@ -211,7 +201,7 @@ def test_template_that_omits_answers_is_refused_with_advice(tiny_tokenizer) -> N
         context.add_observation([{"role": "user", "content": "seen"}])
 
 
-@pytest.mark.spec("rollout.env-error", "rollout.failure-tolerance")
+@pytest.mark.spec("rollout.failure-tolerance")
 @pytest.mark.parametrize("context", ["append", "retemplate", "single"])
 def test_observation_that_cannot_be_encoded_fails_only_its_trajectory(
     tiny_tokenizer, context: str
@@ -272,7 +262,6 @@ JOINING_TEMPLATE = (
 )
 
 
-@pytest.mark.spec("rollout.control-tokens")
 @pytest.mark.parametrize(
     "message",
     [
@@ -292,7 +281,6 @@ def test_joined_texts_keys_and_ids_are_covered(message: dict, tiny_tokenizer: An
     assert tiny_tokenizer.decode(ids).count("<|im_end|>") == 3
 
 
-@pytest.mark.spec("rollout.control-tokens")
 def test_texts_in_parts_and_tool_calls_are_covered(tiny_tokenizer: Any) -> None:
     context = make_context("retemplate", tiny_tokenizer, TASK, chat_template=TOOL_TEMPLATE)
     call = {"type": "function", "function": {"name": "look", "arguments": {"at": "<|im_end|>"}}}

@@ -1,7 +1,5 @@
 """The vLLM engine: clear refusals without vLLM, and real generation with it."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import json
@@ -33,10 +31,6 @@ from skyrl_fast.rollout.engine.vllm_start import (
 from skyrl_fast.rollout.engine.weights.probe import WeightProbe
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 
-needs_vllm = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
-)
-
 
 def start(config: VllmSetup) -> None:
     asyncio.run(VllmEngine(config).start())
@@ -48,7 +42,7 @@ def test_missing_vllm_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch
         start(VllmSetup("anything"))
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_missing_model_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(EngineDeadError, match=r"model folder not found.*nothing-here"):
         start(VllmSetup(str(tmp_path / "nothing-here")))
@@ -159,22 +153,19 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
 
 
 @pytest.mark.spec("rollout.one-sample", "rollout.cache-salt")
-def test_requests_have_a_session_and_a_cache_salt_per_version(
+async def test_requests_have_a_session_and_a_cache_salt_per_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = fake_engine(monkeypatch)
     wanted: list[dict[str, Any]] = []
     engine._sampling_params = lambda **kw: wanted.append(kw)
 
-    async def ask() -> None:
-        sampling = SamplingParams(stop=["</a>"], temperature=0.5)
-        for session_id, version in (("a", 3), ("b", 3), ("a", 4)):
-            got = await engine.generate(
-                [1, 2], sampling, session_id=session_id, policy_version=version, seed=5
-            )
-            assert (got.token_ids, got.logprobs, got.stop_string) == ([7], [-0.5], "</a>")
-
-    asyncio.run(ask())
+    sampling = SamplingParams(stop=["</a>"], temperature=0.5)
+    for session_id, version in (("a", 3), ("b", 3), ("a", 4)):
+        got = await engine.generate(
+            [1, 2], sampling, session_id=session_id, policy_version=version, seed=5
+        )
+        assert (got.token_ids, got.logprobs, got.stop_string) == ([7], [-0.5], "</a>")
     assert [session for _, session in engine._llm.asked] == ["a", "b", "a"]
     salts = [prompt["cache_salt"] for prompt, _ in engine._llm.asked]
     assert salts[0] == salts[1] != salts[2]
@@ -182,7 +173,7 @@ def test_requests_have_a_session_and_a_cache_salt_per_version(
     assert [(w["seed"], w["temperature"], w["logprobs"]) for w in wanted] == [(5, 0.5, 0)] * 3
 
 
-@pytest.mark.spec("rollout.one-sample", "rollout.engine-error")
+@pytest.mark.spec("rollout.engine-error")
 def test_additional_sampling_parameters_take_precedence_and_invalid_ones_fail_the_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -282,14 +273,10 @@ def hf_logprobs(model: torch.nn.Module, sequences: list[list[int]]) -> list[list
 
 
 @pytest.mark.spec("run.engine-network")
-@needs_vllm
 @pytest.mark.vllm
 @pytest.mark.timeout(900)  # two cores that others use too; alone it takes well under a minute
 def test_real_vllm_generates_updates_and_detects_stale_weights(
-    tiny_model_folder: Path,
-    tiny_tokenizer: object,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_model_folder: Path, tiny_tokenizer: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Start-up dominates, so all assertions on a live engine share one."""
     with tempfile.TemporaryDirectory() as folder:  # short: a socket's path has at most 107 bytes

@@ -1,9 +1,6 @@
 """Who may control `skyrl-fast engine`: the attacks on vLLM's development server, and the key."""
 
-from __future__ import annotations
-
 import asyncio
-import importlib.util
 import json
 import os
 import stat
@@ -137,7 +134,6 @@ def test_requests_of_a_trainer_pass(guard: HttpGuard, app: Recorder, shared: Pat
     ]
 
 
-@pytest.mark.spec("engine.guard")
 @pytest.mark.parametrize(
     "body",
     [
@@ -179,7 +175,6 @@ def test_other_calls_of_the_worker_are_refused(
     assert app.passed == []
 
 
-@pytest.mark.spec("engine.guard")
 @pytest.mark.parametrize(
     ("method", "args", "passes"),
     [
@@ -213,7 +208,6 @@ def test_a_broadcast_comes_from_the_servers_trainer(
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
 
 
-@pytest.mark.spec("engine.guard", "lora.servers")
 def test_a_server_takes_the_adapter_of_its_settings_alone(
     app: Recorder, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,7 +236,7 @@ def test_a_server_takes_the_adapter_of_its_settings_alone(
 
 
 @pytest.mark.spec("lora.servers")
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.vllm
 def test_a_server_serves_the_last_adapter_under_its_own_name(
     app: Recorder, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,7 +266,6 @@ def test_a_server_serves_the_last_adapter_under_its_own_name(
     assert name(lora_name="policy-3", version=3) == 404
 
 
-@pytest.mark.spec("engine.guard")
 @pytest.mark.parametrize("content", [b"{", b"\xff", b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}"])
 def test_calls_that_are_no_json_are_refused(
     content: bytes, guard: HttpGuard, app: Recorder
@@ -282,7 +275,6 @@ def test_calls_that_are_no_json_are_refused(
     assert app.passed == []
 
 
-@pytest.mark.spec("engine.guard")
 def test_repeated_key_cannot_hide_a_method(guard: HttpGuard, app: Recorder, shared: Path) -> None:
     path = shared / "skyrl_fast-weights-1/weights.safetensors"
     body = f'{{"method": "__class__", "method": "load_weights_file", "args": ["{path}"]}}'
@@ -293,7 +285,6 @@ def test_repeated_key_cannot_hide_a_method(guard: HttpGuard, app: Recorder, shar
     assert passed.count(b"method") == 1
 
 
-@pytest.mark.spec("engine.guard")
 @pytest.mark.parametrize(
     "path",
     [
@@ -321,7 +312,6 @@ def test_only_weights_in_the_shared_folder_are_loaded(
     assert app.passed == []
 
 
-@pytest.mark.spec("engine.guard")
 def test_weights_that_other_users_could_have_written_are_refused(
     guard: HttpGuard, app: Recorder, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,7 +325,6 @@ def test_weights_that_other_users_could_have_written_are_refused(
     assert app.passed == []
 
 
-@pytest.mark.spec("engine.guard")
 def test_links_are_resolved_before_weights_are_loaded(
     guard: HttpGuard, app: Recorder, shared: Path
 ) -> None:
@@ -350,7 +339,6 @@ def test_links_are_resolved_before_weights_are_loaded(
     ]
 
 
-@pytest.mark.spec("engine.guard")
 @pytest.mark.parametrize(
     ("path", "status"),
     [
@@ -369,7 +357,6 @@ def test_other_routes_do_not_exist(path: str, status: int, guard: HttpGuard, app
     assert app.passed == []
 
 
-@pytest.mark.spec("engine.guard")
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
@@ -392,7 +379,6 @@ def test_web_pages_and_other_users_are_refused(
 # --- the key -------------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("engine.key")
 def test_key_is_created_for_its_owner_alone_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -410,7 +396,6 @@ def test_key_is_created_for_its_owner_alone_and_kept(
     assert [path.name for path in file.parent.iterdir()] == ["engine_key"]
 
 
-@pytest.mark.spec("engine.key")
 def test_variable_takes_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     assert engine_key(tmp_path / "engine_key") == KEY
@@ -423,7 +408,6 @@ def test_variable_takes_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "short" not in str(got.value).replace("short,", "")
 
 
-@pytest.mark.spec("engine.key")
 def test_key_that_others_could_read_or_replace_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -446,7 +430,6 @@ def test_key_that_others_could_read_or_replace_is_refused(
         engine_key(tmp_path / "pipe")
 
 
-@pytest.mark.spec("engine.key")
 def test_server_and_trainer_use_the_key_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -483,14 +466,12 @@ def test_server_and_trainer_use_the_key_of_the_run(
     assert engine._headers == {"authorization": f"Bearer {key}"}
 
 
-@pytest.mark.spec("engine.guard")
 def test_server_is_started_with_the_guard() -> None:
     command = serve_command(VllmSetup("model", max_model_len=8), host="127.0.0.1", port=1)
     at = command.index("--middleware")
     assert command[at + 1] == "skyrl_fast.rollout.engine.serve_guard.EngineGuard"
 
 
-@pytest.mark.spec("engine.key")
 def test_server_with_another_key_is_an_error_at_once() -> None:
     transport = httpx.MockTransport(lambda request: httpx.Response(401))
 

@@ -1,8 +1,5 @@
 """A real engine ends with its trainer, also while it starts."""
 
-from __future__ import annotations
-
-import importlib.util
 import os
 import signal
 import subprocess
@@ -12,11 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 120.0  # for the engine's process to appear

@@ -1,7 +1,5 @@
 """A pool of engines: deaths, restarts with the current weights, updates of all engines."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import Counter
@@ -134,7 +132,7 @@ class Trainer:
         )
 
 
-def test_the_trainer_computes_its_logprobs_while_engines_load() -> None:
+async def test_the_trainer_computes_its_logprobs_while_engines_load() -> None:
     asked = threading.Event()
 
     class Loading(OneWeight):
@@ -148,18 +146,15 @@ def test_the_trainer_computes_its_logprobs_while_engines_load() -> None:
 
     trainer = Trainer()
 
-    async def run() -> None:
-        pool = EnginePool([Loading("a"), Loading("b")])  # type: ignore[list-item]
-        await pool.start()
-        trainer.weight = 2.0
-        report = await pool.update(
-            trainer.weights,
-            lambda engine: WeightProbe(engine, probe=[[1, 2]], trainer_logprobs=trainer_logprobs),
-        )
-        assert report.difference.maximum == 0.0
-        await pool.close()
-
-    asyncio.run(run())
+    pool = EnginePool([Loading("a"), Loading("b")])  # type: ignore[list-item]
+    await pool.start()
+    trainer.weight = 2.0
+    report = await pool.update(
+        trainer.weights,
+        lambda engine: WeightProbe(engine, probe=[[1, 2]], trainer_logprobs=trainer_logprobs),
+    )
+    assert report.difference.maximum == 0.0
+    await pool.close()
 
 
 async def started(*engines: OneWeight, max_restarts: int = 3) -> tuple[EnginePool, Trainer]:
@@ -175,183 +170,151 @@ async def ask(pool: EnginePool, session: str) -> Generation:
 
 
 @pytest.mark.spec("async.server-sessions")
-def test_sessions_are_distributed_and_stay_on_their_engine() -> None:
-    async def go() -> None:
-        engines = [OneWeight("a"), OneWeight("b"), OneWeight("c")]
-        pool, _ = await started(*engines)
-        for _ in range(3):
-            await asyncio.gather(*(ask(pool, f"s{i}") for i in range(60)))
-        for engine in engines:
-            assert 10 <= len(engine.sessions) <= 30
-            assert set(engine.sessions.values()) == {3}
-
-    asyncio.run(go())
+async def test_sessions_are_distributed_and_stay_on_their_engine() -> None:
+    engines = [OneWeight("a"), OneWeight("b"), OneWeight("c")]
+    pool, _ = await started(*engines)
+    for _ in range(3):
+        await asyncio.gather(*(ask(pool, f"s{i}") for i in range(60)))
+    for engine in engines:
+        assert 10 <= len(engine.sessions) <= 30
+        assert set(engine.sessions.values()) == {3}
 
 
-@pytest.mark.spec("async.engine-restart", "async.server-sessions")
-def test_requests_of_a_dead_engine_move_to_another() -> None:
-    async def go() -> None:
-        engines = [OneWeight("a"), OneWeight("b")]
-        pool, _ = await started(*engines)
-        for engine in engines:
-            engine.hold = asyncio.Event()
-        asked = [asyncio.create_task(ask(pool, f"s{i}")) for i in range(20)]
-        await asyncio.sleep(0.01)
-        lost = sum(engines[0].sessions.values())
-        assert 0 < lost < 20
-        engines[0].alive = False
-        for engine in engines:
-            engine.hold.set()
-        got = await asyncio.gather(*asked)
-        assert all(g.stop_reason == "stop" for g in got)
-        assert sum(engines[1].sessions.values()) == 20
-        assert pool.faults["engine_deaths"] == 1
-        assert pool.faults["requests_sent_again"] == lost
-        assert pool.activity() == ["a is down for 0 s: a died"]
-
-    asyncio.run(go())
+@pytest.mark.spec("async.server-sessions")
+async def test_requests_of_a_dead_engine_move_to_another() -> None:
+    engines = [OneWeight("a"), OneWeight("b")]
+    pool, _ = await started(*engines)
+    for engine in engines:
+        engine.hold = asyncio.Event()
+    asked = [asyncio.create_task(ask(pool, f"s{i}")) for i in range(20)]
+    await asyncio.sleep(0.01)
+    lost = sum(engines[0].sessions.values())
+    assert 0 < lost < 20
+    engines[0].alive = False
+    for engine in engines:
+        engine.hold.set()
+    got = await asyncio.gather(*asked)
+    assert all(g.stop_reason == "stop" for g in got)
+    assert sum(engines[1].sessions.values()) == 20
+    assert pool.faults["engine_deaths"] == 1
+    assert pool.faults["requests_sent_again"] == lost
+    assert pool.activity() == ["a is down for 0 s: a died"]
 
 
-@pytest.mark.spec("async.engine-restart", "async.server-return")
-def test_dead_engine_restarts_with_the_current_weights() -> None:
-    async def go() -> None:
-        engine = OneWeight("a")
-        pool, trainer = await started(engine)
-        trainer.weight = 0.5
-        await pool.update(trainer.weights, trainer.make_probe)
-        engine.alive = False
-        waiting = asyncio.create_task(ask(pool, "s"))
-        await asyncio.wait_for(pool.wait_for_fault(), 5)
-        assert not waiting.done()
-        await pool.repair(trainer.weights, trainer.make_probe)
-        got = await waiting
-        assert got.logprobs == [0.5]  # not the weights it was started with
-        assert engine.starts == 2
-        assert pool.faults["engine_restarts"] == 1
-        assert pool.activity() == []
-
-    asyncio.run(go())
+async def test_dead_engine_restarts_with_the_current_weights() -> None:
+    engine = OneWeight("a")
+    pool, trainer = await started(engine)
+    trainer.weight = 0.5
+    await pool.update(trainer.weights, trainer.make_probe)
+    engine.alive = False
+    waiting = asyncio.create_task(ask(pool, "s"))
+    await asyncio.wait_for(pool.wait_for_fault(), 5)
+    assert not waiting.done()
+    await pool.repair(trainer.weights, trainer.make_probe)
+    got = await waiting
+    assert got.logprobs == [0.5]  # not the weights it was started with
+    assert engine.starts == 2
+    assert pool.faults["engine_restarts"] == 1
+    assert pool.activity() == []
 
 
 @pytest.mark.spec("sync.frozen-parts")
-def test_engines_are_told_which_parts_are_frozen() -> None:
-    async def go() -> None:
-        engine = OneWeight("a")
-        pool, trainer = await started(engine)
-        await pool.update(trainer.weights, trainer.make_probe, frozen=("model.visual",))
-        assert engine.frozen == {"model.visual"}
-        engine.alive, engine.frozen = False, set()
-        await asyncio.wait_for(pool.wait_for_fault(), 5)
-        await pool.repair(trainer.weights, trainer.make_probe, frozen=("model.visual",))
-        assert engine.frozen == {"model.visual"}
-
-    asyncio.run(go())
+async def test_engines_are_told_which_parts_are_frozen() -> None:
+    engine = OneWeight("a")
+    pool, trainer = await started(engine)
+    await pool.update(trainer.weights, trainer.make_probe, frozen=("model.visual",))
+    assert engine.frozen == {"model.visual"}
+    engine.alive, engine.frozen = False, set()
+    await asyncio.wait_for(pool.wait_for_fault(), 5)
+    await pool.repair(trainer.weights, trainer.make_probe, frozen=("model.visual",))
+    assert engine.frozen == {"model.visual"}
 
 
 @pytest.mark.spec("async.engine-restart")
-def test_an_engine_that_dies_without_requests_is_restarted() -> None:
-    async def go() -> None:
-        engines = [OneWeight("a"), OneWeight("b")]
-        pool, trainer = await started(*engines)
-        engines[1].alive = False
-        await asyncio.wait_for(pool.wait_for_fault(), 5)
-        assert [text.split()[0] for text in pool.activity()] == ["b"]
-        await pool.repair(trainer.weights, trainer.make_probe)
-        assert pool.faults == {"engine_deaths": 1, "engine_restarts": 1}
-        assert [engine.starts for engine in engines] == [1, 2]
-
-    asyncio.run(go())
+async def test_an_engine_that_dies_without_requests_is_restarted() -> None:
+    engines = [OneWeight("a"), OneWeight("b")]
+    pool, trainer = await started(*engines)
+    engines[1].alive = False
+    await asyncio.wait_for(pool.wait_for_fault(), 5)
+    assert [text.split()[0] for text in pool.activity()] == ["b"]
+    await pool.repair(trainer.weights, trainer.make_probe)
+    assert pool.faults == {"engine_deaths": 1, "engine_restarts": 1}
+    assert [engine.starts for engine in engines] == [1, 2]
 
 
 @pytest.mark.spec("gateway.engines")
-def test_engine_without_a_trainer_restarts_with_its_weights_of_the_start() -> None:
-    async def go() -> None:
-        engine = OneWeight("a")
-        pool, _ = await started(engine, max_restarts=1)
-        for restarts in (True, False):
-            engine.alive = False
-            waiting = asyncio.create_task(ask(pool, "s"))
-            await asyncio.wait_for(pool.wait_for_fault(), 5)
-            if restarts:
-                await pool.restart()
-                assert (await waiting).logprobs == [0.0]
-        with pytest.raises(EngineDeadError, match="no engine is left"):
-            await pool.restart()
-        waiting.cancel()
-        assert pool.faults["engine_restarts"] == 1
-
-    asyncio.run(go())
-
-
-def test_a_restarted_engine_serves_no_request_before_it_has_the_weights() -> None:
-    async def go() -> None:
-        engines = [OneWeight("a"), OneWeight("b")]
-        pool, trainer = await started(*engines)
-        trainer.weight = 0.5
-        await pool.update(trainer.weights, trainer.make_probe)
-        for engine in engines:
-            engine.alive = False
-        asked = [asyncio.create_task(ask(pool, f"s{i}")) for i in range(20)]
-        await asyncio.wait_for(pool.wait_for_fault(), 5)
-        await pool.repair(trainer.weights, trainer.make_probe)
-        assert {x for g in await asyncio.gather(*asked) for x in g.logprobs} == {0.5}
-
-    asyncio.run(go())
-
-
-@pytest.mark.spec("async.engine-restart")
-def test_engine_that_keeps_dying_is_abandoned() -> None:
-    async def go() -> None:
-        engine = OneWeight("a")
-        pool, trainer = await started(engine, max_restarts=2)
-        for _ in range(2):
-            engine.alive = False
-            waiting = asyncio.create_task(ask(pool, "s"))
-            await asyncio.wait_for(pool.wait_for_fault(), 5)
-            await pool.repair(trainer.weights, trainer.make_probe)
-            await waiting
+async def test_engine_without_a_trainer_restarts_with_its_weights_of_the_start() -> None:
+    engine = OneWeight("a")
+    pool, _ = await started(engine, max_restarts=1)
+    for restarts in (True, False):
         engine.alive = False
         waiting = asyncio.create_task(ask(pool, "s"))
         await asyncio.wait_for(pool.wait_for_fault(), 5)
-        with pytest.raises(EngineDeadError, match="no engine is left; the first one: a died"):
-            await pool.repair(trainer.weights, trainer.make_probe)
-        waiting.cancel()
-
-    asyncio.run(go())
-
-
-def test_an_update_that_it_survives_resets_the_count() -> None:
-    async def go() -> None:
-        engine = OneWeight("a")
-        pool, trainer = await started(engine, max_restarts=1)
-        for _ in range(4):
-            engine.alive = False
-            waiting = asyncio.create_task(ask(pool, "s"))
-            await asyncio.wait_for(pool.wait_for_fault(), 5)
-            await pool.repair(trainer.weights, trainer.make_probe)
-            await waiting
-            trainer.weight += 0.5
-            await pool.update(trainer.weights, trainer.make_probe)
-        assert engine.starts == 5
-
-    asyncio.run(go())
+        if restarts:
+            await pool.restart()
+            assert (await waiting).logprobs == [0.0]
+    with pytest.raises(EngineDeadError, match="no engine is left"):
+        await pool.restart()
+    waiting.cancel()
+    assert pool.faults["engine_restarts"] == 1
 
 
-@pytest.mark.spec("async.verified-update", "async.server-weights")
-def test_update_reaches_an_engine_or_stops_the_run() -> None:
-    async def go() -> None:
-        engines = [OneWeight("a"), OneWeight("b")]
-        pool, trainer = await started(*engines)
-        trainer.weight = 0.25
-        report = await pool.update(trainer.weights, trainer.make_probe)
-        assert [engine.weight for engine in engines] == [0.25, 0.25]
-        assert report.difference.maximum == 0
-        engines[0].deaf = engines[1].deaf = True
-        trainer.weight = 0.75
-        with pytest.raises(WeightSyncError, match=r"differ from the trainer's by up to 0\.5"):
-            await pool.update(trainer.weights, trainer.make_probe)
+async def test_a_restarted_engine_serves_no_request_before_it_has_the_weights() -> None:
+    engines = [OneWeight("a"), OneWeight("b")]
+    pool, trainer = await started(*engines)
+    trainer.weight = 0.5
+    await pool.update(trainer.weights, trainer.make_probe)
+    for engine in engines:
+        engine.alive = False
+    asked = [asyncio.create_task(ask(pool, f"s{i}")) for i in range(20)]
+    await asyncio.wait_for(pool.wait_for_fault(), 5)
+    await pool.repair(trainer.weights, trainer.make_probe)
+    assert {x for g in await asyncio.gather(*asked) for x in g.logprobs} == {0.5}
 
-    asyncio.run(go())
+
+async def test_engine_that_keeps_dying_is_abandoned() -> None:
+    engine = OneWeight("a")
+    pool, trainer = await started(engine, max_restarts=2)
+    for _ in range(2):
+        engine.alive = False
+        waiting = asyncio.create_task(ask(pool, "s"))
+        await asyncio.wait_for(pool.wait_for_fault(), 5)
+        await pool.repair(trainer.weights, trainer.make_probe)
+        await waiting
+    engine.alive = False
+    waiting = asyncio.create_task(ask(pool, "s"))
+    await asyncio.wait_for(pool.wait_for_fault(), 5)
+    with pytest.raises(EngineDeadError, match="no engine is left; the first one: a died"):
+        await pool.repair(trainer.weights, trainer.make_probe)
+    waiting.cancel()
+
+
+async def test_an_update_that_it_survives_resets_the_count() -> None:
+    engine = OneWeight("a")
+    pool, trainer = await started(engine, max_restarts=1)
+    for _ in range(4):
+        engine.alive = False
+        waiting = asyncio.create_task(ask(pool, "s"))
+        await asyncio.wait_for(pool.wait_for_fault(), 5)
+        await pool.repair(trainer.weights, trainer.make_probe)
+        await waiting
+        trainer.weight += 0.5
+        await pool.update(trainer.weights, trainer.make_probe)
+    assert engine.starts == 5
+
+
+@pytest.mark.spec("async.verified-update")
+async def test_update_reaches_an_engine_or_stops_the_run() -> None:
+    engines = [OneWeight("a"), OneWeight("b")]
+    pool, trainer = await started(*engines)
+    trainer.weight = 0.25
+    report = await pool.update(trainer.weights, trainer.make_probe)
+    assert [engine.weight for engine in engines] == [0.25, 0.25]
+    assert report.difference.maximum == 0
+    engines[0].deaf = engines[1].deaf = True
+    trainer.weight = 0.75
+    with pytest.raises(WeightSyncError, match=r"differ from the trainer's by up to 0\.5"):
+        await pool.update(trainer.weights, trainer.make_probe)
 
 
 class Failing(OneWeight):
@@ -385,100 +348,85 @@ class Failing(OneWeight):
 @pytest.mark.spec("async.failed-update")
 @pytest.mark.parametrize("call", ["load_weights", "resume", "prompt_logprobs"])
 @pytest.mark.parametrize("error", [EngineError("answered 500"), WeightSyncError("wrong digest")])
-def test_an_engine_that_fails_an_update_is_left_out_until_its_restart(
+async def test_an_engine_that_fails_an_update_is_left_out_until_its_restart(
     call: str, error: Exception
 ) -> None:
-    async def go() -> None:
-        bad, good = Failing("a", call, error), OneWeight("b")
-        pool, trainer = await started(bad, good)
-        bad.fails, trainer.weight = True, 0.5
-        await pool.interrupt()
+    bad, good = Failing("a", call, error), OneWeight("b")
+    pool, trainer = await started(bad, good)
+    bad.fails, trainer.weight = True, 0.5
+    await pool.interrupt()
+    await pool.update(trainer.weights, trainer.make_probe)
+    got = await asyncio.gather(*(ask(pool, f"s{i}") for i in range(20)))
+    assert {x for g in got for x in g.logprobs} == {0.5} and not bad.sessions
+    assert pool.activity() == [f"a is down for 0 s: {error}"]
+    assert pool.faults == {"engine_deaths": 1}
+
+    bad.fails = False
+    await asyncio.wait_for(pool.wait_for_fault(), 5)
+    await pool.repair(trainer.weights, trainer.make_probe)
+    await asyncio.gather(*(ask(pool, f"s{i}") for i in range(20)))
+    assert (bad.weight, bad.paused, good.paused) == (0.5, False, False) and bad.sessions
+    assert pool.activity() == []
+
+
+async def test_an_engine_that_cannot_be_paused_is_restarted_by_the_update() -> None:
+    bad, good = Failing("a", "interrupt", EngineError("answered 500")), OneWeight("b")
+    pool, trainer = await started(bad, good)
+    bad.fails, trainer.weight = True, 0.5
+    await pool.interrupt()
+    await pool.update(trainer.weights, trainer.make_probe)
+    assert [engine.weight for engine in (bad, good)] == [0.5, 0.5]
+    assert (bad.starts, bad.paused, pool.activity()) == (2, False, [])
+
+
+async def test_an_update_that_all_engines_fail_ends_the_run() -> None:
+    errors = EngineError("first"), WeightSyncError("second")
+    engines = [Failing("a", "load_weights", error) for error in errors]
+    pool, trainer = await started(*engines)
+    for engine in engines:
+        engine.fails = True
+    with pytest.raises(EngineError, match="first"):
         await pool.update(trainer.weights, trainer.make_probe)
-        got = await asyncio.gather(*(ask(pool, f"s{i}") for i in range(20)))
-        assert {x for g in got for x in g.logprobs} == {0.5} and not bad.sessions
-        assert pool.activity() == [f"a is down for 0 s: {error}"]
-        assert pool.faults == {"engine_deaths": 1}
-
-        bad.fails = False
-        await asyncio.wait_for(pool.wait_for_fault(), 5)
-        await pool.repair(trainer.weights, trainer.make_probe)
-        await asyncio.gather(*(ask(pool, f"s{i}") for i in range(20)))
-        assert (bad.weight, bad.paused, good.paused) == (0.5, False, False) and bad.sessions
-        assert pool.activity() == []
-
-    asyncio.run(go())
-
-
-@pytest.mark.spec("async.failed-update")
-def test_an_engine_that_cannot_be_paused_is_restarted_by_the_update() -> None:
-    async def go() -> None:
-        bad, good = Failing("a", "interrupt", EngineError("answered 500")), OneWeight("b")
-        pool, trainer = await started(bad, good)
-        bad.fails, trainer.weight = True, 0.5
-        await pool.interrupt()
-        await pool.update(trainer.weights, trainer.make_probe)
-        assert [engine.weight for engine in (bad, good)] == [0.5, 0.5]
-        assert (bad.starts, bad.paused, pool.activity()) == (2, False, [])
-
-    asyncio.run(go())
-
-
-@pytest.mark.spec("async.failed-update")
-def test_an_update_that_all_engines_fail_ends_the_run() -> None:
-    async def go() -> None:
-        errors = EngineError("first"), WeightSyncError("second")
-        engines = [Failing("a", "load_weights", error) for error in errors]
-        pool, trainer = await started(*engines)
-        for engine in engines:
-            engine.fails = True
-        with pytest.raises(EngineError, match="first"):
-            await pool.update(trainer.weights, trainer.make_probe)
-        assert [engine.starts for engine in engines] == [1, 1]
-
-    asyncio.run(go())
+    assert [engine.starts for engine in engines] == [1, 1]
 
 
 @pytest.mark.spec("async.server-return")
-def test_engine_that_dies_during_an_update_does_not_block_it() -> None:
-    async def go() -> None:
-        engines = [OneWeight("a"), OneWeight("b", comes_back=False)]
-        pool, trainer = await started(*engines)
-        engines[1].alive = False
-        trainer.weight = 0.5
-        await pool.interrupt()
-        await pool.update(trainer.weights, trainer.make_probe)
-        assert (await ask(pool, "s")).logprobs == [0.5]
-        engines[1].may_come_back = True
-        trainer.weight = 0.75
-        await pool.update(trainer.weights, trainer.make_probe)
-        assert [engine.weight for engine in engines] == [0.75, 0.75]
-        assert pool.faults == {"engine_deaths": 1, "engine_restarts": 1}
-
-    asyncio.run(go())
+async def test_engine_that_dies_during_an_update_does_not_block_it() -> None:
+    engines = [OneWeight("a"), OneWeight("b", comes_back=False)]
+    pool, trainer = await started(*engines)
+    engines[1].alive = False
+    trainer.weight = 0.5
+    await pool.interrupt()
+    await pool.update(trainer.weights, trainer.make_probe)
+    assert (await ask(pool, "s")).logprobs == [0.5]
+    engines[1].may_come_back = True
+    trainer.weight = 0.75
+    await pool.update(trainer.weights, trainer.make_probe)
+    assert [engine.weight for engine in engines] == [0.75, 0.75]
+    assert pool.faults == {"engine_deaths": 1, "engine_restarts": 1}
 
 
-@pytest.mark.spec("async.in-flight-update", "async.verified-update")
-def test_requests_waiting_for_an_engine_do_not_block_an_update() -> None:
-    async def go() -> None:
-        engine = OneWeight("a", comes_back=False)
-        pool, trainer = await started(engine)
-        engine.alive = False
-        waiting = asyncio.create_task(ask(pool, "s"))
-        await asyncio.sleep(0.01)
-        assert not waiting.done()
-        await pool.interrupt()
-        got = await waiting
-        assert (got.token_ids, got.stop_reason) == ([], INTERRUPTED)
-        engine.may_come_back = True
-        trainer.weight = 0.5
-        await pool.update(trainer.weights, trainer.make_probe)
-        assert (await ask(pool, "s")).logprobs == [0.5]
-
-    asyncio.run(go())
+@pytest.mark.spec("async.in-flight-update")
+async def test_requests_waiting_for_an_engine_do_not_block_an_update() -> None:
+    engine = OneWeight("a", comes_back=False)
+    pool, trainer = await started(engine)
+    engine.alive = False
+    waiting = asyncio.create_task(ask(pool, "s"))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    await pool.interrupt()
+    got = await waiting
+    assert (got.token_ids, got.stop_reason) == ([], INTERRUPTED)
+    engine.may_come_back = True
+    trainer.weight = 0.5
+    await pool.update(trainer.weights, trainer.make_probe)
+    assert (await ask(pool, "s")).logprobs == [0.5]
 
 
 @pytest.mark.spec("async.engine-silence")
-def test_hanging_engine_is_treated_as_dead_by_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_hanging_engine_is_treated_as_dead_by_an_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It serves no requests and answers no pause, but blocks neither requests nor the update."""
     monkeypatch.setattr(engine_pool, "PAUSE_SECONDS", 0.05)
 
@@ -490,27 +438,23 @@ def test_hanging_engine_is_treated_as_dead_by_an_update(monkeypatch: pytest.Monk
                 await asyncio.Event().wait()
             await super().interrupt()
 
-    async def go() -> None:
-        engines = [Hangs("a"), OneWeight("b")]
-        pool, trainer = await started(*engines)
-        for engine in engines:
-            engine.hold = asyncio.Event()
-        asked = [asyncio.create_task(ask(pool, f"s{i}")) for i in range(20)]
-        await asyncio.sleep(0.01)
-        engines[0].hangs = True
-        trainer.weight = 0.5
-        await pool.interrupt()
-        await pool.update(trainer.weights, trainer.make_probe)
-        got = await asyncio.wait_for(asyncio.gather(*asked), 5)
-        assert len(got) == 20
-        assert pool.faults["engine_deaths"] == pool.faults["engine_restarts"] == 1
-        assert [engine.weight for engine in engines] == [0.5, 0.5]
-
-    asyncio.run(go())
+    engines = [Hangs("a"), OneWeight("b")]
+    pool, trainer = await started(*engines)
+    for engine in engines:
+        engine.hold = asyncio.Event()
+    asked = [asyncio.create_task(ask(pool, f"s{i}")) for i in range(20)]
+    await asyncio.sleep(0.01)
+    engines[0].hangs = True
+    trainer.weight = 0.5
+    await pool.interrupt()
+    await pool.update(trainer.weights, trainer.make_probe)
+    got = await asyncio.wait_for(asyncio.gather(*asked), 5)
+    assert len(got) == 20
+    assert pool.faults["engine_deaths"] == pool.faults["engine_restarts"] == 1
+    assert [engine.weight for engine in engines] == [0.5, 0.5]
 
 
-@pytest.mark.spec("async.engine-silence")
-def test_pause_ends_when_its_engine_dies() -> None:
+async def test_pause_ends_when_its_engine_dies() -> None:
     """As in vLLM if its engine is killed at that moment."""
 
     class Silent(OneWeight):
@@ -519,54 +463,44 @@ def test_pause_ends_when_its_engine_dies() -> None:
             self.hold.set()
             await asyncio.Event().wait()
 
-    async def go() -> None:
-        engine = Silent("a")
-        pool, trainer = await started(engine)
-        engine.hold = asyncio.Event()
-        asked = asyncio.create_task(ask(pool, "s"))
-        await asyncio.sleep(0.01)
-        engine.alive = False
-        trainer.weight = 0.5
-        await asyncio.wait_for(pool.interrupt(), 5)
-        await asyncio.wait_for(pool.update(trainer.weights, trainer.make_probe), 5)
-        assert (await asked).stop_reason in ("stop", INTERRUPTED)
-        assert engine.weight == 0.5
-
-    asyncio.run(go())
+    engine = Silent("a")
+    pool, trainer = await started(engine)
+    engine.hold = asyncio.Event()
+    asked = asyncio.create_task(ask(pool, "s"))
+    await asyncio.sleep(0.01)
+    engine.alive = False
+    trainer.weight = 0.5
+    await asyncio.wait_for(pool.interrupt(), 5)
+    await asyncio.wait_for(pool.update(trainer.weights, trainer.make_probe), 5)
+    assert (await asked).stop_reason in ("stop", INTERRUPTED)
+    assert engine.weight == 0.5
 
 
-def test_cancelled_request_stays_cancelled() -> None:
-    async def go() -> None:
-        engine = OneWeight("a")
-        pool, _ = await started(engine)
-        engine.hold = asyncio.Event()
-        asked = asyncio.create_task(ask(pool, "s"))
-        await asyncio.sleep(0.01)
-        asked.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asked
-        assert pool.faults == {}
-
-    asyncio.run(go())
+async def test_cancelled_request_stays_cancelled() -> None:
+    engine = OneWeight("a")
+    pool, _ = await started(engine)
+    engine.hold = asyncio.Event()
+    asked = asyncio.create_task(ask(pool, "s"))
+    await asyncio.sleep(0.01)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert pool.faults == {}
 
 
-@pytest.mark.spec("async.engine-silence")
-def test_waiting_for_any_engine_is_logged(
+async def test_waiting_for_any_engine_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(engine_pool, "LOG_SECONDS", 0.05)
 
-    async def go() -> None:
-        engine = OneWeight("a", comes_back=False)
-        pool, trainer = await started(engine)
-        engine.alive = False
-        update = asyncio.create_task(pool.update(trainer.weights, trainer.make_probe))
-        await asyncio.sleep(0.2)
-        assert not update.done()
-        engine.may_come_back = True
-        await asyncio.wait_for(update, 5)
-
-    asyncio.run(go())
+    engine = OneWeight("a", comes_back=False)
+    pool, trainer = await started(engine)
+    engine.alive = False
+    update = asyncio.create_task(pool.update(trainer.weights, trainer.make_probe))
+    await asyncio.sleep(0.2)
+    assert not update.done()
+    engine.may_come_back = True
+    await asyncio.wait_for(update, 5)
     assert "waiting for an engine. a is down for 0 s: a died" in caplog.text
 
 
@@ -581,34 +515,27 @@ class Refusing(OneWeight):
             raise EngineError(f"{self.name} answered 404 to /v1/models")
 
 
-def test_all_engines_are_closed_if_one_does_not_start() -> None:
-    async def go() -> None:
-        one, other = OneWeight("a"), Refusing("b")
-        with pytest.raises(EngineError, match="b answered 404"):
-            await started(one, other)
-        assert not one.alive and not other.alive
-
-    asyncio.run(go())
+async def test_all_engines_are_closed_if_one_does_not_start() -> None:
+    one, other = OneWeight("a"), Refusing("b")
+    with pytest.raises(EngineError, match="b answered 404"):
+        await started(one, other)
+    assert not one.alive and not other.alive
 
 
-@pytest.mark.spec("async.engine-restart", "async.server-return")
-def test_restarted_engine_that_refuses_is_abandoned_and_the_others_continue() -> None:
-    async def go() -> None:
-        one, other = OneWeight("a"), Refusing("b")
-        other.first = 2
-        pool, trainer = await started(one, other, max_restarts=1)
-        other.alive = False
-        await asyncio.gather(
-            *(ask(pool, f"s{i}") for i in range(20))
-        )  # some are sent to the dead engine
-        for _ in range(2):  # a restart, then it is abandoned
-            await asyncio.wait_for(pool.wait_for_fault(), 5)
-            await pool.repair(trainer.weights, trainer.make_probe)
-        assert (other.starts, pool.faults["engine_restarts"]) == (2, 0)
-        assert "b answered 404" in pool.activity()[0]
-        assert (await ask(pool, "s")).stop_reason == "stop"
-
-    asyncio.run(go())
+async def test_restarted_engine_that_refuses_is_abandoned_and_the_others_continue() -> None:
+    one, other = OneWeight("a"), Refusing("b")
+    other.first = 2
+    pool, trainer = await started(one, other, max_restarts=1)
+    other.alive = False
+    await asyncio.gather(
+        *(ask(pool, f"s{i}") for i in range(20))
+    )  # some are sent to the dead engine
+    for _ in range(2):  # a restart, then it is abandoned
+        await asyncio.wait_for(pool.wait_for_fault(), 5)
+        await pool.repair(trainer.weights, trainer.make_probe)
+    assert (other.starts, pool.faults["engine_restarts"]) == (2, 0)
+    assert "b answered 404" in pool.activity()[0]
+    assert (await ask(pool, "s")).stop_reason == "stop"
 
 
 class Roomless(OneWeight):
@@ -622,21 +549,19 @@ class Roomless(OneWeight):
 
 
 @pytest.mark.spec("async.engine-room")
-def test_an_engine_without_room_at_the_start_joins_later(caplog: pytest.LogCaptureFixture) -> None:
-    async def go() -> None:
-        one, other = OneWeight("a"), Roomless("b")
-        pool, trainer = await started(one, other)
-        trainer.weight = 0.5
-        await pool.update(trainer.weights, trainer.make_probe)  # it has come: at once with these
-        assert (one.weight, other.weight, other.starts) == (0.5, 0.5, 2)
-        assert pool.activity() == [] and sorted(pool.reports) == [0, 1]
-
-    asyncio.run(go())
+async def test_an_engine_without_room_at_the_start_joins_later(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one, other = OneWeight("a"), Roomless("b")
+    pool, trainer = await started(one, other)
+    trainer.weight = 0.5
+    await pool.update(trainer.weights, trainer.make_probe)  # it has come: at once with these
+    assert (one.weight, other.weight, other.starts) == (0.5, 0.5, 2)
+    assert pool.activity() == [] and sorted(pool.reports) == [0, 1]
     assert "NO ROOM: b: no node with 8 GPUs free" in caplog.text
     assert "BACK: b, with the current weights" in caplog.text
 
 
-@pytest.mark.spec("async.engine-room")
 def test_room_for_no_engine_is_an_error() -> None:
     one, other = Roomless("a"), Roomless("b")
     with pytest.raises(NoRoomError, match="no node with 8 GPUs free"):
@@ -644,7 +569,6 @@ def test_room_for_no_engine_is_an_error() -> None:
     assert not one.alive and not other.alive
 
 
-@pytest.mark.spec("async.engine-room")
 @pytest.mark.parametrize("waits", ["for groups", "in an update"])
 def test_a_run_whose_engines_stay_away_ends(waits: str) -> None:
     async def go() -> None:

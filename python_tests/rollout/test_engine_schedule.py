@@ -1,7 +1,5 @@
 """The policy by which Linux schedules a trainer next to an engine on the CPU."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,9 +1,6 @@
 """vLLM's sleep mode, of a scripted engine and of vLLM for CPUs."""
 
-from __future__ import annotations
-
 import asyncio
-import importlib.util
 import inspect
 from dataclasses import fields
 from pathlib import Path
@@ -27,26 +24,18 @@ from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
 from skyrl_fast.train.data.prompts import Prompt
 from skyrl_fast.train.flow.vllm_rollouts import VllmRollouts
 
-needs_vllm = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
-)
-
 
 @pytest.mark.spec("memory.sleep")
-def test_an_engine_that_sleeps_is_not_put_to_sleep_again() -> None:
+async def test_an_engine_that_sleeps_is_not_put_to_sleep_again() -> None:
     """vLLM would save memory that is no longer mapped."""
     engine = ScriptedEngine("file")
 
-    async def go() -> None:
-        await engine.start()
-        await engine.sleep()
-        await engine.sleep()
-
-    asyncio.run(go())
+    await engine.start()
+    await engine.sleep()
+    await engine.sleep()
     assert engine.llms[0].calls == ["sleep 1 abort"]  # at level 2 the base would be lost
 
 
-@pytest.mark.spec("memory.sleep")
 def test_failing_to_sleep_is_a_death() -> None:
     engine = ScriptedEngine("file")
 
@@ -138,7 +127,6 @@ def events_of_an_update(*overrides: str) -> list[str]:
     return events
 
 
-@pytest.mark.spec("memory.sleep")
 def test_the_trainer_frees_its_cache_before_the_engine_wakes_up() -> None:
     events = events_of_an_update("generator.inference_engine.enable_sleep_mode=true")
     assert events == ["verify", "sleep", "a", "b", "free", "load", "probe"]
@@ -155,7 +143,6 @@ def test_trainer_and_engine_have_the_base_on_the_gpu_by_turns() -> None:
     assert events_of_an_update(*LORA) == [*update, "sleep", "base on", *update]
 
 
-@pytest.mark.spec("memory.frozen-base")
 def test_the_base_stays_where_the_probe_needs_both_models() -> None:
     """Of merged weights, and of routes that the trainer replays."""
     replay = [
@@ -166,7 +153,6 @@ def test_the_base_stays_where_the_probe_needs_both_models() -> None:
         assert "base off" not in events_of_an_update(*LORA, *overrides)
 
 
-@pytest.mark.spec("memory.sleep")
 @pytest.mark.parametrize(
     ("overrides", "wanted"),
     [
@@ -193,7 +179,7 @@ def test_sleep_mode_is_refused_where_the_engine_cannot_sleep(
         )
 
 
-@pytest.mark.spec("memory.sleep", "memory.engine-gpus")
+@pytest.mark.spec("memory.engine-gpus")
 def test_arguments_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = InferenceEngineConfig(enable_sleep_mode=True, gpu_ids=[3])
     setup = VllmSetup("model", engine, max_model_len=64)
@@ -207,8 +193,7 @@ def test_arguments_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not {"enable_sleep_mode", "device_ids"} & set(plain)
 
 
-@needs_vllm
-@pytest.mark.spec("memory.sleep", "memory.engine-gpus")
+@pytest.mark.vllm
 def test_vllm_has_these_arguments_and_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -221,12 +206,10 @@ def test_vllm_has_these_arguments_and_calls(monkeypatch: pytest.MonkeyPatch) -> 
     inspect.signature(AsyncLLM.wake_up).bind(None, tags=["weights"])
 
 
-@needs_vllm
 @pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.spec("memory.sleep", "async.weight-transfer")
 @pytest.mark.timeout(900)
-def test_real_vllm_serves_after_sleeping(
+async def test_real_vllm_serves_after_sleeping(
     tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU its worker keeps the memory, but the engine pauses, and waits for both tags.
@@ -235,36 +218,33 @@ def test_real_vllm_serves_after_sleeping(
     """
     monkeypatch.setattr(weights_file, "SHARED_MEMORY", tmp_path / "absent")
 
-    async def go() -> None:
-        from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(tiny_model_folder, dtype=torch.float32)
-        setup = VllmSetup(
-            str(tiny_model_folder),
-            InferenceEngineConfig(max_num_seqs=4),
-            max_model_len=64,
-            log_file=str(tmp_path / "vllm.log"),
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder, dtype=torch.float32)
+    setup = VllmSetup(
+        str(tiny_model_folder),
+        InferenceEngineConfig(max_num_seqs=4),
+        max_model_len=64,
+        log_file=str(tmp_path / "vllm.log"),
+    )
+    async with VllmEngine(setup) as engine:
+        assert engine.weights_dtype == torch.float32
+        before = await engine.prompt_logprobs([1, 2, 3])
+        await engine.sleep()
+        assert await engine._llm.is_sleeping()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.02 * torch.randn_like(parameter))
+        weights = dict(model.named_parameters())
+        with send_by_file(weights, torch.float32, unnamed=True) as call:
+            await engine.load_weights(call)
+        assert not await engine._llm.is_sleeping()
+        after = await engine.prompt_logprobs([1, 2, 3])
+        ids = torch.tensor([[1, 2, 3]])
+        logits = model(ids).logits[0, :-1].log_softmax(-1)
+        expected = logits.gather(1, ids[0, 1:, None])[:, 0].tolist()
+        assert after == pytest.approx(expected, abs=1e-3) and before != after
+        out = await engine.generate(
+            [1, 2], SamplingParams(max_generate_length=4), session_id="a", policy_version=1
         )
-        async with VllmEngine(setup) as engine:
-            assert engine.weights_dtype == torch.float32
-            before = await engine.prompt_logprobs([1, 2, 3])
-            await engine.sleep()
-            assert await engine._llm.is_sleeping()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.add_(0.02 * torch.randn_like(parameter))
-            weights = dict(model.named_parameters())
-            with send_by_file(weights, torch.float32, unnamed=True) as call:
-                await engine.load_weights(call)
-            assert not await engine._llm.is_sleeping()
-            after = await engine.prompt_logprobs([1, 2, 3])
-            ids = torch.tensor([[1, 2, 3]])
-            logits = model(ids).logits[0, :-1].log_softmax(-1)
-            expected = logits.gather(1, ids[0, 1:, None])[:, 0].tolist()
-            assert after == pytest.approx(expected, abs=1e-3) and before != after
-            out = await engine.generate(
-                [1, 2], SamplingParams(max_generate_length=4), session_id="a", policy_version=1
-            )
-            assert out.stop_reason in ("length", "stop")
-
-    asyncio.run(go())
+        assert out.stop_reason in ("length", "stop")

@@ -1,7 +1,5 @@
 """Environments on the nodes of a Ray cluster, here several on one machine."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -78,104 +76,90 @@ async def until(condition: Any) -> None:
 
 
 @pytest.mark.spec("run.env-cluster")
-def test_environments_are_spread_over_the_nodes_with_room(nodes: Any) -> None:
-    async def go() -> None:
-        factory = environments()
-        first = await begun(factory)
-        await until(lambda: all(n.is_ready for n in factory._workers._ready_nodes()))
-        await until(lambda: len(factory._workers._ready_nodes()) == 2)
-        sessions = [first, *[await begun(factory) for _ in range(7)]]
-        servers = await servers_of(sessions)
-        assert sorted(servers.values()) == [4, 4]
-        for session in sessions:
-            await session.close()
-        again = await servers_of([await begun(factory) for _ in range(8)])
-        assert again == servers  # the same processes
-        nodes.add_node(num_cpus=2)
-        await until(lambda: len(factory._workers._ready_nodes()) == 3)
-        more = await servers_of([await begun(factory) for _ in range(4)])
-        assert len(more) == 1 and not more.keys() & servers.keys()
-        await factory.close()
-        pids = servers.keys() | more.keys()
-        await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
-
-    asyncio.run(go())
+async def test_environments_are_spread_over_the_nodes_with_room(nodes: Any) -> None:
+    factory = environments()
+    first = await begun(factory)
+    await until(lambda: all(n.is_ready for n in factory._workers._ready_nodes()))
+    await until(lambda: len(factory._workers._ready_nodes()) == 2)
+    sessions = [first, *[await begun(factory) for _ in range(7)]]
+    servers = await servers_of(sessions)
+    assert sorted(servers.values()) == [4, 4]
+    for session in sessions:
+        await session.close()
+    again = await servers_of([await begun(factory) for _ in range(8)])
+    assert again == servers  # the same processes
+    nodes.add_node(num_cpus=2)
+    await until(lambda: len(factory._workers._ready_nodes()) == 3)
+    more = await servers_of([await begun(factory) for _ in range(4)])
+    assert len(more) == 1 and not more.keys() & servers.keys()
+    await factory.close()
+    pids = servers.keys() | more.keys()
+    await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
 @pytest.mark.spec("run.env-cluster")
-def test_faults_are_those_of_processes(nodes: Any) -> None:
-    async def go() -> None:
-        factory = environments(timeout_seconds=SHORT)
-        with pytest.raises(EnvTimeoutError, match=r"step did not return within 3 s"):
-            await (await begun(factory, do="hold_lock")).step("a")
-        assert factory.num_abandoned == 1
-        for do, text in (
-            ("raise", "step raised RuntimeError: the database is locked"),
-            ("exit", r"step: its process exited \(3\)"),
-            ("segfault", "its process was killed by SIGSEGV"),
-        ):
-            with pytest.raises(EnvError, match=text):
-                await (await begun(factory, do=do)).step("a")
-        with pytest.raises(EnvError, match="cannot be sent to a process"):
-            await factory.make(SCRIPTED, {"row": (i for i in range(2))})
-        # More hang than a node has workers: the wait for one is not part of a call's time.
-        hanging = [await begun(factory, do="hang") for _ in range(5)]
-        results = await asyncio.gather(*(s.step("a") for s in hanging), return_exceptions=True)
-        assert [type(result) for result in results] == [EnvTimeoutError] * 5
-        stopped = await begun(factory, do="hang")
-        call = asyncio.create_task(stopped.step("a"))
-        await asyncio.sleep(0.5)
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        healthy = await begun(factory)
-        assert (await seen(healthy))["turns"] == 1
-        assert await healthy.metrics() == {"turns": 1}
-        await factory.close()
-
-    asyncio.run(go())
+async def test_faults_are_those_of_processes(nodes: Any) -> None:
+    factory = environments(timeout_seconds=SHORT)
+    with pytest.raises(EnvTimeoutError, match=r"step did not return within 3 s"):
+        await (await begun(factory, do="hold_lock")).step("a")
+    assert factory.num_abandoned == 1
+    for do, text in (
+        ("raise", "step raised RuntimeError: the database is locked"),
+        ("exit", r"step: its process exited \(3\)"),
+        ("segfault", "its process was killed by SIGSEGV"),
+    ):
+        with pytest.raises(EnvError, match=text):
+            await (await begun(factory, do=do)).step("a")
+    with pytest.raises(EnvError, match="cannot be sent to a process"):
+        await factory.make(SCRIPTED, {"row": (i for i in range(2))})
+    # More hang than a node has workers: the wait for one is not part of a call's time.
+    hanging = [await begun(factory, do="hang") for _ in range(5)]
+    results = await asyncio.gather(*(s.step("a") for s in hanging), return_exceptions=True)
+    assert [type(result) for result in results] == [EnvTimeoutError] * 5
+    stopped = await begun(factory, do="hang")
+    call = asyncio.create_task(stopped.step("a"))
+    await asyncio.sleep(0.5)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    healthy = await begun(factory)
+    assert (await seen(healthy))["turns"] == 1
+    assert await healthy.metrics() == {"turns": 1}
+    await factory.close()
 
 
-@pytest.mark.spec("run.env-cluster")
-def test_a_lost_node_ends_its_environments_only(nodes: Any) -> None:
+async def test_a_lost_node_ends_its_environments_only(nodes: Any) -> None:
     from _nodes import node_with
 
-    async def go() -> None:
-        factory = environments()
-        sessions = [await begun(factory)]
-        await until(lambda: len(factory._workers._ready_nodes()) == 2)
-        sessions += [await begun(factory) for _ in range(3)]
-        answers = [await seen(session) for session in sessions]
-        lost = node_with(nodes, 2)
-        nodes.remove_node(lost, allow_graceful=False)
-        await until(lambda: not alive(lost.node_id))
-        results = await asyncio.gather(*map(seen, sessions), return_exceptions=True)
-        failures = [r for r in results if isinstance(r, EnvError)]
-        assert len(failures) == 2 and all("step: node " in str(r) for r in failures)
-        assert sum(isinstance(r, dict) and r["turns"] == 2 for r in results) == 2
-        living = {parent_of(r["pid"]) for r in results if isinstance(r, dict)}
-        assert len(living) == 1
-        more = await servers_of([await begun(factory) for _ in range(3)])
-        assert more.keys() == living
-        assert len({answer["pid"] for answer in answers}) == 4
-        await factory.close()
-
-    asyncio.run(go())
+    factory = environments()
+    sessions = [await begun(factory)]
+    await until(lambda: len(factory._workers._ready_nodes()) == 2)
+    sessions += [await begun(factory) for _ in range(3)]
+    answers = [await seen(session) for session in sessions]
+    lost = node_with(nodes, 2)
+    nodes.remove_node(lost, allow_graceful=False)
+    await until(lambda: not alive(lost.node_id))
+    results = await asyncio.gather(*map(seen, sessions), return_exceptions=True)
+    failures = [r for r in results if isinstance(r, EnvError)]
+    assert len(failures) == 2 and all("step: node " in str(r) for r in failures)
+    assert sum(isinstance(r, dict) and r["turns"] == 2 for r in results) == 2
+    living = {parent_of(r["pid"]) for r in results if isinstance(r, dict)}
+    assert len(living) == 1
+    more = await servers_of([await begun(factory) for _ in range(3)])
+    assert more.keys() == living
+    assert len({answer["pid"] for answer in answers}) == 4
+    await factory.close()
 
 
-@pytest.mark.spec("run.env-cluster")
-def test_without_room_the_error_says_what_was_wanted(
+async def test_without_room_the_error_says_what_was_wanted(
     nodes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster_module, "PLACE_SECONDS", 1.0)
 
-    async def go() -> None:
-        factory = environments(num_workers_per_node=3)
-        with pytest.raises(EnvError, match=r"num_workers_per_node: expected a node with 3 CPUs"):
-            await factory.make(SCRIPTED, {})
-        await factory.close()
-
-    asyncio.run(go())
+    factory = environments(num_workers_per_node=3)
+    with pytest.raises(EnvError, match=r"num_workers_per_node: expected a node with 3 CPUs"):
+        await factory.make(SCRIPTED, {})
+    await factory.close()
 
 
 class Local(Env):

@@ -1,7 +1,5 @@
 """Environments that name the policy of each answer, in a run of several."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Environments in processes: killed at their deadline, and ended with the trainer."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -101,7 +99,6 @@ def test_late_call_is_killed_and_others_are_not(shared: EnvFactory, do: str) -> 
     asyncio.run(use(shared))
 
 
-@pytest.mark.spec("rollout.env-processes")
 @pytest.mark.parametrize(
     ("do", "failure"),
     [
@@ -125,7 +122,6 @@ def test_failure_in_a_process_is_an_error_of_the_environment(
     asyncio.run(use(shared))
 
 
-@pytest.mark.spec("rollout.env-processes")
 @pytest.mark.parametrize(
     "text",
     [
@@ -148,7 +144,6 @@ def test_invalid_answer_of_a_process_is_an_error_of_the_environment(
     asyncio.run(use(shared))
 
 
-@pytest.mark.spec("engine.key")
 def test_processes_of_environments_do_not_inherit_the_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +161,6 @@ def test_processes_of_environments_do_not_inherit_the_key(
     assert "SKYRL_FAST_ENGINE_KEY" not in variables
 
 
-@pytest.mark.spec("rollout.env-processes")
 @pytest.mark.parametrize("do", ["child", "child_and_exit"])
 def test_what_a_killed_process_has_started_is_killed_too(
     shared: EnvFactory, tmp_path: Path, do: str
@@ -182,7 +176,6 @@ def test_what_a_killed_process_has_started_is_killed_too(
     wait_until(lambda: not alive(int(file.read_text())))
 
 
-@pytest.mark.spec("rollout.env-processes")
 def test_cancelled_call_is_killed(shared: EnvFactory) -> None:
     async def use(factory: EnvFactory) -> None:
         env = await factory.make(SCRIPTED, {"do": "hang"})
@@ -198,7 +191,6 @@ def test_cancelled_call_is_killed(shared: EnvFactory) -> None:
     asyncio.run(use(shared))
 
 
-@pytest.mark.spec("rollout.env-processes")
 def test_texts_of_an_answer_are_cut_in_the_process(shared: EnvFactory) -> None:
     async def use(factory: EnvFactory) -> None:
         env = await factory.make(SCRIPTED, {"do": "long"})
@@ -209,7 +201,6 @@ def test_texts_of_an_answer_are_cut_in_the_process(shared: EnvFactory) -> None:
     asyncio.run(use(shared))
 
 
-@pytest.mark.spec("rollout.env-processes")
 def test_processes_draw_different_random_numbers(shared: EnvFactory, tmp_path: Path) -> None:
     file = tmp_path / "numbers"
 
@@ -294,7 +285,6 @@ def test_object_that_processes_cannot_import_is_refused() -> None:
             EnvFactory(EnvironmentConfig(workers="process"), make_env=make_env)
 
 
-@pytest.mark.spec("rollout.env-processes")
 def test_fork_server_that_was_killed_is_replaced() -> None:
     async def use(factory: EnvFactory) -> None:
         env = await factory.make(SCRIPTED, {})
@@ -326,7 +316,6 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.spec("rollout.env-processes")
 def test_processes_end_with_the_trainer_also_in_a_call_that_holds_the_lock() -> None:
     command = [sys.executable, "-c", TRAINER, SCRIPTED]
     trainer = subprocess.Popen(command, stdout=subprocess.PIPE)
@@ -340,7 +329,6 @@ def test_processes_end_with_the_trainer_also_in_a_call_that_holds_the_lock() -> 
     wait_until(lambda: not any(map(alive, pids)))
 
 
-@pytest.mark.spec("rollout.env-processes")
 def test_no_process_is_left_after_close() -> None:
     pids: list[int] = []
 

@@ -4,8 +4,6 @@ A prompt has the tokens of one complete render of the conversation. Where a fami
 rewrites its history, the difference is named here.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -129,7 +127,7 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-@pytest.mark.spec("rollout.append-context", "rollout.end-tokens")
+@pytest.mark.spec("rollout.append-context")
 @pytest.mark.parametrize(("name", "thinks"), CASES)
 def test_appended_prompts_are_one_render(name: str, thinks: bool) -> None:
     tokenizer, messages = family(name), conversation(name, thinks)
@@ -190,7 +188,7 @@ def test_prompts_of_the_gateway_are_one_render(name: str, thinks: bool) -> None:
     assert continued == (0 if (name, thinks) in REWRITING else ROUNDS - 1)
 
 
-@pytest.mark.spec("sft.rows", "rollout.end-tokens")
+@pytest.mark.spec("sft.rows")
 @pytest.mark.parametrize(("name", "thinks"), CASES)
 def test_demonstrations_are_trained_as_sampled(name: str, thinks: bool) -> None:
     tokenizer, messages = family(name), conversation(name, thinks)[:-1]
@@ -266,7 +264,6 @@ def test_any_end_token_is_in_the_next_prompt_once(name: str, end: str, kind: str
     assert text == f"yes{end}" + expected.removeprefix(own)
 
 
-@pytest.mark.spec("rollout.end-tokens")
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_limit_after_an_added_token_is_no_end(stopped: bool) -> None:
     tokenizer = family("qwen25")
@@ -279,7 +276,7 @@ def test_a_limit_after_an_added_token_is_no_end(stopped: bool) -> None:
     assert ("<tool_call><|im_end|>\n<|im_start|>user" in text) == (not stopped)
 
 
-@pytest.mark.spec("rollout.end-token", "rollout.special-tokens", "rollout.end-tokens")
+@pytest.mark.spec("rollout.special-tokens")
 @pytest.mark.parametrize("kind", ["append", "single"])
 def test_environments_and_rows_have_the_end_that_the_template_writes(kind: str) -> None:
     tokenizer = family("gemma3")
@@ -310,7 +307,6 @@ def test_environments_and_rows_have_the_end_that_the_template_writes(kind: str) 
     assert [step.loss_mask[-1] for step in trajectory.steps] == [1, 0]
 
 
-@pytest.mark.spec("rollout.end-tokens", "rollout.end-token")
 @pytest.mark.parametrize("ends_turn", [False, True])
 def test_stop_tokens_of_the_settings_are_stop_strings(ends_turn: bool) -> None:
     tokenizer = family("qwen25")
@@ -472,7 +468,6 @@ def test_system_messages_are_where_the_template_takes_them(
     assert tokenizer.decode(list(step.prompt_token_ids)) == text
 
 
-@pytest.mark.spec("gateway.continuity")
 @pytest.mark.parametrize("thinks", [False, True])
 def test_answers_with_text_before_a_call_are_continued(thinks: bool) -> None:
     tokenizer = family("qwen3")
@@ -502,7 +497,6 @@ def test_answers_with_text_before_a_call_are_continued(thinks: bool) -> None:
     assert trajectory.env_metrics["continued_prompts"] == 3
 
 
-@pytest.mark.spec("gateway.continuity")
 @pytest.mark.parametrize("sends_thoughts", [False, True])
 def test_answers_that_come_back_without_thoughts_are_forked(sends_thoughts: bool) -> None:
     tokenizer = family("qwen3")

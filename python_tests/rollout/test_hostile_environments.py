@@ -1,7 +1,5 @@
 """What an environment returns ends at most its trajectory, whatever its objects do."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -75,10 +73,7 @@ def with_method(name: str, method: Callable[..., Any], base: type = object) -> t
 @pytest.mark.parametrize(
     ("methods", "failure"),
     [
-        (
-            {"step": raises(SilentError())},
-            "step raised SilentError: (its text cannot be read)",
-        ),
+        ({"step": raises(SilentError())}, "step raised SilentError: (its text cannot be read)"),
         (
             {
                 "step": lambda *_: {
@@ -129,7 +124,6 @@ def test_odd_objects_end_only_their_trajectory(
     assert (good.failure, len(good.steps)) == (None, 2)
 
 
-@pytest.mark.spec("rollout.env-hostile-objects")
 @pytest.mark.parametrize("place", ["reward", "done", "exception", "message", "metrics"])
 def test_object_that_blocks_while_it_is_read_ends_only_its_trajectory(
     tiny_tokenizer: Any, place: str
@@ -166,7 +160,6 @@ def test_object_that_blocks_while_it_is_read_ends_only_its_trajectory(
     assert (good.failure, len(good.steps)) == (None, 2)
 
 
-@pytest.mark.spec("rollout.env-hostile-objects")
 def test_code_that_runs_when_an_environment_is_freed_runs_in_its_thread(
     tiny_tokenizer: Any,
 ) -> None:
@@ -329,7 +322,6 @@ def fuzz(tokenizer: Any, seeds: range) -> None:
     assert ended.count("max_turns") > len(seeds) / 20
 
 
-@pytest.mark.spec("rollout.env-hostile-objects")
 @pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 def test_random_hostile_answers(tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
@@ -338,7 +330,6 @@ def test_random_hostile_answers(tiny_tokenizer: Any, caplog: pytest.LogCaptureFi
 
 @pytest.mark.slow
 @pytest.mark.timeout(1_800)
-@pytest.mark.spec("rollout.env-hostile-objects")
 @pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 def test_ten_thousand_hostile_answers(
     tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture

@@ -1,8 +1,5 @@
 """Kept tokens: how they are asked for, read and joined."""
 
-from __future__ import annotations
-
-import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,10 +77,8 @@ def test_ids_that_tensors_cannot_hold_fail_the_request(other: int) -> None:
         kept_tokens(7, np.array([7, other]), np.log([0.5, 0.5]))
 
 
-@pytest.mark.spec("kept.read")
 @pytest.mark.parametrize(
-    ("ids", "probabilities"),
-    [([7, 9], [0.25, 0.5]), ([9, 3], [0.5, 0.5]), ([7, 9], [0.75, 0.5])],
+    ("ids", "probabilities"), [([7, 9], [0.25, 0.5]), ([9, 3], [0.5, 0.5]), ([7, 9], [0.75, 0.5])]
 )
 def test_missing_tokens_fail_the_request(ids: list[int], probabilities: list[float]) -> None:
     with pytest.raises(EngineError, match="expected all tokens that token 7 was sampled from"):
@@ -154,7 +149,7 @@ def test_settings_without_an_effect_are_accepted() -> None:
 
 
 @pytest.mark.spec("kept.record")
-def test_sets_are_joined_across_weight_updates() -> None:
+async def test_sets_are_joined_across_weight_updates() -> None:
     parts = [
         Generation([5, 6], [-0.1, -0.2], "interrupted", kept_ids=[ids(5), ids(6, 8)]),
         Generation([], [], "interrupted", kept_ids=[]),
@@ -165,13 +160,15 @@ def test_sets_are_joined_across_weight_updates() -> None:
         async def generate(self, *_: Any, **__: Any) -> Generation:
             return parts.pop(0)
 
-    async def go() -> Generation:
-        return await generate_through_updates(
-            Engine(), WeightGate(), None, [1], SamplingParams(max_generate_length=8),
-            session_id="a", part_seed=lambda part: part,
-        )  # fmt: skip
-
-    generation = asyncio.run(go())
+    generation = await generate_through_updates(
+        Engine(),
+        WeightGate(),
+        None,
+        [1],
+        SamplingParams(max_generate_length=8),
+        session_id="a",
+        part_seed=lambda part: part,
+    )
     assert [one.tolist() for one in generation.kept_ids or []] == [[5], [6, 8], [2, 7]]
     step = Step.from_generation([1], generation, text="", appended_end=3)
     assert step.versions == [0] * 4
@@ -183,7 +180,6 @@ def ids(*numbers: int) -> np.ndarray:
 
 
 @pytest.mark.vllm
-@pytest.mark.spec("kept.request")
 @pytest.mark.parametrize(("asked", "wanted"), [(272, 2), (1, 1), (-1, -1)])
 def test_engine_returns_no_more_columns_than_a_token_has_kept(asked: int, wanted: int) -> None:
     class Sampler:
@@ -219,7 +215,6 @@ def test_sampled_tokens_have_the_logprobs_and_ranks_of_vllm(rows: int) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.spec("kept.record")
 @pytest.mark.parametrize("columns", [1, 3])
 def test_encoded_logprobs_are_those_that_vllm_encodes(columns: int) -> None:
     from vllm.v1.engine import EngineCoreOutput
@@ -252,7 +247,6 @@ def test_encoded_logprobs_are_those_that_vllm_encodes(columns: int) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.spec("kept.record")
 @pytest.mark.parametrize("flat", [False, True])
 def test_logprobs_are_stored_without_texts(flat: bool) -> None:
     """Those of requests in vLLM's usual form, which a program next to the trainer makes, have."""

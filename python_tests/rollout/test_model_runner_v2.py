@@ -1,7 +1,5 @@
 """What weight updates use of vLLM's worker and its model runners; the second one is for GPUs."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json
@@ -25,20 +23,18 @@ from skyrl_fast.rollout.engine.weights.worker import WeightUpdateExtension
 
 HELPERS = Path(__file__).resolve().parent.parent / "helpers"
 ROOT = HELPERS.parent.parent
-VLLM = importlib.util.find_spec("vllm")
-needs_vllm = pytest.mark.skipif(VLLM is None, reason="vLLM is not installed")
 
 
 def method(file: str, owner: str, name: str) -> ast.FunctionDef:
     """The source of a method, without an import of vLLM."""
-    assert VLLM is not None and VLLM.submodule_search_locations is not None
-    tree = ast.parse((Path(VLLM.submodule_search_locations[0]) / file).read_text())
+    (folder,) = importlib.util.find_spec("vllm").submodule_search_locations
+    tree = ast.parse((Path(folder) / file).read_text())
     (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner]
     (result,) = [n for n in found.body if isinstance(n, ast.FunctionDef) and n.name == name]
     return result
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_worker_reloads_with_the_config_set() -> None:
     reload = method("v1/worker/gpu_worker.py", "Worker", "reload_weights")
     assert ast.unparse(reload.args) == "self, *args, **kwargs"
@@ -49,11 +45,11 @@ def test_worker_reloads_with_the_config_set() -> None:
     )
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_both_model_runners_take_an_iterator_of_weights() -> None:
     first = method("v1/worker/gpu_model_runner.py", "GPUModelRunner", "reload_weights")
     assert [argument.arg for argument in first.args.args][:3] == [
-        *("self", "weights_iterator", "weights_path"),
+        *("self", "weights_iterator", "weights_path")
     ]
     assert len(first.args.defaults) == len(first.args.args) - 1
     second = method("v1/worker/gpu/model_runner.py", "GPUModelRunner", "reload_weights")
@@ -108,12 +104,10 @@ def test_config_is_set_while_weights_are_processed(monkeypatch: pytest.MonkeyPat
     assert torch.equal(one.model.weight, weight)
 
 
-@needs_vllm
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs it without an interpreter")
-@pytest.mark.spec("sync.probe-limits", "sync.receipts")
 def test_weights_reach_the_second_model_runner(tiny_tokenizer: Any, tmp_path: Path) -> None:
     """On the CPU, in Triton's interpreter."""
     pytest.importorskip("triton")

@@ -1,10 +1,7 @@
 """A mixture of experts on real vLLM: routes over two turns, replay, weight updates."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
-import importlib.util
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -28,9 +25,6 @@ from skyrl_fast.rollout.groups import rollout
 from skyrl_fast.rollout.trajectory import Trajectory
 
 register_fakes()
-needs_vllm = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
-)
 
 
 def records_routes() -> bool:
@@ -78,7 +72,7 @@ def moe_folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) ->
     return folder
 
 
-@needs_vllm
+@pytest.mark.vllm
 def test_recording_routes_of_a_dense_model_is_refused(tiny_model_folder: Path) -> None:
     config = VllmSetup(
         str(tiny_model_folder), InferenceEngineConfig(enable_return_routed_experts=True)
@@ -87,7 +81,6 @@ def test_recording_routes_of_a_dense_model_is_refused(tiny_model_folder: Path) -
         asyncio.run(VllmEngine(config).start())
 
 
-@needs_vllm
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(600)
@@ -114,18 +107,15 @@ async def _update(folder: Path, tmp_path: Path) -> None:
         assert report.difference.maximum < EXACT < 0.1 < report.max_change
 
 
-@needs_vllm
 @pytest.mark.skipif(not records_routes(), reason="this vLLM records routes with Triton only")
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # two cores that others use too; alone it takes half a minute
 @pytest.mark.spec(
-    "replay.append-only",
     "replay.row-record",
     "replay.new-routes-only",
     "replay.recorded-experts",
     "replay.weight-updates",
-    "replay.weight-probe",
 )
 def test_real_routes_over_two_turns_replay_and_weight_updates(
     moe_folder: Path, tiny_tokenizer: Any, tmp_path: Path

@@ -1,7 +1,5 @@
 """Items that are made one ahead: order, bound, readers that leave, errors."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Iterator
@@ -52,7 +50,6 @@ def test_each_item_is_made_once_and_at_most_two_exist(num_readers: int) -> None:
     assert max(alive) <= 2 and alive[-1] == 0
 
 
-@pytest.mark.spec("async.weight-overlap")
 def test_the_next_item_is_made_while_one_is_used_but_not_the_one_after() -> None:
     made = [threading.Event() for _ in range(4)]
 
@@ -72,7 +69,6 @@ def test_the_next_item_is_made_while_one_is_used_but_not_the_one_after() -> None
     source.close()
 
 
-@pytest.mark.spec("async.weight-overlap")
 def test_a_reader_that_leaves_holds_up_no_other() -> None:
     source = Prefetch(lambda: iter(range(100)), 3)
     never, one, other = source.readers
@@ -86,7 +82,6 @@ def test_a_reader_that_leaves_holds_up_no_other() -> None:
     source.close()
 
 
-@pytest.mark.spec("async.weight-overlap")
 def test_a_waiting_reader_that_is_closed_ends_with_an_error() -> None:
     source = Prefetch(lambda: iter(range(100)), 2)
     slow, fast = source.readers
@@ -100,7 +95,6 @@ def test_a_waiting_reader_that_is_closed_ends_with_an_error() -> None:
     source.close()
 
 
-@pytest.mark.spec("async.weight-overlap")
 def test_an_error_is_raised_by_all_readers() -> None:
     def items() -> Iterator[int]:
         yield 0
@@ -115,7 +109,6 @@ def test_an_error_is_raised_by_all_readers() -> None:
     source.close()
 
 
-@pytest.mark.spec("async.weight-overlap")
 def test_the_thread_ends_with_its_readers() -> None:
     ended = threading.Event()
 

@@ -1,9 +1,6 @@
 """Bfloat16 engines: rounding does not stop a run, and wrong weights do."""
 
-from __future__ import annotations
-
 import asyncio
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +61,6 @@ def test_rounding_passes_and_faults_are_refused_in_updates_of_many_models() -> N
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.spec(*RULES)
 @pytest.mark.parametrize(
     "kind",

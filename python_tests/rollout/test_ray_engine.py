@@ -1,7 +1,5 @@
 """An engine on a cluster: its server's starts, ends and restarts, with a fake of Ray's actors."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine
 from types import SimpleNamespace
@@ -18,11 +16,7 @@ from skyrl_fast.rollout.engine.protocol import EngineDeadError, NoRoomError
 from skyrl_fast.rollout.engine.ray_engine import EngineBundle, RayEngine, _ActorServer
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 
-CHOICE = {
-    "token_ids": [3],
-    "logprobs": {"token_logprobs": [-0.5]},
-    "finish_reason": "stop",
-}
+CHOICE = {"token_ids": [3], "logprobs": {"token_logprobs": [-0.5]}, "finish_reason": "stop"}
 
 
 @pytest.fixture(autouse=True)
@@ -85,72 +79,61 @@ def ask(engine: RayEngine | EnginePool) -> Coroutine[Any, Any, Any]:
 
 
 @pytest.mark.spec("update.engine-lost")
-def test_a_request_ends_with_its_server_and_goes_to_the_next_one() -> None:
+async def test_a_request_ends_with_its_server_and_goes_to_the_next_one() -> None:
     """A node that is lost closes no connection, so only Ray says that it is gone."""
 
-    async def go() -> None:
-        engine = Engine()
-        pool = EnginePool([engine])
-        await pool.start()
-        engine.stuck.set()
-        waiting = asyncio.create_task(ask(pool))
-        while not any("completions" in path for path in engine.asked):
-            await asyncio.sleep(0.01)
-        engine.requested[0].ended.set_result("its server exited with code -9")
-        while not pool.activity():
-            await asyncio.sleep(0.01)
-        assert "engine 7 at http://server-1: its server exited with code -9" in pool.activity()[0]
-        engine.stuck.clear()
+    engine = Engine()
+    pool = EnginePool([engine])
+    await pool.start()
+    engine.stuck.set()
+    waiting = asyncio.create_task(ask(pool))
+    while not any("completions" in path for path in engine.asked):
+        await asyncio.sleep(0.01)
+    engine.requested[0].ended.set_result("its server exited with code -9")
+    while not pool.activity():
+        await asyncio.sleep(0.01)
+    assert "engine 7 at http://server-1: its server exited with code -9" in pool.activity()[0]
+    engine.stuck.clear()
+    await asyncio.wait_for(pool.wait_for_fault(), 5)
+    assert engine.killed == engine.requested[:1]
+    await pool.restart()
+    assert (await asyncio.wait_for(waiting, 5)).token_ids == [3]
+    assert engine.asked[-1] == "server-2 /v1/completions"
+    assert pool.faults == {"engine_deaths": 1, "engine_restarts": 1, "requests_sent_again": 1}
+    await pool.close()
+    assert engine.killed == engine.requested
+
+
+async def test_an_engine_that_is_given_up_leaves_no_server() -> None:
+    engine = Engine()
+    pool = EnginePool([engine], max_restarts=1)
+    await pool.start()
+    for _ in range(2):
+        engine.requested[-1].ended.set_result("its server exited with code -9")
+        await pool._mark_dead(pool._members[0], EngineDeadError("its server exited"))
         await asyncio.wait_for(pool.wait_for_fault(), 5)
-        assert engine.killed == engine.requested[:1]
-        await pool.restart()
-        assert (await asyncio.wait_for(waiting, 5)).token_ids == [3]
-        assert engine.asked[-1] == "server-2 /v1/completions"
-        assert pool.faults == {"engine_deaths": 1, "engine_restarts": 1, "requests_sent_again": 1}
-        await pool.close()
-        assert engine.killed == engine.requested
-
-    asyncio.run(go())
-
-
-@pytest.mark.spec("update.engine-lost")
-def test_an_engine_that_is_given_up_leaves_no_server() -> None:
-    async def go() -> None:
-        engine = Engine()
-        pool = EnginePool([engine], max_restarts=1)
-        await pool.start()
-        for _ in range(2):
-            engine.requested[-1].ended.set_result("its server exited with code -9")
-            await pool._mark_dead(pool._members[0], EngineDeadError("its server exited"))
-            await asyncio.wait_for(pool.wait_for_fault(), 5)
-            if len(engine.requested) < 3:
-                await pool.restart()
-        with pytest.raises(EngineDeadError, match="no engine is left"):
+        if len(engine.requested) < 3:
             await pool.restart()
-        assert len(engine.requested) == 3 and engine.killed == engine.requested
-
-    asyncio.run(go())
+    with pytest.raises(EngineDeadError, match="no engine is left"):
+        await pool.restart()
+    assert len(engine.requested) == 3 and engine.killed == engine.requested
 
 
 @pytest.mark.spec("async.engine-room")
-def test_an_engine_without_room_starts_when_there_is() -> None:
-    async def go() -> None:
-        engine = Engine(room=False, comes=False)
-        with pytest.raises(NoRoomError, match=r"no node with {'CPU': 1.0} free"):
-            await engine.start()
-        assert not await engine.comes_back() and len(engine.requested) == 1
-        engine.requested[0].url.set_result("http://late")
-        while not await engine.comes_back():
-            await asyncio.sleep(0.01)
-        await engine.restart()
-        assert (await ask(engine)).token_ids == [3]
-        assert engine.asked[0] == "late /v1/models" and len(engine.requested) == 1
-        await engine.close()
-
-    asyncio.run(go())
+async def test_an_engine_without_room_starts_when_there_is() -> None:
+    engine = Engine(room=False, comes=False)
+    with pytest.raises(NoRoomError, match=r"no node with {'CPU': 1.0} free"):
+        await engine.start()
+    assert not await engine.comes_back() and len(engine.requested) == 1
+    engine.requested[0].url.set_result("http://late")
+    while not await engine.comes_back():
+        await asyncio.sleep(0.01)
+    await engine.restart()
+    assert (await ask(engine)).token_ids == [3]
+    assert engine.asked[0] == "late /v1/models" and len(engine.requested) == 1
+    await engine.close()
 
 
-@pytest.mark.spec("update.engine-lost")
 @pytest.mark.parametrize("reason", ["exits", "actor", "silent"])
 def test_a_server_that_does_not_start_says_why(reason: str) -> None:
     async def go() -> None:
@@ -173,11 +156,7 @@ def test_a_server_that_does_not_start_says_why(reason: str) -> None:
         asyncio.run(go())
 
 
-@pytest.mark.spec("engine.key")
-def test_each_engine_has_a_new_key() -> None:
-    async def go() -> None:
-        one, other = Engine(), Engine()
-        assert one._arguments["key"] != other._arguments["key"]
-        assert one._headers == {"authorization": f"Bearer {one._arguments['key']}"}
-
-    asyncio.run(go())
+async def test_each_engine_has_a_new_key() -> None:
+    one, other = Engine(), Engine()
+    assert one._arguments["key"] != other._arguments["key"]
+    assert one._headers == {"authorization": f"Bearer {one._arguments['key']}"}

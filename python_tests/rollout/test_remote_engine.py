@@ -1,7 +1,5 @@
 """Requests to a `vllm serve` endpoint, and handling of its responses."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import io
@@ -210,7 +208,6 @@ def test_kept_tokens_are_read_from_the_returned_logprobs() -> None:
     assert (body["logprobs"], body["top_k"], body["return_tokens_as_token_ids"]) == (50, 256, True)
 
 
-@pytest.mark.spec("async.server-answers")
 @pytest.mark.parametrize("other", [50, 2**32 + 9, 10**30, -1])
 def test_kept_tokens_outside_the_vocabulary_fail_the_request(other: int) -> None:
     top = [{"token_id:5": -0.6931472, f"token_id:{other}": -0.6931472}]
@@ -244,7 +241,7 @@ def test_probe_logprobs_are_those_of_the_given_tokens() -> None:
     assert with_engine(server, lambda e: e.prompt_logprobs([1, 2, 3])) == [-0.5, -0.25]
 
 
-@pytest.mark.spec("async.in-flight-update", "async.servers")
+@pytest.mark.spec("async.in-flight-update")
 def test_interrupted_request_returns_its_partial_response() -> None:
     server = Server(lambda body: choice([5], [-0.5], finish_reason="abort"))
 
@@ -299,7 +296,6 @@ def test_error_of_a_refused_call_quotes_the_server() -> None:
         with_engine(server, ask)
 
 
-@pytest.mark.spec("async.server-answers")
 @pytest.mark.parametrize(
     ("answer", "wanted"),
     [
@@ -369,7 +365,6 @@ def test_invalid_response_fails_its_request_and_is_quoted(answer: Any, wanted: s
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.spec("async.server-answers")
 def test_integers_and_rounded_logprobs_are_numbers() -> None:
     server = Server(lambda body: choice([5, 0, 99], [-1, 0, 1e-7]))
     got = with_engine(server, ask, vocab_size=100)
@@ -378,7 +373,6 @@ def test_integers_and_rounded_logprobs_are_numbers() -> None:
     assert all(type(logprob) is float for logprob in got.logprobs)
 
 
-@pytest.mark.spec("async.server-answers")
 def test_limit_of_tokens_is_that_of_the_request() -> None:
     server = Server(lambda body: choice([5] * 9, [-0.5] * 9))
     longer = SamplingParams(max_generate_length=8, additional_kwargs={"max_tokens": 9})
@@ -389,7 +383,6 @@ def test_limit_of_tokens_is_that_of_the_request() -> None:
     assert len(with_engine(server, work).token_ids) == 9
 
 
-@pytest.mark.spec("async.server-answers")
 @pytest.mark.parametrize("value", ["-0.5", True, None, [1]])
 def test_probe_logprobs_are_numbers(value: Any) -> None:
     entries = [None, {"2": {"logprob": value}}]
@@ -398,7 +391,6 @@ def test_probe_logprobs_are_numbers(value: Any) -> None:
         with_engine(server, lambda e: e.prompt_logprobs([1, 2]))
 
 
-@pytest.mark.spec("async.server-answers")
 def test_answer_that_is_no_receipt_is_an_error() -> None:
     receipt = {"digests": {}, "unloaded": [], "dtype": "bfloat16"}
     for results, wanted in (
@@ -419,7 +411,6 @@ def test_answer_that_is_no_receipt_is_an_error() -> None:
             with_engine(server, load_zeros)
 
 
-@pytest.mark.spec("async.server-answers")
 @pytest.mark.parametrize("status", [200, 400, 500])
 def test_answer_without_end_fails_its_request(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "MAX_ANSWER_BYTES", 1_000_000, raising=False)
@@ -437,7 +428,6 @@ def test_answer_without_end_fails_its_request(status: int, monkeypatch: pytest.M
     assert sent == 16
 
 
-@pytest.mark.spec("async.server-answers")
 def test_undecodable_body_is_requested_again() -> None:
     answers = [
         httpx.Response(
@@ -449,7 +439,6 @@ def test_undecodable_body_is_requested_again() -> None:
     assert with_engine(server, ask).token_ids == [5]
 
 
-@pytest.mark.spec("async.server-answers")
 def test_missing_endpoints_of_another_server_are_named() -> None:
     server = Server(lambda body: choice([4], [-1.0], prompt_logprobs=[None, {}]))
     with pytest.raises(EngineError, match="in another format than vLLM: KeyError: '2'"):
@@ -459,7 +448,6 @@ def test_missing_endpoints_of_another_server_are_named() -> None:
         with_engine(server, load_zeros)
 
 
-@pytest.mark.spec("async.server-answers")
 @pytest.mark.parametrize(
     ("path", "answer", "wanted"),
     [
@@ -567,7 +555,6 @@ def test_engine_command_serves_the_policy_model_on_loopback(
     assert served == [(str(model), 1100, "127.0.0.1", 8003)]
 
 
-@pytest.mark.spec("async.engine-command")
 @pytest.mark.parametrize(
     ("model", "refused"),
     [
@@ -597,23 +584,13 @@ def test_rows_beyond_max_position_embeddings_are_refused_before_the_engine_start
         assert make_vllm_setup(config, str(tmp_path)).max_model_len == 48
 
 
-def test_server_that_a_killed_trainer_has_paused_is_resumed() -> None:
+async def test_server_that_a_killed_trainer_has_paused_is_resumed() -> None:
     server = Server()
 
-    async def go() -> None:
-        async with RemoteEngine("http://there:1", transport=httpx.MockTransport(server)):
-            pass
-
-    asyncio.run(go())
+    async with RemoteEngine("http://there:1", transport=httpx.MockTransport(server)):
+        pass
     calls = [("/collective_rpc", {"method": name}) for name in HANDSHAKE]
     assert server.asked == [("/resume", {}), *calls]
-
-
-def test_server_that_never_answers_times_out() -> None:
-    server = Server()
-    server.well = False
-    with pytest.raises(EngineDeadError, match="did not answer within 0 s"):
-        with_engine(server, ask, start_timeout_seconds=0.0)
 
 
 @pytest.mark.parametrize(
@@ -656,7 +633,6 @@ def test_server_settings_are_validated(overrides: list[str], wanted: str) -> Non
         load_config(None, [*base, *(key + text for text in overrides)])
 
 
-@pytest.mark.spec("async.server-answers")
 @pytest.mark.parametrize(
     ("model", "wanted"),
     [
@@ -683,20 +659,17 @@ def test_vocabulary_of_a_server_is_that_of_the_policy(
 
 
 @pytest.mark.spec("engine.claim")
-def test_two_trainers_do_not_share_a_server() -> None:
+async def test_two_trainers_do_not_share_a_server() -> None:
     server = Server()
 
-    async def go() -> None:
-        transport = httpx.MockTransport(server)
-        first, second = (RemoteEngine("http://there:1", transport=transport) for _ in range(2))
-        async with first, second:
-            assert (await ask(second)).token_ids == [5, 6]
-            for work in (ask(first), first.interrupt(), first.restart()):
-                with pytest.raises(EngineDeadError, match="another trainer updates this server"):
-                    await work
-            assert (await ask(second)).token_ids == [5, 6]
-
-    asyncio.run(go())
+    transport = httpx.MockTransport(server)
+    first, second = (RemoteEngine("http://there:1", transport=transport) for _ in range(2))
+    async with first, second:
+        assert (await ask(second)).token_ids == [5, 6]
+        for work in (ask(first), first.interrupt(), first.restart()):
+            with pytest.raises(EngineDeadError, match="another trainer updates this server"):
+                await work
+        assert (await ask(second)).token_ids == [5, 6]
 
 
 @pytest.mark.spec("async.failed-update")

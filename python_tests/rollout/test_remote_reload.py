@@ -1,9 +1,6 @@
 """A real `vllm serve`: weight updates through its reload of a folder, and attacks on its guard."""
 
-from __future__ import annotations
-
 import asyncio
-import importlib.util
 import os
 import subprocess
 from collections.abc import Iterator
@@ -23,12 +20,7 @@ from skyrl_fast.rollout.engine.serve_vllm import serve_command, serve_environmen
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 KEY = "k" * 32
@@ -142,7 +134,6 @@ def test_adapters_reach_a_server(tiny_model_folder: Path, tmp_path: Path, weight
     assert len({*first, *second}) == 6
 
 
-@pytest.mark.spec("lora.servers")
 def test_an_adapter_with_another_scale_than_the_servers_is_refused(
     tiny_model_folder: Path, tmp_path: Path
 ) -> None:
@@ -159,7 +150,6 @@ def test_an_adapter_with_another_scale_than_the_servers_is_refused(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the packed copy is that of CPU kernels")
-@pytest.mark.spec("async.server-weights")
 def test_reload_that_does_not_update_a_tied_head_is_refused(
     tiny_model_folder: Path, tmp_path: Path
 ) -> None:

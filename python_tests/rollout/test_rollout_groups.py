@@ -1,7 +1,5 @@
 """Groups of trajectories: order, phases, seeds, settings (docs/spec.md, section 3)."""
 
-from __future__ import annotations
-
 import pytest
 from fake_envs import (
     FakePrompt,
@@ -33,7 +31,7 @@ def test_groups_are_ordered_by_prompt_then_repetition(tiny_tokenizer) -> None:
     assert sorted(map(id, seen)) == sorted(map(id, got))
 
 
-@pytest.mark.spec("rollout.one-sample", "rollout.group-order")
+@pytest.mark.spec("rollout.one-sample")
 def test_phase_selects_samples_and_sampling_parameters(tiny_tokenizer) -> None:
     config = loop_config(
         n_samples_per_prompt=3,
@@ -81,7 +79,6 @@ def test_seeds_depend_only_on_the_position_in_the_run(tiny_tokenizer) -> None:
     assert request_seed(1, "train-7-p0-0", 0, 0) == 1714389556219091143
 
 
-@pytest.mark.spec("rollout.request-seed")
 def test_evaluation_seeds_are_the_same_at_every_version(tiny_tokenizer) -> None:
     def values(phase: str, version: int) -> list[int]:
         return sorted(seeds(tiny_tokenizer, phase=phase, policy_version=version).values())

@@ -1,7 +1,5 @@
 """Routes over the turns of a trajectory: appended while the context grows, restarted after it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from itertools import pairwise
@@ -139,7 +137,7 @@ def run(tokenizer: Any, engine: RoutingEngine, context: str, turns: int = 3) -> 
     return asyncio.run(go())[0]
 
 
-@pytest.mark.spec("replay.append-only", "replay.row-record", "replay.new-routes-only")
+@pytest.mark.spec("replay.append-only", "replay.new-routes-only")
 @pytest.mark.parametrize("from_start", [True, False])
 def test_growing_contexts_keep_the_routes_of_the_sampling_turn(
     tiny_tokenizer: Any, from_start: bool

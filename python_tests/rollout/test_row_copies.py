@@ -1,7 +1,5 @@
 """Code of users gets its own copy of a row: what it changes there, nobody else sees."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading
@@ -99,20 +97,17 @@ def test_each_episode_gets_the_row_of_the_data(kind: str, tiny_tokenizer: Any) -
     assert prompt == row()
 
 
-def test_the_history_has_the_calls_that_the_model_made(tiny_tokenizer: Any) -> None:
+async def test_the_history_has_the_calls_that_the_model_made(tiny_tokenizer: Any) -> None:
     class Popping(Env):
         def step(self, action: Action) -> EnvStep:
             action.tool_calls[0]["function"]["arguments"].pop("x")
             return EnvStep(0.0, done=True)
 
-    async def go() -> None:
-        factory = EnvFactory(EnvironmentConfig(timeout_seconds=20), make_env=lambda row: Popping())
-        env = await factory.make("x", {})
-        await env.step(Action("text", [CALL]))
-        await env.close()
-        await factory.close()
-
-    asyncio.run(go())
+    factory = EnvFactory(EnvironmentConfig(timeout_seconds=20), make_env=lambda row: Popping())
+    env = await factory.make("x", {})
+    await env.step(Action("text", [CALL]))
+    await env.close()
+    await factory.close()
     assert CALL["function"] == {"name": "f", "arguments": {"x": 1}}
 
 

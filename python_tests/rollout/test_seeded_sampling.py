@@ -1,7 +1,5 @@
 """Tokens that seeded requests sample on a CPU."""
 
-from __future__ import annotations
-
 import gc
 from types import SimpleNamespace
 from typing import Any
@@ -40,8 +38,7 @@ class Drawing:
 
 
 @pytest.mark.parametrize(
-    ("drawn", "token"),
-    [(0.0, 1), (0.2499, 1), (0.25, 3), (0.7499, 3), (0.75, 4), (1 - 2**-53, 4)],
+    ("drawn", "token"), [(0.0, 1), (0.2499, 1), (0.25, 3), (0.7499, 3), (0.75, 4), (1 - 2**-53, 4)]
 )
 def test_a_number_becomes_the_word_whose_share_it_falls_into(
     drawn: float, token: int, monkeypatch: pytest.MonkeyPatch

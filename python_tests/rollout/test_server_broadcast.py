@@ -1,10 +1,7 @@
 """Weights by a broadcast to servers, whose workers are threads."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
-import importlib.util
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,15 +23,9 @@ from skyrl_fast.rollout.engine.weights.buckets import Bucket
 from skyrl_fast.rollout.engine.weights.group import WeightsGroup
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError, tensor_digest
 from skyrl_fast.rollout.engine.weights.transports import broadcast as broadcast
-from skyrl_fast.rollout.engine.weights.transports.broadcast import (
-    send_by_broadcast,
-)
+from skyrl_fast.rollout.engine.weights.transports.broadcast import send_by_broadcast
 from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
 from skyrl_fast.train.parallel.ranks import RankError
-
-needs_vllm = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -52,19 +43,16 @@ SENT = {
 BUCKET = 1024  # each tensor is sent alone
 
 
-@needs_vllm
-@pytest.mark.spec("async.weight-broadcast", "async.cluster-weights")
-def test_each_server_has_a_group_of_its_own() -> None:
+@pytest.mark.vllm
+@pytest.mark.spec("async.cluster-weights")
+async def test_each_server_has_a_group_of_its_own() -> None:
     one, other = Server(), Server("http://b:1")
     pool = EnginePool([one, other], transport=send_by_broadcast)
 
-    async def go() -> None:
-        await pool.start()
-        for _ in range(2):
-            await pool.update(SENT, make_probe)
-        await pool.close()
-
-    asyncio.run(go())
+    await pool.start()
+    for _ in range(2):
+        await pool.update(SENT, make_probe)
+    await pool.close()
     for engine in (one, other):
         assert engine.llm.calls == ["join_weights_group", *["load_weights_broadcast"] * 2]
         for worker in engine.llm.workers:
@@ -117,8 +105,7 @@ BREAK: dict[str, Any] = {
 }
 
 
-@needs_vllm
-@pytest.mark.spec("async.weight-broadcast")
+@pytest.mark.vllm
 @pytest.mark.parametrize("fault", BREAK)
 def test_a_broken_transfer_is_named(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     send = broadcast.send_buckets
@@ -175,7 +162,7 @@ def received(server: Server) -> bool:
     return all(torch.equal(one[name], SENT[name]) for one in loaded for name in SENT)
 
 
-@needs_vllm
+@pytest.mark.vllm
 @pytest.mark.spec("async.weight-overlap")
 def test_each_bucket_is_made_once_for_all_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     digested: list[str] = []
@@ -195,8 +182,7 @@ def test_each_bucket_is_made_once_for_all_engines(monkeypatch: pytest.MonkeyPatc
     assert no_sending_thread()
 
 
-@needs_vllm
-@pytest.mark.spec("async.weight-overlap")
+@pytest.mark.vllm
 @pytest.mark.parametrize("fault", ["hangs", "dies in a bucket"])
 def test_an_engine_that_stops_in_an_update_holds_up_no_other(
     fault: str, monkeypatch: pytest.MonkeyPatch
@@ -210,8 +196,7 @@ def test_an_engine_that_stops_in_an_update_holds_up_no_other(
     assert no_sending_thread()
 
 
-@needs_vllm
-@pytest.mark.spec("async.weight-overlap")
+@pytest.mark.vllm
 def test_all_engines_that_come_back_get_the_weights_from_the_start() -> None:
     weights, server = Gathered(), Server()
     pool = update_of([server], weights, "dies in a bucket")
@@ -220,8 +205,7 @@ def test_all_engines_that_come_back_get_the_weights_from_the_start() -> None:
     assert pool.faults["engine_restarts"] == 1
 
 
-@needs_vllm
-@pytest.mark.spec("async.weight-overlap")
+@pytest.mark.vllm
 def test_an_error_while_weights_are_gathered_is_raised_by_its_name() -> None:
     error = RankError("rank 1 has exited")
     with pytest.raises(RankError, match="rank 1 has exited"):
@@ -237,7 +221,7 @@ FAULTS = ("500", "half", "reset", "hang")
 SLOW = pytest.mark.slow
 
 
-@needs_vllm
+@pytest.mark.vllm
 @pytest.mark.spec(
     *("async.server-return", "async.engine-restart", "async.engine-silence", "lora.servers")
 )
@@ -250,7 +234,7 @@ SLOW = pytest.mark.slow
         for case in [*product(range(len(calls)), FAULTS), (calls.index("load"), "wrong digest")]
     ],
 )
-def test_a_server_with_a_fault_at_a_call_of_an_update_is_left_out_until_it_is_repaired(
+async def test_a_server_with_a_fault_at_a_call_of_an_update_is_left_out_until_it_is_repaired(
     calls: tuple[str, ...], call: int, fault: str, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("PAUSE_SECONDS", "LOAD_SECONDS"):
@@ -265,32 +249,29 @@ def test_a_server_with_a_fault_at_a_call_of_an_update_is_left_out_until_it_is_re
         await engines.interrupt()
         await asyncio.wait_for(engines.update(SENT, make_probe), 60)
 
-    async def go() -> None:
-        await engines.start()
-        started = len(servers[0].asked)
-        servers[0].fault_at = started + call, fault
-        await update()
-        asked = servers[0].asked[started:]
-        assert servers[0].fault_at is None and asked[call].startswith(calls[call]), asked
-        assert received(servers[1]) and not servers[1].paused and 1 in engines.reports
-        if engines.reports.keys() == {1}:
-            assert engines.faults["engine_deaths"] == 1
-            servers[0].healthy = True
-            await engines.repair(SENT, make_probe)
-        for _ in range(2):
-            assert engines.reports.keys() == {0, 1}
-            assert all(map(received, servers)) and not any(s.paused for s in servers)
-            for server in servers:
-                for worker in server.llm.workers:
-                    worker.model.loaded = {}
-            await update()
+    await engines.start()
+    started = len(servers[0].asked)
+    servers[0].fault_at = started + call, fault
+    await update()
+    asked = servers[0].asked[started:]
+    assert servers[0].fault_at is None and asked[call].startswith(calls[call]), asked
+    assert received(servers[1]) and not servers[1].paused and 1 in engines.reports
+    if engines.reports.keys() == {1}:
+        assert engines.faults["engine_deaths"] == 1
+        servers[0].healthy = True
+        await engines.repair(SENT, make_probe)
+    for _ in range(2):
+        assert engines.reports.keys() == {0, 1}
+        assert all(map(received, servers)) and not any(s.paused for s in servers)
         for server in servers:
-            names = server.adapters
-            assert len({*names}) == len(names) and (len(names) > 2) == (adapter is not None)
-            assert server._adapter_name == (names[-1] if names else None)
-        await engines.close()
-
-    asyncio.run(go())
+            for worker in server.llm.workers:
+                worker.model.loaded = {}
+        await update()
+    for server in servers:
+        names = server.adapters
+        assert len({*names}) == len(names) and (len(names) > 2) == (adapter is not None)
+        assert server._adapter_name == (names[-1] if names else None)
+    await engines.close()
     assert no_sending_thread()
 
 

@@ -1,7 +1,5 @@
 """Token ids in parts: they behave as the list that they stand for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

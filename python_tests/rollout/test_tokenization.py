@@ -1,7 +1,5 @@
 """Encoding, decoding and rendering next to what transformers does."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

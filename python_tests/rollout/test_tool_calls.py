@@ -1,7 +1,5 @@
 """Tools of a prompt, and tool calls as environments get them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import pickle
@@ -91,7 +89,6 @@ def test_tools_of_a_row_replace_those_of_the_settings(tiny_tokenizer: Any) -> No
     assert texts[1].startswith("<tool>shared</tool><|im_start|>user")
 
 
-@pytest.mark.spec("rollout.tools")
 @pytest.mark.parametrize("tools", ["search", [1], {"name": "search"}])
 def test_tools_that_are_no_list_are_refused(tools: Any) -> None:
     with pytest.raises(ValueError, match=r"prompts, row 0: tools: expected a list of mappings"):
@@ -150,7 +147,7 @@ def test_action_reaches_another_process() -> None:
     assert action.unparsed_tool_calls
 
 
-@pytest.mark.spec("rollout.tool-calls", "rollout.unparsed-tool-calls", "gateway.tools")
+@pytest.mark.spec("rollout.unparsed-tool-calls")
 @pytest.mark.parametrize(
     ("name", "arguments", "counted", "seen"),
     [
@@ -209,20 +206,18 @@ def test_ids_of_calls_follow_from_their_place() -> None:
 
 
 @pytest.mark.spec("rollout.long-answers")
-def test_a_late_parser_neither_stops_the_loop_nor_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def go() -> tuple[ParsedAnswer, ParsedAnswer, int]:
-        parser, beats = AnswerParser(SlowParser()), 0  # type: ignore[arg-type]
-        quick = await parser.parse("b" * 1_000, None, place="0")
-        monkeypatch.setattr(answer_parser, "PARSE_SECONDS", 0.2)
-        late = asyncio.ensure_future(parser.parse(HOSTILE, None, place="0"))
-        while not late.done():
-            await asyncio.sleep(0.001)
-            beats += 1
-        return quick, await late, beats
-
-    quick, late, beats = asyncio.run(go())
+async def test_a_late_parser_neither_stops_the_loop_nor_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parser, beats = AnswerParser(SlowParser()), 0  # type: ignore[arg-type]
+    quick = await parser.parse("b" * 1_000, None, place="0")
+    monkeypatch.setattr(answer_parser, "PARSE_SECONDS", 0.2)
+    late = asyncio.ensure_future(parser.parse(HOSTILE, None, place="0"))
+    while not late.done():
+        await asyncio.sleep(0.001)
+        beats += 1
     assert quick == ParsedAnswer("quick", rest="b" * 1_000)
-    assert late == ParsedAnswer(HOSTILE, failed=True, rest=HOSTILE)
+    assert await late == ParsedAnswer(HOSTILE, failed=True, rest=HOSTILE)
     assert beats > 10  # of about 200
 
 
@@ -268,7 +263,6 @@ def test_parsers_that_read_no_text_are_refused(name: str, tiny_tokenizer: Any) -
         ReasoningParser(name, tiny_tokenizer)
 
 
-@pytest.mark.spec("gateway.tools")
 def test_forced_calls_have_the_familys_form_or_json(tiny_tokenizer: Any) -> None:
     pytest.importorskip("vllm")
     tools = [tool("look"), tool("go")]

@@ -1,8 +1,5 @@
 """Vision-language models on real vLLM: their language models are exact after every update."""
 
-from __future__ import annotations
-
-import asyncio
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -58,36 +55,30 @@ def make_folder(family: str, folder: Path, tokenizer: Any) -> Policy:
 
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-@pytest.mark.spec("sync.frozen-parts", "sync.saved-class", "sync.engine-without-parts")
+@pytest.mark.spec("sync.saved-class", "sync.engine-without-parts")
 @pytest.mark.parametrize(
     "family", ["gemma4", *(needs_torchvision(name) for name in FAMILIES if name != "gemma4")]
 )
-def test_updates_are_exact(family: str, tiny_tokenizer: Any, tmp_path: Path) -> None:
+async def test_updates_are_exact(family: str, tiny_tokenizer: Any, tmp_path: Path) -> None:
     policy = make_folder(family, tmp_path / "model", tiny_tokenizer)
     setup = VllmSetup(
         str(tmp_path / "model"), max_model_len=128, log_file=str(tmp_path / "engine.log")
     )
 
-    async def go() -> None:
-        generator = torch.Generator().manual_seed(0)
-        async with VllmEngine(setup) as engine:
-            probe = WeightProbe(
-                engine,
-                probe=torch.randint(200, (2, 48), generator=generator).tolist(),
-                trainer_logprobs=lambda rows: [policy.sequence_logprobs(ids) for ids in rows],
-            )
-            assert (await probe.verify()).difference.maximum < TOLERANCE
-            for _ in range(UPDATES):
-                for _, parameter in policy.trained_parameters():
-                    noise = torch.randn(parameter.shape, generator=generator)
-                    parameter.data.add_(0.01 * noise)
-                report = await update_engine(
-                    engine, probe, policy.named_weights(), policy.frozen_parts
-                )
-                assert report.difference.maximum < TOLERANCE < 0.1 < report.max_change
-
-    asyncio.run(go())
+    generator = torch.Generator().manual_seed(0)
+    async with VllmEngine(setup) as engine:
+        probe = WeightProbe(
+            engine,
+            probe=torch.randint(200, (2, 48), generator=generator).tolist(),
+            trainer_logprobs=lambda rows: [policy.sequence_logprobs(ids) for ids in rows],
+        )
+        assert (await probe.verify()).difference.maximum < TOLERANCE
+        for _ in range(UPDATES):
+            for _, parameter in policy.trained_parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.data.add_(0.01 * noise)
+            report = await update_engine(engine, probe, policy.named_weights(), policy.frozen_parts)
+            assert report.difference.maximum < TOLERANCE < 0.1 < report.max_change
 
 
 @pytest.mark.spec("sync.engine-without-parts")

@@ -1,7 +1,5 @@
 """Patches of vLLM that no test of an engine covers, and the list of all."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import pkgutil
 import re

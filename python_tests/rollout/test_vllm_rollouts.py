@@ -1,7 +1,5 @@
 """The probe and the settings that a run passes to vLLM."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -176,7 +174,6 @@ def test_engines_on_a_cluster_get_weights_by_a_broadcast(monkeypatch: pytest.Mon
     assert choose_cluster_backend(on_cluster(*shared)) == "file"
 
 
-@pytest.mark.spec("async.cluster-weights", "update.engine-nodes")
 @pytest.mark.parametrize(
     ("override", "wanted"),
     [

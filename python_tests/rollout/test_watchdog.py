@@ -1,7 +1,5 @@
 """Detection and handling of slow and stuck trajectories, with fake clocks."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import Counter
@@ -11,13 +9,7 @@ import pytest
 from fake_envs import Call, FakePrompt, ScriptedEngine, loop_config, register_fakes, says
 
 from skyrl_fast.config import EnvironmentConfig
-from skyrl_fast.rollout.activity import (
-    ACTING,
-    GENERATING,
-    MAKING,
-    WAITING,
-    ActivityBoard,
-)
+from skyrl_fast.rollout.activity import ACTING, GENERATING, MAKING, WAITING, ActivityBoard
 from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.env.factory import EnvFactory
@@ -149,7 +141,7 @@ async def run_deaf(
         await factory.close()
 
 
-@pytest.mark.spec("async.stuck-trajectory", "async.lost-group-members")
+@pytest.mark.spec("async.lost-group-members")
 def test_a_stuck_trajectory_restarts_and_finished_ones_are_kept(
     tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -163,7 +155,7 @@ def test_a_stuck_trajectory_restarts_and_finished_ones_are_kept(
     assert "STUCK: p/1: turn 1, generating for 1000 s; restarted" in caplog.text
 
 
-@pytest.mark.spec("async.stuck-trajectory", "async.lost-group-members")
+@pytest.mark.spec("async.lost-group-members")
 def test_permanently_stuck_trajectory_fails(tiny_tokenizer: Any) -> None:
     runner, got = asyncio.run(run_deaf(tiny_tokenizer, {0: 2}))
     assert isinstance(got, list)
@@ -179,7 +171,6 @@ def test_group_without_any_trajectory_is_dropped(tiny_tokenizer: Any) -> None:
     assert "group p: all 2 trajectories were stuck" in str(got)
 
 
-@pytest.mark.spec("async.lost-group")
 def test_group_without_any_trajectory_is_kept_in_an_evaluation(tiny_tokenizer: Any) -> None:
     _, got = asyncio.run(run_deaf(tiny_tokenizer, {0: 9, 1: 9}, samples=2, retries=0, phase="eval"))
     assert isinstance(got, list)
@@ -206,19 +197,16 @@ def test_slow_trajectories_are_logged_and_counted(
 
 
 @pytest.mark.spec("async.fault-metrics")
-def test_failed_attempts_are_counted_by_name(tiny_tokenizer: Any) -> None:
+async def test_failed_attempts_are_counted_by_name(tiny_tokenizer: Any) -> None:
     def answer(call: Call, number: int) -> Generation:
         return says(tiny_tokenizer, "a")
 
-    async def go() -> GroupRunner:
-        factory = EnvFactory(EnvironmentConfig())
-        calls = PolicyCalls(ScriptedEngine(answer), WeightGate(), tiny_tokenizer, 0)
-        runner = environment_runner(calls, factory, loop_config(max_turns=2))
-        prompt = FakePrompt("p", env_extras={"raise_at": 1})
-        await runner.group(prompt, phase="train", policy_version=0)
-        await factory.close()
-        return runner
-
-    faults = asyncio.run(go()).faults
+    factory = EnvFactory(EnvironmentConfig())
+    calls = PolicyCalls(ScriptedEngine(answer), WeightGate(), tiny_tokenizer, 0)
+    runner = environment_runner(calls, factory, loop_config(max_turns=2))
+    prompt = FakePrompt("p", env_extras={"raise_at": 1})
+    await runner.group(prompt, phase="train", policy_version=0)
+    await factory.close()
+    faults = runner.faults
     assert faults["environment_errors"] == 2
     assert faults["retried_trajectories"] == 1

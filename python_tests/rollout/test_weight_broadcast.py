@@ -1,9 +1,6 @@
 """Weights by a broadcast: buckets, order, and peers that die, are stuck or refuse."""
 
-from __future__ import annotations
-
 import asyncio
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -37,10 +34,6 @@ from skyrl_fast.rollout.engine.weights.transports.broadcast import (
     receive_by_broadcast,
     send_buckets,
     send_by_broadcast,
-)
-
-needs_vllm = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
 )
 
 
@@ -101,7 +94,6 @@ def test_all_workers_receive_the_cast_tensors_in_order() -> None:
     assert listening(os.getpid()) <= {LOOPBACK_HEX}
 
 
-@pytest.mark.spec("async.weight-overlap")
 def test_a_worker_receives_the_next_bucket_while_it_loads_one() -> None:
     trainer, worker = connected(2)
     sent = [threading.Event() for _ in range(4)]
@@ -121,7 +113,6 @@ def test_a_worker_receives_the_next_bucket_while_it_loads_one() -> None:
     assert [event.is_set() for event in sent] == [True, True, True, False]
 
 
-@pytest.mark.spec("async.weight-broadcast")
 @pytest.mark.parametrize(
     "infos",
     [
@@ -142,7 +133,6 @@ def test_workers_receive_names_dtypes_and_shapes_only(infos: Any) -> None:
         read_header(json.dumps(infos))
 
 
-@pytest.mark.spec("async.weight-broadcast")
 def test_buckets_are_limited_and_their_tensors_aligned() -> None:
     buckets = list(pack_buckets(WEIGHTS.items(), None, device=CPU, bucket_bytes=BUCKET))
     names = [[name for name, _, _ in bucket.infos] for bucket in buckets]
@@ -154,7 +144,6 @@ def test_buckets_are_limited_and_their_tensors_aligned() -> None:
     assert list(pack_buckets([], None, device=CPU)) == []
 
 
-@pytest.mark.spec("async.weight-broadcast")
 def test_tied_weights_are_sent_once() -> None:
     tied = torch.ones(3)
     with send_by_broadcast({"embed": tied, "head": tied.detach()}, None) as call:
@@ -167,7 +156,6 @@ def test_tied_weights_are_sent_once() -> None:
         list(call.buckets)
 
 
-@pytest.mark.spec("async.weight-broadcast")
 def test_a_worker_that_does_not_receive_is_an_error_in_time() -> None:
     trainer, worker = connected(2)
     trainer.wait_seconds = 0.5  # to connect may take longer
@@ -180,7 +168,6 @@ def test_a_worker_that_does_not_receive_is_an_error_in_time() -> None:
         next(receive_by_broadcast(worker))
 
 
-@pytest.mark.spec("async.weight-broadcast")
 def test_nccl_raises_before_its_watchdog_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a fake of torch's class: NCCL needs a GPU for each member."""
     events: list[Any] = []
@@ -219,7 +206,6 @@ def test_nccl_raises_before_its_watchdog_ends_the_process(monkeypatch: pytest.Mo
 # --- members that do not come ---------------------------------------------------------------------
 
 
-@pytest.mark.spec("async.weight-broadcast")
 def test_members_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights_group, "JOIN_SECONDS", 0.1)
     store, _ = listening_store()
@@ -232,7 +218,6 @@ def test_members_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> 
         WeightsGroup("gloo", rank=1, size=4, device=CPU).connect(store)
 
 
-@pytest.mark.spec("async.weight-broadcast")
 def test_a_member_that_dies_while_it_connects_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights_group, "MOVE_SECONDS", 0.5)
     store = torch.distributed.HashStore()
@@ -241,7 +226,6 @@ def test_a_member_that_dies_while_it_connects_is_an_error(monkeypatch: pytest.Mo
         WeightsGroup("gloo", rank=0, size=2, device=CPU).connect(store)
 
 
-@pytest.mark.spec("async.weight-broadcast")
 def test_a_worker_that_refuses_ends_the_wait_of_all() -> None:
     async def go() -> threading.Thread:
         sender = broadcast.BroadcastSender("gloo", num_workers=2)
@@ -287,7 +271,6 @@ asyncio.run(go())
 """
 
 
-@pytest.mark.spec("async.weight-broadcast")
 def test_a_process_ends_after_a_join_that_failed() -> None:
     result = subprocess.run(
         [sys.executable, "-c", FAILED_JOIN], capture_output=True, text=True, timeout=100
@@ -313,7 +296,6 @@ async def load(engine: ScriptedEngine) -> None:
         await engine.load_weights(call)
 
 
-@pytest.mark.spec("async.weight-broadcast")
 def test_workers_that_hang_count_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broadcast, "NOTICE_SECONDS", 0.1)
     engine = ScriptedEngine()
@@ -332,7 +314,6 @@ def test_workers_that_hang_count_as_dead(monkeypatch: pytest.MonkeyPatch) -> Non
         asyncio.run(go())
 
 
-@pytest.mark.spec("async.weight-broadcast")
 def test_an_engine_without_a_group_refuses_a_broadcast() -> None:
     with pytest.raises(WeightSyncError, match="expected one of nccl, gloo at the engine's start"):
         asyncio.run(load(ScriptedEngine("file")))
@@ -353,7 +334,6 @@ def receive_one_bucket(port: int, kill: bool, results: Any) -> None:
     results.send(found)
 
 
-@pytest.mark.spec("async.weight-broadcast")
 @pytest.mark.parametrize("kill", [False, True], ids=["lives", "killed"])
 def test_two_processes(kill: bool) -> None:
     weights = {**WEIGHTS, "large": torch.ones(8 << 20)}

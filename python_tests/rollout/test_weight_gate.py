@@ -1,7 +1,5 @@
 """Requests during weight updates: the version of every token, and no lost tokens."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +18,6 @@ from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.groups import environment_runner, run_groups
 from skyrl_fast.rollout.policy_calls import PolicyCalls
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
-from skyrl_fast.rollout.trajectory import Trajectory
 
 register_fakes()
 
@@ -88,7 +85,7 @@ def through(
     return asyncio.run(go())
 
 
-@pytest.mark.spec("async.in-flight-update", "async.token-versions")
+@pytest.mark.spec("async.token-versions")
 def test_tokens_are_kept_with_their_version(tiny_tokenizer: Any) -> None:
     parts, got = through(tiny_tokenizer, [10, 11, 12, 13, 14], [2, 0, 1])
     assert got.token_ids == [10, 11, 12, 13, 14]
@@ -272,71 +269,62 @@ def test_an_answer_with_penalties_begins_again(tiny_tokenizer: Any, name: str) -
 
 
 @pytest.mark.spec("async.verified-update")
-def test_no_request_passes_a_closed_gate_and_an_update_waits_for_those_inside() -> None:
-    async def go() -> list[str]:
-        gate = WeightGate()
-        events: list[str] = []
-        inside = asyncio.Event()
-        interrupted = asyncio.Event()
+async def test_no_request_passes_a_closed_gate_and_an_update_waits_for_those_inside() -> None:
+    gate = WeightGate()
+    events: list[str] = []
+    inside = asyncio.Event()
+    interrupted = asyncio.Event()
 
-        async def request(name: str) -> None:
-            async with gate.request() as version:
-                events.append(f"{name} in at {version}")
-                inside.set()
-                await interrupted.wait()
-                events.append(f"{name} out")
+    async def request(name: str) -> None:
+        async with gate.request() as version:
+            events.append(f"{name} in at {version}")
+            inside.set()
+            await interrupted.wait()
+            events.append(f"{name} out")
 
-        first = asyncio.create_task(request("first"))
-        await inside.wait()
-        calls = 0
+    first = asyncio.create_task(request("first"))
+    await inside.wait()
+    calls = 0
 
-        async def interrupt() -> None:
-            nonlocal calls
-            calls += 1
-            if calls == 3:  # the request has reached the engine only now
-                interrupted.set()
+    async def interrupt() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:  # the request has reached the engine only now
+            interrupted.set()
 
-        async with gate.hold_closed(interrupt) as number:
-            assert number == 1 and gate.num_inside == 0
-            late = asyncio.create_task(request("late"))
-            await asyncio.sleep(0.01)
-            events.append("updated")
-            gate.version = 1
-        await asyncio.gather(first, late)
-        assert calls == 3
-        return events
-
-    assert asyncio.run(go()) == [
-        "first in at 0", "first out", "updated", "late in at 1", "late out",
-    ]  # fmt: skip
+    async with gate.hold_closed(interrupt) as number:
+        assert number == 1 and gate.num_inside == 0
+        late = asyncio.create_task(request("late"))
+        await asyncio.sleep(0.01)
+        events.append("updated")
+        gate.version = 1
+    await asyncio.gather(first, late)
+    assert calls == 3
+    assert events == ["first in at 0", "first out", "updated", "late in at 1", "late out"]
 
 
-@pytest.mark.spec("async.engine-silence")
-def test_long_wait_of_an_update_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    async def go() -> None:
-        seconds = iter(range(0, 1000, 40))
-        gate = WeightGate(clock=lambda: float(next(seconds)))
-        leave = asyncio.Event()
+async def test_long_wait_of_an_update_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    seconds = iter(range(0, 1000, 40))
+    gate = WeightGate(clock=lambda: float(next(seconds)))
+    leave = asyncio.Event()
 
-        async def request() -> None:
-            async with gate.request():
-                await leave.wait()
+    async def request() -> None:
+        async with gate.request():
+            await leave.wait()
 
-        task = asyncio.create_task(request())
-        await asyncio.sleep(0)
-        calls = 0
+    task = asyncio.create_task(request())
+    await asyncio.sleep(0)
+    calls = 0
 
-        async def interrupt() -> None:
-            nonlocal calls
-            calls += 1
-            if calls == 4:
-                leave.set()
+    async def interrupt() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            leave.set()
 
-        async with gate.hold_closed(interrupt):
-            pass
-        await task
-
-    asyncio.run(go())
+    async with gate.hold_closed(interrupt):
+        pass
+    await task
     assert "a weight update waits for 1 requests" in caplog.text
 
 
@@ -372,35 +360,34 @@ class TwoTurns:
         return Generation(left, [-float(version)] * len(left), "length")
 
 
-@pytest.mark.spec("async.pause-update", "async.token-versions")
+@pytest.mark.spec("async.pause-update")
 @pytest.mark.parametrize("in_flight", [True, False])
-def test_steps_record_the_versions_of_their_tokens(tiny_tokenizer: Any, in_flight: bool) -> None:
-    async def go() -> Trajectory:
-        engine = TwoTurns(tiny_tokenizer)
-        gate = WeightGate(3)
-        factory = EnvFactory(EnvironmentConfig())
-        config = loop_config(max_turns=2, sampling_params=SamplingParams(max_generate_length=4))
-        runner = environment_runner(PolicyCalls(engine, gate, tiny_tokenizer, 0), factory, config)
-        work = asyncio.create_task(
-            run_groups(runner, [FakePrompt("p")], phase="train", policy_version=3)
-        )
-        while not engine.waiting:
-            await asyncio.sleep(0.001)
+async def test_steps_record_the_versions_of_their_tokens(
+    tiny_tokenizer: Any, in_flight: bool
+) -> None:
+    engine = TwoTurns(tiny_tokenizer)
+    gate = WeightGate(3)
+    factory = EnvFactory(EnvironmentConfig())
+    config = loop_config(max_turns=2, sampling_params=SamplingParams(max_generate_length=4))
+    runner = environment_runner(PolicyCalls(engine, gate, tiny_tokenizer, 0), factory, config)
+    work = asyncio.create_task(
+        run_groups(runner, [FakePrompt("p")], phase="train", policy_version=3)
+    )
+    while not engine.waiting:
+        await asyncio.sleep(0.001)
 
-        async def interrupt() -> None:
-            if in_flight:
-                engine.interrupted.set()
-            else:
-                engine.let_go.set()  # the turn ends without interruption
+    async def interrupt() -> None:
+        if in_flight:
+            engine.interrupted.set()
+        else:
+            engine.let_go.set()  # the turn ends without interruption
 
-        async with gate.hold_closed(interrupt):
-            gate.version = 4
-            engine.let_go.set()
-        (trajectory,) = await work
-        await factory.close()
-        return trajectory
-
-    first, second = asyncio.run(go()).steps
+    async with gate.hold_closed(interrupt):
+        gate.version = 4
+        engine.let_go.set()
+    (trajectory,) = await work
+    await factory.close()
+    first, second = trajectory.steps
     assert first.versions == ([3, 3, 4, 4] if in_flight else [3, 3, 3, 3])
     assert second.versions == [4, 4, 4, 4]
     assert (first.policy_version, second.policy_version) == (3, 4)

@@ -1,18 +1,12 @@
 """Weights that an engine reads from the trainer's memory: in place, checked, and else by a file."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from _weights import Worker
 
-from skyrl_fast.rollout.engine.weights.receipt import (
-    WeightSyncError,
-    check_receipts,
-    read_receipts,
-)
+from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError, check_receipts, read_receipts
 from skyrl_fast.rollout.engine.weights.transports.memory import SharedMemory
 
 pytestmark = pytest.mark.spec("async.weight-transfer")

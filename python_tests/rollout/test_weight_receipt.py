@@ -1,7 +1,5 @@
 """Receipts of loaded weights: exact where log-probabilities round."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 
 import pytest

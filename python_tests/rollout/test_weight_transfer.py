@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import logging
 import subprocess
@@ -37,9 +36,6 @@ from skyrl_fast.rollout.engine.weights.worker import WeightUpdateExtension
 from skyrl_fast.train.parallel.ranks import Ranks
 from skyrl_fast.train.parallel.sharding import full_tensors
 
-needs_vllm = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
-)
 WEIGHTS = {"a": torch.linspace(-1, 1, 7), "b": torch.arange(3)}
 
 
@@ -55,7 +51,6 @@ def test_weights_are_cast_to_the_engines_dtype() -> None:
         assert load_file(call.arguments[0])["a"].dtype == torch.float32
 
 
-@pytest.mark.spec("async.weight-transfer")
 def test_temporary_tensors_at_the_same_address_are_not_taken_for_tied_ones() -> None:
     temporary = ((str(i), torch.full((1000,), float(i))) for i in range(20))
     with send_by_file(temporary, torch.bfloat16) as call:
@@ -65,7 +60,6 @@ def test_temporary_tensors_at_the_same_address_are_not_taken_for_tied_ones() -> 
     }
 
 
-@pytest.mark.spec("async.weight-transfer")
 def test_sharded_weights_are_cast_before_they_are_moved() -> None:
     moved = []
 
@@ -104,7 +98,6 @@ def small_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights_file.shutil, "disk_usage", disk_usage)
 
 
-@pytest.mark.spec("async.weight-transfer")
 @pytest.mark.usefixtures("small_shared_memory")
 def test_small_shared_memory_is_replaced_by_an_unnamed_file(tmp_path: Path) -> None:
     with send_by_file({"w": torch.ones(1000)}, unnamed=True) as call:
@@ -116,7 +109,6 @@ def test_small_shared_memory_is_replaced_by_an_unnamed_file(tmp_path: Path) -> N
         assert Path(call.arguments[0]).is_relative_to(tmp_path)  # as asked for
 
 
-@pytest.mark.spec("async.weight-transfer")
 @pytest.mark.usefixtures("small_shared_memory")
 def test_servers_get_a_file_on_disk_and_the_log_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -208,7 +200,6 @@ def send_from_gpu(events: list[Any], monkeypatch: pytest.MonkeyPatch) -> WorkerC
     return call
 
 
-@pytest.mark.spec("async.weight-transfer")
 def test_ipc_sends_handles_after_the_weights_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[Any] = []
     call = send_from_gpu(events, monkeypatch)
@@ -220,7 +211,6 @@ def test_ipc_sends_handles_after_the_weights_are_complete(monkeypatch: pytest.Mo
     ]
 
 
-@pytest.mark.spec("async.weight-transfer")
 def test_the_engine_rebuilds_what_was_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[Any] = []
     call = send_from_gpu([], monkeypatch)
@@ -238,8 +228,7 @@ def test_the_engine_rebuilds_what_was_handed_over(monkeypatch: pytest.MonkeyPatc
     assert events[0] == {**tensor, **STORAGE}
 
 
-@needs_vllm
-@pytest.mark.spec("async.weight-transfer")
+@pytest.mark.vllm
 def test_vllm_sends_handles_without_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -249,8 +238,7 @@ def test_vllm_sends_handles_without_pickle(monkeypatch: pytest.MonkeyPatch) -> N
     assert sent == [call.method, call.arguments]
 
 
-@needs_vllm
-@pytest.mark.spec("async.weight-transfer")
+@pytest.mark.vllm
 def test_the_engine_has_read_all_before_the_trainer_continues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -264,7 +252,6 @@ def test_the_engine_has_read_all_before_the_trainer_continues(
     ]
 
 
-@pytest.mark.spec("async.weight-transfer")
 def test_ipc_needs_weights_on_a_gpu() -> None:
     with pytest.raises(
         WeightSyncError, match=r"needs all weights on a GPU; not there: \['a', 'b'\]"
@@ -275,7 +262,6 @@ def test_ipc_needs_weights_on_a_gpu() -> None:
 # --- which dtype, which transfer -----------------------------------------------------------------
 
 
-@pytest.mark.spec("async.weight-transfer")
 @pytest.mark.parametrize(
     ("dtypes", "expected"),
     [
@@ -292,7 +278,6 @@ def test_weights_of_several_dtypes_are_not_cast(
     assert worker.weights_dtype() == expected
 
 
-@pytest.mark.spec("async.weight-transfer")
 @pytest.mark.parametrize(
     ("answers", "expected"),
     [
@@ -307,7 +292,6 @@ def test_dtype_that_all_workers_name(answers: list[Any], expected: torch.dtype |
     assert find_common_dtype(answers) is expected
 
 
-@pytest.mark.spec("async.weight-transfer")
 def test_the_setting_chooses_the_transfer() -> None:
     needed = ["data.train_data=[x]", "trainer.policy.model.path=m"]
     key = "generator.inference_engine"

@@ -1,9 +1,6 @@
 """Each transport to the same pair of scripted workers: order, restarts, errors, dtypes."""
 
-from __future__ import annotations
-
 import asyncio
-import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,10 +14,7 @@ from skyrl_fast.rollout.engine.weights.transports import broadcast
 from skyrl_fast.rollout.engine.weights.transports.broadcast import send_by_broadcast
 from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-    pytest.mark.parametrize("backend", ["file", "gloo"]),
-]
+pytestmark = [pytest.mark.parametrize("backend", ["file", "gloo"])]
 TRANSPORTS: dict[str, Any] = {"file": send_by_file, "gloo": send_by_broadcast}
 LOADS = {"file": "load_weights_file", "gloo": "load_weights_broadcast"}
 STARTS = {"file": [], "gloo": ["join_weights_group"]}
@@ -42,19 +36,15 @@ def holds_what_was_sent(engine: ScriptedEngine) -> bool:
     return all(torch.equal(one[name], SENT[name]) for one in loaded for name in SENT)
 
 
-@pytest.mark.spec("async.weight-transfer", "async.weight-broadcast", "memory.sleep")
-def test_workers_are_awake_before_they_load(backend: str) -> None:
+async def test_workers_are_awake_before_they_load(backend: str) -> None:
     engine = ScriptedEngine(backend)
     pool = make_pool(engine, backend=backend)
 
-    async def go() -> None:
-        await pool.start()
-        await pool.sleep()
-        await pool.update(SENT, make_probe)
-        await pool.update(SENT, make_probe)  # awake: as always
-        await pool.close()
-
-    asyncio.run(go())
+    await pool.start()
+    await pool.sleep()
+    await pool.update(SENT, make_probe)
+    await pool.update(SENT, make_probe)  # awake: as always
+    await pool.close()
     load = [LOADS[backend], "reset_prefix_cache"]
     assert engine.llms[0].calls == [
         *(*STARTS[backend], "sleep 1 abort", "wake_up weights", *load, "wake_up kv_cache"),
@@ -64,17 +54,15 @@ def test_workers_are_awake_before_they_load(backend: str) -> None:
     assert pool.reports[0].num_bytes == 4 + (32 << 20)
 
 
-@pytest.mark.spec("async.weight-broadcast", "async.engine-restart")
-def test_an_engine_that_dies_in_an_update_gets_the_weights_after_its_restart(backend: str) -> None:
+async def test_an_engine_that_dies_in_an_update_gets_the_weights_after_its_restart(
+    backend: str,
+) -> None:
     engine = ScriptedEngine(backend)
     pool = make_pool(engine, backend=backend)
 
-    async def go() -> None:
-        await pool.start()
-        engine.llms[0].fault = "dies"
-        await asyncio.wait_for(pool.update(SENT, make_probe), 60)
-
-    asyncio.run(go())
+    await pool.start()
+    engine.llms[0].fault = "dies"
+    await asyncio.wait_for(pool.update(SENT, make_probe), 60)
     first, second = engine.llms
     assert first.calls == [*STARTS[backend], LOADS[backend], "shutdown"]
     assert second.calls[: len(first.calls) - 1] == [*STARTS[backend], LOADS[backend]]
@@ -82,20 +70,16 @@ def test_an_engine_that_dies_in_an_update_gets_the_weights_after_its_restart(bac
     assert (pool.faults["engine_deaths"], pool.faults["engine_restarts"]) == (1, 1)
 
 
-@pytest.mark.spec("memory.sleep", "async.engine-restart")
 @pytest.mark.parametrize("dies", ["while it falls asleep", "asleep"])
-def test_an_engine_that_dies_asleep_restarts_awake(dies: str, backend: str) -> None:
+async def test_an_engine_that_dies_asleep_restarts_awake(dies: str, backend: str) -> None:
     engine = ScriptedEngine(backend)
     pool = make_pool(engine, backend=backend)
 
-    async def go() -> None:
-        await pool.start()
-        engine.llms[0].errored = dies != "asleep"
-        await pool.sleep()
-        engine.llms[0].errored = True
-        await pool.update(SENT, make_probe)
-
-    asyncio.run(go())
+    await pool.start()
+    engine.llms[0].errored = dies != "asleep"
+    await pool.sleep()
+    engine.llms[0].errored = True
+    await pool.update(SENT, make_probe)
     calls = [*STARTS[backend], LOADS[backend], "reset_prefix_cache"]
     assert engine.llms[1].calls == calls  # neither sleeps nor wakes up
     assert (pool.faults["engine_deaths"], pool.faults["engine_restarts"]) == (1, 1)
@@ -111,20 +95,18 @@ async def load(
             await engine.load_weights(call)
 
 
-@pytest.mark.spec("async.weight-broadcast")
 def test_an_error_of_the_loader_ends_the_update(backend: str) -> None:
     with pytest.raises(WeightSyncError, match="could not load the new weights: unknown layer"):
         asyncio.run(load(ScriptedEngine(backend), "refuses"))
     assert no_sending_thread()
 
 
-@pytest.mark.spec("sync.receipts", "memory.sleep")
+@pytest.mark.spec("sync.receipts")
 def test_a_parameter_without_a_new_value_is_named(backend: str) -> None:
     with pytest.raises(WeightSyncError, match="parameters got no new values: w"):
         asyncio.run(load(ScriptedEngine(backend), "", {"large": SENT["large"]}))
 
 
-@pytest.mark.spec("async.weight-broadcast")
 def test_an_update_that_is_cancelled_ends_the_transfer(backend: str) -> None:
     with pytest.raises(TimeoutError):
         asyncio.run(load(ScriptedEngine(backend), "hangs", seconds=0.5))
@@ -135,7 +117,7 @@ def test_an_update_that_is_cancelled_ends_the_transfer(backend: str) -> None:
 @pytest.mark.parametrize(
     ("second", "expected"), [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)]
 )
-def test_weights_are_cast_if_all_engines_have_one_dtype(
+async def test_weights_are_cast_if_all_engines_have_one_dtype(
     second: torch.dtype, expected: torch.dtype, backend: str
 ) -> None:
     engines = [ScriptedEngine(backend), ScriptedEngine(backend)]
@@ -143,11 +125,8 @@ def test_weights_are_cast_if_all_engines_have_one_dtype(
         engine.weights_dtype = dtype
     pool = make_pool(*engines, backend=backend)
 
-    async def go() -> None:
-        await pool.start()
-        await pool.update({"w": torch.ones(1)}, make_probe)
-        await pool.close()
-
-    asyncio.run(go())
+    await pool.start()
+    await pool.update({"w": torch.ones(1)}, make_probe)
+    await pool.close()
     workers = [worker for engine in engines for worker in engine.llms[0].workers]
     assert [worker.model.loaded["w"].dtype for worker in workers] == [expected] * 4

@@ -1,7 +1,5 @@
 """Weight updates: the transfer file, and the verification of the engine's weights."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os
@@ -207,7 +205,6 @@ def test_limits_are_in_units_of_the_logits_and_ignore_single_outliers() -> None:
     assert limits.allow(ProbeDifference(1e-6, 1e-6, 1e-6, 0.0))  # equal logits still round
 
 
-@pytest.mark.spec("sync.probe-limits")
 def test_float32_keeps_a_limit_on_every_token() -> None:
     limits = LIMITS[torch.float32]
     assert limits.allow(ProbeDifference(1e-3, 1e-3, 1e-3, 1.0))

@@ -1,7 +1,5 @@
 """StepBatch. Sections are those of docs/spec.md."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -12,8 +10,6 @@ from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.split import mini_batch_boundaries
 from skyrl_fast.ops.passes.plan import balance_parts
 from skyrl_fast.train.algorithm.advantages import compute_advantages, normalize_advantages
-
-STEP_WISE_KEYS = ("trajectory_ids", "is_last_step")
 
 
 def worked_output():
@@ -157,20 +153,6 @@ def test_without_step_wise_keys_every_row_is_a_trajectory():
     assert batch.uids == ("p", "q")
 
 
-@pytest.mark.spec("output.default-path", "output.default-path-unchanged")
-@pytest.mark.parametrize("keys", [STEP_WISE_KEYS, ("is_last_step",), ("trajectory_ids",)])
-def test_missing_and_none_step_wise_keys_are_equivalent(keys):
-    missing = default_output()
-    none = {**default_output(), **dict.fromkeys(keys)}
-    a = StepBatch.from_generator_output(missing, uids=DEFAULT_UIDS, num_prompts=4)
-    b = StepBatch.from_generator_output(none, uids=DEFAULT_UIDS, num_prompts=4)
-    assert_same(a, b)
-    assert torch.equal(compute_advantages(a).advantages, compute_advantages(b).advantages)
-    for name in ("sequences", "attention_mask", "response_mask", "rewards", "loss_mask"):
-        assert torch.equal(getattr(a.padded(0), name), getattr(b.padded(0), name))
-    assert a.padded(0).pad_size == b.padded(0).pad_size == 0
-
-
 @pytest.mark.spec("output.default-path-unchanged")
 def test_default_path_equals_one_row_trajectories():
     step_wise = {
@@ -303,7 +285,6 @@ def test_batch_normalization_uses_masked_mean_and_variance():
     assert normalize_advantages(values, mask).tolist() == [-1.0, 1.0, 0.0, 0.0]
 
 
-@pytest.mark.spec("advantage.batch-normalize")
 @given(st.lists(st.tuples(st.floats(-5, 5, width=32), st.booleans()), max_size=40))
 def test_batch_normalization_ignores_padded_cells_and_padding_rows(cells):
     values = torch.tensor([v for v, _ in cells], dtype=torch.float32)
@@ -372,7 +353,6 @@ def test_parts_are_within_the_budget_and_as_many_as_ranks_can_share(loads, budge
     assert sums.tolist() == sorted(sums.tolist(), reverse=True)
 
 
-@pytest.mark.spec("update.micro-batches")
 def test_parts_are_balanced():
     parts, number = balance_parts(np.array([9, 8, 7, 6, 5, 5]), 100, multiple=2)
     assert np.bincount(parts, [9, 8, 7, 6, 5, 5]).tolist() == [20, 20] and number == 2

@@ -1,7 +1,5 @@
 """Concatenated batches, and rows reused from dynamic sampling, equal those built at once."""
 
-from __future__ import annotations
-
 from itertools import groupby
 
 import pytest

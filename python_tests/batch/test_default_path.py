@@ -1,17 +1,13 @@
 """Training without step-wise fields: bit-exact results of the default path.
 
-What is expected is written down or computed here from the definitions, not by the package. Old
-form: rows whose response also holds the observation, masked.
+What is expected is written down or computed here from the definitions, not by the package.
 """
-
-from __future__ import annotations
 
 import statistics
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from skyrl_fast import convert_prompts_responses_to_batch_tensors, group_advantage
 from skyrl_fast.batch import StepBatch
@@ -68,7 +64,7 @@ def variants() -> list[Any]:
     return [pytest.param(dict.fromkeys(k), id="+".join(k) or "none") for k in keys]
 
 
-@pytest.mark.spec("output.default-path", "output.default-path-unchanged")
+@pytest.mark.spec("output.default-path")
 @pytest.mark.parametrize("added", variants())
 def test_default_path_is_bit_exact(added: dict[str, None]) -> None:
     output = {**ROWS, **added}
@@ -92,7 +88,6 @@ def test_default_path_is_bit_exact(added: dict[str, None]) -> None:
     assert compute_advantages(batch, estimator="grpo").advantages.tolist() == want
 
 
-@pytest.mark.spec("output.default-path", "output.default-path-unchanged")
 def test_conversion_and_advantages_are_bit_exact(backend: str) -> None:
     out = convert_prompts_responses_to_batch_tensors(
         PAD,
@@ -119,45 +114,3 @@ TURNS = [
     ("a", 1, [([1], [5], [7, 7, 7]), ([1, 5, 7, 7, 7], [9, 9], [])], 0.0),
     ("a", 2, [([1], [4, 4, 4], [])], 0.5),
 ]
-
-
-def output_of_turns(*, with_observations: bool) -> dict[str, Any]:
-    output: dict[str, Any] = {
-        name: []
-        for name in (
-            "prompt_token_ids",
-            "response_ids",
-            "loss_masks",
-            "rewards",
-            "trajectory_ids",
-            "is_last_step",
-        )
-    }
-    for uid, repetition, turns, reward in TURNS:
-        for number, (prompt, sampled, observation) in enumerate(turns):
-            seen = observation if with_observations else []
-            last = number + 1 == len(turns)
-            token_rewards = [0.0] * (len(sampled) + len(seen))
-            token_rewards[len(sampled) - 1] = reward if last else 0.0
-            output["prompt_token_ids"].append(prompt)
-            output["response_ids"].append(sampled + seen)
-            output["loss_masks"].append([1] * len(sampled) + [0] * len(seen))
-            output["rewards"].append(token_rewards)
-            output["trajectory_ids"].append((uid, repetition))
-            output["is_last_step"].append(last)
-    return output
-
-
-@pytest.mark.spec("output.gen-only", "advantage.response-mask")
-@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "maxrl"])
-def test_advantages_agree_with_and_without_observations_in_the_response(estimator: str) -> None:
-    batches = [
-        StepBatch.from_generator_output(output_of_turns(with_observations=w)) for w in (True, False)
-    ]
-    old, gen_only = (
-        compute_advantages(batch, estimator=estimator).advantages[batch.loss_mask != 0]
-        for batch in batches
-    )
-    assert torch.equal(old, gen_only)
-    assert len(old) == 9
-    assert batches[0].loss_mask.numel() > batches[1].loss_mask.numel() == 9

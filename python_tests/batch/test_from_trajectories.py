@@ -1,7 +1,5 @@
 """Batches and metrics from trajectories equal those from SkyRL's generator output."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Construction and validation of generator outputs. Sections are those of docs/spec.md."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 
@@ -70,71 +68,50 @@ def test_both_step_wise_fields_are_required(field, missing):
         check(output, step_wise=True)
 
 
-@pytest.mark.spec("output.equal-lengths")
-@pytest.mark.parametrize(
-    "field",
-    [
-        "prompt_token_ids",
-        "loss_masks",
-        "rewards",
-        "rollout_logprobs",
-        "stop_reasons",
-        "env_metrics",
-        "trajectory_generation_times",
-        "trajectory_ids",
-        "is_last_step",
-    ],
+TEXTS = ("stop_reasons", "env_metrics", "trajectory_generation_times", "trajectory_ids")
+LISTS = ("prompt_token_ids", "loss_masks", "rewards", "rollout_logprobs", *TEXTS, "is_last_step")
+T, F = True, False
+ROUTES = [np.zeros((k, 1, 2), np.uint8) for k in (2, 5, 3, 3, 0)]
+REFUSED = [
+    *({name: step_wise_output()[name][:-1], "said": rf"{name} must have one .*\(5\), got 4"}
+      for name in LISTS),
+    {"trajectory_time_splits": {"llm": [1.0] * 5, "env": [1.0]},
+     "said": r"trajectory_time_splits\['env'\] .*\(5\), got 1"},
+    {"is_last_step": [F, T, T, F, F], "said": r"is_last_step must be True in the last row \(4\)"},
+    {"is_last_step": [F, T, F, F, T], "said": "is_last_step must be True in row 2.*got False"},
+    {"is_last_step": [T, T, T, F, T], "said": "is_last_step must be False in row 0.*got True"},
+    {"is_last_step": [F, 1, T, F, T], "said": "is_last_step must hold bools, but row 1 is 1"},
+    {"trajectory_ids": [("a", 0), ("a", 1), ("a", 0), ("b", 0), ("b", 0)],
+     "is_last_step": [T, T, T, F, T], "said": "trajectory must be .*'a', 0.*returns in row 2"},
+    {"trajectory_ids": [("a", 0), ("a", 0), ("b", 1), ("a", 1), ("a", 1)],
+     "said": "group must be adjacent.*'a' returns in row 3"},
+    *({"trajectory_ids": [("a", 0), ("a", 0), bad, ("b", 0), ("b", 0)],
+       "said": "trajectory_ids must be .* row 2"} for bad in ("a0", ("a",), ("a", "0"), None)),
+    {"rollout_expert_indices": ROUTES, "said": r"rollout_expert_indices .*\(2\) in row 3, got 3"},
+    *({"rewards": rewards, "said": rf"rewards must be one float per row.*row {row} a "}
+      for row, rewards in [(1, [0.0, [0.0, 1.0], 0.0, 0.0, 1.0]),
+                           (3, [[0.0], [0.0, 1.0], [0.0, 0.0], 0.0, [1.0]]),
+                           (2, [0.0, 1.0, None, 0.0, 1.0]), (3, [0.0, 1.0, 0.0, "1", 1.0])]),
+]  # fmt: skip
+
+
+@pytest.mark.spec(
+    "output.equal-lengths",
+    "output.time-splits",
+    "output.last-row-is-last",
+    "output.trajectory-adjacent",
+    "output.is-last-step",
+    "output.last-step-at-id-change",
+    "output.group-adjacent",
+    "output.expert-indices",
+    "output.reward-kinds",
+    "output.trajectory-ids",
 )
-def test_unequal_lengths_are_refused(field):
-    output = step_wise_output()
-    output[field] = output[field][:-1]
-    with pytest.raises(ValueError, match=rf"{field} must have one entry per row .*\(5\), got 4"):
-        check(output)
-
-
-@pytest.mark.spec("output.time-splits", "output.equal-lengths")
-def test_time_splits_must_have_one_entry_per_row():
-    output = broken(trajectory_time_splits={"llm": [1.0] * 5, "env": [1.0]})
-    with pytest.raises(ValueError, match=r"trajectory_time_splits\['env'\] .*\(5\), got 1"):
-        check(output)
-
-
-@pytest.mark.spec("output.last-row-is-last")
-def test_last_row_must_be_a_last_step():
-    output = broken(is_last_step=[False, True, True, False, False])
-    with pytest.raises(ValueError, match=r"is_last_step must be True in the last row \(4\)"):
-        check(output)
-
-
-@pytest.mark.spec("output.trajectory-adjacent")
-def test_trajectory_rows_must_be_contiguous():
-    output = broken(
-        trajectory_ids=[("a", 0), ("a", 1), ("a", 0), ("b", 0), ("b", 0)],
-        is_last_step=[True, True, True, False, True],
-    )
-    with pytest.raises(ValueError, match=r"trajectory must be adjacent.*'a', 0.*returns in row 2"):
-        check(output)
-
-
-@pytest.mark.spec("output.is-last-step", "output.last-step-at-id-change")
-def test_is_last_step_must_be_true_where_the_id_changes():
-    output = broken(is_last_step=[False, True, False, False, True])
-    with pytest.raises(ValueError, match=r"is_last_step must be True in row 2.*got False"):
-        check(output)
-
-
-@pytest.mark.spec("output.is-last-step", "output.last-step-at-id-change")
-def test_is_last_step_must_be_false_where_the_trajectory_continues():
-    output = broken(is_last_step=[True, True, True, False, True])
-    with pytest.raises(ValueError, match=r"is_last_step must be False in row 0.*got True"):
-        check(output)
-
-
-@pytest.mark.spec("output.group-adjacent")
-def test_rows_of_a_group_must_be_adjacent():
-    output = broken(trajectory_ids=[("a", 0), ("a", 0), ("b", 1), ("a", 1), ("a", 1)])
-    with pytest.raises(ValueError, match=r"group must be adjacent.*'a' returns in row 3"):
-        check(output)
+@pytest.mark.parametrize("changes", REFUSED, ids=lambda changes: changes["said"])
+def test_broken_outputs_are_refused_by_field_and_row(changes):
+    said = changes["said"]
+    with pytest.raises(ValueError, match=said):
+        check(broken(**{name: value for name, value in changes.items() if name != "said"}))
 
 
 @pytest.mark.spec("output.loss-mask-values", "output.token-list-lengths")
@@ -149,50 +126,10 @@ def test_token_lists_must_be_as_long_as_their_response(field):
         check(output)
 
 
-@pytest.mark.spec("output.expert-indices")
-def test_more_routes_than_tokens_are_refused():
-    output = broken(rollout_expert_indices=[np.zeros((k, 1, 2), np.uint8) for k in (2, 5, 3, 3, 0)])
-    with pytest.raises(ValueError, match=r"rollout_expert_indices .*\(2\) in row 3, got 3"):
-        check(output)
-
-
-@pytest.mark.spec("output.reward-kinds")
-@pytest.mark.parametrize(
-    ("rewards", "row"),
-    [
-        ([0.0, [0.0, 1.0], 0.0, 0.0, 1.0], 1),
-        ([[0.0], [0.0, 1.0], [0.0, 0.0], 0.0, [1.0]], 3),
-        ([0.0, 1.0, None, 0.0, 1.0], 2),
-        ([0.0, 1.0, 0.0, "1", 1.0], 3),
-    ],
-)
-def test_mixed_row_and_token_rewards_are_refused(rewards, row):
-    with pytest.raises(ValueError, match=rf"rewards must be one float per row.*row {row} a "):
-        check(broken(rewards=rewards))
-
-
 @pytest.mark.spec("output.numpy-bool")
-@pytest.mark.parametrize("as_type", [np.bool_, bool])
-def test_numpy_bools_are_accepted(as_type):
-    check(broken(is_last_step=[as_type(v) for v in step_wise_output()["is_last_step"]]))
-
-
-def test_is_last_step_may_be_an_array():
-    check(broken(is_last_step=np.array(step_wise_output()["is_last_step"])))
-    check(broken(is_last_step=torch.tensor(step_wise_output()["is_last_step"])))
-
-
-def test_other_truth_values_are_refused():
-    with pytest.raises(ValueError, match=r"is_last_step must hold bools, but row 1 is 1"):
-        check(broken(is_last_step=[False, 1, True, False, True]))
-
-
-@pytest.mark.spec("output.trajectory-ids")
-@pytest.mark.parametrize("bad", ["a0", ("a",), ("a", "0"), None])
-def test_invalid_trajectory_ids_are_refused(bad):
-    ids = [("a", 0), ("a", 0), bad, ("b", 0), ("b", 0)]
-    with pytest.raises(ValueError, match=r"trajectory_ids must be .* row 2"):
-        check(broken(trajectory_ids=ids))
+@pytest.mark.parametrize("form", [np.array, torch.tensor, lambda row: [np.bool_(v) for v in row]])
+def test_last_steps_may_be_of_numpy_or_torch(form):
+    check(broken(is_last_step=form(step_wise_output()["is_last_step"])))
 
 
 def test_trajectory_ids_may_be_objects():
@@ -240,21 +177,6 @@ def test_default_path_requires_one_row_per_prompt(step_wise):
     check(default_output(), step_wise, num_prompts=2)
     with pytest.raises(ValueError, match=r"one row per prompt \(3\), got 2"):
         check(default_output(), step_wise, num_prompts=3)
-
-
-@pytest.mark.spec("output.default-path")
-def test_missing_and_none_keys_select_the_default_path():
-    optional = [
-        "trajectory_ids",
-        "is_last_step",
-        "rollout_logprobs",
-        "stop_reasons",
-        "env_metrics",
-        "trajectory_generation_times",
-        "trajectory_time_splits",
-        "rollout_expert_indices",
-    ]
-    check({**default_output(), **dict.fromkeys(optional)}, num_prompts=2)
 
 
 @pytest.mark.spec("output.default-path-unchanged")

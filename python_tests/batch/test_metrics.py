@@ -1,7 +1,5 @@
 """Metrics of rollouts: section 8 of docs/spec.md."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import numpy as np
@@ -13,16 +11,8 @@ from hypothesis import strategies as st
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.segments import segment_sums
 from skyrl_fast.integrations.skyrl.fixed import step_wise_metrics
-from skyrl_fast.train.metrics.rewards import (
-    eval_metrics,
-    pass_at_k,
-    reward_metrics,
-)
-from skyrl_fast.train.metrics.rollouts import (
-    Reports,
-    _environment_metrics,
-    batch_metrics,
-)
+from skyrl_fast.train.metrics.rewards import eval_metrics, pass_at_k, reward_metrics
+from skyrl_fast.train.metrics.rollouts import Reports, _environment_metrics, batch_metrics
 
 
 def output():
@@ -58,7 +48,7 @@ def trajectories():
 # --- per trajectory ----------------------------------------------------------------------------
 
 
-@pytest.mark.spec("metrics.trajectory", "metrics.intermediate-steps")
+@pytest.mark.spec("metrics.intermediate-steps")
 def test_reward_counts_last_steps_only(batch):
     # Intermediate rows (reward 7) are not samples, nor zero-reward samples.
     assert reward_metrics(batch, samples_per_prompt=2) == {
@@ -145,7 +135,6 @@ def test_data_sources_with_the_same_metric_name_share_it(trajectories):
     assert shared["eval/x_y/avg_score"] == shared["eval/all/avg_score"]
 
 
-@pytest.mark.spec("metrics.pass-at-k")
 def test_eval_metrics(trajectories):
     named = eval_metrics(trajectories, data_sources=["all", "all", None])
     assert named["eval/all/avg_score"] == eval_metrics(trajectories)["eval/all/avg_score"]

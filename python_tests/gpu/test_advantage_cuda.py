@@ -1,7 +1,5 @@
 """group_advantage on a GPU, and its kernels emulated on the CPU: bit-identical to the CPU."""
 
-from __future__ import annotations
-
 import math
 from types import ModuleType
 from typing import Any

@@ -1,7 +1,5 @@
 """The GPU benches with tiny sizes on emulated kernels; the timings are meaningless."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import json
@@ -19,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.baselines.padded_rows import row_bounds, varlen_attention
-from bench.gpu import batch_cases, cases, linear_cases, logit_cases, peers, plot, report, tree_cases
+from bench.gpu import batch_cases, cases, peers, report, tree_cases
 from bench.gpu.case import OURS, Case, within
 from bench.gpu.timing import Ceilings, Stopwatch
 from skyrl_fast.ops.prefix_tree.attention import plan_tree_attention, tree_attention
@@ -76,29 +74,6 @@ def test_wrong_advantage_in_any_row_is_detected(monkeypatch: pytest.MonkeyPatch)
     assert all("wrong by 0.01" in entry["skipped"] for entry in found["entries"])
 
 
-@pytest.mark.slow
-def test_unselected_groups_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unwanted(*_: object, **__: object) -> None:
-        raise AssertionError("made data of a group that is not expected")
-
-    monkeypatch.setattr(logit_cases.Logits, "random", unwanted)
-    monkeypatch.setattr(linear_cases.Head, "random", unwanted)
-    monkeypatch.setattr(tree_cases, "policy", unwanted)
-    *_, found = report.measured("cpu", tiny=True, only="policy_loss PPO + k3")
-    assert {e["group"] for e in found["entries"]} == {"policy_loss PPO + k3 5 x (7 + 4)"}
-    with pytest.raises(AssertionError, match="not expected"):
-        list(report.measured("cpu", tiny=True, only="linear_logprob forward"))
-
-
-def test_missing_peer_is_reported(emulated_gpu: ModuleType) -> None:
-    def missing() -> None:
-        peers.needs("no_such_package", "x")
-
-    case = Case("g", "peer", missing, 0.0)
-    found = report.entry(case, Stopwatch("cpu", rounds=1, flush_bytes=8), CEILINGS)
-    assert found["skipped"].startswith("not installed (no_such_package")
-
-
 def test_own_failure_sets_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong() -> None:
         raise ValueError("x")
@@ -119,31 +94,6 @@ def test_wrong_result_is_not_timed(wrong: float) -> None:
     case = Case("g", "peer", lambda: None, 0.0, check=lambda: within(wrong, 0.01))
     found = report.entry(case, Stopwatch("cpu", rounds=1, flush_bytes=8), CEILINGS)
     assert found["skipped"].startswith("fails: ValueError: wrong by") and "median_ms" not in found
-
-
-def test_bandwidth_floor_counts_both_memories() -> None:
-    assert CEILINGS.floor_ms(2e9, 1e8) == pytest.approx(2.0 + 10.0)
-
-
-def test_slow_call_is_repeated_fewer_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    watch, calls = Stopwatch("cpu", flush_bytes=8), []
-
-    def rounds(milliseconds: float) -> tuple[int, int]:
-        calls.clear()
-        monkeypatch.setattr(watch, "once", lambda _: calls.append(0) or milliseconds)
-        timing = watch.measure(lambda: None, lambda: None)
-        assert timing.p10_ms == timing.median_ms == timing.p90_ms == milliseconds
-        return len(calls), timing.rounds
-
-    assert rounds(1.0) == (1 + 5 + 30, 30)
-    assert rounds(500.0) == (1 + 3 + 3, 3)
-    assert rounds(1e4) == (1, 1)
-
-
-def test_missing_part_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["report", "--device", "cpu", "--tiny", "--only", "nothing"])
-    with pytest.raises(SystemExit, match="no group's name contains 'nothing'"):
-        report.main()
 
 
 def test_parts_of_a_run_are_merged(tmp_path: Path) -> None:
@@ -205,50 +155,6 @@ def test_without_a_gpu_nothing_is_measured_or_saved(
     with pytest.raises(SystemExit, match="nothing was measured"):
         report.main()
     assert not list(tmp_path.iterdir())
-
-
-def test_without_results_there_is_no_plot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["plot", "--results", str(tmp_path / "gpu.json")])
-    with pytest.raises(SystemExit) as exit_:
-        plot.main()
-    assert exit_.value.code == plot.NO_RESULT
-    assert "there is no result yet" in capsys.readouterr().out
-
-
-def made_up_report() -> dict[str, object]:
-    """Return invented numbers for the test of the plot."""
-    entries = []
-    for group in (
-        "logprob forward + backward 8192 x 32000 bf16",
-        "logprob forward + backward 8192 x 128256 bf16",
-        "over tokens: logprob forward + backward 512 x 151936 bf16",
-        "over tokens: logprob forward + backward 1024 x 151936 bf16",
-    ):
-        for name in ("skyrl_fast", "peer"):
-            entries.append({"group": group, "contender": name, "median_ms": 1.0, "peak_bytes": 0})
-        entries.append({"group": group, "contender": "missing", "skipped": "not installed"})
-    return {"machine": "none", "entries": entries}
-
-
-def test_points_of_the_plot() -> None:
-    work = "logprob forward + backward"
-    by_vocab = plot.series(made_up_report(), work, over_tokens=False)
-    by_tokens = plot.series(made_up_report(), work, over_tokens=True)
-    assert by_vocab["skyrl_fast"] == [(32_000, 1.0, 0.0), (128_256, 1.0, 0.0)]
-    assert by_tokens["peer"] == [(512, 1.0, 0.0), (1024, 1.0, 0.0)]
-    assert "missing" not in by_tokens
-
-
-def test_plot_is_drawn_only_from_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    (tmp_path / "gpu.json").write_text(json.dumps(made_up_report()))
-    out = tmp_path / "plot.png"
-    arguments = ["plot", "--results", str(tmp_path / "gpu.json"), "--out", str(out)]
-    monkeypatch.setattr("sys.argv", arguments)
-    plot.main()
-    assert out.stat().st_size > 1000
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -1,7 +1,5 @@
 """The compile-only check of CUDA kernels, and the architectures of the built extension."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which GPUs run the compiled CUDA kernels, all others take Triton; and where they are launched."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import sys
@@ -81,7 +79,6 @@ def test_native_by_name_on_a_device_without_code_is_an_error(
         _backend.select("op", torch.zeros(1), backend="native", available_on_gpu=ON_GPU)
 
 
-@pytest.mark.spec("tensors.device-code")
 @pytest.mark.parametrize(
     ("built", "capability", "runs"),
     [

@@ -1,7 +1,5 @@
 """The first use of a kernel on a GPU: compared with torch, remembered, refused where it differs."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

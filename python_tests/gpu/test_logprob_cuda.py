@@ -1,7 +1,5 @@
 """selected_logprob and masked_logprob_loss on a GPU, and their kernels emulated on the CPU."""
 
-from __future__ import annotations
-
 import math
 import re
 from types import ModuleType
@@ -154,13 +152,11 @@ def test_nan_and_inf_give_nan(gpu: str, value: float) -> None:
     assert entropy.isnan().tolist() == [False, True, False]
 
 
-@pytest.mark.spec("logprob.non-finite")
 def test_all_minus_inf_gives_nan(gpu: str) -> None:
     logits = torch.full((1, 40), -math.inf, device=gpu)
     assert selected_logprob(logits, torch.tensor([3]).to(gpu)).isnan().all()
 
 
-@pytest.mark.spec("logprob.non-finite")
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_infinite_and_nan_logits_anywhere(gpu: str, dtype: torch.dtype, fused: bool) -> None:
@@ -244,7 +240,7 @@ def both_paths(case: dict[str, torch.Tensor], device: str, **options: object) ->
     return [t.detach().cpu().double() for t in (out.loss, out.logprobs, out.entropy, grad)]
 
 
-@pytest.mark.spec("logprob.fused-loss", "logprob.fused-metrics")
+@pytest.mark.spec("logprob.fused-metrics")
 @pytest.mark.parametrize("kl", [None, "k1", "abs", "k2", "k3"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_loss_equals_the_reference(gpu: str, loss: str, kl: str | None) -> None:
@@ -388,7 +384,6 @@ def test_thread_order_does_not_change_the_result(
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.spec("logprob.determinism")
 def test_row_result_does_not_depend_on_other_rows(gpu: str) -> None:
     """20,000 is a multiple of 8: all rows are 16-byte aligned, alone and in a batch."""
     logits, targets = made(5, 20_000, torch.bfloat16)
@@ -528,7 +523,6 @@ KEPT_IN_LOSS = [
 ]  # fmt: skip
 
 
-@pytest.mark.spec("logprob.kept-sets")
 @pytest.mark.parametrize(("vocab", "dtype", "major"), KEPT_IN_LOSS)
 def test_kept_sets_in_the_fused_loss(
     emulated_gpu: ModuleType, vocab: int, dtype: torch.dtype, major: int
@@ -553,7 +547,6 @@ def test_kept_sets_in_the_fused_loss(
     compare(run(logits, inplace_backward=True), want, dtype)
 
 
-@pytest.mark.spec("logprob.kept-sets")
 @pytest.mark.parametrize("kept_ids", [[1, 9], [-1, 3], [3, 3], [3, 1], [1, 2]])
 def test_wrong_sets_give_nan(
     gpu: str, kept_ids: list[int], monkeypatch: pytest.MonkeyPatch
@@ -594,7 +587,6 @@ def test_result_is_deterministic_across_streams() -> None:
     assert all(torch.equal(want, g) for g in got)
 
 
-@pytest.mark.spec("logprob.determinism")
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [32_000, 151_936, 262_144])
 def test_loss_is_deterministic_over_twenty_runs(vocab: int) -> None:
@@ -673,7 +665,6 @@ def test_second_device() -> None:
     torch.testing.assert_close(got.cpu(), selected_logprob(logits, targets), **FORWARD)
 
 
-@pytest.mark.spec("logprob.gpu-no-sync")
 @pytest.mark.gpu
 def test_no_device_synchronization() -> None:
     case = {n: v.cuda() for n, v in loss_case(500, torch.bfloat16).items()}

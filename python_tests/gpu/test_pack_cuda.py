@@ -1,7 +1,5 @@
 """Rows between flat and padded on a GPU, and its kernels emulated on the CPU: as on the CPU."""
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 
@@ -133,7 +131,6 @@ def test_offsets_beyond_32_bits_in_one_row() -> None:
     assert torch.equal(padded_to_varlen(padded, lengths=lengths).values, flat)
 
 
-@pytest.mark.spec("batch.gpu-no-sync")
 @pytest.mark.gpu
 def test_no_device_synchronization() -> None:
     padded, lengths = torch.randn(3, 6, 8, device="cuda"), torch.tensor([4, 0, 6])

@@ -1,7 +1,5 @@
 """policy_loss on a GPU, and its kernels emulated on the CPU, against the reference."""
 
-from __future__ import annotations
-
 import math
 from types import ModuleType
 from typing import Any
@@ -118,7 +116,7 @@ def test_ragged_rows_in_any_thread_order(
     assert_equal(got, reference(data, **options), torch.float64)
 
 
-@pytest.mark.spec("logprob.determinism", "loss.gpu-no-sync")
+@pytest.mark.spec("loss.gpu-no-sync")
 @pytest.mark.parametrize("order", [1, 2, 3])
 def test_thread_order_does_not_change_the_result(emulated_gpu: ModuleType, order: int) -> None:
     data = batch((5, 1000))
@@ -291,7 +289,6 @@ def test_cuda_graph() -> None:
     assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
 
 
-@pytest.mark.spec("loss.gpu-no-sync")
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["regular", "gspo", "dppo", "sapo"])
 def test_no_device_synchronization_and_deterministic_result(name: str) -> None:

@@ -1,7 +1,5 @@
 """The count of a kernel's instructions for each element, on a small listing and on real objects."""
 
-from __future__ import annotations
-
 import pytest
 
 from scripts import cuda_check, sass

@@ -1,7 +1,5 @@
 """The functions of the page on other trainers, with stand-ins of the hosts' modules and data."""
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The comparison of SkyRL's tests with and without the drop-in."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 
@@ -23,10 +21,7 @@ pytestmark = pytest.mark.spec("dropin.suites")
     ],
 )
 def test_results_are_equal_only_if_tests_were_run(
-    monkeypatch: pytest.MonkeyPatch,
-    stock: dict[str, str],
-    installed: dict[str, str],
-    equal: bool,
+    monkeypatch: pytest.MonkeyPatch, stock: dict[str, str], installed: dict[str, str], equal: bool
 ) -> None:
     monkeypatch.setattr(peers, "reasons", lambda name: Counter())
     monkeypatch.setattr(peers, "run_suites", lambda *args, installed: by_kind[installed])

@@ -1,7 +1,5 @@
 """Policy losses and KL penalties against SkyRL's own functions."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

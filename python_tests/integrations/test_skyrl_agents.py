@@ -1,7 +1,5 @@
 """Agents as a generator of SkyRL: rows with the exact tokens, in the order of the prompts."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,7 +1,5 @@
 """Losses, log-probabilities and the trainer's step-wise block compared with SkyRL's."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any
@@ -61,7 +59,7 @@ def cells(rows: int = 6, width: int = 40, seed: int = 0) -> dict[str, torch.Tens
     }
 
 
-@pytest.mark.spec("dropin.compat", "dropin.tolerance")
+@pytest.mark.spec("dropin.tolerance")
 @pytest.mark.parametrize("correction", [False, True])
 @pytest.mark.parametrize("rollout", [False, True])
 @pytest.mark.parametrize("name", list(LOSSES))
@@ -141,7 +139,6 @@ def test_losses_leave_unusual_input_to_skyrl() -> None:
         ours.ppo_policy_loss(d["logprobs"], d["old"], d["advantages"], config, d["mask"])
 
 
-@pytest.mark.spec("dropin.compat")
 def test_fallback_to_skyrl_draws_the_same_tokens() -> None:
     config, d = algorithm("clip_cov"), cells()
     d["logprobs"][tuple(d["mask"].nonzero()[0])] += 40  # beyond the kernel's bounds
@@ -159,17 +156,6 @@ def test_fallback_to_skyrl_draws_the_same_tokens() -> None:
         assert torch.equal(got, want)
 
 
-@pytest.mark.spec("dropin.compat")
-def test_importance_sampling_without_tokens_logs_the_same_metrics() -> None:
-    config, d = algorithm("importance_sampling"), cells()
-    args = (d["logprobs"], d["old"], d["advantages"], config, torch.zeros_like(d["mask"]))
-    want, want_metrics = ORIGINALS.function("importance_sampling_loss")(*args)
-    got, metrics = ours.importance_sampling_loss(*args)
-    torch.testing.assert_close(got, want, equal_nan=True)
-    assert metrics == pytest.approx(want_metrics, nan_ok=True)
-
-
-@pytest.mark.spec("dropin.compat", "dropin.tolerance")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logprobs_equal(dtype: torch.dtype) -> None:
     original = ORIGINALS.function("logprobs_from_logits")
@@ -231,7 +217,6 @@ def step_wise_batch(seed: int, *, token_rewards: bool = False) -> Any:
     return batch
 
 
-@pytest.mark.spec("dropin.compat", "dropin.tolerance")
 @pytest.mark.parametrize("token_rewards", [False, True])
 @pytest.mark.parametrize("estimator", ["grpo", "maxrl"])
 def test_step_wise_block_equals(estimator: str, token_rewards: bool) -> None:
@@ -252,7 +237,6 @@ def test_step_wise_block_equals(estimator: str, token_rewards: bool) -> None:
         )
 
 
-@pytest.mark.spec("dropin.compat")
 def test_step_wise_block_leaves_other_cases_to_skyrl() -> None:
     name = "RayPPOTrainer.compute_advantages_and_returns"
     original = ORIGINALS.function(name)
@@ -272,7 +256,6 @@ def test_step_wise_block_leaves_other_cases_to_skyrl() -> None:
             function(trainer_stub("grpo"), copy.deepcopy(broken))
 
 
-@pytest.mark.spec("dropin.compat")
 def test_step_wise_rloo_with_padding_rows_is_served() -> None:
     name = "RayPPOTrainer.compute_advantages_and_returns"
     before = ORIGINALS.counts[name].handed_back
@@ -282,35 +265,3 @@ def test_step_wise_rloo_with_padding_rows_is_served() -> None:
     )
     assert ORIGINALS.counts[name].handed_back == before
     assert torch.equal(got["advantages"], want["advantages"])
-
-
-@pytest.mark.spec("dropin.compat")
-def test_tuple_rows_are_merged_as_by_skyrl() -> None:
-    from skyrl.train.generators.base import TrajectoryID
-
-    output = {
-        "prompt_token_ids": [(1,), (1, 2, 3)], "response_ids": [[2], [4]],
-        "loss_masks": [[1], [1]], "rewards": [0.0, 1.0], "rollout_logprobs": None,
-        "trajectory_ids": [TrajectoryID("a", 0)] * 2, "is_last_step": [False, True],
-    }  # fmt: skip
-    assert_same_outcome(
-        outcome(ORIGINALS.function("merge_stepwise_output"), output),
-        outcome(ours.merge_stepwise_output, output),
-    )
-
-
-@pytest.mark.spec("dropin.compat")
-@pytest.mark.parametrize("value", [None, "x", 0.5, True, -1, 2**70, float("nan"), np.int64(1), []])
-def test_invalid_loss_masks_are_handled_as_by_skyrl(value: Any) -> None:
-    original = ORIGINALS.function("validate_generator_output")
-    for masks in ([[1], [value]], [[0], [value]], [[value], [1]]):
-        output = {
-            "prompt_token_ids": [[5], [6]],
-            "response_ids": [[7], [8]],
-            "loss_masks": masks,
-            "rewards": [1.0, 0.0],
-            "rollout_logprobs": None,
-        }
-        assert_same_outcome(
-            outcome(original, 2, output), outcome(ours.validate_generator_output, 2, output)
-        )

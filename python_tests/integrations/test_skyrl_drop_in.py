@@ -1,7 +1,5 @@
 """Installation in SkyRL, tested on a small fake package of its name: SkyRL is not needed."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib
@@ -81,7 +79,6 @@ def fake_skyrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     sys.modules.update(original)
 
 
-@pytest.mark.spec("dropin.install", "dropin.known-source", "dropin.report")
 def test_known_source_is_replaced_everywhere_and_restored(fake_skyrl: Path) -> None:
     trainer = importlib.import_module("skyrl.train.trainer")
     home = importlib.import_module("skyrl.train.dataset.preprocess")
@@ -101,7 +98,6 @@ def test_known_source_is_replaced_everywhere_and_restored(fake_skyrl: Path) -> N
     assert skyrl.report().mode == "" and str(skyrl.report()).endswith("not installed in SkyRL")
 
 
-@pytest.mark.spec("dropin.known-source", "dropin.report")
 def test_unknown_source_is_kept_and_reported(fake_skyrl: Path) -> None:
     with pytest.warns(skyrl.SkyRLFastWarning) as caught:
         report = skyrl.install(ray_workers=False)
@@ -226,7 +222,6 @@ def test_installing_twice_changes_nothing(fake_skyrl: Path) -> None:
     assert again.names("replaced") == first.names("replaced")
 
 
-@pytest.mark.spec("dropin.install", "dropin.ray-workers")
 def test_second_install_can_change_the_workers_option(
     fake_skyrl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,7 +243,6 @@ def test_second_install_can_change_the_workers_option(
     assert ray.init() == {}
 
 
-@pytest.mark.spec("dropin.compat", "dropin.report")
 def test_unusual_input_is_passed_to_the_original(fake_skyrl: Path) -> None:
     with pytest.warns(skyrl.SkyRLFastWarning):
         skyrl.install(ray_workers=False)
@@ -275,7 +269,6 @@ def test_worker_replaces_what_is_imported_later(fake_skyrl: Path) -> None:
     assert trainer.boundaries(["a"]) == "original"
 
 
-@pytest.mark.spec("dropin.ray-workers")
 def test_worker_installs_what_the_environment_variable_lists(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -295,7 +288,6 @@ def test_worker_installs_what_the_environment_variable_lists(
     assert "nothing was installed" in caplog.text and skyrl.report().mode == ""
 
 
-@pytest.mark.spec("dropin.ray-workers")
 def test_existing_user_hook_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     env = skyrl.runtime_env(base={"worker_process_setup_hook": "gc.collect", "pip": ["x"]})
     assert env["worker_process_setup_hook"] == ray_workers.AUTOINSTALL and env["pip"] == ["x"]
@@ -361,7 +353,6 @@ def test_functions_act_next_to_a_skyrl_that_cannot_be_imported(fake_skyrl: Path)
         skyrl.compute_prompt_boundaries(["a", "b", "a"])
 
 
-@pytest.mark.spec("dropin.install")
 def test_modes_and_rules_are_validated() -> None:
     with pytest.raises(ValueError, match="mode must be one of"):
         skyrl.install("other")
@@ -383,7 +374,6 @@ def test_rloo_of_a_padding_row_is_0_with_a_warning_of_skyrls_logger() -> None:
     assert said == ["Only one response for prompt index pad0, setting advantage to 0"]
 
 
-@pytest.mark.spec("dropin.functions")
 def test_functions_work_without_skyrl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replacement, "find", lambda target: None)  # SkyRL may be installed
     monkeypatch.setattr(replacement, "ORIGINALS", replacement.Originals())
@@ -407,7 +397,6 @@ def test_functions_work_without_skyrl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scaled.tolist() == [[0.25, 0.25], [0.25, 0.25]]
 
 
-@pytest.mark.spec("dropin.known-source")
 def test_fingerprint_ignores_only_comments_and_formatting() -> None:
     plain = "def f(a, b=1):\n    return a + b\n"
     same = '''

@@ -1,7 +1,5 @@
 """Mode "fixed": each rule separately, on small inputs; SkyRL is not needed."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 from collections.abc import Iterator
@@ -132,7 +130,7 @@ def loop(prompts: list[int], rules: set[str], limit: int = 10) -> tuple[Any, Any
     return output.step_outputs, mine.inference_engine_client
 
 
-@pytest.mark.spec("dropin.fixed-mode", "rollout.prompt-limit", "rollout.reason-on-last-step")
+@pytest.mark.spec("rollout.prompt-limit")
 def test_prompt_over_the_limit_is_not_sent_and_the_last_step_ends_with_length() -> None:
     steps, engine = loop([4, 9, 15, 4], {"length_check"})
     assert engine.prompts == [4, 9] and len(stepped) == 2
@@ -145,7 +143,7 @@ def test_prompt_over_the_limit_is_not_sent_and_the_last_step_ends_with_length() 
     assert engine.prompts == [15] and steps[0].stop_reason == "stop"
 
 
-@pytest.mark.spec("dropin.fixed-mode", "output.gen-only")
+@pytest.mark.spec("output.gen-only")
 def test_rows_contain_only_sampled_tokens() -> None:
     steps, _ = loop([4, 9], {"gen_only_rows"})
     for step in steps:
@@ -156,7 +154,7 @@ def test_rows_contain_only_sampled_tokens() -> None:
     assert (row.response_ids, row.loss_mask, row.reward) == ([1, EOS], [1, 0], [0.0, 1.0])
 
 
-@pytest.mark.spec("dropin.fixed-mode", "rollout.end-token")
+@pytest.mark.spec("rollout.end-token")
 def test_appended_end_token_is_not_trained() -> None:
     async def full(self: Any, sampled: list[int], max_input_length: int) -> Any:
         answer = await self.inference_engine_client.generate({"prompt_token_ids": [[1]]})
@@ -172,7 +170,7 @@ def test_appended_end_token_is_not_trained() -> None:
         assert output.loss_mask == want
 
 
-@pytest.mark.spec("dropin.fixed-mode", "replay.append-new")
+@pytest.mark.spec("replay.append-new")
 def test_routes_are_appended() -> None:
     def overwrite(self: Any, state: Any, turn: Any) -> Any:
         state.rollout_expert_indices = turn.rollout_expert_indices
@@ -210,7 +208,7 @@ def output_of(groups: dict[str, list[list[float]]], masks: dict[str, int] | None
 EQUAL, DIFFERENT = [[0.0, 1.0], [0.0, 1.0]], [[0.0, 1.0], [0.0]]
 
 
-@pytest.mark.spec("dropin.fixed-mode", "filter.informative-group", "filter.dynamic-filter")
+@pytest.mark.spec("filter.informative-group", "filter.dynamic-filter")
 def test_filter_keeps_complete_groups_by_their_outcomes() -> None:
     output, uids = output_of({"a": EQUAL, "b": DIFFERENT, "c": DIFFERENT})
     config = {"train_batch_size": 1, "n_samples_per_prompt": 2}
@@ -227,7 +225,7 @@ def test_filter_keeps_complete_groups_by_their_outcomes() -> None:
     assert more and state["num_prompts_in_batch"] == 0
 
 
-@pytest.mark.spec("dropin.fixed-mode", "filter.dynamic-replace")
+@pytest.mark.spec("filter.dynamic-replace")
 def test_replaced_groups_have_new_uids() -> None:
     output, uids = output_of({"a": EQUAL, "b": DIFFERENT, "c": DIFFERENT})
     config = {"min_replace_ratio": 0.3, "n_samples_per_prompt": 2}
@@ -238,7 +236,7 @@ def test_replaced_groups_have_new_uids() -> None:
     assert fixed_sampling.handle_replace_sampling(output, uids, {"min_replace_ratio": 0.9})[2]
 
 
-@pytest.mark.spec("dropin.fixed-mode", "merge.times", "merge.routes")
+@pytest.mark.spec("merge.times", "merge.routes")
 def test_merge_includes_every_field() -> None:
     output, _ = output_of({"a": [[0.0, 1.0]]})
     output["prompt_token_ids"] = [[1], [1, 2, 3]]
@@ -249,7 +247,7 @@ def test_merge_includes_every_field() -> None:
     assert merged["rollout_expert_indices"][0][:, 0, 0].tolist() == [0, 0, 1, 1]
 
 
-@pytest.mark.spec("dropin.fixed-mode", "output.group-adjacent", "output.numpy-bool")
+@pytest.mark.spec("output.group-adjacent", "output.numpy-bool")
 def test_validation_follows_the_specification() -> None:
     output, _ = output_of({"a": EQUAL, "b": DIFFERENT})
     output["is_last_step"] = [np.bool_(flag) for flag in output["is_last_step"]]
@@ -263,7 +261,7 @@ def test_validation_follows_the_specification() -> None:
         fixed.validate_generator_output(4, apart, step_wise=True)
 
 
-@pytest.mark.spec("dropin.fixed-mode", "advantage.batch-normalize")
+@pytest.mark.spec("advantage.batch-normalize")
 def test_normalization_counts_only_real_tokens() -> None:
     class Batch(dict):
         metadata: dict

@@ -1,19 +1,15 @@
 """Mode "fixed" installed in a real SkyRL: what each rule changes, compared with SkyRL."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock, patch
 
 import numpy as np
 import pytest
-import torch
 
 from skyrl_fast.integrations.skyrl.replacement import find, version_label
-from skyrl_fast.integrations.skyrl.rules import UPDATE
+from skyrl_fast.integrations.skyrl.rules import RULES, UPDATE
 
 pytestmark = [pytest.mark.peers, pytest.mark.spec("dropin.fixed-mode")]
 EOS, LIMIT = 4, 24
@@ -140,6 +136,16 @@ def agent_loop(
     return output, lengths
 
 
+def test_every_rule_replaces_a_function_of_this_skyrl() -> None:
+    """Or says why not: what each does is tested in test_skyrl_fixed.py."""
+    from skyrl_fast.integrations import skyrl as ours
+
+    for rule in RULES:
+        report = ours.install("fixed", rules=[rule.name], ray_workers=False)
+        assert any(row.why == f"rules: {rule.name}" for row in report.rows), rule.name
+        ours.uninstall()
+
+
 def test_length_check() -> None:
     (_, stock), (output, sent) = both("length_check", lambda: agent_loop(step_wise=True))
     assert max(stock) > LIMIT >= max(sent)
@@ -194,137 +200,4 @@ def test_routes_append() -> None:
     assert routes == [1] * first + [2] * (sent[1] + 3 - first)
 
 
-def output_of(outcomes: dict[str, list[list[float]]]) -> tuple[dict[str, Any], list[str]]:
-    """Return a step-wise output: per group a list of trajectories' step rewards."""
-    from skyrl.train.generators.base import TrajectoryID
-
-    rows = [
-        (uid, sample, reward, k + 1 == len(rewards))
-        for uid, trajectories in outcomes.items()
-        for sample, rewards in enumerate(trajectories)
-        for k, reward in enumerate(rewards)
-    ]
-    output = {
-        "prompt_token_ids": [[1]] * len(rows),
-        "response_ids": [[2]] * len(rows),
-        "loss_masks": [[1]] * len(rows),
-        "rewards": [[reward] for _, _, reward, _ in rows],
-        "rollout_logprobs": None,
-        "stop_reasons": ["stop"] * len(rows),
-        "trajectory_ids": [TrajectoryID(uid, sample) for uid, sample, _, _ in rows],
-        "is_last_step": [last for _, _, _, last in rows],
-        "rollout_metrics": {},
-    }
-    return output, [uid for uid, _, _, _ in rows]
-
-
 EQUAL, DIFFERENT = [[0.0, 1.0], [0.0, 1.0]], [[0.0, 1.0], [0.0]]
-
-
-def test_merge_all_fields() -> None:
-    from skyrl.train import trainer
-
-    output, _ = output_of({"a": [[0.0, 1.0]]})
-    output["prompt_token_ids"] = [[1], [1, 2, 3]]
-    output["rollout_expert_indices"] = [np.zeros((2, 1, 1), np.uint8), np.ones((4, 1, 1), np.uint8)]
-    stock, merged = both("merge_all_fields", lambda: trainer.merge_stepwise_output(output))
-    assert isinstance(stock, (AssertionError, NotImplementedError, ValueError))
-    assert merged["response_ids"] == [[2, 3, 2]]
-    assert merged["rollout_expert_indices"][0][:, 0, 0].tolist() == [0, 0, 1, 1]
-
-
-def test_validation() -> None:
-    from skyrl.train import trainer
-
-    output, _ = output_of({"a": EQUAL, "b": DIFFERENT})
-    flags = output["is_last_step"]
-    output["is_last_step"] = [np.bool_(flag) for flag in flags]
-
-    def check() -> Any:
-        return trainer.validate_generator_output(4, output, step_wise=True)
-
-    stock, fixed = both("validation", check)
-    assert isinstance(stock, AssertionError) and fixed is None
-    apart, _ = output_of({"a": [[1.0]], "b": [[1.0]]})
-    again, _ = output_of({"a": [[1.0], [1.0]]})
-    output = {key: value and value + again[key][1:] for key, value in apart.items()}
-    stock, fixed = both("validation", check)
-    assert isinstance(fixed, ValueError) and "group must be adjacent" in str(fixed)
-
-
-def test_trajectory_metrics() -> None:
-    from skyrl.train.generators import utils
-
-    output, _ = output_of({"a": [[0.0, 0.0, 1.0], [1.0]]})
-    stock, fixed = both(
-        "trajectory_metrics",
-        lambda: utils.concatenate_generator_outputs([output], step_wise=True)["rollout_metrics"],
-    )
-    assert stock.keys() < fixed.keys()
-    name = "generate/avg_num_tokens"
-    assert (stock[name], fixed[name]) == (1.0, 2.0)  # of a step, of a trajectory
-
-
-def test_dynamic_sampling_filter() -> None:
-    from skyrl.train.utils import trainer_utils
-
-    output, uids = output_of({"a": EQUAL, "b": DIFFERENT, "c": DIFFERENT})
-    config = {"train_batch_size": 2, "n_samples_per_prompt": 2, "max_sample_batches": 4,
-              "type": "filter"}  # fmt: skip
-    stock, fixed = both(
-        "dynamic_sampling_filter",
-        lambda: trainer_utils.handle_filter_sampling(output, uids, config, {}),
-    )
-    assert "a" in stock[1]  # its steps differ, its outcomes do not
-    assert fixed[1] == ["b"] * 3 + ["c"] * 3
-
-
-def test_dynamic_sampling_replace() -> None:
-    from skyrl.train.utils import trainer_utils
-
-    output, uids = output_of({"a": EQUAL, "b": DIFFERENT, "c": DIFFERENT})
-    config = {"min_replace_ratio": 0.3, "n_samples_per_prompt": 2, "type": "replace"}
-    stock, fixed = both(
-        "dynamic_sampling_replace",
-        lambda: trainer_utils.handle_replace_sampling(output, uids, config),
-    )
-    assert len(set(fixed[1])) == 3 and fixed[1][0] in ("b+1", "c+1")
-    assert stock[1] == uids  # judged by step rewards, nothing is replaced
-
-
-def test_advantage_normalization() -> None:
-    from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
-    from skyrl.train.trainer import RayPPOTrainer
-
-    algorithm = SimpleNamespace(
-        advantage_batch_normalize=True, loss_reduction="seq_mean_token_sum_norm", max_seq_len=1
-    )
-    settings = SimpleNamespace(algorithm=algorithm, micro_train_batch_size_per_gpu=1)
-    trainer = SimpleNamespace(cfg=SimpleNamespace(trainer=settings))
-
-    def normalized() -> torch.Tensor:
-        batch = TrainingInputBatch({
-            "advantages": torch.tensor([[0.0, 1.0], [3.0, 3.0], [9.0, 9.0]]),
-            "response_mask": torch.tensor([[0, 1], [1, 1], [1, 1]]),
-            "loss_mask": torch.tensor([[0.0, 1.0], [1.0, 1.0], [0.0, 0.0]]),
-        })  # fmt: skip
-        batch.metadata = {"pad_size": 1}
-        return RayPPOTrainer._normalize_advantages(trainer, batch, [(0, 2)])["advantages"] * 2
-
-    stock, fixed = both("advantage_normalization", normalized)
-    real = torch.tensor([1.0, 3.0, 3.0])
-    want = (real - real.mean()) / real.std(unbiased=False)
-    torch.testing.assert_close(torch.cat([fixed[0, 1:], fixed[1]]), want)
-    assert not torch.allclose(torch.cat([stock[0, 1:], stock[1]]), want, atol=0.1)
-
-
-def test_float32_logprobs() -> None:
-    from skyrl.backends.skyrl_train.utils import torch_utils
-
-    logits, labels = torch.randn(1, 3, 50).bfloat16(), torch.tensor([[1, 2, 3]])
-    stock, fixed = both(
-        "float32_logprobs", lambda: torch_utils.logprobs_from_logits(logits, labels)
-    )
-    assert (stock.dtype, fixed.dtype) == (torch.bfloat16, torch.float32)
-    want = logits.float().log_softmax(-1).gather(-1, labels[..., None])[..., 0]
-    torch.testing.assert_close(fixed, want, rtol=0, atol=4e-6)

@@ -1,7 +1,5 @@
 """SkyRL's functions and their replacements give the same results and errors on random inputs."""
 
-from __future__ import annotations
-
 import math
 import os
 from typing import Any
@@ -63,7 +61,6 @@ def routed(expected: bool) -> tuple[bool, ...]:
 @given(
     st.lists(generator_outputs(), min_size=0, max_size=3), st.booleans(), st.booleans(), st.data()
 )
-@pytest.mark.spec("dropin.compat")
 def test_concatenate(
     outputs: list[dict], step_wise: bool, expected: bool, data: st.DataObject
 ) -> None:
@@ -78,7 +75,6 @@ def test_concatenate(
 
 @fuzz
 @given(generator_outputs(odd=False), st.sampled_from([0, 1]))
-@pytest.mark.spec("dropin.compat")
 def test_merge(output: dict, keep_times: int) -> None:
     if not keep_times:
         output.pop("trajectory_time_splits", None)
@@ -90,7 +86,6 @@ def test_merge(output: dict, keep_times: int) -> None:
 
 @fuzz
 @given(generator_outputs())
-@pytest.mark.spec("dropin.compat")
 def test_merge_of_odd_outputs(output: dict) -> None:
     assert_same_outcome(
         outcome(original("merge_stepwise_output"), output),
@@ -100,7 +95,6 @@ def test_merge_of_odd_outputs(output: dict) -> None:
 
 @fuzz
 @given(generator_outputs(), st.booleans())
-@pytest.mark.spec("dropin.compat")
 def test_metrics(output: dict, times: bool) -> None:
     args = [output.get(key) for key in ("response_ids", "rewards")]
     extras = {"loss_masks": output.get("loss_masks")}
@@ -123,7 +117,6 @@ class Tokenizer:
 
 @fuzz
 @given(generator_outputs(), st.sampled_from([7, 0, "tokenizer"]), st.data())
-@pytest.mark.spec("dropin.compat")
 def test_convert(output: dict, pad: Any, data: st.DataObject) -> None:
     name = "convert_prompts_responses_to_batch_tensors"
     function = original(name)
@@ -162,7 +155,6 @@ def routes(draw: st.DrawFn, output: dict) -> Any:
 
 @fuzz
 @given(st.data())
-@pytest.mark.spec("dropin.compat")
 def test_router_padding_mask(data: st.DataObject) -> None:
     function = original("make_router_padding_mask")
     width = data.draw(st.integers(1, 5))
@@ -187,7 +179,6 @@ def packed(rows: int, width: tuple[int, ...], dtype: torch.dtype) -> Any:
 
 @fuzz
 @given(st.data())
-@pytest.mark.spec("dropin.compat")
 def test_pad(data: st.DataObject) -> None:
     from skyrl.backends.skyrl_train.training_batch import TensorList, TrainingInputBatch
 
@@ -235,7 +226,6 @@ def test_pad(data: st.DataObject) -> None:
     st.integers(1, 3),
     st.booleans(),
 )
-@pytest.mark.spec("dropin.compat")
 def test_boundaries(
     uids: list[str], mini: int, total: int, step_wise: bool, samples: int, tidy: bool
 ) -> None:
@@ -254,7 +244,6 @@ def test_boundaries(
 
 @fuzz
 @given(st.data(), st.sampled_from(["grpo", "rloo", "maxrl"]))
-@pytest.mark.spec("dropin.compat")
 def test_estimators(data: st.DataObject, estimator: str) -> None:
     rows, width = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 5))
     kinds = [st.sampled_from([0.0, 1.0]), FLOATS, st.floats(100, 100.0078125, width=32)]
@@ -276,7 +265,6 @@ def test_estimators(data: st.DataObject, estimator: str) -> None:
 
 @fuzz
 @given(st.data())
-@pytest.mark.spec("dropin.compat")
 def test_loss_reduction(data: st.DataObject) -> None:
     rows, width = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 5))
     torch.manual_seed(data.draw(st.integers(0, 99)))

@@ -1,7 +1,5 @@
 """The replacements of SkyRL's losses on any device with kernels, without SkyRL installed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -62,7 +60,6 @@ def cells(device: str) -> dict[str, torch.Tensor]:
     return {**data, "mask": data["mask"].float()}
 
 
-@pytest.mark.spec("dropin.compat")
 @pytest.mark.parametrize(
     ("replacement", "settings"), CASES, ids=[type(settings).__name__ for _, settings in CASES]
 )
@@ -132,7 +129,6 @@ def test_losses_wait_for_a_gpu_as_often_as_skyrl(
     assert waits.count == (type(settings) not in (Sapo, CrossEntropy))
 
 
-@pytest.mark.spec("dropin.compat")
 @pytest.mark.parametrize("replacement", [losses.sapo_policy_loss, losses.cross_entropy_loss])
 def test_mask_of_a_loss_that_does_not_wait_is_a_weight(gpu: str, replacement: Callable) -> None:
     d = cells(gpu)
@@ -143,7 +139,6 @@ def test_mask_of_a_loss_that_does_not_wait_is_a_weight(gpu: str, replacement: Ca
     assert metrics == {"clip_ratio": 0.0}
 
 
-@pytest.mark.spec("dropin.compat")
 @pytest.mark.parametrize("flash_attention", [False, True])
 def test_logprobs_on_a_gpu_have_the_dtype_of_skyrl(
     gpu: str, monkeypatch: pytest.MonkeyPatch, flash_attention: bool
@@ -173,7 +168,6 @@ def test_tensors_on_several_devices_fall_back_to_skyrl() -> None:
         )
 
 
-@pytest.mark.spec("dropin.compat")
 @pytest.mark.parametrize("cell", [0.5, -1.0, 2.0])
 def test_non_binary_mask_falls_back_to_skyrl(cell: float) -> None:
     d = cells("cpu")
@@ -182,7 +176,6 @@ def test_non_binary_mask_falls_back_to_skyrl(cell: float) -> None:
         losses.ppo_policy_loss(d["logprobs"], d["old"], d["advantages"], CONFIG, d["mask"])
 
 
-@pytest.mark.spec("dropin.compat")
 @pytest.mark.parametrize(
     "replacement", [replacement for replacement, _ in CASES if replacement != CASES[-2][0]]
 )
@@ -192,7 +185,6 @@ def test_missing_old_log_probs_fall_back_to_skyrl(replacement: Callable) -> None
         replacement(d["logprobs"], None, d["advantages"], CONFIG, d["mask"])
 
 
-@pytest.mark.spec("dropin.compat")
 def test_losses_that_do_not_read_old_log_probs_accept_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "_correction", lambda *_: (None, {}))
     d = cells("cpu")
@@ -206,7 +198,6 @@ def test_losses_that_do_not_read_old_log_probs_accept_none(monkeypatch: pytest.M
     assert losses.cross_entropy_loss(d["logprobs"], None, *given) == want
 
 
-@pytest.mark.spec("dropin.compat")
 @pytest.mark.parametrize(
     "replacement", [losses.compute_policy_loss_clip_cov, losses.compute_policy_loss_kl_cov]
 )
@@ -256,7 +247,7 @@ def skyrl_clip_cov(d: dict[str, torch.Tensor], config: SimpleNamespace) -> torch
     return (torch.maximum(plain, clipped) * kept * mask).sum()
 
 
-@pytest.mark.spec("dropin.compat", "loss.covariance")
+@pytest.mark.spec("loss.covariance")
 @pytest.mark.parametrize("advantage", [0.1, 0.7311, -1.2247])
 @pytest.mark.parametrize("shape", [(17, 2), (1, 300), (5, 33)])
 def test_kl_cov_selects_the_tokens_of_skyrl_where_all_advantages_are_equal(
@@ -270,7 +261,6 @@ def test_kl_cov_selects_the_tokens_of_skyrl_where_all_advantages_are_equal(
     torch.testing.assert_close(loss, skyrl_kl_cov(d), rtol=2e-6, atol=1e-6)
 
 
-@pytest.mark.spec("dropin.compat", "loss.covariance")
 @pytest.mark.parametrize("advantage", [0.1, 0.7311, -1.2247])
 @pytest.mark.parametrize("shape", [(17, 2), (1, 300), (5, 33)])
 def test_clip_cov_selects_the_tokens_of_skyrl_where_all_advantages_are_equal(

@@ -1,7 +1,5 @@
 """The replacement of SkyRL's merge, without SkyRL installed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +28,6 @@ class TrajectoryID:
         return f"{self.instance_id}_{self.repetition_id}"
 
 
-@pytest.mark.spec("dropin.compat")
 @pytest.mark.parametrize("mixed", [False, True])
 def test_merge_returns_rows_of_logprobs_as_lists(mixed: bool) -> None:
     first = np.array([-0.5], np.float32)

@@ -1,7 +1,5 @@
 """The steps of SkyRL's trainer from a generator output to scaled advantages, against SkyRL."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any

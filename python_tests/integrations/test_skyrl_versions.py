@@ -1,7 +1,5 @@
 """Which functions are replaced in each SkyRL version, and what a changed source does."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import warnings
@@ -29,7 +27,6 @@ def test_versions_page_is_up_to_date() -> None:
 
 
 @pytest.mark.peers
-@pytest.mark.spec("dropin.known-source")
 def test_every_function_of_the_installed_skyrl_is_known() -> None:
     skyrl = pytest.importorskip("skyrl", reason="SkyRL is not installed")
     tree = Path(skyrl.__file__).parent.parent
@@ -75,7 +72,7 @@ def newer_skyrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 
 
 @pytest.mark.peers
-@pytest.mark.spec("dropin.known-source", "dropin.calls-known")
+@pytest.mark.spec("dropin.calls-known")
 def test_changed_function_and_its_callers_are_kept_and_named(newer_skyrl: Path) -> None:
     import skyrl_fast.integrations.skyrl as ours
 
@@ -101,7 +98,6 @@ def test_changed_function_and_its_callers_are_kept_and_named(newer_skyrl: Path) 
 
 
 @pytest.mark.peers
-@pytest.mark.spec("dropin.known-source")
 def test_report_of_a_newer_version_names_what_changed(newer_skyrl: Path) -> None:
     found = (Path(place) for place in sys.path if Path(place) != newer_skyrl)
     known = next(place for place in found if (place / "skyrl").is_dir())

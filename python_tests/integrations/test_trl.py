@@ -1,7 +1,5 @@
 """The adapter for TRL: without TRL by a stand-in, and compared with the installed package."""
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys
@@ -65,7 +63,7 @@ class Original:
         return "TRL's"
 
 
-@pytest.mark.spec("dropin.trl", "dropin.counted")
+@pytest.mark.spec("dropin.trl")
 def test_what_the_head_does_not_compute_is_passed_on_and_counted() -> None:
     hidden, weight, bias, targets = head_case()
     original, counts = Original(), Counts()
@@ -102,7 +100,6 @@ def test_line_about_calls() -> None:
 
 
 @pytest.mark.peers
-@pytest.mark.spec("dropin.trl")
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "autocast"])
 @pytest.mark.parametrize("case", ["plain", "bias", "cap", "scale"])
 def test_head_equals_trls(case: str, kind: str) -> None:
@@ -137,7 +134,6 @@ def test_head_equals_trls(case: str, kind: str) -> None:
 
 
 @pytest.mark.peers
-@pytest.mark.spec("dropin.trl")
 def test_installing_and_restoring(installed: Report) -> None:
     import trl.trainer.utils as home
 
@@ -153,7 +149,6 @@ def test_installing_and_restoring(installed: Report) -> None:
 
 
 @pytest.mark.peers
-@pytest.mark.spec("dropin.trl", "dropin.counted")
 def test_another_source_is_kept_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trl.trainer.utils", reason="TRL is not installed")
     monkeypatch.setattr(switch, "KNOWN_HEADS", {})
@@ -164,7 +159,6 @@ def test_another_source_is_kept_with_a_warning(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.peers
-@pytest.mark.spec("dropin.trl")
 def test_log_softmax(installed: Report) -> None:
     original: Any = switch._log_softmax
     torch.manual_seed(0)
@@ -184,7 +178,6 @@ LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo", "cispo", "vespo")
 
 
 @pytest.mark.peers
-@pytest.mark.spec("dropin.trl")
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("sampler", [False, True])
 @pytest.mark.parametrize("loss_type", LOSSES)
@@ -250,7 +243,6 @@ def test_trainers_loss_and_metrics_equal_trls(loss_type: str, level: str, sample
 
 @pytest.mark.peers
 @pytest.mark.slow
-@pytest.mark.spec("dropin.trl", "dropin.counted")
 @pytest.mark.parametrize("trainer", ["grpo", "rloo", "dpo", "kto", "sft", "async_grpo"])
 def test_real_trainers_call_the_replacement_and_learn_the_same(trainer: str) -> None:
     pytest.importorskip("trl", reason="TRL is not installed")
@@ -270,7 +262,6 @@ def test_real_trainers_call_the_replacement_and_learn_the_same(trainer: str) -> 
 
 @pytest.mark.peers
 @pytest.mark.slow
-@pytest.mark.spec("dropin.trl", "dropin.counted")
 def test_real_trainer_with_the_loss_of_this_package() -> None:
     pytest.importorskip("trl", reason="TRL is not installed")
     from bench import trl_trainers
@@ -285,7 +276,6 @@ def test_real_trainer_with_the_loss_of_this_package() -> None:
     assert "GRPOTrainer._compute_loss 2" in ours["calls"]
 
 
-@pytest.mark.spec("dropin.counted")
 def test_line_is_printed_when_the_process_ends() -> None:
     program = (
         "from skyrl_fast.integrations.calls import Counts, print_at_exit, summary\n"

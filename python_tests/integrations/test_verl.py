@@ -1,7 +1,5 @@
 """The adapters for verl, compared with the installed package."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -121,7 +119,6 @@ def test_verls_own_doors(door: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.peers
-@pytest.mark.spec("dropin.counted")
 def test_functions_are_replaced_where_they_are_bound_and_restored() -> None:
     padding = pytest.importorskip("verl.workers.utils.padding", reason="verl is not installed")
     import verl.utils.attention_utils as home
@@ -148,7 +145,6 @@ def test_functions_are_replaced_where_they_are_bound_and_restored() -> None:
 
 @pytest.mark.peers
 @pytest.mark.timeout(600)
-@pytest.mark.spec("dropin.counted")
 def test_updates_of_verls_worker_are_the_same_and_call_ours(tmp_path: Path) -> None:
     """Log-probabilities of two micro-batches, then two updates of two micro-batches each."""
     pytest.importorskip("verl.workers.engine_workers", reason="verl is not installed")

@@ -1,7 +1,5 @@
 """Imports point one way, and importing the package does no work."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -126,75 +124,52 @@ def test_the_system_imports_nothing_above_it() -> None:
     assert offenders(files, ("torch", "vllm", "transformers")) == []
 
 
-def test_ops_do_not_import_rollouts() -> None:
-    areas = ("rollout", "train", "batch", "config", "extras", "cli")
-    forbidden = (*(f"skyrl_fast.{area}" for area in areas), "vllm", "skyrl_gym", "transformers")
-    assert offenders(python_files("ops"), forbidden) == []
+def ours(names: str) -> tuple[str, ...]:
+    return tuple(f"skyrl_fast.{name}" for name in names.split())
 
 
-def test_rollouts_do_not_import_the_trainer() -> None:
-    assert offenders(python_files("rollout"), ("skyrl_fast.train", "skyrl_fast.cli")) == []
+def all_but(*places: str) -> list[Path]:
+    """Return the package's files outside these folders and without these names."""
+    folders = {PACKAGE / place for place in places}
+    return [p for p in python_files("") if p.name not in places and not folders & {*p.parents}]
 
 
-def test_gateway_imports_rollouts_and_not_the_trainer() -> None:
-    forbidden = ("skyrl_fast.train", "skyrl_fast.cli", "skyrl_fast.batch", "skyrl_fast.viewer")
-    assert offenders(python_files("gateway"), forbidden) == []
-    assert offenders(python_files("rollout"), ("skyrl_fast.gateway",)) == []
+ENGINES = ("vllm_engine", "vllm_start", "remote", "pool", "serve_vllm", "serve_guard")
+WALLS: dict[str, tuple[list[Path], tuple[str, ...]]] = {
+    "ops": (
+        python_files("ops"),
+        (*ours("rollout train batch config extras cli"), "vllm", "skyrl_gym", "transformers"),
+    ),
+    "rollouts": (python_files("rollout"), ours("train cli gateway")),
+    "gateway": (python_files("gateway"), ours("train cli batch viewer")),
+    "weights": (
+        python_files("rollout/engine/weights"),
+        tuple(f"skyrl_fast.rollout.engine.{engine}" for engine in ENGINES),
+    ),
+    "batches": (python_files("batch"), (*ours("train cli"), "vllm", "skyrl_gym")),
+    "search server": (python_files("extras/search"), ours("ops rollout train batch config cli")),
+    "trajectory store": (
+        python_files("trajectory_store"),
+        (*ours("train cli"), "vllm", "skyrl_gym", "transformers"),
+    ),
+    "viewer": (
+        python_files("viewer"),
+        (*ours("train rollout batch ops config extras cli"), "torch", "vllm", "transformers"),
+    ),
+    "core": (all_but("extras"), ours("extras")),
+    "all but the integrations": (all_but("integrations"), ours("integrations")),
+    "all but the command line": (all_but("cli.py", "__main__.py"), ours("cli")),
+    # text2sql is a subclass of its environment
+    "all but its backend": (all_but("extras/text2sql", "skyrl_gym_env.py"), ("skyrl_gym",)),
+    # these report the build, and whether it loads
+    "all but ops": (all_but("ops", "doctor.py", "__init__.py"), ("skyrl_fast._C",)),
+}
 
 
-def test_weights_do_not_import_engines() -> None:
-    engines = ("vllm_engine", "vllm_start", "remote", "pool", "serve_vllm", "serve_guard")
-    forbidden = tuple(f"skyrl_fast.rollout.engine.{engine}" for engine in engines)
-    assert offenders(python_files("rollout/engine/weights"), forbidden) == []
-
-
-def test_only_the_skyrl_gym_backend_imports_skyrl_gym() -> None:
-    text2sql = PACKAGE / "extras" / "text2sql"  # a subclass of its environment
-    files = [p for p in python_files("") if text2sql not in p.parents]
-    files = [p for p in files if p.name != "skyrl_gym_env.py"]
-    assert offenders(files, ("skyrl_gym",)) == []
-
-
-def test_only_ops_import_the_extension() -> None:
-    files = [p for p in python_files("") if PACKAGE / "ops" not in p.parents]
-    allowed = ("doctor.py", "__init__.py")  # report the build, and whether it loads
-    assert offenders([p for p in files if p.name not in allowed], ("skyrl_fast._C",)) == []
-
-
-def test_batches_do_not_import_trainer_or_engine() -> None:
-    forbidden = ("skyrl_fast.train", "skyrl_fast.cli", "vllm", "skyrl_gym")
-    assert offenders(python_files("batch"), forbidden) == []
-
-
-def test_core_does_not_import_extras() -> None:
-    files = [p for p in python_files("") if PACKAGE / "extras" not in p.parents]
-    assert offenders(files, ("skyrl_fast.extras",)) == []
-
-
-def test_search_server_does_not_import_training() -> None:
-    areas = ("ops", "rollout", "train", "batch", "config", "cli")
-    assert offenders(python_files("extras/search"), tuple(f"skyrl_fast.{a}" for a in areas)) == []
-
-
-def test_trajectory_store_does_not_import_trainer_or_engine() -> None:
-    forbidden = ("skyrl_fast.train", "skyrl_fast.cli", "vllm", "skyrl_gym", "transformers")
-    assert offenders(python_files("trajectory_store"), forbidden) == []
-
-
-def test_viewer_imports_only_the_trajectory_store() -> None:
-    areas = ("train", "rollout", "batch", "ops", "config", "extras", "cli")
-    forbidden = (*(f"skyrl_fast.{area}" for area in areas), "torch", "vllm", "transformers")
-    assert offenders(python_files("viewer"), forbidden) == []
-
-
-def test_nothing_imports_the_integrations() -> None:
-    files = [p for p in python_files("") if PACKAGE / "integrations" not in p.parents]
-    assert offenders(files, ("skyrl_fast.integrations",)) == []
-
-
-def test_only_the_command_line_imports_cli() -> None:
-    files = [p for p in python_files("") if p.name not in ("cli.py", "__main__.py")]
-    assert offenders(files, ("skyrl_fast.cli",)) == []
+@pytest.mark.parametrize("area", WALLS)
+def test_no_area_imports_what_is_above_it(area: str) -> None:
+    files, forbidden = WALLS[area]
+    assert files and offenders(files, forbidden) == []
 
 
 @pytest.mark.parametrize("heavy", ["vllm", "skyrl_gym", "skyrl", "ray", "verl", "trl"])

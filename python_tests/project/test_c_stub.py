@@ -1,7 +1,5 @@
 """The stubs match the package and the built extension."""
 
-from __future__ import annotations
-
 import ast
 
 import pytest

@@ -1,7 +1,5 @@
 """The command line: exit codes and output."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -72,10 +70,7 @@ def fake_training(
 
 
 def test_train_prints_output_paths(
-    yaml: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    yaml: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("runs/x/trajectories").mkdir(parents=True)

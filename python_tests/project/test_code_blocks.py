@@ -1,7 +1,5 @@
 """Code blocks of README.md, CONTRIBUTING.md, docs/ and the examples' pages run, or are checked."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib

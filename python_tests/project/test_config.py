@@ -1,7 +1,5 @@
 """Settings: YAML, overrides, and messages about invalid ones."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Damaged settings files: a checked configuration or an error of one line, never a traceback."""
 
-from __future__ import annotations
-
 import json
 import random
 import time

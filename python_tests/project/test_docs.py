@@ -5,8 +5,6 @@ names, everything else that looks like code as words of the sources. Files may m
 found by its last components.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

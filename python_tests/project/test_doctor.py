@@ -1,7 +1,5 @@
 """skyrl-fast doctor, and the error of an installation without the extension."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

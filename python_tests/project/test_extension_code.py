@@ -1,7 +1,5 @@
 """The machine code of the extension."""
 
-from __future__ import annotations
-
 import platform
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Random requests to each HTTP surface: an answer below 500 or none, no traceback, no hang."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random
@@ -31,8 +29,7 @@ from skyrl_fast.system.http_guard import HttpGuard
 FEW, MANY = 400, 100_000 if THOROUGH else 20_000
 KEY = "k" * 32
 number_of_requests = pytest.mark.parametrize(
-    "number",
-    [FEW, pytest.param(MANY, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
+    "number", [FEW, pytest.param(MANY, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 )
 
 
@@ -69,7 +66,7 @@ def test_search_server(number: int, tmp_path: Path, caplog: pytest.LogCaptureFix
     checked(caplog, counts, number)
 
 
-@pytest.mark.spec("engine.guard", "http.guard")
+@pytest.mark.spec("http.guard")
 @number_of_requests
 def test_engine_guard(number: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "skyrl_fast-weights-1"

@@ -1,7 +1,5 @@
 """The guard in front of the HTTP servers, with an application that records what passes."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

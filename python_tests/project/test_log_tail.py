@@ -1,7 +1,5 @@
 """Errors quote the end of a log without reading all of it."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

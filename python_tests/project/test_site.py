@@ -1,7 +1,5 @@
 """The documentation site: links of its pages, and the list for language models."""
 
-from __future__ import annotations
-
 import pytest
 
 from scripts import site

@@ -1,7 +1,5 @@
 """The report of rules and tests: `make spec`."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

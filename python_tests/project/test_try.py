@@ -1,7 +1,5 @@
 """`skyrl-fast try`: one prompt through an environment, with scripted answers."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -87,7 +85,6 @@ def test_answers_of_a_file_for_samples_of_another_prompt(
     assert first.endswith("rewards: 0 0; ended by max_turns")
 
 
-@pytest.mark.spec("try.scripted")
 def test_prints_metadata_and_metrics(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["try", config, "environment.env_class=guess_env.py:Reports"]) == 0
     out = capsys.readouterr().out
@@ -136,7 +133,6 @@ def test_wrong_arguments(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.spec("try.scripted")
 def test_imports_neither_engine_nor_transformers(config: str) -> None:
     code = (
         "import sys; from skyrl_fast.cli import main; assert main(['try', 'guess.yaml']) == 0; "

@@ -1,7 +1,5 @@
 """One range of versions everywhere: the metadata, the development environment, the page."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

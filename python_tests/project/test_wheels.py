@@ -1,7 +1,5 @@
 """The script that builds wheels without a container."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

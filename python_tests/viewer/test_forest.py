@@ -1,7 +1,5 @@
 """The forest of a trajectory's calls, found from their tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +79,6 @@ def test_places_are_those_of_a_comparison_with_every_call(drawn: list[Any]) -> N
     assert forest(steps) == [expected(steps, n) for n in range(len(steps))]  # type: ignore[arg-type]
 
 
-@pytest.mark.spec("viewer.forest")
 def test_a_long_line_is_found_in_linear_memory() -> None:
     steps, prompt = [], [1]
     for n in range(200):

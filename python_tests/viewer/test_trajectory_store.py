@@ -1,7 +1,5 @@
 """The trajectory store: contents of a line, recovery after a crash, other readers."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math
@@ -16,14 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from _stored import (
-    END,
-    WordTokenizer,
-    batch_of,
-    make_step,
-    make_trajectory,
-    two_turns,
-)
+from _stored import END, WordTokenizer, batch_of, make_step, make_trajectory, two_turns
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,12 +49,7 @@ def stored(run: Path, **how: Any) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.spec(
-    "store.parts",
-    "store.line-keys",
-    "store.turn-keys",
-    "store.token-keys",
-    "store.trained-values",
-    "store.eval-mask",
+    "store.parts", "store.line-keys", "store.turn-keys", "store.token-keys", "store.eval-mask"
 )
 def test_line_contains_all_values(tmp_path: Path) -> None:
     group = [two_turns("q", 0, 1.0, env_metrics={"hits": 3}), two_turns("q", 1, 0.0)]
@@ -266,11 +252,7 @@ def test_unserializable_metrics_are_replaced_by_a_marker(tmp_path: Path) -> None
     ]
     assert [
         record["env_metrics"] for record in lines(writer(tmp_path).write(1, "eval", group))
-    ] == [
-        {"unreadable": "RecursionError"},
-        {"unreadable": "RuntimeError"},
-        {"long": 2.0},
-    ]
+    ] == [{"unreadable": "RecursionError"}, {"unreadable": "RuntimeError"}, {"long": 2.0}]
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists))
@@ -470,7 +452,7 @@ def written_run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.spec("store.reading", "store.index")
+@pytest.mark.spec("store.index")
 def test_pandas_reads_the_store(tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
     run = written_run(tmp_path)
@@ -481,7 +463,6 @@ def test_pandas_reads_the_store(tmp_path: Path) -> None:
     assert frame.tokens[0][0]["rollout_logprobs"] == [-0.25, -0.5, -0.75]
 
 
-@pytest.mark.spec("store.reading")
 def test_datasets_reads_the_store(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="the datasets package is not installed")
     run = written_run(tmp_path)

@@ -1,7 +1,5 @@
 """Trajectories are written in the background: what waits for them, and what a full disk does."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os
@@ -86,7 +84,6 @@ def test_trajectories_of_every_step_are_stored_after_a_signal(
     assert stored_steps(folder / "run") == [1, 2, 3]
 
 
-@pytest.mark.spec("store.background-writing")
 def test_run_fails_if_its_last_trajectories_cannot_be_stored(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +107,7 @@ def test_full_disk_ends_the_run_at_the_next_step_without_losing_trajectories(fol
     assert stored_steps(outcome.run_path) == [1, 2, 3, 4, 5, 6]
 
 
-def test_one_call_goes_on_beside_and_the_next_one_waits_for_it() -> None:
+async def test_one_call_goes_on_beside_and_the_next_one_waits_for_it() -> None:
     background, events = BackgroundWriter(time.perf_counter), list[str]()
     go = threading.Event()
 
@@ -122,17 +119,14 @@ def test_one_call_goes_on_beside_and_the_next_one_waits_for_it() -> None:
         events.append("second")
         raise ValueError("broken")
 
-    async def work() -> None:
-        await background.start(first)
-        assert events == []  # it did not wait for its end
-        asyncio.get_running_loop().call_later(0.1, go.set)  # the loop is alive while it waits
-        await background.start(second)
-        assert events[0] == "first" and background.take_elapsed() >= 0.05
-        for _ in range(2):
-            with pytest.raises(ValueError, match="broken"):
-                await background.start(first)
-
-    asyncio.run(work())
+    await background.start(first)
+    assert events == []  # it did not wait for its end
+    asyncio.get_running_loop().call_later(0.1, go.set)  # the loop is alive while it waits
+    await background.start(second)
+    assert events[0] == "first" and background.take_elapsed() >= 0.05
+    for _ in range(2):
+        with pytest.raises(ValueError, match="broken"):
+            await background.start(first)
     with pytest.raises(ValueError, match="broken"):
         background.wait()
     background.close()

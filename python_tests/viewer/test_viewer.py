@@ -1,7 +1,5 @@
 """The viewer without a browser: the written files, what they load, the contrast of colours."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -72,7 +70,6 @@ class Loaded:
 # --- written files ------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("viewer.static-page", "viewer.turns")
 def test_view_folder_contains_page_and_all_trajectories(run: Path, tmp_path: Path) -> None:
     view = build_view(run, tmp_path / "view")
     files = sorted(path.name for path in view.page.parent.iterdir() if path.is_file())
@@ -108,7 +105,6 @@ def test_hostile_text_is_unchanged_and_stays_inside_its_string(run: Path, tmp_pa
 
 
 @pytest.mark.parametrize("value", ["</script>", "\u2028\u2029", "\ud800", "\\", '"', "\0\r\n<!--"])
-@pytest.mark.spec("viewer.data-safety")
 def test_script_is_ascii_without_markup(value: str) -> None:
     line = script("f", value, {value: [value]})
     assert line.isascii() and "<" not in line and line.count("\n") == 1
@@ -178,7 +174,6 @@ def test_link_inside_a_page_is_not_followed(run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "mark", ["", "[]", '{"trajectories": 3}', '{"files": 3}', "\xff", "[" * 100_000]
 )
-@pytest.mark.spec("viewer.own-files")
 def test_page_with_a_damaged_mark_file_is_refused(run: Path, tmp_path: Path, mark: str) -> None:
     out = tmp_path / "view"
     build_view(run, out)
@@ -189,7 +184,6 @@ def test_page_with_a_damaged_mark_file_is_refused(run: Path, tmp_path: Path, mar
     assert files_below(out) == before
 
 
-@pytest.mark.spec("viewer.own-files")
 def test_page_never_replaces_the_run(run: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     build_view(run, site)
@@ -202,7 +196,6 @@ def test_page_never_replaces_the_run(run: Path, tmp_path: Path) -> None:
     assert files_below(tmp_path) == before
 
 
-@pytest.mark.spec("viewer.own-files")
 def test_hidden_folders_next_to_the_page_stay(run: Path, tmp_path: Path) -> None:
     (tmp_path / ".view.partial").mkdir()
     (tmp_path / ".view.partial/note").write_text("mine")
@@ -211,7 +204,6 @@ def test_hidden_folders_next_to_the_page_stay(run: Path, tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == [".view.partial", "view"]
 
 
-@pytest.mark.spec("viewer.own-files")
 def test_file_that_appears_while_the_page_is_written_stays(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,7 +240,6 @@ def test_link_is_kept_and_current_folder_is_refused(
         build_view(run, tmp_path / "link")
 
 
-@pytest.mark.spec("viewer.replace-page")
 @pytest.mark.parametrize(
     ("changed", "wanted"),
     [
@@ -284,7 +275,6 @@ def test_name_of_a_damaged_config_is_that_of_the_folder(
     assert summary["name"] == "copied"
 
 
-@pytest.mark.spec("viewer.replace-page")
 def test_failed_build_keeps_the_earlier_page(run: Path, tmp_path: Path) -> None:
     copied = tmp_path / "run"
     shutil.copytree(run / "trajectories", copied / "trajectories")
@@ -323,7 +313,6 @@ def test_data_files_are_bounded_however_long_a_group_is(long_run: Path, tmp_path
     assert max(sizes.values()) <= build.SCRIPT_BYTES + 100  # the call around the items
 
 
-@pytest.mark.spec("viewer.bounded-files", "viewer.turns")
 def test_every_token_and_character_of_long_trajectories_is_in_the_data(
     long_run: Path, tmp_path: Path
 ) -> None:
@@ -349,6 +338,7 @@ def test_every_token_and_character_of_long_trajectories_is_in_the_data(
             assert joined["trainer"] == joined["advantages"] == []
             for item in items:
                 assert all(len(item[name]) in (0, len(item["ids"])) for name in TOKEN_LISTS)
+                assert len(item["ids"]) <= 3000 and sum(map(len, item["pieces"])) <= 30_000
         assert len(head["env_metrics"]) == 40
         assert {len(value) for value in head["env_metrics"].values()} == {401}
     previews = page.load("previews0")
@@ -373,22 +363,6 @@ def test_short_trajectories_are_in_one_file_of_items(run: Path, tmp_path: Path) 
         names = ("context", "tokens", "observation")
         scripts = {address[0] for turn in turns for name in names for address in turn[name]}
         assert len(scripts) <= 1
-
-
-@pytest.mark.parametrize(
-    ("ends", "ranges"),
-    [
-        ([], []),
-        ([0, 0, 0], [(0, 3)]),
-        ([3, 4], [(0, 2)]),
-        ([50_000, 60_000, 80_000, 80_001], [(0, 1), (1, 3), (3, 4)]),  # 30,000 characters an item
-        ([1] * 6001, [(0, 3000), (3000, 6000), (6000, 6001)]),  # and 3,000 tokens
-    ],
-)
-def test_responses_are_split_by_tokens_and_characters(
-    ends: list[int], ranges: list[tuple[int, int]]
-) -> None:
-    assert list(details._token_ranges(ends)) == ranges
 
 
 def test_rounding_has_four_significant_digits() -> None:
@@ -426,7 +400,7 @@ def test_percentile_comes_from_an_even_sample(monkeypatch: pytest.MonkeyPatch) -
 # --- page permissions ---------------------------------------------------------------------------
 
 
-@pytest.mark.spec("viewer.static-page", "viewer.text-safety")
+@pytest.mark.spec("viewer.text-safety")
 def test_page_creates_no_markup_from_text_and_uses_no_network() -> None:
     for path in PAGES.iterdir():
         content = path.read_text()
@@ -442,7 +416,6 @@ def test_page_creates_no_markup_from_text_and_uses_no_network() -> None:
         )  # an XML namespace, never loaded
 
 
-@pytest.mark.spec("viewer.static-page")
 def test_content_policy_allows_only_local_files() -> None:
     page = (PAGES / "index.html").read_text()
     policy = re.search(r'Content-Security-Policy"\s+content="([^"]*)"', page)
@@ -537,7 +510,7 @@ def lab(rgb: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
-@pytest.mark.spec("viewer.token-colors", "viewer.dark-mode")
+@pytest.mark.spec("viewer.dark-mode")
 def test_text_contrast_on_every_colour(colours: dict[str, str]) -> None:
     shades = [f"{kind}{level}" for kind in ("pos", "neg", "odd") for level in range(1, 6)]
     pairs = [("text", name) for name in (*shades, "page", "sheet", "raised")]
@@ -587,11 +560,3 @@ def test_python_examples_of_the_guide_run(number: int, tmp_path: Path, monkeypat
         assert len(names["rows"]) == 24
     else:
         assert names["trajectory"].entry.step == 2 and len(names["gap"]) > 0
-
-
-def test_images_of_the_guide_exist_and_are_small() -> None:
-    pictures = re.findall(r"!\[[^\]]+\]\(\.\./(images/[^)]+)\)", GUIDE)
-    assert len(pictures) == 6
-    for picture in pictures:
-        path = PAGES.parents[2] / "docs" / picture
-        assert 10_000 < path.stat().st_size < 150_000, picture

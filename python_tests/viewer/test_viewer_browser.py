@@ -1,7 +1,5 @@
 """The viewer in headless Chromium: hostile text, turns, filters, keys, large runs."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -97,7 +95,7 @@ def show(tab: Any, index: int) -> None:
 # --- hostile text -------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("viewer.static-page", "viewer.text-safety", "viewer.data-safety")
+@pytest.mark.spec("viewer.static-page", "viewer.data-safety")
 def test_hostile_trajectory_is_shown_as_text(opened: Open) -> None:
     tab = opened("#/0")
     body = tab.locator("#body")
@@ -142,7 +140,6 @@ def test_invisible_characters_are_shown_as_code_points(opened: Open) -> None:
     assert tab.locator("#body .said.env .unseen").first.inner_text() == "U+DFFF"
 
 
-@pytest.mark.spec("viewer.text-safety")
 def test_text_stays_inside_its_block(opened: Open) -> None:
     tab = opened("#/0")
     for selector in (".text", ".who", ".head h2", "dl.metrics dd"):
@@ -310,7 +307,6 @@ def test_trained_tokens_are_coloured_by_value(opened: Open) -> None:
     assert "staleness\n2 updates" in tab.locator("dl.attributes").inner_text()
 
 
-@pytest.mark.spec("viewer.token-colors", "viewer.keys")
 def test_token_values_are_shown_for_pointer_and_keys(opened: Open) -> None:
     tab = opened("#/4")
     block = tab.locator("#body .tokens").first

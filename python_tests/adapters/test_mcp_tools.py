@@ -1,7 +1,5 @@
 """Tools of a real MCP server in an agent's loop."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

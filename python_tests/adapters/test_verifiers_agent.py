@@ -1,7 +1,5 @@
 """Environments of verifiers as agents: their calls are steps, their rubric is the reward."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

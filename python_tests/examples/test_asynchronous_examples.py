@@ -1,8 +1,5 @@
 """The demos of examples/asynchronous: their settings, and as slow tests the demos themselves."""
 
-from __future__ import annotations
-
-import importlib.util
 import random
 import subprocess
 import sys
@@ -68,7 +65,6 @@ def test_slow_environment_fails_and_hangs_at_the_given_rates(
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(2400)
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.parametrize(
     ("script", "arguments"),
     [

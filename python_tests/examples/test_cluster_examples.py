@@ -1,7 +1,5 @@
 """The files of examples/cluster: schemas, and the Slurm script with stubs of Slurm and Ray."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

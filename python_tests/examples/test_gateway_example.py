@@ -1,7 +1,5 @@
 """The example's agents on scripted answers and a database of their own."""
 
-from __future__ import annotations
-
 import sqlite3
 from pathlib import Path
 from typing import Any

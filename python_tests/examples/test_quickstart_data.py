@@ -1,7 +1,5 @@
 """The quickstart's data: same seed, same files; the real environment agrees with every row."""
 
-from __future__ import annotations
-
 import random
 import re
 from pathlib import Path
@@ -85,11 +83,7 @@ def run_agent(folder: Path, row: dict[str, Any], *, flip_comparison: bool = Fals
 
 
 def test_same_seed_same_files(folder: Path, tmp_path: Path) -> None:
-    sizes = {
-        "num_train": NUM_TRAIN,
-        "num_eval": NUM_EVAL,
-        "num_demonstrations": NUM_DEMONSTRATIONS,
-    }
+    sizes = {"num_train": NUM_TRAIN, "num_eval": NUM_EVAL, "num_demonstrations": NUM_DEMONSTRATIONS}
     make_data.make_data(tmp_path / "same", **sizes)
     make_data.make_data(tmp_path / "other", seed=1, **sizes)
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):

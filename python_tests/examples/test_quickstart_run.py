@@ -1,8 +1,5 @@
 """The quickstart command on real vLLM: it learns, and a killed and resumed run is the same."""
 
-from __future__ import annotations
-
-import importlib.util
 import json
 import os
 import signal
@@ -38,12 +35,7 @@ DEADLINE_SECONDS = 3600
 LEARNING_SECONDS = 600  # on 2 otherwise idle cores
 ENGINE_END_SECONDS = 30
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.timeout(DEADLINE_SECONDS),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(DEADLINE_SECONDS)]
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,5 @@
 """The offline run of each recipe by its command, on real vLLM: the reward rises."""
 
-from __future__ import annotations
-
-import importlib.util
 import json
 import os
 import subprocess
@@ -19,12 +16,7 @@ pytest.importorskip("fastapi")
 ROOT = Path(__file__).parents[2]
 DEADLINE_SECONDS = 3600
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.timeout(DEADLINE_SECONDS),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(DEADLINE_SECONDS)]
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """The recipes: data, configurations, and that a perfect agent is always rewarded."""
 
-from __future__ import annotations
-
 import os
 import random
 import re
@@ -280,7 +278,7 @@ def test_search_same_seed_same_files(world: Path, tmp_path: Path) -> None:
     search.make_data(tmp_path / "other", seed=1, num_demonstrations=120)
     assert files(tmp_path / "same") == files(world / "data")
     assert set(files(world / "data")) == {
-        *("corpus.jsonl", "train.jsonl", "eval.jsonl", "demonstrations.jsonl"),
+        *("corpus.jsonl", "train.jsonl", "eval.jsonl", "demonstrations.jsonl")
     }
     for name, data in files(world / "data").items():
         assert files(tmp_path / "other")[name] != data

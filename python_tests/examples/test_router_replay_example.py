@@ -1,7 +1,5 @@
 """The measurement of examples/router_replay, on tokens sampled by the model itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

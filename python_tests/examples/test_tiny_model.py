@@ -1,7 +1,5 @@
 """Shared code of the examples: templates, rows of the warm start, files created once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The search server: results, responses, refusals, start and exit."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -169,7 +167,6 @@ def test_faiss_finds_the_nearest_vector(corpus: Corpus, tmp_path: Path) -> None:
         FaissIndex(Corpus(smaller), LetterCounts(), tmp_path / "vectors")
 
 
-@pytest.mark.spec("search.index-check")
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_index_left_by_a_kill_is_reported(share: float, corpus: Corpus, tmp_path: Path) -> None:
     def cut(file: Path) -> None:
@@ -194,7 +191,6 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.spec("search.index-check")
 def test_flipped_bit_in_any_file_of_an_index_is_noticed(corpus: Corpus, tmp_path: Path) -> None:
     Bm25Index(corpus, tmp_path / "words")
     names = sorted(path.name for path in (tmp_path / "words").iterdir())
@@ -210,7 +206,6 @@ def test_flipped_bit_in_any_file_of_an_index_is_noticed(corpus: Corpus, tmp_path
         Bm25Index(corpus, tmp_path / "words")
 
 
-@pytest.mark.spec("search.index-check")
 def test_flipped_bit_in_vectors_is_noticed(
     corpus: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -227,7 +222,6 @@ def test_flipped_bit_in_vectors_is_noticed(
         FaissIndex(corpus, LetterCounts(), tmp_path / "vectors")
 
 
-@pytest.mark.spec("search.index-check")
 def test_other_files_next_to_an_index_stay(corpus: Corpus, tmp_path: Path) -> None:
     pytest.importorskip("faiss")
     for name in (".words.partial", ".vectors.partial"):
@@ -239,7 +233,6 @@ def test_other_files_next_to_an_index_stay(corpus: Corpus, tmp_path: Path) -> No
         assert (tmp_path / name / "note").read_text() == "mine"
 
 
-@pytest.mark.spec("search.index-check")
 def test_an_index_is_renamed_when_it_is_complete(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,7 +250,6 @@ def test_an_index_is_renamed_when_it_is_complete(
     assert [path.name for path in tmp_path.iterdir()] == ["words"]
 
 
-@pytest.mark.spec("search.index-check")
 def test_index_of_another_encoder_is_refused(corpus: Corpus, tmp_path: Path) -> None:
     pytest.importorskip("faiss")
     FaissIndex(corpus, LetterCounts(), tmp_path / "vectors")
@@ -308,7 +300,6 @@ def test_one_query_with_scores(client: TestClient) -> None:
     assert hit["score"] > 0
 
 
-@pytest.mark.spec("search.requests", "search.results")
 def test_several_queries_without_scores(client: TestClient) -> None:
     answer = client.post("/retrieve", json={"queries": ["born Bruno", "zebra", "sea"]})
     assert found(answer) == [["d1", "d0"], [], ["d2"]]
@@ -341,7 +332,6 @@ def test_health(client: TestClient) -> None:
 # --- refusals ----------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("search.bad-request")
 @pytest.mark.parametrize(
     "body",
     [
@@ -376,7 +366,6 @@ def test_malformed_requests_are_refused(client: TestClient, body: Any) -> None:
     assert len(answer.text) < 1000
 
 
-@pytest.mark.spec("search.bad-request")
 @pytest.mark.parametrize(
     "body",
     [b"", b"{", b"\xff\xfe", b'{"query": "\\ud800"}', b"[" * 1900, b'{"query": NaN}', b"\x00"],
@@ -424,7 +413,7 @@ def test_other_paths_and_methods(client: TestClient) -> None:
 # --- the environment's client ------------------------------------------------------------------
 
 
-@pytest.mark.spec("search.serve", "search.requests", "search.lifetime")
+@pytest.mark.spec("search.serve", "search.lifetime")
 def test_skyrl_gym_search_tool_parses_the_responses(corpus_file: Path, tmp_path: Path) -> None:
     skyrl_gym = pytest.importorskip("skyrl_gym")
     from omegaconf import OmegaConf
@@ -501,7 +490,6 @@ with retrieval_server(Path(sys.argv[1]), log_file=Path(sys.argv[2])) as url:
 """
 
 
-@pytest.mark.spec("search.lifetime")
 @pytest.mark.parametrize(
     "how", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL]
 )

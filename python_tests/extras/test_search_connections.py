@@ -1,7 +1,5 @@
 """Connections of the search server that are slow, idle or too many."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import time

@@ -1,7 +1,5 @@
 """The SQL of a solution: equal to skyrl_gym's judge, in linear time."""
 
-from __future__ import annotations
-
 import random
 import re
 import time

@@ -1,7 +1,5 @@
 """Queries in processes: killed inside a function, one limit of memory, and no process left."""
 
-from __future__ import annotations
-
 import os
 import random
 import sqlite3
@@ -131,7 +129,6 @@ def hostile_calls(name: str, num_args: int, kind: str, calls: int) -> Iterator[s
 
 @pytest.mark.slow
 @pytest.mark.timeout(3_600)
-@pytest.mark.spec("rollout.sql-limits")
 def test_every_function_is_over_within_twice_the_limit(database: Path) -> None:
     with sqlite3.connect(":memory:") as connection:
         found = connection.execute("SELECT name, narg, type FROM pragma_function_list").fetchall()
@@ -184,7 +181,6 @@ def test_rows_are_compared_as_sets(database: Path) -> None:
         same_rows(database, "SELECT 5", "SELECT weight FROM item", FEW)
 
 
-@pytest.mark.spec("rollout.sql-memory")
 def test_process_ends_with_its_parent_in_the_middle_of_a_query(database: Path) -> None:
     code = (
         "import sys, time\n"

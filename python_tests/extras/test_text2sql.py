@@ -1,7 +1,5 @@
 """Untrusted SQL: what a query may do, and the text2sql environment."""
 
-from __future__ import annotations
-
 import hashlib
 import sqlite3
 import sys
@@ -13,12 +11,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_fast.extras.text2sql.env import (
-    KEPT_TEXTS,
-    LONGEST_KEPT,
-    Text2SqlEnv,
-    render_rows,
-)
+from skyrl_fast.extras.text2sql.env import KEPT_TEXTS, LONGEST_KEPT, Text2SqlEnv, render_rows
 from skyrl_fast.extras.text2sql.query import (
     QueryError,
     QueryLimits,
@@ -118,7 +111,6 @@ def test_expensive_query_is_stopped_at_its_time_limit(database: Path, sql: str) 
     assert time.perf_counter() - started < 5.0  # generous: machines may pause
 
 
-@pytest.mark.spec("rollout.sql-limits")
 @pytest.mark.parametrize("sql", ["SELECT randomblob(1e9)", "SELECT hex(zeroblob(900000))"])
 def test_value_size_is_limited(database: Path, sql: str) -> None:
     with pytest.raises(QueryError, match="too big"):
@@ -128,7 +120,6 @@ def test_value_size_is_limited(database: Path, sql: str) -> None:
 ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT x, 'abcde' FROM n"
 
 
-@pytest.mark.spec("rollout.sql-limits")
 @pytest.mark.parametrize(
     ("limits", "rows"), [((10, 1000), 10), ((1000, 130), 10)], ids=["rows", "bytes"]
 )
@@ -141,7 +132,6 @@ def test_large_result_is_truncated_or_refused(
         run_query(database, ENDLESS, QueryLimits(5.0, *limits))
 
 
-@pytest.mark.spec("rollout.sql-limits")
 def test_numbers_count_towards_the_result_size(database: Path) -> None:
     many = ENDLESS.replace("'abcde'", ", ".join(f"x + {k}.5" for k in range(1_249)))
     few = QueryLimits(5.0, max_rows=1_000, max_bytes=100_000, cut=True)
@@ -192,7 +182,6 @@ def test_errors_are_shown_without_local_paths(database: Path) -> None:
     assert str(database.parent) not in seen
 
 
-@pytest.mark.spec("rollout.sql-limits")
 def test_solution_beyond_the_limits_gets_no_reward(
     database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

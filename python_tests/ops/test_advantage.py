@@ -1,7 +1,5 @@
 """group_advantage: docs/spec.md section 5."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """convert_prompts_responses_to_batch_tensors and router_padding_mask."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from types import SimpleNamespace
@@ -12,11 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_fast import (
-    convert_prompts_responses_to_batch_tensors,
-    pad_batch,
-    router_padding_mask,
-)
+from skyrl_fast import convert_prompts_responses_to_batch_tensors, pad_batch, router_padding_mask
 
 NAMES = ("sequences", "attention_mask", "response_mask", "rewards", "loss_mask", "logprobs")
 PAD = 99

@@ -1,7 +1,5 @@
 """Counts, sums, quotients, products, copies of rows of cells; lists with common prefixes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """torch.compile of the ops: sizes and temperatures that change, and what no graph can hold."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,7 +57,6 @@ def test_sizes_that_change_share_a_graph() -> None:
     assert graphs_of(lambda *cells: policy_loss(*cells).loss, cells) == 1
 
 
-@pytest.mark.spec("tensors.compile")
 @pytest.mark.parametrize("op", ["selected_logprob", "masked_logprob_loss"])
 def test_each_temperature_is_compiled_once_and_none_is_stale(op: str) -> None:
     def value(x: torch.Tensor, t: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -88,7 +85,6 @@ NO_GRAPH: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
-@pytest.mark.spec("tensors.compile")
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 @pytest.mark.parametrize("message", NO_GRAPH)
 def test_what_a_graph_cannot_hold_is_an_error_or_a_break(message: str) -> None:
@@ -130,7 +126,6 @@ LINEAR = [
 ]  # fmt: skip
 
 
-@pytest.mark.spec("tensors.compile")
 @pytest.mark.parametrize(("select", "chunk_rows", "dtype"), LINEAR)
 def test_linear_logprob_is_one_operator_of_the_graph(
     select: str, chunk_rows: int | None, dtype: torch.dtype
@@ -160,7 +155,6 @@ def test_linear_logprob_is_one_operator_of_the_graph(
 
 
 @pytest.mark.slow
-@pytest.mark.spec("tensors.compile")
 @pytest.mark.parametrize("autocast", [False, True])
 def test_linear_logprob_with_inductor(autocast: bool) -> None:
     def values(hidden: Any, weight: Any, bias: Any, targets: Any, mask: Any) -> Any:
@@ -177,7 +171,6 @@ def test_linear_logprob_with_inductor(autocast: bool) -> None:
         torch.testing.assert_close(b, a, rtol=2e-2 if autocast else 1e-5, atol=1e-5)
 
 
-@pytest.mark.spec("tensors.compile")
 def test_linear_operator_passes_torchs_checks() -> None:
     data = linear_inputs(5, torch.float32)
     targets = data["targets"].clamp(min=0)

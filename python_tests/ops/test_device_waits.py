@@ -1,8 +1,6 @@
 """Ops never read device memory on the host: meta tensors stand for GPU tensors, and fake kernels
 only check their devices. Reading a value, or mixing devices, is an error."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

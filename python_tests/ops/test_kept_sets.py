@@ -1,7 +1,5 @@
 """Log-probabilities normalised over the ids that truncated sampling kept. M rows, V vocab."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 
@@ -93,7 +91,6 @@ def test_hand_table(backend):
     torch.testing.assert_close(logits.grad, torch.tensor(want), rtol=1e-6, atol=2.4e-7)
 
 
-@pytest.mark.spec("logprob.kept-sets")
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -214,7 +211,6 @@ OPS: dict[str, Callable[..., object]] = {
 }
 
 
-@pytest.mark.spec("logprob.kept-sets")
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("bad", BAD)
 def test_wrong_sets_are_refused(bad, op, backend):
@@ -241,8 +237,7 @@ def test_wrong_sets_leave_the_logits_alone():
 def test_gradcheck():
     logits, targets, kept = case(torch.float64, 12, (3, 1, 12, 0))
     assert gradcheck(
-        lambda x: selected_logprob(x, targets, **kept, return_entropy=True),
-        logits.requires_grad_(),
+        lambda x: selected_logprob(x, targets, **kept, return_entropy=True), logits.requires_grad_()
     )
 
 
@@ -284,7 +279,6 @@ def linear(
     return [logprob.detach(), entropy.detach(), hidden.grad, weight.grad]
 
 
-@pytest.mark.spec("logprob.kept-sets")
 @pytest.mark.parametrize("rows_per_gathered", [1e-9, 1e9])
 @pytest.mark.parametrize("chunk_rows", [None, 1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,7 +1,5 @@
 """linear_logprob. M rows, V vocab, H hidden."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -161,7 +159,6 @@ def run_head(
     return [logprob.detach(), entropy.detach(), h.grad, w.grad, *([b.grad] if has_bias else [])]
 
 
-@pytest.mark.spec("logprob.head")
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize(
     "chunk_rows",
@@ -211,7 +208,6 @@ def test_gradcheck_with_bias_and_cap():
     assert gradcheck(call, arguments)
 
 
-@pytest.mark.spec("logprob.head")
 def test_rows_of_ignored_targets_are_masked(backend):
     h, w, targets, mask = linear_case(torch.float32)
     ignored = targets.masked_fill(~mask, -100)
@@ -225,7 +221,6 @@ def test_rows_of_ignored_targets_are_masked(backend):
         linear_logprob(h, w, ignored, backend=backend)
 
 
-@pytest.mark.spec("logprob.head")
 @pytest.mark.parametrize("kinds", [("float32", "float32"), ("bfloat16", "float32")])
 def test_autocast_converts_operands_as_linear_does(kinds):
     h, w, targets, _ = linear_case(torch.float32)
@@ -257,7 +252,6 @@ def test_invalid_head_is_named(change, message):
         linear_logprob(h, w, targets, **change)
 
 
-@pytest.mark.spec("logprob.head")
 @pytest.mark.parametrize("chunk_rows", [None, 5])
 def test_metrics_see_the_logits_of_every_chunk(chunk_rows):
     h, w, targets, mask = linear_case(torch.float32)

@@ -1,7 +1,5 @@
 """selected_logprob. M rows, V vocab."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 
@@ -419,7 +417,6 @@ def test_in_place_refuses_rows_that_overlap_across_two_strides(shape, strides):
         selected_logprob(logits, torch.zeros(shape, dtype=torch.int64), inplace_backward=True)
 
 
-@pytest.mark.spec("logprob.in-place")
 @pytest.mark.parametrize("strides", [(8, 4), (4, 8), (9, 4), (4, 9)])
 def test_in_place_accepts_rows_in_either_order(strides):
     targets = torch.tensor([[0, 1], [2, 3]])
@@ -494,7 +491,6 @@ def test_second_derivative_is_refused(compiled):
         torch.autograd.grad(first.square().sum(), x)
 
 
-@pytest.mark.spec("logprob.second-derivative")
 @pytest.mark.parametrize("wants_grad", [False, True])
 def test_forward_mode_derivative_is_refused(wants_grad):
     x, targets = torch.randn(2, 5, requires_grad=wants_grad), torch.tensor([0, 1])

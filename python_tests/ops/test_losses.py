@@ -1,7 +1,5 @@
 """The table of policy losses: agreement with the kernels, and between both loss functions."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """masked_logprob_loss: the same loss and gradient as log-probabilities, then the loss."""
 
-from __future__ import annotations
-
 import math
 from types import ModuleType
 
@@ -58,7 +56,6 @@ def plain_loss(
     return -advantages * ratio
 
 
-@pytest.mark.spec("logprob.fused-loss")
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("loss", TOKEN_LOSSES)
@@ -179,7 +176,6 @@ def calls(draw):
     return case, options
 
 
-@pytest.mark.spec("logprob.fused-loss", "logprob.fused-metrics")
 @given(call=calls())
 def test_random_arguments_equal_the_reference(call):
     case, options = call
@@ -188,7 +184,6 @@ def test_random_arguments_equal_the_reference(call):
     assert_loss_equals(got, exact_loss_and_grad(case, **options), rtol=2e-5, atol=1e-5)
 
 
-@pytest.mark.spec("logprob.fused-loss", "logprob.fused-metrics")
 @given(call=calls(), order=st.integers(0, 3))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_arguments_on_an_emulated_gpu_equal_the_reference(
@@ -198,7 +193,6 @@ def test_random_arguments_on_an_emulated_gpu_equal_the_reference(
     test_random_arguments_equal_the_reference.hypothesis.inner_test(call)
 
 
-@pytest.mark.spec("logprob.fused-metrics")
 def test_metrics_equal_those_of_policy_loss():
     c = case()
     out = masked_logprob_loss(

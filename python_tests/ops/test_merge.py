@@ -3,8 +3,6 @@
 Section 10 of docs/spec.md.
 """
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 
@@ -31,7 +29,7 @@ def token_level(output: dict[str, Any]) -> dict[str, Any]:
 # --- cases by hand -------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("merge.greedy", "merge.prompt")
+@pytest.mark.spec("merge.prompt")
 def test_steps_with_growing_context_become_one_row() -> None:
     merged = merge_stepwise_output(worked_output())
     assert merged["prompt_token_ids"] == [[1, 2], [1, 2], [1, 7]]
@@ -68,7 +66,7 @@ def test_token_rewards_keep_their_tokens_and_sum() -> None:
     assert merged["rewards"] == [[0.25, 0, 0, 0.5, 0, 1.0], [0.0], [0.0]]
 
 
-@pytest.mark.spec("merge.greedy", "merge.last-step-fields")
+@pytest.mark.spec("merge.last-step-fields")
 def test_batch_merges_like_its_lists() -> None:
     for output in (worked_output(), token_level(worked_output())):
         wanted = StepBatch.from_generator_output(merge_stepwise_output(output))
@@ -79,7 +77,7 @@ def test_batch_merges_like_its_lists() -> None:
     assert wanted.policy_version.tolist() == [4, 5, 4]
 
 
-@pytest.mark.spec("merge.row-rewards", "merge.token-rewards", "merge.outcome")
+@pytest.mark.spec("merge.row-rewards", "merge.token-rewards")
 def test_batch_rewards_are_those_of_the_last_step_or_the_sum() -> None:
     steps = StepBatch.from_generator_output(worked_output())
     assert steps.merged().row_rewards.tolist() == [1.0, 0.0, 2.0]
@@ -193,7 +191,6 @@ def test_recorded_routes_are_kept_and_later_steps_append() -> None:
         assert batch.num_tokens == 9
 
 
-@pytest.mark.spec("merge.routes")
 def test_steps_without_routes_add_none() -> None:
     for first in (None, routes()):
         merged = merge_stepwise_output(routed_output(first, routes(0, 1)))
@@ -203,7 +200,6 @@ def test_steps_without_routes_add_none() -> None:
     assert merge_stepwise_output(routed_output(None, None))["rollout_expert_indices"] == [None]
 
 
-@pytest.mark.spec("merge.routes")
 def test_fork_keeps_its_own_routes() -> None:
     output = routed_output(routes(0, 1, 2, 3), routes(*range(10, 18)))
     output["prompt_token_ids"][1][0] = 99
@@ -212,7 +208,6 @@ def test_fork_keeps_its_own_routes() -> None:
     assert rows[1][0, 0, 0] == 10
 
 
-@pytest.mark.spec("merge.routes")
 def test_fewer_routes_than_recorded_is_an_error() -> None:
     output = routed_output(routes(0, 1, 2, 3), routes(10, 11))
     with pytest.raises(ValueError, match="row 1 has 2 routes after more were recorded"):

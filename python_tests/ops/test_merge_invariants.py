@@ -1,7 +1,5 @@
 """Merging of random trajectories: lists, batches and plans equal a simple greedy merge."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any
@@ -219,11 +217,7 @@ def test_plans_equal_the_reference(output: dict[str, Any], kind: str, most: int)
         prompts = [np.repeat(np.array(r, np.int64), 2)[::2] for r in prompts]
         responses = [tuple(r) for r in responses]
     for drift in DRIFTS:
-        options = {
-            "loss_masks": output["loss_masks"],
-            "drift": drift,
-            "max_drift_tokens": most,
-        }
+        options = {"loss_masks": output["loss_masks"], "drift": drift, "max_drift_tokens": most}
         got = merge_steps(prompts, responses, ids, **options)
         wanted = merge_steps(prompts, responses, ids, **options, backend="torch")
         assert got.joins.tolist() == wanted.joins.tolist()

@@ -1,7 +1,5 @@
 """Off-policy correction: tables by hand, native against the reference, SkyRL's own."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -19,13 +17,7 @@ from skyrl_fast.ops.policy_loss.off_policy import off_policy_correction
 NAN = float("nan")
 
 
-@pytest.mark.spec(
-    "loss.off-policy-weight",
-    "loss.off-policy-outlier",
-    "loss.off-policy-token-mask",
-    "loss.off-policy-tis",
-    "loss.off-policy-sequence-mask",
-)
+@pytest.mark.spec("loss.off-policy-weight", "loss.off-policy-token-mask", "loss.off-policy-tis")
 def test_off_policy_order_by_hand(backend: str) -> None:
     # ratios old / rollout, by row:       outlier over 50   token mask [0.4, 3]   left
     ratios = torch.tensor(
@@ -88,7 +80,7 @@ def test_geometric_mask_uses_the_mean(backend: str) -> None:
     assert float(metrics["geo_sequence_mask_over_high_ratio"]) == 0.5
 
 
-@pytest.mark.spec("loss.off-policy-outlier", "loss.sequence-scope")
+@pytest.mark.spec("loss.off-policy-outlier")
 def test_outlier_masks_its_sequence(backend: str) -> None:
     ratios = torch.tensor([[1.0, 9.0], [1.0, 1.0], [0.1, 1.0], [1.0, 1.0]])
     args = (ratios.log(), torch.zeros(4, 2), torch.ones(4, 2))

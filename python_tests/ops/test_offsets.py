@@ -1,7 +1,5 @@
 """Offsets and lengths of rows: every op takes integers that int32 can hold, and nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -117,7 +115,6 @@ LENGTHS: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.spec("batch.offset-checks")
 @pytest.mark.parametrize("bad", [[2.9], torch.tensor([2.0]), torch.tensor([True])])
 @pytest.mark.parametrize("op", LENGTHS)
 def test_lengths_that_are_not_integers_are_refused(op: str, bad: object) -> None:

@@ -1,7 +1,5 @@
 """pad_batch, pad_training_input_batch and padding_metadata."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -114,7 +112,7 @@ def test_invalid_input_error_names_the_argument(
         pad_batch(batch, pad_size, mode=mode)
 
 
-@pytest.mark.spec("batch.padding-trajectory", "advantage.batch-normalize")
+@pytest.mark.spec("batch.padding-trajectory")
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "maxrl"])
 def test_padding_does_not_change_advantages_if_row_0_is_not_a_last_step(estimator: str) -> None:
     batch = TensorBatch(

@@ -1,7 +1,5 @@
 """Memory of large outputs is cached for reuse, up to a limit."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Iterator

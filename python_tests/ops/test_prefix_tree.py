@@ -1,7 +1,5 @@
 """Prefix trees: cases by hand, every backend against the reference, invariants."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -44,11 +42,7 @@ def assert_same_tree(one: PrefixTree, two: PrefixTree) -> None:
     ],
 )  # fmt: skip
 def test_by_hand(
-    backend: str,
-    rows: list[list[int]],
-    tokens: list[int],
-    parents: list[int],
-    ends: list[int],
+    backend: str, rows: list[list[int]], tokens: list[int], parents: list[int], ends: list[int]
 ) -> None:
     tree = tree_of(rows, backend=backend)
     assert (tree.tokens.tolist(), tree.parents.tolist()) == (tokens, parents)

@@ -1,7 +1,5 @@
 """Ratios keep float32's relative accuracy however small they are, in every loss and backend."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 
@@ -72,7 +70,6 @@ def test_gradients_on_a_gpu_are_those_of_exact_ratios(loss: str, gpu: str) -> No
     torch.testing.assert_close(made, exact, rtol=RELATIVE, atol=1e-9 if loss == "sapo" else 0.0)
 
 
-@pytest.mark.spec("loss.ratio")
 def test_ratios_that_are_reported_are_exact(simd_level: str) -> None:
     for delta in DELTAS.tolist():
         old = OLD.view(1, 1)
@@ -82,7 +79,6 @@ def test_ratios_that_are_reported_are_exact(simd_level: str) -> None:
         assert float(metrics["ratio_max"]) == pytest.approx(exact, rel=RELATIVE, abs=0)
 
 
-@pytest.mark.spec("logprob.kept-sets")
 @pytest.mark.parametrize("delta", [-60, -20, -7, -0.125, 0, 0.125, 7, 20])
 def test_ratios_over_kept_sets(delta: float) -> None:
     """Two kept ids of equal logits among larger ones: log-probability -ln 2 on any backend."""

@@ -1,7 +1,5 @@
 """append_rollout_expert_indices: recorded rows never change, new rows are appended."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -38,7 +36,7 @@ def test_turn_without_new_tokens_changes_nothing() -> None:
     assert append_rollout_expert_indices(recorded, None) is recorded
 
 
-@pytest.mark.spec("replay.append-first", "replay.no-routes")
+@pytest.mark.spec("replay.append-first")
 def test_empty_record_takes_the_new_rows() -> None:
     new = rows(1, 2)
     assert append_rollout_expert_indices(None, new) is new
@@ -111,7 +109,7 @@ def test_wider_ids_widen_the_record() -> None:
     assert record[:, 0, 0].tolist() == [1, 300]
 
 
-@pytest.mark.spec("replay.append-only", "replay.append-new")
+@pytest.mark.spec("replay.append-only")
 @given(
     base=hnp.arrays(np.uint8, st.tuples(st.integers(0, 12), st.just(2), st.just(3))),
     ends=st.lists(st.integers(0, 12), max_size=5),

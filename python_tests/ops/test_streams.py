@@ -1,7 +1,5 @@
 """Losses as sums of streams: policy loss, cross-entropy and KL, each with its weight per token."""
 
-from __future__ import annotations
-
 import math
 from types import ModuleType
 from typing import Any
@@ -100,7 +98,6 @@ def test_equals_float64(loss: str | LossSettings, shape: tuple[int, int], dtype:
         torch.testing.assert_close(got[2][name], value.double(), msg=name, **close)
 
 
-@pytest.mark.spec("loss.streams")
 @pytest.mark.parametrize("loss", ["regular", "gspo", "cross_entropy"])
 def test_emulated_cuda(emulated_gpu: ModuleType, loss: str):
     d = streams((4, 1100))
@@ -113,7 +110,6 @@ def test_emulated_cuda(emulated_gpu: ModuleType, loss: str):
             torch.testing.assert_close(got[2][name], value, msg=name, **close)
 
 
-@pytest.mark.spec("loss.streams")
 def test_supervised_tokens_do_not_count_in_a_sequences_mean(backend):
     """gspo's ratio is that of the policy tokens alone."""
     d = {name: x[:, :6] for name, x in streams((3, 8)).items()}
@@ -138,7 +134,6 @@ def test_custom_losses_get_the_policy_stream():
     assert metrics["policy_tokens"] < metrics["num_tokens"]
 
 
-@pytest.mark.spec("loss.streams")
 def test_without_the_new_weights_nothing_changes(backend):
     """Weights of zeros and ones give the loss without them, and its metrics."""
     d = batch((5, 40))
@@ -171,7 +166,6 @@ def fused(
     return out.loss.detach(), leaf.grad, out.metrics
 
 
-@pytest.mark.spec("loss.streams")
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("loss", TOKEN_LOSSES)
 def test_fused_loss(gpu: str, loss: str, inplace: bool):
@@ -200,7 +194,6 @@ def test_wrong_weights_are_refused(backend):
         )  # fmt: skip
 
 
-@pytest.mark.spec("loss.streams")
 def test_float64_inputs_have_float64_row_weights(backend):
     """1 / 3 in float32 is off by 3e-8, and so was the loss."""
     logprobs = torch.full((1, 3), -1.0, dtype=torch.float64, requires_grad=True)
@@ -213,7 +206,6 @@ def test_float64_inputs_have_float64_row_weights(backend):
     assert weights.item() == 1 / 3
 
 
-@pytest.mark.spec("loss.streams")
 @pytest.mark.parametrize("fused", [False, True], ids=["policy_loss", "masked_logprob_loss"])
 def test_given_float64_row_weights_stay_float64(fused, backend):
     g = torch.Generator().manual_seed(2)

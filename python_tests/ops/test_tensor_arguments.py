@@ -1,7 +1,5 @@
 """What every op does with tensors on other devices, with the negative bit, and of torch.func."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

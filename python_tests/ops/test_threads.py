@@ -1,7 +1,5 @@
 """Multithreaded loops: pool threads, forked children, concurrent callers."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """gae, reinforce_plus_plus: docs/spec.md section 9."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -32,11 +30,9 @@ BY_HAND = {
 
 
 @pytest.mark.spec(
-    "advantage.every-reward",
     "advantage.discount",
     "advantage.gae",
     "advantage.gae-untrained-tokens",
-    "advantage.gae-reward-shift",
     "advantage.gae-worked-example",
 )
 @pytest.mark.parametrize("factors", BY_HAND)

@@ -1,7 +1,5 @@
 """Tree attention: every kind equals per-row attention, in values and gradients."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -123,7 +121,6 @@ def assert_equal_attention(
 
 
 # The values of a path of three nodes and a second child of the first are 1, 2, 4 and 8.
-@pytest.mark.spec("tree.reach", "tree.sinks-and-caps")
 @pytest.mark.parametrize("kind", ["tiles", "dense", "flex"])
 @pytest.mark.parametrize(
     ("options", "wanted"),
@@ -178,7 +175,6 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.spec("tree.reach", "tree.sinks-and-caps")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_options_of_layers_by_hand(options: dict[str, Any]) -> None:
@@ -189,7 +185,6 @@ def test_options_of_layers_by_hand(options: dict[str, Any]) -> None:
     assert_equal_attention(tree, "tiles", torch.float32, 3e-5, **options)
 
 
-@pytest.mark.spec("tree.reach", "tree.sinks-and-caps")
 @given(
     rows=ROWS.filter(lambda rows: any(rows)),
     window=st.none() | st.integers(1, 8),
@@ -232,7 +227,6 @@ def test_tiles_do_not_visit_blocks_beyond_the_window() -> None:
         assert torch.equal(got[:, :, first:], wanted[:, :, first:])
 
 
-@pytest.mark.spec("tree.sinks-and-caps")
 @pytest.mark.parametrize("kind", ["tiles", "dense", "flex"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_padding_has_no_part_in_the_gradient_of_sinks(kind: str) -> None:
@@ -311,7 +305,6 @@ SHAPES = [
 ]
 
 
-@pytest.mark.spec("tree.attention")
 @pytest.mark.parametrize(("size", "heads", "threads", "length"), SHAPES)
 def test_tiles_match_a_dense_mask(
     size: int,
@@ -332,7 +325,6 @@ def test_tiles_match_a_dense_mask(
         assert (one - two).abs().max() <= bound
 
 
-@pytest.mark.spec("tree.reach", "tree.sinks-and-caps")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(
     ("size", "heads", "threads", "length"), [SHAPES[0], (24, (4, 2), 5, 150), (80, (2, 1), 4, 200)]
@@ -358,7 +350,6 @@ def test_options_of_layers_in_tiles_match_a_dense_mask(
         assert (one - two).abs().max() <= bound
 
 
-@pytest.mark.spec("tree.sinks-and-caps")
 def test_caps_and_sinks_at_every_simd_level(simd_level: str) -> None:
     tree = forest(7, num_groups=1, size=150)
     query, key, value = tensors(tree.num_nodes, torch.float32)
@@ -373,7 +364,6 @@ def test_caps_and_sinks_at_every_simd_level(simd_level: str) -> None:
             assert (one - two).abs().max() <= bound, (simd_level, softcap)
 
 
-@pytest.mark.spec("tree.attention")
 def test_tiles_of_unusual_trees() -> None:
     """A long row with a leaf at each node, unrelated nodes, a comb of long branches, no node."""
     spine = list(range(100))

@@ -1,7 +1,5 @@
 """The Triton kernels: in Triton's interpreter, and compiled if there is a GPU."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """turn_level_returns, turn_group_advantage, gigpo_advantage: docs/spec.md section 9."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -22,12 +20,7 @@ LAST = [False, True, True, False, False, True]
 UIDS = ["a"] * 6
 
 
-@pytest.mark.spec(
-    "advantage.every-reward",
-    "advantage.discount",
-    "advantage.turn-returns",
-    "advantage.turn-worked-example",
-)
+@pytest.mark.spec("advantage.turn-returns", "advantage.turn-worked-example")
 @pytest.mark.parametrize(
     ("gamma", "wanted"),
     [
@@ -422,7 +415,6 @@ def test_native_equals_reference(
     torch.testing.assert_close(native, plain, **CLOSE)
 
 
-@pytest.mark.spec("advantage.float64-sums")
 @every_op
 def test_same_bits_whatever_the_threads(name: str) -> None:
     generator = torch.Generator().manual_seed(0)

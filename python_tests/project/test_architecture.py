@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "skyrl_fast"
 
 
+@cache
 def imported(path: Path, *, at_top_only: bool = False) -> set[str]:
     """Return the modules that a file imports; `at_top_only`: only those imported at import time."""
     tree = ast.parse(path.read_text())

@@ -59,7 +59,8 @@ model of, and of the vision-language types that are trained on text. Generated b
   float32 where a module has no float64). `padded`: sequences of the type cannot share a row
 - **checkpointed**: the same with gradient checkpointing, which is the default on a GPU
 - **engine**: after each of three updates, in trees where these are exact, the log-probabilities of
-  vLLM {vllm} are the trainer's within 1e-5 (float32, on a CPU)
+  vLLM {vllm} are the trainer's within 1e-5, or four times the trainer's own rounding (float32, on a
+  CPU)
 
 A number is a refusal: the reasons are below the table. A type with a number in **loads** was not
 measured.

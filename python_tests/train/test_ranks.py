@@ -190,6 +190,8 @@ def test_ranks_train_policy_and_critic_on_one_base(both: Both, tmp_path: Path) -
     for models, folder in ((both.alone, "alone"), (both.shared, "shared")):
         update(models, "critic on the base", batch)
         models.adapter_critic.save(tmp_path / folder)
+    both.shared.ranks.files.start(tmp_path / "shared")
+    both.shared.ranks.files.wait()
     assert_close(*(weights(m.policies["critic on the base"]) for m in (both.alone, both.shared)))
     for models, before in zip((both.alone, both.shared), values, strict=True):
         assert torch.equal(models.adapter_critic.batch_values(batch), before)

@@ -29,8 +29,8 @@ struct PassRows {
   int64_t num_routes(int64_t row) const { return cu_routes[row + 1] - cu_routes[row]; }
 };
 
-// Seconds of a pass per token, per pair of tokens of which one attends to the other, and per segment
-// of a tree: a chain of nodes that ends at a fork or a leaf.
+// Seconds of a pass per token, per pair of tokens of which one attends to the other, and per
+// segment of a tree: a chain of nodes that ends at a fork or a leaf.
 struct LayoutCosts {
   double sequence_token, sequence_pair, tree_token, tree_pair, tree_segment;
 };

@@ -39,7 +39,7 @@ class Run:
     Args:
         example: folder of the example.
         frozen: whether the learning rate is 0.
-        bfloat16: whether forward passes, and an adapter's base, are in bfloat16.
+        bfloat16: whether trainer and engine compute, and hold an adapter's base, in bfloat16.
     """
 
     example: str
@@ -89,7 +89,8 @@ def train(run: Run, base: Path, steps: int | None) -> Measured:
         settings += [f"trainer.seed={run.seed}", f"trainer.run_path={folder.resolve()}"]
         settings += ["trainer.logger=[jsonl]", "trainer.plot=false", "trainer.ckpt_interval=-1"]
         settings += ["trainer.policy.optimizer_config.lr=0"] * run.frozen
-        settings += ["trainer.policy.dtype=bfloat16"] * run.bfloat16
+        both = ["trainer.policy.dtype", "generator.inference_engine.model_dtype"]
+        settings += [f"{name}=bfloat16" for name in both * run.bfloat16]
         settings += [f"trainer.max_training_steps={steps}"] * (steps is not None)
         command = [sys.executable, str(example / "run.py"), "--base", str(base), *settings]
         peaks = measure_peaks(command)

@@ -36,6 +36,7 @@ TOLERANCE = 1e-5  # float32 on both sides; the kernels sum in another order
 CHANGED = 1e-2  # of log-probabilities by the updates, or nothing is verified
 HEAD_SCALE = 0.25  # rounding grows with the logits
 POSITIONS = 128
+OF_PARENTS = ("CalledProcessError", "RuntimeError: Error raised in subprocess")
 ERROR = re.compile(r"\b(?:\w+Error|ValidationError): .*")
 
 
@@ -97,7 +98,7 @@ def check(kind: str, folder: Path) -> str:
         difference, change, rounding = asyncio.run(run())
     except EngineDeadError as error:
         errors = ERROR.findall(log.read_text(errors="replace")) if log.is_file() else []
-        errors = [line for line in errors if not line.startswith("CalledProcessError")] or errors
+        errors = [line for line in errors if not line.startswith(OF_PARENTS)] or errors
         return f"vLLM: {errors[0] if errors else error}"
     if difference > max(TOLERANCE, 4 * rounding):
         return f"WRONG: engine and trainer differ by {difference:.1e}"

@@ -23,13 +23,14 @@ from typing import Any
 
 from examples.asynchronous.soak import children, command_of
 from skyrl_fast.train.output.loggers import read_metrics
+from skyrl_fast.train.output.metric_table import EVAL_REWARD as EVAL
+from skyrl_fast.train.output.metric_table import REWARD as SAMPLED
 from skyrl_fast.train.output.plot import plot_runs
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 GIB = 2**30
 POLL_SECONDS = 1.0  # between two readings of the processes' peaks
 ENGINE = "VLLM::EngineCor"  # the kernel cuts names
-EVAL, SAMPLED = "eval/all/avg_score", "reward/avg_raw_reward"
 
 
 @dataclass(frozen=True, slots=True)

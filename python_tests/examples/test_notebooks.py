@@ -36,7 +36,6 @@ def test_ops() -> None:
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("vllm")
     monkeypatch.chdir(tmp_path)  # the notebook changes it again
     output = io.StringIO()
     with contextlib.redirect_stdout(output):

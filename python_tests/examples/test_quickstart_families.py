@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,7 +36,6 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
 

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from skyrl_fast.commands.command import UsageError, as_usage_error, log_to_stderr, needs_extra
+from skyrl_fast.train.output.metric_table import EVAL_REWARD
 
-DEFAULT = "eval/all/avg_score"
 HELP = "draw a metric of several runs"
 DESCRIPTION = (
     "Print the first, last and best value of a metric for each run, and draw them in one plot. "
@@ -18,7 +18,9 @@ DESCRIPTION = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="[LABEL=]RUN", help="run folders")
-    parser.add_argument("--metric", default=DEFAULT, help=f"of metrics.jsonl; default: {DEFAULT}")
+    parser.add_argument(
+        "--metric", default=EVAL_REWARD, help=f"of metrics.jsonl; default: {EVAL_REWARD}"
+    )
     parser.add_argument("--out", type=Path, help="PNG to write; default: only print")
 
 

@@ -56,7 +56,7 @@ from skyrl_fast.train.model.models import (
 )
 from skyrl_fast.train.model.policy import load_tokenizer
 from skyrl_fast.train.output.loggers import Logger, RunInfo, open_loggers, read_metrics
-from skyrl_fast.train.output.metric_table import find_warnings
+from skyrl_fast.train.output.metric_table import EVAL_REWARD, find_warnings
 from skyrl_fast.train.output.plot import plot_learning_curve
 from skyrl_fast.train.output.progress import ProgressDisplay
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
@@ -78,7 +78,6 @@ from skyrl_fast.trajectory_store.words import readable
 logger = logging.getLogger(__name__)
 
 MakeRollouts = Callable[[Config, Any, str], Awaitable[Rollouts]]
-EVAL_REWARD = "eval/all/avg_score"
 
 
 @dataclass(frozen=True, slots=True)

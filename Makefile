@@ -38,7 +38,7 @@ test-slow: setup ## tests that take minutes
 spec: setup ## rules of docs/spec.md with the tests that cover them
 	$(PY) scripts/spec_report.py $(ARGS)
 
-screenshots: setup ## screenshots for docs/guide/viewer.md; needs Chromium
+screenshots: setup site ## screenshots for the documentation; needs Chromium
 	$(PY) scripts/screenshots.py $(or $(RUN),quickstart/run) $(ARGS)
 
 check: setup ## formatting, lint, types

@@ -1,16 +1,19 @@
-"""Take screenshots of a run's page for the documentation, with a headless Chromium.
+"""Take screenshots for the documentation, with a headless Chromium.
 
     python scripts/screenshots.py RUN [--out docs/images]
 
-`make screenshots` uses the quickstart's run; for an asynchronous run (make screenshots RUN=...) it
-takes the screenshot of staleness and faults, for one of an agent that of a forest of calls. The
-trajectory shown is the first one in the second half of the run that failed after several turns in a
-group with successes.
+`make screenshots` uses the quickstart's run: its page in the viewer, the progress display replayed
+from its metrics, and two pages of the built site, which go to build/screenshots because no page
+shows them. For an asynchronous run (make screenshots RUN=...) it takes the screenshot of staleness
+and faults, for one of an agent that of a forest of calls. The trajectory shown is the first one in
+the second half of the run that failed after several turns in a group with successes.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
+import json
 import sys
 import tempfile
 from collections import defaultdict
@@ -22,12 +25,18 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # so that this file can be run from any folder
 
 from scripts.browser import NoBrowserError, headless_browser  # noqa: E402
+from scripts.site import SITE  # noqa: E402
 from skyrl_fast.trajectory_store import read_index  # noqa: E402
 from skyrl_fast.viewer.build import build_view  # noqa: E402
 
 SIZE = {"width": 1280, "height": 800}
 COLOURS = 256  # of a screenshot: small files, no visible difference
 MIN_TURNS = 3
+TERMINAL_WIDTH = 100
+SHOWN_SHARE = 0.6  # of the run's steps in the progress display: it is in progress
+UNLINKED = ROOT / "build/screenshots"
+
+Picture = tuple[Path, str, str, Callable[[Any], None]]  # file, colours, address, preparing action
 
 
 def main() -> int:
@@ -36,16 +45,13 @@ def main() -> int:
     parser.add_argument("run", type=Path, help="folder of a run")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/images")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory() as folder, headless_browser() as browser:
-            page = build_view(options.run, Path(folder) / "view").page.as_uri()
-            for name, scheme, place, act in pictures(options.run):
+            for path, scheme, address, act in pictures(options.run, Path(folder), options.out):
                 tab = browser.new_page(viewport=SIZE, color_scheme=scheme)
-                tab.goto(page + place)
-                tab.wait_for_selector("html[data-ready]")
+                tab.goto(address)
                 act(tab)
-                path = options.out / f"{name}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
                 tab.screenshot(path=path, animations="disabled")
                 tab.close()
                 shrink(path)
@@ -56,21 +62,60 @@ def main() -> int:
     return 0
 
 
-def pictures(run: Path) -> list[tuple[str, str, str, Callable[[Any], None]]]:
-    """Return each screenshot's name, colours, place in the page, and preparing action."""
+def pictures(run: Path, folder: Path, out: Path) -> list[Picture]:
+    """Return the pictures to take; pages that are written for them are in `folder`."""
+    page = build_view(run, folder / "view").page.as_uri()
     index = read_index(run)
     if any(entry.staleness for entry in index):
-        return [("viewer-asynchronous", "light", "#/charts", show_staleness)]
+        return [(out / "viewer-asynchronous.png", "light", f"{page}#/charts", show_staleness)]
     if all(entry.env_class == "agent" for entry in index):
         longest = max(range(len(index)), key=lambda number: index[number].turns)
-        return [("viewer-forest", "light", f"#/{longest}", show_advantage)]
-    chosen = telling_trajectory(run)
+        return [(out / "viewer-forest.png", "light", f"{page}#/{longest}", show_advantage)]
+    chosen = f"{page}#/{telling_trajectory(run)}"
+    progress = folder / "progress.html"
+    progress.write_text(progress_page(run), encoding="utf-8")
     return [
-        ("viewer-trajectory", "light", f"#/{chosen}", show_advantage),
-        ("viewer-tokens", "dark", f"#/{chosen}", show_token),
-        ("viewer-charts", "light", "#/charts", show_charts),
-        ("viewer-keys", "dark", f"#/{chosen}", show_keys),
+        (out / "viewer-trajectory.png", "light", chosen, show_advantage),
+        (out / "viewer-tokens.png", "dark", chosen, show_token),
+        (out / "viewer-charts.png", "light", f"{page}#/charts", show_charts),
+        (out / "viewer-keys.png", "dark", chosen, show_keys),
+        (out / "progress.png", "light", progress.as_uri(), show_terminal),
+        (UNLINKED / "site-front.png", "light", site_page("index.html"), show_site),
+        (UNLINKED / "site-guide.png", "dark", site_page("guide/training.html"), show_site),
     ]
+
+
+def site_page(name: str) -> str:
+    """Return the address of a page of the built site."""
+    if not (SITE / name).exists():
+        raise ValueError(f"expected the built site with {name}, got none: run `make site`")
+    return (SITE / name).as_uri()
+
+
+def progress_page(run: Path) -> str:
+    """Return the progress display in the middle of a run as an HTML page, with its colours."""
+    from rich.console import Console
+    from rich.terminal_theme import DIMMED_MONOKAI
+
+    from skyrl_fast.train.output.progress import ProgressDisplay
+
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [metrics for metrics in map(json.loads, lines) if "timing/step" in metrics]
+    seconds = [0.0]  # of the steps shown so far: the display's clock
+    console = Console(
+        record=True,
+        file=io.StringIO(),
+        force_terminal=True,
+        width=TERMINAL_WIDTH,
+        get_time=lambda: sum(seconds),
+    )
+    with ProgressDisplay(total_steps=len(steps), start_step=0, console=console) as display:
+        for metrics in steps[: round(len(steps) * SHOWN_SHARE)]:
+            seconds.append(metrics["timing/step"])
+            display.phase("generate")
+            display.step(metrics["step"], metrics)
+        console.export_text()  # drops the recorded frames: the last one follows
+    return console.export_html(theme=DIMMED_MONOKAI)
 
 
 def telling_trajectory(run: Path) -> int:
@@ -92,11 +137,13 @@ def telling_trajectory(run: Path) -> int:
 
 def show_advantage(tab: Any) -> None:
     """Colour by advantage, from the top."""
+    tab.wait_for_selector("html[data-ready]")
     tab.locator("section.turn").first.wait_for()
 
 
 def show_token(tab: Any) -> None:
     """Colour by probability, from the second turn, and show the numbers of an unlikely token."""
+    show_advantage(tab)
     tab.locator("section.turn").nth(1).wait_for()
     for key in ("2", "n", "n"):
         tab.keyboard.press(key)
@@ -108,11 +155,13 @@ def show_token(tab: Any) -> None:
 
 def show_charts(tab: Any) -> None:
     """Show all charts that fit."""
+    tab.wait_for_selector("html[data-ready]")
     tab.locator("figure svg").first.wait_for()
 
 
 def show_staleness(tab: Any) -> None:
     """Show three columns of charts, starting with staleness."""
+    show_charts(tab)
     tab.set_viewport_size({"width": 1440, "height": 560})
     chart = tab.locator("figure", has=tab.get_by_role("heading", name="Staleness", exact=True))
     chart.evaluate("(chart) => chart.scrollIntoView({ block: 'start' })")
@@ -120,8 +169,20 @@ def show_staleness(tab: Any) -> None:
 
 def show_keys(tab: Any) -> None:
     """Open the overlay."""
-    tab.locator("section.turn").first.wait_for()
+    show_advantage(tab)
     tab.keyboard.press("?")
+
+
+def show_terminal(tab: Any) -> None:
+    """Show as much as the terminal's text fills."""
+    text = tab.locator("code").bounding_box()
+    right, bottom = text["x"] + text["width"], text["y"] + text["height"]
+    tab.set_viewport_size({"width": round(right + text["x"]), "height": round(bottom + text["y"])})
+
+
+def show_site(tab: Any) -> None:
+    """Show the page from the top."""
+    tab.locator("nav a").first.wait_for()
 
 
 def shrink(path: Path) -> None:

@@ -184,7 +184,7 @@ def test_wide_terminal_shows_what_describes_the_update() -> None:
     text = shown(160)
     for label in ("loss", "entropy", "clipped", "grad norm", "response", "mismatch", "pass@n"):
         assert label in text
-    for value in ("-0.0123", "1.250", "0.062", "2.5", "92", "0.004", "0.750"):
+    for value in ("-0.0123", "1.250", "0.062", "2.5", "92", "4.0e-03", "0.750"):
         assert value in text
     assert " kl " not in text  # has no value
 

@@ -33,7 +33,7 @@ PROGRESS = {
     "response_length": ProgressColumn(
         "response", "generate/per_turn/avg_response_length", "{:.0f}"
     ),
-    "mismatch": ProgressColumn("mismatch", "policy/rollout_train_logprobs_abs_diff_mean"),
+    "mismatch": ProgressColumn("mismatch", "policy/rollout_train_logprobs_abs_diff_mean", "{:.1e}"),
     "pass_at_n": ProgressColumn("pass@n", "reward/avg_pass_at_*", "{:.3f}"),
     "turns": ProgressColumn("turns", "generate/avg_num_turns", "{:.2f}"),
     "generate": ProgressColumn("generate", "timing/generate_share", "{:.0%}"),

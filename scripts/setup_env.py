@@ -16,6 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -63,6 +64,11 @@ def check_machine() -> None:
     if not any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
         raise SystemExit(
             "No C++ compiler found. Install one, e.g.: apt-get install g++ python3-dev"
+        )
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").exists():
+        raise SystemExit(
+            f"No Python.h in {headers}. Install Python's headers, e.g.: apt-get install python3-dev"
         )
 
 

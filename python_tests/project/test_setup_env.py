@@ -1,6 +1,7 @@
 """The script that creates the virtual environment."""
 
 import sys
+import sysconfig
 import venv
 from pathlib import Path
 
@@ -24,6 +25,16 @@ def test_incomplete_environment_is_recreated(
     (folder / "bin/pip").touch()
     setup_env.main()
     assert len(made) == 1
+
+
+def test_missing_headers_end_the_setup_before_anything_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(SystemExit, match=rf"^No Python\.h in {tmp_path}\. .* python3-dev$"):
+        setup_env.check_machine()
+    (tmp_path / "Python.h").touch()
+    setup_env.check_machine()
 
 
 def test_missing_requirement_is_named_with_what_to_set(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from skyrl_fast import _C
 from skyrl_fast.commands import doctor
+from skyrl_fast.commands.command import UsageError, needs_extra
 
 
 def test_report_lists_every_check() -> None:
@@ -28,6 +29,29 @@ def test_missing_parts_come_with_advice(monkeypatch: pytest.MonkeyPatch) -> None
     assert findings["vllm"].found == "not installed"
     assert "pip install" in findings["vllm"].advice
     assert findings["vllm"].advice in doctor.report(as_json=False)
+
+
+def test_cuda_builds_beside_a_cpu_torch_are_to_be_uninstalled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0", "torchaudio": "2.11.0+cpu"}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise doctor.importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    findings = {f.name: f for f in doctor.findings()}
+    assert findings["CUDA builds"].advice.endswith("pip uninstall -y torchvision")
+    said = r"^torchvision cannot .* pip uninstall -y torchvision$"
+    with pytest.raises(UsageError, match=said), needs_extra("train"):
+        raise ImportError("Could not import module 'PreTrainedModel'")
+    versions["torch"] = "2.13.0"
+    assert "CUDA builds" not in {f.name for f in doctor.findings()}
+    said = r"missing: x; pip install 'skyrl-fast\[train\]'$"
+    with pytest.raises(UsageError, match=said), needs_extra("train"):
+        raise ImportError("x")
 
 
 def test_missing_extension_error_says_how_to_fix_it() -> None:

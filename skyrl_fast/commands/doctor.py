@@ -11,6 +11,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from skyrl_fast.commands.command import cuda_builds_beside_cpu_torch
 from skyrl_fast.errors import RunError
 
 OK, OPTIONAL, PROBLEM = "ok", "optional", "problem"
@@ -89,6 +90,11 @@ def _torch() -> list[Finding]:
         lines.append(Finding("GPU", OPTIONAL, "none visible", advice))
     else:
         lines.append(Finding("GPU", OPTIONAL, "torch is a CPU build; everything runs on the CPU"))
+    if found := cuda_builds_beside_cpu_torch():
+        advice = f"they break transformers: pip uninstall -y {' '.join(found)}"
+        lines.append(
+            Finding("CUDA builds", PROBLEM, f"{', '.join(found)} with a CPU torch", advice)
+        )
     return lines
 
 

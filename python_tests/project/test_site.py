@@ -1,6 +1,7 @@
 """The documentation site: links of its pages, and the list for language models."""
 
 import pytest
+import yaml
 
 from scripts import site
 
@@ -40,3 +41,15 @@ def test_all_pages_of_the_repository_have_a_place_and_a_title() -> None:
     assert len(set(targets.values())) == len(targets) > 50
     pages = [page for page in targets if page.endswith(".md")]
     assert all("\n# " in "\n" + (site.ROOT / page).read_text() for page in pages)
+
+
+def test_navigation_has_every_page_once() -> None:
+    def pages(entry: str | list | dict) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        parts = entry if isinstance(entry, list) else entry.values()
+        return [page for part in parts for page in pages(part)]
+
+    text = (site.ROOT / "mkdocs.yml").read_text("utf-8").partition("markdown_extensions:")[0]
+    targets = [page for page in site.page_targets().values() if page.endswith(".md")]
+    assert sorted(pages(yaml.safe_load(text)["nav"])) == sorted(targets)

@@ -12,7 +12,7 @@ pytest.importorskip("omegaconf")
 from skyrl_fast import cli
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/guide/training.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/guide/environments.md").read_text(encoding="utf-8")
 GUESS = PAGE.partition("```python\n# guess_env.py\n")[2].partition("```")[0]
 OTHERS = """
 import time

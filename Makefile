@@ -11,7 +11,7 @@ help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 setup: ## create or update .venv: torch, vLLM, the package (run by the other targets)
-	@$(PYTHON) scripts/setup_env.py --venv $(VENV)
+	@$(PYTHON) scripts/setup_env.py --venv $(VENV) $(if $(LOCKED),--locked)
 
 train: setup ## quickstart: a tiny agent learns text-to-SQL, about 2 minutes on 2 cores
 	$(PY) examples/quickstart/run.py $(ARGS)

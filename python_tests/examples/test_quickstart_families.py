@@ -29,6 +29,7 @@ from skyrl_fast.train.run import TrainResult, train_agent
 CONFIG = Path(__file__).parents[2] / "examples/quickstart/config.yaml"
 UPDATES = 20
 STEPS = UPDATES // 2  # two mini-batches each
+BEFORE, AFTER = 0.5, 0.8  # evaluation, as the quickstart promises: at most and at least
 WINDOW = 32  # far below a trajectory's tokens
 ROUNDING = 1e-3  # relative, after 20 updates of float32 weights: other orders of summation
 
@@ -78,7 +79,14 @@ def gated_delta_net(tokenizer: Any, *, seed: int) -> Any:
         num_experts=2,
         num_experts_per_tok=2,
         moe_intermediate_size=32,
-        shared_expert_intermediate_size=32,
+        shared_expert_intermediate_size=192,  # with the experts, as wide as the other layers
+        # The type's own quarter is 8 of 32 numbers. With those and a narrower last layer the warm
+        # start guessed whether the inspected table has the question's columns.
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "partial_rotary_factor": 1.0,
+        },
         linear_num_key_heads=1,
         linear_num_value_heads=1,
         linear_key_head_dim=128,  # the one size of vLLM's kernels on a CPU
@@ -142,17 +150,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("make", "engine_dtype", "goal"),
+    ("make", "engine_dtype"),
     [
-        (windowed, "float32", 0.8),
-        # Its kernels have no float32 on a CPU. As rows, too, it reaches 0.6 to 0.7 and stays there.
-        (gated_delta_net, "bfloat16", 0.5),
+        (windowed, "float32"),
+        (gated_delta_net, "bfloat16"),  # its kernels have no float32 on a CPU
     ],
 )
 def test_it_learns_and_trees_equal_rows(
     make: Callable[..., Any],
     engine_dtype: str,
-    goal: float,
     data: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -189,4 +195,5 @@ def test_it_learns_and_trees_equal_rows(
         assert trees == pytest.approx(rows, rel=ROUNDING, abs=1e-5)
     assert all(row["policy/tree_group_share"] == 1 for row in as_trees)
     assert all(row["policy/tree_group_share"] == 0 for row in as_rows)
-    assert result.after is not None and result.after >= goal
+    assert result.before is not None and result.before <= BEFORE
+    assert result.after is not None and result.after >= AFTER

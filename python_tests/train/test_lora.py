@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ pytest.importorskip("peft")
 
 import peft
 from _fakes import FakeRollouts, FakeTokenizer, tiny_model
+from _memory import allocated_peak
 from _rows import full_logprobs, mixed_batch
 from _settings import NEEDED
 from _training import RESUME, Recorder, assert_same_files, dies_at, dying, settings, steady, train
@@ -112,6 +114,35 @@ def test_merged_weights_are_those_of_peft(use_rslora: bool, tmp_path: Path) -> N
         torch.testing.assert_close(value, merged[name], rtol=1e-6, atol=1e-7)
     names = set(load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
     assert names == set(dict(policy.named_weights(adapter=True)))
+
+
+@pytest.mark.spec("lora.gradient")
+@pytest.mark.parametrize("name", ["self_attn.q_proj", "mlp.down_proj"])  # with bias, without
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_layer_computes_what_pefts_does_in_less_memory(name: str, dtype: torch.dtype) -> None:
+    layer = make_model(dtype=dtype).get_submodule(f"model.layers.0.{name}")
+    inputs = torch.randn(2, 64, layer.in_features, dtype=dtype)
+    matrices = (layer.lora_A[NAME].weight, layer.lora_B[NAME].weight)
+    weights = torch.randn(2, 64, layer.out_features, dtype=dtype)
+
+    def compute(forward: Any) -> tuple[list[torch.Tensor], int]:
+        def run() -> list[torch.Tensor]:
+            x = inputs.clone().requires_grad_()
+            with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16, cache_enabled=False):
+                output = forward(x)
+            return [output, *torch.autograd.grad(output, (x, *matrices), weights)]
+
+        return run(), allocated_peak(run)
+
+    own, peak = compute(layer.forward)
+    expected, peak_of_peft = compute(partial(type(layer).forward, layer))
+    rounding = 1e-12
+    if dtype == torch.bfloat16:
+        rounding = 2**-6  # PEFT rounds the product, and that with s, before it adds it
+    for value, other in zip(own, expected, strict=True):
+        largest = float(other.detach().abs().max())
+        torch.testing.assert_close(value, other, rtol=0, atol=rounding * largest)
+    assert peak < peak_of_peft
 
 
 @pytest.mark.spec("lora.frozen-base")

@@ -3,8 +3,9 @@
     python -m bench.lora --base work [--seeds 42 7 3] [--steps N] [--out FILE.md] [--plot FILE.png]
 
 Runs the quickstart over seeds, and once with a learning rate of 0, and SmolLM2 with the first seed:
-each with an adapter (the examples' `lora.yaml`) and with all weights, one after the other. A
-finished run is read, not repeated. An hour on two cores with nothing else.
+each with an adapter (the examples' `lora.yaml`) and with all weights, one after the other, their
+memory beside that of the plan. A finished run is read, not repeated. An hour on two cores with
+nothing else.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from statistics import median
 from typing import Any
 
 from examples.asynchronous.soak import children, command_of
+from skyrl_fast.config.loading import load_config
+from skyrl_fast.ops._backend import main_memory
+from skyrl_fast.train.memory.plan import plan_memory
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.output.metric_table import EVAL_REWARD as EVAL
 from skyrl_fast.train.output.metric_table import REWARD as SAMPLED
@@ -29,7 +33,8 @@ from skyrl_fast.train.output.plot import plot_runs
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 GIB = 2**30
-POLL_SECONDS = 1.0  # between two readings of the processes' peaks
+POLL_SECONDS = 0.2  # between two readings of the processes' memory
+FULL_PASS = 512  # tokens that most mini-batches of SmolLM2's task exceed
 ENGINE = "VLLM::EngineCor"  # the kernel cuts names
 
 
@@ -41,6 +46,7 @@ class Run:
         example: folder of the example.
         frozen: whether the learning rate is 0.
         bfloat16: whether trainer and engine compute, and hold an adapter's base, in bfloat16.
+        tokens: `trainer.max_tokens_per_microbatch`; None: the example's.
     """
 
     example: str
@@ -48,11 +54,13 @@ class Run:
     seed: int
     frozen: bool = False
     bfloat16: bool = False
+    tokens: int | None = None
 
     @property
     def kind(self) -> str:
         """What is trained, for tables and plots."""
-        return ("LoRA" if self.lora else "all weights") + ", bfloat16" * self.bfloat16
+        kind = ("LoRA" if self.lora else "all weights") + ", bfloat16" * self.bfloat16
+        return kind if self.tokens is None else f"{kind}, passes of {self.tokens} tokens"
 
     @property
     def name(self) -> str:
@@ -60,7 +68,28 @@ class Run:
         kind = "lora" if self.lora else "full"
         return (
             f"{self.example}_{kind}_{self.seed}{'_lr_0' * self.frozen}{'_bfloat16' * self.bfloat16}"
+            + ("" if self.tokens is None else f"_{self.tokens}")
         )
+
+    @property
+    def settings(self) -> list[str]:
+        """Return what it sets beside the example's own settings."""
+        settings = [str(EXAMPLES / self.example / "lora.yaml")] * self.lora
+        settings += [f"trainer.seed={self.seed}"]
+        settings += ["trainer.policy.optimizer_config.lr=0"] * self.frozen
+        both = ["trainer.policy.dtype", "generator.inference_engine.model_dtype"]
+        settings += [f"{name}=bfloat16" for name in both * self.bfloat16]
+        if self.tokens is not None:
+            settings += [f"trainer.max_tokens_per_microbatch={self.tokens}"]
+        return settings
+
+    def planned_bytes(self, base: Path) -> int:
+        """Return the memory plan's sum, of trainer and engine."""
+        config = load_config(EXAMPLES / self.example / "config.yaml", self.settings)
+        config.trainer.device = "cpu"
+        config.trainer.policy.model.path = str(base / str(config.trainer.policy.model.path))
+        (device,) = plan_memory(config, capacity=main_memory()).devices
+        return device.total
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +115,8 @@ def train(run: Run, base: Path, steps: int | None) -> Measured:
     folder = base / "lora" / run.name
     if not (folder / "peaks.json").exists():  # written at the end
         example = EXAMPLES / run.example
-        settings = [str(example / "lora.yaml")] * run.lora
-        settings += [f"trainer.seed={run.seed}", f"trainer.run_path={folder.resolve()}"]
+        settings = [*run.settings, f"trainer.run_path={folder.resolve()}"]
         settings += ["trainer.logger=[jsonl]", "trainer.plot=false", "trainer.ckpt_interval=-1"]
-        settings += ["trainer.policy.optimizer_config.lr=0"] * run.frozen
-        both = ["trainer.policy.dtype", "generator.inference_engine.model_dtype"]
-        settings += [f"{name}=bfloat16" for name in both * run.bfloat16]
         settings += [f"trainer.max_training_steps={steps}"] * (steps is not None)
         command = [sys.executable, str(example / "run.py"), "--base", str(base), *settings]
         peaks = measure_peaks(command)
@@ -101,31 +126,41 @@ def train(run: Run, base: Path, steps: int | None) -> Measured:
 
 
 def measure_peaks(command: Sequence[str]) -> dict[str, int]:
-    """Run a command; return the peak resident bytes of its process and of its engine's.
+    """Run a command; return the peak resident bytes of its process, of its engine's, and of both.
+
+    Memory that they share counts once in that of both, which is sampled.
 
     Raises:
         CalledProcessError: it fails.
     """
-    peaks: dict[str, int] = {}
+    peaks = dict.fromkeys(("trainer", "engine", "both"), 0)
     process = subprocess.Popen(command)
     while process.poll() is None:
         engines = [pid for pid in children(process.pid) if ENGINE in command_of(pid)]
-        for name, pids in (("trainer", [process.pid]), ("engine", engines)):
-            peaks[name] = max(peaks.get(name, 0), *map(peak_bytes, pids), 0)
+        trainer, engine = memory_of([process.pid]), memory_of(engines)
+        for name, found in (("trainer", trainer), ("engine", engine)):
+            peaks[name] = max(peaks[name], found["VmHWM"])
+        own = sum(found[kind] for found in (trainer, engine) for kind in ("RssAnon", "RssFile"))
+        shared = max(found["RssShmem"] for found in (trainer, engine))
+        peaks["both"] = max(peaks["both"], own + shared)
         time.sleep(POLL_SECONDS)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
     return peaks
 
 
-def peak_bytes(pid: int) -> int:
-    """Return the most memory that a process has had; 0 if it has ended."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return 0
-    kib = [int(line.split()[1]) for line in lines if line.startswith("VmHWM:")]
-    return 1024 * sum(kib)
+def memory_of(pids: Sequence[int]) -> dict[str, int]:
+    """Return the kernel's figures of processes' memory in bytes; 0 of those that have ended."""
+    found = dict.fromkeys(("VmHWM", "RssAnon", "RssFile", "RssShmem"), 0)
+    for pid in pids:
+        try:
+            lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+        except OSError:
+            continue
+        for name, _, value in (line.partition(":") for line in lines):
+            if name in found:
+                found[name] += 1024 * int(value.split()[0])
+    return found
 
 
 def reward_table(found: dict[Run, Measured]) -> str:
@@ -146,20 +181,21 @@ def reward_table(found: dict[Run, Measured]) -> str:
     return "\n".join(lines)
 
 
-def memory_table(found: dict[Run, Measured]) -> str:
-    """Return a table of SmolLM2's runs."""
+def memory_table(found: dict[Run, Measured], planned: dict[Run, int]) -> str:
+    """Return a table of runs, with the memory plan's bytes of each."""
     lines = [
-        "| trained | trainer, peak GiB | engine | seconds per step | per sync | MB |"
-        " sampled reward, first and last step | evaluation |",
-        "|---|---:|---:|---:|---:|---:|---|---|",
+        "| trained | trainer, peak GiB | engine | both | planned | seconds per step | per sync |"
+        " MB | sampled reward, first and last step | evaluation |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---|---|",
     ]
     for run, measured in found.items():
-        peaks = " | ".join(f"{measured.peaks[name] / GIB:.2f}" for name in ("trainer", "engine"))
+        sizes = [*(measured.peaks[name] for name in ("trainer", "engine", "both")), planned[run]]
+        peaks = " | ".join(f"{size / GIB:.2f}" for size in sizes)
         rewards = " | ".join(
             f"{first:.2f}, {last:.2f}" for first, last in map(measured.ends, (SAMPLED, EVAL))
         )
         lines.append(
-            f"| {run.kind} | {peaks} | {measured.middle('timing/step'):.1f}"
+            f"| {run.example}: {run.kind} | {peaks} | {measured.middle('timing/step'):.1f}"
             f" | {measured.middle('sync/update_seconds'):.2f}"
             f" | {measured.middle('sync/num_bytes') / 1e6:.1f} | {rewards} |"
         )
@@ -191,9 +227,13 @@ def main() -> None:
     rewards += [Run("quickstart", lora, first, frozen=True) for lora in (True, False)]
     memory = [Run("smollm", lora, first) for lora in (True, False)]
     memory += [Run("smollm", True, first, bfloat16=True)]
+    memory += [Run("smollm", lora, first, tokens=FULL_PASS) for lora in (True, False)]
+    memory += [Run("quickstart", lora, first) for lora in (True, False)]
     found = {run: train(run, base, args.steps) for run in (*rewards, *memory)}
     of_quickstart = {run: found[run] for run in rewards}
-    text = f"{reward_table(of_quickstart)}\n\n{memory_table({run: found[run] for run in memory})}\n"
+    planned = {run: run.planned_bytes(base) for run in memory}
+    of_memory = memory_table({run: found[run] for run in memory}, planned)
+    text = f"{reward_table(of_quickstart)}\n\n{of_memory}\n"
     if args.out is None:
         print(text)
     else:

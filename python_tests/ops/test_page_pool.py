@@ -67,17 +67,17 @@ def test_more_than_an_address_space_is_a_memory_error(num_bytes: int) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "wanted"),
     [
-        ("memory.max", "1073741824\n", 1 << 27),
+        ("memory.max", "1073741824\n", 1 << 30),
         ("memory.max", "max\n", None),
-        ("memory/memory.limit_in_bytes", "2147483648\n", 1 << 28),
+        ("memory/memory.limit_in_bytes", "2147483648\n", 1 << 31),
         ("memory/memory.limit_in_bytes", "9223372036854771712\n", None),  # v1: no limit
     ],
 )
-def test_the_default_limit_is_an_eighth_of_the_containers_memory(
+def test_main_memory_is_that_of_the_container(
     tmp_path: Path, file: str, content: str, wanted: int | None
 ) -> None:
     path = tmp_path / file
     path.parent.mkdir(exist_ok=True)
     path.write_text(content)
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8
-    assert _backend._default_page_pool_limit(tmp_path) == (wanted or machine)
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert _backend.main_memory(tmp_path) == (wanted or machine)

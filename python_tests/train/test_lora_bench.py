@@ -29,6 +29,9 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
+PEAKS = {"trainer": 3 << 29, "engine": 1 << 30, "both": 1 << 31}
+
+
 def test_a_finished_run_is_read_and_tables_leave_the_first_step_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -40,19 +43,20 @@ def test_a_finished_run_is_read_and_tables_leave_the_first_step_out(
         commands.append(command)
         folder.mkdir(parents=True)
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-        return {"trainer": 3 << 29, "engine": 1 << 30}
+        return PEAKS
 
     monkeypatch.setattr(lora, "measure_peaks", measure)
     first, second = (train(run, tmp_path, 4) for _ in range(2))
-    assert first == second == Measured(ROWS, {"trainer": 3 << 29, "engine": 1 << 30})
+    assert first == second == Measured(ROWS, PEAKS)
     (command,) = commands
     assert {"trainer.policy.optimizer_config.lr=0", "trainer.max_training_steps=4"} < {*command}
     assert command[4].endswith("examples/quickstart/lora.yaml")
     row = reward_table({run: first}).splitlines()[-1]
     assert row == "| LoRA, 7, learning rate 0 | 0.25, 0.75 | 1.00 | 0.500 | 2.50 |"
     full = Run("smollm", lora=False, seed=7)
-    row = memory_table({full: first}).splitlines()[-1]
-    assert row == "| all weights | 1.50 | 1.00 | 2.0 | 0.50 | 2.5 | 0.10, 0.40 | 0.25, 0.75 |"
+    row = memory_table({full: first}, {full: 9 << 28}).splitlines()[-1]
+    sizes = "| smollm: all weights | 1.50 | 1.00 | 2.00 | 2.25 "
+    assert row == f"{sizes}| 2.0 | 0.50 | 2.5 | 0.10, 0.40 | 0.25, 0.75 |"
     lora.plot({run: first, full: second}, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
 

@@ -20,6 +20,7 @@ from skyrl_fast.cli import main
 from skyrl_fast.commands.plan import num_bytes
 from skyrl_fast.config import Config, ConfigError
 from skyrl_fast.config.loading import as_config, load_config
+from skyrl_fast.ops._backend import main_memory
 from skyrl_fast.ops.logprob.linear import linear_logprob
 from skyrl_fast.rollout.engine import vllm_start
 from skyrl_fast.train import run as run_module
@@ -258,6 +259,77 @@ def test_the_smallest_gpu_in_use_counts(small: Path, monkeypatch: pytest.MonkeyP
     assert gpu_memory(config_of(small), with_engine=False) == 80 * GIB
     servers = f"{key}.external_server_urls=[http://127.0.0.1:1]"
     assert gpu_memory(config_of(small, f"{key}.run_engines_locally=false", servers)) == 80 * GIB
+
+
+@pytest.mark.spec("memory.main-memory")
+def test_on_a_cpu_trainer_and_engine_have_the_main_memory(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parts(*overrides: str) -> dict[str, int]:
+        cpu = config_of(small, "trainer.device=cpu", *overrides)
+        return sizes(plan_memory(cpu, capacity=64 * GIB))
+
+    parameters, adapter = 494_032_768, 8_798_208
+    weights = "engine: weights, and those that its kernels arrange anew"
+    plain = parts()
+    assert plain["trainer: weights, float32"] == 4 * parameters
+    assert plain["trainer: AdamW's moments"] == 8 * parameters
+    assert plain[weights] == 2 * 4 * parameters  # an engine's dtype is float32 here, too
+    assert plain["engine: KV cache (VLLM_CPU_KVCACHE_SPACE)"] == GIB
+    activations = "trainer: activations of 16,384 tokens, without checkpointing"
+    recomputed = parts("trainer.gradient_checkpointing=true")
+    with_checkpointing = activations.replace("without", "with")
+    assert recomputed[with_checkpointing] < 0.2 * plain[activations]
+    bfloat16 = parts("trainer.policy.dtype=bfloat16", "trainer.policy.model.lora.rank=16")
+    assert bfloat16["trainer: frozen weights, bfloat16"] == 2 * parameters
+    assert bfloat16["trainer: adapter, float32"] == 4 * adapter
+    assert bfloat16[weights] == 2 * 4 * parameters
+    file = "weights for the engine, and their file"
+    two = parts("trainer.placement.policy_num_gpus_per_node=2")
+    assert two["2 ranks: weights, float32"] == 4 * parameters  # half of them each
+    assert two[file] == 2 * 4 * parameters and file not in plain.keys() | bfloat16.keys()
+    servers = "generator.inference_engine.external_server_urls=[http://127.0.0.1:1]"
+    elsewhere = parts("generator.inference_engine.run_engines_locally=false", servers)
+    assert all(name.startswith("trainer: ") for name in elsewhere)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
+    assert parts()["engine: KV cache (VLLM_CPU_KVCACHE_SPACE)"] == 3 * GIB
+
+
+@pytest.mark.spec("memory.main-memory")
+def test_what_makes_a_run_fit_into_main_memory(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("data: {train_data: [none]}\ntrainer: {device: cpu}\n")
+    command = ["plan", str(path), f"trainer.policy.model.path={small}"]
+    assert main([*command, "--device-memory", "20GiB"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith("main memory: ")
+    remedies = printed.split("it would fit with:\n")[1].split()
+    assert remedies == ["trainer.gradient_checkpointing=true"]
+    assert main([*command, *remedies, "--device-memory", "20GiB"]) == 0
+    main(command)
+    assert f" of {main_memory() / GIB:,.1f} GiB\n" in capsys.readouterr().out
+
+
+@pytest.mark.spec("memory.mini-batch")
+@pytest.mark.parametrize(
+    ("overrides", "tokens"),
+    [
+        (["generator.max_turns=3"], 2 * 4 * (64 + 20)),  # a growing context: one sequence
+        (["generator.max_turns=1", "trainer.rows=tree"], 2 * (64 + 4 * 20)),  # the prompt once
+        (["generator.max_turns=3", "trainer.rows=tree"], 2 * 4 * (64 + 20)),
+        (["generator.max_turns=3", "generator.context=retemplate"], 2 * 4 * 3 * (64 + 20)),
+        (["trainer.max_tokens_per_microbatch=300"], 300),
+    ],
+)
+def test_a_pass_has_at_most_the_tokens_of_a_mini_batch(
+    small: Path, overrides: list[str], tokens: int
+) -> None:
+    lengths = ["generator.max_input_length=64", "generator.sampling_params.max_generate_length=20"]
+    batch = ["trainer.policy_mini_batch_size=2", "generator.n_samples_per_prompt=4"]
+    plan = plan_memory(config_of(small, *lengths, *batch, *overrides), capacity=GPU)
+    assert f"activations of {tokens:,} tokens, with checkpointing" in sizes(plan)
 
 
 @pytest.mark.spec("memory.saved-logits")

@@ -1,4 +1,4 @@
-"""The command `skyrl-fast plan`: a run's memory per GPU, without a GPU and without the weights."""
+"""The command `skyrl-fast plan`: a run's memory, without a GPU and without the weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ DOES_NOT_FIT = 1  # exit code
 HELP = "show whether a run fits into the memory of its GPUs"
 DESCRIPTION = (
     "Add up the memory of a run, per GPU, from its settings and its models' config.json; needs "
-    "neither GPU nor weights. Exit code 1: it does not fit."
+    "neither GPU nor weights. With trainer.device=cpu: the main memory of a run on the processor. "
+    "Exit code 1: it does not fit."
 )
 
 
@@ -25,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device-memory",
         type=num_bytes,
-        help=f"memory of each GPU, such as 80GiB; default: this machine's, else {DEFAULT_MEMORY}",
+        help=f"memory of each GPU, or main memory, such as 80GiB; default: this machine's, else "
+        f"{DEFAULT_MEMORY}",
     )
     parser.add_argument(
         "--num-gpus",
@@ -54,10 +56,11 @@ def run(options: argparse.Namespace) -> int:
         import torch
 
         from skyrl_fast.config.loading import load_config
+        from skyrl_fast.ops._backend import main_memory
         from skyrl_fast.train.memory.plan import gpu_memory, plan_memory
     with as_usage_error(ValueError):
         config = load_config(options.config, options.overrides)
-        found = gpu_memory(config)
+        found = main_memory() if config.trainer.device == "cpu" else gpu_memory(config)
         capacity = options.device_memory or found or num_bytes(DEFAULT_MEMORY)
         num_gpus = options.num_gpus or torch.cuda.device_count()
         result = plan_memory(config, capacity=capacity, num_gpus=num_gpus)

@@ -311,7 +311,7 @@ def empty(
         raise MemoryError(f"cannot allocate {num_bytes} bytes for a tensor of shape {tuple(shape)}")
     # Not set yet. Not at import, which reads no files.
     if _C.page_pool_limit() < 0:
-        set_page_pool_limit(_default_page_pool_limit())
+        set_page_pool_limit(main_memory() // 8)
     return torch.frombuffer(_C.PageBlock(num_bytes), dtype=dtype, count=math.prod(shape)).view(
         *shape
     )
@@ -328,8 +328,8 @@ def set_page_pool_limit(num_bytes: int) -> None:
     _C.set_page_pool_limit(num_bytes)
 
 
-def _default_page_pool_limit(control_groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return an eighth of the memory of the machine, or of the process's container."""
+def main_memory(control_groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes of the machine's main memory, or of the process's container."""
     try:
         limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     except (ValueError, OSError, AttributeError):
@@ -341,4 +341,4 @@ def _default_page_pool_limit(control_groups: Path = Path("/sys/fs/cgroup")) -> i
             limits.append(int((control_groups / name).read_text(encoding="ascii")))
         except (OSError, ValueError):  # no such file, or "max"
             continue
-    return min(limits) // 8
+    return min(limits)

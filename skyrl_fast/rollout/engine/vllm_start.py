@@ -33,7 +33,8 @@ UNSHARED = 0.9  # gpu_memory_utilization of an engine without a trainer; vLLM's 
 # Tokens of a block of keys and values. The prefix cache reuses full blocks only, and vLLM's 128 on
 # a CPU are more than many prompts have. Its kernels prefer multiples of 32.
 CPU_BLOCK_SIZE = 32
-CPU_CACHE_GIB = "1"  # of keys and values; another: the variable VLLM_CPU_KVCACHE_SPACE
+CPU_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+CPU_CACHE_GIB = "1"  # of keys and values, where that is not set
 # From here on an engine uses the trainer's core as well: between the quickstart's model (2 MB),
 # whose steps gain nothing by a second thread, and SmolLM2-135M (538 MB), whose steps take 0.7 of
 # the time.
@@ -219,7 +220,7 @@ def engine_environment(setup: VllmSetup) -> dict[str, str]:
         result["VLLM_LOGGING_LEVEL"] = "INFO"
         result["VLLM_LOGGING_CONFIG_PATH"] = _logging_config(setup.log_file)
     if _on_cpu():
-        result["VLLM_CPU_KVCACHE_SPACE"] = CPU_CACHE_GIB
+        result[CPU_CACHE_VARIABLE] = CPU_CACHE_GIB
         # The worker runs in the engine core's process: a third process costs seconds at the start,
         # and the two would poll each other on the cores that the trainer needs.
         result["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

@@ -7,6 +7,7 @@ tensors (`activation_memory`). What FSDP2, the CUDA context and the engine need 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from skyrl_fast.config import Config, ConfigError, max_input_length, policy_loss_spec
 from skyrl_fast.config.settings import LoraConfig, OptimizerConfig
 from skyrl_fast.ops.logprob.linear_rows import COLUMN_MULTIPLE, default_chunk_rows
+from skyrl_fast.rollout.engine.vllm_start import CPU_CACHE_GIB, CPU_CACHE_VARIABLE
 from skyrl_fast.rollout.engine.weights.buckets import BUCKET_BYTES
 from skyrl_fast.rollout.engine.weights.receipt import dtype_name
 from skyrl_fast.train.memory.activations import (
@@ -38,11 +40,16 @@ BLOCK_VALUES = 256  # of torchao's 8-bit moments, which share a float32 scale
 LAYER_BYTES, ROOT_BYTES = 12, 8  # per gathered parameter: weights, gradients, a layer's buffer
 GATHERED_LAYERS = 2
 CONTEXT_BYTES = GIB  # a process's CUDA context and libraries
+# Of a process without a GPU: what a trainer and an engine of a tiny model were measured to need.
+CPU_TRAINER_BYTES, CPU_ENGINE_BYTES = 800 << 20, 900 << 20
 # Of a broadcast that exist at a time: one on its way, and one being packed; one being received, one
 # being loaded, and one of whose layer not all was loaded.
 SENT_BUCKETS, RECEIVED_BUCKETS = 2, 3
 ASLEEP_BYTES = 2 * GIB  # of a sleeping engine: its context, CUDA graphs, libraries
-FRAGMENTATION = 0.1  # of activations: blocks that the caching allocator cannot reuse
+# Of activations: blocks that the caching allocator cannot reuse, and the holes of a CPU's heap,
+# which were measured as 0.03 to 0.6.
+FRAGMENTATION, CPU_FRAGMENTATION = 0.1, 0.3
+_ENGINE = "generator.inference_engine"
 ENGINE_LIMIT = 0.9  # largest share that is computed for the engine; vLLM's default
 ENGINE_SLACK = 2 * GIB  # within its share: CUDA graphs, activations of a step
 LOGIT_COPIES = 4  # float32 logits of one engine step: sorted, their probabilities, ...
@@ -71,11 +78,11 @@ def gpu_memory(config: Config, *, with_engine: bool = True) -> int | None:
 def plan_memory(
     config: Config, *, capacity: int, num_gpus: int = 1, with_engine: bool = True
 ) -> MemoryPlan:
-    """Return the memory plan of a run on GPUs.
+    """Return the memory plan of a run on GPUs, or with `trainer.device=cpu` in main memory.
 
     Args:
         config: checked settings; of the models only config.json is read.
-        capacity: bytes of each GPU.
+        capacity: bytes of each GPU, or of the main memory.
         num_gpus: GPUs of the machine; at least those of the trainer are assumed.
         with_engine: False: nothing is sampled by vLLM, whatever the settings.
 
@@ -84,9 +91,13 @@ def plan_memory(
             long row cannot share the policy's heads.
         UnmeasurableError: a model's code does not run on fake tensors.
     """
-    measure = _Measurements()
+    on_cpu = config.trainer.device == "cpu"
+    measure = _Measurements(on_gpu=not on_cpu)
 
     def plan_config(config: Config) -> MemoryPlan:
+        if on_cpu:
+            local = with_engine and config.engine_in_process
+            return _plan_main_memory(_with_dtypes_of_cpu(config), measure, capacity, local)
         gpus = max(num_gpus, config.trainer.placement.policy_num_gpus_per_node)
         local = with_engine and config.engine_in_process
         policy = config.trainer.policy
@@ -112,8 +123,9 @@ def plan_memory(
 
 @dataclass(slots=True)
 class _Measurements:
-    """Sizes and activations by model, each measured once."""
+    """Sizes and activations by model, each measured once, and the kind of device."""
 
+    on_gpu: bool
     _configs: dict[str, Any] = field(default_factory=dict)
     _sizes: dict[tuple[str, str], ModelSize] = field(default_factory=dict)
     _activations: dict[tuple[Any, ...], ActivationMemory] = field(default_factory=dict)
@@ -185,6 +197,44 @@ def _plan(
     if offloads:
         host += _dtype(config.trainer.policy.dtype).itemsize * size.frozen_parameters
     return MemoryPlan(tuple(devices), share, host, *_spare_bytes(config, measure, updates))
+
+
+def _plan_main_memory(
+    config: Config, measure: _Measurements, capacity: int, with_engine: bool
+) -> MemoryPlan:
+    """Return the plan of a run on this machine's processor: its ranks, and its engine."""
+    size, ranks = measure.policy_size(config), config.trainer.placement.policy_num_gpus_per_node
+    whose = "trainer" if ranks == 1 else f"{ranks} ranks"
+    parts = [*_resident_items(config, measure), *_largest_update(config, measure)]
+    items = [
+        replace(part, name=f"{whose}: {part.name}", num_bytes=ranks * part.num_bytes)
+        for part in parts
+    ]
+    if with_engine:
+        items += _cpu_engine_items(config, size)
+    return MemoryPlan((DevicePlan("main memory", tuple(items), capacity),), None, 0)
+
+
+def _cpu_engine_items(config: Config, size: ModelSize) -> Iterator[Item]:
+    item = _dtype(config.generator.inference_engine.model_dtype).itemsize
+    base = size.frozen_parameters if config.trains_adapter else size.parameters
+    yield Item("engine: libraries", CPU_ENGINE_BYTES)
+    yield Item("engine: weights, and those that its kernels arrange anew", 2 * item * base)
+    gibs = os.environ.get(CPU_CACHE_VARIABLE, CPU_CACHE_GIB)
+    yield Item(f"engine: KV cache ({CPU_CACHE_VARIABLE})", round(float(gibs) * GIB))
+    logits = FLOAT32_BYTES * config.generator.inference_engine.max_num_seqs * size.vocab_size
+    yield Item("engine: logits", LOGIT_COPIES * logits, (f"{_ENGINE}.max_num_seqs",))
+    in_memory = config.trainer.placement.num_ranks == 1 and not config.trains_adapter
+    if not in_memory and not config.sends_adapter:
+        yield Item("weights for the engine, and their file", 2 * item * base)
+
+
+def _with_dtypes_of_cpu(config: Config) -> Config:
+    """Return the settings with float32 where they leave a dtype to the device."""
+    names = ("trainer.policy.dtype", f"{_ENGINE}.model_dtype")
+    chosen = (config.trainer.policy.dtype, config.generator.inference_engine.model_dtype)
+    left = [name for name, dtype in zip(names, chosen, strict=True) if dtype == "auto"]
+    return _with_settings(config, dict.fromkeys(left, "float32"))
 
 
 def _host_bytes(config: Config, size: ModelSize, engine: EnginePlacement) -> int:
@@ -266,8 +316,11 @@ def _largest_update(config: Config, measure: _Measurements) -> list[Item]:
         paths.append(trainer.critic.model.path)
     updates = [_update_items(config, measure, path, path == paths[0]) for path in paths]
     largest = max(updates, key=_total)
-    slack = CONTEXT_BYTES + math.ceil(FRAGMENTATION * _total(largest[1:]))
-    return [*largest, Item("CUDA context, and blocks that the allocator cannot reuse", slack)]
+    context, share, kind = CONTEXT_BYTES, FRAGMENTATION, "CUDA context"
+    if not measure.on_gpu:
+        context, share, kind = CPU_TRAINER_BYTES, CPU_FRAGMENTATION, "libraries"
+    slack = context + math.ceil(share * _total(largest[1:]))
+    return [*largest, Item(f"{kind}, and blocks that the allocator cannot reuse", slack)]
 
 
 def _update_items(
@@ -280,7 +333,8 @@ def _update_items(
     trainer = config.trainer
     lora = _lora(config) if is_policy else None
     size, dtype = measure.size(path, lora), _dtype(trainer.policy.dtype)
-    checkpointing = trainer.gradient_checkpointing is not False
+    chosen = trainer.gradient_checkpointing
+    checkpointing = measure.on_gpu if chosen is None else chosen
     length = _row_length(config)
     tokens, by_tokens = _pass_tokens(config, length)
     residual = dtype if trainer.residual_dtype == "auto" else torch.float32
@@ -310,22 +364,25 @@ def _update_items(
     )
     head, layer = 0, memory.workspace.of(tokens / length)
     if is_policy:
-        head = head_bytes(size, tokens, _head_dtype(config), trained=lora is None)
+        head_dtype, trained = _head_dtype(config), lora is None
+        head = head_bytes(size, tokens, head_dtype, trained=trained, on_gpu=measure.on_gpu)
     # One after the other. The embeddings' gradient comes last, when the activations are freed.
     name = "LM head: chunks of logits and gradients" if head > layer else "a layer's backward pass"
     items.append(Item(f"{whose}{name}", max(head, layer), (by_tokens,)))
     return items
 
 
-def head_bytes(size: ModelSize, tokens: int, dtype: torch.dtype, *, trained: bool = True) -> int:
-    """Return the bytes of `linear_logprob`'s backward pass on a GPU, all tokens trained.
+def head_bytes(
+    size: ModelSize, tokens: int, dtype: torch.dtype, *, trained: bool = True, on_gpu: bool = True
+) -> int:
+    """Return the bytes of `linear_logprob`'s backward pass, all tokens trained.
 
     Args:
         trained: whether the head's weight is; a frozen one is in `dtype` and has no gradient.
     """
     vocab, hidden, item = size.vocab_size, size.hidden_size, dtype.itemsize
     rows = default_chunk_rows(
-        torch.empty(vocab, 1, dtype=dtype, device="meta"), tokens, on_gpu=True
+        torch.empty(vocab, 1, dtype=dtype, device="meta"), tokens, on_gpu=on_gpu
     )
     logits = max(min(rows, tokens) * vocab, min(COLUMN_MULTIPLE, vocab) * tokens) * item
     copied = 0 if dtype == torch.float32 else vocab * hidden * item  # of the weight
@@ -365,7 +422,7 @@ def _engine_item(
     config: Config, size: ModelSize, num_gpus: int, capacity: int, used: int
 ) -> tuple[Item, float]:
     engine = config.generator.inference_engine
-    key = "generator.inference_engine.gpu_memory_utilization"
+    key = f"{_ENGINE}.gpu_memory_utilization"
     least = math.ceil(engine_bytes(config, size) / num_gpus)
     chosen = engine.engine_init_kwargs.get("gpu_memory_utilization", engine.gpu_memory_utilization)
     if chosen is None:
@@ -430,6 +487,13 @@ def _pass_tokens(config: Config, length: int) -> tuple[int, str]:
     longest = math.ceil((rows * length if together else length) / ranks)
     if longest > trainer.max_tokens_per_microbatch:
         return longest, "generator.max_input_length"
+    # A pass has rows of one mini-batch; a tree of answers has their prompt once.
+    samples, shared = generator.n_samples_per_prompt, 0
+    if trainer.rows == "tree" and grows and generator.max_turns == 1:
+        shared = (samples - 1) * max_input_length(config)
+    most = trainer.policy_mini_batch_size * (samples * rows * length - shared)
+    if most < trainer.max_tokens_per_microbatch:
+        return most, "trainer.policy_mini_batch_size"
     return trainer.max_tokens_per_microbatch, "trainer.max_tokens_per_microbatch"
 
 
@@ -454,9 +518,15 @@ def _remedies(
 def _candidates(config: Config, with_engine: bool) -> Iterator[list[dict[str, Any]]]:
     """Yield the values to try of one setting after another, mildest first."""
     trainer, engine = config.trainer, config.generator.inference_engine
-    if trainer.gradient_checkpointing is False:
+    on_cpu = trainer.device == "cpu"
+    if trainer.gradient_checkpointing is False or (on_cpu and not trainer.gradient_checkpointing):
         yield [{"trainer.gradient_checkpointing": True}]
-    if with_engine and engine.enable_sleep_mode is False and not config.max_staleness:
+    if (
+        with_engine
+        and engine.enable_sleep_mode is False
+        and not on_cpu
+        and not config.max_staleness
+    ):
         yield [{"generator.inference_engine.enable_sleep_mode": None}]
     if with_engine and engine.gpu_memory_utilization is not None:
         yield [{"generator.inference_engine.gpu_memory_utilization": None}]
@@ -473,7 +543,7 @@ def _candidates(config: Config, with_engine: bool) -> Iterator[list[dict[str, An
             yield [{"trainer.policy.sequence_parallel_size": n} for n in sizes]
     num_gpus = trainer.placement.policy_num_gpus_per_node
     more = [n for n in (2, 4, MAX_GPUS) if n > num_gpus]
-    if more:
+    if more and not on_cpu:
         yield [{"trainer.placement.policy_num_gpus_per_node": n} for n in more]
     if with_engine:
         yield [{"generator.inference_engine.run_engines_locally": False}]

@@ -107,6 +107,19 @@ def test_a_parameter_without_a_new_value_is_named(backend: str) -> None:
         asyncio.run(load(ScriptedEngine(backend), "", {"large": SENT["large"]}))
 
 
+@pytest.mark.spec("sync.receipts")
+async def test_a_shared_parameter_is_loaded_by_any_of_its_names(backend: str) -> None:
+    engine = ScriptedEngine(backend)
+    await engine.start()
+    for worker in engine.llms[0].workers:
+        worker.model.other = torch.nn.Module()
+        worker.model.other.w = worker.model.w
+    weights = {"large": SENT["large"], "other.w": torch.ones(1)}
+    with TRANSPORTS[backend](weights, None) as call:
+        await engine.load_weights(call)
+    assert "other.w" in engine.llms[0].workers[0].model.loaded
+
+
 def test_an_update_that_is_cancelled_ends_the_transfer(backend: str) -> None:
     with pytest.raises(TimeoutError):
         asyncio.run(load(ScriptedEngine(backend), "hangs", seconds=0.5))

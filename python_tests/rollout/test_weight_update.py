@@ -126,6 +126,17 @@ def test_ignored_update_error_says_where_and_why() -> None:
     assert "cannot be reloaded" in text
 
 
+def test_a_model_that_the_engine_computes_otherwise_is_named_before_an_update() -> None:
+    trainer, engine = OneNumberModel(), FakeEngine()
+    trainer.weight += 0.5
+    with pytest.raises(
+        WeightSyncError, match=r"^before any update the engine's logprobs"
+    ) as caught:
+        asyncio.run(make(trainer, engine).verify())
+    assert "computes another model of this type" in str(caught.value)
+    assert "cannot be reloaded" not in str(caught.value)
+
+
 @pytest.mark.spec("sync.standstill")
 def test_ignored_update_smaller_than_the_tolerance_is_detected() -> None:
     trainer, engine = OneNumberModel(), FakeEngine()

@@ -26,6 +26,16 @@ if TYPE_CHECKING:
     from skyrl_fast.rollout.engine.protocol import Engine
 
 QUANTILE = 0.9
+OTHER_MODEL = "this vLLM computes another model of this type than transformers does"
+CANNOT_RELOAD = (
+    "this model type's weights cannot be reloaded in this vLLM (its kernel keeps its own copy): "
+    "take weight_sync_backend=file if it is reload, else restart the engine from a saved checkpoint"
+)
+CAUSES = (
+    "the engine and the trainer compute in different dtypes: set the same dtype or a tolerance",
+    "the trainer's logprob callback uses another temperature, position ids or attention mask",
+    "dropout is on: put the policy into eval mode in the callback",
+)
 # A change of the trainer's logprobs by this share of the limits is no accident: the engine's, which
 # are the same in every bit for the same weights, must change, too.
 STALE_SHARE = 0.02
@@ -262,12 +272,16 @@ class WeightProbe:
         ]
         sequence, position, token = tokens[worst]
         of_policy = "" if self._policy is None else f" of policy {self._policy}"
+        at_start = self._engine_before is None and not report.update_seconds
         text = (
+            f"{'before any update ' * at_start}"
             f"the engine's logprobs{of_policy} differ from the trainer's by up to "
             f"{report.difference.maximum:.3g} ({self._limits.describe(report.difference)}). Worst "
             f"at token {position} of probe sequence {sequence} (id {token}): engine "
             f"{engine[worst]:.6f}, trainer {trainer[worst]:.6f}. "
         )
+        if at_start:
+            return f"{text}Likely causes: {'; '.join((OTHER_MODEL, *CAUSES))}"
         return text + _describe_causes(stands_still=report.max_change == 0.0)
 
     def _refuse_standstill(self, trainer: np.ndarray, report: WeightSyncReport) -> None:
@@ -314,19 +328,10 @@ Probe = WeightProbe | PolicyProbes
 
 def _describe_causes(*, stands_still: bool) -> str:
     """Return causes, the likeliest first: unchanged logprobs mean that no weights were loaded."""
-    causes = [
-        "this model type's weights cannot be reloaded in this vLLM (its kernel keeps its own "
-        "copy): take weight_sync_backend=file if it is reload, else restart the engine from a "
-        "saved checkpoint",
-        "the state dict lacks parameters, or its names differ from the checkpoint's",
-        "the engine and the trainer compute in different dtypes: set the same dtype or a tolerance",
-        "the trainer's logprob callback uses another temperature, position ids or attention mask",
-        "dropout is on: put the policy into eval mode in the callback",
-    ]
+    causes = "the state dict lacks parameters, or its names differ from the checkpoint's", *CAUSES
     if stands_still:
-        return "Likely causes: " + "; ".join(causes)
-    causes.append(causes.pop(0))
-    return "The engine's logprobs did change. Likely causes: " + "; ".join(causes)
+        return "Likely causes: " + "; ".join((CANNOT_RELOAD, *causes))
+    return "The engine's logprobs did change. Likely causes: " + "; ".join((*causes, CANNOT_RELOAD))
 
 
 def _measure_distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:

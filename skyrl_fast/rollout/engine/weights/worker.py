@@ -76,7 +76,7 @@ class WeightUpdateExtension:
         if adapter is not None:
             return self._replace_adapters(weights, json.loads(adapter), versions or {})
         model = self.model_runner.get_model()
-        parameters = {name for name, _ in model.named_parameters()}
+        names = _names_of_parameters(model)
         load_weights = model.load_weights
         loaded: set[str] | None = None
         digests: dict[str, str] = {}
@@ -97,7 +97,7 @@ class WeightUpdateExtension:
         return asdict(
             Receipt(
                 digests=digests,
-                unloaded=[] if loaded is None else _find_unloaded(parameters, loaded),
+                unloaded=[] if loaded is None else _find_unloaded(names, loaded),
                 dtype=dtype_name(self.model_config.dtype),
             )
         )
@@ -166,8 +166,21 @@ for _name in TRANSPORTS:  # vLLM calls a worker's methods by their names
     setattr(WeightUpdateExtension, f"{LOAD}{_name}", _make_load(_name))
 
 
-def _find_unloaded(parameters: set[str], loaded: set[str]) -> list[str]:
-    """Return parameters not in `loaded`, where vLLM names experts' weights by the layer above."""
+def _names_of_parameters(model: torch.nn.Module) -> list[list[str]]:
+    """Return the names of each parameter; one that several modules share has several."""
+    names: dict[torch.nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return list(names.values())
+
+
+def _find_unloaded(parameters: Iterable[list[str]], loaded: set[str]) -> list[str]:
+    """Return the first name of parameters that `loaded` has by none of their names.
+
+    vLLM names experts' weights by the layer above.
+    """
     return sorted(
-        name for name in parameters if not {name, name.replace(".routed_experts.", ".")} & loaded
+        names[0]
+        for names in parameters
+        if loaded.isdisjoint({*names, *(name.replace(".routed_experts.", ".") for name in names)})
     )

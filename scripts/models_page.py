@@ -60,7 +60,8 @@ model of, and of the vision-language types that are trained on text. Generated b
 - **checkpointed**: the same with gradient checkpointing, which is the default on a GPU
 - **engine**: after each of three updates, in trees where these are exact, the log-probabilities of
   vLLM {vllm} are the trainer's within 1e-5, or four times the trainer's own rounding (float32, on a
-  CPU)
+  CPU, with torchvision). `refused`: the difference ends a run at its start, or after its first
+  update
 
 A number is a refusal: the reasons are below the table. A type with a number in **loads** was not
 measured.
@@ -413,12 +414,15 @@ def measure_engine(kind: str) -> str:
 def _short(reason: str) -> str:
     """Return the first line of a message without what differs from type to type."""
     reason = " ".join(reason.split())
-    reason = re.sub(r" \(largest difference[^)]*\)", "", reason)
+    reason = re.sub(r" \(largest difference[^)]*\)| by up to \S+", "", reason)
+    reason = re.sub(
+        r"( \[type=| last lines of| Supported architectures| The available).*", "", reason
+    )
     reason = re.sub(
         r"\b[A-Z]\w*(Model|Decoder|ForCausalLM|ForConditionalGeneration)\b", "…", reason
     )
     reason = re.sub(r"(/\S+)+", "…", reason)
-    reason = reason.replace("|", "/").replace("<", "").replace(">", "")
+    reason = reason.replace("|", "/").replace("<", "").replace(">", "").replace("`", "")
     return reason if len(reason) < 240 else f"{reason[:239]}…"
 
 

@@ -7,6 +7,7 @@ and chunks are shorter than the rows that they are tried on.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from itertools import cycle, islice
 from typing import Any
 
@@ -147,11 +148,17 @@ def _tiny_sizes(config: Any) -> dict[str, Any]:
     return {**settings, "model_type": config.model_type, **TOKENS}
 
 
-def tiny_model(kind: str) -> Any:
-    """Return a float32 model, as it is loaded."""
+def tiny_model(kind: str, changes: Mapping[str, Any] | None = None) -> Any:
+    """Return a float32 model, as it is loaded.
+
+    Args:
+        changes: of its language model's config.
+    """
     from skyrl_fast.config.model_folder import find_auto_class
 
     config = tiny_config(kind)
+    for name, value in (changes or {}).items():
+        setattr(config.get_text_config(), name, value)
     torch.manual_seed(0)
     # grouped products of experts have no float64
     model = find_auto_class(config).from_config(config, experts_implementation="eager")

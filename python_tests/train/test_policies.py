@@ -212,7 +212,7 @@ def adapter(outcome: TrainResult, name: str) -> dict[str, torch.Tensor]:
 def test_each_policy_learns_from_its_rewards(folder: Path) -> None:
     """Without rewards of its own the worker does not move, while the planner learns."""
     more = ["trainer.epochs=12", "trainer.ckpt_interval=-1", "trainer.eval_interval=-1"]
-    more.append("trainer.policy.optimizer_config.lr=0.05")
+    more.append("trainer.policy.optimizer_config.lr=0.02")
     outcome = train(settings(folder, "both", *RUN, *more))
     rows = steady(outcome.metrics)
     key = "{}/reward/avg_raw_reward"

@@ -87,6 +87,47 @@ def test_signals_of_the_terminal_do_not_reach_children(tmp_path: Path) -> None:
     assert said.strip() == f"{[signal.SIGHUP, signal.SIGINT]} []"
 
 
+COLLECTING = """
+import atexit, gc, multiprocessing, sys, tempfile
+from skyrl_fast.system.parent_watch import children_exit_with_this_process
+
+imported = [tempfile]
+if __name__ != "__main__":
+    print("imports", gc.isenabled())
+
+def frozen(one):
+    return not any(one is other for other in gc.get_objects())  # which lists no frozen ones
+
+def child():
+    print("target", gc.isenabled(), frozen(imported), frozen([tempfile]))
+    atexit.register(print, "at exit")
+    sys.stdout.flush()
+    process = multiprocessing.get_context("fork").Process(target=print, args=("forked",))
+    process.start()
+    process.join()
+    sys.exit(7)
+
+if __name__ == "__main__":
+    with children_exit_with_this_process():
+        process = multiprocessing.get_context("spawn").Process(target=child)
+        process.start()
+    process.join()
+    print("exit code", process.exitcode)
+"""
+
+
+def test_what_a_child_imports_is_not_collected(tmp_path: Path) -> None:
+    """And it ends in order, without a last collection."""
+    script = tmp_path / "parent.py"
+    script.write_text(COLLECTING)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    said = subprocess.check_output([sys.executable, str(script)], text=True, env=environment)
+    assert said.splitlines() == [
+        *("imports False", "target True True False"),
+        *("forked", "at exit", "exit code 7"),
+    ]
+
+
 @pytest.mark.spec("update.engine-exit")
 def test_a_child_of_any_kind_exits_with_its_killed_parent() -> None:
     """A server that an actor starts, after its exec."""

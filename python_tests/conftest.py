@@ -8,6 +8,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+# Read when torch is imported. A thread that waits for its part of a loop would take a core from
+# another of pytest's processes: half of the time of tests of ops.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import pytest
 import torch
 from _emulation import cuda_on_cpu, emulated_gpu, gpu  # noqa: F401
@@ -17,7 +21,10 @@ from hypothesis import settings
 OPS_THREADS = 2
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 
-WAITING = ("test_rank_processes.py", "test_ranks.py", "test_triton.py", "test_parent_watch.py")
+WAITING = (
+    *("test_rank_processes.py", "test_ranks.py", "test_rank_checkpoints.py"),
+    *("test_sequence_ranks.py", "test_policies.py", "test_triton.py", "test_parent_watch.py"),
+)
 
 # Timings on shared machines vary; a slow example is not a failure.
 settings.register_profile("default", deadline=None, max_examples=60)

@@ -8,10 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-# Read when torch is imported. A thread that waits for its part of a loop would take a core from
-# another of pytest's processes: half of the time of tests of ops.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
+import _process
 import pytest
 import torch
 from _emulation import cuda_on_cpu, emulated_gpu, gpu  # noqa: F401
@@ -47,9 +44,14 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
-def pytest_unconfigure() -> None:
-    """Let modules be freed when the interpreter exits, as some warn of what is not."""
-    gc.unfreeze()
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Let modules be freed when the interpreter exits, as some warn of what is not.
+
+    First in, last out: before, pytest collects twice, in search of unraisable exceptions.
+    """
+    config.add_cleanup(gc.unfreeze)
+    _process.is_worker = hasattr(config, "workerinput")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

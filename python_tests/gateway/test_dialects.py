@@ -5,11 +5,11 @@ from typing import Any
 
 import httpx
 import pytest
-from _gateway import MODEL, USER, played
+from _gateway import MODEL, USER, played, skip_without_anthropic
 from _tools import CALL, LOOK, TEMPLATE, CallParser, answer_of
 from fake_envs import says
 
-anthropic = pytest.importorskip("anthropic")
+skip_without_anthropic()
 openai = pytest.importorskip("openai")
 
 SCHEMA = LOOK["function"]["parameters"]
@@ -66,6 +66,8 @@ def test_anthropic_agent_with_tools(stream: bool, tiny_tokenizer: Any) -> None:
 
 
 def test_anthropic_errors_and_stops(tiny_tokenizer: Any) -> None:
+    import anthropic
+
     async def agent(task: Any) -> float:
         client = task.async_anthropic.with_options(max_retries=0)
         create = client.messages.create

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from _gateway import USER, chat, played
-from _hostile_forms import FORMS, Form
+from _hostile_forms import Form, all_forms
 from fake_envs import FakePrompt
 
 from skyrl_fast.config import SamplingParams
@@ -79,16 +79,16 @@ def client_of(task: Any) -> Any:
 
 def test_each_form_is_checked_quickly() -> None:
     seconds, refused = {}, 0
-    for name, form in FORMS.items():
+    for name, form in all_forms().items():
         began = time.thread_time()
         refused += refused_here(form)
         seconds[name] = time.thread_time() - began
-    assert len(FORMS) > 400 and refused > 100
+    assert len(all_forms()) > 400 and refused > 100
     assert max(seconds.values()) < CHECK_SECONDS, max(seconds, key=seconds.__getitem__)
 
 
 def test_each_door_refuses_forms_beyond_the_limits_by_name(tiny_tokenizer: Any) -> None:
-    forms = [form for form in list(FORMS.values())[::8] if len(str(form)) < 1_000_000]
+    forms = [form for form in list(all_forms().values())[::8] if len(str(form)) < 1_000_000]
     ends = []
 
     async def agent(task: Any) -> float:
@@ -185,7 +185,7 @@ def test_other_sessions_go_on_while_vllm_serves_each_form(tmp_path: Path) -> Non
         **{"max_position_embeddings": 8_192, "eos_token_id": tokenizer.eos_token_id},
     )
     Qwen2ForCausalLM(config).float().save_pretrained(tmp_path)
-    sent = {name: form for name, form in FORMS.items() if not refused_here(form)}
+    sent = {name: form for name, form in all_forms().items() if not refused_here(form)}
     ends: dict[str, str] = {}
     stalls: Counter[str] = Counter()
     ended = asyncio.Event()
@@ -222,7 +222,7 @@ def test_other_sessions_go_on_while_vllm_serves_each_form(tmp_path: Path) -> Non
     )  # fmt: skip
     del stalls["start"]  # vLLM's compilers are made at the first form
     kinds = Counter(end.partition(" ")[0] for end in ends.values())
-    print(f"{len(FORMS)} forms, {len(ends)} to vLLM: {dict(kinds)}")
+    print(f"{len(all_forms())} forms, {len(ends)} to vLLM: {dict(kinds)}")
     print("longest stalls:", stalls.most_common(8))
     print("odd:", {n: end[:200] for n, end in ends.items() if end[:3] not in ("200", "400")})
     assert [t.failure for t in out.trajectories] == [None, None]

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from _gateway import MODEL, USER, chat, played
+from _gateway import MODEL, USER, chat, played, skip_without_anthropic
 from _tools import CALL, LOOK, TEMPLATE, CallParser
 from fake_envs import Call, says
 
@@ -14,7 +14,7 @@ from skyrl_fast.config import SamplingParams
 from skyrl_fast.gateway.form_limits import FormError, check_form
 from skyrl_fast.rollout.engine.protocol import Generation, RefusedRequestError
 
-anthropic = pytest.importorskip("anthropic")
+skip_without_anthropic()
 openai = pytest.importorskip("openai")
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
@@ -62,6 +62,8 @@ def test_the_engine_gets_the_form_of_each_dialect(tiny_tokenizer: Any) -> None:
 def test_what_the_engine_refuses_is_an_error_of_the_request(
     stream: bool, tiny_tokenizer: Any
 ) -> None:
+    import anthropic
+
     async def agent(task: Any) -> float:
         client = task.async_openai.with_options(max_retries=0)
         other = task.async_anthropic.with_options(max_retries=0)

@@ -3,13 +3,13 @@
 from typing import Any
 
 import pytest
-from _gateway import MODEL, USER, chat, played
+from _gateway import MODEL, USER, chat, played, skip_without_anthropic
 from _tools import CALL, LOOK, TEMPLATE, CallParser
 from fake_envs import says
 
 from skyrl_fast.rollout.reasoning import ReasoningParser
 
-pytest.importorskip("anthropic")
+skip_without_anthropic()
 pytest.importorskip("openai")
 
 THOUGHTS = "<think>\nhm, a door\n</think>\n\n"

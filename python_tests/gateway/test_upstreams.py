@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _gateway import USER, chat, played
+from _gateway import USER, chat, played, skip_without_anthropic
 from _http_server import serving
 from _stored import WordTokenizer
 from fake_envs import says
 
 pytest.importorskip("openai")
-pytest.importorskip("anthropic")
 pytest.importorskip("starlette")
 
 import openai
@@ -31,6 +30,8 @@ from skyrl_fast.trajectory_store import read_trajectories
 from skyrl_fast.trajectory_store.recorded import read_recorded
 from skyrl_fast.trajectory_store.writer import TrajectoryWriter
 from skyrl_fast.viewer.build import build_view
+
+skip_without_anthropic()
 
 
 class Judge:

@@ -1,11 +1,13 @@
 """Agents at a gateway in front of a scripted engine."""
 
 import asyncio
+import importlib.util
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from fake_envs import Call, FakePrompt, ScriptedEngine, loop_config, says
 
 from skyrl_fast.config import SamplingParams
@@ -25,6 +27,12 @@ from skyrl_fast.rollout.trajectory import Step, Trajectory
 
 MODEL = "policy"
 USER = {"role": "user", "content": "task"}
+
+
+def skip_without_anthropic() -> None:
+    """Skip a module's tests without this client, whose import takes 2 seconds."""
+    if importlib.util.find_spec("anthropic") is None:
+        pytest.skip("anthropic is not installed", allow_module_level=True)
 
 
 gateways: list[Gateway] = []  # the last one is that of the running test

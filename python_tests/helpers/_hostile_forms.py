@@ -1,5 +1,6 @@
 """Forms of answers that are hard to compile: schemas, patterns, choices, grammars, tags."""
 
+import functools
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -282,7 +283,9 @@ def _tags() -> Iterator[tuple[str, Any]]:
         yield f"schema {name}", of("json_schema", "json_schema", schema)
 
 
-def _all() -> Iterator[tuple[str, Form]]:
+@functools.cache
+def all_forms() -> dict[str, Form]:
+    """Return all forms, of each family, by name."""
     families: dict[str, Callable[[], Iterator[tuple[str, Any]]]] = {
         "json": _schemas,
         "regex": _patterns,
@@ -290,9 +293,8 @@ def _all() -> Iterator[tuple[str, Form]]:
         "grammar": _grammars,
         "structural_tag": _tags,
     }
-    for kind, family in families.items():
-        for name, value in family():
-            yield f"{kind}: {name}", {kind: value}
-
-
-FORMS = dict(_all())
+    return {
+        f"{kind}: {name}": {kind: value}
+        for kind, family in families.items()
+        for name, value in family()
+    }

@@ -27,7 +27,7 @@ from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.groups import environment_runner, run_groups
 from skyrl_fast.rollout.policy_calls import PolicyCalls
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ci, pytest.mark.vllm, pytest.mark.timeout(900)]
 register_fakes()
 
 

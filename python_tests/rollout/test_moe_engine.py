@@ -24,6 +24,8 @@ from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.groups import rollout
 from skyrl_fast.rollout.trajectory import Trajectory
 
+pytestmark = pytest.mark.ci
+
 register_fakes()
 
 

@@ -36,6 +36,8 @@ from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.run import TrainResult
 from skyrl_fast.trajectory_store import read_index
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -36,6 +36,8 @@ from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.setup.errors import SetupError
 from skyrl_fast.trajectory_store import read_index
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.mark.parametrize("at_step", [3, 5])
 def test_resumed_run_equals_an_uninterrupted_one(folder: Path, at_step: int) -> None:

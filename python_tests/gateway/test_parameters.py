@@ -149,7 +149,8 @@ def test_requests_of_codex_and_others_at_the_gateway(caplog: pytest.LogCaptureFi
 
     async def agent(task: Any) -> float:
         headers = {"authorization": f"Bearer {task.api_key}"}
-        async with httpx.AsyncClient(base_url=task.base_url, headers=headers) as client:
+        options = {"headers": headers, "timeout": 60.0}  # the first form starts a process
+        async with httpx.AsyncClient(base_url=task.base_url, **options) as client:
 
             async def post(path: str, status: int = 200, **body: Any) -> Any:
                 answer = await client.post(path, json={"model": task.model, **body})

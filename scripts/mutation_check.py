@@ -87,6 +87,13 @@ FAULTS = (
         ("train/test_depth_first.py",),
     ),
     Fault(
+        "an adapter's product without its scale",
+        "skyrl_fast/train/model/lora.py",
+        "out.addmm_(inner, b.to(out.dtype).t(), alpha=layer.scaling[name])",
+        "out.addmm_(inner, b.to(out.dtype).t())",
+        ("train/test_lora.py",),
+    ),
+    Fault(
         "merged weights of LoRA without the adapter's scale",
         "skyrl_fast/train/model/lora.py",
         "a.to(dtype), alpha=scale)",

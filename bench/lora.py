@@ -135,8 +135,10 @@ def measure_peaks(command: Sequence[str]) -> dict[str, int]:
     """
     peaks = dict.fromkeys(("trainer", "engine", "both"), 0)
     process = subprocess.Popen(command)
+    engines: list[int] = []
     while process.poll() is None:
-        engines = [pid for pid in children(process.pid) if ENGINE in command_of(pid)]
+        if not engines:  # reading all processes of the machine takes a share of a core
+            engines = [pid for pid in children(process.pid) if ENGINE in command_of(pid)]
         trainer, engine = memory_of([process.pid]), memory_of(engines)
         for name, found in (("trainer", trainer), ("engine", engine)):
             peaks[name] = max(peaks[name], found["VmHWM"])

@@ -3,8 +3,8 @@
     python -m bench.lora --base work [--seeds 42 7 3] [--steps N] [--out FILE.md] [--plot FILE.png]
 
 Runs the quickstart over seeds, and once with a learning rate of 0, and SmolLM2 with the first seed:
-each with an adapter (the examples' `lora.yaml`) and with all weights, one after the other, their
-memory beside that of the plan. A finished run is read, not repeated. An hour on two cores with
+each with an adapter (the examples' `lora.yaml`) and with all weights, one after the other. Memory
+is compared with the plan. A finished run is read, not repeated. An hour on two cores with
 nothing else.
 """
 
@@ -73,7 +73,7 @@ class Run:
 
     @property
     def settings(self) -> list[str]:
-        """Return what it sets beside the example's own settings."""
+        """Return its overrides of the example's settings."""
         settings = [str(EXAMPLES / self.example / "lora.yaml")] * self.lora
         settings += [f"trainer.seed={self.seed}"]
         settings += ["trainer.policy.optimizer_config.lr=0"] * self.frozen

@@ -12,7 +12,7 @@ gc.disable()  # until all modules are imported, see `pytest_collection`
 is_worker = False  # of xdist
 
 
-@atexit.register  # before torch and others register theirs, and so called after them
+@atexit.register  # registered before torch and others do, so called last
 def end_worker() -> None:
     """End it as it is: the interpreter would visit all modules again, 4 seconds in each."""
     if is_worker:

@@ -270,7 +270,7 @@ def test_on_a_cpu_trainer_and_engine_have_the_main_memory(
         return sizes(plan_memory(cpu, capacity=64 * GIB))
 
     parameters, adapter = 494_032_768, 8_798_208
-    weights = "engine: weights, and those that its kernels arrange anew"
+    weights = "engine: weights, and their copy in the kernels' layout"
     plain = parts()
     assert plain["trainer: weights, float32"] == 4 * parameters
     assert plain["trainer: AdamW's moments"] == 8 * parameters

@@ -1,4 +1,4 @@
-"""The result of a memory plan: parts of each GPU, their sums, and how they are printed."""
+"""The result of a memory plan: parts of each device, their sums, and how they are printed."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """The memory of one GPU, at its peak or at that of a phase.
+    """The memory of one GPU, or main memory, at its peak or at that of a phase.
 
     Args:
-        name: such as "GPU 0" or "GPU 0, update".
+        name: such as "GPU 0", "GPU 0, update" or "main memory".
         capacity: its bytes.
     """
 
@@ -57,8 +57,8 @@ class MemoryPlan:
     """The memory of a run.
 
     Args:
-        devices: the GPUs, those of a kind as one; a GPU whose engine sleeps during updates twice,
-            as either the update or generation needs more.
+        devices: main memory, or the GPUs, those of a kind as one; a GPU whose engine sleeps during
+            updates twice, as either the update or generation needs more.
         engine_share: `gpu_memory_utilization` of the run's own engine; None: there is none.
         host_bytes: main memory for handing over the weights, and for those of a sleeping engine.
         held_gradient_bytes: of full gradients, where what an update leaves holds them: they are

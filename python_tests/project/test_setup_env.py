@@ -21,7 +21,7 @@ def test_incomplete_environment_is_recreated(
     monkeypatch.setattr(sys, "argv", ["setup_env.py", "--venv", str(folder)])
     monkeypatch.setattr(setup_env, "run", lambda *command: made.append(command))
     monkeypatch.setattr(setup_env, "install_dependencies", lambda *arguments: None)
-    monkeypatch.setattr(setup_env, "install_package", lambda python: None)
+    monkeypatch.setattr(setup_env, "install_package", lambda python, gpu: None)
     venv.create(folder, with_pip=False)  # as left by an interruption before pip is installed
     setup_env.main()
     assert made == [(sys.executable, "-m", "venv", str(folder))]
@@ -54,6 +54,35 @@ def test_missing_requirement_is_named_with_what_to_set(tmp_path: Path) -> None:
     assert advice.startswith(
         "No package index in reach has skyrl-fast-absent==1. Set PIP_INDEX_URL"
     )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "Because there is no version of six==99 and you require six==99, we can conclude",
+        "Because six==99 was not found in the package registry and you require six==99",
+        "Request failed after 3 retries\n  cause: Failed to fetch: https://no.such.host/simple/six==99/",
+    ],
+)
+def test_advice_reads_the_errors_of_uv(error: str) -> None:
+    assert setup_env.advise(error).startswith("No package index in reach has six==99. Set ")
+
+
+def test_indexes_of_pip_are_given_to_uv() -> None:
+    configuration = """:env:.find-links='/wheels'
+:env:.timeout='180'
+global.cert='/certificates.crt'
+global.extra-index-url='https://one/simple https://two/simple'
+global.find-links='/other'
+install.constraint='limits.txt'
+"""
+    options, variables = setup_env.index_options(configuration)
+    assert options == [
+        *("--extra-index-url", "https://one/simple", "--extra-index-url", "https://two/simple"),
+        *("--find-links", "/wheels", "--constraint", "limits.txt"),
+    ]
+    assert variables == {"SSL_CERT_FILE": "/certificates.crt"}
+    assert setup_env.index_options("") == ([], {})
 
 
 def test_lock_has_a_hash_of_each_requirement_and_no_address() -> None:

@@ -201,7 +201,6 @@ def flat_experts(
 
 
 def routes_dtype(largest: int) -> type[np.integer[Any]]:
-    """Return the smallest dtype for expert indices up to `largest`."""
     return next(d for d in (np.uint8, np.int16, np.int32) if largest <= np.iinfo(d).max)
 
 
@@ -213,7 +212,6 @@ def flat_kept_ids(
     Args:
         rows: for each of N rows a sequence of ids per response token; None or no sequence where
             all of its tokens were sampled from the vocabulary.
-        cu_responses: (N + 1,) offsets of the response tokens.
     """
     if rows is None:
         return None, None, None

@@ -98,11 +98,7 @@ def batch_from_trajectories(trajectories: Sequence[Trajectory]) -> StepBatch:
 def stop_reasons_of(
     trajectories: Sequence[Trajectory], steps: Sequence[Sequence[Step]]
 ) -> list[str]:
-    """Return N stop reasons: each step's, but for the last step that of the trajectory.
-
-    Args:
-        steps: J, the steps of each trajectory.
-    """
+    """Return N stop reasons: each step's, but for the last step that of the trajectory."""
     reasons: list[str] = []
     for trajectory, turns in zip(trajectories, steps, strict=True):
         reasons += [step.stop_reason for step in turns[:-1]]
@@ -111,11 +107,7 @@ def stop_reasons_of(
 
 
 def logprobs_in_all_or_none(op: str, rows: Sequence[Step]) -> list[list[float]] | None:
-    """Return the rollout log-probabilities of N rows, or None if no response has any.
-
-    Raises:
-        ValueError: only some responses have them.
-    """
+    """Return the rollout log-probabilities of N rows, or None if no response has any."""
     values = [row.rollout_logprobs for row in rows]
     given = [v is not None for v, row in zip(values, rows, strict=True) if row.response_ids]
     if not any(given) and (given or all(v is None for v in values)):

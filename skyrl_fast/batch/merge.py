@@ -1,6 +1,7 @@
 """Columns of a batch with merged steps: N rows become M.
 
-A response tokens, E routes, B kept tokens.
+A response tokens, E routes, B kept tokens; primes mark numbers after merging. `cu_responses` are
+the (N + 1,) offsets of the response tokens, `cu_merged` the (M + 1,) ones after merging.
 
 Design: docs/design/010-merge.md.
 """
@@ -22,13 +23,7 @@ def merge_values(
     plan: MergePlan,
     cu_merged: torch.Tensor,
 ) -> torch.Tensor:
-    """Return (A',) values of the response tokens that are kept, 0 for the others.
-
-    Args:
-        values: (A,) per response token.
-        cu_responses: (N + 1,) offsets into `values`.
-        cu_merged: (M + 1,) offsets into the result.
-    """
+    """Return (A',) of the (A,) values per response token: those that are kept, 0 for the others."""
     column = _backend.empty((int(cu_merged[-1]),), values.dtype).zero_()
     targets = cu_merged.numpy()[plan.merged_rows] + plan.starts
     copy_segments(op, values, cu_responses[:-1].numpy(), column, targets, plan.kept)
@@ -48,8 +43,7 @@ def merge_token_rewards(
     """Return (A',) rewards per token and (M,) their sums; rewards of dropped tokens are moved.
 
     Args:
-        rewards: (A,) float32.
-        row_rewards: (N,) float32.
+        rewards, row_rewards: (A,) and (N,) float32.
         reward_per_row: a step without response tokens may have a reward.
     """
     merged = merge_values(op, rewards, cu_responses, plan, cu_merged)
@@ -76,12 +70,7 @@ def merge_token_rewards(
 def merge_routes(
     op: str, routes: torch.Tensor, cu_experts: torch.Tensor, plan: MergePlan
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (E', L, K) routes of the merged rows, and their (M + 1,) offsets.
-
-    Args:
-        routes: (E, L, K) integers.
-        cu_experts: (N + 1,) offsets into `routes`.
-    """
+    """Return (E', L, K) of the (E, L, K) routes, and the merged rows' (M + 1,) offsets."""
     begins, ends = plan.route_pieces(op, cu_experts.diff().numpy())
     starts = cu_experts[:-1].numpy() + begins
     return _join_pieces(op, routes, starts, ends - begins, plan)
@@ -97,9 +86,7 @@ def merge_kept_ids(
     """Return (B',) kept tokens of the response tokens that remain, and their (M + 1,) offsets.
 
     Args:
-        num_kept: (A,) int32, kept tokens per response token.
-        kept_ids: (B,) int32.
-        cu_responses: (N + 1,) offsets into `num_kept`.
+        num_kept, kept_ids: (A,) and (B,) int32, kept tokens per response token, and these.
     """
     cu_kept = np.concatenate([[0], np.cumsum(num_kept.numpy(), dtype=np.int64)])
     first = cu_responses[:-1].numpy().astype(np.int64)

@@ -60,10 +60,8 @@ def pad_to_tensors(
     """Return `sequences`, `attention_mask`, `response_mask` and the padded `responses`, by name.
 
     Args:
-        tokens: (S,) int32.
-        cu_seqlens: (N + 1,) offsets into `tokens`.
-        responses: name -> (A,) values per response token, or None.
-        cu_responses: (N + 1,) offsets into `responses`.
+        tokens: (S,) int32, with (N + 1,) offsets `cu_seqlens`.
+        responses: name -> (A,) values per response token, or None; with (N + 1,) `cu_responses`.
         row_rewards: (N,) float32; must be 0 for empty responses.
     """
     num_rows = len(row_rewards)
@@ -99,8 +97,7 @@ def pad_routes(
     """Return (N + pad_size, T, L, K) routes and the mask of tokens without one, or None for both.
 
     Args:
-        routes: (E, L, K) integers of the rows' first tokens.
-        cu_experts: (N + 1,) offsets into `routes`.
+        routes: (E, L, K) integers of the rows' first tokens, with (N + 1,) offsets `cu_experts`.
         lengths: (N,) tokens of each row.
     """
     if routes is None or cu_experts is None:

@@ -162,11 +162,7 @@ def bool_array(op: str, field: str, values: Sequence[Any] | np.ndarray) -> np.nd
 
 
 def row_lengths(op: str, field: str, rows: Sequence[Any]) -> np.ndarray:
-    """Return (N,) int64, the length of each row's list or array.
-
-    Raises:
-        ValueError: a row that has no length.
-    """
+    """Return (N,) int64, the length of each row's list or array; a row without one: ValueError."""
     try:
         return np.fromiter(map(len, rows), np.int64, len(rows))
     except TypeError:

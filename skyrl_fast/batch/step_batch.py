@@ -97,6 +97,9 @@ class StepBatch:
         kept_ids: (B,) int32, those tokens of all response tokens, ascending for each; None with it.
         cu_kept: (N + 1,) int32, offsets of the rows' kept tokens; None with it.
         reward_per_row: the generator returned one reward per row, not per response token.
+
+    Raises:
+        TypeError, ValueError: a column that is not a tensor, or of another dtype or size.
     """
 
     tokens: torch.Tensor
@@ -128,12 +131,6 @@ class StepBatch:
     reward_per_row: bool = False
 
     def __post_init__(self) -> None:
-        """Check types, dtypes and sizes.
-
-        Raises:
-            TypeError: a column that is not a tensor.
-            ValueError: a column of another dtype or size.
-        """
         num_rows = self.cu_seqlens.shape[0] - 1
         sizes = {
             "token": self.tokens.shape[0],
@@ -167,22 +164,18 @@ class StepBatch:
 
     @property
     def num_rows(self) -> int:
-        """N."""
         return self.cu_seqlens.shape[0] - 1
 
     @property
     def num_tokens(self) -> int:
-        """S."""
         return self.tokens.shape[0]
 
     @property
     def num_groups(self) -> int:
-        """G."""
         return len(self.uids)
 
     @property
     def num_trajectories(self) -> int:
-        """J."""
         return int(self.trajectory_ids[-1]) + 1 if self.num_rows else 0
 
     @property
@@ -418,7 +411,6 @@ class StepBatch:
         return dataclasses.replace(self, **changes)
 
     def to(self, device: torch.device | str) -> StepBatch:
-        """Return the batch with all tensors on `device`."""
         moved = {
             f.name: getattr(self, f.name).to(device, non_blocking=True)
             for f in dataclasses.fields(self)

@@ -21,6 +21,7 @@ import torch
 
 from skyrl_fast import _C
 
+# In order of preference.
 BACKENDS = ("native", "triton", "torch")
 # Checked once, without importing it: torch.compile before 2.13 cannot trace find_spec.
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -49,9 +50,6 @@ def select(
     used, or the error says why it cannot be.
 
     Args:
-        op: the op's public name, for messages.
-        tensors: the op's tensor arguments, None where one is not given; all on one device.
-        backend: "native", "triton", "torch" or None.
         available: the backends that the op has on the CPU.
         available_on_gpu: those it has on a GPU; "native" counts where `runs_native` is true.
         transforms: the transforms of torch.func ("grad", "vmap") that its kernels can run under.
@@ -66,6 +64,7 @@ def select(
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"{op}: backend must be one of {BACKENDS} or None, got {backend!r}")
     device = devices.pop() if devices else None
+    # Ops on lists have no tensor to ask; their kernels are the CPU's.
     kind = "cpu" if device is None else device_kind(device)
     usable = _usable(kind, device, available, available_on_gpu)
     wanted = [b for b in BACKENDS if b in usable] if backend is None else [backend]
@@ -104,11 +103,7 @@ def check_device(op: str, *tensors: torch.Tensor) -> set[torch.device]:
 
 
 def break_graph(op: str, what: str) -> None:
-    """Split torch.compile's graph here; with fullgraph=True that is an error with this message.
-
-    Args:
-        what: what depends on values, which a graph cannot hold.
-    """
+    """Split torch.compile's graph: `what` depends on values. With fullgraph=True: an error."""
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(
             msg=f"{op} cannot be part of a full graph: {what} depends on values"
@@ -156,6 +151,8 @@ def runs_native(device: torch.device) -> bool:
 
 def is_trusted(op: str, device: torch.device, backend: str) -> bool:
     """Return whether an op's kernels had the reference's results on this GPU, once per build."""
+    # The comparison calls the op itself, and the lock below is held for it: it would wait for its
+    # own answer.
     if getattr(_trusting, "active", False):
         return True
     index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else None
@@ -169,6 +166,7 @@ def is_trusted(op: str, device: torch.device, backend: str) -> bool:
         from skyrl_fast.ops import first_use
 
         with _first_use_lock:
+            # Another thread may have compared while this one waited for the lock.
             if key not in _reasons:
                 _reasons[key] = first_use.check_first_use(op, device, backend)
     return not _reasons[key]
@@ -186,7 +184,6 @@ def trust_kernels() -> Iterator[None]:
 
 
 def cache_folder() -> Path:
-    """Return the folder of what may be computed again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skyrl_fast"
 
 
@@ -237,7 +234,6 @@ def on_gpu(tensor: torch.Tensor) -> bool:
 
 
 def cuda_stream(tensor: torch.Tensor) -> int:
-    """Return the handle of torch's current stream on the tensor's device."""
     return torch.cuda.current_stream(tensor.device).cuda_stream
 
 
@@ -248,7 +244,6 @@ def current_device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
 
 
 def allocate_pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return uninitialised pinned CPU memory, which a GPU can read directly."""
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
@@ -256,6 +251,8 @@ def to_gpu(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the tensor on a GPU; a CPU tensor is copied from pinned memory, asynchronously."""
     if tensor.device == device and on_gpu(tensor):
         return tensor
+    # A copy from pageable memory would make the caller wait, `non_blocking` or not. torch reuses
+    # the pinned block only after the copy has run.
     return allocate_pinned(tensor.shape, tensor.dtype).copy_(tensor).to(device, non_blocking=True)
 
 
@@ -272,14 +269,10 @@ def launch_argument(tensor: torch.Tensor) -> int:
 
 
 def run_kernel(name: str, use_triton: bool, tensor: torch.Tensor, *arguments: Any) -> None:
-    """Call the Triton kernel of that name, or the native one, on the tensor's device.
-
-    Raises:
-        ValueError: a tensor with the negative bit, whose memory holds the negated values. (Through
-            torch.ops torch resolves it.)
-    """
+    """Call the Triton kernel of that name, or the native one, on the tensor's device."""
     if use_triton:
-        # A kernel gets a pointer to the memory, where a lazy negation has not happened yet.
+        # A kernel gets a pointer to the memory, where a lazy negation has not happened yet. The
+        # native ones check this themselves; for operators torch resolves it before the call.
         if any(isinstance(value, torch.Tensor) and value.is_neg() for value in arguments):
             raise ValueError(f"{name}: tensors must not have the negative bit; call .resolve_neg()")
         # On use: without a GPU nothing needs Triton.
@@ -294,7 +287,7 @@ def run_kernel(name: str, use_triton: bool, tensor: torch.Tensor, *arguments: An
 
 
 def num_threads() -> int:
-    """Return the number of CPU threads that a kernel may use: torch's own setting."""
+    # Torch's own setting: `torch.set_num_threads` limits the kernels, too.
     return torch.get_num_threads()
 
 

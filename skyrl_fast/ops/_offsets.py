@@ -10,10 +10,7 @@ from skyrl_fast.ops import _backend
 
 
 def integer_vector(op: str, name: str, values: Any) -> torch.Tensor:
-    """Return offsets or lengths as a 1-D integer tensor, on their device.
-
-    Args:
-        values: a tensor, a numpy array or a sequence of ints.
+    """Return a tensor, a numpy array or a sequence of ints as a 1-D tensor, on its device.
 
     Raises:
         TypeError: anything else.
@@ -49,9 +46,7 @@ def check_offsets(
     """Return (N + 1,) offsets, which rise from 0, as contiguous int32 or int64.
 
     Args:
-        total: the last offset; None: any.
-        num_rows: N; None: any.
-        dtype: int32 or int64.
+        total, num_rows: the last offset, and N; None: any.
         to_cpu: return them on the CPU, and check their values on any device.
 
     Raises:
@@ -75,6 +70,7 @@ def check_offsets(
     if _backend.device_kind(cu.device) != "cpu":
         return cu.to(dtype).contiguous()  # reading the values would wait for the device
     values = cu.numpy()  # much faster than torch on a few values
+    # Before the conversion, which wraps what it cannot hold.
     if cu.dtype != dtype and (values.min() < 0 or values.max() > most):
         wrong = values.min() if values.min() < 0 else values.max()
         raise ValueError(f"{op}: {name} must be offsets from 0 to {most}, got {wrong}")

@@ -21,7 +21,6 @@ class Rows:
     """Checked arguments of an op on rows.
 
     Args:
-        op: the op's public name, for messages.
         rewards: float32 (N,), (N, R) or (A,).
         last: (N,) bool, or None: every row is a trajectory.
         mask: in `shape`, or None: all ones.
@@ -95,14 +94,12 @@ def check_rows(
 
     Args:
         num_rows: N where known from the group ids; None: taken from the other arguments.
-
-    Raises:
-        TypeError, ValueError: an argument of a wrong type, dtype or shape.
     """
     if not isinstance(rewards, torch.Tensor):
         raise TypeError(f"{op}: rewards must be a torch tensor, got {type(rewards).__name__}")
     if not rewards.is_floating_point():
         raise ValueError(f"{op}: rewards must be floating point, got {rewards.dtype}")
+    # (N,) and (A,) both have one dimension; which of them it is follows from the offsets below.
     if rewards.dim() not in (1, 2):
         raise ValueError(f"{op}: rewards must be (N,), (N, R) or (A,), got {tuple(rewards.shape)}")
     if cu_seqlens is not None:
@@ -133,17 +130,14 @@ def check_rows(
 def check_row_ids(
     op: str, name: str, ids: Sequence[str] | Sequence[int] | torch.Tensor
 ) -> torch.Tensor:
-    """Return (N,) int64, equal where the ids are equal; strings become numbers by first appearance.
-
-    Raises:
-        TypeError, ValueError: anything but strings or ints, one per row.
-    """
+    """Return (N,) int64, equal where ids are equal; strings are numbered by first appearance."""
     if isinstance(ids, torch.Tensor):
         if ids.is_floating_point() or ids.dim() != 1:
             raise ValueError(
                 f"{op}: {name} must be (N,) ints, got {ids.dtype} of shape {tuple(ids.shape)}"
             )
         return ids.to(torch.int64).contiguous()
+    # It is a sequence of strings, too: each character would be the id of a row.
     if isinstance(ids, str):
         raise TypeError(f"{op}: {name} must be one id per row, got a single string")
     return dense_ids(op, name, ids)

@@ -34,8 +34,7 @@ def _block(vocab: int) -> int:
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """Return the tensor, or `other` as a placeholder for a pointer that is not read."""
-    # The HAS_ flag of a missing tensor keeps the kernel from reading it.
+    # A placeholder for a missing tensor, whose HAS_ flag keeps the kernel from reading it.
     return other if tensor is None else tensor
 
 
@@ -95,6 +94,7 @@ def selected_logprob_backward(
         return
     block = _block(vocab)
     strides, grad_strides = _strides(logits), _strides(grad)
+    # Per row one program for each block, and one for the columns outside of them.
     kernels.backward_kernel[(targets.numel(), vocab // block + 1)](
         logits,
         targets,
@@ -252,6 +252,7 @@ def policy_loss(
             STEPS=num_rows.bit_length(),
             BLOCK=LOSS_BLOCK,
         )
+    # Without cells, too: it writes the zeros of their metrics.
     losses.fold_kernel[(1,)](
         partial, metrics, num_programs, params[-1], LOSS=loss, BLOCK=LOSS_BLOCK
     )

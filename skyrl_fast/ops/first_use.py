@@ -41,7 +41,6 @@ class KernelCase:
     """A call of an op whose result is compared.
 
     Args:
-        op: public name.
         name: what is special about it.
         inputs: tensors on the CPU; masked cells are NaN where the op promises not to read them.
         call: runs the op with the inputs and a backend; results and gradients by name.
@@ -72,7 +71,6 @@ class KernelCase:
 
 
 def cases(op: str) -> Iterator[KernelCase]:
-    """Yield the cases of an op; every op with kernels on a GPU has some."""
     yield from _CASES[op]()
 
 
@@ -220,6 +218,7 @@ def _milliseconds(case: KernelCase, device: torch.device, backend: str, rounds: 
 
 
 def _random_logits(rows: int, vocab: int, dtype: torch.dtype) -> Tensors:
+    # Not torch's global one: a comparison must not change the caller's random numbers.
     generator = torch.Generator().manual_seed(vocab)
     logits = (torch.randn(rows, vocab, generator=generator) * 4).to(dtype)
     targets = torch.randint(0, vocab, (rows,), generator=generator)
@@ -246,6 +245,7 @@ def _selected_cases() -> Iterator[KernelCase]:
     for name, dtype, vocab in LOGIT_CASES:
         rows = 3 if vocab == LARGE_VOCAB else 5
         yield KernelCase(op, name, _random_logits(rows, vocab, dtype), _call_selected)
+    # As where logits are shifted against their targets: `logits[:, :-1]`.
     strided = _random_logits(6, 101, torch.bfloat16)
     strided = {name: value.view(2, 3, *value.shape[1:]) for name, value in strided.items()}
     yield KernelCase(op, "rows in two strides", strided, _call_selected_strided)
@@ -348,6 +348,7 @@ def _masked_loss_cases() -> Iterator[KernelCase]:
 
     for number, loss in enumerate(TOKEN_LOSSES):
         name, dtype, vocab = LOGIT_CASES[number % len(LOGIT_CASES)]
+        # The large vocabulary once: how a row is held does not depend on the loss.
         inputs = _random_logits(5, vocab if vocab != LARGE_VOCAB or number < 5 else 64, dtype)
         cells = _cells(5, number)
         cells.pop("logprobs")

@@ -105,6 +105,7 @@ def _on_gpu(rows: Rows, ids: torch.Tensor, estimator: str, *, sort_there: bool) 
     device = rows.rewards.device
     last = None if rows.last is None else _backend.to_gpu(rows.last, device)
     cu = None if rows.cu_seqlens is None else _backend.to_gpu(rows.cu_seqlens, device)
+    # Fetching ids or flags from the GPU would wait for it: all rows are sorted there instead.
     if sort_there:
         keys, no_group = _backend.to_gpu(ids, device), torch.iinfo(torch.int64).max
         # Rows that end no trajectory sort behind all groups.

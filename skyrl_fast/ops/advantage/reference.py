@@ -1,6 +1,7 @@
 """Plain-torch reference of the advantages of trajectories, turns and tokens.
 
-N rows (turns), A cells of all rows. A trajectory's rows are adjacent and in time order.
+N rows (turns), A cells of all rows. A trajectory's rows are adjacent and in time order. In all
+functions `rewards` are (N,), one per turn, ids (N,) int64, and `is_last_step` is (N,) bool.
 """
 
 from __future__ import annotations
@@ -28,9 +29,6 @@ def group_advantage(
 
     Args:
         scores: (N,) sums of each row's token rewards; only last steps count.
-        group_ids: (N,) int64.
-        is_last_step: (N,) bool.
-        estimator: "grpo", "dr_grpo", "rloo" or "maxrl".
     """
     scores = scores.double()
     score, group = scores[is_last_step], group_ids[is_last_step]
@@ -58,12 +56,7 @@ def group_advantage(
 def turn_level_returns(
     rewards: torch.Tensor, is_last_step: torch.Tensor, gamma: float
 ) -> torch.Tensor:
-    """Return (N,) float64, the discounted sum of rewards from each turn to its trajectory's end.
-
-    Args:
-        rewards: (N,), one per turn.
-        is_last_step: (N,) bool.
-    """
+    """Return (N,) float64, the discounted rewards from each turn to its trajectory's end."""
     returns = rewards.double().clone()
     for row in range(len(returns) - 2, -1, -1):
         if not is_last_step[row]:
@@ -90,9 +83,6 @@ def turn_group_advantage(
     """Return (N,) float64, returns minus the mean of the group's other trajectories.
 
     Args:
-        rewards: (N,), one per turn.
-        group_ids: (N,) int64.
-        is_last_step: (N,) bool.
         baseline: "turn" (the others' returns at this turn, 0 after their end) or "episode" (the
             others' returns from the start).
         scale_by_std: divide by the root mean square of the group's values.
@@ -123,13 +113,7 @@ def gigpo_advantage(
     step_advantage_w: float,
     scale_by_std: bool,
 ) -> torch.Tensor:
-    """Return (N,) float64, the episode's advantage plus the weighted advantage at the anchor state.
-
-    Args:
-        rewards: (N,), one per turn.
-        group_ids, anchor_ids: (N,) int64.
-        is_last_step: (N,) bool.
-    """
+    """Return (N,) float64, the episode's advantage plus the weighted one at the anchor state."""
     trajectory = trajectory_numbers(is_last_step)
     score = torch.zeros(int(trajectory[-1]) + 1, dtype=torch.float64)
     score.index_add_(0, trajectory, rewards.double())

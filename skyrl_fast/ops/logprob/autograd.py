@@ -11,6 +11,7 @@ import torch
 
 from skyrl_fast.ops import _backend
 
+# A fragment: the other ops add their operators to the same namespace.
 _lib = torch.library.Library("skyrl_fast", "FRAGMENT")
 _lib.define(
     "selected_logprob(Tensor logits, Tensor target_ids, Tensor? mask, float temperature, "
@@ -117,6 +118,7 @@ def _autograd(
     ctx: Any, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor, grad_lse: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
     logits, targets, mask, entropy, lse, *kept = ctx.saved_tensors
+    # Autograd gives zeros for outputs without a gradient, also for the empty entropy.
     entropy_part = grad_entropy if ctx.return_entropy else None
     args = (logits, targets, mask, ctx.temperature, lse, entropy, grad_logprob, entropy_part)
     # While a graph is traced the logits are a tensor subclass without memory.

@@ -95,7 +95,6 @@ def slice_sets(kept: KeptSets, start: int, width: int) -> KeptSets:
     begin, end = kept.ranges.clamp(0, kept.ids.numel()).unbind(1)
 
     def first_at_least(limit: int) -> Tensor:
-        """Return (M,) places of the rows' first ids that are not below `limit`."""
         # Counting by one cumulative sum of all ids needs neither a search per row nor a length on
         # the host.
         below = torch.nn.functional.pad((kept.ids < limit).cumsum(0), (1, 0))

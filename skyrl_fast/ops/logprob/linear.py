@@ -139,6 +139,7 @@ def linear_logprob(
     shape = target_ids.shape
     hidden = hidden.reshape(-1, hidden.shape[-1])
     targets = target_ids.reshape(-1).to(torch.int64)
+    # Kernels on a GPU check nothing, as reading would wait: a wrong target gives NaN.
     if chosen == "torch" or not _backend.on_gpu(hidden):
         keep = as_uint8(loss_mask)
         check_targets(OP, targets, keep, lm_head_weight.shape[0])
@@ -184,6 +185,7 @@ def _autocast(
         return operands  # type: ignore[return-value]
     dtype = torch.get_autocast_dtype(kind)
     return tuple(  # type: ignore[return-value]
+        # Torch's autocast leaves float64 alone, too.
         x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype != torch.float64 else x
         for x in operands
     )

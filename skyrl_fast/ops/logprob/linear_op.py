@@ -78,6 +78,8 @@ def _forward(
         selected.check_targets(linear_rows.OP, target_ids.reshape(-1), keep, weight.shape[0])
     chosen = _options(hidden, weight, *options)
     logprob, entropy, lse, _ = linear_rows.forward_rows(hidden, weight, bias, targets, None, chosen)
+    # In the shape of the targets: a graph cannot know how many rows the mask selects. The backward
+    # finds the rows again.
     if chosen.return_entropy:
         entropy = linear_rows.spread(entropy, rows, shape)
     return linear_rows.spread(logprob, rows, shape), entropy, linear_rows.spread(lse, rows, shape)

@@ -78,6 +78,7 @@ def default_chunk_rows(
     if saved_logits_bytes is None:
         saved_logits_bytes = 0 if on_gpu else SAVED_BYTES
     if num_rows * row_bytes <= saved_logits_bytes:
+        # The step of a range, which must not be 0.
         return max(num_rows, 1)
     if not on_gpu:
         return max(CHUNK_BYTES // row_bytes, MIN_CHUNK_ROWS)

@@ -241,6 +241,7 @@ def _weights(
     if cu_seqlens is None:
         return weights[:, None].expand(shape).reshape(-1)
     lengths = cu_seqlens.diff().to(weights.device, torch.int64)
+    # The size is given, or torch would read the sum of the lengths from the device.
     return torch.repeat_interleave(weights, lengths, output_size=shape.numel())
 
 

@@ -94,7 +94,9 @@ class _Visit(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         data = logits.detach()
         if inplace_backward:
+            # Not by the operator: its schema promises to change no argument.
             logprobs, entropy = _run(data, call, data)
+            # Another op that saved these logits raises an error, where it would read a gradient.
             torch.autograd.graph.increment_version(logits)
             # The gradient is where the logits were.
             ctx.grad = data

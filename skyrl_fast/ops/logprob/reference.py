@@ -23,7 +23,6 @@ def selected_logprob(
         logits: (M, V).
         target_ids: (M,) int64, in [0, V) where the mask is not 0.
         mask: (M,), or None: all ones. Rows of mask 0 give 0 and no gradient.
-        temperature: divides the logits.
         kept: the sets that rows are normalised over; None: the full vocabulary. A set that is not
             strictly ascending in [0, V), or misses the target, gives NaN.
     """
@@ -78,13 +77,8 @@ def linear_logprob(
     """Return (M,) log-probabilities and entropies of the head's logits.
 
     Args:
-        hidden: (M, H).
-        lm_head_weight: (V, H).
-        target_ids: (M,) int64.
-        mask: (M,), or None.
-        temperature: divides the logits.
-        kept: as in `selected_logprob`.
-        bias: (V,), or None.
+        hidden, lm_head_weight, bias: (M, H), (V, H) and (V,), or None.
+        target_ids, mask, temperature, kept: as in `selected_logprob`.
         logit_scale: multiplies the product and the bias.
         soft_cap: cap of the scaled logits, by tanh.
     """

@@ -87,6 +87,7 @@ def selected_logprob(
     chosen = _backend.select(
         OP, *inputs, backend=backend, available_on_gpu=ON_GPU, transforms=("vmap",)
     )
+    # float64 is for checks of gradients; the kernels compute in float32.
     if chosen != "torch" and logits.dtype in KERNEL_DTYPES:
         rows = kernel_rows(OP, logits)
         if inplace_backward:
@@ -178,6 +179,7 @@ def kernel_rows(op: str, logits: torch.Tensor) -> torch.Tensor:
     for size, stride in zip(logits.shape[:-1], logits.stride()[:-1], strict=True):
         # Dimensions that one stride can traverse become one.
         if sizes and (size == 1 or sizes[-1] == 1 or strides[-1] == stride * size):
+            # A dimension of size 1 may have any stride.
             strides[-1] = stride if size != 1 else strides[-1]
             sizes[-1] *= size
         else:

@@ -49,7 +49,6 @@ def _kept_range(kept_ranges, num_kept, row, vocab):
 
 @triton.jit
 def _first_at_least(kept_ids, begin, end, limit):
-    """Place of the first id that is not below `limit`."""
     low = begin
     high = end
     while low < high:
@@ -160,6 +159,7 @@ def forward_kernel(
     HAS_MASK: tl.constexpr, HAS_KEPT: tl.constexpr, HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per row."""
+    # 64 bits: the elements of all rows are more than 32 can count.
     row = tl.program_id(0).to(tl.int64)
     keep = True
     if HAS_MASK:
@@ -413,6 +413,7 @@ def masked_loss_kernel(
         )  # fmt: skip
         if HAS_TOKEN_WEIGHT:
             token_weight = tl.load(token_weight_in + row).to(tl.float64)
+            # 0 drops the token, even where its loss is NaN; likewise for the KL.
             slope = tl.where(token_weight == 0, 0.0, token_weight * slope)
         if KL != 0:
             _, kl_slope = token_kl(logprob, tl.load(reference_in + row).to(tl.float64), KL)

@@ -28,12 +28,15 @@ def merge_plan(
         if row > 0 and trajectory_ids[row] == trajectory_ids[row - 1]:
             overlaps[row] = _common_prefix(merged, prompt)
             dropped = len(merged) - overlaps[row]
+            # By the mask alone: a merged row does not record where its last response begins, and
+            # merging it again must not join more.
             joins[row] = dropped == 0 or (
                 dropped <= max_drift and _last_stretch(mask) < overlaps[row]
             )
         if joins[row]:
             overlap = overlaps[row]
             if overlap < len(merged):
+                # Of all rows merged so far, as a drift may reach into an earlier response.
                 limits[head:row] = [min(limit, overlap) for limit in limits[head:row]]
             merged = merged[:overlap] + list(prompt[overlap:]) + list(response)
             mask = mask[:overlap] + [0] * (len(prompt) - overlap) + response_mask

@@ -73,6 +73,8 @@ class MergePlan:
     @property
     def reward_places(self) -> np.ndarray:
         """(N,) position in the merged response of the rewards of dropped tokens."""
+        # The last token that stays: rewards are mostly on the last one of a step, which drifts
+        # first.
         return self.limits - 1 - self.prompt_lengths[self.heads][self.merged_rows]
 
     @property
@@ -191,7 +193,6 @@ def merge_flat_steps(
         cu_responses: (N + 1,) int32 or int64 offsets of the concatenated responses.
         trajectory_ids: (N,) int32.
         loss_mask: (A,) uint8, for "realign".
-        drift, max_drift_tokens: as for `merge_steps`.
     """
     op = "merge_flat_steps"
     check_drift(op, drift, max_drift_tokens)

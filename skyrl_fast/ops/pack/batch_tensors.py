@@ -291,6 +291,7 @@ def _convert_routes(
     if out.numel() == 0:
         return out
     cell = dummy_route(out)
+    # Around the captured routes, so that each cell is written once.
     _C.fill_around(out, starts, captured, cell.contiguous(), threads)
     # As ragged rows of ids, by the copy that tokens take.
     flat = [np.empty(0, dtype=np.uint8) if a is None else a.reshape(-1) for a in arrays]

@@ -1,4 +1,7 @@
-"""Single-pass operations on rows of cells, on the CPU. N rows, R padded or A ragged cells."""
+"""Single-pass operations on rows of cells, on the CPU. N rows, R padded or A ragged cells.
+
+Wrong dtypes, shapes, row numbers and offsets are ValueErrors.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,6 @@ def count_nonzeros(
 
     Returns:
         (M,) int64; (M,) float32, 0 where all are 0; an int, over all these rows.
-
-    Raises:
-        ValueError: a wrong dtype or shape, or a row index out of range.
     """
     # For a row with at most one nonzero cell that cell is the row's exact sum.
     size = len(cells) if rows is None else len(rows)
@@ -37,9 +37,6 @@ def sum_rows(cells: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     Args:
         cells: (A,) float32, contiguous.
         cu_seqlens: (N + 1,) int32; may end before A.
-
-    Raises:
-        ValueError: a wrong dtype or shape, offsets that decrease or exceed A.
     """
     sums = torch.empty(max(0, len(cu_seqlens) - 1), dtype=torch.float64)
     _C.sum_rows(cells, cu_seqlens, sums, _backend.num_threads())
@@ -52,9 +49,6 @@ def divide_rows(cells: torch.Tensor, divisors: torch.Tensor, out: torch.Tensor) 
     Args:
         cells, out: (N, R) float32, contiguous.
         divisors: (N,) float32, or (1,) for all rows.
-
-    Raises:
-        ValueError: a wrong dtype or shape.
     """
     _C.divide_rows(cells, divisors, out, _backend.num_threads())
 
@@ -65,9 +59,6 @@ def multiply_rows(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tenso
     Args:
         values: (N,) float32.
         mask: (N, R) int64, contiguous.
-
-    Raises:
-        ValueError: a wrong dtype or shape.
     """
     out = _backend.empty(mask.shape, torch.float32)
     counts = torch.empty(len(mask), dtype=torch.int64)

@@ -71,6 +71,7 @@ def pack_steps(
         values = _backend.empty((int(cu[-1]),), dtype)
         copies += _ragged.copy_jobs(field, values, cu[:-1].to(torch.int64))
         packed[name] = Ragged(values, cu)
+    # All fields at once: threads share one pass over the elements of all.
     _ragged.fill(op, copies)
     return packed
 
@@ -90,11 +91,8 @@ def pad_rows(
     Rows end at the right edge.
 
     Args:
-        op: the caller's public name, for messages.
-        tokens: of each row.
         response_lengths: (N,) int64.
         responses: columns of the response tokens.
-        pad_token_id: left of each row's tokens.
         highest_id: of a token; none may be negative.
 
     Returns:

@@ -210,6 +210,7 @@ def pattern_of(pad_value: float, dtype: torch.dtype) -> bytes:
         >>> pattern_of(1, torch.int16) == bytes([1, 0]) * 8
         True
     """
+    # As bytes: the kernels pad every dtype by the same code.
     element = torch.full((1,), pad_value, dtype=dtype).view(torch.uint8).numpy().tobytes()
     return element * (PATTERN_BYTES // len(element))
 
@@ -255,6 +256,7 @@ def _mask_blocks(op: str, mask: torch.Tensor, side: str) -> tuple[torch.Tensor, 
     if side == "both":
         return starts, lengths
     expected = _starts_of(side, lengths, mask.shape[1])
+    # An empty row has no block, so where it starts says nothing.
     is_bad = (starts != expected) & (lengths > 0)
     if bool(is_bad.any()):
         where = {"left": "0 in the padding on the left and 1 after it"}.get(

@@ -85,7 +85,6 @@ class PassPlan:
         self._plan.write_sizes(self._sizes)
 
     def __len__(self) -> int:
-        """P."""
         return len(self._sizes)
 
     @property
@@ -105,9 +104,7 @@ class PassPlan:
         """Return the arrays of a pass under the names that `MicroBatch` and `NodeTree` give them.
 
         Args:
-            number: of the pass.
-            tokens: (S,) those of the plan.
-            routes: (E, ...) those of the plan, to add them.
+            tokens, routes: those of the plan; without `routes` none are written.
             kept: (A,) int32 number of tokens that each response token was sampled from, (B,) int32
                 these, (N + 1,) int64 offsets of the rows; see `StepBatch.num_kept`.
         """
@@ -146,8 +143,7 @@ def balance_parts(loads: np.ndarray, budget: int, *, multiple: int = 1) -> tuple
     """Return (n,) the part of each item, numbered by decreasing load, and the number of parts.
 
     Args:
-        loads: (n,) int64.
-        budget: most load of a part.
+        loads: (n,) int64; those of a part add up to `budget` at most.
         multiple: of which the number of parts is one.
     """
     # The largest item goes to the part with the smallest load (LPT rule, Graham 1969), with the

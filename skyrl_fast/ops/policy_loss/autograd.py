@@ -89,6 +89,7 @@ class _EagerPolicyLoss(torch.autograd.Function):
         use_triton = ctx.rest[-1]
         if _backend.on_gpu(grad) and not use_triton:  # the kernel checks whether the factor is 1
             _backend.run_kernel("scale_cells", False, grad, grad, grad_loss.reshape(1))
+        # Reading the factor costs nothing on a CPU; on a GPU it would wait.
         elif _backend.on_gpu(grad) or float(grad_loss) != 1.0:
             grad.mul_(grad_loss)
         return (grad,) + (None,) * (len(saved) - 1 + len(ctx.rest))
@@ -139,6 +140,7 @@ def _policy_loss(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     *inputs, use_triton, with_grad = args
     current = inputs[0]
     metrics = current.new_empty(len(METRICS), dtype=torch.float64)
+    # An operator returns tensors: without a gradient an empty one, which costs nothing.
     shape = current.shape if with_grad else (0,)
     grad = _backend.empty(shape, current.dtype, current.device)
     outputs = [grad if with_grad else None, metrics]

@@ -296,6 +296,7 @@ def _custom(
     """Return a user's loss, which gets padded cells (N, R) as N flat rows of R cells."""
     current = cells.current
     _require(loss.name, "advantages", advantages)
+    # Detached, or the ratio to itself would have no gradient.
     old = current.detach() if old_logprobs is None else _like(current, "old_logprobs", old_logprobs)
     rollout = _like(current, "rollout_logprobs", rollout_logprobs)
     adv = _like(current, "advantages", advantages)

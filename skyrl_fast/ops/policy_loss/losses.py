@@ -169,7 +169,6 @@ class Dppo(LossSettings):
 
     @property
     def variant(self) -> str:
-        """Total variation or the binary KL."""
         return {"binary_tv": "dppo_tv", "binary_kl": "dppo_kl"}[self.dppo_type]
 
     def kernel_params(self) -> dict[str, float]:
@@ -251,15 +250,11 @@ _DEFAULTS = {spec.name: spec.settings() for spec in POLICY_LOSSES.values()}
 
 
 def clip_range(eps_low: float, eps_high: float) -> dict[str, float]:
-    """Return the ratio's bounds, 1 - eps_low and 1 + eps_high."""
     return {"clip_low": 1.0 - eps_low, "clip_high": 1.0 + eps_high}
 
 
 def loss_and_settings(op: str, loss: str | LossSettings) -> tuple[LossSpec, LossSettings]:
     """Return the spec of a loss, and its settings with their limits checked.
-
-    Args:
-        loss: a name, or an instance of a `settings` class.
 
     Raises:
         ValueError: an unknown loss, or a setting out of its limits.

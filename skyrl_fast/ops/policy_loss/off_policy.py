@@ -222,6 +222,7 @@ def _rows_by_sequence(
     counts = torch.bincount(sequence)
     starts = torch.zeros(counts.numel() + 1, dtype=torch.int64)
     torch.cumsum(counts, 0, out=starts[1:])
-    # Rows of a sequence are mostly adjacent: then none are sorted.
+    # Rows of a sequence are mostly adjacent: then none are sorted. Stable, as sums have the bits of
+    # their order.
     in_order = bool((sequence.diff() >= 0).all())
     return starts, None if in_order else torch.argsort(sequence, stable=True)

@@ -93,6 +93,7 @@ def reduction_weights(
         counts = torch.ops.skyrl_fast.mask_counts(mask, cu_seqlens)
     else:
         counts = _mask_counts_torch(mask, cu_seqlens)
+    # Not read by the reductions that have no segments.
     segment, num_segments = counts, 0
     if reduction == "prompt_mean":
         segment, num_segments = segments_of(OP, "group_ids", group_ids, counts.numel(), reduction)
@@ -157,11 +158,7 @@ def segments_of(
 def sequences_of(
     op: str, scope: str | None, trajectory_ids: RowIds | None, num_rows: int
 ) -> torch.Tensor | None:
-    """Return (N,) int64, the sequence of each row; None where every row is a sequence.
-
-    Args:
-        scope: "row", "trajectory", or None: trajectory where `trajectory_ids` are given.
-    """
+    """Return (N,) int64, the sequence of each row; None where rows are (no ids, or scope "row")."""
     if scope not in (None, *SCOPES):
         raise ValueError(f"{op}: scope must be one of {(None, *SCOPES)}, got {scope!r}")
     if scope == "row" or (scope is None and trajectory_ids is None):

@@ -1,7 +1,7 @@
 """Plain-torch reference of losses and reductions. N rows, C cells, flat in row-major order.
 
 All functions take flat cells with the row of each cell, are differentiable by autograd, and ignore
-masked cells. The sources of the formulas are listed in `ops/policy_loss/loss.py`.
+masked cells. The sources of the formulas are listed in `ops/policy_loss/losses.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from skyrl_fast.ops.policy_loss.losses import ClipCov, KlCov
 
 MAX_DELTA = 20.0  # |delta| at which a ratio's exponent is clamped
 MAX_K3 = 10.0
-PROBABILITY_EPSILON = 1e-8  # dppo's binary KL
+PROBABILITY_EPSILON = 1e-8  # of dppo's binary KL: no log of 0 where a probability is 1
 METRICS = (
     "loss",
     "policy_loss",
@@ -76,6 +76,7 @@ def cell_row_ids(like: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.T
         return torch.arange(num_rows, device=like.device).repeat_interleave(width)
     lengths = cu_seqlens.diff().to(like.device, torch.int64)
     rows = torch.arange(lengths.numel(), device=like.device)
+    # The size is given, or torch would read the sum of the lengths from the device.
     return torch.repeat_interleave(rows, lengths, output_size=like.numel())
 
 
@@ -102,6 +103,7 @@ def kl_penalty(
     if estimator == "k2":
         return 0.5 * delta.square()
     x = torch.where(delta.isnan(), delta, (-delta).clamp(-MAX_DELTA, MAX_DELTA))
+    # exp(x) - 1 - x would have no digit left for small differences.
     value = torch.expm1(x) - x
     return torch.where(value.isnan(), value, value.clamp(-MAX_K3, MAX_K3))
 
@@ -333,6 +335,7 @@ def _policy_metrics(
     ratio = delta.double().exp()
     inf = torch.full_like(ratio, torch.inf)
     known = stream & ~ratio.isnan()
+    # A tensor without cells has no extremes; the count is the 0 that is reported then.
     extremes = [
         mask_values(ratio, known).max() if ratio.numel() else count,
         torch.where(known, ratio, inf).min() if ratio.numel() else count,
@@ -408,6 +411,7 @@ def select_by_covariance(
         inside = (covariance > settings.clip_cov_lb) & (covariance < settings.clip_cov_ub)
         candidates = (inside & ~(low | high)).nonzero().reshape(-1)
         num = max(1, int(current.numel() * settings.clip_ratio))
+        # A generator draws on its own device only.
         place = "cpu" if generator is None else generator.device
         order = torch.randperm(candidates.numel(), generator=generator, device=place)
         order = order.to(candidates.device)

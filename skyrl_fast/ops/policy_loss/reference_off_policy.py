@@ -90,6 +90,7 @@ def off_policy_correction(
         inside = (ratio >= low) & (ratio <= high)
         metrics["token_mask_ratio"] = (keep & ~inside).sum().double() / before
         keep = keep & inside
+    # A sum of logs: the product of many ratios would overflow before it is clamped.
     log_product = per_sequence(mask_values(delta, keep))
     weights = None
     if rules.tis == "token":
@@ -122,6 +123,7 @@ def _ratio_metrics(
     zero = torch.zeros_like(count)
     values = ratio.double()
     mean = mask_values(values, live).sum() / count.clamp(min=1)
+    # Around the mean: of ratios near 1 a difference of squares would lose the digits.
     squares = mask_values((values - mean).square(), live).sum()
     known = live & ~delta.isnan()
     cell = torch.zeros(1, dtype=torch.float64, device=ratio.device)  # for a batch without cells

@@ -52,6 +52,7 @@ def _too_far(logprob, old_logprob, delta_low, delta_high, BY_KL: tl.constexpr):
     prob = tl.exp(_clamp(logprob, -80.0, 20.0))
     old_prob = tl.exp(_clamp(old_logprob, -80.0, 20.0))
     if BY_KL:
+        # The reference's PROBABILITY_EPSILON.
         rest = (1.0 - old_prob + 1e-8) / (1.0 - prob + 1e-8)
         rest_log = tl.where(rest > 0, tl.log(tl.where(rest > 0, rest, 1.0)), float("nan"))
         kl = old_prob * (old_logprob - logprob) + (1.0 - old_prob) * rest_log
@@ -173,6 +174,7 @@ def _row_of(cell, cu, width, num_rows, RAGGED: tl.constexpr, STEPS: tl.constexpr
 
 @triton.jit
 def _cells(pointer, cell, live):
+    # Masked cells are not read: they may be NaN.
     return tl.load(pointer + cell, mask=live, other=0.0).to(tl.float64)
 
 

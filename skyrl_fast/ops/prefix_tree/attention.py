@@ -62,7 +62,6 @@ class TreeAttention:
 
 
 def kind_for(num_nodes: int, device: torch.device | str) -> str:
-    """Return the default kind for trees of `num_nodes` nodes on a device."""
     place = torch.device(device).type
     if place == "cpu":
         return "tiles"
@@ -112,6 +111,7 @@ def plan_tree_attention(
         raise ValueError(
             f"{OP}: kind 'flex' needs a multiple of {FLEX_BLOCK} nodes, got {num_nodes}"
         )
+    # These masks are made from the ends alone: the parents stay where they are.
     return TreeAttention(kind, num_nodes, parents, ends.to(device))
 
 
@@ -221,8 +221,7 @@ def seen_nodes(ends: Tensor, window: int | None, chunk: int | None, *, first: in
     """Return (T, T) bool, True where the row's node sees the column's.
 
     Args:
-        ends: (T,) integers, as in `PrefixTree`.
-        first: node of the first row, if those before it are left out.
+        ends, first: as in `ancestor_mask`.
     """
     seen = ancestor_mask(ends, first=first)
     if window is None and chunk is None:
@@ -232,11 +231,7 @@ def seen_nodes(ends: Tensor, window: int | None, chunk: int | None, *, first: in
 
 
 def flex_block_mask(ends: Tensor, window: int | None = None, chunk: int | None = None) -> Any:
-    """Return FlexAttention's block mask, without evaluating each pair of nodes.
-
-    Args:
-        ends: (T,) integers, T a multiple of 128.
-    """
+    """Return FlexAttention's block mask without evaluating each pair; T is a multiple of 128."""
     from torch.nn.attention.flex_attention import BlockMask
 
     # A block of keys before a block of queries is fully visible where the smallest end of its nodes
@@ -369,5 +364,6 @@ def node_pairs(ends: Sequence[int] | np.ndarray) -> int:
         >>> node_pairs([3, 2, 3])
         5
     """
+    # ends - number is the size of a node's subtree: as many nodes see it.
     values = np.asarray(ends, dtype=np.int64)
     return int((values - np.arange(len(values))).sum())

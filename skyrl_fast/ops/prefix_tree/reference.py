@@ -98,8 +98,7 @@ def masked_attention(
         query: (n, H, T, D).
         key, value: (n, G, T, D), H a multiple of G.
         mask: bool, True where a query sees a key; broadcasts to (n, H, T, T).
-        softcap: replaces a score by softcap * tanh(score / softcap).
-        sinks: (H,) a score per head that takes part in the softmax and has no value.
+        softcap, sinks: as in `tree_attention`.
     """
     repeats = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))

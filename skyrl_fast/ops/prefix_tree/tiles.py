@@ -73,6 +73,7 @@ class _TileAttention(torch.autograd.Function):
         if sinks is not None:
             # A sink has no value, so its score's gradient is -p (grad . out) at each node.
             out, lse = saved[3:]
+            # The kernels' log-sum-exp has base 2.
             shares = torch.exp2(LOG2_E * sinks.float()[:, None] - lse)
             of_sinks = -(shares * (grad * out).sum(-1)[0]).sum(1).to(sinks.dtype)
         return *(one.to(ctx.dtype) for one in grads), of_sinks, None, None, None
@@ -87,4 +88,5 @@ def _readable(tensor: Tensor) -> Tensor:
 def _like(heads: Tensor) -> Tensor:
     """Return an uninitialised (1, H, T, D) tensor with (1, T, H, D) consecutive in memory."""
     batch, num_heads, num_nodes, size = heads.shape
+    # The caller transposes to (1, T, H, D), as transformers does: then without a copy.
     return heads.new_empty(batch, num_nodes, num_heads, size).transpose(1, 2)

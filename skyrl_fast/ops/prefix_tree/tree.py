@@ -226,7 +226,6 @@ def _spans(name: str, offsets: torch.Tensor, total: int) -> tuple[np.ndarray, np
 
 
 def _offsets(lengths: np.ndarray) -> np.ndarray:
-    """Return (N + 1,) int64: 0 and the running sums."""
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 

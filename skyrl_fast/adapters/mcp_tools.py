@@ -65,13 +65,10 @@ class McpTools:
             self.tools.append({"type": "function", "function": function})
 
     async def call(self, tool_call: Any) -> Message:
-        """Return the tool's message for a call in an answer.
+        """Return the tool's message for a call in an answer of OpenAI's client.
 
         What the model did wrong (an unknown tool, arguments that are no JSON or that the tool
         refuses) is text for the model.
-
-        Args:
-            tool_call: a call in an answer of OpenAI's client.
         """
         function = tool_call.function
         text = await self._text(function.name, function.arguments)

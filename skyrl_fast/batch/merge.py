@@ -43,7 +43,6 @@ def merge_token_rewards(
     """Return (A',) rewards per token and (M,) their sums; rewards of dropped tokens are moved.
 
     Args:
-        rewards, row_rewards: (A,) and (N,) float32.
         reward_per_row: a step without response tokens may have a reward.
     """
     merged = merge_values(op, rewards, cu_responses, plan, cu_merged)
@@ -83,11 +82,7 @@ def merge_kept_ids(
     cu_responses: torch.Tensor,
     plan: MergePlan,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (B',) kept tokens of the response tokens that remain, and their (M + 1,) offsets.
-
-    Args:
-        num_kept, kept_ids: (A,) and (B,) int32, kept tokens per response token, and these.
-    """
+    """Return (B',) of the (B,) kept ids, of the tokens that remain, and their (M + 1,) offsets."""
     cu_kept = np.concatenate([[0], np.cumsum(num_kept.numpy(), dtype=np.int64)])
     first = cu_responses[:-1].numpy().astype(np.int64)
     # Of a response the first `plan.kept` tokens remain, whose sets are adjacent.
@@ -98,11 +93,7 @@ def merge_kept_ids(
 def _join_pieces(
     op: str, values: torch.Tensor, starts: np.ndarray, lengths: np.ndarray, plan: MergePlan
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the pieces of all steps, one after another, and the merged rows' (M + 1,) offsets.
-
-    Args:
-        starts, lengths: (N,) of each step's piece.
-    """
+    """Return the (N,) pieces of all steps end to end, and the merged rows' (M + 1,) offsets."""
     cu_merged = offsets(torch.from_numpy(np.add.reduceat(lengths, plan.heads)))
     merged = _backend.empty((int(cu_merged[-1]), *values.shape[1:]), values.dtype)
     targets = np.cumsum(lengths) - lengths

@@ -78,11 +78,7 @@ def row_index(
 
 
 def split_trajectory_ids(op: str, trajectory_ids: Sequence[Any]) -> tuple[list[Any], np.ndarray]:
-    """Return the N instance ids and the (N,) int64 repetition ids.
-
-    Args:
-        trajectory_ids: N pairs `(instance_id, repetition_id)`, or objects with these attributes.
-    """
+    """Return N instance ids and (N,) int64 repetition ids, of pairs or objects with both."""
     try:
         # By type, of which there are few: a check per row would take longer than reading the rows.
         if all(map(issubclass, set(map(type, trajectory_ids)), repeat((tuple, list)))):

@@ -16,10 +16,6 @@ def mini_batch_boundaries(
 ) -> list[tuple[int, int]]:
     """Return the (start, end) rows of consecutive mini-batches of `mini_batch_size` prompts each.
 
-    Args:
-        group_ids: N, the prompt of each row.
-        mini_batch_size: prompts per mini-batch; must divide their number.
-
     Raises:
         ValueError: rows of a prompt are not adjacent, or the size does not divide the prompts.
 

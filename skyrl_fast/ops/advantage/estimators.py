@@ -244,11 +244,7 @@ def register_advantage_estimator(
 
 
 def find_advantage_estimator(name: str) -> EstimatorSpec:
-    """Return the estimator of a name, or of a function by `module:function`.
-
-    Raises:
-        ValueError: an unknown name, or a module that cannot be imported.
-    """
+    """Return the estimator of a name, or of a function by `module:function`."""
     return _registry.find(name)
 
 

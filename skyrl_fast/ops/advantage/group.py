@@ -97,11 +97,7 @@ def group_advantage(
 
 
 def _on_gpu(rows: Rows, ids: torch.Tensor, estimator: str, *, sort_there: bool) -> torch.Tensor:
-    """Gather the last rows of each group and run three launches.
-
-    Args:
-        sort_there: ids or flags are on the GPU: all rows are sorted there, and nothing is checked.
-    """
+    """Gather the last rows of each group and run three launches; `sort_there`: without checks."""
     device = rows.rewards.device
     last = None if rows.last is None else _backend.to_gpu(rows.last, device)
     cu = None if rows.cu_seqlens is None else _backend.to_gpu(rows.cu_seqlens, device)

@@ -143,8 +143,7 @@ def token_chain(
     """Return (A,) float64 advantages and returns of generalised advantage estimation.
 
     Args:
-        rewards, values: (A,), of all rows' cells.
-        trained: (A,) bool.
+        rewards, values, trained: (A,), of all rows' cells.
         trajectory: (A,) int64, of each cell's row.
     """
     # The reward of an untrained token is added to that of the trained token before it.

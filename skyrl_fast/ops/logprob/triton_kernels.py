@@ -316,10 +316,7 @@ def backward_kernel(
     HAS_MASK: tl.constexpr, HAS_KEPT: tl.constexpr, HAS_LOGPROB: tl.constexpr,
     HAS_ENTROPY: tl.constexpr, SAME_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and block of columns; grad may be logits.
-
-    SAME_ROWS: rows of both start at the same elements.
-    """
+    """One program per row and block of columns; grad may be logits."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     grad_logprob = tl.full((), 0.0, tl.float32)

@@ -157,11 +157,7 @@ def register_policy_loss(
 
 
 def find_policy_loss(name: str) -> LossSpec | CustomLoss:
-    """Return the loss of a name, or of a function by `module:function`.
-
-    Raises:
-        ValueError: an unknown name, or a module that cannot be imported.
-    """
+    """Return the loss of a name, or of a function by `module:function`."""
     return _registry.find(name)
 
 
@@ -182,8 +178,7 @@ def custom_policy_loss(
     Args:
         inputs: cells as given to `policy_loss`; masked cells may hold any value.
         live: (A,) bool, the tokens of all streams.
-        row_weights: (N,).
-        token_weights, cross_entropy_weights, kl_weights: (A,), as for `policy_loss`.
+        row_weights: (N,). token_weights, cross_entropy_weights, kl_weights: (A,).
     """
     stream, logprobs = inputs.loss_mask, inputs.logprobs
     clean_inputs = _mask_inputs(inputs, None if loss.scope != "token" else token_weights)

@@ -254,11 +254,7 @@ def clip_range(eps_low: float, eps_high: float) -> dict[str, float]:
 
 
 def loss_and_settings(op: str, loss: str | LossSettings) -> tuple[LossSpec, LossSettings]:
-    """Return the spec of a loss, and its settings with their limits checked.
-
-    Raises:
-        ValueError: an unknown loss, or a setting out of its limits.
-    """
+    """Return the spec of a loss, and its settings with their limits checked."""
     if isinstance(loss, str) and loss in POLICY_LOSSES:
         return POLICY_LOSSES[loss], _DEFAULTS[loss]
     spec = None if isinstance(loss, str) else _SPEC_BY_CLASS.get(type(loss))
@@ -286,7 +282,6 @@ def kernel_params(settings: LossSettings, kl_coef: float) -> list[float]:
 
 
 def ratio_to_rollout(spec: LossSpec, settings: LossSettings) -> bool:
-    """Return whether the denominator of the ratio is the sampling policy."""
     if isinstance(settings, Cispo):
         return settings.cispo_ratio == "rollout"
     return spec.ratio_to in ("rollout", "rollout_where_given")
@@ -299,11 +294,7 @@ def ratio_logprobs(
     old_logprobs: torch.Tensor | None,
     rollout_logprobs: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """Return the log-probabilities in the denominator of the ratio; None: the current ones.
-
-    Raises:
-        ValueError: the loss needs `rollout_logprobs` and there are none.
-    """
+    """Return the log-probabilities in the denominator of the ratio; None: the current ones."""
     if spec.ratio_to == "nothing":
         return None
     if not ratio_to_rollout(spec, settings):

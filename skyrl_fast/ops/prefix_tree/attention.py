@@ -218,11 +218,7 @@ def least_depths(depths: Tensor, window: int | None, chunk: int | None) -> Tenso
 
 
 def seen_nodes(ends: Tensor, window: int | None, chunk: int | None, *, first: int = 0) -> Tensor:
-    """Return (T, T) bool, True where the row's node sees the column's.
-
-    Args:
-        ends, first: as in `ancestor_mask`.
-    """
+    """Return (T, T) bool, True where the row's node sees the column's; as `ancestor_mask`."""
     seen = ancestor_mask(ends, first=first)
     if window is None and chunk is None:
         return seen

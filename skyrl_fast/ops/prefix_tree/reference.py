@@ -39,11 +39,7 @@ class Trees:
 
 
 def prefix_tree(rows: Sequence[Sequence[Hashable]], group_ids: Sequence[int]) -> Trees:
-    """Return one tree per group, in the order in which groups first appear.
-
-    Args:
-        rows: N sequences of keys; tokens with equal keys are the same.
-    """
+    """Return one tree per group, by first appearance; tokens with equal keys are the same."""
     roots: dict[int, _Node] = {}
     paths: list[list[_Node]] = []
     for number, (row, group) in enumerate(zip(rows, group_ids, strict=True)):

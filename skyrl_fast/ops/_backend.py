@@ -84,6 +84,7 @@ def select(
     # While a graph is traced, tensors are wrapped by the compiler, not by a transform.
     if chosen != "torch" and not torch.compiler.is_compiling():
         instead = "; use backend='torch'" if "torch" in usable else ""
+        # A kernel reads values alone: a tangent or a transform would be lost without an error.
         if any(map(_is_dual, given)):
             raise RuntimeError(f"{op}: no forward-mode derivative{instead}")
         for transform in map(_transform_of, given):

@@ -95,6 +95,8 @@ def turn_group_advantage(
         number = len(trajectory[others].unique())
         at = turn == (turn[row] if baseline == "turn" else 0)
         if number:
+            # Over all others, those that have ended count as 0: a mean over those that still run
+            # would bias the gradient.
             advantage[row] = value[row] - value[others & at].sum() / number
     if scale_by_std:
         for group in group_ids.unique():

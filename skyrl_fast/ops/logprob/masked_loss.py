@@ -198,6 +198,7 @@ def _torch(
         call.old_logprobs,
         call.advantages,
         live,
+        # Each cell is a row, whose weight is its own.
         torch.arange(live.numel(), device=live.device),
         call.row_weights,
         ref_logprobs=call.ref_logprobs,

@@ -111,6 +111,7 @@ def convert_prompts_responses_to_batch_tensors(
     else:
         tensors = _convert(fields, pad_token_id, vocab_size, pad_size)
     routes = _convert_routes(rollout_expert_indices, lengths, width, pad_size)
+    # Last, as they may be copies of row 0.
     names = ("sequences", "attention_mask", "response_mask", "rewards", "loss_mask", "logprobs")
     for name, tensor in zip((*names, "rollout_expert_indices"), (*tensors, routes), strict=True):
         if tensor is not None:

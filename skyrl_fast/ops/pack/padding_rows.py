@@ -113,6 +113,7 @@ def check_pad_mode(op: str, pad_size: int, mode: str) -> None:
 def dummy_route(routes: torch.Tensor) -> torch.Tensor:
     """Return the (L, K) route of tokens without one: 0, 1, ... K - 1 in each layer."""
     num_layers, top_k = routes.shape[-2:]
+    # Distinct experts: zeros would send the token to one of them K times.
     return torch.arange(top_k, dtype=routes.dtype).expand(num_layers, top_k)
 
 

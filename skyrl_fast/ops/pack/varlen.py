@@ -92,6 +92,7 @@ def padded_to_varlen(
         lengths = _check_lengths(op, lengths, len(padded), padded.shape[1])
         starts = _check_starts(op, starts, side, lengths, padded.shape[1])
     use_native = _select(op, padded, backend)
+    # 32 bits for attention kernels; ours take 64.
     cu_seqlens = _ragged.int32_offsets(op, "padded", lengths)
     if use_native:
         rows = _place_rows(starts, lengths, padded.device)

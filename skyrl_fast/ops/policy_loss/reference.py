@@ -126,6 +126,8 @@ def clipped_surrogate(
     bound = -advantages * ratio.clamp(low, high)
     clipped = bound > free
     loss = torch.where(clipped, bound, free)
+    # Only the lower bound can raise the loss of a negative advantage, only the upper one that of a
+    # positive one.
     return loss, clipped & (advantages < 0), clipped & (advantages > 0)
 
 
@@ -175,6 +177,7 @@ def token_loss(
     if loss == "sapo":
         tau_neg = torch.full_like(ratio, p["tau_neg"])
         tau = torch.where(advantages > 0, torch.full_like(ratio, p["tau_pos"]), tau_neg)
+        # 4 / tau: at ratio 1 the gradient is that of the loss without a gate.
         return -advantages * torch.sigmoid(tau * (ratio - 1)) * (4 / tau), no, no, no
     if loss in ("dppo_tv", "dppo_kl"):
         low, high = _dppo_dropped(loss, p, logprobs.detach(), old_logprobs)
@@ -191,6 +194,7 @@ def _dppo_dropped(
     if loss == "dppo_tv":
         return old_prob - prob > p["delta_low"], prob - old_prob > p["delta_high"]
     other, old_other = 1 - prob + PROBABILITY_EPSILON, 1 - old_prob + PROBABILITY_EPSILON
+    # Of two outcomes: this token, or any other.
     kl = old_prob * (old_logprobs - logprobs) + (1 - old_prob) * torch.log(old_other / other)
     return (prob < old_prob) & (kl > p["delta_low"]), (prob > old_prob) & (kl > p["delta_high"])
 

@@ -67,6 +67,7 @@ def off_policy_correction(
     def per_sequence(values: torch.Tensor) -> torch.Tensor:
         return zeros.index_add(0, sequence, values.double())
 
+    # Of the given mask: shares are of these sequences, whatever the rules before have dropped.
     trained = per_sequence(live) > 0
     metrics = _ratio_metrics(delta, ratio, live)
 
@@ -77,6 +78,7 @@ def off_policy_correction(
     if rules.has_outlier_rule:
         high = torch.inf if rules.outlier_high is None else rules.outlier_high
         low = -torch.inf if rules.outlier_low is None else rules.outlier_low
+        # NaN compares as false: it is no outlier, and outside of the token bounds below.
         over = per_sequence(live & (ratio > high)) > 0
         under = per_sequence(live & (ratio < low)) > 0
         metrics["outlier_seq_masked_ratio"] = share(over | under)

@@ -236,6 +236,7 @@ def _by_reference(
     ids = tokens.tolist()
     keys: list[list[tuple[int, bytes | None]]] = []
     for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        # None equals None alone: a token without a label is like no token with one.
         marks: list[bytes | None] = [None] * length
         if labels is not None:
             cells, first, counts = labels[0], int(labels[1][row]), int(labels[2][row])

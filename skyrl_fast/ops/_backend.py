@@ -226,6 +226,7 @@ def triton_is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1" and HAS_TRITON
 
 
+# The only places that ask: tests replace them, to run the code of GPUs on other tensors.
 def device_kind(device: torch.device) -> str:
     return device.type
 

@@ -140,6 +140,7 @@ def _by_group(ids: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
     order = torch.arange(ids.numel()) if last is None else last.nonzero()[:, 0]
     groups = ids if last is None else ids[order]
     if bool((groups[1:] < groups[:-1]).any()):  # rows of a group are usually adjacent
+        # Stable: sums run over rows in order, as on the CPU, and have its bits.
         groups, places = torch.sort(groups, stable=True)
         order = order[places]
     return torch.stack([groups, order])

@@ -13,6 +13,7 @@ from skyrl_fast.ops import _backend
 
 # A fragment: the other ops add their operators to the same namespace.
 _lib = torch.library.Library("skyrl_fast", "FRAGMENT")
+# The backend is chosen outside, so that a compiled graph holds the choice as a constant.
 _lib.define(
     "selected_logprob(Tensor logits, Tensor target_ids, Tensor? mask, float temperature, "
     "bool return_entropy, bool inplace_backward, bool use_triton=False, Tensor? kept_ids=None, "

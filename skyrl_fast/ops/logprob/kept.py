@@ -31,6 +31,7 @@ class KeptSets(NamedTuple):
     ranges: Tensor
 
     def of_rows(self, rows: Tensor | slice) -> KeptSets:
+        # The ids stay where they are: a range says which are the row's.
         return KeptSets(self.ids, self.ranges[rows])
 
     @property

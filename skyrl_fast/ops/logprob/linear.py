@@ -150,6 +150,7 @@ def linear_logprob(
         rows = (loss_mask.reshape(-1) != 0).nonzero().squeeze(1)
         if rows.device != hidden.device:
             rows = rows.to(hidden.device, non_blocking=True)
+        # Outside of the autograd function: indexing returns the gradient to these rows.
         hidden, targets = hidden[rows], targets[rows]
         kept = None if kept is None else kept.of_rows(rows)
     if native:

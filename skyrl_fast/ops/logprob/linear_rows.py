@@ -90,6 +90,7 @@ def spread(values: torch.Tensor, rows: torch.Tensor | None, shape: torch.Size) -
     """Return `shape` zeros with the values at their rows."""
     if rows is None:
         return values.view(shape)
+    # Differentiable: without a trained row, too, the result belongs to the graph.
     zeros = values.new_zeros(shape.numel())
     return zeros.index_put((rows,), values).view(shape)
 

@@ -282,4 +282,5 @@ def _cells(
         raise TypeError(f"{OP}: {name} must be a torch tensor, got {type(value).__name__}")
     if value.shape != shape:
         raise ValueError(f"{OP}: {name} must be of shape {tuple(shape)}, got {tuple(value.shape)}")
+    # A constant of the loss: only the logits have a gradient.
     return value.detach().to(dtype).reshape(-1).contiguous()

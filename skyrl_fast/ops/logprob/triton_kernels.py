@@ -319,6 +319,8 @@ def backward_kernel(
     """One program per row and block of columns; grad may be logits."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
+    # Defined before the branch that sets them, with the types that they have there: Triton wants
+    # both.
     grad_logprob = tl.full((), 0.0, tl.float32)
     grad_entropy = tl.full((), 0.0, tl.float32)
     entropy = tl.full((), 0.0, tl.float32)

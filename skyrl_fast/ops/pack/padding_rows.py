@@ -49,6 +49,7 @@ def pad_batch(batch: Batch, pad_size: int, *, mode: str = "repeat") -> Batch:
     """
     check_pad_mode(OP, pad_size, mode)
     metadata = _metadata_of(batch)
+    # The same object, as from SkyRL's function.
     if pad_size == 0:
         if metadata is None:
             metadata = {}

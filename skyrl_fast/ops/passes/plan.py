@@ -81,6 +81,7 @@ class PassPlan:
             _backend.num_threads(),
         )
         # Few numbers: the arrays of a pass are made when it is reached, one pass at a time.
+        # Columns: of trees or not, sequences, width, rows, trained tokens.
         self._sizes = np.empty((self._plan.num_passes, 5), dtype=np.int64)
         self._plan.write_sizes(self._sizes)
 

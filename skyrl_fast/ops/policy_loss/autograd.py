@@ -27,6 +27,7 @@ _library.define(
     "kl_penalty(Tensor logprobs, Tensor ref_logprobs, Tensor loss_mask, Tensor? grad_out, int kl, "
     "bool use_triton=False) -> Tensor"
 )
+# An operator, so that gspo can be part of a compiled graph.
 _library.define(
     "delta_sums(Tensor a, Tensor b, Tensor loss_mask, Tensor? cu_seqlens, bool use_triton=False) "
     "-> Tensor"

@@ -407,6 +407,7 @@ def _like(
         )
     if value.device != current.device:
         raise ValueError(f"{op}: {name} must be on {current.device}, got {value.device}")
+    # A constant of the loss: only the current log-probabilities have a gradient.
     return value.detach().to(current.dtype).contiguous()
 
 
@@ -420,6 +421,7 @@ def _sequence_delta(
 ) -> torch.Tensor:
     """Return (N,) float64: the mean of d over the trained tokens of each row's sequence."""
     denominator = current if old is None else old
+    # A constant of each token, whose gradient flows through its own log-probability.
     sums = torch.ops.skyrl_fast.delta_sums(
         current.detach(), denominator.detach(), mask, cu_seqlens, use_triton
     )

@@ -220,11 +220,13 @@ POLICY_LOSSES: dict[str, LossSpec] = {
         LossSpec("gspo", Gspo, {"gspo": 2}, scope="sequence"),
         LossSpec("cispo", Cispo, {"cispo": 3}),
         LossSpec("rollout_is", RolloutIs, {"rollout_is": 4}, ratio_to="rollout"),
+        # A token without an advantage counts in the means of the covariance.
         LossSpec(
             *("clip_cov", ClipCov, {"clip_cov": 5}),
             scope="mini_batch",
             zero_where_advantage_is_zero=False,
         ),
+        # Nor does the penalty depend on the advantage.
         LossSpec(
             *("kl_cov", KlCov, {"kl_cov": 6}),
             scope="mini_batch",

@@ -22,6 +22,7 @@ from skyrl_fast.ops.policy_loss.reduction import (
 from skyrl_fast.ops.policy_loss.reference import cell_row_ids
 
 OP = "off_policy_correction"
+# SkyRL's defaults.
 TIS_CAPS = {"token": 2.0, "sequence": 5.0}
 SEQUENCE_MASK_BOUNDS = {"geometric": (0.99, 1.01), "product": (0.5, 2.0)}
 TIS_KINDS = {None: 0, "token": 1, "sequence": 2}

@@ -365,6 +365,7 @@ def reduction_weights(
         counts: (N,) trained tokens. row_segments: (N,) prompt or trajectory of each row for
             prompt_mean and trajectory_mean, with `num_segments` of them.
     """
+    # 1 / 3 in float32 is off by 3e-8, and so would be a loss in float64.
     counts = counts.double()
     num_rows = counts.numel()
     if reduction == "token_mean":

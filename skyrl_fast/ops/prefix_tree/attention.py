@@ -349,6 +349,7 @@ def _check_options(
 
 def pad_trees(parents: Tensor, ends: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
     """Return parents and ends, padded with nodes that attend only to themselves."""
+    # Each a tree of one node: a softmax over no key would be NaN.
     extra = torch.arange(parents.shape[0], num_nodes, dtype=torch.int32)
     return torch.cat([parents, torch.full_like(extra, -1)]), torch.cat([ends, extra + 1])
 

@@ -171,6 +171,7 @@ def copy_jobs(
     high: int = INT64_MAX,
 ) -> list[tuple[Any, ...]]:
     """Return the jobs that copy a field's rows to `out`, row i from element `starts[i]` on."""
+    # Bounds are checked while values are copied: a pass of its own would read them twice.
     if out.dtype == torch.bool:  # stored as bytes; only 0 and 1 may be written
         out, low, high = out.view(torch.uint8), max(low, 0), min(high, 1)
     jobs = []

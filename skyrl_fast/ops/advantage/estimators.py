@@ -139,6 +139,7 @@ ADVANTAGE_ESTIMATORS: dict[str, EstimatorSpec] = {
         *(
             EstimatorSpec(
                 *(name, "outcome", partial(_group, estimator=name)),
+                # The others give a group of one its score.
                 needs_others=name == "rloo",
                 compares_group=True,
             )

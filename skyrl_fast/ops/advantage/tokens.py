@@ -129,6 +129,7 @@ def reinforce_plus_plus(
     rows = _check(op, rewards, None, is_last_step, loss_mask, cu_seqlens)
     if _backend.select(op, rows.rewards, backend=backend) == "torch":
         return _torch(rows, None, gamma, 1.0, normalize)[0]
+    # The chain of `gae`: without values and with lambda 1 its advantages are the rewards to go.
     advantages = rows.empty()
     _native(rows, None, gamma, 1.0, normalize, advantages, None)
     return advantages
@@ -154,6 +155,7 @@ def _check(
         raise ValueError(
             f"{op}: values must be of shape {tuple(rows.shape)}, got {tuple(values.shape)}"
         )
+    # `check_rows` takes rewards of any width, for ops that only sum them.
     if not rows.ragged_rewards and rows.rewards.dim() == 2 and rows.rewards.shape != rows.shape:
         raise ValueError(
             f"{op}: rewards must be ({rows.num_rows},) or {tuple(rows.shape)}, "

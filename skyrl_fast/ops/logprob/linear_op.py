@@ -118,6 +118,7 @@ def _backward(
     def of_rows(values: torch.Tensor) -> torch.Tensor:
         return values.reshape(-1) if rows is None else values.reshape(-1)[rows]
 
+    # options[3] is `return_entropy`: without it the entropy is empty, and no row has one.
     d_hidden, d_weight, d_bias = linear_rows.backward_rows(
         hidden,
         weight,

@@ -29,6 +29,7 @@ def selected_logprob(
     keep = torch.ones_like(target_ids, dtype=torch.bool) if mask is None else mask != 0
     rows = keep.nonzero().squeeze(1)
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    # Masked rows take no part: 0 times NaN is NaN, in the gradient too.
     scaled = logits[rows].to(dtype) / temperature
     wrong = None
     if kept is not None:

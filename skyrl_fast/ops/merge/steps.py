@@ -62,6 +62,7 @@ class MergePlan:
     @property
     def starts(self) -> np.ndarray:
         """(N,) where a row's response begins in its merged row's response."""
+        # All behind the first step's prompt is response.
         return self.prompt_lengths - self.prompt_lengths[self.heads][self.merged_rows]
 
     @property

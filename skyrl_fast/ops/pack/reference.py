@@ -23,6 +23,7 @@ def row_tensors(rows: Rows, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def _row(row: object, dtype: torch.dtype) -> torch.Tensor:
+    # torch takes no negative strides.
     tensor = torch.as_tensor(np.ascontiguousarray(row) if isinstance(row, np.ndarray) else row)
     if tensor.numel() == 0:
         return torch.empty(0, dtype=dtype)

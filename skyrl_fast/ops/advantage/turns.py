@@ -232,7 +232,6 @@ def _torch(
     ids: torch.Tensor | None,
     compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Return the values that `compute` makes of checked rewards and last steps, on the CPU."""
     check_trajectories(rows, ids)
     values = rows.row_sums()
     check_finite(rows, values)

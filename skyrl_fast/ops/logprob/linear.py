@@ -180,7 +180,6 @@ def linear_logprob(
 def _autocast(
     *operands: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the operands of the product as autocast has them; unchanged without autocast."""
     kind = operands[0].device.type if isinstance(operands[0], torch.Tensor) else "cpu"
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return operands  # type: ignore[return-value]

@@ -67,15 +67,13 @@ def visit(logits: Tensor, call: LossCall, inplace_backward: bool) -> Result:
 
 
 def _with_loss(logprobs: Tensor, entropy: Tensor, call: LossCall) -> Result:
-    """Return the loss and its metrics: those of policy_loss for rows of one cell."""
-
     def column(cells: Tensor | None) -> Tensor | None:
         return None if cells is None else cells.view(-1, 1)
 
     live = call.mask
     if live is None:
         live = torch.ones_like(logprobs, dtype=torch.uint8)
-    # By the operator of policy_loss, from one number per row: each metric has one definition.
+    # By the operator of policy_loss, for rows of one cell: each metric has one definition.
     metrics, _ = torch.ops.skyrl_fast.policy_loss(
         column(logprobs), column(call.old_logprobs), column(call.advantages), column(live),
         call.row_weights, None, column(call.ref_logprobs), column(call.token_weights),

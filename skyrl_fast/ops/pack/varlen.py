@@ -271,7 +271,6 @@ def _mask_blocks(op: str, mask: torch.Tensor, side: str) -> tuple[torch.Tensor, 
 
 
 def _mask_blocks_on_gpu(op: str, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return starts and lengths as `mask_blocks` of the CPU; one transfer copies both."""
     ones = mask == 1
     lengths = ones.sum(1)
     columns = torch.arange(mask.shape[1], device=mask.device)

@@ -25,7 +25,6 @@ MIN_VARIANCE = 1e-8
 
 
 def warn_without_baseline(config: Config) -> None:
-    """Warn if groups have one member, whose rewards are compared with none."""
     algorithm, samples = config.trainer.algorithm, config.generator.n_samples_per_prompt
     if samples == 1 and estimator_spec(algorithm).compares_group:
         logger.warning(
@@ -88,12 +87,7 @@ def _inputs(batch: StepBatch, spec: EstimatorSpec) -> EstimatorInputs:
 
 
 def spread_over_tokens(row_values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Return (A,) each row's value, repeated for each of its tokens.
-
-    Args:
-        row_values: (N,).
-        lengths: (N,) ints, response tokens of each row.
-    """
+    """Return (A,) values of the tokens' rows, from (N,) values and (N,) numbers of tokens."""
     # NumPy: torch would wake its thread pool for a tiny array.
     return torch.from_numpy(np.repeat(row_values.numpy(), lengths.numpy()))
 
@@ -117,12 +111,8 @@ def _token_rewards(batch: StepBatch) -> torch.Tensor:
 def normalize_advantages(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return the advantages with mean 0 and (biased) variance 1 over the elements where mask is 1.
 
-    Mean and variance are both masked, in float64: padding does not affect them. Elements outside
-    the mask become 0.
-
-    Args:
-        advantages: float32 of any shape.
-        mask: mask of the same shape; 0 on padding and in padding rows.
+    Mean and variance are computed in float64. Elements outside the mask, which has the same shape,
+    become 0.
 
     Example:
         >>> normalize_advantages(torch.tensor([1.0, 3.0, 99.0]), torch.tensor([1, 1, 0]))

@@ -109,7 +109,6 @@ class GroupSampling:
         Args:
             trajectories: adjacent per group; a full batch of groups, or as many as are missing.
             informative: uids of the informative groups among them.
-            rows: rows of the trajectories, if they were built.
 
         Raises:
             DynamicSamplingError: too few groups at the limit of sampled batches.
@@ -169,7 +168,6 @@ class GroupSampling:
         }
 
     def shortfall(self) -> str:
-        """Return a message: how many groups are informative, and how many are wanted."""
         informative = self._counts["num_groups_sampled"] - self._counts["num_groups_uninformative"]
         return (
             f"{informative} of {self._counts['num_groups_sampled']} sampled groups are "

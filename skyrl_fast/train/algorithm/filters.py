@@ -65,9 +65,6 @@ def zero_reward_on_non_stop(batch: StepBatch, units: Sequences) -> Filtered:
     A sequence is unfinished if its last row's stop reason is neither "stop" nor "max_turns". All
     rewards of all its rows become 0, per row and per token.
 
-    Returns:
-        The batch and its sequences, and `generate/num_zeroed_rewards`: unfinished sequences.
-
     Raises:
         ValueError: no stop reasons.
     """
@@ -93,9 +90,6 @@ def overlong_filter(batch: StepBatch, units: Sequences) -> Filtered:
     its quality. A trajectory is truncated if its last row's stop reason is "length"; then all its
     rows are masked, the finished turns too. Rewards stay: they still count as outcomes in their
     groups.
-
-    Returns:
-        The batch and its sequences, and `generate/num_overlong_filtered`: sequences masked.
     """
     reasons = _reasons("overlong_filter", batch, units)
     overlong = np.array([reason in OVERLONG_REASONS for reason in reasons], dtype=bool)
@@ -112,9 +106,6 @@ def zero_variance_filter(batch: StepBatch, units: Sequences, *, tolerance: float
 
     Args:
         tolerance: largest difference between scores that count as equal.
-
-    Returns:
-        The batch and its sequences, and `reward/num_zero_variance_filtered`: groups masked.
     """
     groups = group_spread(units)
     # One live sequence is no comparison: its group stays.
@@ -137,11 +128,7 @@ def _response_tokens(batch: StepBatch, rows: torch.Tensor) -> torch.Tensor:
 def _mask_sequences(
     batch: StepBatch, units: Sequences, masked: np.ndarray
 ) -> tuple[StepBatch, Sequences]:
-    """Return both with the loss mask 0 in these sequences.
-
-    Args:
-        masked: (U,) bool.
-    """
+    """Return both with the loss mask 0 in the sequences of (U,) bool `masked`."""
     if not masked.any():
         return batch, units
     tokens = _response_tokens(batch, torch.from_numpy(masked[units.sequence_ids]))

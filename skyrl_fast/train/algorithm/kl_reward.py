@@ -81,11 +81,7 @@ def _kl_metrics(
 
 
 def next_kl_coef(coef: float, kl: float, num_trajectories: int, control: KlCtrlConfig) -> float:
-    """Return the coefficient of the next step; "adaptive" steers the KL towards `kl_target`.
-
-    Args:
-        kl: `loss/avg_kl` of this step.
-        num_trajectories: trajectories of this step, whatever their number of rows.
+    """Return the next step's coefficient; "adaptive" steers `kl`, `loss/avg_kl`, to `kl_target`.
 
     Example:
         >>> control = KlCtrlConfig(type="adaptive", kl_target=0.1, horizon=100)
@@ -94,6 +90,7 @@ def next_kl_coef(coef: float, kl: float, num_trajectories: int, control: KlCtrlC
     """
     # Ziegler et al. 2019, arXiv:1909.08593, section 2.2: it changes by at most 20 % per `horizon`
     # trajectories.
+    # Of these, not of rows: a trajectory of many turns counts once.
     if control.type == "fixed":
         return coef
     # One batch far from the target must not move the coefficient far.

@@ -16,11 +16,7 @@ logger = logging.getLogger(__name__)
 def apply_off_policy_correction(
     batch: StepBatch, algorithm: AlgorithmConfig
 ) -> tuple[StepBatch, dict[str, float]]:
-    """Return the batch with `token_weights`, and metrics, if a correction is enabled.
-
-    Raises:
-        ValueError: log-probabilities are missing.
-    """
+    """Return the batch with `token_weights`, and metrics, if a correction is enabled."""
     # The loss mask is unchanged: a token that the correction drops has weight 0 in the policy loss,
     # but still counts in the reduction, the KL penalty and the entropy term, as in SkyRL.
     settings = algorithm.off_policy_correction

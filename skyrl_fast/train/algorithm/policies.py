@@ -49,7 +49,7 @@ def _part(trajectory: Trajectory, name: str) -> Trajectory:
 
 
 def _outcome(trajectory: Trajectory, last: Step, name: str) -> float:
-    """Return the reward of the last step of a policy: what it has, and the outcome."""
     of_all = trajectory.steps[-1]
     outcome = trajectory.policy_rewards.get(name, of_all.reward)
+    # In another step than the trajectory's last one the outcome is not in its reward yet.
     return outcome if last is of_all else last.reward + outcome

@@ -36,15 +36,7 @@ class Sequences:
 
 
 def sequences(batch: StepBatch, scope: str) -> Sequences:
-    """Return the sequences of the batch's rows.
-
-    Args:
-        batch: rows of a trajectory adjacent.
-        scope: "row" or "trajectory".
-
-    Raises:
-        ValueError: another scope.
-    """
+    """Return the sequences of the rows, which are adjacent per trajectory, in one of `SCOPES`."""
     if scope not in SCOPES:
         raise ValueError(f"sequences: scope must be one of {SCOPES}, got {scope!r}")
     if scope == "row":

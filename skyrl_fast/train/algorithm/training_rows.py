@@ -16,14 +16,10 @@ from skyrl_fast.ops.merge.steps import MergePlan, merge_flat_steps
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """The rows of some trajectories, before any filter.
-
-    Args:
-        merged: the rows that are trained; None: the steps are.
-    """
+    """The rows of some trajectories, before any filter."""
 
     steps: StepBatch
-    merged: StepBatch | None
+    merged: StepBatch | None  # the rows that are trained; None: the steps are
 
     @property
     def trained(self) -> StepBatch:
@@ -38,12 +34,9 @@ class GroupRows(NamedTuple):
 
 
 def join_groups(groups: Mapping[str, GroupRows]) -> SampledRows:
-    """Return the rows of these groups, in order, as if built from all their trajectories at once.
-
-    Args:
-        groups: uid -> the group's rows; several uids may refer to the same rows.
-    """
+    """Return the rows of these groups, in order, as if built from all trajectories at once."""
     runs: list[tuple[SampledRows, range, list[str]]] = []  # runs of adjacent groups
+    # Several uids may refer to the same rows: copies of a group have names of their own.
     for uid, (rows, number) in groups.items():
         # Adjacent groups are one slice: fewer pieces to join.
         if runs and runs[-1][0] is rows and runs[-1][1].stop == number:
@@ -81,7 +74,6 @@ def training_rows(
     `keep_rewards`, for estimators that read all rewards.
 
     Args:
-        generator: settings of the form of rows.
         merge: merge steps; None: `generator.merge_stepwise_output`.
         observations: give the tokens between the steps of a merged row cross-entropy weight 1.
 

@@ -42,21 +42,16 @@ RunHere = Callable[[Config, StopSignals, RankStarter], Any]
 
 @dataclass(frozen=True, slots=True)
 class _Reservation:
-    """What an attempt has of the cluster.
-
-    Args:
-        ranks: a placement group with a bundle for each of them.
-        engines: where engines run; a place may have no node yet.
-    """
+    """What an attempt has of the cluster."""
 
     nodes: int
-    ranks: Any
-    engines: tuple[EngineBundle, ...] = ()
+    ranks: Any  # a placement group with a bundle per node
+    engines: tuple[EngineBundle, ...] = ()  # a place may have no node yet
 
     def release(self, ray: Any) -> None:
-        """Give all of it back; processes in it are ended."""
         for group in {place.group.id: place.group for place in self.engines}.values():
             ray.util.remove_placement_group(group)
+        # Ray also ends the processes in a group that is removed.
         ray.util.remove_placement_group(self.ranks)
 
 
@@ -105,7 +100,6 @@ def _ray() -> Any:
 
 
 def _reserve(ray: Any, config: Config, nodes: int, seconds: float) -> _Reservation:
-    """Reserve at most so many nodes for the ranks, each with its CPUs or GPUs, and the engines."""
     # Engines are packed on nodes, and ranks placed on what remains, so that an engine shares a node
     # with a rank only if it must. Where not all engines fit, ranks come first and the others wait.
     for count in range(nodes, 0, -1):

@@ -24,14 +24,7 @@ class DivergenceWatch:
         self._skipped: deque[bool] = deque(maxlen=WINDOW)
 
     def see(self, skipped: int, steps: int) -> None:
-        """Record the optimizer steps of a batch.
-
-        Args:
-            skipped: number of steps with a gradient that is not finite.
-
-        Raises:
-            DivergedError: most of the last `WINDOW` steps were skipped.
-        """
+        """Record the steps of a batch; DivergedError if most of the last `WINDOW` were skipped."""
         self._skipped.extend([True] * skipped + [False] * (steps - skipped))
         total = sum(self._skipped)
         if total > WINDOW // 2:

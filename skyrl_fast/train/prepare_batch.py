@@ -30,13 +30,13 @@ from skyrl_fast.train.model.policy import Policy, Reference
 
 
 def build_rows(trajectories: Sequence[Trajectory], config: Config) -> SampledRows:
-    """Return the rows of these trajectories: all steps, and the rows that are trained."""
     steps = batch_from_trajectories(trajectories)
     outcome = estimator_spec(config.trainer.algorithm).level == "outcome"
     rows = training_rows(
         steps,
         config.generator,
         merge=merges_steps(config),
+        # Other estimators read the rewards of all steps, also of those that are merged.
         keep_rewards=not outcome,
         observations=config.trainer.algorithm.observation_loss_coef > 0,
     )
@@ -46,11 +46,8 @@ def build_rows(trajectories: Sequence[Trajectory], config: Config) -> SampledRow
 def training_batch(
     trajectories: Sequence[Trajectory], config: Config, rows: SampledRows | None = None
 ) -> tuple[StepBatch, Sequences, dict[str, float]]:
-    """Return the rows to train on, their sequences, and rollout, reward and filter metrics.
-
-    Args:
-        rows: rows of the trajectories, if dynamic sampling has built them already.
-    """
+    """Return the rows to train on, their sequences, and rollout, reward and filter metrics."""
+    # Dynamic sampling has built them already, to judge the groups.
     rows = _with_anchors(rows or build_rows(trajectories, config), trajectories, config)
     rewarded, units, changed = filter_rollouts(rows.trained, config)
     trained, units, dropped = filter_groups(rewarded, units, config)
@@ -60,11 +57,7 @@ def training_batch(
 def rollout_metrics(
     trajectories: Sequence[Trajectory], config: Config, rows: SampledRows | None = None
 ) -> dict[str, float]:
-    """Return rollout and reward metrics of trajectories that are trained in parts.
-
-    Args:
-        rows: as for `training_batch`.
-    """
+    """Return rollout and reward metrics of trajectories that are trained in parts."""
     rows = rows or build_rows(trajectories, config)
     rewarded, _, changed = filter_rollouts(rows.trained, config)
     return _report(trajectories, rows, rewarded, config) | changed
@@ -73,7 +66,6 @@ def rollout_metrics(
 def _with_anchors(
     rows: SampledRows, trajectories: Sequence[Trajectory], config: Config
 ) -> SampledRows:
-    """Return the rows with anchor states, where the estimator compares those."""
     if not estimator_spec(config.trainer.algorithm).needs_anchors:
         return rows
     assert rows.merged is None  # such estimators look at each step
@@ -105,12 +97,11 @@ def _report(
 def judge_groups(
     trajectories: Sequence[Trajectory], config: Config
 ) -> tuple[SampledRows, set[str]]:
-    """Return the rows, and the uids of the groups that dynamic sampling may keep.
-
-    Groups are judged after the rollout filters; the returned rows are unfiltered.
-    """
+    """Return the rows, and the uids of the groups that dynamic sampling may keep."""
     algorithm = config.trainer.algorithm
     rows = build_rows(trajectories, config)
+    # Judged by the rewards that these filters leave. The rows are returned as they are:
+    # `training_batch` filters them, too, and reports what it changed.
     batch, units, _ = filter_rollouts(rows.trained, config)
     informative = informative_groups(units, tolerance=algorithm.zero_variance_filter_tol)
     return rows, {uid for uid, good in zip(batch.uids, informative.tolist(), strict=True) if good}
@@ -126,11 +117,7 @@ def with_advantages(
     critic: Critic | None,
     kl_coef: float,
 ) -> tuple[StepBatch, dict[str, float], float]:
-    """Return the batch with advantages, KL metrics, and the next step's `kl_coef`.
-
-    Args:
-        kl_coef: weight of the KL in the reward in this step.
-    """
+    """Return the batch with advantages, KL metrics, and the next step's `kl_coef`."""
     spec = estimator_spec(algorithm)
     metrics: dict[str, float] = {}
     if algorithm.use_kl_in_reward:
@@ -141,6 +128,7 @@ def with_advantages(
                 old_logprobs=policy.batch_logprobs(batch),
                 ref_logprobs=reference.batch_logprobs(batch),
             ),
+            # The penalty and its means are of trajectories, also where sequences are rows.
             units if by_trajectory else sequences(batch, "trajectory"),
             coef=kl_coef,
             estimator=algorithm.kl_estimator_type,

@@ -306,7 +306,6 @@ def _output(
     stack: ExitStack,
     store: CheckpointStore | None,
 ) -> _Output:
-    """Open the loggers, which may fail: a missing package or key is found before models load."""
     steps = total_steps(config, len(data.train))
     columns = config.trainer.progress
     display = ProgressDisplay(total_steps=steps, start_step=start.step, columns=columns)
@@ -318,6 +317,7 @@ def _output(
         to_dict(config),
         start.last_reported,
     )
+    # Before models load: a package or a key may be missing.
     loggers = open_loggers(config.trainer.logger, run_info)
     closing = stack.enter_context(ExitStack())
     # An exit stack closes the last one first.
@@ -382,8 +382,6 @@ def _run(
 
 
 class _EvalRewards(Callback):
-    """Records the mean reward of each evaluation, by step."""
-
     def __init__(self) -> None:
         self.rewards: dict[int, float] = {}
 

@@ -119,16 +119,11 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class _TrainedPart:
-    """What a policy was trained on in a step.
-
-    Args:
-        policy: its name.
-        kl_coef: of its next step.
-    """
+    """What a policy was trained on in a step."""
 
     policy: str | None
     rows: TrainedRows
-    kl_coef: float
+    kl_coef: float  # of its next step
     optimizer_steps: int
     skipped_steps: int
 
@@ -202,6 +197,8 @@ class Trainer:
         try:
             self._save_last()
         except CheckpointError:
+            # The error may be of an earlier checkpoint, written in the background: the last step
+            # needs one, too.
             self._rescue()
             raise
         self._background.wait()
@@ -267,6 +264,7 @@ class Trainer:
 
     async def _step(self, flow: GroupFlow) -> bool:
         """Train one batch; return False if the prompts ran out before it was full."""
+        # Several ranks, and uploads, complete a checkpoint during a later step.
         self._end_save()
         components = self._components
         started = components.clock()
@@ -328,6 +326,7 @@ class Trainer:
         if "timing/step" in metrics:
             metrics |= time_shares(metrics)
         self._report(metrics)
+        # From here on a checkpoint must not make a resumed run report the step again.
         self._unreported = None
         if not first:
             self._callbacks.on_step(step, metrics)
@@ -372,13 +371,7 @@ class Trainer:
         find_rows: Callable[[], SampledRows | None],
         times: dict[str, float],
     ) -> tuple[list[_TrainedPart], dict[str, float]]:
-        """Train each policy on its own steps; return what was trained, and metrics.
-
-        Metrics of a named policy begin with its name; others are of the complete trajectories.
-
-        Args:
-            find_rows: returns rows of the trajectories, if dynamic sampling has built them already.
-        """
+        """Train each policy on its own steps; return what was trained, and metrics."""
         names = [name for name in self._components.trained if name is not None]
         if not names:
             part, metrics = await self._train_policy(None, trajectories, find_rows, times)
@@ -389,8 +382,10 @@ class Trainer:
         metrics = await self._timed("batch", times, report)
         parts = []
         for name, own in split_by_policy(trajectories, names).items():
+            # Without `find_rows`, whose rows are of the complete trajectories.
             part, of_policy = await self._train_policy(name, own, lambda: None, times)
             parts.append(part)
+            # Metrics without a policy's name are of the complete trajectories.
             metrics |= {f"{name}/{key}": value for key, value in of_policy.items()}
         return parts, metrics
 
@@ -402,6 +397,7 @@ class Trainer:
         times: dict[str, float],
     ) -> tuple[_TrainedPart, dict[str, float]]:
         self._unread_rewards.see(trajectories)
+        # In the thread, too: `find_rows` joins the rows that dynamic sampling has built.
         work = self._compute(lambda: training_batch(trajectories, self._config, find_rows()))
         batch, units, metrics = await self._timed("batch", times, work)
         batch, kl_metrics, kl_coef = await self._timed(
@@ -466,12 +462,12 @@ class Trainer:
         metrics |= await self._timed("sync", times, work)
 
     async def _evaluate(self) -> dict[str, float]:
-        """Return metrics on the evaluation prompts, sampled with the same seeds every time."""
         components, size = self._components, self._config.trainer.eval_batch_size
         times: dict[str, float] = {}
         trajectories: list[Trajectory] = []
         for start in range(0, len(components.eval_prompts), size):
             prompts = components.eval_prompts[start : start + size]
+            # The seeds of step 0 every time: evaluations differ by the weights alone.
             work = components.rollouts.generate(prompts, step=0, phase="eval")
             sampled = await self._timed("eval", times, self._until_stopped(work))
             fail_infinite_rewards(sampled)
@@ -511,16 +507,16 @@ class Trainer:
             await self._background.start(partial(write, self.progress.step, phase, trajectories))
 
     def _save(self) -> None:
-        """Write a checkpoint, several ranks in the background; the last one must be complete."""
         self._display.phase("checkpoint")
         self._background.wait()  # the store must hold all steps up to the checkpoint's
+        # Several ranks go on writing in the background; `_end_save` tells when they have finished.
         self._checkpoint_writer.write(self.progress.step, self._write_state)
         self._saved_step = self.progress.step
 
     def _save_last(self) -> None:
-        """Complete the checkpoint in the background, then that of the last step."""
         self._checkpoint_writer.wait()
         self._end_save()
+        # The one in the background may have been of an earlier step.
         if self._saved_step != self.progress.step:
             self._save()
             self._checkpoint_writer.wait()
@@ -538,6 +534,7 @@ class Trainer:
         try:
             finished = self._checkpoint_writer.take_finished()
         except BaseException:
+            # The step has no checkpoint after all, and the next save must not be left out.
             self._saved_step = -1
             raise
         if finished is None:
@@ -558,6 +555,7 @@ class Trainer:
             "step": self.progress.step,
             "policy_version": self.progress.step,
             "sampler": self._sampler.state(),
+            # For whoever reads the file: a resumed run generates groups in flight again.
             "groups": {} if self._flow is None else self._flow.state(),
             "kl_coef": self._kl_coefs.get(None, self._kl_coefs),
             "unreported": self._unreported,

@@ -49,7 +49,8 @@ _OF_REFERENCE = {"kl", "kl_loss", "kl_tokens"}  # 0 without a reference
 def optimizer_steps_per_batch(
     train_batch_size: int, mini_batch_size: int, update_epochs: int
 ) -> int:
-    """Return the optimizer steps per batch, whatever its number of rows."""
+    # Counted in prompts: schedules need the number before the first batch, and rows differ from
+    # batch to batch.
     return train_batch_size // mini_batch_size * update_epochs
 
 
@@ -102,6 +103,7 @@ def update_policy(
             if seen_logprobs is not None and epoch == 0:
                 # A view: the passes write into the caller's tensor.
                 seen = seen_logprobs[start : start + mini.loss_mask.shape[0]]
+                # With "rollout" they are the engine's: the first pass fills in the policy's.
                 if algorithm.old_logprobs != "rollout":
                     seen = _take_old_logprobs(mini, seen)
             step = _optimizer_step(policy, optimizer, mini, algorithm, max_seq_len, seen)
@@ -113,7 +115,7 @@ def update_policy(
 def _with_old_logprobs(
     policy: Policy, batch: StepBatch, mini_batch_size: int
 ) -> list[tuple[StepBatch, dict[str, float]]]:
-    """Return all mini-batches but the first, whose old policy is the one that it updates."""
+    # The first mini-batch updates its old policy itself, so that its ratio is 1 without any.
     first = batch.mini_batches(mini_batch_size)[0].num_rows
     others = batch.rows(slice(first, None))
     others = others.with_(old_logprobs=policy.batch_logprobs(others))
@@ -133,6 +135,8 @@ def contributing_rows(batch: StepBatch, algorithm: AlgorithmConfig) -> np.ndarra
     """Return (N,) bool: rows whose gradient can differ from zero under this algorithm."""
     assert batch.advantages is not None
     spec = policy_loss_spec(algorithm)
+    # Terms beside the policy loss have a gradient in every row; a loss of scope "mini_batch" reads
+    # all of them.
     if (
         algorithm.use_kl_loss
         or algorithm.use_entropy_loss
@@ -144,6 +148,7 @@ def contributing_rows(batch: StepBatch, algorithm: AlgorithmConfig) -> np.ndarra
     if batch.token_weights is not None:
         live &= batch.token_weights != 0
     if batch.cross_entropy_weights is not None:
+        # Tokens of the environment: outside the loss mask, but with a gradient of their own.
         live |= batch.cross_entropy_weights != 0
     # Rows whose every token has gradient 0 need no forward pass; the reduction counts them all the
     # same.
@@ -203,43 +208,29 @@ def _tree_group_share(batch: StepBatch, results: Sequence[_MicroBatchResult]) ->
 
 @dataclass(frozen=True, slots=True)
 class _MicroBatchResult:
-    """What one micro-batch returns besides its gradient.
-
-    Args:
-        metrics: over its trained tokens.
-        policy_tokens: number of tokens of the policy loss.
-        forward_tokens: tokens of the forward pass, padding included.
-        positions: (M,) of the trained tokens in the mini-batch's responses.
-        logprobs: (M,) float32 of the trained tokens.
-    """
+    """What one micro-batch returns besides its gradient."""
 
     loss: float
-    metrics: dict[str, float]
-    policy_tokens: int
-    forward_tokens: int
+    metrics: dict[str, float]  # over its trained tokens
+    policy_tokens: int  # of the policy loss
+    forward_tokens: int  # of the forward pass, padding included
     as_tree: bool
     rows: torch.Tensor
-    positions: torch.Tensor
-    logprobs: torch.Tensor
+    positions: torch.Tensor  # (M,) of the trained tokens in the mini-batch's responses
+    logprobs: torch.Tensor  # (M,) float32, of the trained tokens
 
 
 @dataclass(frozen=True, slots=True)
 class _MiniBatchWeights:
-    """Weights that depend on all rows of a mini-batch.
+    """Weights that depend on all rows of a mini-batch."""
 
-    Args:
-        rows: (N,) float32, of each row's tokens in policy loss, KL and entropy.
-        cross_entropy: cross-entropy of a token of weight 1.
-    """
-
-    rows: torch.Tensor
-    cross_entropy: float
+    rows: torch.Tensor  # (N,) float32, of each row's tokens in policy loss, KL and entropy
+    cross_entropy: float  # that of a token of weight 1
 
     @classmethod
     def of_batch(
         cls, batch: StepBatch, algorithm: AlgorithmConfig, max_seq_len: int | None
     ) -> _MiniBatchWeights:
-        """Return the weights for the reduction of the settings; cross-entropy is a token mean."""
         rows = reduction_weights(
             batch.loss_mask,
             reduction=algorithm.loss_reduction,
@@ -248,6 +239,7 @@ class _MiniBatchWeights:
             trajectory_ids=batch.trajectory_ids,
             max_seq_len=max_seq_len,
         )
+        # The cross-entropy is a token mean, whatever the reduction of the policy loss.
         given = batch.cross_entropy_weights
         total = 0.0 if given is None else float(given.sum())
         return cls(rows, algorithm.observation_loss_coef / total if total else 0.0)
@@ -286,6 +278,7 @@ def _gradient(
     max_seq_len: int | None,
 ) -> list[_MicroBatchResult]:
     """Add the gradient of this rank's micro-batches of the (N,) bool rows."""
+    # Of the full mini-batch, before it is divided: so the sum over passes and ranks is its loss.
     weights = _MiniBatchWeights.of_batch(batch, algorithm, max_seq_len)
     # Losses of this scope read all tokens of a mini-batch at once, as for its covariance.
     undivided = policy_loss_spec(algorithm).scope == "mini_batch"
@@ -296,6 +289,7 @@ def _gradient(
         keep_trajectories=_keeps_trajectories(algorithm),
         router_replay=policy.router_replay,
         tree=policy.tree,
+        # A pass has one layout: groups that have to share it cannot choose theirs.
         costs=None if undivided else policy.layout_costs,
         limits=policy.rope_limits,
         refused_tokens=policy.refused_tokens,
@@ -416,6 +410,7 @@ def _token_mean_metrics(results: list[_MicroBatchResult]) -> dict[str, float]:
         elif name.endswith("_min"):
             means[name] = min(values)
         else:
+            # Passes differ in tokens: the mean of their means would not be that of all tokens.
             total = sum(n for _, n in having)
             means[name] = sum(v * n for v, n in having) / total if total else 0.0
     return means

@@ -67,13 +67,10 @@ def begin_checkpoint(folder: Path, step: int) -> Iterator[Path]:
 def complete_checkpoint(
     folder: Path, step: int, *, keep: int = -1, written: Callable[[], Entries] = dict
 ) -> Path:
-    """Add the manifest to a begun checkpoint, flush, rename; delete old checkpoints.
+    """Add the manifest to a begun checkpoint, flush, rename; delete old ones; return its folder.
 
     Args:
         written: waits for files that others write, and returns their entries of the manifest.
-
-    Returns:
-        The checkpoint's folder.
 
     Raises:
         CheckpointError: the disk is full or not writable. Earlier checkpoints are intact.
@@ -113,7 +110,6 @@ def _hidden_path(folder: Path, step: int, suffix: str) -> Path:
 
 @contextmanager
 def _remove_on_error(folder: Path, step: int) -> Iterator[None]:
-    """Remove an incomplete checkpoint if the block raises; say what to do about the disk."""
     try:
         yield
     except BaseException as error:
@@ -129,6 +125,7 @@ def _remove_leftovers(folder: Path) -> None:
     for path, _ in _left(folder, "partial"):
         shutil.rmtree(path, ignore_errors=True)
     for path, final in _left(folder, "old"):
+        # Else a kill came between the two renames, and the old one is the checkpoint.
         if final.exists():
             shutil.rmtree(path, ignore_errors=True)
 
@@ -242,6 +239,7 @@ def write_json(path: Path, value: Any) -> None:
     """Write JSON atomically: a crash leaves the old file or the new one."""
     temporary = path.with_name(path.name + ".partial")
     temporary.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    # Before the rename: after a power failure the new name could be that of an empty file.
     _flush(temporary)
     temporary.replace(path)
 
@@ -250,12 +248,10 @@ def write_json(path: Path, value: Any) -> None:
 def lock_run(run_path: Path, checkpoint_folder: Path) -> Iterator[None]:
     """Lock a run's folders; the locks are released when the process exits, however it exits.
 
-    Args:
-        checkpoint_folder: local one, which may be inside another run's folder.
-
     Raises:
         RunInUseError: another process holds one of them; the message names its pid.
     """
+    # A lock of its own: the folder may be inside another run's.
     lock = checkpoint_folder / "checkpoints.lock"
     with (
         _lock(run_path / "run.lock", "run folder", "trainer.run_path"),
@@ -266,7 +262,6 @@ def lock_run(run_path: Path, checkpoint_folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _lock(path: Path, what: str, setting: str) -> Iterator[None]:
-    """Create, lock and own the file, which holds this process's pid."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # A link in the folder must not have us write the pid into another file.
@@ -290,6 +285,7 @@ def _lock(path: Path, what: str, setting: str) -> Iterator[None]:
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
+        # A forked child unwinds to here, too, and must leave its parent's pid in the file.
         if is_locked(lock):
             os.ftruncate(lock, 0)
             close_locked(lock)
@@ -325,7 +321,7 @@ def _flush(path: Path) -> None:
 
 
 def _says_disk_full(error: BaseException) -> bool:
-    """Return whether the disk is full, by the message: safetensors does not raise an OSError."""
+    # By the message: safetensors raises no OSError.
     return "No space left" in str(error) or "os error 28" in str(error)
 
 

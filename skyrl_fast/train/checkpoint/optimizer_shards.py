@@ -40,10 +40,7 @@ def queue_shards(
 ) -> None:
     """Queue this rank's shards in `ranks.files`, copied to main memory; call it on all ranks.
 
-    Args:
-        folder: exists on rank 0.
-        states: AdamW's state by parameter; the moments are sharded.
-        unmoved: parameters without a state.
+    The folder exists on rank 0; `unmoved` are parameters without a state.
     """
     if ranks.rank == 0:
         steps = {name: float(state["step"]) for name, state in states.items()}
@@ -53,6 +50,7 @@ def queue_shards(
     for name, state in states.items():
         for key in SHARDED:
             local = local_tensor(state[key])
+            # A weight of fewer rows than ranks has no shard on some.
             if local.numel():
                 # A copy: the next step changes the moments while the file is written.
                 shards[f"{name}.{key}"] = local.to("cpu", copy=True)
@@ -78,9 +76,7 @@ def load_shards(
 ) -> tuple[int, dict[str, State]]:
     """Return the step count and AdamW's state by parameter, sharded as it is.
 
-    Args:
-        folder: where `queue_shards` wrote, perhaps with another number of ranks.
-        parameters: by name, sharded over the ranks unless there is one.
+    The folder may have been written by another number of ranks.
 
     Raises:
         CheckpointError: a file is damaged, or has values that AdamW cannot have written.
@@ -107,6 +103,7 @@ def load_shards(
             if shapes[f"{name}.{key}"] != parameter.shape:
                 raise ValueError(f"{folder}: optimizer state of {name} has another shape")
         step = torch.tensor(steps[name], dtype=torch.float32, device=parameter.device)
+        # Sharded as the parameter is: DCP reads into them the rows that this rank has.
         moments = {key: torch.zeros_like(parameter.detach()) for key in SHARDED}
         states[name] = {**moments, "step": step}
     tensors = {f"{n}.{key}": state[key] for n, state in states.items() for key in SHARDED}
@@ -130,11 +127,7 @@ def _name_damage(folder: Path) -> Iterator[None]:
 
 
 def check_moments(name: str, state: State, path: Path) -> None:
-    """Raise CheckpointError if AdamW cannot have written this state of a parameter.
-
-    Args:
-        state: moments, of which this rank's shard is checked, and `step`.
-    """
+    """Raise CheckpointError if AdamW cannot have written this state, or shard, of a parameter."""
     values = {key: local_tensor(value) for key, value in state.items()}
     if bool(values["exp_avg"].isnan().any()):
         raise damage_error(path, f"{name}.exp_avg: expected numbers, got NaN")
@@ -144,7 +137,6 @@ def check_moments(name: str, state: State, path: Path) -> None:
 
 
 def check_step_count(step_count: int, path: Path) -> None:
-    """Raise CheckpointError if a run cannot have made so many steps."""
     if not 0 <= step_count < MAX_STEPS:
         raise damage_error(path, f"step_count: expected 0 to 2^53, got {step_count}")
 

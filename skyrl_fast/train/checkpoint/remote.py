@@ -132,6 +132,7 @@ class CheckpointStore:
         kept = set(complete[-keep:] if keep > 0 else complete)
         for name, content in files.items():
             if name not in kept and ASIDE not in content:
+                # The manifest first: what a kill leaves is then incomplete, not damaged.
                 _remove(f"{self.url}/{name}/{MANIFEST}")
                 _remove(f"{self.url}/{name}")
 
@@ -168,6 +169,7 @@ def _request(url: str, request: Callable[[Any, str], Any], *, missing: Any = ...
     for wait in (*WAITS, None):
         try:
             fs, path = url_to_fs(url)
+            # fsspec keeps listings, which another process may have changed since.
             fs.invalidate_cache()
             return request(fs, path)
         except Exception as error:  # of botocore, aiohttp, ...

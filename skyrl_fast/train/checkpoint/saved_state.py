@@ -13,7 +13,6 @@ _LARGEST = 2**53  # above, JSON readers and float64 metrics round integers
 
 
 def check_state(state: Any) -> None:
-    """Check the values that a resumed run reads."""
     _mapping(state, "content")
     _integer(state, "step")
     _integer(state, "epochs_used_up", optional=True)
@@ -89,7 +88,6 @@ def _finite(value: Any, name: str) -> None:
 
 
 def _position(value: Any, name: str) -> None:
-    """Check a position in a generator's words; NumPy would read beyond them."""
     _require(
         isinstance(value, int) and 0 <= value <= _MT19937_WORDS,
         name,

@@ -69,7 +69,6 @@ def starting_point(
     """Return the verified checkpoint to resume from, if any, and those that are not to be read.
 
     Args:
-        store: where the run's checkpoints are uploaded to.
         stack: removes the copy of a checkpoint that was chosen by its URL.
 
     Raises:
@@ -92,6 +91,7 @@ def starting_point(
         verify_checkpoint(chosen)
         state = read_state(chosen)
         reason = f"it is later than trainer.resume_path={path}"
+        # A later resume would take them, as the newest, for checkpoints of this run.
         later = [other for step, other in checkpoints(folder) if step > state["step"]]
         return StartingPoint(chosen, state, [(other, "later", reason) for other in later])
     if settings.resume_mode == "latest":

@@ -22,7 +22,6 @@ class CheckpointWriter:
     """Writes one checkpoint at a time.
 
     Args:
-        folder: local folder of the run's checkpoints.
         keep: number of newest checkpoints to keep; -1: all.
         upload: called with each complete checkpoint, in the background.
     """
@@ -65,7 +64,6 @@ class CheckpointWriter:
             self.wait()
 
     def _finish(self, complete: Callable[[], Path], path: Path | None) -> Path:
-        """Return the complete checkpoint's folder after its upload."""
         path = path or complete()
         if self._upload is not None:
             self._upload(path)

@@ -27,11 +27,7 @@ Wait = Callable[[Any], Awaitable[list[ReadyGroup] | None]]
 
 
 class BatchSource:
-    """Takes groups from the flow until the batch of a step is full.
-
-    Args:
-        failures: ends a run in which everything fails.
-    """
+    """Takes groups from the flow until the batch of a step is full."""
 
     def __init__(self, config: Config, failures: FailureWatch) -> None:
         settings = config.trainer
@@ -50,10 +46,6 @@ class BatchSource:
         self, flow: GroupFlow, step: int, *, wait: Wait, judge: Judge
     ) -> tuple[GroupSampling, dict[str, float]] | None:
         """Return the step's groups and staleness metrics; None if the data ran out first.
-
-        Args:
-            step: batches trained so far, a seed of the random numbers.
-            judge: builds rows and finds the informative groups, for dynamic sampling.
 
         Raises:
             DynamicSamplingError: the data ran out before the first step, or the limit of sampled
@@ -121,11 +113,7 @@ def staleness_metrics(ages: Counter[int]) -> dict[str, float]:
 
 
 def token_staleness(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
-    """Return mean and maximum of policy versions between each token's sampling and its training.
-
-    Args:
-        version: version of the policy that is trained.
-    """
+    """Return mean and maximum of versions between each token's sampling and `version`."""
     ages = np.array(
         [version - v for t in trajectories for step in t.steps for v in step.versions], np.int64
     )

@@ -55,7 +55,6 @@ class GroupFlow:
         sampler: order of the data, at the position where the run begins.
         batch_size, max_staleness, version: as for `GroupSchedule`.
         last_version: the version at which the run ends: no group is started beyond it.
-        clock: returns seconds.
     """
 
     def __init__(
@@ -92,10 +91,7 @@ class GroupFlow:
         self._closed = False
 
     async def take(self, number: int) -> list[ReadyGroup] | None:
-        """Return the next groups in the order of their start once they are ready.
-
-        Returns:
-            None if the data ran out before there were `number` groups.
+        """Return the next groups in the order of their start once ready; None if the data ran out.
 
         Raises:
             RolloutError: too many groups in a row were dropped. Whatever generating a group raised.
@@ -113,17 +109,15 @@ class GroupFlow:
                     ReadyGroup(group, self._trajectories.pop(group), age)
                     for group, age in zip(groups, ages, strict=True)
                 ]
+            # `fill` has started what it could: the data has run out.
             if self.schedule.num(ACCEPTED, RUNNING, READY) < number:
                 return None
             await self._wait()
 
     def fill(self, *, wanted: int = 0) -> None:
-        """Start as many groups as there is room for.
-
-        Args:
-            wanted: groups that the trainer waits for. Without staleness none starts before that:
-                a batch is generated after the previous one was trained.
-        """
+        """Start as many groups as there is room for, or as the trainer waits for, `wanted`."""
+        # Without staleness a batch is generated after the previous one was trained: none starts
+        # before the trainer waits for it.
         if self._closed or (not wanted and not self._ahead_of_need):
             return
         # Groups of batches beyond the last version would be sampled for nothing.
@@ -161,7 +155,6 @@ class GroupFlow:
         self.fill()
 
     async def close(self) -> None:
-        """Cancel all running groups; wait at most CLOSE_SECONDS for them."""
         self._closed = True
         tasks = list(self._tasks.values())
         for task in tasks:
@@ -224,7 +217,6 @@ class GroupFlow:
         self.fill()
 
     async def _wait(self) -> None:
-        """Wait until a group's state changes; log periodically what is being waited for."""
         while not self._changed.is_set():
             try:
                 # Not wait_for: before Python 3.12 it drops a cancellation that meets the event.

@@ -92,7 +92,6 @@ class GroupSchedule:
         return tuple(self._dropped)
 
     def num(self, *states: str) -> int:
-        """Return the number of queued groups in one of these states."""
         return sum(group.state in states for group in self._line)
 
     def room(self, *, wanted: int = 0, limit: int | None = None) -> int:
@@ -109,11 +108,10 @@ class GroupSchedule:
         return max(0, most - len(self._line) - self._leaving, wanted - untaken)
 
     def accept(self, uid: str, *, prompt: int, place: tuple[int, int]) -> Group:
-        """Append the next prompt of the data to the queue.
-
-        A prompt that is repeated while an earlier group of it is in the queue, or within the same
-        policy version, gets another name: it is another group, with its own samples.
-        """
+        """Append the next prompt of the data to the queue."""
+        # The name and the version decide the seeds. A prompt that is repeated while an earlier
+        # group of it is in the queue, or within the same version, would have the same samples
+        # again.
         used = {group.name for group in (*self._line, *self._dropped)}
         name, again = uid, 0
         while name in used:
@@ -125,7 +123,6 @@ class GroupSchedule:
         return group
 
     def to_start(self) -> list[Group]:
-        """Return the accepted groups that have not started, in order."""
         return [group for group in self._line if group.state == ACCEPTED]
 
     def start(self, group: Group, *, now: float) -> None:
@@ -134,7 +131,6 @@ class GroupSchedule:
         group.version, group.started = self.version, now
 
     def finish(self, group: Group) -> None:
-        """Mark the group as ready: all of its trajectories have finished."""
         self._move(group, READY, RUNNING)
 
     def drop(self, group: Group) -> None:
@@ -167,15 +163,13 @@ class GroupSchedule:
             self._move(group, TAKEN, READY)
 
     def consume(self) -> list[Group]:
-        """Mark the taken groups as trained; return them. Their room is free at the next `advance`.
-
-        A group that started in between would have one more batch before it than its version
-        implies.
-        """
+        """Mark the taken groups as trained, and return them; `advance` frees their room."""
         consumed = [group for group in self._line if group.state == TAKEN]
         self._line = [group for group in self._line if group.state != TAKEN]
         for group in consumed:
             self._move(group, CONSUMED, TAKEN)
+        # A group that started in their place now would have one more batch before it than its
+        # version implies.
         self._leaving += len(consumed)
         self._dropped.clear()
         return consumed

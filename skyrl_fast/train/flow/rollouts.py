@@ -12,13 +12,9 @@ from skyrl_fast.train.model.policy import Policy
 
 
 class Rollouts(Protocol):
-    """Generates trajectories with the weights it was last given; `generate` calls may overlap.
+    """Generates trajectories with the weights it was last given; `generate` calls may overlap."""
 
-    Args:
-        board: what its running trajectories are doing.
-    """
-
-    board: ActivityBoard
+    board: ActivityBoard  # what its running trajectories are doing
 
     async def generate(
         self, prompts: Sequence[Prompt], *, step: int, phase: str

@@ -87,7 +87,6 @@ async def start_rollouts(
         prompts: training prompts; the first ones are used to verify each weight update.
         make_env: creates environments from rows; None: by `env_class`.
         address: address of this machine, which engines on a cluster reach.
-        bundles: those of engines on a cluster.
 
     Raises:
         EngineDeadError: vLLM is missing or did not start; the message says what to do.
@@ -131,9 +130,7 @@ def check_rollouts(
     prompts: Sequence[Prompt],
     make_env: MakeEnv | None = None,
 ) -> None:
-    """Check lengths and environments, before anything is loaded.
-
-    Args: as for `start_rollouts`; all prompts, whose environments are looked up.
+    """Check lengths, and the environments of all prompts, before anything is loaded.
 
     Raises:
         ValueError: sequences can be too long for model or engine, an environment's module cannot be
@@ -219,12 +216,6 @@ class VllmRollouts:
             await asyncio.to_thread(policy.load_base)
 
     async def update_weights(self, policy: Policy, *, version: int) -> dict[str, float]:
-        """See `Rollouts.update_weights`.
-
-        The first time, an engine of this process already has the weights of the model folder and
-        is only verified.
-        """
-
         def make_probe(engine: Engine) -> Probe:
             return self._make_probe(engine, policy)
 
@@ -240,6 +231,7 @@ class VllmRollouts:
                     self._weights(policy), make_probe, frozen=policy.frozen_parts
                 )
             else:
+                # The first time, an engine of this process has the weights of the model's folder.
                 report = await self._pool.verify(make_probe)
             self._updated = True
             self._gate.version = version
@@ -285,9 +277,9 @@ class VllmRollouts:
         await self._environments.close()
 
     def _leave_device(self, policy: Policy) -> None:
-        """Compute the trainer's side of the probe, then leave the GPU to the engine."""
         policy.load_base()
         try:
+            # Now, as the probe is compared when the engine has the GPU's memory.
             self._probe_logprobs = [policy.sequence_logprobs(ids) for ids in self._probe]
         finally:
             end_torch_threads()

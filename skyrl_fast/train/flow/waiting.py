@@ -23,7 +23,6 @@ class Compute:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="compute")
 
     async def __call__(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run the function in the thread and return its result."""
         # Ends torch's OpenMP threads of the calling thread, which would slow the function down.
         end_torch_threads()
         # One thread: torch's calls of one step never overlap.
@@ -31,16 +30,11 @@ class Compute:
         return await loop.run_in_executor(self._threads, function, *arguments)
 
     def close(self) -> None:
-        """Wait for the running function, and end the thread."""
         self._threads.shutdown(wait=True)
 
 
 class BackgroundWriter:
-    """Runs one call at a time in a background thread; a new call waits for the last one.
-
-    Args:
-        clock: returns seconds.
-    """
+    """Runs one call at a time in a background thread; a new call waits for the last one."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -49,11 +43,7 @@ class BackgroundWriter:
         self._seconds = 0.0
 
     async def start(self, function: Callable[[], Any]) -> None:
-        """Start a call as soon as the previous one is done.
-
-        Raises:
-            Whatever the previous call raised; the new call is not started then.
-        """
+        """Start a call as soon as the previous one is done, or raise what that one raised."""
         if self._last is not None:
             # One call at a time bounds what waits in memory, and an error shows at the next step.
             await asyncio.wrap_future(self._last)
@@ -86,7 +76,6 @@ class Stopwatch:
     """Adds up the seconds of a step's phases, and displays the current one.
 
     Args:
-        clock: returns seconds.
         show: called with the name of a phase that begins.
         record: called with the name, begin and end of a phase.
     """
@@ -120,11 +109,7 @@ async def until_stopped(
     wait_for_fault: Callable[[], Coroutine[Any, Any, None]],
     repair: Callable[[], Awaitable[None]],
 ) -> T:
-    """Await the work and return its result; cancel it and raise StopRequested if `stop` is set.
-
-    Args:
-        wait_for_fault: returns when an engine needs repair.
-    """
+    """Await the work and return its result; cancel it and raise StopRequested if `stop` is set."""
     # The policy does not change while we wait, so a dead engine can be restarted with its weights.
     # Requests to that engine then continue.
     task = asyncio.ensure_future(work)

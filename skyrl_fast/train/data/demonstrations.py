@@ -93,7 +93,6 @@ def build_demonstration(
         messages: the result of `chat_of`.
         tokenizer: with a chat template and an end token.
         generator: settings with `context`, `chat_template` and `max_input_length` resolved.
-        where: location of the row, for messages.
         template_kwargs: the row's, such as `tools`, in place of the settings'.
 
     Raises:

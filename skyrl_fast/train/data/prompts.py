@@ -33,17 +33,14 @@ TEMPLATE_KWARGS = ("tools", "chat_template_kwargs")  # columns
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One task for the agent; its group of trajectories carries the uid.
-
-    `is_text`: the row's prompt is a string, which became a user message.
-    """
+    """One task for the agent; its group of trajectories carries the uid."""
 
     uid: str
     messages: list[dict[str, Any]]
     env_class: str
     env_extras: dict[str, Any]
     data_source: str | None = None
-    is_text: bool = False
+    is_text: bool = False  # the row's prompt is a string, which became a user message
 
 
 def load_prompts(
@@ -53,10 +50,9 @@ def load_prompts(
 
     Args:
         paths: .jsonl, .json (a list) or .parquet (needs pyarrow); or names of datasets on the
-            Hugging Face hub (needs datasets).
+            Hugging Face hub (needs datasets), of which `split` is read.
         default_env_class: for rows without `env_class`.
-        prefix: prefix of each uid, so that training and evaluation never share one.
-        split: split of datasets on the hub.
+        prefix: another one in training than in evaluation, so that these never share a uid.
 
     Raises:
         ValueError: a file is missing or of another type, or a row has no prompt; the message names
@@ -71,12 +67,8 @@ def prompts_from(
 ) -> list[Prompt]:
     """Return prompts from rows in memory, from files, or from a dataset on the hub.
 
-    Args:
-        source: as for `rows_from`; a row may also be a string or a list of chat messages.
-        default_env_class, prefix, split: as for `load_prompts`.
-
-    Raises:
-        ValueError: as for `load_prompts` and `rows_from`.
+    Arguments and errors are those of `rows_from` and `load_prompts`; a row may also be a string or
+    a list of chat messages.
     """
     return _prompts(rows_from(source, split, "prompts"), default_env_class, prefix)
 
@@ -310,7 +302,6 @@ class PromptSampler:
         return prompt
 
     def next_batch(self) -> list[int]:
-        """Advance by one batch; return the indices of its prompts."""
         return [self.next_prompt() for _ in range(self._batch_size)]
 
     def move_to(self, epoch: int, position: int) -> None:

@@ -30,14 +30,7 @@ def save_random_state(path: Path) -> dict[str, Any]:
 
 
 def load_random_state(path: Path, state: dict[str, Any]) -> None:
-    """Restore all states from `save_random_state`.
-
-    Args:
-        state: the others, as in a checked `state.json`.
-
-    Raises:
-        CheckpointError: the file is damaged.
-    """
+    """Restore all states from `save_random_state`; CheckpointError if the file is damaged."""
     try:
         states = load_file(str(path))
         torch.set_rng_state(states["torch"])
@@ -51,11 +44,11 @@ def load_random_state(path: Path, state: dict[str, Any]) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
+    # NumPy would read beyond its array at a wrong position: `check_state` has looked at it.
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch (all devices), numpy and Python."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -16,11 +16,7 @@ def total_steps(config: Config, num_prompts: int) -> int:
 def total_optimizer_steps(
     config: Config, num_prompts: int, *, mini_batch_size: int | None = None
 ) -> int:
-    """Return the optimizer steps of the run, for learning-rate schedules.
-
-    Args:
-        mini_batch_size: None: the policy's.
-    """
+    """Return the optimizer steps of the run, for learning-rate schedules."""
     settings = config.trainer
     per_batch = optimizer_steps_per_batch(
         settings.train_batch_size,

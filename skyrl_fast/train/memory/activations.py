@@ -53,7 +53,6 @@ class ModelSize:
 
     @property
     def frozen_parameters(self) -> int:
-        """Return the parameters that optimizer steps do not change."""
         return self.parameters - self.trained_parameters
 
 
@@ -95,11 +94,7 @@ class ActivationMemory:
 
 
 class StorageTracker(TorchDispatchMode):
-    """Counts the bytes of storages that ops allocate in its context, and their peak.
-
-    Args:
-        existing: tensors whose storages do not count.
-    """
+    """Counts bytes of storages that ops allocate in its context, besides `existing`."""
 
     def __init__(self, existing: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()
@@ -110,7 +105,6 @@ class StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run the op and count the storages of its outputs."""
         output = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(output):
             if isinstance(tensor, torch.Tensor):
@@ -145,9 +139,6 @@ def load_model_config(path: str) -> Any:
 
 def model_size(config: Any, lora: LoraConfig | None = None) -> ModelSize:
     """Return the sizes of the causal LM that a transformers config describes.
-
-    Args:
-        lora: of its adapter, if it has one.
 
     Raises:
         UnmeasurableError: transformers cannot create it.
@@ -186,7 +177,6 @@ def activation_memory(
     Args:
         dtype: dtype of autocast; float32: none. Also of the weights below an adapter.
         residual_dtype: dtype of the embeddings' output and the sums that follow.
-        lora: of the model's adapter, if it has one.
 
     Raises:
         UnmeasurableError: the model's code does not run on fake tensors.
@@ -297,7 +287,6 @@ def _only_layers(backbone: Any, numbers: Sequence[int]) -> Iterator[None]:
 
 
 def _make_fake(kind: Any, config: Any, dtype: torch.dtype, lora: LoraConfig | None) -> Any:
-    """Return a model of fake tensors on the CPU, with adapters if it is to have some."""
     with torch.device("meta"):  # PEFT moves modules, which those of fake tensors do not survive
         model = kind.from_config(config, dtype=dtype)
         freeze_other_parts(model)

@@ -9,29 +9,20 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One part of a device's memory.
-
-    Args:
-        settings: names of the settings that change it.
-    """
+    """One part of a device's memory."""
 
     name: str
     num_bytes: int
-    settings: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()  # names of those that change it
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """The memory of one GPU, or main memory, at its peak or at that of a phase.
+    """The memory of one GPU, or main memory, at its peak or at that of a phase."""
 
-    Args:
-        name: such as "GPU 0", "GPU 0, update" or "main memory".
-        capacity: its bytes.
-    """
-
-    name: str
+    name: str  # such as "GPU 0", "GPU 0, update" or "main memory"
     items: tuple[Item, ...]
-    capacity: int
+    capacity: int  # bytes
 
     @property
     def total(self) -> int:
@@ -40,11 +31,9 @@ class DevicePlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the device has enough memory."""
         return self.total <= self.capacity
 
     def __str__(self) -> str:
-        """Return the sum and its parts, a line each."""
         lines = [f"{self.name}: {gib(self.total)} of {gib(self.capacity)} GiB"]
         for item in self.items:
             by = f"  ({', '.join(item.settings)})" if item.settings else ""
@@ -78,11 +67,9 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether every device has enough memory."""
         return all(device.fits for device in self.devices)
 
     def __str__(self) -> str:
-        """Return the devices' parts, and whether the run fits or what would make it fit."""
         lines = [str(device) for device in self.devices]
         if self.host_bytes:
             lines.append(f"main memory: {gib(self.host_bytes)} GiB for copies of the weights")

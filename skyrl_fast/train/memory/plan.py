@@ -59,9 +59,6 @@ MAX_GPUS = 8  # to propose
 def gpu_memory(config: Config, *, with_engine: bool = True) -> int | None:
     """Return the bytes of the smallest GPU that the trainer or its engine uses; None without one.
 
-    Args:
-        with_engine: see `plan_memory`.
-
     Raises:
         ValueError: the engine cannot be placed.
     """
@@ -139,7 +136,6 @@ class _Measurements:
         return self._sizes[key]
 
     def policy_size(self, config: Config) -> ModelSize:
-        """Return the size of a run's policy, with its adapter if it has one."""
         return self.size(str(config.trainer.policy.model.path), _lora(config))
 
     def activations(self, path: str, length: int, **options: Any) -> ActivationMemory:
@@ -379,11 +375,7 @@ def _update_items(
 def head_bytes(
     size: ModelSize, tokens: int, dtype: torch.dtype, *, trained: bool = True, on_gpu: bool = True
 ) -> int:
-    """Return the bytes of `linear_logprob`'s backward pass, all tokens trained.
-
-    Args:
-        trained: whether the head's weight is; a frozen one is in `dtype` and has no gradient.
-    """
+    """Return the bytes of `linear_logprob`'s backward pass, all tokens trained."""
     vocab, hidden, item = size.vocab_size, size.hidden_size, dtype.itemsize
     rows = default_chunk_rows(
         torch.empty(vocab, 1, dtype=dtype, device="meta"), tokens, on_gpu=on_gpu
@@ -393,6 +385,7 @@ def head_bytes(
     gradient = vocab * hidden * (item + FLOAT32_BYTES)  # of the weight, then in its dtype
     # Selected and converted hidden states, their float32 gradient and its conversion.
     states = tokens * hidden * 2 * (FLOAT32_BYTES + item)
+    # A frozen weight is in the dtype of the product, and has no gradient.
     return logits + states + trained * (copied + gradient)
 
 
@@ -451,11 +444,9 @@ def engine_bytes(config: Config, size: ModelSize) -> int:
 
 
 def broadcast_bytes(config: Config, size: ModelSize) -> int:
-    """Return the bytes of the largest bucket of a broadcast; a larger tensor is one by itself.
-
-    The embedding is the largest tensor of the policies that this holds for.
-    """
+    """Return the bytes of the largest bucket of a broadcast."""
     item = _dtype(config.generator.inference_engine.model_dtype).itemsize
+    # A larger tensor is a bucket by itself; the embedding is the largest of these policies.
     return max(BUCKET_BYTES, item * size.vocab_size * size.hidden_size)
 
 
@@ -514,6 +505,7 @@ def _remedies(
         if found is not None:
             yield _join_overrides(found)
             return
+        # No setting is enough alone: the strongest value of each, until one more makes the run fit.
         chosen |= step[-1]
 
 

@@ -14,12 +14,7 @@ PASS_THRESHOLD = 0.0  # a trajectory passes if its reward is larger
 
 
 def reward_metrics(batch: StepBatch, *, samples_per_prompt: int) -> dict[str, float]:
-    """Return mean reward, pass@n and mean positive reward, over trajectories.
-
-    Args:
-        samples_per_prompt: n, for the name of pass@n. A group passes when any of its trajectories
-            has a reward above 0.
-    """
+    """Return mean reward, pass@n (groups with a reward above 0) and mean positive reward."""
     table = outcomes_of_batch(batch)
     passed = np.zeros(int(table.group_ids.max()) + 1, dtype=bool)
     passed[table.group_ids[table.rewards > PASS_THRESHOLD]] = True
@@ -31,12 +26,9 @@ def reward_metrics(batch: StepBatch, *, samples_per_prompt: int) -> dict[str, fl
 
 
 def reward_spread(batch: StepBatch, *, tolerance: float = 0.0) -> dict[str, float]:
-    """Return the standard deviation of the trajectories' rewards, and the share of groups whose
-    rewards are equal, so that they have no advantage.
+    """Return the standard deviation of rewards, and the share of groups whose rewards are equal.
 
-    Args:
-        batch: rows of at least one trajectory.
-        tolerance: largest difference of rewards that count as equal.
+    The batch has at least one trajectory; differences up to `tolerance` count as equal.
     """
     table = outcomes_of_batch(batch)
     groups = int(table.group_ids.max()) + 1

@@ -151,7 +151,6 @@ def _environment_metrics(reports: Reports) -> dict[str, float]:
 
 
 def _as_float(value: Any) -> float | None:
-    """Return a finite number, or None for anything else."""
     if not isinstance(value, (bool, int, float, np.number)):
         return None
     try:
@@ -162,7 +161,6 @@ def _as_float(value: Any) -> float | None:
 
 
 def _warn_of_metric(name: str, value: str) -> None:
-    """Log that a metric's value has no part in the mean, once for each name."""
     # An environment may report thousands of names.
     if name not in _LEFT_OUT and len(_LEFT_OUT) < MAX_WARNINGS:
         _LEFT_OUT.add(name)
@@ -194,12 +192,7 @@ def truncation_metrics(
 def batch_metrics(
     batch: StepBatch, *, num_rows_before_merge: int | None = None
 ) -> dict[str, float]:
-    """Return the size of the batch by form of its rows, and the share of padding if padded.
-
-    Args:
-        batch: N rows of at most T tokens.
-        num_rows_before_merge: rows before steps were merged; None: no metrics of merging.
-    """
+    """Return the size of the batch by form of its rows, and the share of padding if padded."""
     num_rows, lengths = batch.num_rows, batch.lengths.numpy()
     width = int(lengths.max()) if num_rows else 0
     cells = num_rows * width

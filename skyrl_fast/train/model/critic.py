@@ -130,7 +130,6 @@ class Critic:
         value_clip: see `value_loss`.
         max_tokens_per_microbatch: most padded tokens of one forward pass.
         tree: process rows as prefix trees; None: see `Policy`.
-        ranks: that share the work and the weights.
         policy: whose base, rows and ranks it shares: its model has had `add_to_base`, and `model`
             is of its backbone. None: the model is the critic's own.
 
@@ -164,6 +163,7 @@ class Critic:
         if policy is not None:
             self.tree, self.layout_costs = policy.tree, policy.layout_costs
         else:
+            # Before the weights are sharded: the checks call the backbone, which gathers none.
             self.tree = supports_trees(model.backbone, tree, ranks.sequence)
             refuse_random_passes(model.backbone, self._autocast)
             shard(model, ranks)
@@ -187,6 +187,7 @@ class Critic:
 
         def values_of() -> torch.Tensor:
             with self._autocast():
+                # A backward pass in a backward pass gathers no shards.
                 most = self.max_tokens_per_microbatch if self.ranks.size == 1 else None
                 hidden = last_hidden_states(
                     self.model.backbone, micro, self.device, most_nodes=most
@@ -211,11 +212,7 @@ class Critic:
         return result
 
     def update(self, batch: StepBatch) -> dict[str, float]:
-        """Take optimizer steps towards the batch's returns; return their mean metrics.
-
-        Args:
-            batch: with values and returns, groups adjacent.
-        """
+        """Take optimizer steps towards the batch's returns; return their mean metrics."""
         minis = batch.mini_batches(self.mini_batch_size)
         steps = [self._step(mini) for _ in range(self.update_epochs) for mini in minis]
         metrics = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
@@ -228,7 +225,6 @@ class Critic:
         return metrics
 
     def trained_parameters(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the parameters that optimizer steps change, by name."""
         trained = trained_parameters(self._root)
         if self._policy is None:
             return trained
@@ -276,10 +272,7 @@ class Critic:
 
     @run_on_all_ranks
     def _gradient(self, batch: StepBatch) -> list[tuple[float, float, float]]:
-        """Add the mini-batch's gradient; return loss, mean value and clip fraction per micro-batch.
-
-        They are normalised by the mini-batch, so that their sums are the mini-batch's.
-        """
+        """Add the mini-batch's gradient; return loss, mean value and clip fraction of each pass."""
         total = max(1, int((batch.loss_mask != 0).sum()))
         assert batch.values is not None and batch.returns is not None
         results = []
@@ -293,6 +286,7 @@ class Critic:
             loss = losses.sum() / total
             loss.backward()
             mean, share = values.detach().sum() / total, clipped.sum() / total
+            # Divided by the mini-batch's tokens: the sums over all passes are its means.
             results.append((float(loss.detach()), float(mean), float(share)))
         return self.ranks.gather(results)
 
@@ -343,10 +337,7 @@ def value_loss(
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
-    """Return 1 - var(returns - values) / var(returns): 1 is perfect, 0 no better than a constant.
-
-    0 where the returns do not vary.
-    """
+    """Return 1 - var(returns - values) / var(returns): 1 is perfect, 0 as good as a constant."""
     if returns.numel() < 2 or float(returns.var()) == 0.0:
         return 0.0
     return float(1 - (returns - values).var() / returns.var())

@@ -69,11 +69,7 @@ def tree_units(ends: Sequence[int], depths: Sequence[int], budget: int) -> list[
 
 
 class PathPasses:
-    """Forward and backward passes of a micro-batch's units.
-
-    Args:
-        micro: one tree or more.
-    """
+    """Forward and backward passes of a micro-batch's units."""
 
     def __init__(
         self, backbone: Any, micro: MicroBatch, units: Sequence[TreeUnit], device: torch.device
@@ -84,6 +80,7 @@ class PathPasses:
         self._positions = micro.tree.positions.to(device)
         self._parents, self._ends = micro.tree.parents.long(), micro.tree.ends.long()
         kind = device.type
+        # The backward pass computes units again, when the caller has left its autocast context.
         self._autocast = {
             "device_type": kind,
             "dtype": torch.get_autocast_dtype(kind),
@@ -97,6 +94,7 @@ class PathPasses:
         parts = []
         with paths_of_layers(self._backbone):
             for unit in self._units:
+                # Chains that are not above this unit have no more units below.
                 del above[unit.level :]
                 hidden, kept = self._run(unit, above)
                 parts.append(hidden)
@@ -109,6 +107,7 @@ class PathPasses:
         open_chains: list[tuple[TreeUnit, Tensor, Kept]] = []
 
         def close() -> None:
+            # All units below have added the gradients of what they read of this chain.
             unit, hidden, own = open_chains.pop()
             leaves = above.pop()
             outputs, grads = [hidden], [grad[unit.first : unit.last]]
@@ -130,6 +129,8 @@ class PathPasses:
                 hidden, kept = self._run(unit, above)
                 if unit.continues:
                     open_chains.append((unit, hidden, kept))
+                    # Leaves: backward passes of the units below end there, and the chain's graph
+                    # stays.
                     above.append({call: tuple(map(_leaf, own)) for call, own in kept.items()})
                 else:
                     hidden.backward(grad[unit.first : unit.last])
@@ -140,8 +141,10 @@ class PathPasses:
     def _run(self, unit: TreeUnit, above: Sequence[Kept]) -> tuple[Tensor, Kept]:
         nodes = slice(unit.first, unit.last)
         count, depth = unit.last - unit.first, int(self._positions[0, unit.first])
+        # Nodes whose parent is above begin segments, which continue the state kept there.
         parents = (self._parents[nodes] - unit.first).clamp_min(-1)
         own = (self._ends[nodes] - unit.first).clamp_max(count) + depth
+        # The path above comes first: each of its nodes is an ancestor of all nodes here.
         ends = torch.cat([torch.full((depth,), depth + count), own]).to(self._device)
         path = UnitPath(list(above), ends, count, unit.continues)
         # A mask of four dimensions keeps transformers from building its own.
@@ -164,6 +167,7 @@ class _DepthFirst(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        # It adds to the weights' `grad` itself, as the graphs that it runs are its own.
         ctx.passes.backward(grad)
         return None, None
 
@@ -171,10 +175,7 @@ class _DepthFirst(torch.autograd.Function):
 def depth_first_states(
     backbone: Any, micro: MicroBatch, units: Sequence[TreeUnit], device: torch.device
 ) -> Tensor:
-    """Return (T, H) last hidden states whose backward pass has one path in memory at a time.
-
-    It adds to the weights' `grad`, as a backward pass in a backward pass does.
-    """
+    """Return (T, H) last hidden states whose backward pass has one path in memory at a time."""
     anchor = torch.zeros((), requires_grad=True)  # or the result would have no gradient
     states: Tensor = _DepthFirst.apply(anchor, PathPasses(backbone, micro, units, device))
     return states

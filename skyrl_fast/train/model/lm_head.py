@@ -87,12 +87,10 @@ def is_vision_language(model: Any) -> bool:
 
 
 def freeze_other_parts(model: Any) -> tuple[str, ...]:
-    """Freeze what is outside a model's language model and head; return the modules' names.
-
-    Rows are text, which only the language model sees.
-    """
+    """Freeze what is outside a model's language model and head; return the modules' names."""
     if not is_vision_language(model):
         return ()
+    # Rows are text, which only the language model sees.
     language_model, head = backbone(model), model.get_output_embeddings()
     kept = {*language_model.parameters(), *(() if head is None else head.parameters())}
     (path,) = (name for name, module in model.named_modules() if module is language_model)
@@ -125,15 +123,13 @@ def _in_eval_mode(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_float32(model: Any) -> Iterator[None]:
-    """Compute a model of frozen 16-bit weights in float32 in the context, for checks of its code.
-
-    Each module's weights are cast while it computes, so that memory stays that of one module.
-    """
+    """Compute a model of frozen 16-bit weights in float32 in the context, to check its code."""
     narrow: dict[torch.nn.Parameter, torch.Tensor] = {}
 
     def widen(module: Any, *_: Any) -> None:
         for parameter in module.parameters(recurse=False):
             if parameter.is_floating_point() and parameter.itemsize < torch.float32.itemsize:
+                # While the module computes: never more than one module is in memory twice.
                 narrow[parameter] = parameter.data
                 parameter.data = parameter.data.float()
 
@@ -169,14 +165,12 @@ def find_head(model: Any, autocast: Callable[[], contextlib.AbstractContextManag
 
 
 def _find_owner(model: Any, head: Any) -> tuple[Any, str]:
-    """Return the innermost transformers model that has the head, and the head's name.
-
-    It may be a part of a model that computes nothing without images, such as Llama 4.
-    """
+    """Return the innermost transformers model that has the head, and the head's name."""
     owner, path = model, ""
     for name, module in model.named_modules():  # those that contain others first
         of_module = getattr(module, "get_output_embeddings", lambda: None)
         if of_module() is head:
+            # A model around it may compute nothing without images, such as Llama 4.
             owner = module
         if module is head:
             path = name
@@ -195,6 +189,7 @@ def _probe_head(
             _check_causal(model, ids, hidden)
         inputs, scale, soft_cap = _fit(model, head, ids)
     hidden_scale = _hidden_scale(model, inputs, hidden)
+    # The result has one scale, which would be the bias's, too.
     if getattr(head, "bias", None) is not None and hidden_scale != 1.0:
         _refuse(model, "by a scale of the hidden states and a bias")
     result = LmHead(head, scale * hidden_scale, soft_cap)
@@ -261,6 +256,7 @@ def _fit(model: Any, head: Any, ids: torch.Tensor) -> tuple[torch.Tensor, float,
 def _hidden_scale(model: Any, inputs: torch.Tensor, hidden: torch.Tensor) -> float:
     """Return the factor by which the model multiplies its hidden states before the head."""
     inputs, hidden = inputs.double(), hidden.double()
+    # Quotients of small states are rounding.
     large = hidden.abs() >= hidden.abs().median()
     scale = (inputs[large] / hidden[large]).median().item() if inputs.shape == hidden.shape else 0
     if not scale > 0 or not torch.allclose(inputs, hidden * scale, rtol=1e-4, atol=1e-5):

@@ -49,14 +49,11 @@ _UNSUPPORTED = {
 
 
 def add_adapters(model: Any, lora: LoraConfig, *, base: str, folder: Path | None = None) -> None:
-    """Add the adapters of the settings to a model; see `add_adapter`.
-
-    Args:
-        folder: that of each policy's adapter, by its name; without named policies the adapter's.
-    """
+    """Add the adapters of the settings to a model; see `add_adapter`."""
     if not lora.policies:
         add_adapter(model, lora, base=base, folder=folder)
     for name in lora.policies:
+        # A checkpoint has a folder for each named policy's adapter.
         of_policy = None if folder is None else folder / name
         add_adapter(model, lora, base=base, folder=of_policy, name=name)
     if lora.policies:
@@ -99,6 +96,7 @@ def add_adapter(
     for key, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(key))
         if is_adapter(key):
+            # A small step would vanish in 16 bits.
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
     if folder is not None:
         _load(model, folder, name)
@@ -140,12 +138,10 @@ def merge(
 ) -> dict[str, torch.Tensor]:
     """Return W + s B A of the layers with an adapter, and the other weights, by the model's names.
 
+    Merged weights are in at least float32, the others as they are.
+
     Args:
         weights: full weights of some layers, under the names of the model with its adapters.
-        adapter: name of the one to merge.
-
-    Returns:
-        Merged weights in at least float32; the others as they are.
     """
     merged = {}
     for name, value in weights.items():
@@ -176,7 +172,6 @@ class FrozenBase:
         self.is_loaded = True
 
     def offload(self) -> None:
-        """Free the memory of the device."""
         if not self.is_loaded:
             return
         if not self._copies:
@@ -192,7 +187,6 @@ class FrozenBase:
         self.is_loaded = False
 
     def load(self) -> None:
-        """Bring the weights back."""
         if self.is_loaded:
             return
         for one, copies in zip(self._bytes, self._copies, strict=True):
@@ -259,11 +253,7 @@ def _train_all(layer: Any) -> None:
 
 
 def _forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return W x + s B A x, (..., I) -> (..., O), as PEFT's layer does.
-
-    The product is added to the base's output in place. PEFT's three temporary tensors of its size
-    leave holes in a CPU's heap, which small tensors saved for the backward pass keep apart.
-    """
+    """Return W x + s B A x, (..., I) -> (..., O), as PEFT's layer does."""
     # A linear layer's output of more than two dimensions may be a view, whose gradient is copied
     # where it is changed in place.
     rows = x.flatten(0, -2)
@@ -272,6 +262,8 @@ def _forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
         (name,) = layer.active_adapters
         a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
         inner = torch.nn.functional.linear(rows, a.to(rows.dtype))
+        # In place: PEFT's three temporary tensors of this size leave holes in a CPU's heap, which
+        # small tensors saved for the backward pass keep apart.
         out.addmm_(inner, b.to(out.dtype).t(), alpha=layer.scaling[name])
     return out.view(*x.shape[:-1], -1)
 
@@ -289,7 +281,6 @@ def save_adapter(
 
     Args:
         weights: its full matrices, by the model's names.
-        name: that of the adapter in the model.
     """
     folder.mkdir(parents=True, exist_ok=True)
     model.peft_config[name].save_pretrained(str(folder))
@@ -341,7 +332,6 @@ def _read_config(folder: Path, lora: LoraConfig) -> Any:
 
 
 def _check_targets(model: Any, names: Any) -> None:
-    """Raise ValueError for targets that are no linear modules of the layers, or not there."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     adapted = {n: m for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)}

@@ -36,8 +36,6 @@ class MicroBatches:
     """The micro-batches of a batch; each is written when it is reached, so that one is in memory.
 
     Args:
-        batch: N rows.
-        plan: of the batch.
         replay: whether the plan has the batch's routes.
         numbers: of the passes; -1: an idle one, without a trained token. None: all.
     """
@@ -53,11 +51,9 @@ class MicroBatches:
             self._kept = (batch.num_kept, batch.kept_ids, batch.cu_kept.to(torch.int64))
 
     def __len__(self) -> int:
-        """Return the number of micro-batches."""
         return len(self._numbers)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        """Yield the micro-batches."""
         return map(self._micro_batch, self._numbers.tolist())
 
     @property
@@ -139,6 +135,8 @@ def plan_micro_batches(
         "longest_row": min((one.length for one in limits if one.kind == DYNAMIC), default=0),
     }
     plans = _PLANS.setdefault(batch.tokens, {})
+    # Masks are made again for each use, so that their content counts. Tokens may be changed in
+    # place, which raises their version.
     key = (batch.tokens._version, _digest(arrays), id(routes), *options.values(), *refused_tokens)
     if key not in plans:
         if replay:

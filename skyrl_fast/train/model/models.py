@@ -47,13 +47,9 @@ class TrainedPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The models of a run; reference and critic only if the algorithm uses them.
+    """The models of a run; reference and critic only if the algorithm uses them."""
 
-    Args:
-        trained: by the policy's name, None where there is one without a name.
-    """
-
-    trained: Mapping[str | None, TrainedPolicy]
+    trained: Mapping[str | None, TrainedPolicy]  # by name; None: that of a single policy
     reference: Reference | None
     critic: Critic | None
 
@@ -81,6 +77,7 @@ def make_models(
     ranks.share_sequences(settings.policy.sequence_parallel_size)
     ranks.holds_gradients = holds_gradients
     _set_threads(settings.num_threads, ranks)
+    # Each rank keeps its shard of what it creates: new weights must be equal on all.
     seed_everything(settings.seed)
     hide_progress_bars()
     device = find_device(settings.device)
@@ -162,17 +159,14 @@ def _add_adapters(model: Any, config: Config, checkpoint: Path | None) -> None:
 
 def _set_threads(chosen: int | None, ranks: Ranks) -> None:
     if chosen is None and ranks.size > 1:
+        # Ranks of a machine share its cores.
         chosen = max(1, torch.get_num_threads() // ranks.size)
     if chosen is not None:
         torch.set_num_threads(chosen)
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device of `trainer.device`.
-
-    Raises:
-        ValueError: the name is "cuda" and there is no GPU.
-    """
+    """Return the device of `trainer.device`; ValueError if it is "cuda" and there is no GPU."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise ValueError("trainer.device: wanted cuda, but torch finds no GPU")

@@ -75,15 +75,11 @@ class Optimizer:
 
     @run_on_all_ranks
     def zero_grad(self) -> None:
-        """Clear the gradients."""
         self._adamw.zero_grad(set_to_none=True)
 
     @run_on_all_ranks
     def step(self) -> dict[str, float]:
-        """Clip, update the weights, and return gradient norm and learning rate.
-
-        A non-finite gradient skips the update, but is counted as a step and reported.
-        """
+        """Clip, update the weights, and return gradient norm and learning rate."""
         parameters = [p for _, p in self._named if p.grad is not None]
         limit = self._config.max_grad_norm or math.inf
         norm = 0.0
@@ -98,8 +94,10 @@ class Optimizer:
                     group["lr"] = rate
             self._adamw.step()
         else:
+            # It counts as a step: the schedule has as many as the run has mini-batches.
             logger.warning("optimizer step %d skipped: gradient norm %s", self.step_count, norm)
         self.step_count += 1
+        # Freed, not only cleared: an engine that slept meanwhile wakes up into this memory.
         self._adamw.zero_grad(set_to_none=True)
         skipped = float(not math.isfinite(norm))
         return {
@@ -244,6 +242,7 @@ def _local_parts(key: str, moment: Any) -> list[tuple[str, torch.Tensor]]:
     codes = getattr(local, "codes", None)
     if codes is None:
         return [(key, local)]
+    # As they are: by way of float32 a resumed run would not have the same bits.
     return [(f"{key}.codes", codes), (f"{key}.scale", local.scale)]  # type: ignore[attr-defined]
 
 

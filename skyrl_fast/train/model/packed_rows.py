@@ -44,11 +44,7 @@ class PackedRows:
 
 
 def find_packed_support(backbone: Any) -> bool:
-    """Return whether packed rows are exact in a backbone, which `pack_rows` remembers.
-
-    A sequence must have the same hidden states, to the last bit, whatever else is in its row, and
-    those that it has alone, up to rounding. Layers with a state that runs on have not.
-    """
+    """Return whether packed rows are exact in a backbone, which `pack_rows` remembers."""
     device = next(backbone.parameters()).device
     vocabulary = backbone.config.get_text_config().vocab_size
     ids = torch.arange(8 * len(PROBE)).view(-1, 8) % vocabulary
@@ -71,6 +67,8 @@ def find_packed_support(backbone: Any) -> bool:
     except (RuntimeError, ValueError, TypeError):  # it takes no positions, or not these
         return False
     for row, part in enumerate(second):
+        # The same bits whatever else is in the row and, up to rounding, those of the sequence
+        # alone: not so where a layer's state runs on.
         if not torch.equal(packed[row, part], changed[row, part]):
             return False
         if (packed[row, part] - alone[row]).abs().max() > ROUNDING * alone[row].abs().max():

@@ -77,7 +77,6 @@ class NamedWeights:
     adapter: bool = False
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights by name; with several ranks a layer at a time is in main memory."""
         policy, model = self.policy, self.policy.model
         if self.adapter:
             for name in policy.adapters:
@@ -93,6 +92,7 @@ class NamedWeights:
             layer = checkpoint_names(model, layer)
             while layer:
                 name = next(iter(layer))
+                # So that the layer's memory is freed weight by weight.
                 yield name, layer.pop(name)
 
 
@@ -110,7 +110,6 @@ class Policy:
         tree: process rows as prefix trees, each distinct token of a pass once; None: where
             the model supports it and it takes less time.
         saved_logits_bytes: the most logits to save for a backward pass; see `linear_logprob`.
-        ranks: that share the work and the weights.
 
     Raises:
         ValueError: the model's head is none that `find_head` knows, the model is
@@ -149,6 +148,8 @@ class Policy:
         self._replay = RouterReplay(model) if router_replay else None
         if self._replay is not None and _checkpoints_gradients(model):
             checkpoint_gradients(model, context_fn=self._replay.checkpoint_contexts)
+        # Checks call parts of the model, whose weights are not gathered there once they are
+        # sharded: so they come first.
         refuse_random_passes(model, self._autocast)
         with _random_state_kept(self.device):
             self.head = find_head(model, self._autocast)
@@ -163,6 +164,7 @@ class Policy:
             self.tree, self.layout_costs = cheapest_layout(self, self.backbone, self._autocast)
         self._by_adapter = dict.fromkeys(self.adapters[:1], self)
         for name in self.adapters[1:]:
+            # One model, and what was found out about it; only the adapter of the passes is another.
             self._by_adapter[name] = other = copy.copy(self)
             other.adapter = name
             ranks.register(other)
@@ -287,7 +289,6 @@ class Policy:
             return logprobs.tolist(), float(logits.std(-1).mean())
 
     def trained_parameters(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the parameters that optimizer steps change, by name."""
         trained = trained_parameters(self.model)
         return [(name, value) for name, value in trained if adapter_of(name) == self.adapter]
 
@@ -320,7 +321,6 @@ class Policy:
 
     @run_on_all_ranks
     def load_base(self) -> None:
-        """Bring the frozen weights back, if they are away."""
         self.frozen_base.load()
 
     @run_on_all_ranks
@@ -392,7 +392,6 @@ class WithoutAdapter:
     policy: Policy
 
     def batch_logprobs(self, batch: StepBatch) -> torch.Tensor:
-        """See `Policy.batch_logprobs`."""
         return self.policy.batch_logprobs(batch, adapter=False)
 
 
@@ -411,7 +410,6 @@ def load_model(
     """Return the causal LM of a local folder or hub name, or the model that it is a part of.
 
     Args:
-        dtype: of the weights.
         with_head: False: return only the backbone.
         setting: the setting of the path, for messages.
 
@@ -432,17 +430,16 @@ def load_model(
         model = backbone(model)
     if gradient_checkpointing:
         checkpoint_gradients(model)
+        # transformers recomputes layers in training mode only.
         remove_dropout(model.train())
     return model.to(device)
 
 
 def read_processor_files(model: Any) -> dict[str, bytes]:
-    """Return the files of a vision-language model's processor by name, of the folder it is from.
-
-    They are small, and the folder may be a checkpoint that is deleted during the run.
-    """
+    """Return the files of a vision-language model's processor by name, of the folder it is from."""
     if not is_vision_language(model):
         return {}
+    # Read now: the folder may be a checkpoint that is deleted during the run. They are small.
     files = (Path(model.name_or_path) / name for name in PROCESSOR_FILES)
     return {file.name: file.read_bytes() for file in files if file.is_file()}
 
@@ -472,21 +469,19 @@ def checkpoint_gradients(model: Any, **options: Any) -> None:
 
 
 def hide_progress_bars() -> None:
-    """Disable transformers' progress bars (loading, saving), which would disturb the display."""
     from transformers.utils import logging as transformers_logging
 
+    # Those of loading and saving would disturb the run's own display.
     transformers_logging.disable_progress_bar()
 
 
 def remove_dropout(model: Any) -> None:
-    """Remove all that is random in training mode: checkpointing needs it, the sampler has none.
-
-    Models have numbers of many names: `activation_dropout`, `layerdrop`, `router_jitter_noise`.
-    """
+    """Remove all that is random in training mode: checkpointing needs it, the sampler has none."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         for name, value in list(vars(module).items()):
+            # Models have numbers of many names: `activation_dropout`, `layerdrop`.
             if isinstance(value, float) and "drop" in name:
                 setattr(module, name, 0.0)
             # Phi-3.5-MoE reads its jitter without training, too: as a threshold of its experts.

@@ -15,15 +15,10 @@ LONGROPE, DYNAMIC = "longrope", "dynamic"
 
 @dataclass(frozen=True, slots=True)
 class RopeLimit:
-    """The longest pass with the original frequencies.
+    """The longest pass with the original frequencies."""
 
-    Args:
-        kind: "longrope" or "dynamic".
-        length: in tokens.
-    """
-
-    kind: str
-    length: int
+    kind: str  # LONGROPE or DYNAMIC
+    length: int  # in tokens
 
 
 def rope_limits(config: Any) -> tuple[RopeLimit, ...]:

@@ -75,10 +75,8 @@ class RouterReplay:
             self._active = before
 
     def checkpoint_contexts(self) -> tuple[Any, Any]:
-        """Return the contexts of gradient checkpointing (`context_fn` of torch's checkpoint).
-
-        The backward pass recomputes layers after `routes` has exited: with the same routes.
-        """
+        """Return the contexts of gradient checkpointing (`context_fn` of torch's checkpoint)."""
+        # The backward pass recomputes layers after `routes` has exited: with the same routes.
         return nullcontext(), _SameRoutes(self, self._active)
 
     def _checked(self, expert_indices: Tensor, router_padding_mask: Tensor) -> _Routes:
@@ -99,6 +97,7 @@ class RouterReplay:
                     f"RouterReplay: expert_indices must be from 0 to {num_experts - 1}, got "
                     f"{lowest} to {highest}: routes of another model?"
                 )
+            # An engine that recorded nothing leaves zeros.
             if names.shape[-1] > 1 and bool((names[..., 0] == names[..., 1]).any()):
                 raise ValueError(
                     "RouterReplay: expert_indices must name different experts for a token, got one "
@@ -108,6 +107,7 @@ class RouterReplay:
 
     def _columns(self, num_layers: int) -> list[int]:
         numbers = [number for number, _, _ in self._routers]
+        # vLLM counts all layers, other engines only those with experts.
         if num_layers == len(self._routers):
             return list(range(num_layers))
         if max(numbers) >= num_layers:
@@ -120,6 +120,7 @@ class RouterReplay:
 
     def _hook(self, place: int) -> Any:
         def replayed(router: Any, args: Any, output: Any) -> Any:
+            # In the first pass, whether it replays or not: its output is the router's own.
             if place not in self._rules:
                 self._rules[place] = _gate_rule(router, output)
             if self._active is None:
@@ -142,10 +143,8 @@ class RouterReplay:
 
 @dataclass(frozen=True, slots=True)
 class _Routes:
-    """experts: (T, routers, K) int64. recorded: (T, 1) bool."""
-
-    experts: Tensor
-    recorded: Tensor
+    experts: Tensor  # (T, routers, K) int64
+    recorded: Tensor  # (T, 1) bool
 
 
 class _SameRoutes:

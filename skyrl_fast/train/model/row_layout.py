@@ -68,7 +68,6 @@ class LayoutCosts:
     tree_segment: float = 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Return the costs as metrics of the policy, in nanoseconds."""
         return {f"policy/{name}_ns": 1e9 * cost for name, cost in asdict(self).items()}
 
 
@@ -132,6 +131,7 @@ def cheapest_layout(
             costs = with_full_params(owner.model, work)
     except RuntimeError as error:  # of a compiler or a kernel
         log.warning("rows are computed as sequences: trees failed on %s: %s", device, error)
+    # Ranks measure different times, and must plan the same passes.
     costs = owner.ranks.agree(costs)
     log.info("seconds of the layouts of rows: %s", costs)
     return costs is not None, costs
@@ -175,8 +175,10 @@ def measured_costs(
             _synchronize(device)
             taken.append(clock() - start)
             backbone.zero_grad(set_to_none=True)
+        # The first pass compiles and allocates; other processes can only add to the others.
         return min(taken[1:])
 
+    # As many tokens, but more pairs in one row: so the costs of both can be told apart.
     shapes = [(total // short, short), (1, total)]  # rows, tokens
     costs = []
     for make in (_sequences, _forest):
@@ -190,6 +192,7 @@ def measured_costs(
     assert micro.tree is not None
     sequence_token, sequence_pair, token, pair = costs
     explained = token * micro.input_ids.numel() + pair * node_pairs(micro.tree.ends.numpy())
+    # What tokens and pairs do not explain: padding and calls of recurrences.
     segment = max(0.0, seconds(micro) - explained) / segments
     return LayoutCosts(sequence_token, sequence_pair, token, pair, segment)
 
@@ -224,15 +227,13 @@ def _as_tree(tree: PrefixTree) -> MicroBatch:
 
 
 def _forks(total: int, vocabulary: int) -> tuple[MicroBatch, int]:
-    """Return a tree of about this many nodes in short segments, and the number of these.
-
-    They are those of agents whose thoughts are stripped: each turn leaves a branch.
-    """
+    """Return a tree of about this many nodes in short segments, and the number of these."""
     turns = max(2, total // (2 * FORKED_SAMPLES * SHORT_SEGMENT))  # or nothing forks
     length = max(1, min(SHORT_SEGMENT, total // (2 * FORKED_SAMPLES * turns)))
     numbers = torch.arange(2 * FORKED_SAMPLES * turns * length) % vocabulary
     pieces = iter(numbers.split(length))
     rows = []
+    # As of agents whose thoughts are stripped: each turn leaves a branch.
     for _ in range(FORKED_SAMPLES):
         context = numbers[:0]
         for _ in range(turns):

@@ -13,16 +13,13 @@ from skyrl_fast.train.parallel.sequence_ranks import SequencePart, SequenceRanks
 
 
 def part_of(micro: MicroBatch, ranks: SequenceRanks) -> MicroBatch:
-    """Return this rank's part of a micro-batch: L is padded to a multiple of the ranks.
-
-    Args:
-        micro: nodes of trees must already be a multiple. Its trees keep all nodes.
-    """
+    """Return this rank's part of a micro-batch: L is padded to a multiple of the ranks."""
     if ranks.size == 1:
         return micro
     length = micro.input_ids.shape[1]
     size = -(-length // ranks.size)
     first, padding = ranks.rank * size, size * ranks.size - length
+    # `padded_trees` has padded the nodes, whose plan must be of all of them.
     assert micro.tree is None or padding == 0
     here = slice(first, first + size)
     sequence, position = micro.hidden_index // length, micro.hidden_index % length
@@ -42,10 +39,7 @@ def part_of(micro: MicroBatch, ranks: SequenceRanks) -> MicroBatch:
 
 
 def padded(micro: MicroBatch, extra: int) -> MicroBatch:
-    """Return a micro-batch with `extra` tokens without routes at the end of each sequence.
-
-    A tree remains as it is.
-    """
+    """Add `extra` tokens without routes to each sequence; a tree remains as it is."""
     pad = torch.nn.functional.pad
     routes, mask = micro.expert_indices, micro.router_padding_mask
     return replace(

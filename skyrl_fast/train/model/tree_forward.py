@@ -61,11 +61,7 @@ HARMLESS_OPTIONS = frozenset({"is_causal", "position_ids", "cache_position"})
 
 
 def prepare_for_trees(backbone: Any, *, shares_tokens: bool = False) -> None:
-    """Make a transformers backbone accept trees; its results without trees are unchanged.
-
-    Args:
-        shares_tokens: whether several ranks share the tokens of a pass.
-    """
+    """Make a transformers backbone accept trees; its results without trees are unchanged."""
     refusal = f"trainer.rows: {_name(backbone)} cannot be trained as trees: "
     has_states = replace_state_functions(backbone)
     if has_states and shares_tokens:
@@ -82,6 +78,7 @@ def prepare_for_trees(backbone: Any, *, shares_tokens: bool = False) -> None:
     except NotImplementedError as error:
         raise ValueError(f"{refusal}its input embeddings are unknown") from error
     with in_float32(backbone), _short_reach(backbone, short):
+        # By the model's own attention, which is replaced next.
         expected = [_hidden_of_row(backbone, row, refusal) for row in rows]
     _register()
     before = backbone.config._attn_implementation
@@ -149,10 +146,7 @@ def _units_beyond(micro: MicroBatch, most_nodes: int | None) -> Sequence[TreeUni
 def padded_trees(
     micro: MicroBatch, device: torch.device, ranks: SequenceRanks = SINGLE
 ) -> MicroBatch:
-    """Return this rank's part of a micro-batch, padded as its attention requires.
-
-    A padding node attends only to itself, and no node attends to it.
-    """
+    """Return this rank's part of a micro-batch, padded as its attention requires."""
     if micro.tree is None:
         return part_of(micro, ranks)
     num_nodes = micro.input_ids.shape[1]
@@ -163,6 +157,7 @@ def padded_trees(
     extra = size - num_nodes
     if extra == 0:
         return part_of(micro, ranks)
+    # Each is a tree of its own: it attends only to itself, and no node attends to it.
     parents, ends = pad_trees(micro.tree.parents, micro.tree.ends, num_nodes + extra)
     positions = torch.nn.functional.pad(micro.tree.positions, (0, extra))
     tree = NodeTree(parents, ends, positions)
@@ -245,6 +240,7 @@ def _short_reach(backbone: Any, names: Sequence[str]) -> Iterator[int]:
     configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}
     before = [
         (owner, name, value)
+        # Modules copy settings of their config when they are made.
         for owner in (*configs.values(), *modules)
         for name in names
         if type(value := vars(owner).get(name)) is int and value > SHORT_REACH[name]
@@ -259,11 +255,7 @@ def _short_reach(backbone: Any, names: Sequence[str]) -> Iterator[int]:
 
 
 def _largest_window(config: Any, others: Sequence[str]) -> tuple[str, int] | None:
-    """Return name and value of the largest setting that may limit attention; None without any.
-
-    Args:
-        others: settings that are left out.
-    """
+    """Return name and value of the largest setting that may limit attention, but for `others`."""
     settings = {
         name: value
         for name, value in config.to_dict().items()
@@ -283,6 +275,7 @@ def _register() -> None:
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
     AttentionInterface.register(ATTENTION, _attention)
+    # Without a tree the function is torch's, which takes that mask.
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
@@ -400,18 +393,13 @@ def _hidden_of_row(backbone: Any, row: Tensor, refusal: str) -> Tensor:
 
 @torch.no_grad()
 def _probe(backbone: Any, rows: list[Tensor], expected: list[Tensor]) -> float | None:
-    """Compare rows as a tree with their hidden states under the model's attention function.
-
-    It detects what the config does not reveal.
-
-    Returns:
-        The largest difference of the first row that differs; None if all agree.
-    """
+    """Return the largest difference of the first row that differs as a tree; None if all agree."""
     cu = torch.tensor([0, *(len(row) for row in rows)]).cumsum(0)
     tree = build_prefix_tree(torch.cat(rows).cpu(), cu)
     device = rows[0].device
     plan = plan_tree_attention(tree.parents, tree.ends, device=device)
     ids, positions = (x.long()[None].to(device) for x in (tree.tokens, tree.positions))
+    # It detects what the config does not reveal.
     ours = _with_attention(backbone, ids, positions, plan)[0].float()
     for number, wanted in enumerate(expected):
         error = (ours[tree.nodes_of(number).long()] - wanted).abs().max().item()

@@ -51,22 +51,16 @@ class UnitPath:
 
 
 class LayerPath:
-    """A path in a run of a layer, which numbers its calls: so a recomputed layer finds the same.
-
-    Args:
-        number: of the layer.
-    """
+    """A path in a run of a layer, which numbers its calls: so a recomputed layer finds the same."""
 
     def __init__(self, path: UnitPath, number: int) -> None:
         self._path, self._number, self._calls = path, number, 0
 
     def mask(self, window: int | None, chunk: int | None) -> Tensor:
-        """See `UnitPath.mask`."""
         return self._path.mask(window, chunk)
 
     @property
     def continues(self) -> bool:
-        """Whether units below read what is kept."""
         return self._path.continues
 
     def extended(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,7 +84,6 @@ class LayerPath:
         return above[-1][0] if above else None
 
     def keep_state(self, state: Tensor) -> None:
-        """Keep a chain's last state."""
         self._keep(state)
 
     def restart(self) -> None:

@@ -139,7 +139,6 @@ class TreeSegments:
 
     @property
     def num_segments(self) -> int:
-        """S."""
         return len(self._first)
 
     def padded(self, *, pads_parents: bool) -> PaddedSegments:
@@ -160,8 +159,10 @@ class TreeSegments:
             above = np.where(above >= 0, self._above[above], -1)
         has_children = np.zeros(len(depth), dtype=bool)
         has_children[self._above[self._above >= 0]] = True
+        # Where padding is not neutral it would change the state that children start from.
         exact = np.where(has_children & (not pads_parents), self._lengths, 0)
         keys = np.stack([depth, exact, self._sizes(depth, exact)])
+        # Sorted by depth first: groups of parents come before those of their children.
         _, group_of, counts = np.unique(keys, axis=1, return_inverse=True, return_counts=True)
         order = np.argsort(group_of.ravel(), kind="stable")
         number = np.empty_like(order)  # of each segment in the order of all groups
@@ -232,20 +233,17 @@ class TreeSegments:
 
 
 def replace_state_functions(backbone: Any) -> bool:
-    """Make a backbone's layers with states accept `SEGMENTS`; return whether it has any.
-
-    Functions are replaced where transformers' modules have them; without trees their results are
-    the same.
-    """
+    """Make a backbone's layers with states accept `SEGMENTS`; return whether it has any."""
     for module, name in _state_functions(backbone):
         function = getattr(module, name)
+        # The functions are those of transformers' modules: another model may have replaced them
+        # already. Without trees their results are the same.
         if not hasattr(function, "without_trees"):
             setattr(module, name, _with_trees(function, name))
     return has_states(backbone)
 
 
 def has_states(backbone: Any) -> bool:
-    """Return whether a backbone's layers have states."""
     return any(True for _ in _state_functions(backbone))
 
 
@@ -314,6 +312,7 @@ def _recur(
     sizes = [group.count * group.length for group in padded.groups]
     parts: dict[str, Sequence[Tensor]] = {}
     for name, value in values.items():
+        # For all groups at once: the gradient of each such read is as large as the pass.
         every = value[0].index_select(0, padded.nodes)
         if padded.padding is not None and name in recurrence.neutral:
             mask = padded.padding.view(-1, *[1] * (every.dim() - 1))
@@ -328,6 +327,7 @@ def _recur(
         shape = group.count, group.length
         arguments |= {name: part[number].unflatten(0, shape) for name, part in parts.items()}
         if chunk is not None:
+            # A recurrence pads to its chunk, which changes no value, only how many are computed.
             arguments[CHUNK] = min(chunk, _chunk_for(group.length, segments.least_chunk))
         above = [states[parent] for parent in group.parents]
         initial = torch.stack(above) if above else above_roots
@@ -342,6 +342,7 @@ def _recur(
         if path is not None and continues:  # a chain is one segment
             path.keep_state(last)
     output = torch.cat(outputs).index_select(0, padded.places)[None]
+    # As the function returns without a last state.
     return (output, None) if recurrence is _DELTA else output
 
 

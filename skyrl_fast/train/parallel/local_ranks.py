@@ -35,11 +35,6 @@ class LocalRanks:
     def start(
         self, size: int, port: int, make_models: Callable[[Ranks], object], *, cuda: bool
     ) -> Sequence[LocalRank]:
-        """Start ranks 1 to size - 1; they exit with this process, however it ends.
-
-        Raises:
-            ValueError: fewer GPUs than ranks.
-        """
         if cuda and torch.cuda.device_count() < size:
             raise ValueError(
                 "trainer.placement.policy_num_gpus_per_node: wanted at most the GPUs that are "
@@ -81,7 +76,6 @@ class LocalRank:
     log: Path
 
     def exit_message(self) -> str | None:
-        """Return the exit code and the end of the log, or None while it runs."""
         code = self.process.exitcode
         if code is None:
             return None

@@ -166,6 +166,7 @@ def _connect(ranks: Ranks, store: Any, place: RankPlace) -> None:
     with _listening_next_to(place.address):
         dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.size)
         # Groups of their own: collectives of one group must not be interleaved by threads.
+        # Without a timeout: between two calls rollouts may take arbitrarily long.
         messages, files = (dist.new_group(backend="gloo", timeout=NO_TIMEOUT) for _ in range(2))
         mesh = dist.init_device_mesh("cuda" if cuda else "cpu", (ranks.size,))
     SharedFiles(ranks, files)

@@ -57,13 +57,7 @@ class Ranks:
         self._reason = ""
 
     def connect(self, messages: Any, mesh: Any) -> None:
-        """Set the connections to the other ranks.
-
-        Args:
-            messages: process group on the CPU for calls and results, without a timeout, as
-                rollouts may take arbitrarily long.
-            mesh: device mesh of the weights.
-        """
+        """Set the CPU process group of calls and results, and the device mesh of the weights."""
         self._messages, self.mesh = messages, mesh
 
     def share_sequences(self, size: int) -> None:
@@ -89,13 +83,11 @@ class Ranks:
             self._members.append(member)
 
     def gather(self, local: list[R]) -> list[R]:
-        """Return the items of all ranks on rank 0, and only the local ones on the others.
-
-        Ranks that share sequences have the same items, which count once.
-        """
+        """Return the items of all ranks on rank 0, and only the local ones on the others."""
         if self.size == 1:
             return local
         if self.rank > 0:
+            # Ranks that share sequences have the same items, which count once.
             sent = local if self.sequence.rank == 0 else []
             # Pickled here, so that rank 0 can count the bytes.
             dist.gather_object(pickle.dumps(sent), dst=0, group=self._messages)
@@ -170,6 +162,7 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
+            # torch's error may come before the watching thread has noticed the exit.
             if self._lost.wait(ERROR_SECONDS):
                 raise RankError(self._reason) from error
             raise

@@ -34,7 +34,6 @@ class RayRanks:
     def start(
         self, size: int, port: int, make_models: Callable[[Ranks], object], *, cuda: bool
     ) -> Sequence[RayRank]:
-        """Start ranks 1 to size - 1; Ray ends them with this actor."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -69,7 +68,6 @@ class RayRank:
     following: Any
 
     def exit_message(self) -> str | None:
-        """Return the exception that ended it, or None while it runs."""
         import ray
 
         if not ray.wait([self.following], timeout=0)[0]:

@@ -52,6 +52,7 @@ def shard(model: Any, ranks: Ranks) -> None:
         fully_shard(module, mesh=ranks.mesh)
         module.set_custom_all_gather(CountedGather(ranks.traffic))
         module.set_custom_reduce_scatter(CountedReduction(ranks.traffic))
+        # Summed, not averaged: a token's weight has the full mini-batch's denominator already.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     # A method of the module, so that FSDP's hooks gather its weights around any code.
@@ -60,11 +61,8 @@ def shard(model: Any, ranks: Ranks) -> None:
 
 
 def layers_of(model: Any) -> list[tuple[str, Any]]:
-    """Return the layers of a model by name, those that contain others first.
-
-    Args:
-        model: a transformers model, whose `_no_split_modules` they are, or one that contains it.
-    """
+    """Return the layers of a model by name, those that contain others first."""
+    # A part of the model may be the transformers model that names its layers.
     layer_types = {
         name
         for module in model.modules()
@@ -107,11 +105,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full_weight(tensor: torch.Tensor, ranks: Ranks, kind: str) -> torch.Tensor:
-    """Return the full weight, without its gradient; must be called on all ranks.
-
-    Args:
-        kind: of traffic that it counts as.
-    """
+    """Return the full weight, as traffic of this kind; must be called on all ranks."""
     ranks.traffic.add(kind, tensor.nbytes - local_tensor(tensor).nbytes)
     return full_tensor(tensor.detach())
 
@@ -162,12 +156,7 @@ def full_tensors(
 def full_state_dict(
     owner: Any, dtype: torch.dtype | None = None, names: Sequence[str] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return the full weights of a policy's or critic's model, under the names of `weights_of`.
-
-    Args:
-        dtype: see `full_tensors`.
-        names: of those that are wanted; None: all.
-    """
+    """Return full weights of a policy's or critic's model, under the names of `weights_of`."""
     items = weights_of(owner.model)
     if names is not None:
         weights = dict(items)

@@ -22,15 +22,11 @@ Write = Callable[[], Sequence[Path]]
 
 
 class SharedFiles:
-    """The writes of this rank.
-
-    Args:
-        group: process group on the CPU for the threads alone, without a timeout.
-    """
+    """The writes of this rank."""
 
     def __init__(self, ranks: Ranks, group: Any) -> None:
         self.ranks = ranks
-        self.group = group
+        self.group = group  # on the CPU, for the threads alone, without a timeout
         self._queue: list[Write] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="files")
         self._running: Future[Entries] | None = None

@@ -109,9 +109,8 @@ class GroupSchedule:
 
     def accept(self, uid: str, *, prompt: int, place: tuple[int, int]) -> Group:
         """Append the next prompt of the data to the queue."""
-        # The name and the version decide the seeds. A prompt that is repeated while an earlier
-        # group of it is in the queue, or within the same version, would have the same samples
-        # again.
+        # Unique in the queue, as it tells the groups apart, and in a version, as both decide the
+        # seeds: a prompt that is repeated would have the same samples again.
         used = {group.name for group in (*self._line, *self._dropped)}
         name, again = uid, 0
         while name in used:

@@ -94,10 +94,5 @@ class MemoryPlan:
 
 
 def gib(num_bytes: int) -> str:
-    """Return bytes as GiB with one decimal.
-
-    Example:
-        >>> gib(3 << 29)
-        '1.5'
-    """
+    """Return bytes as GiB with one decimal."""
     return f"{num_bytes / GIB:,.1f}"

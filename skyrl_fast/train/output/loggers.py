@@ -58,10 +58,7 @@ class Logger(Protocol):
 
 
 def open_loggers(names: Sequence[str], run: RunInfo) -> list[Logger]:
-    """Return the loggers of `trainer.logger`.
-
-    Args:
-        names: names in `LOGGERS`, or `module:Class`.
+    """Return the loggers of `trainer.logger`: names in `LOGGERS`, or `module:Class`.
 
     Raises:
         ValueError: a package is missing, or a logger cannot start; the message says which.

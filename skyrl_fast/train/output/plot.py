@@ -12,13 +12,10 @@ from skyrl_fast.train.output.metric_table import EVAL_REWARD, REWARD
 
 
 def plot_learning_curve(rows: Sequence[dict[str, Any]], path: Path, *, title: str = "") -> Path:
-    """Plot evaluation and training reward (left) and time per phase (right) over the steps.
+    """Plot rewards (left) and time per phase (right) over the steps; return the path.
 
     Args:
         rows: lines of metrics.jsonl: dicts with "step" and metric names.
-
-    Returns:
-        path.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -48,13 +45,10 @@ def plot_learning_curve(rows: Sequence[dict[str, Any]], path: Path, *, title: st
 def plot_runs(
     curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]], metric: str, path: Path
 ) -> Path:
-    """Plot a metric of several runs; runs of one label are a line of means in their range.
+    """Plot a metric of runs, those of one label as a line of means in a range; return the path.
 
     Args:
         curves: the (step, value) points of each run, by label.
-
-    Returns:
-        path.
 
     Raises:
         ValueError: matplotlib is not installed.

@@ -22,7 +22,6 @@ class Timeline:
 
     Args:
         folder: receives `step-00012.json`.
-        steps: numbers of the steps to record.
         board: board of the trajectories; its clock is the trainer's.
     """
 

@@ -40,12 +40,6 @@ def run_data(
     *,
     one_env: bool,
 ) -> RunData:
-    """Return the prompts to train and to evaluate on.
-
-    Args:
-        one_env: every row gets `environment.env_class`; its own `env_class` is ignored.
-    """
-
     env_class = config.environment.env_class
 
     def load(given: PromptSource | None, files: list[str], prefix: str, split: str) -> list[Prompt]:
@@ -53,6 +47,7 @@ def run_data(
             found = load_prompts(files, default_env_class=env_class, prefix=prefix, split=split)
         else:
             found = prompts_from(given, default_env_class=env_class, prefix=prefix, split=split)
+        # One factory makes the environments of all rows, whatever their own `env_class`.
         return [replace(prompt, env_class=env_class) for prompt in found] if one_env else found
 
     data = RunData(

@@ -355,6 +355,7 @@ def _run(
     progress, received = signals.run(
         _run_loop(config, components, output.display, start, policy_path, make_rollouts, signals)
     )
+    # Closed first: a logger may write its last metrics only then, and they are read next.
     output.closing.close()
     # Of a resumed run also those of its earlier processes.
     rows = read_metrics(run_path / "metrics.jsonl")

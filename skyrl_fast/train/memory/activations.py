@@ -184,10 +184,12 @@ def activation_memory(
     from transformers import AutoModel
 
     with _fake_tensors(), _trace_like_real_tensors():
+        # Without the LM head, whose memory `linear_logprob` decides.
         model = _make_fake(AutoModel, config, torch.float32 if lora is None else dtype, lora)
         layers_owner = backbone(model)
         if gradient_checkpointing:
             checkpoint_gradients(layers_owner)
+            # As when it is trained: layers are recomputed in training mode only.
             remove_dropout(layers_owner.train())
         else:
             layers_owner.eval()
@@ -195,6 +197,7 @@ def activation_memory(
         numbers = list(kinds.values())
         shortest = [layers[0] for layers in numbers]
         dtypes = dtype, residual_dtype
+        # The backward pass works on one layer at a time, so that few layers show its peak.
         saved, workspace = _measure(layers_owner, sorted(shortest), length, *dtypes)
         total = saved
         for layers in numbers:
@@ -328,6 +331,7 @@ def _trace_like_real_tensors() -> Iterator[None]:
     from transformers import masking_utils
 
     replacements: list[tuple[Any, str, Any]] = [
+        # Of positions that it can read, it finds one sequence in each row, which needs no mask.
         (masking_utils, "find_packed_sequence_indices", lambda *_, **__: None)
     ]
     with contextlib.suppress(ImportError):

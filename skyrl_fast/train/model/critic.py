@@ -96,6 +96,7 @@ class ValueModel(torch.nn.Module):
 def make_value_head(backbone: Any, folder: Path | None) -> torch.nn.Linear:
     """Return the map from hidden states to a value: that of the folder, if it has one, or new."""
     size = backbone.config.hidden_size
+    # The frozen base of an adapter may have 16 bits, too few for small steps.
     dtype = torch.promote_types(backbone.dtype, torch.float32)
     head = torch.nn.Linear(size, 1, bias=False, device=backbone.device, dtype=dtype)
     torch.nn.init.normal_(head.weight, std=1 / (size + 1))  # SkyRL's

@@ -113,6 +113,7 @@ def make_models(
     if uses_reference(config) and config.shares_reference:
         reference = WithoutAdapter(policy)
     elif uses_reference(config):
+        # The model that the run began with, also if it resumes from a checkpoint.
         reference = policy_of(settings.ref.model.path or model_path(config, None), trained=False)
     policies: dict[str | None, Policy] = {
         name: policy.with_adapter(name) for name in config.policies

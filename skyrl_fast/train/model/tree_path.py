@@ -91,6 +91,7 @@ class LayerPath:
         self._calls = 0
 
     def _next_call(self) -> list[tuple[Tensor, ...]]:
+        # A layer's calls have the same order in all units, so that their numbers name what is kept.
         self._calls += 1
         return [kept[self._number, self._calls] for kept in self._path.above]
 

@@ -83,8 +83,6 @@ class AgentLoop:
 
 @dataclass(slots=True)
 class _EnvEpisode:
-    """One attempt in an environment."""
-
     loop: AgentLoop
     trajectory: Trajectory
     prompt: RolloutPrompt

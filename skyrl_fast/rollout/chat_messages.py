@@ -22,11 +22,7 @@ _TOOL_KEYS = ("type", "function")
 
 
 def normalize_messages(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
-    """Return each message by `normalize_message`.
-
-    Raises:
-        ValueError: a message is invalid; the error names it by its number.
-    """
+    """Return each message by `normalize_message`; a ValueError has the number of an invalid one."""
     plain = []
     for number, message in enumerate(messages):
         try:
@@ -115,12 +111,9 @@ def parse_arguments(arguments: Any) -> Any:
 
 
 def normalize_tools(tools: Any) -> list[dict[str, Any]] | None:
-    """Return tools as chat templates take them; None: there are none.
+    """Return tools, a list or the JSON of one, as chat templates take them; None: there are none.
 
     Nulls of a tool and of its function are left out, but those inside a schema mean something.
-
-    Args:
-        tools: a list of mappings, or JSON text of one.
     """
     tools = plain_value(parse_json(tools))
     wrong = tools_error(tools)
@@ -137,14 +130,9 @@ def normalize_tools(tools: Any) -> list[dict[str, Any]] | None:
 
 
 def template_kwargs_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a row has for the chat template.
+    """Return the chat template's arguments of a row; a ValueError names a column of another type.
 
-    Args:
-        row: its columns `chat_template_kwargs` and `tools` count, each as value or JSON
-            text.
-
-    Raises:
-        ValueError: a column has another type; the error names it.
+    They are its columns `chat_template_kwargs` and `tools`, each as value or JSON text.
     """
     kwargs = plain_value(parse_json(row.get("chat_template_kwargs")))
     if kwargs is None:
@@ -174,11 +162,7 @@ def plain_value(value: Any) -> Any:
 
 
 def without_nulls(value: Any, keep: Collection[str] = ()) -> Any:
-    """Return a plain value without the keys whose value is null, at any depth.
-
-    Args:
-        keep: keys of the outermost mapping that stay.
-    """
+    """Return a plain value without keys of nulls at any depth, except outermost keys of `keep`."""
     if isinstance(value, dict):
         items = value.items()
         return {k: without_nulls(item) for k, item in items if item is not None or k in keep}

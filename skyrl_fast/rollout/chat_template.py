@@ -75,7 +75,6 @@ class ChatTemplate:
 
     @property
     def control_tokens(self) -> re.Pattern[str]:
-        """A pattern that matches the name of any control token."""
         return self._control.pattern
 
     @property
@@ -100,11 +99,7 @@ class ChatTemplate:
         return _end_of_turn(tokenizer, _vocab_size(tokenizer), self._chat_template)
 
     def ends_turn(self, token_ids: Sequence[int], *, stopped: bool = True) -> bool:
-        """Return whether an answer's last token ended the model's turn.
-
-        Args:
-            stopped: whether the engine stopped because of the last token.
-        """
+        """Return whether the last token, at which the engine `stopped` or not, ended the turn."""
         # A model has several end tokens: the template's, its tokenizer's, and others of which only
         # its engine knows, from the generation config.
         last = token_ids[-1] if token_ids else None

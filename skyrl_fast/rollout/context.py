@@ -178,8 +178,6 @@ def _after_answer(
 
 
 class _GrowingContext:
-    """One list of tokens, which grows."""
-
     def __init__(self, template: ChatTemplate, messages: Sequence[Message]) -> None:
         self.template = template
         self._token_ids = template.token_ids(template.render_checked(messages))
@@ -189,8 +187,6 @@ class _GrowingContext:
 
 
 class _AppendContext(_GrowingContext):
-    """Tokens are only appended: token ids in, token ids out."""
-
     def __init__(self, template: ChatTemplate, messages: Sequence[Message]) -> None:
         super().__init__(template, messages)
         # Some templates require a system or user message first: keep the prompt's messages.
@@ -223,8 +219,6 @@ class _AppendContext(_GrowingContext):
 
 
 class _RetemplateContext:
-    """The chat template renders the complete history every turn."""
-
     def __init__(self, template: ChatTemplate, messages: Sequence[Message]) -> None:
         self.template = template
         self._messages = list(messages)
@@ -246,8 +240,6 @@ class _RetemplateContext:
 
 
 class _SingleContext(_GrowingContext):
-    """One long answer of the model, with observations inside."""
-
     def add_response(
         self, token_ids: Sequence[int], message: Message, *, replaced: bool, stopped: bool = True
     ) -> None:

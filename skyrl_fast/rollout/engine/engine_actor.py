@@ -50,10 +50,7 @@ class EngineActor:
         self._serving = threading.Event()
 
     def serve(self) -> str:
-        """Start the server, which listens on this node's address alone; return its URL.
-
-        It does not answer yet.
-        """
+        """Start the server on this node's address alone; return its URL, not answering yet."""
         import ray
 
         setup = self._make_setup()

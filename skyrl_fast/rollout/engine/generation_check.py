@@ -28,10 +28,7 @@ def check_generation(
     stop: Sequence[str] | str | None,
     source: str,
 ) -> Generation:
-    """Return the generation if it can be trained on.
-
-    Args:
-        generation: as the engine gave it; its values may be of any type.
+    """Return the generation, whose values may be of any type, if it can be trained on.
 
     Raises:
         EngineError: a value is of another type, not finite or out of range.

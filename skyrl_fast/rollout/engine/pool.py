@@ -129,11 +129,7 @@ class EnginePool:
         session_id: str,
         **options: Any,
     ) -> Generation:
-        """Return one response by one of the engines; see `Engine.generate`.
-
-        Raises:
-            EngineDeadError: no engine is left, and none can be restarted.
-        """
+        """Raise EngineDeadError if no engine is left and none can be restarted."""
         while True:
             member = await self._choose(session_id)
             if member is None:

@@ -101,10 +101,8 @@ class Generation:
         logprobs: one per token, under the distribution that was sampled from.
         stop_reason: "stop" (end of sequence, stop string or stop token), "length", or "interrupted"
             by a weight update, with more tokens to follow.
-        stop_string: the stop string that ended it, or None.
         expert_indices: integers [tokens - 1 - start, layers, experts per token] of prompt and
             response from token `expert_indices_start` on (the last token is not run), or None.
-        expert_indices_start: the token of its first row.
         kept_ids: for each token the ascending ids, int32, of the tokens that it was sampled from;
             None: the vocabulary, or not recorded (`SamplingParams.max_kept_tokens`).
         num_cached_tokens: leading prompt tokens whose keys and values were in the engine's prefix

@@ -31,11 +31,7 @@ NO_URL = "http://nowhere"  # until the server has an address
 
 @dataclass(frozen=True, slots=True)
 class EngineBundle:
-    """Where an engine runs: a bundle of a placement group, which Ray moves if its node is lost.
-
-    Args:
-        index: its index in the group; all of its CPUs and GPUs are the engine's.
-    """
+    """A bundle of a placement group, all of it for one engine; Ray moves it if its node is lost."""
 
     group: Any
     index: int
@@ -43,11 +39,7 @@ class EngineBundle:
 
 @dataclass(frozen=True, slots=True)
 class _ActorServer:
-    """A server, from its request to Ray on.
-
-    Args:
-        url: its address, once a node has room and its process has started.
-    """
+    """A server, from its request to Ray on; its URL follows when its process has started."""
 
     actor: Any
     url: asyncio.Future[str]
@@ -111,7 +103,6 @@ class RayEngine(RemoteEngine):
         return self._begin().done()
 
     async def restart(self) -> None:
-        """Connect to the server that `comes_back` has started."""
         await super().close()
         await self.start()
 
@@ -179,7 +170,7 @@ class RayEngine(RemoteEngine):
         return await super()._unhealthy_reason()
 
     async def _answer(self, method: str, path: str, **arguments: Any) -> Any:
-        """Return the server's answer; a lost node does not close its connections."""
+        # A lost node does not close its connections.
         server = self._get_server()
         answer = asyncio.create_task(super()._answer(method, path, **arguments))
         try:

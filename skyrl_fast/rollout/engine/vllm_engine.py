@@ -323,10 +323,7 @@ class VllmEngine(Engine):
         return last
 
     async def load_weights(self, call: WorkerCall) -> None:
-        """Load weights that were handed over; see `Engine.load_weights`.
-
-        Requests in flight are paused, and continue with the new weights.
-        """
+        # Requests in flight are paused, and continue with the new weights.
         llm = self._get_llm()
         async with self._pause_requests():
             try:
@@ -386,10 +383,8 @@ class VllmEngine(Engine):
         return await call.make(self._sender, lambda: self._answer(rpc()))
 
     async def sleep(self) -> None:
-        """Free the engine's GPU memory until the next weights; needs `enable_sleep_mode`.
-
-        Cached keys and values are dropped; weights move to main memory. Requests in flight end.
-        """
+        # Needs `enable_sleep_mode`. Cached keys and values are dropped; weights move to main
+        # memory. Requests in flight end.
         llm = self._get_llm()
         if self._sleeping:
             return

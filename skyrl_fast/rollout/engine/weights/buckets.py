@@ -27,12 +27,7 @@ MAX_DIMENSIONS = 8  # of a tensor
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Several tensors packed into one byte buffer.
-
-    Args:
-        infos: name, dtype and shape of each tensor.
-        data: (bytes,) uint8.
-    """
+    """Several tensors packed into one byte buffer; `data` is (bytes,) uint8."""
 
     infos: list[TensorInfo]
     data: torch.Tensor
@@ -62,11 +57,7 @@ def pack_buckets(
     device: torch.device,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[Bucket]:
-    """Yield all tensors in buckets, in their order.
-
-    Args:
-        dtype: dtype that floating-point tensors are cast to; None: as they are.
-    """
+    """Yield all tensors in buckets, in their order; floating-point ones cast to `dtype`, if any."""
     for group in _group_tensors(weights, dtype, bucket_bytes):
         yield _pack(group, device)
 
@@ -99,11 +90,7 @@ def _group_tensors(
 
 
 def read_header(text: str) -> list[TensorInfo]:
-    """Return the infos of `Bucket.header`.
-
-    Raises:
-        ValueError: the text is none.
-    """
+    """Return the infos of `Bucket.header`; ValueError if the text is none."""
     match json.loads(text):
         case [*infos] if all(map(_is_tensor_info, infos)):
             return infos
@@ -127,7 +114,6 @@ def dtype_of(info: TensorInfo) -> torch.dtype:
 
 
 def align_up(num_bytes: int) -> int:
-    """Round a byte count up to ALIGNMENT."""
     return num_bytes + -num_bytes % ALIGNMENT
 
 

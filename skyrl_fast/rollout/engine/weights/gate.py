@@ -57,13 +57,9 @@ class WeightGate:
 
     @asynccontextmanager
     async def hold_closed(self, interrupt: Callable[[], Awaitable[None]]) -> AsyncIterator[int]:
-        """Close the gate; no request is in the engine within the context.
+        """Close the gate: no request is in the engine within the context.
 
-        Args:
-            interrupt: ends the requests in the engine; called until none is left.
-
-        Yields:
-            The number of requests that there were.
+        `interrupt` ends those that are; it is called until none is left. Yields their number.
         """
         self._open.clear()
         num_interrupted = self.num_inside

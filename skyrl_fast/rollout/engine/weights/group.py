@@ -111,12 +111,8 @@ class WeightsGroup:
         torch's backends cannot be told to stop waiting for a member, even when the process exits.
         Members that have met wait for each other no longer than a transfer takes.
 
-        Args:
-            text: what the trainer tells the others.
-            seconds: to wait; None: `wait_seconds`.
-
         Raises:
-            TimeoutError: some members did not come.
+            TimeoutError: some members did not come in time, `wait_seconds` unless given.
             RuntimeError: a member gave up or is gone.
         """
         seconds = self.wait_seconds if seconds is None else seconds

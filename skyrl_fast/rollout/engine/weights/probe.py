@@ -132,6 +132,20 @@ class WeightProbe:
     It keeps the engine's logprobs of the last time, so that an engine that ignores updates is
     detected even if one update is smaller than rounding.
 
+    Args:
+        probe: token sequences of two or more tokens; a few, of tens of tokens, are enough.
+        trainer_logprobs: maps the probe to, for each sequence, len - 1 logprobs, of each token
+            but the first given those before, at temperature 1, and the standard deviation of
+            the logits that they come from.
+        replayed_logprobs: the same with the engine's routes of the probe, for a mixture of
+            experts; used instead of `trainer_logprobs`. Rounding moves a token near a tie to
+            other experts, which is no sign of different weights.
+        dtype: the dtype in which the engine is to compute.
+        limits: limits of |engine - trainer|; None: those of the dtype.
+
+    Raises:
+        ValueError: the probe is empty, or a sequence has fewer than two tokens.
+
     Example:
         probe = WeightProbe(engine, probe=[[1, 2, 3, 4]], trainer_logprobs=policy_logprobs)
         await probe.verify()                      # the engine loaded what the trainer has
@@ -150,22 +164,6 @@ class WeightProbe:
         limits: ProbeLimits | None = None,
         policy: str | None = None,
     ) -> None:
-        """Check and store the arguments.
-
-        Args:
-            probe: token sequences of two or more tokens; a few, of tens of tokens, are enough.
-            trainer_logprobs: maps the probe to, for each sequence, len - 1 logprobs, of each token
-                but the first given those before, at temperature 1, and the standard deviation of
-                the logits that they come from.
-            replayed_logprobs: the same with the engine's routes of the probe, for a mixture of
-                experts; used instead of `trainer_logprobs`. Rounding moves a token near a tie to
-                other experts, which is no sign of different weights.
-            dtype: the dtype in which the engine is to compute.
-            limits: limits of |engine - trainer|; None: those of the dtype.
-
-        Raises:
-            ValueError: the probe is empty, or a sequence has fewer than two tokens.
-        """
         self._engine = engine
         self._probe = [[int(token) for token in sequence] for sequence in probe]
         lengths = [len(sequence) for sequence in self._probe]

@@ -57,11 +57,7 @@ class WorkerCall:
         return f"{LOAD}{self.transport}"
 
     async def make(self, sender: Any, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Return the workers' answer.
-
-        Args:
-            sender: the engine's `BroadcastSender`; None: it has none.
-        """
+        """Return the workers' answer; `sender` is the engine's `BroadcastSender`, if it has one."""
         return await call()
 
     def for_engines(self, number: int) -> Sequence[WorkerCall]:
@@ -83,11 +79,7 @@ async def transfer_weights(
     dtype: torch.dtype | None,
     frozen: Collection[str] = (),
 ) -> AsyncIterator[WorkerCall]:
-    """Start a transfer in a thread; yield its call, valid in the context.
-
-    Args:
-        frozen: modules of the model that are not among the weights.
-    """
+    """Start a transfer in a thread; yield its call. Weights of `frozen` modules are not sent."""
     with ExitStack() as stack:
 
         def start() -> WorkerCall:

@@ -67,12 +67,7 @@ class WeightUpdateExtension:
         adapter: str | None = None,
         versions: Mapping[str, int] | None = None,
     ) -> dict[str, Any]:
-        """Load the tensors; return a `Receipt` as a dict.
-
-        Args:
-            adapter: None for the model's weights; of adapters their config.
-            versions: of each adapter by its policy's name.
-        """
+        """Load weights, or adapters by their config and policy `versions`; return a `Receipt`."""
         if adapter is not None:
             return self._replace_adapters(weights, json.loads(adapter), versions or {})
         model = self.model_runner.get_model()
@@ -129,11 +124,7 @@ class WeightUpdateExtension:
     def _load_adapter(
         self, matrices: dict[str, torch.Tensor], config: dict[str, Any], version: int
     ) -> list[str]:
-        """Load an adapter under this number.
-
-        Returns:
-            The modules for which vLLM has no adapter layer, and whose matrices it leaves out.
-        """
+        """Load an adapter; return modules without adapter layers, whose matrices are left out."""
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
 

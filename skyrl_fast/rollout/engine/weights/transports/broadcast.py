@@ -135,7 +135,7 @@ class BroadcastCall(WorkerCall):
     buckets: Reader[Bucket]
 
     def for_engines(self, number: int) -> Sequence[BroadcastCall]:
-        """Return calls that share buckets, which are sent to all before the next but one."""
+        # They share buckets, each of which is sent to all before the next but one.
         return self.source.make_calls(number)
 
     async def make(

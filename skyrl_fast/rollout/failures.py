@@ -73,11 +73,7 @@ class FailureWatch:
         self._first: Trajectory | None = None  # of the last failed batch
 
     def see(self, trajectories: Sequence[Trajectory]) -> None:
-        """Record a finished batch.
-
-        Raises:
-            RolloutError: it is the third in a row in which every trajectory failed.
-        """
+        """Record a finished batch; RolloutError if three in a row have failed completely."""
         if not trajectories or any(t.failure is None for t in trajectories):
             self._in_a_row = 0
             self._usable = self._usable or bool(trajectories)
@@ -92,11 +88,7 @@ class FailureWatch:
             )
 
     def end(self) -> None:
-        """Note the end of the run.
-
-        Raises:
-            RolloutError: there were trajectories, and all failed.
-        """
+        """End the run; RolloutError if there were trajectories, and all failed."""
         if self._first is not None and not self._usable:
             raise RolloutError(
                 "every trajectory of the run failed, so that nothing was trained; the first of the "

@@ -56,8 +56,6 @@ class _Slot:
 
 @dataclass(slots=True)
 class _GroupMember:
-    """One trajectory of a group: its task, slot, board entry, and number of runs."""
-
     task: asyncio.Task[Trajectory]
     slot: _Slot
     entry: Activity
@@ -66,8 +64,6 @@ class _GroupMember:
 
 @dataclass(slots=True)
 class _Group:
-    """A prompt's trajectories: those that run, and those that have ended, by repetition."""
-
     prompt: RolloutPrompt
     phase: str
     run: Run

@@ -64,11 +64,7 @@ def loop_settings(config: Config) -> GeneratorConfig:
 
 
 def check_loop_settings(generator: GeneratorConfig) -> None:
-    """Check the agent loop's settings.
-
-    Raises:
-        ConfigError: a setting is out of range.
-    """
+    """Raise ConfigError for a setting that is out of range."""
     check_limits(generator, "generator")
     if generator.max_input_length is None or generator.context == "auto":
         raise ValueError(

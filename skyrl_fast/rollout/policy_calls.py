@@ -18,11 +18,7 @@ from skyrl_fast.rollout.turn import request_seed
 
 @dataclass(frozen=True, slots=True)
 class PolicyCalls:
-    """The engine as all trajectories of a run call it.
-
-    Args:
-        seed: seed of the run; every request's seed follows from it and from its place in the run.
-    """
+    """The engine as all trajectories of a run call it; `seed` is the run's, for `request_seed`."""
 
     engine: Sampler
     gate: WeightGate

@@ -13,11 +13,7 @@ from skyrl_fast.rollout.engine.protocol import Generation
 
 
 class ScriptedModel:
-    """A `Sampler` that gives every trajectory the same answers, turn by turn.
-
-    Args:
-        answers: answers of the turns; later turns get the last one.
-    """
+    """A `Sampler` that gives each trajectory these answers, turn by turn; later turns the last."""
 
     def __init__(self, answers: Sequence[str], tokenizer: Any) -> None:
         self._answers = list(answers)

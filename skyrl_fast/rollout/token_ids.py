@@ -79,7 +79,6 @@ def grown_ids(token_ids: list[int], before_ids: list[int], before: TokenIds) -> 
     """Return a prompt that shares the parts of the prompt before it, where it begins with that.
 
     Args:
-        token_ids: of the prompt.
         before_ids: of the prompt before it; the same list, if it has only grown since.
         before: its ids then.
     """
@@ -98,11 +97,7 @@ def count_shared(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def ids_array(token_ids: Sequence[int]) -> np.ndarray:
-    """Return ids as an array, (n,) int32.
-
-    Raises:
-        OverflowError: an id needs more than 31 bits.
-    """
+    """Return ids as an array, (n,) int32; OverflowError if one needs more than 31 bits."""
     if isinstance(token_ids, TokenIds):
         return token_ids.array()
     return np.array(token_ids, np.int32)

@@ -141,7 +141,6 @@ class Trajectory:
         failure: the error that remained after all retries, or None.
         phase: "train" or "eval".
         data_source: name of the data set, or None.
-        other_calls: calls of an agent, which are no steps.
         policy_rewards: outcomes by the policy's name; others have the trajectory's own.
     """
 
@@ -180,10 +179,8 @@ class Trajectory:
 
     @property
     def llm_seconds(self) -> float:
-        """Time in the engine, of all steps."""
         return sum(step.llm_seconds for step in self.steps)
 
     @property
     def env_seconds(self) -> float:
-        """Time in the environment, of all steps."""
         return sum(step.env_seconds for step in self.steps)

@@ -45,11 +45,7 @@ class Agent(Protocol):
     def episode(
         self, trajectory: Trajectory, prompt: RolloutPrompt, entry: Activity, *, policy_version: int
     ) -> Episode:
-        """Return an attempt at the trajectory, not started.
-
-        Args:
-            entry: its entry on the board; has the number of the attempt.
-        """
+        """Return an attempt, not started; its entry on the board has the number of the attempt."""
 
 
 @dataclass(frozen=True, slots=True)

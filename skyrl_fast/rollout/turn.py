@@ -27,11 +27,7 @@ def request_seed(seed: int, name: str, attempt: int, turn: int | str) -> int:
 def decode_response(
     template: ChatTemplate, generation: Generation, *, skip_special_tokens: bool = True
 ) -> str:
-    """Return the response as text, cut after its stop string.
-
-    Args:
-        skip_special_tokens: whether to leave out special tokens; the end token always is.
-    """
+    """Return the response as text, cut after its stop string; the end token is always left out."""
     token_ids = generation.token_ids
     if template.ends_turn(token_ids, stopped=generation.stopped_at_token):
         token_ids = token_ids[:-1]

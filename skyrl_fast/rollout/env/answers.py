@@ -20,11 +20,7 @@ class AnswerError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class EnvAnswer:
-    """A checked `EnvStep`, and the time that it took.
-
-    Args:
-        policy, policy_rewards: as of `EnvStep`; the names are not checked.
-    """
+    """A checked `EnvStep`, but for its policies' names, and the time that it took."""
 
     messages: list[Message]
     reward: float
@@ -63,10 +59,7 @@ def messages_of(value: Any, data: PlainData) -> list[Message]:
 
 
 def answer_of(answer: Any, data: PlainData) -> EnvAnswer:
-    """Return the checked answer to a step.
-
-    Args:
-        answer: an `EnvStep`, or a mapping with its fields.
+    """Return the checked answer to a step, an `EnvStep` or a mapping with its fields.
 
     Raises:
         AnswerError: it is invalid.
@@ -108,11 +101,7 @@ def _policy_rewards(value: Any, data: PlainData) -> dict[str, float]:
 
 
 def read_reward(value: Any, name: str) -> float:
-    """Return a reward as a number.
-
-    Raises:
-        AnswerError: it is none, or not finite in float32; the message begins with the name.
-    """
+    """Return a number; an AnswerError begins with `name` if it is none or not finite in float32."""
     try:
         reward = float.__float__(float(value))
     except Exception:  # of any type: an array, a tensor, a huge integer

@@ -113,11 +113,7 @@ class EnvFactory:
     async def run_call(
         self, env_class: str, worker: Worker, what: str, argument: Any
     ) -> CallResult:
-        """Return the result of a call; the wait for a free slot is not part of its time.
-
-        Raises:
-            EnvTimeoutError: it did not return in time.
-        """
+        """Return the result of a call; EnvTimeoutError if it is late, from the free slot on."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # a semaphore belongs to one loop
             self._loop, self._slots = loop, asyncio.Semaphore(self._num_slots)
@@ -189,11 +185,7 @@ class EnvSession:
         self._worker.release()
 
     async def call(self, what: str, argument: Any) -> Any:
-        """Return what a call returned, as plain data.
-
-        Raises:
-            EnvError, EnvTimeoutError: it raised, hung, or returned something invalid.
-        """
+        """Return plain data; EnvError, EnvTimeoutError if the call raised, was invalid or hung."""
         try:
             result = await self._factory.run_call(self._env_class, self._worker, what, argument)
         except (EnvTimeoutError, asyncio.CancelledError):

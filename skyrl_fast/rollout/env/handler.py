@@ -28,11 +28,7 @@ MORE_BYTES = 64 << 20  # of an answer, next to its texts
 
 @dataclass(frozen=True, slots=True)
 class EnvSettings(HandlerSettings):
-    """What the thread or process of an environment needs.
-
-    Args:
-        skyrl_gym: settings of the environments that skyrl_gym registers, by env_class.
-    """
+    """What the thread or process of an environment needs; `skyrl_gym` is by env_class."""
 
     skyrl_gym: GymSettings
     make_env: MakeEnv | None
@@ -146,10 +142,7 @@ def create_env(
     extras: dict[str, Any],
     make_env: MakeEnv | None = None,
 ) -> Env:
-    """Return a new environment.
-
-    Args:
-        env_class: `module:Class`, `module:factory`, or a name registered in skyrl_gym.
+    """Return a new environment; `env_class` as of `EnvFactory.make`.
 
     Raises:
         ValueError, TypeError: there is no such class, or its result is no `Env`.

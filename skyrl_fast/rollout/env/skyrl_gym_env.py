@@ -45,10 +45,7 @@ class SkyRLGymEnv(Env):
 
 
 def make(env_class: str, settings: Mapping[str, Any], extras: dict[str, Any]) -> SkyRLGymEnv:
-    """Return a new environment.
-
-    Args:
-        settings: replace the defaults of the environment's `env_config`.
+    """Return a new environment; `settings` replace the defaults of its `env_config`.
 
     Raises:
         ValueError: there is no such environment.

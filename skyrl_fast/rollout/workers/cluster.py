@@ -60,11 +60,7 @@ class ClusterWorkers:
         return str(self._ray.util.get_node_ip_address())
 
     async def acquire(self) -> ClusterWorker:
-        """Return a worker for one handler, on the node with the fewest.
-
-        Raises:
-            OSError: no node has room, or a process cannot be started; the message says why.
-        """
+        """Return a worker on the node with the fewest; an OSError says why there is none."""
         deadline = time.monotonic() + PLACE_SECONDS
         while True:
             ready = await asyncio.to_thread(self._ready_nodes)
@@ -157,10 +153,7 @@ class ClusterWorker:
         self.usable = True  # false: the process is gone, and its handler with it
 
     async def call(self, what: str, argument: Any, timeout: float | None) -> CallResult:
-        """Return the outcome of a call; TimeoutError if it takes longer than `timeout` seconds.
-
-        The wait for one of the node's workers is not part of its time. None: no deadline.
-        """
+        """Answer as `Worker.call`, from when the node has a worker free; None: no deadline."""
         if not self.usable:
             return CallResult(failure=f"{what}: its process was killed")
         try:
@@ -210,12 +203,7 @@ class _ClusterNode:
 
 @dataclass(frozen=True, slots=True)
 class _NodeAnswer:
-    """What an actor returns of a call.
-
-    Args:
-        outcome: result of the call, if it returned in time.
-        late: the calls in which a late call was, if known.
-    """
+    """What an actor returns of a call; `late`: the calls in which a late one was, if known."""
 
     outcome: CallResult
     usable: bool
@@ -223,8 +211,6 @@ class _NodeAnswer:
 
 
 class _NodeActor:
-    """The processes of one node."""
-
     def __init__(self, settings: HandlerSettings, workers: int) -> None:
         self._processes = ProcessWorkers(settings)
         self._workers: dict[int, ProcessWorker] = {}

@@ -75,7 +75,6 @@ class PlainData:
 
 
 def type_name(value: Any) -> str:
-    """Return the name of the value's type, for a message."""
     return plain_text(type(value).__name__)
 
 

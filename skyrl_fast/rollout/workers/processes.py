@@ -62,11 +62,7 @@ class ProcessWorkers:
         return LOOPBACK
 
     async def acquire(self) -> ProcessWorker:
-        """Return a worker for one handler.
-
-        Raises:
-            OSError: no process can be started; the message says why.
-        """
+        """Return a worker for one handler; an OSError says why no process can be started."""
         while self._idle:
             process = self._idle.pop()
             if process.alive():
@@ -108,10 +104,7 @@ class ProcessWorker:
         self.usable = True  # false: the process is gone, and its handler with it
 
     async def call(self, what: str, argument: Any, timeout: float | None) -> CallResult:
-        """Return the outcome of a call; TimeoutError if it takes longer than `timeout` seconds.
-
-        Then, and if the caller is cancelled, the process is killed. None: no deadline.
-        """
+        """Answer as `Worker.call`; kill the process if late or cancelled. None: no deadline."""
         if not self.usable:
             return CallResult(failure=f"{what}: its process was killed")
         answer = asyncio.ensure_future(self._process.answer(what, argument))

@@ -56,10 +56,7 @@ class HandlerSettings(Protocol):
         """Return a new handler, called in the process."""
 
     def check_value(self, what: str, value: Any) -> Any:
-        """Return a call's value, checked and rebuilt by the process that called.
-
-        Code of a model could have sent it.
-        """
+        """Return a call's value, checked and rebuilt: code of a model could have sent it."""
 
     def check_importable(self) -> None:
         """Raise ValueError if other processes cannot import what they need."""

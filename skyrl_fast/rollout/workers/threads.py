@@ -131,13 +131,6 @@ class ThreadWorkers:
 
 
 class _ThreadCall:
-    """A call of an environment.
-
-    Attributes:
-        worker: the thread that has begun it.
-        returned: whether it has a result.
-    """
-
     def __init__(self, function: Callable[[], Any], loop: asyncio.AbstractEventLoop) -> None:
         self.function = function
         self.loop = loop
@@ -176,11 +169,7 @@ class ThreadWorker:
 
 
 class _Thread:
-    """A daemon thread that works when it is woken.
-
-    Attributes:
-        lost: its call is late; the thread ends when it returns.
-    """
+    """A daemon thread that works when it is woken; it ends after a call that is late (`lost`)."""
 
     def __init__(self) -> None:
         self.lost = False

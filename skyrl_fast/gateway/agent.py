@@ -18,22 +18,14 @@ from skyrl_fast.rollout.trajectory import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class GatewayAgent:
-    """An `Agent`: each episode is a session of the gateway.
-
-    Args:
-        gateway: started, or by `start`.
-    """
+    """An `Agent`: each episode is a session of the gateway, which may be started already."""
 
     gateway: Gateway
     policy: ServedPolicy
     agent: BlackBox
 
     async def start(self) -> None:
-        """Begin to listen where the agent's processes reach the gateway.
-
-        Raises:
-            ValueError: the address is not available.
-        """
+        """Begin to listen where agents reach the gateway; ValueError if that is not possible."""
         await self.gateway.start(await self.agent.start())
 
     async def close(self) -> None:
@@ -51,8 +43,6 @@ class GatewayAgent:
 
 @dataclass(frozen=True, slots=True)
 class _AgentEpisode:
-    """One attempt by the agent."""
-
     parent: GatewayAgent
     session: Session
     key: str

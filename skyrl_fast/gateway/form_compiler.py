@@ -49,13 +49,9 @@ class FormCompiler:
         self._has_compiler = importlib.util.find_spec(COMPILER) is not None
 
     async def check(self, form: Mapping[str, Any]) -> None:
-        """Check a form; only its size where the compiler is not installed.
+        """Raise FormError if vLLM's structured outputs are too large, invalid, or take too long.
 
-        Args:
-            form: vLLM's structured outputs, such as {"json": schema}.
-
-        Raises:
-            FormError: it is too large, is invalid, or takes too long.
+        Only their size is checked where the compiler is not installed.
         """
         check_form(form)
         if not self._has_compiler or "json_object" in form:
@@ -82,8 +78,6 @@ class FormCompiler:
 
 @dataclass(frozen=True, slots=True)
 class _Settings(HandlerSettings):
-    """What a process needs."""
-
     tokenizer: Any
 
     modules: ClassVar[Sequence[str]] = (COMPILER,)
@@ -97,8 +91,6 @@ class _Settings(HandlerSettings):
 
 
 class _Handler:
-    """Compiles forms in a process."""
-
     def __init__(self, tokenizer: Any) -> None:
         import xgrammar
 

@@ -40,7 +40,6 @@ class Call:
         stop: strings that end the answer, which does not contain them; None: the run's.
         include_stop: whether the answer contains the stop string that ended it.
         stop_token_ids: tokens that end the answer; None: the run's.
-        parallel_tool_calls: whether an answer may have several tool calls.
         ignored: parameters of the request that change nothing here, each with the reason.
     """
 
@@ -82,7 +81,6 @@ class Choice:
 
     Args:
         text: without tool calls and thoughts.
-        thoughts: before it.
         finish: "stop", "length" or "tool_calls".
         stop_string: that ended it, or None.
     """

@@ -26,11 +26,7 @@ BAD_GATEWAY = 502
 
 
 class OtherCalls:
-    """Forward calls to other models, and keep what was said.
-
-    Args:
-        trajectory: gets the calls, in order of their answers.
-    """
+    """Forward calls to other models; the trajectory keeps what was said, by order of answers."""
 
     def __init__(self, trajectory: Trajectory) -> None:
         self._trajectory = trajectory

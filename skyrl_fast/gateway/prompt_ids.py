@@ -105,11 +105,7 @@ class PromptTokens:
 
 @dataclass(slots=True, eq=False)
 class _Start:
-    """All pieces but the last of an earlier prompt, and what is known of them.
-
-    Args:
-        parts: these pieces' tokens.
-    """
+    """All pieces but the last of an earlier prompt, their tokens, and what is known of them."""
 
     rendered: RenderedText
     token_ids: list[int]
@@ -222,20 +218,12 @@ class PromptIds:
         return 1
 
     def text(self, text: str) -> PromptTokens:
-        """Return the prompt of a complete text, with the special tokens that its client wrote.
-
-        Raises:
-            ContextError: the tokenizer refuses the text.
-        """
+        """Return a text's prompt, with its client's special tokens; ContextError if refused."""
         with self._lock:
             return self._prompt(RenderedText([text]))
 
     def from_ids(self, token_ids: Sequence[int]) -> PromptTokens:
-        """Return a prompt of given tokens.
-
-        Raises:
-            ContextError: an id is too large for any vocabulary.
-        """
+        """Return a prompt of given tokens; ContextError if one is too large for any vocabulary."""
         try:
             kept = TokenIds([ids_array(token_ids)])
         except OverflowError as error:
@@ -307,10 +295,7 @@ class PromptIds:
     def _forms(
         self, prompt: PromptTokens, token_ids: Sequence[int], text: str | None = None
     ) -> list[list[tuple[str, list[int]]]]:
-        """Return the ways in which a response may come back: each the pieces that it completes.
-
-        Arguments as of `add_response`.
-        """
+        """Return the ways in which a response may come back: each the pieces that it completes."""
         names = self._template.control_token_names
         sampled = list(token_ids)
         if sampled and sampled[-1] in names:  # the end of the turn is the template's
@@ -377,11 +362,7 @@ class PromptIds:
         return _Start(RenderedText([]), [], 0, (), b"", None, False), rendered.text
 
     def _kind(self, end: bytes | None, answers: bool, num_answers: int | None) -> str:
-        """Return the kind of a prompt.
-
-        Args:
-            end: the last chain in it that ends with a response; None: there is none.
-        """
+        """Return the kind of a prompt; `end` is the last chain in it that ends with a response."""
         if end is not None:
             # An answer after the response is one that came back changed.
             is_last = num_answers is None or self._ends[end] in (None, num_answers)

@@ -69,11 +69,7 @@ class Recording:
         self._writing = asyncio.Lock()
 
     async def add(self, session: RecordedSession) -> None:
-        """Return when the session is on the disk.
-
-        Raises:
-            StoreError, OSError: it cannot be written.
-        """
+        """Return when the session is on the disk; StoreError or OSError if it cannot be written."""
         self._waiting.append(session)
         async with self._writing:
             if session in self._waiting:  # else another one's write has taken it

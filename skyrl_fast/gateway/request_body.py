@@ -38,11 +38,7 @@ F = TypeVar("F", bound=Fields)
 
 
 def check_fields(model: type[F], body: Any) -> F:
-    """Return a request's fields.
-
-    Raises:
-        ApiError: one is missing or of the wrong type; the message names it.
-    """
+    """Return a request's fields; an ApiError names one that is missing or of the wrong type."""
     try:
         return model.model_validate(body)
     except ValidationError as error:
@@ -52,11 +48,7 @@ def check_fields(model: type[F], body: Any) -> F:
 
 
 def parse_json(body: bytes) -> Any:
-    """Return the value of a JSON text.
-
-    Raises:
-        ApiError: it is none, or has more than MAX_OBJECTS objects.
-    """
+    """Return a JSON text's value; ApiError if it is none, or has more than MAX_OBJECTS objects."""
     if body.count(b"{") > MAX_OBJECTS:  # or texts with braces
         objects = islice(_OBJECT.finditer(body), MAX_OBJECTS + 1)
         if sum(1 for _ in objects) > MAX_OBJECTS:
@@ -88,10 +80,7 @@ class RequestBodies:
         self._beginnings: dict[type[Fields], deque[_Beginning]] = {}
 
     def fields(self, body: bytes, model: type[F], conversation: str) -> F:
-        """Return a request's checked fields.
-
-        Args:
-            conversation: name of the field that grows from call to call.
+        """Return a request's checked fields; `conversation` names the one that grows with calls.
 
         Raises:
             ApiError: the body is no JSON, or a field is missing or of the wrong type.

@@ -42,10 +42,7 @@ class Rewards:
         self._given.append((name, span, value))
 
     def apply(self, outcome: Outcome, last: Step) -> None:
-        """Add all rewards to their steps.
-
-        Args:
-            last: step of the trajectory, which gets the trajectory's rewards.
+        """Add all rewards to their steps, those of the trajectory to `last`.
 
         Raises:
             ApiError: a reward for a call that does not exist, or not finite.

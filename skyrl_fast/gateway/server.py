@@ -117,11 +117,7 @@ class Gateway:
         return http_url(self._host, self._port)
 
     async def start(self, host: str = LOOPBACK) -> None:
-        """Begin to listen.
-
-        Raises:
-            ValueError: the address is not available.
-        """
+        """Begin to listen; ValueError if the address is not available."""
         self._host = self._host or host
         try:
             listening = listen_at(self._host, self._port, backlog=BACKLOG)
@@ -219,11 +215,7 @@ class Gateway:
         handle: Callable[[], Awaitable[Response]],
         dialect: Dialect | None = None,
     ) -> Response:
-        """Return the answer of a handler, or the ApiError that it raised, in the dialect's form.
-
-        Args:
-            dialect: None: OpenAI's.
-        """
+        """Return a handler's answer, or its ApiError in the form of the dialect; None: OpenAI's."""
         try:
             return await handle()
         except ApiError as error:
@@ -237,11 +229,7 @@ class Gateway:
         return JsonAnswer((dialect or OpenAIChat()).error(failure), failure.status)
 
     def session_of(self, request: Request) -> Session:
-        """Return the session of a request's key.
-
-        Raises:
-            ApiError: it has none, or comes from a web page.
-        """
+        """Return the session of a request's key; ApiError if it has none, or is from a web page."""
         digest = _digest(key_of(request))
         if digest in self._ended:
             self.faults["gateway_late_calls"] += 1
@@ -368,12 +356,9 @@ class Gateway:
 
 
 def key_of(request: Request) -> str:
-    """Return the key of a request; "" if it has none.
+    """Return a request's key, "" if it has none; ApiError if it comes from a web page.
 
     Relays may add another bearer to a client's `x-api-key`.
-
-    Raises:
-        ApiError: it comes from a web page.
     """
     if "origin" in request.headers:
         raise ApiError(403, "requests of web pages are refused")
@@ -386,11 +371,7 @@ def key_of(request: Request) -> str:
 
 
 async def json_body(request: Request) -> Any:
-    """Return the JSON of a request's body; None if it is empty.
-
-    Raises:
-        ApiError: it is no JSON, too long, or late.
-    """
+    """Return the JSON of a body, None if it is empty; ApiError if it is none, too long, or late."""
     body = await _body(request)
     return parse_json(body) if body else None
 
@@ -436,8 +417,6 @@ class _Server(uvicorn.Server):
 
 
 class _Model(msgspec.Struct):
-    """The name of the model in a request of any dialect."""
-
     model: str
 
 

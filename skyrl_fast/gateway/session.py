@@ -80,11 +80,7 @@ class RunningCall:
 
 
 class Session:
-    """The calls of one attempt at a trajectory.
-
-    Args:
-        trajectory: gets the steps of each answer that is delivered, in this order.
-    """
+    """One attempt at a trajectory, which gets the steps of each answer in order of delivery."""
 
     def __init__(
         self, policy: ServedPolicy, trajectory: Trajectory, entry: Activity, *, policy_version: int

@@ -97,11 +97,7 @@ class Sessions:
         return f"{self._gateway.url}/v1"
 
     def open(self, *, uid: str | None = None, data_source: str | None = None) -> _Open:
-        """Return a new session with its key.
-
-        Args:
-            uid: name of its group; None: a new group.
-        """
+        """Return a new session with its key, in the group `uid` or in a new one."""
         self._number += 1
         uid = f"session-{self._number}" if uid is None else uid
         trajectory = Trajectory(
@@ -147,11 +143,7 @@ class Sessions:
         return trajectory
 
     async def close(self) -> None:
-        """End and store all open sessions.
-
-        Raises:
-            StoreError: they cannot be written.
-        """
+        """End and store all open sessions; StoreError if they cannot be written."""
         await asyncio.gather(*self._ending)
         await asyncio.gather(*(self._late(session) for session in list(self._open)))
         await self._recording.flush()

@@ -52,11 +52,7 @@ class AgentSettings(HandlerSettings):
         return () if self.function is None else ("openai", "anthropic")
 
     def agent(self) -> BlackBox:
-        """Return the function or command, to be run in this process.
-
-        Raises:
-            ValueError: it cannot be imported.
-        """
+        """Return the function or command, to run here; ValueError if it cannot be imported."""
         if self.function is None:
             return CommandAgent(self.command, verifier=self.verifier, reward_file=self.reward_file)
         try:
@@ -93,12 +89,7 @@ class AgentProcesses(BlackBox):
         return await self._workers.address()
 
     async def run(self, task: AgentTask) -> Outcome:
-        """Return the reward of one task; its process is killed if this call is cancelled.
-
-        Raises:
-            EnvError: the agent failed, or no node has room.
-            EnvLostError: its process or node was lost.
-        """
+        # The process is killed if this call is cancelled.
         try:
             worker: ProcessWorker | ClusterWorker = await self._workers.acquire()
         except OSError as error:

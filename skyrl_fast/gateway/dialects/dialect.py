@@ -65,11 +65,7 @@ class Dialect(Protocol):
         """
 
     def response(self, answer: Answer, request: ParsedCall, tokens: Any) -> dict[str, Any]:
-        """Return the JSON of an answer.
-
-        Args:
-            tokens: tokens of the model, to decode single tokens.
-        """
+        """Return the JSON of an answer; `tokens` of the model decode single tokens."""
 
     def events(self, answer: Answer, request: ParsedCall, tokens: Any) -> Iterator[str]:
         """Yield the answer as server-sent events."""
@@ -79,11 +75,7 @@ class Dialect(Protocol):
 
 
 def read_form(name: str, form: Format | None) -> dict[str, Any] | None:
-    """Return vLLM's structured outputs of a wanted form; None: any text.
-
-    Raises:
-        ApiError: it is neither text nor JSON.
-    """
+    """Return vLLM's structured outputs of a form, None for text; ApiError if it is unknown."""
     if form is None or form.type == "text":
         return None
     if form.type == "json_object":
@@ -125,11 +117,7 @@ def one_form(fields: Forms, form: dict[str, Any] | None = None) -> dict[str, Any
 
 
 def join_texts(content: Any, between: str = "\n") -> str:
-    """Return a content, text or a list of parts or nothing, as text.
-
-    Raises:
-        ApiError: a part is no text.
-    """
+    """Return a content, text, list of parts or nothing, as text; ApiError if a part is none."""
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:

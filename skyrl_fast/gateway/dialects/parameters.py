@@ -118,11 +118,7 @@ MESSAGES = {
 def check_parameters(fields: Fields, table: Mapping[str, Parameter]) -> dict[str, str]:
     """Return the parameters that a request sets and that are ignored, each with the reason.
 
-    Args:
-        fields: fields of the request; those that its class names are honoured.
-
-    Raises:
-        ApiError: one is refused.
+    Fields that its class names are honoured. ApiError if one is refused.
     """
     ignored = {}
     for name, value in (fields.model_extra or {}).items():

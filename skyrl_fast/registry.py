@@ -133,11 +133,7 @@ def _reaches(module: str, path: Iterable[str], function: object) -> bool:
 
 
 def check_settings(name: str, function: Callable[..., object], settings: Mapping[str, Any]) -> None:
-    """Refuse keyword arguments that a user's function does not take.
-
-    Raises:
-        ValueError: names the function and the argument.
-    """
+    """Raise ValueError for a keyword argument that a user's function does not take."""
     try:
         inspect.signature(function).bind(None, **settings)
     except TypeError as error:

@@ -25,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the table, and write the plot."""
     with needs_extra("train"):
         from skyrl_fast.train.output.loggers import read_metrics
         from skyrl_fast.train.output.plot import plot_runs

@@ -67,7 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until a signal."""
     log_to_stderr()
     with needs_extra("train,gateway"):
         import skyrl_fast.gateway.server  # noqa: F401

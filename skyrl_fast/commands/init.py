@@ -31,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the project, and print what to do with it."""
     folder = options.folder
     if folder.exists():
         raise UsageError(f"init: expected a folder that does not exist, got {folder}")

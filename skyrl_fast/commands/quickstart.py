@@ -24,7 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train; return the exit code of `skyrl-fast train`."""
     find_examples()
     with needs_extra("train"):
         from examples.quickstart.run import RECIPES

@@ -13,7 +13,6 @@ DESCRIPTION = "Supervised fine-tuning: data.train_data are chats whose assistant
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train on demonstrations; return as `skyrl-fast train` does."""
     with needs_extra("train"):
         from skyrl_fast.train.supervised import sft
     return run_with(sft, options)

@@ -86,11 +86,7 @@ def run(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """The trajectories of a prompt.
-
-    Args:
-        observed: steps of each trajectory's environment, with that of a failed call.
-    """
+    """A prompt's trajectories; `observed`: steps of each environment, also of a failed call."""
 
     prompt: Prompt
     tokenizer: Any

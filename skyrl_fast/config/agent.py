@@ -74,11 +74,7 @@ class AgentConfig:
 
 
 def check_agent(config: Any) -> None:
-    """Check the settings of an agent with those of the run.
-
-    Raises:
-        ConfigError: they exclude each other.
-    """
+    """Raise ConfigError if settings of an agent and of the run exclude each other."""
     agent = config.agent
     if agent.function is not None and agent.command:
         raise ConfigError("agent.command: expected [] with agent.function, got a command")

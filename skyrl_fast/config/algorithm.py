@@ -18,11 +18,7 @@ from skyrl_fast.setting import ConfigError
 
 
 def policy_loss_spec(algorithm: AlgorithmConfig) -> LossSpec | CustomLoss:
-    """Return the spec of the chosen loss.
-
-    Raises:
-        ValueError: there is no loss of that name.
-    """
+    """Return the spec of the chosen loss; ValueError if there is none of that name."""
     return find_policy_loss(algorithm.policy_loss_type)
 
 
@@ -51,11 +47,7 @@ def is_ratio_to_rollout(algorithm: AlgorithmConfig) -> bool:
 
 
 def estimator_spec(algorithm: AlgorithmConfig) -> EstimatorSpec:
-    """Return the spec of the chosen advantage estimator.
-
-    Raises:
-        ValueError: there is no estimator of that name.
-    """
+    """Return the spec of the chosen estimator; ValueError if there is none of that name."""
     return find_advantage_estimator(algorithm.advantage_estimator)
 
 

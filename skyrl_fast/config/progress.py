@@ -7,11 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ProgressColumn:
-    """A column.
-
-    Args:
-        metric: name of the metric; a trailing * matches any suffix.
-    """
+    """A column; a trailing * in the name of its metric matches any suffix."""
 
     label: str
     metric: str

@@ -74,14 +74,9 @@ class SamplingParams:
 
 
 def check_sampling(key: str, sampling: SamplingParams, *, trained: bool) -> None:
-    """Check the parameters of training, or of evaluation.
+    """Raise ConfigError for parameters that exclude each other.
 
-    Args:
-        trained: whether the trainer computes log-probabilities of what is sampled.
-
-    Raises:
-        ConfigError: parameters that exclude each other, or samples whose log-probabilities the
-            trainer cannot compute.
+    If samples are `trained`, also where the trainer cannot compute their log-probabilities.
     """
     given = {name for name, value in sampling.additional_kwargs.items() if value}
     for name in sorted(_RESERVED & set(sampling.additional_kwargs)):

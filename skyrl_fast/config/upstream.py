@@ -13,24 +13,14 @@ KEYS = ("base_url", "api_key", "model")
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """A server and the name of a model there.
-
-    Args:
-        base_url: with `/v1`.
-        api_key: None: none is sent.
-    """
+    """A server and the name of a model there; `base_url` includes `/v1`, `api_key` may be None."""
 
     base_url: str
     model: str
     api_key: str | None = field(default=None, repr=False)
 
     def request(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return url, headers and JSON of a call.
-
-        Args:
-            path: path of the gateway, such as `/v1/chat/completions`.
-            body: body of the call; its model is replaced.
-        """
+        """Return url, headers and JSON of a call; `path` is of the gateway: `/v1/messages`."""
         key = self.api_key
         headers = {} if key is None else {"authorization": f"Bearer {key}", "x-api-key": key}
         if path.startswith("/v1/messages"):

@@ -13,12 +13,7 @@ _at_exit: set[Callable[[], str]] = set()
 
 @dataclass(slots=True)
 class Counts:
-    """Calls of one of our functions in a host program.
-
-    Args:
-        handed_back: those that the host's own function answered.
-        last_reason: why, of the last of these.
-    """
+    """Calls of one of our functions; `handed_back` are those that the host's own one answered."""
 
     calls: int = 0
     handed_back: int = 0

@@ -11,11 +11,7 @@ from typing import Any
 
 
 class ImportWatch(MetaPathFinder):
-    """Call back with the name of each of these modules, right after it has run.
-
-    Args:
-        callback: called with the name; for modules that are already loaded, at `start`.
-    """
+    """Call back with the name of each of these modules after it has run; loaded ones at `start`."""
 
     def __init__(self, names: Collection[str], callback: Callable[[str], None]) -> None:
         self._names = frozenset(names)
@@ -33,7 +29,6 @@ class ImportWatch(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of the other finders, with a loader that calls back."""
         if fullname not in self._names:
             return None
         for finder in sys.meta_path:

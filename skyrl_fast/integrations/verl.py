@@ -179,8 +179,7 @@ def _estimator(estimator: str) -> Callable[..., Pair]:
     ) -> Pair:
         """Return advantages and returns, one tensor: `group_advantage`, float64 statistics.
 
-        Args:
-            token_level_rewards, response_mask: (N, R).
+        Rewards and mask are (N, R).
         """
         _counts[PREFIX + estimator].calls += 1
         if epsilon != 1e-6:

@@ -49,10 +49,9 @@ def _check(output: Any, num_prompts: int, step_wise: bool) -> None:
 def concatenate_generator_outputs(
     generator_outputs: Any, step_wise: bool = False, **expected: bool
 ) -> Any:
-    """Return SkyRL's concatenation, with step-wise metrics per trajectory instead of per row.
+    """Return SkyRL's concatenation, but step-wise metrics per trajectory instead of per row.
 
-    Args:
-        expected: `routes_expected`, in versions that have it.
+    `expected` is `routes_expected` in versions that have it.
     """
     result = outputs.concatenate_generator_outputs(generator_outputs, step_wise, **expected)
     if step_wise:

@@ -57,11 +57,7 @@ def get_rollout_metrics(
 
 @replaces(REWARD)
 def get_metrics_from_generator_output(generator_output: Any, uids: Sequence[str]) -> Any:
-    """Return mean reward, pass@n and mean positive reward, as SkyRL's function of that name.
-
-    Args:
-        uids: N, the prompt of each row.
-    """
+    """Return mean reward, pass@n and mean positive reward; `uids`: N, the prompt of each row."""
     rewards = generator_output["rewards"]
     original = ORIGINALS.require(REWARD)
     require(len(rewards) > 0 and set(map(type, rewards)) == {list}, "rewards that are one per row")

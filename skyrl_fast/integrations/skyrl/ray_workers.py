@@ -98,10 +98,7 @@ def _install(setting: str) -> None:
 
 
 def add_hook(mode: str, rules: tuple[str, ...]) -> None:
-    """Make `ray.init` start workers that install; without Ray do nothing.
-
-    `ray.shutdown` reads the workers' counts of calls first.
-    """
+    """Make `ray.init`, if there is Ray, start workers that install; `ray.shutdown` reads counts."""
     global _ray_init, _ray_shutdown
     try:
         import ray

@@ -111,11 +111,7 @@ def target_fingerprint(target: Target, module: Any, function: Callable[..., Any]
 
 
 def replaces(name: str, *, renamed: Mapping[str, str] | None = None) -> Callable[..., Any]:
-    """Make a function the replacement of SkyRL's function `name`.
-
-    Args:
-        renamed: keywords of older versions, and their current names.
-    """
+    """Make a function replace SkyRL's `name`; `renamed` maps older versions' keywords to ours."""
 
     def decorate(function: Function) -> Function:
         counts = ORIGINALS.counts.setdefault(name, Counts())

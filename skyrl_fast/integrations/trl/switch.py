@@ -78,11 +78,7 @@ def uninstall() -> None:
 
 
 def report() -> Report:
-    """Return what is replaced, with the calls so far.
-
-    Raises:
-        RuntimeError: nothing is installed.
-    """
+    """Return what is replaced, with the calls so far; RuntimeError if nothing is installed."""
     if _report is None:
         raise RuntimeError("skyrl_fast.integrations.trl: nothing is installed; call install()")
     return _report

@@ -14,11 +14,7 @@ FILE_PREFIX = "skyrl_fast_file_"  # of the names of modules imported from files
 
 
 def load_module(name: str) -> ModuleType:
-    """Return a module by its import path, or the module of a .py file; both are imported once.
-
-    Raises:
-        ValueError: it is missing or raises; the message names the module and the error.
-    """
+    """Return a module by its import path or .py file, imported once; a ValueError says why not."""
     try:
         return _load_file(name) if name.endswith(".py") else importlib.import_module(name)
     except Exception as error:

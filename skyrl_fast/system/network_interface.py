@@ -42,22 +42,14 @@ def http_url(host: str, port: int) -> str:
 
 
 def address_towards(address: str) -> str:
-    """Return the IPv4 address of this machine from which it reaches another one.
-
-    Raises:
-        OSError: it does not.
-    """
+    """Return this machine's IPv4 address from which it reaches another one; OSError if none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, DISCARD_PORT))
         return str(probe.getsockname()[0])
 
 
 def interface_to(address: str) -> str:
-    """Return the name of the network interface by which this machine reaches an address.
-
-    Raises:
-        OSError: there is none.
-    """
+    """Return the network interface by which this machine reaches an address; OSError if none."""
     mine = address_towards(address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():

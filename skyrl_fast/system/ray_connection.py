@@ -9,11 +9,7 @@ from typing import Any
 
 
 def import_ray(wanted_by: str) -> Any:
-    """Return the package Ray.
-
-    Raises:
-        ValueError: it is missing; the message says how to install it.
-    """
+    """Return the package Ray; a ValueError says how to install it if it is missing."""
     try:
         import ray
     except ImportError as error:
@@ -28,8 +24,7 @@ def import_ray(wanted_by: str) -> Any:
 def connect_ray(ray: Any) -> Iterator[bool]:
     """Connect to the cluster of RAY_ADDRESS, else of this machine, else start one.
 
-    Yields:
-        Whether it was started here, so that other nodes do not join it.
+    Yields whether it was started here, so that other nodes do not join it.
     """
     if ray.is_initialized():
         yield False

@@ -25,12 +25,7 @@ REPEATS = "repeats"  # has the prompt of an earlier call: another answer to it
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a call in the forest.
-
-    Args:
-        kind: how it follows from its parent.
-        parent: number of an earlier call; None: it has none.
-    """
+    """A call's place in the forest: how it follows from its parent, an earlier call, if any."""
 
     kind: str
     parent: int | None

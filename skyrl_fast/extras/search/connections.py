@@ -55,14 +55,14 @@ class LimitedProtocol(H11Protocol):
             min(waiting, key=lambda other: other._number).abort()  # type: ignore[union-attr]
 
     def handle_events(self) -> None:
-        """Handle what was received: from its header on, a request has more time."""
+        # From its header on, a request has more time.
         was_serving = self._is_serving()
         super().handle_events()
         if self._is_serving() and not was_serving:
             self._expect(REQUEST_SECONDS)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is not HTTP; behind a request that is being answered, only disconnect."""
+        # What is not HTTP is refused; behind a request that is being answered, only disconnect.
         if self.conn.our_state is h11.IDLE:
             super().send_400_response(msg)
             return
@@ -72,7 +72,7 @@ class LimitedProtocol(H11Protocol):
         self.abort()
 
     def on_response_complete(self) -> None:
-        """Handle the end of a response: the next header has its own time."""
+        # The next header has its own time.
         self._expect(HEADER_SECONDS)
         super().on_response_complete()
 

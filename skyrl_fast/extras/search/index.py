@@ -40,7 +40,6 @@ def best(scores: np.ndarray, topk: int) -> Hits:
 
     Args:
         scores: (N,) float.
-        topk: at least 1.
 
     Example:
         >>> best(np.array([0.0, 2.0, 1.0, 2.0]), 2)

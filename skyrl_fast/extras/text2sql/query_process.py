@@ -60,10 +60,7 @@ def run_query(path: Path, sql: str, limits: QueryLimits) -> list[Row]:
 
 
 def same_rows(path: Path, sql: str, truth: str, limits: QueryLimits) -> bool:
-    """Return whether two queries have the same distinct rows, in any order.
-
-    Args:
-        limits: limits of time and size, for each of the two.
+    """Return whether two queries, each within the limits, have the same distinct rows in any order.
 
     Raises:
         QueryTimeoutError, QueryMemoryError, QueryError: as `run_query`, of `sql`.

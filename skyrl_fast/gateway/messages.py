@@ -10,12 +10,7 @@ from skyrl_fast.rollout.chat_template import Message
 
 
 class ApiError(Exception):
-    """A call is answered with this HTTP status.
-
-    Args:
-        status: 4xx or 5xx.
-        code: for programs, in dialects that have codes.
-    """
+    """A call is answered with this HTTP status; `code` is for programs, where a dialect has any."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None) -> None:
         super().__init__(message)
@@ -96,12 +91,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """All choices of a call.
-
-    Args:
-        id: unique, without a dialect's prefix.
-        model: name as the client gave it.
-    """
+    """All choices of a call; `id` is unique, without a dialect's prefix, `model` the client's."""
 
     id: str
     created: int

@@ -45,11 +45,7 @@ class OtherCalls:
     async def forward(
         self, client: httpx.AsyncClient, upstream: Upstream, path: str, body: Mapping[str, Any]
     ) -> Response:
-        """Return the answer of another server.
-
-        Raises:
-            ApiError: the server cannot be reached, or the trajectory has ended.
-        """
+        """Return another server's answer; ApiError if unreachable, or the trajectory has ended."""
         started = time.perf_counter()
         streams = body.get("stream") is True
         sending = asyncio.create_task(_send(client, upstream, path, body, streams=streams))

@@ -61,12 +61,7 @@ def parse_json(body: bytes) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Beginning:
-    """A body up to the end of the last item of its conversation.
-
-    Args:
-        text: all of it, as it is in the complete body.
-        head: what is before the first item.
-    """
+    """A body up to the end of its conversation's last item; `head` is what precedes the first."""
 
     text: memoryview
     head: bytes

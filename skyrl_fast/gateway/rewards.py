@@ -42,11 +42,7 @@ class Rewards:
         self._given.append((name, span, value))
 
     def apply(self, outcome: Outcome, last: Step) -> None:
-        """Add all rewards to their steps, those of the trajectory to `last`.
-
-        Raises:
-            ApiError: a reward for a call that does not exist, or not finite.
-        """
+        """Add rewards to their steps, the trajectory's to `last`; ApiError for an invalid one."""
         before = list(self._given)
         posted = any(call is None and span is None for call, span, _ in self._given)
         try:

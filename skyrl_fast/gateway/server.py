@@ -431,7 +431,6 @@ def _upstream(session: Session, body: bytes) -> Upstream | None:
 
 
 def _failure(task: asyncio.Task[Any]) -> ApiError | None:
-    """Return why a call that has ended has no answer; None: it has one."""
     if task.cancelled():
         return ApiError(SERVER_ERROR, "the call was aborted: its trajectory has ended")
     error = task.exception()

@@ -113,11 +113,7 @@ class Session:
             return parse() if len(body) < LONG_BODY else await asyncio.to_thread(parse)
 
     async def prompt(self, call: Call) -> PromptTokens:
-        """Return the tokens of a call's prompt.
-
-        Raises:
-            ApiError: unknown model, a prompt that the chat template refuses or that is too long.
-        """
+        """Return a call's prompt; ApiError for an unknown model, a refused or too long prompt."""
         self._check_length(self._least_tokens(call))
         prompt = await self._tokenize(call)
         self._check_length(len(prompt.token_ids))
@@ -361,11 +357,7 @@ class Session:
     # --- end
 
     def finish(self, outcome: Outcome) -> str:
-        """Set rewards and metrics of the trajectory; return its stop reason.
-
-        Raises:
-            ApiError: a reward for a call or a policy that does not exist.
-        """
+        """Set rewards and metrics; return the stop reason. ApiError: unknown call or policy."""
         steps, names = self._trajectory.steps, self.policy.calls.policies
         for name in outcome.policy_rewards:
             if name not in names:

@@ -47,8 +47,6 @@ class SessionRequest(Fields):
 
 @dataclass(eq=False, slots=True)
 class _Open:
-    """A session that has not ended."""
-
     key: str
     session: Session
     trajectory: Trajectory

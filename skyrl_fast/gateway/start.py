@@ -105,11 +105,7 @@ def gateway_agent(
 def gateway_policy(
     settings: AgentConfig, calls: PolicyCalls, config: GeneratorConfig, *, one_line: bool = False
 ) -> ServedPolicy:
-    """Return what all sessions share; arguments as of `gateway_agent`.
-
-    Raises:
-        ValueError: a tokenizer without end token, or no tool parser of that name.
-    """
+    """Return what all sessions share; arguments and errors as of `gateway_agent`."""
     from skyrl_fast.gateway.policy import ServedPolicy
 
     tokenizer = calls.tokenizer

@@ -57,10 +57,9 @@ class AnswerParser:
         with_thoughts: bool = True,
         with_calls: bool = True,
     ) -> ParsedAnswer:
-        """Return the parts of an answer; all of it is text where it cannot be parsed in time.
+        """Return the parts of an answer, text alone where it cannot be parsed in time.
 
-        Args:
-            place: place of the answer in its trajectory, from which the ids of its calls follow.
+        Ids of calls without one follow from its `place` in the trajectory.
         """
         thoughts = with_thoughts and self.reasoning_parser is not None
         calls = with_calls and self.tool_parser is not None

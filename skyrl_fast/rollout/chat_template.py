@@ -367,11 +367,7 @@ def _is_plain(message: Message) -> bool:
 
 
 def text_after(marker: str, text: str) -> str:
-    """Return what a template has written after a marker in the place of an answer.
-
-    Raises:
-        ContextError: the marker is not in the text.
-    """
+    """Return what follows a marker in a template's text; ContextError if the marker is missing."""
     _, found, rest = text.rpartition(marker)
     if not found:
         raise ContextError(

@@ -61,11 +61,7 @@ class ToolCallParser(VllmParser):
         *,
         forced: str | None = None,
     ) -> ParsedAnswer:
-        """Return the answer's content and calls; without calls where they cannot be parsed.
-
-        Args:
-            forced: "required" or a function's name, if the answer was sampled under `forcing`.
-        """
+        """Return content and calls, none where they cannot be parsed; `forced` as of `forcing`."""
         logged = self._errors.number  # parsers log what they cannot parse, and return it as text
         try:
             request = _request(tools)

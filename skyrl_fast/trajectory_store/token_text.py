@@ -13,8 +13,6 @@ _INCOMPLETE = "\ufffd"  # what a tokenizer decodes part of a character to
 
 
 class _TextCache(dict[Any, str]):
-    """Texts by key, each computed on first access."""
-
     def __init__(self, compute: Callable[[Any], str]) -> None:
         super().__init__()
         self._compute = compute

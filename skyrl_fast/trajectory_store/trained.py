@@ -108,8 +108,6 @@ def collect_trained_steps(
 
 
 class _TokenValues:
-    """The batch's flat arrays, accessed by row."""
-
     def __init__(self, batch: StepBatch, trainer_logprobs: torch.Tensor | None) -> None:
         assert batch.advantages is not None
         self.cu_seqlens = batch.cu_seqlens.tolist()

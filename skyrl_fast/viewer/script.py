@@ -30,12 +30,7 @@ def literal(value: Any) -> str:
 
 
 class ListScripts:
-    """A long list in numbered scripts of bounded size, such as part0.js and part1.js.
-
-    Args:
-        name: the scripts' names without the number.
-        limit: bytes of a script; a single item that exceeds it has a script of its own.
-    """
+    """A long list in numbered scripts, such as part0.js, of `limit` bytes or of one larger item."""
 
     def __init__(self, folder: Path, name: str, limit: int) -> None:
         self._folder, self._name, self._limit = folder, name, limit

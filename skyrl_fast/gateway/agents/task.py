@@ -98,11 +98,7 @@ class BlackBox(Protocol):
         return LOOPBACK
 
     async def run(self, task: AgentTask) -> Outcome:
-        """Return the reward of one task; free everything also if cancelled.
-
-        Raises:
-            EnvError: it failed.
-        """
+        """Return the reward of one task, or EnvError; free everything also if cancelled."""
 
     async def close(self) -> None:
         """End the processes that it keeps; none, unless said otherwise."""

@@ -112,11 +112,7 @@ def _support_width(self: Any, arguments: dict[str, Any], original: Any) -> int |
 
 
 def _end_by_length(output: Any, over: bool, row: Any, eos: int, top_k: int | None) -> None:
-    """Drop the turn that was over the limit; a trajectory without steps gets a masked row.
-
-    Args:
-        top_k: width of the support of sampled tokens, None where it is not recorded.
-    """
+    """Drop the turn over the limit; without steps add a masked row, its support `top_k` wide."""
     steps = output.step_outputs
     if over:
         dropped = steps.pop()

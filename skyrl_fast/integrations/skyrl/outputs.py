@@ -102,11 +102,7 @@ def _check_ids(output: Any) -> None:
 def concatenate_generator_outputs(
     generator_outputs: Sequence[Any], step_wise: bool = False, routes_expected: bool = False
 ) -> dict[str, Any]:
-    """Return one output with the rows of all and their common metrics, as SkyRL's function.
-
-    Args:
-        routes_expected: whether a result that trains must have routes; since 0.4.0.
-    """
+    """Return one output with all rows and common metrics; `routes_expected` as in validation."""
     outputs = list(generator_outputs)
     optional = OPTIONAL[ORIGINALS.label(CONCATENATE)]
     result: dict[str, Any] = {}

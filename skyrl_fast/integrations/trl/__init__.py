@@ -32,7 +32,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return `GRPOTrainer`, which imports TRL on first use."""
     if name == "GRPOTrainer":
         return grpo_trainer()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

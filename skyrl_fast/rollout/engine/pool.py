@@ -213,7 +213,6 @@ class EnginePool:
 
     @property
     def weights_dtype(self) -> torch.dtype | None:
-        """Dtype of all weights of all engines; None: unknown, or several."""
         dtypes = {member.engine.weights_dtype for member in self._members}
         return dtypes.pop() if len(dtypes) == 1 else None
 
@@ -257,11 +256,7 @@ class EnginePool:
         await self._serve_waiting()
 
     async def restart(self) -> None:
-        """Restart dead engines with the weights of their start, where nothing is trained.
-
-        Raises:
-            EngineDeadError: none is left.
-        """
+        """Restart dead engines where nothing is trained; EngineDeadError if none is left."""
         for member in await self._restart_dead_engines():
             self.faults["engine_restarts"] += 1
             log.warning("BACK: %s", member.engine.name)

@@ -195,10 +195,9 @@ class Engine(Sampler, Protocol):
     async def prompt_routes(
         self, token_ids: Sequence[int], *, policy: str | None = None
     ) -> tuple[list[float], np.ndarray]:
-        """Return the same, and the routes [tokens, layers, experts per token] that were taken.
+        """Return the same, and the routes [tokens, layers, experts per token].
 
-        Raises:
-            EngineError: the engine does not record routes.
+        EngineError if it records none.
         """
 
     async def reset_prefix_cache(self) -> None:

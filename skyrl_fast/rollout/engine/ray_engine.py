@@ -99,7 +99,6 @@ class RayEngine(RemoteEngine):
         self._refuse_ended(self._get_server())
 
     async def comes_back(self) -> bool:
-        """Return whether a new server answers, or did not start; begin to start one."""
         return self._begin().done()
 
     async def restart(self) -> None:

@@ -361,7 +361,6 @@ class RemoteEngine(Engine):
         return not await self._unhealthy_reason()
 
     async def _unhealthy_reason(self) -> str:
-        """Return why the server is unhealthy, "" if it is healthy."""
         import httpx
 
         try:

@@ -123,12 +123,7 @@ def guard_environment(
     trainer: str | None = None,
     adapter: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
-    """Return the environment variables that `EngineGuard` reads.
-
-    Args:
-        trainer: address of the trainer that broadcasts them; None: none does.
-        adapter: config of the adapter that the server gets; None: none.
-    """
+    """Return the variables that `EngineGuard` reads; `trainer`: address of one that broadcasts."""
     broadcasts = {} if trainer is None else {TRAINER_VARIABLE: str(ipaddress.ip_address(trainer))}
     adapts = {} if adapter is None else {ADAPTER_VARIABLE: json.dumps(adapter)}
     shared = os.pathsep.join(map(str, folders))

@@ -32,11 +32,7 @@ class EnvAnswer:
 
 
 def messages_of(value: Any, data: PlainData) -> list[Message]:
-    """Return observations as chat messages; they may be a list, one message, plain text or None.
-
-    Raises:
-        AnswerError: they are something else.
-    """
+    """Return observations, messages or one or text or None, as chat messages, else AnswerError."""
     if value is None:
         return []
     if isinstance(value, str):
@@ -59,11 +55,7 @@ def messages_of(value: Any, data: PlainData) -> list[Message]:
 
 
 def answer_of(answer: Any, data: PlainData) -> EnvAnswer:
-    """Return the checked answer to a step, an `EnvStep` or a mapping with its fields.
-
-    Raises:
-        AnswerError: it is invalid.
-    """
+    """Return the checked answer to a step, an `EnvStep` or a mapping; AnswerError if invalid."""
     if isinstance(answer, EnvStep):
         answer = {item.name: getattr(answer, item.name) for item in fields(EnvStep)}
     if not isinstance(answer, Mapping):

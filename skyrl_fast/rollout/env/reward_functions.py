@@ -170,7 +170,6 @@ class GroupRewards:
 def _rewards(
     function: RewardFunction, arguments: Mapping[str, Any], count: int
 ) -> list[float | None]:
-    """Return the reward of each answer; None: the function does not apply."""
     found = function(**arguments)
     if inspect.isawaitable(found):
         # In a worker, whose thread has no event loop.

@@ -45,11 +45,7 @@ class SkyRLGymEnv(Env):
 
 
 def make(env_class: str, settings: Mapping[str, Any], extras: dict[str, Any]) -> SkyRLGymEnv:
-    """Return a new environment; `settings` replace the defaults of its `env_config`.
-
-    Raises:
-        ValueError: there is no such environment.
-    """
+    """Return a new environment, `settings` over its defaults; ValueError if there is none such."""
     import skyrl_gym
 
     spec = check_registered(env_class)

@@ -41,11 +41,7 @@ class ThreadWorkers:
         return ThreadWorker(self, EnvHandler(self._settings))
 
     async def run(self, function: Callable[[], Any], timeout: float) -> Any:
-        """Return the function's result; TimeoutError, with its trace, if it takes longer.
-
-        Args:
-            function: runs in a thread, and does not raise.
-        """
+        """Return the result of `function`, which never raises; TimeoutError with trace if late."""
         loop = asyncio.get_running_loop()
         call = _ThreadCall(function, loop)
         with self._lock:

@@ -151,7 +151,6 @@ def _write(
 
 
 def _copy_to_host(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return a contiguous copy in main memory, pinned if it comes from a GPU."""
     if dtype is not None and tensor.is_floating_point():
         tensor = tensor.to(dtype)
     if tensor.is_cuda:

@@ -20,7 +20,7 @@ class Upstream:
     api_key: str | None = field(default=None, repr=False)
 
     def request(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return url, headers and JSON of a call; `path` is of the gateway: `/v1/messages`."""
+        """Return url, headers and JSON of a call of a gateway's path, such as `/v1/messages`."""
         key = self.api_key
         headers = {} if key is None else {"authorization": f"Bearer {key}", "x-api-key": key}
         if path.startswith("/v1/messages"):

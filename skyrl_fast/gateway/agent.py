@@ -25,7 +25,7 @@ class GatewayAgent:
     agent: BlackBox
 
     async def start(self) -> None:
-        """Begin to listen where agents reach the gateway; ValueError if that is not possible."""
+        """Listen where agents reach the gateway; ValueError if that address is not available."""
         await self.gateway.start(await self.agent.start())
 
     async def close(self) -> None:

@@ -91,7 +91,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """All choices of a call; `id` is unique, without a dialect's prefix, `model` the client's."""
+    """All choices of a call; unique `id` without a dialect's prefix, `model` as the client said."""
 
     id: str
     created: int

@@ -26,7 +26,7 @@ BAD_GATEWAY = 502
 
 
 class OtherCalls:
-    """Forward calls to other models; the trajectory keeps what was said, by order of answers."""
+    """Forward calls to other models; the trajectory gets them in the order of their answers."""
 
     def __init__(self, trajectory: Trajectory) -> None:
         self._trajectory = trajectory
@@ -45,7 +45,7 @@ class OtherCalls:
     async def forward(
         self, client: httpx.AsyncClient, upstream: Upstream, path: str, body: Mapping[str, Any]
     ) -> Response:
-        """Return another server's answer; ApiError if unreachable, or the trajectory has ended."""
+        """Return another server's answer; ApiError if unreachable or the trajectory has ended."""
         started = time.perf_counter()
         streams = body.get("stream") is True
         sending = asyncio.create_task(_send(client, upstream, path, body, streams=streams))

@@ -218,7 +218,7 @@ class PromptIds:
         return 1
 
     def text(self, text: str) -> PromptTokens:
-        """Return a text's prompt, with its client's special tokens; ContextError if refused."""
+        """Return the prompt of a text with its special tokens; ContextError if it is refused."""
         with self._lock:
             return self._prompt(RenderedText([text]))
 

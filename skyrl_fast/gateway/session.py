@@ -80,7 +80,7 @@ class RunningCall:
 
 
 class Session:
-    """One attempt at a trajectory, which gets the steps of each answer in order of delivery."""
+    """The calls of one attempt at a trajectory, which gets the steps in order of delivery."""
 
     def __init__(
         self, policy: ServedPolicy, trajectory: Trajectory, entry: Activity, *, policy_version: int

@@ -162,7 +162,7 @@ def plain_value(value: Any) -> Any:
 
 
 def without_nulls(value: Any, keep: Collection[str] = ()) -> Any:
-    """Return a plain value without keys of nulls at any depth, except outermost keys of `keep`."""
+    """Return a plain value without null-valued keys at any depth; outermost ones of `keep` stay."""
     if isinstance(value, dict):
         items = value.items()
         return {k: without_nulls(item) for k, item in items if item is not None or k in keep}

@@ -88,7 +88,7 @@ class FailureWatch:
             )
 
     def end(self) -> None:
-        """End the run; RolloutError if there were trajectories, and all failed."""
+        """Note the end of the run; RolloutError if there were trajectories, and all failed."""
         if self._first is not None and not self._usable:
             raise RolloutError(
                 "every trajectory of the run failed, so that nothing was trained; the first of the "

@@ -85,9 +85,7 @@ async def run_groups(
 ) -> list[Trajectory]:
     """Return the trajectories of these prompts, in order; the first error cancels all of them.
 
-    Raises:
-        ValueError: an unknown phase, two prompts of one uid, a tokenizer without end token.
-        EngineDeadError: the engine died.
+    Errors are those of `rollout`.
     """
     if phase not in PHASES:
         raise ValueError(f"rollout: phase: expected one of {PHASES}, got {phase!r}")

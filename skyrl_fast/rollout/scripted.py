@@ -13,7 +13,7 @@ from skyrl_fast.rollout.engine.protocol import Generation
 
 
 class ScriptedModel:
-    """A `Sampler` that gives each trajectory these answers, turn by turn; later turns the last."""
+    """A `Sampler` that gives each trajectory these answers by turn; later turns get the last."""
 
     def __init__(self, answers: Sequence[str], tokenizer: Any) -> None:
         self._answers = list(answers)

@@ -25,7 +25,7 @@ REPEATS = "repeats"  # has the prompt of an earlier call: another answer to it
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A call's place in the forest: how it follows from its parent, an earlier call, if any."""
+    """A call's place in the forest: how (`kind`) it follows from call number `parent`, if any."""
 
     kind: str
     parent: int | None

@@ -86,11 +86,7 @@ def collect_trained_steps(
     """Return the values of each trajectory's steps; none if a placeholder row replaced it.
 
     Rows may be single steps or merged steps: in its row, a step's response starts where the step's
-    prompt ends.
-
-    Args:
-        batch: with advantages.
-        trainer_logprobs: (A,) float32, NaN where there is none.
+    prompt ends. Batch and log-probabilities are as of `TrainedRows`.
     """
     owners = batch.trajectory_ids.numpy()
     row_counts = np.bincount(owners) if len(owners) else np.zeros(0, dtype=np.int64)

@@ -98,7 +98,7 @@ class BlackBox(Protocol):
         return LOOPBACK
 
     async def run(self, task: AgentTask) -> Outcome:
-        """Return the reward of one task, or EnvError; free everything also if cancelled."""
+        """Return the reward of a task; EnvError if it failed. Free everything also if cancelled."""
 
     async def close(self) -> None:
         """End the processes that it keeps; none, unless said otherwise."""

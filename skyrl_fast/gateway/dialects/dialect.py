@@ -65,7 +65,7 @@ class Dialect(Protocol):
         """
 
     def response(self, answer: Answer, request: ParsedCall, tokens: Any) -> dict[str, Any]:
-        """Return the JSON of an answer; `tokens` of the model decode single tokens."""
+        """Return the JSON of an answer; `tokens`: those of the model, to decode single tokens."""
 
     def events(self, answer: Answer, request: ParsedCall, tokens: Any) -> Iterator[str]:
         """Yield the answer as server-sent events."""
@@ -75,7 +75,7 @@ class Dialect(Protocol):
 
 
 def read_form(name: str, form: Format | None) -> dict[str, Any] | None:
-    """Return vLLM's structured outputs of a form, None for text; ApiError if it is unknown."""
+    """Return vLLM's structured outputs of a form, None for text; ApiError unless text or JSON."""
     if form is None or form.type == "text":
         return None
     if form.type == "json_object":
@@ -117,7 +117,7 @@ def one_form(fields: Forms, form: dict[str, Any] | None = None) -> dict[str, Any
 
 
 def join_texts(content: Any, between: str = "\n") -> str:
-    """Return a content, text, list of parts or nothing, as text; ApiError if a part is none."""
+    """Return a content, text or list of parts or None, as text; ApiError if a part is no text."""
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:

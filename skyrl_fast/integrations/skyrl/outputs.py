@@ -44,7 +44,7 @@ MERGED = (*ALWAYS, "stop_reasons", "rollout_logprobs", "trajectory_ids", "is_las
 def validate_generator_output(
     num_prompts: int, generator_output: Any, step_wise: bool = False, routes_expected: bool = False
 ) -> None:
-    """Check a generator output; since 0.4.0 `routes_expected`: a training one must have routes."""
+    """Check a generator output; `routes_expected` (since 0.4.0): training ones must have routes."""
     _check(num_prompts, generator_output, step_wise)
     missing = routes_expected and generator_output.get(ROUTES) is None
     require(not missing, "expected routes that are missing")

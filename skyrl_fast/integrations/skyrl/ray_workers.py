@@ -98,7 +98,10 @@ def _install(setting: str) -> None:
 
 
 def add_hook(mode: str, rules: tuple[str, ...]) -> None:
-    """Make `ray.init`, if there is Ray, start workers that install; `ray.shutdown` reads counts."""
+    """Make `ray.init` start workers that install; without Ray do nothing.
+
+    `ray.shutdown` reads the workers' counts of calls first.
+    """
     global _ray_init, _ray_shutdown
     try:
         import ray

@@ -195,9 +195,10 @@ class Engine(Sampler, Protocol):
     async def prompt_routes(
         self, token_ids: Sequence[int], *, policy: str | None = None
     ) -> tuple[list[float], np.ndarray]:
-        """Return the same, and the routes [tokens, layers, experts per token].
+        """Return the same, and the routes [tokens, layers, experts per token] that were taken.
 
-        EngineError if it records none.
+        Raises:
+            EngineError: the engine does not record routes.
         """
 
     async def reset_prefix_cache(self) -> None:

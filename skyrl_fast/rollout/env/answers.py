@@ -32,7 +32,11 @@ class EnvAnswer:
 
 
 def messages_of(value: Any, data: PlainData) -> list[Message]:
-    """Return observations, messages or one or text or None, as chat messages, else AnswerError."""
+    """Return observations as chat messages; they may be a list, one message, plain text or None.
+
+    Raises:
+        AnswerError: they are something else.
+    """
     if value is None:
         return []
     if isinstance(value, str):

@@ -113,7 +113,7 @@ class EnvFactory:
     async def run_call(
         self, env_class: str, worker: Worker, what: str, argument: Any
     ) -> CallResult:
-        """Return the result of a call; EnvTimeoutError if it is late, from the free slot on."""
+        """Return a call's result; EnvTimeoutError if it is late, without the wait for a slot."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # a semaphore belongs to one loop
             self._loop, self._slots = loop, asyncio.Semaphore(self._num_slots)
@@ -185,7 +185,7 @@ class EnvSession:
         self._worker.release()
 
     async def call(self, what: str, argument: Any) -> Any:
-        """Return plain data; EnvError, EnvTimeoutError if the call raised, was invalid or hung."""
+        """Return plain data; EnvError if the call raised or is invalid, EnvTimeoutError if late."""
         try:
             result = await self._factory.run_call(self._env_class, self._worker, what, argument)
         except (EnvTimeoutError, asyncio.CancelledError):

@@ -153,7 +153,7 @@ class ClusterWorker:
         self.usable = True  # false: the process is gone, and its handler with it
 
     async def call(self, what: str, argument: Any, timeout: float | None) -> CallResult:
-        """Answer as `Worker.call`, from when the node has a worker free; None: no deadline."""
+        """Answer as `Worker.call`, without the wait for the node's workers; None: no deadline."""
         if not self.usable:
             return CallResult(failure=f"{what}: its process was killed")
         try:

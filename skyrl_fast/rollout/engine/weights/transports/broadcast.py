@@ -215,7 +215,11 @@ class BroadcastSender:
         self.join_arguments = (backend, address, port, num_workers + 1)
 
     async def connect(self, answer: Coroutine[Any, Any, object]) -> None:
-        """Connect with the workers while they join; RuntimeError, or `answer`'s, if they do not."""
+        """Connect with the workers while they join.
+
+        Raises:
+            RuntimeError: they do not connect, or what `answer` raises.
+        """
         connect = partial(self._group.connect, self._store)
         await _run_together(connect, answer, stop=self._group.abort)
 

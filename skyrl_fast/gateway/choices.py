@@ -69,10 +69,7 @@ class Choices:
     async def sample(
         self, call: Call, prompt: PromptTokens, place: str, attempt: int
     ) -> tuple[Choice, Step]:
-        """Return one answer and its step.
-
-        Args:
-            place: place of the answer in its trajectory, for the seeds.
+        """Return one answer and its step; its `place` in the trajectory is for the seeds.
 
         Raises:
             EngineError: the engine failed, or refuses the request.

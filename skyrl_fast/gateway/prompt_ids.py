@@ -241,13 +241,10 @@ class PromptIds:
     def add_response(
         self, prompt: PromptTokens, token_ids: Sequence[int], text: str | None = None
     ) -> None:
-        """Remember a response to a prompt.
+        """Remember a response to a prompt, and its text without special tokens, if known.
 
         It may come back in two ways: special tokens inside it as the template writes them (around
         a tool call, say), or as text of the message that the client sends.
-
-        Args:
-            text: text of the response without its special tokens; None: unknown.
         """
         with self._lock:
             for pieces in self._forms(prompt, token_ids, text):

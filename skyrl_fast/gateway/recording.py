@@ -37,10 +37,7 @@ class RecordedSession:
 
 
 class Recording:
-    """Write sessions as they end; those that end at about the same time share a part.
-
-    Args:
-        run: folder; sessions that it holds are kept.
+    """Add sessions to a folder as they end; those that end at about the same time share a part.
 
     Raises:
         ValueError: another process writes to the folder, or it holds a training run.

@@ -116,10 +116,7 @@ class Sessions:
     async def end(
         self, session: Session, outcome: Outcome, *, stop_reason: str | None = None
     ) -> Trajectory:
-        """End a session and store it; return what was recorded.
-
-        Args:
-            stop_reason: None: that of the last answer.
+        """End and store a session; return what was recorded. No stop reason: the last answer's.
 
         Raises:
             ApiError: a reward for a call that does not exist; the session stays open.

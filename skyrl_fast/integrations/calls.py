@@ -68,7 +68,6 @@ class Row:
     Args:
         state: "replaced", "kept" (the host's own, see `why`) or "absent" from this version.
         why: why it is not replaced, or what the replacement leaves to the host.
-        counts: counts of the replacement in this process.
         version: first version with the source that was found; "" where sources are not compared.
         places: where the name was bound to the replacement: `module.name`.
     """

@@ -136,8 +136,7 @@ class ChatTemplate:
 
         Args:
             answer_next: up to where the model's answer begins.
-            tools: in place of the template's keyword argument; None: that one.
-            kwargs: other keyword arguments, in place of the template's.
+            tools, kwargs: in place of the template's keyword arguments; None: those.
         """
         given = kwargs if tools is None else {**kwargs, "tools": list(tools)}
         messages = self._arrange(messages)

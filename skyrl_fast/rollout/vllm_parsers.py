@@ -8,10 +8,7 @@ from typing import Any, ClassVar
 
 
 class VllmParser:
-    """A parser of vLLM, by its name; picklable.
-
-    Args:
-        name: as in `vllm serve`, such as "hermes".
+    """A parser of vLLM, by its name in `vllm serve`, such as "hermes"; picklable.
 
     Raises:
         ValueError: vLLM is missing or has no parser of this name, the tokenizer is not of its

@@ -25,14 +25,11 @@ class _TextCache(dict[Any, str]):
 
 
 class TokenText:
-    """Splits decoded text among its tokens, for any tokenizer.
+    """Splits decoded text among its tokens, for any tokenizer with `decode(ids)`.
 
     Most tokenizers decode a token to the same text everywhere, or add a space that depends on the
     previous token; both are cached, per token or pair. If a character spans several tokens, the
     response is decoded incrementally, and the character belongs to the last of them.
-
-    Args:
-        tokenizer: with `decode(ids)`.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -40,12 +40,11 @@ class RetrieveRequest(BaseModel):
 
 
 def make_app(corpus: Corpus, index: Index, *, topk: int = 3, limits: Limits | None = None) -> Any:
-    """Return the application that uvicorn serves.
+    """Return the ASGI application that uvicorn serves.
 
-    Returns:
-        An ASGI application. `POST /retrieve` answers `{"result": [one list per query]}`, whose
-        entries are `{"document": {"id", "contents"}, "score"}` with `return_scores`, else only the
-        documents. `GET /health` answers when the index is ready.
+    `POST /retrieve` answers `{"result": [one list per query]}`, whose entries are
+    `{"document": {"id", "contents"}, "score"}` with `return_scores`, else only the documents.
+    `GET /health` answers when the index is ready.
     """
     limits = limits or Limits()
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)

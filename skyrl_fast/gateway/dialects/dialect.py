@@ -55,10 +55,7 @@ class Dialect(Protocol):
     """One API."""
 
     def parse(self, body: bytes, bodies: RequestBodies, memory: dict[str, Any]) -> ParsedCall:
-        """Return the call that a request asks for.
-
-        Args:
-            memory: memory of the session: what later requests may refer to.
+        """Return the call that a request asks for; later ones may refer to the session's `memory`.
 
         Raises:
             ApiError: it is invalid, or asks for something that the gateway does not have.
@@ -92,10 +89,7 @@ FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag") 
 
 
 def one_form(fields: Forms, form: dict[str, Any] | None = None) -> dict[str, Any] | None:
-    """Return vLLM's structured outputs that a request asks for by one of several names.
-
-    Args:
-        form: what it asks for by its dialect's own name.
+    """Return vLLM's structured outputs that a request asks for, by `form` or by one of its names.
 
     Raises:
         ApiError: it uses two names, or asks for a form that vLLM does not have.

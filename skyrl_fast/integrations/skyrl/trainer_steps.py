@@ -53,9 +53,7 @@ def postprocess_generator_output(
     """Return rewards per token and uids, as the method of SkyRL's trainer, which is called.
 
     For its metrics that method copies every field of the last steps, but reads only their rewards.
-
-    Args:
-        metrics_generator_output, metrics_uids: if given, the call is passed to SkyRL.
+    With `metrics_generator_output` or `metrics_uids` the call is passed to SkyRL.
     """
     original = ORIGINALS.require(POSTPROCESS)
     require(self.cfg.generator.step_wise_trajectories is True, "training that is not step-wise")

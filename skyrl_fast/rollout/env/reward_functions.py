@@ -123,12 +123,7 @@ class _GroupEnv(Env):
 
 
 class GroupRewards:
-    """Set the rewards of a group's trajectories.
-
-    Args:
-        environments: made by `RewardFunctions`; the functions are called in one of them.
-        attempts: calls until the group has failed.
-    """
+    """Set a group's rewards in one of its environments; it has failed after `attempts` calls."""
 
     def __init__(self, environments: EnvFactory, *, attempts: int = 1) -> None:
         self._environments = environments

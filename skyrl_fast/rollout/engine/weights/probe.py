@@ -198,10 +198,7 @@ class WeightProbe:
         update_seconds: float = 0.0,
         num_bytes: int = 0,
     ) -> WeightSyncReport:
-        """Compare logprobs now.
-
-        Args:
-            trainer_logprobs: from `ask_trainer`; None: not asked yet.
+        """Compare logprobs now, those of the trainer from `ask_trainer` if it was asked.
 
         Raises:
             WeightSyncError: they differ, or did not change; the message names the largest

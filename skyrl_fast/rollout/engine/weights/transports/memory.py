@@ -59,12 +59,7 @@ class SharedMemory:
     def __call__(self, weights: Weights, dtype: torch.dtype | None = None) -> Iterator[WorkerCall]:
         """Hand over where the tensors are, which must not change in the context.
 
-        Args:
-            weights: by name; read once where they are in the memory.
-            dtype: that the engines want; None: any.
-
-        Raises:
-            WeightSyncError: there are none.
+        They are read once where they are in the memory. WeightSyncError if there are none.
         """
         tensors = dict(distinct_tensors(weights))
         if not tensors:

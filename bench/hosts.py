@@ -48,9 +48,10 @@ factor of two or more between runs, those of torch with several threads most. En
 later versions: it fills its batch from Python lists, most of its time there, where they use numpy.
 """  # noqa: E501
 SKYRL = """\
-Calls: two steps of `RayPPOTrainer.train` without and two with merged steps, on a local Ray with two workers, rollouts and
-the model's matrix synthetic. Times: the same functions on 512 trajectories of up to 3,348 tokens, the host's and ours in
-turn in one process, as medians; "-": not timed separately."""  # noqa: E501
+For each version calls, the share taken, and times faster ("-": not timed separately). Calls: two steps of
+`RayPPOTrainer.train` without and two with merged steps, on a local Ray with two workers, rollouts and the model's matrix
+synthetic. Times: the same functions on 512 trajectories of up to 3,348 tokens, the host's and ours in turn in one
+process, as medians."""  # noqa: E501
 TRL = """\
 The trainer's own `train()` on a CPU, {steps} steps, without and with `install()`, {rounds} pairs in one process by turns: a
 Qwen2 of 2 layers, hidden 256, {vocab:,} words, random weights, float32, batches of 8 rows with answers of 32 tokens, one
@@ -203,24 +204,37 @@ def trl_row(name: str, turns: list[dict[str, Any]]) -> dict[str, Any]:
 
 def page(entries: dict[str, Any]) -> str:
     """Return the page of all saved results."""
-    lines = [INTRODUCTION]
+    versions = {host: entry for host, entry in sorted(entries.items()) if "end_to_end" in entry}
+    lines = [INTRODUCTION, "## SkyRL", "", *skyrl_table(versions), ""]
     for host, entry in sorted(entries.items()):
-        lines += [f"## {host}", ""]
-        lines += list(skyrl_table(entry) if "end_to_end" in entry else trl_table(entry))
-        lines += ["", entry["where"], ""]
+        if host not in versions:
+            lines += [f"## {host}", "", *trl_table(entry), "", entry["where"], ""]
     return "\n".join([*lines, VERL])
 
 
-def skyrl_table(entry: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines of a version of SkyRL."""
-    yield from (SKYRL, "", "| function | calls | taken | times faster |", "|---|---:|---:|---:|")
-    for row in entry["rows"]:
-        taken = 1 - row["handed_back"] / row["calls"]
-        times = "-" if row["times"] is None else f"{row['times']:.1f}"
-        yield f"| `{row['function']}` | {row['calls']} | {taken:.0%} | {times} |"
-    for name, times in entry["end_to_end"].items():
-        yield f"| {name}: generator output to scaled advantages | | | {times:.1f} |"
-    yield from ("", f"Results: {entry['results']}.")
+def skyrl_table(versions: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of all versions of SkyRL, one column for each."""
+    cells: dict[str, dict[str, str]] = {}
+    for version, entry in versions.items():
+        for row in entry["rows"]:
+            taken = 1 - row["handed_back"] / row["calls"]
+            times = "-" if row["times"] is None else f"{row['times']:.1f}"
+            cell = f"{row['calls']}, {taken:.0%}, {times}"
+            cells.setdefault(f"`{row['function']}`", {})[version] = cell
+        for name, times in entry["end_to_end"].items():
+            work = f"{name}: generator output to scaled advantages"
+            cells.setdefault(work, {})[version] = f"{times:.1f}"
+    yield from (
+        SKYRL,
+        "",
+        f"| function | {' | '.join(versions)} |",
+        "|---|" + "---|" * len(versions),
+    )
+    for work, row in cells.items():
+        yield f"| {work} | {' | '.join(row.get(version, '') for version in versions)} |"
+    yield ""
+    for version, entry in versions.items():
+        yield f"- {version}: {entry['results']}. {entry['where']}"
 
 
 def trl_table(entry: dict[str, Any]) -> Iterator[str]:

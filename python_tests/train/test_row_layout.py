@@ -107,11 +107,12 @@ def test_groups_of_short_segments_are_sequences_where_segments_cost_more() -> No
 
 
 @pytest.mark.spec("tree.layout-costs")
-@pytest.mark.parametrize("segment", [0.0, 5e-5])
-def test_costs_are_found_from_the_times_of_two_shapes(segment: float) -> None:
+@pytest.mark.parametrize(("segment", "same_kernels"), [(0.0, False), (5e-5, False), (5e-5, True)])
+def test_costs_are_found_from_the_times_of_two_shapes(segment: float, same_kernels: bool) -> None:
     model = tiny_model().base_model
     prepare_for_trees(model)
-    true = LayoutCosts(2e-6, 3e-9, 4e-6, 1e-9, segment)
+    tree = (2e-6, 3e-9) if same_kernels else (4e-6, 1e-9)
+    true = LayoutCosts(2e-6, 3e-9, *tree, segment)
     now, last = [0.0], [0.0]
 
     def passed(*_: Any, **__: Any) -> Any:
@@ -141,9 +142,16 @@ def test_costs_are_found_from_the_times_of_two_shapes(segment: float) -> None:
         patch.setattr(row_layout, "last_hidden_states", watched)
         patch.setattr(row_layout, "has_states", lambda _: segment > 0)
         costs = measured_costs(
-            model, CPU, most_tokens=200, autocast=contextlib.nullcontext, clock=lambda: now[0]
+            model,
+            CPU,
+            most_tokens=200,
+            autocast=contextlib.nullcontext,
+            same_kernels=same_kernels,
+            clock=lambda: now[0],
         )
     assert costs is not None
+    shapes = (2 if same_kernels else 4) + (segment > 0)
+    assert len(seen) == shapes * (1 + row_layout.REPEATS)
     names = ("sequence_token", "sequence_pair", "tree_token", "tree_pair", "tree_segment")
     for name in names:
         assert getattr(costs, name) == pytest.approx(getattr(true, name), rel=1e-6)

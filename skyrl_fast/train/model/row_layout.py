@@ -13,7 +13,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -115,7 +115,8 @@ def cheapest_layout(
     Without costs all groups are trees. All ranks call this together.
     """
     device = owner.device
-    if device.type == "cpu" and owner.dtype == torch.float32 and not has_states(backbone):
+    same_kernels = device.type == "cpu" and owner.dtype == torch.float32
+    if same_kernels and not has_states(backbone):
         return True, None
     costs = None
     trained = any(weight.requires_grad for weight in backbone.parameters())
@@ -126,6 +127,7 @@ def cheapest_layout(
             device,
             most_tokens=owner.max_tokens_per_microbatch,
             autocast=autocast,
+            same_kernels=same_kernels,
         )
         with torch.set_grad_enabled(trained):
             costs = with_full_params(owner.model, work)
@@ -143,6 +145,7 @@ def measured_costs(
     *,
     most_tokens: int,
     autocast: Autocast,
+    same_kernels: bool = False,
     clock: Callable[[], float] | None = None,
 ) -> LayoutCosts | None:
     """Return the costs of both layouts on this device; None if trees cannot be computed there.
@@ -152,6 +155,7 @@ def measured_costs(
 
     Args:
         backbone: after `prepare_for_trees`; its gradients are None afterwards.
+        same_kernels: a token and a pair cost the same in both layouts, and are measured in one.
         clock: seconds; None: on a CPU those of the processor, as other processes may be running.
     """
     if clock is None:
@@ -164,37 +168,41 @@ def measured_costs(
     vocabulary = backbone.get_input_embeddings().weight.shape[0]
 
     def seconds(micro: MicroBatch) -> float:
-        taken = []
-        for _ in range(1 + REPEATS):
-            _synchronize(device)
-            start = clock()
-            with autocast():
-                hidden = last_hidden_states(backbone, padded_trees(micro, device), device)
-            if hidden.requires_grad:
-                hidden.float().square().mean().backward()
-            _synchronize(device)
-            taken.append(clock() - start)
-            backbone.zero_grad(set_to_none=True)
-        # The first pass compiles and allocates; other processes can only add to the others.
-        return min(taken[1:])
+        _synchronize(device)
+        start = clock()
+        with autocast():
+            hidden = last_hidden_states(backbone, padded_trees(micro, device), device)
+        if hidden.requires_grad:
+            hidden.float().square().mean().backward()
+        _synchronize(device)
+        taken = clock() - start
+        backbone.zero_grad(set_to_none=True)
+        return taken
 
     # As many tokens, but more pairs in one row: so the costs of both can be told apart.
     shapes = [(total // short, short), (1, total)]  # rows, tokens
-    costs = []
-    for make in (_sequences, _forest):
-        times = [seconds(make(rows, length, vocabulary)) for rows, length in shapes]
-        tokens = [float(rows * length) for rows, length in shapes]
-        pairs = [rows * length * (length + 1) / 2 for rows, length in shapes]
-        costs += _per_token_and_pair(tokens, pairs, times)
+    makes = [_sequences] if same_kernels else [_sequences, _forest]
+    micros = [make(*shape, vocabulary) for make in makes for shape in shapes]
+    forks, segments = _forks(total, vocabulary)
+    if has_states(backbone):
+        micros.append(forks)
+    # The first round compiles and allocates; other processes can only add to the later ones. Shapes
+    # take turns: a machine that gets slower would make the last ones look dear, and what a segment
+    # costs is a small difference.
+    rounds = [[seconds(micro) for micro in micros] for _ in range(1 + REPEATS)]
+    least = [min(times) for times in zip(*rounds[1:], strict=True)]
+    tokens = [float(rows * length) for rows, length in shapes]
+    pairs = [rows * length * (length + 1) / 2 for rows, length in shapes]
+    sequence = _per_token_and_pair(tokens, pairs, least[:2])
+    tree = sequence if same_kernels else _per_token_and_pair(tokens, pairs, least[2:4])
+    costs = LayoutCosts(*sequence, *tree)
     if not has_states(backbone):
-        return LayoutCosts(*costs)
-    micro, segments = _forks(total, vocabulary)
-    assert micro.tree is not None
-    sequence_token, sequence_pair, token, pair = costs
-    explained = token * micro.input_ids.numel() + pair * node_pairs(micro.tree.ends.numpy())
-    # What tokens and pairs do not explain: padding and calls of recurrences.
-    segment = max(0.0, seconds(micro) - explained) / segments
-    return LayoutCosts(sequence_token, sequence_pair, token, pair, segment)
+        return costs
+    assert forks.tree is not None
+    # The rest: padding and calls of recurrences.
+    explained = costs.tree_token * forks.input_ids.numel()
+    explained += costs.tree_pair * node_pairs(forks.tree.ends.numpy())
+    return replace(costs, tree_segment=max(0.0, least[-1] - explained) / segments)
 
 
 def _per_token_and_pair(

@@ -27,12 +27,12 @@ from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.groups import environment_runner, run_groups
 from skyrl_fast.rollout.policy_calls import PolicyCalls
 
-pytestmark = [pytest.mark.ci, pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 register_fakes()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_adapter", [False, True])
+@pytest.mark.parametrize("has_adapter", [pytest.param(False, marks=pytest.mark.ci), True])
 @pytest.mark.spec("async.token-versions")
 async def test_every_token_has_its_version_and_a_killed_engine_restarts(
     tiny_tokenizer: Any, tiny_model_folder: Path, tmp_path: Path, has_adapter: bool

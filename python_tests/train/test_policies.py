@@ -234,7 +234,7 @@ def test_each_policy_learns_from_its_rewards(folder: Path) -> None:
     assert [step.policy for step in first.steps] == [*NAMES, REFERENCE]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_resumed_run_has_all_adapters_and_optimizers(folder: Path, ranks: int) -> None:
     more = [
         *RUN,

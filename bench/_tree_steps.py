@@ -24,7 +24,7 @@ from bench.baselines.padded_rows import padded_micro_batches
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.train.model.forward_pass import MicroBatch, response_positions
 from skyrl_fast.train.model.micro_batch import plan_micro_batches
-from skyrl_fast.train.model.policy import Policy
+from skyrl_fast.train.model.policy import Policy, checkpoint_gradients
 
 CONTENDERS = ("padded", "packed", "merged", "prompt", "sequences", "tree", "skyrl_fast")
 GROUPS = {"search": 4, "agentic": 1, "sql": 1}
@@ -63,7 +63,7 @@ def policy(
     config = CONFIG_MAPPING[kind](**sizes, max_position_embeddings=32768)
     model = AutoModelForCausalLM.from_config(config).to(device).eval()
     if device == "cuda":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_gradients(model)
         model.train()
     return Policy(model, tree=tree, dtype=dtype, max_tokens_per_microbatch=budget)
 

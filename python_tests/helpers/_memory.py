@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from skyrl_fast.train.model.policy import checkpoint_gradients
 from skyrl_fast.train.model.residual_stream import round_residual_stream
 
 COMMON = {
@@ -64,7 +65,7 @@ def saved_bytes(
 
     backbone: Any = AutoModel.from_config(config, dtype=torch.float32)
     if gradient_checkpointing:
-        backbone.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_gradients(backbone)
         backbone.train()
     if residual_dtype != torch.float32:
         round_residual_stream(backbone)
@@ -114,7 +115,7 @@ def peak_bytes(
 
     backbone: Any = AutoModel.from_config(config, dtype=torch.float32)
     if gradient_checkpointing:
-        backbone.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_gradients(backbone)
         backbone.train()
     autocast: Any = torch.autocast("cpu", dtype=dtype, cache_enabled=False)
     embeddings = torch.randn(sequences, length, config.hidden_size, requires_grad=True)

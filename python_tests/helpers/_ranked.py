@@ -13,7 +13,7 @@ from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.train.model.critic import Critic, ValueModel, add_to_base
 from skyrl_fast.train.model.lora import add_adapter
 from skyrl_fast.train.model.optimizer import Optimizer
-from skyrl_fast.train.model.policy import Policy
+from skyrl_fast.train.model.policy import Policy, checkpoint_gradients
 from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
 
 BUDGET = 40  # tokens of a micro-batch: several for each rank
@@ -40,7 +40,7 @@ def nested(model: Any) -> Any:
 
 def checkpointed(model: Any) -> Any:
     """Return the model with activation checkpointing."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpoint_gradients(model)
     return model.train()
 
 

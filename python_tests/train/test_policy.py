@@ -22,7 +22,13 @@ from skyrl_fast.train.model import lm_head
 from skyrl_fast.train.model.critic import Critic, ValueModel
 from skyrl_fast.train.model.micro_batch import plan_micro_batches
 from skyrl_fast.train.model.optimizer import Optimizer, learning_rate
-from skyrl_fast.train.model.policy import Policy, load_model, load_tokenizer, remove_dropout
+from skyrl_fast.train.model.policy import (
+    Policy,
+    checkpoint_gradients,
+    load_model,
+    load_tokenizer,
+    remove_dropout,
+)
 from skyrl_fast.train.update import accumulate_gradient, contributing_rows, update_policy
 
 
@@ -408,7 +414,7 @@ class _Casts(TorchDispatchMode):
 
 def test_activation_checkpointing_keeps_no_cast_weights() -> None:
     model = tiny_model()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpoint_gradients(model)
     policy = Policy(model.train(), dtype=torch.bfloat16)
     (micro,) = plan_micro_batches(mixed_batch(), 1 << 20)
     left = []

@@ -14,7 +14,7 @@ from _moe import NUM_EXPERTS, NUM_LAYERS, TOP_K, block_by_hand, own_routes, tiny
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import AlgorithmConfig
 from skyrl_fast.train.model.micro_batch import plan_micro_batches
-from skyrl_fast.train.model.policy import Policy
+from skyrl_fast.train.model.policy import Policy, checkpoint_gradients
 from skyrl_fast.train.model.router_replay import RouterReplay
 from skyrl_fast.train.update import accumulate_gradient
 
@@ -131,7 +131,7 @@ def test_gradient_checkpointing_recomputes_with_the_same_routes() -> None:
     for checkpointing in (False, True):
         model = tiny_moe().train()
         if checkpointing:
-            model.gradient_checkpointing_enable()
+            checkpoint_gradients(model)
         policy = Policy(model, router_replay=True)
         batch = routed_batch()
         (micro,) = plan_micro_batches(batch, 1000, router_replay=True)

@@ -463,9 +463,9 @@ def _checkpoints_gradients(model: Any) -> bool:
 
 def checkpoint_gradients(model: Any, **options: Any) -> None:
     """Recompute the layers' activations in the backward pass; options are `checkpoint`'s."""
-    model.gradient_checkpointing_enable(
-        gradient_checkpointing_kwargs={"use_reentrant": False, **options}
-    )
+    renamed = getattr(model, "activation_checkpointing_enable", None)  # transformers 5.24
+    enable = renamed or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False, **options})
 
 
 def hide_progress_bars() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from _float64 import float64_throughout
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl_fast.ops.passes.plan import balance_parts
@@ -71,50 +72,42 @@ def states_and_gradient(backbone: Any, micro: MicroBatch) -> tuple[torch.Tensor,
     return hidden.detach(), torch.cat(grads)
 
 
-def nearness(family: str) -> dict[str, float]:
-    """Return how near results of a float64 model are.
-
-    Norms and rotary embeddings of transformers compute in float32, whose rounding depends on a
-    token's place in the arrays: whether vectors or their remainder hold it.
-    """
-    tolerance = 1e-10 if family in ("gpt2", "falcon") else 1e-5
-    return {"rtol": tolerance, "atol": tolerance}
-
-
 @pytest.mark.spec("tree.packed-rows")
 @pytest.mark.parametrize("family", EXACT)
 def test_packed_rows_equal_rows_alone(family: str) -> None:
     backbone = backbone_of(family, EXACT[family])
     micro = sequences(LENGTHS, 12)
     assert pack_rows(backbone, micro) is None  # before the model was probed
-    padded, padded_gradient = states_and_gradient(backbone, micro)
-    assert find_packed_support(backbone)
-    rows = pack_rows(backbone, micro)
-    assert rows is not None and rows.input_ids.shape == (3, 12)  # 33 tokens
-    packed, packed_gradient = states_and_gradient(backbone, micro)
-    alone = torch.cat(
-        [
-            backbone(input_ids=micro.input_ids[row : row + 1, :n], use_cache=False)
-            .last_hidden_state[0]
-            .detach()
-            for row, n in enumerate(LENGTHS)
-        ]
-    )
-    near = nearness(family)
-    torch.testing.assert_close(packed, padded, **near)
-    torch.testing.assert_close(packed, alone, **near)
-    torch.testing.assert_close(packed_gradient, padded_gradient, **near)
+    with float64_throughout(backbone):
+        padded, padded_gradient = states_and_gradient(backbone, micro)
+        assert find_packed_support(backbone)
+        rows = pack_rows(backbone, micro)
+        assert rows is not None and rows.input_ids.shape == (3, 12)  # 33 tokens
+        packed, packed_gradient = states_and_gradient(backbone, micro)
+        alone = torch.cat(
+            [
+                backbone(input_ids=micro.input_ids[row : row + 1, :n], use_cache=False)
+                .last_hidden_state[0]
+                .detach()
+                for row, n in enumerate(LENGTHS)
+            ]
+        )
+    torch.testing.assert_close(packed, padded, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(packed, alone, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(packed_gradient, padded_gradient, rtol=1e-10, atol=1e-10)
 
 
 def test_scaled_dot_product_attention_is_exact() -> None:
     backbone = backbone_of("llama", {}, "sdpa")
     micro = sequences(LENGTHS, 12)
-    padded, padded_gradient = states_and_gradient(backbone, micro)
-    assert find_packed_support(backbone)
-    packed, packed_gradient = states_and_gradient(backbone, micro)
-    assert pack_rows(backbone, micro) is not None
-    torch.testing.assert_close(packed, padded, **nearness("llama"))
-    torch.testing.assert_close(packed_gradient, padded_gradient, **nearness("llama"))
+    with float64_throughout(backbone):
+        padded, padded_gradient = states_and_gradient(backbone, micro)
+        assert find_packed_support(backbone)
+        packed, packed_gradient = states_and_gradient(backbone, micro)
+        assert pack_rows(backbone, micro) is not None
+    # Sums in another order.
+    torch.testing.assert_close(packed, padded, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(packed_gradient, padded_gradient, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("family", REFUSED)

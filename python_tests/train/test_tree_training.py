@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
@@ -14,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 from _fakes import tiny_model
+from _float64 import float64_throughout
 from _moe import NUM_EXPERTS, NUM_LAYERS, TOP_K, tiny_moe
 from _trees import agent_batch, batch_of_rows, size_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.models_page import WithFloat64
 from scripts.tiny_models import tiny_model as random_model
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.token_counts import token_counts
@@ -623,17 +622,6 @@ def state_model(name: str, **changes: Any) -> Any:
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.3)
     return model
-
-
-@contextlib.contextmanager
-def float64_throughout(model: Any, *, tensors: bool = True) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name in {type(part).__module__ for part in model.modules()}:
-            if name.startswith("transformers."):
-                patch.setattr(sys.modules[name], "torch", WithFloat64())
-        if tensors:
-            patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        yield
 
 
 @pytest.mark.spec("tree.states", "tree.equal-gradients", "tree.paths")

@@ -463,7 +463,7 @@ def _checkpoints_gradients(model: Any) -> bool:
 
 def checkpoint_gradients(model: Any, **options: Any) -> None:
     """Recompute the layers' activations in the backward pass; options are `checkpoint`'s."""
-    renamed = getattr(model, "activation_checkpointing_enable", None)  # transformers 5.24
+    renamed = getattr(model, "activation_checkpointing_enable", None)  # in newer transformers
     enable = renamed or model.gradient_checkpointing_enable
     enable({"use_reentrant": False, **options})
 

@@ -183,9 +183,9 @@ def measured_costs(
     shapes = [(total // short, short), (1, total)]  # rows, tokens
     makes = [_sequences] if same_kernels else [_sequences, _forest]
     micros = [make(*shape, vocabulary) for make in makes for shape in shapes]
-    forks, segments = _forks(total, vocabulary)
-    if has_states(backbone):
-        micros.append(forks)
+    forks = _forks(total, vocabulary) if has_states(backbone) else None
+    if forks is not None:
+        micros.append(forks[0])
     # The first round compiles and allocates; other processes can only add to the later ones. Shapes
     # take turns: a machine that gets slower would make the last ones look dear, and what a segment
     # costs is a small difference.
@@ -196,12 +196,13 @@ def measured_costs(
     sequence = _per_token_and_pair(tokens, pairs, least[:2])
     tree = sequence if same_kernels else _per_token_and_pair(tokens, pairs, least[2:4])
     costs = LayoutCosts(*sequence, *tree)
-    if not has_states(backbone):
+    if forks is None:
         return costs
-    assert forks.tree is not None
+    micro, segments = forks
+    assert micro.tree is not None
     # The rest: padding and calls of recurrences.
-    explained = costs.tree_token * forks.input_ids.numel()
-    explained += costs.tree_pair * node_pairs(forks.tree.ends.numpy())
+    explained = costs.tree_token * micro.input_ids.numel()
+    explained += costs.tree_pair * node_pairs(micro.tree.ends.numpy())
     return replace(costs, tree_segment=max(0.0, least[-1] - explained) / segments)
 
 

@@ -25,6 +25,7 @@ from typing import Any
 from examples.asynchronous.soak import children, command_of
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.ops._backend import main_memory
+from skyrl_fast.train.memory.device_plan import GIB
 from skyrl_fast.train.memory.plan import plan_memory
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.output.metric_table import EVAL_REWARD as EVAL
@@ -32,7 +33,6 @@ from skyrl_fast.train.output.metric_table import REWARD as SAMPLED
 from skyrl_fast.train.output.plot import plot_runs
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-GIB = 2**30
 POLL_SECONDS = 0.2  # between two readings of the processes' memory
 FULL_PASS = 512  # tokens that most mini-batches of SmolLM2's task exceed
 ENGINE = "VLLM::EngineCor"  # the kernel cuts names

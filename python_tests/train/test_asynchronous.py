@@ -28,7 +28,7 @@ from skyrl_fast.rollout.failures import RolloutError
 from skyrl_fast.rollout.group_runner import GroupDroppedError
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train import run as run_module
-from skyrl_fast.train.checkpoint.local import checkpoints, read_state
+from skyrl_fast.train.checkpoint.local import checkpoints
 from skyrl_fast.train.data.prompts import Prompt, PromptSampler
 from skyrl_fast.train.flow.group_flow import GroupFlow
 from skyrl_fast.train.model.policy import Policy
@@ -225,9 +225,7 @@ def test_each_sample_is_trained_exactly_once_after_kill_and_resume(
             try:
                 outcome = train(config, Maker(seed, Killed))
             except DiedError:
-                for _, path in checkpoints(folder / name / "checkpoints"):
-                    state = read_state(path)
-                    assert len(state["groups"]["in_flight"]) <= 12
+                continue
     once = Counter((uid.partition("~")[0], r) for _, uid, r in trained(outcome))
     assert outcome.step == 12
     assert once == Counter({(uid.partition("~")[0], r): 2 for uid, r in undisturbed})

@@ -553,10 +553,7 @@ class Trainer:
             components.critic.save(folder / "critic")
         state = {
             "step": self.progress.step,
-            "policy_version": self.progress.step,
             "sampler": self._sampler.state(),
-            # For whoever reads the file: a resumed run generates groups in flight again.
-            "groups": {} if self._flow is None else self._flow.state(),
             "kl_coef": self._kl_coefs.get(None, self._kl_coefs),
             "unreported": self._unreported,
             "epochs_used_up": self._used_up,

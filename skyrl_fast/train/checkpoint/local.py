@@ -83,7 +83,7 @@ def complete_checkpoint(
             manifest = pool.submit(make_manifest, temporary, known)
             _flush_tree(temporary)
         write_json(temporary / MANIFEST, manifest.result())
-        _flush(temporary)
+        flush(temporary)
         if final.exists():
             # A folder cannot replace another in one step: the old one is hidden first, then
             # deleted.
@@ -95,7 +95,7 @@ def complete_checkpoint(
         else:
             temporary.rename(final)
         # The new name must reach the disk, too.
-        _flush(folder)
+        flush(folder)
     if keep > 0:
         for _, old in checkpoints(folder)[:-keep]:
             # Out of sight first: a deletion that is interrupted must not leave half a checkpoint.
@@ -231,7 +231,7 @@ def set_aside(checkpoint: Path, suffix: str) -> Path:
         if not aside.exists():
             break
     checkpoint.rename(aside)
-    _flush(checkpoint.parent)
+    flush(checkpoint.parent)
     return aside
 
 
@@ -240,7 +240,7 @@ def write_json(path: Path, value: Any) -> None:
     temporary = path.with_name(path.name + ".partial")
     temporary.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     # Before the rename: after a power failure the new name could be that of an empty file.
-    _flush(temporary)
+    flush(temporary)
     temporary.replace(path)
 
 
@@ -307,12 +307,12 @@ def _owner(written: bytes) -> str:
 
 def _flush_tree(folder: Path) -> None:
     for path in sorted(folder.rglob("*"), reverse=True):
-        _flush(path)
-    _flush(folder)
+        flush(path)
+    flush(folder)
 
 
-def _flush(path: Path) -> None:
-    # fsync of a folder makes its names durable; of a file its content.
+def flush(path: Path) -> None:
+    """Make a file's content, or a folder's names, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

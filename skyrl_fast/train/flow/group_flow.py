@@ -162,13 +162,6 @@ class GroupFlow:
         if tasks:
             await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
 
-    def state(self) -> dict[str, list[str]]:
-        """Return the names of groups in flight and dropped, for the checkpoint."""
-        return {
-            "in_flight": [group.name for group in self.schedule.line],
-            "dropped": [group.name for group in self.schedule.dropped_groups],
-        }
-
     def metrics(self) -> dict[str, float]:
         return {
             "async/num_groups_running": float(self.schedule.num(RUNNING)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-GIB = 2**30
+from skyrl_fast.train.memory.device_plan import GIB
 
 
 class PeakMemory:

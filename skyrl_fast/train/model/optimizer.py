@@ -139,16 +139,15 @@ class Optimizer:
         path = folder / FILE
         tensors, step_count, unmoved = _read(path)
         for name, parameter in ((n, p) for n, p in self._named if n not in unmoved):
-            if tensors and f"{name}.exp_avg" not in tensors:
+            if f"{name}.exp_avg" not in tensors:
                 raise ValueError(f"{path}: no optimizer state for {name}: {ANOTHER}")
-            if tensors and tensors[f"{name}.exp_avg"].shape != parameter.shape:
+            if tensors[f"{name}.exp_avg"].shape != parameter.shape:
                 raise ValueError(f"{path}: optimizer state of {name} has another shape")
-            if tensors:
-                state = _state_of(name, tensors, path)
-                for key in ("exp_avg", "exp_avg_sq"):
-                    state[key] = shard_like(state[key].to(parameter.device), parameter)
-                state["step"] = state["step"].to(parameter.device)
-                self._adamw.state[parameter] = state
+            state = _state_of(name, tensors, path)
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key] = shard_like(state[key].to(parameter.device), parameter)
+            state["step"] = state["step"].to(parameter.device)
+            self._adamw.state[parameter] = state
         self.step_count = step_count
 
     @run_on_all_ranks
@@ -175,8 +174,6 @@ class Optimizer:
             )
         tensors, step_count, unmoved = _read(path)
         for name, parameter in ((n, p) for n, p in self._named if n not in unmoved):
-            if not tensors:
-                break
             # Only torchao knows which parameters have moments in 8 bits.
             state = {
                 "exp_avg": self._adamw._new_buffer(parameter.detach(), True),

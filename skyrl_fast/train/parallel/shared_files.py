@@ -7,7 +7,6 @@ waits for the entries of the manifest. An error on any rank is raised there.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from skyrl_fast.train.checkpoint.local import flush
 from skyrl_fast.train.checkpoint.manifest import Entries, entries
 from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
 
@@ -68,7 +68,7 @@ class SharedFiles:
             paths = [path for write in writes for path in write()]
             # On the disk before the manifest names them.
             for path in paths:
-                _flush(path)
+                flush(path)
             mine = entries(folder, paths)
         except Exception as error:  # rank 0 raises it: it waits for an answer of every rank
             fault = f"rank {self.ranks.rank}: {type(error).__name__}: {error}"
@@ -79,8 +79,3 @@ class SharedFiles:
         if any(fault for _, fault in found):
             raise OSError("; ".join(fault for _, fault in found if fault))
         return {name: entry for each, _ in found for name, entry in each.items()}
-
-
-def _flush(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

@@ -194,6 +194,26 @@ def test_loss_falls_and_rows_merged_rows_and_trees_agree(folder: Path) -> None:
 
 
 @pytest.mark.spec("sft.run")
+def test_settings_of_reinforcement_learning_change_nothing(folder: Path) -> None:
+    of_agent = {
+        "trainer.algorithm": {
+            "advantage_estimator": "gae",
+            "loss_reduction": "sequence_mean",
+            "old_logprobs": "rollout",
+            "use_entropy_loss": True,
+            "zero_variance_filter": True,
+        },
+        "trainer.critic.model.path": "critic",
+        "trainer.policy.moe_enable_routing_replay": True,
+    }
+    losses = []
+    for name, more in (("plain", {}), ("agent", of_agent)):
+        metrics = read_metrics(sft(settings(folder, name, **more)).metrics)
+        losses.append([row["policy/loss"] for row in metrics if row["step"]])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.spec("sft.run")
 def test_command_names_a_bad_row(
     folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

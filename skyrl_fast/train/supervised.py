@@ -9,7 +9,8 @@ from typing import Any
 
 from skyrl_fast.batch import batch_from_trajectories
 from skyrl_fast.batch.segments import segment_sums
-from skyrl_fast.config import Config, ConfigSource, as_config
+from skyrl_fast.config import AlgorithmConfig, Config, ConfigSource, as_config
+from skyrl_fast.config.settings import CriticConfig
 from skyrl_fast.rollout.activity import ActivityBoard
 from skyrl_fast.rollout.chat_messages import Message, template_kwargs_of
 from skyrl_fast.rollout.loop_settings import loop_settings
@@ -89,24 +90,23 @@ def _settings(config: Config) -> Config:
             "trainer.policy.model.lora.policies: expected none for demonstrations, which are of "
             f"one policy, got {', '.join(config.policies)}"
         )
-    algorithm = replace(
-        config.trainer.algorithm,
-        # A demonstration is a trajectory whose answers are trained by likelihood: no sampling, no
-        # reference, no advantage that the loss would read.
-        policy_loss_type="cross_entropy",
-        policy_loss_coef=1.0,
-        advantage_estimator="reinforce++",
-        use_kl_loss=False,
-        use_kl_in_reward=False,
-        observation_loss_coef=0.0,
-    )
+    # A demonstration is a trajectory whose answers are trained by likelihood: no sampling, no
+    # reference, no routes, no advantage that the loss would read.
+    algorithm = AlgorithmConfig(policy_loss_type="cross_entropy", advantage_estimator="reinforce++")
+    policy = replace(config.trainer.policy, moe_enable_routing_replay=False)
     generator = replace(
         config.generator,
         n_samples_per_prompt=1,
         eval_n_samples_per_prompt=1,
         sampling_params=replace(config.generator.sampling_params, temperature=1.0),
     )
-    trainer = replace(config.trainer, algorithm=algorithm, dump_trajectories=False)
+    trainer = replace(
+        config.trainer,
+        algorithm=algorithm,
+        policy=policy,
+        critic=CriticConfig(),
+        dump_trajectories=False,
+    )
     return replace(config, trainer=trainer, generator=generator)
 
 

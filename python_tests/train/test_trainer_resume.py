@@ -30,7 +30,10 @@ from skyrl_fast.config import Config, to_dict
 from skyrl_fast.config.loading import as_config
 from skyrl_fast.train import run as run_module
 from skyrl_fast.train.checkpoint.local import RunInUseError, checkpoints
-from skyrl_fast.train.checkpoint.resumed_settings import find_changed_settings
+from skyrl_fast.train.checkpoint.resumed_settings import (
+    find_changed_settings,
+    warn_of_changed_settings,
+)
 from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.setup.errors import SetupError
@@ -422,6 +425,18 @@ def test_other_settings_may_change(key: str, value: Any) -> None:
 @pytest.mark.parametrize("saved", [None, [], "text", {"trainer": 3}, {"other": {"a": 1}}])
 def test_settings_that_a_checkpoint_does_not_have_are_ignored(saved: Any) -> None:
     assert find_changed_settings(saved, to_dict(Config())) == {}
+
+
+def test_what_an_adapter_began_with_does_not_change(caplog: pytest.LogCaptureFixture) -> None:
+    key, rate = "trainer.policy.model.lora.target_modules", "trainer.policy.optimizer_config.lr"
+    saved = to_dict(as_config({key: ["q_proj"]}))
+    warn_of_changed_settings(saved, to_dict(Config()))
+    warn_of_changed_settings(saved, to_dict(as_config({rate: 0.5})))
+    kept = f"but keep its adapter: {key}: ['q_proj'] -> ['all-linear']"
+    assert [record.getMessage().partition("checkpoint's ")[2] for record in caplog.records] == [
+        kept,
+        f"and apply from here on: {rate}: 1e-06 -> 0.5; {kept}",
+    ]
 
 
 def test_resumed_run_warns_once(

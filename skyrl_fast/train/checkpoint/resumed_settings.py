@@ -22,6 +22,9 @@ _WITHOUT_EFFECT = (
     *("generator.trajectory_timeout_seconds", "generator.max_retries", "environment.workers"),
     *("environment.timeout_seconds", "environment.skyrl_gym.max_env_workers"),
 )
+_LORA = "trainer.policy.model.lora."
+# What an adapter begins with: one that is resumed has it.
+_OF_ADAPTER = tuple(_LORA + name for name in ("target_", "exclude_", "init_method", "path"))
 _ENGINE = "generator.inference_engine."
 _OF_SAMPLES = (_ENGINE + "model_dtype", _ENGINE + "engine_init_kwargs")
 
@@ -45,12 +48,18 @@ def find_changed_settings(saved: Any, now: Mapping[str, Any]) -> dict[str, tuple
 
 def warn_of_changed_settings(saved: Any, now: Mapping[str, Any]) -> None:
     changed = find_changed_settings(saved, now)
-    if changed:
-        listed = ", ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items())
-        logger.warning(
-            "resume: settings differ from the checkpoint's and apply from here on: %s",
-            log_line(listed),
-        )
+    parts = []
+    for of_adapter, what in ((False, "and apply from here on"), (True, "but keep its adapter")):
+        listed = [
+            f"{key}: {old!r} -> {new!r}"
+            for key, (old, new) in changed.items()
+            if key.startswith(_OF_ADAPTER) == of_adapter
+        ]
+        if listed:
+            parts.append(f"{what}: {', '.join(listed)}")
+    if parts:
+        differ = "resume: settings differ from the checkpoint's"
+        logger.warning("%s %s", differ, log_line("; ".join(parts)))
 
 
 def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 from skyrl_fast import cli
 from skyrl_fast.commands.train import draw_curve
 from skyrl_fast.config.loading import load_config
+from skyrl_fast.train.output import plot
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.output.metric_table import find_warnings
 
@@ -45,11 +46,17 @@ def test_a_new_project_passes_its_tests_and_can_be_tried(project: Path) -> None:
     assert "rewards: 0 0.75" in tried
 
 
-def test_a_project_of_a_pretrained_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "mine"])
+def test_a_project_of_a_pretrained_model(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine").mkdir()
     folder = tmp_path / "agent"
-    assert cli.main(["init", str(folder), "--model", "Qwen/Qwen3-0.6B"]) == 0
+    assert cli.main(["init", "agent", "--model", model]) == 0
     policy = load_config(folder / "config.yaml").trainer.policy
-    assert (policy.model.path, policy.optimizer_config.lr) == ("Qwen/Qwen3-0.6B", 1e-6)
+    expected = str(tmp_path / model) if Path(model).is_dir() else model  # the run is in another one
+    assert (policy.model.path, policy.optimizer_config.lr) == (expected, 1e-6)
     assert not (folder / "model").exists()
 
 
@@ -92,8 +99,8 @@ def write_run(folder: Path, values: Mapping[int, float | None]) -> str:
 
 def test_compare_prints_and_draws_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = write_run(tmp_path / "one", {0: 0.125, 10: 0.75, 20: 0.5})
-    two = write_run(tmp_path / "two", {0: 0.25, 10: None})
     picture = tmp_path / "runs.png"
+    two = write_run(tmp_path / "lr=0.1", {0: 0.25, 10: None})
     assert cli.main(["compare", f"lora={one}", f"lora={two}", two, "--out", str(picture)]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[2] == ["0.125", "0.5", "0.75", "10", f"lora={one}"]
@@ -116,6 +123,18 @@ def test_a_curve_has_a_bar_for_each_value() -> None:
     assert draw_curve([1.0]) == ""
 
 
+def test_runs_without_a_label_are_curves_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    curves: list[str] = []
+    monkeypatch.setattr(plot, "plot_runs", lambda found, *_: curves.extend(found))
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    runs = [write_run(tmp_path / name / "seed0", {0: 0.5}) for name in ("a", "b")]
+    assert cli.main(["compare", *runs, "--out", str(tmp_path / "runs.png")]) == 0
+    assert curves == runs
+
+
 @pytest.mark.parametrize(
     ("metric", "values", "warns"),
     [
@@ -128,6 +147,7 @@ def test_a_curve_has_a_bar_for_each_value() -> None:
         ("generate/truncated_turn_share", [0.2], True),
         ("policy/rollout_train_logprobs_abs_diff_mean", [0.2], True),
         ("policy/loss", [9.0], False),
+        ("planner/policy/clip_ratio", [0.3] * 4, True),  # of one of several policies
     ],
 )
 def test_unhealthy_ends_are_warned_of(metric: str, values: list[float], warns: bool) -> None:

@@ -34,7 +34,9 @@ def run(options: argparse.Namespace) -> int:
     curves: dict[str, list[list[tuple[int, float]]]] = {}
     sys.stdout.write(f"{metric}\n{'first':>10}{'last':>10}{'best':>10}{'at step':>9}  run\n")
     for text in options.runs:
-        label, _, folder = text.rpartition("=")
+        # Labels and folders may have the sign themselves.
+        pairs = [("", text), *((text[:n], text[n + 1 :]) for n, c in enumerate(text) if c == "=")]
+        label, folder = next((pair for pair in pairs if Path(pair[1]).is_dir()), pairs[-1])
         file = Path(folder) / "metrics.jsonl"
         if not file.is_file():
             raise UsageError(
@@ -48,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
         step, best = max(points, key=lambda point: point[1])
         first, last = points[0][1], points[-1][1]
         sys.stdout.write(f"{first:10.4g}{last:10.4g}{best:10.4g}{step:9}  {text}\n")
-        curves.setdefault(label or Path(folder).name, []).append(points)
+        curves.setdefault(label or folder, []).append(points)
     if options.out is not None:
         with as_usage_error(ValueError, OSError):
             sys.stdout.write(f"{plot_runs(curves, metric, options.out)}\n")

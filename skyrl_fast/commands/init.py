@@ -52,9 +52,9 @@ def run(options: argparse.Namespace) -> int:
         warm_start(tokenizer, rows, folder / "model", num_steps=NUM_STEPS)
     else:
         config = folder / "config.yaml"
-        text = config.read_text(encoding="utf-8").replace(
-            TINY_PATH, f"path: {json.dumps(options.model)}"
-        )
+        model = Path(options.model).expanduser()
+        path = str(model.absolute()) if model.is_dir() else options.model  # else of the hub
+        text = config.read_text(encoding="utf-8").replace(TINY_PATH, f"path: {json.dumps(path)}")
         config.write_text(text.replace("lr: 1.0e-3", "lr: 1.0e-6"), encoding="utf-8")
     sys.stdout.write(f"created {folder}; next:\n  cd {folder}\n  skyrl-fast train config.yaml\n")
     return 0

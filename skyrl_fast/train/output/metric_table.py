@@ -70,16 +70,19 @@ def find_warnings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         'policy/clip_ratio 0.5 at the en'
     """
     warnings = []
-    for metric in METRICS:
-        values = [row[metric.name] for row in rows if row.get(metric.name) is not None]
-        if not values:
+    by_name = {metric.name: metric for metric in METRICS}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        # Those of one of several policies begin with its name.
+        metric = by_name.get(name) or by_name.get(name.partition("/")[2])
+        values = [row[name] for row in rows if row.get(name) is not None]
+        if metric is None or not values:
             continue
         quarter = -(-len(values) // 4)
         start, end = median(values[:quarter]), median(values[-quarter:])
         if end > metric.limit:
-            warnings.append(f"{metric.name} {end:.2g} at the end; healthy: {metric.healthy}")
+            warnings.append(f"{name} {end:.2g} at the end; healthy: {metric.healthy}")
         elif metric.name == _ENTROPY and len(values) >= 8 and end < start / 10:
-            warnings.append(f"{metric.name} {start:.2g} -> {end:.2g}; healthy: {metric.healthy}")
+            warnings.append(f"{name} {start:.2g} -> {end:.2g}; healthy: {metric.healthy}")
     return warnings
 
 

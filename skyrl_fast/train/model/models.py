@@ -23,7 +23,7 @@ from skyrl_fast.train.model.policy import (
     load_model,
     recomputes_activations,
 )
-from skyrl_fast.train.model.residual_stream import round_residual_stream
+from skyrl_fast.train.model.residual_stream import round_residual_stream, widen_residual_stream
 from skyrl_fast.train.model.row_layout import uses_trees
 from skyrl_fast.train.parallel.ranks import Ranks
 
@@ -95,6 +95,8 @@ def make_models(
             _add_adapters(model, config, checkpoint)
         if settings.residual_dtype == "auto":
             round_residual_stream(model)
+        elif has_adapter:
+            widen_residual_stream(model)
         return Policy(
             model,
             temperature=config.generator.sampling_params.temperature,

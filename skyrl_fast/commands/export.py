@@ -67,6 +67,11 @@ def _write_output(options: argparse.Namespace) -> str:
     trajectories = read_recorded(options.run, min_reward=options.min_reward)
     if not trajectories:
         raise ValueError(f"{options.run}: no trajectories to export")
+    if names := sorted({str(step.policy) for t in trajectories for step in t.steps if step.policy}):
+        raise ValueError(
+            f"{options.run}: expected trajectories of one policy, whose rows are trained together, "
+            f"got those of {', '.join(names)}: divide `read_recorded`'s by `Step.policy`"
+        )
     if options.to == BATCH:
         batch = batch_from_trajectories(trajectories)
         batch.save(options.out)

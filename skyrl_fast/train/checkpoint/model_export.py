@@ -92,22 +92,26 @@ def _find_checkpoint(run: Path) -> tuple[Path, Config]:
     checkpoint, _ = newest_intact(checkpoint_folder(config))
     if checkpoint is None:
         raise CheckpointError(f"{checkpoint_folder(config)}: no checkpoint")
+    # The run may have been resumed with other settings, and written no checkpoint since.
+    config = as_config(read_state(checkpoint)["config"])
+    config.trainer.run_path = str(run)
     return checkpoint, config
 
 
 def _write_merged(config: Config, policy: Path, tokenizer: Path, out: Path) -> None:
-    from transformers import AutoConfig
-
+    from skyrl_fast.train.memory.activations import load_model_config
     from skyrl_fast.train.model.lora import add_adapter, merge
     from skyrl_fast.train.model.policy import load_model, load_tokenizer, read_processor_files
 
     source = config.trainer.policy.model
     base = str(source.path)
-    dtype = getattr(AutoConfig.from_pretrained(base), "dtype", None) or torch.float32
+    dtype = getattr(load_model_config(base), "dtype", None) or torch.float32
     model = load_model(base, device=torch.device("cpu"), dtype=dtype)
+    # Some weights have float32 in any model, such as biases of routers.
+    dtypes = {name: value.dtype for name, value in model.state_dict().items()}
     add_adapter(model, source.lora, base=base, folder=policy)
-    merged = {n: value.to(dtype) for n, value in merge(model, model.state_dict()).items()}
-    model.save_pretrained(out, state_dict=merged)
+    merged = merge(model, model.state_dict())
+    model.save_pretrained(out, state_dict={n: value.to(dtypes[n]) for n, value in merged.items()})
     for name, content in read_processor_files(model).items():
         (out / name).write_bytes(content)
     load_tokenizer(str(tokenizer)).save_pretrained(out)

@@ -387,6 +387,8 @@ class Trainer:
             parts.append(part)
             # Metrics without a policy's name are of the complete trajectories.
             metrics |= {f"{name}/{key}": value for key, value in of_policy.items()}
+        if not parts:
+            logger.warning("no policy was called for this batch: no weight changes")
         return parts, metrics
 
     async def _train_policy(

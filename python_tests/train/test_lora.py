@@ -21,18 +21,30 @@ from _training import folder as folder  # a fixture
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from scripts.tiny_models import tiny_model as tiny_type
 from skyrl_fast import cli
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import OptimizerConfig, load_config
 from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.rollout.engine.weights.receipt import tensor_digest
+from skyrl_fast.train.checkpoint.model_export import _write_merged
 from skyrl_fast.train.model import critic as critic_module
 from skyrl_fast.train.model import lora as lora_module
 from skyrl_fast.train.model import models as models_module
 from skyrl_fast.train.model.critic import Critic, ValueModel, add_to_base
-from skyrl_fast.train.model.lora import CRITIC, NAME, adapter_of, add_adapter, is_adapter, merge
+from skyrl_fast.train.model.lora import (
+    CRITIC,
+    NAME,
+    adapter_of,
+    add_adapter,
+    is_adapter,
+    merge,
+    save_adapter,
+)
 from skyrl_fast.train.model.micro_batch import plan_micro_batches, response_positions
-from skyrl_fast.train.model.policy import Policy, WithoutAdapter
+from skyrl_fast.train.model.models import make_models
+from skyrl_fast.train.model.policy import Policy, WithoutAdapter, load_model
+from skyrl_fast.train.parallel.ranks import SINGLE_RANK
 
 LORA = LoraConfig(rank=3, alpha=4)
 RUN = ["trainer.policy.model.lora.rank=4", "trainer.algorithm.use_kl_loss=true"]
@@ -177,6 +189,23 @@ def test_a_frozen_base_keeps_its_dtype_and_the_adapter_has_float32(tmp_path: Pat
     assert merged.dtype == torch.float32  # rounded once, by the engine's dtype
 
 
+@pytest.mark.spec("memory.residual-dtype")
+@pytest.mark.parametrize(
+    ("setting", "dtype"), [("float32", torch.float32), ("auto", torch.bfloat16)]
+)
+def test_sums_between_layers_of_a_frozen_base(
+    setting: str, dtype: torch.dtype, folder: Path
+) -> None:
+    changes = ["trainer.policy.dtype=bfloat16", f"trainer.residual_dtype={setting}"]
+    config = settings(folder, "run", *RUN, *changes)
+    policy = make_models(config, None, 8, SINGLE_RANK).trained[None].policy
+    found: list[torch.dtype] = []
+    second = policy.model.model.layers[1]
+    second.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0].dtype))
+    policy.batch_logprobs(mixed_batch())
+    assert set(found) == {dtype}
+
+
 @pytest.mark.spec("memory.frozen-base")
 @pytest.mark.parametrize(("tied", "small_part"), [(False, 1 << 20), (True, 64)])
 def test_the_frozen_base_leaves_its_device_and_comes_back(
@@ -259,6 +288,8 @@ def _set(name: str, value: Any) -> Any:
         (_set("lora_dropout", 0.1), "lora_dropout: expected 0.0, got 0.1"),
         (_set("modules_to_save", ["lm_head"]), "modules_to_save: expected None"),
         (_set("rank_pattern", {"q_proj": 8}), "rank_pattern: expected {}"),
+        (_set("alora_invocation_tokens", [5]), "alora_invocation_tokens: expected None"),
+        (_set("init_lora_weights", "pissa"), "init_lora_weights: expected one that does not"),
         (_set("peft_type", "IA3"), "peft_type: expected LORA"),
         (_rename("no.name"), "got other names: "),
         (_transpose, "expected shape"),
@@ -274,17 +305,76 @@ def test_another_adapter_is_refused(change: Any, message: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("targets", "message"),
+    ("targets", "excluded", "message"),
     [
-        (["q_proj", "c_attn"], "expected names of linear modules, got c_attn; the model has"),
-        (["c_attn"], "c_attn"),
-        (["lm_head"], "linear modules of the model's layers, got lm_head"),
-        (["embed_tokens"], "got model.embed_tokens"),
+        (["q_proj", "c_attn"], [], "target_modules: expected names of linear modules, got c_attn"),
+        (["c_attn"], [], "target_modules: .*c_attn"),
+        (["lm_head"], [], "target_modules: .*linear modules of the model's layers.*, got lm_head"),
+        (["embed_tokens"], [], "target_modules: .*got model.embed_tokens"),
+        (["all-linear"], ["gate"], "exclude_modules: expected names of linear modules, got gate"),
+        (["all-linear"], ["mlp"], "exclude_modules: expected names of linear modules, got mlp"),
     ],
 )
-def test_other_targets_are_refused(targets: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=f"target_modules: .*{message}"):
-        make_model(replace(LORA, target_modules=targets))
+def test_other_targets_are_refused(targets: list[str], excluded: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_model(replace(LORA, target_modules=targets, exclude_modules=excluded))
+
+
+@pytest.mark.parametrize(
+    ("file", "added", "message"),
+    [
+        ("adapter_config.json", {"peft_type": "LORA"}, "expected a model alone"),
+        ("config.json", {"quantization_config": {"quant_method": "modelopt"}}, "of 16 or 32 bits"),
+    ],
+)
+def test_a_base_has_neither_an_adapter_nor_codes(
+    file: str, added: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """Transformers loads such an adapter with it, and codes that it does not know as weights."""
+    tiny_model().save_pretrained(tmp_path)
+    path = tmp_path / file
+    config = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(config | added))
+    with pytest.raises(ValueError, match=f"trainer.policy.model.path: .*{message}"):
+        load_model(str(tmp_path), device=torch.device("cpu"))
+
+
+@pytest.mark.spec("lora.files")
+def test_layers_that_share_a_weight_are_refused() -> None:
+    model = tiny_model()
+    first, second = model.model.layers
+    second.mlp.up_proj.weight = first.mlp.up_proj.weight
+    with pytest.raises(ValueError, match="expected layers with weights of their own"):
+        add_adapter(model, LORA, base="base")
+
+
+@pytest.mark.spec("lora.files")
+def test_settings_choose_the_modules_of_a_folders_adapter(tmp_path: Path) -> None:
+    """Or the adapter would stay as it is, and the settings would be ignored."""
+    lora = replace(LORA, target_modules=["q_proj", "v_proj"])
+    Policy(make_model(lora, dtype=torch.float32)).save(tmp_path)
+    for other, message in (
+        (replace(LORA, target_modules=["q_proj"]), "target_modules: expected those of the adapter"),
+        (replace(lora, exclude_modules=["v_proj"]), "exclude_modules: expected those of the adapt"),
+        (replace(LORA, target_modules=["q_proj", "v_proj", "o_proj"]), "got o_proj"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_model(other, folder=tmp_path)
+    for same in (lora, LORA):  # all that it has
+        model = make_model(same, folder=tmp_path, base="moved")
+        assert len(matrices(model)) == 2 * 2 * model.config.num_hidden_layers
+        assert model.peft_config[NAME].base_model_name_or_path == "moved"
+
+
+def test_modules_whose_weight_the_model_reads_itself_are_refused() -> None:
+    def multiply(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        return layer.down_proj(layer.act_fn(layer.gate_proj(x)) * (x @ layer.up_proj.weight.T))
+
+    model = make_model(dtype=torch.float32)
+    for layer in model.model.layers:
+        layer.mlp.forward = partial(multiply, layer.mlp)
+    with pytest.raises(ValueError, match="got up_proj, whose adapters would not be trained"):
+        Policy(model)
 
 
 @pytest.mark.parametrize(
@@ -499,12 +589,40 @@ def test_nothing_between_updates_needs_the_frozen_base(folder: Path) -> None:
     assert one == two
 
 
+def test_a_merged_model_has_the_dtypes_of_its_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A router's bias is float32 among weights of 16 bits."""
+    lora, base = replace(LORA, target_modules=["q_proj"]), tmp_path / "base"
+    tiny_type("glm4_moe").bfloat16().save_pretrained(base)
+    model = load_model(str(base), device=torch.device("cpu"), dtype=torch.bfloat16)
+    for layer in model.model.layers[1:]:
+        layer.mlp.gate.e_score_correction_bias += 1e-4
+    model.save_pretrained(base)
+    add_adapter(model, lora, base=str(base))
+    save_adapter(model, matrices(model), tmp_path / "adapter")
+    monkeypatch.setattr("skyrl_fast.train.model.policy.load_tokenizer", lambda _: FakeTokenizer())
+    key = "trainer.policy.model"
+    changes = [f"{key}.path={base}", f"{key}.lora.rank=3", f"{key}.lora.alpha=4"]
+    config = load_config(None, [*NEEDED, *changes, f"{key}.lora.target_modules=[q_proj]"])
+    _write_merged(config, tmp_path / "adapter", tmp_path, tmp_path / "out")
+    before, after = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "out"))
+    assert {str(value.dtype) for value in before.values()} == {"torch.bfloat16", "torch.float32"}
+    assert before.keys() == after.keys()
+    for name, value in before.items():  # B is 0
+        assert value.dtype == after[name].dtype and torch.equal(value, after[name]), name
+
+
 def test_a_run_is_exported_as_adapter_and_as_merged_model(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outcome = train(settings(folder, "run", *RUN))
     run, out = outcome.run_path, folder / "exported"
     monkeypatch.setattr("skyrl_fast.train.model.policy.load_tokenizer", lambda _: FakeTokenizer())
+    # As after a resume with another base, which has written no checkpoint yet.
+    changed = json.loads((run / "config.json").read_text())
+    changed["trainer"]["policy"]["model"]["path"] = "another"
+    (run / "config.json").write_text(json.dumps(changed))
     for form in ("adapter", "model"):
         assert cli.main(["export", str(run), str(out / form), "--to", form]) == 0
     assert f"the model of {outcome.checkpoint}" in capsys.readouterr().out

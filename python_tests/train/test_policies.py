@@ -102,6 +102,16 @@ def test_an_update_of_one_policy_leaves_the_others_bits() -> None:
     assert torch.equal(base, Policy(tiny_model()).batch_logprobs(batch))
 
 
+def test_names_of_a_models_parts_are_names_of_policies() -> None:
+    model, names = tiny_model(), ["0", "layers", "lora_A"]
+    add_adapters(model, replace(LORA, policies=names), base="base")
+    policy = Policy(model)
+    matrices_of_first = [n.removesuffix(".0.weight") for n in matrices(policy, "0")]
+    expected = {f"base_model.model.{name}.weight" for name in matrices_of_first}
+    sent = dict(policy.named_weights(adapter=True))
+    assert sent.keys() == {f"{name}:{matrix}" for name in names for matrix in expected}
+
+
 def step(policy: str | None, reward: float = 0.0, token: int = 5, stop: str = "stop") -> Step:
     return Step([1, 4], [token], [1], [-1.0], reward, stop, 0, "", "", 0.0, 0.0, policy=policy)
 
@@ -234,6 +244,22 @@ def test_each_policy_learns_from_its_rewards(folder: Path) -> None:
     assert [step.policy for step in first.steps] == [*NAMES, REFERENCE]
 
 
+def test_a_batch_of_the_reference_alone_is_warned_of(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class OfReference(TwoPolicies):
+        def _trajectory(self, *arguments: Any) -> Trajectory:
+            one = super()._trajectory(*arguments)
+            return replace(one, steps=[replace(step, policy=REFERENCE) for step in one.steps])
+
+    async def make(config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
+        return OfReference(config)
+
+    config = settings(folder, "run", *RUN, "trainer.max_training_steps=1")
+    assert skyrl_fast.train_agent(config, make_rollouts=make).step == 1
+    assert "no policy was called for this batch" in caplog.text
+
+
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_resumed_run_has_all_adapters_and_optimizers(folder: Path, ranks: int) -> None:
     more = [
@@ -356,6 +382,8 @@ def test_a_policy_is_exported_and_continued(
     assert "--policy: expected one of planner, worker, got none" in capsys.readouterr().err
     assert cli.main([*command, "--policy", "judge"]) == 2
     assert "expected one of planner, worker, got judge" in capsys.readouterr().err
+    assert cli.main(["export", run, str(out), "--to", "batch"]) == 2
+    assert "expected trajectories of one policy" in capsys.readouterr().err
     assert cli.main([*command, "--policy", "worker"]) == 0
     loaded = peft.PeftModel.from_pretrained(tiny_model(), str(out))
     model = tiny_model()
@@ -383,6 +411,7 @@ def test_a_policy_is_exported_and_continued(
         ([f"{KEY}.policies=[a,a]", f"{KEY}.rank=4"], "expected different names"),
         ([f"{KEY}.policies=[a/b]", f"{KEY}.rank=4"], "expected different names of letters"),
         ([f"{KEY}.policies=[reference]", f"{KEY}.rank=4"], "expected another name than reference"),
+        ([f"{KEY}.policies=[training]", f"{KEY}.rank=4"], "expected another name than training"),
         ([*RUN, "trainer.placement.colocate_all=false"], f"{KEY}.policies: expected an engine of"),
         ([*RUN, f"{KEY}.weight_sync=merged"], f"{KEY}.policies: expected an engine of"),
         (
@@ -401,6 +430,14 @@ def test_a_policy_is_exported_and_continued(
         (
             [*RUN, "agent.function=a:b", "agent.upstreams={worker: {base_url: http://a/v1}}"],
             "agent.upstreams: expected other names",
+        ),
+        (
+            [*RUN, "agent.function=a:b", "agent.upstreams={reference: {base_url: http://a/v1}}"],
+            "agent.upstreams: expected another name than reference",
+        ),
+        (
+            ["agent.function=a:b", "agent.untrained_models=[policy]"],
+            "agent.untrained_models: expected other names than agent.model",
         ),
     ],
 )

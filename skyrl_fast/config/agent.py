@@ -94,9 +94,9 @@ def check_agent(config: Any) -> None:
                 f"agent.untrained_models, got {name!r}"
             )
     for name in agent.untrained_models:
-        if name in policies:
+        if name in (policies or [agent.model]):
             raise ConfigError(
-                "agent.untrained_models: expected other names than those of "
+                "agent.untrained_models: expected other names than agent.model and those of "
                 f"trainer.policy.model.lora.policies, got {name!r}"
             )
     if agent.is_set and not config.generator.step_wise_trajectories:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from torch.nn import ModuleDict
+
 from skyrl_fast.config.agent import check_agent
 from skyrl_fast.config.algorithm import (
     check_estimator,
@@ -180,7 +182,7 @@ def _check_policies(config: Config) -> None:
                 f"{key}.policies: expected different names of letters, digits, - and _, got "
                 f"{', '.join(map(repr, names))}"
             )
-        if name in _TAKEN_NAMES:
+        if name in _TAKEN_NAMES or hasattr(ModuleDict(), name):  # of adapters by name
             raise ConfigError(f"{key}.policies: expected another name than {name}, which has a use")
     if lora.rank == 0:
         raise ConfigError(f"{key}.rank: expected that of the policies' adapters, got 0")
@@ -189,6 +191,11 @@ def _check_policies(config: Config) -> None:
             f"{key}.policies: expected an engine of this process, which gets the adapters alone "
             "(run_engines_locally and colocate_all true, weight_sync=adapter): servers, engines of "
             "a cluster and weight_sync=merged get one policy's weights"
+        )
+    if REFERENCE in config.agent.upstreams:
+        raise ConfigError(
+            f"agent.upstreams: expected another name than {REFERENCE}, which is that of the model "
+            f"without an adapter in a run with {key}.policies"
         )
     if trainer.critic.model.path is not None:
         raise ConfigError(

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -32,7 +33,7 @@ PREFIX = "base_model.model."  # of names in PEFT's files
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 SMALL_PART = 1 << 20  # bytes of a pinned copy that may be rounded up
 _BASE = ".base_layer."
-_MATRIX = re.compile(r"\.lora_[AB]\.(?P<adapter>[^.]+)\.")
+_MATRIX = re.compile(r"\.lora_(?P<matrix>[AB])\.(?P<adapter>[^.]+)\.")
 # Of an adapter's config: what the layers' forward pass here and in the engine does not have.
 _UNSUPPORTED = {
     "use_dora": False,
@@ -46,6 +47,7 @@ _UNSUPPORTED = {
     "lora_bias": False,
     "lora_dropout": 0.0,
 }
+_KEEP_BASE = (True, False, "gaussian", "orthogonal", "eva")  # initial values of A and B alone
 
 
 def add_adapters(model: Any, lora: LoraConfig, *, base: str, folder: Path | None = None) -> None:
@@ -81,8 +83,7 @@ def add_adapter(
     if folder is None:
         config = _make_config(lora, base, freeze_other_parts(model))
     else:
-        config = _read_config(folder, lora)
-    targets = config.target_modules
+        config = _read_config(folder, lora, base)
     try:
         with warnings.catch_warnings():
             # That there is an adapter already, whose layers get another one.
@@ -90,7 +91,7 @@ def add_adapter(
             peft.inject_adapter_in_model(config, model, name)
     except ValueError as error:  # no module has such a name
         raise ValueError(f"{SETTING}.target_modules: {error}") from error
-    _check_targets(model, targets)
+    _check_targets(model, lora)
     for layer in _adapted_layers(model):
         layer.forward = MethodType(_forward, layer)
     for key, parameter in model.named_parameters():
@@ -100,6 +101,29 @@ def add_adapter(
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
     if folder is not None:
         _load(model, folder, name)
+
+
+def check_adapters_called(model: Any, compute: Callable[[], Any]) -> None:
+    """Raise ValueError for modules with an adapter, by the last part of their names, of which none
+    is called by `compute`, a forward pass.
+
+    Some models read such a module's weight and multiply by it themselves: its adapter would have
+    no gradient.
+    """
+    modules = dict(model.named_modules()).items()
+    layers = _adapted_layers(model)
+    named = {layer: name.rpartition(".")[2] for name, layer in modules if layer in layers}
+    called: set[str] = set()
+    with ExitStack() as hooks:
+        for layer, name in named.items():
+            hook = layer.register_forward_hook(lambda *_, name=name: called.add(name))
+            hooks.callback(hook.remove)
+        compute()
+    if left := sorted({*named.values()} - called):
+        raise ValueError(
+            f"{SETTING}.target_modules: expected modules that {type(model).__name__} calls, got "
+            f"{', '.join(left)}, whose adapters would not be trained: name them in exclude_modules"
+        )
 
 
 def is_adapter(name: str) -> bool:
@@ -127,7 +151,7 @@ def adapters_of(model: Any) -> tuple[str, ...]:
 def adapter_names(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the matrices of one adapter under their names in PEFT's files."""
     return {
-        PREFIX + name.replace(f".{adapter_of(name)}.", "."): value
+        PREFIX + _MATRIX.sub(r".lora_\g<matrix>.", name): value
         for name, value in weights.items()
         if is_adapter(name)
     }
@@ -258,8 +282,8 @@ def _forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
     # where it is changed in place.
     rows = x.flatten(0, -2)
     out = layer.base_layer(rows)
-    if not layer.disable_adapters:
-        (name,) = layer.active_adapters
+    (name,) = layer.active_adapters
+    if not layer.disable_adapters and name in layer.lora_A:  # else of another policy only
         a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
         inner = torch.nn.functional.linear(rows, a.to(rows.dtype))
         # In place: PEFT's three temporary tensors of this size leave holes in a CPU's heap, which
@@ -310,7 +334,7 @@ def _make_config(lora: LoraConfig, base: str, frozen_parts: Sequence[str]) -> An
     )
 
 
-def _read_config(folder: Path, lora: LoraConfig) -> Any:
+def _read_config(folder: Path, lora: LoraConfig, base: str) -> Any:
     from peft import PeftConfig
 
     try:
@@ -319,38 +343,71 @@ def _read_config(folder: Path, lora: LoraConfig) -> Any:
         raise ValueError(f"{folder}: no PEFT adapter: {error}") from error
     if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
         raise ValueError(f"{folder}/{CONFIG}: peft_type: expected LORA, got {config.peft_type}")
-    for name, supported in _UNSUPPORTED.items():
+    variants = [field.name for field in fields(config) if field.metadata.get("is_lora_variant")]
+    for name, supported in (dict.fromkeys(variants) | _UNSUPPORTED).items():
         got = getattr(config, name, supported)
         if got != supported and (got or supported):
             raise ValueError(f"{folder}/{CONFIG}: {name}: expected {supported}, got {got}")
+    if config.init_lora_weights not in _KEEP_BASE:
+        raise ValueError(
+            f"{folder}/{CONFIG}: init_lora_weights: expected one that does not change the base "
+            f"({', '.join(map(str, _KEEP_BASE))}), got {config.init_lora_weights}"
+        )
     for name, key in (("rank", "r"), ("alpha", "lora_alpha"), ("use_rslora", "use_rslora")):
         expected, got = getattr(config, key), getattr(lora, name)
         if expected != got:
             raise ValueError(f"{SETTING}.{name}: expected {expected}, as {folder} has, got {got}")
-    config.inference_mode = False
+    config.inference_mode, config.base_model_name_or_path = False, base
     return config
 
 
-def _check_targets(model: Any, names: Any) -> None:
+def _check_targets(model: Any, lora: LoraConfig) -> None:
+    """Raise ValueError unless the adapted modules are those of the settings, in the layers."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    adapted = {n: m for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
+    modules = dict(model.named_modules())
+    adapted = {n: m for n, m in modules.items() if isinstance(m, BaseTunerLayer)}
     layers = [f"{name}." for name, _ in layers_of(model)]
     for name, module in adapted.items():
         kind = type(module.get_base_layer())
         if kind is not torch.nn.Linear or not any(map(name.startswith, layers)):
             raise ValueError(
-                f"{SETTING}.target_modules: expected linear modules of the model's layers, got "
-                f"{name} ({kind.__name__})"
+                f"{SETTING}.target_modules: expected linear modules of the model's layers, such as "
+                f"q_proj, and no experts, got {name} ({kind.__name__})"
             )
-    if isinstance(names, str):  # all of them, or a regular expression
-        return
-    for target in names:
-        if not any(name == target or name.endswith(f".{target}") for name in adapted):
+    weights = {id(module.get_base_layer().weight) for module in adapted.values()}
+    if len(weights) < len(adapted):
+        raise ValueError(
+            f"{SETTING}: expected layers with weights of their own, got {type(model).__name__}, "
+            "some of which share theirs: merged weights could not have the adapters of all"
+        )
+    last_parts = ", ".join(sorted({name.rpartition(".")[2] for name in adapted}))
+    everywhere = lora.target_modules == [ALL_LINEAR]  # also: those of an adapter's folder
+    targets = [] if everywhere else lora.target_modules
+    leaves = [name for name, m in modules.items() if name in adapted or not any(m.children())]
+    for setting, names, among in (
+        ("target_modules", targets, list(adapted)),
+        ("exclude_modules", lora.exclude_modules, leaves),
+    ):
+        for one in names:
+            if not any(_is_named(name, one) for name in among):
+                raise ValueError(
+                    f"{SETTING}.{setting}: expected names of linear modules, got {one}; the "
+                    f"adapter has {last_parts}"
+                )
+    for name in adapted:
+        is_target = everywhere or any(_is_named(name, target) for target in targets)
+        if not is_target or any(_is_named(name, other) for other in lora.exclude_modules):
+            setting = "exclude_modules" if is_target else "target_modules"
             raise ValueError(
-                f"{SETTING}.target_modules: expected names of linear modules, got {target}; the "
-                f"model has {', '.join(sorted({n.rpartition('.')[2] for n in adapted}))}"
+                f"{SETTING}.{setting}: expected those of the adapter, which has {name}, got "
+                f"{', '.join(getattr(lora, setting))}"
             )
+
+
+def _is_named(module: str, name: str) -> bool:
+    """Return whether PEFT finds a module by this name."""
+    return module == name or module.endswith(f".{name}")
 
 
 def _load(model: Any, folder: Path, name: str) -> None:

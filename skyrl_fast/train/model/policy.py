@@ -28,14 +28,17 @@ from skyrl_fast.train.model.lm_head import (
     freeze_other_parts,
     is_vision_language,
 )
+from skyrl_fast.train.model.lora import CONFIG as ADAPTER_CONFIG
 from skyrl_fast.train.model.lora import (
     CRITIC,
     NAME,
+    SETTING,
     FrozenBase,
     adapter_names,
     adapter_of,
     adapter_off,
     adapters_of,
+    check_adapters_called,
     merge,
     save_adapter,
     use_adapter,
@@ -153,6 +156,9 @@ class Policy:
         refuse_random_passes(model, self._autocast)
         with _random_state_kept(self.device):
             self.head = find_head(model, self._autocast)
+            if adapters:
+                with torch.no_grad(), self._autocast():
+                    check_adapters_called(model, partial(self.backbone, **_probe_inputs(model)))
         self.saved_logits_bytes = saved_logits_bytes
         self.rope_limits = rope_limits(model.config)
         self.tree = supports_trees(self.backbone, tree, ranks.sequence)
@@ -419,6 +425,11 @@ def load_model(
     from transformers import AutoConfig, AutoModel
 
     folder = str(model_folder(path, setting=setting))
+    if (Path(folder) / ADAPTER_CONFIG).is_file():  # transformers would add it
+        raise ValueError(
+            f"{setting}: expected a model alone, got {path}, which has an adapter, too "
+            f"({ADAPTER_CONFIG}): a run starts from an adapter by {SETTING}.path"
+        )
     trust = {"trust_remote_code": False}  # by default transformers asks on the terminal
     try:
         config = AutoConfig.from_pretrained(folder, **trust)
@@ -426,6 +437,8 @@ def load_model(
         model: Any = auto.from_pretrained(folder, config=config, dtype=dtype, **trust)
     except (OSError, ValueError) as error:
         raise ValueError(f"{setting}: {path} cannot be loaded: {error}") from error
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise ValueError(f"{setting}: expected weights of 16 or 32 bits, got those of {path}")
     if not with_head:
         model = backbone(model)
     if gradient_checkpointing:
@@ -493,6 +506,12 @@ def _random_state_kept(device: torch.device) -> contextlib.AbstractContextManage
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
+def _probe_inputs(model: Any) -> dict[str, Any]:
+    vocabulary = backbone(model).config.get_text_config().vocab_size
+    ids = torch.arange(PROBE_TOKENS, device=next(model.parameters()).device)[None] % vocabulary
+    return {"input_ids": ids, "use_cache": False}
+
+
 def refuse_random_passes(
     model: Any, autocast: Callable[[], contextlib.AbstractContextManager[Any]]
 ) -> None:
@@ -500,15 +519,12 @@ def refuse_random_passes(
     if not any(module.training for module in model.modules()):
         return
     base, device = backbone(model), next(model.parameters()).device
-    vocabulary = base.config.get_text_config().vocab_size
-    ids = torch.arange(PROBE_TOKENS, device=device)[None] % vocabulary
 
     def random_state() -> torch.Tensor:
         return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
     def hidden() -> Any:
-        output = base(input_ids=ids, use_cache=False)
-        return getattr(output, "last_hidden_state", None)
+        return getattr(base(**_probe_inputs(model)), "last_hidden_state", None)
 
     with _random_state_kept(device), torch.no_grad(), autocast():
         before = random_state()

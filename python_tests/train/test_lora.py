@@ -37,6 +37,7 @@ from skyrl_fast.train.model.lora import (
     NAME,
     adapter_of,
     add_adapter,
+    add_adapters,
     is_adapter,
     merge,
     save_adapter,
@@ -394,6 +395,26 @@ def test_all_engines_get_the_adapter_alone_unless_it_is_to_be_merged(engines: li
     merged = "trainer.policy.model.lora.weight_sync=merged"
     assert not load_config(None, [*NEEDED, *rank, merged]).sends_adapter
     assert not load_config(None, [*NEEDED, *engines]).sends_adapter
+
+
+@pytest.mark.spec("lora.files")
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_all_modules_of_a_mixture_are_those_of_its_attention(kind: str, tmp_path: Path) -> None:
+    """PEFT takes all-linear for fused experts and routers, too, which have no adapter here."""
+    model = tiny_type(kind)
+    add_adapters(model, replace(LORA, policies=["a", "b"]), base="base")
+    save_adapter(
+        model, {n: p for n, p in matrices(model).items() if adapter_of(n) == "b"}, tmp_path, "b"
+    )
+    modules = {name.partition(".lora_")[0].rpartition(".")[2] for name in matrices(model)}
+    assert modules == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert len(matrices(model)) == 2 * 2 * 4 * model.config.num_hidden_layers
+    loaded = peft.PeftModel.from_pretrained(tiny_type(kind), str(tmp_path))
+    theirs = {n: p for n, p in loaded.named_parameters() if is_adapter(n)}
+    assert len(theirs) == len(matrices(model)) / 2
+    for name, value in theirs.items():
+        own = name.removeprefix("base_model.model.").replace(".default.", ".b.")
+        assert torch.equal(value, matrices(model)[own])
 
 
 def test_excluded_modules_have_no_adapter() -> None:

@@ -82,6 +82,8 @@ def add_adapter(
         raise ValueError(INSTALL_HINT) from error
     if folder is None:
         config = _make_config(lora, base, freeze_other_parts(model))
+        if lora.target_modules == [ALL_LINEAR]:
+            _leave_out_experts(config, model)
     else:
         config = _read_config(folder, lora, base)
     try:
@@ -332,6 +334,26 @@ def _make_config(lora: LoraConfig, base: str, frozen_parts: Sequence[str]) -> An
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
     )
+
+
+def _leave_out_experts(config: Any, model: Any) -> None:
+    """Replace all-linear by names where PEFT takes it for a mixture's experts and routers, too.
+
+    Modules that are named as the experts were in transformers 4 are left out with them: PEFT takes
+    their names for those of experts, also when it loads the adapter.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # an older one
+        return
+    convert_peft_config_for_transformers(config, model, None)
+    if config.target_parameters:
+        linear = (torch.nn.Linear, BaseTunerLayer)
+        modules = model.named_modules()
+        config.target_modules &= {n.rpartition(".")[2] for n, m in modules if isinstance(m, linear)}
+        config.target_parameters, config.rank_pattern, config.alpha_pattern = None, {}, {}
 
 
 def _read_config(folder: Path, lora: LoraConfig, base: str) -> Any:

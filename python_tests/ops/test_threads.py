@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -117,25 +118,66 @@ def test_more_threads_than_cores_give_identical_results() -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-def run_script(body: str) -> str:
-    script = "import os, sys, torch\nfrom test_threads import advantages, inputs, spread\n" + body
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), "."])},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def has_torch_threads() -> bool:
+    return hasattr(ctypes.CDLL(None), "GOMP_parallel")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="os.fork and /proc")
-def test_forked_child_has_its_own_pool() -> None:
-    out = run_script(
-        """
-import warnings
+PROGRAM = """
+import os, threading, time, torch, warnings
+from skyrl_fast.system.torch_threads import end_torch_threads
+from test_threads import advantages, has_torch_threads, inputs, spread
+
+def threads(name):
+    for task in os.listdir("/proc/self/task"):
+        lines = open(f"/proc/self/task/{task}/status").read().splitlines()
+        fields = dict(line.split(":\\t", 1) for line in lines if ":\\t" in line)
+        if fields["Name"].startswith(name):
+            yield fields
+
+PARTS = 3  # of the loops of `advantages`, where more threads are allowed
+given = inputs(0)
+numbers, go, done = torch.ones(1 << 20), threading.Event(), threading.Event()
+
+def other():
+    (numbers + 1).sum()
+    done.set()
+    go.wait()
+    print(int((numbers + 1).sum()) - 2 * len(numbers))
+
+if has_torch_threads():
+    end_torch_threads()  # of none
+    torch.set_num_threads(PARTS)
+    (given[0] + 1).sum()
+    before = len(os.listdir("/proc/self/task"))
+    expected = spread(*given)
+    print(len(os.listdir("/proc/self/task")) - before, len(list(threads("skyrl_fast"))))
+    torch.set_num_threads(1)
+    print(torch.equal(spread(*given), expected))
+    print("--- ended")
+    torch.set_num_threads(PARTS)
+    thread = threading.Thread(target=other)
+    thread.start()
+    done.wait()
+    counts = []
+    for end in (False, False, True, True, False):
+        end_torch_threads() if end else (numbers + 1).sum()
+        counts.append(len(list(threads("python"))))
+    print([count - counts[2] for count in counts])
+    go.set()
+    thread.join()
+else:
+    print("--- ended")
+print("--- pool")
+assert not list(threads("skyrl_fast"))  # none before the first call
+torch.set_num_threads(PARTS + 1)
+for _ in range(3):
+    advantages(0)
+time.sleep(0.2)
+for fields in threads("skyrl_fast"):
+    print(fields["State"][0], int(fields["SigBlk"], 16) >> 1 & 1)  # SIGINT is signal 2
+print("--- forked", flush=True)
 warnings.simplefilter("ignore")  # Python 3.12 warns about fork with threads
 torch.set_num_threads(2)
-given = inputs(0)
 expected = spread(*given).numpy().tobytes()
 for _ in range(3):
     child = os.fork()
@@ -144,90 +186,42 @@ for _ in range(3):
     _, status = os.waitpid(child, 0)
     print(status, spread(*given).numpy().tobytes() == expected)
 """
-    )
-    assert out.split() == ["0", "True"] * 3
 
 
-THREADS = """
-import time
-def threads(name):
-    for task in os.listdir("/proc/self/task"):
-        lines = open(f"/proc/self/task/{task}/status").read().splitlines()
-        fields = dict(line.split(":\\t", 1) for line in lines if ":\\t" in line)
-        if fields["Name"].startswith(name):
-            yield fields
-PARTS = 3  # of the loops of `advantages`, where more threads are allowed
-"""
+@pytest.fixture(scope="module")
+def printed() -> list[str]:
+    """What each part of the program prints; one process, as torch's import takes seconds."""
+    if sys.platform != "linux":
+        pytest.skip("os.fork and /proc")
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=100,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), "."])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return re.split("^--- .*\n", done.stdout, flags=re.MULTILINE)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_pool_threads_sleep_and_block_signals() -> None:
-    out = run_script(
-        THREADS
-        + """
-assert not list(threads("skyrl_fast"))  # none before the first call
-torch.set_num_threads(PARTS + 1)
-for _ in range(3):
-    advantages(0)
-time.sleep(0.2)
-for fields in threads("skyrl_fast"):
-    print(fields["State"][0], int(fields["SigBlk"], 16) >> 1 & 1)  # SIGINT is signal 2
-"""
-    )
-    assert out.split() == ["S", "1"] * 2
+needs_torch_threads = pytest.mark.skipif(not has_torch_threads(), reason="torch without libgomp")
 
 
-def has_torch_threads() -> bool:
-    return hasattr(ctypes.CDLL(None), "GOMP_parallel")
+@needs_torch_threads
+def test_loops_of_all_threads_take_those_of_torch(printed: list[str]) -> None:
+    assert printed[0].split() == ["0", "0", "True"]
 
 
-@pytest.mark.skipif(not has_torch_threads(), reason="torch without libgomp")
-def test_loops_of_all_threads_take_those_of_torch() -> None:
-    out = run_script(
-        THREADS
-        + """
-torch.set_num_threads(PARTS)
-given = inputs(0)
-(given[0] + 1).sum()
-before = len(os.listdir("/proc/self/task"))
-expected = spread(*given)
-print(len(os.listdir("/proc/self/task")) - before, len(list(threads("skyrl_fast"))))
-torch.set_num_threads(1)
-print(torch.equal(spread(*given), expected))
-"""
-    )
-    assert out.split() == ["0", "0", "True"]
-
-
-@pytest.mark.skipif(not has_torch_threads(), reason="torch without libgomp")
-def test_torch_threads_of_one_thread_end_and_start_again() -> None:
-    out = run_script(
-        THREADS
-        + """
-import threading
-from skyrl_fast.system.torch_threads import end_torch_threads
-torch.set_num_threads(PARTS)
-numbers, go, done = torch.ones(1 << 20), threading.Event(), threading.Event()
-def other():
-    (numbers + 1).sum()
-    done.set()
-    go.wait()
-    print(int((numbers + 1).sum()) - 2 * len(numbers))
-end_torch_threads()  # of none
-thread = threading.Thread(target=other)
-thread.start()
-done.wait()
-counts = []
-for end in (False, False, True, True, False):
-    end_torch_threads() if end else (numbers + 1).sum()
-    counts.append(len(list(threads("python"))))
-print([count - counts[2] for count in counts])
-go.set()
-thread.join()
-"""
-    )
+@needs_torch_threads
+def test_torch_threads_of_one_thread_end_and_start_again(printed: list[str]) -> None:
     more = 2  # PARTS and the calling thread
-    assert out.split("\n")[:2] == [str([more, more, 0, 0, more]), "0"]
+    assert printed[1].splitlines() == [str([more, more, 0, 0, more]), "0"]
+
+
+def test_pool_threads_sleep_and_block_signals(printed: list[str]) -> None:
+    assert printed[2].split() == ["S", "1"] * 2
+
+
+def test_forked_child_has_its_own_pool(printed: list[str]) -> None:
+    assert printed[3].split() == ["0", "True"] * 3
 
 
 def test_simd_level_of_the_environment_holds_from_the_import() -> None:

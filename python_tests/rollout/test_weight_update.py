@@ -5,10 +5,9 @@ import math
 import os
 import signal
 import stat
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -237,23 +236,16 @@ def test_weights_file_is_private_and_deleted_after_use() -> None:
     assert not path.parent.exists()
 
 
-KILLED_WHILE_IT_HANDS_OVER = """
-import os, signal, sys, torch
-from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
-
-with send_by_file({"a": torch.zeros(3)}, folder=sys.argv[1]):
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
 def test_next_update_deletes_the_files_of_a_killed_process(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED_WHILE_IT_HANDS_OVER, str(tmp_path)]
-    root = Path(__file__).parents[2]
-    killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(root)}, check=False)
-    assert killed.returncode == -signal.SIGKILL
+    send = partial(send_by_file, {"a": torch.zeros(3)}, folder=str(tmp_path))
+    child = os.fork()
+    if child == 0:
+        with suppress(BaseException), send():
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     (left,) = tmp_path.iterdir()
     (tmp_path / "skyrl_fast-weights-link").symlink_to(tmp_path.parent)  # never followed
-    send = partial(send_by_file, {"a": torch.zeros(3)}, folder=str(tmp_path))
     with send() as one, send() as other:
         assert not left.exists()
         assert all(Path(call.arguments[0]).exists() for call in (one, other))  # in use

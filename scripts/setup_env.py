@@ -169,12 +169,12 @@ def project_requirements(extras: list[str]) -> list[str]:
 def install_package(python: Path, gpu: bool) -> None:
     """Build the extension and install the package in editable mode.
 
-    Without a GPU its CUDA kernels have code of the oldest architecture only, which newer GPUs can
+    Without a GPU its CUDA kernels have PTX of the oldest architecture only, which every GPU can
     translate: `make cuda-check` compiles them for each.
     """
     step("building skyrl_fast")
     if not gpu:
-        os.environ.setdefault("SKYRL_FAST_CUDA_ARCHS", "80")
+        os.environ.setdefault("SKYRL_FAST_CUDA_ARCHS", "80-virtual")
     pip(python, "install", "--no-build-isolation", "--no-deps", "--editable", str(ROOT))
 
 

@@ -39,9 +39,13 @@ def run_in(project: Path, *command: str) -> str:
     return done.stdout
 
 
-def test_a_new_project_passes_its_tests_and_can_be_tried(project: Path) -> None:
+def test_a_new_project_passes_its_tests_and_can_be_tried(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "3 passed" in run_in(project, "pytest", "-q", "-p", "no:cacheprovider")
-    tried = run_in(project, "skyrl_fast.cli", "try", "config.yaml", "--answers", "8", "7")
+    monkeypatch.chdir(project)
+    assert cli.main(["try", "config.yaml", "--answers", "8", "7"]) == 0
+    tried = capsys.readouterr().out
     assert "observation: lower" in tried
     assert "rewards: 0 0.75" in tried
 

@@ -24,8 +24,6 @@ from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.groups import rollout
 from skyrl_fast.rollout.trajectory import Trajectory
 
-pytestmark = pytest.mark.ci
-
 register_fakes()
 
 
@@ -112,6 +110,7 @@ async def _update(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.skipif(not records_routes(), reason="this vLLM records routes with Triton only")
 @pytest.mark.vllm
 @pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.timeout(900)  # two cores that others use too; alone it takes half a minute
 @pytest.mark.spec(
     "replay.row-record",

@@ -74,6 +74,7 @@ def test_sizes() -> None:
 
 def test_every_phase_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growth, "REPEATS", 1)
+    monkeypatch.setattr(growth.gc, "collect", lambda: None)  # of all that the tests have imported
     cases = {
         size: measure(Sizes(trajectories=size, turns=2, tokens=64, group=2)) for size in (4, 8)
     }

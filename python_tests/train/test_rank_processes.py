@@ -46,11 +46,13 @@ def gone(process: int, seconds: float = 10.0) -> bool:
     return False
 
 
-def test_call_reaches_all_ranks(tmp_path: Path) -> None:
+@pytest.mark.spec("update.rank-network")
+def test_call_reaches_all_ranks_which_listen_on_loopback_only(tmp_path: Path) -> None:
     with start_ranks(2, Probe, cuda=False, starter=LocalRanks(tmp_path)) as ranks:
         probe = Probe(ranks)
         first, other = probe.processes()
         assert first == os.getpid() != other
+        assert all(listening(process) == {LOOPBACK} for process in (first, other))
         view = torch.arange(1000)[::10].bool()
         found = probe.echo({"view": view, "none": None}, of=probe)
         assert [(rank, mine) for rank, _, mine in found] == [(0, True), (1, True)]
@@ -76,12 +78,6 @@ def test_rank_that_is_killed_is_named(probe: Probe) -> None:
     os.kill(probe.processes()[1], signal.SIGKILL)
     with pytest.raises(RankError, match="rank 1 exited with code -9"):
         probe.processes()
-
-
-@pytest.mark.spec("update.rank-network")
-def test_ranks_listen_on_loopback_only(probe: Probe) -> None:
-    for process in probe.processes():
-        assert listening(process) == {LOOPBACK}
 
 
 def test_interface_to_an_address() -> None:

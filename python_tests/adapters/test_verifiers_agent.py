@@ -1,5 +1,6 @@
 """Environments of verifiers as agents: their calls are steps, their rubric is the reward."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,35 @@ from fake_envs import FakePrompt, says
 
 pytest.importorskip("openai")
 
-from skyrl_fast.adapters.verifiers_agent import INPUT, VerifiersAgent
-from skyrl_fast.adapters.verifiers_tasks import INDEX, VerifiersTasks
+from skyrl_fast.adapters.verifiers_agent import INPUT
+from skyrl_fast.adapters.verifiers_tasks import INDEX
+from skyrl_fast.system.importing import load_module
 
 pytestmark = pytest.mark.spec("gateway.verifiers")
+
+GUIDE = Path(__file__).parents[2] / "docs/guide/gateway.md"
+
+ENVIRONMENT = """
+import verifiers as vf
+from datasets import Dataset
+from verifiers.envs.multiturn_env import MultiTurnEnv
+
+class Twice(MultiTurnEnv):
+    async def env_response(self, messages, state, **options):
+        return [{"role": "user", "content": "again"}]
+
+async def length(completion, answer, **options) -> float:
+    replies = [m["content"] for m in completion if m["role"] == "assistant"]
+    return float(replies[-1] == answer) + 0.1 * len(replies)
+
+def load_environment():
+    data = Dataset.from_list([
+        {"question": "first?", "answer": "a1", "info": {"level": 2}},
+        {"question": "second?", "answer": "no"},
+    ])
+    rubric = vf.Rubric(funcs=[length])
+    return Twice(dataset=data, system_prompt="Be brief.", rubric=rubric, max_turns=2)
+"""
 
 TASKSET = """
 import verifiers.v1 as vf
@@ -33,32 +59,26 @@ __all__ = ["Echoes"]
 """
 
 
+def run_example(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """Write a file of the guide into the folder and import it from there."""
+    (text,) = re.findall(rf"^```python\n(# {name}\n.*?)^```$", GUIDE.read_text(), re.S | re.M)
+    (folder / name).write_text(text)
+    monkeypatch.syspath_prepend(folder)  # as for a script there
+    module = load_module(str(folder / name))
+    return module.agent, module.rows
+
+
 @pytest.mark.peers
-def test_an_environment_with_several_turns(tiny_tokenizer: Any) -> None:
-    vf = pytest.importorskip("verifiers")
+def test_an_environment_with_several_turns(
+    tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("verifiers")
     pytest.importorskip("verifiers.envs", reason="verifiers is newer")
-    from datasets import Dataset
-    from verifiers.envs.multiturn_env import MultiTurnEnv
-
-    class Twice(MultiTurnEnv):
-        async def env_response(self, messages: Any, state: Any, **options: Any) -> Any:
-            return [{"role": "user", "content": "again"}]
-
-    async def length(completion: Any, answer: str, **options: Any) -> float:
-        replies = [m["content"] for m in completion if m["role"] == "assistant"]
-        return float(replies[-1] == answer) + 0.1 * len(replies)
-
-    data = Dataset.from_list(
-        [
-            {"question": "first?", "answer": "a1", "info": {"level": 2}},
-            {"question": "second?", "answer": "no"},
-        ]
-    )
-    env = Twice(
-        dataset=data, system_prompt="Be brief.", rubric=vf.Rubric(funcs=[length]), max_turns=2
-    )
-    agent = VerifiersAgent(env)
-    rows = agent.rows()
+    installed = tmp_path / "installed"
+    installed.mkdir()
+    (installed / "wordle.py").write_text(ENVIRONMENT)
+    monkeypatch.syspath_prepend(installed)
+    agent, rows = run_example("words.py", tmp_path, monkeypatch)
     assert [m["content"] for m in rows[0]["prompt"]] == ["Be brief.", "first?"]
     prompts = [
         FakePrompt(str(n), row["prompt"], env_extras={INPUT: row[INPUT]})
@@ -80,12 +100,9 @@ def test_a_taskset_with_a_harness(
     tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("verifiers")
-    pytest.importorskip("verifiers.v1.clients", reason="verifiers is older")
-    (tmp_path / "echo_tasks.py").write_text(TASKSET)
-    monkeypatch.syspath_prepend(tmp_path)
-    harness = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
-    agent = VerifiersTasks({"taskset": {"id": "echo_tasks"}, "agent": harness})
-    rows = agent.rows(5)
+    pytest.importorskip("verifiers.v1.utils.loaders", reason="verifiers is older")
+    (tmp_path / "gsm8k.py").write_text(TASKSET)
+    agent, rows = run_example("gsm.py", tmp_path, monkeypatch)
     assert [row["prompt"][0]["content"] for row in rows] == ["say one", "say two", "say fails"]
     prompts = [
         FakePrompt(str(n), row["prompt"], env_extras={INDEX: row[INDEX]})

@@ -29,27 +29,75 @@ PATTERNS = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/**/README.
 COUNTS = {"python": 31, "bash": 38, "yaml": 6, "json": 2, "toml": 1, "text": 7}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 
-# Blocks that need another package or a finished run: their imports and names are checked here.
-NOT_RUN = {
-    "CONTRIBUTING.md 0": "a test of the suite, without its body",
-    "README.md 2": "SkyRL and TRL",
-    "docs/guide/gateway.md 1": "LangChain",
-    "docs/guide/gateway.md 3": "verifiers; test_verifiers_agent.py runs a taskset",
-    "docs/guide/gateway.md 4": "verifiers; test_verifiers_agent.py runs an environment",
-    "docs/integrations/other_trainers.md 0": "prime-rl; test_other_trainers.py runs it",
-    "docs/integrations/other_trainers.md 1": "slime; test_other_trainers.py runs it",
-    "docs/integrations/other_trainers.md 2": "NeMo RL; test_other_trainers.py runs it",
-    "docs/integrations/skyrl.md 0": "SkyRL",
-    "docs/integrations/skyrl.md 1": "SkyRL; test_skyrl_agents.py runs it with a stand-in",
-    "docs/integrations/skyrl.md 2": "Ray and SkyRL",
-    "docs/integrations/skyrl.md 3": "verl",
-    "docs/guide/environments.md 2": "Gymnasium; test_gymnasium_env.py plays its environments",
-    "docs/integrations/trl.md 0": "TRL",
-    "docs/integrations/trl.md 1": "TRL",
-    "docs/guide/viewer.md 0": "a run; test_viewer.py runs it on one",
-    "docs/guide/viewer.md 1": "datasets and a run; test_viewer.py runs it on one",
-    "docs/guide/viewer.md 2": "a run; test_viewer.py runs it on one",
+# Blocks that another test takes from their page and runs.
+RUN_BY = {
+    "docs/guide/gateway.md 3": "adapters/test_verifiers_agent.py",
+    "docs/guide/gateway.md 4": "adapters/test_verifiers_agent.py",
+    **{f"docs/guide/viewer.md {n}": "viewer/test_viewer.py" for n in range(3)},  # on a small run
+    # With stand-ins: no package index has prime-rl, slime or NeMo RL.
+    **{
+        f"docs/integrations/other_trainers.md {n}": "integrations/test_other_trainers.py"
+        for n in range(3)
+    },
 }
+SKYRL_SETTINGS = """
+from bench._tokenizer import byte_level_tokenizer
+from skyrl.train.config import SkyRLTrainConfig
+cfg = SkyRLTrainConfig.from_cli_overrides(["generator.step_wise_trajectories=true"])
+cfg.generator.max_input_length = 256
+made = Experiment.get_generator(None, cfg, byte_level_tokenizer(), None)
+assert isinstance(made, AgentGenerator)
+"""
+IN_A_WORKER = """
+@ray.remote
+def module():
+    import skyrl.backends.skyrl_train.utils.ppo_utils as utils
+    return utils.ppo_policy_loss.__module__
+assert ray.get(module.remote()).startswith("skyrl_fast.")
+ray.shutdown()
+"""
+REPLACED = "assert fast.report().names('replaced')"
+# Blocks that run with other packages (`make peers`): their modules, what runs before and after.
+WITH_PACKAGES = {
+    "README.md 2": ("skyrl trl", "", REPLACED),
+    "docs/guide/environments.md 2": (
+        "gymnasium",
+        "",
+        "game = lake({'seed': 1})\n"
+        "assert game.init([])[0]['content'] == 'You are on field 0.'\n"
+        "assert game.step('4').observations == '4 is not in range'",
+    ),
+    "docs/guide/gateway.md 1": (
+        "langchain_openai",
+        "import asyncio, types",
+        "url = 'http://localhost/v1'\n"
+        "asyncio.run(solve(types.SimpleNamespace(model='m', base_url=url, api_key='k')))",
+    ),
+    "docs/integrations/skyrl.md 0": ("skyrl", "", REPLACED),
+    "docs/integrations/skyrl.md 1": (
+        "skyrl",
+        "open('my_agent.py', 'w').write('def solve(task):\\n    return 1.0\\n')",
+        SKYRL_SETTINGS,
+    ),
+    "docs/integrations/skyrl.md 2": ("skyrl ray", "", IN_A_WORKER),
+    "docs/integrations/skyrl.md 3": (
+        "verl",
+        "import torch\n"
+        "logits, labels = torch.randn(2, 5, 9), torch.ones(2, 5, dtype=int)\n"
+        "hidden, attention_mask = torch.randn(2, 3, 4), torch.tensor([[0, 1, 1], [1, 1, 1]])",
+        "assert logprobs.shape == (2, 5) and tokens.shape == (5, 4)",
+    ),
+    "docs/integrations/trl.md 0": ("trl", "", REPLACED),
+    "docs/integrations/trl.md 1": (
+        "trl datasets",
+        "import datasets, trl\n"
+        "args = trl.GRPOConfig(use_cpu=True, bf16=False)\n"
+        "model, reward_funcs = 'model', lambda completions, **_: [0.0] * len(completions)\n"
+        "train_dataset = datasets.Dataset.from_list([{'prompt': 'a'}])",
+        "assert type(trainer)._compute_loss.__module__ == 'skyrl_fast.integrations.trl.trainer'",
+    ),
+}
+MARKED_TEST = "CONTRIBUTING.md 0"  # the first lines of a test of the suite
 OTHER_PROGRAMS = {"ray", "export", "git", "cd", "cp", "pytest", "curl", "hf"}
 OTHER_MODULES = {"verl.trainer.main_ppo", "skyrl.train.entrypoints.main_base"}
 
@@ -80,6 +128,10 @@ def blocks(language: str | None = None) -> list[Block]:
             found.append(Block(page, name, numbers[page, name], code))
             numbers[page, name] += 1
     return [block for block in found if language in (None, block.language)]
+
+
+PYTHON = {block.name: block.text for block in blocks("python")}
+ELSEWHERE = (*RUN_BY, *WITH_PACKAGES, MARKED_TEST)  # not run by default
 
 
 def test_every_block_has_a_language_that_is_checked() -> None:
@@ -119,7 +171,7 @@ def failures(code: dict[str, str], folder: Path) -> dict[str, str]:
     done = subprocess.run(
         [sys.executable, "-c", RUN],
         input=json.dumps(code),
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
         cwd=folder,
         capture_output=True,
         text=True,
@@ -129,10 +181,33 @@ def failures(code: dict[str, str], folder: Path) -> dict[str, str]:
 
 
 def test_python_blocks_run(tmp_path: Path) -> None:
-    code = {block.name: block.text for block in blocks("python")}
-    assert NOT_RUN.keys() <= code.keys()
-    chosen = {name: text for name, text in code.items() if name not in NOT_RUN}
+    chosen = {name: text for name, text in PYTHON.items() if name not in ELSEWHERE}
+    assert PYTHON.keys() - chosen.keys() == set(ELSEWHERE)
     assert failures(chosen, tmp_path) == {}
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("name", WITH_PACKAGES)
+def test_python_blocks_run_with_other_packages(
+    name: str, tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    modules, before, after = WITH_PACKAGES[name]
+    for module in modules.split():
+        pytest.importorskip(module)
+    (tmp_path / "model").symlink_to(tiny_model_folder)
+    text = re.sub(r"(\w+)=\.\.\.", r"\1=\1", PYTHON[name])  # an elided argument is given before
+    assert failures({name: f"{before}\n{text}\n{after}"}, tmp_path) == {}
+
+
+@pytest.mark.parametrize("name", RUN_BY)
+def test_blocks_are_taken_from_their_page_by_another_test(name: str) -> None:
+    assert name.split()[0] in (ROOT / "python_tests" / RUN_BY[name]).read_text("utf-8")
+
+
+def test_example_of_a_marked_test_is_in_the_suite() -> None:
+    start = PYTHON[MARKED_TEST].removesuffix(" ...\n")
+    tests = (ROOT / "python_tests").rglob("test_*.py")
+    assert any(start in path.read_text("utf-8") for path in tests)
 
 
 def test_block_that_fails_is_named(tmp_path: Path) -> None:
@@ -171,10 +246,9 @@ def missing_names(code: str) -> list[str]:
     return gone
 
 
-@pytest.mark.parametrize("name", NOT_RUN)
+@pytest.mark.parametrize("name", ELSEWHERE)
 def test_other_blocks_name_what_exists(name: str) -> None:
-    (code,) = (block.text for block in blocks("python") if block.name == name)
-    assert missing_names(code) == []
+    assert missing_names(PYTHON[name]) == []
 
 
 def test_missing_name_is_found() -> None:

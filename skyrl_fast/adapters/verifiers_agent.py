@@ -27,11 +27,11 @@ class VerifiersAgent:
         env: a `verifiers.Environment`.
 
     Example:
-        # wordle.py, used with agent.function=wordle.py:agent
+        # words.py, used with agent.function=words.py:agent
         env = verifiers.load_environment("wordle")
         agent = VerifiersAgent(env)
         rows = agent.rows(1000)
-        # skyrl_fast.train_agent(config, agent="wordle.py:agent", prompts=rows)
+        # skyrl_fast.train_agent(config, agent="words.py:agent", prompts=rows)
     """
 
     env: Any

@@ -24,7 +24,8 @@ class VerifiersTasks:
 
     Example:
         # gsm.py, used with agent.function=gsm.py:agent
-        agent = VerifiersTasks({"taskset": {"id": "gsm8k"}, "agent": {"harness": {"id": "null"}}})
+        harness = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+        agent = VerifiersTasks({"taskset": {"id": "gsm8k"}, "agent": harness})
         rows = agent.rows(1000)
         # skyrl_fast.train_agent(config, agent="gsm.py:agent", prompts=rows)
     """

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,18 +40,22 @@ RECIPES = [path for path in sorted(EXAMPLES.glob("*/*.yaml")) if "Qwen/" in path
 
 @pytest.fixture(scope="module", autouse=True)
 def measured_once() -> Iterator[None]:
-    """Measure the activations of each model and setting once; the tests plan most of them again."""
-    found: dict[str, Any] = {}
-    measure = memory_plan.activation_memory
+    """Measure each model and setting once; the tests plan most of them again."""
 
-    def remembered(config: Any, length: int, **options: Any) -> Any:
-        key = f"{config.to_json_string()} {length} {options}"
-        if key not in found:
-            found[key] = measure(config, length, **options)
-        return found[key]
+    def remembering(measure: Callable[..., Any]) -> Callable[..., Any]:
+        found: dict[str, Any] = {}
+
+        def remembered(config: Any, *arguments: Any, **options: Any) -> Any:
+            key = f"{config.to_json_string()} {arguments} {options}"
+            if key not in found:
+                found[key] = measure(config, *arguments, **options)
+            return found[key]
+
+        return remembered
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_plan, "activation_memory", remembered)
+        for name in ("activation_memory", "model_size"):
+            patch.setattr(memory_plan, name, remembering(getattr(memory_plan, name)))
         yield
 
 

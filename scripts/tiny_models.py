@@ -48,7 +48,7 @@ SIZES: dict[int, str] = {
     1: "n_group topk_group num_expert_group n_shared_experts first_k_dense_replace o_groups "
     "num_dense_layers",
     5: "sliding_window sliding_window_size window_size attention_window_size local_attention "
-    "attention_chunk_size keep_window_size",
+    "attention_chunk_size keep_window_size floor_scale",
     8: "chunk_size mamba_chunk_size block_size index_block_size",
     512: "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length "
     "max_target_positions",

@@ -8,6 +8,8 @@ takes the place of causal attention, so rows are packed where that costs less th
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -18,13 +20,17 @@ from torch import Tensor
 
 from skyrl_fast.ops.passes.plan import balance_parts
 from skyrl_fast.train.model.forward_pass import MicroBatch
+from skyrl_fast.train.model.lm_head import PROBE_TOLERANCE, in_float32
 
 # Attention with a mask computes all pairs of a row, causal attention half of them.
 MASKED_PAIRS, CAUSAL_PAIRS = 1.0, 0.5
 # A layer of width H has about 12 H^2 weights, which take as long as 6 H pairs of tokens do.
 PAIRS_OF_A_TOKEN = 6
 PROBE = ((3, 5), (2, 4), (6, 1))  # lengths of the sequences in each row
-ROUNDING = 0.02  # of bfloat16 hidden states, of their largest; other positions change more
+# Settings of how far attention reaches, or of blocks of places in a row, and short values of them,
+# which a probe's rows exceed.
+SHORT_REACH = {"sliding_window": 3, "attention_chunk_size": 4}
+SHORT_BLOCKS = {**SHORT_REACH, "index_block_size": 2, "block_size": 2}
 
 _takes_packed: WeakSet[torch.nn.Module] = WeakSet()  # backbones in which packed rows are exact
 
@@ -45,6 +51,28 @@ class PackedRows:
 
 def find_packed_support(backbone: Any) -> bool:
     """Return whether packed rows are exact in a backbone, which `pack_rows` remembers."""
+    if scales_by_place(backbone.config):
+        return False
+    with in_float32(backbone):
+        is_exact = _is_exact(backbone)
+        with short_reach(backbone, SHORT_BLOCKS):
+            is_exact = is_exact and _is_exact(backbone)
+    if is_exact:
+        _takes_packed.add(backbone)
+    return is_exact
+
+
+def scales_by_place(config: Any) -> bool:
+    """Return whether queries have a factor for each `floor_scale` places in a pass, as Llama 4's.
+
+    It is 1 in rows of a probe.
+    """
+    no_rope = getattr(config, "no_rope_layers", None) or ()
+    return getattr(config, "attn_temperature_tuning", False) and not all(no_rope)
+
+
+def _is_exact(backbone: Any) -> bool:
+    """Return whether the states of the probe's second sequences are those of each alone."""
     device = next(backbone.parameters()).device
     vocabulary = backbone.config.get_text_config().vocab_size
     ids = torch.arange(8 * len(PROBE)).view(-1, 8) % vocabulary
@@ -71,10 +99,31 @@ def find_packed_support(backbone: Any) -> bool:
         # alone: not so where a layer's state runs on.
         if not torch.equal(packed[row, part], changed[row, part]):
             return False
-        if (packed[row, part] - alone[row]).abs().max() > ROUNDING * alone[row].abs().max():
+        error = (packed[row, part] - alone[row]).abs().max().item()
+        if not error <= PROBE_TOLERANCE * max(1.0, alone[row].abs().max().item()):
             return False
-    _takes_packed.add(backbone)
     return True
+
+
+@contextlib.contextmanager
+def short_reach(backbone: Any, lengths: Mapping[str, int]) -> Iterator[int]:
+    """Shorten settings of all layers to these lengths; yield how many changed."""
+    modules = list(backbone.modules())
+    configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}
+    before = [
+        (owner, name, value)
+        # Modules copy settings of their config when they are made.
+        for owner in (*configs.values(), *modules)
+        for name, length in lengths.items()
+        if type(value := vars(owner).get(name)) is int and value > length
+    ]
+    try:
+        for owner, name, _ in before:
+            setattr(owner, name, lengths[name])
+        yield len(before)
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
 def pack_rows(backbone: Any, micro: MicroBatch) -> PackedRows | None:

@@ -6,9 +6,8 @@ if a tree is given, and torch's usual attention otherwise. T nodes, H hidden siz
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +29,12 @@ from skyrl_fast.ops.prefix_tree.tree import build_prefix_tree
 from skyrl_fast.train.model.depth_first import TreeUnit, depth_first_states, tree_units
 from skyrl_fast.train.model.forward_pass import MicroBatch, NodeTree
 from skyrl_fast.train.model.lm_head import in_float32
-from skyrl_fast.train.model.packed_rows import pack_rows
+from skyrl_fast.train.model.packed_rows import (
+    SHORT_REACH,
+    pack_rows,
+    scales_by_place,
+    short_reach,
+)
 from skyrl_fast.train.model.rope_limits import rope_limits
 from skyrl_fast.train.model.sequence_part import padded, part_of
 from skyrl_fast.train.model.tree_path import PATH, LayerPath
@@ -54,8 +58,6 @@ PROBE_EXCESS = 8  # tokens of that row beyond the largest window
 # Integers of a config with one of these in their name may limit the keys that a token attends to.
 WINDOW_WORDS = ("window", "chunk", "index_topk", "local_attention")
 NO_WINDOWS = ("max_window_layers",)  # a number of layers
-# Settings that models read in each pass, and short values of them, which the probe's rows exceed.
-SHORT_REACH = {"sliding_window": 3, "attention_chunk_size": 4}
 # Keyword arguments of attention functions that change nothing in a causal pass without a cache.
 HARMLESS_OPTIONS = frozenset({"is_causal", "position_ids", "cache_position"})
 
@@ -77,7 +79,7 @@ def prepare_for_trees(backbone: Any, *, shares_tokens: bool = False) -> None:
         rows = _probe_rows(backbone, window)
     except NotImplementedError as error:
         raise ValueError(f"{refusal}its input embeddings are unknown") from error
-    with in_float32(backbone), _short_reach(backbone, short):
+    with in_float32(backbone), short_reach(backbone, short):
         # By the model's own attention, which is replaced next.
         expected = [_hidden_of_row(backbone, row, refusal) for row in rows]
     _register()
@@ -86,7 +88,7 @@ def prepare_for_trees(backbone: Any, *, shares_tokens: bool = False) -> None:
     try:
         if backbone.config._attn_implementation != ATTENTION:
             raise ValueError("its attention function cannot be replaced")
-        with in_float32(backbone), _short_reach(backbone, short):
+        with in_float32(backbone), short_reach(backbone, short):
             difference = _probe(backbone, rows, expected)
         if difference is not None:
             raise ValueError(
@@ -196,9 +198,7 @@ def _reason_against(config: Any, *, has_states: bool) -> str | None:
         return (
             f"it has layers of {', '.join(sorted(others))}, which depend on positions in a sequence"
         )
-    # Llama 4: a factor of the queries for each `floor_scale` tokens, by place in the pass.
-    no_rope = getattr(config, "no_rope_layers", None) or ()
-    if getattr(config, "attn_temperature_tuning", False) and not all(no_rope):
+    if scales_by_place(config):
         return "its queries are scaled by their place in a pass (attn_temperature_tuning)"
     for limit in rope_limits(config):
         return f"its rotary embedding ({limit.kind}) depends on the longest row of a pass"
@@ -217,44 +217,27 @@ def _check_testable(config: Any, window: tuple[str, int] | None, refusal: str) -
         )
 
 
-def _settings_read_in_passes(backbone: Any, refusal: str) -> list[str]:
-    """Return the names in `SHORT_REACH` whose short values change the states of a row."""
-    names = [name for name in SHORT_REACH if type(getattr(backbone.config, name, None)) is int]
-    if not names:
-        return []
+def _settings_read_in_passes(backbone: Any, refusal: str) -> dict[str, int]:
+    """Return the settings of `SHORT_REACH` whose short values change the states of a row."""
+    lengths = {
+        name: length
+        for name, length in SHORT_REACH.items()
+        if type(getattr(backbone.config, name, None)) is int
+    }
+    if not lengths:
+        return {}
     row = max(_probe_rows(backbone, None), key=len)
     before = _hidden_of_row(backbone, row, refusal)
-    read = []
-    for name in names:
-        with _short_reach(backbone, [name]) as changed:
+    read = {}
+    for name, length in lengths.items():
+        with short_reach(backbone, {name: length}) as changed:
             # Settings that are as short already are exceeded by the row as it is.
             if changed and not torch.equal(_hidden_of_row(backbone, row, refusal), before):
-                read.append(name)
+                read[name] = length
     return read
 
 
-@contextlib.contextmanager
-def _short_reach(backbone: Any, names: Sequence[str]) -> Iterator[int]:
-    """Shorten windows and chunks of all layers; yield how many settings changed."""
-    modules = list(backbone.modules())
-    configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}
-    before = [
-        (owner, name, value)
-        # Modules copy settings of their config when they are made.
-        for owner in (*configs.values(), *modules)
-        for name in names
-        if type(value := vars(owner).get(name)) is int and value > SHORT_REACH[name]
-    ]
-    try:
-        for owner, name, _ in before:
-            setattr(owner, name, SHORT_REACH[name])
-        yield len(before)
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
-
-
-def _largest_window(config: Any, others: Sequence[str]) -> tuple[str, int] | None:
+def _largest_window(config: Any, others: Container[str]) -> tuple[str, int] | None:
     """Return name and value of the largest setting that may limit attention, but for `others`."""
     settings = {
         name: value

@@ -519,6 +519,17 @@ def test_store_is_readable_and_resumes_after_kill_at_any_time(tmp_path: Path) ->
     assert last_step > 0
 
 
+def test_training_data_of_a_run_are_its_groups_without_evaluations(tmp_path: Path) -> None:
+    store = writer(tmp_path)
+    for step in (1, 2):
+        group = [two_turns("q", sample, 1.0) for sample in range(2)]
+        store.write(step, "train", group, trained=[TrainedRows(group, batch_of(group))])
+        store.write(step, "eval", [two_turns("held out", 0, 1.0)])
+    ids = [(one.uid, one.repetition_id) for one in read_recorded(tmp_path)]
+    assert ids == [("q", 0), ("q", 1), ("q~2", 0), ("q~2", 1)]
+    assert [one.uid for one in read_recorded(tmp_path, phase="eval")] == ["held out", "held out~2"]
+
+
 @pytest.mark.spec("store.replay", "gateway.export")
 def test_a_training_run_says_what_it_lacks_for_replay(tmp_path: Path) -> None:
     routes = np.ones((4, 1, 2), np.int16)

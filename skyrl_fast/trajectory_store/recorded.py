@@ -28,9 +28,11 @@ def read_recorded(
 ) -> list[Trajectory]:
     """Return the stored trajectories, groups adjacent, for `batch_from_trajectories`.
 
-    Log-probabilities have the store's 6 decimals.
+    Log-probabilities have the store's 6 decimals. Of a training run, a prompt has a group in each
+    step that trains it; that of a later one has its step in the uid.
 
     Args:
+        phase: as for `read_trajectories`; None: of a recording all, of a training run "train".
         steps: only trajectories of these steps; None: all.
         min_reward: leave out trajectories with less.
 
@@ -39,12 +41,18 @@ def read_recorded(
             of experts, which the store of a training run does not have: they would be trained under
             another distribution than the one that sampled them.
     """
+    is_run = not (Path(run) / MESSAGES).is_file()
+    phase = "train" if phase is None and is_run else phase
     groups: dict[str, list[Trajectory]] = {}
+    first_steps: dict[str, int] = {}
     for stored in read_trajectories(run, phase=phase, steps=steps):
         reward = stored.entry.reward
         if min_reward is None or (reward is not None and reward >= min_reward):
             _check_complete(run, stored)
-            groups.setdefault(stored.entry.uid, []).append(_trajectory(stored))
+            uid, step = stored.entry.uid, stored.entry.step
+            if is_run and first_steps.setdefault(uid, step) != step:
+                uid = f"{uid}~{step}"
+            groups.setdefault(uid, []).append(_trajectory(stored, uid))
     return [trajectory for group in groups.values() for trajectory in group]
 
 
@@ -58,10 +66,10 @@ def _check_complete(run: str | Path, stored: StoredTrajectory) -> None:
         )
 
 
-def _trajectory(stored: StoredTrajectory) -> Trajectory:
+def _trajectory(stored: StoredTrajectory, uid: str) -> Trajectory:
     entry = stored.entry
     return Trajectory(
-        uid=entry.uid,
+        uid=uid,
         repetition_id=entry.repetition_id,
         steps=list(map(_step, stored.steps)),
         stop_reason=entry.stop_reason,

@@ -22,6 +22,7 @@ from _vision_language import (
 from _weights import change_adapter
 from safetensors.torch import load_file
 
+from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import AlgorithmConfig, OptimizerConfig
 from skyrl_fast.config.model_folder import find_auto_class
 from skyrl_fast.config.settings import LoraConfig
@@ -184,6 +185,22 @@ def test_a_sampled_image_token_is_trained_as_any_other() -> None:
     mask = batch.rows([1, 3]).loss_mask != 0
     torch.testing.assert_close(got[mask], expected[mask], rtol=0, atol=1e-5)  # float32
     assert Policy(model).batch_logprobs(batch)[3] < 0
+
+
+def test_a_sampled_image_token_may_be_in_later_prompts_and_in_filtered_rows() -> None:
+    prompts = [[5, 6], [5, 6, 7, IMAGE, 8], [9]]
+    responses = [[7, IMAGE], [4, 5], [IMAGE, 6]]
+    output = {
+        "prompt_token_ids": prompts,
+        "response_ids": responses,
+        "loss_masks": [[1, 1], [1, 1], [0, 0]],
+        "rewards": [0.0, 1.0, 1.0],
+        "rollout_logprobs": [[-1.0, -1.0]] * 3,
+        "trajectory_ids": [("a", 0), ("a", 0), ("a", 1)],
+        "is_last_step": [False, True, True],
+    }
+    batch = StepBatch.from_generator_output(output, step_wise=True)
+    assert (Policy(vision_language_model("internvl")).batch_logprobs(batch)[:4] < 0).all()
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe", "mistral3", "gemma3"])

@@ -154,13 +154,19 @@ def plan_micro_batches(
 
 
 def _refuse_tokens(batch: StepBatch, refused: Sequence[int]) -> None:
-    """Raise ValueError if a row has one of these ids outside its sampled tokens."""
-    if not refused:
-        return
+    """Raise ValueError if a trained row has one of these ids that its trajectory did not sample."""
     found = torch.isin(batch.tokens, torch.tensor(refused, dtype=batch.tokens.dtype))
+    if not found.any():
+        return
     rows = torch.repeat_interleave(batch.lengths.long())
     starts = (batch.cu_seqlens[1:] - batch.response_lengths)[rows]
-    found[torch.arange(len(rows)) >= starts] &= batch.loss_mask == 0
+    response = torch.arange(len(rows)) >= starts
+    sampled = torch.zeros_like(found)
+    sampled[response] = batch.loss_mask != 0
+    # Later prompts of a trajectory repeat what it sampled.
+    trajectories = batch.trajectory_ids[rows]
+    found &= ~torch.isin(trajectories, trajectories[found & sampled])
+    found &= torch.isin(rows, rows[response][batch.trained_mask])
     if found.any():
         place = int(found.nonzero()[0])
         raise ValueError(

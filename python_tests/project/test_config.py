@@ -70,6 +70,8 @@ def test_settings_that_are_texts_are_texts(text: str, tmp_path: Path) -> None:
         assert config.environment.env_class == text
     one = load_config(None, [*NEEDED, f"{stop}={text}", "trainer.run_name='x'"])
     assert (one.generator.sampling_params.stop, one.trainer.run_name) == ([text], "x")
+    numbered = load_config(None, [*NEEDED, f"trainer.run_path=runs/{text} #2"])
+    assert numbered.trainer.run_path == f"runs/{text} #2"
 
 
 @pytest.mark.spec("settings.texts")

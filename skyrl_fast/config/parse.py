@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import io
+import json
 import os
 import types
 import typing
@@ -84,7 +85,10 @@ def read_yaml(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[st
             if "=" not in text or text.startswith(("=", "+", "-")):
                 raise ConfigError(f"{where}: expected dotted.key=value, or another YAML file")
             key, _, value = text.partition("=")
-            value = _quote_texts(value, _hint_at(Config, key.split(".")))
+            hint = _hint_at(Config, key.split("."))
+            if _without_none(hint) is str and " #" in value and value[0] not in "'\"":
+                value = json.dumps(value, ensure_ascii=False)  # a name, no comment
+            value = _quote_texts(value, hint)
             merged.merge_with(OmegaConf.from_dotlist([f"{key}={value}"]))
         where = "overrides" if path is None else str(path)
         values: Any = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)

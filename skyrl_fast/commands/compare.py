@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from skyrl_fast.train.output.metric_table import EVAL_REWARD
 
 HELP = "draw a metric of several runs"
 DESCRIPTION = (
-    "Print the first, last and best value of a metric for each run, and draw them in one plot. "
+    "Print the first, last and largest value of a metric for each run, and draw them in one plot. "
     "Runs of one label, such as seeds, are a line of means in a band of their range."
 )
 
@@ -32,11 +33,9 @@ def run(options: argparse.Namespace) -> int:
     log_to_stderr()
     metric = options.metric
     curves: dict[str, list[list[tuple[int, float]]]] = {}
-    sys.stdout.write(f"{metric}\n{'first':>10}{'last':>10}{'best':>10}{'at step':>9}  run\n")
+    sys.stdout.write(f"{metric}\n{'first':>10}{'last':>10}{'largest':>10}{'at step':>9}  run\n")
     for text in options.runs:
-        # Labels and folders may have the sign themselves.
-        pairs = [("", text), *((text[:n], text[n + 1 :]) for n, c in enumerate(text) if c == "=")]
-        label, folder = next((pair for pair in pairs if Path(pair[1]).is_dir()), pairs[-1])
+        label, folder = _label_and_folder(text)
         file = Path(folder) / "metrics.jsonl"
         if not file.is_file():
             raise UsageError(
@@ -47,11 +46,21 @@ def run(options: argparse.Namespace) -> int:
         points = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
         if not points:
             raise UsageError(f"compare: {file}: expected values of {metric}, got none")
-        step, best = max(points, key=lambda point: point[1])
+        step, most = max(points, key=lambda point: (not math.isnan(point[1]), point[1]))
         first, last = points[0][1], points[-1][1]
-        sys.stdout.write(f"{first:10.4g}{last:10.4g}{best:10.4g}{step:9}  {text}\n")
-        curves.setdefault(label or folder, []).append(points)
+        sys.stdout.write(f"{first:10.4g}{last:10.4g}{most:10.4g}{step:9}  {text}\n")
+        curves.setdefault(label, []).append(points)
     if options.out is not None:
         with as_usage_error(ValueError, OSError):
             sys.stdout.write(f"{plot_runs(curves, metric, options.out)}\n")
     return 0
+
+
+def _label_and_folder(text: str) -> tuple[str, str]:
+    """Return the parts of [LABEL=]RUN, either of which may have "=" in it; the label may be RUN."""
+    if Path(text).is_dir():
+        return text, text
+    for place, letter in enumerate(text):
+        if letter == "=" and Path(text[place + 1 :]).is_dir():
+            return text[:place], text[place + 1 :]
+    return text, text

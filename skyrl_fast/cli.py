@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from skyrl_fast import __version__
+from skyrl_fast.commands.command import SIGNAL_EXIT
 from skyrl_fast.errors import RunError
 from skyrl_fast.system.printable import MAX_FAILURE, printable
 
@@ -46,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RunError as error:
         sys.stderr.write(f"skyrl-fast: {printable(str(error), MAX_FAILURE)}\n")
         return error.exit_code
+    except KeyboardInterrupt:  # training ends with a checkpoint instead, once it has begun
+        sys.stderr.write("skyrl-fast: stopped\n")
+        return SIGNAL_EXIT + signal.SIGINT
     return code
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -77,9 +78,12 @@ def main(
 def run(recipe: Recipe, base: Path, overrides: Sequence[str], *, is_resumed: bool) -> int:
     """Prepare and train a recipe in a folder; return the exit code of the training."""
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # torch reads it when it is first imported
-    base.mkdir(parents=True, exist_ok=True)
-    os.chdir(base)
-    recipe.prepare(recipe.folder)
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        os.chdir(base)
+        recipe.prepare(recipe.folder)
+    except OSError as error:
+        sys.exit(f"{base}: {error}")
 
     from skyrl_fast.cli import main as skyrl_fast
 

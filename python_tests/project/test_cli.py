@@ -1,5 +1,6 @@
 """The command line: exit codes and output."""
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,14 @@ def test_train_prints_output_paths(
         "agent, turn 1: 3",
     ):
         assert text in printed
+
+
+def test_printed_command_quotes_the_folder(tmp_path: Path) -> None:
+    run = tmp_path / "my run"
+    (run / "trajectories").mkdir(parents=True)
+    text = summary(outcome(run_path=run, trajectories=run / "trajectories"))
+    (command,) = [line.partition("view it:")[2] for line in text.splitlines() if "view it" in line]
+    assert shlex.split(command) == ["skyrl-fast", "view", str(run)]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from skyrl_fast import _C
+from skyrl_fast import _C, cli
 from skyrl_fast.commands import doctor
 from skyrl_fast.commands.command import UsageError, needs_extra
 from skyrl_fast.rollout.engine import vllm_start
@@ -70,3 +70,9 @@ def test_missing_extension_error_says_how_to_fix_it() -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 1
     assert "pip install ." in run.stderr
+
+
+def test_json_and_the_table_are_two_outputs() -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", "--json", "--gpu"])
+    assert ended.value.code == 2

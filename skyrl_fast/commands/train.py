@@ -6,10 +6,15 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from shlex import quote
 from typing import TYPE_CHECKING
 
-from skyrl_fast.commands.command import add_config_arguments, log_to_stderr, needs_extra
-from skyrl_fast.errors import RunError
+from skyrl_fast.commands.command import (
+    SIGNAL_EXIT,
+    add_config_arguments,
+    log_to_stderr,
+    needs_extra,
+)
 
 if TYPE_CHECKING:
     from skyrl_fast.config import Config
@@ -17,16 +22,9 @@ if TYPE_CHECKING:
 
 HELP = "train an agent"
 DESCRIPTION = "Train with the settings of a YAML file and overrides."
-SIGNAL_EXIT = 128  # plus the signal number, as in shells
 _BARS = "▁▂▃▄▅▆▇█"
 _MAX_BARS = 40
 LOG_FORM = "%(asctime)s %(name)s: %(message)s"
-
-
-class StoppedError(RunError):
-    """Ctrl-C before training began."""
-
-    exit_code = SIGNAL_EXIT + 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,10 +48,7 @@ def run_with(train: Callable[[Config], TrainResult], options: argparse.Namespace
 
     log_to_stderr(logging.INFO if options.verbose else logging.WARNING, LOG_FORM)
     overrides = [*options.overrides, *(["trainer.resume_mode=latest"] if options.resume else [])]
-    try:
-        result = train(load_config(options.config, overrides))
-    except KeyboardInterrupt as error:
-        raise StoppedError("stopped before training began") from error
+    result = train(load_config(options.config, overrides))
     sys.stdout.write(summary(result))
     return 0 if result.signal is None else SIGNAL_EXIT + result.signal
 
@@ -79,7 +74,7 @@ def summary(result: TrainResult) -> str:
         if path is not None:
             lines.append(f"{name + ':':16}{path}")
     if result.trajectories.is_dir():
-        lines.append(f"{'view it:':16}skyrl-fast view {result.run_path}")
+        lines.append(f"{'view it:':16}skyrl-fast view {quote(str(result.run_path))}")
     lines += [f"{'look at:':16}{warning}" for warning in result.warnings]
     if result.warnings:
         lines.append(f"{'':16}what these metrics mean: docs/reference/metrics.md")

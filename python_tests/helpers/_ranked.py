@@ -44,6 +44,12 @@ def checkpointed(model: Any) -> Any:
     return model.train()
 
 
+def measured(ranks: Ranks) -> Policy:
+    """Return a policy that has measured the layouts of rows, in bfloat16."""
+    options: Any = {"tree": None, "dtype": torch.bfloat16, "max_tokens_per_microbatch": 64}
+    return Policy(tiny_model(), ranks=ranks, **options)
+
+
 def adapted(model: Any) -> Any:
     """Return the model with a LoRA adapter."""
     torch.manual_seed(0)

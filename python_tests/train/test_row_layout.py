@@ -1,12 +1,14 @@
 """Layout of rows: trees where the model allows them, group by group where their costs differ."""
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from _fakes import tiny_model
+from _ranked import measured
 from _trees import agent_batch
 
 from skyrl_fast.config import Config
@@ -16,6 +18,8 @@ from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.model.row_layout import LayoutCosts, measured_costs, uses_trees
 from skyrl_fast.train.model.tree_forward import prepare_for_trees
 from skyrl_fast.train.model.tree_states import TreeSegments
+from skyrl_fast.train.parallel.local_ranks import LocalRanks
+from skyrl_fast.train.parallel.rank_processes import start_ranks
 from skyrl_fast.train.update import accumulate_gradient
 
 CPU = torch.device("cpu")
@@ -165,6 +169,13 @@ def test_bfloat16_measures_both_layouts(trained: bool) -> None:
     assert policy.tree and policy.layout_costs is not None
     assert min(policy.layout_costs.metrics().values()) >= 0
     assert max(policy.layout_costs.metrics().values()) > 0
+
+
+def test_several_ranks_measure_both_layouts(tmp_path: Path) -> None:
+    """Their weights are gathered for each pass, as its backward pass frees them."""
+    with start_ranks(2, measured, cuda=False, starter=LocalRanks(tmp_path)) as ranks:
+        policy = measured(ranks)
+    assert policy.tree and policy.layout_costs is not None
 
 
 @pytest.mark.spec("tree.auto-unsupported")

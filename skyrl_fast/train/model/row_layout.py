@@ -121,16 +121,16 @@ def cheapest_layout(
     costs = None
     trained = any(weight.requires_grad for weight in backbone.parameters())
     try:
-        work = partial(
-            measured_costs,
-            backbone,
-            device,
-            most_tokens=owner.max_tokens_per_microbatch,
-            autocast=autocast,
-            same_kernels=same_kernels,
-        )
         with torch.set_grad_enabled(trained):
-            costs = with_full_params(owner.model, work)
+            costs = measured_costs(
+                backbone,
+                device,
+                most_tokens=owner.max_tokens_per_microbatch,
+                autocast=autocast,
+                same_kernels=same_kernels,
+                # Each pass gathers the weights, which a backward pass frees.
+                gathered=partial(with_full_params, owner.model),
+            )
     except RuntimeError as error:  # of a compiler or a kernel
         log.warning("rows are computed as sequences: trees failed on %s: %s", device, error)
     # Ranks measure different times, and must plan the same passes.
@@ -146,6 +146,7 @@ def measured_costs(
     most_tokens: int,
     autocast: Autocast,
     same_kernels: bool = False,
+    gathered: Callable[[Callable[[], torch.Tensor]], torch.Tensor] = lambda compute: compute(),
     clock: Callable[[], float] | None = None,
 ) -> LayoutCosts | None:
     """Return the costs of both layouts on this device; None if trees cannot be computed there.
@@ -156,6 +157,7 @@ def measured_costs(
     Args:
         backbone: after `prepare_for_trees`; its gradients are None afterwards.
         same_kernels: a token and a pair cost the same in both layouts, and are measured in one.
+        gathered: computes a forward pass, with full weights.
         clock: seconds; None: on a CPU those of the processor, as other processes may be running.
     """
     if clock is None:
@@ -167,11 +169,14 @@ def measured_costs(
         return None
     vocabulary = backbone.get_input_embeddings().weight.shape[0]
 
+    def compute(micro: MicroBatch) -> torch.Tensor:
+        with autocast():
+            return last_hidden_states(backbone, padded_trees(micro, device), device)
+
     def seconds(micro: MicroBatch) -> float:
         _synchronize(device)
         start = clock()
-        with autocast():
-            hidden = last_hidden_states(backbone, padded_trees(micro, device), device)
+        hidden = gathered(partial(compute, micro))
         if hidden.requires_grad:
             hidden.float().square().mean().backward()
         _synchronize(device)

@@ -432,10 +432,11 @@ def test_what_an_adapter_began_with_does_not_change(caplog: pytest.LogCaptureFix
     saved = to_dict(as_config({key: ["q_proj"]}))
     warn_of_changed_settings(saved, to_dict(Config()))
     warn_of_changed_settings(saved, to_dict(as_config({rate: 0.5})))
-    kept = f"but keep its adapter: {key}: ['q_proj'] -> ['all-linear']"
+    kept = f"adapter, which stays: {key}: ['q_proj'] -> ['all-linear']"
     assert [record.getMessage().partition("checkpoint's ")[2] for record in caplog.records] == [
         kept,
-        f"and apply from here on: {rate}: 1e-06 -> 0.5; {kept}",
+        f"and apply from here on: {rate}: 1e-06 -> 0.5",
+        kept,
     ]
 
 

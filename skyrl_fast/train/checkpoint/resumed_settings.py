@@ -48,18 +48,17 @@ def find_changed_settings(saved: Any, now: Mapping[str, Any]) -> dict[str, tuple
 
 def warn_of_changed_settings(saved: Any, now: Mapping[str, Any]) -> None:
     changed = find_changed_settings(saved, now)
-    parts = []
-    for of_adapter, what in ((False, "and apply from here on"), (True, "but keep its adapter")):
+    for of_adapter, text in (
+        (False, "resume: settings differ from the checkpoint's and apply from here on: %s"),
+        (True, "resume: settings differ from those of the checkpoint's adapter, which stays: %s"),
+    ):
         listed = [
             f"{key}: {old!r} -> {new!r}"
             for key, (old, new) in changed.items()
             if key.startswith(_OF_ADAPTER) == of_adapter
         ]
         if listed:
-            parts.append(f"{what}: {', '.join(listed)}")
-    if parts:
-        differ = "resume: settings differ from the checkpoint's"
-        logger.warning("%s %s", differ, log_line("; ".join(parts)))
+            logger.warning(text, log_line(", ".join(listed)))
 
 
 def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from scripts.tiny_models import tiny_model as tiny_type
 from skyrl_fast import cli
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.config import OptimizerConfig, load_config
+from skyrl_fast.config import OptimizerConfig, as_config, load_config
 from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.rollout.engine.weights.receipt import tensor_digest
 from skyrl_fast.train.checkpoint.model_export import _write_merged
@@ -46,6 +46,7 @@ from skyrl_fast.train.model.micro_batch import plan_micro_batches, response_posi
 from skyrl_fast.train.model.models import make_models
 from skyrl_fast.train.model.policy import Policy, WithoutAdapter, load_model
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK
+from skyrl_fast.train.setup.given_objects import with_absolute_paths
 
 LORA = LoraConfig(rank=3, alpha=4)
 RUN = ["trainer.policy.model.lora.rank=4", "trainer.algorithm.use_kl_loss=true"]
@@ -415,6 +416,16 @@ def test_all_modules_of_a_mixture_are_those_of_its_attention(kind: str, tmp_path
     for name, value in theirs.items():
         own = name.removeprefix("base_model.model.").replace(".default.", ".b.")
         assert torch.equal(value, matrices(model)[own])
+
+
+@pytest.mark.spec("run.absolute-paths")
+def test_ranks_in_other_folders_find_the_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("adapter").mkdir()
+    config = with_absolute_paths(as_config({"trainer.policy.model.lora.path": "adapter"}))
+    assert config.trainer.policy.model.lora.path == str(tmp_path / "adapter")
 
 
 def test_excluded_modules_have_no_adapter() -> None:

@@ -143,7 +143,8 @@ def with_absolute_paths(config: Config) -> Config:
             _check_url(f"{key}.{name}", path)
         elif path is not None:
             setattr(section, name, str(Path(path).expanduser().absolute()))
-    for model in (trainer.policy.model, trainer.ref.model, trainer.critic.model):
+    policy = trainer.policy.model
+    for model in (policy, policy.lora, trainer.ref.model, trainer.critic.model):
         if model.path is not None and Path(model.path).is_dir():  # not a name on the hub
             model.path = str(Path(model.path).absolute())
     algorithm, environment = config.trainer.algorithm, config.environment

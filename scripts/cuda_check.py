@@ -3,11 +3,11 @@
     python -m scripts.cuda_check [--jobs 2]
 
 Fails on a compiler error, on a kernel that spills registers or has a stack frame, and, where there
-is a `cuobjdump`, on an object without one of the architectures and on a kernel that issues more
+is a `cuobjdump`, on a fatbin without one of the architectures and on a kernel that issues more
 instructions for an element than `BUDGETS` allows. The budgets are for one release of nvcc; with
 another nothing is counted. Without nvcc it is skipped with a message.
-Objects and logs stay in build/cuda_check and are rebuilt when a source, the options or the compiler
-changed.
+Fatbins and logs stay in build/cuda_check and are rebuilt when a source, the options or the compiler
+changed. The host's side of a source is compiled by `make setup`.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ def main() -> None:
     for source, log in logs.items():
         kernels = read_log(log.read_text())
         print(summary(source, kernels))
-        faults += judged(source, kernels) + missing_architectures(log.with_suffix(".o"))
+        faults += judged(source, kernels) + missing_architectures(log.with_suffix(".fatbin"))
         if is_counted:
-            faults += over_budget(source.stem, kernels, log.with_suffix(".o"))
+            faults += over_budget(source.stem, kernels, log.with_suffix(".fatbin"))
     print(f"cuda-check: {len(sources)} files in {time.monotonic() - start:.0f} s")
     if faults:
         sys.exit("\n".join(["cuda-check failed:", *faults]))
@@ -140,17 +140,17 @@ def target_options() -> list[str]:
 
 
 def log_of(source: Path) -> Path:
-    """Return where the compiler's output for `source` is; the object is next to it."""
+    """Return where the compiler's output for `source` is; its fatbin is next to it."""
     return BUILD / f"{source.stem}.log"
 
 
 def command_for(nvcc: str, source: Path) -> list[str]:
     """Return the command that compiles `source`, without its output."""
-    return [nvcc, *OPTIONS, *target_options(), "-c", str(source)]
+    return [nvcc, *OPTIONS, *target_options(), "-fatbin", str(source)]
 
 
 def digest_of(nvcc: str, source: Path) -> str:
-    """Return a digest of all that the object of `source` depends on."""
+    """Return a digest of all that the fatbin of `source` depends on."""
     digest = hashlib.sha256("\n".join([*command_for(nvcc, source), version(nvcc)]).encode())
     for path in [source, *sorted(SOURCES.glob("*/*.h"))]:
         digest.update(path.name.encode() + path.read_bytes())
@@ -158,13 +158,13 @@ def digest_of(nvcc: str, source: Path) -> str:
 
 
 def is_compiled(nvcc: str, source: Path) -> bool:
-    """Return whether the object of `source` is that of the present sources."""
+    """Return whether the fatbin of `source` is that of the present sources."""
     stamp = log_of(source).with_suffix(".stamp")
     return stamp.exists() and stamp.read_text() == digest_of(nvcc, source)
 
 
 def compiled(nvcc: str, source: Path) -> Path:
-    """Compile `source` unless its object is up to date; return the log."""
+    """Compile `source` unless its fatbin is up to date; return the log."""
     log = log_of(source)
     if is_compiled(nvcc, source):
         return log
@@ -172,7 +172,7 @@ def compiled(nvcc: str, source: Path) -> Path:
     BUILD.mkdir(parents=True, exist_ok=True)
     stamp.unlink(missing_ok=True)
     done = subprocess.run(
-        [*command_for(nvcc, source), "-o", str(log.with_suffix(".o"))],
+        [*command_for(nvcc, source), "-o", str(log.with_suffix(".fatbin"))],
         capture_output=True,
         text=True,
     )

@@ -93,7 +93,7 @@ def test_compiled_kernels_are_within_their_budgets() -> None:
     for source in sources:
         log = cuda_check.log_of(source)
         kernels = cuda_check.read_log(log.read_text())
-        faults += cuda_check.over_budget(source.stem, kernels, log.with_suffix(".o"))
+        faults += cuda_check.over_budget(source.stem, kernels, log.with_suffix(".fatbin"))
     assert faults == []
 
 

@@ -7,6 +7,7 @@ import httpx
 import pytest
 from _families import family
 from _gateway import MODEL, USER, played
+from _gateway import uncompiled_forms as uncompiled_forms  # a fixture
 from _tools import LOOK
 from fake_envs import says
 from hypothesis import given
@@ -142,6 +143,7 @@ def test_tools_of_other_types_are_left_out(
 
 
 @pytest.mark.spec("gateway.form-or-calls")
+@pytest.mark.usefixtures("uncompiled_forms")
 def test_requests_of_codex_and_others_at_the_gateway(caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = family("qwen25")
     call = '<tool_call>\n{"name": "look", "arguments": {"at": "door"}}\n</tool_call>'
@@ -149,7 +151,7 @@ def test_requests_of_codex_and_others_at_the_gateway(caplog: pytest.LogCaptureFi
 
     async def agent(task: Any) -> float:
         headers = {"authorization": f"Bearer {task.api_key}"}
-        options = {"headers": headers, "timeout": 60.0}  # the first form starts a process
+        options = {"headers": headers, "timeout": 60.0}
         async with httpx.AsyncClient(base_url=task.base_url, **options) as client:
 
             async def post(path: str, status: int = 200, **body: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from _gateway import MODEL, USER, chat, played, skip_without_anthropic
+from _gateway import uncompiled_forms as uncompiled_forms  # a fixture
 from _tools import CALL, LOOK, TEMPLATE, CallParser
 from fake_envs import Call, says
 
@@ -59,6 +60,7 @@ def test_the_engine_gets_the_form_of_each_dialect(tiny_tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.usefixtures("uncompiled_forms")
 def test_what_the_engine_refuses_is_an_error_of_the_request(
     stream: bool, tiny_tokenizer: Any
 ) -> None:
@@ -113,6 +115,7 @@ def test_invalid_forms_are_named(tiny_tokenizer: Any) -> None:
 
 
 @pytest.mark.spec("gateway.tools")
+@pytest.mark.usefixtures("uncompiled_forms")
 def test_forced_tools(tiny_tokenizer: Any) -> None:
     function = LOOK["function"]
 

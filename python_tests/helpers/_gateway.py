@@ -11,6 +11,7 @@ import pytest
 from fake_envs import Call, FakePrompt, ScriptedEngine, loop_config, says
 
 from skyrl_fast.config import SamplingParams
+from skyrl_fast.gateway import form_compiler
 from skyrl_fast.gateway.agent import GatewayAgent
 from skyrl_fast.gateway.agents.function import FunctionAgent
 from skyrl_fast.gateway.agents.task import BlackBox
@@ -33,6 +34,12 @@ def skip_without_anthropic() -> None:
     """Skip a module's tests without this client, whose import takes 2 seconds."""
     if importlib.util.find_spec("anthropic") is None:
         pytest.skip("anthropic is not installed", allow_module_level=True)
+
+
+@pytest.fixture
+def uncompiled_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check forms as without vLLM's compiler, whose process takes 4 seconds to start."""
+    monkeypatch.setattr(form_compiler, "COMPILER", "absent")
 
 
 gateways: list[Gateway] = []  # the last one is that of the running test

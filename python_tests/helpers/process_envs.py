@@ -1,4 +1,4 @@
-"""Environments that a process can import by name."""
+"""Environments and reward functions that a process can import by name, without torch."""
 
 import contextlib
 import ctypes
@@ -104,3 +104,25 @@ class Scripted(Env):
 def reward(answer: str, row: Mapping[str, Any]) -> float:
     """Return 1 for the row's word."""
     return float(answer == row["word"])
+
+
+def exact(completions: Any, answer: Any, **columns: Any) -> list[float]:
+    assert set(columns) == {"prompts", "completion_ids", "log_metric", "level"}
+    columns["log_metric"]("length", sum(len(c[0]["content"]) for c in completions))
+    return [float(a in c[0]["content"]) for c, a in zip(completions, answer, strict=True)]
+
+
+def short(prompts: Any, completions: Any) -> list[float]:
+    assert prompts == [[{"role": "user", "content": "task"}]] * len(completions)
+    return [-float(len(completion[0]["content"])) for completion in completions]
+
+
+async def only_hard(level: Any, **columns: Any) -> list[float | None]:
+    return [1.0 if one == "hard" else None for one in level]
+
+
+def ranked(completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
+    """Compare the answers of a group, as reward functions of TRL may."""
+    lengths = [len(completion[0]["content"]) for completion in completions]
+    assert [len(ids) - 1 for ids in completion_ids] == lengths  # a token each, and the end
+    return [sum(other > length for other in lengths) / len(lengths) for length in lengths]

@@ -19,6 +19,7 @@ import torch
 from _training import Recorder, settings
 from _training import folder as folder  # a fixture
 from fake_envs import FakePrompt, ScriptedEngine, loop_config, says
+from process_envs import exact, only_hard, ranked, short
 
 import skyrl_fast
 from skyrl_fast.config import Config, ConfigError, EnvironmentConfig, OptimizerConfig, as_config
@@ -40,6 +41,7 @@ REACHED = """
 import sys
 import skyrl_fast
 import skyrl_fast.train
+import skyrl_fast.rollout.env.reward_functions  # in processes of them
 assert "torch" not in sys.modules
 assert "train_agent" in dir(skyrl_fast)
 assert skyrl_fast.train_agent is skyrl_fast.train.train_agent
@@ -201,28 +203,6 @@ async def test_reward_function_is_a_single_turn_environment() -> None:
     await env.close()
     await factory.close()
     assert (answer.reward, answer.done, answer.messages) == (15.0, True, [])
-
-
-def exact(completions: Any, answer: Any, **columns: Any) -> list[float]:
-    assert set(columns) == {"prompts", "completion_ids", "log_metric", "level"}
-    columns["log_metric"]("length", sum(len(c[0]["content"]) for c in completions))
-    return [float(a in c[0]["content"]) for c, a in zip(completions, answer, strict=True)]
-
-
-def short(prompts: Any, completions: Any) -> list[float]:
-    assert prompts == [[{"role": "user", "content": "task"}]] * len(completions)
-    return [-float(len(completion[0]["content"])) for completion in completions]
-
-
-async def only_hard(level: Any, **columns: Any) -> list[float | None]:
-    return [1.0 if one == "hard" else None for one in level]
-
-
-def ranked(completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
-    """Compare the answers of a group, as reward functions of TRL may."""
-    lengths = [len(completion[0]["content"]) for completion in completions]
-    assert [len(ids) - 1 for ids in completion_ids] == lengths  # a token each, and the end
-    return [sum(other > length for other in lengths) / len(lengths) for length in lengths]
 
 
 def rewarded(

@@ -14,16 +14,18 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skyrl_fast.rollout.env.answers import read_reward
 from skyrl_fast.rollout.env.errors import EnvError
-from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.env.protocol import Env, EnvStep, Message
-from skyrl_fast.rollout.loop_settings import RolloutPrompt
 from skyrl_fast.rollout.rows import copy_row
 from skyrl_fast.rollout.stop_reason import ENV_ERROR
-from skyrl_fast.rollout.trajectory import Trajectory
+
+if TYPE_CHECKING:  # they import torch, which the processes of reward functions need not
+    from skyrl_fast.rollout.env.factory import EnvFactory
+    from skyrl_fast.rollout.loop_settings import RolloutPrompt
+    from skyrl_fast.rollout.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 
 from skyrl_fast import __version__
 from skyrl_fast.commands.command import SIGNAL_EXIT
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.overrides += rest  # overrides after an option, which argparse does not assign
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if isinstance(sys.stdout, TextIOWrapper):  # a model's text, where the terminal has no such sign
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code: int = import_module(COMMANDS[options.command]).run(options)
     except RunError as error:

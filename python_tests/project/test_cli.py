@@ -1,5 +1,6 @@
 """The command line: exit codes and output."""
 
+import io
 import shlex
 import subprocess
 import sys
@@ -90,6 +91,16 @@ def test_train_prints_output_paths(
         "agent, turn 1: 3",
     ):
         assert text in printed
+
+
+def test_signs_that_the_terminal_does_not_have_are_escaped(
+    yaml: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_training(monkeypatch, outcome(sample="agent, turn 1: 日"))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert cli.main(["train", yaml]) == 0
+    sys.stdout.flush()
+    assert b"agent, turn 1: \\u65e5" in sys.stdout.buffer.getvalue()
 
 
 def test_printed_command_quotes_the_folder(tmp_path: Path) -> None:

@@ -7,12 +7,8 @@ from typing import Any
 import pytest
 from fake_envs import ScriptedEngine, loop_config, run, says
 
-pytest.importorskip("datasets")
 pytest.importorskip("openai")
 
-import datasets
-import pandas
-import pyarrow.parquet
 from helpers._gateway import chat, gateways, played
 from helpers._thorough import THOROUGH
 from hypothesis import HealthCheck, given, settings
@@ -122,6 +118,10 @@ class Halves(Env):
 
 
 def every_source(row: dict[str, Any], full: dict[str, Any], folder: Path) -> dict[str, Prompt]:
+    datasets = pytest.importorskip("datasets")  # its import takes 2 processor seconds
+    import pandas
+    import pyarrow.parquet
+
     table = pyarrow.Table.from_pylist([full, row])
     pyarrow.parquet.write_table(table, folder / "rows.parquet")
     (folder / "rows.jsonl").write_text(f"{json.dumps(full)}\n{json.dumps(row)}\n")

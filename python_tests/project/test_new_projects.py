@@ -135,6 +135,13 @@ def test_compare_prints_and_draws_runs(tmp_path: Path, capsys: pytest.CaptureFix
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
+def test_names_with_dollars_are_no_formulas(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {0: 0.5, 1: 1.0})
+    picture = tmp_path / "runs.png"
+    assert cli.main(["compare", rf"$\frac$={run}", "--out", str(picture)]) == 0
+    plot.plot_learning_curve([{"step": 0, EVAL: 0.5}], picture, title=r"$\frac$")
+
+
 def test_compare_keeps_runs_of_one_folder_name_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

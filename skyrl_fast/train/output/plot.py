@@ -33,7 +33,8 @@ def plot_learning_curve(rows: Sequence[dict[str, Any]], path: Path, *, title: st
         points = [(row["step"], row[name]) for row in rows if name in row]
         if points:
             rewards.plot(*zip(*points, strict=True), label=label, **style)
-    rewards.set(xlabel="step", ylabel="mean reward per trajectory", title=title or "learning curve")
+    rewards.set(xlabel="step", ylabel="mean reward per trajectory")
+    rewards.set_title(title or "learning curve", parse_math=False)  # a name with $ is no formula
     rewards.grid(alpha=0.3)
     if rewards.has_data():
         rewards.legend()
@@ -68,7 +69,8 @@ def plot_runs(
             axes.fill_between(steps, least, most, color=line.get_color(), alpha=0.2, linewidth=0)
     axes.set(xlabel="step", ylabel=metric)
     axes.grid(alpha=0.3)
-    axes.legend()
+    for label_text in axes.legend().get_texts():
+        label_text.set_parse_math(False)
     figure.savefig(path, dpi=120)
     return path
 

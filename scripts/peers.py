@@ -30,6 +30,7 @@ NEEDED = (
     "ray>=2.51", "jaxtyping", "loguru", "tensordict", "torchdata", "omegaconf", "hydra-core",
     "accelerate", "peft", "polars", "datasets", "cloudpathlib", "codetiming", "msgpack", "orjson",
     "pybase64", "zstandard", "func_timeout", "skyrl-gym==0.4.0", "pytest-asyncio",
+    "gymnasium", "langchain-openai", "verifiers==0.4.0",  # of our tests alone
 )  # fmt: skip
 KEEP = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "nvidia", "triton")
 SUITES = (

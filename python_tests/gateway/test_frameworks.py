@@ -349,7 +349,7 @@ def test_deepagents_with_a_sub_agent_and_summaries(
         1, "eval", out.trajectories
     )
     rows = batch_from_trajectories(out.trajectories)
-    stored = batch_from_trajectories(read_recorded(tmp_path))
+    stored = batch_from_trajectories(read_recorded(tmp_path, phase="eval"))
     assert torch.equal(stored.tokens, rows.tokens)
     assert torch.equal(stored.loss_mask, rows.loss_mask)
 

@@ -238,7 +238,7 @@ def test_other_calls_are_stored_and_shown(tmp_path: Path, tiny_tokenizer: Any) -
     (stored,) = read_trajectories(tmp_path)
     (call,) = stored.other_calls
     assert (call["model"], call["response"], call["before_step"]) == ("judge", "good", 1)
-    (trajectory,) = read_recorded(tmp_path)
+    (trajectory,) = read_recorded(tmp_path, phase="eval")
     assert trajectory.other_calls[0].request == out.only.other_calls[0].request
     build_view(tmp_path)
     data = "".join(p.read_text() for p in sorted((tmp_path / "view" / "data").glob("*.js")))

@@ -457,8 +457,7 @@ def test_server_and_trainer_use_the_key_of_the_run(
 
     monkeypatch.setattr("os.execve", execve)
     (tmp_path / "c.yaml").write_text("{}")
-    with pytest.raises(KeyboardInterrupt):
-        cli.main(["engine", str(tmp_path / "c.yaml"), *overrides])
+    assert cli.main(["engine", str(tmp_path / "c.yaml"), *overrides]) == 130
     key = (tmp_path / "run/engine_key").read_text().strip()
     assert started[0][KEY_VARIABLE] == key
     (engine,) = make_engines(load_config(None, overrides), str(model))

@@ -1,6 +1,7 @@
 """Vision-language models on real vLLM: their language models are exact after every update."""
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +118,11 @@ def test_layers_with_a_state_are_found_in_the_configuration(kind: str, expected:
     from transformers import CONFIG_MAPPING
 
     assert keeps_states(CONFIG_MAPPING[kind]().to_dict()) == expected
+
+
+@pytest.mark.parametrize("tuning", [True, False])
+def test_the_engine_scales_queries_where_the_model_does(tuning: bool, tmp_path: Path) -> None:
+    config = {"text_config": {"attn_temperature_tuning": tuning}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = engine_args(VllmSetup(str(tmp_path), max_model_len=64))
+    assert arguments["override_generation_config"] == {"attn_temperature_tuning": tuning}

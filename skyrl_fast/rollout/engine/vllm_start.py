@@ -41,6 +41,7 @@ CPU_CACHE_GIB = "1"  # of keys and values, where that is not set
 LARGE_MODEL_BYTES = 64 << 20
 # A prefix of these in config.json tells of recurrences or convolutions.
 STATE_KEYS = ("mamba_", "ssm_", "linear_", "conv")
+QUERY_SCALES = "attn_temperature_tuning"  # of Llama 4: larger for later tokens
 NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -154,6 +155,9 @@ def engine_args(setup: VllmSetup) -> dict[str, Any]:
         "disable_log_stats": True,
         "enable_log_requests": False,
     }
+    if (tuning := text_config.get(QUERY_SCALES)) is not None:
+        # vLLM 0.30 decides it by max_model_len otherwise.
+        args["override_generation_config"] = {QUERY_SCALES: tuning}
     if text_config is not model_config:
         args["language_model_only"] = True  # rows are text: no memory for images and their model
     if engine.tensor_parallel_size > 1:

@@ -155,6 +155,8 @@ def plan_micro_batches(
 
 def _refuse_tokens(batch: StepBatch, refused: Sequence[int]) -> None:
     """Raise ValueError if a trained row has one of these ids that its trajectory did not sample."""
+    if not refused:  # most models: no pass over the tokens
+        return
     found = torch.isin(batch.tokens, torch.tensor(refused, dtype=batch.tokens.dtype))
     if not found.any():
         return

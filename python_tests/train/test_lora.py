@@ -411,9 +411,9 @@ def test_all_modules_of_a_mixture_are_those_of_its_attention(kind: str, tmp_path
     assert modules == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert len(matrices(model)) == 2 * 2 * 4 * model.config.num_hidden_layers
     loaded = peft.PeftModel.from_pretrained(tiny_type(kind), str(tmp_path))
-    theirs = {n: p for n, p in loaded.named_parameters() if is_adapter(n)}
-    assert len(theirs) == len(matrices(model)) / 2
-    for name, value in theirs.items():
+    of_peft = {n: p for n, p in loaded.named_parameters() if is_adapter(n)}
+    assert len(of_peft) == len(matrices(model)) / 2
+    for name, value in of_peft.items():
         own = name.removeprefix("base_model.model.").replace(".default.", ".b.")
         assert torch.equal(value, matrices(model)[own])
 

@@ -401,7 +401,7 @@ def _check_targets(model: Any, lora: LoraConfig) -> None:
     if len(weights) < len(adapted):
         raise ValueError(
             f"{SETTING}: expected layers with weights of their own, got {type(model).__name__}, "
-            "some of which share theirs: merged weights could not have the adapters of all"
+            "some of which share a weight: merged weights could not have the adapters of all"
         )
     last_parts = ", ".join(sorted({name.rpartition(".")[2] for name in adapted}))
     everywhere = lora.target_modules == [ALL_LINEAR]  # also: those of an adapter's folder

@@ -189,7 +189,9 @@ def pip(python: Path, *arguments: str) -> str:
 
 def uv(python: Path, *arguments: str, check: bool = True) -> bool:
     """Install by uv of that environment; return whether it succeeded."""
-    options, certificates = index_options(pip(python, "config", "list"))
+    # uv refuses constraints beside hashes, and a lock needs none.
+    is_locked = "--require-hashes" in arguments
+    options, certificates = index_options(pip(python, "config", "list"), constrained=not is_locked)
     tool = (str(python), "-m", "uv", "pip", "install", "--python", str(python))
     # Of all indexes, as pip does it, not only of the first that has the package.
     command = [*tool, "--index-strategy", "unsafe-best-match", *options, *arguments]
@@ -200,7 +202,9 @@ def uv(python: Path, *arguments: str, check: bool = True) -> bool:
     return result.returncode == 0
 
 
-def index_options(configuration: str) -> tuple[list[str], dict[str, str]]:
+def index_options(
+    configuration: str, *, constrained: bool = True
+) -> tuple[list[str], dict[str, str]]:
     """Return uv's options, and variables, for the lines of `pip config list`."""
     settings = {}
     for scope in ("global.", "install.", ":env:."):  # a later one wins, as in pip
@@ -209,7 +213,7 @@ def index_options(configuration: str) -> tuple[list[str], dict[str, str]]:
             if name.startswith(scope):
                 settings[name.removeprefix(scope)] = ast.literal_eval(value).split()
     options = []
-    for name in ("index-url", "extra-index-url", "find-links", "constraint"):
+    for name in ("index-url", "extra-index-url", "find-links", *["constraint"] * constrained):
         for value in settings.get(name, ()):
             options += [f"--{name}", value]
     certificates = settings.get("cert")

@@ -121,7 +121,6 @@ def test_hang_is_stopped_and_has_file_and_line(
     ("arguments", "message"),
     [
         (["--prompt", "2"], "--prompt: expected a row from 0 to 1, got 2"),
-        (["--samples", "0"], "--samples: expected at least 1, got 0"),
         (["environment.env_class=nosuch.py:A"], "environment.env_class: cannot import 'nosuch.py'"),
         (["--answers", "@nosuch.txt"], "No such file or directory: 'nosuch.txt'"),
     ],
@@ -131,6 +130,12 @@ def test_wrong_arguments(
 ) -> None:
     assert cli.main(["try", config, *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_number_of_samples_is_at_least_1(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["try", config, "--samples", "0"])
+    assert "--samples: expected a whole number >= 1, got '0'" in capsys.readouterr().err
 
 
 def test_imports_neither_engine_nor_transformers(config: str) -> None:

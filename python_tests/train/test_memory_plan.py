@@ -493,8 +493,15 @@ def test_command(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "does not fit: GPU 0, update lacks" in out
     assert main(["plan", str(file), "trainer.policy.model.path=/nowhere"]) == 2
     assert "model folder not found: /nowhere" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["plan", str(file), "--device-memory", "80"])
+    for option, value in [
+        ("--device-memory", "80"),
+        ("--device-memory", "0GiB"),
+        ("--num-gpus", "0"),
+        ("--num-gpus", "-3"),
+    ]:
+        with pytest.raises(SystemExit, match="2"):
+            main(["plan", str(file), f"{option}={value}"])
+        assert f"{option}: expected a " in capsys.readouterr().err
 
 
 @pytest.mark.spec("memory.refused")

@@ -36,6 +36,18 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, is_required: bool =
     )
 
 
+def count(text: str) -> int:
+    """Return an argument of a command that is a count.
+
+    Raises:
+        ArgumentTypeError: it is not a whole number of at least 1.
+    """
+    with suppress(ValueError):
+        if int(text) >= 1:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"expected a whole number >= 1, got {text!r}")
+
+
 @contextmanager
 def needs_extra(name: str) -> Iterator[None]:
     """Raise UsageError where an import in the block fails, with what to install or uninstall."""

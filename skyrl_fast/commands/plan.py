@@ -6,7 +6,7 @@ import argparse
 import re
 import sys
 
-from skyrl_fast.commands.command import add_config_arguments, as_usage_error, needs_extra
+from skyrl_fast.commands.command import add_config_arguments, as_usage_error, count, needs_extra
 
 UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}
 DEFAULT_MEMORY = "79GiB"  # what torch reports of an "80 GB" A100 or H100
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--num-gpus",
-        type=int,
+        type=count,
         help="GPUs of the machine; default: this machine's, at least those of the trainer",
     )
 
@@ -44,11 +44,12 @@ def num_bytes(text: str) -> int:
         1610612736
     """
     match = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(UNITS)})", text)
-    if match is None:
+    size = 0 if match is None else round(float(match[1]) * UNITS[match[2]])
+    if not size:
         raise argparse.ArgumentTypeError(
-            f"expected a number and a unit of {', '.join(UNITS)}, got {text!r}"
+            f"expected a number above 0 and a unit of {', '.join(UNITS)}, got {text!r}"
         )
-    return round(float(match[1]) * UNITS[match[2]])
+    return size
 
 
 def run(options: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from skyrl_fast.commands.command import (
     add_config_arguments,
     as_usage_error,
+    count,
     log_to_stderr,
     needs_extra,
 )
@@ -45,7 +46,7 @@ DESCRIPTION = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument("--prompt", type=int, default=0, help="row of the training prompts, from 0")
-    parser.add_argument("--samples", type=int, default=1, help="trajectories of the prompt")
+    parser.add_argument("--samples", type=count, default=1, help="trajectories of the prompt")
     parser.add_argument(
         "--answers",
         nargs="+",
@@ -112,8 +113,6 @@ def _answers(given: Sequence[str] | None) -> list[str]:
 def _limit_attempts(config: Config, options: argparse.Namespace) -> Config:
     """Return the settings for one attempt at each trajectory, one after the other."""
     # Environments run in threads, because the calls of a thread can be named when it hangs.
-    if options.samples < 1:
-        raise ValueError(f"--samples: expected at least 1, got {options.samples}")
     timeout = options.timeout
     if timeout is None:
         timeout = config.environment.timeout_seconds if options.engine else DEFAULT_TIMEOUT

@@ -78,18 +78,13 @@ class GroupSchedule:
         self._max_staleness = max_staleness
         self._line: list[Group] = []
         self._leaving = 0  # trained, but the engine does not have the new version yet
-        self._dropped: list[Group] = []  # since the last version
+        self._dropped: list[Group] = []  # since groups were last consumed
         self._next_number = 0
 
     @property
     def line(self) -> tuple[Group, ...]:
         """All groups in the queue, in the order of their start."""
         return tuple(self._line)
-
-    @property
-    def dropped_groups(self) -> tuple[Group, ...]:
-        """Groups dropped since the last version."""
-        return tuple(self._dropped)
 
     def num(self, *states: str) -> int:
         return sum(group.state in states for group in self._line)

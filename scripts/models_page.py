@@ -2,7 +2,7 @@
 
     python -m scripts.models_page                  all types; about half an hour
     python -m scripts.models_page gemma3 qwen3     these again, the others as the page has them
-    python -m scripts.models_page --engines gemma3 also with a real engine, a minute a type
+    python -m scripts.models_page --engines gemma3 also with a real engine, seconds a type
 
 A tiny random model of each type is saved, loaded as a run does it, and compared with the plain
 model, one row at a time. Exits with 1 if a type is accepted and wrong.
@@ -14,11 +14,13 @@ import argparse
 import functools
 import json
 import multiprocessing
+import os
 import re
-import subprocess
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -327,34 +329,41 @@ def _checkpointed(folder: str, dtype: torch.dtype, plain: PlainModel) -> float:
     return plain.compare(policy, tree=policy.tree)
 
 
-def _send(kind: str, connection: Any) -> None:
+def _send(work: Callable[[str], Cells], kind: str, column: str, connection: Any) -> None:
     import warnings
 
     from transformers.utils import logging
 
+    os.setsid()  # an engine ends with this process
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        cells = measure(kind)
+        cells = work(kind)
     except BaseException as error:
-        cells = {"loads": f"WRONG: {type(error).__name__}: {error}"}
+        cells = {column: f"WRONG: {type(error).__name__}: {error}"}
     connection.send(cells)
 
 
-def measure_apart(kind: str) -> Cells:
-    """Return the cells of a type, measured in a process that cannot stop this one."""
+def apart(work: Callable[[str], Cells], kind: str, *, column: str = "loads") -> Cells:
+    """Return the cells of a type, from a process that cannot stop this one.
+
+    Args:
+        column: the one that says why there are none.
+    """
     context = multiprocessing.get_context("fork")  # the imports take longer than most types
     here, there = context.Pipe()
-    process = context.Process(target=_send, args=(kind, there))
+    process = context.Process(target=_send, args=(work, kind, column, there))
     process.start()
     there.close()
     try:
-        return dict(here.recv()) if here.poll(SECONDS) else {"loads": "no tiny model: time limit"}
+        return dict(here.recv()) if here.poll(SECONDS) else {column: "no result: time limit"}
     except EOFError:
-        return {"loads": f"WRONG: the process ended with {process.exitcode}"}
+        process.join()
+        return {column: f"WRONG: the process ended with {process.exitcode}"}
     finally:
-        process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.join()
 
 
@@ -400,17 +409,6 @@ def _cell(cells: Cells, column: str) -> str:
     return cells.get(column, NOT_TRIED if column == "engine" else cells["loads"])
 
 
-def measure_engine(kind: str) -> str:
-    """Return the cell of a real engine."""
-    command = [sys.executable, "-m", "scripts.served_model", kind]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=2 * SECONDS)
-    except subprocess.TimeoutExpired:
-        return "time limit"
-    lines = (done.stdout.strip() or done.stderr.strip()).splitlines()
-    return lines[-1] if lines else f"WRONG: exit status {done.returncode}"
-
-
 def _short(reason: str) -> str:
     """Return the first line of a message without what differs from type to type."""
     reason = " ".join(reason.split())
@@ -446,14 +444,17 @@ def wrong(results: dict[str, Cells]) -> dict[str, Cells]:
 def main(kinds: Sequence[str], engines: bool) -> int:
     """Measure, write the page and print the faults; return the exit status."""
     torch.set_num_threads(1)
+    if engines:  # which imports vLLM
+        from scripts import served_model
     results = read_page(PAGE.read_text(encoding="utf-8")) if PAGE.is_file() else {}
     results = {kind: results.get(kind, {}) for kind in model_types()}
     for kind in kinds or model_types():
         engine = {"engine": results[kind].get("engine", NOT_TRIED)}
-        results[kind] = measure_apart(kind) | engine
-        if engines:
-            fine = results[kind].get("rows") == EXACT
-            results[kind]["engine"] = measure_engine(kind) if fine else _cell(results[kind], "rows")
+        results[kind] = apart(measure, kind) | engine
+        if engines and results[kind].get("rows") == EXACT:
+            results[kind] |= apart(served_model.measure_engine, kind, column="engine")
+        elif engines:
+            results[kind]["engine"] = _cell(results[kind], "rows")
         print(kind, json.dumps(results[kind]), flush=True)
     PAGE.write_text(page(results), encoding="utf-8")
     for kind, cells in wrong(results).items():

@@ -1,23 +1,24 @@
-"""Train a tiny model of a type for three updates with a real engine of it; print how that went.
+"""The column of real engines in docs/reference/models.md: three updates of a tiny model of a type.
 
-    python -m scripts.served_model gemma3
-
-The last line of the output is `exact`, or why the engine does not serve the type, or by how much
-engine and trainer differ: by more than 1e-5 and more than four times what the trainer's float32
-differs from float64. Exits with 1 if nothing was tested.
+Imported before processes are forked, by `scripts.models_page`: vLLM's imports take longer than all
+the rest.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import multiprocessing
+import os
 import re
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import vllm.v1.engine.core
+import vllm.v1.worker.cpu_worker  # noqa: F401
 
 from bench._tokenizer import byte_level_tokenizer
 from python_tests.helpers._weights import update_engine
@@ -88,8 +89,26 @@ async def compare_updates(policy: Policy, engine: VllmEngine) -> tuple[float, fl
     return max(differences), max(report.max_change or 0.0 for report in reports[1:]), rounding
 
 
+def measure_engine(kind: str) -> dict[str, str]:
+    """Return the engine's cell of a type; this process's output is lost.
+
+    It is `exact`, or why the engine does not serve the type, or by how much engine and trainer
+    differ: by more than 1e-5 and more than four times what the trainer's float32 differs from
+    float64.
+    """
+    forked = multiprocessing.get_context("fork")  # it has imported vLLM
+    with (
+        tempfile.TemporaryDirectory() as name,
+        (Path(name) / "log").open("wb") as log,
+        patch("vllm.v1.engine.utils.get_mp_context", lambda: forked),
+    ):
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+        return {"engine": check(kind, Path(name))}
+
+
 def check(kind: str, folder: Path) -> str:
-    """Return "exact", or what is wrong."""
+    """Return the cell; the engine's output is in the folder's file `log`."""
     byte_level_tokenizer().save_pretrained(folder)
     model = tiny_model(kind, SETTINGS.get(kind))
     head = model.get_output_embeddings()
@@ -97,13 +116,8 @@ def check(kind: str, folder: Path) -> str:
         head.weight.data.mul_(HEAD_SCALE)
     model.save_pretrained(folder)
     policy = Policy(load_model(str(folder), device=torch.device("cpu")), tree=None)
-    log = folder / "engine.log"
-    setup = VllmSetup(
-        str(folder),
-        InferenceEngineConfig(max_num_seqs=8),
-        max_model_len=POSITIONS,
-        log_file=str(log),
-    )
+    options = InferenceEngineConfig(max_num_seqs=8)
+    setup = VllmSetup(str(folder), options, max_model_len=POSITIONS)
 
     async def run() -> tuple[float, float, float]:
         async with VllmEngine(setup) as engine:
@@ -112,7 +126,8 @@ def check(kind: str, folder: Path) -> str:
     try:
         difference, change, rounding = asyncio.run(run())
     except EngineDeadError as error:
-        errors = ERROR.findall(log.read_text(errors="replace")) if log.is_file() else []
+        output = (folder / "log").read_text(errors="replace")
+        errors = [match[0] for match in ERROR.finditer(output)]
         errors = [line for line in errors if not line.startswith(OF_PARENTS)] or errors
         return f"vLLM: {errors[0] if errors else error}"
     except WeightSyncError as error:  # which ends a run
@@ -122,11 +137,3 @@ def check(kind: str, folder: Path) -> str:
     if change < CHANGED:
         return f"WRONG: the updates changed log-probabilities by {change:.1e}"
     return "exact"
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as name:
-        result = check(sys.argv[1], Path(name))
-    print(" ".join(result.split()))
-    sys.exit("WRONG" in result)

@@ -419,7 +419,7 @@ def _short(reason: str) -> str:
     reason = re.sub(
         r"\b[A-Z]\w*(Model|Decoder|ForCausalLM|ForConditionalGeneration)\b", "…", reason
     )
-    reason = re.sub(r"(/\S+)+", "…", reason)
+    reason = re.sub(r"(?<![\w<])(/[\w.+~-]+){2,}", "…", reason)
     reason = reason.replace("|", "/").replace("<", "").replace(">", "").replace("`", "")
     return reason if len(reason) < 240 else f"{reason[:239]}…"
 

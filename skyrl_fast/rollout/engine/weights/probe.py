@@ -142,6 +142,7 @@ class WeightProbe:
             other experts, which is no sign of different weights.
         dtype: the dtype in which the engine is to compute.
         limits: limits of |engine - trainer|; None: those of the dtype.
+        policy: name of the policy, or `REFERENCE`; None: the run has one policy.
 
     Raises:
         ValueError: the probe is empty, or a sequence has fewer than two tokens.

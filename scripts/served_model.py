@@ -30,6 +30,7 @@ from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weights.probe import WeightProbe
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
+from skyrl_fast.train.flow.vllm_rollouts import PROBE_SEQUENCES, PROBE_TOKENS
 from skyrl_fast.train.model.micro_batch import plan_micro_batches, response_positions
 from skyrl_fast.train.model.policy import Policy, load_model
 
@@ -61,7 +62,7 @@ async def compare_updates(policy: Policy, engine: VllmEngine) -> tuple[float, fl
     batch = agent_rows()
     assert batch.advantages is not None
     generator = torch.Generator().manual_seed(1)
-    rows = torch.randint(40, 240, (2, 48), generator=generator).tolist()
+    rows = torch.randint(40, 240, (PROBE_SEQUENCES, PROBE_TOKENS), generator=generator).tolist()
     probe = WeightProbe(
         engine,
         probe=rows,

@@ -1,5 +1,6 @@
 """The probe and the settings that a run passes to vLLM."""
 
+import asyncio
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from skyrl_fast.rollout.engine.from_settings import (
 from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.engine.ray_engine import EngineBundle
 from skyrl_fast.rollout.engine.weights.probe import LIMITS, ProbeLimits
+from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.loop_settings import loop_settings
 from skyrl_fast.train.data.prompts import load_prompts
@@ -28,6 +30,24 @@ class NoEngine:
     """An engine that is never started."""
 
     name = "none"
+
+
+class MixingEngine(NoEngine):
+    """An engine that computes the first sequence alone and those that wait then in one step.
+
+    Of these, each changes the next one.
+    """
+
+    compute_dtype = torch.float32
+
+    def __init__(self) -> None:
+        self.started = 0
+
+    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+        number = self.started
+        self.started += 1
+        await asyncio.sleep(0)  # until all wait
+        return [-1.5 if number > 1 else -1.0] * (len(token_ids) - 1)
 
 
 def test_probe_is_created_once_and_fits_the_engine(tmp_path: Path, tiny_tokenizer: Any) -> None:
@@ -47,7 +67,7 @@ def test_probe_is_created_once_and_fits_the_engine(tmp_path: Path, tiny_tokenize
     pool = EnginePool([NoEngine()])  # type: ignore[list-item]
     rollouts = VllmRollouts(config, tiny_tokenizer, pool, EnvFactory(EnvironmentConfig()), prompts)
     probe = rollouts._probe
-    assert [len(ids) for ids in probe] == [11, 9]  # with the next token 12, the engine's limit
+    assert [len(ids) for ids in probe] == [11, 9, 11, 9]  # with the next token 12, the limit
     assert tiny_tokenizer.decode(probe[0]) == "a prompt th"
     data.unlink()  # an update long after the start reads nothing
     assert rollouts._probe is probe
@@ -85,6 +105,25 @@ def test_tolerance_replaces_the_limits_of_the_dtype(
     policy: Any = SimpleNamespace(dtype=torch.float32, router_replay=False)
     probe = rollouts._make_probe(engine, policy)
     assert (probe._dtype, probe._limits) == (dtype, limits)
+
+
+def test_sequences_that_change_each_other_in_the_engine_are_noticed(
+    tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    data = tmp_path / "train.jsonl"
+    data.write_text(json.dumps({"prompt": "the only one"}) + "\n")
+    config = load_config(None, [f"data.train_data=[{data}]", "trainer.policy.model.path=m"])
+    prompts = load_prompts([str(data)], default_env_class="")
+    engine: Any = MixingEngine()
+    environments = EnvFactory(EnvironmentConfig())
+    rollouts = VllmRollouts(config, tiny_tokenizer, EnginePool([engine]), environments, prompts)
+    policy: Any = SimpleNamespace(
+        dtype=torch.float32,
+        router_replay=False,
+        sequence_logprobs=lambda ids: ([-1.0] * (len(ids) - 1), 1.0),
+    )
+    with pytest.raises(WeightSyncError, match=r"before any update .* by up to 0\.5"):
+        asyncio.run(rollouts._make_probe(engine, policy).verify())
 
 
 @pytest.mark.parametrize("path", ["~/model", "org/model"])

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,9 @@ from skyrl_fast.train.parallel.sharding import weights_of
 
 log = logging.getLogger(__name__)
 
-PROBE_SEQUENCES = 2  # compared after each weight update; two prompts show any stale layer
+# Compared after each weight update. The engine may compute the first alone; the others share a
+# step, in which no sequence may change another.
+PROBE_SEQUENCES = 4
 PROBE_TOKENS = 48
 WAIT_SECONDS = 1800.0  # for any engine of a cluster to come back if all are lost
 # Faults that are reported even while their count is 0.
@@ -167,7 +170,7 @@ class VllmRollouts:
         self._tokenizer = tokenizer
         self._pool = pool
         self._environments = environments
-        self._probe_prompts = prompts[:PROBE_SEQUENCES]
+        self._probe_prompts = list(islice(cycle(prompts), PROBE_SEQUENCES))
         self._gate = WeightGate()
         calls = PolicyCalls(pool, self._gate, tokenizer, config.trainer.seed, config.policies)
         loop = loop_settings(config)

@@ -22,7 +22,7 @@ from skyrl_fast.rollout.engine.weights.probe import ProbeDifference, WeightSyncR
 from skyrl_fast.rollout.engine.weights.transports import file as weights_file
 from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
 from skyrl_fast.train.data.prompts import Prompt
-from skyrl_fast.train.flow.vllm_rollouts import VllmRollouts
+from skyrl_fast.train.flow.vllm_rollouts import PROBE_SEQUENCES, VllmRollouts
 
 
 @pytest.mark.spec("memory.sleep")
@@ -77,7 +77,7 @@ class FakePool:
             self.events.append(name)
         self.events.append("load")
         expected = await make_probe(self).ask_trainer()
-        assert expected == [([0.0, 0.0], 1.0)]
+        assert expected == PROBE_SEQUENCES * [([0.0, 0.0], 1.0)]
         return self.report
 
 
@@ -103,7 +103,8 @@ class FakePolicy:
         self.events.append("base off")
 
     def sequence_logprobs(self, ids: list[int]) -> tuple[list[float], float]:
-        self.events.append("probe")
+        if self.events[-1] != "probe":  # for the first sequence
+            self.events.append("probe")
         return [0.0] * (len(ids) - 1), 1.0
 
 

@@ -345,7 +345,7 @@ def _send(work: Callable[[str], Cells], kind: str, column: str, connection: Any)
     connection.send(cells)
 
 
-def apart(work: Callable[[str], Cells], kind: str, *, column: str = "loads") -> Cells:
+def measure_apart(work: Callable[[str], Cells], kind: str, *, column: str = "loads") -> Cells:
     """Return the cells of a type, from a process that cannot stop this one.
 
     Args:
@@ -450,9 +450,9 @@ def main(kinds: Sequence[str], engines: bool) -> int:
     results = {kind: results.get(kind, {}) for kind in model_types()}
     for kind in kinds or model_types():
         engine = {"engine": results[kind].get("engine", NOT_TRIED)}
-        results[kind] = apart(measure, kind) | engine
+        results[kind] = measure_apart(measure, kind) | engine
         if engines and results[kind].get("rows") == EXACT:
-            results[kind] |= apart(served_model.measure_engine, kind, column="engine")
+            results[kind] |= measure_apart(served_model.measure_engine, kind, column="engine")
         elif engines:
             results[kind]["engine"] = _cell(results[kind], "rows")
         print(kind, json.dumps(results[kind]), flush=True)

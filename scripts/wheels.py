@@ -37,11 +37,18 @@ OWNERS = ((r"dl", "libdl.so.2"), (r"shm_|timer_|mq_|aio_", "librt.so.1"), (r"", 
 MERGED = ((2, 32), (2, 33), (2, 34))
 # What GCC's headers expect of newer libraries; the flag, when false, means "use atomics".
 FALLBACK = r"""
+#include <cxxabi.h>
+#include <exception>
 #include <new>
 #define HIDDEN __attribute__((visibility("hidden")))
 extern "C" { HIDDEN char __libc_single_threaded = 0; }
 namespace std {
 HIDDEN void __throw_bad_array_new_length() { throw bad_array_new_length(); }
+}
+// Of GCC 14 and later, for an exception that leaves a noexcept function.
+extern "C" HIDDEN void __cxa_call_terminate(void* exception) {
+  if (exception) abi::__cxa_begin_catch(exception);
+  std::terminate();
 }
 // exception_ptr's counter, by the constructor and destructor that older libraries export: a copy
 // that is never destroyed adds a reference, a destroyed copy that was never made takes one away.

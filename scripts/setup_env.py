@@ -189,7 +189,7 @@ def pip(python: Path, *arguments: str) -> str:
 
 def uv(python: Path, *arguments: str, check: bool = True) -> bool:
     """Install by uv of that environment; return whether it succeeded."""
-    # uv refuses constraints beside hashes, and a lock needs none.
+    # uv rejects constraints with --require-hashes, and the lock file pins every version.
     is_locked = "--require-hashes" in arguments
     options, certificates = index_options(pip(python, "config", "list"), constrained=not is_locked)
     tool = (str(python), "-m", "uv", "pip", "install", "--python", str(python))

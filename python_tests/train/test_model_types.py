@@ -74,7 +74,7 @@ def test_faults_are_found_and_reasons_are_kept() -> None:
         "a": {**cells, "packed": PADDED, "trees": "WRONG: relative error 1.0e-01"},
         "b": {**cells, "trees": "trainer.rows: no", "engine": "vLLM: no"},
         "c": {"loads": "no tiny model"},
-        "d": {**cells, "engine": "vLLM: no ['</call>', '<|end|>', '<|of|>'] in /tmp/t1/ids.json"},
+        "d": {**cells, "engine": "vLLM: no ['</call>', '<|end|>', '<|of|>'] in /a/model/ids.json"},
     }
     again = read_page(page(results))
     assert wrong(again) == {"a": {"trees": "WRONG: relative error 1.0e-01"}}

@@ -428,7 +428,7 @@ async def test_hanging_engine_is_treated_as_dead_by_an_update(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It serves no requests and answers no pause, but blocks neither requests nor the update."""
-    monkeypatch.setattr(engine_pool, "PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(engine_pool, "PAUSE_SECONDS", 0.5)  # of both
 
     class Hangs(OneWeight):
         hangs = False

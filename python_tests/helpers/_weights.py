@@ -21,6 +21,7 @@ from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.rollout.engine.protocol import Engine
 from skyrl_fast.rollout.engine.remote import COMPLETIONS, LOAD_ADAPTER, RemoteEngine
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
+from skyrl_fast.rollout.engine.vllm_patches.packed_weights import renew_packed_weights
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weights.probe import WeightProbe, WeightSyncReport
 from skyrl_fast.rollout.engine.weights.receipt import SentWeights
@@ -56,6 +57,8 @@ class Worker(WeightUpdateExtension):
     def __init__(self, rank: int = 0, dtype: torch.dtype = torch.float32) -> None:
         self.rank, self.device = rank, CPU
         self.model = Model()
+        with renew_packed_weights(self.model):
+            pass  # what a load imports of vLLM takes seconds, which no limit is to count
         self.model_config = SimpleNamespace(dtype=dtype)
         adapters = SimpleNamespace(remove_all_adapters=self.model.loaded.clear)
         self.model_runner = SimpleNamespace(

@@ -145,9 +145,10 @@ def update_of(
 
     async def go() -> None:
         await pool.start()
-        assert servers[0]._sender is not None
-        servers[0]._sender._group.wait_seconds = 1.0
-        servers[0].llm.fault = fault
+        if fault:
+            assert servers[0]._sender is not None
+            servers[0]._sender._group.wait_seconds = 1.0
+            servers[0].llm.fault = fault
         for _ in range(updates):
             await asyncio.wait_for(pool.update(weights, make_probe), 60)
         await pool.close()

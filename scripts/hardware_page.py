@@ -2,7 +2,7 @@
 
     python -m scripts.hardware_page
 
-Needs neither GPUs nor weights. Takes about a minute.
+Needs neither GPUs nor weights. Takes about six minutes.
 """
 
 from __future__ import annotations

@@ -297,15 +297,17 @@ def _flex(
     if softcap is not None:
         cap: float = softcap
         options["score_mod"] = lambda score, *_: cap * torch.tanh(score / cap)
-    if sinks is None:
-        return run(query, key, value, **options)
-    try:
-        from torch.nn.attention.flex_attention import AuxRequest
+    # torch makes a symbol of a cap that is not the first one's, and 2.15 refuses symbols there.
+    with torch._dynamo.config.patch(specialize_float=True):
+        if sinks is None:
+            return run(query, key, value, **options)
+        try:
+            from torch.nn.attention.flex_attention import AuxRequest
 
-        out, aux = run(query, key, value, return_aux=AuxRequest(lse=True), **options)
-        lse = aux.lse
-    except ImportError:  # before torch 2.9
-        out, lse = run(query, key, value, return_lse=True, **options)
+            out, aux = run(query, key, value, return_aux=AuxRequest(lse=True), **options)
+            lse = aux.lse
+        except ImportError:  # before torch 2.9
+            out, lse = run(query, key, value, return_lse=True, **options)
     # The sink adds exp(sink) to the sum exp(lse) that the weights were divided by.
     share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
     return out * share[..., None].to(out.dtype)

@@ -607,11 +607,11 @@ def test_compile_fullgraph(name: str) -> None:
     d = batch((3, 20))
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        loss, metrics = policy_loss(
+        out = policy_loss(
             x, d["old"], d["advantages"], d["mask"], loss=name, ref_logprobs=d["ref"],
             kl_estimator="k3",
-        )[:2]  # fmt: skip
-        return 2 * loss + 0 * metrics["clip_ratio"].float()
+        )  # fmt: skip
+        return 2 * out.loss + 0 * out.metrics["clip_ratio"].float()
 
     x = d["logprobs"].clone().requires_grad_()
     torch.compile(step, fullgraph=True, backend="aot_eager")(x).backward()

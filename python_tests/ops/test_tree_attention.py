@@ -143,7 +143,7 @@ def test_table_of_equal_scores(kind: str, options: dict[str, Any], wanted: list[
     parents, ends = torch.tensor([[-1, 0, 1, 0], [4, 3, 3, 4]], dtype=torch.int32)
     size = FLEX_BLOCK if kind == "flex" else 4
     plan = plan_tree_attention(*pad_trees(parents, ends, size), kind=kind)
-    values = torch.zeros(1, 1, size, 1)
+    values = torch.zeros(1, 1, size, 16)  # the fewest that FlexAttention takes before torch 2.7
     values[0, 0, :4, 0] = torch.tensor([1.0, 2.0, 4.0, 8.0])
     zeros = torch.zeros_like(values)
     out = tree_attention(zeros, zeros, values, plan, **options)
@@ -440,7 +440,9 @@ def test_under_autocast_queries_may_differ_from_values(kind: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         out = tree_attention(query, key, low[2], plan)
         exact = tree_attention(*[x.double() for x in (query, key, value)], plan)
-    assert torch.equal(out, wanted) and exact.dtype == torch.float64
+    assert out.dtype == wanted.dtype and exact.dtype == torch.float64
+    # In torch 2.10 FlexAttention multiplies otherwise under autocast.
+    torch.testing.assert_close(out, wanted, atol=3e-2 if kind == "flex" else 0, rtol=0)
 
 
 @pytest.mark.spec("tree.block-mask")

@@ -50,7 +50,8 @@ KL_ESTIMATORS = {"k1": 1, "abs": 2, "k2": 3, "k3": 4}  # KlKind of csrc/policy_l
 UNUSED = 1.0  # passed to a kernel for a number that its loss does not read
 
 
-@dataclass(frozen=True, slots=True)
+# Settings have no slots: torch.compile reads those of a frozen class since 2.9 only.
+@dataclass(frozen=True)
 class LossSettings:
     """The hyper-parameters of one loss."""
 
@@ -64,7 +65,7 @@ class LossSettings:
         return {}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Regular(LossSettings):
     """Settings of regular, PPO's loss: the clip range of the ratio."""
 
@@ -75,7 +76,7 @@ class Regular(LossSettings):
         return clip_range(self.eps_clip_low, self.eps_clip_high)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DualClip(Regular):
     """Settings of dual_clip: PPO's clip range, and the bound for negative advantages."""
 
@@ -86,12 +87,12 @@ class DualClip(Regular):
         return {**low_and_high, "clip_ratio_c": self.clip_ratio_c}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Gspo(Regular):
     """Settings of gspo: the clip range of the sequence's mean ratio."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Cispo(LossSettings):
     """Settings of cispo: the clip range of the ratio, and its denominator."""
 
@@ -108,12 +109,12 @@ class Cispo(LossSettings):
         return clip_range(self.cispo_eps_clip_low, self.cispo_eps_clip_high)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RolloutIs(Regular):
     """Settings of rollout_is: the range of the ratio to the sampler."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ClipCovSelection(LossSettings):
     """Settings of clip_cov: the selection of dropped tokens."""
 
@@ -122,7 +123,7 @@ class ClipCovSelection(LossSettings):
     clip_cov_ub: float = setting(5.0, "upper bound of the covariance of dropped tokens")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ClipCov(ClipCovSelection):
     """Settings of clip_cov: the selection of dropped tokens, and the clip range of the others."""
 
@@ -133,7 +134,7 @@ class ClipCov(ClipCovSelection):
         return clip_range(self.eps_clip_low, self.eps_clip_high)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KlCov(LossSettings):
     """Settings of kl_cov: the selection of penalised tokens, and their penalty."""
 
@@ -146,7 +147,7 @@ class KlCov(LossSettings):
         return {"ppo_kl_coef": self.ppo_kl_coef}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sapo(LossSettings):
     """Settings of sapo: the temperatures of its gate."""
 
@@ -157,7 +158,7 @@ class Sapo(LossSettings):
         return {"tau_pos": self.tau_pos, "tau_neg": self.tau_neg}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Dppo(LossSettings):
     """Settings of dppo: how far a token's probability may move."""
 
@@ -175,12 +176,12 @@ class Dppo(LossSettings):
         return {"delta_low": self.delta_low, "delta_high": self.delta_high}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CrossEntropy(LossSettings):
     """Settings of cross_entropy: none."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ImportanceSampling(LossSettings):
     """Settings of importance_sampling: none."""
 

@@ -129,7 +129,8 @@ def install_dependencies(python: Path, gpu: bool, vllm: str, lock: Path | None) 
         uv(python, "--torch-backend", "cpu", TORCH_CPU.split("+")[0])
     if lock is not None:
         step(f"installing {lock.name} (about 3 GB)")
-        uv(python, "--no-deps", "--require-hashes", "--requirement", str(lock))
+        # Not uv, which takes a version's files from one index, where the one with the hash may lack.
+        pip(python, "install", "--no-deps", "--require-hashes", "--requirement", str(lock))
         return
     step(f"installing {vllm} and the other requirements (about 3 GB)")
     uv(python, *requirements)
@@ -189,9 +190,7 @@ def pip(python: Path, *arguments: str) -> str:
 
 def uv(python: Path, *arguments: str, check: bool = True) -> bool:
     """Install by uv of that environment; return whether it succeeded."""
-    # uv rejects constraints with --require-hashes, and the lock file pins every version.
-    is_locked = "--require-hashes" in arguments
-    options, certificates = index_options(pip(python, "config", "list"), constrained=not is_locked)
+    options, certificates = index_options(pip(python, "config", "list"))
     tool = (str(python), "-m", "uv", "pip", "install", "--python", str(python))
     # Of all indexes, as pip does it, not only of the first that has the package.
     command = [*tool, "--index-strategy", "unsafe-best-match", *options, *arguments]
@@ -202,9 +201,7 @@ def uv(python: Path, *arguments: str, check: bool = True) -> bool:
     return result.returncode == 0
 
 
-def index_options(
-    configuration: str, *, constrained: bool = True
-) -> tuple[list[str], dict[str, str]]:
+def index_options(configuration: str) -> tuple[list[str], dict[str, str]]:
     """Return uv's options, and variables, for the lines of `pip config list`."""
     settings = {}
     for scope in ("global.", "install.", ":env:."):  # a later one wins, as in pip
@@ -213,7 +210,7 @@ def index_options(
             if name.startswith(scope):
                 settings[name.removeprefix(scope)] = ast.literal_eval(value).split()
     options = []
-    for name in ("index-url", "extra-index-url", "find-links", *["constraint"] * constrained):
+    for name in ("index-url", "extra-index-url", "find-links", "constraint"):
         for value in settings.get(name, ()):
             options += [f"--{name}", value]
     certificates = settings.get("cert")

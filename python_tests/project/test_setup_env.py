@@ -82,8 +82,6 @@ install.constraint='limits.txt'
         *("--find-links", "/wheels", "--constraint", "limits.txt"),
     ]
     assert variables == {"SSL_CERT_FILE": "/certificates.crt"}
-    unconstrained = setup_env.index_options(configuration, constrained=False)
-    assert unconstrained == (options[:-2], variables)
     assert setup_env.index_options("") == ([], {})
 
 

@@ -129,7 +129,7 @@ def install_dependencies(python: Path, gpu: bool, vllm: str, lock: Path | None) 
         uv(python, "--torch-backend", "cpu", TORCH_CPU.split("+")[0])
     if lock is not None:
         step(f"installing {lock.name} (about 3 GB)")
-        # Not uv, which takes a version's files from one index, where the one with the hash may lack.
+        # Not uv: it takes all files of a version from one index, which may lack that of the hash.
         pip(python, "install", "--no-deps", "--require-hashes", "--requirement", str(lock))
         return
     step(f"installing {vllm} and the other requirements (about 3 GB)")

@@ -130,7 +130,10 @@ from test_threads import advantages, has_torch_threads, inputs, spread
 
 def threads(name):
     for task in os.listdir("/proc/self/task"):
-        lines = open(f"/proc/self/task/{task}/status").read().splitlines()
+        try:
+            lines = open(f"/proc/self/task/{task}/status").read().splitlines()
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
+            continue
         fields = dict(line.split(":\\t", 1) for line in lines if ":\\t" in line)
         if fields["Name"].startswith(name):
             yield fields

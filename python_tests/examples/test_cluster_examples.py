@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +114,14 @@ def calls(folder: Path) -> list[str]:
 
 
 def left(process: Any) -> list[str]:
-    """Return what runs in the session of an ended script."""
-    found = subprocess.run(
-        ["ps", "-o", "stat=,args=", "-s", str(process.pid)], capture_output=True, text=True
-    )
-    return [line for line in found.stdout.splitlines() if not line.startswith("Z")]
+    """Return the processes in the session of an ended script."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            state, _, _, session, *_ = (folder / "stat").read_text().rpartition(") ")[2].split()
+            if session == str(process.pid) and state != "Z":
+                found.append(folder.name)
+    return found
 
 
 def test_slurm_script_starts_a_ray_node_on_each_node_and_the_run(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Processes that exit with their parent, from their first instruction."""
 
+import json
 import os
 import signal
 import subprocess
@@ -126,6 +127,33 @@ def test_what_a_child_imports_is_not_collected(tmp_path: Path) -> None:
         *("imports False", "target True True False"),
         *("forked", "at exit", "exit code 7"),
     ]
+
+
+LOGGING = """
+import logging, multiprocessing, sys
+from skyrl_fast.system.parent_watch import children_exit_with_this_process
+
+if __name__ != "__main__":
+    logging.getLogger("library.module").warning("imported")
+else:
+    with children_exit_with_this_process(sys.argv[1]):
+        process = multiprocessing.get_context("spawn").Process(target=print, args=("target",))
+        process.start()
+    process.join()
+"""
+
+
+def test_what_a_child_logs_while_it_imports_goes_to_the_file(tmp_path: Path) -> None:
+    script, config, file = (tmp_path / name for name in ("parent.py", "logging.json", "log"))
+    script.write_text(LOGGING)
+    handler = {"class": "logging.FileHandler", "filename": str(file)}
+    loggers = {"library": {"handlers": ["file"]}}
+    config.write_text(json.dumps({"version": 1, "handlers": {"file": handler}, "loggers": loggers}))
+    done = subprocess.run(
+        [sys.executable, str(script), str(config)], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.stdout, done.stderr, file.read_text()) == ("target\n", "", "imported\n")
 
 
 @pytest.mark.spec("update.engine-exit")

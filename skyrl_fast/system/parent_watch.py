@@ -9,6 +9,8 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import json
+import logging.config
 import os
 import signal
 import sys
@@ -53,42 +55,53 @@ def die_with_parent() -> None:
 
 
 @contextmanager
-def children_exit_with_this_process() -> Iterator[None]:
+def children_exit_with_this_process(logging_file: str | None = None) -> Iterator[None]:
     """Make processes that multiprocessing spawns in the context exit with this one.
 
     So do their children. It holds from their first instruction, before they import anything; on
     Linux the kernel ends them at once. The thread that starts them must not end before them. SIGINT
     and SIGHUP, which a terminal sends to them too, do not end them: this process stops them.
+
+    Args:
+        logging_file: logging configuration of these processes, as JSON.
     """
     original = spawn.get_command_line
     _start_resource_tracker()
-    tie_spawned_processes()
+    tie_spawned_processes(logging_file)
     try:
         yield
     finally:
         spawn.get_command_line = original
 
 
-def tie_spawned_processes() -> None:
+def tie_spawned_processes(logging_file: str | None = None) -> None:
     """Do the same as `children_exit_with_this_process`, from now on."""
     original = spawn.get_command_line
 
     def get_command_line(**arguments: Any) -> list[str]:
         command = original(**arguments)
         program = command.index("-c") + 1
-        first = f"import runpy; runpy.run_path({__file__!r})['_begin']({os.getpid()}); "
+        begin = f"runpy.run_path({__file__!r})['_begin']"
+        first = f"import runpy; {begin}({os.getpid()}, {logging_file!r}); "
         command[program] = first + command[program]
         return command
 
     spawn.get_command_line = get_command_line
 
 
-def _begin(parent: int) -> None:
+def _begin(parent: int, logging_file: str | None) -> None:
     """Start a spawned process: exit with the parent, and make its children exit with it."""
     signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)
     exit_with_parent(parent)
-    tie_spawned_processes()
+    tie_spawned_processes(logging_file)
+    if logging_file is not None:
+        configure_logging(logging_file)
     _collect_new_objects()
+
+
+def configure_logging(file: str) -> None:
+    with open(file, encoding="utf-8") as stream:
+        logging.config.dictConfig(json.load(stream))
 
 
 def _collect_new_objects() -> None:

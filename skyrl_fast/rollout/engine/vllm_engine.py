@@ -36,6 +36,7 @@ from skyrl_fast.rollout.engine.protocol import (
 )
 from skyrl_fast.rollout.engine.vllm_patches.kept_logprobs import store_ids_and_values
 from skyrl_fast.rollout.engine.vllm_start import (
+    LOGGING_VARIABLE,
     SOCKETS,
     VllmSetup,
     check_can_spawn,
@@ -59,7 +60,7 @@ from skyrl_fast.rollout.engine.weights.transfer import IN_MEMORY, WorkerCall
 from skyrl_fast.rollout.engine.weights.transports.broadcast import BroadcastSender
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 from skyrl_fast.system.log_tail import log_tail
-from skyrl_fast.system.parent_watch import children_exit_with_this_process
+from skyrl_fast.system.parent_watch import children_exit_with_this_process, configure_logging
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -123,9 +124,13 @@ class VllmEngine(Engine):
         started = time.perf_counter()
         self._sockets = socket_folder()
         let_engine_go_first(False)  # its process starts with this one's policy
+        variables = engine_environment(self._setup)
+        logging_file = variables.get(LOGGING_VARIABLE)
+        if logging_file is not None:  # vLLM reads it after it has been imported, and logs before
+            configure_logging(logging_file)
         with (
-            environment({**engine_environment(self._setup), SOCKETS: self._sockets.name}),
-            children_exit_with_this_process(),
+            environment({**variables, SOCKETS: self._sockets.name}),
+            children_exit_with_this_process(logging_file),
             end_on_signals(),
         ):
             # Building blocks this thread for seconds, while nothing else is running yet.

@@ -211,6 +211,9 @@ def read_model_config(model_path: str) -> dict[str, Any]:
     return model
 
 
+LOGGING_VARIABLE = "VLLM_LOGGING_CONFIG_PATH"
+
+
 def engine_environment(setup: VllmSetup) -> dict[str, str]:
     """Return the environment variables that vLLM and its processes read at their start."""
     result = {
@@ -219,10 +222,11 @@ def engine_environment(setup: VllmSetup) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",  # the model is a folder
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # see parent_watch.py
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # a warning about memory binding at every start
+        "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "ignore::FutureWarning"),  # to vLLM
     }
     if setup.log_file is not None:
         result["VLLM_LOGGING_LEVEL"] = "INFO"
-        result["VLLM_LOGGING_CONFIG_PATH"] = _logging_config(setup.log_file)
+        result[LOGGING_VARIABLE] = _logging_config(setup.log_file)
     if _on_cpu():
         result[CPU_CACHE_VARIABLE] = CPU_CACHE_GIB
         # The worker runs in the engine core's process: a third process costs seconds at the start,

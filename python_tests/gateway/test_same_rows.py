@@ -85,7 +85,7 @@ def test_recorded_logprobs_are_those_of_the_recorded_tokens(
         }
         tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
         form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-        with pytest.raises(openai.BadRequestError, match="the engine refuses the request"):
+        with pytest.raises(openai.BadRequestError, match="expected a form that xgrammar compiles"):
             wrong = {**form, "json_schema": {"name": "answer", "schema": {"type": "no such"}}}
             await chat(task, [USER], response_format=wrong)
         constrained = await chat(task, [USER], response_format=form)

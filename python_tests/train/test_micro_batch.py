@@ -228,6 +228,12 @@ def test_a_budget_below_one_token_is_refused() -> None:
         plan_micro_batches(agent_batch(0), 0)
 
 
+@pytest.mark.parametrize("tree", [False, True])
+def test_a_budget_may_exceed_the_kernels_integers(tree: bool) -> None:
+    plan = plan_micro_batches(agent_batch(0), 1 << 70, tree=tree)
+    assert len(plan) == len(plan_micro_batches(agent_batch(0), 1 << 40, tree=tree))
+
+
 # --- limits of rotary embeddings whose frequencies depend on the longest row ---------------------
 
 transformers = pytest.importorskip("transformers")

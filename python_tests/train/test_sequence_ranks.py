@@ -58,8 +58,8 @@ CASES: dict[str, tuple[str, AlgorithmConfig]] = {
 
 
 def by_cost(case: str) -> Any:
-    """Return the case as a parameter; the default run has two."""
-    quick = case in ("sequences", "replayed routes on trees")
+    """Return the case as a parameter; the default run has three."""
+    quick = case in ("sequences", "replayed routes on trees", "loss of the full mini-batch")
     return pytest.param(case, marks=() if quick else pytest.mark.slow)
 
 

@@ -14,6 +14,8 @@ import torch
 from skyrl_fast import _C
 from skyrl_fast.ops import _backend
 
+_NO_LIMIT = 1 << 62  # tokens, in the kernels' 64 bits
+
 
 class PassPlan:
     """The passes that compute the logprob of every trained token of some rows.
@@ -72,7 +74,7 @@ class PassPlan:
             tuple(column.to(torch.int64) for column in columns),
             rows,
             None if cu_routes is None else (routes, cu_routes.to(torch.int64)),
-            token_budget,
+            min(token_budget, _NO_LIMIT),
             keep_trajectories,
             tree,
             costs,

@@ -56,7 +56,6 @@ from skyrl_fast.train.parallel.sharding import (
     shard,
     trained_parameters,
     weight_names,
-    weights_of,
     with_full_params,
 )
 
@@ -317,7 +316,8 @@ class Policy:
         self, name: str, dtype: torch.dtype | None = None
     ) -> dict[str, torch.Tensor]:
         """Return an adapter's full matrices, by the model's names."""
-        names = [key for key, _ in weights_of(self.model) if adapter_of(key) == name]
+        # Not of the state dict: to read it reshards the model, in which another call may compute.
+        names = [key for key, _ in self.model.named_parameters() if adapter_of(key) == name]
         return full_state_dict(self, dtype, names)
 
     @run_on_all_ranks

@@ -9,8 +9,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
-import json
-import logging.config
 import os
 import signal
 import sys
@@ -100,6 +98,10 @@ def _begin(parent: int, logging_file: str | None) -> None:
 
 
 def configure_logging(file: str) -> None:
+    # Here, as most processes that begin with this file do not need them.
+    import json
+    import logging.config
+
     with open(file, encoding="utf-8") as stream:
         logging.config.dictConfig(json.load(stream))
 

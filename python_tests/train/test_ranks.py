@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -286,6 +287,25 @@ def test_weights_are_gathered_by_layer_next_to_other_calls(both: Both) -> None:
     for one in found:
         assert one.keys() == wanted.keys()
         assert all(torch.equal(one[name], wanted[name]) for name in wanted)
+
+
+def test_an_adapter_is_gathered_next_to_a_forward_pass(both: Both) -> None:
+    """Of which each layer is sharded again after it, and not while it computes."""
+    policy = both.shared.policies["adapter"]
+    expected = policy.sequence_logprobs([1, 2, 3])
+    gathering: list[Future[dict[str, torch.Tensor]]] = []
+    with ThreadPoolExecutor(1) as threads:
+
+        def gather(*_: Any) -> None:
+            gathering.append(threads.submit(lambda: dict(policy.named_weights(adapter=True))))
+            futures.wait(gathering, 0.5)  # it waits for this pass, unless it needs no other rank
+
+        inside = policy.backbone.layers[1].mlp.register_forward_pre_hook(gather)
+        found = policy.sequence_logprobs([1, 2, 3])
+        inside.remove()
+        adapter = gathering[0].result(60)
+    assert found == expected
+    assert adapter.keys() == dict(policy.named_weights(adapter=True)).keys()
 
 
 def test_one_layer_of_the_weights_is_held_at_a_time(

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,8 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     )
     found.create_bucket(Bucket="bucket")
     yield found
+    # Its content is the process's, and would be that of the next server.
+    urllib.request.urlopen(f"{keys['endpoint_url']}/moto-api/reset", b"").close()
     server.stop()
 
 

@@ -28,6 +28,7 @@ from examples.asynchronous.quickstart_run import (
     start,
     trained,
 )
+from skyrl_fast.rollout.engine.serve_vllm import PARENT_VARIABLE
 from skyrl_fast.train.output.loggers import read_metrics
 
 END_SECONDS = 20.0  # for a server to exit by itself
@@ -102,7 +103,7 @@ def serve(base: Path, port: int, *overrides: str) -> subprocess.Popen[bytes]:
             cwd=base,
             stdout=file,
             stderr=file,
-            env=environment(),
+            env=environment() | {PARENT_VARIABLE: str(os.getpid())},
             start_new_session=True,
         )
 

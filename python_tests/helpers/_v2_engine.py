@@ -32,7 +32,7 @@ async def main(folder: Path) -> None:
         probe = WeightProbe(
             engine,
             probe=[list(range(5, 45))],
-            trainer_logprobs=lambda probe: [policy.sequence_logprobs(ids) for ids in probe],
+            trainer_logprobs=policy.sequence_logprobs,
         )
         await probe.verify()
         _step(model, torch.optim.AdamW(model.parameters()), 1e-3)
@@ -40,7 +40,7 @@ async def main(folder: Path) -> None:
         # Random sampling uses a function that the interpreter lacks (libdevice's log).
         greedy = SamplingParams(max_generate_length=4, temperature=0.0)
         generation = await engine.generate(PROMPT, greedy, session_id="a", policy_version=1)
-        values, _ = policy.sequence_logprobs([*PROMPT, *generation.token_ids])
+        [(values, _)] = policy.sequence_logprobs([[*PROMPT, *generation.token_ids]])
         result = {
             "difference": report.difference.maximum,
             "change": report.max_change,

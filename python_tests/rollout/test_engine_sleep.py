@@ -102,10 +102,9 @@ class FakePolicy:
     def offload_base(self) -> None:
         self.events.append("base off")
 
-    def sequence_logprobs(self, ids: list[int]) -> tuple[list[float], float]:
-        if self.events[-1] != "probe":  # for the first sequence
-            self.events.append("probe")
-        return [0.0] * (len(ids) - 1), 1.0
+    def sequence_logprobs(self, sequences: list[list[int]]) -> list[tuple[list[float], float]]:
+        self.events.append("probe")
+        return [([0.0] * (len(ids) - 1), 1.0) for ids in sequences]
 
 
 def events_of_an_update(*overrides: str) -> list[str]:

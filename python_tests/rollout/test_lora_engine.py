@@ -39,7 +39,7 @@ def make_probe(engine: Any, policy: Policy, name: str | None = None) -> WeightPr
     return WeightProbe(
         engine,
         probe=torch.randint(200, (2, 48), generator=torch.Generator().manual_seed(1)).tolist(),
-        trainer_logprobs=lambda probe: [policy.sequence_logprobs(ids) for ids in probe],
+        trainer_logprobs=policy.sequence_logprobs,
         policy=name,
     )
 
@@ -108,7 +108,7 @@ async def test_adapters_are_exact_and_wrong_ones_are_refused(
                 policy_version=UPDATES,
                 seed=1,
             )
-            expected, _ = policy.sequence_logprobs([*prompt, *answer.token_ids])
+            [(expected, _)] = policy.sequence_logprobs([[*prompt, *answer.token_ids]])
             assert answer.logprobs == pytest.approx(expected[39:], abs=TOLERANCE)
         # Requests without an adapter would still see the base model.
         engine._lora_requests, current = {}, engine._lora_requests
@@ -129,7 +129,7 @@ async def test_adapters_are_exact_and_wrong_ones_are_refused(
         current = engine._lora_requests
         engine._lora_requests = {"": LoRARequest("saved", 1000, str(tmp_path / "adapter"))}
         tokens = probe._probe[0]
-        expected, _ = policy.sequence_logprobs(tokens)
+        [(expected, _)] = policy.sequence_logprobs([tokens])
         assert await engine.prompt_logprobs(tokens) == pytest.approx(expected, abs=TOLERANCE)
         engine._lora_requests = current
         # What vLLM has no layer for is refused by its receipt.
@@ -181,7 +181,7 @@ async def test_each_request_is_answered_by_its_policy(
             requests = [sample(name, n) for n in range(3) for name in expected]
             said = set()
             for name, answer in await asyncio.gather(*requests):
-                values, _ = expected[name].sequence_logprobs([*prompt, *answer.token_ids])
+                [(values, _)] = expected[name].sequence_logprobs([[*prompt, *answer.token_ids]])
                 assert answer.logprobs == pytest.approx(values[19:], abs=TOLERANCE), name
                 said.add((name, tuple(values[:19])))
             assert len({prefix for _, prefix in said}) == (2 if update == 0 else 3)

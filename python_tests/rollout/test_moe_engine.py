@@ -99,7 +99,7 @@ async def _update(folder: Path, tmp_path: Path) -> None:
         probe = WeightProbe(
             engine,
             probe=[list(range(5, 50))],
-            trainer_logprobs=lambda probe: [policy.sequence_logprobs(ids) for ids in probe],
+            trainer_logprobs=policy.sequence_logprobs,
         )
         assert (await probe.verify()).difference.maximum < EXACT
         _move(policy.model)
@@ -141,15 +141,13 @@ async def _drive(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
         probe = WeightProbe(
             engine,
             probe=[tokenizer.encode("a probe of some tokens"), tokenizer.encode("and another")],
-            trainer_logprobs=lambda probe: [policy.sequence_logprobs(ids) for ids in probe],
-            replayed_logprobs=lambda probe, routes: [
-                policy.sequence_logprobs(*one) for one in zip(probe, routes, strict=True)
-            ],
+            trainer_logprobs=policy.sequence_logprobs,
+            replayed_logprobs=policy.sequence_logprobs,
         )
         ids = tokenizer.encode("the same tokens")
         logprobs, routes = await engine.prompt_routes(ids)
         assert routes.shape == (len(ids), NUM_LAYERS, TOP_K)
-        assert logprobs == pytest.approx(policy.sequence_logprobs(ids)[0], abs=EXACT)
+        assert logprobs == pytest.approx(policy.sequence_logprobs([ids])[0][0], abs=EXACT)
         assert (await probe.verify()).difference.maximum < EXACT
         trajectories = await _rollouts(engine, tokenizer, version=0)
         _records_grow(trajectories)

@@ -92,7 +92,7 @@ async def _drive(model: Any, folder: Path) -> None:
         probe = WeightProbe(
             engine,
             probe=torch.randint(200, (2, 48)).tolist(),
-            trainer_logprobs=lambda probe: [policy.sequence_logprobs(ids) for ids in probe],
+            trainer_logprobs=policy.sequence_logprobs,
             dtype=torch.bfloat16,
         )
         reports = [await probe.verify()]

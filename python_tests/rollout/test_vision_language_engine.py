@@ -73,7 +73,7 @@ async def test_updates_are_exact(family: str, tiny_tokenizer: Any, tmp_path: Pat
         probe = WeightProbe(
             engine,
             probe=torch.randint(200, (2, 48), generator=generator).tolist(),
-            trainer_logprobs=lambda rows: [policy.sequence_logprobs(ids) for ids in rows],
+            trainer_logprobs=policy.sequence_logprobs,
         )
         assert (await probe.verify()).difference.maximum < TOLERANCE
         for _ in range(UPDATES):

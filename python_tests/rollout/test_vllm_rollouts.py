@@ -120,7 +120,7 @@ def test_sequences_that_change_each_other_in_the_engine_are_noticed(
     policy: Any = SimpleNamespace(
         dtype=torch.float32,
         router_replay=False,
-        sequence_logprobs=lambda ids: ([-1.0] * (len(ids) - 1), 1.0),
+        sequence_logprobs=lambda rows: [([-1.0] * (len(ids) - 1), 1.0) for ids in rows],
     )
     with pytest.raises(WeightSyncError, match=r"before any update .* by up to 0\.5"):
         asyncio.run(rollouts._make_probe(engine, policy).verify())

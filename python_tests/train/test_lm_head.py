@@ -106,7 +106,7 @@ def test_the_probe_of_the_weights_has_the_models_logits() -> None:
         ids = [3, 4, 5, 6, 7]
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1]
-        values, deviation = Policy(model).sequence_logprobs(ids)
+        [(values, deviation)] = Policy(model).sequence_logprobs([ids])
         wanted = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
         assert values == pytest.approx(wanted.tolist(), abs=1e-6)
         assert deviation == pytest.approx(logits.std(-1).mean().item(), rel=1e-6)

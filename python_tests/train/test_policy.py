@@ -94,7 +94,7 @@ def test_head_of_the_probe_computes_in_float32() -> None:
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
     logits = hidden.double() @ model.get_output_embeddings().weight.double().T
-    values, logit_std = policy.sequence_logprobs(ids[0].tolist())
+    [(values, logit_std)] = policy.sequence_logprobs(ids.tolist())
     wanted = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
     assert values == pytest.approx(wanted.tolist(), abs=1e-6)  # bfloat16: 1e-3
     assert logit_std == pytest.approx(logits.std(-1).mean().item(), rel=1e-5)

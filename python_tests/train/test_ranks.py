@@ -166,8 +166,8 @@ def test_logprobs_equal_those_of_one_rank(both: Both) -> None:
         one, other = (models.policies[name] for models in (both.alone, both.shared))
         torch.testing.assert_close(one.batch_logprobs(batch), other.batch_logprobs(batch), **CLOSE)
         tokens = [4, 9, 5, 5, 12]
-        wanted, logit_std = one.sequence_logprobs(tokens)
-        values, other_std = other.sequence_logprobs(tokens)
+        [(wanted, logit_std)] = one.sequence_logprobs([tokens])
+        [(values, other_std)] = other.sequence_logprobs([tokens])
         assert (values, other_std) == (
             pytest.approx(wanted, rel=1e-4),
             pytest.approx(logit_std, rel=1e-4),
@@ -281,7 +281,7 @@ def test_weights_are_gathered_by_layer_next_to_other_calls(both: Both) -> None:
     wanted = weights(policy)
     with ThreadPoolExecutor(1) as threads:
         gathered = threads.submit(lambda: [weights(policy) for _ in range(5)])
-        logprobs = [policy.sequence_logprobs([1, 2, 3]) for _ in range(5)]
+        logprobs = [policy.sequence_logprobs([[1, 2, 3]]) for _ in range(5)]
         found = gathered.result(120)
     assert logprobs == [logprobs[0]] * 5
     for one in found:
@@ -292,7 +292,7 @@ def test_weights_are_gathered_by_layer_next_to_other_calls(both: Both) -> None:
 def test_an_adapter_is_gathered_next_to_a_forward_pass(both: Both) -> None:
     """Of which each layer is sharded again after it, and not while it computes."""
     policy = both.shared.policies["adapter"]
-    expected = policy.sequence_logprobs([1, 2, 3])
+    expected = policy.sequence_logprobs([[1, 2, 3]])
     gathering: list[Future[dict[str, torch.Tensor]]] = []
     with ThreadPoolExecutor(1) as threads:
 
@@ -301,7 +301,7 @@ def test_an_adapter_is_gathered_next_to_a_forward_pass(both: Both) -> None:
             futures.wait(gathering, 0.5)  # it waits for this pass, unless it needs no other rank
 
         inside = policy.backbone.layers[1].mlp.register_forward_pre_hook(gather)
-        found = policy.sequence_logprobs([1, 2, 3])
+        found = policy.sequence_logprobs([[1, 2, 3]])
         inside.remove()
         adapter = gathering[0].result(60)
     assert found == expected

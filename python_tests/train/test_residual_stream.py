@@ -103,5 +103,5 @@ def test_trees_work_with_it() -> None:
     round_residual_stream(model)
     policy = Policy(model, dtype=torch.bfloat16, tree=True)
     reference = Policy(model_of("qwen3"), dtype=torch.float32)
-    expected = reference.sequence_logprobs(IDS)[0]
-    assert policy.sequence_logprobs(IDS)[0] == pytest.approx(expected, abs=0.05)
+    expected = reference.sequence_logprobs([IDS])[0][0]
+    assert policy.sequence_logprobs([IDS])[0][0] == pytest.approx(expected, abs=0.05)

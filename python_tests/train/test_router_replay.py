@@ -294,18 +294,25 @@ def test_batch_of_placeholders_has_no_routes_and_trains_nothing(tree: bool) -> N
 
 
 @pytest.mark.spec("replay.weight-probe")
-def test_logprobs_of_a_sequence_at_given_routes() -> None:
+def test_logprobs_of_sequences_at_given_routes() -> None:
     policy = Policy(tiny_moe(), router_replay=True)
-    tokens = [3, 7, 1, 9]
-    recorded = own_routes(policy.model, torch.tensor([tokens]))[0].numpy().astype(np.uint16)
-    free = policy.sequence_logprobs(tokens)
-    assert policy.sequence_logprobs(tokens, recorded) == free
+    sequences = [[3, 7, 1, 9], [5, 2], [8, 1, 1, 4, 6, 2]]
+    recorded = [
+        own_routes(policy.model, torch.tensor([tokens]))[0].numpy().astype(np.uint16)
+        for tokens in sequences
+    ]
+    alone = [policy.sequence_logprobs([tokens])[0] for tokens in sequences]
     # The last token predicts nothing.
-    assert policy.sequence_logprobs(tokens, recorded[:-1]) == free
-    other, _ = policy.sequence_logprobs(tokens, (recorded + 1) % NUM_EXPERTS)
-    assert max(abs(a - b) for a, b in zip(other, free[0], strict=True)) > 0.05
+    for routes in (None, recorded, [of_row[:-1] for of_row in recorded]):
+        together = policy.sequence_logprobs(sequences, routes)
+        for (values, deviation), wanted in zip(together, alone, strict=True):
+            assert values == pytest.approx(wanted[0], abs=1e-5)
+            assert deviation == pytest.approx(wanted[1], rel=1e-5)
+    moved = policy.sequence_logprobs(sequences, [(of + 1) % NUM_EXPERTS for of in recorded])
+    for (values, _), (free, _) in zip(moved, alone, strict=True):
+        assert max(abs(a - b) for a, b in zip(values, free, strict=True)) > 0.05
     with pytest.raises(ValueError, match="router_replay is off"):
-        Policy(tiny_moe()).sequence_logprobs(tokens, recorded)
+        Policy(tiny_moe()).sequence_logprobs(sequences, recorded)
 
 
 def test_exported_weights_have_checkpoint_names(tmp_path: Any) -> None:

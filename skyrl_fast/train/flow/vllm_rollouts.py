@@ -12,7 +12,6 @@ from functools import cached_property
 from itertools import cycle, islice
 from typing import Any
 
-import numpy as np
 import torch
 
 from skyrl_fast.config import estimator_spec, settings
@@ -283,7 +282,7 @@ class VllmRollouts:
         policy.load_base()
         try:
             # Now, as the probe is compared when the engine has the GPU's memory.
-            self._probe_logprobs = [policy.sequence_logprobs(ids) for ids in self._probe]
+            self._probe_logprobs = policy.sequence_logprobs(self._probe)
         finally:
             end_torch_threads()
         policy.offload_base()
@@ -325,19 +324,16 @@ class VllmRollouts:
 
         tolerance = self._config.trainer.sync_tolerance
 
-        def replay_probe(probe: list[list[int]], routes: list[np.ndarray]) -> Logprobs:
-            return [policy.sequence_logprobs(*one) for one in zip(probe, routes, strict=True)]
-
         def trainer_logprobs(probe: list[list[int]]) -> Logprobs:
             if self._probe_logprobs is not None:
                 return self._probe_logprobs
-            return [policy.sequence_logprobs(ids) for ids in probe]
+            return policy.sequence_logprobs(probe)
 
         return WeightProbe(
             engine,
             probe=self._probe,
             trainer_logprobs=trainer_logprobs,
-            replayed_logprobs=replay_probe if policy.router_replay else None,
+            replayed_logprobs=policy.sequence_logprobs if policy.router_replay else None,
             dtype=dtype,
             limits=ProbeLimits(maximum=tolerance) if tolerance else None,
             policy=name,

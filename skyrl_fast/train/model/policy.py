@@ -269,29 +269,35 @@ class Policy:
 
     @run_on_all_ranks
     def sequence_logprobs(
-        self, token_ids: list[int], expert_indices: np.ndarray | None = None
-    ) -> tuple[list[float], float]:
-        """Return each token's logprob from the second on, given those before it, at temperature 1.
+        self, sequences: list[list[int]], routes: list[np.ndarray] | None = None
+    ) -> list[tuple[list[float], float]]:
+        """Return each sequence's logprobs from its second token on, at temperature 1.
 
         And the standard deviation of their logits over the vocabulary, the mean of the tokens. The
         head computes in float32, which adds no rounding to that of the hidden states.
 
         Args:
-            expert_indices: (T or T - 1, L, K) routes to replay; None: free routing.
+            routes: (T or T - 1, L, K) of each sequence, to replay; None: free routing.
         """
-        ids = torch.tensor([token_ids], device=self.device)
+        rows = [torch.tensor(sequence, device=self.device) for sequence in sequences]
+        # No token sees the padding, which is after it. One pass reads (and gathers) weights once.
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         self._use_adapter()
 
-        def values() -> Any:
-            with self._autocast(), self._at_routes(ids, expert_indices):
-                output = self.backbone(input_ids=ids, use_cache=False)
-            hidden = output.last_hidden_state[0, :-1]
-            return self.head.logits(hidden.to(torch.promote_types(self.model.dtype, torch.float32)))
+        def values() -> tuple[torch.Tensor, ...]:
+            with self._autocast(), self._at_routes(ids, routes):
+                hidden = self.backbone(input_ids=ids, use_cache=False).last_hidden_state
+            hidden = hidden.to(torch.promote_types(self.model.dtype, torch.float32))
+            return tuple(of_row(row, states) for row, states in zip(rows, hidden, strict=True))
+
+        def of_row(row: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+            logits = self.head.logits(states[: len(row) - 1])
+            logprobs = logits.log_softmax(-1).gather(1, row[1:, None])[:, 0]
+            return torch.cat((logprobs, logits.std(-1).mean()[None]))
 
         with torch.no_grad():
-            logits = with_full_params(self.model, values)
-            logprobs = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-            return logprobs.tolist(), float(logits.std(-1).mean())
+            found = with_full_params(self.model, values)
+        return [(logprobs, deviation) for *logprobs, deviation in map(torch.Tensor.tolist, found)]
 
     def trained_parameters(self) -> list[tuple[str, torch.Tensor]]:
         trained = trained_parameters(self.model)
@@ -372,17 +378,18 @@ class Policy:
         )
 
     def _at_routes(
-        self, ids: torch.Tensor, expert_indices: np.ndarray | None
+        self, ids: torch.Tensor, routes: list[np.ndarray] | None
     ) -> contextlib.AbstractContextManager[Any]:
-        if expert_indices is None:
+        if routes is None:
             return contextlib.nullcontext()
         if self._replay is None:
             raise ValueError("policy: routes are given, but router_replay is off")
-        captured = len(expert_indices)
-        routes = torch.zeros((*ids.shape, *expert_indices.shape[1:]), dtype=torch.int32)
-        routes[0, :captured] = torch.from_numpy(expert_indices.astype(np.int32))
-        mask = torch.arange(ids.shape[1])[None] >= captured
-        return self._replay.routes(routes.to(ids.device), mask.to(ids.device))
+        rows = [torch.from_numpy(of_row.astype(np.int32)) for of_row in routes]
+        captured = torch.tensor([len(of_row) for of_row in rows])
+        mask = torch.arange(ids.shape[1])[None] >= captured[:, None]
+        padded = torch.zeros((*ids.shape, *rows[0].shape[1:]), dtype=torch.int32)
+        padded[~mask] = torch.cat(rows)
+        return self._replay.routes(padded.to(ids.device), mask.to(ids.device))
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.dtype == torch.float32 or self.model.dtype == torch.float64:

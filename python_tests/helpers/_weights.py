@@ -214,7 +214,7 @@ class Server(RemoteEngine):
         if path != "/collective_rpc":
             return httpx.Response(200, json={})
         method = call["method"]
-        if method in ("prepare_sampler", "weights_dtype"):
+        if method in ("apply_patches", "weights_dtype"):
             answer = self.dtype if method == "weights_dtype" else None
             return httpx.Response(200, json={"results": [answer] * 2})
         if method.startswith("load") and self.llm.fault == "dies in a bucket":

@@ -35,7 +35,7 @@ SAMPLING = SamplingParams(
 )
 
 
-HANDSHAKE = ("prepare_sampler", "weights_dtype")
+HANDSHAKE = ("apply_patches", "weights_dtype")
 
 
 class Server:

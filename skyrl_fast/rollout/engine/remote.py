@@ -183,7 +183,7 @@ class RemoteEngine(Engine):
         self._interrupted = True  # possibly, by a trainer that was killed
         await self.resume()
         if self._weight_sync in EXTENDED:
-            await self._post(RPC, json={"method": "prepare_sampler"})
+            await self._post(RPC, json={"method": "apply_patches"})
             answer = await self._post(RPC, json={"method": "weights_dtype"})
             with self._parsing(RPC):
                 dtypes = list(map(str, entries(answer["results"])))

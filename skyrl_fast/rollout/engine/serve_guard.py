@@ -207,7 +207,7 @@ def _check_call(
                 raise RefusedError(403, "expected a port and a number of members")
             allowed = {"method": "join_weights_group", "args": [backend, address, port, size]}
         case {
-            "method": ("prepare_sampler" | "weights_dtype") as method,
+            "method": ("apply_patches" | "weights_dtype") as method,
             **rest,
         } if not rest:
             allowed = {"method": method}

@@ -141,7 +141,7 @@ class VllmEngine(Engine):
                 raise EngineDeadError(self._explain("did not start", error)) from error
         let_engine_go_first(True)
         self._vocab_size = self._llm.model_config.get_vocab_size()
-        await self._llm.collective_rpc("prepare_sampler")
+        await self._llm.collective_rpc("apply_patches")
         dtypes = await self._llm.collective_rpc("weights_dtype")
         self.weights_dtype = find_common_dtype(dtypes)
         if self._setup.engine.weight_sync_backend in BACKENDS:

@@ -15,6 +15,8 @@ Each with the versions that need it, and a test that fails without it:
   `test_seeded_sampling.py::test_top_k_and_requests_without_seeds`.
 - `adapter_products`, for speed with LoRA on a CPU, and for right results where only some requests
   have an adapter, all versions: `test_lora_engine.py::test_adapters_are_multiplied_one_by_one`.
+- `compiled_norms`, for speed on a CPU, all versions:
+  `test_vllm_patches.py::test_norms_on_a_cpu_are_those_of_vllms_library`.
 
 Design: docs/design/007-rollout-and-weight-sync.md.
 """

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from skyrl_fast.rollout.engine.vllm_patches.adapter_products import multiply_by_adapter
+from skyrl_fast.rollout.engine.vllm_patches.compiled_norms import use_compiled_norms
 from skyrl_fast.rollout.engine.vllm_patches.kept_logprobs import return_kept_only
 from skyrl_fast.rollout.engine.vllm_patches.packed_weights import renew_packed_weights
 from skyrl_fast.rollout.engine.vllm_patches.seeded_sampling import sample_by_inversion
@@ -33,17 +34,21 @@ class WeightUpdateExtension:
     rank: int  # of the engine's workers
     device: torch.device
     weights_group: WeightsGroup
-    sampler_is_prepared = False
+    has_patches = False
     reload_weights: Callable[..., None]
 
-    def prepare_sampler(self) -> None:
-        """Sample with less work; see `kept_logprobs`, `seeded_sampling`, `adapter_products`."""
-        if not self.sampler_is_prepared:  # a trainer that connects again asks again
-            return_kept_only(self.model_runner.sampler)
-            sample_by_inversion(self.model_runner.sampler)
-            if self.device.type == "cpu" and self.model_runner.lora_config is not None:
+    def apply_patches(self) -> None:
+        """Sample and compute with less work; see `vllm_patches`."""
+        if self.has_patches:  # a trainer that connects again asks again
+            return
+        return_kept_only(self.model_runner.sampler)
+        sample_by_inversion(self.model_runner.sampler)
+        if self.device.type == "cpu":
+            if self.model_runner.lora_config is not None:
                 multiply_by_adapter()
-            self.sampler_is_prepared = True
+            if self.model_config.enforce_eager:
+                use_compiled_norms()
+        self.has_patches = True
 
     def weights_dtype(self) -> str | None:
         """Return the dtype of all floating-point parameters; None: they differ, or are quantized.

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,8 +77,8 @@ class FakePool:
         for name, _ in weights:
             self.events.append(name)
         self.events.append("load")
-        expected = await make_probe(self).ask_trainer()
-        assert expected == PROBE_SEQUENCES * [([0.0, 0.0], 1.0)]
+        engines = [make_probe(self), make_probe(self)]
+        self.expected = await asyncio.gather(*(probe.ask_trainer() for probe in engines))
         return self.report
 
 
@@ -86,8 +87,12 @@ class FakePolicy:
     dtype = torch.bfloat16
     router_replay = False
 
-    def __init__(self, events: list[str]) -> None:
+    def __init__(self, events: list[str], adapter: str = "") -> None:
         self.events = events
+        self.adapter = adapter
+
+    def with_adapter(self, name: str) -> Any:
+        return FakePolicy(self.events, name)
 
     def named_weights(self, dtype: torch.dtype, *, adapter: bool = False) -> Any:
         assert dtype == torch.bfloat16  # the engines'
@@ -103,11 +108,11 @@ class FakePolicy:
         self.events.append("base off")
 
     def sequence_logprobs(self, sequences: list[list[int]]) -> list[tuple[list[float], float]]:
-        self.events.append("probe")
-        return [([0.0] * (len(ids) - 1), 1.0) for ids in sequences]
+        self.events.append(f"probe {self.adapter}".strip())
+        return [([float(len(self.adapter))] * (len(ids) - 1), 1.0) for ids in sequences]
 
 
-def events_of_an_update(*overrides: str) -> list[str]:
+def events_of_an_update(*overrides: str, adapters: Sequence[str] = ()) -> list[str]:
     needed = ["data.train_data=[x]", "trainer.policy.model.path=m"]
     config = load_config(None, [*needed, *overrides])
     events: list[str] = []
@@ -124,6 +129,8 @@ def events_of_an_update(*overrides: str) -> list[str]:
         await rollouts.update_weights(policy, version=1)
 
     asyncio.run(go())
+    of_policies = [PROBE_SEQUENCES * [([len(name)] * 2, 1.0)] for name in adapters or [""]]
+    assert pool.expected == 2 * [of_policies if adapters else of_policies[0]]
     return events
 
 
@@ -141,6 +148,18 @@ def test_trainer_and_engine_have_the_base_on_the_gpu_by_turns() -> None:
     """The engine is asleep while the trainer's base is on the GPU, also before the first update."""
     update = ["sleep", "base on", "probe", "base off", "a", "b", "free", "load"]
     assert events_of_an_update(*LORA) == [*update, "sleep", "base on", *update]
+
+
+def test_the_trainer_computes_its_side_of_the_probe_once_for_each_policy() -> None:
+    """Not for each engine; where the base leaves the GPU, before the engines need it."""
+    names = ["planner", "judge"]
+    policies = "trainer.policy.model.lora.policies=[planner,judge]"
+    update = ["a", "b", "load", *(f"probe {name}" for name in names)]
+    awake = events_of_an_update(LORA[0], policies, adapters=names)
+    assert awake[:3] == ["a", "b", "load"] and sorted(awake) == sorted(2 * update)
+    asleep = events_of_an_update(*LORA, policies, adapters=names)
+    assert asleep[:6] == ["sleep", "base on", "probe planner", "probe judge", "base off", "a"]
+    assert sorted(asleep).count("probe judge") == 2
 
 
 def test_the_base_stays_where_the_probe_needs_both_models() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import cycle, islice
@@ -187,8 +188,9 @@ class VllmRollouts:
         self._interrupted = 0
         self._updated = False
         self._sleeps = bool(config.generator.inference_engine.enable_sleep_mode)
-        # Of the probe, with the weights of the last update; None: asked when they are needed.
-        self._probe_logprobs: Logprobs | None = None
+        # By policy, of the probe with the weights of the last update: once for all engines.
+        self._expected: dict[str | None, Logprobs] = {}
+        self._asking = threading.Lock()
 
     async def start(self) -> None:
         if self._agent is None:
@@ -221,6 +223,7 @@ class VllmRollouts:
         def make_probe(engine: Engine) -> Probe:
             return self._make_probe(engine, policy)
 
+        self._expected.clear()
         in_flight = self._config.trainer.fully_async.weight_update == "in_flight"
         interrupt = self._pool.interrupt if in_flight else self._pool.release
         async with self._gate.hold_closed(interrupt) as inside:
@@ -282,7 +285,8 @@ class VllmRollouts:
         policy.load_base()
         try:
             # Now, as the probe is compared when the engine has the GPU's memory.
-            self._probe_logprobs = policy.sequence_logprobs(self._probe)
+            for name, one in self._policies(policy).items():
+                self._trainer_logprobs(one, name)
         finally:
             end_torch_threads()
         policy.offload_base()
@@ -308,31 +312,30 @@ class VllmRollouts:
         yield from weights
         policy.free_cached_memory()
 
-    def _make_probe(self, engine: Engine, policy: Policy) -> Probe:
-        names = self._config.policies
-        if not names:
-            return self._make_policy_probe(engine, policy)
-        return PolicyProbes(
-            [self._make_policy_probe(engine, policy.with_adapter(name), name) for name in names]
-        )
+    def _policies(self, policy: Policy) -> dict[str | None, Policy]:
+        return {name: policy.with_adapter(name) for name in self._config.policies} or {None: policy}
 
-    def _make_policy_probe(
-        self, engine: Engine, policy: Policy, name: str | None = None
-    ) -> WeightProbe:
+    def _trainer_logprobs(self, policy: Policy, name: str | None) -> Logprobs:
+        with self._asking:
+            if name not in self._expected:
+                self._expected[name] = policy.sequence_logprobs(self._probe)
+            return self._expected[name]
+
+    def _make_probe(self, engine: Engine, policy: Policy) -> Probe:
+        probes = [
+            self._make_policy_probe(engine, one, name)
+            for name, one in self._policies(policy).items()
+        ]
+        return PolicyProbes(probes) if self._config.policies else probes[0]
+
+    def _make_policy_probe(self, engine: Engine, policy: Policy, name: str | None) -> WeightProbe:
         chosen = self._config.generator.inference_engine.model_dtype
         dtype = policy.dtype if chosen == "auto" else getattr(torch, chosen)
-
         tolerance = self._config.trainer.sync_tolerance
-
-        def trainer_logprobs(probe: list[list[int]]) -> Logprobs:
-            if self._probe_logprobs is not None:
-                return self._probe_logprobs
-            return policy.sequence_logprobs(probe)
-
         return WeightProbe(
             engine,
             probe=self._probe,
-            trainer_logprobs=trainer_logprobs,
+            trainer_logprobs=lambda _: self._trainer_logprobs(policy, name),
             replayed_logprobs=policy.sequence_logprobs if policy.router_replay else None,
             dtype=dtype,
             limits=ProbeLimits(maximum=tolerance) if tolerance else None,

@@ -107,7 +107,8 @@ def plot(measured: dict[str, dict[int, Measured]], path: Path) -> None:
         for phase in next(iter(cases.values())).seconds:
             axes.loglog(list(cases), [m.seconds[phase] for m in cases.values()], ".-", label=phase)
         axes.set_xlabel(NAMES.get(direction, direction))
-        axes.set_xticks(list(cases), [f"{size:,}" for size in cases], fontsize=7)
+        labels = axes.set_xticks(list(cases), [f"{size:,}" for size in cases], fontsize=7)
+        labels[-1].label1.set_horizontalalignment("left")  # the last two may be close
         axes.minorticks_off()
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("seconds")

@@ -162,27 +162,6 @@ def test_costs_are_found_from_the_times_of_two_shapes(segment: float, same_kerne
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_passes_of_larger_models_are_measured_on_fewer_tokens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = tiny_model().base_model
-    prepare_for_trees(model)
-    weights = sum(weight.numel() for weight in model.parameters())
-    measured: list[int] = []
-    real = row_layout.last_hidden_states
-
-    def watched(backbone: Any, micro: Any, device: Any) -> torch.Tensor:
-        measured.append(micro.input_ids.numel())
-        return real(backbone, micro, device)
-
-    monkeypatch.setattr(row_layout, "last_hidden_states", watched)
-    for products, wanted in ((1000 * weights, 64), (40 * weights, 40), (weights, 32)):
-        monkeypatch.setitem(row_layout.MEASURED_PRODUCTS, "cpu", products)
-        measured.clear()
-        costs = measured_costs(model, CPU, most_tokens=64, autocast=contextlib.nullcontext)
-        assert costs is not None and set(measured) == {wanted}
-
-
 @pytest.mark.parametrize("trained", [True, False])
 def test_bfloat16_measures_both_layouts(trained: bool) -> None:
     model = tiny_model().requires_grad_(trained)  # False: a reference

@@ -34,8 +34,6 @@ log = logging.getLogger(__name__)
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 
 MEASURED_TOKENS = {"cpu": 1024, "cuda": 4096}
-# Tokens times weights of a measured pass: one or two seconds on two cores, of about twenty passes.
-MEASURED_PRODUCTS = {"cpu": 50_000_000_000}
 SHORT_SEQUENCE = 128  # tokens
 SHORT_SEGMENT, FORKED_SAMPLES = 16, 4  # nodes, and trees, of the shape with forks
 REPEATS = 3
@@ -166,9 +164,6 @@ def measured_costs(
         clock = time.process_time if device.type == "cpu" else time.perf_counter
     positions = getattr(backbone.config, "max_position_embeddings", None) or most_tokens
     total = min(MEASURED_TOKENS.get(device.type, 1024), most_tokens, positions)
-    if device.type in MEASURED_PRODUCTS:
-        weights = sum(weight.numel() for weight in backbone.parameters())
-        total = min(total, max(MEASURED_PRODUCTS[device.type] // weights, 2 * SHORT_SEGMENT))
     short = min(SHORT_SEQUENCE, total // 2)
     if short < 1:
         return None

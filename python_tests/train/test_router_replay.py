@@ -302,12 +302,14 @@ def test_logprobs_of_sequences_at_given_routes() -> None:
         for tokens in sequences
     ]
     alone = [policy.sequence_logprobs([tokens])[0] for tokens in sequences]
+    together = policy.sequence_logprobs(sequences)
+    for (values, deviation), wanted in zip(together, alone, strict=True):
+        assert values == pytest.approx(wanted[0], abs=1e-5)
+        assert deviation == pytest.approx(wanted[1], rel=1e-5)
+    assert policy.sequence_logprobs(sequences, recorded) == together
     # The last token predicts nothing.
-    for routes in (None, recorded, [of_row[:-1] for of_row in recorded]):
-        together = policy.sequence_logprobs(sequences, routes)
-        for (values, deviation), wanted in zip(together, alone, strict=True):
-            assert values == pytest.approx(wanted[0], abs=1e-5)
-            assert deviation == pytest.approx(wanted[1], rel=1e-5)
+    shorter = [of_row[:-1] for of_row in recorded]
+    assert policy.sequence_logprobs(sequences, shorter) == together
     moved = policy.sequence_logprobs(sequences, [(of + 1) % NUM_EXPERTS for of in recorded])
     for (values, _), (free, _) in zip(moved, alone, strict=True):
         assert max(abs(a - b) for a, b in zip(values, free, strict=True)) > 0.05

@@ -152,7 +152,8 @@ def test_prepared_model_is_unchanged_without_trees(tmp_path: Any) -> None:
     for options in ({}, {"attention_mask": mask}):
         wanted = plain(input_ids=ids, **options).logits
         assert torch.equal(model(input_ids=ids, **options).logits, wanted)
-    assert policy.sequence_logprobs([[1, 2]]) == Policy(plain).sequence_logprobs([[1, 2]])
+    probe = [[1, 2, 3]]
+    assert policy.sequence_logprobs(probe) == Policy(plain).sequence_logprobs(probe)
     model.save_pretrained(tmp_path)
     assert "skyrl_fast" not in (tmp_path / "config.json").read_text()
 

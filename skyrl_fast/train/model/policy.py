@@ -296,8 +296,8 @@ class Policy:
             return torch.cat((logprobs, logits.std(-1).mean()[None]))
 
         with torch.no_grad():
-            found = with_full_params(self.model, values)
-        return [(logprobs, deviation) for *logprobs, deviation in map(torch.Tensor.tolist, found)]
+            results = with_full_params(self.model, values)
+        return [(logprobs, deviation) for *logprobs, deviation in map(torch.Tensor.tolist, results)]
 
     def trained_parameters(self) -> list[tuple[str, torch.Tensor]]:
         trained = trained_parameters(self.model)

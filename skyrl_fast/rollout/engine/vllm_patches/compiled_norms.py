@@ -21,7 +21,7 @@ def use_compiled_norms() -> None:
         (ir.ops.rms_norm, _rms_norm, _supports, False),
         (ir.ops.fused_add_rms_norm, _fused_add_rms_norm, _supports_sum, True),
     ):
-        if _PROVIDER not in op.impls and hasattr(torch.ops._C, op.name):
+        if hasattr(torch.ops._C, op.name):
             # Not by `register_impl`, which warns of what comes after the start.
             op.impls[_PROVIDER] = IrOpImpl(op, _PROVIDER, compute, True, supports, is_inplace)
             op.set_default([_PROVIDER, *op.get_priority()])

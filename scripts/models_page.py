@@ -28,7 +28,7 @@ from unittest.mock import patch
 import torch
 
 from python_tests.helpers._vision_language import FAMILIES, language_model_of
-from scripts.tiny_models import tiny_model
+from scripts.tiny_models import BUDGET, agent_rows, tiny_model
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.train.model import packed_rows
 from skyrl_fast.train.model.micro_batch import plan_micro_batches, response_positions
@@ -45,7 +45,6 @@ PADDED = "padded"
 # are float32 in a float64 model; float32 throughout is allowed what it rounds.
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
 SECONDS = 240  # for a type
-BUDGET = 120  # tokens of a pass
 CPU = torch.device("cpu")
 HEAD = """# Models
 
@@ -91,38 +90,6 @@ def model_types() -> list[str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *FAMILIES})
-
-
-def agent_rows(seed: int = 0) -> StepBatch:
-    """Return steps of two groups of agents: some contexts only grow, some lose their thoughts.
-
-    Rows are longer than every window and chunk of the tiny models.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def words(count: int) -> list[int]:  # not the ids of images, nor those that end a sequence
-        return torch.randint(40, 240, (count,), generator=generator).tolist()
-
-    output: dict[str, list[Any]] = {
-        name: [] for name in ("prompt_token_ids", "response_ids", "trajectory_ids")
-    }
-    for group in range(2):
-        prompt = words(7)
-        for sample in range(2):
-            history = prompt
-            for turn in range(3):
-                answer = words(4 + turn)
-                output["prompt_token_ids"].append(history)
-                output["response_ids"].append(answer)
-                output["trajectory_ids"].append((f"p{group}", sample))
-                history = history + (answer if sample else answer[2:]) + words(2)
-    ids, answers = output["trajectory_ids"], output["response_ids"]
-    output["loss_masks"] = [[1] * len(answer) for answer in answers]
-    output["rollout_logprobs"] = [[-1.0] * len(answer) for answer in answers]
-    output["rewards"] = [float(n % 2) for n in range(len(ids))]
-    output["is_last_step"] = [a != b for a, b in zip(ids, [*ids[1:], None], strict=True)]
-    batch = StepBatch.from_generator_output(output, step_wise=True)
-    return batch.with_(advantages=torch.randn(batch.loss_mask.shape[0], generator=generator))
 
 
 def merged_rows() -> StepBatch:

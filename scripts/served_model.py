@@ -22,8 +22,7 @@ import vllm.v1.worker.cpu_worker  # noqa: F401
 
 from bench._tokenizer import byte_level_tokenizer
 from python_tests.helpers._weights import update_engine
-from scripts.models_page import BUDGET, agent_rows
-from scripts.tiny_models import tiny_model
+from scripts.tiny_models import BUDGET, agent_rows, tiny_model
 from skyrl_fast.config import InferenceEngineConfig
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from python_tests.helpers._vision_language import FAMILIES, vision_language_config
+from skyrl_fast.batch import StepBatch
 
 NUM_LAYERS = 4
+BUDGET = 120  # tokens of a pass of `agent_rows`
 DEVIATION = 0.2  # of the weights: the usual 0.02 would hide faults
 # Settings of the same meaning. Heads are of the smallest size that vLLM has on a CPU.
 SIZES: dict[int, str] = {
@@ -168,3 +170,35 @@ def tiny_model(kind: str, changes: Mapping[str, Any] | None = None) -> Any:
         else:  # so that a bias or a factor that is left out shows
             parameter.data.add_(0.1 * torch.randn_like(parameter))
     return model.eval()
+
+
+def agent_rows(seed: int = 0) -> StepBatch:
+    """Return steps of two groups of agents: some contexts only grow, some lose their thoughts.
+
+    Rows are longer than every window and chunk of the tiny models.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def words(count: int) -> list[int]:  # not the ids of images, nor those that end a sequence
+        return torch.randint(40, 240, (count,), generator=generator).tolist()
+
+    output: dict[str, list[Any]] = {
+        name: [] for name in ("prompt_token_ids", "response_ids", "trajectory_ids")
+    }
+    for group in range(2):
+        prompt = words(7)
+        for sample in range(2):
+            history = prompt
+            for turn in range(3):
+                answer = words(4 + turn)
+                output["prompt_token_ids"].append(history)
+                output["response_ids"].append(answer)
+                output["trajectory_ids"].append((f"p{group}", sample))
+                history = history + (answer if sample else answer[2:]) + words(2)
+    ids, answers = output["trajectory_ids"], output["response_ids"]
+    output["loss_masks"] = [[1] * len(answer) for answer in answers]
+    output["rollout_logprobs"] = [[-1.0] * len(answer) for answer in answers]
+    output["rewards"] = [float(n % 2) for n in range(len(ids))]
+    output["is_last_step"] = [a != b for a, b in zip(ids, [*ids[1:], None], strict=True)]
+    batch = StepBatch.from_generator_output(output, step_wise=True)
+    return batch.with_(advantages=torch.randn(batch.loss_mask.shape[0], generator=generator))

@@ -47,8 +47,14 @@ from skyrl_fast.integrations.skyrl.outputs import (
     merge_stepwise_output,
     validate_generator_output,
 )
-from skyrl_fast.integrations.skyrl.ray_workers import autoinstall, calls_of_workers, runtime_env
-from skyrl_fast.integrations.skyrl.switch import SkyRLFastWarning, install, report, uninstall
+from skyrl_fast.integrations.skyrl.ray_workers import calls_of_workers, runtime_env
+from skyrl_fast.integrations.skyrl.switch import (
+    SkyRLFastWarning,
+    autoinstall,
+    install,
+    report,
+    uninstall,
+)
 from skyrl_fast.integrations.skyrl.trainer_steps import (
     convert_to_training_input,
     normalize_advantages,

@@ -9,22 +9,18 @@ way, pass `runtime_env()` to it.
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from skyrl_fast.config.loading import environment_setting
 from skyrl_fast.integrations.calls import Counts
 from skyrl_fast.integrations.skyrl import worker_calls
-from skyrl_fast.integrations.skyrl.replacement import ORIGINALS
 
 logger = logging.getLogger(__name__)
 VARIABLE = "SKYRL_FAST_AUTOINSTALL"
 HOOK = "worker_process_setup_hook"
 AUTOINSTALL = "skyrl_fast.integrations.skyrl.autoinstall"
 NEXT_HOOK = "SKYRL_FAST_NEXT_SETUP_HOOK"  # the user's setup hook, run after ours
-OFF = ("", "0", "off", "false")
 
 _ray_init: Callable[..., Any] | None = None
 _ray_shutdown: Callable[..., Any] | None = None
@@ -66,35 +62,6 @@ def runtime_env(
 
 def _setting(mode: str, rules: tuple[str, ...] | None) -> str:
     return mode if rules is None or mode == "compat" else f"{mode}:{','.join(rules)}"
-
-
-def autoinstall() -> None:
-    """Install on import as set by the variable SKYRL_FAST_AUTOINSTALL; this is Ray's setup hook.
-
-    "1" or "compat", "fixed", or "fixed:" with comma-separated rules; unset, empty or "0" does
-    nothing. An error is logged, and the worker continues with SkyRL's own functions.
-    """
-    setting = environment_setting(VARIABLE)
-    if setting not in OFF:
-        try:
-            _install(setting)
-        except Exception:  # a wrong setting must not end the worker
-            logger.exception("%s=%s: nothing was installed in this process", VARIABLE, setting)
-    following = environment_setting(NEXT_HOOK)
-    if following:
-        module, _, name = following.rpartition(".")
-        getattr(importlib.import_module(module), name)()
-
-
-def _install(setting: str) -> None:
-    from skyrl_fast.integrations.skyrl.switch import install_on_import
-
-    mode, _, names = setting.partition(":")
-    if mode == "1":
-        mode = "compat"
-    rules = tuple(names.split(",")) if names else None
-    install_on_import(mode, rules=rules)
-    worker_calls.start_publishing(lambda: ORIGINALS.counts)
 
 
 def add_hook(mode: str, rules: tuple[str, ...]) -> None:

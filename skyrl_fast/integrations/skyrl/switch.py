@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import platform
 import sys
 import warnings
@@ -18,8 +19,10 @@ from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
+from skyrl_fast.config.loading import environment_setting
 from skyrl_fast.integrations.calls import Counts, Report, Row, print_at_exit, summary
 from skyrl_fast.integrations.on_import import ImportWatch
+from skyrl_fast.integrations.skyrl import ray_workers, worker_calls
 from skyrl_fast.integrations.skyrl import rules as fixed_rules
 from skyrl_fast.integrations.skyrl.names import (
     BY_NAME,
@@ -38,16 +41,17 @@ from skyrl_fast.integrations.skyrl.replacement import (
     target_fingerprint,
     version_label,
 )
-from skyrl_fast.integrations.skyrl.worker_calls import add_calls
 from skyrl_fast.integrations.source import strip_decorators
 from skyrl_fast.system.printable import printable
 
+logger = logging.getLogger(__name__)
 OURS, HOST = "skyrl_fast", "SkyRL"
 MODES = ("compat", "fixed")
 PACKAGE = "skyrl"
 REGISTRIES = ("AdvantageEstimatorRegistry", "PolicyLossRegistry")
 # Loaded by `install`, so that what they bind is replaced: SkyRL's trainer and its generator.
 ENTRY_MODULES = (TRAINER, GYM_GENERATOR)
+OFF = ("", "0", "off", "false")  # values of the variable
 UNKNOWN_SOURCE = "source differs from every version this replacement was tested against"
 
 _installed: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # original, replacement
@@ -109,23 +113,19 @@ def _exit_line() -> str:
     """Return the calls of this process and its Ray workers; "" where nothing is installed."""
     if not _report.mode:
         return ""
-    from skyrl_fast.integrations.skyrl import ray_workers
-
     workers, counts = ray_workers.calls_of_workers()
     for name, one in ORIGINALS.counts.items():
-        add_calls(counts, name, one)
+        worker_calls.add_calls(counts, name, one)
     replaced = {name: counts.get(name, Counts()) for name in _report.names("replaced")}
     where = f" ({workers} Ray workers included)" if workers else ""
     return summary(f"{_report.host}{where}", replaced)
 
 
 def _set_ray_workers(wanted: bool, mode: str, rules: tuple[str, ...]) -> None:
-    from skyrl_fast.integrations.skyrl import ray_workers as workers
-
     if not wanted:
-        workers.remove_hook()
-    elif not workers.has_hook():
-        workers.add_hook(mode, rules)
+        ray_workers.remove_hook()
+    elif not ray_workers.has_hook():
+        ray_workers.add_hook(mode, rules)
 
 
 def install_on_import(mode: str = "compat", *, rules: Iterable[str] | None = None) -> None:
@@ -153,6 +153,35 @@ def install_on_import(mode: str = "compat", *, rules: Iterable[str] | None = Non
     _watch.start()
 
 
+def autoinstall() -> None:
+    """Install on import as set by the variable SKYRL_FAST_AUTOINSTALL; this is Ray's setup hook.
+
+    "1" or "compat", "fixed", or "fixed:" with comma-separated rules; unset, empty or "0" does
+    nothing. An error is logged, and the worker continues with SkyRL's own functions.
+    """
+    setting = environment_setting(ray_workers.VARIABLE)
+    if setting not in OFF:
+        try:
+            _install(setting)
+        except Exception:  # a wrong setting must not end the worker
+            logger.exception(
+                "%s=%s: nothing was installed in this process", ray_workers.VARIABLE, setting
+            )
+    following = environment_setting(ray_workers.NEXT_HOOK)
+    if following:
+        module, _, name = following.rpartition(".")
+        getattr(importlib.import_module(module), name)()
+
+
+def _install(setting: str) -> None:
+    mode, _, names = setting.partition(":")
+    if mode == "1":
+        mode = "compat"
+    rules = tuple(names.split(",")) if names else None
+    install_on_import(mode, rules=rules)
+    worker_calls.start_publishing(lambda: ORIGINALS.counts)
+
+
 def _targets(rules: tuple[str, ...]) -> tuple[Target, ...]:
     targets = list(TARGETS)
     for rule in fixed_rules.RULES:
@@ -175,9 +204,7 @@ def uninstall() -> None:
     _held.clear()
     ORIGINALS.forget()
     _report = Report(HOST)
-    workers = sys.modules.get("skyrl_fast.integrations.skyrl.ray_workers")
-    if workers is not None:
-        workers.remove_hook()
+    ray_workers.remove_hook()
 
 
 def report() -> Report:

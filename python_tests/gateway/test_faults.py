@@ -16,8 +16,11 @@ from skyrl_fast.config import SamplingParams
 from skyrl_fast.gateway import server
 from skyrl_fast.gateway import session as session_module
 from skyrl_fast.gateway.agent import GatewayAgent
+from skyrl_fast.gateway.messages import ApiError, Outcome
 from skyrl_fast.gateway.prompt_ids import PromptIds
+from skyrl_fast.gateway.rewards import Rewards
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError
+from skyrl_fast.rollout.trajectory import Step
 
 httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
@@ -153,7 +156,7 @@ def test_a_stream_shows_signs_of_life_and_ends_with_the_answer_or_an_error(
     assert lines[-2:] == ["data: [DONE]", ""]
     chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     texts = [chunk["choices"][0]["delta"].get("content") for chunk in chunks]
-    assert texts == ["", "one", " two", None]
+    assert texts == ["", "one two", None]
     assert out.only.failure is None
 
 
@@ -161,10 +164,10 @@ def test_a_stream_shows_signs_of_life_and_ends_with_the_answer_or_an_error(
 def test_an_answer_that_is_broken_off_is_trained_only_if_it_is_delivered_after_all(
     comes_back: bool, tiny_tokenizer: Any
 ) -> None:
-    words = 30_000  # more bytes of events than sockets hold
+    words = 80_000  # with log-probabilities more bytes than sockets hold
 
     async def agent(task: Any) -> float:
-        body = {"model": MODEL, "messages": [USER], "stream": True}
+        body = {"model": MODEL, "messages": [USER], "stream": True, "logprobs": True}
         async with (
             client_of(task) as client,
             client.stream("POST", "/chat/completions", json=body) as answer,
@@ -336,6 +339,34 @@ def test_a_dead_engine_ends_the_rollout(tiny_tokenizer: Any) -> None:
         played(agent, tiny_tokenizer, answer=lambda call, n: EngineDeadError("gone"))
 
 
+def test_a_dead_engine_is_named_where_another_call_ends_with_it(tiny_tokenizer: Any) -> None:
+    both = asyncio.Event()
+
+    async def agent(task: Any) -> float:
+        prompts = [[USER], [{"role": "user", "content": "other"}]]
+        calls = (task.async_openai.with_options(max_retries=0).chat.completions.create(
+            model=MODEL, messages=messages
+        ) for messages in prompts)  # fmt: skip
+        await asyncio.gather(*calls, return_exceptions=True)
+        await asyncio.sleep(600)
+        return 1.0
+
+    async def wait() -> None:
+        waiting.append(1)
+        if len(waiting) == 2:
+            both.set()
+        await both.wait()
+
+    waiting: list[int] = []
+    answers = [EngineDeadError("gone"), says(tiny_tokenizer, "a")]
+
+    def answer(call: Any, n: int) -> Any:
+        return answers.pop(0)
+
+    with pytest.raises(EngineDeadError, match="gone"):
+        played(with_waits(agent, wait), tiny_tokenizer, answer=answer)
+
+
 @pytest.mark.parametrize("blocking", [False, True])
 def test_an_agent_at_its_deadline_keeps_its_steps(blocking: bool, tiny_tokenizer: Any) -> None:
     loops: list[Any] = []
@@ -352,7 +383,9 @@ def test_an_agent_at_its_deadline_keeps_its_steps(blocking: bool, tiny_tokenizer
         loop.call_soon_threadsafe(lambda: None)
 
     async def waits(task: Any) -> float:
-        await chat(task, [USER])
+        answer = await chat(task, [USER])
+        async with client_of(task) as client:
+            await client.post("/rewards", json={"reward": 0.75, "id": answer.id})
         pass_the_deadline()
         await asyncio.sleep(600)
         return 1.0
@@ -368,7 +401,8 @@ def test_an_agent_at_its_deadline_keeps_its_steps(blocking: bool, tiny_tokenizer
     ended.set()
     t = out.only
     assert (t.stop_reason, t.failure, len(t.steps)) == ("timeout", None, 1)
-    assert (t.steps[0].stop_reason, t.steps[0].reward) == ("timeout", 0.0)
+    posted = 0.0 if blocking else 0.75
+    assert (t.steps[0].stop_reason, t.steps[0].reward) == ("timeout", posted)
     assert t.env_metrics["calls"] == 1
 
 
@@ -395,6 +429,135 @@ def test_a_retry_with_its_keys_in_another_order_is_the_same_call(
     out = played(with_waits(agent, wait), tiny_tokenizer)
     assert len(out.engine.calls) == calls
     assert out.only.env_metrics["repeated_calls"] == 2 - calls
+
+
+def waits_of(seconds: list[float]) -> Any:
+    """Return a wait before each answer of an engine, the last one before all later ones."""
+    left = [*seconds]
+
+    async def wait() -> None:
+        await asyncio.sleep(left.pop(0) if len(left) > 1 else left[0])
+
+    return wait
+
+
+@pytest.mark.spec("gateway.retries")
+def test_equal_requests_at_once_are_two_calls_also_where_one_is_tried_again(
+    tiny_tokenizer: Any,
+) -> None:
+    async def agent(task: Any) -> float:
+        async def ask(timeout: float) -> str:
+            client = task.async_openai.with_options(timeout=timeout, max_retries=3)
+            return (await client.chat.completions.create(model=MODEL, messages=[USER])).id
+
+        impatient = asyncio.create_task(ask(0.5))
+        await asyncio.sleep(0.1)
+        assert await ask(20.0) != await impatient
+        return 1.0
+
+    out = played(with_waits(agent, waits_of([1.0, 2.0])), tiny_tokenizer)
+    assert [s.text for s in out.only.steps] == ["a0", "a1"]
+    assert out.only.env_metrics["undelivered_calls"] == 0
+
+
+@pytest.mark.spec("gateway.lost-clients")
+def test_a_client_that_comes_back_is_waited_for_anew(
+    tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "RETRY_SECONDS", 1.5)
+
+    async def agent(task: Any) -> float:
+        async with client_of(task) as client:
+            for timeout in (0.3, 1.5, 20.0):  # the second one ends after the first one's limit
+                with contextlib.suppress(httpx.ReadTimeout):
+                    await client.post("/chat/completions", content=BODY, timeout=timeout)
+        return 1.0
+
+    out = played(with_waits(agent, waits_of([3.0])), tiny_tokenizer)
+    assert (len(out.engine.calls), out.only.env_metrics["repeated_calls"]) == (1, 2)
+
+
+def test_a_call_that_was_given_up_does_not_overlap_the_next_one(tiny_tokenizer: Any) -> None:
+    async def agent(task: Any) -> float:
+        async with client_of(task) as client:
+            with contextlib.suppress(httpx.ReadTimeout):
+                await client.post("/chat/completions", content=BODY, timeout=0.3)
+        await chat(task, [{"role": "user", "content": "other"}])
+        return 1.0
+
+    out = played(
+        with_waits(agent, waits_of([600.0, 0.0])), tiny_tokenizer, one_line=True, max_retries=0
+    )
+    assert (out.only.failure, len(out.only.steps)) == (None, 1)
+
+
+@pytest.mark.parametrize(("model", "reason"), [("titles", "stop"), (MODEL, "length")])
+def test_the_refused_call_of_another_model_is_not_the_trajectorys_end(
+    model: str, reason: str, tiny_tokenizer: Any
+) -> None:
+    async def agent(task: Any) -> float:
+        await chat(task, [USER])
+        long = [{"role": "user", "content": "x" * 5_000}]
+        with pytest.raises(openai.BadRequestError, match="prompt is too long"):
+            await task.async_openai.chat.completions.create(model=model, messages=long)
+        return 1.0
+
+    out = played(agent, tiny_tokenizer, untrained_models=("titles",))
+    assert [(s.stop_reason, s.reward) for s in out.only.steps] == [(reason, 1.0)]
+
+
+WITHOUT_TOOLS = (
+    "{% for m in messages if m.role != 'tool' %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXT_OR_CALLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content %}{{ m.content }}{% else %}"
+    "{{ m.tool_calls | tojson }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "texts", "refused"),
+    [(WITHOUT_TOOLS, ["x", "x"], [True, True]), (TEXT_OR_CALLS, ["", "x"], [False, True])],
+)
+def test_a_prompt_that_lacks_a_message_is_refused_after_others_too(
+    template: str, texts: list[str], refused: list[bool], tiny_tokenizer: Any
+) -> None:
+    called = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    result = {"role": "tool", "tool_call_id": "c", "content": "a door"}
+    seen: list[bool] = []
+
+    async def agent(task: Any) -> float:
+        for text in texts:
+            answer = {"role": "assistant", "content": text, "tool_calls": [called]}
+            try:
+                await chat(task, [USER, answer, result])
+                seen.append(False)
+            except openai.BadRequestError as error:
+                assert "the chat template leaves out" in str(error)
+                seen.append(True)
+        await chat(task, [USER])
+        return 1.0
+
+    played(agent, tiny_tokenizer, chat_template=template)
+    assert seen == refused
+
+
+def test_rewards_of_answers_that_are_withdrawn() -> None:
+    rewards, (first, second) = (
+        Rewards(),
+        [Step([1], [2], [1], [-1.0], 0.0, "stop", 0, "", "", 0.0, 0.0) for _ in range(2)],
+    )
+    rewards.add_answer("a", [first], "plan")
+    rewards.add_answer("b", [second], "plan")
+    assert rewards.withdraw("b", [second])
+    with pytest.raises(ApiError, match="no trained answer of this trajectory has this id"):
+        rewards.add(1.0, call="b")
+    rewards.add(0.5, span="plan")
+    assert not rewards.withdraw("a", [first])  # its reward would be lost
+    rewards.apply(Outcome(), first)
+    assert (first.reward, second.reward) == (0.5, 0.0)
 
 
 ENCODINGS = [

@@ -176,6 +176,20 @@ def test_a_recording_is_continued(tmp_path: Path, tiny_tokenizer: Any) -> None:
         served(tmp_path, tiny_tokenizer, use)
 
 
+def test_sessions_without_a_group_get_one_of_their_own(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """Also after a restart, which knows only the stored ones, and beside groups of such names."""
+
+    async def use(client: Client) -> list[str]:
+        opened = [await client.open(uid="session-2"), *[await client.open() for _ in range(3)]]
+        await client.chat(opened[-1], [USER])
+        await client.end(opened[-1], reward=1.0)
+        return [one["uid"] for one in opened]
+
+    first, again = (served(tmp_path, tiny_tokenizer, use) for _ in range(2))
+    assert first == ["session-2", "session-1", "session-3", "session-4"]
+    assert again == ["session-2", "session-1", "session-3", "session-5"]
+
+
 @pytest.mark.spec("gateway.session-keys")
 def test_sessions_are_opened_with_the_gateways_key(tmp_path: Path, tiny_tokenizer: Any) -> None:
     async def use(client: Client) -> None:

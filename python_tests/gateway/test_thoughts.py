@@ -136,6 +136,27 @@ def test_items_of_responses(stream: bool, by_id: bool, tiny_tokenizer: Any) -> N
 
 
 @pytest.mark.spec("gateway.thoughts")
+@pytest.mark.parametrize("call", [CALL, ""])
+def test_an_answer_of_white_space_is_no_pattern_for_one_with_text(
+    call: str, tiny_tokenizer: Any
+) -> None:
+    async def agent(task: Any) -> float:
+        messages, texts = [USER], []
+        for _ in range(2):
+            message = (await chat(task, messages, tools=[LOOK])).choices[0].message
+            texts.append(message.content or "")
+            messages += [message.model_dump(exclude_none=True), USER]
+        assert texts == ["", "I look."]
+        return 1.0
+
+    options = thinking(tiny_tokenizer)
+    answers = [f"{THOUGHTS}{call}", f"{THOUGHTS}I look.{call}"]
+    options["answer"] = lambda _, n: says(tiny_tokenizer, answers[n])
+    out = played(agent, tiny_tokenizer, **options).only
+    assert (out.failure, out.env_metrics["continued_prompts"]) == (None, 1)
+
+
+@pytest.mark.spec("gateway.thoughts")
 def test_without_a_parser_thoughts_are_text(tiny_tokenizer: Any) -> None:
     async def agent(task: Any) -> float:
         message = (await chat(task, [USER])).choices[0].message

@@ -186,7 +186,6 @@ def run(
     workers: int = 8,
     seed: int = 1,
     policy_version: int = 7,
-    on_trajectory: Callable[[Trajectory], None] | None = None,
     make_env: Any = None,
 ) -> list[Trajectory]:
     """Roll out with scripted environments and engine; `make_env`: in place of those."""
@@ -208,7 +207,6 @@ def run(
                 phase=phase,
                 policy_version=policy_version,
                 seed=seed,
-                on_trajectory=on_trajectory,
             )
         finally:
             await factory.close()

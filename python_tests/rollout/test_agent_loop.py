@@ -15,6 +15,7 @@ from fake_envs import (
     says,
 )
 
+from bench._tokenizer import byte_level_tokenizer
 from skyrl_fast.adapters.generator_output import generator_output_from_trajectories
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import SamplingParams
@@ -191,11 +192,18 @@ def test_response_contains_only_sampled_tokens_for_any_observation(tiny_tokenize
         assert len(step.loss_mask) == len(step.rollout_logprobs) == len(step.response_ids)
 
 
-def test_text_after_the_stop_string_does_not_reach_the_environment(tiny_tokenizer) -> None:
-    engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, "<a>!!", end=False, stop="<a>"))
-    (t,) = run(tiny_tokenizer, [prompt_with(turns=1)], loop_config(), engine)
-    assert t.env_metrics["last_action"] == "<a>"
-    assert t.steps[0].text == "<a>"
+@pytest.mark.parametrize(
+    ("sampled", "stop", "text"),
+    [("<a>!!", "<a>", "<a>"), ("one. two..", ".", "one. two."), ("é..", ".", "é.")],
+)
+def test_text_after_the_stop_string_does_not_reach_the_environment(
+    sampled: str, stop: str, text: str
+) -> None:
+    tokenizer = byte_level_tokenizer([(".", ".")])  # its last token may have two stop strings
+    engine = ScriptedEngine(lambda call, n: says(tokenizer, sampled, end=False, stop=stop))
+    (t,) = run(tokenizer, [prompt_with(turns=1)], loop_config(), engine)
+    assert t.env_metrics["last_action"] == text
+    assert t.steps[0].text == text
 
 
 @pytest.mark.spec("rollout.max-turns", "rollout.reason-on-last-step")

@@ -9,7 +9,7 @@ import pytest
 from fake_envs import Call, FakePrompt, ScriptedEngine, loop_config, register_fakes, says
 
 from skyrl_fast.config import EnvironmentConfig
-from skyrl_fast.rollout.activity import ACTING, GENERATING, MAKING, WAITING, ActivityBoard
+from skyrl_fast.rollout.activity import ACTING, GENERATING, MAKING, ActivityBoard
 from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.env.factory import EnvFactory
@@ -67,7 +67,6 @@ def test_oldest_returns_the_entries_longest_in_their_phase() -> None:
         board.set_phase(entry, ACTING, attempt=0, turn=0)
     assert board.oldest(["a"], 2) == [entries[2], entries[1]]
     assert board.oldest(["b"]) == []
-    assert board.counts()[ACTING] == 3 and board.counts()[WAITING] == 0
     again = board.enter("a", 0)
     board.leave(entries[0])  # an earlier run of it
     assert again in board.of("a")

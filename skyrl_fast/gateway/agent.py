@@ -83,6 +83,9 @@ class _AgentEpisode:
             raise EnvError(f"the agent's rewards: {error}") from error
 
     async def close(self) -> None:
-        if self.trajectory.failure is None and not self.trajectory.env_metrics:
-            self.trajectory.env_metrics = self.session.metrics()  # at the deadline
+        if self.trajectory.failure is None and not self.trajectory.env_metrics:  # at the deadline
+            if self.trajectory.steps:
+                self.session.finish(Outcome())  # with the rewards posted until then
+            else:
+                self.trajectory.env_metrics = self.session.metrics()
         await self.parent.gateway.end(self.key)

@@ -244,10 +244,12 @@ def _trim(text: str) -> list[str]:
     return list(dict.fromkeys(texts))
 
 
-def _spaces(text: str) -> tuple[str, str]:
+def _spaces(text: str) -> tuple[str, ...]:
     """Return the white space at both ends of a text; all of it, where it is nothing else."""
     rest = text.strip()
-    before, _, after = text.partition(rest) if rest else (text, "", "")
+    if not rest:
+        return (text,)
+    before, _, after = text.partition(rest)
     return before, after
 
 

@@ -132,7 +132,8 @@ class PromptIds:
         self._template = template
         self._lock = threading.Lock()  # long prompts are rendered in threads
         self._texts: dict[str, str] = {}  # values of messages, without control tokens
-        # The last chat, and the same as the template sees it: one value, as threads replace it.
+        # The last chat that the template wrote, and the same as the template sees it: one value, as
+        # threads replace it.
         self._last: tuple[list[Message], list[Message]] = ([], [])
         self._starts: deque[_Start] = deque(maxlen=MAX_STARTS)
         self._known: dict[str, PieceIds] = {}  # tokens of a piece
@@ -159,39 +160,29 @@ class PromptIds:
         with self._lock:
             num_answers = sum(message.get("role") == "assistant" for message in messages)
             shared = _num_shared(messages, self._last[0])
-            rendered = self._render(messages, tools, template_kwargs)
-            as_text = self._template.without_control_tokens
-            self._template.check_written(
-                rendered.text,
-                self._last[1],
-                shared,
-                tools=as_text(tools) if tools else None,
-                **as_text(template_kwargs),
-            )
+            seen = self._as_template_sees(messages)
+            rendered, options = self._render(seen, tools, template_kwargs)
+            self._template.check_written(rendered.text, seen, shared, **options)
+            self._last = (list(messages), seen)
             return self._prompt(rendered, num_answers)
 
     def _render(
         self,
-        messages: Sequence[Message],
+        seen: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
         template_kwargs: Mapping[str, Any],
-    ) -> RenderedText:
+    ) -> tuple[RenderedText, dict[str, Any]]:
+        """Return the text of messages as the template sees them, and the template's options."""
         as_text = self._template.without_control_tokens
-        parts = self._template.render_parts(
-            self._as_template_sees(messages),
-            tools=as_text(tools) if tools else None,
-            **as_text(template_kwargs),
-        )
-        return RenderedText(parts)
+        options = {"tools": as_text(tools) if tools else None, **as_text(template_kwargs)}
+        return RenderedText(self._template.render_parts(seen, **options)), options
 
     def _as_template_sees(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages as the template sees them, without control tokens."""
         last, seen = self._last
         shared = _num_shared(messages, last)
         plain = [{key: self._as_text(item) for key, item in m.items()} for m in messages[shared:]]
-        seen = [*seen[:shared], *map(self._template.prepare_message, plain)]
-        self._last = (list(messages), seen)
-        return seen
+        return [*seen[:shared], *map(self._template.prepare_message, plain)]
 
     def _as_text(self, value: Any) -> Any:
         """Return a message's value without control tokens; a text is searched for them once."""
@@ -278,13 +269,15 @@ class PromptIds:
             before + "".join(text for text, _ in pieces)
             for pieces in self._forms(prompt, token_ids)
         ]
+        next_piece = self._template.control_tokens.match
         for index, answer in enumerate(answers):
             for following in _following(answer):
                 try:
-                    form = self._render([*messages, answer, *following], **arguments)
+                    seen = self._as_template_sees([*messages, answer, *following])
+                    text = self._render(seen, **arguments)[0].text
                 except ContextError:
                     continue
-                if any(map(form.text.startswith, expected)):
+                if any(text.startswith(e) and next_piece(text, len(e)) for e in expected):
                     return index
                 break
         return None

@@ -14,13 +14,26 @@ class Rewards:
 
     def __init__(self) -> None:
         self._calls: dict[str, Step] = {}  # the first choice's step, by id of the answer
-        self._spans: dict[str, Step] = {}  # the last step of each span
+        self._spans: dict[str, list[Step]] = {}  # the steps of each span
         self._given: list[tuple[str | None, str | None, float]] = []  # id, span, reward
 
     def add_answer(self, answer_id: str, steps: list[Step], span: str | None) -> None:
         self._calls[answer_id] = steps[0]
         if span is not None:
-            self._spans[span] = steps[-1]
+            self._spans.setdefault(span, []).extend(steps)
+
+    def withdraw(self, answer_id: str, steps: list[Step]) -> bool:
+        """Forget an answer, if no reward was given to it; return whether it is forgotten."""
+        gone = {id(step) for step in steps}
+        spans = {
+            span: [step for step in of_span if id(step) not in gone]
+            for span, of_span in self._spans.items()
+        }
+        if any(call == answer_id or spans.get(span or "") == [] for call, span, _ in self._given):
+            return False
+        self._calls.pop(answer_id, None)
+        self._spans = {span: of_span for span, of_span in spans.items() if of_span}
+        return True
 
     def add(self, value: float, *, call: str | None = None, span: str | None = None) -> None:
         """Add a reward to a call, to the last step of a span, or to the trajectory.
@@ -54,5 +67,5 @@ class Rewards:
             self._given = before  # none of them, where one is wrong
             raise
         for call, span, value in self._given:
-            step = self._calls[call] if call else self._spans[span] if span else last
+            step = self._calls[call] if call else self._spans[span][-1] if span else last
             step.reward += value

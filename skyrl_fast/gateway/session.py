@@ -10,7 +10,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -68,6 +68,7 @@ class RunningCall:
         span: name of the part of the agent that called.
         trained: whether its steps are the trajectory's.
         waiting: number of clients that wait for its answer.
+        left: ends it some time after its last client has disconnected; None: none has.
     """
 
     task: asyncio.Task[tuple[Answer, list[Step]]]
@@ -77,6 +78,13 @@ class RunningCall:
     trained: bool
     waiting: int = 0
     delivered: bool = False
+    left: asyncio.TimerHandle | None = None
+
+    def meet_client(self) -> None:
+        """Keep it for a client that waits for it, or comes back."""
+        if self.left is not None:
+            self.left.cancel()
+            self.left = None
 
 
 class Session:
@@ -90,7 +98,8 @@ class Session:
         self.bodies = RequestBodies()
         self.rewards = Rewards()
         self.memory: dict[str, Any] = {}  # of the dialects, for requests that refer to earlier ones
-        self.refused: str | None = None  # the stop reason of the last call, if it was refused
+        # The stop reason of the policy's last call, if it was refused.
+        self.refused: str | None = None
         self.engine_failure: EngineError | None = None  # of the last call, if it failed
         self.engine_died = asyncio.Event()
         self.others = OtherCalls(trajectory)
@@ -100,9 +109,10 @@ class Session:
         self._choices = Choices(policy, trajectory, self._prompts, self.counts, policy_version)
         self._reading = asyncio.Lock()
         self._calls: list[RunningCall] = []
-        self._by_body: dict[tuple[str, bytes], RunningCall] = {}
+        self._by_body: dict[tuple[str, bytes], list[RunningCall]] = {}
         self._places: Counter[bytes] = Counter()  # prompts, for the seeds
         self._num_choices = 0  # of all calls
+        self._finished = False
         self._num_running = 0
         self._idle_since = time.perf_counter()
         self._idle_seconds = 0.0
@@ -114,9 +124,9 @@ class Session:
 
     async def prompt(self, call: Call) -> PromptTokens:
         """Return a call's prompt; ApiError for an unknown model, a refused or too long prompt."""
-        self._check_length(self._least_tokens(call))
+        self._check_length(call, self._least_tokens(call))
         prompt = await self._tokenize(call)
-        self._check_length(len(prompt.token_ids))
+        self._check_length(call, len(prompt.token_ids))
         return prompt
 
     def _least_tokens(self, call: Call) -> int:
@@ -128,12 +138,12 @@ class Session:
             return number
         return max(number, self._prompts.num_new_characters(call) // CHARACTERS_PER_TOKEN)
 
-    def _check_length(self, number: int) -> None:
+    def _check_length(self, call: Call, number: int) -> None:
         limit = self.policy.config.max_input_length
         assert limit is not None
         if number <= limit:
             return
-        self.refused = LENGTH
+        self._refuse(call, LENGTH)
         self.counts["too_long_prompts"] += 1
         self._warn_once(
             f"an agent's prompt of {number:,} tokens is longer than "
@@ -145,6 +155,10 @@ class Session:
             f"model's maximum context length is {limit} tokens (generator.max_input_length).",
             code="context_length_exceeded",
         )
+
+    def _refuse(self, call: Call, reason: str) -> None:
+        if call.model in self.policy.trained:
+            self.refused = reason
 
     async def count_tokens(self, call: Call) -> int:
         """Return the length of a call's prompt; of one that is too long, a length that is, too.
@@ -199,14 +213,15 @@ class Session:
             ApiError: the trajectory has had all its calls, or they must not overlap.
         """
         key = (path, xxhash.xxh3_128_digest(body))
-        known = self._by_body.get(key) or self._same_json(path, body, is_retry)
-        abandoned = known is not None and known.waiting == 0 and not known.delivered
-        if known is not None and (is_retry or abandoned) and not _has_failed(known.task):
+        same = self._by_body.setdefault(key, [])
+        known = _find_repeated(same, is_retry) or self._same_json(path, body, is_retry)
+        if known is not None:
             self.counts["repeated_calls"] += 1
+            known.meet_client()
             return known
         limit = self.policy.config.max_turns
         if self._num_choices + call.num_choices > limit:
-            self.refused = MAX_TURNS
+            self._refuse(call, MAX_TURNS)
             text = f"the trajectory has had its {limit} calls (generator.max_turns)"
             raise ApiError(400, text, code="max_turns")
         trained = call.model in self.policy.trained
@@ -217,7 +232,8 @@ class Session:
                 "per turn or token (trainer.algorithm.advantage_estimator)",
             )
         self._warn_of_ignored(call)
-        self.refused = None
+        if trained:
+            self.refused = None
         self._num_choices += call.num_choices
         self.counts["calls"] += 1
         self.counts[f"{self._kind(call, prompt)}_prompts"] += 1
@@ -227,7 +243,7 @@ class Session:
         task = asyncio.create_task(self._sample(call, prompt))
         running = RunningCall(task, path, body, span, trained)
         running.task.add_done_callback(ignore_result)
-        self._by_body[key] = running
+        same.append(running)
         self._calls.append(running)
         return running
 
@@ -235,16 +251,20 @@ class Session:
         """Return an undelivered call whose body has the same JSON, in whatever order of keys."""
         # Some clients write their metadata in another order when they try again.
         for running in reversed(self._calls):
-            waits = running.waiting and not is_retry
-            if waits or running.delivered or running.path != path:
+            if running.delivered or running.path != path or _has_failed(running.task):
+                continue
+            if not is_retry and running.left is None:
                 continue
             if len(running.body) == len(body) and parse_json(running.body) == parse_json(body):
                 return running
         return None
 
     def _overlaps(self, call: Call) -> bool:
-        running = any(other.trained and not other.task.done() for other in self._calls)
-        return running or call.num_choices > 1
+        running = [other for other in self._calls if other.trained and not other.task.done()]
+        for other in running:
+            if other.left is not None:  # the agent has given it up, and makes another call
+                other.task.cancel()
+        return call.num_choices > 1 or any(other.left is None for other in running)
 
     def _kind(self, call: Call, prompt: PromptTokens) -> str:
         # An answer without its thoughts, or with its calls in another form, is known by its text or
@@ -293,7 +313,8 @@ class Session:
             raise
         finally:
             self._mark_idle()
-        self.engine_failure = None
+        if not self.engine_died.is_set():
+            self.engine_failure = None
         answer = Answer(
             id=uuid.uuid4().hex,
             created=int(time.time()),
@@ -324,17 +345,14 @@ class Session:
     def waiting(self, running: RunningCall) -> Iterator[None]:
         """Count a client that waits; if the last one leaves without an answer, it may come back."""
         running.waiting += 1
+        running.meet_client()
         try:
             yield
         finally:
             running.waiting -= 1
             if running.waiting == 0 and not running.delivered and not _has_failed(running.task):
                 later = asyncio.get_running_loop().call_later
-                later(RETRY_SECONDS, self._give_up, running)
-
-    def _give_up(self, running: RunningCall) -> None:
-        if running.waiting == 0 and not running.delivered:
-            running.task.cancel()
+                running.left = later(RETRY_SECONDS, running.task.cancel)
 
     def deliver(self, running: RunningCall) -> Answer:
         """Return the answer of a call whose task is done, and record its steps."""
@@ -347,12 +365,16 @@ class Session:
         return answer
 
     def withdraw(self, running: RunningCall) -> None:
-        """Take the steps of a call back: its client was gone before it had the answer."""
-        if running.delivered and running.waiting <= 1:  # this client
-            running.delivered = False
-            _, steps = running.task.result()
-            kept = [step for step in self._trajectory.steps if all(step is not s for s in steps)]
-            self._trajectory.steps[:] = kept
+        """Take the steps of a call back: its client was gone before it had the answer.
+
+        Not where the trajectory has ended, or a reward was given to the answer.
+        """
+        if running.delivered and running.waiting <= 1 and not self._finished:  # this client
+            answer, steps = running.task.result()
+            if self.rewards.withdraw(answer.id, steps):
+                running.delivered = False
+                kept = [s for s in self._trajectory.steps if all(s is not step for step in steps)]
+                self._trajectory.steps[:] = kept
 
     # --- end
 
@@ -365,6 +387,7 @@ class Session:
                 raise ApiError(400, f"{text}, got {name}")
         self._trajectory.policy_rewards = dict(outcome.policy_rewards)
         self.rewards.apply(outcome, steps[-1])
+        self._finished = True
         if self._num_running == 0:
             self._idle_seconds += time.perf_counter() - self._idle_since
         steps[-1].env_seconds = self._idle_seconds
@@ -384,6 +407,16 @@ class Session:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+
+
+def _find_repeated(same: Sequence[RunningCall], is_retry: bool) -> RunningCall | None:
+    """Return which of the calls with a request's body it repeats.
+
+    The first one without its client; of a client that says that it tries again, else the last.
+    """
+    usable = [running for running in same if not _has_failed(running.task)]
+    left = [running for running in usable if running.left is not None]
+    return next(iter(left or (usable[-1:] if is_retry else [])), None)
 
 
 def _has_failed(task: asyncio.Task[Any]) -> bool:

@@ -81,7 +81,7 @@ class Sessions:
         self._seconds = seconds
         self._open: dict[Session, _Open] = {}
         self._repetitions: Counter[str] = Counter(recording.repetitions)
-        self._number = sum(self._repetitions.values())
+        self._number = 0  # of the last group without a name
         self._ending: set[asyncio.Task[Any]] = set()
         gateway.routes += [
             Route("/v1/sessions", self._handle_open, methods=["POST"]),
@@ -96,8 +96,10 @@ class Sessions:
 
     def open(self, *, uid: str | None = None, data_source: str | None = None) -> _Open:
         """Return a new session with its key, in the group `uid` or in a new one."""
-        self._number += 1
-        uid = f"session-{self._number}" if uid is None else uid
+        unnamed = uid is None
+        while uid is None or (unnamed and uid in self._repetitions):
+            self._number += 1
+            uid = f"session-{self._number}"
         trajectory = Trajectory(
             uid=uid,
             repetition_id=self._repetitions[uid],

@@ -126,12 +126,6 @@ class ActivityBoard:
         entries = [entry for uid in uids for entry in self.of(uid)]
         return sorted(entries, key=lambda entry: entry.since)[:number]
 
-    def counts(self) -> dict[str, int]:
-        result = dict.fromkeys((WAITING, MAKING, GENERATING, ACTING, CLOSING), 0)
-        for entry in self.running():
-            result[entry.phase] += 1
-        return result
-
     def report_slow(self, uid: str, seconds: float) -> list[Activity]:
         """Return trajectories of this group that are so long in one phase, once per phase."""
         now = self.clock()

@@ -218,9 +218,10 @@ class ChatTemplate:
         if not (part or (calls and role == "assistant")):
             return True
         # A short text may be in the prompt by chance, and calls are written in many ways: whether
-        # the template knows the role is looked up once.
-        known = _find_known_roles(self.tokenizer, _vocab_size(self.tokenizer), self._chat_template)
-        if part in text and (role in known or len(part) >= SHORTEST_PART):
+        # the template knows the kind of message is looked up once. Some write calls or text.
+        kind = (role, frozenset(key for key, value in message.items() if value))
+        known = _find_known_kinds(self.tokenizer, _vocab_size(self.tokenizer), self._chat_template)
+        if part in text and (kind in known or len(part) >= SHORTEST_PART):
             return True
         try:  # changed or left out? the text without it tells
             messages[index : index + 1] = others if role == "assistant" else []
@@ -228,7 +229,7 @@ class ChatTemplate:
         except ContextError:  # the template requires it
             writes = True
         if writes:
-            known.add(role)
+            known.add(kind)
         return writes
 
     def prepare_message(self, message: Message) -> Message:
@@ -473,7 +474,7 @@ def _control_tokens(tokenizer: Any, _size: int) -> _ControlTokens:
 
 
 @lru_cache(maxsize=8)
-def _find_known_roles(_tokenizer: Any, _size: int, _chat_template: str | None) -> set[Any]:
+def _find_known_kinds(_tokenizer: Any, _size: int, _chat_template: str | None) -> set[Any]:
     return set()
 
 

@@ -77,7 +77,6 @@ class GroupRunner:
     Args:
         env_timeout_seconds: deadline of one environment call.
         poll_seconds: between two checks by the watchdog; None: `POLL_SHARE` of the deadline.
-        on_trajectory: called with each trajectory as it ends.
         on_group: awaited with a prompt and its trajectories when all of them have ended.
 
     Raises:
@@ -92,11 +91,9 @@ class GroupRunner:
         board: ActivityBoard | None = None,
         env_timeout_seconds: float = 60.0,
         poll_seconds: float | None = None,
-        on_trajectory: Callable[[Trajectory], None] | None = None,
         on_group: OnGroup | None = None,
     ) -> None:
         check_loop_settings(config)
-        self._on_trajectory = on_trajectory
         self._on_group = on_group
         self.board = board or ActivityBoard()
         self.faults: Counter[str] = Counter()
@@ -163,14 +160,11 @@ class GroupRunner:
         async def one() -> Trajectory:
             await slot.acquire()
             try:
-                trajectory = await group.run(
+                return await group.run(
                     group.prompt, repetition_id, entry=entry, first_attempt=first_attempt
                 )
             finally:
                 slot.release()
-            if self._on_trajectory is not None:
-                self._on_trajectory(trajectory)
-            return trajectory
 
         member = _GroupMember(asyncio.create_task(one()), slot, entry, runs + 1)
         group.members[repetition_id] = member

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from skyrl_fast.config import GeneratorConfig
@@ -30,7 +30,6 @@ async def rollout(
     phase: str,
     policy_version: int,
     seed: int,
-    on_trajectory: Callable[[Trajectory], None] | None = None,
 ) -> list[Trajectory]:
     """Return every prompt's group of trajectories, ordered by prompt, then repetition.
 
@@ -43,19 +42,14 @@ async def rollout(
         tokenizer: tokenizer of transformers, with a chat template and an end-of-sequence token.
         policy_version: number of weight updates that the engine's weights have had.
         seed: seed of the run; every request's seed follows from it and from its place in the run.
-        on_trajectory: called with each trajectory as it ends, in order of completion.
 
     Raises:
         ValueError: settings that cannot work, an unknown phase, two prompts of one uid, a
             tokenizer without end token.
         EngineDeadError: the engine died.
     """
-    runner = environment_runner(
-        PolicyCalls(engine, WeightGate(policy_version), tokenizer, seed),
-        env_factory,
-        config,
-        on_trajectory=on_trajectory,
-    )
+    calls = PolicyCalls(engine, WeightGate(policy_version), tokenizer, seed)
+    runner = environment_runner(calls, env_factory, config)
     trajectories = await run_groups(runner, prompts, phase=phase, policy_version=policy_version)
     log_failures(trajectories)
     return trajectories

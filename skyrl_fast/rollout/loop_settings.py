@@ -59,7 +59,7 @@ def loop_settings(config: Config) -> GeneratorConfig:
         generator,
         max_input_length=max_input_length(config),
         context=context,
-        chat_template=_template(generator.chat_template),
+        chat_template=read_chat_template(generator.chat_template),
     )
 
 
@@ -73,7 +73,8 @@ def check_loop_settings(generator: GeneratorConfig) -> None:
         )
 
 
-def _template(text_or_file: str | None) -> str | None:
+def read_chat_template(text_or_file: str | None) -> str | None:
+    """Return the text of `generator.chat_template`; None: the tokenizer's own is used."""
     if text_or_file is not None and "{" not in text_or_file:
         return Path(text_or_file).expanduser().read_text(encoding="utf-8")
     return text_or_file

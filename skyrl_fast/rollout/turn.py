@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from skyrl_fast.config import SamplingParams
 from skyrl_fast.rollout.chat_template import ChatTemplate
 from skyrl_fast.rollout.engine.protocol import Generation
@@ -31,9 +33,15 @@ def decode_response(
     token_ids = generation.token_ids
     if template.ends_turn(token_ids, stopped=generation.stopped_at_token):
         token_ids = token_ids[:-1]
-    text = decode(template.tokenizer, token_ids, skip_special_tokens=skip_special_tokens)
-    if generation.stop_string is not None:
-        # The last token may reach beyond the stop string that it completes.
-        head, found, _ = text.rpartition(generation.stop_string)
-        text = head + found if found else text
+    read = partial(decode, template.tokenizer, skip_special_tokens=skip_special_tokens)
+    text = read(token_ids)
+    stop = generation.stop_string
+    if stop is not None:
+        # The last token may reach beyond the stop string that it completes, as far as another one;
+        # the text before it may end with a part of a character. An engine that samples several
+        # tokens at once may have gone on.
+        known = len(read(token_ids[:-1]).rstrip("\ufffd"))
+        place = text.find(stop, max(0, known - len(stop) + 1))
+        place = text.rfind(stop) if place < 0 else place
+        text = text[: place + len(stop)] if place >= 0 else text
     return text

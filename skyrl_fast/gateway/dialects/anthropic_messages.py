@@ -16,7 +16,6 @@ from skyrl_fast.gateway.dialects.dialect import (
     event,
     join_texts,
     read_form,
-    text_parts,
 )
 from skyrl_fast.gateway.dialects.openai_chat import callable_tools
 from skyrl_fast.gateway.dialects.parameters import MESSAGES, check_parameters
@@ -247,9 +246,7 @@ def _begin_block(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, 
         text = json.dumps(block["input"], ensure_ascii=False)
         return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": text}]
     kind = block["type"]
-    deltas: list[dict[str, Any]] = [
-        {"type": f"{kind}_delta", kind: part} for part in text_parts(block[kind])
-    ]
+    deltas = [{"type": f"{kind}_delta", kind: block[kind]}] if block[kind] else []
     if kind == "thinking":
         deltas.append({"type": "signature_delta", "signature": block["signature"]})
     return {**block, kind: ""}, deltas

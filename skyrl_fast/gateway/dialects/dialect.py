@@ -133,11 +133,3 @@ def json_text(value: Any) -> str:
     except UnicodeEncodeError:
         return json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text
-
-
-def text_parts(text: str) -> list[str]:
-    """Return a text in the parts in which a stream sends it: words, with the space before them."""
-    parts: list[str] = []
-    for word in text.split(" "):
-        parts.append(word if not parts else " " + word)
-    return [part for part in parts if part]

@@ -16,7 +16,6 @@ from skyrl_fast.gateway.dialects.dialect import (
     event,
     one_form,
     read_form,
-    text_parts,
 )
 from skyrl_fast.gateway.dialects.parameters import CHAT, check_parameters
 from skyrl_fast.gateway.messages import Answer, ApiError, Call, Choice, ToolCall
@@ -201,8 +200,8 @@ class OpenAIChat(OpenAIErrors):
         for index, choice in enumerate(answer.choices):
             logprobs = _logprobs(choice, tokens) if request.fields.logprobs else None
             yield chunk(index, {"role": "assistant", "content": ""}, None, None)
-            deltas = [*map(_thoughts, text_parts(choice.thoughts))]
-            deltas += [{"content": part} for part in text_parts(choice.text)]
+            deltas = [_thoughts(choice.thoughts)] if choice.thoughts else []
+            deltas += [{"content": choice.text}] if choice.text else []
             for delta in deltas:
                 yield chunk(index, delta, None, logprobs)
                 logprobs = None

@@ -15,7 +15,6 @@ from skyrl_fast.gateway.dialects.dialect import (
     event,
     join_texts,
     read_form,
-    text_parts,
 )
 from skyrl_fast.gateway.dialects.openai_chat import (
     OpenAIErrors,
@@ -153,8 +152,8 @@ class OpenAIResponses(OpenAIErrors):
                 kind = f"response.{part['type']}"
                 more: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
                 yield number_event("response.content_part.added", **place, part=empty)
-                for text in text_parts(part["text"]):
-                    yield number_event(f"{kind}.delta", **place, delta=text, **more)
+                if part["text"]:
+                    yield number_event(f"{kind}.delta", **place, delta=part["text"], **more)
                 yield number_event(f"{kind}.done", **place, text=part["text"], **more)
                 yield number_event("response.content_part.done", **place, part=part)
             else:

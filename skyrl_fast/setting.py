@@ -15,7 +15,8 @@ from skyrl_fast.errors import RunError
 from skyrl_fast.system.printable import shorten
 
 MAX_MESSAGE = 800  # characters of an error; the values of a setting may be of any length
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+TRAINED_DTYPES = ("auto", "float32", "bfloat16")  # float16 would round gradients to 0
+DTYPES = (*TRAINED_DTYPES, "float16")
 
 
 class EnvironmentValue(str):

@@ -318,6 +318,13 @@ def test_off_policy_corrections_by_skyrl_names() -> None:
             ],
             "expected null with cispo_ratio=rollout",
         ),
+        *(
+            (
+                ["off_policy_correction.tis_ratio_type=token", f"policy_loss_type={loss}"],
+                f"expected null with {loss}, whose ratio corrects already",
+            )
+            for loss in ("rollout_is", "dppo")
+        ),
         (["dppo.dppo_type=kl"], "expected one of binary_tv, binary_kl, got 'kl'"),
         (["clip_cov.clip_ratio=2"], "expected at most 1, got 2.0"),
         (["use_tis=true"], "off_policy_correction.tis_ratio_type=token"),

@@ -171,7 +171,11 @@ def test_stale_tokens_are_corrected_or_cause_a_warning(
 @pytest.mark.parametrize(
     ("overrides", "metric"),
     [
-        (["trainer.algorithm.policy_loss_type=rollout_is"], "policy/loss"),
+        (
+            ["trainer.algorithm.policy_loss_type=rollout_is",
+             "trainer.algorithm.off_policy_correction={tis_ratio_type: null}"],
+            "policy/loss",
+        ),
         (
             [
                 "trainer.algorithm.off_policy_correction={tis_ratio_type: sequence, "

@@ -633,7 +633,7 @@ def test_a_merged_model_has_the_dtypes_of_its_base(
     model.save_pretrained(base)
     add_adapter(model, lora, base=str(base))
     save_adapter(model, matrices(model), tmp_path / "adapter")
-    monkeypatch.setattr("skyrl_fast.train.model.policy.load_tokenizer", lambda _: FakeTokenizer())
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda _: FakeTokenizer())
     key = "trainer.policy.model"
     changes = [f"{key}.path={base}", f"{key}.lora.rank=3", f"{key}.lora.alpha=4"]
     config = load_config(None, [*NEEDED, *changes, f"{key}.lora.target_modules=[q_proj]"])
@@ -650,7 +650,7 @@ def test_a_run_is_exported_as_adapter_and_as_merged_model(
 ) -> None:
     outcome = train(settings(folder, "run", *RUN))
     run, out = outcome.run_path, folder / "exported"
-    monkeypatch.setattr("skyrl_fast.train.model.policy.load_tokenizer", lambda _: FakeTokenizer())
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda _: FakeTokenizer())
     # As after a resume with another base, which has written no checkpoint yet.
     changed = json.loads((run / "config.json").read_text())
     changed["trainer"]["policy"]["model"]["path"] = "another"

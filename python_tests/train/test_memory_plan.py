@@ -566,7 +566,8 @@ def test_a_model_that_reads_values_is_trained_without_a_plan(
     monkeypatch.setattr(Qwen2MLP, "forward", reads_a_value)
     monkeypatch.setattr(gpu_sharing, "find_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(gpu_sharing, "gpu_memory", lambda config, with_engine: GPU)
-    config = config_of(small, "trainer.policy.dtype=float16")  # no other test measures this
+    # No other test measures this.
+    config = config_of(small, "generator.max_input_length=333")
     assert gpu_sharing.plan_run_memory(config, None, with_engine=True) is None
     assert config.generator.inference_engine.gpu_memory_utilization == 0.5
     assert "no memory plan: the model's memory cannot be measured" in caplog.text

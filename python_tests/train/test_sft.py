@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from helpers._fakes import tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_fast.cli import main
 from skyrl_fast.config import GeneratorConfig, SamplingParams
 from skyrl_fast.train.data.demonstrations import build_demonstration, chat_of
 from skyrl_fast.train.data.prompts import prompts_from
+from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.setup.errors import SetupError
 from skyrl_fast.train.supervised import sft
@@ -172,9 +174,17 @@ def settings(folder: Path, name: str, **more: Any) -> dict[str, Any]:
 def test_an_adapter_is_trained_on_demonstrations(folder: Path) -> None:
     pytest.importorskip("peft")
     lora = {"trainer.policy.model.lora.rank": 4, "trainer.policy.optimizer_config.lr": 0.05}
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant:{% endif %}"
+    lora["generator.chat_template"] = template
     result = sft(settings(folder, "adapter", **lora))
     assert result.after > result.before  # by little: the head of this model is random and frozen
     assert (result.checkpoint / "policy/adapter_model.safetensors").is_file()
+    # With the chat template that was trained, not the base's.
+    for form in ("adapter", "model"):
+        assert main(["export", str(result.run_path), str(folder / f"to-{form}"), "--to", form]) == 0
+        assert AutoTokenizer.from_pretrained(folder / f"to-{form}").chat_template == template
+    assert AutoModelForCausalLM.from_pretrained(folder / "to-model").num_parameters() > 0
 
 
 @pytest.mark.spec("sft.run")
@@ -205,12 +215,32 @@ def test_settings_of_reinforcement_learning_change_nothing(folder: Path) -> None
         },
         "trainer.critic.model.path": "critic",
         "trainer.policy.moe_enable_routing_replay": True,
+        "trainer.fully_async.enabled": True,
+        "trainer.placement.colocate_all": False,
     }
     losses = []
     for name, more in (("plain", {}), ("agent", of_agent)):
         metrics = read_metrics(sft(settings(folder, name, **more)).metrics)
         losses.append([row["policy/loss"] for row in metrics if row["step"]])
     assert losses[0] == losses[1]
+
+
+@pytest.mark.spec("sft.run")
+def test_mini_batches_change_no_mean_over_tokens_and_need_no_other_pass(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[int] = []
+    monkeypatch.setattr(Policy, "batch_logprobs", lambda self, batch: passes.append(1))
+    rows = []
+    for size in (4, 1):
+        more = {"trainer.policy_mini_batch_size": size, "trainer.policy.optimizer_config.lr": 0.0}
+        options = settings(folder, str(size), **more, **{"trainer.epochs": 1, "data.val_data": []})
+        chats = [{"prompt": "x", "completion": text * 3} for text in ("a", "bcde", "f", "ghi")]
+        (row,) = (r for r in read_metrics(sft(options, demonstrations=chats).metrics) if r["step"])
+        rows.append(row)
+    assert not passes and "reward/zero_variance_share" not in rows[0]
+    for name in ("policy/cross_entropy", "policy/policy_entropy"):
+        assert rows[0][name] == pytest.approx(rows[1][name], rel=1e-5)
 
 
 @pytest.mark.spec("sft.run")

@@ -373,6 +373,10 @@ def test_given_agent_is_named_in_the_settings(folder: Path) -> None:
     config = settings(folder, "other")
     with pytest.raises(SetupError, match="expected one of env, reward, reward_funcs and agent"):
         skyrl_fast.train_agent(config, agent=solve, reward=len)  # type: ignore[arg-type]
+    config = settings(folder, "other", f"agent.function={__name__}:solve")
+    for given in ({"reward": len}, {"reward_funcs": short}, {"env": "m:E"}):
+        with pytest.raises(SetupError, match=r"expected no env, reward .* with the agent of the"):
+            skyrl_fast.train_agent(config, **given)
     with pytest.raises(SetupError, match="agent: expected a function of a module, got <function"):
         skyrl_fast.train_agent(config, agent=lambda task: 1.0)
 

@@ -427,17 +427,62 @@ def test_settings_that_a_checkpoint_does_not_have_are_ignored(saved: Any) -> Non
     assert find_changed_settings(saved, to_dict(Config())) == {}
 
 
-def test_what_an_adapter_began_with_does_not_change(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_checkpoint_has_does_not_change(caplog: pytest.LogCaptureFixture) -> None:
     key, rate = "trainer.policy.model.lora.target_modules", "trainer.policy.optimizer_config.lr"
     saved = to_dict(as_config({key: ["q_proj"]}))
     warn_of_changed_settings(saved, to_dict(Config()))
     warn_of_changed_settings(saved, to_dict(as_config({rate: 0.5})))
-    kept = f"adapter, which stays: {key}: ['q_proj'] -> ['all-linear']"
-    assert [record.getMessage().partition("checkpoint's ")[2] for record in caplog.records] == [
+    kept = f"checkpoint's, whose values stay: {key}: ['q_proj'] -> ['all-linear']"
+    assert [record.getMessage().partition("from the ")[2] for record in caplog.records] == [
         kept,
-        f"and apply from here on: {rate}: 1e-06 -> 0.5",
+        f"checkpoint's and apply from here on: {rate}: 1e-06 -> 0.5",
         kept,
     ]
+
+
+MODEL, ALGORITHM = "trainer.policy.model", "trainer.algorithm"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "others", "stays"),
+    [
+        (f"{MODEL}.path", "other", {}, True),
+        (f"{MODEL}.path", "other", {f"{MODEL}.lora.rank": 2}, False),
+        ("trainer.critic.model.path", "other", {}, True),
+        (f"{ALGORITHM}.kl_loss_coef", 0.5, {}, False),
+        (f"{ALGORITHM}.kl_loss_coef", 0.5, {f"{ALGORITHM}.kl_ctrl.type": "adaptive"}, True),
+    ],
+)
+def test_a_warning_says_whether_a_changed_setting_applies(
+    key: str, value: Any, others: dict[str, Any], stays: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, now = (to_dict(as_config(of)) for of in (others, {key: value, **others}))
+    warn_of_changed_settings(before, now)
+    (record,) = caplog.records
+    text = "whose values stay" if stays else "and apply from here on"
+    assert f"{text}: {key}: " in record.getMessage()
+
+
+@pytest.mark.parametrize(("kind", "coefficient"), [("fixed", 0.5), ("adaptive", 0.001)])
+def test_a_fixed_kl_coefficient_may_change(
+    kind: str, coefficient: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = fill(tmp_path, monkeypatch, num_prompts=8)
+    kl = (
+        f"{ALGORITHM}.use_kl_in_reward=true",
+        f"{ALGORITHM}.kl_ctrl.type={kind}",
+        "trainer.plot=false",
+    )
+    first = (
+        f"{ALGORITHM}.kl_loss_coef=0.001",
+        "trainer.max_training_steps=1",
+        "trainer.plot=false",
+    )
+    train(settings(folder, "run", *kl, *first))
+    more = ("trainer.max_training_steps=2", "trainer.resume_mode=latest")
+    outcome = train(settings(folder, "run", *kl, f"{ALGORITHM}.kl_loss_coef=0.5", *more))
+    rows = [row for row in read_metrics(outcome.metrics) if row["step"] == 2]
+    assert rows[-1]["loss/kl_loss_coef"] == pytest.approx(coefficient, rel=0.01)
 
 
 def test_resumed_run_warns_once(

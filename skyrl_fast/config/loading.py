@@ -16,6 +16,7 @@ from skyrl_fast.config.algorithm import (
     check_estimator,
     check_policy_loss,
     estimator_spec,
+    is_ratio_to_rollout,
     policy_loss_settings,
     policy_loss_spec,
 )
@@ -225,11 +226,11 @@ def _check_algorithm(algorithm: AlgorithmConfig) -> None:
             f"{key}.off_policy_correction: expected a policy_loss_type other than "
             f"{' and '.join(others)}, got {algorithm.policy_loss_type}"
         )
-    by_rollout = isinstance(loss, Cispo) and loss.cispo_ratio == "rollout"
-    if by_rollout and correction.tis_ratio_type is not None:
+    if is_ratio_to_rollout(algorithm) and correction.tis_ratio_type is not None:
+        which = "cispo_ratio=rollout" if isinstance(loss, Cispo) else algorithm.policy_loss_type
         raise ConfigError(
-            f"{key}.off_policy_correction.tis_ratio_type: expected null with cispo_ratio=rollout, "
-            f"whose ratio corrects already, got {correction.tis_ratio_type}"
+            f"{key}.off_policy_correction.tis_ratio_type: expected null with {which}, whose ratio "
+            f"corrects already, got {correction.tis_ratio_type}"
         )
     if correction.enabled and algorithm.old_logprobs == "rollout":
         raise ConfigError(

@@ -32,7 +32,7 @@ from skyrl_fast.ops.policy_loss.losses import (
     KlCov,
     Sapo,
 )
-from skyrl_fast.setting import DTYPES, EnvironmentValue, setting
+from skyrl_fast.setting import TRAINED_DTYPES, EnvironmentValue, setting
 from skyrl_fast.setting import ConfigError as ConfigError
 
 LOSS_REDUCTIONS = (
@@ -136,12 +136,12 @@ class PolicyConfig:
     dtype: str = setting(
         "auto",
         "dtype of the forward pass; auto: float32 on CPU, bfloat16 on GPU",
-        choices=DTYPES,
+        choices=TRAINED_DTYPES,
     )
     lm_head_dtype: str = setting(
         "auto",
         "dtype of the LM head's matrix product; auto: dtype; float32: slower, more exact logprobs",
-        choices=DTYPES,
+        choices=TRAINED_DTYPES,
     )
     moe_enable_routing_replay: bool = setting(
         False, "mixture of experts: whether to route tokens as the engine did (router replay)"

@@ -16,6 +16,7 @@ from skyrl_fast.config import (
     estimator_spec,
     merges_steps,
 )
+from skyrl_fast.ops.advantage.estimators import ADVANTAGE_ESTIMATORS
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.algorithm.advantages import compute_advantages
 from skyrl_fast.train.algorithm.anchor_states import anchor_ids
@@ -76,20 +77,22 @@ def _report(
     trajectories: Sequence[Trajectory], rows: SampledRows, rewarded: StepBatch, config: Config
 ) -> dict[str, float]:
     """Return metrics of what was sampled, and of the rewards that the rollout filters left."""
-    longest = config.generator.sampling_params.max_generate_length
+    generator, algorithm = config.generator, config.trainer.algorithm
+    spec, samples = estimator_spec(algorithm), generator.n_samples_per_prompt
+    is_own = spec.name not in ADVANTAGE_ESTIMATORS  # which may do anything
     return {
         **rollouts.trajectory_metrics(trajectories, rows.steps),
-        **rollouts.truncation_metrics(trajectories, longest),
+        **rollouts.truncation_metrics(trajectories, generator.sampling_params.max_generate_length),
         **rollouts.prefix_cache_metrics(trajectories),
         **rollouts.batch_metrics(
             rows.trained,
             num_rows_before_merge=None if rows.merged is None else rows.steps.num_rows,
         ),
-        **rewards.reward_metrics(
-            rewarded, samples_per_prompt=config.generator.n_samples_per_prompt
-        ),
+        **rewards.reward_metrics(rewarded, samples_per_prompt=samples),
         **rewards.reward_spread(
-            rewarded, tolerance=config.trainer.algorithm.zero_variance_filter_tol
+            rewarded,
+            tolerance=algorithm.zero_variance_filter_tol,
+            compares_group=samples > 1 and (spec.compares_group or is_own),
         ),
     }
 

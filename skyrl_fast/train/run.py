@@ -29,6 +29,7 @@ from skyrl_fast.gateway.agents.task import AgentTask
 from skyrl_fast.rollout.env.handler import MakeEnv
 from skyrl_fast.rollout.env.reward_env import Reward
 from skyrl_fast.rollout.env.reward_functions import RewardFunction, RewardFunctions
+from skyrl_fast.rollout.loop_settings import read_chat_template
 from skyrl_fast.train.algorithm.advantages import warn_without_baseline
 from skyrl_fast.train.callbacks import Callback
 from skyrl_fast.train.checkpoint.local import write_json
@@ -198,6 +199,11 @@ def train_agent(
     if agent is not None:
         # By name, as settings are stored, and read by other processes.
         config.agent.function = agent if isinstance(agent, str) else importable_name(agent)
+    elif config.agent.is_set and (env or reward or reward_funcs):
+        raise SetupError(
+            "train_agent: expected no env, reward or reward_funcs with the agent of the settings "
+            "(agent.function, agent.command), which plays in its own environment, got one"
+        )
     functions = reward_functions(reward_funcs, reward_weights)
     made_by = env if functions is None else functions
     make_env = with_objects(config, env=made_by, reward=reward, loss=loss, estimator=estimator)
@@ -436,9 +442,13 @@ def _components(
 ) -> tuple[Components, str]:
     """Return the components, and the model that the engine loads before it gets the weights."""
     path = model_path(config, start.checkpoint)
+    tokenizer = load_tokenizer(path)
+    # So that what is saved with the weights renders prompts as they were trained.
+    if (template := read_chat_template(config.generator.chat_template)) is not None:
+        tokenizer.chat_template = template
     components = Components(
         trained=models.trained,
-        tokenizer=load_tokenizer(path),
+        tokenizer=tokenizer,
         rollouts=None,  # type: ignore[arg-type]  # the engine starts last, after all other checks
         train_prompts=data.train,
         eval_prompts=data.evaluation,

@@ -10,6 +10,7 @@ from typing import Any
 from skyrl_fast.batch import batch_from_trajectories
 from skyrl_fast.batch.segments import segment_sums
 from skyrl_fast.config import AlgorithmConfig, Config, ConfigSource, as_config
+from skyrl_fast.config.asynchronous import FullyAsyncConfig
 from skyrl_fast.config.settings import CriticConfig
 from skyrl_fast.rollout.activity import ActivityBoard
 from skyrl_fast.rollout.chat_messages import Message, template_kwargs_of
@@ -40,7 +41,8 @@ def sft(
 
     Settings of data, model, optimizer, rows, checkpoints and loggers apply; the algorithm, the
     engine and the environment are not used. `trainer.train_batch_size` counts demonstrations. With
-    `data.val_data` the evaluation reports the mean log-probability of the answers' tokens.
+    `data.val_data` the evaluation reports the mean log-probability of a demonstration's answer
+    tokens, averaged over the demonstrations.
 
     Args:
         config: as for `train_agent`. `data.train_data` are files or data sets on the hub.
@@ -106,6 +108,8 @@ def _settings(config: Config) -> Config:
         policy=policy,
         critic=CriticConfig(),
         dump_trajectories=False,
+        fully_async=FullyAsyncConfig(),
+        placement=replace(config.trainer.placement, colocate_all=True),
     )
     return replace(config, trainer=trainer, generator=generator)
 

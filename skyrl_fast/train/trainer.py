@@ -212,8 +212,9 @@ class Trainer:
         """
         state = read_state(checkpoint)
         self._sampler.restore(state["sampler"])
-        saved = state.get("kl_coef", self._kl_coefs)
-        self._kl_coefs |= saved if isinstance(saved, dict) else {None: saved}
+        if self._config.trainer.algorithm.kl_ctrl.type == "adaptive":
+            saved = state.get("kl_coef", self._kl_coefs)
+            self._kl_coefs |= saved if isinstance(saved, dict) else {None: saved}
         self._unreported = state.get("unreported")
         self._used_up = state.get("epochs_used_up", 0)
         for name, one in self._components.trained.items():

@@ -17,8 +17,14 @@ import torch
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.segments import segment_sums
-from skyrl_fast.config import AlgorithmConfig, policy_loss_settings, policy_loss_spec
+from skyrl_fast.config import (
+    AlgorithmConfig,
+    is_ratio_to_rollout,
+    policy_loss_settings,
+    policy_loss_spec,
+)
 from skyrl_fast.ops.policy_loss.loss import policy_loss, reduction_weights
+from skyrl_fast.ops.policy_loss.losses import LossSpec
 from skyrl_fast.ops.policy_loss.reduction import SequenceScope
 from skyrl_fast.train.algorithm.off_policy import apply_off_policy_correction
 from skyrl_fast.train.model.micro_batch import (
@@ -33,13 +39,22 @@ from skyrl_fast.train.parallel.ranks import run_on_all_ranks
 from skyrl_fast.train.parallel.sharding import reduce_at_last
 
 _NO_BUDGET = 1 << 62  # tokens
+_TRAINED = "policy/trained_tokens"
 # Of a micro-batch: weighted by the mini-batch's weights, or counted.
 _SUMS = {
     *("policy/policy_loss", "policy/kl_loss", "policy/cross_entropy_loss"),
-    *("policy/policy_tokens", "policy/cross_entropy_tokens"),
+    *("policy/policy_tokens", "policy/cross_entropy_tokens", "policy/kl_tokens"),
 }
 # Metrics that are means over other tokens than those of the policy loss, and the number of these.
 _COUNTS = {"policy/cross_entropy": "policy/cross_entropy_tokens", "policy/kl": "policy/kl_tokens"}
+# Metrics of a mini-batch that are no means over its tokens.
+_OF_MINI_BATCH = {
+    *_SUMS,
+    *("policy/loss", _TRAINED, "policy/num_micro_batches"),
+    *("policy/forward_tokens", "policy/row_tokens", "policy/token_saving"),
+    *("policy/tree_group_share", "policy/rows_without_gradient"),
+    *("policy/grad_norm", "policy/lr", "policy/nonfinite_steps_skipped"),
+}
 _FORWARD_ONLY = ("expert_indices", "cu_experts", "num_kept", "kept_ids", "cu_kept")
 _RECOMPUTED = {"loss", "num_tokens"}  # of a micro-batch; recomputed here for the mini-batch
 
@@ -66,7 +81,7 @@ def update_policy(
     reference: Reference | None = None,
     seen_logprobs: torch.Tensor | None = None,
 ) -> dict[str, float]:
-    """Take `prompts / mini_batch_size * update_epochs` optimizer steps; return their mean metrics.
+    """Take `prompts / mini_batch_size * update_epochs` optimizer steps; return their metrics.
 
     Args:
         batch: rows with advantages, groups adjacent. Its `old_logprobs` are used if present.
@@ -85,17 +100,19 @@ def update_policy(
                 "trainer.algorithm.old_logprobs: rollout needs the engine's logprobs, got none"
             )
         batch = batch.with_(old_logprobs=batch.rollout_logprobs)
+    is_missing = batch.old_logprobs is None and (correct or _reads_old_logprobs(batch, algorithm))
     # With one epoch and no correction the first mini-batch needs none: its ratio is 1 by
     # definition.
-    elif batch.old_logprobs is None and (correct or update_epochs > 1):
+    for_all = correct or update_epochs > 1
+    if is_missing and for_all:
         batch = batch.with_(old_logprobs=policy.batch_logprobs(batch))
     minis = [
         apply_off_policy_correction(mini, algorithm) for mini in batch.mini_batches(mini_batch_size)
     ]
     # By the policy as it is before the first optimizer step.
-    if batch.old_logprobs is None and len(minis) > 1:
+    if is_missing and not for_all and len(minis) > 1:
         minis[1:] = _with_old_logprobs(policy, batch, mini_batch_size)
-    steps = []
+    steps, corrections, num_tokens = [], [], []
     for epoch in range(update_epochs):
         start = 0  # the mini-batch's first response token
         for mini, metrics in minis:
@@ -107,9 +124,23 @@ def update_policy(
                 if algorithm.old_logprobs != "rollout":
                     seen = _take_old_logprobs(mini, seen)
             step = _optimizer_step(policy, optimizer, mini, algorithm, max_seq_len, seen)
-            steps.append(metrics | step)
+            steps.append(step)
+            corrections.append(metrics)
+            num_tokens.append(int((mini.loss_mask != 0).sum()))
             start += mini.loss_mask.shape[0]
-    return _mean_metrics(steps)
+    trained_tokens = [step[_TRAINED] for step in steps]
+    return {
+        **_mean_metrics(corrections, num_tokens),  # also of rows that need no forward pass
+        **_mean_metrics(steps, trained_tokens),
+        "policy/optimizer_steps": float(len(steps)),
+    }
+
+
+def _reads_old_logprobs(batch: StepBatch, algorithm: AlgorithmConfig) -> bool:
+    spec = policy_loss_spec(algorithm)
+    if isinstance(spec, LossSpec) and spec.ratio_to == "nothing":
+        return False
+    return batch.rollout_logprobs is None or not is_ratio_to_rollout(algorithm)
 
 
 def _with_old_logprobs(
@@ -394,7 +425,7 @@ def _micro_step(
 
 def _token_mean_metrics(results: list[_MicroBatchResult]) -> dict[str, float]:
     """Return means weighted by trained tokens; sums, maxima and minima by the metric's name."""
-    means = {"policy/trained_tokens": float(sum(result.policy_tokens for result in results))}
+    means = {_TRAINED: float(sum(result.policy_tokens for result in results))}
     for name in dict.fromkeys(name for result in results for name in result.metrics):
         counted = _COUNTS.get(name)
         having = [
@@ -410,22 +441,30 @@ def _token_mean_metrics(results: list[_MicroBatchResult]) -> dict[str, float]:
         elif name.endswith("_min"):
             means[name] = min(values)
         else:
-            # Passes differ in tokens: the mean of their means would not be that of all tokens.
-            total = sum(n for _, n in having)
-            means[name] = sum(v * n for v, n in having) / total if total else 0.0
+            means[name] = _mean(values, [n for _, n in having])
     return means
 
 
-def _mean_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
+def _mean(values: Sequence[float], counts: Sequence[float]) -> float:
+    # Passes and mini-batches differ in tokens: the mean of their means would not be that of all.
+    total = sum(counts)
+    return sum(v * n for v, n in zip(values, counts, strict=True)) / total if total else 0.0
+
+
+def _mean_metrics(
+    steps: Sequence[dict[str, float]], num_tokens: Sequence[float]
+) -> dict[str, float]:
     names = dict.fromkeys(name for step in steps for name in step)
     result = {}
     for name in names:
-        values = [step[name] for step in steps if name in step]
+        having = [(step, n) for step, n in zip(steps, num_tokens, strict=True) if name in step]
+        values = [step[name] for step, _ in having]
         if name.endswith("_max"):
             result[name] = max(values)
         elif name.endswith("_min"):
             result[name] = min(values)
-        else:
+        elif name in _OF_MINI_BATCH:
             result[name] = sum(values) / len(values)
-    result["policy/optimizer_steps"] = float(len(steps))
+        else:
+            result[name] = _mean(values, [step.get(_COUNTS.get(name, ""), n) for step, n in having])
     return result

@@ -99,9 +99,11 @@ def _find_checkpoint(run: Path) -> tuple[Path, Config]:
 
 
 def _write_merged(config: Config, policy: Path, tokenizer: Path, out: Path) -> None:
+    from transformers import AutoTokenizer
+
     from skyrl_fast.train.memory.activations import load_model_config
     from skyrl_fast.train.model.lora import add_adapter, merge
-    from skyrl_fast.train.model.policy import load_model, load_tokenizer, read_processor_files
+    from skyrl_fast.train.model.policy import load_model, read_processor_files
 
     source = config.trainer.policy.model
     base = str(source.path)
@@ -114,7 +116,8 @@ def _write_merged(config: Config, policy: Path, tokenizer: Path, out: Path) -> N
     model.save_pretrained(out, state_dict={n: value.to(dtypes[n]) for n, value in merged.items()})
     for name, content in read_processor_files(model).items():
         (out / name).write_bytes(content)
-    load_tokenizer(str(tokenizer)).save_pretrained(out)
+    # That of the run, in a folder without a model's config.
+    AutoTokenizer.from_pretrained(str(tokenizer)).save_pretrained(out)
 
 
 def _model_card(config: Config, step: int, *, adapter: bool) -> str:

@@ -25,6 +25,8 @@ _WITHOUT_EFFECT = (
 _LORA = "trainer.policy.model.lora."
 # What an adapter begins with: one that is resumed has it.
 _OF_ADAPTER = tuple(_LORA + name for name in ("target_", "exclude_", "init_method", "path"))
+_WEIGHTS = "trainer.policy.model.path", "trainer.critic.model.path"
+_KL_COEF = "trainer.algorithm.kl_loss_coef"
 _ENGINE = "generator.inference_engine."
 _OF_SAMPLES = (_ENGINE + "model_dtype", _ENGINE + "engine_init_kwargs")
 
@@ -48,17 +50,27 @@ def find_changed_settings(saved: Any, now: Mapping[str, Any]) -> dict[str, tuple
 
 def warn_of_changed_settings(saved: Any, now: Mapping[str, Any]) -> None:
     changed = find_changed_settings(saved, now)
-    for of_adapter, text in (
+    kept = _kept_settings(now)
+    for stays, text in (
         (False, "resume: settings differ from the checkpoint's and apply from here on: %s"),
-        (True, "resume: settings differ from those of the checkpoint's adapter, which stays: %s"),
+        (True, "resume: settings differ from the checkpoint's, whose values stay: %s"),
     ):
         listed = [
             f"{key}: {old!r} -> {new!r}"
             for key, (old, new) in changed.items()
-            if key.startswith(_OF_ADAPTER) == of_adapter
+            if key.startswith(kept) == stays
         ]
         if listed:
             logger.warning(text, log_line(", ".join(listed)))
+
+
+def _kept_settings(now: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the beginnings of settings that only a new run reads."""
+    values = dict(_leaves(now))
+    # The base of an adapter is loaded again.
+    weights = _WEIGHTS[1:] if values.get(_LORA + "rank") else _WEIGHTS
+    is_controlled = values.get("trainer.algorithm.kl_ctrl.type") == "adaptive"
+    return (*_OF_ADAPTER, *weights, *([_KL_COEF] if is_controlled else []))
 
 
 def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -15,7 +15,6 @@ Design: docs/design/018-asynchronous.md.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 ACCEPTED = "accepted"  # in the queue, not started
@@ -73,7 +72,6 @@ class GroupSchedule:
             )
         self.version = version
         self.capacity = (max_staleness + 1) * batch_size
-        self.counts: Counter[str] = Counter()
         self._batch_size = batch_size
         self._max_staleness = max_staleness
         self._line: list[Group] = []
@@ -181,4 +179,3 @@ class GroupSchedule:
         if group.state not in allowed:
             raise RuntimeError(f"group {group.name}: {group.state} cannot become {state}")
         group.state = state
-        self.counts[state] += 1

@@ -25,21 +25,25 @@ def reward_metrics(batch: StepBatch, *, samples_per_prompt: int) -> dict[str, fl
     }
 
 
-def reward_spread(batch: StepBatch, *, tolerance: float = 0.0) -> dict[str, float]:
+def reward_spread(
+    batch: StepBatch, *, tolerance: float = 0.0, compares_group: bool = True
+) -> dict[str, float]:
     """Return the standard deviation of rewards, and the share of groups whose rewards are equal.
 
-    The batch has at least one trajectory; differences up to `tolerance` count as equal.
+    The batch has at least one trajectory; differences up to `tolerance` count as equal. The share
+    is left out where an advantage does not compare a trajectory with its group.
     """
     table = outcomes_of_batch(batch)
+    deviation = {"reward/std_raw_reward": float(table.rewards.std())}
+    if not compares_group:
+        return deviation
     groups = int(table.group_ids.max()) + 1
     lowest, highest = np.full(groups, np.inf), np.full(groups, -np.inf)
     np.minimum.at(lowest, table.group_ids, table.rewards)
     np.maximum.at(highest, table.group_ids, table.rewards)
     present = np.unique(table.group_ids)
-    return {
-        "reward/std_raw_reward": float(table.rewards.std()),
-        "reward/zero_variance_share": mean((highest - lowest)[present] <= tolerance),
-    }
+    equal = (highest - lowest)[present] <= tolerance
+    return deviation | {"reward/zero_variance_share": mean(equal)}
 
 
 def eval_metrics(

@@ -29,7 +29,6 @@ from skyrl_fast.train.parallel.sharding import full_tensor, local_tensor, shard_
 
 logger = logging.getLogger(__name__)
 
-COSINE_END = 0.0  # share of the learning rate at the end
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # AdamW's state of a parameter
 ANOTHER = "of another model or optimizer?"
 FILE, SHARDS = "optimizer.safetensors", "optimizer"  # of one rank, of several
@@ -287,7 +286,5 @@ def learning_rate(step: int, config: OptimizerConfig, *, total_steps: int) -> fl
     if config.scheduler == "linear":
         return config.lr * (1.0 - progress)
     if config.scheduler == "cosine":
-        return config.lr * (
-            COSINE_END + (1 - COSINE_END) * 0.5 * (1 + math.cos(math.pi * progress))
-        )
+        return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
     return config.lr

@@ -225,12 +225,14 @@ class Session:
             text = f"the trajectory has had its {limit} calls (generator.max_turns)"
             raise ApiError(400, text, code="max_turns")
         trained = call.model in self.policy.trained
-        if self.policy.one_line and trained and self._overlaps(call):
-            raise ApiError(
-                400,
-                "calls of one trajectory must follow each other: the run's advantage estimator is "
-                "per turn or token (trainer.algorithm.advantage_estimator)",
-            )
+        if self.policy.one_line and trained:
+            if self._overlaps(call):
+                raise ApiError(
+                    400,
+                    "calls of one trajectory must follow each other: the run's advantage estimator "
+                    "is per turn or token (trainer.algorithm.advantage_estimator)",
+                )
+            self._end_left_calls()  # the agent has given them up, and makes another one
         self._warn_of_ignored(call)
         if trained:
             self.refused = None
@@ -261,10 +263,12 @@ class Session:
 
     def _overlaps(self, call: Call) -> bool:
         running = [other for other in self._calls if other.trained and not other.task.done()]
-        for other in running:
-            if other.left is not None:  # the agent has given it up, and makes another call
-                other.task.cancel()
         return call.num_choices > 1 or any(other.left is None for other in running)
+
+    def _end_left_calls(self) -> None:
+        for other in self._calls:
+            if other.trained and other.left is not None:
+                other.task.cancel()
 
     def _kind(self, call: Call, prompt: PromptTokens) -> str:
         # An answer without its thoughts, or with its calls in another form, is known by its text or

@@ -13,7 +13,6 @@ __all__: list[str] = [
     "PrefixTree",
     "Rows",
     "TreeTiles",
-    "advise_huge_pages",
     "balanced_parts",
     "cells_per_sum",
     "check_kept_sets",
@@ -155,7 +154,6 @@ class TreeTiles:
     @property
     def num_tiles(self) -> int: ...
 
-def advise_huge_pages(data_ptr: int, num_bytes: int) -> None: ...
 def balanced_parts(loads: typing.Any, budget: int, multiple: int, out: typing.Any) -> int: ...
 def check_kept_sets(
     op: str,

@@ -3,7 +3,6 @@
 
 #include "bindings/borrow.h"
 #include "bindings/ops.h"
-#include "core/memory.h"
 
 namespace py = pybind11;
 
@@ -20,12 +19,6 @@ PYBIND11_MODULE(_C, m) {
 #else
       "gcc " __VERSION__;
 #endif
-  m.def(
-      "advise_huge_pages",
-      [](uintptr_t data, int64_t num_bytes) {
-        skyrl_fast::advise_huge_pages(reinterpret_cast<void*>(data), num_bytes);
-      },
-      py::arg("data_ptr"), py::arg("num_bytes"));
   skyrl_fast::bind_pack(m);  // first: other signatures use its classes
   skyrl_fast::bind_advantage(m);
   skyrl_fast::bind_cell_rows(m);

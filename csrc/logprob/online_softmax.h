@@ -101,7 +101,6 @@ struct GradTerms {
   float offset = 0.0f, a = 0.0f, b = 0.0f;
   double lse = 0.0;
   float logprob_grad = 0.0f, entropy_grad = 0.0f, entropy = 0.0f;
-  SKYRL_HD bool is_zero() const { return logprob_grad == 0.0f && entropy_grad == 0.0f; }
 };
 
 SKYRL_HD GradTerms grad_terms(double lse, float entropy, float logprob_grad, float entropy_grad,

@@ -394,6 +394,25 @@ def test_row_index_out_of_range_is_refused(index):
         with_everything().rows(index)
 
 
+def test_trajectories_are_counted_in_any_order():
+    batch = with_everything()
+    backwards = batch.rows(range(batch.num_rows - 1, -1, -1))
+    assert backwards.num_trajectories == batch.num_trajectories == 2
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens", "cu_responses", "cu_experts"])
+def test_offsets_that_do_not_end_at_the_last_element_are_refused(name, tmp_path):
+    batch = with_everything()
+    wrong = getattr(batch, name).clone()
+    wrong[-1] -= 1
+    batch.with_(**{name: wrong}).save(tmp_path / "batch")
+    with pytest.raises(ValueError, match=f"StepBatch.load: {name} must be non-decreasing offsets"):
+        StepBatch.load(tmp_path / "batch")
+    if name != "cu_experts":
+        with pytest.raises(ValueError, match=f"{name} must be non-decreasing offsets"):
+            batch.with_(**{name: wrong}, advantages=None).merged()
+
+
 def test_save_and_load_round_trip(tmp_path):
     batch = with_everything()
     batch.save(tmp_path / "batch.safetensors")

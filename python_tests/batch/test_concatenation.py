@@ -3,6 +3,7 @@
 from itertools import groupby
 
 import pytest
+import torch
 from _rows import Row, assert_same, batch_of
 from _stored import make_step, make_trajectory, some_trajectories
 from hypothesis import assume, given
@@ -101,6 +102,19 @@ def test_observations_of_empty_answers_have_the_log_probabilities_of_the_others(
     joined, wanted = concatenate(parts), build_rows([empty, other], config).trained
     assert_same(joined, wanted)
     assert (joined.rollout_logprobs is not None) == known
+
+
+def test_untrained_batch_gets_float32_whatever_the_default_dtype() -> None:
+    one, other = batch_of(Row("a", 0)), batch_of(Row("b", 0))
+    untrained = other.with_(rollout_logprobs=None, loss_mask=other.loss_mask * 0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        joined = concatenate([one, untrained])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert one.rollout_logprobs is not None
+    wanted = one.rollout_logprobs.tolist() + [0.0] * len(other.loss_mask)
+    assert joined.rollout_logprobs.tolist() == wanted
 
 
 def test_unchanged_batch_is_not_copied() -> None:

@@ -87,6 +87,32 @@ def test_results_are_remembered_by_device_and_build(
     assert len(calls) > 2
 
 
+def test_failure_of_the_reference_is_not_blamed_on_the_kernel(
+    untrusted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("the reference fails")
+
+    monkeypatch.setattr("skyrl_fast.ops.logprob.reference.selected_logprob", fail)
+    with pytest.raises(RuntimeError, match="the reference fails"):
+        selected_logprob(LOGITS, TARGETS)
+    assert not untrusted.exists()
+    monkeypatch.undo()
+    assert first_use.run_cases("selected_logprob", CPU, "native") == ""
+
+
+def test_comparison_is_free_of_the_default_dtype(
+    untrusted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_use, "LOGIT_CASES", first_use.LOGIT_CASES[:4])  # emulated
+    torch.set_default_dtype(torch.float64)
+    try:
+        reasons = [first_use.run_cases(op, CPU, "native") for op in first_use.BACKENDS_ON_GPU]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert reasons == [""] * len(reasons)
+
+
 def test_comparison_is_free_of_the_callers_modes(untrusted: Path) -> None:
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         assert _backend.is_trusted("linear_logprob", CPU, "native")

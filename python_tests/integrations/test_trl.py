@@ -1,6 +1,7 @@
 """The adapter for TRL: without TRL by a stand-in, and compared with the installed package."""
 
 import argparse
+import math
 import subprocess
 import sys
 from collections import defaultdict
@@ -37,6 +38,13 @@ def test_loss_by_hand() -> None:
     assert float(loss.detach()) == pytest.approx(-(1.0 + 1.2) / 2)  # exp(0.5) is clipped to 1.2
     loss.backward()
     assert logps.grad is not None and logps.grad[0, 1] == 0
+    ref = torch.tensor([[-1.0 + 3, -2.0]])  # far from the policy: TRL's KL has no bound
+    out = for_trl.grpo_loss(logps.detach().requires_grad_(), None, advantages, mask,
+                            loss_type="grpo", beta=0.5, ref_per_token_logps=ref)  # fmt: skip
+    kl = math.exp(3) - 3 - 1
+    assert float(out.loss.detach()) == pytest.approx(-1.0 + 0.5 * kl / 2)
+    assert float(out.metrics["kl"]) == pytest.approx(kl / 2)
+    assert float(out.metrics["loss"]) == pytest.approx(float(out.loss.detach()))
     with pytest.raises(ValueError, match="loss_type"):
         for_trl.grpo_loss(logps, old, advantages, mask, loss_type="other")
     for loss_type in ("grpo", "cispo"):
@@ -168,10 +176,20 @@ def test_log_softmax(installed: Report) -> None:
         want = original(logits, index, **extras)
         got = for_trl.selective_log_softmax(logits, index, **extras)
         torch.testing.assert_close(got, want, rtol=0, atol=4e-6)
-    several = torch.randint(0, 200, (3, 5, 4))
-    assert torch.equal(for_trl.selective_log_softmax(logits, several), original(logits, several))
     counts = installed.row("selective_log_softmax").counts
-    assert (counts.calls, counts.handed_back) == (4, 1)
+    several = torch.randint(0, 200, (3, 5, 4))
+    strided = torch.randn(3, 200, 5).transpose(1, 2)
+    permuted = torch.randn(2, 3, 4, 200).permute(1, 0, 2, 3)[:, :, ::2]
+    for reason, scores, ids in (
+        ("several indices per row", logits, several),
+        ("logits with strides", strided, index),
+        ("logits with strides", permuted, torch.randint(0, 200, (3, 2, 2))),
+        ("tensors on meta", logits.to("meta"), index.to("meta")),
+    ):
+        got, want = for_trl.selective_log_softmax(scores, ids), original(scores, ids)
+        assert got.shape == want.shape and (got.is_meta or torch.equal(got, want))
+        assert reason in counts.last_reason
+    assert (counts.calls, counts.handed_back) == (7, 4)
 
 
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo", "cispo", "vespo")
@@ -191,12 +209,13 @@ def test_trainers_loss_and_metrics_equal_trls(loss_type: str, level: str, sample
     rows, width = 4, 9
     logps = -torch.rand(rows, width) * 2
     old, ref = (logps + 0.2 * torch.randn(rows, width) for _ in range(2))
+    ref[0, :2] += torch.tensor([3.0, -15.0])  # far from the policy: TRL's KL has no bound
     mask = (torch.arange(width)[None] < torch.tensor([9, 3, 1, 6])[:, None]).long()
     inputs = {
         "prompt_ids": torch.ones(rows, 2).long(), "prompt_mask": torch.ones(rows, 2).long(),
         "completion_ids": torch.ones(rows, width).long(), "completion_mask": mask,
         "advantages": torch.randn(rows), "old_per_token_logps": old, "ref_per_token_logps": ref,
-        "num_items_in_batch": mask.sum(),
+        "num_items_in_batch": torch.tensor(0),  # the least is 1, before it is scaled
         "importance_sampling_ratio": torch.rand(rows, width) + 0.5,
     }  # fmt: skip
 

@@ -75,6 +75,19 @@ def test_verl_logprobs_and_packing() -> None:
     assert torch.equal(for_verl.pad_input(ours[0], ours[1], 4, 6), padded)
 
 
+@pytest.mark.parametrize("permuted", [False, True])
+def test_logits_with_strides_that_kernels_do_not_read_are_handed_back(
+    permuted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(for_verl._originals, "logprobs_from_logits", lambda *arguments: "verl's")
+    strided = torch.zeros(3, 7, 5).transpose(1, 2)
+    if permuted:
+        strided = torch.zeros(2, 3, 4, 7).permute(1, 0, 2, 3)[:, :, ::2]
+    labels = torch.zeros(strided.shape[:-1], dtype=torch.int64)
+    assert for_verl.logprobs_from_logits(strided, labels) == "verl's"
+    assert "logits with strides" in for_verl._counts["logprobs_from_logits"].last_reason
+
+
 PROGRAM = """
 import verl, sys
 assert "verl.trainer.ppo.core_algos" not in sys.modules  # nothing was imported for it

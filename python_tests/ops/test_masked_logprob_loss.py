@@ -348,6 +348,26 @@ def test_gradient_scales_with_the_loss():
     torch.testing.assert_close(grads[1], grads[0] * -2.5)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_float16_gradient_is_rounded_after_the_scale_of_the_loss(inplace, compiled):
+    base, targets, scale = torch.randn(4, 300).half(), torch.arange(4), 65536.0  # GradScaler's
+    weights = torch.full((4,), 2.0**-17)  # of a mini-batch of 131,072 tokens
+    wide = base.double().requires_grad_()
+    (-wide.log_softmax(-1).diagonal() * weights * scale).sum().backward()
+    leaf = base.clone().requires_grad_()
+
+    def loss(x):
+        return masked_logprob_loss(
+            x * 1, targets, None, torch.ones(4), row_weights=weights, inplace_backward=inplace
+        ).loss
+
+    run = torch.compile(loss, fullgraph=True, backend="aot_eager") if compiled else loss
+    (run(leaf) * scale).backward()
+    # One unit in the last place.
+    torch.testing.assert_close(leaf.grad.double(), wide.grad, rtol=2**-10, atol=2**-24)
+
+
 def test_no_gradient_is_computed_unless_required():
     c = case()
     before = c["logits"].clone()

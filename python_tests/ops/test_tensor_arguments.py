@@ -7,6 +7,7 @@ import torch
 
 import skyrl_fast as sf
 from skyrl_fast.ops import _backend
+from skyrl_fast.ops.passes.plan import PassPlan
 
 LOGITS = torch.tensor([[0.0, 1.0, -2.0], [3.0, 0.5, 0.0]])
 TARGETS = torch.tensor([1, 2])
@@ -121,6 +122,37 @@ OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         x, LOGITS, LOGITS, tis_ratio_type="token"
     )[0],
 }
+SUMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    **{name: OPS[name] for name in list(OPS)[:5]},
+    "selected_logprob in place": lambda x: sf.selected_logprob(
+        x * 1, TARGETS, inplace_backward=True
+    ),
+    "masked_logprob_loss in place": lambda x: (
+        sf.masked_logprob_loss(x * 1, TARGETS, None, ONES, inplace_backward=True).loss
+    ),
+    **{
+        f"tree_attention {dtype}": lambda x, dtype=dtype: sf.tree_attention(
+            *[x[None, None].to(dtype)] * 3, sf.plan_tree_attention(*TREE)
+        )
+        for dtype in (torch.float32, torch.bfloat16)
+    },
+}  # fmt: skip
+TREE = torch.tensor([-1, 0], dtype=torch.int32), torch.tensor([2, 2], dtype=torch.int32)
+
+
+@pytest.mark.spec("logprob.second-derivative")
+@pytest.mark.parametrize("only", [True, False])
+@pytest.mark.parametrize("case", SUMS)
+def test_second_derivative_is_refused_where_the_first_is_a_term_of_a_sum(
+    case: str, only: bool
+) -> None:
+    x = LOGITS.clone().requires_grad_()
+    (first,) = torch.autograd.grad(SUMS[case](x).sum(), x, create_graph=True)
+    value = first.square().sum() + x.sum()
+    with pytest.raises(RuntimeError, match=f"{case.split()[0]}: no second derivative; use"):
+        torch.autograd.grad(value, x) if only else value.backward()
+
+
 WITH_VMAP = ("policy_loss", "selected_logprob", "masked_logprob_loss")
 
 
@@ -161,3 +193,75 @@ def test_the_torch_backend_has_the_transforms_that_errors_recommend() -> None:
 def test_tensors_that_dlpack_cannot_share_name_op_and_argument() -> None:
     with pytest.raises(RuntimeError, match="group_advantage: is_last_step must be a tensor that"):
         sf.group_advantage(ONES, [0, 0], is_last_step=META.bool())
+
+
+CELLS, MASK = torch.zeros(2, 3), torch.ones(2, 3)
+OUTPUT = {
+    "prompt_token_ids": [[1], [1, 2]], "response_ids": [[2], [3]], "rewards": [1.0, 0.0],
+    "loss_masks": [[1], [1]], "trajectory_ids": [("a", 0), ("a", 0)], "is_last_step": [False, True],
+    "rollout_expert_indices": [[[[0, 1]]], [[[1, 0]]] * 3],
+}  # fmt: skip
+TOKENS, OFFSETS = torch.tensor([1, 2, 1, 3]), torch.tensor([0, 2, 4])
+# Ops that allocate tensors of their own, each called on the CPU.
+ALLOCATING: dict[str, Callable[[str | None], object]] = {
+    "group_advantage": lambda backend: sf.group_advantage(ONES, ["a", "a"], backend=backend),
+    "group_advantage flags": lambda backend: sf.group_advantage(
+        ONES, ["a", "a"], is_last_step=[False, True], backend=backend
+    ),
+    "turn_level_returns": lambda backend: sf.turn_level_returns(ONES, backend=backend),
+    "gae": lambda backend: sf.gae(CELLS, CELLS, backend=backend),
+    "gae offsets": lambda backend: sf.gae(ONES, ONES, cu_seqlens=[0, 2], backend=backend),
+    "reinforce_plus_plus": lambda backend: sf.reinforce_plus_plus(ONES, backend=backend),
+    "pack_steps": lambda backend: sf.pack_steps({"t": [[1, 2], [3]]}, backend=backend),
+    "convert": lambda backend: sf.convert_prompts_responses_to_batch_tensors(
+        0, [[1], [1]], [[2], [2, 3]], [1.0, 0.5], [[1], [1, 1]], backend=backend
+    ),
+    "batch": lambda _: sf.StepBatch.from_generator_output(OUTPUT),
+    "batch rows": lambda _: BATCH.rows([1, 0]).trajectory_ids,
+    "batch merged": lambda _: BATCH.merged().tokens,
+    "batch padded": lambda _: BATCH.padded(0, pad_size=1).sequences,
+    "concatenate": lambda _: sf.batch.concatenate([BATCH, OTHER]).tokens,
+    "merge_steps": lambda backend: sf.merge_steps([[1], [1, 2, 9]], [[2], [3]], [0, 0],
+                                                  backend=backend),
+    "pad_batch": lambda _: sf.pad_batch({"x": CELLS}, 1),
+    "padded_to_varlen": lambda backend: sf.padded_to_varlen(CELLS, MASK, backend=backend),
+    "padded_to_varlen lengths": lambda backend: sf.padded_to_varlen(
+        CELLS, lengths=[1, 2], backend=backend
+    ),
+    "varlen_to_padded": lambda backend: sf.varlen_to_padded(ONES, [0, 1, 2], backend=backend),
+    "off_policy_correction": lambda backend: sf.off_policy_correction(
+        CELLS, CELLS, MASK, tis_ratio_type="sequence", trajectory_ids=["b", "a"], backend=backend
+    ),
+    "policy_loss": lambda backend: sf.policy_loss(
+        CELLS, CELLS, CELLS, MASK, loss="gspo", trajectory_ids=["b", "a"], backend=backend
+    ).loss,
+    "policy_loss clip_cov": lambda backend: sf.policy_loss(
+        CELLS, CELLS, CELLS, MASK, loss="clip_cov", backend=backend
+    ).loss,
+    "reduction_weights": lambda backend: sf.reduction_weights(
+        MASK, reduction="prompt_mean", group_ids=["a", "b"], backend=backend
+    ),
+    "build_prefix_tree": lambda backend: sf.build_prefix_tree(
+        TOKENS, OFFSETS, backend=backend
+    ).ends,
+    "tree_attention": lambda _: sf.tree_attention(
+        *[LOGITS[None, None]] * 3, sf.plan_tree_attention(*TREE)
+    ),
+    "PassPlan": lambda _: PassPlan(
+        TOKENS.int(), OFFSETS, torch.tensor([0, 1, 2], device="cpu"), ONES == 1,
+        group_ids=ONES.int(), trajectory_ids=ONES.int(), rows=ONES == 1, token_budget=9, tree=True,
+    ).arrays(0, TOKENS.int())["ends"],
+}  # fmt: skip
+BATCH, OTHER = (
+    sf.StepBatch.from_generator_output(OUTPUT | {"trajectory_ids": [(uid, 0)] * 2}) for uid in "ab"
+)
+
+
+@pytest.mark.parametrize("case", ALLOCATING)
+def test_default_device_has_no_part_in_ops_on_the_cpu(case: str) -> None:
+    torch.manual_seed(0)
+    wanted = {backend: repr(ALLOCATING[case](backend)) for backend in (None, "torch")}
+    for backend, want in wanted.items():
+        torch.manual_seed(0)
+        with torch.device("meta"):  # as torch.set_default_device("cuda") in a user's script
+            assert repr(ALLOCATING[case](backend)) == want

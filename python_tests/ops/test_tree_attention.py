@@ -22,7 +22,7 @@ from skyrl_fast.ops.prefix_tree.attention import (
     plan_tree_attention,
     tree_attention,
 )
-from skyrl_fast.ops.prefix_tree.tree import PrefixTree
+from skyrl_fast.ops.prefix_tree.tree import PrefixTree, ancestor_mask
 
 HEADS, KEY_HEADS, SIZE = 4, 2, 8
 LEVELS = ["baseline", "avx2", "avx512"]
@@ -401,9 +401,11 @@ def test_tiles_take_strided_heads_and_do_not_depend_on_the_number_of_threads(
         ([-1, 0], [2, 1], "wanted an end after it"),
     ],
 )
-def test_tiles_of_what_is_no_tree(parents: list[int], ends: list[int], message: str) -> None:
+@pytest.mark.parametrize("kind", ["tiles", "dense"])
+def test_what_is_no_tree(kind: str, parents: list[int], ends: list[int], message: str) -> None:
+    tree = (torch.tensor(x, dtype=torch.int32) for x in (parents, ends))
     with pytest.raises(ValueError, match=message):
-        plan_tree_attention(*(torch.tensor(x, dtype=torch.int32) for x in (parents, ends)))
+        plan_tree_attention(*tree, kind=kind)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 7, "softcap": 2.0, "sinks": True}], ids=str)
@@ -540,7 +542,7 @@ def test_kind_is_chosen_by_device_and_size() -> None:
 
 def test_pair_count_matches_the_mask() -> None:
     tree = forest(5)
-    assert node_pairs(tree.ends.numpy()) == int(tree.ancestor_mask().sum())
+    assert node_pairs(tree.ends.numpy()) == int(ancestor_mask(tree.ends).sum())
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def columns_of_output(
         "trajectory_ids": torch.from_numpy(index.trajectory_ids[ends]),
         "is_last_step": torch.from_numpy(index.is_last_step[ends]),
         "policy_version": (
-            torch.zeros(len(ends), dtype=torch.int32)
+            torch.zeros(len(ends), dtype=torch.int32, device="cpu")
             if versions is None
             else torch.from_numpy(_oldest(np.array(versions, np.int32), heads))
         ),
@@ -163,7 +163,7 @@ def _rewards(
 
 def rewards_on_last_tokens(per_row: torch.Tensor, cu_responses: torch.Tensor) -> torch.Tensor:
     """Return (A,) float32: each row's reward on its last response token, 0 elsewhere."""
-    flat = torch.zeros(int(cu_responses[-1]), dtype=torch.float32)
+    flat = torch.zeros(int(cu_responses[-1]), dtype=torch.float32, device="cpu")
     filled = cu_responses.diff() > 0
     flat[cu_responses[1:][filled].long() - 1] = per_row[filled]
     return flat

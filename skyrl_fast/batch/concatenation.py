@@ -37,9 +37,9 @@ def concatenate(batches: Sequence[StepBatch]) -> StepBatch:
         "group_ids": [batch.num_groups for batch in batches],
         "trajectory_ids": [batch.num_trajectories for batch in batches],
     }.items():
-        before = torch.tensor([0, *np.cumsum(counts)[:-1].tolist()], dtype=torch.int32)
-        num_rows = torch.tensor([batch.num_rows for batch in batches])
-        columns[name] += before.repeat_interleave(num_rows)
+        before = np.array([0, *np.cumsum(counts)[:-1]], dtype=np.int32)
+        num_rows = [batch.num_rows for batch in batches]
+        columns[name] += torch.from_numpy(before.repeat(num_rows))
     for name in ("cu_seqlens", "cu_responses"):
         columns[name] = offsets(torch.cat([getattr(batch, name).diff() for batch in batches]))
     columns |= _routes(batches, columns["expert_indices"])
@@ -62,7 +62,7 @@ def _join_column(batches: Sequence[StepBatch], name: str) -> torch.Tensor | None
     values = [getattr(batch, name) for batch in batches]
     if name == "num_kept" and any(value is not None for value in values):
         values = [  # 0: the vocabulary
-            torch.zeros(batch.loss_mask.shape, dtype=torch.int32) if value is None else value
+            torch.zeros_like(batch.loss_mask, dtype=torch.int32) if value is None else value
             for batch, value in zip(batches, values, strict=True)
         ]
     if name == "rollout_logprobs":
@@ -89,7 +89,7 @@ def _logprobs(
         return [
             value
             if value is not None or batch.loss_mask.any()
-            else torch.zeros(len(batch.loss_mask))
+            else torch.zeros_like(batch.loss_mask, dtype=torch.float32)
             for batch, value in pairs
         ]
     absent = any(value is None and len(batch.loss_mask) for batch, value in pairs)
@@ -121,7 +121,7 @@ def _row_offsets(batches: Sequence[StepBatch], name: str) -> torch.Tensor:
     """Return (N + 1,) offsets of all rows; a batch without them has none of their elements."""
     given = [getattr(batch, name) for batch in batches]
     counts = [
-        torch.zeros(batch.num_rows, dtype=torch.int64) if cu is None else cu.diff()
+        torch.zeros(batch.num_rows, dtype=torch.int64, device="cpu") if cu is None else cu.diff()
         for batch, cu in zip(batches, given, strict=True)
     ]
     return offsets(torch.cat(counts))

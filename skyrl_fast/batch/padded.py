@@ -104,13 +104,13 @@ def pad_routes(
         return None, None
     num_routes, num_layers, top_k = routes.shape
     num_rows, width = len(lengths), int(lengths.max())
-    dummy = torch.arange(top_k, dtype=routes.dtype)
+    dummy = torch.arange(top_k, dtype=routes.dtype, device=routes.device)
     out = dummy.expand(num_rows + pad_size, width, num_layers, top_k).clone()
-    starts = torch.arange(num_rows) * width + (width - lengths.long())
+    starts = torch.arange(num_rows, device=lengths.device) * width + (width - lengths.long())
     captured = cu_experts.diff().long()
     shift = torch.repeat_interleave(starts - cu_experts[:-1].long(), captured)
-    cells = torch.arange(num_routes) + shift
+    cells = torch.arange(num_routes, device=shift.device) + shift
     out.view(-1, num_layers, top_k)[cells] = routes
-    mask = torch.ones(out.shape[:2], dtype=torch.bool)
+    mask = torch.ones(out.shape[:2], dtype=torch.bool, device=out.device)
     mask.view(-1)[cells] = False
     return out, mask

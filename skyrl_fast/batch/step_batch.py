@@ -28,6 +28,7 @@ from skyrl_fast.batch.merge import (
 from skyrl_fast.batch.padded import PaddedBatch, pad_routes, pad_to_tensors
 from skyrl_fast.batch.split import mini_batch_boundaries
 from skyrl_fast.ops import _backend
+from skyrl_fast.ops._offsets import check_offsets
 from skyrl_fast.ops.merge.steps import (
     MAX_DRIFT_TOKENS,
     check_drift,
@@ -176,7 +177,7 @@ class StepBatch:
 
     @property
     def num_trajectories(self) -> int:
-        return int(self.trajectory_ids[-1]) + 1 if self.num_rows else 0
+        return int(self.trajectory_ids.max()) + 1 if self.num_rows else 0
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -404,7 +405,13 @@ class StepBatch:
             ValueError: the file is not a batch, or its columns are inconsistent.
         """
         names = {f.name for f in dataclasses.fields(cls)}
-        return cls(**read_batch_file(path, names))
+        batch = cls(**read_batch_file(path, names))
+        for per, name in OFFSETS.items():
+            # Here, not in each batch: on a GPU reading offsets would wait for the device.
+            for values in list(batch.columns(per).values())[:1]:
+                cu, num_rows = getattr(batch, name), batch.num_rows
+                check_offsets("StepBatch.load", name, cu, total=len(values), num_rows=num_rows)
+        return batch
 
     def with_(self, **changes: Any) -> StepBatch:
         """Return a copy with changed fields, e.g. `batch.with_(advantages=advantages(batch))`."""
@@ -492,7 +499,7 @@ OPTIONAL = {f.name for f in dataclasses.fields(StepBatch) if f.default is None} 
 
 def row_numbers(index: Sequence[int] | np.ndarray | torch.Tensor, num_rows: int) -> torch.Tensor:
     """Return the row numbers of an index of `StepBatch.rows`: numbers, or (N,) bool."""
-    rows = torch.as_tensor(index)
+    rows = torch.as_tensor(index, device="cpu")
     if rows.dtype == torch.bool:
         if rows.shape != (num_rows,):
             raise ValueError(

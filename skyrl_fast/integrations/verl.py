@@ -28,7 +28,7 @@ from skyrl_fast.integrations.calls import Counts, Report, Row, print_at_exit
 from skyrl_fast.integrations.on_import import ImportWatch
 from skyrl_fast.integrations.source import modules_that_bind
 from skyrl_fast.ops.advantage.group import group_advantage
-from skyrl_fast.ops.logprob.selected import selected_logprob
+from skyrl_fast.ops.logprob.selected import has_kernel_rows, selected_logprob
 from skyrl_fast.ops.pack.varlen import padded_to_varlen, varlen_to_padded
 
 ESTIMATORS = ("grpo", "rloo", "maxrl")
@@ -153,10 +153,12 @@ def _count_calls(function: Callable[..., Any]) -> Callable[..., Any]:
         counts.calls += 1
         reason = ""
         try:
-            values = signature.bind(*args, **kwargs).arguments.values()
-            kinds = {x.device.type for x in values if isinstance(x, torch.Tensor)}
-            if kinds != {"cpu"} and not _on_gpu:
+            values = signature.bind(*args, **kwargs).arguments
+            kinds = {x.device.type for x in values.values() if isinstance(x, torch.Tensor)}
+            if not kinds <= ({"cpu", "cuda"} if _on_gpu else {"cpu"}):
                 reason = f"tensors on {', '.join(sorted(kinds))}: see install(on_gpu=True)"
+            elif "logits" in values and not has_kernel_rows(values["logits"]):
+                reason = f"logits with strides {values['logits'].stride()}"
         except TypeError as error:
             reason = str(error)
         if original is not None and reason:
@@ -290,7 +292,7 @@ def _cells(
     starts: torch.Tensor, lengths: torch.Tensor, position_ids: torch.Tensor, width: int
 ) -> torch.Tensor:
     """Return (S,) int64: the positions of the rows' blocks in the (N, W) cells."""
-    first = torch.arange(len(starts)) * width + starts.cpu()
+    first = torch.arange(len(starts), device="cpu") * width + starts.cpu()
     return first.to(lengths.device).repeat_interleave(lengths.long()) + position_ids
 
 

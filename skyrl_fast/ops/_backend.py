@@ -246,7 +246,7 @@ def current_device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
 
 
 def allocate_pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, pin_memory=True)
+    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
 
 
 def to_gpu(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -17,7 +17,9 @@ def integer_vector(op: str, name: str, values: Any) -> torch.Tensor:
         ValueError: floats, bools, not one dimension, or no values (the meta device).
     """
     try:
-        vector = torch.as_tensor(values).detach()
+        # Not on torch's default device, which may be a GPU.
+        device = values.device if isinstance(values, torch.Tensor) else "cpu"
+        vector = torch.as_tensor(values, device=device).detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{op}: {name} must be integers, got {type(values).__name__}") from error
     if not isinstance(values, torch.Tensor) and vector.numel() == 0:

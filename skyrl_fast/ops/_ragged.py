@@ -98,7 +98,7 @@ def read_field(op: str, name: str, rows: Rows) -> Field:
                 f"{part.num_rows}"
             )
         # Elements are read once, by the copy, when the place of each row is known.
-        lengths.append(torch.empty(part.num_rows, dtype=torch.int64))
+        lengths.append(torch.empty(part.num_rows, dtype=torch.int64, device="cpu"))
         part.lengths(lengths[-1])
     total = lengths[0] if len(lengths) == 1 else torch.stack(lengths).sum(0)
     return Field(name, parts, tuple(lengths), total)
@@ -146,7 +146,7 @@ def choose_dtype(
 
 def offsets(lengths: torch.Tensor) -> torch.Tensor:
     """Return the (N + 1,) int64 offsets of rows of these lengths."""
-    cu = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    cu = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
     torch.cumsum(lengths, 0, out=cu[1:])
     return cu
 

@@ -146,7 +146,7 @@ def check_row_ids(
 def dense_ids(op: str, name: str, ids: Sequence[Any] | np.ndarray | torch.Tensor) -> torch.Tensor:
     """Return (N,) int64, the number of each id (string or int) by first appearance."""
     labels = ids.tolist() if hasattr(ids, "tolist") else ids
-    dense = torch.empty(len(labels), dtype=torch.int64)
+    dense = torch.empty(len(labels), dtype=torch.int64, device="cpu")
     _C.dense_ids(labels, dense, op, name)
     return dense
 
@@ -223,10 +223,11 @@ def _check_last(
     if is_last_step is None:
         return None
     if isinstance(is_last_step, (list, tuple)):
-        last = torch.empty(len(is_last_step), dtype=torch.bool)
+        last = torch.empty(len(is_last_step), dtype=torch.bool, device="cpu")
         _C.flags(is_last_step, last, "is_last_step", op)
     else:
-        last = torch.as_tensor(is_last_step, dtype=torch.bool).contiguous()
+        device = is_last_step.device if isinstance(is_last_step, torch.Tensor) else "cpu"
+        last = torch.as_tensor(is_last_step, dtype=torch.bool, device=device).contiguous()
     if last.shape != (num_rows,):
         raise ValueError(
             f"{op}: is_last_step must be of shape ({num_rows},), got {tuple(last.shape)}"

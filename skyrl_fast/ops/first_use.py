@@ -55,14 +55,19 @@ class KernelCase:
     widens: bool = True
     atol: float = TOLERANCE["atol"]
 
-    def compare(self, device: torch.device, backend: str) -> float:
-        """Return the largest error as a multiple of the tolerance; above 1: AssertionError."""
+    def expected(self, device: torch.device) -> Mapping[str, torch.Tensor]:
+        """Return the results of the reference."""
         inputs = {name: value.to(device) for name, value in self.inputs.items()}
         # A reference in float64 has no rounding error that would have to be allowed for.
-        wide = inputs
         if self.widens:
-            wide = {n: v.double() if v.is_floating_point() else v for n, v in inputs.items()}
-        results, expected = self.call(inputs, backend), self.call(wide, "torch")
+            inputs = {n: v.double() if v.is_floating_point() else v for n, v in inputs.items()}
+        return self.call(inputs, "torch")
+
+    def compare(
+        self, device: torch.device, backend: str, expected: Mapping[str, torch.Tensor]
+    ) -> float:
+        """Return the largest error as a multiple of the tolerance; above 1: AssertionError."""
+        results = self.call({name: v.to(device) for name, v in self.inputs.items()}, backend)
         return max(_error(name, results[name], want, self.atol) for name, want in expected.items())
 
 
@@ -73,8 +78,9 @@ def cases(op: str) -> Iterator[KernelCase]:
 def run_cases(op: str, device: torch.device, backend: str) -> str:
     """Return "", or what differs in the first case that does."""
     for case in cases(op):
+        expected = case.expected(device)  # its failure says nothing about the kernel
         try:
-            case.compare(device, backend)
+            case.compare(device, backend, expected)
         except torch.OutOfMemoryError:
             raise  # which says nothing about the kernel
         except Exception as error:  # a kernel that fails is as untrusted as one that differs
@@ -120,7 +126,7 @@ def measure_cases(device: torch.device, backend: str) -> Iterator[dict[str, Any]
             for case in cases(op):
                 row: dict[str, Any] = {"op": op, "case": case.name, "backend": backend}
                 try:
-                    row["error"] = case.compare(device, backend)
+                    row["error"] = case.compare(device, backend, case.expected(device))
                     row |= {"ms": _milliseconds(case, device, backend)}
                     row |= {"torch_ms": _milliseconds(case, device, "torch")}
                 except Exception as error:  # one case must not end the table
@@ -329,13 +335,18 @@ def _call_linear(inputs: Tensors, backend: str) -> Tensors:
 
 def _cells(count: int, seed: int) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
-    current = -torch.rand(count, generator=generator) * 3
+
+    def noise() -> torch.Tensor:
+        # Not of torch's default dtype, which a caller may have changed.
+        return torch.randn(count, generator=generator, dtype=torch.float32)
+
+    current = -torch.rand(count, generator=generator, dtype=torch.float32) * 3
     return {
         "logprobs": current,
-        "old_logprobs": current + torch.randn(count, generator=generator) * 0.3,
-        "rollout_logprobs": current + torch.randn(count, generator=generator) * 0.3,
-        "ref_logprobs": current + torch.randn(count, generator=generator) * 0.3,
-        "advantages": torch.randn(count, generator=generator),
+        "old_logprobs": current + noise() * 0.3,
+        "rollout_logprobs": current + noise() * 0.3,
+        "ref_logprobs": current + noise() * 0.3,
+        "advantages": noise(),
     }
 
 
@@ -351,7 +362,7 @@ def _masked_loss_cases() -> Iterator[KernelCase]:
         for value in cells.values():
             # Of the masked row, which kernels do not read.
             value[1] = torch.nan
-        inputs |= cells | {"row_weights": torch.linspace(0.5, 1.5, 5)}
+        inputs |= cells | {"row_weights": torch.linspace(0.5, 1.5, 5, dtype=torch.float32)}
         call = functools.partial(_call_masked_loss, loss=loss)
         yield KernelCase("masked_logprob_loss", f"{loss}, {name}", inputs, call)
 
@@ -383,7 +394,8 @@ def _policy_loss_cases() -> Iterator[KernelCase]:
         mask = torch.arange(sum(ROW_LENGTHS)) % 5 != 2
         for value in cells.values():
             value[~mask] = torch.nan
-        cells |= {"loss_mask": mask, "row_weights": torch.linspace(0.5, 1.5, len(ROW_LENGTHS))}
+        weights = torch.linspace(0.5, 1.5, len(ROW_LENGTHS), dtype=torch.float32)
+        cells |= {"loss_mask": mask, "row_weights": weights}
         offsets = torch.tensor([0, *ROW_LENGTHS]).cumsum(0).to(torch.int32)
         ragged = cells | {"cu_seqlens": offsets}
         call = functools.partial(_call_policy_loss, loss=loss)
@@ -438,7 +450,7 @@ def _call_kl(inputs: Tensors, backend: str, *, estimator: str) -> Tensors:
 def _advantage_cases() -> Iterator[KernelCase]:
     from skyrl_fast.ops.advantage.group import ESTIMATORS
 
-    rewards = torch.tensor([9.0, 1, 0, 9, 0.5, 3, 3, 9, -1])
+    rewards = torch.tensor([9.0, 1, 0, 9, 0.5, 3, 3, 9, -1], dtype=torch.float32)
     mask = (torch.arange(9 * 70).view(9, 70) % 4 != 1).to(torch.uint8)
     for estimator in ESTIMATORS:
         call = functools.partial(_call_advantage, estimator=estimator)

@@ -6,6 +6,7 @@ import torch
 
 from skyrl_fast.ops.policy_loss.loss import PolicyLoss, policy_loss
 from skyrl_fast.ops.policy_loss.losses import Cispo, Gspo, LossSettings, Regular, Sapo
+from skyrl_fast.ops.policy_loss.reduction import reduction_weights
 
 # TRL's loss types and their reductions. "tokens": divided by a number of tokens that the caller
 # knows; "rows": sums per row, their mean.
@@ -58,11 +59,13 @@ def grpo_loss(
         ref_per_token_logps: (N, R), for `beta`.
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: for "vespo", whose weight
             of a sequence with ratio w is exp(lambda) w^k exp(-lambda w).
-        num_items: for "dapo", "cispo" and "vespo", the tokens to divide by; None: those of this
-            call.
+        num_items: for "dapo", "cispo" and "vespo", the tokens to divide by, above 0; None: those
+            of this call.
     """
     if loss_type not in REDUCTIONS:
         raise ValueError(f"grpo_loss: loss_type must be one of {list(REDUCTIONS)}, got {loss_type}")
+    if beta and ref_per_token_logps is None:
+        raise ValueError("grpo_loss: beta needs ref_per_token_logps, got None")
     levels = ("token", "sequence") if loss_type in SEQUENCE_LEVEL else ("token",)
     if importance_sampling_level not in levels:
         raise ValueError(
@@ -97,26 +100,51 @@ def grpo_loss(
             ((vespo_k_pos, vespo_lambda_pos), (vespo_k_neg, vespo_lambda_neg)),
         )
         loss, old_per_token_logps = Cispo(), None  # ratio 1: -weight * advantage * logprob
-    reduction, weights = REDUCTIONS[loss_type], None
+    reduction = REDUCTIONS[loss_type]
     if reduction == "rows":
         weights = mask.new_full((len(mask),), 1.0 / max(len(mask), 1), dtype=torch.float32)
     elif reduction == "tokens" and num_items is not None:
-        count = torch.as_tensor(num_items, dtype=torch.float32, device=mask.device).clamp(min=1.0)
+        count = torch.as_tensor(num_items, dtype=torch.float32, device=mask.device)
         weights = (1.0 / count).expand(len(mask))
-    return policy_loss(
+    else:
+        name = "token_mean" if reduction == "tokens" else reduction
+        dtype = torch.promote_types(per_token_logps.dtype, torch.float32)
+        weights = reduction_weights(
+            mask, reduction=name, max_seq_len=max_completion_length, dtype=dtype
+        )
+    out = policy_loss(
         per_token_logps,
         old_per_token_logps,
         wide.expand_as(mask),
         mask,
         loss=loss,
-        kl_estimator="k3" if beta else None,
-        kl_coef=beta,
-        ref_logprobs=ref_per_token_logps if beta else None,
-        reduction="token_mean" if reduction in ("tokens", "rows") else reduction,
         row_weights=weights,
-        max_seq_len=max_completion_length,
         token_weights=None if token_weights is None else token_weights.expand_as(mask),
     )
+    if not beta or ref_per_token_logps is None:
+        return out
+    return _add_kl(out, per_token_logps, ref_per_token_logps, mask, weights, beta)
+
+
+def _add_kl(
+    out: PolicyLoss,
+    logps: torch.Tensor,
+    ref: torch.Tensor,
+    mask: torch.Tensor,
+    weights: torch.Tensor,
+    beta: float,
+) -> PolicyLoss:
+    """Return the loss with TRL's KL penalty, which unlike `policy_loss`'s "k3" is not clamped."""
+    difference = torch.where(mask != 0, ref - logps, 0.0)
+    kl = difference.exp() - difference - 1
+    penalty = (kl * weights[:, None]).sum()
+    loss = out.loss + beta * penalty
+    metrics = {
+        "loss": loss.detach().double(),
+        "kl_loss": penalty.detach().double(),
+        "kl": kl.detach().sum(dtype=torch.float64) / out.metrics["num_tokens"].clamp(min=1),
+    }
+    return out._replace(loss=loss, metrics=out.metrics | metrics)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import torch
 from skyrl_fast.integrations.calls import Counts, Report, Row, print_at_exit
 from skyrl_fast.integrations.source import fingerprint, modules_that_bind
 from skyrl_fast.integrations.trl.fused_head import FusedHead
-from skyrl_fast.ops.logprob.selected import selected_logprob
+from skyrl_fast.ops.logprob.selected import has_kernel_rows, selected_logprob
 
 FUSED_HEAD, LOG_SOFTMAX = "ChunkedLogProbFunction", "selective_log_softmax"
 GRPO_LOSS = "GRPOTrainer._compute_loss"
@@ -24,6 +24,7 @@ COUNTS = {FUSED_HEAD: Counts(), LOG_SOFTMAX: Counts(), GRPO_LOSS: Counts()}
 _restore: list[Callable[[], object]] = []
 _report: Report | None = None
 _log_softmax: Callable[..., torch.Tensor] | None = None  # TRL's own
+_on_gpu = False
 
 
 class TrlFastWarning(UserWarning):
@@ -48,10 +49,11 @@ def install(*, on_gpu: bool = False) -> Report:
     Warns:
         TrlFastWarning: a function of this TRL is not known, and is not replaced.
     """
-    global _report
+    global _report, _on_gpu
     uninstall()
     import trl.trainer.utils as home
 
+    _on_gpu = on_gpu
     why = "a trainer of this package has it: skyrl_fast.integrations.trl.GRPOTrainer"
     loss = Row(GRPO_LOSS, "kept", why, COUNTS[GRPO_LOSS])
     functions = (_replace_head(home, on_gpu=on_gpu), _replace_log_softmax(home), loss)
@@ -137,8 +139,9 @@ def selective_log_softmax(
 ) -> torch.Tensor:
     """Return the log-probabilities of `index`, as TRL's function of that name.
 
-    The result has the dtype of the logits, as in TRL. Several indices per row (an additional
-    dimension) are passed to TRL's own function.
+    The result has the dtype of the logits, as in TRL. TRL's own function gets several indices per
+    row (an additional dimension), logits whose strides `selected_logprob` does not take, and
+    tensors on GPUs, unless installed with `on_gpu`, and on other devices.
 
     Args:
         logits: (..., V). index: (...), integers. temperature: divides the logits.
@@ -153,8 +156,15 @@ def selective_log_softmax(
     """
     counts = COUNTS[LOG_SOFTMAX]
     counts.calls += 1
+    reason = ""
     if index.ndim == logits.ndim:
-        counts.hand_back("several indices per row")
+        reason = "several indices per row"
+    elif logits.device.type != "cpu" and not (_on_gpu and logits.is_cuda):
+        reason = f"tensors on {logits.device.type}: see install(on_gpu=True)"
+    elif not has_kernel_rows(logits):
+        reason = f"logits with strides {logits.stride()}"
+    if reason:
+        counts.hand_back(reason)
         if _log_softmax is not None:
             return _log_softmax(logits, index, temperature=temperature, row_mask=row_mask)
         from trl.trainer.utils import selective_log_softmax as original

@@ -54,7 +54,9 @@ class FastGRPOLoss:
         accumulated = trainer.current_gradient_accumulation_steps if training else 1.0
         num_items = None
         if REDUCTIONS[trainer.loss_type] == "tokens":
-            num_items = inputs["num_items_in_batch"] / trainer.accelerator.num_processes
+            num_items = (
+                inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
+            )
             num_items = num_items * (accumulated / args.steps_per_generation if training else 1.0)
             accumulated = 1.0
         old = inputs.get("old_per_token_logps")

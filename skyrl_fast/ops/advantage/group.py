@@ -137,7 +137,7 @@ def _on_gpu(rows: Rows, ids: torch.Tensor, estimator: str, *, sort_there: bool) 
 
 def _by_group(ids: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
     """Return (2, J) groups and rows of the trajectories' last rows, by group, then by row."""
-    order = torch.arange(ids.numel()) if last is None else last.nonzero()[:, 0]
+    order = torch.arange(ids.numel(), device=ids.device) if last is None else last.nonzero()[:, 0]
     groups = ids if last is None else ids[order]
     if bool((groups[1:] < groups[:-1]).any()):  # rows of a group are usually adjacent
         # Stable: sums run over rows in order, as on the CPU, and have its bits.

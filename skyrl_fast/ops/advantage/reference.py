@@ -67,7 +67,7 @@ def turn_level_returns(
 def turn_numbers(is_last_step: torch.Tensor) -> torch.Tensor:
     """Return (N,) int64, the number of each row within its trajectory, from 0."""
     trajectory = trajectory_numbers(is_last_step)
-    rows = torch.arange(len(is_last_step))
+    rows = torch.arange(len(is_last_step), device=is_last_step.device)
     first = torch.stack([rows[trajectory == j].min() for j in trajectory.unique()])
     return rows - first[trajectory]
 
@@ -117,7 +117,7 @@ def gigpo_advantage(
 ) -> torch.Tensor:
     """Return (N,) float64, the episode's advantage plus the weighted one at the anchor state."""
     trajectory = trajectory_numbers(is_last_step)
-    score = torch.zeros(int(trajectory[-1]) + 1, dtype=torch.float64)
+    score = rewards.new_zeros(int(trajectory[-1]) + 1, dtype=torch.float64)
     score.index_add_(0, trajectory, rewards.double())
     estimator = "grpo" if scale_by_std else "dr_grpo"
     # `group_advantage` reads last steps only, so each row may hold its episode's sum.
@@ -167,7 +167,7 @@ def token_chain(
 def normalize(values: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
     """Return float64 values with mean 0 and (biased) variance 1 where trained, 0 elsewhere."""
     kept = values[trained].double()
-    result = torch.zeros(values.shape, dtype=torch.float64)
+    result = torch.zeros_like(values, dtype=torch.float64)
     if kept.numel():
         # Bounded, so that a batch of equal values gives 0, not NaN.
         variance = kept.var(correction=0).clamp(min=MIN_VARIANCE)

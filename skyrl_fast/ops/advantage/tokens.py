@@ -178,15 +178,17 @@ def _torch(
     lengths = rows.lengths()
     if lengths is None:
         width = rows.shape[1] if len(rows.shape) == 2 else 1
-        lengths = torch.full((rows.num_rows,), width)
+        lengths = torch.full((rows.num_rows,), width, device="cpu")
     # The reference goes cell by cell: on a GPU each one would wait for the device.
     lengths = lengths.cpu()
-    row_ids = torch.repeat_interleave(torch.arange(rows.num_rows), lengths)
+    row_ids = torch.repeat_interleave(lengths)
     cells = row_ids.numel()
-    trained = torch.ones(cells, dtype=torch.bool)
+    trained = torch.ones(cells, dtype=torch.bool, device="cpu")
     if rows.mask is not None:
         trained = rows.mask.cpu().reshape(-1) != 0
-    flat = torch.zeros(cells) if values is None else values.cpu().reshape(-1)
+    flat = torch.zeros(cells, device="cpu", dtype=torch.float32)
+    if values is not None:
+        flat = values.cpu().reshape(-1)
     # Values of observations are not read, so they may be anything, NaN included.
     flat = flat.where(trained, 0.0)
     bad = (~torch.isfinite(flat)).nonzero()
@@ -214,7 +216,7 @@ def _rewards_per_cell(rows: Rows, lengths: torch.Tensor) -> torch.Tensor:
     rewards = rows.rewards.cpu()
     if rows.ragged_rewards or rewards.dim() == 2:
         return rewards.reshape(-1)
-    cells = torch.zeros(int(lengths.sum()), dtype=torch.float64)
+    cells = torch.zeros(int(lengths.sum()), dtype=torch.float64, device="cpu")
     # An empty row's reward is added to the last cell before it, if of the same trajectory.
     trajectory = trajectory_numbers(rows.last_or_all().cpu())
     ends = lengths.cumsum(0)

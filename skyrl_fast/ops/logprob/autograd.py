@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from skyrl_fast.ops import _backend
+from skyrl_fast.ops._derivatives import refuse_second_derivative
 
 # A fragment: the other ops add their operators to the same namespace.
 _lib = torch.library.Library("skyrl_fast", "FRAGMENT")
@@ -125,9 +126,12 @@ def _autograd(
     # While a graph is traced the logits are a tensor subclass without memory.
     if ctx.inplace and type(logits) in (torch.Tensor, torch.nn.Parameter):
         grad = logits.detach()
-        write_gradient(*args, grad, ctx.use_triton, *kept)
+        with torch.no_grad():
+            write_gradient(*args, grad, ctx.use_triton, *kept)
         # Another op that saved these logits then raises an error, where it would read a gradient.
         torch.autograd.graph.increment_version(logits)
+        sources = (logits, grad_logprob, entropy_part)
+        (grad,) = refuse_second_derivative("selected_logprob", sources, (grad,))
     else:
         grad = torch.ops.skyrl_fast.selected_logprob_backward(*args, ctx.use_triton, *kept)
     return grad, *(None,) * 8

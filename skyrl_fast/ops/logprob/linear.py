@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from skyrl_fast.ops import _backend
+from skyrl_fast.ops._derivatives import first_derivative_only
 from skyrl_fast.ops.logprob import linear_op, reference
 from skyrl_fast.ops.logprob.kept import KeptSets, check_kept, kept_sets
 from skyrl_fast.ops.logprob.linear_rows import (
@@ -105,7 +106,7 @@ def linear_logprob(
         ValueError: shapes or dtypes that do not match, a target out of range where the mask is 1,
             temperature, logit_scale, soft_cap or chunk_rows not positive, kept sets as in
             `selected_logprob`, on_logits with kept sets, float64 or backend="torch".
-        RuntimeError: a forward-mode derivative, which only backend="torch" has.
+        RuntimeError: a second or a forward-mode derivative, which only backend="torch" has.
 
     Example:
         >>> linear_logprob(torch.zeros(1, 2), torch.zeros(4, 2), torch.tensor([3]))
@@ -321,7 +322,7 @@ class _LinearLogprob(torch.autograd.Function):
         return logprob, entropy
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only(OP)
     def backward(
         ctx: Any, grad_logprob: torch.Tensor | None, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:

@@ -102,7 +102,8 @@ def masked_logprob_loss(
         kept_ids, cu_kept: as in `selected_logprob`.
         return_entropy: also return the entropy, without a gradient.
         inplace_backward: write the gradient over the logits, during this call; another op that
-            saved them for its backward then raises an autograd error. A function compiled by
+            saved them for its backward then raises an autograd error. That of float16 logits is
+            written in the backward, after the loss is scaled. A function compiled by
             torch.compile, and backend "torch", still allocate the gradient.
         backend: "native", "triton" (GPUs), "torch", or None to choose.
 
@@ -113,7 +114,7 @@ def masked_logprob_loss(
         ValueError: an unknown loss or one of sequences, a setting out of its limits, shapes
             that do not match, a target out of range where the mask is 1, kept sets as in
             `selected_logprob`, or a device or dtype without a kernel.
-        RuntimeError: a forward-mode derivative, which only backend="torch" has.
+        RuntimeError: a second or a forward-mode derivative, which only backend="torch" has.
 
     Example:
         >>> logits, targets = torch.zeros(1, 4), torch.tensor([2])

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from skyrl_fast.ops import _backend
-from skyrl_fast.ops.policy_loss import autograd as autograd  # registers policy_loss
+from skyrl_fast.ops._derivatives import first_derivative_only
+from skyrl_fast.ops.logprob import autograd as autograd  # registers selected_logprob
+from skyrl_fast.ops.policy_loss.autograd import loss_and_metrics
 
 Tensor = torch.Tensor
 
@@ -60,6 +62,15 @@ def visit(logits: Tensor, call: LossCall, inplace_backward: bool) -> Result:
     if not (torch.is_grad_enabled() and logits.requires_grad):
         logprobs, entropy, _ = torch.ops.skyrl_fast.masked_logprob_loss(logits, *call, False)
         return _with_loss(logprobs, entropy, call)
+    if logits.dtype == torch.float16:
+        # Its small range needs a scaled loss (`torch.amp.GradScaler`): the gradient is rounded to
+        # 16 bits in the backward, where the scale is known.
+        logprobs, entropy, _ = torch.ops.skyrl_fast.selected_logprob(
+            logits, call.targets, call.mask, call.temperature, call.return_entropy,
+            inplace_backward, call.use_triton, call.kept_ids, call.kept_ranges,
+        )  # fmt: skip
+        loss, _, _, metrics = _with_loss(logprobs, entropy, call)
+        return Result(loss, logprobs.detach(), entropy.detach(), metrics)
     if torch.compiler.is_compiling():
         loss, *others = _CompiledVisit.apply(logits, *call)
         return Result(loss, *(tensor.detach() for tensor in others))
@@ -74,13 +85,14 @@ def _with_loss(logprobs: Tensor, entropy: Tensor, call: LossCall) -> Result:
     if live is None:
         live = torch.ones_like(logprobs, dtype=torch.uint8)
     # By the operator of policy_loss, for rows of one cell: each metric has one definition.
-    metrics, _ = torch.ops.skyrl_fast.policy_loss(
-        column(logprobs), column(call.old_logprobs), column(call.advantages), column(live),
+    others = (
+        column(call.old_logprobs), column(call.advantages), column(live),
         call.row_weights, None, column(call.ref_logprobs), column(call.token_weights),
         column(call.cross_entropy_weights), column(call.kl_weights), None, None, call.loss,
-        call.kl, call.params, call.use_triton, False,
+        call.kl, call.params, call.use_triton,
     )  # fmt: skip
-    return Result(metrics[0].to(torch.float32), logprobs, entropy, metrics)
+    loss, metrics = loss_and_metrics(logprobs.view(-1, 1), others)
+    return Result(loss, logprobs, entropy, metrics)
 
 
 class _Visit(torch.autograd.Function):
@@ -106,10 +118,11 @@ class _Visit(torch.autograd.Function):
         ctx.mark_non_differentiable(logprobs, entropy)
         result = _with_loss(logprobs, entropy, call)
         ctx.mark_non_differentiable(*result[1:])
+        ctx.save_for_backward(result.loss)  # leads to the logits, which it does not keep
         return result
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only("masked_logprob_loss")
     def backward(ctx: Any, grad_loss: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
         # Moved out, so that autograd may keep it as `.grad` without a copy.
         grad, ctx.grad = ctx.grad, None

@@ -57,8 +57,8 @@ def _find_allowed(kept: KeptSets, vocab: int) -> tuple[torch.Tensor, torch.Tenso
     inside = (ids >= 0) & (ids < vocab)
     falls = torch.zeros_like(inside)
     falls[1:] = (ids[1:] <= ids[:-1]) & (row[1:] == row[:-1])
-    bad_ids = torch.zeros(kept.ranges.shape[0], device=row.device)
-    wrong = bad_ids.index_add(0, row, (falls | ~inside).float()) > 0
+    bad_ids = torch.zeros(kept.ranges.shape[0], dtype=torch.int32, device=row.device)
+    wrong = bad_ids.index_add(0, row, (falls | ~inside).int()) > 0
     allowed = (kept.ranges[:, :1] < 0).repeat(1, vocab)
     allowed[row[inside], ids[inside]] = True
     return allowed, wrong

@@ -193,6 +193,16 @@ def kernel_rows(op: str, logits: torch.Tensor) -> torch.Tensor:
     return logits.view(*sizes, logits.shape[-1])
 
 
+def has_kernel_rows(logits: torch.Tensor) -> bool:
+    """Return whether `selected_logprob` takes logits of these strides."""
+    try:
+        check_logits(OP, logits)
+        kernel_rows(OP, logits)
+    except ValueError:
+        return False
+    return True
+
+
 def check_no_overlap(op: str, rows: torch.Tensor) -> None:
     """Check that rows of logits may be written in place: each loop steps past the one inside it."""
     extent = rows.shape[-1]

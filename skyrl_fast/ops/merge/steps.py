@@ -16,7 +16,7 @@ import torch
 
 from skyrl_fast import _C
 from skyrl_fast.ops import _backend, _ragged
-from skyrl_fast.ops._offsets import integer_vector
+from skyrl_fast.ops._offsets import check_offsets
 from skyrl_fast.ops._ragged import INT32_MAX, Rows
 from skyrl_fast.ops.merge import reference
 from skyrl_fast.ops.pack.reference import row_tensors
@@ -198,15 +198,17 @@ def merge_flat_steps(
     op = "merge_flat_steps"
     check_drift(op, drift, max_drift_tokens)
     max_drift = max_drift_tokens if drift == "realign" else 0
-    cu_seqlens = integer_vector(op, "cu_seqlens", cu_seqlens)
-    cu_responses = integer_vector(op, "cu_responses", cu_responses)
+    total, wide = tokens.shape[0], torch.int64
+    cu_seqlens = check_offsets(op, "cu_seqlens", cu_seqlens, total=total, dtype=wide)
+    num_responses = None if loss_mask is None else loss_mask.shape[0]
+    cu_responses = check_offsets(op, "cu_responses", cu_responses, total=num_responses, dtype=wide)
     if cu_responses.shape != cu_seqlens.shape:
         raise ValueError(
             f"{op}: cu_responses must be of shape {tuple(cu_seqlens.shape)} like cu_seqlens, got "
             f"{tuple(cu_responses.shape)}"
         )
-    responses = cu_responses.to(torch.int64).diff().numpy()
-    prompts = cu_seqlens.to(torch.int64).diff().numpy() - responses
+    responses = cu_responses.diff().numpy()
+    prompts = cu_seqlens.diff().numpy() - responses
     plan_out = _empty_plan(len(prompts))
     rows_in = (prompts, responses, trajectory_ids, loss_mask if max_drift else None)
     threads = _backend.num_threads()

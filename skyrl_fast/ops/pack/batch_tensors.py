@@ -144,10 +144,11 @@ def router_padding_mask(
             f"{op}: attention_mask must have a row per entry of rollout_expert_indices "
             f"({len(rollout_expert_indices)}), got {num_rows}"
         )
-    captured = torch.zeros(num_rows, dtype=torch.int64)
+    captured = torch.zeros(num_rows, dtype=torch.int64, device="cpu")
     captured[: len(rollout_expert_indices)] = torch.tensor(
         [0 if routes is None else len(routes) for routes in rollout_expert_indices],
         dtype=torch.int64,
+        device="cpu",
     )
     captured = captured.to(attention_mask.device)
     lengths = attention_mask.sum(1)
@@ -239,8 +240,9 @@ def _place_row_rewards(
     scores: _ragged.Field, response_lengths: torch.Tensor, like: torch.Tensor
 ) -> torch.Tensor:
     """Return rewards in the last column, float32; raise for a reward of an empty response."""
-    values = torch.empty(len(response_lengths), dtype=torch.float32)
-    _ragged.fill(OP, _ragged.copy_jobs(scores, values, torch.zeros(1, dtype=torch.int64)))
+    values = torch.empty(len(response_lengths), dtype=torch.float32, device="cpu")
+    first = torch.zeros(1, dtype=torch.int64, device="cpu")
+    _ragged.fill(OP, _ragged.copy_jobs(scores, values, first))
     check_rewards_of_empty(OP, values, response_lengths)
     out = _backend.empty(like.shape, torch.float32).zero_()
     if out.shape[1] > 0:
@@ -276,7 +278,8 @@ def _convert_routes(
     if known is None:
         return None
     num_layers, top_k = known.shape[1:]
-    captured = torch.tensor([0 if a is None else len(a) for a in arrays], dtype=torch.int64)
+    counts = [0 if a is None else len(a) for a in arrays]
+    captured = torch.tensor(counts, dtype=torch.int64, device="cpu")
     _check_captured(OP, captured, lengths)
     for row, array in enumerate(arrays):
         if array is not None and array.shape[1:] != (num_layers, top_k):
@@ -297,7 +300,7 @@ def _convert_routes(
     # As ragged rows of ids, by the copy that tokens take.
     flat = [np.empty(0, dtype=np.uint8) if a is None else a.reshape(-1) for a in arrays]
     field = _ragged.read_field(OP, "rollout_expert_indices", flat)
-    cells = torch.arange(len(lengths), dtype=torch.int64) * width + starts
+    cells = torch.arange(len(lengths), device=lengths.device) * width + starts
     jobs = _ragged.copy_jobs(field, out.view(-1), cells * (num_layers * top_k), 0)
     _ragged.fill(OP, jobs)
     return out

@@ -25,8 +25,8 @@ def count_nonzeros(
     """
     # For a row with at most one nonzero cell that cell is the row's exact sum.
     size = len(cells) if rows is None else len(rows)
-    counts = torch.empty(size, dtype=torch.int64)
-    lasts = torch.empty(size, dtype=torch.float32)
+    counts = torch.empty(size, dtype=torch.int64, device="cpu")
+    lasts = torch.empty(size, dtype=torch.float32, device="cpu")
     others = _C.count_nonzeros(cells, rows, counts, lasts, _backend.num_threads())
     return counts, lasts, others
 
@@ -38,7 +38,7 @@ def sum_rows(cells: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
         cells: (A,) float32, contiguous.
         cu_seqlens: (N + 1,) int32; may end before A.
     """
-    sums = torch.empty(max(0, len(cu_seqlens) - 1), dtype=torch.float64)
+    sums = torch.empty(max(0, len(cu_seqlens) - 1), dtype=torch.float64, device="cpu")
     _C.sum_rows(cells, cu_seqlens, sums, _backend.num_threads())
     return sums
 
@@ -61,7 +61,7 @@ def multiply_rows(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tenso
         mask: (N, R) int64, contiguous.
     """
     out = _backend.empty(mask.shape, torch.float32)
-    counts = torch.empty(len(mask), dtype=torch.int64)
+    counts = torch.empty(len(mask), dtype=torch.int64, device="cpu")
     _C.multiply_rows(values, mask, out, counts, _backend.num_threads())
     return out, counts
 

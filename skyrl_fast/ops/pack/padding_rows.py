@@ -115,7 +115,8 @@ def dummy_route(routes: torch.Tensor) -> torch.Tensor:
     """Return the (L, K) route of tokens without one: 0, 1, ... K - 1 in each layer."""
     num_layers, top_k = routes.shape[-2:]
     # Distinct experts: zeros would send the token to one of them K times.
-    return torch.arange(top_k, dtype=routes.dtype).expand(num_layers, top_k)
+    experts = torch.arange(top_k, dtype=routes.dtype, device=routes.device)
+    return experts.expand(num_layers, top_k)
 
 
 def write_padding_rows(name: str, tensor: torch.Tensor, num_rows: int, mode: str) -> None:

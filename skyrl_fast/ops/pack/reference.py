@@ -17,16 +17,17 @@ def row_tensors(rows: Rows, dtype: torch.dtype) -> list[torch.Tensor]:
         parts = [row_tensors(part, dtype) for part in rows.parts]
         return [torch.cat(row) for row in zip(*parts, strict=True)]
     if is_flat(rows):
-        values, cu = rows[0], torch.as_tensor(rows[1]).tolist()
+        values, cu = rows[0], rows[1].tolist()
         rows = [values[begin:end] for begin, end in itertools.pairwise(cu)]
     return [_row(row, dtype) for row in rows]
 
 
 def _row(row: object, dtype: torch.dtype) -> torch.Tensor:
     # torch takes no negative strides.
-    tensor = torch.as_tensor(np.ascontiguousarray(row) if isinstance(row, np.ndarray) else row)
+    values = np.ascontiguousarray(row) if isinstance(row, np.ndarray) else row
+    tensor = torch.as_tensor(values, device="cpu")
     if tensor.numel() == 0:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     if tensor.is_floating_point() and not dtype.is_floating_point:
         raise TypeError(f"a row of {tensor.dtype} cannot become {dtype}")
     if not dtype.is_floating_point and dtype != torch.bool:
@@ -38,13 +39,13 @@ def _row(row: object, dtype: torch.dtype) -> torch.Tensor:
 
 def pack(rows: Rows, dtype: torch.dtype) -> torch.Tensor:
     """Return the rows end to end, (S,)."""
-    return torch.cat([torch.empty(0, dtype=dtype), *row_tensors(rows, dtype)])
+    return torch.cat([_row([], dtype), *row_tensors(rows, dtype)])
 
 
 def pad(rows: Rows, dtype: torch.dtype, width: int, side: str, pad_value: float) -> torch.Tensor:
     """Return the rows in an (N, width) tensor, padded on `side`."""
     tensors = row_tensors(rows, dtype)
-    out = torch.full((len(tensors), width), pad_value, dtype=dtype)
+    out = torch.full((len(tensors), width), pad_value, dtype=dtype, device="cpu")
     for row, tensor in zip(out, tensors, strict=True):
         cells = row[width - len(tensor) :] if side == "left" else row[: len(tensor)]
         cells.copy_(tensor)
@@ -61,7 +62,8 @@ def padded_to_flat(
 def position_ids(lengths: torch.Tensor) -> torch.Tensor:
     """Return (S,) int64: 0, 1, ... in each row."""
     total = int(lengths.sum())
-    return torch.arange(total) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+    starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+    return torch.arange(total, device=lengths.device) - starts
 
 
 def flat_to_padded(
@@ -96,9 +98,9 @@ def batch_tensors(
 ) -> list[torch.Tensor | None]:
     """Return sequences, attention_mask, response_mask, rewards, loss_masks, logprobs."""
     tokens = Concat(prompts, responses)
-    lengths = torch.tensor([len(row) for row in row_tensors(tokens, torch.int64)])
+    lengths = torch.tensor([len(row) for row in row_tensors(tokens, torch.int64)], device="cpu")
     response_rows = row_tensors(responses, torch.int64)
-    response_lengths = torch.tensor([len(row) for row in response_rows])
+    response_lengths = torch.tensor([len(row) for row in response_rows], device="cpu")
     width, columns = int(lengths.max()), int(response_lengths.max())
     response_mask = real_cells(response_lengths, columns, "left").to(torch.int64)
 
@@ -109,11 +111,11 @@ def batch_tensors(
     if bool((sequences[real_cells(lengths, width, "left")] < 0).any()):
         raise ValueError("token ids must not be negative")
     try:
-        scores = torch.as_tensor(rewards, dtype=torch.float32)
+        scores = torch.as_tensor(rewards, dtype=torch.float32, device="cpu")
     except (TypeError, ValueError):
-        scores = torch.empty(0, 0)
+        scores = torch.empty((0, 0), device="cpu")
     if scores.dim() == 1:
-        reward_tensor = torch.zeros(len(lengths), columns)
+        reward_tensor = torch.zeros((len(lengths), columns), dtype=torch.float32, device="cpu")
         if columns > 0:
             reward_tensor[:, -1] = scores
     else:

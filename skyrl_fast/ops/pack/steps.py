@@ -124,7 +124,7 @@ def pad_rows(
 
 def row_starts(lengths: torch.Tensor, width: int) -> torch.Tensor:
     """Return the (N,) element at which each row of a left-padded (N, width) array begins."""
-    return torch.arange(1, len(lengths) + 1) * width - lengths
+    return torch.arange(1, len(lengths) + 1, device=lengths.device) * width - lengths
 
 
 def _check_groups(

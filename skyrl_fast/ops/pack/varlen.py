@@ -212,7 +212,9 @@ def pattern_of(pad_value: float, dtype: torch.dtype) -> bytes:
         True
     """
     # As bytes: the kernels pad every dtype by the same code.
-    element = torch.full((1,), pad_value, dtype=dtype).view(torch.uint8).numpy().tobytes()
+    element = (
+        torch.full((1,), pad_value, dtype=dtype, device="cpu").view(torch.uint8).numpy().tobytes()
+    )
     return element * (PATTERN_BYTES // len(element))
 
 
@@ -249,7 +251,7 @@ def _mask_blocks(op: str, mask: torch.Tensor, side: str) -> tuple[torch.Tensor, 
     if _backend.on_gpu(mask):
         starts, lengths = _mask_blocks_on_gpu(op, mask.detach())
     else:
-        starts, lengths = torch.empty(2, len(mask), dtype=torch.int64)
+        starts, lengths = torch.empty((2, len(mask)), dtype=torch.int64, device="cpu")
         # Other dtypes are read as float32.
         known = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32)
         mask = (mask if mask.dtype in known else mask.to(torch.float32)).detach().cpu()

@@ -112,21 +112,23 @@ class PassPlan:
                 these, (N + 1,) int64 offsets of the rows; see `StepBatch.num_kept`.
         """
         is_tree, count, width, num_rows, num_trained = self._sizes[number].tolist()
-        ids = torch.empty((count, width), dtype=torch.int64)
+
+        def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+
         names = ("hidden_index", "target_ids", "response_index", "copies")
-        out = {name: torch.empty(num_trained, dtype=torch.int64) for name in names}
-        out |= {"input_ids": ids, "rows": torch.empty(num_rows, dtype=torch.int64)}
+        out = {name: empty(num_trained) for name in names}
+        out |= {"input_ids": empty(count, width), "rows": empty(num_rows)}
         if is_tree:
-            out["parents"], out["ends"] = torch.empty((2, width), dtype=torch.int32)
-            out["positions"] = torch.empty((1, width), dtype=torch.int64)
+            out["parents"], out["ends"] = empty(2, width, dtype=torch.int32)
+            out["positions"] = empty(1, width)
         if routes is not None:
             out["expert_indices"] = routes.new_empty((count, width, *routes.shape[1:]))
-            out["router_padding_mask"] = torch.empty((count, width), dtype=torch.bool)
+            out["router_padding_mask"] = empty(count, width, dtype=torch.bool)
         if kept is not None:
-            out["kept_ids"] = torch.empty(
-                self._plan.num_kept_tokens(number, kept), dtype=torch.int32
-            )
-            out["cu_kept"] = torch.empty(num_trained + 1, dtype=torch.int64)
+            num_kept = self._plan.num_kept_tokens(number, kept)
+            out["kept_ids"] = empty(num_kept, dtype=torch.int32)
+            out["cu_kept"] = empty(num_trained + 1)
         distinct = self._plan.write(number, tokens, routes, kept, out)
         # No two rows share a trained token.
         if distinct == num_trained:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from skyrl_fast.ops import _backend
+from skyrl_fast.ops._derivatives import first_derivative_only
 from skyrl_fast.ops.policy_loss.reference import METRICS
 
 # csrc/policy_loss/policy_loss_cuda.h: cells per partial sum on a GPU, and the numbers in each
@@ -60,10 +61,15 @@ def loss_and_metrics(
     """
     if not (torch.is_grad_enabled() and current.requires_grad):
         metrics, _ = torch.ops.skyrl_fast.policy_loss(current, *call, False)
-        return metrics[0].to(current.dtype), metrics
+        return _loss_of(metrics, current), metrics
     if torch.compiler.is_compiling():
         return _CompiledPolicyLoss.apply(current, *call)
     return _EagerPolicyLoss.apply(current, *call)
+
+
+def _loss_of(metrics: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
+    # A copy, also of float64: callers may scale a loss in place.
+    return metrics[0].to(current.dtype, copy=True)
 
 
 class _EagerPolicyLoss(torch.autograd.Function):
@@ -78,10 +84,10 @@ class _EagerPolicyLoss(torch.autograd.Function):
         ctx.save_for_backward(current, *call[:11])
         ctx.rest = call[11:]
         ctx.mark_non_differentiable(metrics)
-        return metrics[0].to(current.dtype), metrics
+        return _loss_of(metrics, current), metrics
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only("policy_loss")
     def backward(ctx: Any, grad_loss: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
         grad, ctx.grad = ctx.grad, None
@@ -105,7 +111,7 @@ class _CompiledPolicyLoss(torch.autograd.Function):
         ctx.save_for_backward(grad)
         ctx.num_inputs = 1 + len(call)
         ctx.mark_non_differentiable(metrics)
-        return metrics[0].to(current.dtype), metrics
+        return _loss_of(metrics, current), metrics
 
     @staticmethod
     def backward(ctx: Any, grad_loss: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
@@ -130,7 +136,7 @@ class KlPenalty(torch.autograd.Function):
         return torch.ops.skyrl_fast.kl_penalty(current, ref, mask, None, kl, use_triton)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only("kl_penalty")
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
         grad_out = grad_out.contiguous()
         grad = torch.ops.skyrl_fast.kl_penalty(*ctx.saved_tensors, grad_out, *ctx.how)

@@ -133,7 +133,7 @@ def policy_loss(
     Raises:
         ValueError, TypeError: an unknown name, a setting out of its limits, an argument that the
             loss needs and that is missing, or shapes, dtypes or devices that do not match.
-        RuntimeError: a forward-mode derivative, which only backend="torch" has.
+        RuntimeError: a second or a forward-mode derivative, which only backend="torch" has.
 
     Example:
         >>> logprobs = torch.log(torch.tensor([[0.6, 0.5]])).requires_grad_()
@@ -308,7 +308,7 @@ def _custom(
         cu_seqlens = torch.arange(num_rows + 1, device=current.device) * current.shape[1]
     # Each row is a sequence.
     if sequence is None:
-        sequence = torch.arange(num_rows)
+        sequence = torch.arange(num_rows, device=current.device)
     inputs = LossInputs(
         current.reshape(-1),
         old.reshape(-1),
@@ -358,7 +358,7 @@ def kl_penalty(
 
     Raises:
         ValueError: an unknown estimator or shapes that do not match.
-        RuntimeError: a forward-mode derivative, which only backend="torch" has.
+        RuntimeError: a second or a forward-mode derivative, which only backend="torch" has.
 
     Example:
         >>> kl_penalty(torch.tensor([-1.0]), torch.tensor([-2.0]), estimator="k1")

@@ -177,7 +177,7 @@ def _native(
     starts, order = _rows_by_sequence(sequence)
     new_mask = _backend.empty(mask.shape, mask.dtype) if rules.can_mask else None
     weights = _backend.empty(old.shape, old.dtype) if rules.tis is not None else None
-    metrics = torch.empty(len(NATIVE_METRICS), dtype=torch.float64)
+    metrics = torch.empty(len(NATIVE_METRICS), dtype=torch.float64, device="cpu")
     _C.off_policy_correction(
         old,
         rollout,
@@ -221,7 +221,7 @@ def _rows_by_sequence(
     if sequence is None:
         return None, None
     counts = torch.bincount(sequence)
-    starts = torch.zeros(counts.numel() + 1, dtype=torch.int64)
+    starts = torch.zeros(counts.numel() + 1, dtype=torch.int64, device=counts.device)
     torch.cumsum(counts, 0, out=starts[1:])
     # Rows of a sequence are mostly adjacent: then none are sorted. Stable, as sums have the bits of
     # their order.

@@ -168,7 +168,7 @@ def sequences_of(
 
 def _mask_counts(loss_mask: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
     num_rows = loss_mask.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-    counts = torch.zeros(num_rows, dtype=torch.int64)
+    counts = loss_mask.new_zeros(num_rows, dtype=torch.int64)
     _C.mask_counts(loss_mask, cu_seqlens, counts, _backend.num_threads())
     return counts
 

@@ -111,6 +111,8 @@ def plan_tree_attention(
         raise ValueError(
             f"{OP}: kind 'flex' needs a multiple of {FLEX_BLOCK} nodes, got {num_nodes}"
         )
+    if parents.device.type == ends.device.type == "cpu":  # reading would wait for a GPU
+        TreeTiles(parents, ends, window=1)  # which checks the tree; of a window the cheapest
     # These masks are made from the ends alone: the parents stay where they are.
     return TreeAttention(kind, num_nodes, parents, ends.to(device))
 
@@ -352,7 +354,7 @@ def _check_options(
 def pad_trees(parents: Tensor, ends: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
     """Return parents and ends, padded with nodes that attend only to themselves."""
     # Each a tree of one node: a softmax over no key would be NaN.
-    extra = torch.arange(parents.shape[0], num_nodes, dtype=torch.int32)
+    extra = torch.arange(parents.shape[0], num_nodes, dtype=torch.int32, device=parents.device)
     return torch.cat([parents, torch.full_like(extra, -1)]), torch.cat([ends, extra + 1])
 
 

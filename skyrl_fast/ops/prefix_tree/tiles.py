@@ -15,6 +15,7 @@ from torch import Tensor
 
 from skyrl_fast._C import TreeTiles
 from skyrl_fast.ops._backend import num_threads
+from skyrl_fast.ops._derivatives import first_derivative_only
 
 LOG2_E = 1 / math.log(2)
 
@@ -58,14 +59,16 @@ class _TileAttention(torch.autograd.Function):
         lse = out.new_empty(out.shape[1:3])
         scores = None if sinks is None else sinks.detach().float().contiguous()
         tiles.forward(query, key, value, scale, softcap, scores, out, lse, num_threads())
-        # Converted to float32 once: the backward reads them several times.
-        ctx.save_for_backward(query, key, value, out, lse, sinks)
-        return out.to(ctx.dtype)
+        result = out.to(ctx.dtype)
+        # Converted to float32 once: the backward reads them several times. Only the result has a
+        # graph.
+        ctx.save_for_backward(query, key, value, out, lse, sinks, result)
+        return result
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivative_only("tree_attention", "float64")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, sinks = ctx.saved_tensors
+        *saved, sinks, _ = ctx.saved_tensors
         grad = _readable(grad)
         grads = tuple(_like(x) for x in saved[:3])
         ctx.tiles.backward(tuple(saved), grad, ctx.scale, ctx.softcap, grads, num_threads())

@@ -55,23 +55,9 @@ class PrefixTree:
         """T, the number of nodes."""
         return self.tokens.shape[0]
 
-    @property
-    def num_rows(self) -> int:
-        """N, the number of rows."""
-        return self.row_starts.shape[0] - 1
-
-    @property
-    def starts(self) -> torch.Tensor:
-        """(T,) int32: each node's number, the start of its subtree `[starts, ends)`."""
-        return torch.arange(self.num_nodes, dtype=torch.int32)
-
     def nodes_of(self, row: int) -> torch.Tensor:
         """Return the nodes of a row's tokens."""
         return self.row_nodes[int(self.row_starts[row]) : int(self.row_starts[row + 1])]
-
-    def ancestor_mask(self) -> torch.Tensor:
-        """Return (T, T) bool, True where the column's node is the row's or above it."""
-        return ancestor_mask(self.ends)
 
 
 def ancestor_mask(ends: torch.Tensor, *, first: int = 0) -> torch.Tensor:
@@ -134,7 +120,7 @@ def build_prefix_tree(
     columns = [_backend.empty((tree.num_nodes,), torch.int32) for _ in range(4)]
     sources = _backend.empty((tree.num_nodes,), torch.int64)
     row_nodes = _backend.empty((int(row_starts[-1]),), torch.int32)
-    group_starts = torch.empty(tree.num_groups + 1, dtype=torch.int32)
+    group_starts = torch.empty(tree.num_groups + 1, dtype=torch.int32, device="cpu")
     tree.write((*columns, sources), group_starts, row_nodes, row_starts[:-1], threads)
     node_tokens, parents, positions, ends = columns
     return PrefixTree(
@@ -193,7 +179,7 @@ def _check_arguments(
             raise ValueError(f"{OP}: tokens must be ids of 32 bits, got {wrong}")
     starts, full = _spans("cu_seqlens", cu_seqlens, tokens.shape[0])
     num_rows = len(full)
-    groups = torch.zeros(num_rows, dtype=torch.int64)
+    groups = torch.zeros(num_rows, dtype=torch.int64, device="cpu")
     if group_ids is not None:
         groups = check_row_ids(OP, "group_ids", group_ids)
     if groups.shape[0] != num_rows:
@@ -248,7 +234,7 @@ def _by_reference(
     flat = [node for nodes in trees.row_nodes for node in nodes]
 
     def column(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype)
+        return torch.tensor(values, dtype=dtype, device="cpu")
 
     return PrefixTree(
         tokens=column([ids[source] for source in sources]),

@@ -276,10 +276,32 @@ FAULTS = (
         ("rollout/test_remote_engine.py",),
     ),
     Fault(
+        "an update's means weigh mini-batches alike, not tokens",
+        "skyrl_fast/train/update.py",
+        "return sum(v * n for v, n in zip(values, counts, strict=True)) / total if total else 0.0",
+        "return sum(values) / len(values)",
+        ("train/test_update_rules.py", "train/test_sft.py"),
+    ),
+    Fault(
+        "a refused prompt counts as one that the template wrote",
+        "skyrl_fast/gateway/prompt_ids.py",
+        "            rendered, options = self._render(seen, tools, template_kwargs)",
+        "            self._last = (list(messages), seen)\n"
+        "            rendered, options = self._render(seen, tools, template_kwargs)",
+        ("gateway/test_faults.py",),
+    ),
+    Fault(
+        "the text of a stop string ends at its last occurrence",
+        "skyrl_fast/rollout/turn.py",
+        "        place = text.find(stop, max(0, known - len(stop) + 1))",
+        "        place = -1",
+        ("rollout/test_agent_loop.py",),
+    ),
+    Fault(
         "a reward for one call goes to the last one",
         "skyrl_fast/gateway/rewards.py",
-        "step = self._calls[call] if call else self._spans[span] if span else last",
-        "step = self._spans[span] if span else last",
+        "step = self._calls[call] if call else self._spans[span][-1] if span else last",
+        "step = self._spans[span][-1] if span else last",
         ("gateway/test_openai_chat.py",),
     ),
     Fault(

@@ -51,10 +51,7 @@ class OtherCalls:
         sending = asyncio.create_task(_send(client, upstream, path, body, streams=streams))
         self._sending.add(sending)
         sending.add_done_callback(self._sending.discard)
-        try:
-            await asyncio.wait([sending])
-        finally:
-            sending.cancel()  # if the client has left
+        await asyncio.wait([sending])
         if sending.cancelled():
             raise ApiError(500, "the call was aborted: its trajectory has ended")
         if (error := sending.exception()) is not None:

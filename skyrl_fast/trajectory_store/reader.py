@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,13 +110,6 @@ def read_trajectories(
             continue
         for entry, record in read_part(part):
             yield parse_trajectory(entry, record)
-
-
-def read_trajectory(run: str | Path, entry: IndexEntry) -> StoredTrajectory:
-    """Return the trajectory of one index entry, reading only its line."""
-    with (Path(run) / FOLDER / entry.file).open("rb") as file:
-        file.seek(entry.offset)
-        return parse_trajectory(entry, json.loads(file.read(entry.bytes)))
 
 
 def read_part(part: RunPart) -> Iterator[tuple[IndexEntry, dict[str, Any]]]:

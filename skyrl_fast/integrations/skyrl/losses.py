@@ -89,11 +89,11 @@ def reduce_into(
     require(not others and total < FLOAT32_COUNTS, "a mask whose sums depend on their order")
     tokens = counts.float()
     if loss_reduction == "token_mean":
-        divisor = torch.tensor([float(max(total, 1))])
+        divisor = torch.tensor([float(max(total, 1))], dtype=torch.float32, device="cpu")
     elif loss_reduction == "sequence_mean":
         divisor = num_rows * tokens.clamp(min=1)
     elif loss_reduction == "seq_mean_token_sum_norm":
-        divisor = torch.tensor([float(num_rows * max_seq_len)])
+        divisor = torch.tensor([float(num_rows * max_seq_len)], dtype=torch.float32, device="cpu")
     else:
         require(loss_reduction == "prompt_mean", "unsupported reduction")
         divisor = _prompt_mean_divisor(counts, prompt_boundaries)
@@ -106,9 +106,10 @@ def _prompt_mean_divisor(counts: Tensor, boundaries: list[tuple[int, int]] | Non
     assert boundaries is not None
     starts, ends = (list(edge) for edge in zip(*boundaries, strict=True))
     require(starts == [0, *ends[:-1]] and ends[-1] == len(counts), "rows outside of prompts")
-    sizes = torch.tensor(ends) - torch.tensor(starts)
-    prompt = torch.arange(len(ends)).repeat_interleave(sizes)
-    totals = torch.zeros(len(ends), dtype=torch.int64).index_add_(0, prompt, counts)
+    sizes = torch.tensor(ends, device="cpu") - torch.tensor(starts, device="cpu")
+    prompt = torch.arange(len(ends), device="cpu").repeat_interleave(sizes)
+    totals = torch.zeros(len(ends), dtype=torch.int64, device="cpu")
+    totals.index_add_(0, prompt, counts)
     return (len(boundaries) * totals.float().clamp(min=1))[prompt]
 
 
@@ -276,7 +277,7 @@ def _loss(
     out = policy_loss(
         log_probs, old_log_probs, advantages, loss_mask, loss=settings, scope="row",
         rollout_logprobs=rollout_logprobs, token_weights=weights,
-        row_weights=torch.ones(len(log_probs), device=log_probs.device),
+        row_weights=torch.ones(len(log_probs), dtype=torch.float32, device=log_probs.device),
     )  # fmt: skip
     if not waits:
         return out.loss, {"clip_ratio": 0.0, **metrics}

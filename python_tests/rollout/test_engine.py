@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from _weights import file_call, update_engine
 
 from examples.asynchronous.soak import children
 from skyrl_fast.config import InferenceEngineConfig, SamplingParams
-from skyrl_fast.rollout.engine import vllm_start
+from skyrl_fast.rollout.engine import vllm_engine, vllm_start
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, Generation
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import (
@@ -150,6 +151,27 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
     engine = VllmEngine(VllmSetup("anything"))
     engine._llm = FakeLlm()
     return engine
+
+
+@pytest.mark.spec("async.engine-silence")
+async def test_a_process_that_dies_at_the_start_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dead(FakeLlm):
+        model_config = SimpleNamespace(get_vocab_size=lambda: 10)
+        errored = True
+
+        async def collective_rpc(self, *_: Any) -> None:
+            await asyncio.Event().wait()
+
+    engine = fake_engine(monkeypatch)
+    engine._llm = None
+    sys.modules["vllm"].__spec__ = ModuleSpec("vllm", None)
+    for name, value in (("missing_library", ""), ("check_model_folder", None),
+                        ("check_can_spawn", None), ("engine_environment", {})):  # fmt: skip
+        monkeypatch.setattr(vllm_engine, name, lambda *_, value=value: value)
+    monkeypatch.setattr(engine, "_build", Dead)
+    async with asyncio.timeout(20):
+        with pytest.raises(EngineDeadError, match=r"vLLM engine for anything did not start"):
+            await engine.start()
 
 
 @pytest.mark.spec("rollout.one-sample", "rollout.cache-salt")

@@ -165,6 +165,19 @@ async def started(*engines: OneWeight, max_restarts: int = 3) -> tuple[EnginePoo
     return pool, trainer
 
 
+@pytest.mark.spec("update.engine-lost")
+async def test_an_engine_that_dies_before_the_first_comparison_is_left_out() -> None:
+    first, second = OneWeight("a"), OneWeight("b")
+    pool = EnginePool([first, second])  # type: ignore[arg-type]
+    await pool.start()
+    first.alive = False
+    assert (await pool.verify(Trainer().make_probe)).difference.maximum == 0
+    assert [member.up for member in pool._members] == [False, True]
+    second.alive = False
+    with pytest.raises(EngineDeadError, match="no engine is left; the first one: a died"):
+        await pool.verify(Trainer().make_probe)
+
+
 async def ask(pool: EnginePool, session: str) -> Generation:
     return await pool.generate([1], SamplingParams(), session_id=session, policy_version=0)
 

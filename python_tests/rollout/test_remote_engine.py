@@ -474,6 +474,36 @@ def test_server_that_is_not_vllm_is_named(
         with_engine(reply, ask, start_timeout_seconds=0.0)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("weight_sync", ["file", "reload", "gloo"])
+def test_a_lost_answer_is_asked_for_again_only_where_that_is_harmless(
+    weight_sync: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Loses(Server):
+        def __call__(self, request: httpx.Request) -> httpx.Response:
+            answer = super().__call__(request)
+            if "load_weights" in request.content.decode() or "lora" in request.url.path:
+                lost.append(request.url.path)
+                if len(lost) == 1:
+                    raise httpx.ReadError("reset")
+            return answer
+
+    lost: list[str] = []
+    monkeypatch.setattr(RemoteEngine, "_join_workers", lambda *_: asyncio.sleep(0))
+    adapter = ADAPTER if weight_sync == "reload" else None
+
+    async def work(engine: RemoteEngine) -> None:
+        with send_by_file({"base_model.model.a.lora_A.weight": torch.zeros(2, 2)}, None) as call:
+            await engine.load_weights(call)
+
+    if weight_sync == "file":
+        with_engine(Loses(), work)
+        assert lost == ["/collective_rpc"] * 2
+        return
+    with pytest.raises(EngineDeadError, match=r"the answer to /\S+ was lost: ReadError: reset"):
+        with_engine(Loses(), work, weight_sync=weight_sync, adapter=adapter)
+    assert len(lost) == 1
+
+
 @pytest.mark.spec("async.server-return")
 def test_unreachable_server_is_dead_and_healthy_server_is_retried() -> None:
     server = Server()

@@ -1,10 +1,15 @@
-"""The GPUs of the run's own engine, and whether it sleeps."""
+"""The GPUs of the run's own engine, and whether it sleeps; the nodes of a cluster run."""
 
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from skyrl_fast.config import Config, ConfigError
+from skyrl_fast.config import Config, ConfigError, as_config
+from skyrl_fast.train import cluster
+from skyrl_fast.train.parallel.ranks import RankError
 from skyrl_fast.train.placement import EnginePlacement, engine_placement
 
 
@@ -77,3 +82,46 @@ def test_nccl_needs_two_gpus_and_auto_one_replica() -> None:
 def test_impossible_placements_are_refused(engine: dict[str, Any], wanted: str) -> None:
     with pytest.raises(ConfigError, match=wanted):
         engine_placement(config_of(1, **engine), 2)
+
+
+@pytest.mark.spec("update.node-lost")
+@pytest.mark.parametrize(
+    ("overrides", "counts"),
+    [
+        ({}, [4, 3, 2, 1]),
+        ({"trainer.policy.sequence_parallel_size": 4}, [4, 2]),
+        ({"trainer.policy.optimizer_config.optimizer": "adamw_8bit"}, [4]),
+    ],
+)
+def test_a_cluster_run_goes_on_with_as_many_nodes_as_its_ranks_allow(
+    overrides: dict[str, Any], counts: list[int]
+) -> None:
+    config = as_config({"trainer.placement.policy_num_gpus_per_node": 2, **overrides})
+    assert list(cluster._possible_counts(config, 4)) == counts
+
+
+@pytest.mark.spec("update.node-lost")
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_cluster_run_begins_again_with_the_checkpoint_that_it_was_given(
+    writes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "step_000003").mkdir()  # of an earlier run in this folder
+    tried: list[Any] = []
+
+    def attempt(_ray: Any, _reserved: Any, config: Config, _run: Any) -> str:
+        tried.append(config.trainer.resume_mode)
+        if len(tried) == 1:
+            if writes:
+                (tmp_path / "step_000101").mkdir()
+            raise RankError("rank 1 has ended")
+        return "done"
+
+    ray = SimpleNamespace(exceptions=SimpleNamespace(RayActorError=OSError, NodeDiedError=OSError))
+    reserved = SimpleNamespace(nodes=2, release=lambda _: None)
+    monkeypatch.setattr(cluster, "_ray", lambda: ray)
+    monkeypatch.setattr(cluster, "connect_ray", lambda _: nullcontext(False))
+    monkeypatch.setattr(cluster, "_reserve", lambda *_: reserved)
+    monkeypatch.setattr(cluster, "_attempt", attempt)
+    config = as_config({"trainer.resume_mode": "from_path", "trainer.resume_path": "other"})
+    assert cluster.run_on_cluster(config, lambda *_: None, tmp_path) == "done"
+    assert tried == ["from_path", "latest" if writes else "from_path"]

@@ -73,6 +73,7 @@ def run_on_cluster(config: Config, run_here: RunHere, checkpoint_folder: Path) -
     with connect_ray(ray) as started_here:
         seconds = SETTLE_SECONDS if started_here else PLACE_SECONDS
         nodes, failed_at = config.trainer.placement.policy_num_nodes, -1
+        before = {path for _, path in checkpoints(checkpoint_folder)}
         while True:
             reserved = _reserve(ray, config, nodes, seconds)
             nodes = reserved.nodes
@@ -80,14 +81,19 @@ def run_on_cluster(config: Config, run_here: RunHere, checkpoint_folder: Path) -
                 return _attempt(ray, reserved, _on_nodes(config, nodes), run_here)
             # Not the run's own errors: those would come again.
             except _lost(ray) as error:
-                steps = [step for step, _ in checkpoints(checkpoint_folder)]
-                newest = max(steps, default=0)
+                saved = checkpoints(checkpoint_folder)
+                newest = max((step for step, _ in saved), default=0)
                 # No new checkpoint since the last loss: another attempt would likely end the same
                 # way.
                 if newest <= failed_at:
                     raise
-                logger.error("%s; the run starts again from step %d", _reason(error), newest)
-                failed_at, config = newest, _resume_latest(config)
+                failed_at, begin = newest, f"step {newest}"
+                # Until it has a checkpoint of its own, a run begins with the one that it was given.
+                if config.trainer.resume_mode == "from_path" and not {p for _, p in saved} - before:
+                    begin = str(config.trainer.resume_path)
+                else:
+                    config = _resume_latest(config)
+                logger.error("%s; the run starts again from %s", _reason(error), begin)
             finally:
                 reserved.release(ray)
 
@@ -102,7 +108,7 @@ def _ray() -> Any:
 def _reserve(ray: Any, config: Config, nodes: int, seconds: float) -> _Reservation:
     # Engines are packed on nodes, and ranks placed on what remains, so that an engine shares a node
     # with a rank only if it must. Where not all engines fit, ranks come first and the others wait.
-    for count in range(nodes, 0, -1):
+    for count in _possible_counts(config, nodes):
         reserved = _reserve_all(ray, config, count, seconds)
         if reserved is None and config.engines_on_cluster:
             reserved = _reserve_some(ray, config, count)
@@ -113,6 +119,18 @@ def _reserve(ray: Any, config: Config, nodes: int, seconds: float) -> _Reservati
     # What the cluster has, next to what was asked for.
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     raise RunError(f"trainer.placement: expected room for {wanted}, got nodes with {alive}")
+
+
+def _possible_counts(config: Config, nodes: int) -> Iterator[int]:
+    """Yield numbers of nodes with which the run can go on, the largest first."""
+    trainer = config.trainer
+    yield nodes
+    if trainer.policy.optimizer_config.optimizer == "adamw_8bit":
+        return  # whose moments are loaded by as many ranks as wrote them
+    for count in range(nodes - 1, 0, -1):
+        ranks = count * trainer.placement.policy_num_gpus_per_node
+        if ranks % trainer.policy.sequence_parallel_size == 0:
+            yield count
 
 
 def _reserve_all(ray: Any, config: Config, nodes: int, seconds: float) -> _Reservation | None:

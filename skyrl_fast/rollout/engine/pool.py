@@ -201,10 +201,22 @@ class EnginePool:
         return max(reports, key=lambda report: report.difference.maximum)
 
     async def verify(self, make_probe: MakeProbe) -> WeightSyncReport:
-        reports = []
+        """Compare all engines with the trainer; one that dies meanwhile is left out.
+
+        Raises:
+            WeightSyncError: an engine differs. EngineError: none answered.
+        """
+        reports: list[WeightSyncReport] = []
         for member in self._up():
             member.probe = make_probe(member.engine)
-            reports.append(await member.probe.verify())
+            report = await self._call(member, member.probe.verify, LOAD_SECONDS)
+            if report is not None:
+                reports.append(report)
+            elif isinstance(member.error, WeightSyncError):
+                raise member.error
+        if not reports:
+            first = self._members[0].error
+            raise EngineDeadError(f"no engine is left; the first one: {first}") from first
         return max(reports, key=lambda report: report.difference.maximum)
 
     @property

@@ -195,7 +195,7 @@ class RemoteEngine(Engine):
         sender = BroadcastSender(backend, num_workers=num_workers, address=self._trainer)
         join = {"method": "join_weights_group", "args": sender.join_arguments}
         try:
-            await sender.connect(self._post(RPC, json=join))
+            await sender.connect(self._post(RPC, json=join, once=True))
         except (OSError, RuntimeError) as error:
             text = f"{self.name} could not be connected for weight_sync_backend={backend}: {error}"
             raise EngineDeadError(text) from error
@@ -314,7 +314,9 @@ class RemoteEngine(Engine):
         if self._weight_sync == "reload":
             folder = str(Path(call.arguments[0]).parent)
             body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-        load = partial(self._post, RPC, json=body, timeout=CONTROL_SECONDS)
+        # Weights are broadcast once: workers that are called again would wait for others.
+        once = self._weight_sync in BACKENDS
+        load = partial(self._post, RPC, json=body, timeout=CONTROL_SECONDS, once=once)
         return await call.make(self._sender, load)
 
     async def _load_adapter(self, call: WorkerCall, adapter: dict[str, Any]) -> Any:
@@ -329,13 +331,15 @@ class RemoteEngine(Engine):
         if self._weight_sync == "reload":
             folder = write_adapter_folder(Path(call.arguments[0]), adapter)
             request = {"lora_name": name, "lora_path": str(folder)}
-            await self._send("POST", LOAD_ADAPTER, json=request, timeout=CONTROL_SECONDS)
+            # vLLM refuses to load a name again, and to unload one that it does not have.
+            await self._send("POST", LOAD_ADAPTER, json=request, timeout=CONTROL_SECONDS, once=True)
             self._adapter_name, answer = name, None
             if before is not None:
-                await self._send("POST", UNLOAD_ADAPTER, json={"lora_name": before})
+                await self._send("POST", UNLOAD_ADAPTER, json={"lora_name": before}, once=True)
         else:
             answer = await self._load(call, adapter=json.dumps(adapter), versions={"": version})
-            await self._send("POST", LOAD_ADAPTER, json={"lora_name": name, "version": version})
+            named = {"lora_name": name, "version": version}
+            await self._send("POST", LOAD_ADAPTER, json=named, once=True)
             self._adapter_name = name
         return answer
 
@@ -425,8 +429,13 @@ class RemoteEngine(Engine):
                     )
         return httpx.Response(answer.status_code, content=bytes(body))
 
-    async def _send(self, method: str, path: str, **arguments: Any) -> Any:
-        """Return the server's answer; resend if the connection broke but the server is healthy."""
+    async def _send(self, method: str, path: str, *, once: bool = False, **arguments: Any) -> Any:
+        """Return the server's answer; resend if the connection broke but the server is healthy.
+
+        Args:
+            once: the request must not reach the server twice: a lost answer is an EngineDeadError,
+                after which the engine is connected again.
+        """
         import httpx
 
         text = f"{self.name}: the connection for {path} broke {MAX_SENDS} times"
@@ -439,6 +448,9 @@ class RemoteEngine(Engine):
                 if await self._unhealthy_reason():
                     text = f"{self.name} is gone: {type(error).__name__}: {error}"
                     raise EngineDeadError(text) from error
+                if once:
+                    what = f"the answer to {path} was lost: {type(error).__name__}: {error}"
+                    raise EngineDeadError(f"{self.name}: {what}") from error
                 continue
             if answer.is_success:
                 return answer

@@ -141,8 +141,9 @@ class VllmEngine(Engine):
                 raise EngineDeadError(self._explain("did not start", error)) from error
         let_engine_go_first(True)
         self._vocab_size = self._llm.model_config.get_vocab_size()
-        await self._llm.collective_rpc("apply_patches")
-        dtypes = await self._llm.collective_rpc("weights_dtype")
+        with self._explain_failure("did not start"):
+            await self._answer(self._llm.collective_rpc("apply_patches"))
+            dtypes = await self._answer(self._llm.collective_rpc("weights_dtype"))
         self.weights_dtype = find_common_dtype(dtypes)
         if self._setup.engine.weight_sync_backend in BACKENDS:
             await self._join_workers(len(dtypes))

@@ -142,7 +142,10 @@ def test_every_rule_replaces_a_function_of_this_skyrl() -> None:
 
     for rule in RULES:
         report = ours.install("fixed", rules=[rule.name], ray_workers=False)
-        assert any(row.why == f"rules: {rule.name}" for row in report.rows), rule.name
+        (why,) = (row.why for row in report.rows if row.name == rule.target.name)
+        # SkyRL 0.4.0 follows this rule itself, and that of 0.3.0 is another function.
+        kept = why and rule.name == "routes_append" and f"rules: {rule.name}" not in why
+        assert kept or why == f"rules: {rule.name}", rule.name
         ours.uninstall()
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_envs import FakePrompt, ScriptedEngine, loop_config, says
 
@@ -23,6 +24,7 @@ class Guess:
         self.tries = 0
 
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+        assert type(seed) is int  # Gymnasium takes no other
         return f"seed {seed}, below {options['most']}", {}
 
     def step(self, action: int) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -78,8 +80,17 @@ def test_episode_of_an_environment(tiny_tokenizer: Any) -> None:
     assert [step.observation for step in trajectory.steps] == ["'five' is no number", "higher", ""]
     assert trajectory.env_metrics == {"return": 1.0, "invalid_actions": 1}
     assert Guess.closed == 1
+    row["seed"] = np.int64(3)  # as in a table
     trajectory = played(guesses, tiny_tokenizer, ["1", "2", "3"], row)
     assert (trajectory.stop_reason, trajectory.env_metrics["return"]) == ("stop", 0.0)  # truncated
+
+
+def test_an_observation_follows_the_text_of_a_prompt_in_parts() -> None:
+    guesses = GymnasiumEnvs(lambda row: Guess(row["number"]), read_action=number)
+    row = {"number": 7, "seed": 3, "options": {"most": 10}}
+    for content, before in (([{"type": "text", "text": "Guess."}], "Guess.\n\n"), (None, "")):
+        (message,) = guesses(dict(row)).init([{"role": "user", "content": content}])
+        assert message["content"] == f"{before}seed 3, below 10"
 
 
 @pytest.mark.peers

@@ -139,6 +139,11 @@ def test_bm25_index_is_cached_and_validated(corpus: Corpus, tmp_path: Path) -> N
     smaller.write_text('{"contents": "a passage"}\n')
     with pytest.raises(ValueError, match="is of 4 passages"):
         Bm25Index(Corpus(smaller), tmp_path / "index")
+    lines = corpus.path.read_text().splitlines(keepends=True)
+    changed = tmp_path / "changed.jsonl"
+    changed.write_text("".join([*lines[1:], lines[0]]))
+    with pytest.raises(ValueError, match=r"is of other passages than \S+ has now"):
+        Bm25Index(Corpus(changed), tmp_path / "index")
 
 
 class LetterCounts:
@@ -211,7 +216,11 @@ def test_flipped_bit_in_vectors_is_noticed(
 ) -> None:
     pytest.importorskip("faiss")
     made = FaissIndex(corpus, LetterCounts(), tmp_path / "vectors")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["vectors", "vectors.sha256"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "vectors",
+        "vectors.corpus.xxh3",
+        "vectors.sha256",
+    ]
     (tmp_path / "vectors.sha256").rename(tmp_path / "elsewhere")  # an index from elsewhere has none
     kept = FaissIndex(corpus, LetterCounts(), tmp_path / "vectors")
     assert kept.search(["sea"], 2) == made.search(["sea"], 2)

@@ -25,9 +25,9 @@ from scripts.tiny_models import tiny_model as tiny_type
 from skyrl_fast import cli
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import OptimizerConfig, as_config, load_config
-from skyrl_fast.config.settings import LoraConfig
+from skyrl_fast.config.settings import LoraConfig, to_dict
 from skyrl_fast.rollout.engine.weights.receipt import tensor_digest
-from skyrl_fast.train.checkpoint.model_export import _write_merged
+from skyrl_fast.train.checkpoint.model_export import _base_model, _write_merged
 from skyrl_fast.train.model import critic as critic_module
 from skyrl_fast.train.model import lora as lora_module
 from skyrl_fast.train.model import models as models_module
@@ -619,6 +619,17 @@ def test_nothing_between_updates_needs_the_frozen_base(folder: Path) -> None:
     assert steady(runs[0].metrics) == steady(runs[1].metrics)
     one, two = ((run.checkpoint / ADAPTER).read_bytes() for run in runs)
     assert one == two
+
+
+def test_the_base_of_an_adapter_is_named_by_the_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MODEL", "org/tiny")
+    key = "trainer.policy.model.path"
+    config = as_config(to_dict(as_config({key: "${oc.env:MODEL}"})))
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/tiny"}')
+    assert _base_model(config, tmp_path) == "org/tiny"
+    assert _base_model(as_config({key: "org/other"}), tmp_path / "none") == "org/other"
 
 
 def test_a_merged_model_has_the_dtypes_of_its_base(

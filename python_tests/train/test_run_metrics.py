@@ -4,6 +4,7 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from skyrl_fast.train.memory.peak import PeakMemory
 from skyrl_fast.train.metrics.rewards import reward_spread
 from skyrl_fast.train.metrics.rollouts import prefix_cache_metrics, truncation_metrics
 from skyrl_fast.train.output.loggers import read_metrics
+from skyrl_fast.train.output.plot import _stack_times
 from skyrl_fast.train.output.progress import ProgressDisplay
 from skyrl_fast.train.output.time_shares import time_shares
 from skyrl_fast.train.output.timeline import ROLLOUTS, TRAINER, Timeline
@@ -113,6 +115,18 @@ def test_a_run_reports_shares_and_savings(folder: Path) -> None:
     sequences = last_row(folder, "sequences", "trainer.rows=step")
     assert sequences["policy/token_saving"] < row["policy/token_saving"]
     assert sequences["generate/batch_token_saving"] == row["generate/batch_token_saving"]
+
+
+def test_the_plot_of_times_has_the_phases_of_the_run() -> None:
+    plotted: dict[str, Any] = {}
+    axes = SimpleNamespace(
+        stackplot=lambda x, y, labels, alpha: plotted.update(zip(labels, y, strict=True)),
+        legend=lambda **_: None,
+        set=lambda **_: None,
+    )
+    row = {"step": 1, "timing/step": 9.7, "timing/wait": 8.0, "timing/advantages": 1.6}
+    _stack_times(axes, [{"step": 0}, row, {**row, "step": 2, "timing/sync": 0.1}])
+    assert plotted == {"wait": [8.0, 8.0], "advantages": [1.6, 1.6], "sync": [0.0, 0.1]}
 
 
 @pytest.mark.spec("metrics.reward-spread")

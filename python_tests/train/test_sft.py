@@ -11,6 +11,7 @@ from helpers._fakes import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_fast.cli import main
+from skyrl_fast.commands.train import summary
 from skyrl_fast.config import GeneratorConfig, SamplingParams
 from skyrl_fast.train.data.demonstrations import build_demonstration, chat_of
 from skyrl_fast.train.data.prompts import prompts_from
@@ -69,6 +70,7 @@ def test_flags_exclude_answers(flag: dict[str, Any], tiny_tokenizer: Any) -> Non
     chat = [{**CHAT[0], "train": False}, {**CHAT[1], **flag}, CHAT[2], {**CHAT[3], **kept}]
     steps = build_demonstration(chat_of(chat, "row 0"), tiny_tokenizer, generator(), "row 0")
     assert [step.loss_mask for step in steps] == [[0, 0, 0], [1, 1]]
+    assert chat_of([{**CHAT[0], "weight": 0.5}, CHAT[1]], "row 0")  # no effect on a prompt
     (name,) = [name for name in flag if name != "train"] or ["train"]
     with pytest.raises(ValueError, match=f"^row 0: {name}: expected 0, 1, true or false, got 0.5"):
         chat_of([CHAT[0], {**CHAT[1], name: 0.5}], "row 0")
@@ -190,10 +192,14 @@ def test_an_adapter_is_trained_on_demonstrations(folder: Path) -> None:
 @pytest.mark.spec("sft.run")
 def test_loss_falls_and_rows_merged_rows_and_trees_agree(folder: Path) -> None:
     losses = {}
+    (folder / "val.jsonl").write_text(json.dumps({"messages": CHAT, "data_source": "told"}))
     for rows in ("step", "merged", "tree"):
-        result = sft(settings(folder, rows, **{"trainer.rows": rows}))
+        more = {"trainer.rows": rows, "data.val_data": [str(folder / "val.jsonl")]}
+        result = sft(settings(folder, rows, **more))
         assert (result.step, result.total_steps) == (12, 12)
+        assert "trajectories:" not in summary(result) and "metrics:" in summary(result)
         metrics = read_metrics(result.metrics)
+        assert metrics[0]["eval/told/avg_score"] == result.before
         losses[rows] = [row["policy/cross_entropy"] for row in metrics if row["step"]]
         assert result.after > result.before  # mean log-probability of held-out answers
         assert result.checkpoint is not None

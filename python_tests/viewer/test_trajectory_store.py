@@ -531,7 +531,8 @@ def test_a_training_run_says_what_it_lacks_for_replay(tmp_path: Path) -> None:
     routes = np.ones((4, 1, 2), np.int16)
     kept = [np.array([20, 21], np.int32)] * 2
     steps = [make_step([10, 11], [20, 21], kept_ids=kept, expert_indices=routes)]
-    trajectories = [make_trajectory("a", 0, steps), two_turns("b", 0, 1.0)]
+    rewards = {"planner": 0.5}
+    trajectories = [make_trajectory("a", 0, steps), two_turns("b", 0, 1.0, policy_rewards=rewards)]
     writer = TrajectoryWriter(tmp_path / "trajectories", WordTokenizer(), last_step=0)
     writer.write(
         1, "train", trajectories, trained=[TrainedRows(trajectories, batch_of(trajectories))]
@@ -543,4 +544,4 @@ def test_a_training_run_says_what_it_lacks_for_replay(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=wanted):
         read_recorded(tmp_path)
     (only,) = read_recorded(tmp_path, min_reward=1.0)
-    assert only.uid == "b"
+    assert only.uid == "b" and only.policy_rewards == rewards

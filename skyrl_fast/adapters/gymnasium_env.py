@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_fast.rollout.chat_template import message_text
 from skyrl_fast.rollout.env.protocol import Env, EnvStep, Message
 
 
@@ -56,13 +57,16 @@ class _GymnasiumEnv(Env):
         self._invalid = 0
 
     def init(self, messages: list[Message]) -> list[Message]:
+        seed = self._row.get("seed")
         observation, info = self._env.reset(
-            seed=self._row.get("seed"), options=self._row.get("options")
+            seed=None if seed is None else int(seed),  # tables have other numbers than Python's
+            options=self._row.get("options"),
         )
         text = self._parent.show(observation, info)
         if messages and messages[-1]["role"] == "user":  # templates refuse two in a row
             last = messages[-1]
-            return [*messages[:-1], {**last, "content": f"{last['content']}\n\n{text}"}]
+            content = "\n\n".join(filter(None, [message_text(last), text]))
+            return [*messages[:-1], {**last, "content": content}]
         return [*messages, {"role": "user", "content": text}]
 
     def step(self, action: str) -> EnvStep:

@@ -71,7 +71,7 @@ def summary(result: TrainResult) -> str:
         ("trajectories", result.trajectories),
         ("checkpoint", result.checkpoint),
     ):
-        if path is not None:
+        if path is not None and path.exists():
             lines.append(f"{name + ':':16}{path}")
     if result.trajectories.is_dir():
         lines.append(f"{'view it:':16}skyrl-fast view {quote(str(result.run_path))}")

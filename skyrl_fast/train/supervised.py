@@ -121,19 +121,26 @@ class _Chat:
     where: str
     messages: list[Message]
     template_kwargs: dict[str, Any]
+    data_source: Any = None
 
     @property
     def row(self) -> dict[str, Any]:
         """The row by which the run knows it; a resumed run must have the same."""
-        kwargs = {"chat_template_kwargs": self.template_kwargs} if self.template_kwargs else {}
+        more: dict[str, Any] = {}
+        if self.template_kwargs:
+            more["chat_template_kwargs"] = self.template_kwargs
+        if self.data_source is not None:
+            more["data_source"] = self.data_source
         prompt = self.messages[: first_answer(self.messages)]
-        return {"prompt": prompt, "demonstration": self.messages, **kwargs}
+        return {"prompt": prompt, "demonstration": self.messages, **more}
 
 
 def _chat(row: Any, where: str) -> _Chat:
     messages = chat_of(row, where)
+    if not isinstance(row, Mapping):
+        return _Chat(where, messages, {})
     try:
-        return _Chat(where, messages, template_kwargs_of(row) if isinstance(row, Mapping) else {})
+        return _Chat(where, messages, template_kwargs_of(row), row.get("data_source"))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,7 @@ class StoredTrajectory:
 
     `other_calls`: of an agent, which are no steps: each with the values of `OtherCall`.
     `not_stored`: what its steps had, and the store does not: "kept_ids", "routes".
+    `policy_rewards`: of policies with an outcome of their own.
     """
 
     entry: IndexEntry
@@ -67,6 +68,7 @@ class StoredTrajectory:
     env_metrics: Mapping[str, Any]
     other_calls: Sequence[Mapping[str, Any]] = ()
     not_stored: Sequence[str] = ()
+    policy_rewards: Mapping[str, float] = field(default_factory=dict)
 
 
 def read_index(run: str | Path) -> list[IndexEntry]:
@@ -172,6 +174,7 @@ def parse_trajectory(entry: IndexEntry, record: Mapping[str, Any]) -> StoredTraj
         env_metrics=record["env_metrics"],
         other_calls=record.get("other_calls", ()),
         not_stored=record.get("not_stored", ()),
+        policy_rewards=record.get("policy_rewards", {}),
     )
 
 

@@ -72,6 +72,7 @@ def trajectory_record(
         "staleness": staleness,
         "seconds": round(trajectory.seconds, _SECOND_DECIMALS),
         "env_metrics": _env_metrics(trajectory),
+        **({"policy_rewards": rewards} if (rewards := trajectory.policy_rewards) else {}),
         **_other_calls(trajectory),
         **({"not_stored": needed} if needed and not with_replay else {}),
         "turns": [

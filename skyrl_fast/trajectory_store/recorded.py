@@ -75,6 +75,7 @@ def _trajectory(stored: StoredTrajectory, uid: str) -> Trajectory:
         stop_reason=entry.stop_reason,
         env_class=entry.env_class,
         env_metrics=dict(stored.env_metrics),
+        policy_rewards=dict(stored.policy_rewards),
         seconds=entry.seconds,
         failure=entry.failure or None,
         phase=entry.phase,

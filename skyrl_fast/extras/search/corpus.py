@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 
 class Corpus:
@@ -30,6 +31,7 @@ class Corpus:
         if path.stat().st_size == 0:
             raise ValueError(f"corpus: {path} is empty")
         self._bytes = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._xxh3 = xxhash.xxh3_128()
         self._begins, self._lines = self._find_lines()
         if len(self._begins) == 0:
             raise ValueError(f"corpus: {path} has no passages")
@@ -43,7 +45,13 @@ class Corpus:
                 begins.append(begin)
                 lines.append(number)
             begin += len(line)
+            self._xxh3.update(line)
         return np.array(begins, dtype=np.int64), np.array(lines, dtype=np.int64)
+
+    @property
+    def digest(self) -> str:
+        """XXH3 of the file."""
+        return self._xxh3.hexdigest()
 
     def __len__(self) -> int:
         return len(self._begins)

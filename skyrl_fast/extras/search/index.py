@@ -24,6 +24,7 @@ Hits = list[tuple[int, float]]  # passage number and score, best first
 ENCODER_BATCH = 64
 MAX_ENCODER_TOKENS = 256
 DIGESTS = "SHA256SUMS"  # of the files in an index's folder
+CORPUS = "corpus.xxh3"  # digest of the passages' file
 
 
 class Index(Protocol):
@@ -74,6 +75,20 @@ def _new(path: Path) -> Iterator[Path]:
         yield Path(folder) / path.name
 
 
+def _check_corpus(saved: Path, digest: Path, num_passages: int, corpus: Corpus) -> None:
+    """Raise ValueError if a saved index is of another corpus; one made elsewhere has no digest."""
+    if num_passages != len(corpus):
+        raise ValueError(
+            f"index: {saved} is of {num_passages} passages, {corpus.path} has {len(corpus)}: "
+            "delete it to rebuild it"
+        )
+    if digest.exists() and digest.read_text() != corpus.digest:
+        raise ValueError(
+            f"index: {saved} is of other passages than {corpus.path} has now: delete it to "
+            "rebuild it"
+        )
+
+
 class Bm25Index:
     """BM25 (Robertson and Zaragoza 2009, Lucene's variant) over words, in memory.
 
@@ -103,11 +118,7 @@ class Bm25Index:
                 check_digests(folder / DIGESTS)
                 self._bm25 = bm25s.BM25.load(str(folder), mmap=True, show_progress=False)
                 indexed = int(self._bm25.scores["num_docs"])
-            if indexed != len(corpus):
-                raise ValueError(
-                    f"index: {folder} is of {indexed} passages, {corpus.path} has {len(corpus)}: "
-                    "delete the folder to rebuild it"
-                )
+            _check_corpus(folder, folder / CORPUS, indexed, corpus)
             return
         self._bm25 = bm25s.BM25(method="lucene")
         words = bm25s.tokenize(list(corpus.texts()), stopwords="en", show_progress=False)
@@ -117,6 +128,7 @@ class Bm25Index:
         if folder is not None:
             with _new(folder) as new:
                 self._bm25.save(str(new), show_progress=False)
+                (new / CORPUS).write_text(corpus.digest)
                 write_digests(new / DIGESTS, sorted(new.iterdir()))
                 new.rename(folder)
 
@@ -203,11 +215,7 @@ class FaissIndex:
                     f"index: {file} has vectors of size {self._faiss.d}, the encoder's have "
                     f"{width}: delete the file to rebuild it"
                 )
-            if self._faiss.ntotal != len(corpus):
-                raise ValueError(
-                    f"index: {file} is of {self._faiss.ntotal} passages, {corpus.path} has "
-                    f"{len(corpus)}: delete the file to rebuild it"
-                )
+            _check_corpus(file, _corpus_of(file), self._faiss.ntotal, corpus)
             return
         texts = list(corpus.texts())
         parts = [
@@ -221,6 +229,8 @@ class FaissIndex:
             with _new(file) as new:
                 faiss.write_index(self._faiss, str(new))
                 write_digests(_digests_of(new), [new])
+                _corpus_of(new).write_text(corpus.digest)
+                _corpus_of(new).rename(_corpus_of(file))
                 _digests_of(new).rename(_digests_of(file))  # first: no index of ours is without
                 new.rename(file)
 
@@ -238,6 +248,10 @@ class FaissIndex:
 
 def _digests_of(file: Path) -> Path:
     return file.with_name(f"{file.name}.sha256")
+
+
+def _corpus_of(file: Path) -> Path:
+    return file.with_name(f"{file.name}.{CORPUS}")
 
 
 # --- SHA-256 digests of saved files, in the format of `sha256sum`

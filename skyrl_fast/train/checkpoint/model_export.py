@@ -62,7 +62,8 @@ def export_model(run: Path, out: Path, *, adapter: bool, name: str | None = None
     else:
         _write_merged(config, policy, policy.parent if name else policy, partial)
     step = int(read_state(checkpoint)["step"])
-    (partial / "README.md").write_text(_model_card(config, step, adapter=adapter), "utf-8")
+    card = _model_card(config, step, _base_model(config, policy), adapter=adapter)
+    (partial / "README.md").write_text(card, "utf-8")
     # A reader never sees half a model.
     partial.rename(out)
     return checkpoint
@@ -106,7 +107,7 @@ def _write_merged(config: Config, policy: Path, tokenizer: Path, out: Path) -> N
     from skyrl_fast.train.model.policy import load_model, read_processor_files
 
     source = config.trainer.policy.model
-    base = str(source.path)
+    base = _base_model(config, policy)
     dtype = getattr(load_model_config(base), "dtype", None) or torch.float32
     model = load_model(base, device=torch.device("cpu"), dtype=dtype)
     # Some weights have float32 in any model, such as biases of routers.
@@ -120,9 +121,17 @@ def _write_merged(config: Config, policy: Path, tokenizer: Path, out: Path) -> N
     AutoTokenizer.from_pretrained(str(tokenizer)).save_pretrained(out)
 
 
-def _model_card(config: Config, step: int, *, adapter: bool) -> str:
+def _base_model(config: Config, policy: Path) -> str:
+    """Return the model that was trained; stored settings may have a variable in its place."""
+    adapter = policy / ADAPTER_CONFIG
+    if adapter.is_file():
+        named = json.loads(adapter.read_text("utf-8")).get("base_model_name_or_path")
+        return str(named or config.trainer.policy.model.path)
+    return str(config.trainer.policy.model.path)
+
+
+def _model_card(config: Config, step: int, base: str, *, adapter: bool) -> str:
     trainer, algorithm = config.trainer, config.trainer.algorithm
-    base = str(trainer.policy.model.path)
     is_hub_name = base.count("/") == 1 and not Path(base).exists()
     data = [name for name in config.data.train_data if not Path(name).suffix]
     front = {

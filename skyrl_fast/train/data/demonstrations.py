@@ -71,12 +71,13 @@ def is_trained(message: Message) -> bool:
     Raises:
         ValueError: one of the FLAGS is neither true nor false; the error names it.
     """
+    if message["role"] != "assistant":
+        return False
     flags = [(name, message[name]) for name in FLAGS if message.get(name) is not None]
     for name, value in flags:
         if str(value).lower() not in (*_TRUE, *_FALSE):
             raise ValueError(f"{name}: expected 0, 1, true or false, got {value!r:.100}")
-    is_excluded = any(str(value).lower() in _FALSE for _, value in flags)
-    return message["role"] == "assistant" and not is_excluded
+    return all(str(value).lower() not in _FALSE for _, value in flags)
 
 
 def build_demonstration(

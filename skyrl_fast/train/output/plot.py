@@ -88,8 +88,9 @@ def _new_figure(width: float, height: float) -> Any:
 
 def _stack_times(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
     steps = [row for row in rows if "timing/step" in row]
-    names = ("generate", "environment", "batch", "forward_backward", "sync")
-    if steps:
+    phases = ("wait", "generate", "environment", "batch", "advantages", "forward_backward", "sync")
+    names = [name for name in phases if any(row.get(f"timing/{name}") for row in steps)]
+    if names:
         series = [[row.get(f"timing/{name}", 0.0) for row in steps] for name in names]
         axes.stackplot([row["step"] for row in steps], series, labels=names, alpha=0.8)
         axes.legend(fontsize="small")

@@ -36,15 +36,33 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_only_layers": [0],
         },
     ),
+    "deepseek_v3": (  # MLA: keys and queries of 64, values of 32
+        "DeepseekV3",
+        {
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 4,
+            "q_lora_rank": None,
+            "kv_lora_rank": 48,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 96,
+            "first_k_dense_replace": 1,
+        },
+    ),
 }
 
 
-def config_of(name: str) -> Any:
-    """Return the transformers config of an architecture."""
+def config_of(name: str, **others: Any) -> Any:
+    """Return the transformers config of an architecture, or with other settings of a family."""
     import transformers
 
-    family, changes = ARCHITECTURES[name]
-    return getattr(transformers, f"{family}Config")(**{**COMMON, **changes})
+    family, changes = ARCHITECTURES.get(name, (name, {}))
+    return getattr(transformers, f"{family}Config")(**{**COMMON, **changes, **others})
 
 
 def saved_bytes(

@@ -67,6 +67,30 @@ def test_sizes_are_those_of_the_model() -> None:
     assert size.kv_values == 2 * 4 * 2 * 32
 
 
+HYBRID = {"layer_types": ["linear_attention", "linear_attention", "full_attention"]}
+MINICPM3 = {"kv_lora_rank": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 32}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "values"),
+    [
+        ("deepseek_v3", {}, 3 * (48 + 32)),  # a latent vector, and the rotated part of the key
+        ("MiniCPM3", {**MINICPM3, "num_key_value_heads": 4}, 2 * 2 * 4 * (16 + 32)),  # its heads
+        ("Qwen3Next", {**HYBRID, "num_hidden_layers": 3, "num_experts": 4}, 2 * 2 * 32),
+        ("Lfm2", {"layer_types": ["conv", "full_attention"]}, 2 * 2 * 32),
+        ("Mamba", {}, 0),
+        # A full layer has larger heads; the last two layers use the keys of others.
+        ("Gemma4Text", {"num_kv_shared_layers": 2, "num_hidden_layers": 8}, 2 * 2 * (5 * 32 + 64)),
+    ],
+)
+def test_the_engine_stores_keys_and_values_of_attention_layers(
+    name: str, changes: dict[str, Any], values: int
+) -> None:
+    others = {"num_hidden_layers": 2, "global_head_dim": 64, **changes}
+    config = config_of(name) if name in ARCHITECTURES else config_of(name, **others)
+    assert model_size(config).kv_values == values
+
+
 def test_each_policy_has_an_adapter() -> None:
     pytest.importorskip("peft")
     one = model_size(config_of("qwen2"), LoraConfig(rank=4))

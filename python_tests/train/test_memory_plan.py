@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from _memory import allocated_peak
+from _memory import config_of as architecture_of
 from _training import folder as folder
 from _training import settings
 
@@ -23,11 +24,12 @@ from skyrl_fast.config.loading import as_config, load_config
 from skyrl_fast.ops._backend import main_memory
 from skyrl_fast.ops.logprob.linear import linear_logprob
 from skyrl_fast.rollout.engine import vllm_start
+from skyrl_fast.rollout.engine.from_settings import make_vllm_setup
 from skyrl_fast.train import run as run_module
 from skyrl_fast.train.memory import plan as memory_plan
-from skyrl_fast.train.memory.activations import ModelSize
+from skyrl_fast.train.memory.activations import ModelSize, load_model_config, model_size
 from skyrl_fast.train.memory.device_plan import GIB, MemoryPlan
-from skyrl_fast.train.memory.plan import gpu_memory, head_bytes, plan_memory
+from skyrl_fast.train.memory.plan import engine_bytes, gpu_memory, head_bytes, plan_memory
 from skyrl_fast.train.model.policy import recomputes_activations
 from skyrl_fast.train.setup import gpu_sharing
 from skyrl_fast.train.setup.errors import SetupError
@@ -136,6 +138,24 @@ def test_head_is_not_underestimated() -> None:
     size = ModelSize(0, 0, 0, 0, vocab_size=vocab, hidden_size=hidden_size, kv_values=0)
     measured, planned = allocated_peak(run), head_bytes(size, tokens, torch.float32)
     assert measured <= planned <= 1.5 * measured
+
+
+def test_a_gpus_attention_saves_no_product_of_rows_whatever_its_heads(tmp_path: Path) -> None:
+    architecture_of("deepseek_v3", num_hidden_layers=1).save_pretrained(tmp_path)
+
+    def backward_bytes(device: str, length: int) -> int:
+        row = f"generator.max_input_length={length - 512}"
+        row_settings = [row, "generator.sampling_params.max_generate_length=512"]
+        row_settings += [f"trainer.device={device}", "trainer.max_tokens_per_microbatch=1024"]
+        config = config_of(tmp_path, *row_settings, "trainer.gradient_checkpointing=true")
+        parts = sizes(plan_memory(config, capacity=GPU))
+        return next(
+            size for name, size in parts.items() if name.endswith("a layer's backward pass")
+        )
+
+    short, long = backward_bytes("auto", 1024), backward_bytes("auto", 4096)
+    assert long == pytest.approx(4 * short, rel=0.05)  # of the layer's weights
+    assert backward_bytes("cpu", 4096) > 4 * long  # whose kernel takes heads of one size
 
 
 def test_gpus_share_all_but_activations(small: Path) -> None:
@@ -539,6 +559,20 @@ def test_engine_gets_what_the_trainer_leaves(small: Path, monkeypatch: pytest.Mo
     without = config_of(small)
     assert gpu_sharing.plan_run_memory(without, None, with_engine=False) is not None
     assert without.generator.inference_engine.gpu_memory_utilization is None
+
+
+@pytest.mark.spec("memory.engine-share")
+def test_engine_has_room_for_the_longest_response_of_an_evaluation(small: Path) -> None:
+    size = model_size(load_model_config(str(small)))
+    of_training = engine_bytes(config_of(small), size)
+    longer = config_of(small, "generator.eval_sampling_params.max_generate_length=9000")
+    tokens = make_vllm_setup(longer, str(small)).max_model_len
+    assert tokens == 512 + 9000
+    each = 2 * size.kv_values  # bytes of a token
+    assert engine_bytes(longer, size) - of_training == each * (tokens - 1536)
+    chosen = "generator.inference_engine.engine_init_kwargs={max_model_len: 20000}"
+    fixed = config_of(small, chosen)
+    assert engine_bytes(fixed, size) - of_training == each * (20000 - 1536)
 
 
 def test_sleep_mode_ipc_and_nccl_need_a_gpu(small: Path) -> None:

@@ -12,9 +12,11 @@ import math
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,6 +28,8 @@ from skyrl_fast.train.model.policy import checkpoint_gradients, remove_dropout
 from skyrl_fast.train.parallel.sharding import trained_parameters
 
 FLOAT32_BYTES = 4
+# Layers that store nothing per token: their state has a fixed size, or they have no attention.
+TYPES_WITHOUT_KV = frozenset({"linear_attention", "mamba", "conv", "moe", "mlp"})
 
 
 class UnmeasurableError(ValueError):
@@ -149,9 +153,7 @@ def model_size(config: Any, lora: LoraConfig | None = None) -> ModelSize:
         of_layers = [sum(p.numel() for p in layer.parameters()) for layer in layers]
         sizes = [parameter.numel() for parameter in model.parameters()]
         vocab, hidden = model.get_output_embeddings().weight.shape
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        kv_values = _kv_values(config.get_text_config())
     return ModelSize(
         parameters=sum(sizes),
         trained_parameters=sum(p.numel() for _, p in trained_parameters(model)),
@@ -159,8 +161,28 @@ def model_size(config: Any, lora: LoraConfig | None = None) -> ModelSize:
         layer_parameters=max(of_layers),
         vocab_size=vocab,
         hidden_size=hidden,
-        kv_values=2 * len(layers) * heads * head_dim,
+        kv_values=kv_values,
     )
+
+
+def _kv_values(text: Any) -> int:
+    """Return the elements that vLLM stores per token, with sliding windows as full attention."""
+    layers = getattr(text, "per_layer_config", None) or [text] * text.num_hidden_layers
+    types = getattr(text, "layer_types", None) or ["full_attention"] * len(layers)
+    stored = len(layers) - (getattr(text, "num_kv_shared_layers", None) or 0)  # the last ones share
+    return sum(
+        _layer_kv_values(layers[n]) for n in range(stored) if types[n] not in TYPES_WITHOUT_KV
+    )
+
+
+def _layer_kv_values(layer: Any) -> int:
+    head_dim = getattr(layer, "head_dim", None)
+    if getattr(layer, "kv_lora_rank", None) is not None:  # MLA
+        if layer.model_type != "minicpm3":  # of which vLLM stores the heads
+            return layer.kv_lora_rank + layer.qk_rope_head_dim
+        head_dim = layer.qk_nope_head_dim + layer.qk_rope_head_dim
+    heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+    return 2 * heads * (head_dim or layer.hidden_size // layer.num_attention_heads)
 
 
 def activation_memory(
@@ -171,19 +193,21 @@ def activation_memory(
     gradient_checkpointing: bool,
     residual_dtype: torch.dtype = torch.float32,
     lora: LoraConfig | None = None,
+    on_gpu: bool = False,
 ) -> ActivationMemory:
     """Return the memory of the backbone's passes over sequences of `length` tokens.
 
     Args:
         dtype: dtype of autocast; float32: none. Also of the weights below an adapter.
         residual_dtype: dtype of the embeddings' output and the sums that follow.
+        on_gpu: count attention as a GPU's kernels compute it.
 
     Raises:
         UnmeasurableError: the model's code does not run on fake tensors.
     """
     from transformers import AutoModel
 
-    with _fake_tensors(), _trace_like_real_tensors():
+    with _fake_tensors(), _trace_like_real_tensors(on_gpu):
         # Without the LM head, whose memory `linear_logprob` decides.
         model = _make_fake(AutoModel, config, torch.float32 if lora is None else dtype, lora)
         layers_owner = backbone(model)
@@ -326,8 +350,11 @@ def _fake_tensors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _trace_like_real_tensors() -> Iterator[None]:
-    """Let transformers choose masks and products as for real tensors, whose values it can read."""
+def _trace_like_real_tensors(on_gpu: bool) -> Iterator[None]:
+    """Let transformers choose masks and products as for real tensors, whose values it can read.
+
+    On a GPU attention saves no product of all queries and keys, whatever the sizes of heads.
+    """
     from transformers import masking_utils
 
     replacements: list[tuple[Any, str, Any]] = [
@@ -338,6 +365,9 @@ def _trace_like_real_tensors() -> Iterator[None]:
         from transformers.integrations import moe
 
         replacements.append((moe, "_can_use_grouped_mm", lambda *_: False))
+    if on_gpu:
+        attend = functional.scaled_dot_product_attention
+        replacements.append((functional, attend.__name__, partial(_attend_padded, attend)))
     before = [(module, name, getattr(module, name, None)) for module, name, _ in replacements]
     for module, name, value in replacements:
         setattr(module, name, value)
@@ -346,3 +376,27 @@ def _trace_like_real_tensors() -> Iterator[None]:
     finally:
         for module, name, value in before:
             setattr(module, name, value)
+
+
+def _attend_padded(
+    attend: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *arguments: Any,
+    **options: Any,
+) -> torch.Tensor:
+    """Compute attention with heads of one size; MLA's keys are larger than its values.
+
+    Kernels of GPUs take two sizes. The CPU's kernel, which fake tensors follow, takes one: without
+    padding it would save products of all queries and keys. Padding counts a few percent more.
+    """
+    if key.shape[-1] == value.shape[-1]:
+        return attend(query, key, value, *arguments, **options)
+    size = max(key.shape[-1], value.shape[-1])
+    missing = [size - tensor.shape[-1] for tensor in (query, key, value)]
+    padded = [
+        functional.pad(tensor, (0, n)) if n else tensor
+        for tensor, n in zip((query, key, value), missing, strict=True)
+    ]
+    return attend(*padded, *arguments, **options)[..., : value.shape[-1]]

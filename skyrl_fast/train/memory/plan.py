@@ -345,6 +345,7 @@ def _update_items(
         gradient_checkpointing=checkpointing,
         residual_dtype=residual,
         lora=lora,
+        on_gpu=device.type == "cuda",
     )
     whose = "" if is_policy else "critic's "
     items = [_share_bytes(config, f"{whose}gradients", size.trained_parameters, GRADIENT_BYTES)]
@@ -435,11 +436,11 @@ def _engine_item(
 
 
 def engine_bytes(config: Config, size: ModelSize) -> int:
-    """Estimate the least bytes of the engine: weights, one sequence's keys and values."""
+    """Estimate the least bytes of the engine: weights, the longest sequence's keys and values."""
     engine = config.generator.inference_engine
     item = _dtype(engine.model_dtype).itemsize
     logits = FLOAT32_BYTES * engine.max_num_seqs * size.vocab_size * LOGIT_COPIES
-    keys_and_values = item * size.kv_values * _row_length(config)
+    keys_and_values = item * size.kv_values * _engine_length(config)
     return item * size.parameters + keys_and_values + logits + ENGINE_SLACK
 
 
@@ -464,6 +465,15 @@ def _head_dtype(config: Config) -> torch.dtype:
 def _row_length(config: Config) -> int:
     """Return the tokens of the longest row: prompt and response."""
     return max_input_length(config) + config.generator.sampling_params.max_generate_length
+
+
+def _engine_length(config: Config) -> int:
+    """Return the engine's `max_model_len`: that of `make_vllm_setup`, or of engine_init_kwargs."""
+    generator = config.generator
+    samplings = (generator.sampling_params, generator.eval_sampling_params)
+    response = max(s.max_generate_length for s in samplings if s is not None)
+    chosen = generator.inference_engine.engine_init_kwargs.get("max_model_len")
+    return chosen if isinstance(chosen, int) else max_input_length(config) + response
 
 
 def _pass_tokens(config: Config, length: int) -> tuple[int, str]:

@@ -336,6 +336,8 @@ def test_exports_have_the_recorded_tokens(
     assert read_recorded(tmp_path, min_reward=3.0) == []
     out = str(tmp_path / "none")
     assert cli.main(["export", str(tmp_path), out, "--to", "batch", "--min-reward", "3"]) == 2
+    for form in ("batch", "skyrl", "sft"):
+        assert cli.main(["export", str(tmp_path), str(tmp_path / "no/x"), "--to", form]) == 2
     assert "no trajectories to export" in capsys.readouterr().err
 
 
@@ -414,3 +416,31 @@ def test_a_model_or_a_configuration_file_is_needed(
     assert (config.generator.max_input_length, config.generator.max_turns) == (768, 10_000)
     assert config.generator.sampling_params.max_generate_length == 256
     assert config.generator.inference_engine.external_server_urls == ["http://a:1"]
+    assert (config.agent.port, config.trainer.run_path) == (8080, "runs/gateway")
+
+
+@pytest.mark.spec("gateway.command-line")
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ([], ("::1", 0, "runs/gateway")),
+        (["agent.port=1", "trainer.run_path=b"], ("::1", 1, "b")),
+        (["--host", "a", "--port", "2", "--record", "null"], ("a", 2, "null")),
+        *((["--record", name], ("::1", 0, name)) for name in ("#x", "[x]", "a: b", "${x}")),
+    ],
+)
+def test_the_gateways_options_override_the_file(
+    words: list[str], wanted: tuple[str, int, str], tmp_path: Path
+) -> None:
+    from skyrl_fast.commands.gateway import _config
+
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "trainer: {policy: {model: {path: m}}, run_path: runs/mine}\n"
+        "agent: {host: '::1', port: 0}\n"
+    )
+    options = ["gateway", str(path), *words, "--engine", "http://[::1]:8000", "http://b:1"]
+    config = _config(cli.command_parser().parse_args(options))
+    assert (config.agent.host, config.agent.port, config.trainer.run_path) == wanted
+    servers = config.generator.inference_engine.external_server_urls
+    assert servers == ["http://[::1]:8000", "http://b:1"]

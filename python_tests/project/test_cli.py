@@ -75,7 +75,10 @@ def test_train_prints_output_paths(
     yaml: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("runs/x/trajectories").mkdir(parents=True)
+    for folder in ("trajectories", "checkpoints/step_000040"):
+        Path("runs/x", folder).mkdir(parents=True)
+    for file in ("metrics.jsonl", "learning_curve.png"):
+        Path("runs/x", file).touch()
     seen = fake_training(monkeypatch, outcome())
     assert cli.main(["train", yaml, "trainer.seed=3"]) == 0
     assert (seen[0].trainer.seed, seen[0].trainer.resume_mode) == (3, "none")

@@ -83,6 +83,51 @@ def test_null_is_no_text_and_values_of_other_types_are_unchanged() -> None:
     assert "trainer.run_name: expected a string, got None" in error_of("trainer.run_name=~")
 
 
+@pytest.mark.spec("settings.texts")
+def test_anchors_are_shared_between_texts_and_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "trainer:\n"
+        "  seed: &n 07\n  run_name: *n\n  project_name: &t 0x1F\n  max_training_steps: *t\n"
+        "  policy: {model: &m {path: 0123}}\n  ref: {model: {<<: *m}}\n  critic: {model: *m}\n"
+        "data: {train_data: [&d 1_0], val_data: [*d]}\n"
+        "trainer.algorithm: {advantage_estimator: gae}\n"
+    )
+    config = load_config(path)
+    trainer = config.trainer
+    assert (trainer.seed, trainer.run_name) == (7, "07")
+    assert (trainer.project_name, trainer.max_training_steps) == ("0x1F", 31)
+    assert [model.model.path for model in (trainer.policy, trainer.ref, trainer.critic)] == [
+        "0123"
+    ] * 3
+    assert config.data.train_data == config.data.val_data == ["1_0"]
+
+
+def test_dotted_keys_of_a_file_are_sections(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    upstream = "{base_url: 'http://a/v1', model: m}"
+    path.write_text(
+        "data.train_data: [a.jsonl]\ntrainer.run_path: runs/a\ntrainer.seed: 1\n"
+        "trainer: {policy.model.path: m, ckpt_path: '${trainer.run_path}/c'}\n"
+        f"agent.upstreams: {{gpt-4.1: {upstream}}}\n"
+    )
+    other = tmp_path / "other.yaml"
+    other.write_text(
+        f"trainer.policy: {{model.path: 012}}\nagent: {{upstreams: {{a.b: {upstream}}}}}"
+    )
+    config = load_config(
+        path, ["trainer.seed=2", "trainer={run_path: runs/b, policy.model.path: n}"]
+    )
+    assert (config.trainer.seed, config.trainer.policy.model.path) == (2, "n")
+    assert config.trainer.ckpt_path == "runs/b/c"
+    config = load_config(path, [str(other), "trainer.resume_mode=latest"])
+    assert (config.trainer.policy.model.path, config.trainer.resume_mode) == ("012", "latest")
+    assert config.agent.upstreams.keys() == {"gpt-4.1", "a.b"}
+    path.write_text("trainer.policy.model.path: m\ntrainer: {policy: {model: {path: n}}}\n")
+    with pytest.raises(ConfigError, match=r"trainer\.policy\.model: given twice"):
+        load_config(path)
+
+
 def test_interpolation_and_optional_section() -> None:
     config = load_config(
         None,
@@ -191,6 +236,11 @@ def test_files_and_overrides_count_in_their_order(tmp_path: Path) -> None:
         ("trainer.seed=1.5", "trainer.seed: expected an integer, got 1.5 (float)"),
         ("trainer.seed=true", "trainer.seed: expected an integer, got True (bool)"),
         ("trainer.plot=1", "trainer.plot: expected true or false"),
+        (
+            "trainer.seed=${oc.env:PATH}",
+            "expected an integer, got '${oc.env:PATH}' (str): write ${oc.decode:${oc.env:PATH}}",
+        ),
+        ("trainer.seed=1${oc.env:PATH}", "expected an integer, got '1${oc.env:PATH}' (str)"),
         ("trainer.policy=3", "trainer.policy: expected a section"),
         ("trainer.train_batch_size=0", "trainer.train_batch_size: expected at least 1, got 0"),
         ("trainer.policy.optimizer_config.lr=-1", "lr: expected at least 0, got -1"),

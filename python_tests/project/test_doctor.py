@@ -13,7 +13,7 @@ from skyrl_fast.rollout.engine import vllm_start
 
 
 def test_report_lists_every_check() -> None:
-    report = json.loads(doctor.report(as_json=True))
+    report = json.loads(doctor.report(doctor.findings(), as_json=True))
     found = {f["name"]: f for f in report["findings"]}
     assert report["ok"] is True
     assert found["SIMD level"]["found"] == _C.simd_level()
@@ -26,10 +26,11 @@ def test_missing_parts_come_with_advice(monkeypatch: pytest.MonkeyPatch) -> None
         raise doctor.importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(doctor.importlib.metadata, "version", missing)
-    findings = {f.name: f for f in doctor.findings()}
+    found = doctor.findings()
+    findings = {f.name: f for f in found}
     assert findings["vllm"].found == "not installed"
     assert "pip install" in findings["vllm"].advice
-    assert findings["vllm"].advice in doctor.report(as_json=False)
+    assert findings["vllm"].advice in doctor.report(found, as_json=False)
 
 
 def test_cuda_builds_beside_a_cpu_torch_are_to_be_uninstalled(

@@ -16,6 +16,7 @@ PAGE = (ROOT / "docs/guide/environments.md").read_text(encoding="utf-8")
 GUESS = PAGE.partition("```python\n# guess_env.py\n")[2].partition("```")[0]
 OTHERS = """
 import time
+import numpy as np
 
 class Raises(Guess):
     def step(self, action):
@@ -27,10 +28,15 @@ class Hangs(Guess):
 
 class Reports(Guess):
     def step(self, action):
-        return {"observations": [], "reward": 0.5, "done": True, "metadata": {"seen": action}}
+        reward = np.mean([1, 0], dtype=np.float32)
+        return {"observations": [], "reward": reward, "done": True, "metadata": {"seen": action}}
 
     def metrics(self):
         return {"guesses": 1}
+
+class Talks(Guess):
+    def step(self, action):
+        return EnvStep(np.array(0.5), done=np.bool_(True), policy="b", policy_rewards={"b": 1})
 """
 
 
@@ -88,8 +94,35 @@ def test_answers_of_a_file_for_samples_of_another_prompt(
 def test_prints_metadata_and_metrics(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["try", config, "environment.env_class=guess_env.py:Reports"]) == 0
     out = capsys.readouterr().out
+    assert "  reward: 0.5\n  done: True\n" in out
     assert "  metadata: {'seen': '(a scripted answer; give others by --answers)'}\n" in out
     assert out.endswith("rewards: 0.5; ended by stop\nmetrics: {'guesses': 1}\n")
+
+
+def test_prints_fields_of_policies(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["try", config, "environment.env_class=guess_env.py:Talks"]) == 1
+    out = capsys.readouterr().out
+    assert "reward: 0.5\n  done: True\n  policy: b\n  policy_rewards: {'b': 1}\n" in out
+
+
+def test_a_prompt_of_parts_that_is_not_played_is_printed_as_text(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = [{"type": "text", "text": "Colour?"}, {"type": "text", "text": "Say."}]
+    row = {"prompt": [{"role": "user", "content": parts}], "answer": "red"}
+    Path("rows.jsonl").write_text(json.dumps(row))
+    assert cli.main(["try", config, "generator.max_input_length=1"]) == 0
+    assert "prompt: [user] Colour?\n  Say.\nrewards: none" in capsys.readouterr().out
+
+
+def test_settings_after_the_answers_are_overrides(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["try", config, "--answers", "x=1", "generator.max_turns=2", "trainer.seed"]
+    assert cli.main(command) == 0
+    out = capsys.readouterr().out
+    assert "turn 1\n  answer: x=1\n" in out and "turn 2\n  answer: trainer.seed\n" in out
+    assert out.endswith("rewards: 0 0; ended by max_turns\n")
 
 
 @pytest.mark.spec("try.failures")
@@ -121,8 +154,14 @@ def test_hang_is_stopped_and_has_file_and_line(
     ("arguments", "message"),
     [
         (["--prompt", "2"], "--prompt: expected a row from 0 to 1, got 2"),
-        (["environment.env_class=nosuch.py:A"], "environment.env_class: cannot import 'nosuch.py'"),
+        (["environment.env_class=nosuch.py:A"], "env_class of a row: cannot import 'nosuch.py'"),
+        (["environment.env_class=nosuch"], "no environment of the name 'nosuch'"),
         (["--answers", "@nosuch.txt"], "No such file or directory: 'nosuch.txt'"),
+        (["--answers", "@~nouser/x"], "No such file or directory: '~nouser/x'"),
+        (["--answers", "generator.max_turn=3"], "did you mean generator.max_turns?"),
+        (["--answers", "generator.max_turns=3"], "--answers: expected an answer, got overrides"),
+        (["data.train_data=[~nouser/x.jsonl]"], "data file not found: ~nouser/x.jsonl"),
+        (["--tokenizer", "trainer.policy.model.path=~nouser/x"], "folder not found: ~nouser/x"),
     ],
 )
 def test_wrong_arguments(

@@ -344,6 +344,7 @@ GOOD = {"observations": [], "reward": 1, "done": False}
         ),  # out of float32's range
         ({**GOOD, "reward": np.ones(2)}, "reward: expected a finite float32 number, got array"),
         ({**GOOD, "done": np.array([True, False])}, "done: expected true or false, got array"),
+        ({**GOOD, "done": "False"}, "done: expected true or false, got 'False'"),
         ({"observations": [], 3: 4}, r"lacks reward, done; it has \['3', 'observations'\]"),
         ({**GOOD, "observations": [1]}, "expected messages with role and content"),
         ({**GOOD, "observations": [{"role": "user"}]}, "expected messages with role and content"),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from skyrl_fast.errors import RunError
@@ -34,6 +35,17 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, is_required: bool =
         metavar="key=value",
         help="overrides such as trainer.seed=7, or further YAML files",
     )
+
+
+def as_override(key: str, value: str | Sequence[str]) -> str:
+    """Return the override that sets a text, or a list of texts, whatever they mean in YAML.
+
+    Example:
+        >>> as_override("trainer.run_path", "#1")
+        'trainer.run_path="#1"'
+    """
+    quoted = json.dumps(value, ensure_ascii=False).replace("${", "\\\\${")
+    return f"{key}={quoted}"
 
 
 def count(text: str) -> int:

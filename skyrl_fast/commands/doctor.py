@@ -8,6 +8,7 @@ import importlib.util
 import json
 import platform
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -159,9 +160,8 @@ def _package(name: str, distributions: tuple[str, ...], advice: str) -> Finding:
     return Finding(name, OPTIONAL, "not installed", advice)
 
 
-def report(*, as_json: bool) -> str:
+def report(found: Sequence[Finding], *, as_json: bool) -> str:
     """Return the findings as text, or as a JSON object with a list `findings`."""
-    found = findings()
     if as_json:
         body: dict[str, Any] = {
             "ok": all(f.status != PROBLEM for f in found),
@@ -196,7 +196,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    sys.stdout.write(report(as_json=options.json) + "\n")
+    found = findings()
+    sys.stdout.write(report(found, as_json=options.json) + "\n")
     wrong = False
     if options.gpu:
         from skyrl_fast.ops import first_use
@@ -206,4 +207,4 @@ def run(options: argparse.Namespace) -> int:
         table = gpu_table()
         wrong = "| differs" in table
         sys.stdout.write(table + "\n")
-    return int(wrong or any(f.status == PROBLEM for f in findings()))
+    return int(wrong or any(f.status == PROBLEM for f in found))

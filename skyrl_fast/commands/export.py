@@ -56,6 +56,8 @@ def _write_output(options: argparse.Namespace) -> str:
         raise ValueError(f"--policy: expected --to {MODEL} or {ADAPTER}, got {options.to}")
     if options.push is not None:
         raise ValueError(f"--push: expected --to {MODEL} or {ADAPTER}, got {options.to}")
+    from safetensors import SafetensorError
+
     from skyrl_fast.adapters.generator_output import generator_output_from_trajectories
     from skyrl_fast.batch import batch_from_trajectories
     from skyrl_fast.trajectory_store.recorded import read_recorded, sft_rows
@@ -74,7 +76,10 @@ def _write_output(options: argparse.Namespace) -> str:
         )
     if options.to == BATCH:
         batch = batch_from_trajectories(trajectories)
-        batch.save(options.out)
+        try:
+            batch.save(options.out)
+        except SafetensorError as error:
+            raise ValueError(f"{options.out}: cannot be written: {error}") from error
     else:
         output = dict(generator_output_from_trajectories(trajectories))
         ids: Any = output["trajectory_ids"]

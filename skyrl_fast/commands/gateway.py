@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_fast.commands.command import (
     add_config_arguments,
+    as_override,
     as_usage_error,
     log_to_stderr,
     needs_extra,
@@ -30,6 +32,7 @@ log = logging.getLogger(__name__)
 
 KEY_FILE = "gateway_key"  # in the folder of the recording
 DEFAULT_PORT = 8080
+DEFAULT_RUN = "runs/gateway"
 # Where there is no configuration file: a long context, and as many calls as an agent may make.
 MAX_CALLS = 10_000
 MAX_CONTEXT = 32_768
@@ -54,15 +57,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="servers of the model (`skyrl-fast engine` or `vllm serve`) in place of an engine in "
         "this process",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--host", help="address to listen on: agent.host; default: 127.0.0.1")
     parser.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, help="port to listen on; 0: a free one"
+        "--port",
+        type=int,
+        help=f"port to listen on: agent.port; default: {DEFAULT_PORT}; 0: a free one",
     )
     parser.add_argument(
         "--record",
-        type=Path,
-        default=Path("runs/gateway"),
         metavar="DIR",
+        default=DEFAULT_RUN,
         help="folder of the recorded sessions; those that it holds are kept",
     )
 
@@ -73,29 +77,40 @@ def run(options: argparse.Namespace) -> int:
         import skyrl_fast.gateway.server  # noqa: F401
     with as_usage_error(ValueError, ImportError):
         config = _config(options)
-        asyncio.run(_serve(config, options.record))
+        asyncio.run(_serve(config))
     return 0
 
 
 def _config(options: argparse.Namespace) -> Config:
-    from skyrl_fast.config.loading import load_config
+    from skyrl_fast.config.loading import as_config, check_config, read_yaml
 
     overrides, path = list(options.overrides), options.config
     if path is not None and "=" in path:  # no file: the first override
         overrides, path = [path, *overrides], None
     if path is None and options.model is None:
         raise ValueError("gateway: expected a configuration file or --model, got neither")
-    given = [f"agent.host={options.host}", f"agent.port={options.port}"]
-    given.append(f"trainer.run_path={options.record}")
-    if options.model is not None:
-        given.append(f"trainer.policy.model.path={options.model}")
+    given = [] if options.port is None else [f"agent.port={options.port}"]
+    for key, text in (
+        ("agent.host", options.host),
+        ("trainer.run_path", options.record),  # not the one of a file, which is that of training
+        ("trainer.policy.model.path", options.model),
+    ):
+        if text is not None:
+            given.append(as_override(key, text))
     if options.engine:
         engine = "generator.inference_engine"
         given += [f"{engine}.run_engines_locally=false"]
-        given += [f"{engine}.external_server_urls=[{','.join(options.engine)}]"]
+        given += [as_override(f"{engine}.external_server_urls", options.engine)]
     if path is None:
         given = [*_lengths(options.model), *given]
-    return load_config(path, [*given, *overrides], has_prompts=True)
+    values = read_yaml(path, [*given, *overrides])
+    agent = values.setdefault("agent", {})
+    if isinstance(agent, dict):  # else `as_config` refuses it
+        agent.setdefault("port", DEFAULT_PORT)
+    config = as_config(values)
+    config.trainer.run_path = os.path.expanduser(config.trainer.run_path)
+    check_config(config, has_prompts=True)
+    return config
 
 
 def _lengths(model: str) -> list[str]:
@@ -112,7 +127,7 @@ def _lengths(model: str) -> list[str]:
     ]
 
 
-async def _serve(config: Config, run: Path) -> None:
+async def _serve(config: Config) -> None:
     from skyrl_fast.config.model_folder import model_folder
     from skyrl_fast.rollout.engine.from_settings import make_untrained_engines
     from skyrl_fast.rollout.engine.pool import EnginePool
@@ -120,6 +135,7 @@ async def _serve(config: Config, run: Path) -> None:
     from skyrl_fast.train.model.policy import load_tokenizer
 
     folder = str(model_folder(str(config.trainer.policy.model.path)))
+    run = Path(config.trainer.run_path)
     run.mkdir(parents=True, exist_ok=True)  # for engine.log
     restarts = config.generator.inference_engine.max_restarts
     pool = EnginePool(make_untrained_engines(config, folder), max_restarts=restarts)

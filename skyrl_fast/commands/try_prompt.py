@@ -6,9 +6,11 @@ import argparse
 import asyncio
 import faulthandler
 import json
+import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--answers",
         nargs="+",
         help="what the scripted model answers, turn by turn (then the last one again); @FILE: a "
-        "JSON list, or one answer per line",
+        "JSON list, or one answer per line; section.key=value is an override here, too",
     )
     parser.add_argument(
         "--timeout",
@@ -74,6 +76,7 @@ def run(options: argparse.Namespace) -> int:
     with needs_extra("train"):
         from skyrl_fast.config.loading import load_config
         from skyrl_fast.train.algorithm.unread_rewards import unread_rewards
+    _divide_words(options)
     with as_usage_error(ValueError, OSError, ImportError):
         config = _limit_attempts(load_config(options.config, options.overrides), options)
         play = _run_sampled if options.engine else partial(_run_scripted, options=options)
@@ -95,12 +98,25 @@ class _Attempt:
     observed: list[list[ObservedStep]]
 
 
+def _divide_words(options: argparse.Namespace) -> None:
+    """Take the words after --answers that are section.key=value as overrides of settings."""
+    from skyrl_fast.config import Config
+
+    if options.answers is not None:
+        sections = "|".join(item.name for item in fields(Config))
+        is_override = re.compile(rf"({sections})\.[\w.-]+=").match
+        options.overrides += [word for word in options.answers if is_override(word)]
+        options.answers = [word for word in options.answers if not is_override(word)]
+
+
 def _answers(given: Sequence[str] | None) -> list[str]:
     if given is None:
         return [PLACEHOLDER]
+    if not given:
+        raise ValueError("--answers: expected an answer, got overrides of settings only")
     if len(given) != 1 or not given[0].startswith("@"):
         return list(given)
-    text = Path(given[0][1:]).expanduser().read_text(encoding="utf-8")
+    text = Path(os.path.expanduser(given[0][1:])).read_text(encoding="utf-8")
     lines = text.removesuffix("\n").split("\n") if text else []
     answers = json.loads(text) if text.lstrip().startswith("[") else lines
     if not answers or not all(isinstance(answer, str) for answer in answers):
@@ -138,7 +154,7 @@ def _prompt(config: Config, number: int) -> Prompt:
 
 async def _run_scripted(config: Config, prompt: Prompt, *, options: argparse.Namespace) -> _Attempt:
     from skyrl_fast.rollout.engine.weights.gate import WeightGate
-    from skyrl_fast.rollout.env.factory import EnvFactory
+    from skyrl_fast.rollout.env.factory import EnvFactory, check_env_classes
     from skyrl_fast.rollout.groups import environment_runner, run_groups
     from skyrl_fast.rollout.loop_settings import loop_settings
     from skyrl_fast.rollout.policy_calls import PolicyCalls
@@ -150,11 +166,11 @@ async def _run_scripted(config: Config, prompt: Prompt, *, options: argparse.Nam
     if config.agent.is_set:
         trajectories = await _run_agent(config, calls, prompt)
         return _Attempt(prompt, tokenizer, trajectories, observed=[])
-    EnvFactory(config.environment)  # checks env_class, which `make_env` replaces
     observed: list[list[ObservedStep]] = []
     factory = EnvFactory(config.environment, make_env=_make_observed(config, prompt, observed))
     watching = asyncio.create_task(_watch(config.environment.timeout_seconds + GRACE_SECONDS))
     try:
+        check_env_classes([prompt.env_class])  # which `make_env` replaces
         runner = environment_runner(calls, factory, loop_settings(config))
         trajectories = await run_groups(runner, [prompt], phase="train", policy_version=0)
     finally:
@@ -254,10 +270,12 @@ def _attempt_text(attempt: _Attempt) -> str:
 
 
 def _prompt_lines(attempt: _Attempt, trajectory: Trajectory) -> list[str]:
+    from skyrl_fast.rollout.chat_template import message_text
+
     if trajectory.steps:
         text = attempt.tokenizer.decode(list(trajectory.steps[0].prompt_token_ids))
     else:
-        text = "\n".join(f"[{m['role']}] {m.get('content')}" for m in attempt.prompt.messages)
+        text = "\n".join(f"[{m['role']}] {message_text(m)}" for m in attempt.prompt.messages)
     return _entry("prompt", text, indent="")
 
 
@@ -268,13 +286,18 @@ def _turn_lines(number: int, step: ObservedStep) -> list[str]:
         return [*lines, "  the environment did not answer"]
     given = answer if isinstance(answer, Mapping) else _fields(answer)
     for name, value in given.items():
-        if value not in (None, (), [], {}, ""):
+        if not _is_empty(value):
             lines += _entry(name.removesuffix("s") if name == "observations" else name, value)
     return lines
 
 
+def _is_empty(value: Any) -> bool:
+    """Return whether a field says nothing; a reward of 0 does."""
+    return value is None or (isinstance(value, str | list | tuple | Mapping) and not len(value))
+
+
 def _fields(answer: Any) -> dict[str, Any]:
-    names = ("observations", "reward", "done", "postprocessed_action")
+    names = ("observations", "reward", "done", "postprocessed_action", "policy", "policy_rewards")
     return {name: getattr(answer, name, None) for name in names}
 
 

@@ -21,6 +21,7 @@ from skyrl_fast.system.printable import shorten
 
 YAML = (".yaml", ".yml")  # of an override that is a file
 _NEAR = 0.75  # similarity of a misspelled name, see difflib
+_MAPPING, _TEXT, _NULL = (f"tag:yaml.org,2002:{kind}" for kind in ("map", "str", "null"))
 
 # Names of TRL, verl and vLLM.
 _SYNONYMS = {
@@ -84,12 +85,7 @@ def read_yaml(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[st
                 continue
             if "=" not in text or text.startswith(("=", "+", "-")):
                 raise ConfigError(f"{where}: expected dotted.key=value, or another YAML file")
-            key, _, value = text.partition("=")
-            hint = _hint_at(Config, key.split("."))
-            if _without_none(hint) is str and " #" in value and value[0] not in "'\"":
-                value = json.dumps(value, ensure_ascii=False)  # a name, no comment
-            value = _quote_texts(value, hint)
-            merged.merge_with(OmegaConf.from_dotlist([f"{key}={value}"]))
+            merged.merge_with(_override(text))
         where = "overrides" if path is None else str(path)
         values: Any = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
         written = OmegaConf.to_container(merged, resolve=False)
@@ -108,44 +104,79 @@ def read_yaml(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[st
 
 
 def _sections(path: str | Path) -> Any:
+    import yaml
     from omegaconf import OmegaConf
 
     if not Path(path).is_file():
         raise ConfigError(f"config file not found: {path}")
     text = Path(path).read_text(encoding="utf-8")
-    loaded = OmegaConf.load(io.StringIO(_quote_texts(text, Config)))
+    loaded = OmegaConf.load(io.StringIO(text))
     if not OmegaConf.is_dict(loaded):
         raise ConfigError(f"{path}: expected sections (data, trainer, ...), got a list or nothing")
-    return loaded
+    return _as_sections(loaded, yaml.compose(text, Loader=yaml.SafeLoader))
 
 
-def _quote_texts(text: str, hint: Any) -> str:
-    """Return YAML with plain values of strings quoted: `run_name: 0123` is not 83, nor `on`."""
+def _override(text: str) -> Any:
+    """Return the sections of `dotted.key=value`, with this setting alone."""
+    import yaml
+    from omegaconf import OmegaConf
+
+    key, _, value = text.partition("=")
+    names = key.split(".")
+    is_text = _without_none(_hint_at(Config, names)) is str
+    if is_text and value[:1] not in ("'", '"') and " #" in f" {value}":
+        value = json.dumps(value, ensure_ascii=False)  # a name, no comment
+    node = yaml.compose(value, Loader=yaml.SafeLoader)
+    for name in reversed(names):
+        node = yaml.MappingNode(_MAPPING, [(yaml.ScalarNode(_TEXT, name), node)])
+    return _as_sections(OmegaConf.from_dotlist([f"{key}={value}"]), node)
+
+
+def _as_sections(loaded: Any, node: Any) -> Any:
+    """Return loaded settings with texts as they are in the YAML, and without dotted keys."""
+    from omegaconf import OmegaConf
+
+    values = _keep_texts(OmegaConf.to_container(loaded, resolve=False), node, Config)
+    return OmegaConf.create(_expand_dotted(Config, values, ""))
+
+
+def _keep_texts(value: Any, node: Any, hint: Any) -> Any:
+    """Return a value with the settings that are strings as written: `0123` is not 83, nor `on`.
+
+    Args:
+        node: its node in the YAML, which other values may share by an anchor; None: none.
+    """
     import yaml
 
-    node = yaml.compose(text, Loader=yaml.SafeLoader)
-    found: dict[int, yaml.ScalarNode] = {}
-    if node is not None:
-        _find_texts(node, hint, found)
-    for start in sorted(found, reverse=True):
-        quoted = found[start].value.replace("'", "''")
-        text = f"{text[:start]}'{quoted}'{text[found[start].end_mark.index :]}"
-    return text
-
-
-def _find_texts(node: Any, hint: Any, found: dict[int, Any]) -> None:
-    """Add the plain values for strings, by their place in the YAML; null is none of them."""
     hint = _without_none(hint)
+    kind = None if node is None else node.id
     if typing.get_origin(hint) is list:
-        for item in node.value if node.id == "sequence" else [node]:
-            _find_texts(item, typing.get_args(hint)[0], found)
-    elif dataclasses.is_dataclass(hint) and node.id == "mapping":
-        for key, value in node.value:
-            _find_texts(value, _hint_at(hint, str(key.value).split(".")), found)
-    elif hint is str and node.id == "scalar" and node.style is None and node.value:
-        in_a_line = node.start_mark.line == node.end_mark.line
-        if in_a_line and node.tag != "tag:yaml.org,2002:null":
-            found[node.start_mark.index] = node
+        (item,) = typing.get_args(hint)
+        if kind == "sequence" and isinstance(value, list):
+            pairs = zip(value, node.value, strict=True)
+            return [_keep_texts(one, its_node, item) for one, its_node in pairs]
+        return _keep_texts(value, node, item)
+    if dataclasses.is_dataclass(hint) and kind == "mapping" and isinstance(value, dict):
+        yaml.constructor.SafeConstructor().flatten_mapping(node)  # `<<`
+        nodes = {key.value: one for key, one in node.value if key.value in value}
+        return value | {
+            key: _keep_texts(value[key], one, _hint_at(hint, key.split(".")))
+            for key, one in nodes.items()
+        }
+    return node.value if hint is str and kind == "scalar" and node.tag != _NULL else value
+
+
+def _expand_dotted(cls: Any, values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the values with the keys of nested sections: what is written later overrides them.
+
+    Keys of sections without fixed settings, such as `agent.upstreams`, may contain dots.
+    """
+    result = _by_section(values, prefix)
+    for key, value in result.items():
+        section = _without_none(_hint_at(cls, [key]))
+        if dataclasses.is_dataclass(section) and isinstance(value, Mapping):
+            result[key] = _expand_dotted(section, value, _join(prefix, key))
+    return result
 
 
 def _hint_at(hint: Any, keys: Sequence[str]) -> Any:
@@ -257,10 +288,16 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     if hint is str and isinstance(value, os.PathLike):
         return os.fspath(value)
     if type(value) is not hint and not (hint is str and isinstance(value, EnvironmentValue)):
-        raise ConfigError(
-            f"{key}: expected {_article(hint)}, got {value!r} ({type(value).__name__})"
-        )
+        raise ConfigError(f"{key}: expected {_article(hint)}, got {_describe(value)}")
     return value
+
+
+def _describe(value: Any) -> str:
+    """Return a value with its type; for an interpolation also how to get another type."""
+    if not isinstance(value, EnvironmentValue):
+        return f"{value!r} ({type(value).__name__})"
+    is_one = value.written.startswith("${") and value.written.find("}") == len(value.written) - 1
+    return f"{value!r} (str)" + (f": write ${{oc.decode:{value.written}}}" if is_one else "")
 
 
 def _article(hint: type) -> str:

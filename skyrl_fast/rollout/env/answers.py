@@ -109,10 +109,12 @@ def read_reward(value: Any, name: str) -> float:
 
 
 def _done(value: Any) -> bool:
+    text = f"done: expected true or false, got {plain_repr(value, 100)}"
+    if isinstance(value, str | bytes):  # "False" is true
+        raise AnswerError(text)
     try:
         return bool(value)
     except Exception as error:  # an array of several elements has no truth value
-        text = f"done: expected true or false, got {plain_repr(value, 100)}"
         raise AnswerError(text) from error
 
 

@@ -442,6 +442,7 @@ def test_folder_that_cannot_be_written_is_refused_at_the_start(
         ("nothing://a", "Protocol not known: nothing"),
         ("filecache::memory://a", "expected one scheme"),
         ("missing-package://a", "Install the package of the test"),
+        ("~nouser/a", "expected a known user's home folder"),
     ],
 )
 def test_url_without_a_file_system_is_an_error(tmp_path: Path, url: str, reason: str) -> None:

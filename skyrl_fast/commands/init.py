@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from functools import partial
+from os.path import expanduser
 from pathlib import Path
 from random import Random
 
@@ -63,7 +64,7 @@ def write_project(folder: Path, model: str | None) -> None:
         set_num_threads(1)  # another one would be waited for longer than it computes
         warm_start(tokenizer, rows, folder / "model", num_steps=NUM_STEPS)
     else:
-        config, local = folder / "config.yaml", Path(model).expanduser()
+        config, local = folder / "config.yaml", Path(expanduser(model))
         path = str(local.absolute()) if local.exists() else model  # training starts in the folder
         quoted = json.dumps(path, ensure_ascii=False)
         text = config.read_text(encoding="utf-8").replace(TINY_PATH, f"path: {quoted}")

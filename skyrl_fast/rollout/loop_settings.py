@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from os.path import expanduser
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -76,5 +77,5 @@ def check_loop_settings(generator: GeneratorConfig) -> None:
 def read_chat_template(text_or_file: str | None) -> str | None:
     """Return the text of `generator.chat_template`; None: the tokenizer's own is used."""
     if text_or_file is not None and "{" not in text_or_file:
-        return Path(text_or_file).expanduser().read_text(encoding="utf-8")
+        return Path(expanduser(text_or_file)).read_text(encoding="utf-8")
     return text_or_file

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import sys
 import zlib
+from os.path import expanduser
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -56,7 +57,7 @@ def absolute_name(name: str, folder: Path) -> str:
     file = place if colon else name
     if not file.endswith(".py"):
         return name
-    path = str(folder.absolute() / Path(file).expanduser())
+    path = str(folder.absolute() / Path(expanduser(file)))
     return f"{path}{colon}{attribute}" if colon else path
 
 
@@ -66,7 +67,7 @@ def name_of(module: ModuleType) -> str:
 
 
 def _load_file(name: str) -> ModuleType:
-    path = Path(name).expanduser().resolve()
+    path = Path(expanduser(name)).resolve()
     module_name = f"{FILE_PREFIX}{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     if module_name in sys.modules:
         return sys.modules[module_name]

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def choose_cluster_backend(config: settings.Config) -> str:
 
 def key_file(config: settings.Config) -> Path:
     file = config.generator.inference_engine.api_key_file
-    return Path(file).expanduser() if file else Path(config.trainer.run_path) / DEFAULT_NAME
+    return Path(expanduser(file)) if file else Path(config.trainer.run_path) / DEFAULT_NAME
 
 
 def make_vllm_setup(config: settings.Config, model_path: str) -> VllmSetup:
@@ -206,7 +207,7 @@ def _find_cached_folder(path: str) -> str:
     """Return the folder of a model's files, as the trainer finds it; else `path` itself."""
     from huggingface_hub import try_to_load_from_cache
 
-    folder = Path(path).expanduser()
+    folder = Path(expanduser(path))
     if folder.is_dir():
         return str(folder)
     try:

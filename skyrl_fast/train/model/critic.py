@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from functools import partial
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -396,7 +397,7 @@ def load_value_model(
             with_head=False,
             setting="trainer.critic.model.path",
         )
-    return ValueModel(backbone, Path(path).expanduser())
+    return ValueModel(backbone, Path(expanduser(path)))
 
 
 @contextlib.contextmanager

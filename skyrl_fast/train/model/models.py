@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ def _add_adapters(model: Any, config: Config, checkpoint: Path | None) -> None:
     lora = config.trainer.policy.model.lora
     folder = checkpoint / "policy" if checkpoint is not None else None
     if folder is None and lora.path is not None:
-        folder = Path(lora.path).expanduser()
+        folder = Path(expanduser(lora.path))
     base = model_path(config, None)
     add_adapters(model, lora, base=base, folder=folder)
     if config.shares_critic:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,8 @@ def with_absolute_paths(config: Config) -> Config:
 
     Raises:
         ConfigError: one is a URL that cannot be one: what a run writes is locked, renamed and read
-            in place, checkpoints excepted; or the scheme's package is missing.
+            in place, checkpoints excepted; or the scheme's package is missing. Or it is in the home
+            folder of an unknown user.
     """
     trainer, engine = config.trainer, config.generator.inference_engine
     for section, name in (
@@ -138,11 +140,14 @@ def with_absolute_paths(config: Config) -> Config:
         *((engine, name) for name in ("weight_sync_path", "api_key_file")),
     ):
         path = getattr(section, name)
+        key = "trainer" if section is trainer else "generator.inference_engine"
         if path is not None and is_url(path):
-            key = "trainer" if section is trainer else "generator.inference_engine"
             _check_url(f"{key}.{name}", path)
         elif path is not None:
-            setattr(section, name, str(Path(path).expanduser().absolute()))
+            found = expanduser(path)
+            if found.startswith("~"):  # it would become a folder of that name
+                raise ConfigError(f"{key}.{name}: expected a known user's home folder, got {path}")
+            setattr(section, name, str(Path(found).absolute()))
     policy = trainer.policy.model
     for model in (policy, policy.lora, trainer.ref.model, trainer.critic.model):
         if model.path is not None and Path(model.path).is_dir():  # not a name on the hub

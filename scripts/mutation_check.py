@@ -293,8 +293,8 @@ FAULTS = (
     Fault(
         "the text of a stop string ends at its last occurrence",
         "skyrl_fast/rollout/turn.py",
-        "        place = text.find(stop, max(0, known - len(stop) + 1))",
-        "        place = -1",
+        "            place = text.find(stop, max(0, known - len(stop) + 1))",
+        "            place = -1",
         ("rollout/test_agent_loop.py",),
     ),
     Fault(

@@ -37,11 +37,13 @@ def decode_response(
     text = read(token_ids)
     stop = generation.stop_string
     if stop is not None:
-        # The last token may reach beyond the stop string that it completes, as far as another one;
-        # the text before it may end with a part of a character. An engine that samples several
-        # tokens at once may have gone on.
-        known = len(read(token_ids[:-1]).rstrip("\ufffd"))
-        place = text.find(stop, max(0, known - len(stop) + 1))
-        place = text.rfind(stop) if place < 0 else place
+        # The last token may reach beyond the stop string that it completes. Of several, it is the
+        # first one that this token completes; the text before may end with a part of a character.
+        # An engine that samples several tokens at once may have gone on.
+        place = last = text.rfind(stop)
+        if text.find(stop) < last:
+            known = len(read(token_ids[:-1]).rstrip("\ufffd"))
+            place = text.find(stop, max(0, known - len(stop) + 1))
+        place = last if place < 0 else place
         text = text[: place + len(stop)] if place >= 0 else text
     return text

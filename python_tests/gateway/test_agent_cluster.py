@@ -124,7 +124,7 @@ def test_agents_are_spread_and_give_the_same_steps_as_in_the_trainer(
     until(lambda: not agent_processes() and not workers("ray::_NodeActor"))
 
 
-async def test_late_agents_are_killed_with_what_they_started(
+def test_late_agents_are_killed_with_what_they_started(
     nodes: Any, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
     prompts = [
@@ -138,6 +138,8 @@ async def test_late_agents_are_killed_with_what_they_started(
     for prompt in prompts:
         wait_until_gone(read_pids(tmp_path / prompt.uid))
 
+
+async def test_a_cancelled_agent_is_killed_with_what_it_started(nodes: Any, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     agent = OnNodes(command=python(FORKS % (str(pids), 600)))
     running = asyncio.create_task(agent.run(task_of({})))

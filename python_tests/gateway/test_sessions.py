@@ -177,7 +177,7 @@ def test_a_recording_is_continued(tmp_path: Path, tiny_tokenizer: Any) -> None:
 
 
 def test_sessions_without_a_group_get_one_of_their_own(tmp_path: Path, tiny_tokenizer: Any) -> None:
-    """Also after a restart, which knows only the stored ones, and beside groups of such names."""
+    """Also after a restart, which knows only the stored ones, and where others have such names."""
 
     async def use(client: Client) -> list[str]:
         opened = [await client.open(uid="session-2"), *[await client.open() for _ in range(3)]]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import os
 import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from os.path import expanduser
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -108,7 +108,7 @@ def _config(options: argparse.Namespace) -> Config:
     if isinstance(agent, dict):  # else `as_config` refuses it
         agent.setdefault("port", DEFAULT_PORT)
     config = as_config(values)
-    config.trainer.run_path = os.path.expanduser(config.trainer.run_path)
+    config.trainer.run_path = expanduser(config.trainer.run_path)
     check_config(config, has_prompts=True)
     return config
 

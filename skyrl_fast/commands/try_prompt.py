@@ -6,12 +6,12 @@ import argparse
 import asyncio
 import faulthandler
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +116,7 @@ def _answers(given: Sequence[str] | None) -> list[str]:
         raise ValueError("--answers: expected an answer, got overrides of settings only")
     if len(given) != 1 or not given[0].startswith("@"):
         return list(given)
-    text = Path(os.path.expanduser(given[0][1:])).read_text(encoding="utf-8")
+    text = Path(expanduser(given[0][1:])).read_text(encoding="utf-8")
     lines = text.removesuffix("\n").split("\n") if text else []
     answers = json.loads(text) if text.lstrip().startswith("[") else lines
     if not answers or not all(isinstance(answer, str) for answer in answers):

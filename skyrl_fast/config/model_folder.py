@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ def model_folder(path: str, *, setting: str = POLICY, with_weights: bool = True)
         ValueError: there is no such folder, it has no config.json, or the hub does not have it or
             cannot be reached; one line.
     """
-    folder = Path(os.path.expanduser(path))  # which leaves ~nobody as it is
+    folder = Path(expanduser(path))  # unlike Path's, no error for an unknown user
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ValueError(

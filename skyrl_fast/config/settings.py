@@ -642,6 +642,12 @@ def max_input_length(config: Config) -> int:
     return config.trainer.max_prompt_length if length is None else length
 
 
+def max_response_length(config: Config) -> int:
+    """Return the longest response of training and evaluation."""
+    samplings = (config.generator.sampling_params, config.generator.eval_sampling_params)
+    return max(s.max_generate_length for s in samplings if s is not None)
+
+
 def merges_steps(config: Config) -> bool:
     """Return whether consecutive steps become one row where the context only grew."""
     return config.generator.merge_stepwise_output or config.trainer.rows == "merged"

@@ -14,6 +14,7 @@ import secrets
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from starlette.requests import Request
@@ -81,7 +82,7 @@ class Sessions:
         self._seconds = seconds
         self._open: dict[Session, _Open] = {}
         self._repetitions: Counter[str] = Counter(recording.repetitions)
-        self._number = 0  # of the last group without a name
+        self._names = map("session-{}".format, count(1))  # of groups without one
         self._ending: set[asyncio.Task[Any]] = set()
         gateway.routes += [
             Route("/v1/sessions", self._handle_open, methods=["POST"]),
@@ -96,10 +97,8 @@ class Sessions:
 
     def open(self, *, uid: str | None = None, data_source: str | None = None) -> _Open:
         """Return a new session with its key, in the group `uid` or in a new one."""
-        unnamed = uid is None
-        while uid is None or (unnamed and uid in self._repetitions):
-            self._number += 1
-            uid = f"session-{self._number}"
+        if uid is None:
+            uid = next(name for name in self._names if name not in self._repetitions)
         trajectory = Trajectory(
             uid=uid,
             repetition_id=self._repetitions[uid],

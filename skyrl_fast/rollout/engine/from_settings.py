@@ -178,15 +178,12 @@ def _linear_modules(model_path: str) -> list[str]:
 
 
 def _check_longest_sequence(config: settings.Config, model_path: str) -> int:
-    generator = config.generator
-    samplings = [generator.sampling_params, generator.eval_sampling_params]
-    prompt = settings.max_input_length(config)
-    response = max(s.max_generate_length for s in samplings if s is not None)
+    prompt, response = settings.max_input_length(config), settings.max_response_length(config)
     lengths = (
         f"generator.max_input_length ({prompt}) and sampling_params.max_generate_length "
         f"({response})"
     )
-    others = generator.inference_engine.engine_init_kwargs
+    others = config.generator.inference_engine.engine_init_kwargs
     longest = others.get("max_model_len")
     if isinstance(longest, int) and prompt + response > longest:
         raise ValueError(

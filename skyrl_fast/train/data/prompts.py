@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,7 @@ def _is_file_name(item: Any) -> bool:
 
 def read_rows(path: str, split: str) -> Iterator[tuple[str, Any]]:
     """Yield each row of a file, or of a dataset on the hub, as `rows_from` does."""
-    file = Path(os.path.expanduser(path))  # which leaves ~nobody as it is
+    file = Path(expanduser(path))  # unlike Path's, no error for an unknown user
     rows = _rows(file) if file.suffix in SUFFIXES or file.exists() else _hub_rows(path, split)
     for number, row in enumerate(rows):
         yield f"{path}, row {number}", row

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from skyrl_fast.config import Config, ConfigError, max_input_length, policy_loss_spec
-from skyrl_fast.config.settings import LoraConfig, OptimizerConfig
+from skyrl_fast.config.settings import LoraConfig, OptimizerConfig, max_response_length
 from skyrl_fast.ops.logprob.linear_rows import COLUMN_MULTIPLE, default_chunk_rows
 from skyrl_fast.rollout.engine.vllm_start import CPU_CACHE_GIB, CPU_CACHE_VARIABLE
 from skyrl_fast.rollout.engine.weights.buckets import BUCKET_BYTES
@@ -469,11 +469,10 @@ def _row_length(config: Config) -> int:
 
 def _engine_length(config: Config) -> int:
     """Return the engine's `max_model_len`: that of `make_vllm_setup`, or of engine_init_kwargs."""
-    generator = config.generator
-    samplings = (generator.sampling_params, generator.eval_sampling_params)
-    response = max(s.max_generate_length for s in samplings if s is not None)
-    chosen = generator.inference_engine.engine_init_kwargs.get("max_model_len")
-    return chosen if isinstance(chosen, int) else max_input_length(config) + response
+    chosen = config.generator.inference_engine.engine_init_kwargs.get("max_model_len")
+    if isinstance(chosen, int):
+        return chosen
+    return max_input_length(config) + max_response_length(config)
 
 
 def _pass_tokens(config: Config, length: int) -> tuple[int, str]:

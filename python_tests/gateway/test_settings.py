@@ -24,10 +24,10 @@ NEEDED = ["data.train_data=[a.jsonl]", "trainer.policy.model.path=m"]
             ["agent.function=a:b", "agent.command=[ls]"],
             r"agent.command: expected \[\] with agent.fu",
         ),
-        (["agent.verifier=[ls]"], "agent.verifier: expected agent.command"),
+        (["agent.verifier=[ls]"], "agent.command: expected a command with agent.verifier="),
         (
             ["agent.function=a:b", "agent.reward_file=r"],
-            "agent.reward_file: expected agent.command",
+            "agent.command: expected a command with agent.reward_file=r",
         ),
         (
             ["agent.function=a:b", "generator.step_wise_trajectories=false"],

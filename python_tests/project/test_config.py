@@ -348,14 +348,18 @@ def test_off_policy_corrections_by_skyrl_names() -> None:
 @pytest.mark.parametrize(
     ("overrides", "wanted"),
     [
-        (["use_kl_in_reward=true", "use_kl_loss=true"], "only one of use_kl_in_reward"),
+        (
+            ["use_kl_in_reward=true", "use_kl_loss=true"],
+            "use_kl_in_reward: expected false with trainer.algorithm.use_kl_loss=true",
+        ),
         (
             ["off_policy_correction.tis_ratio_type=token", "policy_loss_type=kl_cov"],
-            "policy_loss_type other than clip_cov and kl_cov, got kl_cov",
+            "expected none with trainer.algorithm.policy_loss_type=kl_cov, as its selection of "
+            "tokens has no weights, got tis_ratio_type=token",
         ),
         (
             ["off_policy_correction.token_mask_is_threshold_low=0.1", "old_logprobs=rollout"],
-            "expected old_logprobs=policy",
+            "expected none with trainer.algorithm.old_logprobs=rollout, as it compares the",
         ),
         (["dynamic_sampling.max_sample_batches=0"], "expected >= 1 or -1, got 0"),
         (["dynamic_sampling.type=drop"], "expected one of filter, replace, got 'drop'"),
@@ -366,12 +370,12 @@ def test_off_policy_corrections_by_skyrl_names() -> None:
                 "cispo.cispo_ratio=rollout",
                 "off_policy_correction.tis_ratio_type=token",
             ],
-            "expected null with cispo_ratio=rollout",
+            "expected null with trainer.algorithm.policy_loss_type=cispo, as its ratio corrects",
         ),
         *(
             (
                 ["off_policy_correction.tis_ratio_type=token", f"policy_loss_type={loss}"],
-                f"expected null with {loss}, whose ratio corrects already",
+                f"expected null with trainer.algorithm.policy_loss_type={loss}, as its ratio",
             )
             for loss in ("rollout_is", "dppo")
         ),

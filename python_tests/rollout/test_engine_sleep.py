@@ -191,7 +191,7 @@ def test_sleep_mode_is_refused_where_the_engine_cannot_sleep(
     needed = ["data.train_data=[x]", "trainer.policy.model.path=m"]
     load_config(None, [*needed, *overrides])
     with pytest.raises(
-        ConfigError, match=f"enable_sleep_mode: expected null or false, as {wanted}"
+        ConfigError, match=f"enable_sleep_mode: expected null or false with .*, as {wanted}"
     ):
         load_config(
             None, [*needed, *overrides, "generator.inference_engine.enable_sleep_mode=true"]

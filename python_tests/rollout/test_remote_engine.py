@@ -626,8 +626,14 @@ async def test_server_that_a_killed_trainer_has_paused_is_resumed() -> None:
 @pytest.mark.parametrize(
     ("overrides", "wanted"),
     [
-        (["run_engines_locally=false"], "expected at least one address with run_engines_locally=f"),
-        (["external_server_urls=['http://a:1']"], "expected none with run_engines_locally=true"),
+        (
+            ["run_engines_locally=false"],
+            "expected at least one address with .*run_engines_locally=f",
+        ),
+        (
+            ["external_server_urls=['http://a:1']"],
+            "run_engines_locally: expected false with .*server_urls=",
+        ),
         (["run_engines_locally=false", "external_server_urls=[a:1]"], "expected http://host:port"),
         (
             ["run_engines_locally=false", "external_server_urls=['http://a:1','http://a:1']"],
@@ -652,7 +658,7 @@ async def test_server_that_a_killed_trainer_has_paused_is_resumed() -> None:
         (["external_proxy_url=x"], "requests are sent directly to"),
         (
             ["run_engines_locally=false", "external_server_urls=['http://a:1']", "num_engines=2"],
-            "num_engines: expected 1, as the servers are those of external_server_urls, got 2",
+            "num_engines: expected 1 with .*, as the servers are those of .*, got 2",
         ),
     ],
 )

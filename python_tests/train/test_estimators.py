@@ -211,17 +211,20 @@ def test_columns_follow_their_rows() -> None:
     ("overrides", "message"),
     [
         (["trainer.algorithm.advantage_estimator=gae"], "critic.model.path: expected a model with"),
-        (["trainer.critic.model.path=m"], "critic.model.path: expected null with .*=grpo, got m"),
+        (
+            ["trainer.critic.model.path=m"],
+            "estimator: expected gae, .* with trainer.critic.* got grpo",
+        ),
         (
             ["trainer.algorithm.advantage_estimator=gigpo", "generator.merge_stepwise_output=true"],
-            "gigpo is per turn and needs a row for each turn",
+            "advantages are per turn and need a row for each turn, got gigpo",
         ),
         (
             [
                 "trainer.algorithm.advantage_estimator=turn_level_group",
                 "generator.step_wise_trajectories=false",
             ],
-            "turn_level_group is per turn",
+            "advantages are per turn and need a row for each turn, got turn_level_group",
         ),
         (["trainer.critic_mini_batch_size=3"], "critic_mini_batch_size: expected a divisor"),
         (["trainer.critic.optimizer_config.adam_betas=[2,0]"], "critic.optimizer_config.adam_beta"),

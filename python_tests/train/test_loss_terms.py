@@ -124,7 +124,9 @@ def config(**values: Any) -> Config:
 @pytest.mark.spec("terms.settings")
 def test_settings_that_train_nothing_are_refused() -> None:
     key = "trainer.algorithm"
-    with pytest.raises(ConfigError, match=rf"{key}\.policy_loss_coef: expected more than 0"):
+    with pytest.raises(
+        ConfigError, match=rf"{key}\.use_kl_loss: expected true \(or .* no other term"
+    ):
         check_config(config(**{f"{key}.policy_loss_coef": 0.0}))
     with pytest.raises(ConfigError, match=rf"{key}\.observation_loss_coef: expected 0"):
         check_config(config(**{f"{key}.observation_loss_coef": 0.1}))

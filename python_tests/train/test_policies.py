@@ -407,22 +407,25 @@ def test_a_policy_is_exported_and_continued(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([f"{KEY}.policies=[a,b]"], f"{KEY}.rank: expected that of the policies"),
+        ([f"{KEY}.policies=[a,b]"], f"{KEY}.rank: expected more than 0 with {KEY}.policies=["),
         ([f"{KEY}.policies=[a,a]", f"{KEY}.rank=4"], "expected different names"),
         ([f"{KEY}.policies=[a/b]", f"{KEY}.rank=4"], "expected different names of letters"),
         ([f"{KEY}.policies=[reference]", f"{KEY}.rank=4"], "expected another name than reference"),
         ([f"{KEY}.policies=[training]", f"{KEY}.rank=4"], "expected another name than training"),
-        ([*RUN, "trainer.placement.colocate_all=false"], f"{KEY}.policies: expected an engine of"),
-        ([*RUN, f"{KEY}.weight_sync=merged"], f"{KEY}.policies: expected an engine of"),
+        ([*RUN, "trainer.placement.colocate_all=false"], f"{KEY}.policies: expected [] with"),
+        ([*RUN, f"{KEY}.weight_sync=merged"], f"{KEY}.policies: expected [] with"),
         (
             [
                 *RUN,
                 "generator.inference_engine.run_engines_locally=false",
                 "generator.inference_engine.external_server_urls=[http://a:1]",
             ],
-            f"{KEY}.policies: expected an engine of",
+            f"{KEY}.policies: expected [] with",
         ),
-        ([*RUN, "trainer.critic.model.path=critic"], "trainer.critic.model.path: expected null"),
+        (
+            [*RUN, "trainer.critic.model.path=critic"],
+            "policies: expected [] with trainer.critic.mod",
+        ),
         (
             [*RUN, "agent.function=a:b", "agent.untrained_models=[worker]"],
             "agent.untrained_models: expected other names",

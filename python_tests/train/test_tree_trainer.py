@@ -97,11 +97,11 @@ def test_one_row_per_trajectory_can_be_sequences(folder: Path) -> None:
         (["trainer.rows=step", "generator.step_wise_trajectories=false"], "got step"),
         (
             ["generator.merge_stepwise_output=true", "generator.step_wise_trajectories=false"],
-            "expected false where generator.step_wise_trajectories is false",
+            "expected false with generator.step_wise_trajectories=false",
         ),
         (
             ["trainer.rows=merged", "trainer.algorithm.advantage_estimator=gigpo"],
-            "gigpo is per turn",
+            "per turn and need a row for each turn, got gigpo",
         ),
     ],
 )

@@ -73,19 +73,9 @@ class AgentConfig:
         return self.function is not None or bool(self.command)
 
 
-def check_agent(config: Any) -> None:
-    """Raise ConfigError if settings of an agent and of the run exclude each other."""
+def check_agent_names(config: Any) -> None:
+    """Raise ConfigError if a name under which models are called has two meanings."""
     agent = config.agent
-    if agent.function is not None and agent.command:
-        raise ConfigError("agent.command: expected [] with agent.function, got a command")
-    for name in ("verifier", "reward_file"):
-        if getattr(agent, name) and not agent.command:
-            raise ConfigError(f"agent.{name}: expected agent.command with it, got none")
-    if agent.workers != "thread" and not agent.is_set:
-        raise ConfigError(
-            f"agent.workers: expected agent.function or agent.command with {agent.workers}, "
-            "got none"
-        )
     policies = config.policies
     for name in upstreams_of(agent.upstreams):
         if name in (policies or [agent.model]) or name in agent.untrained_models:
@@ -99,8 +89,3 @@ def check_agent(config: Any) -> None:
                 "agent.untrained_models: expected other names than agent.model and those of "
                 f"trainer.policy.model.lora.policies, got {name!r}"
             )
-    if agent.is_set and not config.generator.step_wise_trajectories:
-        raise ConfigError(
-            "generator.step_wise_trajectories: expected true with an agent, whose context need not "
-            "grow only, got false"
-        )

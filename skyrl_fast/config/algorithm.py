@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from skyrl_fast.config.settings import AlgorithmConfig, Config
+from skyrl_fast.config.settings import AlgorithmConfig
 from skyrl_fast.ops.advantage.estimators import (
     ADVANTAGE_ESTIMATORS,
     EstimatorSpec,
@@ -13,7 +13,7 @@ from skyrl_fast.ops.advantage.estimators import (
 )
 from skyrl_fast.ops.policy_loss.custom import CustomLoss, find_policy_loss
 from skyrl_fast.ops.policy_loss.losses import LossSettings, LossSpec, ratio_to_rollout
-from skyrl_fast.registry import check_settings, importable_name
+from skyrl_fast.registry import check_settings
 from skyrl_fast.setting import ConfigError
 
 
@@ -58,9 +58,9 @@ def estimator_settings(algorithm: AlgorithmConfig) -> dict[str, Any]:
     return named | algorithm.advantage_estimator_kwargs
 
 
-def check_policy_loss(config: Config) -> None:
-    """Raise ConfigError unless the loss exists, on every rank, and accepts its settings."""
-    algorithm, key = config.trainer.algorithm, "trainer.algorithm.policy_loss"
+def check_policy_loss(algorithm: AlgorithmConfig) -> None:
+    """Raise ConfigError unless the loss exists and accepts its settings."""
+    key = "trainer.algorithm.policy_loss"
     try:
         loss = policy_loss_spec(algorithm)
     except ValueError as error:
@@ -76,13 +76,6 @@ def check_policy_loss(config: Config) -> None:
         check_settings(algorithm.policy_loss_type, loss.function, algorithm.policy_loss_kwargs)
     except ValueError as error:
         raise ConfigError(f"{key}_kwargs: {error}") from error
-    ranks = config.trainer.placement.num_ranks
-    if ranks > 1 and ":" not in algorithm.policy_loss_type:
-        name = importable_name(loss.function) or "module:function"
-        raise ConfigError(
-            f"{key}_type: expected {name} with {ranks} ranks, each of which imports it, got "
-            f"{algorithm.policy_loss_type}, which is registered only in this process"
-        )
 
 
 def check_estimator(algorithm: AlgorithmConfig) -> None:

@@ -1,5 +1,6 @@
 """Environments and reward functions that a process can import by name, without torch."""
 
+import asyncio
 import contextlib
 import ctypes
 import json
@@ -126,3 +127,26 @@ def ranked(completions: Any, completion_ids: Any, **columns: Any) -> list[float]
     lengths = [len(completion[0]["content"]) for completion in completions]
     assert [len(ids) - 1 for ids in completion_ids] == lengths  # a token each, and the end
     return [sum(other > length for other in lengths) / len(lengths) for length in lengths]
+
+
+class AsyncGuess:
+    """Coroutine functions, in a process or a thread."""
+
+    def __init__(self, row: dict[str, Any]) -> None:
+        self.number = row["number"]
+        self.guesses = 0
+
+    async def init(self, messages: list[Any]) -> list[Any]:
+        await asyncio.sleep(0)
+        return messages
+
+    async def step(self, action: str) -> dict[str, Any]:
+        await asyncio.sleep(0.01)
+        self.guesses += 1
+        return {"observations": [], "reward": float(action == str(self.number)), "done": True}
+
+    async def metrics(self) -> dict[str, int]:
+        return {"guesses": self.guesses}
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)

@@ -232,3 +232,12 @@ def test_retemplated_history_uses_messages_rewritten_by_the_environment(tiny_tok
     assert "assistant\nshort<|im_end|>" in second
     assert "think" not in second
     assert "think" in tiny_tokenizer.decode(t.steps[0].response_ids)  # trained as sampled
+
+
+@pytest.mark.spec("rollout.reward-parts")
+def test_parts_of_rewards_are_metrics_summed_over_the_turns(tiny_tokenizer) -> None:
+    engine = ScriptedEngine(lambda call, n: says(tiny_tokenizer, f"a{n}"))
+    prompt = FakePrompt("parts", env_class="test_reward_parts:Parts")
+    (t,) = run(tiny_tokenizer, [prompt], loop_config(max_turns=3), engine)
+    assert [s.reward for s in t.steps] == [0.5, 0.5]
+    assert t.env_metrics == {"format": 2.0, "length": 3.0}

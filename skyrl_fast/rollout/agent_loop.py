@@ -7,8 +7,9 @@ where one is due, record the gen-only step.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -90,6 +91,7 @@ class _EnvEpisode:
     policy_version: int
     env: EnvSession | None = None
     unparsed: int = 0  # answers with a failed call
+    reward_parts: Counter[str] = field(default_factory=Counter)  # each summed over the steps
     policy: str | None = None  # of the next answer, where policies have names
 
     async def play(self) -> str:
@@ -110,9 +112,10 @@ class _EnvEpisode:
     async def close(self) -> None:
         if self.env is not None:
             if self.trajectory.failure is None:
-                counts = {"unparsed_tool_calls": float(self.unparsed)}
-                counts = {} if self.loop.parser.tool_parser is None else counts
-                self.trajectory.env_metrics = {**counts, **await self.env.metrics()}
+                found: dict[str, Any] = dict(self.reward_parts)
+                if self.loop.parser.tool_parser is not None:
+                    found["unparsed_tool_calls"] = float(self.unparsed)
+                self.trajectory.env_metrics = {**found, **await self.env.metrics()}
             await self.env.close()
 
     async def _turns(self, context: Context, characters: int, env: EnvSession) -> str:
@@ -155,6 +158,7 @@ class _EnvEpisode:
                 policy=self.policy,
             )
             steps.append(step)
+            self.reward_parts.update(answer.reward_parts)
             self._name_policies(answer.policy, *answer.policy_rewards)
             self.trajectory.policy_rewards |= answer.policy_rewards
             if last:

@@ -14,6 +14,9 @@ from skyrl_fast.rollout.workers.plain import PlainData, plain_repr, type_name
 LARGEST_REWARD = 3.4028234663852886e38  # of float32, in which rewards are trained
 
 
+REWARD = "reward"  # the key of a mapping that is trained
+
+
 class AnswerError(ValueError):
     """An environment's answer is invalid."""
 
@@ -29,6 +32,7 @@ class EnvAnswer:
     seconds: float = 0.0
     policy: str | None = None
     policy_rewards: dict[str, float] = field(default_factory=dict)
+    reward_parts: dict[str, float] = field(default_factory=dict)
 
 
 def messages_of(value: Any, data: PlainData) -> list[Message]:
@@ -71,13 +75,15 @@ def answer_of(answer: Any, data: PlainData) -> EnvAnswer:
     if absent:
         has = plain_repr(sorted(map(str, answer)))
         raise AnswerError(f"the answer lacks {', '.join(absent)}; it has {has}")
+    reward, parts = read_reward_parts(answer["reward"], "reward")
     return EnvAnswer(
         messages_of(answer["observations"], data),
-        read_reward(answer["reward"], "reward"),
+        reward,
         _done(answer["done"]),
         _action(answer.get("postprocessed_action"), data),
         policy=_policy(answer.get("policy"), data),
         policy_rewards=_policy_rewards(answer.get("policy_rewards"), data),
+        reward_parts={data.text(name): part for name, part in parts.items()},
     )
 
 
@@ -106,6 +112,22 @@ def read_reward(value: Any, name: str) -> float:
         got = plain_repr(value, 100)
         raise AnswerError(f"{name}: expected a finite float32 number, got {got}")
     return reward
+
+
+def read_reward_parts(value: Any, name: str) -> tuple[float, dict[str, float]]:
+    """Return a reward and its named parts; as `read_reward` where it is no mapping.
+
+    Args:
+        value: a number, or a mapping with the key reward and further numbers by name.
+    """
+    if not isinstance(value, Mapping):
+        return read_reward(value, name), {}
+    parts = dict(value)
+    if REWARD not in parts or not all(isinstance(key, str) for key in parts):
+        got = plain_repr(value, 100)
+        raise AnswerError(f"{name}: expected a number, or a mapping with the key reward, got {got}")
+    reward = read_reward(parts.pop(REWARD), name)
+    return reward, {key: read_reward(part, f"{name}[{key!r}]") for key, part in parts.items()}
 
 
 def _done(value: Any) -> bool:

@@ -18,7 +18,9 @@ from skyrl_fast.rollout.env.answers import EnvAnswer
 from skyrl_fast.rollout.env.errors import EnvError, EnvTimeoutError
 from skyrl_fast.rollout.env.handler import EnvSettings, GymSettings, MakeEnv
 from skyrl_fast.rollout.env.protocol import Message
+from skyrl_fast.rollout.env.signatures import check_environment
 from skyrl_fast.rollout.workers.cluster import ClusterWorkers, NodeShare
+from skyrl_fast.rollout.workers.loop_thread import loop_thread
 from skyrl_fast.rollout.workers.processes import ProcessWorkers
 from skyrl_fast.rollout.workers.protocol import CallResult, Worker
 from skyrl_fast.rollout.workers.threads import ThreadWorkers
@@ -113,14 +115,22 @@ class EnvFactory:
     async def run_call(
         self, env_class: str, worker: Worker, what: str, argument: Any
     ) -> CallResult:
-        """Return a call's result; EnvTimeoutError if it is late, without the wait for a slot."""
+        """Return a call's result; EnvTimeoutError if it is late, without the wait for a slot.
+
+        A slot is a call in a thread: calls that wait in the loop of asynchronous code have none.
+        """
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # a semaphore belongs to one loop
             self._loop, self._slots = loop, asyncio.Semaphore(self._num_slots)
         assert self._slots is not None
         try:
             async with self._slots:
-                return await worker.call(what, argument, self._timeout)
+                started = time.monotonic()
+                outcome = await worker.call(what, argument, self._timeout)
+            if isinstance(outcome, CallResult):
+                return outcome
+            remaining = started + self._timeout - time.monotonic()
+            return await loop_thread().run(outcome, max(remaining, 0.0))
         except TimeoutError as error:
             self.num_abandoned += 1
             failure = f"{what} did not return within {self._timeout:g} s"
@@ -201,7 +211,7 @@ def check_env_classes(names: Iterable[str]) -> None:
     for name in sorted(set(names)):
         try:
             if ":" in name:
-                load_object(name)
+                check_environment(name.rpartition(":")[2], load_object(name))
             else:
                 skyrl_gym_env.check_registered(name)
         except ValueError as error:

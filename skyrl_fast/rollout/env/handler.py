@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import pickle
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from skyrl_fast.rollout.env import skyrl_gym_env
-from skyrl_fast.rollout.env.answers import AnswerError, answer_of, messages_of
+from skyrl_fast.rollout.env.answers import REWARD, AnswerError, answer_of, messages_of
 from skyrl_fast.rollout.env.protocol import Env
 from skyrl_fast.rollout.rows import copy_row
+from skyrl_fast.rollout.workers.loop_thread import loop_thread
 from skyrl_fast.rollout.workers.plain import PlainData, plain_text, type_name
 from skyrl_fast.rollout.workers.protocol import CallResult, HandlerSettings
 from skyrl_fast.rollout.workers.traces import trace_of_error
@@ -54,7 +57,9 @@ class EnvSettings(HandlerSettings):
         if not isinstance(value, dict):
             raise ValueError(f"{what}: expected a mapping, got {type(value).__name__}")
         if what == "step":
-            return answer_of({**value, "observations": value.get("messages")}, data)
+            reward = {**value.get("reward_parts", {}), REWARD: value.get("reward")}
+            given = {**value, "observations": value.get("messages"), "reward": reward}
+            return answer_of(given, data)
         return value
 
     def check_importable(self) -> None:
@@ -82,21 +87,35 @@ class EnvHandler:
         self._given_up = False
 
     def call(self, what: str, argument: Any) -> CallResult:
+        """Return the outcome of `begin`; the thread waits for it."""
+        outcome = self.begin(what, argument)
+        return outcome if isinstance(outcome, CallResult) else loop_thread().run_to_end(outcome)
+
+    def begin(self, what: str, argument: Any) -> CallResult | Coroutine[Any, Any, CallResult]:
         """Call the environment, and check and convert what it returns.
 
         Args:
             what: "make" or one of METHODS.
             argument: env_class and extras for "make", messages for "init", the action for "step".
+
+        Returns:
+            The outcome, or a coroutine of it where the environment returns an awaitable.
         """
         try:
-            return CallResult(self._call_env(what, argument))
-        except AnswerError as error:
-            return CallResult(failure=f"{what}: {plain_text(error, MAX_FAILURE)}")
+            value = self._call_env(what, argument)
+            if inspect.isawaitable(value):
+                return self._await_value(what, value)
+            return CallResult(self._plain(what, value))
         except BaseException as error:  # sys.exit in an environment ends only its call
-            text = plain_text(error, MAX_FAILURE)
-            return CallResult(
-                None, f"{what} raised {type_name(error)}: {text}", trace_of_error(error)
-            )
+            return _failure(what, error)
+
+    async def _await_value(self, what: str, value: Awaitable[Any]) -> CallResult:
+        try:
+            return CallResult(self._plain(what, await value))
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            return _failure(what, error)
 
     def give_up(self) -> None:
         """Close an environment that no one will use, also one that is still being created."""
@@ -113,18 +132,25 @@ class EnvHandler:
         if what == "close":
             # The last reference: code that runs when an object is freed runs here, too.
             env, self._env = self._env, None
-            if env is not None:
-                env.close()
-            return None
+            return None if env is None else env.close()
         assert self._env is not None
         argument = copy_row({what: argument})[what]  # the context reads messages and calls later
-        data = PlainData(self._settings.longest_text)
         if what == "init":
-            return messages_of(self._env.init(argument), data)
+            return self._env.init(argument)
         if what == "step":
-            return answer_of(self._env.step(argument), data)
+            return self._env.step(argument)
         assert what == "metrics"
-        return PlainData(MAX_METRICS_TEXT, unknown_as_text=True).of(dict(self._env.metrics()))
+        return self._env.metrics()
+
+    def _plain(self, what: str, value: Any) -> Any:
+        """Return what a method returned, checked and as plain data."""
+        if what == "init":
+            return messages_of(value, PlainData(self._settings.longest_text))
+        if what == "step":
+            return answer_of(value, PlainData(self._settings.longest_text))
+        if what == "metrics":
+            return PlainData(MAX_METRICS_TEXT, unknown_as_text=True).of(dict(value))
+        return None
 
     def _make(self, env_class: str, extras: dict[str, Any]) -> None:
         settings = self._settings
@@ -133,7 +159,14 @@ class EnvHandler:
             self._env = env
             late = self._given_up
         if late:
-            self._call_env("close", None)
+            self.call("close", None)
+
+
+def _failure(what: str, error: BaseException) -> CallResult:
+    text = plain_text(error, MAX_FAILURE)
+    if isinstance(error, AnswerError):
+        return CallResult(failure=f"{what}: {text}")
+    return CallResult(None, f"{what} raised {type_name(error)}: {text}", trace_of_error(error))
 
 
 def create_env(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,17 +25,29 @@ class ObservedEnv(Env):
         self._env = env
         self._steps = steps
 
-    def init(self, messages: list[Message]) -> Sequence[Mapping[str, Any]]:
+    def init(
+        self, messages: list[Message]
+    ) -> Sequence[Mapping[str, Any]] | Awaitable[Sequence[Mapping[str, Any]]]:
         return self._env.init(messages)
 
-    def step(self, action: Action) -> EnvStep | Mapping[str, Any]:
+    def step(
+        self, action: Action
+    ) -> EnvStep | Mapping[str, Any] | Awaitable[EnvStep | Mapping[str, Any]]:
         observed = ObservedStep(action)
         self._steps.append(observed)
-        observed.answer = self._env.step(action)
-        return observed.answer
+        answer = self._env.step(action)
+        if inspect.isawaitable(answer):
+            return _record_answer(observed, answer)
+        observed.answer = answer
+        return answer
 
-    def metrics(self) -> Mapping[str, Any]:
+    def metrics(self) -> Mapping[str, Any] | Awaitable[Mapping[str, Any]]:
         return self._env.metrics()
 
-    def close(self) -> None:
-        self._env.close()
+    def close(self) -> Awaitable[None] | None:
+        return self._env.close()
+
+
+async def _record_answer(observed: ObservedStep, answer: Awaitable[Any]) -> Any:
+    observed.answer = await answer
+    return observed.answer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -44,7 +44,8 @@ class EnvStep:
     """An environment's answer to one action.
 
     Args:
-        reward: reward of this step; a finite number.
+        reward: reward of this step, a finite number; or a mapping with the key reward and further
+            numbers by name, which are metrics of the episode, each summed over its steps.
         done: whether the episode is over.
         observations: what the model reads next: chat messages, one of them, or plain text (a user
             message); empty for none.
@@ -58,7 +59,7 @@ class EnvStep:
         'higher'
     """
 
-    reward: float
+    reward: float | Mapping[str, float]
     done: bool
     observations: Sequence[Mapping[str, Any]] | Mapping[str, Any] | str | None = ()
     postprocessed_action: str | Mapping[str, Any] | None = None
@@ -70,8 +71,9 @@ class Env(Protocol):
     """The environment of one trajectory.
 
     Its methods may block: they run in threads or in a process (`environment.workers`), one call at
-    a time, each with the deadline `environment.timeout_seconds`. A subclass has to define only
-    `step`.
+    a time, each with the deadline `environment.timeout_seconds`. They may also be coroutine
+    functions, which run in one event loop per process, without a limit of calls at a time. A
+    subclass has to define only `step`.
 
     Example:
         class Guess(Env):
@@ -83,7 +85,17 @@ class Env(Protocol):
                 return EnvStep(float(right), done=right, observations="" if right else "no")
     """
 
-    def init(self, messages: list[Message]) -> Sequence[Mapping[str, Any]]:
+    def __init__(self, row: dict[str, Any] | None = None) -> None:
+        """Create the environment of one trajectory.
+
+        Args:
+            row: a copy of the data's row, without its `prompt`.
+        """
+        return
+
+    def init(
+        self, messages: list[Message]
+    ) -> Sequence[Mapping[str, Any]] | Awaitable[Sequence[Mapping[str, Any]]]:
         """Begin the episode; return the first prompt.
 
         Args:
@@ -92,7 +104,9 @@ class Env(Protocol):
         return messages
 
     @abstractmethod
-    def step(self, action: Action) -> EnvStep | Mapping[str, Any]:
+    def step(
+        self, action: Action
+    ) -> EnvStep | Mapping[str, Any] | Awaitable[EnvStep | Mapping[str, Any]]:
         """Return the answer to the model's response.
 
         Args:
@@ -103,10 +117,10 @@ class Env(Protocol):
             An `EnvStep`, or a mapping with the keys observations, reward and done.
         """
 
-    def metrics(self) -> Mapping[str, Any]:
+    def metrics(self) -> Mapping[str, Any] | Awaitable[Mapping[str, Any]]:
         """Return metrics of the episode, by name; called once, at its end."""
         return {}
 
-    def close(self) -> None:
+    def close(self) -> Awaitable[None] | None:
         """Free the resources of the episode."""
-        return
+        return None

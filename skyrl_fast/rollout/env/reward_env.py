@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from skyrl_fast.rollout.env.protocol import Env, EnvStep, Message
 
-Reward = Callable[[str, dict[str, Any]], float]
+Reward = Callable[[str, dict[str, Any]], Any]  # a number, a mapping with reward, or an awaitable
 
 
 class RewardEnv(Env):
@@ -26,5 +27,12 @@ class RewardEnv(Env):
         self._row["prompt"] = messages
         return messages
 
-    def step(self, action: str) -> EnvStep:
-        return EnvStep(self._reward(action, self._row), done=True)
+    def step(self, action: str) -> EnvStep | Awaitable[EnvStep]:
+        reward = self._reward(action, self._row)
+        if inspect.isawaitable(reward):
+            return _await_reward(reward)
+        return EnvStep(reward, done=True)
+
+
+async def _await_reward(reward: Awaitable[Any]) -> EnvStep:
+    return EnvStep(await reward, done=True)

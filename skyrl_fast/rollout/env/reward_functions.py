@@ -6,7 +6,6 @@ A function is called as by TRL's `GRPOTrainer`, with the lists of a group: `prom
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import itertools
@@ -16,11 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from skyrl_fast.rollout.env.answers import read_reward
+from skyrl_fast.rollout.env.answers import read_reward, read_reward_parts
 from skyrl_fast.rollout.env.errors import EnvError
 from skyrl_fast.rollout.env.protocol import Env, EnvStep, Message
+from skyrl_fast.rollout.env.signatures import check_reward_function
 from skyrl_fast.rollout.rows import copy_row
 from skyrl_fast.rollout.stop_reason import ENV_ERROR
+from skyrl_fast.rollout.workers.loop_thread import loop_thread
 
 if TYPE_CHECKING:  # they import torch, which the processes of reward functions need not
     from skyrl_fast.rollout.env.factory import EnvFactory
@@ -35,13 +36,17 @@ ANSWERS = "group_answers"  # in the extras of the environment that rewards a gro
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids", "max_turns", TEXT_PROMPT, ANSWERS)
 
 
+_ARGUMENTS = frozenset(("prompts", "completions", "completion_ids", "log_metric"))  # but columns
+
+
 @dataclass(frozen=True, slots=True)
 class RewardFunctions:
     """Reward functions with their weights: a factory of environments.
 
     Args:
         functions: each `function(prompts, completions, **columns) -> list of rewards`, or a
-            coroutine function. A reward may be None: the function does not apply to this row.
+            coroutine function. A reward may be a mapping with the key reward and further numbers,
+            which are metrics; or None: the function does not apply to this row.
 
     Example:
         def exact(completions, answer, **columns):
@@ -53,8 +58,15 @@ class RewardFunctions:
     functions: Sequence[RewardFunction]
     weights: Sequence[float]
 
+    def check_arguments(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ValueError if a function requires an argument that a row does not give it."""
+        columns = [frozenset(row) - frozenset(_NOT_COLUMNS) for row in rows]
+        for names in dict.fromkeys(columns):
+            for function in self.functions:
+                check_reward_function(_name(function), function, names | _ARGUMENTS)
+
     def __call__(self, row: dict[str, Any]) -> Env:
-        return _GroupEnv(self, row) if ANSWERS in row else _AnswerEnv()
+        return _GroupEnv(self, row) if ANSWERS in row else _AnswerEnv(row)
 
 
 class _AnswerEnv(Env):
@@ -102,9 +114,11 @@ class _GroupEnv(Env):
                 else value
                 for key, value in _select_arguments(function, arguments).items()
             }
-            for number, reward in enumerate(_rewards(function, accepted, count)):
-                if reward is not None:
+            for number, found in enumerate(_rewards(function, accepted, count)):
+                if found is not None:
+                    reward, parts = found
                     metrics[number][name] = reward
+                    metrics[number] |= {f"{name}/{part}": value for part, value in parts.items()}
                     rewards[number] += weight * reward
         if not all(metrics):
             log.warning("no reward function applies to an answer: its reward is 0")
@@ -166,11 +180,11 @@ class GroupRewards:
 
 def _rewards(
     function: RewardFunction, arguments: Mapping[str, Any], count: int
-) -> list[float | None]:
+) -> list[tuple[float, dict[str, float]] | None]:
     found = function(**arguments)
     if inspect.isawaitable(found):
-        # In a worker, whose thread has no event loop.
-        found = asyncio.run(_await_value(found))
+        # In a worker, whose thread waits. Clients that the function keeps belong to one loop.
+        found = loop_thread().run_to_end(_await_value(found))
     values = found.tolist() if hasattr(found, "tolist") else found
     if not isinstance(values, list | tuple) or len(values) != count:
         raise ValueError(
@@ -178,7 +192,7 @@ def _rewards(
             f"answer of the group, got {found!r:.100}"
         )
     where = f"reward_funcs: {_name(function)!r}"
-    return [None if value is None else read_reward(value, where) for value in values]
+    return [None if value is None else read_reward_parts(value, where) for value in values]
 
 
 async def _await_value(value: Any) -> Any:

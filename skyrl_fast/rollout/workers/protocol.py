@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -68,8 +68,10 @@ class Worker(Protocol):
 
     usable: bool  # false: the handler is gone
 
-    async def call(self, what: str, argument: Any, timeout: float) -> CallResult:
-        """Return the outcome of a call.
+    async def call(
+        self, what: str, argument: Any, timeout: float
+    ) -> CallResult | Coroutine[Any, Any, CallResult]:
+        """Return the outcome of a call, or a coroutine of it, for the process's `loop_thread`.
 
         Raises:
             TimeoutError: it takes longer than `timeout` seconds; its text is the calls that it is

@@ -6,7 +6,7 @@ import asyncio
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from skyrl_fast.rollout.env.handler import EnvHandler, EnvSettings
@@ -149,10 +149,12 @@ class ThreadWorker:
         self._handler = handler
         self.usable = True
 
-    async def call(self, what: str, argument: Any, timeout: float) -> CallResult:
+    async def call(
+        self, what: str, argument: Any, timeout: float
+    ) -> CallResult | Coroutine[Any, Any, CallResult]:
         try:
-            outcome: CallResult = await self._threads.run(
-                lambda: self._handler.call(what, argument), timeout
+            outcome: CallResult | Coroutine[Any, Any, CallResult] = await self._threads.run(
+                lambda: self._handler.begin(what, argument), timeout
             )
         except BaseException:
             if what == "make":  # also if the caller is cancelled: no one else closes it

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import sysconfig
 import traceback
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from skyrl_fast.system.printable import MAX_FAILURE, shorten
 
@@ -30,6 +32,16 @@ def trace_of_thread(ident: int | None) -> str:
     """Return the calls of the environment's code that a thread is in now, the innermost last."""
     frame = None if ident is None else sys._current_frames().get(ident)
     return "" if frame is None else _text(traceback.extract_stack(frame, limit=MAX_FRAMES))
+
+
+def trace_of_task(task: asyncio.Task[Any]) -> str:
+    """Return the calls of the environment's code in which a task waits, the innermost last."""
+    frames: list[traceback.FrameSummary] = []
+    waiting: Any = task.get_coro()
+    while getattr(waiting, "cr_frame", None) is not None:
+        frames += traceback.extract_stack(waiting.cr_frame, limit=1)
+        waiting = waiting.cr_await
+    return _text(traceback.StackSummary.from_list(frames[-MAX_FRAMES:]))
 
 
 def innermost_place(trace: str) -> str:

@@ -136,8 +136,9 @@ def check_rollouts(
     """Check lengths, and the environments of all prompts, before anything is loaded.
 
     Raises:
-        ValueError: sequences can be too long for model or engine, an environment's module cannot be
-            imported, or there is no environment of a row's name or no such tool parser.
+        ValueError: sequences can be too long for model or engine, an environment cannot be
+            imported or called, a reward function needs an argument that it will not get, or there
+            is no environment of a row's name or no such tool parser.
     """
     make_vllm_setup(config, model_path)
     if config.generator.tool_parser is not None:
@@ -147,6 +148,8 @@ def check_rollouts(
     EnvFactory(config.environment, make_env=make_env)
     if config.agent.is_set:
         black_box(config.agent)
+    elif isinstance(make_env, RewardFunctions):
+        make_env.check_arguments([prompt.env_extras for prompt in prompts])
     elif make_env is None:
         check_env_classes(prompt.env_class for prompt in prompts)
 

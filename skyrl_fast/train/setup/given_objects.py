@@ -18,6 +18,7 @@ from skyrl_fast.ops.policy_loss.custom import register_policy_loss
 from skyrl_fast.rollout.env.handler import MakeEnv
 from skyrl_fast.rollout.env.reward_env import Reward, RewardEnv
 from skyrl_fast.rollout.env.reward_functions import RewardFunction, RewardFunctions
+from skyrl_fast.rollout.env.signatures import check_environment, check_reward
 from skyrl_fast.system.importing import absolute_name, load_object, name_of
 from skyrl_fast.train.setup.errors import SetupError
 
@@ -33,7 +34,7 @@ def with_objects(
     """Write the names of the given objects into the settings; return the environment factory.
 
     Raises:
-        SetupError: an object that is not callable.
+        SetupError: an object that is not callable, or not with what it will be called with.
     """
     for name, given in (("env", env), ("reward", reward)):
         is_name = name == "env" and isinstance(given, str)
@@ -41,6 +42,13 @@ def with_objects(
             raise SetupError(
                 f"train_agent: {name}: expected a class or function, got {given!r:.100}"
             )
+    try:
+        if reward is not None:
+            check_reward(reward)
+        if callable(env) and not isinstance(env, RewardFunctions):
+            check_environment("env", env)
+    except ValueError as error:
+        raise SetupError(f"train_agent: {error}") from error
     algorithm = config.trainer.algorithm
     if loss is not None:
         # As a name in the settings, which reach other ranks and the checkpoint.

@@ -1,0 +1,66 @@
+"""Whether user code can be called as it will be: asked before an engine starts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any
+
+
+def check_reward(reward: Callable[..., Any]) -> None:
+    """Raise ValueError if a reward function cannot be called as reward(answer, row)."""
+    _check_call("reward", reward, ("answer", "row"))
+
+
+def check_environment(name: str, make_env: Callable[..., Any]) -> None:
+    """Raise ValueError if an environment, or its `step`, cannot be called as it will be.
+
+    Args:
+        make_env: called with a row: a class, or a function that returns an environment.
+    """
+    _check_call(name, make_env, ("row",))
+    step = getattr(make_env, "step", None) if inspect.isclass(make_env) else None
+    if inspect.isfunction(step):
+        _check_call(f"{name}.step", step, ("self", "action"))
+
+
+def check_reward_function(name: str, function: Callable[..., Any], known: Collection[str]) -> None:
+    """Raise ValueError if a function of a group requires an argument that it will not get.
+
+    Args:
+        known: names of the arguments that it can have.
+    """
+    signature = _signature(function)
+    if signature is None:
+        return
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    for parameter in signature.parameters.values():
+        is_variable = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if is_variable or parameter.default is not parameter.empty:
+            continue
+        if parameter.kind not in by_name or parameter.name not in known:
+            raise ValueError(
+                f"reward_funcs: {name}: expected arguments named {', '.join(sorted(known))}, got "
+                f"{name}{signature}"
+            )
+
+
+def _check_call(name: str, function: Callable[..., Any], arguments: tuple[str, ...]) -> None:
+    signature = _signature(function)
+    if signature is None:
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        called = ", ".join(argument for argument in arguments if argument != "self")
+        raise ValueError(
+            f"{name}: expected a function that can be called as {name}({called}), got "
+            f"{name}{signature}: {error}"
+        ) from error
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):  # of some built-in types
+        return None

@@ -1,7 +1,7 @@
 """Agents with an OpenAI or Anthropic client as a generator of SkyRL.
 
-    python -m skyrl.train.entrypoints.main_base \\
-        trainer.override_entrypoint=skyrl_fast.integrations.skyrl.agents \\
+    PYTHONPATH=examples/skyrl_agents python -m skyrl.train.entrypoints.main_base \\
+        trainer.override_entrypoint=skyrl_agents \\
         agent.function=my_agent.py:solve generator.step_wise_trajectories=true ...
 
 SkyRL's trainer, engines and configuration stay. `AgentGenerator` implements its

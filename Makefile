@@ -5,7 +5,7 @@ PYTEST = -m pytest -n auto --maxprocesses 8 --dist worksteal
 PY = $(VENV)/bin/python
 unexport PYTHONDONTWRITEBYTECODE # tests start processes that import what this one compiled
 .DEFAULT_GOAL := help
-.PHONY: help setup train gsm8k text2sql search-r1 smollm test latest test-slow spec screenshots sanitize check cuda-check gpu-check bench bench-gpu plot-gpu wheels wheel-test site doctor ext format mutations vllm-check peers peers-fresh bench-peers
+.PHONY: help setup train gsm8k text2sql search-r1 smollm test latest test-slow spec sizes screenshots sanitize check cuda-check gpu-check bench bench-gpu plot-gpu wheels wheel-test site doctor ext format mutations vllm-check peers peers-fresh bench-peers
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -40,6 +40,9 @@ test-slow: setup ## tests that take minutes
 
 spec: setup ## rules of docs/spec.md with the tests that cover them
 	$(PY) scripts/spec_report.py $(ARGS)
+
+sizes: setup ## size and density of the package and its tests
+	@$(PY) -m scripts.sizes $(ARGS)
 
 screenshots: setup site ## screenshots for the documentation; needs Chromium
 	$(PY) scripts/screenshots.py $(or $(RUN),quickstart/run) $(ARGS)

@@ -2,9 +2,8 @@
 
     python -m bench.agent_workers [--agents 200]
 
-A function returns at once, a command is `true`; neither calls the gateway. The cluster is a Ray of
-this machine with one CPU, if Ray is installed. The six are run by turns, so that other work on the
-machine disturbs all alike.
+A function returns at once, a command is `true`; neither calls the gateway. The four are run by
+turns, so that other work on the machine disturbs all alike.
 """
 
 from __future__ import annotations
@@ -38,17 +37,9 @@ def agents() -> dict[str, BlackBox]:
         "function": {"function": "bench.agent_workers:nothing"},
         "command": {"command": ["true"]},
     }
-    places = ["thread", "process"]
-    try:
-        import ray
-    except ImportError:
-        sys.stdout.write("no Ray: without a cluster\n")
-    else:
-        ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="error")
-        places.append("cluster")
     return {
-        f"{kind}, {place}": black_box(AgentConfig(workers=place, num_cpus_per_node=1, **options))
-        for place in places
+        f"{kind}, {place}": black_box(AgentConfig(workers=place, **options))
+        for place in ("thread", "process")
         for kind, options in kinds.items()
     }
 

@@ -5,7 +5,7 @@
     python -m scripts.skyrl_versions --fresh  exit code 1 if the index has newer SkyRL, TRL or verl
 
 To add a version: run it with NEW, adapt each changed function or leave it to SkyRL, add the printed
-fingerprint to `names.py` or `rules.py`, run the named tests with NEW installed, then --write.
+fingerprint to `names.py`, run the named tests with NEW installed, then --write.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from pathlib import Path
 
 from scripts.peers import PACKAGES
 from skyrl_fast.integrations.skyrl.names import TARGETS, VERSIONS, Target
-from skyrl_fast.integrations.skyrl.rules import RULES
 from skyrl_fast.integrations.source import DIGITS, normalize_source
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,15 +71,6 @@ def source_tree(version: str) -> Path:
     return place
 
 
-def all_targets() -> list[Target]:
-    """Return the targets of both modes, in the order of the page."""
-    targets = list(TARGETS)
-    for rule in RULES:
-        if rule.target not in targets:
-            targets.append(rule.target)
-    return targets
-
-
 def definition(path: Path, name: str) -> str | None:
     """Return the source of a function or method, with its decorators."""
     if not path.exists():
@@ -119,8 +109,6 @@ def state(tree: Path, target: Target) -> str:
     found = fingerprint_in(tree, target)
     if not found:
         return "-"
-    if found in target.unneeded:
-        return "kept (not needed)"
     return "replaced" if found in target.fingerprints else "kept"
 
 
@@ -131,21 +119,18 @@ def report(tree: Path, known: Path) -> Iterator[str]:
         tree: the new source tree.
         known: that of the newest known version.
     """
-    targets = all_targets()
-    states = [state(tree, target) for target in targets]
-    for kind in ("replaced", "kept (not needed)", "-"):
+    states = [state(tree, target) for target in TARGETS]
+    for kind in ("replaced", "-"):
         names = [
-            target.name for target, found in zip(targets, states, strict=True) if found == kind
+            target.name for target, found in zip(TARGETS, states, strict=True) if found == kind
         ]
         yield f"{kind} ({len(names)}): {', '.join(names)}"
-    changed = [target for target, found in zip(targets, states, strict=True) if found == "kept"]
+    changed = [target for target, found in zip(TARGETS, states, strict=True) if found == "kept"]
     yield f"unknown source ({len(changed)}): {', '.join(target.name for target in changed)}"
     for target in changed:
         yield f"\n== {target.name} ({target.module})"
         yield f"fingerprint: {fingerprint_in(tree, target)!r}"
-        by_rules = [rule.replacement for rule in RULES if rule.target == target]
-        place = target.replacement or by_rules[0]
-        yield f"replacement: skyrl_fast.integrations.skyrl.{place}"
+        yield f"replacement: skyrl_fast.integrations.skyrl.{target.replacement}"
         callers = [other.name for other in TARGETS if target.name in other.calls]
         if callers:
             yield f"kept with it, because they call it: {', '.join(callers)}"
@@ -178,14 +163,13 @@ def page(trees: Mapping[str, Path]) -> str:
         "",
         "What `install()` does with each function, by version: replaced; kept, because its source",
         "differs from every version that the replacement was tested against; or not present (-).",
-        'The last ones are replaced in mode "fixed" only. Written by',
-        "`python -m scripts.skyrl_versions --write`; with a version or a source tree as its",
-        "argument, this script prints what a new SkyRL changes, and which tests decide about it.",
+        "Written by `python -m scripts.skyrl_versions --write`; with a version or a source tree",
+        "as its argument, this script prints what a new SkyRL changes, and which tests decide.",
         "",
         f"| function | {' | '.join(trees)} |",
         f"|---|{'---|' * len(trees)}",
     ]
-    for target in all_targets():
+    for target in TARGETS:
         cells = " | ".join(state(tree, target) for tree in trees.values())
         lines.append(f"| `{target.name}` | {cells} |")
     return "\n".join(lines) + "\n"

@@ -5,13 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from _rows import assert_same
+from _rows import assert_same, step_wise_metrics
 from _stored import make_step, make_trajectory, some_trajectories
 from hypothesis import given
 
 from skyrl_fast.adapters.generator_output import generator_output_from_trajectories
 from skyrl_fast.batch import StepBatch, batch_from_trajectories
-from skyrl_fast.integrations.skyrl.fixed import step_wise_metrics
 from skyrl_fast.rollout.token_ids import TokenIds
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.metrics.rollouts import trajectory_metrics

@@ -4,13 +4,13 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from _rows import step_wise_metrics
 from _stored import make_step, make_trajectory
 from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.segments import segment_sums
-from skyrl_fast.integrations.skyrl.fixed import step_wise_metrics
 from skyrl_fast.train.metrics.rewards import eval_metrics, pass_at_k, reward_metrics
 from skyrl_fast.train.metrics.rollouts import Reports, _environment_metrics, batch_metrics
 

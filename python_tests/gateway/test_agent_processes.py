@@ -175,31 +175,19 @@ async def test_a_late_command_leaves_no_process_and_no_folder(
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("workers", ["process", "cluster"])
 def test_functions_that_other_processes_cannot_import_are_refused(
-    workers: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     main = sys.modules["__main__"]
     monkeypatch.setattr(main, "solve", process_agents.solve, raising=False)
     with pytest.raises(ValueError, match=r"function that other processes can import .* got __mai"):
-        black_box(AgentConfig(function="__main__:solve", workers=workers))
-    config = {"trainer.policy.model.path": "m", "agent.workers": workers}
+        black_box(AgentConfig(function="__main__:solve", workers="process"))
+    config = {"trainer.policy.model.path": "m", "agent.workers": "process"}
     with pytest.raises(SetupError, match="agent: expected a function of a module, got <function"):
         train_agent(config, prompts=["p"], agent=lambda task: 1.0)
 
 
-@pytest.mark.spec("gateway.agent-cluster")
-def test_settings_of_a_cluster_that_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = ["data.train_data=[a.jsonl]", "trainer.policy.model.path=m"]
-    with pytest.raises(
-        ConfigError, match=r"agent.function: expected .* with agent.workers=cluster"
-    ):
+def test_agents_on_a_cluster_are_refused() -> None:
+    needed = ["data.train_data=[a.jsonl]", "trainer.policy.model.path=m", "agent.command=[ls]"]
+    with pytest.raises(ConfigError, match=r"agent.workers: .*'cluster'"):
         load_config(None, [*needed, "agent.workers=cluster"])
-    for host in ("127.0.0.1", "0.0.0.0", "localhost"):
-        with pytest.raises(ValueError, match=r"agent.host: .* that the other nodes reach"):
-            black_box(AgentConfig(command=["ls"], workers="cluster", host=host))
-    with pytest.raises(ValueError, match=r"agent.host: 'no.such.host.invalid'"):
-        black_box(AgentConfig(command=["ls"], workers="cluster", host="no.such.host.invalid"))
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ValueError, match=r"agent.workers: cluster: expected Ray: pip install"):
-        black_box(AgentConfig(command=["ls"], workers="cluster"))

@@ -30,13 +30,3 @@ def serving(app: Any, **options: Any) -> Iterator[int]:
 
 def connect(port: int, seconds: float = 20.0) -> socket.socket:
     return socket.create_connection((LOOPBACK, port), timeout=seconds)
-
-
-def exchange(port: int, request: bytes) -> bytes:
-    """Return everything that the server answers before it closes the connection."""
-    with connect(port) as client:
-        client.sendall(request)
-        parts = []
-        while part := client.recv(1 << 16):
-            parts.append(part)
-    return b"".join(parts)

@@ -5,7 +5,6 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
@@ -33,9 +32,3 @@ def cluster_of(cpus: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> Iterator
     finally:
         ray.shutdown()
         cluster.shutdown()
-
-
-def node_with(cluster: Cluster, cpus: int) -> Any:
-    """Return a node with so many CPUs; a cluster's list of nodes has no order."""
-    sizes = {node["NodeID"]: node["Resources"].get("CPU", 0) for node in ray.nodes()}
-    return next(node for node in cluster.list_all_nodes() if sizes[node.node_id] == cpus)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from skyrl_fast.batch import StepBatch
+from skyrl_fast.train.metrics.rollouts import Reports, rollout_metrics
 
 
 class Row(NamedTuple):
@@ -89,3 +90,20 @@ def full_logprobs(model: Any, batch: StepBatch) -> torch.Tensor:
         picked = values[:-1].gather(1, tokens[1:, None])[:, 0]
         result.append(picked[len(picked) - length :])
     return torch.cat(result)
+
+
+def step_wise_metrics(output: dict[str, Any]) -> dict[str, float]:
+    """Return the metrics of a step-wise output's rollouts, per trajectory and per turn."""
+    last = [row for row, is_last in enumerate(output["is_last_step"]) if is_last]
+
+    def last_values(values: Any) -> list[Any] | None:
+        return None if values is None else [values[row] for row in last]
+
+    splits = output.get("trajectory_time_splits") or {}
+    reports = Reports(
+        stop_reasons=last_values(output.get("stop_reasons")),
+        seconds=last_values(output.get("trajectory_generation_times")),
+        time_splits={name: last_values(values) or [] for name, values in splits.items()},
+        env_metrics=last_values(output.get("env_metrics")),
+    )
+    return rollout_metrics(StepBatch.from_generator_output(output, step_wise=True), reports)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integrations"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import _skyrl_ray_run
 import test_skyrl_agents as agents
@@ -29,7 +29,7 @@ class Generator:
     def __init__(self) -> None:
         from transformers import AutoTokenizer
 
-        from skyrl_fast.integrations.skyrl.agents import AgentGenerator
+        from examples.skyrl_agents.skyrl_agents import AgentGenerator
 
         tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
         client = agents.Client(tokenizer)

@@ -272,20 +272,17 @@ def test_worker_replaces_what_is_imported_later(fake_skyrl: Path) -> None:
 def test_worker_installs_what_the_environment_variable_lists(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked: list[tuple[str, object]] = []
-    monkeypatch.setattr(
-        switch, "install_on_import", lambda mode, *, rules=None: asked.append((mode, rules))
-    )
-    for value in ("1", "compat", "fixed", "fixed:a,b", "0", ""):
+    asked: list[str] = []
+    monkeypatch.setattr(switch, "install_on_import", asked.append)
+    for value in ("1", "compat", "0", ""):
         monkeypatch.setenv(ray_workers.VARIABLE, value)
         skyrl.autoinstall()
-    assert asked == [
-        ("compat", None), ("compat", None), ("fixed", None), ("fixed", ("a", "b")),
-    ]  # fmt: skip
+    assert asked == ["compat", "compat"]
     monkeypatch.undo()
-    monkeypatch.setenv(ray_workers.VARIABLE, "nonsense")
+    monkeypatch.setenv(ray_workers.VARIABLE, "fixed:a,b")
     skyrl.autoinstall()
     assert "nothing was installed" in caplog.text and skyrl.report().mode == ""
+    assert "expected mode 'compat', got 'fixed:a,b', which was removed" in caplog.text
 
 
 def test_existing_user_hook_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,13 +350,12 @@ def test_functions_act_next_to_a_skyrl_that_cannot_be_imported(fake_skyrl: Path)
         skyrl.compute_prompt_boundaries(["a", "b", "a"])
 
 
-def test_modes_and_rules_are_validated() -> None:
-    with pytest.raises(ValueError, match="mode must be one of"):
+def test_other_modes_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected mode 'compat', got 'other'"):
         skyrl.install("other")
-    with pytest.raises(ValueError, match="rules are for mode 'fixed'"):
-        skyrl.install(rules=["x"])
-    with pytest.raises(ValueError, match="rules must be of"):
-        skyrl.install("fixed", rules=["no such rule"])
+    with pytest.raises(ValueError, match="got 'fixed', which was removed"):
+        skyrl.install("fixed")
+    assert skyrl.report().mode == ""
 
 
 @pytest.mark.spec("dropin.functions")

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts.sizes import import_circles, import_graph, top_nodes
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "skyrl_fast"
 
@@ -28,22 +30,6 @@ def imported(path: Path, *, at_top_only: bool = False) -> set[str]:
     return names
 
 
-def top_nodes(tree: ast.Module, *, with_types: bool = False) -> list[ast.AST]:
-    """Return statements that run at import: not in functions, by default not in TYPE_CHECKING."""
-    found: list[ast.AST] = []
-    waiting: list[ast.AST] = list(tree.body)
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            continue
-        for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        if for_types and not with_types:
-            continue
-        found.append(node)
-        waiting.extend(ast.iter_child_nodes(node))
-    return found
-
-
 def offenders(files: list[Path], forbidden: tuple[str, ...], **options: bool) -> list[str]:
     return [
         f"{path.relative_to(ROOT)}: {name}"
@@ -59,64 +45,20 @@ def python_files(*places: str) -> list[Path]:
     return files
 
 
-def import_graph(*, in_functions: bool) -> dict[str, set[str]]:
-    """Return module -> the package's modules it imports, also in TYPE_CHECKING.
-
-    `from package import module` imports the module, not the package.
-    """
-    paths = {module_name(path): path for path in PACKAGE.rglob("*.py")}
-    graph: dict[str, set[str]] = {}
-    for module, path in paths.items():
-        names: set[str] = set()
-        tree = ast.parse(path.read_text())
-        for node in ast.walk(tree) if in_functions else top_nodes(tree, with_types=True):
-            if isinstance(node, ast.Import):
-                names |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                for alias in node.names:
-                    full = f"{node.module}.{alias.name}"
-                    names.add(full if full in paths or alias.name == "_C" else node.module)
-        graph[module] = {name for name in names if name in paths and name != module}
-    return graph
-
-
-def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def import_cycle(graph: dict[str, set[str]]) -> list[str]:
-    """Return the modules of an import cycle, or an empty list."""
-    done: set[str] = set()
-
-    def visit(module: str, path: list[str]) -> list[str]:
-        if module in path:
-            return [*path[path.index(module) :], module]
-        if module in done:
-            return []
-        for other in sorted(graph[module]):
-            if found := visit(other, [*path, module]):
-                return found
-        done.add(module)
-        return []
-
-    return next((found for module in sorted(graph) if (found := visit(module, []))), [])
-
-
 def test_no_import_cycles() -> None:
-    assert import_cycle(import_graph(in_functions=False)) == []
+    assert import_circles(import_graph(in_functions=False)) == []
     graph = import_graph(in_functions=True)
     # An op asks it for a comparison, in which it calls the op.
     compares = graph.pop("skyrl_fast.ops.first_use")
     assert compares
     for names in graph.values():
         names.discard("skyrl_fast.ops.first_use")
-    assert import_cycle(graph) == []
+    assert import_circles(graph) == []
 
 
-def test_import_cycle_is_detected() -> None:
+def test_import_circles_are_detected() -> None:
     graph = {"a": {"b"}, "b": {"c", "d"}, "c": set(), "d": {"b"}}
-    assert import_cycle(graph) == ["b", "d", "b"]
+    assert import_circles(graph) == [["b", "d"]]
 
 
 def test_kernels_include_neither_python_nor_torch() -> None:

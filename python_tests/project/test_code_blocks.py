@@ -26,7 +26,7 @@ from skyrl_fast.config.loading import as_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PATTERNS = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/**/README.md")
-COUNTS = {"python": 31, "bash": 38, "yaml": 6, "json": 2, "toml": 1, "text": 7}
+COUNTS = {"python": 31, "bash": 37, "yaml": 6, "json": 2, "toml": 1, "text": 7}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 
 # Blocks that another test takes from their page and runs.
@@ -74,13 +74,14 @@ WITH_PACKAGES = {
         "asyncio.run(solve(types.SimpleNamespace(model='m', base_url=url, api_key='k')))",
     ),
     "docs/integrations/skyrl.md 0": ("skyrl", "", REPLACED),
-    "docs/integrations/skyrl.md 1": (
+    "examples/skyrl_agents/README.md 0": (
         "skyrl",
+        f"import sys\nsys.path.insert(0, '{ROOT}/examples/skyrl_agents')\n"
         "open('my_agent.py', 'w').write('def solve(task):\\n    return 1.0\\n')",
         SKYRL_SETTINGS,
     ),
-    "docs/integrations/skyrl.md 2": ("skyrl ray", "", IN_A_WORKER),
-    "docs/integrations/skyrl.md 3": (
+    "docs/integrations/skyrl.md 1": ("skyrl ray", "", IN_A_WORKER),
+    "docs/integrations/skyrl.md 2": (
         "verl",
         "import torch\n"
         "logits, labels = torch.randn(2, 5, 9), torch.ones(2, 5, dtype=int)\n"

@@ -19,7 +19,6 @@ from _http_fuzz import RequestFuzz, Template, statuses
 from _http_server import serving
 from _thorough import THOROUGH
 
-from skyrl_fast.extras.search.connections import LimitedProtocol
 from skyrl_fast.extras.search.corpus import Corpus
 from skyrl_fast.extras.search.index import Bm25Index
 from skyrl_fast.extras.search.server import make_app
@@ -39,7 +38,7 @@ def search_server(tmp_path: Path) -> Iterator[int]:
     rows = [json.dumps({"id": str(i), "contents": f"word{i % 7} city{i}"}) for i in range(50)]
     path.write_text("\n".join(rows))
     corpus = Corpus(path)
-    with serving(make_app(corpus, Bm25Index(corpus)), http=LimitedProtocol, ws="none") as port:
+    with serving(make_app(corpus, Bm25Index(corpus)), ws="none") as port:
         yield port
 
 

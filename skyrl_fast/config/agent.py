@@ -50,21 +50,11 @@ class AgentConfig:
     workers: str = setting(
         "thread",
         "where agents run. thread: functions in the trainer's event loop and threads; process: a "
-        "process for each trajectory, which is killed at its deadline; cluster: such processes on "
-        "the nodes of a Ray cluster, as for environments. A command has processes in any case",
-        choices=("thread", "process", "cluster"),
+        "process for each trajectory, which is killed at its deadline. A command has processes in "
+        "any case",
+        choices=("thread", "process"),
     )
-    num_cpus_per_node: int = setting(
-        8,
-        "with workers=cluster: CPUs that agents reserve on each node that has so many; more agents "
-        "may run there at once",
-        at_least=1,
-    )
-    host: str | None = setting(
-        None,
-        "address at which the gateway listens; null: 127.0.0.1, with workers=cluster the address "
-        "of the trainer's node in the cluster",
-    )
+    host: str | None = setting(None, "address at which the gateway listens; null: 127.0.0.1")
     port: int = setting(0, "port of the gateway; 0: a free one", at_least=0, at_most=65535)
 
     @property

@@ -541,15 +541,8 @@ class EnvironmentConfig:
     workers: str = setting(
         "thread",
         "where environments run. thread: threads of the trainer; process: a process for each "
-        "trajectory, which is killed if a call takes too long, also one that holds Python's lock; "
-        "cluster: such processes on the nodes of a Ray cluster",
-        choices=("thread", "process", "cluster"),
-    )
-    num_workers_per_node: int = setting(
-        8,
-        "with workers=cluster: CPUs that environments reserve on each node that has so many, and "
-        "their concurrent calls there",
-        at_least=1,
+        "trajectory, which is killed if a call takes too long, also one that holds Python's lock",
+        choices=("thread", "process"),
     )
     timeout_seconds: float = setting(60.0, "timeout of an environment call, in seconds", above=0)
 

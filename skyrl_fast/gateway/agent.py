@@ -26,7 +26,7 @@ class GatewayAgent:
 
     async def start(self) -> None:
         """Listen where agents reach the gateway; ValueError if that address is not available."""
-        await self.gateway.start(await self.agent.start())
+        await self.gateway.start()
 
     async def close(self) -> None:
         await self.gateway.close()

@@ -102,7 +102,7 @@ class Gateway:
         self.faults: Counter[str] = Counter(dict.fromkeys(FAULTS, 0))
         self.routes: list[Route] = []
         self.on_answer: Callable[[Session, Call, Answer], None] = lambda session, call, answer: None
-        self._host = host
+        self._host = host or LOOPBACK
         self._port = port
         self._sessions: dict[bytes, Session] = {}  # by digest of the key
         self._ended: OrderedDict[bytes, None] = OrderedDict()
@@ -113,12 +113,10 @@ class Gateway:
     @property
     def url(self) -> str:
         """Base URL, without `/v1`."""
-        assert self._host is not None
         return http_url(self._host, self._port)
 
-    async def start(self, host: str = LOOPBACK) -> None:
+    async def start(self) -> None:
         """Begin to listen; ValueError if the address is not available."""
-        self._host = self._host or host
         try:
             listening = listen_at(self._host, self._port, backlog=BACKLOG)
         except (OSError, OverflowError) as error:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import ipaddress
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +13,6 @@ from skyrl_fast.rollout.chat_template import ChatTemplate
 from skyrl_fast.rollout.policy_calls import PolicyCalls
 from skyrl_fast.rollout.reasoning import ReasoningParser
 from skyrl_fast.rollout.tool_calls import ToolCallParser
-from skyrl_fast.rollout.workers.cluster import ClusterWorkers, NodeShare
 from skyrl_fast.rollout.workers.processes import ProcessWorkers
 from skyrl_fast.system.importing import absolute_name
 
@@ -25,7 +22,6 @@ if TYPE_CHECKING:
     from skyrl_fast.gateway.policy import ServedPolicy
 
 PACKAGES = ("starlette", "uvicorn", "pydantic", "httpx", "msgspec", "xxhash")
-MAX_CALLS = 1 << 20  # of a node: agents wait for the model most of the time
 
 
 def check_packages() -> None:
@@ -40,8 +36,7 @@ def black_box(settings: AgentConfig) -> BlackBox:
     """Return the function or command of the settings, and where it runs.
 
     Raises:
-        ValueError: it cannot be imported, a package is missing, or nodes of a cluster cannot reach
-            the gateway.
+        ValueError: it cannot be imported, or a package is missing.
     """
     check_packages()
     from skyrl_fast.gateway.agents.processes import AgentProcesses, AgentSettings
@@ -54,26 +49,7 @@ def black_box(settings: AgentConfig) -> BlackBox:
     agent = hosts.agent()
     if settings.workers == "process":
         return AgentProcesses(ProcessWorkers(hosts))
-    if settings.workers == "cluster":
-        _check_reachable(settings.host)
-        share = NodeShare("agent.num_cpus_per_node", settings.num_cpus_per_node, MAX_CALLS)
-        return AgentProcesses(ClusterWorkers(hosts, share))
     return agent
-
-
-def _check_reachable(host: str | None) -> None:
-    if host is None:
-        return
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        addresses = [ipaddress.ip_address(place[0]) for *_, place in found]
-    except OSError as error:
-        raise ValueError(f"agent.host: {host!r}: {error}") from error
-    if any(address.is_loopback or address.is_unspecified for address in addresses):
-        raise ValueError(
-            "agent.host: with agent.workers=cluster, expected an address of this machine that the "
-            f"other nodes reach, or null for that in the cluster, got {host!r} ({addresses[0]})"
-        )
 
 
 def gateway_agent(

@@ -80,7 +80,8 @@ class Row:
     places: tuple[str, ...] = ()
 
     def describe(self, host: str, *, any_called: bool) -> str:
-        counts, details = self.counts, []
+        counts = self.counts
+        details = []
         if self.places:
             details.append(f"in {len(self.places)} places")
         if counts.calls:
@@ -99,13 +100,12 @@ class Report:
     Args:
         host: name and version of the host program.
         rows: one for each function that this package knows.
-        mode, rules: of SkyRL's `install`; "" where nothing is installed in it.
+        mode: of SkyRL's `install`; "" where nothing is installed in it.
     """
 
     host: str
     rows: tuple[Row, ...] = ()
     mode: str = ""
-    rules: tuple[str, ...] = ()
 
     def row(self, name: str) -> Row:
         """Return the row of a function; KeyError if there is none of this name."""
@@ -126,9 +126,8 @@ class Report:
         if not self.rows and not self.mode:
             return f"skyrl_fast is not installed in {self.host}"
         mode = f", mode {self.mode}" if self.mode else ""
-        rules = f", rules {', '.join(self.rules)}" if self.rules else ""
         replaced = f"{len(self.names('replaced'))} functions replaced"
-        lines = [f"skyrl_fast in {self.host}{mode}{rules}: {replaced}"]
+        lines = [f"skyrl_fast in {self.host}{mode}: {replaced}"]
         any_called = any(row.counts.calls for row in self.rows)
         width = max((len(row.name) for row in self.rows), default=0)
         for row in self.rows:

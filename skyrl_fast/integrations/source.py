@@ -65,7 +65,8 @@ def normalize_source(source: str) -> str:
     if doc is not None:
         spans.append(((doc.lineno, doc.col_offset), (doc.end_lineno or 0, doc.end_col_offset or 0)))
     for (row, column), (end_row, end_column) in sorted(spans, reverse=True):
-        head, tail = lines[row - 1][:column], lines[end_row - 1][end_column:]
+        head = lines[row - 1][:column]
+        tail = lines[end_row - 1][end_column:]
         lines[row - 1 : end_row] = [head + tail]
     return "".join("".join(lines).split())
 

@@ -99,12 +99,15 @@ def report() -> Report:
     rows = []
     for name, counts in _counts.items():
         if name not in FUNCTIONS:
-            state, why = ("replaced" if _is_registered(name) else "kept"), "an estimator"
+            state = "replaced" if _is_registered(name) else "kept"
+            why = "an estimator"
         elif name in _originals:
-            state, why = "replaced", ""
+            state = "replaced"
+            why = ""
         else:
             waiting = "install" in _watches
-            state, why = "kept", "its module is not imported yet" if waiting else "not installed"
+            state = "kept"
+            why = "its module is not imported yet" if waiting else "not installed"
         rows.append(Row(name, state, why, counts))
     try:
         version = metadata.version("verl")
@@ -145,11 +148,13 @@ def _rebind(name: str, old: Callable[..., Any], new: Callable[..., Any]) -> None
 
 def _count_calls(function: Callable[..., Any]) -> Callable[..., Any]:
     """Count the calls, and pass what is not computed here to verl's function, if it is replaced."""
-    name, signature = function.__name__, inspect.signature(function)
+    name = function.__name__
+    signature = inspect.signature(function)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        counts, original = _counts[name], _originals.get(name)
+        counts = _counts[name]
+        original = _originals.get(name)
         counts.calls += 1
         reason = ""
         try:
@@ -244,10 +249,12 @@ def unpad_input(
         varlen = padded_to_varlen(hidden_states, attention_mask, side="both")
     except ValueError:  # a mask with holes
         lengths = attention_mask.sum(dim=-1, dtype=torch.int32)
-        cu_seqlens, indices = _offsets(lengths), attention_mask.reshape(-1).nonzero()[:, 0]
+        cu_seqlens = _offsets(lengths)
+        indices = attention_mask.reshape(-1).nonzero()[:, 0]
         values = hidden_states.flatten(0, 1).index_select(0, indices)
     else:
-        values, cu_seqlens = varlen.values, varlen.cu_seqlens
+        values = varlen.values
+        cu_seqlens = varlen.cu_seqlens
         lengths = cu_seqlens.diff()
         indices = _cells(varlen.starts, lengths, varlen.position_ids, attention_mask.shape[1])
     longest = int(lengths.max()) if len(lengths) else 0

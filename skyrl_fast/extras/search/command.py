@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from skyrl_fast.extras.search.index import Index
 
 SHUTDOWN_SECONDS = 2
+IDLE_SECONDS = 10  # of a connection between two requests
+MAX_CONCURRENT = 1024  # connections and requests; further ones get 503
 HELP = "serve a corpus to search agents"
 DESCRIPTION = "Search-R1's API: POST /retrieve, GET /health; BM25 by default."
 
@@ -60,7 +62,6 @@ def run(options: argparse.Namespace) -> int:
     with needs_extra("search"):
         import uvicorn
 
-        from skyrl_fast.extras.search.connections import LimitedProtocol, backlog
         from skyrl_fast.extras.search.server import Limits, make_app
     from skyrl_fast.extras.search.corpus import Corpus
 
@@ -80,9 +81,9 @@ def run(options: argparse.Namespace) -> int:
         uvicorn.Config(
             app,
             log_level="warning",
-            http=LimitedProtocol,
             ws="none",
-            backlog=backlog(),
+            limit_concurrency=MAX_CONCURRENT,
+            timeout_keep_alive=IDLE_SECONDS,
             timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         )
     )

@@ -1,7 +1,7 @@
-"""Agents in processes, of this machine or of the nodes of a Ray cluster: one per trajectory.
+"""Agents in processes: one per trajectory.
 
 A process is killed with what it has started where its trajectory's deadline passes; see
-`rollout/workers/processes.py` and `cluster.py`, which do the same for environments.
+`rollout/workers/processes.py`, which does the same for environments.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from skyrl_fast.gateway.agents.outcome import outcome_of
 from skyrl_fast.gateway.agents.task import AgentTask, BlackBox
 from skyrl_fast.gateway.messages import Outcome
 from skyrl_fast.rollout.env.errors import EnvError, EnvLostError
-from skyrl_fast.rollout.workers.cluster import ClusterWorker, ClusterWorkers
-from skyrl_fast.rollout.workers.processes import ProcessWorker, ProcessWorkers
+from skyrl_fast.rollout.workers.processes import ProcessWorkers
 from skyrl_fast.rollout.workers.protocol import CallResult, HandlerSettings
 from skyrl_fast.system.importing import load_object
 from skyrl_fast.system.printable import MAX_FAILURE, shorten
@@ -74,24 +73,21 @@ class AgentSettings(HandlerSettings):
     def check_importable(self) -> None:
         if self.modules == ("__main__",):
             raise ValueError(
-                "agent.workers: process and cluster want a function that other processes can "
-                f"import (module:function or file.py:function), got {self.function}"
+                "agent.workers=process: expected a function that other processes can import "
+                f"(module:function or file.py:function), got {self.function}"
             )
 
 
 class AgentProcesses(BlackBox):
     """Runs each task in a process."""
 
-    def __init__(self, workers: ProcessWorkers | ClusterWorkers) -> None:
+    def __init__(self, workers: ProcessWorkers) -> None:
         self._workers = workers
-
-    async def start(self) -> str:
-        return await self._workers.address()
 
     async def run(self, task: AgentTask) -> Outcome:
         # The process is killed if this call is cancelled.
         try:
-            worker: ProcessWorker | ClusterWorker = await self._workers.acquire()
+            worker = await self._workers.acquire()
         except OSError as error:
             raise EnvError(f"{CALL}: {error}") from error
         called = await worker.call(CALL, task, None)

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from skyrl_fast.gateway.messages import Outcome
-from skyrl_fast.system.network_interface import LOOPBACK
 
 
 @dataclass(frozen=True)
@@ -92,10 +91,6 @@ class AgentTask:
 
 class BlackBox(Protocol):
     """A function or command that solves tasks by calls of the gateway."""
-
-    async def start(self) -> str:
-        """Return the address of this machine at which the gateway is called."""
-        return LOOPBACK
 
     async def run(self, task: AgentTask) -> Outcome:
         """Return the reward of a task; EnvError if it failed. Free everything also if cancelled."""

@@ -1,6 +1,6 @@
 """Run a module of SkyRL with the replacements: `python -m skyrl_fast.integrations.skyrl`.
 
-python -m skyrl_fast.integrations.skyrl [--mode compat|fixed] MODULE [ARGUMENTS ...]
+python -m skyrl_fast.integrations.skyrl [--mode compat] MODULE [ARGUMENTS ...]
 """
 
 from __future__ import annotations

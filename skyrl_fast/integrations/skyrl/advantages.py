@@ -27,11 +27,9 @@ from skyrl_fast.ops import _backend
 from skyrl_fast.ops.pack.cell_rows import count_nonzeros, multiply_rows
 
 METHOD = "RayPPOTrainer.compute_advantages_and_returns"
-GRPO, RLOO, MAXRL = (
-    "compute_grpo_outcome_advantage",
-    "compute_rloo_outcome_advantage",
-    "compute_maxrl_advantage",
-)
+GRPO = "compute_grpo_outcome_advantage"
+RLOO = "compute_rloo_outcome_advantage"
+MAXRL = "compute_maxrl_advantage"
 ESTIMATOR_FUNCTIONS = {"grpo": GRPO, "rloo": RLOO, "maxrl": MAXRL}
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -179,7 +177,9 @@ def compute_advantages_and_returns(self: Any, data: Any) -> Any:
     algorithm = self.cfg.trainer.algorithm
     require(self.cfg.generator.step_wise_trajectories is True, "training that is not step-wise")
     name = _builtin_estimator(algorithm.advantage_estimator)
-    rewards, mask, metadata = data["rewards"], data["response_mask"], data.metadata
+    rewards = data["rewards"]
+    mask = data["response_mask"]
+    metadata = data.metadata
     require(rewards.dtype == torch.float32 and rewards.device.type == "cpu", "unsupported rewards")
     require(mask.dtype == torch.int64 and mask.shape == rewards.shape, "unsupported mask")
     flags = metadata["is_last_step"]

@@ -210,7 +210,8 @@ def pad_training_input_batch(unpadded_batch: Any, pad_size: int) -> Any:
 
 def _require_known_padding(batch: Any) -> None:
     label = ORIGINALS.label(PAD)
-    routes, mask = batch.get("rollout_expert_indices"), batch.get("router_padding_mask")
+    routes = batch.get("rollout_expert_indices")
+    mask = batch.get("router_padding_mask")
     if isinstance(routes, torch.Tensor):
         require(label == AUGUST, "routes in one tensor, which other versions pad differently")
     if mask is not None:

@@ -7,7 +7,7 @@ the private functions that it calls. A version with an unknown source keeps its 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 PREPROCESS = "skyrl.train.dataset.preprocess"
 TRAINING_BATCH = "skyrl.backends.skyrl_train.training_batch"
@@ -30,22 +30,18 @@ class Target:
     Args:
         name: name of the function, or `Class.method`.
         fingerprints: fingerprints of known sources, each with the first version that has it.
-        home: module here that has its replacement, of the same name without underscores before it;
-            "" for a function that only rules replace.
+        home: module here that has its replacement, of the same name without underscores before it.
         uses: private functions of the same module that belong to the source.
         calls: other functions of this table that it calls. It is replaced only if their sources
             are known too.
-        unneeded: fingerprints of sources that follow the rules of mode "fixed" by themselves, each
-            with the first version that has it.
     """
 
     name: str
     module: str
     fingerprints: Mapping[str, str]
-    home: str = ""
+    home: str
     uses: tuple[str, ...] = ()
     calls: tuple[str, ...] = ()
-    unneeded: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def short_name(self) -> str:
@@ -53,8 +49,8 @@ class Target:
 
     @property
     def replacement(self) -> str:
-        """`module.function` of this package; "" for a function that only rules replace."""
-        return f"{self.home}.{self.short_name.lstrip('_')}" if self.home else ""
+        """`module.function` of this package."""
+        return f"{self.home}.{self.short_name.lstrip('_')}"
 
 
 def _estimator(name: str, known: str, since: str = "0.1.0") -> Target:

@@ -114,7 +114,8 @@ def _measure_trained(masks: np.ndarray, offsets: np.ndarray) -> dict[str, Any]:
     """Return the metrics of trained tokens: per row, and per turn (a run of trained tokens)."""
     require(int(masks.max(initial=0)) <= 1, "loss masks that are not 0 and 1")
     trained = masks != 0
-    begins, ends = trained.copy(), trained.copy()
+    begins = trained.copy()
+    ends = trained.copy()
     begins[1:] &= ~trained[:-1]
     ends[:-1] &= ~trained[1:]
     filled = offsets[:-1][np.diff(offsets) > 0]

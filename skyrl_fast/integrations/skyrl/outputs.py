@@ -24,7 +24,8 @@ VALIDATE = "validate_generator_output"
 CONCATENATE = "concatenate_generator_outputs"
 MERGE = "merge_stepwise_output"
 TIME_SPLITS = "trajectory_time_splits"
-ROUTES, SUPPORT = "rollout_expert_indices", "rollout_sample_support"
+ROUTES = "rollout_expert_indices"
+SUPPORT = "rollout_sample_support"
 ALWAYS = ("prompt_token_ids", "response_ids", "rewards", "loss_masks")
 TIMES = "trajectory_generation_times"
 # Optional fields of SkyRL's concatenation, by the version of its source.
@@ -116,7 +117,8 @@ def concatenate_generator_outputs(
     for field, value in outputs[0].items():
         if field not in result and isinstance(value, list):
             result[field] = _join([output[field] for output in outputs])
-    times, splits = result[TIMES], result.get(TIME_SPLITS)
+    times = result[TIMES]
+    splits = result.get(TIME_SPLITS)
     if step_wise and result.get("is_last_step"):
         times = _last_step_values(times, result["is_last_step"])
         splits = _last_step_values(splits, result["is_last_step"])
@@ -212,8 +214,10 @@ def merge_steps_and_support(steps: dict[str, Any], support: Any) -> dict[str, An
     require(support[0].ndim == 2 and support[0].dtype == np.int32, "support of unsupported form")
     numbered = {**steps, "row": [*range(len(support))]}
     merged: dict[str, Any] = dict(generator_merge.merge_stepwise_output(numbered))
-    prompts, responses = steps["prompt_token_ids"], steps["response_ids"]
-    head, joined = 0, []
+    prompts = steps["prompt_token_ids"]
+    responses = steps["response_ids"]
+    head = 0
+    joined = []
     for last in merged.pop("row"):
         pieces = [support[head]]
         for row in range(head + 1, last + 1):

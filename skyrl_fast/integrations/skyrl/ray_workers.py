@@ -27,15 +27,11 @@ _ray_shutdown: Callable[..., Any] | None = None
 _collected: list[tuple[int, dict[str, Counts]]] = []  # of workers whose Ray was shut down
 
 
-def runtime_env(
-    mode: str = "compat",
-    rules: tuple[str, ...] | None = None,
-    base: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+def runtime_env(mode: str = "compat", base: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return a Ray runtime environment whose workers install by themselves.
 
     Args:
-        mode, rules: as for `install`.
+        mode: as for `install`.
         base: an environment to add to; None: an empty one. A setup hook that it names by its
             import path runs after ours.
 
@@ -56,15 +52,11 @@ def runtime_env(
                 f"{AUTOINSTALL} in it and pass ray_workers=False to install"
             )
         variables[NEXT_HOOK] = hook
-    variables.setdefault(VARIABLE, _setting(mode, rules))
+    variables.setdefault(VARIABLE, mode)
     return {**env, HOOK: AUTOINSTALL, "env_vars": variables}
 
 
-def _setting(mode: str, rules: tuple[str, ...] | None) -> str:
-    return mode if rules is None or mode == "compat" else f"{mode}:{','.join(rules)}"
-
-
-def add_hook(mode: str, rules: tuple[str, ...]) -> None:
+def add_hook(mode: str) -> None:
     """Make `ray.init` start workers that install; without Ray do nothing.
 
     `ray.shutdown` reads the workers' counts of calls first.
@@ -85,7 +77,7 @@ def add_hook(mode: str, rules: tuple[str, ...]) -> None:
 
     @functools.wraps(original)
     def init(*args: Any, **kwargs: Any) -> Any:
-        kwargs["runtime_env"] = runtime_env(mode, rules, kwargs.get("runtime_env"))
+        kwargs["runtime_env"] = runtime_env(mode, kwargs.get("runtime_env"))
         return original(*args, **kwargs)
 
     shutdown_original = _ray_shutdown = ray.shutdown

@@ -38,7 +38,6 @@ class Originals:
         self._functions: dict[str, Callable[..., Any]] = {}
         self._labels: dict[str, str | None] = {}
         self.counts: dict[str, Counts] = {}
-        self.rules: frozenset[str] = frozenset()  # of mode "fixed", those that are on
 
     def keep(self, name: str, function: Callable[..., Any], label: str | None) -> None:
         self._functions[name], self._labels[name] = function, label
@@ -46,7 +45,6 @@ class Originals:
     def forget(self) -> None:
         self._functions.clear()
         self._labels.clear()
-        self.rules = frozenset()
 
     def function(self, name: str) -> Callable[..., Any] | None:
         """Return SkyRL's function, importing it if needed; None without SkyRL."""

@@ -23,7 +23,6 @@ from skyrl_fast.config.loading import environment_setting
 from skyrl_fast.integrations.calls import Counts, Report, Row, print_at_exit, summary
 from skyrl_fast.integrations.on_import import ImportWatch
 from skyrl_fast.integrations.skyrl import ray_workers, worker_calls
-from skyrl_fast.integrations.skyrl import rules as fixed_rules
 from skyrl_fast.integrations.skyrl.names import (
     BY_NAME,
     GYM_GENERATOR,
@@ -38,15 +37,15 @@ from skyrl_fast.integrations.skyrl.replacement import (
     ORIGINALS,
     find,
     is_known_now,
-    target_fingerprint,
     version_label,
 )
 from skyrl_fast.integrations.source import strip_decorators
 from skyrl_fast.system.printable import printable
 
 logger = logging.getLogger(__name__)
-OURS, HOST = "skyrl_fast", "SkyRL"
-MODES = ("compat", "fixed")
+OURS = "skyrl_fast"
+HOST = "SkyRL"
+MODES = ("compat",)
 PACKAGE = "skyrl"
 REGISTRIES = ("AdvantageEstimatorRegistry", "PolicyLossRegistry")
 # Loaded by `install`, so that what they bind is replaced: SkyRL's trainer and its generator.
@@ -65,18 +64,13 @@ class SkyRLFastWarning(UserWarning):
     """Some of SkyRL's functions could not be replaced; the message names them."""
 
 
-def install(
-    mode: str = "compat", *, rules: Iterable[str] | None = None, ray_workers: bool = True
-) -> Report:
+def install(mode: str = "compat", *, ray_workers: bool = True) -> Report:
     """Replace SkyRL's functions by this package's, in this process and in its Ray workers.
 
-    Installing again changes nothing; another mode, other rules or another `ray_workers` replace the
-    previous ones.
+    Installing again changes nothing; another `ray_workers` replaces the previous one.
 
     Args:
-        mode: "compat": the same results as SkyRL's, including errors. "fixed": in addition, the
-            rules of the specification where SkyRL departs from them.
-        rules: with "fixed", which of `rules.RULES` are on; None: all.
+        mode: "compat", the only one: the same results as SkyRL's, including errors.
         ray_workers: whether a `ray.init` after this call makes each worker install too.
 
     Returns:
@@ -85,25 +79,24 @@ def install(
     Raises:
         ImportError: there is no SkyRL, or its trainer or its generator fails to be imported, for
             example because this SkyRL needs another Python.
-        ValueError: an unknown mode or rule, or rules with "compat".
+        ValueError: an unknown mode.
 
     Warns:
         SkyRLFastWarning: the source of one of SkyRL's functions is unknown; it is kept.
     """
     global _report
-    chosen = _check_rules(mode, rules)
-    if _report.mode == mode and _report.rules == chosen:
+    _check_mode(mode)
+    if _report.mode == mode:
         if _watch is None:  # a worker starts no workers
-            _set_ray_workers(ray_workers, mode, chosen)
+            _set_ray_workers(ray_workers, mode)
         return report()
     uninstall()
-    ORIGINALS.rules = frozenset(chosen)
     version = _version()
     failures = _load_entry_modules(version)
-    rows = _replace(_targets(chosen), chosen)
+    rows = _replace(TARGETS)
     rows += [Row(name, "kept", why) for name, why in KEPT.items()]
-    _report = Report(f"{HOST} {version}", tuple(rows), mode, chosen)
-    _set_ray_workers(ray_workers, mode, chosen)
+    _report = Report(f"{HOST} {version}", tuple(rows), mode)
+    _set_ray_workers(ray_workers, mode)
     _warn(rows, version, failures)
     print_at_exit(_exit_line)
     return report()
@@ -121,43 +114,42 @@ def _exit_line() -> str:
     return summary(f"{_report.host}{where}", replaced)
 
 
-def _set_ray_workers(wanted: bool, mode: str, rules: tuple[str, ...]) -> None:
+def _set_ray_workers(wanted: bool, mode: str) -> None:
     if not wanted:
         ray_workers.remove_hook()
     elif not ray_workers.has_hook():
-        ray_workers.add_hook(mode, rules)
+        ray_workers.add_hook(mode)
 
 
-def install_on_import(mode: str = "compat", *, rules: Iterable[str] | None = None) -> None:
+def install_on_import(mode: str = "compat") -> None:
     """Replace SkyRL's functions as soon as their modules are imported; import nothing now.
 
     For processes that may not import SkyRL yet, such as a Ray worker during setup: SkyRL's modules
     call Ray when they are imported. `report` shows what was replaced so far.
     """
     global _report, _watch
-    chosen = _check_rules(mode, rules)
-    if _report.mode == mode and _report.rules == chosen:
+    _check_mode(mode)
+    if _report.mode == mode:
         return
     uninstall()
-    ORIGINALS.rules = frozenset(chosen)
-    _report = Report(HOST, mode=mode, rules=chosen)
+    _report = Report(HOST, mode=mode)
 
     def replace_loaded(module_name: str) -> None:
         global _report
-        rows = _replace([t for t in _targets(chosen) if t.module == module_name], chosen)
+        rows = _replace([target for target in TARGETS if target.module == module_name])
         version = _version()
         _report = replace(_report, host=f"{HOST} {version}", rows=(*_report.rows, *rows))
         _warn(rows, version, [], complete=False)
 
-    _watch = ImportWatch({target.module for target in _targets(chosen)}, replace_loaded)
+    _watch = ImportWatch({target.module for target in TARGETS}, replace_loaded)
     _watch.start()
 
 
 def autoinstall() -> None:
     """Install on import as set by the variable SKYRL_FAST_AUTOINSTALL; this is Ray's setup hook.
 
-    "1" or "compat", "fixed", or "fixed:" with comma-separated rules; unset, empty or "0" does
-    nothing. An error is logged, and the worker continues with SkyRL's own functions.
+    "1" or "compat"; unset, empty or "0" does nothing. An error is logged, and the worker
+    continues with SkyRL's own functions.
     """
     setting = environment_setting(ray_workers.VARIABLE)
     if setting not in OFF:
@@ -174,20 +166,8 @@ def autoinstall() -> None:
 
 
 def _install(setting: str) -> None:
-    mode, _, names = setting.partition(":")
-    if mode == "1":
-        mode = "compat"
-    rules = tuple(names.split(",")) if names else None
-    install_on_import(mode, rules=rules)
+    install_on_import("compat" if setting == "1" else setting)
     worker_calls.start_publishing(lambda: ORIGINALS.counts)
-
-
-def _targets(rules: tuple[str, ...]) -> tuple[Target, ...]:
-    targets = list(TARGETS)
-    for rule in fixed_rules.RULES:
-        if rule.name in rules and rule.target not in targets:
-            targets.append(rule.target)
-    return tuple(targets)
 
 
 def uninstall() -> None:
@@ -214,19 +194,14 @@ def report() -> Report:
     return replace(_report, rows=tuple(rows))
 
 
-def _check_rules(mode: str, rules: Iterable[str] | None) -> tuple[str, ...]:
+def _check_mode(mode: str) -> None:
+    if mode.partition(":")[0] == "fixed":
+        raise ValueError(
+            f"install: expected mode 'compat', got {mode!r}, which was removed: results are always "
+            "SkyRL's; docs/integrations/skyrl.md lists where they depart from the specification"
+        )
     if mode not in MODES:
-        raise ValueError(f"install: mode must be one of {MODES}, got {mode!r}")
-    if mode == "compat":
-        if rules is not None:
-            raise ValueError("install: rules are for mode 'fixed', got them with 'compat'")
-        return ()
-    known = [rule.name for rule in fixed_rules.RULES]
-    wanted = known if rules is None else list(rules)
-    for name in wanted:
-        if name not in known:
-            raise ValueError(f"install: rules must be of {known}, got {name!r}")
-    return tuple(name for name in known if name in wanted)
+        raise ValueError(f"install: expected mode 'compat', got {mode!r}")
 
 
 def _version() -> str:
@@ -274,8 +249,8 @@ def _import_error(module: str, version: str, error: Exception) -> ImportError:
     )
 
 
-def _replace(targets: Iterable[Target], rules: tuple[str, ...]) -> list[Row]:
-    rows = [_choose_replacement(target, rules) for target in targets]
+def _replace(targets: Iterable[Target]) -> list[Row]:
+    rows = [_choose_replacement(target) for target in targets]
     replaced = [row.name for row in rows if row.state == "replaced"]
     _held.update(_places({id(_installed[name][1]) for name in replaced}))
     places = _rebind([_installed[name] for name in replaced])
@@ -285,27 +260,22 @@ def _replace(targets: Iterable[Target], rules: tuple[str, ...]) -> list[Row]:
     return [replace(row, places=tuple(places_by_name.get(row.name, ()))) for row in rows]
 
 
-def _choose_replacement(target: Target, rules: tuple[str, ...]) -> Row:
-    active = [rule for rule in fixed_rules.RULES if rule.name in rules and rule.target == target]
+def _choose_replacement(target: Target) -> Row:
     found = find(target)
     if found is None:
         return Row(target.name, "absent")
     module, original = found
     label = version_label(target, module, original)
-    if target_fingerprint(target, module, original) in target.unneeded:
-        return Row(target.name, "kept", "follows the rules itself")
     if label is None:
         return Row(target.name, "kept", UNKNOWN_SOURCE)
     unknown = [name for name in target.calls if not is_known_now(name)]
-    if unknown and not active:
+    if unknown:
         return Row(target.name, "kept", f"calls {', '.join(unknown)}, of unknown source")
     ORIGINALS.keep(target.name, original, label)
-    place = active[-1].replacement if active else target.replacement
-    home, _, name = place.rpartition(".")
+    home, _, name = target.replacement.rpartition(".")
     replacement = getattr(importlib.import_module(f"{__package__}.{home}"), name)
     _installed[target.name] = (original, replacement)
-    why = f"rules: {', '.join(rule.name for rule in active)}" if active else ""
-    return Row(target.name, "replaced", why, version=label)
+    return Row(target.name, "replaced", version=label)
 
 
 def _places(functions: set[int]) -> Iterator[tuple[str, str]]:
@@ -334,7 +304,8 @@ def _rebind(
 
 def _register(original: Callable[..., Any], replacement: Callable[..., Any]) -> list[str]:
     """Replace SkyRL's function in every registry, also under SkyRL's decorators."""
-    places, bare = [], strip_decorators(original)
+    places = []
+    bare = strip_decorators(original)
     for where, functions in _registries():
         for name, value in list(functions.items()):
             if strip_decorators(value) is bare:

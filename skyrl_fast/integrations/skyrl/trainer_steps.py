@@ -86,7 +86,8 @@ def normalize_advantages(
     algorithm = self.cfg.trainer.algorithm
     require(not algorithm.advantage_batch_normalize, "advantages normalised over the batch")
     _require_known(NORMALIZE, losses.REDUCTION)
-    advantages, mask = data["advantages"], data["loss_mask"]
+    advantages = data["advantages"]
+    mask = data["loss_mask"]
     starts, ends = (list(edge) for edge in zip(*mini_batch_boundaries, strict=True))
     require(starts == [0, *ends[:-1]], "mini-batches apart")
     require(all(map(int.__lt__, starts, ends)) and ends[-1] <= len(advantages), "empty mini-batch")

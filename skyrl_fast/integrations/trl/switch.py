@@ -14,7 +14,8 @@ from skyrl_fast.integrations.source import fingerprint, modules_that_bind
 from skyrl_fast.integrations.trl.fused_head import FusedHead
 from skyrl_fast.ops.logprob.selected import has_kernel_rows, selected_logprob
 
-FUSED_HEAD, LOG_SOFTMAX = "ChunkedLogProbFunction", "selective_log_softmax"
+FUSED_HEAD = "ChunkedLogProbFunction"
+LOG_SOFTMAX = "selective_log_softmax"
 GRPO_LOSS = "GRPOTrainer._compute_loss"
 # Fingerprints of the functions that the replacements stand in for, by the first version of TRL.
 KNOWN_HEADS = {"025f4c219df78fae": "1.16.0"}

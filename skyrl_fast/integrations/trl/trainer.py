@@ -84,17 +84,30 @@ class FastGRPOLoss:
 
 
 VISION = (
-    *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes"),
-    *("num_tiles", "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
 )
 SHAPES = (
-    *("sapo_temperature_pos", "sapo_temperature_neg"),
-    *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+    "sapo_temperature_pos",
+    "sapo_temperature_neg",
+    "vespo_k_pos",
+    "vespo_lambda_pos",
+    "vespo_k_neg",
+    "vespo_lambda_neg",
 )
 
 
 def _refusal(trainer: Any, inputs: dict[str, Any]) -> str:
-    kind, level = trainer.loss_type, trainer.importance_sampling_level
+    kind = trainer.loss_type
+    level = trainer.importance_sampling_level
     conditions = {
         f"loss_type {kind!r}": kind not in REDUCTIONS,
         f"importance_sampling_level {level!r} with {kind!r}": level == "sequence"
@@ -145,14 +158,16 @@ def _log(
     if trainer.importance_sampling_level == "sequence":
         counts = mask.sum(-1, keepdim=True).clamp(min=1.0)
         log_ratio = (log_ratio * mask).sum(-1, keepdim=True) / counts
-    ratio, advantages = log_ratio.exp(), inputs["advantages"]
+    ratio = log_ratio.exp()
+    advantages = inputs["advantages"]
     advantages = advantages[:, None] if advantages.dim() == 1 else advantages
     high = (ratio > 1 + trainer.epsilon_high) & (advantages > 0)
     if trainer.loss_type == "cispo":
         high = (ratio > trainer.epsilon_high) & (advantages > 0)
         found["cispo_clip_ratio"].append(mean(high.float()))
     elif trainer.loss_type == "vespo":
-        args, sampler = trainer.args, inputs.get("importance_sampling_ratio")
+        args = trainer.args
+        sampler = inputs.get("importance_sampling_ratio")
         shapes = (
             (args.vespo_k_pos, args.vespo_lambda_pos),
             (args.vespo_k_neg, args.vespo_lambda_neg),
@@ -163,7 +178,8 @@ def _log(
         low = (ratio < 1 - trainer.epsilon_low) & (advantages < 0)
         for name, values in (("low", low), ("high", high), ("region", low | high)):
             found[f"clip_ratio/{name}_mean"].append(mean(values.float()))
-        lows, highs = per_row(low.float()), per_row(high.float())
+        lows = per_row(low.float())
+        highs = per_row(high.float())
         nan = float("nan")
         found["clip_ratio/low_min"].append(lows.min().item() if len(lows) else nan)
         found["clip_ratio/high_max"].append(highs.max().item() if len(highs) else nan)

@@ -19,7 +19,6 @@ from skyrl_fast.rollout.env.errors import EnvError, EnvTimeoutError
 from skyrl_fast.rollout.env.handler import EnvSettings, GymSettings, MakeEnv
 from skyrl_fast.rollout.env.protocol import Message
 from skyrl_fast.rollout.env.signatures import check_environment
-from skyrl_fast.rollout.workers.cluster import ClusterWorkers, NodeShare
 from skyrl_fast.rollout.workers.loop_thread import loop_thread
 from skyrl_fast.rollout.workers.processes import ProcessWorkers
 from skyrl_fast.rollout.workers.protocol import CallResult, Worker
@@ -31,7 +30,6 @@ from skyrl_fast.system.printable import MAX_FAILURE, log_line, printable
 log = logging.getLogger(__name__)
 
 LONGEST_TEXT = 1 << 24  # characters of an answer's texts, unless the caller knows better
-MANY = 1 << 20  # calls: the nodes of a cluster limit theirs
 MAX_TRACES = 20  # different ones that are logged; failures are counted in any case
 
 
@@ -57,8 +55,7 @@ class EnvFactory:
         check_limits(config, "environment")
         self._timeout = config.timeout_seconds
         self._folder = Path.cwd()  # environments may change it
-        on_cluster = config.workers == "cluster"
-        self._num_slots = MANY if on_cluster else config.skyrl_gym.max_env_workers
+        self._num_slots = config.skyrl_gym.max_env_workers
         self._slots: asyncio.Semaphore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.num_abandoned = 0  # calls that did not return in time, since the start
@@ -77,12 +74,8 @@ class EnvFactory:
             modules.append(config.env_class.rpartition(":")[0])
         modules = [absolute_name(name, self._folder) for name in modules]
         settings = EnvSettings(gym_settings(config.skyrl_gym), make_env, longest_text, modules)
-        self._workers: ThreadWorkers | ProcessWorkers | ClusterWorkers
-        if on_cluster:
-            number = config.num_workers_per_node
-            share = NodeShare("environment.num_workers_per_node", number, max_calls=number)
-            self._workers = ClusterWorkers(settings, share)
-        elif config.workers == "process":
+        self._workers: ThreadWorkers | ProcessWorkers
+        if config.workers == "process":
             self._workers = ProcessWorkers(settings)
         else:
             self._workers = ThreadWorkers(settings)

@@ -27,7 +27,6 @@ from typing import Any
 
 from skyrl_fast.rollout.workers.protocol import CallResult, HandlerSettings
 from skyrl_fast.system.child_environment import environment_without_key
-from skyrl_fast.system.network_interface import LOOPBACK
 from skyrl_fast.system.printable import MAX_FAILURE
 
 START_SECONDS = 120.0  # for the fork server to import what its processes need
@@ -57,9 +56,6 @@ class ProcessWorkers:
         self._server: _ForkServer | None = None
         self._lock = threading.Lock()
         self._idle: list[_Process] = []
-
-    async def address(self) -> str:
-        return LOOPBACK
 
     async def acquire(self) -> ProcessWorker:
         """Return a worker for one handler; an OSError says why no process can be started."""

@@ -19,10 +19,8 @@ pytest.importorskip("starlette")
 
 import httpx
 
+from examples.skyrl_agents.skyrl_agents import AgentGenerator, split_arguments
 from skyrl_fast.batch.generator_output import validate_generator_output
-from skyrl_fast.integrations.skyrl.agents import AgentGenerator, split_arguments
-
-pytestmark = pytest.mark.spec("dropin.agents")
 
 AGENT = {"agent.function": f"{__file__}:agent", "generator.max_retries": 0}
 
@@ -191,7 +189,7 @@ def test_settings_that_cannot_work_are_named(tiny_tokenizer: Any) -> None:
             AgentGenerator(config(**changes), client, tiny_tokenizer, agent=settings)
     settings, rest = split_arguments(
         [
-            "trainer.override_entrypoint=skyrl_fast.integrations.skyrl.agents",
+            "trainer.override_entrypoint=skyrl_agents",
             "agent.command=[my-agent, --fast]",
             "generator.max_retries=2",
             "generator.max_turns=8",

@@ -1,7 +1,7 @@
 """Agents with an OpenAI or Anthropic client as a generator of SkyRL.
 
-    python -m skyrl.train.entrypoints.main_base \\
-        trainer.override_entrypoint=skyrl_fast.integrations.skyrl.agents \\
+    PYTHONPATH=examples/skyrl_agents python -m skyrl.train.entrypoints.main_base \\
+        trainer.override_entrypoint=skyrl_agents \\
         agent.function=my_agent.py:solve generator.step_wise_trajectories=true ...
 
 SkyRL's trainer, engines and configuration stay. `AgentGenerator` implements its
@@ -38,7 +38,10 @@ from skyrl_fast.train.data.prompts import Prompt
 OURS = ("tool_parser", "trajectory_timeout_seconds", "max_retries", "max_concurrent_trajectories")
 # Keys of our generator output that SkyRL does not have, or that only some of its versions have.
 EXTENSIONS = (
-    *("policy_versions", "env_classes", "data_sources", "rollout_kept_ids"),
+    "policy_versions",
+    "env_classes",
+    "data_sources",
+    "rollout_kept_ids",
     "trajectory_time_splits",
 )
 
@@ -124,7 +127,8 @@ class AgentGenerator:
 
     def _agent(self, client: _Client, sampling: Mapping[str, Any]) -> tuple[Any, GeneratorConfig]:
         """Return the agent at a gateway in front of the client, and the settings of its calls."""
-        skyrl, ours = self._skyrl, self._settings.generator
+        skyrl = self._skyrl
+        ours = self._settings.generator
         longest = sampling.get("max_tokens") or skyrl.sampling_params.max_generate_length
         config = GeneratorConfig(
             max_turns=skyrl.max_turns,

@@ -171,7 +171,12 @@ def says(tokenizer: Any, text: str, *, end: bool = True, stop: str | None = None
 
 def loop_config(**changes: Any) -> GeneratorConfig:
     """Return settings of an agent loop of one turn and one trajectory per prompt."""
-    first = {"n_samples_per_prompt": 1, "max_input_length": 512, "context": "append"}
+    first = {
+        "n_samples_per_prompt": 1,
+        "max_turns": 1,
+        "max_input_length": 512,
+        "context": "append",
+    }
     return GeneratorConfig(**(first | changes))
 
 

@@ -228,6 +228,18 @@ def trajectories(*failures: str | None) -> list[Trajectory]:
     ]
 
 
+@pytest.mark.spec("rollout.same-exception")
+def test_one_exception_in_all_trajectories_ends_the_run_at_once() -> None:
+    same = [f"environment guess: step raised KeyError: {key!r}" for key in ("a", "b")]
+    other = "environment guess: init raised KeyError: 'a'"
+    watch = FailureWatch()
+    for failures in ([same[0]], [*same, other], [*same, None], [*same, "timeout"]):
+        watch.see(trajectories(*failures))
+        watch.see(trajectories(None))
+    with pytest.raises(RolloutError, match=r"batch, 2, failed by the same exception.*KeyError: 'a"):
+        watch.see(trajectories(*same))
+
+
 @pytest.mark.spec("rollout.all-failed")
 def test_three_consecutive_batches_of_failures_end_the_run() -> None:
     watch = FailureWatch()

@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     log_to_stderr()
     with needs_extra("train"):
         from skyrl_fast.config.loading import load_config
-        from skyrl_fast.train.algorithm.unread_rewards import unread_rewards
+        from skyrl_fast.train.algorithm.batch_warnings import unread_rewards
     _divide_words(options)
     with as_usage_error(ValueError, OSError, ImportError):
         config = _limit_attempts(load_config(options.config, options.overrides), options)

@@ -48,6 +48,7 @@ SCOPES = ("row", "trajectory")
 ROWS = ("auto", "step", "merged", "tree")
 ALL_LINEAR = "all-linear"  # of LoRA's target modules
 INIT_METHODS = ("kaiming", "gaussian")
+TURN_LIMIT = 64  # turns of a trajectory where generator.max_turns sets none
 REFERENCE = "reference"  # with named policies: the model without an adapter, which is not trained
 
 
@@ -426,7 +427,12 @@ class GeneratorConfig:
     inference_engine: InferenceEngineConfig = setting(InferenceEngineConfig, "inference engine")
     n_samples_per_prompt: int = setting(5, "trajectories per prompt in training", at_least=1)
     eval_n_samples_per_prompt: int = setting(1, "trajectories per prompt in evaluation", at_least=1)
-    max_turns: int = setting(1, "maximum turns of a trajectory", at_least=1)
+    max_turns: int | None = setting(
+        None,
+        "maximum turns of a trajectory, or calls of an agent; null: until the environment or agent "
+        f"is done or a length is reached, at most {TURN_LIMIT}",
+        at_least=1,
+    )
     max_input_length: int | None = setting(
         None, "longest prompt of any turn; null: trainer.max_prompt_length", at_least=1
     )
@@ -500,6 +506,11 @@ class GeneratorConfig:
     max_retries: int = setting(
         1, "retries before a failed trajectory is replaced by a masked placeholder", at_least=0
     )
+
+    @property
+    def turn_limit(self) -> int:
+        """Maximum turns of a trajectory."""
+        return TURN_LIMIT if self.max_turns is None else self.max_turns
 
     def samples(self, phase: str) -> int:
         """Return the trajectories per prompt in "train" or "eval"."""

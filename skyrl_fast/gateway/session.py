@@ -219,7 +219,7 @@ class Session:
             self.counts["repeated_calls"] += 1
             known.meet_client()
             return known
-        limit = self.policy.config.max_turns
+        limit = self.policy.config.turn_limit
         if self._num_choices + call.num_choices > limit:
             self._refuse(call, MAX_TURNS)
             text = f"the trajectory has had its {limit} calls (generator.max_turns)"

@@ -99,8 +99,10 @@ class _EnvEpisode:
         if loop.calls.policies:
             self.policy = loop.calls.policies[0]  # unless the row names another one
             self._name_policies(self.prompt.env_extras.get("policy"))
-        # The environment ends the episode at its own max_turns: pass it our limit.
-        extras = {**self.prompt.env_extras, "max_turns": loop.config.max_turns}
+        extras = dict(self.prompt.env_extras)
+        if loop.config.max_turns is not None:
+            # The environment ends the episode at its own max_turns: pass it our limit.
+            extras["max_turns"] = loop.config.max_turns
         self.env = await loop.env_factory.make(self.prompt.env_class, extras)
         messages = await self.env.init(self.prompt.messages)
         template = loop.chat_template(self.prompt)
@@ -125,7 +127,7 @@ class _EnvEpisode:
         renders_all = loop.config.context == "retemplate"  # for each prompt
         before: list[int] = []  # the last prompt
         kept = TokenIds([])  # the same, as its step has it
-        for turn in range(loop.config.max_turns):
+        for turn in range(loop.config.turn_limit):
             prompt_token_ids = await _off_loop(
                 characters if renders_all else 0, context.prompt_token_ids
             )
@@ -143,7 +145,7 @@ class _EnvEpisode:
             self.unparsed += parsed.failed
             loop.board.set_phase(entry, ACTING, attempt=entry.attempt, turn=turn)
             answer = await env.step(Action(text, parsed.tool_calls, parsed.failed))
-            last = answer.done or turn + 1 == loop.config.max_turns
+            last = answer.done or turn + 1 == loop.config.turn_limit
             # Prompts share their parts: a copy in each step would be quadratic in the turns.
             before, kept = prompt_token_ids, grown_ids(prompt_token_ids, before, kept)
             step = Step.from_generation(

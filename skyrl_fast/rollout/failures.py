@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 
 from skyrl_fast.errors import RunError
@@ -15,6 +16,7 @@ log = logging.getLogger(__name__)
 
 MAX_LOGGED_FAILURES = 5  # of one batch; the others are only counted
 MAX_FAILED_BATCHES = 3  # in a row: chance does not explain that many
+_EXCEPTION = re.compile(r"environment \S+: \w+ raised \w+: ")
 
 
 class RolloutError(RunError):
@@ -58,13 +60,20 @@ def log_failures(trajectories: Sequence[Trajectory]) -> None:
         log.warning("  and %d more", len(failed) - MAX_LOGGED_FAILURES)
 
 
+def _has_one_exception(trajectories: Sequence[Trajectory]) -> bool:
+    """Return whether the same call of an environment raised the same type in each of them."""
+    found = {_EXCEPTION.match(t.failure or "") for t in trajectories}
+    return None not in found and len({match[0] for match in found if match}) == 1
+
+
 class FailureWatch:
     """End a run in which every trajectory fails.
 
     A failed trajectory never ends a training step, not even if all of a batch fail. A wrong setup
     (an environment that is not registered, a missing database) fails every time: after three
-    completely failed batches in a row, training or evaluation, an error is raised, and at the end
-    of a shorter run without any usable trajectory.
+    completely failed batches in a row, training or evaluation, an error is raised, after the first
+    one if the same exception of an environment ended all of its trajectories, and at the end of a
+    shorter run without any usable trajectory.
     """
 
     def __init__(self) -> None:
@@ -73,13 +82,18 @@ class FailureWatch:
         self._first: Trajectory | None = None  # of the last failed batch
 
     def see(self, trajectories: Sequence[Trajectory]) -> None:
-        """Record a finished batch; RolloutError if three in a row have failed completely."""
+        """Record a finished batch; RolloutError if no further one can be expected to succeed."""
         if not trajectories or any(t.failure is None for t in trajectories):
             self._in_a_row = 0
             self._usable = self._usable or bool(trajectories)
             return
         self._in_a_row += 1
         self._first = trajectories[0]
+        if len(trajectories) > 1 and _has_one_exception(trajectories):
+            raise RolloutError(
+                f"every trajectory of a batch, {len(trajectories)}, failed by the same exception, "
+                f"the first of them ({self._first.uid}): {log_line(self._first.failure)}"
+            )
         if self._in_a_row >= MAX_FAILED_BATCHES:
             raise RolloutError(
                 f"every trajectory of {self._in_a_row} batches in a row failed; the last time "

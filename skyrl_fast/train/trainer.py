@@ -24,12 +24,12 @@ from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import Config, max_input_length, to_dict
 from skyrl_fast.rollout.failures import FailureWatch, fail_infinite_rewards, log_failures
 from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.train.algorithm.batch_warnings import BatchWarnings
 from skyrl_fast.train.algorithm.dynamic_sampling import GroupSampling
 from skyrl_fast.train.algorithm.off_policy import warn_of_stale_tokens
 from skyrl_fast.train.algorithm.policies import split_by_policy
 from skyrl_fast.train.algorithm.sequence_scope import Sequences
 from skyrl_fast.train.algorithm.training_rows import SampledRows
-from skyrl_fast.train.algorithm.unread_rewards import UnreadRewardsWatch
 from skyrl_fast.train.callbacks import Callback, CallbackList
 from skyrl_fast.train.checkpoint.local import STATE, CheckpointError, read_state, write_json
 from skyrl_fast.train.checkpoint.starting_point import checkpoint_folder
@@ -171,7 +171,7 @@ class Trainer:
         self._failures = FailureWatch()
         self._divergence = {name: DivergenceWatch() for name in components.trained}
         self._memory = PeakMemory(components.policy.device)
-        self._unread_rewards = UnreadRewardsWatch(config)
+        self._batch_warnings = BatchWarnings(config)
         self._source = BatchSource(config, self._failures)
         self._flow: GroupFlow | None = None
 
@@ -373,6 +373,7 @@ class Trainer:
         times: dict[str, float],
     ) -> tuple[list[_TrainedPart], dict[str, float]]:
         """Train each policy on its own steps; return what was trained, and metrics."""
+        self._batch_warnings.see_batch(trajectories)
         names = [name for name in self._components.trained if name is not None]
         if not names:
             part, metrics = await self._train_policy(None, trajectories, find_rows, times)
@@ -399,7 +400,7 @@ class Trainer:
         find_rows: Callable[[], SampledRows | None],
         times: dict[str, float],
     ) -> tuple[_TrainedPart, dict[str, float]]:
-        self._unread_rewards.see(trajectories)
+        self._batch_warnings.see_policy(trajectories)
         # In the thread, too: `find_rows` joins the rows that dynamic sampling has built.
         work = self._compute(lambda: training_batch(trajectories, self._config, find_rows()))
         batch, units, metrics = await self._timed("batch", times, work)

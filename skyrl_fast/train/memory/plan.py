@@ -481,7 +481,7 @@ def _pass_tokens(config: Config, length: int) -> tuple[int, str]:
     scope = policy_loss_spec(trainer.algorithm).scope
     # Rows of a context that only grows share a sequence.
     grows = generator.context != "retemplate" and not config.agent.is_set
-    rows = 1 if grows else generator.max_turns
+    rows = 1 if grows else generator.turn_limit
     ranks = trainer.policy.sequence_parallel_size  # that share a pass
     prompts, samples = trainer.policy_mini_batch_size, generator.n_samples_per_prompt
     mini_batch = prompts * samples * rows * length
@@ -492,7 +492,7 @@ def _pass_tokens(config: Config, length: int) -> tuple[int, str]:
     if longest > trainer.max_tokens_per_microbatch:
         return longest, "generator.max_input_length"
     # A pass has rows of one mini-batch; a tree of answers has their prompt once.
-    if trainer.rows == "tree" and grows and generator.max_turns == 1:
+    if trainer.rows == "tree" and grows and generator.turn_limit == 1:
         mini_batch -= prompts * (samples - 1) * max_input_length(config)
     if mini_batch < trainer.max_tokens_per_microbatch:
         return mini_batch, "trainer.policy_mini_batch_size"

@@ -23,6 +23,7 @@ from skyrl_fast.config import (
     ConfigSource,
     as_config,
     check_config,
+    max_input_length,
     to_dict,
 )
 from skyrl_fast.gateway.agents.task import AgentTask
@@ -396,6 +397,18 @@ class _EvalRewards(Callback):
         self.rewards[step] = metrics[EVAL_REWARD]
 
 
+def _limits_text(config: Config) -> str:
+    """Return what ends a trajectory, each limit with its setting."""
+    generator = config.generator
+    is_set = generator.max_input_length is not None
+    prompts = "generator.max_input_length" if is_set else "trainer.max_prompt_length"
+    return (
+        f"a trajectory has at most {generator.turn_limit} turns (generator.max_turns), prompts of "
+        f"{max_input_length(config)} tokens ({prompts}), answers of "
+        f"{generator.sampling_params.max_generate_length} (sampling_params.max_generate_length)"
+    )
+
+
 async def _run_loop(
     config: Config,
     components: Components,
@@ -405,6 +418,7 @@ async def _run_loop(
     make_rollouts: MakeRollouts,
     signals: StopSignals,
 ) -> tuple[Progress, int | None]:
+    display.say(_limits_text(config))
     display.say("starting the engine ...")
     with as_setup_error():
         # The engine last: it takes minutes, and whatever else can fail has failed by now.

@@ -15,6 +15,7 @@ from pathlib import Path
 # How often a waiting torch thread polls for work before it sleeps. By default it polls for about a
 # millisecond: next to any other busy process, this makes a step of a tiny model ten times as long.
 SPINS = "2000"
+TRAIN_OPTIONS = ("--verbose",)  # of `skyrl-fast train`, passed on
 
 
 def _nothing(folder: Path) -> AbstractContextManager[Sequence[str]]:
@@ -78,6 +79,16 @@ def main(
 def run(recipe: Recipe, base: Path, overrides: Sequence[str], *, is_resumed: bool) -> int:
     """Prepare and train a recipe in a folder; return the exit code of the training."""
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # torch reads it when it is first imported
+    from skyrl_fast.config.loading import load_config
+    from skyrl_fast.setting import ConfigError
+
+    config = recipe.config.absolute()
+    settings_given = [word for word in overrides if word not in TRAIN_OPTIONS]
+    try:
+        load_config(config, settings_given)  # before minutes of data and warm start
+    except ConfigError as error:
+        print(f"skyrl-fast: {error}", file=sys.stderr)
+        return error.exit_code
     try:
         base.mkdir(parents=True, exist_ok=True)
         os.chdir(base)
@@ -89,4 +100,4 @@ def run(recipe: Recipe, base: Path, overrides: Sequence[str], *, is_resumed: boo
 
     resume = ["--resume"] if is_resumed else []
     with recipe.service(recipe.folder) as settings:
-        return skyrl_fast(["train", str(recipe.config), *resume, *settings, *overrides])
+        return skyrl_fast(["train", str(config), *resume, *settings, *overrides])

@@ -205,3 +205,15 @@ def test_runs_without_a_label_are_curves_of_their_own(
 def test_unhealthy_ends_are_warned_of(metric: str, values: list[float], warns: bool) -> None:
     rows = [{"step": step, metric: value} for step, value in enumerate(values)]
     assert [line.split()[0] for line in find_warnings([{"step": 0}, *rows])] == [metric] * warns
+
+
+@pytest.mark.parametrize(
+    ("override", "wanted"),
+    [("trainer.polcy.x=3", "did you mean trainer.policy"), ("--foo", "expected dotted.key=value")],
+)
+def test_quickstart_names_a_wrong_setting_before_it_makes_anything(
+    override: str, wanted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["quickstart", "--base", str(tmp_path), override]) == 2
+    assert wanted in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -14,6 +14,16 @@ from skyrl_fast import cli
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/guide/environments.md").read_text(encoding="utf-8")
 GUESS = PAGE.partition("```python\n# guess_env.py\n")[2].partition("```")[0]
+AGENT_OF_FORMS = """
+async def solve(task):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for _ in range(2):
+        await task.async_openai.chat.completions.create(
+            model=task.model, messages=task.row["prompt"], response_format=form
+        )
+    return 1.0
+"""
 OTHERS = """
 import time
 import numpy as np
@@ -215,3 +225,22 @@ def test_an_agent_is_tried_with_scripted_answers(
     assert "'guesses': 2.0" in shown
     assert cli.main([*command, "green"]) == 1
     assert "failed (env_error): agent.function: LookupError: given up" in capsys.readouterr().out
+
+
+async def test_it_runs_under_the_event_loop_of_a_notebook(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["try", config, "--answers", "red"]) == 0
+    assert "rewards: 1; ended by stop" in capsys.readouterr().out
+
+
+@pytest.mark.vllm
+def test_an_agent_may_ask_for_a_form_of_scripted_answers(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "forms.py").write_text(AGENT_OF_FORMS)
+    settings = [f"agent.function={tmp_path}/forms.py:solve", "environment.env_class=x"]
+    assert cli.main(["try", config, *settings, "--answers", '{"a": 1}', '{"a": 2}']) == 0
+    printed = capsys.readouterr().out
+    assert 'answer: {"a": 1}' in printed
+    assert "rewards: 0 1; ended by stop" in printed

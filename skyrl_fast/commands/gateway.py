@@ -21,6 +21,7 @@ from skyrl_fast.commands.command import (
     log_to_stderr,
     needs_extra,
 )
+from skyrl_fast.system.event_loop import run_coroutine
 
 if TYPE_CHECKING:
     from skyrl_fast.config import Config
@@ -77,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
         import skyrl_fast.gateway.server  # noqa: F401
     with as_usage_error(ValueError, ImportError):
         config = _config(options)
-        asyncio.run(_serve(config))
+        run_coroutine(_serve(config))
     return 0
 
 

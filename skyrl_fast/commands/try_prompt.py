@@ -22,6 +22,7 @@ from skyrl_fast.commands.command import (
     log_to_stderr,
     needs_extra,
 )
+from skyrl_fast.system.event_loop import run_coroutine
 from skyrl_fast.system.printable import printable
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
     with as_usage_error(ValueError, OSError, ImportError):
         config = _limit_attempts(load_config(options.config, options.overrides), options)
         play = _run_sampled if options.engine else partial(_run_scripted, options=options)
-        attempt = asyncio.run(play(config, _prompt(config, options.prompt)))
+        attempt = run_coroutine(play(config, _prompt(config, options.prompt)))
     sys.stdout.write(_attempt_text(attempt))
     unread = unread_rewards(config, attempt.trajectories)
     if unread is not None:

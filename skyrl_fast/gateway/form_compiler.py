@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from skyrl_fast.gateway.form_limits import FormError, check_form
+from skyrl_fast.rollout.scripted import PlainTokenizer
 from skyrl_fast.rollout.workers.calls import ProcessCalls
 from skyrl_fast.rollout.workers.protocol import CallResult, HandlerSettings
 
@@ -46,7 +47,9 @@ class FormCompiler:
     def __init__(self, tokenizer: Any) -> None:
         self._calls = ProcessCalls(_Settings(tokenizer), MAX_PROCESSES)
         self._refusals: dict[str, str] = {}  # "" for a form that is fine
-        self._has_compiler = importlib.util.find_spec(COMPILER) is not None
+        # The plain tokenizer of scripted answers has no vocabulary to compile a form for.
+        is_plain = isinstance(tokenizer, PlainTokenizer)
+        self._has_compiler = not is_plain and importlib.util.find_spec(COMPILER) is not None
 
     async def check(self, form: Mapping[str, Any]) -> None:
         """Raise FormError if vLLM's structured outputs are too large, invalid, or take too long.

@@ -8,9 +8,10 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
+
+from skyrl_fast.system.event_loop import run_coroutine
 
 T = TypeVar("T")
 
@@ -47,13 +48,7 @@ class StopSignals:
         Raises:
             KeyboardInterrupt, SystemExit: a signal was received before `handle_by`.
         """
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return asyncio.run(self._main(work))
-        # A running loop cannot run another one in its thread.
-        with ThreadPoolExecutor(1, thread_name_prefix="train") as thread:
-            return thread.submit(asyncio.run, self._main(work)).result()
+        return run_coroutine(self._main(work))
 
     def handle_by(self, handle: Callable[[int], None]) -> None:
         """Call `handle(number)` in the event loop's thread from now on."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from scripts.published_models import BILLIONS, model_folder
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.train.memory.device_plan import GIB, MemoryPlan, gib
-from skyrl_fast.train.memory.plan import plan_memory
+from skyrl_fast.train.memory.plan import plan_with_remedies
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/reference/hardware.md"
 MEMORY = {"24 GB": 23.5, "48 GB": 47, "80 GB": 79, "141 GB": 139}  # GiB that torch reports, about
@@ -63,7 +63,8 @@ def row(name: str, rank: int) -> str:
 def _cell(model: Path, capacity: int, rank: int) -> str:
     for count in COUNTS:
         plan, tokens = _plan(model, count, capacity, rank), ""
-        fewer = [one for one in plan.remedies if one.startswith(TOKENS) and " " not in one]
+        found = () if plan.remedies is None else plan.remedies.settings
+        fewer = [one for one in found if one.startswith(TOKENS) and " " not in one]
         if fewer:
             plan = _plan(model, count, capacity, rank, *fewer)
             tokens = f", {int(fewer[0].removeprefix(TOKENS)):,} tokens"
@@ -80,7 +81,7 @@ def _plan(model: Path, count: int, capacity: int, rank: int, *others: str) -> Me
         f"trainer.policy.model.lora.rank={rank}",
         f"trainer.placement.policy_num_gpus_per_node={count}",
     ]
-    return plan_memory(load_config(None, overrides), capacity=capacity, num_gpus=count)
+    return plan_with_remedies(load_config(None, overrides), capacity=capacity, num_gpus=count)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,13 @@ from skyrl_fast.train import run as run_module
 from skyrl_fast.train.memory import plan as memory_plan
 from skyrl_fast.train.memory.activations import ModelSize, load_model_config, model_size
 from skyrl_fast.train.memory.device_plan import GIB, MemoryPlan
-from skyrl_fast.train.memory.plan import engine_bytes, gpu_memory, head_bytes, plan_memory
+from skyrl_fast.train.memory.plan import (
+    engine_bytes,
+    gpu_memory,
+    head_bytes,
+    plan_memory,
+    plan_with_remedies,
+)
 from skyrl_fast.train.model.policy import recomputes_activations
 from skyrl_fast.train.setup import gpu_sharing
 from skyrl_fast.train.setup.errors import SetupError
@@ -177,20 +183,20 @@ def test_ranks_of_all_nodes_share_weights_and_long_rows(small: Path) -> None:
     eight = ["trainer.placement.policy_num_gpus_per_node=4", "trainer.placement.policy_num_nodes=2"]
     long = ["trainer.max_tokens_per_microbatch=4096", "generator.max_input_length=512"]
     long += ["generator.sampling_params.max_generate_length=30208"]
-    plan = plan_memory(config_of(small, *eight, *long), capacity=GPU // 8)
+    plan = plan_with_remedies(config_of(small, *eight, *long), capacity=GPU // 8)
     assert sizes(plan)["AdamW's moments"] == 8 * 494_032_768 // 8
     assert "activations of 30,720 tokens, with checkpointing" in sizes(plan)
     assert not plan.fits
     shared = "trainer.policy.sequence_parallel_size=2"
-    assert shared in plan.remedies
+    assert shared in plan.remedies.settings
     with pytest.raises(ConfigError, match="sequence_parallel_size: wanted a divisor of 14 heads"):
         plan_memory(config_of(small, *eight, *long, shared[:-1] + "4"), capacity=GPU // 8)
     plan = plan_memory(config_of(small, *eight, *long, shared), capacity=GPU // 8)
     assert "activations of 15,360 tokens, with checkpointing" in sizes(plan)
     assert plan.fits
     longer = [*long, "generator.sampling_params.max_generate_length=122368"]  # too long for two
-    plan = plan_memory(config_of(small, *eight, *longer), capacity=GPU // 8)
-    assert not any("sequence_parallel_size" in remedy for remedy in plan.remedies)
+    plan = plan_with_remedies(config_of(small, *eight, *longer), capacity=GPU // 8)
+    assert not any("sequence_parallel_size" in remedy for remedy in plan.remedies.settings)
 
 
 @pytest.mark.spec("memory.sleep")
@@ -213,9 +219,9 @@ def test_a_sleeping_engine_leaves_the_update_its_memory(small: Path) -> None:
     assert awake.engine_share is not None and awake.engine_share < 0.7
     tight = num_bytes("16GiB")
     assert plan_memory(config_of(small), capacity=tight).fits
-    refused = plan_memory(config_of(small, off), capacity=tight)
+    refused = plan_with_remedies(config_of(small, off), capacity=tight)
     assert not refused.fits
-    assert "generator.inference_engine.enable_sleep_mode=null" in refused.remedies
+    assert "generator.inference_engine.enable_sleep_mode=null" in refused.remedies.settings
 
 
 def test_an_adapters_base_and_the_engine_have_the_gpu_by_turns(small: Path) -> None:
@@ -437,11 +443,11 @@ def test_undivided_losses_ignore_the_budget(small: Path) -> None:
 def test_names_the_setting_that_makes_it_fit(small: Path) -> None:
     budget = "trainer.max_tokens_per_microbatch=65536"
     config = config_of(small, "trainer.gradient_checkpointing=false", budget)
-    plan = plan_memory(config, capacity=GPU)
+    plan = plan_with_remedies(config, capacity=GPU)
     assert not plan.fits
-    assert "trainer.gradient_checkpointing=true" in plan.remedies
-    assert "trainer.max_tokens_per_microbatch=32768" in plan.remedies
-    for remedy in plan.remedies:
+    assert "trainer.gradient_checkpointing=true" in plan.remedies.settings
+    assert "trainer.max_tokens_per_microbatch=32768" in plan.remedies.settings
+    for remedy in plan.remedies.settings:
         changed = config_of(small, "trainer.gradient_checkpointing=false", budget, remedy)
         assert plan_memory(changed, capacity=GPU).fits
 
@@ -455,7 +461,10 @@ def test_rounded_residual_stream_halves_checkpointed_activations(small: Path) ->
         found = sizes(plan_memory(config, capacity=GPU))[name]
         assert found == pytest.approx(16384 * kib * 1024, rel=0.01)
     tight = num_bytes("13.5GiB")
-    assert "trainer.residual_dtype=auto" in plan_memory(config_of(small), capacity=tight).remedies
+    assert (
+        "trainer.residual_dtype=auto"
+        in plan_with_remedies(config_of(small), capacity=tight).remedies.settings
+    )
 
 
 @pytest.mark.spec("memory.remedies")
@@ -465,17 +474,54 @@ def test_combines_settings_where_none_is_enough(small: Path) -> None:
         "trainer.gradient_checkpointing=false",
         "generator.inference_engine.gpu_memory_utilization=0.8",
     )
-    plan = plan_memory(config, capacity=num_bytes("20GiB"))
-    assert plan.remedies == (
+    plan = plan_with_remedies(config, capacity=num_bytes("20GiB"))
+    assert plan.remedies.settings == (
         "trainer.gradient_checkpointing=true "
         "generator.inference_engine.gpu_memory_utilization=null",
     )
     ipc = config_of(small, "generator.inference_engine.weight_sync_backend=ipc")
-    found = plan_memory(ipc, capacity=num_bytes("12.5GiB")).remedies
+    found = plan_with_remedies(ipc, capacity=num_bytes("12.5GiB")).remedies.settings
     assert found and not any("num_gpus" in remedy for remedy in found)
-    tiny = plan_memory(config, capacity=num_bytes("1GiB"))
-    assert tiny.remedies == ()
-    assert "no setting is enough" in str(tiny)
+
+
+@pytest.mark.spec("memory.nearest")
+def test_where_nothing_fits_the_nearest_is_named(small: Path) -> None:
+    plan = plan_with_remedies(config_of(small), capacity=num_bytes("1GiB"), num_gpus=1)
+    found = plan.remedies
+    assert (found.settings, found.by_lora, found.shorter) == ((), (), ())
+    assert "nothing fits; tried: smaller micro-batches, residual_dtype, 8-bit moments" in str(plan)
+    changed = config_of(small, *found.nearest.split())
+    nearest = plan_memory(changed, capacity=num_bytes("1GiB"))
+    lacking = max(device.total - device.capacity for device in nearest.devices)
+    assert lacking == found.lacking_bytes > 0
+    assert f"the nearest lacks {lacking / GIB:.1f} GiB: {found.nearest}" in str(plan)
+
+
+@pytest.mark.spec("memory.remedies")
+@pytest.mark.parametrize(
+    ("memory", "overrides", "num_gpus"),
+    [
+        ("8GiB", [], 1),  # all weights do not fit
+        ("5GiB", ["trainer.policy.model.lora.rank=8"], 1),
+        ("10GiB", ["generator.max_input_length=8192"], 4),
+        pytest.param(  # with shorter rows
+            "3GiB", ["generator.max_input_length=8192"], 1, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_each_proposal_fits_and_takes_no_more_gpus(
+    memory: str, overrides: list[str], num_gpus: int, small: Path
+) -> None:
+    capacity = num_bytes(memory)
+    config = config_of(small, *overrides)
+    found = plan_with_remedies(config, capacity=capacity, num_gpus=num_gpus).remedies
+    proposals = [*found.settings, *found.by_lora, *found.shorter]
+    assert proposals
+    for proposal in proposals:
+        changed = config_of(small, *overrides, *proposal.split())
+        assert plan_memory(changed, capacity=capacity, num_gpus=num_gpus).fits, proposal
+        assert changed.trainer.placement.policy_num_gpus_per_node <= num_gpus
+        assert changed.generator.inference_engine.tensor_parallel_size <= num_gpus
 
 
 ALWAYS = ("multi_turn_qwen2.5_0.5b", "qwen2.5_coder_7b")  # one GPU, and several

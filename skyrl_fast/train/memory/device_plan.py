@@ -42,6 +42,44 @@ class DevicePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Remedies:
+    """Settings with which a run would fit, each as words of a command line.
+
+    Args:
+        settings: that change neither what is trained nor its rows: each alone, else together.
+        by_lora: the same with an adapter in place of all weights.
+        shorter: with shorter rows, looked for where neither of these fits.
+        tried: names of what was changed.
+        nearest: the combination that lacks least, where none fits.
+        lacking_bytes: on its fullest device.
+    """
+
+    settings: tuple[str, ...] = ()
+    by_lora: tuple[str, ...] = ()
+    shorter: tuple[str, ...] = ()
+    tried: tuple[str, ...] = ()
+    nearest: str = ""
+    lacking_bytes: int = 0
+
+    def __str__(self) -> str:
+        groups = {
+            "it would fit with:": self.settings,
+            "it would fit by LoRA, in place of all weights, with:": self.by_lora,
+            "it would fit with shorter rows:": self.shorter,
+        }
+        lines = []
+        for title, found in groups.items():
+            if found:
+                lines += [title, *(f"  {one}" for one in found)]
+        if not lines:
+            lines = [
+                f"nothing fits; tried: {', '.join(self.tried)}",
+                f"the nearest lacks {gib(self.lacking_bytes)} GiB: {self.nearest or 'as it is'}",
+            ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """The memory of a run.
 
@@ -55,7 +93,8 @@ class MemoryPlan:
             rank.
         saved_logits_bytes: of logits that fit into the rest of it; saving them for the backward
             pass spares a product.
-        remedies: settings with which the run would fit; empty where it fits.
+        remedies: settings with which the run would fit; None where it fits, or none were looked
+            for.
     """
 
     devices: tuple[DevicePlan, ...]
@@ -63,7 +102,7 @@ class MemoryPlan:
     host_bytes: int
     held_gradient_bytes: int = 0
     saved_logits_bytes: int = 0
-    remedies: tuple[str, ...] = ()
+    remedies: Remedies | None = None
 
     @property
     def fits(self) -> bool:
@@ -88,9 +127,9 @@ class MemoryPlan:
             for device in self.devices
             if not device.fits
         ]
-        if not self.remedies:
-            return "\n".join([*lines, "no setting is enough: take a smaller model, or larger GPUs"])
-        return "\n".join([*lines, "it would fit with:", *(f"  {one}" for one in self.remedies)])
+        if self.remedies is not None:
+            lines.append(str(self.remedies))
+        return "\n".join(lines)
 
 
 def gib(num_bytes: int) -> str:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from skyrl_fast.config import Config, ConfigError, max_input_length, policy_loss_spec
+from skyrl_fast.config import Config, max_input_length, policy_loss_spec
 from skyrl_fast.config.settings import LoraConfig, OptimizerConfig, max_response_length
 from skyrl_fast.ops.logprob.linear_rows import COLUMN_MULTIPLE, default_chunk_rows
 from skyrl_fast.rollout.engine.vllm_start import CPU_CACHE_GIB, CPU_CACHE_VARIABLE
@@ -29,6 +29,16 @@ from skyrl_fast.train.memory.activations import (
     model_size,
 )
 from skyrl_fast.train.memory.device_plan import GIB, DevicePlan, Item, MemoryPlan
+from skyrl_fast.train.memory.remedies import (
+    ENGINE,
+    PLACEMENT,
+    SERVER,
+    SHORTER,
+    Axis,
+    find_remedies,
+    one_setting,
+    with_settings,
+)
 from skyrl_fast.train.model.policy import recomputes_activations
 from skyrl_fast.train.parallel.sequence_ranks import check_heads
 from skyrl_fast.train.placement import EnginePlacement, engine_placement
@@ -73,14 +83,14 @@ def gpu_memory(config: Config, *, with_engine: bool = True) -> int | None:
 
 
 def plan_memory(
-    config: Config, *, capacity: int, num_gpus: int = 1, with_engine: bool = True
+    config: Config, *, capacity: int, num_gpus: int | None = None, with_engine: bool = True
 ) -> MemoryPlan:
     """Return the memory plan of a run on GPUs, or with `trainer.device=cpu` in main memory.
 
     Args:
         config: checked settings; of the models only config.json is read.
         capacity: bytes of each GPU, or of the main memory.
-        num_gpus: GPUs of the machine; at least those of the trainer are assumed.
+        num_gpus: GPUs of the machine, of which at least those of the trainer are assumed.
         with_engine: False: nothing is sampled by vLLM, whatever the settings.
 
     Raises:
@@ -88,32 +98,71 @@ def plan_memory(
             long row cannot share the policy's heads.
         UnmeasurableError: a model's code does not run on fake tensors.
     """
-    measure = _Measurements()
+    return _Planner(capacity, num_gpus, with_engine).plan(config)
 
-    def plan_config(config: Config) -> MemoryPlan:
-        local = with_engine and config.engine_in_process
+
+def plan_with_remedies(
+    config: Config, *, capacity: int, num_gpus: int | None = None, with_engine: bool = True
+) -> MemoryPlan:
+    """Return the plan as `plan_memory` does; where it does not fit, with settings that would.
+
+    They are looked for among hundreds of plans, which takes seconds.
+
+    Args:
+        num_gpus: no more are proposed; None: unknown, at most MAX_GPUS are proposed.
+    """
+    planner = _Planner(capacity, num_gpus, with_engine)
+    plan = planner.plan(config)
+    if plan.fits:
+        return plan
+    given = config.trainer.placement.policy_num_gpus_per_node
+    max_gpus = MAX_GPUS if num_gpus is None else max(num_gpus, given)
+    remedies = find_remedies(
+        config,
+        list(_axes(config, with_engine, max_gpus)),
+        lambda settings: planner.plan_changed(config, settings),
+        is_on_gpus=_device(config).type == "cuda",
+    )
+    return replace(plan, remedies=remedies)
+
+
+class _Planner:
+    """Plans settings on one machine; each model is measured once."""
+
+    def __init__(self, capacity: int, num_gpus: int | None, with_engine: bool) -> None:
+        self._capacity = capacity
+        self._num_gpus = num_gpus or 1
+        self._with_engine = with_engine
+        self._measure = _Measurements()
+
+    def plan(self, config: Config) -> MemoryPlan:
+        measure = self._measure
+        local = self._with_engine and config.engine_in_process
         if _device(config).type == "cpu":
-            return _plan_main_memory(_with_dtypes_of_cpu(config), measure, capacity, local)
-        gpus = max(num_gpus, config.trainer.placement.policy_num_gpus_per_node)
+            return _plan_main_memory(_with_dtypes_of_cpu(config), measure, self._capacity, local)
+        gpus = max(self._num_gpus, config.trainer.placement.policy_num_gpus_per_node)
         policy = config.trainer.policy
         text = measure.config(str(policy.model.path)).get_text_config()
         check_heads(text, policy.sequence_parallel_size)
         engine = engine_placement(config, gpus) if local else None
         by = config.generator.inference_engine.weight_sync_backend
-        on_cluster = with_engine and config.engines_on_cluster and by in ("auto", "nccl")
-        return _plan(config, measure, capacity, engine, on_cluster=on_cluster)
+        on_cluster = self._with_engine and config.engines_on_cluster and by in ("auto", "nccl")
+        return _plan(config, measure, self._capacity, engine, on_cluster=on_cluster)
 
-    plan = plan_config(config)
-    if plan.fits:
-        return plan
-
-    def fits(settings: dict[str, Any]) -> bool:
+    def plan_changed(self, config: Config, settings: dict[str, Any]) -> MemoryPlan | None:
+        """Return the plan with settings changed; None where they exclude each other."""
+        changed = with_settings(config, settings)
+        shared = changed.trainer.policy.sequence_parallel_size
+        if changed.trainer.placement.num_ranks % shared:
+            return None
+        # A micro-batch that is smaller than a row has the row all the same.
+        budget = settings.get("trainer.max_tokens_per_microbatch")
+        if budget is not None and budget * shared < _row_length(changed):
+            return None
         try:
-            return plan_config(_with_settings(config, settings)).fits
-        except ConfigError:  # such as ipc with several GPUs
-            return False
-
-    return replace(plan, remedies=tuple(_remedies(config, fits, with_engine)))
+            return self.plan(changed)
+        except ValueError:  # such as ipc with several GPUs
+            return None
 
 
 @dataclass(slots=True)
@@ -229,7 +278,7 @@ def _with_dtypes_of_cpu(config: Config) -> Config:
         "trainer.policy.dtype": config.trainer.policy.dtype,
         "generator.inference_engine.model_dtype": config.generator.inference_engine.model_dtype,
     }
-    return _with_settings(config, {n: "float32" for n, dtype in chosen.items() if dtype == "auto"})
+    return with_settings(config, {n: "float32" for n, dtype in chosen.items() if dtype == "auto"})
 
 
 def _device(config: Config) -> torch.device:
@@ -499,76 +548,60 @@ def _pass_tokens(config: Config, length: int) -> tuple[int, str]:
     return trainer.max_tokens_per_microbatch, "trainer.max_tokens_per_microbatch"
 
 
-def _remedies(
-    config: Config, fits: Callable[[dict[str, Any]], bool], with_engine: bool
-) -> Iterator[str]:
-    """Yield the single settings that make the run fit; else the first combination that does."""
-    steps = list(_candidates(config, with_engine))
-    alone = [found for step in steps if (found := _first(step, fits, {})) is not None]
-    if alone:
-        yield from map(_join_overrides, alone)
-        return
-    chosen: dict[str, Any] = {}
-    for step in steps:
-        found = _first(step, fits, chosen)
-        if found is not None:
-            yield _join_overrides(found)
-            return
-        # No setting is enough alone: the strongest value of each, until one more makes the run fit.
-        chosen |= step[-1]
-
-
-def _candidates(config: Config, with_engine: bool) -> Iterator[list[dict[str, Any]]]:
-    """Yield the values to try of one setting after another, mildest first."""
-    trainer, engine = config.trainer, config.generator.inference_engine
+def _axes(config: Config, with_engine: bool, max_gpus: int) -> Iterator[Axis]:
+    """Yield what may be changed for a run to fit, in the order in which it is preferred."""
+    trainer = config.trainer
+    engine = config.generator.inference_engine
     device = _device(config)
-    on_gpu = device.type == "cuda"
+    on_gpus = device.type == "cuda"
     if not recomputes_activations(trainer, device):
-        yield [{"trainer.gradient_checkpointing": True}]
-    can_sleep = on_gpu and with_engine and not config.max_staleness
+        values = one_setting("trainer.gradient_checkpointing", [True])
+        yield Axis("gradient checkpointing", [*values])
+    can_sleep = on_gpus and with_engine and not config.max_staleness
     if can_sleep and engine.enable_sleep_mode is False:
-        yield [{"generator.inference_engine.enable_sleep_mode": None}]
+        values = one_setting(f"{ENGINE}.enable_sleep_mode", [None])
+        yield Axis("a sleeping engine", [*values])
     if with_engine and engine.gpu_memory_utilization is not None:
-        yield [{"generator.inference_engine.gpu_memory_utilization": None}]
+        values = one_setting(f"{ENGINE}.gpu_memory_utilization", [None])
+        yield Axis("the engine's share", [*values])
     length, budget = _row_length(config), trainer.max_tokens_per_microbatch
-    smaller = [budget >> n for n in range(1, budget.bit_length()) if budget >> n >= length]
+    # Shorter rows, which are tried last, take smaller micro-batches.
+    least = max(1, length // max(SHORTER))
+    smaller = [budget >> n for n in range(1, budget.bit_length()) if budget >> n >= least]
     if smaller:
-        yield [{"trainer.max_tokens_per_microbatch": tokens} for tokens in smaller]
+        values = one_setting("trainer.max_tokens_per_microbatch", smaller)
+        yield Axis("smaller micro-batches", [*values])
     if trainer.residual_dtype == "float32" and _dtype(trainer.policy.dtype) != torch.float32:
-        yield [{"trainer.residual_dtype": "auto"}]
-    ranks, shared = trainer.placement.num_ranks, trainer.policy.sequence_parallel_size
-    if length > budget * shared:
-        sizes = [n for n in (2, 4, MAX_GPUS) if n > shared and ranks % n == 0]
+        yield Axis("residual_dtype", [*one_setting("trainer.residual_dtype", ["auto"])])
+    if on_gpus:
+        yield from _axes_of_gpus(config, with_engine, max_gpus)
+    if with_engine and engine.run_engines_locally:
+        servers = {
+            f"{ENGINE}.run_engines_locally": False,
+            f"{ENGINE}.external_server_urls": [SERVER],
+        }
+        yield Axis("engines on servers", [servers], is_last=True)
+
+
+def _axes_of_gpus(config: Config, with_engine: bool, max_gpus: int) -> Iterator[Axis]:
+    trainer = config.trainer
+    engine = config.generator.inference_engine
+    if trainer.policy.optimizer_config.optimizer == "adamw":
+        name = "trainer.policy.optimizer_config.optimizer"
+        yield Axis("8-bit moments", [*one_setting(name, ["adamw_8bit"])])
+    powers = [n for n in (2, 4, MAX_GPUS) if n <= max_gpus]
+    more = [n for n in powers if n > trainer.placement.policy_num_gpus_per_node]
+    if more:
+        yield Axis("more GPUs", [*one_setting(PLACEMENT, more)])
+    if with_engine and config.engine_in_process:
+        sizes = [n for n in powers if n > engine.tensor_parallel_size]
         if sizes:
-            yield [{"trainer.policy.sequence_parallel_size": n} for n in sizes]
-    num_gpus = trainer.placement.policy_num_gpus_per_node
-    more = [n for n in (2, 4, MAX_GPUS) if n > num_gpus]
-    if more and on_gpu:
-        yield [{"trainer.placement.policy_num_gpus_per_node": n} for n in more]
-    if with_engine:
-        yield [{"generator.inference_engine.run_engines_locally": False}]
-
-
-def _first(
-    step: list[dict[str, Any]], fits: Callable[[dict[str, Any]], bool], before: dict[str, Any]
-) -> dict[str, Any] | None:
-    return next((before | values for values in step if fits(before | values)), None)
-
-
-def _join_overrides(settings: dict[str, Any]) -> str:
-    names = {None: "null", True: "true", False: "false"}
-    return " ".join(
-        f"{key}={names[value] if value is None or isinstance(value, bool) else value}"
-        for key, value in settings.items()
-    )
-
-
-def _with_settings(config: Config, settings: dict[str, Any]) -> Config:
-    def change(section: Any, names: list[str], value: Any) -> Any:
-        first, *rest = names
-        inner = change(getattr(section, first), rest, value) if rest else value
-        return replace(section, **{first: inner})
-
-    for key, value in settings.items():
-        config = change(config, key.split("."), value)
-    return config
+            values = one_setting(f"{ENGINE}.tensor_parallel_size", sizes)
+            yield Axis("tensor parallelism of the engine", [*values])
+    shared = trainer.policy.sequence_parallel_size
+    if _row_length(config) > trainer.max_tokens_per_microbatch * shared:
+        nodes = trainer.placement.policy_num_nodes
+        sizes = [n for n in (2, 4, MAX_GPUS) if shared < n <= max_gpus * nodes]
+        if sizes:
+            values = one_setting("trainer.policy.sequence_parallel_size", sizes)
+            yield Axis("sequence parallelism", [*values])

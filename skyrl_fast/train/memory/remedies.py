@@ -1,0 +1,190 @@
+"""Settings with which a run that does not fit into its memory would.
+
+Every combination of the values below is planned, the mildest first, so that what is proposed was
+planned itself, and "nothing fits" was looked for in the whole grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from skyrl_fast.config import Config
+from skyrl_fast.train.memory.device_plan import MemoryPlan, Remedies
+
+PROPOSED_RANK = 16  # of LoRA
+SHORTER = (2, 4, 8)  # divisors of the lengths of prompts and answers
+SERVER = "http://HOST:8000"
+ENGINE = "generator.inference_engine"
+PLACEMENT = "trainer.placement.policy_num_gpus_per_node"
+
+Settings = dict[str, Any]
+PlanSettings = Callable[[Settings], MemoryPlan | None]  # None: they exclude each other
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One thing to change, with its values from the mildest to the strongest.
+
+    Args:
+        is_last: changed only where all others together are not enough.
+    """
+
+    name: str
+    values: Sequence[Settings]
+    is_last: bool = False
+
+
+def find_remedies(
+    config: Config, axes: Sequence[Axis], plan: PlanSettings, *, is_on_gpus: bool
+) -> Remedies:
+    """Return what makes the run fit: settings alone, else together; by LoRA; with shorter rows.
+
+    Args:
+        axes: what may be changed, in the order in which it is preferred.
+        plan: plans the run with settings changed.
+    """
+    tried = tuple(axis.name for axis in axes)
+    nearest = _Nearest()
+    found = _alone([axis for axis in axes if not axis.is_last], plan)
+    if not found:
+        found = _together({}, axes, plan, nearest)
+    by_lora: list[Settings] = []
+    trains_all = is_on_gpus and not config.trains_adapter
+    if trains_all:
+        tried += ("LoRA",)
+        adapter = {"trainer.policy.model.lora.rank": PROPOSED_RANK}
+        by_lora = _together(adapter, axes, plan, nearest)
+    shorter: list[Settings] = []
+    if not found and not by_lora:
+        tried += ("shorter rows",)
+        shorter = _with_shorter_rows(config, axes, plan, nearest, by_lora=trains_all)
+    return Remedies(
+        tuple(map(join_overrides, found)),
+        tuple(map(join_overrides, by_lora)),
+        tuple(map(join_overrides, shorter)),
+        tried,
+        join_overrides(nearest.settings),
+        nearest.lacking_bytes,
+    )
+
+
+def _alone(axes: Sequence[Axis], plan: PlanSettings) -> list[Settings]:
+    """Return the mildest value of each axis that is enough alone."""
+    found = []
+    for axis in axes:
+        enough = (values for values in axis.values if _fits(plan(values)))
+        first = next(enough, None)
+        if first is not None:
+            found.append(first)
+    return found
+
+
+class _Nearest:
+    """The combination that lacks least."""
+
+    def __init__(self) -> None:
+        self.settings: Settings = {}
+        self.lacking_bytes = 0
+
+    def see(self, settings: Settings, plan: MemoryPlan) -> None:
+        lacking = max(device.total - device.capacity for device in plan.devices)
+        if not self.lacking_bytes or lacking < self.lacking_bytes:
+            self.settings = settings
+            self.lacking_bytes = lacking
+
+
+def _together(
+    base: Settings, axes: Sequence[Axis], plan: PlanSettings, nearest: _Nearest
+) -> list[Settings]:
+    """Return the combination that fits and changes least, added to `base`; [] if there is none."""
+
+    def strength(indices: tuple[int, ...]) -> tuple[int, int, int]:
+        """Return whether a last resort is taken, how many axes change, and how far."""
+        last = sum(index for axis, index in zip(axes, indices, strict=True) if axis.is_last)
+        return last, sum(index > 0 for index in indices), sum(indices)
+
+    choices = [range(len(axis.values) + 1) for axis in axes]  # 0: unchanged
+    for indices in sorted(product(*choices), key=strength):
+        settings = dict(base)
+        for axis, index in zip(axes, indices, strict=True):
+            if index:
+                settings |= axis.values[index - 1]
+        planned = plan(settings)
+        if planned is None:
+            continue
+        if planned.fits:
+            return [settings]
+        nearest.see(settings, planned)
+    return []
+
+
+def _with_shorter_rows(
+    config: Config,
+    axes: Sequence[Axis],
+    plan: PlanSettings,
+    nearest: _Nearest,
+    *,
+    by_lora: bool,
+) -> list[Settings]:
+    """Return what fits with the longest rows that fit."""
+    generator = config.generator
+    prompt = generator.max_input_length or config.trainer.max_prompt_length
+    answer = generator.sampling_params.max_generate_length
+    bases: list[Settings] = [{}]
+    if by_lora:
+        bases.append({"trainer.policy.model.lora.rank": PROPOSED_RANK})
+
+    def shorter(divisor: int) -> list[Settings]:
+        lengths = {
+            "generator.max_input_length": max(1, prompt // divisor),
+            "generator.sampling_params.max_generate_length": max(1, answer // divisor),
+        }
+        found = (_together(base | lengths, axes, plan, nearest) for base in bases)
+        return next(filter(None, found), [])
+
+    shortest = shorter(SHORTER[-1])  # each length takes seconds: none is tried where this fails
+    if not shortest:
+        return []
+    longest = next(filter(None, map(shorter, SHORTER[:-1])), [])
+    return longest or shortest
+
+
+def _fits(plan: MemoryPlan | None) -> bool:
+    return plan is not None and plan.fits
+
+
+def join_overrides(settings: Settings) -> str:
+    """Return the settings as words of a command line."""
+    return " ".join(f"{key}={_value_text(value)}" for key, value in settings.items())
+
+
+def _value_text(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
+    return str(value)
+
+
+def with_settings(config: Config, settings: Settings) -> Config:
+    """Return a copy with the settings of dotted names changed."""
+
+    def change(section: Any, names: list[str], value: Any) -> Any:
+        first, *rest = names
+        inner = change(getattr(section, first), rest, value) if rest else value
+        return replace(section, **{first: inner})
+
+    for key, value in settings.items():
+        config = change(config, key.split("."), value)
+    return config
+
+
+def one_setting(key: str, values: Sequence[Any]) -> Iterator[Settings]:
+    """Yield the settings of an axis that is one setting."""
+    for value in values:
+        yield {key: value}

@@ -32,7 +32,7 @@ NOT_UNDER_TOOLS = "not graph and not offsets_beyond and not compile and not twen
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 TRITON_TESTS = "python_tests/ops/test_triton.py"
 # Of settings, the environment and checkpoints.
-TRAINING_NEEDS = ("omegaconf", "skyrl_gym", "pandas", "xxhash")
+TRAINING_NEEDS = ("omegaconf", "skyrl_gym", "pandas", "requests", "xxhash")
 SECTIONS = (
     *("SpeedOfLight", "MemoryWorkloadAnalysis", "Occupancy", "LaunchStats", "WarpStateStats"),
     "InstructionStats",

@@ -5,7 +5,7 @@ PYTEST = -m pytest -n auto --maxprocesses 8 --dist worksteal
 PY = $(VENV)/bin/python
 unexport PYTHONDONTWRITEBYTECODE # tests start processes that import what this one compiled
 .DEFAULT_GOAL := help
-.PHONY: help setup train gsm8k text2sql search-r1 smollm test latest test-slow spec sizes screenshots sanitize check cuda-check gpu-check bench bench-gpu plot-gpu wheels wheel-test site doctor ext format mutations vllm-check peers peers-fresh bench-peers
+.PHONY: help setup train gsm8k text2sql search-r1 smollm test latest test-slow spec sizes screenshots sanitize check cuda-check gpu-check bench plot-gpu wheels wheel-test site doctor ext format mutations vllm-check peers peers-fresh bench-peers
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -56,7 +56,7 @@ check: setup ## formatting, lint, types
 cuda-check: setup ## CUDA kernels compiled for all architectures (no GPU needed; skips without nvcc)
 	$(PY) -m scripts.cuda_check $(ARGS)
 
-gpu-check: setup ## GPU tests, plain and under compute-sanitizer, and training on a GPU
+gpu-check: setup ## GPU tests, training, benchmarks and compute-sanitizer; writes bench/results/gpu.md (needs a GPU)
 	$(PY) -m scripts.gpu_check $(ARGS)
 
 format: setup ## format the sources
@@ -66,9 +66,6 @@ format: setup ## format the sources
 
 bench: setup ## CPU benchmarks of every op and its alternatives
 	$(PY) -m bench.report $(ARGS)
-
-bench-gpu: setup ## GPU benchmarks; writes bench/results/gpu.md (needs a GPU)
-	$(PY) -m scripts.gpu_bench $(ARGS)
 
 plot-gpu: setup ## plots of bench/results/gpu.json
 	$(PY) -m bench.gpu.plot $(ARGS)

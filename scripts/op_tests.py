@@ -23,3 +23,17 @@ EMULATED_TESTS = tuple(
     f"python_tests/gpu/test_{name}_cuda.py"
     for name in ("advantage", "logprob", "pack", "policy_loss")
 )
+# Further files with tests for a GPU.
+OTHER_GPU_TESTS = tuple(
+    f"python_tests/{name}.py"
+    for name in (
+        "ops/test_masked_logprob_loss",
+        "ops/test_ratio_precision",
+        "ops/test_streams",
+        "ops/test_tree_attention",
+        "train/test_tree_training",
+        "train/test_sequence_ranks",
+        "train/test_ranks",
+        "integrations/test_skyrl_losses",
+    )
+)

@@ -1,14 +1,16 @@
 """A long check in parts: each has a time limit, all run, and a later call resumes the rest.
 
-A part is a command. Its log and result are kept in a folder; parts that have passed at the same
-commit are not run again. With a number of seconds in all, the last parts get what is left, or are
-left for the next call.
+A part is a command. Its log is kept in a folder; its result, and the end of its log, are added to
+two files of another as soon as it ends, so that an interrupted check keeps them. Parts that have
+passed with the same sources are not run again. With a number of seconds in all, a part starts only
+if its predicted seconds are left.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import hashlib
+import importlib.util
 import json
 import os
 import shlex
@@ -18,7 +20,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PASSED = "passed"
 LEFT = "not run yet"
 SITE = "site"  # folder of installed wheels
-SHORTEST = 10.0  # seconds: a part is not started with less
+PREDICTED = 10.0  # seconds of a part that does not say
 STOP_SECONDS = 5.0  # from SIGTERM to SIGKILL
-LAST_LINES = 15  # of a failed part's log
+LAST_LINES = 15  # printed of a failed part's log
+KEPT_LINES = 120  # of each part's log among the results
+SOURCES = ("bench/gpu", "csrc", "python_tests", "scripts", "skyrl_fast")
+NOT_SOURCES = ":!bench/results"  # whose commit changes no result
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +44,17 @@ class Part:
         name: also of its log file.
         command: program and arguments, run in the repository's folder.
         limit: seconds after which it is stopped.
+        predicted: seconds that it should take; with fewer left it is not started.
         environment: further variables.
-        group: parts next to each other with the same group run at the same time; "": alone.
+        needs: modules without which it cannot run.
     """
 
     name: str
     command: tuple[str, ...]
     limit: float
+    predicted: float = PREDICTED
     environment: Mapping[str, str] = field(default_factory=dict)
-    group: str = ""
+    needs: tuple[str, ...] = ()
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +75,7 @@ def run_parts(
     folder: Path,
     options: argparse.Namespace,
     *,
+    results: Path | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
     """Run the parts that have not passed; print a summary; return the exit status.
@@ -76,8 +83,9 @@ def run_parts(
     Args:
         title: of the check, for messages.
         parts: in order of importance.
-        folder: of logs and results.
+        folder: of logs.
         options: parsed `add_options`.
+        results: folder of the results; None: `folder`. Its `gpu_parts.json` says what has passed.
         clock: in seconds.
 
     Raises:
@@ -91,22 +99,19 @@ def run_parts(
         raise SystemExit(f"{title}: no part {', '.join(unknown)}; there are {', '.join(names)}")
     if options.list:
         for part in parts:
-            print(f"{part.name:24} {part.limit:5.0f} s  {shlex.join(part.command)}")
+            seconds = f"{part.predicted:4.0f} s, at most {part.limit:3.0f} s"
+            print(f"{part.name:18} {seconds}  {shlex.join(part.command)}")
         return 0
     folder.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join([str(folder / SITE), os.environ.get("PYTHONPATH", str(ROOT))])
-    results = _Results(folder / "parts.json")
+    record = _Results(folder if results is None else results)
     end = clock() + options.seconds if options.seconds else float("inf")
-    todo = [p for p in parts if p.name in chosen and (options.again or not results.passed(p.name))]
-    for group, members in itertools.groupby(todo, key=lambda part: part.group):
-        batch = list(members)
-        with ThreadPoolExecutor(len(batch) if group else 1) as pool:
-            for name, result in pool.map(
-                lambda part: _run(part, folder, end - clock(), path), batch
-            ):
-                if result is not None:
-                    results.add(name, result)
-    outcomes = {name: results.of(name) for name in chosen}
+    todo = [p for p in parts if p.name in chosen and (options.again or not record.passed(p.name))]
+    for part in todo:
+        result = _run(part, folder, end - clock(), path)
+        if result is not None:
+            record.add(part, result, folder / f"{part.name}.log")
+    outcomes = {name: record.of(name) for name in chosen}
     print(f"\n{title}:")
     for name, outcome in outcomes.items():
         print(f"  {name}: {outcome}")
@@ -117,15 +122,19 @@ def run_parts(
 
 
 class _Results:
-    """Results by part, of one commit."""
+    """Results by part, of one state of the sources, in two files that are written after each."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / "gpu_parts.json"
+        self._log = folder / "gpu_log.txt"
         self._results: dict[str, dict[str, Any]] = {}
-        if path.exists():
-            stored = json.loads(path.read_text())
+        if self._path.exists():
+            stored = json.loads(self._path.read_text())
             if stored["commit"] == commit():
                 self._results = stored["parts"]
+        if not self._results:
+            self._log.unlink(missing_ok=True)
 
     def passed(self, name: str) -> bool:
         return bool(self._results.get(name, {}).get("result") == PASSED)
@@ -134,43 +143,62 @@ class _Results:
         if name not in self._results:
             return LEFT
         found = self._results[name]
-        return f"{found['result']} in {found['seconds']:.0f} s; {found['last_line']}"
+        seconds = f"{found['seconds']:.0f} s (predicted: {found['predicted']:.0f})"
+        return f"{found['result']} in {seconds}; {found['last_line']}"
 
-    def add(self, name: str, result: dict[str, Any]) -> None:
-        self._results[name] = result
+    def add(self, part: Part, result: dict[str, Any], log: Path) -> None:
+        self._results[part.name] = result | {"predicted": part.predicted}
         content = {"commit": commit(), "parts": self._results}
         self._path.write_text(json.dumps(content, indent=1) + "\n")
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        with self._log.open("a") as out:
+            out.write(f"== {part.name}: {self.of(part.name)}\n")
+            out.writelines(f"{line}\n" for line in lines[-KEPT_LINES:])
 
 
 def commit() -> str:
-    """Return the commit of the sources, marked if they differ from it; "unknown" outside of git."""
-    git = ["git", "-C", str(ROOT)]
+    """Return the last commit of the sources, marked if they differ; outside of git, a digest."""
+    git = ("git", "-C", str(ROOT))
+    last = (*git, "log", "-1", "--format=%h", "--", ".", NOT_SOURCES)
+    changed = (*git, "status", "--porcelain", "--untracked-files=no", "--", ".", NOT_SOURCES)
     try:
-        found = subprocess.run([*git, "describe", "--always", "--dirty"], capture_output=True)
+        found = [subprocess.run(command, capture_output=True) for command in (last, changed)]
     except FileNotFoundError:
-        return "unknown"
-    return found.stdout.decode().strip() if found.returncode == 0 else "unknown"
+        return source_digest()
+    if any(done.returncode for done in found) or not found[0].stdout.strip():
+        return source_digest()
+    mark = "-dirty" if found[1].stdout.strip() else ""
+    return found[0].stdout.decode().strip() + mark
+
+
+def source_digest() -> str:
+    """Return a digest of the files of `SOURCES`, without compiled ones."""
+    digest = hashlib.sha256()
+    for folder in SOURCES:
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.is_file() and path.suffix not in (".pyc", ".so"):
+                digest.update(f"{path.relative_to(ROOT)} {path.stat().st_size}\n".encode())
+                digest.update(path.read_bytes())
+    return f"sources-{digest.hexdigest()[:12]}"
 
 
 def _installation(wheels: Path, site: Path) -> Part:
     """Return the part that installs a folder's wheels."""
     pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps")
     files = sorted(map(str, wheels.glob("*.whl")))
-    return Part("wheels", (*pip, "--upgrade", "--target", str(site), *files), 120)
+    return Part("wheels", (*pip, "--upgrade", "--target", str(site), *files), 120, 20)
 
 
-def _run(
-    part: Part, folder: Path, seconds: float, python_path: str
-) -> tuple[str, dict[str, Any] | None]:
-    """Run a part within the seconds; return its name and result (None: too few seconds)."""
+def _run(part: Part, folder: Path, seconds: float, python_path: str) -> dict[str, Any] | None:
+    """Run a part within the seconds; return its result; None: too few seconds."""
     limit = min(part.limit, seconds - STOP_SECONDS)
-    if limit < min(SHORTEST, part.limit):
-        return part.name, None
-    if shutil.which(part.command[0]) is None:
-        missing = f"failed: {part.command[0]} is not on PATH"
-        print(f"{part.name}: {missing}", flush=True)
-        return part.name, {"result": missing, "seconds": 0.0, "last_line": ""}
+    if limit < min(part.predicted, part.limit):
+        return None
     log = folder / f"{part.name}.log"
+    if missing := _missing(part, folder / SITE):
+        log.unlink(missing_ok=True)
+        print(f"{part.name}: failed: {missing}", flush=True)
+        return {"result": f"failed: {missing}", "seconds": 0.0, "last_line": ""}
     began = time.monotonic()
     with log.open("w") as out:
         process = subprocess.Popen(
@@ -192,12 +220,25 @@ def _run(
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     shown = lines[-1:] if result == PASSED else lines[-LAST_LINES:]
     print("\n  ".join([f"{part.name}: {result}", *shown]), flush=True)
-    found = {
+    return {
         "result": result,
         "seconds": time.monotonic() - began,
         "last_line": "".join(lines[-1:]),
     }
-    return part.name, found
+
+
+def _missing(part: Part, site: Path) -> str:
+    """Return what the part needs and is not here, or ""."""
+    if shutil.which(part.command[0]) is None:
+        return f"{part.command[0]} is not on PATH"
+    modules = [
+        name
+        for name in part.needs
+        if importlib.util.find_spec(name) is None and not (site / name).is_dir()
+    ]
+    if modules:
+        return f"expected {', '.join(modules)}, got no such module; --wheels FOLDER installs them"
+    return ""
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -32,7 +32,7 @@ def main() -> None:
     if not options.results.exists():
         print(
             f"plot-gpu: there is no result yet ({options.results.name} does not exist): nothing "
-            "has been measured on a GPU; make bench-gpu writes it"
+            "has been measured on a GPU; make gpu-check writes it"
         )
         sys.exit(NO_RESULT)
     report = json.loads(options.results.read_text())

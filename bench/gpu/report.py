@@ -5,7 +5,7 @@
 Writes bench/results/gpu.json and bench/results/gpu.md with the GPU, driver and versions, and for
 each time its share of the floor: the bytes that must move, at the bandwidth of a copy measured in
 the same run. `--only` replaces only these groups, so that a full run can be done in parts, as
-`make bench-gpu` does. `--ours` leaves the others' code out, for first figures, and saves nothing.
+`make gpu-check` does. `--ours` leaves the others' code out, for first figures.
 `--device cpu --tiny` is a smoke test without a GPU and saves nothing.
 """
 
@@ -43,20 +43,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="substring of the names of the groups to run")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--ours", action="store_true", help="only this package; saves nothing")
+    parser.add_argument("--ours", action="store_true", help="only this package")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, for a smoke test")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of gpu.json and gpu.md")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("bench-gpu: there is no GPU here; nothing was measured")
-    saves = options.device == "cuda" and not (options.tiny or options.ours)
+        sys.exit("gpu report: there is no GPU here; nothing was measured")
+    saves = options.device == "cuda" and not options.tiny
     report: dict[str, Any] = {}
     chosen = {"tiny": options.tiny, "only": options.only, "ours": options.ours}
     for report in measured(options.device, **chosen):
         if saves:  # after every case: an interrupted run keeps its results
             save(report, options.out)
     if not report:
-        sys.exit(f"bench-gpu: no group's name contains {options.only!r}")
+        sys.exit(f"gpu report: no group's name contains {options.only!r}")
     print(table(report))
     failed = [
         f"{e['group']}, {e['contender']}"
@@ -64,7 +64,7 @@ def main() -> None:
         if e["contender"].startswith(OURS) and e.get("skipped", "").startswith(FAILS)
     ]
     if failed:
-        sys.exit("bench-gpu: ours failed: " + "; ".join(failed))
+        sys.exit("gpu report: ours failed: " + "; ".join(failed))
 
 
 def save(report: dict[str, Any], folder: Path) -> None:

@@ -132,6 +132,6 @@ def test_doctor_counts_and_measures(untrusted: Path, monkeypatch: pytest.MonkeyP
     assert kernels.status == doctor.PROBLEM
     assert kernels.found == "1 of 8 ops equal to torch, 1 different, 6 not used yet"
     assert "kl_penalty (native)" in kernels.advice
-    table = doctor.gpu_table()
+    table = "\n".join(doctor.gpu_table())
     assert "| kl_penalty | k3 | native | differs" in table
     assert "| selected_logprob | kept sets | native | 0." in table

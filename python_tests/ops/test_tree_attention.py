@@ -9,9 +9,10 @@ import torch
 from _trees import ROWS, forest, tree_of
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from skyrl_fast import _C
-from skyrl_fast.ops.prefix_tree import tiles
+from skyrl_fast.ops.prefix_tree import attention, tiles
 from skyrl_fast.ops.prefix_tree.attention import (
     FLEX_BLOCK,
     flex_block_mask,
@@ -493,6 +494,79 @@ def test_flex_attention_without_compiling() -> None:
         for kind in ("flex", "dense")
     ]
     torch.testing.assert_close(*outs, atol=2e-5, rtol=2e-5)  # float32: other orders of sums
+
+
+SHAPES = (  # of ten models: query heads, key heads, head size
+    (4, 2, 16),
+    (4, 4, 16),
+    (8, 2, 16),
+    (4, 2, 32),
+    (2, 1, 64),
+    (6, 2, 16),
+    (6, 3, 16),
+    (6, 6, 32),
+    (8, 8, 16),
+    (2, 2, 16),
+)
+LENGTHS = (256, 512, 384, 1024, 640, 768)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """FlexAttention compiled as on a GPU, by a backend that counts graphs and runs them as is."""
+    from torch.nn.attention import flex_attention as torch_flex
+
+    made: list[object] = []
+
+    def count(graph: torch.fx.GraphModule, _inputs: object) -> object:
+        made.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(attention, "COMPILED_DEVICES", ("cpu",))
+    monkeypatch.setattr(attention, "FLEX_BACKEND", count)
+    monkeypatch.setattr(attention, "_compiled_flex", {})
+    # torch refuses gradients of FlexAttention on a CPU: they are computed for GPUs alone.
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    torch._dynamo.reset()
+    return made
+
+
+def attend(shape: tuple[int, int, int], size: int, *, trained: bool, **options: Any) -> Tensor:
+    heads, groups, width = shape
+    generator = torch.Generator().manual_seed(size)
+    sizes = ((1, heads, size, width), *[(1, groups, size, width)] * 2)
+    inputs = [torch.randn(s, generator=generator).requires_grad_(trained) for s in sizes]
+    numbers = torch.arange(size, dtype=torch.int32)
+    plans = (numbers - 1, torch.full_like(numbers, size))  # a path
+    with torch.set_grad_enabled(trained):
+        out = tree_attention(*inputs, plan_tree_attention(*plans, kind="flex"), **options)
+        if size == LENGTHS[0]:
+            wanted = tree_attention(*inputs, plan_tree_attention(*plans, kind="dense"), **options)
+            torch.testing.assert_close(out, wanted, atol=2e-5, rtol=2e-5)  # other orders of sums
+    return out
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.spec("tree.flex-graphs")
+def test_ten_models_and_all_lengths_need_three_graphs_per_kind_of_mask(
+    graphs: list[object],
+) -> None:
+    for number, shape in enumerate(SHAPES):
+        for trained in (False, True):
+            for size in LENGTHS if number == 0 else LENGTHS[:3]:
+                for options in ({}, {"window": 100}, {"window": 7}):  # windows share a graph
+                    attend(shape, size, trained=trained, **options)
+        assert len(graphs) == 3 * 2 * (number + 1)  # kinds: all of the path, and a window
+
+
+@pytest.mark.spec("tree.flex-graphs")
+def test_attention_that_would_run_uncompiled_is_an_error(graphs: list[object]) -> None:
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    with torch._dynamo.config.patch(recompile_limit=1):
+        attend(SHAPES[0], 256, trained=False)
+        with pytest.raises(FailOnRecompileLimitHit):
+            attend(SHAPES[0], 512, trained=False)
 
 
 @pytest.mark.gpu

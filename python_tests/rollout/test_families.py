@@ -7,7 +7,6 @@ rewrites its history, the difference is named here.
 import json
 from typing import Any
 
-import openai
 import pytest
 from _families import FOLDER, byte_tokenizer, family, sentencepiece_tokenizer
 from _gateway import chat, played
@@ -526,6 +525,8 @@ def test_answers_that_come_back_without_thoughts_are_forked(sends_thoughts: bool
 
 @pytest.mark.spec("rollout.messages-written")
 def test_the_gateway_refuses_what_a_template_leaves_out() -> None:
+    import openai
+
     tokenizer = family("phi4")
     refused: list[str] = []
 

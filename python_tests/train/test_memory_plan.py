@@ -26,17 +26,19 @@ from skyrl_fast.ops.logprob.linear import linear_logprob
 from skyrl_fast.rollout.engine import vllm_start
 from skyrl_fast.rollout.engine.from_settings import make_vllm_setup
 from skyrl_fast.train import run as run_module
+from skyrl_fast.train.flow.vllm_rollouts import VllmRollouts
 from skyrl_fast.train.memory import plan as memory_plan
 from skyrl_fast.train.memory.activations import ModelSize, load_model_config, model_size
-from skyrl_fast.train.memory.device_plan import GIB, MemoryPlan
+from skyrl_fast.train.memory.device_plan import GIB, Item, MemoryPlan
 from skyrl_fast.train.memory.plan import (
     engine_bytes,
     gpu_memory,
     head_bytes,
+    memory_in_use,
     plan_memory,
     plan_with_remedies,
 )
-from skyrl_fast.train.model.policy import recomputes_activations
+from skyrl_fast.train.model.policy import Policy, recomputes_activations
 from skyrl_fast.train.setup import gpu_sharing
 from skyrl_fast.train.setup.errors import SetupError
 from skyrl_fast.train.setup.given_objects import with_absolute_paths
@@ -289,6 +291,62 @@ def test_the_smallest_gpu_in_use_counts(small: Path, monkeypatch: pytest.MonkeyP
     assert gpu_memory(config_of(small), with_engine=False) == 80 * GIB
     servers = f"{key}.external_server_urls=[http://127.0.0.1:1]"
     assert gpu_memory(config_of(small, f"{key}.run_engines_locally=false", servers)) == 80 * GIB
+
+
+@pytest.mark.spec("memory.free")
+def test_memory_in_use_is_not_planned_for_the_engine(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = {0: 20 * GIB, 1: 22 * GIB}
+    card = SimpleNamespace(total_memory=24 * GIB)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: card)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (free[gpu], 24 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda gpu: GIB)
+    monkeypatch.setattr(gpu_sharing, "find_device", lambda name: torch.device("cuda"))
+    awake = "generator.inference_engine.enable_sleep_mode=false"
+    config = config_of(small, awake)
+    assert memory_in_use(config) == 3 * GIB  # less what torch holds here
+    plan = gpu_sharing.plan_run_memory(config, None, with_engine=True)
+    assert plan is not None
+    (device,) = plan.devices
+    assert device.items[0] == Item("in use before the run", 3 * GIB)
+    share = config.generator.inference_engine.gpu_memory_utilization
+    empty = plan_memory(config_of(small, awake), capacity=24 * GIB)
+    assert share is not None and empty.engine_share is not None and share < empty.engine_share
+    # The share is of all memory, as vLLM's setting is; it is rounded down to hundredths.
+    assert device.total <= 24 * GIB
+    assert device.total - 3 * GIB + 0.01 * 24 * GIB > 20 * GIB
+
+    sleeping = plan_memory(config_of(small), capacity=24 * GIB, in_use=3 * GIB)
+    assert [part.items[0].num_bytes for part in sleeping.devices] == [3 * GIB] * 2
+    frozen = ("trainer.policy.model.lora.rank=8", "trainer.policy.optimizer_config.lr=1e-4")
+    adapted = plan_memory(config_of(small, *frozen), capacity=24 * GIB, in_use=3 * GIB)
+    assert [part.items[0].num_bytes for part in adapted.devices] == [3 * GIB] * 2
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    apart = plan_memory(config_of(small), capacity=24 * GIB, in_use=3 * GIB, num_gpus=2)
+    assert [part.items[0].num_bytes for part in apart.devices] == [3 * GIB] * 2
+    assert memory_in_use(config_of(small)) == 3 * GIB  # of the fuller one
+
+    assert "3.0 GiB  in use before the run" in str(plan)
+
+
+@pytest.mark.spec("memory.free")
+def test_unused_memory_is_returned_before_the_engine_starts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(policy: Policy) -> None:
+        raise LookupError("no engine yet")
+
+    async def start(*arguments: object) -> None:
+        raise AssertionError("the engine started first")
+
+    monkeypatch.setattr(run_module, "_check_rollouts", lambda *a: None)
+    monkeypatch.setattr(Policy, "free_cached_memory", stop)
+    monkeypatch.setattr(VllmRollouts, "start", start)
+    with pytest.raises(LookupError, match="no engine yet"):
+        skyrl_fast.train_agent(settings(folder, "run"), reward=lambda answer, row: 0.0)
 
 
 @pytest.mark.spec("memory.main-memory")

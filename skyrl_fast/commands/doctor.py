@@ -8,7 +8,7 @@ import importlib.util
 import json
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from skyrl_fast.commands.command import cuda_builds_beside_cpu_torch
 from skyrl_fast.errors import RunError
 
 OK, OPTIONAL, PROBLEM = "ok", "optional", "problem"
+KERNELS = ("all", "native", "triton")  # that are compared on a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,23 +132,27 @@ def gpu_kernels() -> list[Finding]:
     return lines
 
 
-def gpu_table() -> str:
-    """Compare all kernels with torch on each GPU; return errors and times as Markdown."""
+def gpu_table(kernels: str = "all") -> Iterator[str]:
+    """Compare kernels with torch on each GPU; yield errors and times as lines of Markdown.
+
+    Args:
+        kernels: one of `KERNELS`; Triton's are compiled first, which takes a minute.
+    """
     from skyrl_fast.ops import first_use
 
-    lines = []
     for number, device in enumerate(first_use.gpus()):
-        lines += ["", f"GPU {number}. Error: the largest, as a share of the tolerance.", ""]
-        lines += ["| op | case | backend | error | ms | torch's ms |", "|---|---|---|---|---|---|"]
-        for backend in first_use.usable_backends(device):
+        yield from ["", f"GPU {number}. Error: the largest, as a share of the tolerance.", ""]
+        yield "| op | case | backend | error | ms | torch's ms |"
+        yield "|---|---|---|---|---|---|"
+        usable = first_use.usable_backends(device)
+        for backend in usable if kernels == "all" else [b for b in usable if b == kernels]:
             for row in first_use.measure_cases(device, backend):
                 cells = f"| {row['op']} | {row['case']} | {row['backend']} |"
                 if "failure" in row:
-                    lines.append(f"{cells} differs: {row['failure']} | | |")
+                    yield f"{cells} differs: {row['failure']} | | |"
                 else:
                     times = f"{row['ms']:.2f} | {row['torch_ms']:.2f}"
-                    lines.append(f"{cells} {row['error']:.2f} | {times} |")
-    return "\n".join(lines)
+                    yield f"{cells} {row['error']:.2f} | {times} |"
 
 
 def _package(name: str, distributions: tuple[str, ...], advice: str) -> Finding:
@@ -190,8 +195,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--json", action="store_true", help="output as JSON")
     form.add_argument(
         "--gpu",
-        action="store_true",
-        help="table of all GPU kernels: errors, times next to torch",
+        nargs="?",
+        const="all",
+        choices=KERNELS,
+        help="table of the GPU kernels: errors, times next to torch (default: of all)",
     )
 
 
@@ -204,7 +211,8 @@ def run(options: argparse.Namespace) -> int:
 
         if not first_use.gpus():
             raise RunError("doctor: expected a GPU for --gpu, got none that torch sees")
-        table = gpu_table()
-        wrong = "| differs" in table
-        sys.stdout.write(table + "\n")
+        for line in gpu_table(options.gpu):  # each as it comes: an interrupted table is of use
+            wrong |= "| differs" in line
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
     return int(wrong or any(f.status == PROBLEM for f in found))

@@ -58,12 +58,14 @@ def run(options: argparse.Namespace) -> int:
 
         from skyrl_fast.config.loading import load_config
         from skyrl_fast.ops._backend import main_memory
-        from skyrl_fast.train.memory.plan import gpu_memory, plan_with_remedies
+        from skyrl_fast.train.memory.plan import gpu_memory, memory_in_use, plan_with_remedies
     with as_usage_error(ValueError):
         config = load_config(options.config, options.overrides)
         found = main_memory() if config.trainer.device == "cpu" else gpu_memory(config)
         capacity = options.device_memory or found or num_bytes(DEFAULT_MEMORY)
         num_gpus = options.num_gpus or torch.cuda.device_count() or None
-        result = plan_with_remedies(config, capacity=capacity, num_gpus=num_gpus)
+        on_this_gpu = options.device_memory is None and config.trainer.device != "cpu"
+        in_use = memory_in_use(config) if on_this_gpu else 0
+        result = plan_with_remedies(config, capacity=capacity, in_use=in_use, num_gpus=num_gpus)
     sys.stdout.write(f"{result}\n")
     return 0 if result.fits else DOES_NOT_FIT

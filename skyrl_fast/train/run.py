@@ -420,6 +420,8 @@ async def _run_loop(
 ) -> tuple[Progress, int | None]:
     display.say(_limits_text(config))
     display.say("starting the engine ...")
+    # What loading and measuring have left is the engine's by the memory plan.
+    components.policy.free_cached_memory()
     with as_setup_error():
         # The engine last: it takes minutes, and whatever else can fail has failed by now.
         components.rollouts = await make_rollouts(config, components.tokenizer, policy_path)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -274,7 +275,30 @@ def _list_chosen(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return counts[None, None], order.to(torch.int32)[None, None].contiguous()
 
 
-_compiled_flex: list[Any] = []  # compiled at the first use
+# Compiled at the first use, by what a graph depends on; but not by the number of nodes.
+_compiled_flex: dict[tuple[Any, ...], Any] = {}
+COMPILED_DEVICES = ("cuda",)
+FLEX_BACKEND = "inductor"  # of torch.compile
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention(query, key, value, **options)
+
+
+def _compiled_attend(*form: Any) -> Any:
+    """Return `_attend` compiled for one form of queries, keys, mask and options.
+
+    torch.compile keeps eight graphs per code object; the ninth runs uncompiled and holds the scores
+    of all pairs. So each form has a code object, of which it needs three graphs (for the first
+    number of nodes, for any, and for any without gradients), and a ninth is an error.
+    """
+    if form not in _compiled_flex:
+        name = f"tree_attention_{len(_compiled_flex)}"
+        attend = FunctionType(_attend.__code__.replace(co_name=name), globals(), name)
+        _compiled_flex[form] = torch.compile(attend, backend=FLEX_BACKEND, fullgraph=True)
+    return _compiled_flex[form]
 
 
 def _flex(
@@ -286,14 +310,11 @@ def _flex(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    run: Any = flex_attention
-    if query.device.type == "cuda":
+    run: Any = _attend
+    if query.device.type in COMPILED_DEVICES:
         # Uncompiled it would hold the scores of all pairs.
-        if not _compiled_flex:
-            _compiled_flex.append(torch.compile(flex_attention))
-        run = _compiled_flex[0]
+        sizes = (query.shape[1], key.shape[1], query.shape[3], query.dtype, query.device)
+        run = _compiled_attend(*sizes, mask.mask_mod.__name__, scale, softcap, sinks is None)
     shared = key.shape[1] != query.shape[1]
     options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": shared}
     if softcap is not None:

@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import xxhash
-
 MANIFEST = "manifest.json"
 _ALGORITHM = "xxh3_128"  # detects damage, not forgery: whoever can do that can write a manifest
 _PIECE = 2**24  # bytes
@@ -109,14 +107,22 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1))
 
 
+def _xxh3(content: bytes = b"") -> Any:
+    """Return XXH3's running digest, of the content so far."""
+    # Benchmarks and updates without checkpoints run where it is not installed.
+    import xxhash
+
+    return xxhash.xxh3_128(content)
+
+
 def _digest(path: Path, pool: ThreadPoolExecutor) -> str:
     starts = range(0, path.stat().st_size, _PIECE)
     pieces = pool.map(partial(_digest_of_piece, path), starts)
-    return xxhash.xxh3_128(b"".join(pieces)).hexdigest()
+    return _xxh3(b"".join(pieces)).hexdigest()
 
 
 def _digest_of_piece(path: Path, start: int) -> bytes:
-    digest, left, buffer = xxhash.xxh3_128(), _PIECE, memoryview(bytearray(_BUFFER))
+    digest, left, buffer = _xxh3(), _PIECE, memoryview(bytearray(_BUFFER))
     with path.open("rb", buffering=0) as file:
         file.seek(start)
         while left and (size := file.readinto(buffer[: min(_BUFFER, left)])):
@@ -126,7 +132,7 @@ def _digest_of_piece(path: Path, start: int) -> bytes:
 
 
 def _digest_of_table(files: dict[str, Any]) -> str:
-    return xxhash.xxh3_128(json.dumps(files, sort_keys=True).encode()).hexdigest()
+    return _xxh3(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
 def _unreadable(error: OSError) -> str:

@@ -72,24 +72,50 @@ def gpu_memory(config: Config, *, with_engine: bool = True) -> int | None:
     Raises:
         ValueError: the engine cannot be placed.
     """
+    sizes = [memory for _, memory in _memory_of_used_gpus(config, with_engine)]
+    return min(sizes) if sizes else None
+
+
+def memory_in_use(config: Config, *, with_engine: bool = True) -> int:
+    """Return the bytes of each such GPU that are not free before the run, at most; 0 without one.
+
+    Of other processes, a display, and this process's CUDA contexts; what torch's allocator holds
+    here counts as free. On GPUs of several sizes it is the largest share, of the smallest GPU.
+    """
+    used = _memory_of_used_gpus(config, with_engine)
+    shares = []
+    for gpu, memory in used:
+        free = torch.cuda.mem_get_info(gpu)[0] + torch.cuda.memory_reserved(gpu)
+        shares.append(max(0, memory - free) / memory)
+    return math.ceil(max(shares) * min(memory for _, memory in used)) if used else 0
+
+
+def _memory_of_used_gpus(config: Config, with_engine: bool) -> list[tuple[int, int]]:
+    """Return number and bytes of each GPU that the trainer or its engine uses."""
     if not torch.cuda.is_available():
-        return None
+        return []
     num_gpus = torch.cuda.device_count()
     used = set(range(config.trainer.placement.policy_num_gpus_per_node))
     if with_engine and config.engine_in_process:
         used |= set(engine_placement(config, num_gpus).gpu_ids)
     found = [gpu for gpu in sorted(used) if gpu < num_gpus]
-    return min(int(torch.cuda.get_device_properties(gpu).total_memory) for gpu in found)
+    return [(gpu, int(torch.cuda.get_device_properties(gpu).total_memory)) for gpu in found]
 
 
 def plan_memory(
-    config: Config, *, capacity: int, num_gpus: int | None = None, with_engine: bool = True
+    config: Config,
+    *,
+    capacity: int,
+    in_use: int = 0,
+    num_gpus: int | None = None,
+    with_engine: bool = True,
 ) -> MemoryPlan:
     """Return the memory plan of a run on GPUs, or with `trainer.device=cpu` in main memory.
 
     Args:
         config: checked settings; of the models only config.json is read.
         capacity: bytes of each GPU, or of the main memory.
+        in_use: those of each GPU that others use.
         num_gpus: GPUs of the machine, of which at least those of the trainer are assumed.
         with_engine: False: nothing is sampled by vLLM, whatever the settings.
 
@@ -98,11 +124,16 @@ def plan_memory(
             long row cannot share the policy's heads.
         UnmeasurableError: a model's code does not run on fake tensors.
     """
-    return _Planner(capacity, num_gpus, with_engine).plan(config)
+    return _Planner(capacity, in_use, num_gpus, with_engine).plan(config)
 
 
 def plan_with_remedies(
-    config: Config, *, capacity: int, num_gpus: int | None = None, with_engine: bool = True
+    config: Config,
+    *,
+    capacity: int,
+    in_use: int = 0,
+    num_gpus: int | None = None,
+    with_engine: bool = True,
 ) -> MemoryPlan:
     """Return the plan as `plan_memory` does; where it does not fit, with settings that would.
 
@@ -111,7 +142,7 @@ def plan_with_remedies(
     Args:
         num_gpus: no more are proposed; None: unknown, at most MAX_GPUS are proposed.
     """
-    planner = _Planner(capacity, num_gpus, with_engine)
+    planner = _Planner(capacity, in_use, num_gpus, with_engine)
     plan = planner.plan(config)
     if plan.fits:
         return plan
@@ -129,8 +160,9 @@ def plan_with_remedies(
 class _Planner:
     """Plans settings on one machine; each model is measured once."""
 
-    def __init__(self, capacity: int, num_gpus: int | None, with_engine: bool) -> None:
+    def __init__(self, capacity: int, in_use: int, num_gpus: int | None, with_engine: bool) -> None:
         self._capacity = capacity
+        self._in_use = in_use
         self._num_gpus = num_gpus or 1
         self._with_engine = with_engine
         self._measure = _Measurements()
@@ -147,7 +179,9 @@ class _Planner:
         engine = engine_placement(config, gpus) if local else None
         by = config.generator.inference_engine.weight_sync_backend
         on_cluster = self._with_engine and config.engines_on_cluster and by in ("auto", "nccl")
-        return _plan(config, measure, self._capacity, engine, on_cluster=on_cluster)
+        return _plan(
+            config, measure, self._capacity, engine, in_use=self._in_use, on_cluster=on_cluster
+        )
 
     def plan_changed(self, config: Config, settings: dict[str, Any]) -> MemoryPlan | None:
         """Return the plan with settings changed; None where they exclude each other."""
@@ -200,8 +234,10 @@ def _plan(
     capacity: int,
     engine: EnginePlacement | None,
     *,
+    in_use: int,
     on_cluster: bool,
 ) -> MemoryPlan:
+    before = [Item("in use before the run", in_use)] if in_use else []
     size = measure.policy_size(config)
     resident = _resident_items(config, measure)
     trainer = [*resident, *_largest_update(config, measure)]
@@ -211,7 +247,7 @@ def _plan(
     if engine is None:
         if on_cluster:
             trainer = [*trainer, sent]
-        alone = (*_devices(ranks, trainer, capacity),)
+        alone = (*_devices(ranks, [*before, *trainer], capacity),)
         return MemoryPlan(alone, None, 0, *_spare_bytes(config, measure, alone))
     context = Item("engine: CUDA context", CONTEXT_BYTES)
     if engine.weight_sync == "nccl":  # its GPUs are none of the trainer's
@@ -225,15 +261,20 @@ def _plan(
     if offloads:  # the probe's side of the trainer is computed before the engine wakes up
         _, *others = resident
         together = [*others, Item("trainer: CUDA context", CONTEXT_BYTES), context]
-    part, share = _engine_item(config, size, len(engine.gpu_ids), capacity, _total(together))
+    used = _total([*before, *together])
+    part, share = _engine_item(config, size, len(engine.gpu_ids), capacity, used)
+    shared, phase = engine.shared, ", generation" if engine.sleeps else ""
     devices = [
-        *_devices(engine.shared, [*together, part], capacity, ", generation" * engine.sleeps),
-        *_devices([gpu for gpu in ranks if gpu not in engine.shared], trainer, capacity),
-        *_devices([gpu for gpu in engine.gpu_ids if gpu not in ranks], [context, part], capacity),
+        *_devices(shared, [*before, *together, part], capacity, phase),
+        *_devices([gpu for gpu in ranks if gpu not in shared], [*before, *trainer], capacity),
+        *_devices(
+            [gpu for gpu in engine.gpu_ids if gpu not in ranks], [*before, context, part], capacity
+        ),
     ]
     if engine.sleeps:
         asleep = Item("sleeping engine: CUDA context and graphs", ASLEEP_BYTES)
-        devices = [*_devices(engine.shared, [*trainer, asleep], capacity, ", update"), *devices]
+        update = [*before, *trainer, asleep]
+        devices = [*_devices(shared, update, capacity, ", update"), *devices]
     updates = [device for device in devices if trainer[-1] in device.items]
     host = _host_bytes(config, size, engine)
     if offloads:

@@ -12,7 +12,7 @@ from skyrl_fast.config import Config, InferenceEngineConfig
 from skyrl_fast.config.model_folder import model_folder
 from skyrl_fast.train.memory.activations import UnmeasurableError
 from skyrl_fast.train.memory.device_plan import MemoryPlan
-from skyrl_fast.train.memory.plan import gpu_memory, plan_with_remedies
+from skyrl_fast.train.memory.plan import gpu_memory, memory_in_use, plan_with_remedies
 from skyrl_fast.train.model.models import find_device, model_path, uses_reference
 from skyrl_fast.train.placement import engine_placement
 from skyrl_fast.train.setup.errors import SetupError
@@ -70,7 +70,11 @@ def plan_run_memory(
         engine.weight_sync_backend = placement.weight_sync
     try:
         plan = plan_with_remedies(
-            planned, capacity=capacity, num_gpus=num_gpus, with_engine=with_engine
+            planned,
+            capacity=capacity,
+            in_use=memory_in_use(config, with_engine=with_engine),
+            num_gpus=num_gpus,
+            with_engine=with_engine,
         )
     except UnmeasurableError as error:
         if in_process and placement.shared and engine.gpu_memory_utilization is None:

@@ -51,6 +51,15 @@ def estimator_spec(algorithm: AlgorithmConfig) -> EstimatorSpec:
     return find_advantage_estimator(algorithm.advantage_estimator)
 
 
+def sums_rewards(config: Config) -> bool:
+    """Return whether an outcome is the sum of a trajectory's rewards, not its last step's reward.
+
+    So it is for estimators that read the rewards of all steps, and with one row per trajectory.
+    """
+    is_outcome = estimator_spec(config.trainer.algorithm).level == "outcome"
+    return not is_outcome or not config.generator.step_wise_trajectories
+
+
 def estimator_settings(algorithm: AlgorithmConfig) -> dict[str, Any]:
     """Return the keyword arguments of the chosen advantage estimator."""
     spec = estimator_spec(algorithm)

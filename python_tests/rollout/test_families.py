@@ -217,6 +217,41 @@ def test_demonstrations_are_trained_as_sampled(name: str, thinks: bool) -> None:
             assert tokenizer.decode(step.prompt_token_ids) == complete
 
 
+# Templates that take several answers in a row; Qwen3's writes one otherwise, once another follows.
+ANSWERS_IN_A_ROW = {
+    "chatml": "",
+    "glm45": "\n<think></think>\n",
+    "llama31": "",
+    "phi4": "",
+    "qwen25": "",
+    "qwen3": "<think>\n\n</think>\n\n",
+    "smollm3": "",
+}
+
+
+@pytest.mark.spec("sft.steps")
+@pytest.mark.parametrize("name", ANSWERS_IN_A_ROW)
+def test_each_of_several_answers_in_a_row_is_its_own_text(name: str) -> None:
+    tokenizer, thoughts = family(name), ANSWERS_IN_A_ROW[name]
+    chat = [{"role": "user", "content": "a"}]
+    for number, text in enumerate(("first", "second", "third")):
+        answer = {"role": "assistant", "content": text}
+        got = tokenizer.decode(render_answer(tokenizer, chat, answer))
+        assert got.startswith(thoughts + text), number
+        assert tokenizer.encode(got, add_special_tokens=False)[-1] in tokenizer.all_special_ids
+        assert "assistant" not in got
+        chat.append(answer)
+
+
+def test_an_answer_that_cannot_be_told_from_those_before_it_is_refused() -> None:
+    # Only the number of messages in the first line: where an answer begins is not marked.
+    counted = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = byte_tokenizer(counted, eos="<eos>")
+    ask = [{"role": "user", "content": "a"}]
+    with pytest.raises(ContextError, match="does not mark where it begins"):
+        render_answer(tokenizer, ask, {"role": "assistant", "content": "b"})
+
+
 ENDS = [  # family, the end that was sampled
     ("gemma3", "<end_of_turn>"),
     ("gemma3", "<eos>"),

@@ -140,7 +140,7 @@ def test_each_policy_gets_its_steps_and_the_outcome() -> None:
         *(("a", 0), ("a", 1), ("b", 0), ("c", 0))
     ]
     assert rewards(parts["worker"]) == [[1.25], [0.5], [], []]
-    assert [t.stop_reason for t in parts["planner"][:2]] == ["length", "x"]
+    assert [t.stop_reason for t in parts["planner"][:2]] == ["length", "length"]
     assert parts["worker"][2].failure == "it broke"
     assert rewards(group)[0] == [0.0, 0.25, 1.0]  # as they were
 

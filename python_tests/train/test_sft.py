@@ -63,7 +63,7 @@ def test_answers_of_weight_0_are_context_only(tiny_tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     "flag",
     [{"weight": "0"}, {"weight": 0.0}, {"train": False}, {"loss": False}, {"loss": "false"},
-     {"train": True, "weight": 0}],
+     {"trainable": False}, {"loss_weight": 0}, {"train": True, "weight": 0}],
 )  # fmt: skip
 def test_flags_exclude_answers(flag: dict[str, Any], tiny_tokenizer: Any) -> None:
     kept = {"weight": 1, "train": True, "loss": None}

@@ -54,6 +54,10 @@ COLUMNS: dict[str, tuple[Per, torch.dtype | None]] = {
     "is_last_step": ("row", torch.bool),
     "policy_version": ("row", torch.int32),
     "anchor_ids": ("row", torch.int32),
+    "is_placeholder": ("row", torch.bool),
+    "is_alone": ("row", torch.bool),
+    "step_numbers": ("row", torch.int32),
+    "owners": ("response", torch.int32),
     "rollout_logprobs": ("response", torch.float32),
     "old_logprobs": ("response", torch.float32),
     "ref_logprobs": ("response", torch.float32),
@@ -91,6 +95,12 @@ class StepBatch:
         token_weights: (A,) float32 of the off-policy correction, 0 on dropped tokens, or None.
         cross_entropy_weights: (A,) float32, of each token in the cross-entropy, or None: zeros.
         anchor_ids: (N,) int32, equal where rows acted in the same state, or None.
+        is_placeholder: (N,) bool, rows of trajectories that failed or have no step, or None: none.
+        is_alone: (N,) bool, rows of the only trajectory that is left of its group, which has no
+            baseline, or None: none.
+        step_numbers: (N,) int32, `Step.number` of the row's last step, or None.
+        owners: (A,) int32, `Step.number` of the step that sampled the token, -1 where none did, or
+            None.
         expert_indices: (E, L, K) integers, recorded routes of all rows, or None.
         cu_experts: (N + 1,) int32, offsets into `expert_indices`; None with it.
         num_kept: (A,) int32, number of tokens that each response token was sampled from; 0: the
@@ -124,6 +134,10 @@ class StepBatch:
     token_weights: torch.Tensor | None = None
     cross_entropy_weights: torch.Tensor | None = None
     anchor_ids: torch.Tensor | None = None
+    is_placeholder: torch.Tensor | None = None
+    is_alone: torch.Tensor | None = None
+    step_numbers: torch.Tensor | None = None
+    owners: torch.Tensor | None = None
     expert_indices: torch.Tensor | None = None
     cu_experts: torch.Tensor | None = None
     num_kept: torch.Tensor | None = None
@@ -350,6 +364,12 @@ class StepBatch:
             )
             if (values := getattr(self, name)) is not None
         }
+        if self.owners is not None:  # merging fills with 0, which is a step's number
+            merged = merge_values(op, self.owners + 1, self.cu_responses, plan, cu_responses)
+            changes["owners"] = merged - 1
+        for name in ("is_placeholder", "is_alone", "step_numbers"):
+            if (values := getattr(self, name)) is not None:
+                changes[name] = values[ends]
         if (rewards or ("last" if self.reward_per_row else "token")) == "last":
             changes["row_rewards"] = self.row_rewards[ends]
             changes["rewards"] = rewards_on_last_tokens(self.row_rewards[ends], cu_responses)

@@ -7,6 +7,7 @@ from skyrl_fast.config.algorithm import (
     is_ratio_to_rollout,
     policy_loss_settings,
     policy_loss_spec,
+    sums_rewards,
 )
 from skyrl_fast.config.corrections import (
     DynamicSamplingConfig,
@@ -60,5 +61,6 @@ __all__ = [
     "merges_steps",
     "policy_loss_settings",
     "policy_loss_spec",
+    "sums_rewards",
     "to_dict",
 ]

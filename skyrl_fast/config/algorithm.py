@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from skyrl_fast.config.settings import AlgorithmConfig
+from skyrl_fast.config.settings import AlgorithmConfig, Config
 from skyrl_fast.ops.advantage.estimators import (
     ADVANTAGE_ESTIMATORS,
     EstimatorSpec,
@@ -49,6 +49,15 @@ def is_ratio_to_rollout(algorithm: AlgorithmConfig) -> bool:
 def estimator_spec(algorithm: AlgorithmConfig) -> EstimatorSpec:
     """Return the spec of the chosen estimator; ValueError if there is none of that name."""
     return find_advantage_estimator(algorithm.advantage_estimator)
+
+
+def sums_rewards(config: Config) -> bool:
+    """Return whether an outcome is the sum of a trajectory's rewards, not its last step's reward.
+
+    So it is for estimators that read the rewards of all steps, and with one row per trajectory.
+    """
+    is_outcome = estimator_spec(config.trainer.algorithm).level == "outcome"
+    return not is_outcome or not config.generator.step_wise_trajectories
 
 
 def estimator_settings(algorithm: AlgorithmConfig) -> dict[str, Any]:

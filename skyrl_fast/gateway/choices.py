@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
+from itertools import count, product
 from typing import Any
 
 from skyrl_fast.config import SamplingParams
@@ -19,9 +19,12 @@ from skyrl_fast.gateway.form_limits import FormError
 from skyrl_fast.gateway.messages import ApiError, Call, Choice, ToolCall
 from skyrl_fast.gateway.policy import ServedPolicy
 from skyrl_fast.gateway.prompt_ids import PromptIds, PromptTokens
+from skyrl_fast.rollout.chat_template import message_text
 from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.rollout.engine.route_record import turn_routes
 from skyrl_fast.rollout.stop_reason import LENGTH, STOP
+from skyrl_fast.rollout.token_ids import ids_array
+from skyrl_fast.rollout.tokenization import decode
 from skyrl_fast.rollout.tool_calls import REQUIRED
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.rollout.turn import decode_response, end_to_append
@@ -55,6 +58,7 @@ class Choices:
         known: ids of tool calls, and texts without thoughts.
         forms: of white space in answers: which of them to send.
         unfit: times that none was as sampled.
+        numbers: of the steps, in the order in which their answers were complete.
     """
 
     policy: ServedPolicy
@@ -65,6 +69,7 @@ class Choices:
     known: set[str] = field(default_factory=set)
     forms: dict[Any, int] = field(default_factory=dict)
     unfit: Counter[Any] = field(default_factory=Counter)
+    numbers: Iterator[int] = field(default_factory=count)
 
     async def sample(
         self, call: Call, prompt: PromptTokens, place: str, attempt: int
@@ -89,7 +94,8 @@ class Choices:
         )
         text = decode_response(policy.template, generation)
         complete = text if generation.stop_string is None else None  # else it may have been cut
-        self.prompts.add_response(prompt, generation.token_ids, complete)
+        number, parent = next(self.numbers), self._find_parent(prompt)
+        self.prompts.add_response(prompt, generation.token_ids, complete, number=number)
         append = (
             generation.stop_string is not None
             and policy.config.append_eos_token_after_stop_str_in_multi_turn
@@ -101,6 +107,9 @@ class Choices:
             appended_end=end_to_append(policy.template, generation, sampling) if append else None,
             expert_indices=turn_routes([], prompt.token_ids, generation),
             policy=name,
+            number=number,
+            parent=None if parent is None else parent.number,
+            state=self._shown_text(call, prompt, parent),
         )
         parts = await self._parts(call, prompt, generation, step.text, place)
         text, stop_string = parts.text, generation.stop_string
@@ -119,6 +128,35 @@ class Choices:
             logprobs=generation.logprobs,
         )
         return choice, step
+
+    def _find_parent(self, prompt: PromptTokens) -> Step | None:
+        """Return the delivered step whose prompt and response this prompt continues."""
+        steps = reversed(self.trajectory.steps)
+        if prompt.rendered.parts:
+            return next((s for s in steps if s.number == prompt.parent), None)
+        # The client gave tokens: no text tells where an answer ends.
+        ids = prompt.kept.array()
+
+        def continues(step: Step) -> bool:
+            before, response = ids_array(step.prompt_token_ids), ids_array(step.response_ids)
+            end = len(before) + len(response)
+            is_same = ids[: len(before)].tolist() == before.tolist()
+            return is_same and ids[len(before) : end].tolist() == response.tolist()
+
+        return next((step for step in steps if continues(step)), None)
+
+    def _shown_text(self, call: Call, prompt: PromptTokens, parent: Step | None) -> str:
+        """Return what the agent's environment showed since the last answer in the prompt."""
+        if call.messages is not None:
+            messages = [*call.messages]
+            while messages and messages[-1].get("role") == "assistant":
+                messages.pop()  # which this answer continues
+            roles = [message.get("role") for message in messages]
+            answers = [place for place, role in enumerate(roles) if role == "assistant"]
+            new = messages[answers[-1] + 1 :] if answers else messages
+            return "\n".join(message_text(message) for message in new)
+        known = 0 if parent is None else len(parent.prompt_token_ids) + len(parent.response_ids)
+        return decode(self.policy.calls.tokenizer, prompt.kept.array()[known:].tolist())
 
     async def _sampling(self, call: Call) -> SamplingParams:
         run = self.policy.config.sampling(self.trajectory.phase)

@@ -90,6 +90,7 @@ class PromptTokens:
         last_text, last_ids: the last piece, which the response continues.
         kind: how it relates to the session's earlier calls.
         num_answers: messages of the assistant in it; None: unknown, of a text or of tokens.
+        parent: number of the step whose response it continues; None: unknown, or of none.
     """
 
     token_ids: list[int]
@@ -101,6 +102,7 @@ class PromptTokens:
     kind: str
     digest: bytes
     num_answers: int | None = None
+    parent: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -142,6 +144,7 @@ class PromptIds:
         ] = {}  # of one with a response, by its place
         # Chains that end with a response, each with the number of the assistant's messages in it.
         self._ends: dict[bytes, int | None] = {}
+        self._steps: dict[bytes, int] = {}  # and the number of the response's step
         self._answers: set[str] = set()  # pieces with a response
         self._divides: bool | None = None  # whether pieces are encoded as the complete text is
 
@@ -230,12 +233,18 @@ class PromptIds:
                 start.released = start.released or start.token_ids is prompt.token_ids
 
     def add_response(
-        self, prompt: PromptTokens, token_ids: Sequence[int], text: str | None = None
+        self,
+        prompt: PromptTokens,
+        token_ids: Sequence[int],
+        text: str | None = None,
+        *,
+        number: int | None = None,
     ) -> None:
         """Remember a response to a prompt, and its text without special tokens, if known.
 
-        It may come back in two ways: special tokens inside it as the template writes them (around
-        a tool call, say), or as text of the message that the client sends.
+        `number` is its step's. It may come back in two ways: special tokens inside it as the
+        template writes them (around a tool call, say), or as text of the message that the client
+        sends.
         """
         with self._lock:
             for pieces in self._forms(prompt, token_ids, text):
@@ -250,6 +259,8 @@ class PromptIds:
                     chain = chain_digest(chain, piece)
                 before = prompt.num_answers
                 self._ends[chain] = None if before is None else before + 1
+                if number is not None:
+                    self._steps[chain] = number
 
     def continuing(
         self,
@@ -337,7 +348,10 @@ class PromptIds:
         digest = chain_digest(chain, last)
         end = digest if digest in self._ends else end
         kind = self._kind(end, answers or last in self._answers, num_answers)
-        return PromptTokens(token_ids, kept, rendered, chain, last, ids, kind, digest, num_answers)
+        parent = None if end is None else self._steps.get(end)
+        return PromptTokens(
+            token_ids, kept, rendered, chain, last, ids, kind, digest, num_answers, parent
+        )
 
     def _ids_at(self, chain: bytes, piece: str) -> PieceIds:
         return self._sampled.get((chain, piece)) or self._piece(piece)

@@ -21,7 +21,6 @@ from skyrl_fast.system.file_lock import close_locked, lock_file
 from skyrl_fast.trajectory_store.lines import encode_line, json_value
 from skyrl_fast.trajectory_store.parts import parts
 from skyrl_fast.trajectory_store.reader import FOLDER, read_index
-from skyrl_fast.trajectory_store.record import total_reward
 from skyrl_fast.trajectory_store.recorded import MESSAGES
 from skyrl_fast.trajectory_store.writer import TrajectoryWriter
 
@@ -107,6 +106,6 @@ def _record(session: RecordedSession) -> dict[str, Any]:
     return {
         "uid": trajectory.uid,
         "repetition_id": trajectory.repetition_id,
-        "reward": json_value(total_reward(trajectory)),
+        "reward": json_value(trajectory.outcome()),
         "calls": json_value(session.transcript),
     }

@@ -109,7 +109,7 @@ class _EnvEpisode:
         make = partial(begin_context, loop.config.context, template, messages)
         characters = _characters(messages)
         context = await _off_loop(characters, make)
-        return await self._turns(context, characters, self.env)
+        return await self._turns(context, characters, messages, self.env)
 
     async def close(self) -> None:
         if self.env is not None:
@@ -120,11 +120,14 @@ class _EnvEpisode:
                 self.trajectory.env_metrics = {**found, **await self.env.metrics()}
             await self.env.close()
 
-    async def _turns(self, context: Context, characters: int, env: EnvSession) -> str:
+    async def _turns(
+        self, context: Context, characters: int, messages: Sequence[Message], env: EnvSession
+    ) -> str:
         """Append steps until the trajectory ends; return its stop reason."""
         loop, entry, steps = self.loop, self.entry, self.trajectory.steps
         tools = context.template.tools
         renders_all = loop.config.context == "retemplate"  # for each prompt
+        shown = _shown_text(messages)  # since the last answer
         before: list[int] = []  # the last prompt
         kept = TokenIds([])  # the same, as its step has it
         for turn in range(loop.config.turn_limit):
@@ -154,11 +157,15 @@ class _EnvEpisode:
                 text=text,
                 appended_end=self._end_token(context.template, generation, is_last=last),
                 reward=answer.reward,
-                observation="\n".join(message_text(message) for message in answer.messages),
+                observation=_shown_text(answer.messages),
                 env_seconds=answer.seconds,
                 expert_indices=routes,
                 policy=self.policy,
+                number=turn,
+                parent=turn - 1 if turn else None,
+                state=shown,
             )
+            shown = step.observation
             steps.append(step)
             self.reward_parts.update(answer.reward_parts)
             self._name_policies(answer.policy, *answer.policy_rewards)
@@ -215,6 +222,10 @@ class _EnvEpisode:
             )
         sampling = config.sampling(self.trajectory.phase)
         return end_to_append(template, generation, sampling) if append else None
+
+
+def _shown_text(messages: Sequence[Message]) -> str:
+    return "\n".join(message_text(message) for message in messages)
 
 
 def _characters(messages: Sequence[Message | str | None]) -> int:

@@ -99,15 +99,19 @@ def _answer_text(
     template: ChatTemplate, prompt: str, messages: Sequence[Message], answer: Message
 ) -> str:
     complete = template.render_checked([*messages, answer], len(messages), answer_next=False)
-    shared = len(prompt)
+    before = template.text(messages, answer_next=False)
+    shared = start = len(prompt)
     if not complete.startswith(prompt):
         # The prompt may open what the answer itself begins, such as thoughts: compare up to where
         # they part.
         pairs = zip(prompt, complete, strict=False)
-        shared = next((n for n, (one, other) in enumerate(pairs) if one != other), len(complete))
-    opened, text = prompt[shared:], complete[shared:]
+        parted = next((n for n, (one, other) in enumerate(pairs) if one != other), len(complete))
+        if parted < len(before.rstrip()):
+            start = _answer_start(template, prompt, before, messages, complete)
+        else:
+            shared = start = parted
+    opened, text = prompt[shared:], complete[start:]
     content = message_text(answer)
-    before = template.text(messages, answer_next=False)
     if not _contains(prompt[len(before) : shared] + text, content):
         # The template drops thoughts, which the model writes: they are trained as they are.
         text = content
@@ -128,10 +132,41 @@ def _answer_text(
     return text
 
 
+def _answer_start(
+    template: ChatTemplate, prompt: str, before: str, messages: Sequence[Message], complete: str
+) -> int:
+    """Return where an answer begins in a render that changes the messages before it.
+
+    Qwen3's template writes empty thoughts into the last of several answers in a row only.
+    """
+    opening = prompt.removeprefix(before)
+    marker = _unused_marker(messages)
+    plain = template.text([*messages, {"role": "assistant", "content": marker}], answer_next=False)
+    head, found, _ = plain.partition(marker)
+    begin = head.rfind(opening)
+    start = begin + len(opening)
+    is_marked = opening not in ("", prompt) and bool(found) and begin >= 0
+    if not is_marked or not complete.startswith(head[:start]):
+        raise ContextError(
+            "the chat template writes the messages before this answer otherwise once it follows "
+            "them, and does not mark where it begins: expected a template that writes both alike, "
+            "or other messages before the answer"
+        )
+    return start
+
+
 def _contains(text: str, part: str) -> bool:
     """Return whether a text contains another one, but for white space."""
     # Templates strip and indent as they like; only the words must be there.
     return "".join(part.split()) in "".join(text.split())
+
+
+def _unused_marker(messages: Sequence[Message]) -> str:
+    marker = MARKER
+    while any(marker in message_text(message) for message in messages):
+        # A text of the chat must not be taken for the place of the answer.
+        marker += "-"
+    return marker
 
 
 def _after_answer(
@@ -146,10 +181,7 @@ def _after_answer(
     Args:
         end: the end token that was sampled; "": none.
     """
-    marker = MARKER
-    while any(marker in message_text(message) for message in (*prompt, *observation)):
-        # A text of the chat must not be taken for the place of the answer.
-        marker += "-"
+    marker = _unused_marker([*prompt, *observation])
     plain = {"role": "assistant", "content": marker}
     if not answer.get("tool_calls"):
         return text_after(

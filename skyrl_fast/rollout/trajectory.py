@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.rollout.stop_reason import STOP
+from skyrl_fast.rollout.token_ids import count_shared, ids_array
 
 PLACEHOLDER_PROMPT = (0,)  # the one attended token of a trajectory without steps
 
@@ -36,6 +37,13 @@ class Step:
         num_cached_tokens: leading prompt tokens that were in the engine's prefix cache; None:
             unknown.
         policy: name of the policy that sampled it; None: the run has one policy.
+        number: name of the step in its trajectory, which it keeps where others are left out; None:
+            not recorded, see `recorded_steps`.
+        parent: number of the step that its prompt continues; None: of none.
+        state: what the environment showed before it: the text of the messages after the last
+            answer in its prompt; None: not recorded.
+        answers: begin and end of each earlier answer in its prompt, whichever policy gave it;
+            None: not determined yet.
     """
 
     prompt_token_ids: Sequence[int]
@@ -54,6 +62,10 @@ class Step:
     kept_ids: list[np.ndarray] | None = None
     num_cached_tokens: int | None = None
     policy: str | None = None
+    number: int | None = None
+    parent: int | None = None
+    state: str | None = None
+    answers: tuple[tuple[int, int], ...] | None = None
 
     @classmethod
     def from_generation(
@@ -68,6 +80,9 @@ class Step:
         env_seconds: float = 0.0,
         expert_indices: np.ndarray | None = None,
         policy: str | None = None,
+        number: int | None = None,
+        parent: int | None = None,
+        state: str | None = None,
     ) -> Step:
         """Return the step of a call of the policy; other arguments as of `Step`.
 
@@ -104,6 +119,9 @@ class Step:
             kept_ids=kept_ids,
             num_cached_tokens=generation.num_cached_tokens,
             policy=policy,
+            number=number,
+            parent=parent,
+            state=state,
         )
 
     @property
@@ -184,3 +202,50 @@ class Trajectory:
     @property
     def env_seconds(self) -> float:
         return sum(step.env_seconds for step in self.steps)
+
+    @property
+    def has_acted(self) -> bool:
+        """Whether it is a sample of the policy: it did not fail, and has a step."""
+        return bool(self.steps) and self.failure is None
+
+    def outcome(self, *, sums_rewards: bool = False) -> float:
+        """Return its reward: the last step's, or the sum of all; 0 if it failed or has no step."""
+        if not self.has_acted:
+            return 0.0
+        if not sums_rewards:
+            return float(self.steps[-1].reward)
+        return float(sum(step.reward for step in self.steps))
+
+
+def recorded_steps(trajectory: Trajectory) -> list[Step]:
+    """Return the steps of a complete trajectory with number, parent, state and answers.
+
+    What was not recorded is that of one conversation in time order: each step continues the one
+    before it, whose observation is its state.
+    """
+    steps: dict[int, Step] = {}
+    before: Step | None = None
+    for index, step in enumerate(trajectory.steps):
+        if step.number is None:
+            number = None if before is None else before.number
+            state = None if before is None else before.observation
+            step = replace(step, number=index, parent=number, state=state)
+        if step.answers is None:
+            parent = None if step.parent is None else steps.get(step.parent)
+            step = replace(step, answers=_find_answers(step.prompt_token_ids, parent))
+        assert step.number is not None
+        steps[step.number] = before = step
+    return list(steps.values())
+
+
+def _find_answers(
+    prompt_token_ids: Sequence[int], parent: Step | None
+) -> tuple[tuple[int, int], ...]:
+    if parent is None or parent.answers is None:
+        return ()
+    prompt, before = ids_array(prompt_token_ids), ids_array(parent.prompt_token_ids)
+    context = np.concatenate([before, ids_array(parent.response_ids)])
+    shared = count_shared(prompt, context)
+    # An answer that comes back in other tokens still has its place: it is no observation.
+    places = (*parent.answers, (len(before), len(context)))
+    return tuple((begin, min(end, len(prompt))) for begin, end in places if begin < shared)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from skyrl_fast.batch import StepBatch, batch_from_trajectories
 from skyrl_fast.config import (
     AlgorithmConfig,
@@ -15,6 +17,7 @@ from skyrl_fast.config import (
     estimator_settings,
     estimator_spec,
     merges_steps,
+    sums_rewards,
 )
 from skyrl_fast.ops.advantage.estimators import ADVANTAGE_ESTIMATORS
 from skyrl_fast.rollout.trajectory import Trajectory
@@ -24,14 +27,14 @@ from skyrl_fast.train.algorithm.dynamic_sampling import informative_groups
 from skyrl_fast.train.algorithm.filters import filter_groups, filter_rollouts
 from skyrl_fast.train.algorithm.kl_reward import kl_in_reward, next_kl_coef
 from skyrl_fast.train.algorithm.sequence_scope import Sequences, sequences
-from skyrl_fast.train.algorithm.training_rows import SampledRows, training_rows
+from skyrl_fast.train.algorithm.training_rows import SampledRows, training_rows, with_records
 from skyrl_fast.train.metrics import rewards, rollouts
 from skyrl_fast.train.model.critic import Critic
 from skyrl_fast.train.model.policy import Policy, Reference
 
 
 def build_rows(trajectories: Sequence[Trajectory], config: Config) -> SampledRows:
-    steps = batch_from_trajectories(trajectories)
+    steps = with_records(batch_from_trajectories(trajectories), trajectories)
     outcome = estimator_spec(config.trainer.algorithm).level == "outcome"
     rows = training_rows(
         steps,
@@ -40,6 +43,7 @@ def build_rows(trajectories: Sequence[Trajectory], config: Config) -> SampledRow
         # Other estimators read the rewards of all steps, also of those that are merged.
         keep_rewards=not outcome,
         observations=config.trainer.algorithm.observation_loss_coef > 0,
+        trajectories=trajectories,
     )
     return SampledRows(steps, None if rows is steps else rows)
 
@@ -52,16 +56,39 @@ def training_batch(
     rows = _with_anchors(rows or build_rows(trajectories, config), trajectories, config)
     rewarded, units, changed = filter_rollouts(rows.trained, config)
     trained, units, dropped = filter_groups(rewarded, units, config)
-    return trained, units, _report(trajectories, rows, rewarded, config) | changed | dropped
+    trained, alone = _mark_alone(trained, config)
+    report = _report(trajectories, rows, rewarded, config)
+    return trained, units, report | changed | dropped | alone
 
 
 def rollout_metrics(
     trajectories: Sequence[Trajectory], config: Config, rows: SampledRows | None = None
 ) -> dict[str, float]:
     """Return rollout and reward metrics of trajectories that are trained in parts."""
-    rows = rows or build_rows(trajectories, config)
+    rows = rows or _complete_rows(trajectories, config)
     rewarded, _, changed = filter_rollouts(rows.trained, config)
     return _report(trajectories, rows, rewarded, config) | changed
+
+
+def _complete_rows(trajectories: Sequence[Trajectory], config: Config) -> SampledRows:
+    """Return the rows of complete trajectories, which are those that are trained of one policy."""
+    if not config.trainer.policy.model.lora.policies:
+        return build_rows(trajectories, config)
+    # Each policy's own steps are merged: a row of all policies' steps is trained by none of them.
+    return SampledRows(with_records(batch_from_trajectories(trajectories), trajectories), None)
+
+
+def _mark_alone(batch: StepBatch, config: Config) -> tuple[StepBatch, dict[str, float]]:
+    """Return the batch with `is_alone`, and the number of groups that have no baseline."""
+    # With one sample per prompt, groups of one are what was asked for, with a warning.
+    is_compared = estimator_spec(config.trainer.algorithm).compares_group
+    if not is_compared or config.generator.n_samples_per_prompt == 1:
+        return batch, {}
+    assert batch.is_placeholder is not None
+    acted = batch.is_last_step & ~batch.is_placeholder
+    alone = torch.bincount(batch.group_ids[acted], minlength=batch.num_groups) == 1
+    metrics = {"reward/num_groups_without_baseline": float(alone.sum())}
+    return batch.with_(is_alone=alone[batch.group_ids.long()]), metrics
 
 
 def _with_anchors(
@@ -79,6 +106,7 @@ def _report(
     """Return metrics of what was sampled, and of the rewards that the rollout filters left."""
     generator, algorithm = config.generator, config.trainer.algorithm
     spec, samples = estimator_spec(algorithm), generator.n_samples_per_prompt
+    sums = sums_rewards(config)
     is_own = spec.name not in ADVANTAGE_ESTIMATORS  # which may do anything
     return {
         **rollouts.trajectory_metrics(trajectories, rows.steps),
@@ -88,11 +116,12 @@ def _report(
             rows.trained,
             num_rows_before_merge=None if rows.merged is None else rows.steps.num_rows,
         ),
-        **rewards.reward_metrics(rewarded, samples_per_prompt=samples),
+        **rewards.reward_metrics(rewarded, samples_per_prompt=samples, sums_rewards=sums),
         **rewards.reward_spread(
             rewarded,
             tolerance=algorithm.zero_variance_filter_tol,
             compares_group=samples > 1 and (spec.compares_group or is_own),
+            sums_rewards=sums,
         ),
     }
 
@@ -102,7 +131,7 @@ def judge_groups(
 ) -> tuple[SampledRows, set[str]]:
     """Return the rows, and the uids of the groups that dynamic sampling may keep."""
     algorithm = config.trainer.algorithm
-    rows = build_rows(trajectories, config)
+    rows = _complete_rows(trajectories, config)
     # Judged by the rewards that these filters leave. The rows are returned as they are:
     # `training_batch` filters them, too, and reports what it changed.
     batch, units, _ = filter_rollouts(rows.trained, config)
@@ -138,7 +167,7 @@ def with_advantages(
             outcome=spec.level == "outcome",
         )
         kl_coef = next_kl_coef(
-            kl_coef, metrics["loss/avg_kl"], batch.num_trajectories, algorithm.kl_ctrl
+            kl_coef, metrics["loss/avg_kl"], _num_samples(batch), algorithm.kl_ctrl
         )
     if spec.needs_values:
         assert critic is not None
@@ -150,3 +179,10 @@ def with_advantages(
         **estimator_settings(algorithm),
     )
     return batch, metrics, kl_coef
+
+
+def _num_samples(batch: StepBatch) -> int:
+    """Return the number of trajectories that have acted."""
+    if batch.is_placeholder is None:
+        return batch.num_trajectories
+    return int((batch.is_last_step & ~batch.is_placeholder).sum())

@@ -24,6 +24,7 @@ from skyrl_fast.config import (
     as_config,
     check_config,
     max_input_length,
+    sums_rewards,
     to_dict,
 )
 from skyrl_fast.gateway.agents.task import AgentTask
@@ -74,7 +75,6 @@ from skyrl_fast.train.setup.given_objects import (
 from skyrl_fast.train.setup.gpu_sharing import check_models, plan_run_memory
 from skyrl_fast.train.setup.run_data import RunData, run_data
 from skyrl_fast.train.trainer import Components, Progress, Trainer
-from skyrl_fast.trajectory_store.record import total_reward
 from skyrl_fast.trajectory_store.words import readable
 
 logger = logging.getLogger(__name__)
@@ -383,7 +383,7 @@ def _run(
         trajectories=run_path / "trajectories",
         checkpoint=progress.checkpoint,
         plot=plot,
-        sample=_sample(progress, components.tokenizer),
+        sample=_sample(progress, components.tokenizer, config),
         stopped_by=progress.stopped_by,
         warnings=find_warnings(rows),
     )
@@ -518,12 +518,13 @@ async def _vllm_rollouts(
     )
 
 
-def _sample(progress: Progress, tokenizer: Any) -> str:
+def _sample(progress: Progress, tokenizer: Any, config: Config) -> str:
     """Return one trajectory as text: the one of highest reward, then of most turns."""
     if not progress.trajectories:
         return ""
-    best = max(progress.trajectories, key=lambda t: (total_reward(t), len(t.steps)))
-    return readable(best, tokenizer=tokenizer)
+    sums = sums_rewards(config)
+    best = max(progress.trajectories, key=lambda t: (t.outcome(sums_rewards=sums), len(t.steps)))
+    return readable(best, tokenizer=tokenizer, sums_rewards=sums)
 
 
 def _leave_now(number: int) -> None:

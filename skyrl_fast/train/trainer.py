@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.config import Config, max_input_length, to_dict
+from skyrl_fast.config import Config, max_input_length, sums_rewards, to_dict
 from skyrl_fast.rollout.failures import FailureWatch, fail_infinite_rewards, log_failures
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.algorithm.batch_warnings import BatchWarnings
@@ -234,6 +234,7 @@ class Trainer:
                 self._run_path / "trajectories",
                 self._components.tokenizer,
                 last_step=self.progress.step,
+                sums_rewards=sums_rewards(self._config),
             )
         synced: dict[str, Any] = {}
         # Also verifies that the engine has loaded what the policy was loaded from.
@@ -383,7 +384,9 @@ class Trainer:
         )
         metrics = await self._timed("batch", times, report)
         parts = []
-        for name, own in split_by_policy(trajectories, names).items():
+        for name, own in split_by_policy(
+            trajectories, names, sums_rewards=sums_rewards(self._config)
+        ).items():
             # Without `find_rows`, whose rows are of the complete trajectories.
             part, of_policy = await self._train_policy(name, own, lambda: None, times)
             parts.append(part)
@@ -483,7 +486,10 @@ class Trainer:
         named = any(source is not None for source in sources)
         samples = self._config.generator.eval_n_samples_per_prompt
         metrics = eval_metrics(
-            trajectories, ks=sorted({1, samples}), data_sources=sources if named else None
+            trajectories,
+            ks=sorted({1, samples}),
+            data_sources=sources if named else None,
+            sums_rewards=sums_rewards(self._config),
         )
         turns = sum(len(trajectory.steps) for trajectory in trajectories)
         metrics["eval/all/avg_num_turns"] = turns / len(trajectories)

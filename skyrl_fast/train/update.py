@@ -56,6 +56,7 @@ _OF_MINI_BATCH = {
     *("policy/grad_norm", "policy/lr", "policy/nonfinite_steps_skipped"),
 }
 _FORWARD_ONLY = ("expert_indices", "cu_experts", "num_kept", "kept_ids", "cu_kept")
+_RECORDS = ("owners", "step_numbers", "is_placeholder", "is_alone")  # which no loss reads
 _RECOMPUTED = {"loss", "num_tokens"}  # of a micro-batch; recomputed here for the mini-batch
 
 _OF_REFERENCE = {"kl", "kl_loss", "kl_tokens"}  # 0 without a reference
@@ -262,12 +263,17 @@ class _MiniBatchWeights:
     def of_batch(
         cls, batch: StepBatch, algorithm: AlgorithmConfig, max_seq_len: int | None
     ) -> _MiniBatchWeights:
-        rows = reduction_weights(
-            batch.loss_mask,
+        rows = torch.zeros(batch.num_rows)
+        counted = torch.ones(batch.num_rows, dtype=torch.bool)
+        if batch.is_placeholder is not None:
+            counted = ~batch.is_placeholder  # what failed is no sample, and does not count
+        samples = batch if bool(counted.all()) else batch.rows(counted)
+        rows[counted] = reduction_weights(
+            samples.loss_mask,
             reduction=algorithm.loss_reduction,
-            cu_seqlens=batch.cu_responses,
-            group_ids=batch.group_ids,
-            trajectory_ids=batch.trajectory_ids,
+            cu_seqlens=samples.cu_responses,
+            group_ids=samples.group_ids,
+            trajectory_ids=samples.trajectory_ids,
             max_seq_len=max_seq_len,
         )
         # The cross-entropy is a token mean, whatever the reduction of the policy loss.
@@ -371,7 +377,8 @@ def _micro_step(
         trained.sum().backward()
         return None
     # The forward pass reads routes and kept tokens from `micro`; the loss needs neither.
-    rows = batch.with_(**dict.fromkeys(_FORWARD_ONLY)).rows(micro.rows)
+    unread = dict.fromkeys((*_FORWARD_ONLY, *_RECORDS))
+    rows = batch.with_(**unread).rows(micro.rows)
     index = micro.response_index.to(trained.device)
     # Back to all response tokens of the rows, as the loss has offsets of these.
     logprobs = trained.new_zeros(rows.loss_mask.shape[0]).index_put((index,), trained)

@@ -31,6 +31,7 @@ def trajectory_record(
     trained: Sequence[TrainedStep] = (),
     trainer_version: int | None = None,
     with_replay: bool = False,
+    sums_rewards: bool = False,
 ) -> dict[str, Any]:
     """Return the values of a trajectory's line; docs/spec.md, section 14, lists the keys.
 
@@ -40,6 +41,7 @@ def trajectory_record(
             placeholder row.
         trainer_version: version of the policy that was trained; None: it was not trained.
         with_replay: whether to include kept ids and routes, which make lines several times longer.
+        sums_rewards: whether the outcome is a sum, as of `Trajectory.outcome`.
     """
     steps = trajectory.steps
     shared_lengths = _count_shared(steps)
@@ -63,7 +65,7 @@ def trajectory_record(
         "repetition_id": trajectory.repetition_id,
         "env_class": trajectory.env_class,
         "data_source": trajectory.data_source or "",
-        "reward": json_value(total_reward(trajectory)),
+        "reward": json_value(trajectory.outcome(sums_rewards=sums_rewards)),
         "advantage": _advantage(trained),
         "stop_reason": trajectory.stop_reason,
         "failure": trajectory.failure or "",
@@ -89,9 +91,10 @@ def trajectory_record(
                 "llm_seconds": round(item.llm_seconds, _SECOND_DECIMALS),
                 "env_seconds": round(item.env_seconds, _SECOND_DECIMALS),
                 **({} if item.policy is None else {"policy": item.policy}),
+                **place,
             }
-            for item, shared, (response, _), value in zip(
-                steps, shared_lengths, responses, values, strict=True
+            for item, shared, (response, _), value, place in zip(
+                steps, shared_lengths, responses, values, _places(steps), strict=True
             )
         ],
         "tokens": [
@@ -110,6 +113,23 @@ def trajectory_record(
     }
 
 
+def _places(steps: Sequence[Step]) -> list[dict[str, Any]]:
+    """Return `number`, `parent` and `state` of steps that are not those of one conversation."""
+    places: list[dict[str, Any]] = []
+    before: Step | None = None
+    for index, step in enumerate(steps):
+        usual_parent = None if before is None else before.number
+        usual_state = None if before is None else before.observation
+        is_usual = step.number == index and step.parent == usual_parent
+        if step.number is None or (is_usual and usual_state in (None, step.state)):
+            places.append({})
+        else:
+            place = {"number": step.number, "parent": step.parent, "state": step.state}
+            places.append({name: json_value(value) for name, value in place.items()})
+        before = step
+    return places
+
+
 def _other_calls(trajectory: Trajectory) -> dict[str, Any]:
     calls = [
         {**asdict(call), "seconds": round(call.seconds, _SECOND_DECIMALS)}
@@ -124,11 +144,6 @@ def _env_metrics(trajectory: Trajectory) -> Any:
         return json_value(trajectory.env_metrics)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         return {"unreadable": type(error).__name__}
-
-
-def total_reward(trajectory: Trajectory) -> float:
-    """Return the outcome: the last step's reward; 0 without steps."""
-    return float(trajectory.steps[-1].reward) if trajectory.steps else 0.0
 
 
 def _count_shared(steps: Sequence[Step]) -> list[int]:

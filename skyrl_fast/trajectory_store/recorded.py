@@ -103,6 +103,9 @@ def _step(stored: StoredStep) -> Step:
         token_versions=versions if len(set(versions)) > 1 else None,
         kept_ids=stored.kept_ids,
         policy=turn.get("policy"),
+        number=turn.get("number"),
+        parent=turn.get("parent"),
+        state=turn.get("state"),
     )
 
 

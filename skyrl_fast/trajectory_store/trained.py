@@ -5,13 +5,14 @@ A response tokens of a batch's rows, R rows and S steps of one trajectory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from skyrl_fast.batch import StepBatch
+from skyrl_fast.rollout.token_ids import count_shared, ids_array
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 
 
@@ -52,30 +53,12 @@ def collect_steps_of_policies(
     Args:
         parts: of each policy, with trajectories of its steps alone.
     """
-    found: dict[tuple[str, int, str | None], Iterator[TrainedStep]] = {}
+    found: dict[tuple[str, int], dict[int, TrainedStep]] = {}
     for part in parts:
-        values = collect_trained_steps(part.trajectories, part.batch, part.trainer_logprobs)
+        values = _values_by_number(part.trajectories, part.batch, part.trainer_logprobs)
         for trajectory, steps in zip(part.trajectories, values, strict=True):
-            if steps:
-                name = trajectory.steps[0].policy
-                found[trajectory.uid, trajectory.repetition_id, name] = iter(steps)
-    none: Iterator[TrainedStep] = iter(())
-    return [
-        [
-            next(found.get((t.uid, t.repetition_id, step.policy), none), None)
-            or _make_untrained(step)
-            for step in t.steps
-        ]
-        if t.failure is None
-        else []
-        for t in trajectories
-    ]
-
-
-def _make_untrained(step: Step) -> TrainedStep:
-    size = len(step.response_ids)
-    nothing = np.full(size, np.nan, np.float32)
-    return TrainedStep(np.zeros(size, np.uint8), nothing, nothing)
+            found.setdefault((trajectory.uid, trajectory.repetition_id), {}).update(steps)
+    return [_complete(t, found.get((t.uid, t.repetition_id), {})) for t in trajectories]
 
 
 def collect_trained_steps(
@@ -85,99 +68,94 @@ def collect_trained_steps(
 ) -> list[list[TrainedStep]]:
     """Return the values of each trajectory's steps; none if a placeholder row replaced it.
 
-    Rows may be single steps or merged steps: in its row, a step's response starts where the step's
-    prompt ends. Batch and log-probabilities are as of `TrainedRows`.
+    Rows may be single steps or merged steps, whose tokens name the step that sampled them. Batch
+    and log-probabilities are as of `TrainedRows`.
     """
-    owners = batch.trajectory_ids.numpy()
-    row_counts = np.bincount(owners) if len(owners) else np.zeros(0, dtype=np.int64)
-    if len(row_counts) != len(trajectories):
-        raise ValueError(
-            f"collect_trained_steps: batch must have the {len(trajectories)} trajectories given, "
-            f"got {len(row_counts)}"
-        )
-    values = _TokenValues(batch, trainer_logprobs)
-    first_rows = np.concatenate([[0], np.cumsum(row_counts)])
-    return [
-        _trajectory_values(trajectory, values, int(first_rows[number]), int(first_rows[number + 1]))
-        for number, trajectory in enumerate(trajectories)
-    ]
+    values = _values_by_number(trajectories, batch, trainer_logprobs)
+    return [_complete(t, steps) for t, steps in zip(trajectories, values, strict=True)]
 
 
-class _TokenValues:
-    def __init__(self, batch: StepBatch, trainer_logprobs: torch.Tensor | None) -> None:
-        assert batch.advantages is not None
-        self.cu_seqlens = batch.cu_seqlens.tolist()
-        self.cu_responses = batch.cu_responses.tolist()
-        self.tokens = batch.tokens.numpy()
-        self.loss_mask = batch.loss_mask.numpy()
-        self.advantages = batch.advantages.numpy()
-        self.trainer_logprobs = (
-            np.full(len(self.loss_mask), np.nan, dtype=np.float32)
-            if trainer_logprobs is None
-            else trainer_logprobs.numpy()
-        )
-
-    def row_tokens(self, row: int) -> np.ndarray:
-        tokens: np.ndarray = self.tokens[self.cu_seqlens[row] : self.cu_seqlens[row + 1]]
-        return tokens
-
-    def prompt_length(self, row: int) -> int:
-        length = self.cu_seqlens[row + 1] - self.cu_seqlens[row]
-        return length - (self.cu_responses[row + 1] - self.cu_responses[row])
-
-    def step_values(self, step: Step, row: int) -> TrainedStep:
-        wanted = list(step.response_ids)
-        start = len(step.prompt_token_ids)
-        found = self.row_tokens(row)[start : start + len(wanted)]
-        offset = self.cu_responses[row] + start - self.prompt_length(row)
-        place = slice(offset, offset + len(found))
-        if found.tolist() == wanted:  # fast path for the usual case
-            return TrainedStep(
-                self.loss_mask[place], self.advantages[place], self.trainer_logprobs[place]
-            )
-        same = np.zeros(len(wanted), dtype=bool)
-        same[: len(found)] = found == wanted[: len(found)]
-        missing = np.full(len(wanted) - len(found), np.nan, dtype=np.float32)
-
-        def matching(values: np.ndarray) -> np.ndarray:
-            return np.where(same, np.concatenate([values[place], missing]), np.float32(np.nan))
-
-        return TrainedStep(
-            loss_mask=np.nan_to_num(matching(self.loss_mask)).astype(np.uint8),
-            advantages=matching(self.advantages),
-            trainer_logprobs=matching(self.trainer_logprobs),
-        )
-
-
-def _trajectory_values(
-    trajectory: Trajectory, values: _TokenValues, first: int, end: int
-) -> list[TrainedStep]:
-    if trajectory.failure is not None or not trajectory.steps:
+def _complete(trajectory: Trajectory, found: Mapping[int, TrainedStep]) -> list[TrainedStep]:
+    if not trajectory.has_acted:
         return []
     return [
-        values.step_values(step, row)
-        for step, row in zip(
-            trajectory.steps, _step_rows(trajectory.steps, values, first, end), strict=True
-        )
+        _pad(found.get(index if step.number is None else step.number), len(step.response_ids))
+        for index, step in enumerate(trajectory.steps)
     ]
 
 
-def _step_rows(steps: Sequence[Step], values: _TokenValues, first: int, end: int) -> list[int]:
-    # A row ends with the step whose prompt and response are all of its tokens.
-    if end - first == len(steps):
-        return list(range(first, end))
-    rows, row = [], first
-    for step in steps:
-        rows.append(row)
-        if row + 1 < end and _ends_row(step, values.row_tokens(row)):
-            row += 1
-    return rows
-
-
-def _ends_row(step: Step, tokens: np.ndarray) -> bool:
-    prompt = len(step.prompt_token_ids)
-    if prompt + len(step.response_ids) != len(tokens):
-        return False
-    return tokens[prompt:].tolist() == list(step.response_ids) and tokens[:prompt].tolist() == list(
-        step.prompt_token_ids
+def _pad(values: TrainedStep | None, size: int) -> TrainedStep:
+    """Return the values of all tokens of a response, of which the rows have the first ones."""
+    nothing = np.full(size, np.nan, np.float32)
+    if values is None:
+        return TrainedStep(np.zeros(size, np.uint8), nothing, nothing)
+    kept = len(values.loss_mask)
+    if kept == size:
+        return values
+    missing = nothing[kept:]  # tokens that were dropped, as a later prompt has others there
+    return TrainedStep(
+        loss_mask=np.concatenate([values.loss_mask, np.zeros(size - kept, np.uint8)]),
+        advantages=np.concatenate([values.advantages, missing]),
+        trainer_logprobs=np.concatenate([values.trainer_logprobs, missing]),
     )
+
+
+def _values_by_number(
+    trajectories: Sequence[Trajectory],
+    batch: StepBatch,
+    trainer_logprobs: torch.Tensor | None,
+) -> list[dict[int, TrainedStep]]:
+    """Return for each trajectory the values of its steps that the rows have, by their number."""
+    assert batch.advantages is not None
+    if batch.num_trajectories != len(trajectories):
+        raise ValueError(
+            f"collect_trained_steps: batch must have the {len(trajectories)} trajectories given, "
+            f"got {batch.num_trajectories}"
+        )
+    mask, advantages = batch.loss_mask.numpy(), batch.advantages.numpy()
+    logprobs = (
+        np.full(len(mask), np.nan, dtype=np.float32)
+        if trainer_logprobs is None
+        else trainer_logprobs.numpy()
+    )
+    owners = _find_owners(trajectories, batch) if batch.owners is None else batch.owners.numpy()
+    found: list[dict[int, TrainedStep]] = [{} for _ in trajectories]
+    # Tokens of a step are adjacent: where the owner or the row changes, another run begins.
+    changes = np.flatnonzero(owners[1:] != owners[:-1]) + 1
+    bounds = np.unique(np.concatenate([batch.cu_responses.numpy(), changes]))
+    rows = np.searchsorted(batch.cu_responses.numpy(), bounds[:-1], side="right") - 1
+    of_rows = batch.trajectory_ids.numpy()[rows]
+    for begin, end, number in zip(bounds[:-1].tolist(), bounds[1:].tolist(), of_rows, strict=True):
+        if owners[begin] >= 0:
+            at = slice(begin, end)
+            found[number][int(owners[begin])] = TrainedStep(mask[at], advantages[at], logprobs[at])
+    return found
+
+
+def _find_owners(trajectories: Sequence[Trajectory], batch: StepBatch) -> np.ndarray:
+    """Return (A,) the number of the step that sampled each token, of rows that do not name it.
+
+    A response begins where its prompt ends, and has the tokens that the next prompt in its row has.
+    """
+    owners = np.full(len(batch.loss_mask), -1, np.int32)
+    cu_seqlens, cu_responses = batch.cu_seqlens.tolist(), batch.cu_responses.tolist()
+    first_rows = np.flatnonzero(np.append(True, batch.is_last_step.numpy()[:-1])).tolist()
+    for trajectory, row in zip(trajectories, first_rows, strict=True):
+        steps = trajectory.steps if trajectory.has_acted else []
+        following: list[Step | None] = [*steps, None][1:]
+        for index, (step, after) in enumerate(zip(steps, following, strict=True)):
+            tokens = batch.tokens.numpy()[cu_seqlens[row] : cu_seqlens[row + 1]]
+            begin, size = len(step.prompt_token_ids), len(step.response_ids)
+            context = np.concatenate(
+                [ids_array(step.prompt_token_ids), ids_array(step.response_ids)]
+            )
+            ends_row = after is None or (
+                not batch.is_last_step[row] and np.array_equal(tokens, context)
+            )
+            if after is not None and not ends_row:
+                shared = count_shared(ids_array(after.prompt_token_ids), context)
+                size = max(0, min(size, shared - begin))
+            at = cu_responses[row + 1] - len(tokens) + begin
+            owners[at : at + size] = index if step.number is None else step.number
+            row += ends_row
+    return owners

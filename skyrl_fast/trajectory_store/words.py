@@ -6,12 +6,11 @@ from typing import Any
 
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.system.printable import printable
-from skyrl_fast.trajectory_store.record import total_reward
 
 MAX_SHOWN = 4_000  # characters of a prompt, an answer or an observation
 
 
-def readable(trajectory: Trajectory, *, tokenizer: Any) -> str:
+def readable(trajectory: Trajectory, *, tokenizer: Any, sums_rewards: bool = False) -> str:
     """Return prompt, turns and reward as lines of text; long texts are cut, controls escaped."""
     steps = trajectory.steps
     prompt = tokenizer.decode(list(steps[0].prompt_token_ids)) if steps else ""
@@ -20,7 +19,9 @@ def readable(trajectory: Trajectory, *, tokenizer: Any) -> str:
         lines.append(f"agent, turn {number}: {_shown(step.text)}")
         if step.observation:
             lines.append(f"environment: {_shown(step.observation)}")
-    lines.append(f"reward: {total_reward(trajectory):g} ({trajectory.stop_reason})")
+    lines.append(
+        f"reward: {trajectory.outcome(sums_rewards=sums_rewards):g} ({trajectory.stop_reason})"
+    )
     return "\n".join(lines)
 
 

@@ -40,13 +40,21 @@ class TrajectoryWriter:
         folder: RUN/trajectories; created if absent.
         last_step: the step after which the run resumes; 0 for a new run.
         with_replay: whether kept ids and routes are stored, too.
+        sums_rewards: whether outcomes are sums, as of `Trajectory.outcome`.
     """
 
     def __init__(
-        self, folder: Path, tokenizer: Any, *, last_step: int, with_replay: bool = False
+        self,
+        folder: Path,
+        tokenizer: Any,
+        *,
+        last_step: int,
+        with_replay: bool = False,
+        sums_rewards: bool = False,
     ) -> None:
         self._folder = folder
         self._with_replay = with_replay
+        self._sums_rewards = sums_rewards
         self._text = TokenText(deepcopy(tokenizer))
         folder.mkdir(parents=True, exist_ok=True)
         for part in parts(folder):
@@ -86,6 +94,7 @@ class TrajectoryWriter:
                 trained=values,
                 trainer_version=step - 1 if trained else None,
                 with_replay=self._with_replay,
+                sums_rewards=self._sums_rewards,
             )
             for trajectory, values in zip(trajectories, values_of_steps, strict=True)
         )

@@ -42,6 +42,8 @@ def compute_advantages(
 
     Args:
         batch: all rows of each group; with `anchor_ids` or `values` where the estimator needs them.
+            Placeholders of trajectories that failed are no members of their group: the estimator
+            does not see them. Rows that are alone have advantage 0 where it compares a group.
         estimator: a name of `ops.advantage.estimators.ADVANTAGE_ESTIMATORS`, a registered one, or
             `module:function`.
         normalize: centre and scale over the batch's trained tokens, see `normalize_advantages`;
@@ -59,17 +61,31 @@ def compute_advantages(
         )
     if spec.needs_anchors and batch.anchor_ids is None:
         raise ValueError(f"advantages: {spec.name} needs the batch's anchor_ids, got None")
-    output = estimate(spec, _inputs(batch, spec), settings)
+    rows = _rows_of_samples(batch)
+    if rows.num_rows == 0:  # all failed, and no row has a token
+        return batch.with_(advantages=torch.zeros_like(batch.rewards))
+    output = estimate(spec, _inputs(rows, spec), settings)
     per_token = output.advantages.detach().to(torch.float32)
-    is_per_token = per_token.shape == batch.loss_mask.shape
+    is_per_token = per_token.shape == rows.loss_mask.shape
     # Where each row has one token both shapes are equal: the level of the estimator decides.
-    if not is_per_token or (spec.level != "token" and len(per_token) == batch.num_rows):
-        per_token = spread_over_tokens(per_token, batch.response_lengths)
+    if not is_per_token or (spec.level != "token" and len(per_token) == rows.num_rows):
+        per_token = spread_over_tokens(per_token, rows.response_lengths)
+    if batch.is_alone is not None and spec.compares_group:
+        is_alone = np.repeat(batch.is_alone.numpy(), batch.response_lengths.numpy())
+        per_token = per_token.masked_fill(torch.from_numpy(is_alone), 0.0)
     if normalize and not spec.always_normalized:
         per_token = normalize_advantages(per_token, batch.loss_mask)
     if output.returns is None:
         return batch.with_(advantages=per_token)
     return batch.with_(advantages=per_token, returns=output.returns.detach().to(torch.float32))
+
+
+def _rows_of_samples(batch: StepBatch) -> StepBatch:
+    """Return the rows without placeholders, which have no tokens: values per token stay aligned."""
+    if batch.is_placeholder is None or not bool(batch.is_placeholder.any()):
+        return batch
+    assert not bool(batch.response_lengths[batch.is_placeholder].any())
+    return batch.rows(~batch.is_placeholder)
 
 
 def _inputs(batch: StepBatch, spec: EstimatorSpec) -> EstimatorInputs:

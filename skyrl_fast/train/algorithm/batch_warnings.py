@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from skyrl_fast.config import Config, estimator_spec
+from skyrl_fast.config import Config, estimator_spec, sums_rewards
 from skyrl_fast.ops.advantage.estimators import ADVANTAGE_ESTIMATORS
 from skyrl_fast.rollout.stop_reason import LENGTH, MAX_TURNS
 from skyrl_fast.rollout.trajectory import Trajectory
@@ -89,14 +89,15 @@ def all_too_long(config: Config, trajectories: Sequence[Trajectory]) -> str | No
 def all_rewards_equal(config: Config, trajectories: Sequence[Trajectory]) -> str | None:
     """Return what to look at if an estimator compares rewards, of which all are equal."""
     spec = estimator_spec(config.trainer.algorithm)
-    completed = [t for t in trajectories if t.failure is None and t.steps]
-    rewards = {step.reward for t in completed for step in t.steps[-1:]}
-    earlier = any(step.reward for t in completed for step in t.steps[:-1])
-    is_several = len(completed) > 1 and config.generator.n_samples_per_prompt > 1
+    acted = [t for t in trajectories if t.has_acted]
+    rewards = {t.outcome(sums_rewards=sums_rewards(config)) for t in acted}
+    # A reward that is not read is another warning's subject.
+    earlier = any(step.reward for t in acted for step in t.steps[:-1])
+    is_several = len(acted) > 1 and config.generator.n_samples_per_prompt > 1
     if not (spec.compares_group and is_several and len(rewards) == 1) or earlier:
         return None
     return (
-        f"all {len(completed)} trajectories of a batch have the reward {rewards.pop():g}, so that "
+        f"all {len(acted)} trajectories of a batch have the reward {rewards.pop():g}, so that "
         f"trainer.algorithm.advantage_estimator={spec.name}, which compares the samples of a "
         "prompt, trains nothing: see rewards of sample answers with `skyrl-fast try`"
     )

@@ -36,9 +36,8 @@ def informative_groups(units: Sequences, *, tolerance: float = 0.0) -> np.ndarra
             in SkyRL.
         tolerance: largest difference between outcomes that count as equal.
     """
-    # The outcome of a trajectory is the sum of its last row's rewards. Trajectories without a
-    # trained token are not compared: a success next to a failed trajectory's placeholder is not
-    # informative.
+    # Trajectories without a trained token are not compared: a success next to a failed
+    # trajectory's placeholder is not informative.
     groups = group_spread(units)
     return (groups.sizes == 1) | (groups.spread > tolerance)
 
@@ -81,12 +80,18 @@ class GroupSampling:
     """Collects the groups of one training step, batch of prompts by batch of prompts."""
 
     def __init__(
-        self, config: DynamicSamplingConfig, num_groups: int, random: np.random.Generator
+        self,
+        config: DynamicSamplingConfig,
+        num_groups: int,
+        random: np.random.Generator,
+        *,
+        sums_rewards: bool = False,
     ) -> None:
         self.sampled: list[Trajectory] = []
         self._config = config
         self._wanted = num_groups
         self._random = random
+        self._sums_rewards = sums_rewards
         self._kept: dict[str, SampledGroup] = {}
         self._counts: Counter[str] = Counter()
 
@@ -152,8 +157,7 @@ class GroupSampling:
         failed = {"generate/failed_trajectories": float(sum(_has_failed(t) for t in self.sampled))}
         if self._config.type is None:
             return failed
-        ended = [[] if _has_failed(t) else t.steps[-1:] for t in self.sampled]
-        rewards = [last[0].reward if last else 0.0 for last in ended]
+        rewards = [t.outcome(sums_rewards=self._sums_rewards) for t in self.sampled if t.has_acted]
         names = (
             "num_batches",
             "num_groups_sampled",

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.config import Config
+from skyrl_fast.config import Config, sums_rewards
 from skyrl_fast.train.algorithm.sequence_scope import Sequences, group_spread, sequences
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,8 @@ Filtered = tuple[StepBatch, Sequences, dict[str, float]]
 def filter_rollouts(batch: StepBatch, config: Config) -> Filtered:
     """Apply the generator's filters: zero reward on non-stop, then the overlong filter."""
     # They look at each sequence alone, so dynamic sampling can judge groups after them.
-    units = sequences(batch, config.trainer.algorithm.sequence_scope)
+    scope = config.trainer.algorithm.sequence_scope
+    units = sequences(batch, scope, sums_rewards=sums_rewards(config))
     metrics: dict[str, float] = {}
     if config.generator.zero_reward_on_non_stop:
         batch, units, counts = zero_reward_on_non_stop(batch, units)
@@ -100,7 +101,6 @@ def overlong_filter(batch: StepBatch, units: Sequences) -> Filtered:
 def zero_variance_filter(batch: StepBatch, units: Sequences, *, tolerance: float = 0.0) -> Filtered:
     """Return the batch with the loss mask 0 in groups whose sequences all have the same score.
 
-    A sequence's score is the sum of its last row's rewards, whether they are per token or per row.
     Only sequences with a trained token are compared; a group with fewer than two of them is
     unchanged.
 

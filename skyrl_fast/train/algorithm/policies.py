@@ -9,24 +9,29 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from skyrl_fast.rollout.trajectory import Step, Trajectory
+from skyrl_fast.rollout.trajectory import Step, Trajectory, recorded_steps
 
 
 def split_by_policy(
-    trajectories: Sequence[Trajectory], names: Iterable[str]
+    trajectories: Sequence[Trajectory], names: Iterable[str], *, sums_rewards: bool = False
 ) -> dict[str, list[Trajectory]]:
     """Return for each policy the trajectories of its steps; a policy without any is left out.
 
-    The last step of each has the trajectory's outcome, or that of the policy's name. A trajectory
-    in which a policy made no call is none of its samples. A prompt in which it made none at all has
-    one trajectory without steps, a masked row, so that mini-batches have the same prompts for all.
+    The last step of each has the trajectory's outcome, or that of the policy's name. Steps keep
+    what was recorded of them: the state, and the answers of all policies in the prompt. So does the
+    trajectory, with its stop reason. A trajectory in which a policy made no call is none of its
+    samples. A prompt in which it made none at all has one trajectory without steps, a masked row,
+    so that mini-batches have the same prompts for all.
 
     Args:
         trajectories: adjacent per group. One that failed has failed for each policy.
+        sums_rewards: an outcome is the sum of the steps' rewards, as of `Trajectory.outcome`; the
+            sum of a policy's steps is then the outcome, too.
     """
+    complete = [replace(t, steps=recorded_steps(t)) for t in trajectories]
     parts = {}
     for name in names:
-        part = [_part(t, name) for t in trajectories]
+        part = [_part(t, name, sums_rewards) for t in complete]
         # A policy that nobody called has nothing to train in this step.
         if any(trajectory.steps for trajectory in part):
             groups = groupby(part, key=lambda trajectory: trajectory.uid)
@@ -38,18 +43,22 @@ def _samples(group: list[Trajectory]) -> list[Trajectory]:
     return [t for t in group if t.steps or t.failure is not None] or group[:1]
 
 
-def _part(trajectory: Trajectory, name: str) -> Trajectory:
+def _part(trajectory: Trajectory, name: str, sums_rewards: bool) -> Trajectory:
     steps = [step for step in trajectory.steps if step.policy == name]
-    if not steps:
-        return replace(trajectory, steps=[])
+    if steps:
+        steps[-1] = replace(steps[-1], reward=_last_reward(trajectory, steps, name, sums_rewards))
+    return replace(trajectory, steps=steps)
+
+
+def _last_reward(
+    trajectory: Trajectory, steps: Sequence[Step], name: str, sums_rewards: bool
+) -> float:
+    """Return the reward of a policy's last step, with the trajectory's outcome."""
     last, of_all = steps[-1], trajectory.steps[-1]
-    steps[-1] = replace(last, reward=_outcome(trajectory, last, name))
-    reason = trajectory.stop_reason if last is of_all else last.stop_reason
-    return replace(trajectory, steps=steps, stop_reason=reason)
-
-
-def _outcome(trajectory: Trajectory, last: Step, name: str) -> float:
-    of_all = trajectory.steps[-1]
+    if sums_rewards:
+        total = sum(step.reward for step in trajectory.steps)
+        earlier = sum(step.reward for step in steps[:-1])
+        return trajectory.policy_rewards.get(name, total) - earlier
     outcome = trajectory.policy_rewards.get(name, of_all.reward)
     # In another step than the trajectory's last one the outcome is not in its reward yet.
     return outcome if last is of_all else last.reward + outcome

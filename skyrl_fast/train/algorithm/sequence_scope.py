@@ -22,7 +22,7 @@ class Sequences:
         sequence_ids: (N,) int64, the sequence of each row.
         last_rows: (U,) int64, the row that ends each sequence.
         group_ids: (U,) int64.
-        scores: (U,) float64, the reward of the last row: the outcome.
+        scores: (U,) float64, the outcome: the reward of the last row, or of all rows.
         live: (U,) bool, whether any token of the sequence is trained.
         num_groups: G.
     """
@@ -35,8 +35,11 @@ class Sequences:
     num_groups: int
 
 
-def sequences(batch: StepBatch, scope: str) -> Sequences:
-    """Return the sequences of the rows, which are adjacent per trajectory, in one of `SCOPES`."""
+def sequences(batch: StepBatch, scope: str, *, sums_rewards: bool = False) -> Sequences:
+    """Return the sequences of the rows, which are adjacent per trajectory, in one of `SCOPES`.
+
+    With `sums_rewards` the outcome of a trajectory is the sum of its rows' rewards.
+    """
     if scope not in SCOPES:
         raise ValueError(f"sequences: scope must be one of {SCOPES}, got {scope!r}")
     if scope == "row":
@@ -45,12 +48,14 @@ def sequences(batch: StepBatch, scope: str) -> Sequences:
         # Dense from 0 in a batch, so that they index arrays.
         sequence_ids = batch.trajectory_ids.numpy().astype(np.int64)
         last_rows = np.flatnonzero(batch.is_last_step.numpy())
+    rewards = batch.row_rewards.numpy().astype(np.float64)
+    scores = np.bincount(sequence_ids, weights=rewards) if sums_rewards else rewards[last_rows]
     trained = segment_sums(batch.loss_mask.numpy(), batch.cu_responses.numpy(), np.int64)
     return Sequences(
         sequence_ids=sequence_ids,
         last_rows=last_rows,
         group_ids=batch.group_ids.numpy()[last_rows].astype(np.int64),
-        scores=batch.row_rewards.numpy()[last_rows].astype(np.float64),
+        scores=scores,
         live=np.bincount(sequence_ids, weights=trained, minlength=len(last_rows)) > 0,
         num_groups=batch.num_groups,
     )

@@ -12,6 +12,7 @@ import torch
 from skyrl_fast.batch import StepBatch, concatenate
 from skyrl_fast.config import GeneratorConfig
 from skyrl_fast.ops.merge.steps import MergePlan, merge_flat_steps
+from skyrl_fast.rollout.trajectory import Trajectory, recorded_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,25 @@ class SampledRows:
     @property
     def trained(self) -> StepBatch:
         return self.steps if self.merged is None else self.merged
+
+
+def with_records(batch: StepBatch, trajectories: Sequence[Trajectory]) -> StepBatch:
+    """Return the rows of the trajectories' steps with what is recorded of these.
+
+    That is: which step sampled a token, and which rows are placeholders.
+    """
+    numbers = [
+        index if step.number is None else step.number
+        for trajectory in trajectories
+        for index, step in enumerate(trajectory.steps_or_placeholder())
+    ]
+    of_rows = np.array(numbers, np.int32)
+    acted = np.array([trajectory.has_acted for trajectory in trajectories])
+    return batch.with_(
+        step_numbers=torch.from_numpy(of_rows),
+        owners=torch.from_numpy(np.repeat(of_rows, batch.response_lengths.numpy())),
+        is_placeholder=torch.from_numpy(~acted[batch.trajectory_ids.numpy()]),
+    )
 
 
 class GroupRows(NamedTuple):
@@ -66,6 +86,7 @@ def training_rows(
     merge: bool | None = None,
     keep_rewards: bool = False,
     observations: bool = False,
+    trajectories: Sequence[Trajectory] = (),
 ) -> StepBatch:
     """Return the rows to train; `steps` itself if nothing is merged.
 
@@ -76,6 +97,8 @@ def training_rows(
     Args:
         merge: merge steps; None: `generator.merge_stepwise_output`.
         observations: give the tokens between the steps of a merged row cross-entropy weight 1.
+        trajectories: of the rows; what their prompts have of other answers, such as another
+            policy's, has cross-entropy weight 0.
 
     Raises:
         ValueError: `step_wise_trajectories` is false and a trajectory's context did not only grow.
@@ -91,7 +114,8 @@ def training_rows(
         steps = steps.with_(cross_entropy_weights=of_steps)  # merging adds zeros between the steps
     rows = steps.merged(drift=drift, max_drift_tokens=most, rewards=rewards)
     if rows.cross_entropy_weights is not None:
-        rows = rows.with_(cross_entropy_weights=1 - rows.cross_entropy_weights)
+        weights = 1 - rows.cross_entropy_weights
+        rows = rows.with_(cross_entropy_weights=_without_answers(weights, rows, trajectories))
     if one_row and rows.num_rows > rows.num_trajectories:
         # Again, for the message alone: which turn did not begin with the tokens before it.
         plan = merge_flat_steps(
@@ -105,6 +129,28 @@ def training_rows(
         )
         raise ValueError(_not_one_row(steps, plan))
     return rows
+
+
+def _without_answers(
+    weights: torch.Tensor, rows: StepBatch, trajectories: Sequence[Trajectory]
+) -> torch.Tensor:
+    """Return the (A,) weights with 0 on the tokens of any answer in a row's last prompt."""
+    if not trajectories:
+        return weights
+    assert rows.step_numbers is not None
+    values = weights.numpy()
+    trajectory_ids, numbers = rows.trajectory_ids.tolist(), rows.step_numbers.tolist()
+    prompts = (rows.lengths - rows.response_lengths).tolist()
+    begins = rows.cu_responses.tolist()
+    steps = [{s.number: s for s in recorded_steps(t)} if t.has_acted else {} for t in trajectories]
+    for row, (trajectory, number) in enumerate(zip(trajectory_ids, numbers, strict=True)):
+        # The prompt of a row's last step is the row up to its response: it has all answers, also
+        # those of other policies, and those whose end was written again in other tokens.
+        last = steps[trajectory].get(number)
+        for begin, end in (last and last.answers) or ():
+            first = max(0, begin - prompts[row])
+            values[begins[row] + first : begins[row] + max(first, end - prompts[row])] = 0.0
+    return weights
 
 
 def _not_one_row(steps: StepBatch, plan: MergePlan) -> str:

@@ -12,7 +12,8 @@ from skyrl_fast.rollout.context import ContextError, begin_context, render_answe
 from skyrl_fast.rollout.stop_reason import STOP
 from skyrl_fast.rollout.trajectory import Step
 
-FLAGS = ("weight", "train", "loss")  # of a message, by which data sets exclude answers
+# Of a message, by which data sets exclude answers.
+FLAGS = ("weight", "train", "loss", "trainable", "loss_weight")
 _TRUE, _FALSE = ("1", "1.0", "true"), ("0", "0.0", "false")
 
 
@@ -66,7 +67,7 @@ def first_answer(messages: Sequence[Message]) -> int:
 
 
 def is_trained(message: Message) -> bool:
-    """Return whether a message is an answer to train; `weight: 0` or `train: false` excludes it.
+    """Return whether a message is an answer to train; one of `FLAGS` that is false excludes it.
 
     Raises:
         ValueError: one of the FLAGS is neither true nor false; the error names it.

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_fast.config import Config
+from skyrl_fast.config import Config, sums_rewards
 from skyrl_fast.rollout.failures import FailureWatch, log_failures
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.algorithm.dynamic_sampling import DynamicSamplingError, GroupSampling
@@ -32,6 +32,7 @@ class BatchSource:
     def __init__(self, config: Config, failures: FailureWatch) -> None:
         settings = config.trainer
         self._dynamic = settings.algorithm.dynamic_sampling
+        self._sums_rewards = sums_rewards(config)
         self._seed = settings.seed
         self._wanted = settings.train_batch_size
         self._per_batch = settings.train_batch_size * config.generator.n_samples_per_prompt
@@ -53,7 +54,9 @@ class BatchSource:
         """
         # Of the step alone: a resumed run draws the same replacements.
         random = np.random.default_rng((self._seed, step))
-        sampling = GroupSampling(self._dynamic, self._wanted, random)
+        sampling = GroupSampling(
+            self._dynamic, self._wanted, random, sums_rewards=self._sums_rewards
+        )
         ages: Counter[int] = Counter()
         while True:
             missing = self._wanted if self._full_batches else self._wanted - sampling.num_kept

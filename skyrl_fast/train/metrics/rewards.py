@@ -8,15 +8,24 @@ import numpy as np
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.rollout.trajectory import Trajectory
-from skyrl_fast.train.metrics.outcomes import mean, outcomes_of_batch, outcomes_of_trajectories
+from skyrl_fast.train.metrics.outcomes import (
+    mean,
+    outcomes_of_samples,
+    outcomes_of_trajectories,
+)
 
 PASS_THRESHOLD = 0.0  # a trajectory passes if its reward is larger
 
 
-def reward_metrics(batch: StepBatch, *, samples_per_prompt: int) -> dict[str, float]:
-    """Return mean reward, pass@n (groups with a reward above 0) and mean positive reward."""
-    table = outcomes_of_batch(batch)
-    passed = np.zeros(int(table.group_ids.max()) + 1, dtype=bool)
+def reward_metrics(
+    batch: StepBatch, *, samples_per_prompt: int, sums_rewards: bool = False
+) -> dict[str, float]:
+    """Return mean reward, pass@n (groups with a reward above 0) and mean positive reward.
+
+    Trajectories that failed are left out.
+    """
+    table = outcomes_of_samples(batch, sums_rewards=sums_rewards)
+    passed = np.zeros(batch.num_groups, dtype=bool)
     passed[table.group_ids[table.rewards > PASS_THRESHOLD]] = True
     return {
         "reward/avg_raw_reward": mean(table.rewards),
@@ -26,18 +35,22 @@ def reward_metrics(batch: StepBatch, *, samples_per_prompt: int) -> dict[str, fl
 
 
 def reward_spread(
-    batch: StepBatch, *, tolerance: float = 0.0, compares_group: bool = True
+    batch: StepBatch,
+    *,
+    tolerance: float = 0.0,
+    compares_group: bool = True,
+    sums_rewards: bool = False,
 ) -> dict[str, float]:
     """Return the standard deviation of rewards, and the share of groups whose rewards are equal.
 
-    The batch has at least one trajectory; differences up to `tolerance` count as equal. The share
-    is left out where an advantage does not compare a trajectory with its group.
+    Differences up to `tolerance` count as equal, and trajectories that failed are left out. The
+    share is left out where an advantage does not compare a trajectory with its group.
     """
-    table = outcomes_of_batch(batch)
-    deviation = {"reward/std_raw_reward": float(table.rewards.std())}
+    table = outcomes_of_samples(batch, sums_rewards=sums_rewards)
+    deviation = {"reward/std_raw_reward": float(table.rewards.std()) if table.rewards.size else 0.0}
     if not compares_group:
         return deviation
-    groups = int(table.group_ids.max()) + 1
+    groups = batch.num_groups
     lowest, highest = np.full(groups, np.inf), np.full(groups, -np.inf)
     np.minimum.at(lowest, table.group_ids, table.rewards)
     np.maximum.at(highest, table.group_ids, table.rewards)
@@ -51,8 +64,11 @@ def eval_metrics(
     *,
     ks: Iterable[int] = (1,),
     data_sources: Sequence[str | None] | None = None,
+    sums_rewards: bool = False,
 ) -> dict[str, float]:
-    """Return mean score, pass@k and mean positive reward of an evaluation.
+    """Return mean score, pass@k, mean positive reward and share of failures of an evaluation.
+
+    A trajectory that failed counts as reward 0.
 
     Args:
         ks: pass@k is the unbiased estimator of `pass_at_k`, averaged over groups; each k at most
@@ -63,7 +79,8 @@ def eval_metrics(
     Raises:
         ValueError: a k below 1 or above the size of a group.
     """
-    table = outcomes_of_trajectories(trajectories)
+    table = outcomes_of_trajectories(trajectories, sums_rewards=sums_rewards)
+    failed = np.array([t.failure is not None for t in trajectories], dtype=np.float64)
     parts = {"all": np.ones(len(trajectories), dtype=bool)}
     if data_sources is not None:
         # Sources whose names map to the same one are merged: "a/b" and "a_b" are both a_b.
@@ -80,6 +97,7 @@ def eval_metrics(
             share = mean(pass_at_k(size[size > 0], passed[size > 0], k))
             metrics[f"eval/{name}/pass_at_{k}"] = share
         metrics[f"eval/{name}/mean_positive_reward"] = mean(table.positive_rewards[chosen])
+        metrics[f"eval/{name}/failed_share"] = mean(failed[chosen])
     return metrics
 
 

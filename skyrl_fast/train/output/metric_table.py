@@ -118,6 +118,12 @@ METRICS = (
         _SHARE,
         "above avg_raw_reward: there is something to learn",
     ),
+    Metric(
+        "reward/num_groups_without_baseline",
+        "groups of which one trajectory is left, whose advantage is 0",
+        "groups",
+        "0; see generate/failed_trajectories, or a policy that few samples call",
+    ),
     Metric("reward/mean_positive_reward", "mean of the rewards above 0, others as 0"),
     Metric(
         "reward/num_zero_variance_filtered",
@@ -338,6 +344,12 @@ METRICS = (
         "trajectories without tokens: failed, or with a first prompt that is too long",
         "trajectories",
         "0",
+    ),
+    Metric(
+        "eval/{data set}/failed_share",
+        "trajectories of an evaluation that failed, which count as reward 0",
+        _SHARE,
+        "0; the log names the reasons",
     ),
     Metric(
         "generate/failed_trajectories",

@@ -457,7 +457,9 @@ class GeneratorConfig:
         True, "whether to append the EOS token after a stop string"
     )
     chat_template: str | None = setting(
-        None, "chat template: Jinja source or a file; null: the tokenizer's"
+        None,
+        "chat template: Jinja source, a file, or plain, for base models, whose tokenizer has none; "
+        "null: the tokenizer's",
     )
     chat_template_kwargs: dict[str, Any] = setting(
         {},

@@ -15,6 +15,14 @@ log = logging.getLogger(__name__)
 
 PHASES = ("train", "eval")
 
+PLAIN = "plain"  # of generator.chat_template
+# For base models, which have none: a line for each message, an end token after each answer.
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}Assistant: {% endif %}"
+)
+
 
 class RolloutPrompt(Protocol):
     """One task: the attributes that a prompt needs for a rollout."""
@@ -76,6 +84,8 @@ def check_loop_settings(generator: GeneratorConfig) -> None:
 
 def read_chat_template(text_or_file: str | None) -> str | None:
     """Return the text of `generator.chat_template`; None: the tokenizer's own is used."""
+    if text_or_file == PLAIN:
+        return PLAIN_TEMPLATE
     if text_or_file is not None and "{" not in text_or_file:
         return Path(expanduser(text_or_file)).read_text(encoding="utf-8")
     return text_or_file

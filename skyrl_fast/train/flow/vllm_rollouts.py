@@ -51,7 +51,7 @@ from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.system.network_interface import LOOPBACK
 from skyrl_fast.system.torch_threads import end_torch_threads
 from skyrl_fast.train.data.prompts import Prompt
-from skyrl_fast.train.model.policy import Policy
+from skyrl_fast.train.model.policy import Policy, load_tokenizer
 from skyrl_fast.train.parallel.sharding import weights_of
 
 log = logging.getLogger(__name__)
@@ -136,9 +136,9 @@ def check_rollouts(
     """Check lengths, and the environments of all prompts, before anything is loaded.
 
     Raises:
-        ValueError: sequences can be too long for model or engine, an environment cannot be
-            imported or called, a reward function needs an argument that it will not get, or there
-            is no environment of a row's name or no such tool parser.
+        ValueError: there is no tokenizer or chat template, sequences can be too long for model or
+            engine, an environment cannot be imported or called, a reward function needs an argument
+            that it will not get, or there is no environment of a row's name or no such tool parser.
     """
     make_vllm_setup(config, model_path)
     if config.generator.tool_parser is not None:
@@ -152,6 +152,16 @@ def check_rollouts(
         make_env.check_arguments([prompt.env_extras for prompt in prompts])
     elif make_env is None:
         check_env_classes(prompt.env_class for prompt in prompts)
+    if config.generator.chat_template is None:
+        _check_chat_template(model_path)
+
+
+def _check_chat_template(model_path: str) -> None:
+    if load_tokenizer(model_path).chat_template is None:
+        raise ValueError(
+            "generator.chat_template: expected Jinja source, a file, or plain, as the tokenizer of "
+            f"{model_path} has no chat template (it is that of a base model), got null"
+        )
 
 
 class VllmRollouts:

@@ -31,6 +31,7 @@ class WeightUpdateExtension:
 
     model_runner: Any
     model_config: Any
+    parallel_config: Any
     rank: int  # of the engine's workers
     device: torch.device
     weights_group: WeightsGroup
@@ -71,8 +72,13 @@ class WeightUpdateExtension:
         weights: Iterator[tuple[str, torch.Tensor]],
         adapter: str | None = None,
         versions: Mapping[str, int] | None = None,
+        num_sharing: int = 1,
     ) -> dict[str, Any]:
-        """Load weights, or adapters by their config and policy `versions`; return a `Receipt`."""
+        """Load weights, or adapters by their config and policy `versions`; return a `Receipt`.
+
+        Args:
+            num_sharing: workers that read the same memory, and divide its digests.
+        """
         if adapter is not None:
             return self._replace_adapters(weights, json.loads(adapter), versions or {})
         model = self.model_runner.get_model()
@@ -89,9 +95,11 @@ class WeightUpdateExtension:
 
         model.load_weights = load_and_record
         try:
+            share = {"rank": self.rank, "num_sharing": num_sharing} if num_sharing > 1 else {}
+            recorded = record_digests(weights, digests, **share)
             with renew_packed_weights(model):
                 # The worker's method, not the runner's: it sets the config that kernels ask for.
-                self.reload_weights(weights_iterator=record_digests(weights, digests))
+                self.reload_weights(weights_iterator=recorded)
         finally:
             del model.load_weights
         return asdict(
@@ -151,6 +159,8 @@ class WeightUpdateExtension:
 def _make_load(name: str) -> Callable[..., dict[str, Any]]:
     def load(worker: WeightUpdateExtension, *arguments: Any, **adapter: Any) -> dict[str, Any]:
         transport = TRANSPORTS[name]
+        if transport.shares_memory:
+            adapter["num_sharing"] = worker.parallel_config.world_size
         receipt = worker._load(transport.receive(worker, *arguments), **adapter)
         transport.finish()
         return receipt

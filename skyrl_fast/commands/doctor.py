@@ -68,6 +68,7 @@ def _num_cpus() -> int:
 
 def _extension() -> list[Finding]:
     from skyrl_fast import _C
+    from skyrl_fast.ops._backend import driver_fault
 
     lines = [
         Finding("extension", OK, f"built by {_C.compiler}"),
@@ -76,6 +77,12 @@ def _extension() -> list[Finding]:
     if _C.cuda_archs is None:
         advice = "to add them: install nvcc (CUDA toolkit) and reinstall with SKYRL_FAST_CUDA=on"
         lines.append(Finding("CUDA kernels", OPTIONAL, "not compiled in", advice))
+    elif fault := driver_fault():
+        advice = (
+            "not used on this machine: update the driver, or build from source with an nvcc of its "
+            "CUDA version"
+        )
+        lines.append(Finding("CUDA kernels", PROBLEM, fault, advice))
     else:
         lines.append(Finding("CUDA kernels", OK, f"compiled for {_C.cuda_archs}"))
     return lines

@@ -35,21 +35,28 @@ class WeightUpdateExtension:
     rank: int  # of the engine's workers
     device: torch.device
     weights_group: WeightsGroup
-    has_patches = False
+    patches: dict[str, bool] | None = None  # by name: whether it is in use
     reload_weights: Callable[..., None]
 
-    def apply_patches(self) -> None:
-        """Sample and compute with less work; see `vllm_patches`."""
-        if self.has_patches:  # a trainer that connects again asks again
-            return
-        return_kept_only(self.model_runner.sampler)
-        sample_by_inversion(self.model_runner.sampler)
-        if self.device.type == "cpu":
-            if self.model_runner.lora_config is not None:
-                multiply_by_adapter()
-            if self.model_config.enforce_eager:
-                use_compiled_norms()
-        self.has_patches = True
+    def apply_patches(self) -> dict[str, bool]:
+        """Sample and compute with less work (`vllm_patches`); return which patches are in use."""
+        if self.patches is None:  # a trainer that connects again asks again
+            sampler = self.model_runner.sampler
+            self.patches = {
+                "kept_logprobs": return_kept_only(sampler),
+                "seeded_sampling": sample_by_inversion(sampler) and self.device.type == "cpu",
+            }
+            if self.device.type == "cpu":
+                self._patch_cpu_kernels(self.patches)
+        return self.patches
+
+    def _patch_cpu_kernels(self, patches: dict[str, bool]) -> None:
+        patches["adapter_products"] = self.model_runner.lora_config is not None
+        if patches["adapter_products"]:
+            multiply_by_adapter()
+        patches["compiled_norms"] = bool(self.model_config.enforce_eager)
+        if patches["compiled_norms"]:
+            use_compiled_norms()
 
     def weights_dtype(self) -> str | None:
         """Return the dtype of all floating-point parameters; None: they differ, or are quantized.

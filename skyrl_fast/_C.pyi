@@ -21,6 +21,7 @@ __all__: list[str] = [
     "copy_segments",
     "count_nonzeros",
     "cuda_archs",
+    "cuda_versions",
     "delta_sums",
     "delta_sums_cuda",
     "dense_ids",
@@ -176,6 +177,11 @@ def copy_segments(
 def count_nonzeros(
     cells: typing.Any, ids: typing.Any, nonzeros: typing.Any, lasts: typing.Any, num_threads: int
 ) -> int: ...
+def cuda_versions() -> tuple[int, int]:
+    """
+    Return CUDA's version of the runtime inside, and the newest of the driver: 13000, 12080.
+    """
+
 def delta_sums(
     a: typing.Any,
     b: typing.Any,

@@ -25,6 +25,7 @@ PYBIND11_MODULE(_C, m) {
   skyrl_fast::bind_logprob(m);
 #if defined(SKYRL_FAST_WITH_CUDA)
   skyrl_fast::bind_advantage_cuda(m);
+  skyrl_fast::bind_cuda_versions(m);
   skyrl_fast::bind_logprob_cuda(m);
   skyrl_fast::bind_pack_cuda(m);
   skyrl_fast::bind_policy_loss_cuda(m);

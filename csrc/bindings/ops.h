@@ -8,6 +8,7 @@ namespace skyrl_fast {
 void bind_advantage(pybind11::module_& m);
 void bind_advantage_cuda(pybind11::module_& m);  // CUDA builds only
 void bind_cell_rows(pybind11::module_& m);
+void bind_cuda_versions(pybind11::module_& m);  // CUDA builds only
 void bind_logprob(pybind11::module_& m);
 void bind_logprob_cuda(pybind11::module_& m);  // CUDA builds only
 void bind_merge(pybind11::module_& m);

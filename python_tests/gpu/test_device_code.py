@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from skyrl_fast import _C, ops
+from skyrl_fast.commands import doctor
 from skyrl_fast.ops import _backend
 
 BUILT = "80-real,90a-real,100-real,120"  # machine code for all, PTX for the last
@@ -144,3 +145,49 @@ def test_no_kernel_is_launched_around_the_guard() -> None:
     assert calls == set()
     runtime = [p.read_text() for p in (package.parent / "csrc").rglob("*") if p.is_file()]
     assert not any("cudaSetDevice" in text for text in runtime)
+
+
+OLD_DRIVER = (13000, 12080)  # a runtime of CUDA 13.0, a driver of the series 570
+
+
+@pytest.mark.parametrize(
+    ("runtime", "driver", "runs"),
+    [
+        (13000, 12080, False),
+        (13020, 13000, True),  # of one major version
+        (13000, 13010, True),
+        (12080, 13000, True),
+        (12080, 11080, False),
+        (13000, 0, True),  # no driver: no GPU asks
+    ],
+)
+def test_a_driver_runs_kernels_of_its_major_version_and_older_ones(
+    monkeypatch: pytest.MonkeyPatch, runtime: int, driver: int, runs: bool
+) -> None:
+    monkeypatch.setattr(_C, "cuda_archs", BUILT)
+    monkeypatch.setattr(_C, "cuda_versions", lambda: (runtime, driver), raising=False)
+    assert (_backend.driver_fault() == "") == runs
+
+
+def test_a_driver_that_is_too_old_is_named_once_and_triton_runs(
+    asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(monkeypatch, asked, (9, 0))
+    monkeypatch.setattr(_C, "cuda_versions", lambda: OLD_DRIVER, raising=False)
+    said = (
+        r"the CUDA kernels were compiled with CUDA 13\.0 and need a driver for CUDA 13 \(580 or "
+        r"newer\); this one is for CUDA 12\.8\. They are not used: Triton's are, or torch"
+    )
+    _backend._driver_runs_kernels.cache_clear()
+    try:
+        with pytest.warns(RuntimeWarning, match=said) as warned:
+            for _ in range(2):
+                chosen = _backend.select("op", torch.ones(1), available_on_gpu=ON_GPU)
+                assert chosen == "triton"
+        assert len(warned) == 1
+        findings = {finding.name: finding for finding in doctor.findings()}
+        kernels = findings["CUDA kernels"]
+        assert kernels.status == doctor.PROBLEM and "is for CUDA 12.8" in kernels.found
+        assert "update the driver" in kernels.advice
+    finally:
+        _backend._driver_runs_kernels.cache_clear()

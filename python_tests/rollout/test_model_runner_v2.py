@@ -16,6 +16,10 @@ import pytest
 import torch
 from _probe_sweep import ModelKind, make_model
 
+from skyrl_fast.commands import doctor
+from skyrl_fast.rollout.engine.vllm_patches import describe_patches
+from skyrl_fast.rollout.engine.vllm_patches.kept_logprobs import return_kept_only
+from skyrl_fast.rollout.engine.vllm_patches.seeded_sampling import sample_by_inversion
 from skyrl_fast.rollout.engine.weights import worker
 from skyrl_fast.rollout.engine.weights.receipt import tensor_digest
 from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
@@ -102,6 +106,54 @@ def test_config_is_set_while_weights_are_processed(monkeypatch: pytest.MonkeyPat
         "dtype": "bfloat16",
     }
     assert torch.equal(one.model.weight, weight)
+
+
+def samplers(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """The samplers of vLLM's model runners V1 and V2, on a CPU."""
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.worker.gpu import buffer_utils, states
+    from vllm.v1.worker.gpu.sample import sampler as second
+
+    # There is no pinned memory without a GPU.
+    monkeypatch.setattr(buffer_utils, "UvaBuffer", buffer_utils.NonUvaBuffer)
+    cpu = torch.device("cpu")
+    requests = states.RequestState(4, 16, 32, 0, 32, cpu)
+    return Sampler(), second.Sampler(4, 32, cpu, requests)
+
+
+@pytest.mark.vllm
+@pytest.mark.spec("sync.patches-named")
+def test_patches_of_the_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = samplers(monkeypatch)
+    before = dict(vars(second))
+    for patch in (return_kept_only, sample_by_inversion):
+        assert patch(first) is True
+        assert patch(second) is False
+    assert vars(second) == before
+
+    answers = []
+    for sampler in samplers(monkeypatch):
+        one: Any = WeightUpdateExtension()
+        one.device = torch.device("cuda")
+        one.model_runner = SimpleNamespace(sampler=sampler)
+        answers.append(one.apply_patches())
+        assert one.apply_patches() == answers[-1]  # a trainer that connects again
+    assert answers == [
+        {"kept_logprobs": True, "seeded_sampling": False},
+        {"kept_logprobs": False, "seeded_sampling": False},
+    ]
+    said = "vLLM's patches in use: none; not in use: kept_logprobs, seeded_sampling"
+    assert describe_patches(answers[1:]) == said
+    assert describe_patches(answers) == said  # of all workers
+
+
+def test_doctor_names_the_patches_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
+    for has_gpu, text in ((False, "in use, with model runner V1"), (True, "not in use with model")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        (finding,) = doctor._vllm_patches()
+        assert finding.found.startswith("kept_logprobs, seeded_sampling: ")
+        assert text in finding.found
 
 
 @pytest.mark.vllm

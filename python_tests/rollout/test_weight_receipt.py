@@ -1,14 +1,19 @@
 """Receipts of loaded weights: exact where log-probabilities round."""
 
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from skyrl_fast.rollout.engine.weights import receipt as receipt_module
 from skyrl_fast.rollout.engine.weights.receipt import (
     Receipt,
     WeightSyncError,
-    _sum_products,
+    _chunk_sums,
+    _chunk_sums_on_cpu,
+    _odd_places,
     check_receipts,
     read_receipts,
     record_digests,
@@ -49,9 +54,37 @@ def test_every_bit_and_place_changes_the_digest(size: int) -> None:
     )  # strides do not count
 
 
-def test_the_words_of_a_cpu_are_summed_as_those_of_other_devices() -> None:
-    one, other = torch.randint(-(2**63), 2**63 - 1, (2, 70_000))
-    assert _sum_products(one, other) == int((one * other).sum())
+class CountOps(TorchDispatchMode):
+    """Counts the calls of torch's functions, those that only make views excepted."""
+
+    VIEWS = ("view", "split", "slice", "detach", "alias", "expand", "unsafe_split")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = function.overloadpacket.__name__
+        if name not in self.VIEWS:
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("size", [1, 70_000, 65_536 * 3, 65_536 * 300 + 5])
+def test_a_gpu_sums_as_a_cpu_in_two_launches_per_slab(size: int) -> None:
+    """300 chunks are three slabs of 64 MiB; launches were four per chunk."""
+    words = torch.randint(-(2**63), 2**63 - 1, (size,))
+    expected = [x % 2**64 for x in _chunk_sums_on_cpu(words)]
+    _odd_places(words.device)  # made once per device
+    with CountOps() as counted:
+        sums = _chunk_sums(words)
+    assert [x % 2**64 for x in sums] == expected
+    slabs = -(-(size // 65_536) // 128) + (size % 65_536 > 0)
+    launches = [name for name in counted.names if name in ("mul", "sum")]
+    assert len(launches) == 2 * slabs <= 8
+    assert len(counted.names) <= 2 * slabs + 2 + slabs  # joined and read once
 
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, 3), "norm": torch.ones(3)}
@@ -68,6 +101,34 @@ def test_what_the_loader_took_is_recorded_and_confirmed() -> None:
     receipt = replace(RECEIPT, digests=digests)
     assert read_receipts([asdict(receipt)]) == [receipt]
     assert check_receipts([receipt, receipt], SENT) == torch.bfloat16
+
+
+@pytest.mark.spec("sync.ipc-digests")
+def test_workers_that_read_the_same_memory_divide_its_digests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[torch.Tensor] = []
+
+    def count(tensor: torch.Tensor) -> str:
+        taken.append(tensor)
+        return tensor_digest(tensor)
+
+    monkeypatch.setattr(receipt_module, "tensor_digest", count)
+    receipts = []
+    for rank in range(2):
+        digests: dict[str, str] = {}
+        list(record_digests(WEIGHTS.items(), digests, rank, 2))
+        receipts.append(replace(RECEIPT, digests=digests))
+    assert len(taken) == len(WEIGHTS)
+    assert check_receipts(receipts, SENT) == torch.bfloat16
+    with pytest.raises(WeightSyncError, match="no worker of the engine took the digests of: b"):
+        check_receipts(receipts[:1], SENT)
+    wrong = replace(receipts[1], digests=receipts[1].digests | {"b": "other"})
+    with pytest.raises(WeightSyncError, match="other values than the trainer's: b"):
+        check_receipts([receipts[0], wrong], SENT)
+    missing = replace(receipts[1], digests={"b": SENT["b"]})
+    with pytest.raises(WeightSyncError, match="did not receive: a, norm"):
+        check_receipts([receipts[0], missing], SENT)
 
 
 def test_a_file_has_the_digests_of_what_was_written() -> None:

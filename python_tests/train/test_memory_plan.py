@@ -25,6 +25,8 @@ from skyrl_fast.ops._backend import main_memory
 from skyrl_fast.ops.logprob.linear import linear_logprob
 from skyrl_fast.rollout.engine import vllm_start
 from skyrl_fast.rollout.engine.from_settings import make_vllm_setup
+from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
+from skyrl_fast.rollout.engine.weights.transports import ipc
 from skyrl_fast.train import run as run_module
 from skyrl_fast.train.flow.vllm_rollouts import VllmRollouts
 from skyrl_fast.train.memory import plan as memory_plan
@@ -305,6 +307,7 @@ def test_memory_in_use_is_not_planned_for_the_engine(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (free[gpu], 24 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda gpu: GIB)
     monkeypatch.setattr(gpu_sharing, "find_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(gpu_sharing, "find_ipc_fault", lambda: "")
     awake = "generator.inference_engine.enable_sleep_mode=false"
     config = config_of(small, awake)
     assert memory_in_use(config) == 3 * GIB  # less what torch holds here
@@ -330,6 +333,60 @@ def test_memory_in_use_is_not_planned_for_the_engine(
     assert memory_in_use(config_of(small)) == 3 * GIB  # of the fuller one
 
     assert "3.0 GiB  in use before the run" in str(plan)
+
+
+@pytest.mark.spec("memory.ipc-contexts")
+def test_workers_on_other_gpus_have_contexts_on_the_trainers(small: Path) -> None:
+    name = "engine: CUDA contexts of {} workers on other GPUs"
+    two = "generator.inference_engine.tensor_parallel_size=2"
+    alone = plan_memory(config_of(small), capacity=GPU, num_gpus=1)
+    assert name.format(1) not in sizes(alone)
+    shared = plan_memory(config_of(small, two), capacity=GPU, num_gpus=2)
+    assert shared.devices[0].name == "GPU 0, update"
+    for device in shared.devices[:2]:
+        assert {i.name: i.num_bytes for i in device.items}[name.format(1)] == GIB
+    assert not any(item.name == name.format(1) for item in shared.devices[2].items)
+    apart = config_of(small, two, "generator.inference_engine.weight_sync_backend=ipc")
+    plan = plan_memory(apart, capacity=GPU, num_gpus=3)
+    assert sizes(plan)[name.format(2)] == 2 * GIB
+    by_file = config_of(small, two, "generator.inference_engine.weight_sync_backend=file")
+    assert name.format(1) not in sizes(plan_memory(by_file, capacity=GPU, num_gpus=2))
+
+
+@pytest.mark.spec("sync.ipc-missing")
+def test_without_cuda_ipc_weights_go_by_file(
+    small: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(gpu_sharing, "find_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(gpu_sharing, "gpu_memory", lambda config, with_engine: GPU)
+    monkeypatch.setattr(gpu_sharing, "memory_in_use", lambda config, with_engine: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: torch.ones(*size))
+    monkeypatch.setattr(ipc, "_make_handle", lambda tensor: ["handle"])
+    works = config_of(small)
+    gpu_sharing.plan_run_memory(works, None, with_engine=True)
+    assert works.generator.inference_engine.weight_sync_backend == "ipc"
+
+    def refuse(tensor: torch.Tensor) -> list[str]:
+        raise RuntimeError("CUDA error: operation not supported\nCUDA kernel errors might be ...")
+
+    monkeypatch.setattr(ipc, "_make_handle", refuse)
+    config = config_of(small)
+    plan = gpu_sharing.plan_run_memory(config, None, with_engine=True)
+    assert plan is not None and plan.host_bytes > 0
+    assert config.generator.inference_engine.weight_sync_backend == "file"
+    assert "by file, as CUDA does not share" in caplog.text
+    assert "here: CUDA error: operation not supported\n" in caplog.text + "\n"
+    asked = config_of(small, "generator.inference_engine.weight_sync_backend=ipc")
+    gpu_sharing.plan_run_memory(asked, None, with_engine=True)
+    assert asked.generator.inference_engine.weight_sync_backend == "ipc"
+    weights = {"a": SimpleNamespace(device=torch.device("cuda"))}
+    refused = "ipc: CUDA does not share .*: CUDA error: operation not supported. Set it to file"
+    with pytest.raises(WeightSyncError, match=refused), ipc.send_by_ipc(weights):
+        pass
 
 
 @pytest.mark.spec("memory.free")

@@ -51,6 +51,7 @@ def findings() -> list[Finding]:
             if (missing := missing_library())
             else []
         ),
+        *_vllm_patches(),
         _package("triton", ("triton",), "used on GPUs where the CUDA kernels are not compiled in"),
         _package("transformers", ("transformers",), "the trainer needs it: pip install '.[train]'"),
         _package("skyrl_gym", ("skyrl-gym",), "the environments need it: pip install '.[train]'"),
@@ -58,6 +59,22 @@ def findings() -> list[Finding]:
         _package("faiss", ("faiss-cpu",), "for --index faiss: pip install '.[faiss]'"),
     ]
     return found
+
+
+def _vllm_patches() -> list[Finding]:
+    """Return which of vLLM's patches an engine on this machine uses; none without vLLM."""
+    from skyrl_fast.rollout.engine.vllm_patches import SAMPLER_PATCHES
+
+    if not importlib.util.find_spec("vllm"):
+        return []
+    names = ", ".join(SAMPLER_PATCHES)
+    if importlib.util.find_spec("torch") is not None:
+        import torch
+
+        if torch.cuda.is_available():
+            text = f"{names}: not in use with model runner V2, vLLM's default on GPUs"
+            return [Finding("vllm's patches", OK, text)]
+    return [Finding("vllm's patches", OK, f"{names}: in use, with model runner V1")]
 
 
 def _num_cpus() -> int:
@@ -68,6 +85,7 @@ def _num_cpus() -> int:
 
 def _extension() -> list[Finding]:
     from skyrl_fast import _C
+    from skyrl_fast.ops._backend import driver_fault
 
     lines = [
         Finding("extension", OK, f"built by {_C.compiler}"),
@@ -76,6 +94,12 @@ def _extension() -> list[Finding]:
     if _C.cuda_archs is None:
         advice = "to add them: install nvcc (CUDA toolkit) and reinstall with SKYRL_FAST_CUDA=on"
         lines.append(Finding("CUDA kernels", OPTIONAL, "not compiled in", advice))
+    elif fault := driver_fault():
+        advice = (
+            "not used on this machine: update the driver, or build from source with an nvcc of its "
+            "CUDA version"
+        )
+        lines.append(Finding("CUDA kernels", PROBLEM, fault, advice))
     else:
         lines.append(Finding("CUDA kernels", OK, f"compiled for {_C.cuda_archs}"))
     return lines

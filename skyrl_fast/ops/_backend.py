@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -31,6 +32,7 @@ _trusting = threading.local()
 _first_use_lock = threading.Lock()
 # By op, device and backend: "", or why its kernels are not used.
 _reasons: dict[tuple[str, torch.device, str], str] = {}
+FIRST_DRIVERS = {12: 525, 13: 580}  # by the runtime's major version
 HUGE_PAGE_MIN_BYTES = 2 << 20  # smaller blocks come from memory that malloc has already mapped
 
 
@@ -144,10 +146,52 @@ def _usable(
 
 def runs_native(device: torch.device) -> bool:
     """Return whether the compiled CUDA kernels run on a GPU; each GPU is asked once."""
-    if _C.cuda_archs is None:
+    if _C.cuda_archs is None or not _driver_runs_kernels():
         return False
     index = torch.cuda.current_device() if device.index is None else device.index
     return _has_code(_C.cuda_archs, _capability(index))
+
+
+def driver_fault() -> str:
+    """Return why this driver cannot run the compiled CUDA kernels; "" if it can, or is missing."""
+    if _C.cuda_archs is None or not hasattr(_C, "cuda_versions"):
+        return ""
+    runtime, driver = _C.cuda_versions()
+    # A driver runs all runtimes of its major version, and those of older ones.
+    if driver == 0 or driver // 1000 >= runtime // 1000:
+        return ""
+    least = FIRST_DRIVERS.get(runtime // 1000)
+    wanted = f"a driver for CUDA {runtime // 1000}" + (f" ({least} or newer)" if least else "")
+    return (
+        f"the CUDA kernels were compiled with CUDA {_cuda_name(runtime)} and need {wanted}; this "
+        f"one is for CUDA {_cuda_name(driver)}"
+    )
+
+
+def _cuda_name(version: int) -> str:
+    """Return a version as NVIDIA writes it.
+
+    Example:
+        >>> _cuda_name(12080)
+        '12.8'
+    """
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+@functools.cache
+def _driver_runs_kernels() -> bool:
+    fault = driver_fault()
+    if fault:
+        warnings.warn(
+            f"skyrl_fast: {fault}. They are not used: Triton's are, or torch. Update the driver, "
+            "or build from source with an nvcc of its version",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return not fault
+
+
+_driver_runs_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_trusted(op: str, device: torch.device, backend: str) -> bool:

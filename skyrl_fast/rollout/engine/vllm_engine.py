@@ -34,6 +34,7 @@ from skyrl_fast.rollout.engine.protocol import (
     kept_tokens,
     vllm_sampling_params,
 )
+from skyrl_fast.rollout.engine.vllm_patches import describe_patches
 from skyrl_fast.rollout.engine.vllm_patches.kept_logprobs import store_ids_and_values
 from skyrl_fast.rollout.engine.vllm_start import (
     LOGGING_VARIABLE,
@@ -142,12 +143,13 @@ class VllmEngine(Engine):
         let_engine_go_first(True)
         self._vocab_size = self._llm.model_config.get_vocab_size()
         with self._explain_failure("did not start"):
-            await self._answer(self._llm.collective_rpc("apply_patches"))
+            patches = await self._answer(self._llm.collective_rpc("apply_patches"))
             dtypes = await self._answer(self._llm.collective_rpc("weights_dtype"))
         self.weights_dtype = find_common_dtype(dtypes)
         if self._setup.engine.weight_sync_backend in BACKENDS:
             await self._join_workers(len(dtypes))
         log.info("vLLM is up after %.1f s", time.perf_counter() - started)
+        log.info("%s", describe_patches(patches))
 
     async def _join_workers(self, num_workers: int) -> None:
         backend = self._setup.engine.weight_sync_backend

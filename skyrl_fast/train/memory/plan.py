@@ -254,13 +254,17 @@ def _plan(
         received = RECEIVED_BUCKETS * bucket
         context = Item("engine: CUDA context, buckets", CONTEXT_BYTES + received)
         trainer = [*trainer, sent]
-    together = [*(trainer if engine.shared else ()), context]  # on the engine's fullest GPU
+    readers = _reader_items(engine)
+    if not engine.shared:
+        trainer = [*readers, *trainer]
+    # On the engine's fullest GPU.
+    together = [*trainer, *readers, context] if engine.shared else [context]
     offloads = engine.sleeps and config.can_offload_base
     if engine.sleeps:
-        together = [*resident, _probe_item(config, size), context]
+        together = [*resident, _probe_item(config, size), *readers, context]
     if offloads:  # the probe's side of the trainer is computed before the engine wakes up
         _, *others = resident
-        together = [*others, Item("trainer: CUDA context", CONTEXT_BYTES), context]
+        together = [*others, Item("trainer: CUDA context", CONTEXT_BYTES), *readers, context]
     used = _total([*before, *together])
     part, share = _engine_item(config, size, len(engine.gpu_ids), capacity, used)
     shared, phase = engine.shared, ", generation" if engine.sleeps else ""
@@ -273,13 +277,22 @@ def _plan(
     ]
     if engine.sleeps:
         asleep = Item("sleeping engine: CUDA context and graphs", ASLEEP_BYTES)
-        update = [*before, *trainer, asleep]
+        update = [*before, *trainer, *readers, asleep]
         devices = [*_devices(shared, update, capacity, ", update"), *devices]
     updates = [device for device in devices if trainer[-1] in device.items]
     host = _host_bytes(config, size, engine)
     if offloads:
         host += _dtype(config.trainer.policy.dtype).itemsize * size.frozen_parameters
     return MemoryPlan(tuple(devices), share, host, *_spare_bytes(config, measure, updates))
+
+
+def _reader_items(engine: EnginePlacement) -> list[Item]:
+    """Return the contexts on the trainer's GPU of workers that compute on others, and read it."""
+    num_readers = sum(gpu != 0 for gpu in engine.gpu_ids) if engine.weight_sync == "ipc" else 0
+    if not num_readers:
+        return []
+    name = f"engine: CUDA contexts of {num_readers} workers on other GPUs"
+    return [Item(name, num_readers * CONTEXT_BYTES)]
 
 
 def _plan_main_memory(

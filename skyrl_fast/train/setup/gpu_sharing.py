@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from skyrl_fast.config import Config, InferenceEngineConfig
 from skyrl_fast.config.model_folder import model_folder
+from skyrl_fast.rollout.engine.weights.transports.ipc import find_ipc_fault
 from skyrl_fast.train.memory.activations import UnmeasurableError
 from skyrl_fast.train.memory.device_plan import MemoryPlan
 from skyrl_fast.train.memory.plan import gpu_memory, memory_in_use, plan_with_remedies
@@ -65,6 +67,16 @@ def plan_run_memory(
     in_process = with_engine and config.engine_in_process
     if in_process:
         placement = engine_placement(config, num_gpus)
+        if placement.weight_sync == "ipc" and engine.weight_sync_backend == "auto":
+            fault = find_ipc_fault() if torch.cuda.is_available() else ""
+            if fault:
+                logger.warning(
+                    "weight_sync_backend=auto: weights go to the engine by file, as CUDA does not "
+                    "share memory between processes here: %s",
+                    fault,
+                )
+                placement = replace(placement, weight_sync="file")
+                planned.generator.inference_engine.weight_sync_backend = "file"
         engine.gpu_ids = list(placement.gpu_ids)
         engine.enable_sleep_mode = placement.sleeps
         engine.weight_sync_backend = placement.weight_sync

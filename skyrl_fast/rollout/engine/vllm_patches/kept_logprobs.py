@@ -71,19 +71,24 @@ def _encoding() -> Any:
     return EncodingTensors
 
 
-def return_kept_only(sampler: Any) -> None:
+def return_kept_only(sampler: Any) -> bool:
     """Make vLLM's sampler return no more log-probabilities than a token of the batch has kept.
+
+    Returns whether it does. The sampler of vLLM's model runner V2, the default on GPUs, has no such
+    method: there each token returns as many columns as the request asks for. vLLM's
+    `return_sampling_mask` (runner V2) gives the ids of what sampling keeps, but not their
+    log-probabilities, so that it replaces a part of this: fewer columns, one more output.
 
     On a CPU they leave the engine's process as `EncodedLogprobs`, and the ranks of sampled tokens
     alone are computed here: vLLM's compiled function takes 0.4 ms for each step, whatever it
     computes.
 
     Args:
-        sampler: vLLM's `Sampler`, whose `gather_logprobs` is replaced; other classes are unchanged.
+        sampler: vLLM's `Sampler`, whose `gather_logprobs` is replaced; others are unchanged.
     """
     gather = getattr(sampler, "gather_logprobs", None)
     if gather is None:
-        return
+        return False
 
     def gather_kept(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> Any:
         is_encoded = logprobs.device.type == "cpu"
@@ -98,6 +103,7 @@ def return_kept_only(sampler: Any) -> None:
         return _encoding()(*tensors) if is_encoded else tensors
 
     sampler.gather_logprobs = gather_kept
+    return True
 
 
 def store_ids_and_values() -> None:

@@ -16,8 +16,11 @@ import torch
 BLOCK = 64  # numbers that a generator draws at once: a call of torch takes as long as for one
 
 
-def sample_by_inversion(sampler: Any) -> None:
+def sample_by_inversion(sampler: Any) -> bool:
     """Let vLLM's sampler draw one number for each token where requests have seeds, on a CPU.
+
+    Returns whether it does. Model runner V2, the default on GPUs, needs no such patch: one kernel
+    (`gumbel_sample`) makes the noise of all rows from their seeds.
 
     Args:
         sampler: vLLM's `Sampler`, whose `topk_topp_sampler` gets another `forward`; other classes
@@ -25,7 +28,7 @@ def sample_by_inversion(sampler: Any) -> None:
     """
     draw = getattr(sampler, "topk_topp_sampler", None)
     if draw is None:
-        return
+        return False
     usual = draw.forward
     numbers = Numbers()
 
@@ -42,6 +45,7 @@ def sample_by_inversion(sampler: Any) -> None:
         return draw_tokens(logprobs, generators, numbers), returned.get(draw.logprobs_mode)
 
     draw.forward = forward
+    return True
 
 
 class Numbers:

@@ -31,24 +31,32 @@ class WeightUpdateExtension:
 
     model_runner: Any
     model_config: Any
+    parallel_config: Any
     rank: int  # of the engine's workers
     device: torch.device
     weights_group: WeightsGroup
-    has_patches = False
+    patches: dict[str, bool] | None = None  # by name: whether it is in use
     reload_weights: Callable[..., None]
 
-    def apply_patches(self) -> None:
-        """Sample and compute with less work; see `vllm_patches`."""
-        if self.has_patches:  # a trainer that connects again asks again
-            return
-        return_kept_only(self.model_runner.sampler)
-        sample_by_inversion(self.model_runner.sampler)
-        if self.device.type == "cpu":
-            if self.model_runner.lora_config is not None:
-                multiply_by_adapter()
-            if self.model_config.enforce_eager:
-                use_compiled_norms()
-        self.has_patches = True
+    def apply_patches(self) -> dict[str, bool]:
+        """Sample and compute with less work (`vllm_patches`); return which patches are in use."""
+        if self.patches is None:  # a trainer that connects again asks again
+            sampler = self.model_runner.sampler
+            self.patches = {
+                "kept_logprobs": return_kept_only(sampler),
+                "seeded_sampling": sample_by_inversion(sampler) and self.device.type == "cpu",
+            }
+            if self.device.type == "cpu":
+                self._patch_cpu_kernels(self.patches)
+        return self.patches
+
+    def _patch_cpu_kernels(self, patches: dict[str, bool]) -> None:
+        patches["adapter_products"] = self.model_runner.lora_config is not None
+        if patches["adapter_products"]:
+            multiply_by_adapter()
+        patches["compiled_norms"] = bool(self.model_config.enforce_eager)
+        if patches["compiled_norms"]:
+            use_compiled_norms()
 
     def weights_dtype(self) -> str | None:
         """Return the dtype of all floating-point parameters; None: they differ, or are quantized.
@@ -71,8 +79,13 @@ class WeightUpdateExtension:
         weights: Iterator[tuple[str, torch.Tensor]],
         adapter: str | None = None,
         versions: Mapping[str, int] | None = None,
+        num_sharing: int = 1,
     ) -> dict[str, Any]:
-        """Load weights, or adapters by their config and policy `versions`; return a `Receipt`."""
+        """Load weights, or adapters by their config and policy `versions`; return a `Receipt`.
+
+        Args:
+            num_sharing: workers that read the same memory, and divide its digests.
+        """
         if adapter is not None:
             return self._replace_adapters(weights, json.loads(adapter), versions or {})
         model = self.model_runner.get_model()
@@ -89,9 +102,11 @@ class WeightUpdateExtension:
 
         model.load_weights = load_and_record
         try:
+            share = {"rank": self.rank, "num_sharing": num_sharing} if num_sharing > 1 else {}
+            recorded = record_digests(weights, digests, **share)
             with renew_packed_weights(model):
                 # The worker's method, not the runner's: it sets the config that kernels ask for.
-                self.reload_weights(weights_iterator=record_digests(weights, digests))
+                self.reload_weights(weights_iterator=recorded)
         finally:
             del model.load_weights
         return asdict(
@@ -151,6 +166,8 @@ class WeightUpdateExtension:
 def _make_load(name: str) -> Callable[..., dict[str, Any]]:
     def load(worker: WeightUpdateExtension, *arguments: Any, **adapter: Any) -> dict[str, Any]:
         transport = TRANSPORTS[name]
+        if transport.shares_memory:
+            adapter["num_sharing"] = worker.parallel_config.world_size
         receipt = worker._load(transport.receive(worker, *arguments), **adapter)
         transport.finish()
         return receipt

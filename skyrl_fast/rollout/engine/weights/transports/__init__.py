@@ -45,6 +45,7 @@ class WeightTransport:
         check: returns the arguments as a server may take them from the network, given them, its
             folders and its trainer's address; None: it refuses them.
         finish: called in the worker when all tensors are loaded.
+        shares_memory: whether all workers read the same memory of one GPU; they divide its digests.
     """
 
     send: Callable[[str | None, bool], Transport]
@@ -53,6 +54,7 @@ class WeightTransport:
         lambda arguments, folders, trainer: None
     )
     finish: Callable[[], None] = lambda: None
+    shares_memory: bool = False
 
 
 TRANSPORTS = {
@@ -70,6 +72,7 @@ TRANSPORTS = {
         lambda folder, unnamed: send_by_ipc,
         lambda worker, handles: receive_by_ipc(handles),
         finish=finish_ipc,
+        shares_memory=True,
     ),
     "broadcast": WeightTransport(
         lambda folder, unnamed: send_by_broadcast,

@@ -28,7 +28,7 @@ def send_by_ipc(weights: Weights, dtype: torch.dtype | None = None) -> Iterator[
         weights: on a GPU, not to be changed in the context.
 
     Raises:
-        WeightSyncError: there are none, or some are not on a GPU.
+        WeightSyncError: there are none, some are not on a GPU, or CUDA does not share memory here.
     """
     tensors = dict(weights)  # held until the context ends
     elsewhere = [name for name, tensor in tensors.items() if tensor.device.type != "cuda"]
@@ -38,12 +38,32 @@ def send_by_ipc(weights: Weights, dtype: torch.dtype | None = None) -> Iterator[
             "Set it to file"
         )
     torch.cuda.synchronize()  # the engine does not wait for this process's streams
-    handles = [[name, *_make_handle(tensor)] for name, tensor in tensors.items()]
+    try:
+        handles = [[name, *_make_handle(tensor)] for name, tensor in tensors.items()]
+    except RuntimeError as error:  # of CUDA
+        raise WeightSyncError(
+            "weight_sync_backend: ipc: CUDA does not share the memory of this process with others: "
+            f"{_first_line(error)}. Set it to file"
+        ) from error
     sent = SentWeights()
     for name, tensor in tensors.items():
         sent.add(name, tensor)
     yield WorkerCall("ipc", [handles], sent)
     torch.cuda.ipc_collect()
+
+
+def find_ipc_fault() -> str:
+    """Return why CUDA does not share memory here, as in WSL2 and some containers; "" if it does."""
+    try:
+        _make_handle(torch.zeros(1, device="cuda"))
+    except RuntimeError as error:
+        return _first_line(error)
+    torch.cuda.ipc_collect()
+    return ""
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).partition("\n")[0]
 
 
 def receive_by_ipc(handles: Iterable[list[Any]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -27,6 +27,25 @@ Rows::Rows(std::string op, std::string field, py::handle rows)
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence.ptr()); ++i) {
     add(py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(sequence.ptr(), i)));
   }
+  if (ran_python_) borrow_again();
+}
+
+// Takes the addresses of array rows late: code of other rows may have moved or freed their memory.
+void Rows::borrow_again() {
+  size_t array = 0;
+  for (int64_t i = 0; i < num_rows(); ++i) {
+    if (rows_[i].list) continue;
+    auto borrowed = std::make_unique<Borrowed>(owners_[array], op_.c_str(), field_.c_str());
+    const TensorView& view = **borrowed;
+    const bool same = view.ndim == 1 && view.shape[0] == rows_[i].size &&
+                      view.dtype == rows_[i].array.dtype && view.device == Device::kCpu;
+    if (!same) {
+      throw std::invalid_argument(where() + ", row " + std::to_string(i) +
+                                  " must not change while the rows are read");
+    }
+    rows_[i].array = ArrayRow{view.data, view.shape[0], view.stride[0], view.dtype};
+    borrowed_[array++] = std::move(borrowed);
+  }
 }
 
 Rows::Rows(std::string op, std::string field, py::handle values, py::handle cu_seqlens)
@@ -146,6 +165,7 @@ void Rows::add(py::object object) {
                            " must be a list of numbers or a 1-D array, got " + type_name(object));
     }
     object = py::list(object);
+    ran_python_ = true;
   }
   Row row;
   row.size = list_size(object.ptr());
@@ -171,6 +191,7 @@ bool Rows::add_array(py::object* object_ptr) {
   if (view.dtype == DType::kOther) {
     if (!py::hasattr(object, "tolist")) return false;
     object = object.attr("tolist")();
+    ran_python_ = true;
     return false;
   }
   Row row;

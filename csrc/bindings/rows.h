@@ -62,6 +62,7 @@ class SKYRL_HIDDEN Rows {
   std::string where() const { return op_ + ": " + field_; }
   void add(py::object object);
   bool add_array(py::object* object);
+  void borrow_again();
 
   std::string op_, field_;
   std::vector<Row> rows_;
@@ -69,6 +70,7 @@ class SKYRL_HIDDEN Rows {
   std::vector<std::unique_ptr<Borrowed>> borrowed_;
   py::object flat_owner_;
   int64_t num_lists_ = 0;
+  bool ran_python_ = false;  // code of a later row, which may have changed an array's memory
 };
 
 }  // namespace skyrl_fast

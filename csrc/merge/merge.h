@@ -30,16 +30,20 @@ struct MergeRows {
 
   int64_t length(int64_t row) const { return prompt_lengths[row] + response_lengths[row]; }
 
+  // Whether the row is a later step of the previous row's trajectory.
+  bool continues(int64_t row) const {
+    return row > 0 && trajectory_ids[row] == trajectory_ids[row - 1];
+  }
+
   // Whether the row's prompt can hold the tokens of the previous row, except for the last
   // max_drift.
   bool may_join(int64_t row, int64_t max_drift) const {
-    return row > 0 && trajectory_ids[row] == trajectory_ids[row - 1] &&
-           prompt_lengths[row] >= length(row - 1) - max_drift;
+    return continues(row) && prompt_lengths[row] >= length(row - 1) - max_drift;
   }
 };
 
-// For each row: how many tokens of its prompt equal those of the previous row; 0 where it cannot
-// join it. A merged row ends with the tokens of its last step, so that merging needs no other
+// For each row: how many tokens of its prompt equal those of the previous row, also where it is
+// too short to join it; 0 in a trajectory's first row. A merged row ends with the tokens of its last step, so that merging needs no other
 // comparison, and each token is read twice: as part of a prompt and as part of the previous row.
 template <typename Offset>
 void overlaps_cpu(const int32_t* tokens, const Offset* cu_seqlens, const MergeRows& rows,

@@ -170,9 +170,9 @@ void merge_plan_rows(const std::string& op, const Rows& prompts, const Rows& res
   const RowComparison comparison(prompts, responses);
   const auto compare = [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
-      const bool may_join = shape.may_join(row, max_drift);
+      const bool continues = shape.continues(row);
       const int64_t most =
-          may_join ? std::min(shape.length(row - 1), shape.prompt_lengths[row]) : 0;
+          continues ? std::min(shape.length(row - 1), shape.prompt_lengths[row]) : 0;
       plan.overlaps()[row] = most == 0 ? 0 : comparison.overlap(row, most);
     }
   };

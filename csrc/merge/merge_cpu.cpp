@@ -52,7 +52,7 @@ void overlaps_cpu(const int32_t* tokens, const Offset* cu_seqlens, const MergeRo
   parallel_for(num_threads, num_rows, grain, [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
       overlaps[row] = 0;
-      if (!rows.may_join(row, max_drift)) continue;
+      if (!rows.continues(row)) continue;
       const int64_t n = std::min(rows.length(row - 1), rows.prompt_lengths[row]);
       overlaps[row] = common_prefix(tokens + cu_seqlens[row - 1], tokens + cu_seqlens[row], n);
     }

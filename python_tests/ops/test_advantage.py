@@ -127,15 +127,27 @@ def test_empty_batch(backend: str) -> None:
 
 
 def test_ragged_rows_may_be_empty(backend: str) -> None:
-    cu = torch.tensor([0, 2, 2, 3])
+    cu = torch.tensor([0, 2, 2, 4])
     got = group_advantage(
-        torch.tensor([0.25, 0.75, 3.0]),
+        torch.tensor([0.25, 0.75, 3.0, 1.0]),
         ["a", "a", "b"],
         cu_seqlens=cu,
         estimator="dr_grpo",
         backend=backend,
     )
-    assert got.tolist() == [0.5, 0.5, 3.0]
+    assert got.tolist() == [0.5, 0.5, 4.0, 4.0]
+
+
+def test_as_many_rewards_as_rows_are_rewards_of_rows(backend: str) -> None:
+    # Three rows of 0, 2 and 1 tokens: three rewards could be of tokens, too.
+    got = group_advantage(
+        torch.tensor([5.0, 1.0, 0.0]),
+        ["a", "a", "a"],
+        cu_seqlens=torch.tensor([0, 0, 2, 3]),
+        estimator="dr_grpo",
+        backend=backend,
+    )
+    assert got.tolist() == [-1.0, -1.0, -2.0]
 
 
 def test_non_contiguous_rewards(backend: str) -> None:

@@ -67,6 +67,12 @@ def test_token_rewards_keep_their_tokens_and_sum() -> None:
 
 
 @pytest.mark.spec("merge.last-step-fields")
+def test_overlaps_are_also_those_of_prompts_that_are_too_short(backend: str) -> None:
+    prompts, responses = [list(range(50)), list(range(40))], [[7] * 10, [8]]
+    plan = merge_steps(prompts, responses, [0, 0], backend=backend)
+    assert plan.overlaps.tolist() == [0, 40] and plan.joins.tolist() == [False, False]
+
+
 def test_batch_merges_like_its_lists() -> None:
     for output in (worked_output(), token_level(worked_output())):
         wanted = StepBatch.from_generator_output(merge_stepwise_output(output))

@@ -45,7 +45,7 @@ def test_penalty_of_each_token_and_of_the_trajectory() -> None:
     torch.testing.assert_close(batch.row_rewards, torch.tensor([-0.075, 0.825, -0.05]))
     assert metrics == {
         "loss/avg_kl": pytest.approx(((0.5 + 0.25 + 1.0) / 3 + 0.5 / 2) / 2),
-        "loss/avg_kl_max": pytest.approx((1.0 + 0.5) / 2),
+        "loss/avg_kl_max": pytest.approx((0.5 + 0.25 + 1.0) / 3),
         "loss/kl_loss_coef": 0.1,
     }
     gap = 0.825 + 0.05

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -43,6 +44,9 @@ async def mcp_tools(*servers: Sequence[str] | Any) -> AsyncIterator[McpTools]:
         yield tools
 
 
+CONNECTION_CLOSED = -32000  # a code of JSON-RPC errors
+
+
 class McpTools:
     """The tools of several servers, as OpenAI's clients take them."""
 
@@ -52,7 +56,7 @@ class McpTools:
 
     async def add(self, session: Any) -> None:
         """Add the tools of a server; see `mcp_tools`."""
-        for tool in (await session.list_tools()).tools:
+        for tool in await _list_tools(session):
             if tool.name in self._sessions:
                 raise ValueError(f"mcp_tools: two servers have a tool {tool.name!r}")
             self._sessions[tool.name] = session
@@ -99,12 +103,64 @@ class McpTools:
             return f"error: the arguments are no JSON: {error}"
         if not isinstance(values, dict):
             return "error: the arguments are no JSON object"
-        result = await self._sessions[name].call_tool(name, values)
-        parts = [getattr(part, "text", None) for part in result.content]
-        text = "\n".join(part for part in parts if part is not None)
+        try:
+            result = await self._sessions[name].call_tool(name, values)
+        except _protocol_error() as error:
+            if _error_code(error) == CONNECTION_CLOSED:
+                raise  # no fault of the model
+            return f"error: {error}"
+        text = "\n".join(map(_part_text, result.content))
+        structured = _value(result, "structured_content", "structuredContent")
+        if structured is not None and not text:
+            text = json.dumps(structured, ensure_ascii=False)
         return f"error: {text}" if _value(result, "is_error", "isError") else text
+
+
+async def _list_tools(session: Any) -> list[Any]:
+    """Return the tools of all pages."""
+    page = await session.list_tools()
+    tools = [*page.tools]
+    while (cursor := _value(page, "next_cursor", "nextCursor")) is not None:
+        page = await _next_page(session, cursor)
+        tools += page.tools
+    return tools
+
+
+async def _next_page(session: Any, cursor: str) -> Any:
+    from mcp import types
+
+    parameters = inspect.signature(session.list_tools).parameters
+    if "cursor" in parameters:
+        return await session.list_tools(cursor=cursor)
+    return await session.list_tools(params=types.PaginatedRequestParams(cursor=cursor))
+
+
+def _part_text(part: Any) -> str:
+    """Return a part of a result as text; what a model cannot read is named."""
+    text = getattr(part, "text", None)
+    if text is None:
+        text = getattr(getattr(part, "resource", None), "text", None)
+    if text is not None:
+        return str(text)
+    kind = getattr(part, "type", type(part).__name__)
+    link = getattr(part, "uri", None) or getattr(getattr(part, "resource", None), "uri", None)
+    return f"[{kind}{'' if link is None else f' {link}'}: no text]"
+
+
+def _protocol_error() -> type[Exception]:
+    """Return the class of JSON-RPC errors, which versions before 2 call otherwise."""
+    from mcp.shared import exceptions
+
+    name = "MCPError" if hasattr(exceptions, "MCPError") else "McpError"
+    found: type[Exception] = getattr(exceptions, name)
+    return found
+
+
+def _error_code(error: Exception) -> int | None:
+    inner = getattr(error, "error", error)
+    return getattr(inner, "code", None)
 
 
 def _value(item: Any, name: str, old: str) -> Any:
     """Return an attribute that is called otherwise in versions before 2."""
-    return getattr(item, name) if hasattr(item, name) else getattr(item, old)
+    return getattr(item, name) if hasattr(item, name) else getattr(item, old, None)

@@ -83,7 +83,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _config(options: argparse.Namespace) -> Config:
-    from skyrl_fast.config.loading import as_config, check_config, read_yaml
+    from skyrl_fast.config.loading import (
+        as_config,
+        check_config,
+        check_without_adapter,
+        read_yaml,
+    )
 
     overrides, path = list(options.overrides), options.config
     if path is not None and "=" in path:  # no file: the first override
@@ -111,6 +116,7 @@ def _config(options: argparse.Namespace) -> Config:
     config = as_config(values)
     config.trainer.run_path = expanduser(config.trainer.run_path)
     check_config(config, has_prompts=True)
+    check_without_adapter(config, "skyrl-fast gateway")
     return config
 
 

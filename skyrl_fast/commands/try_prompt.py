@@ -75,11 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     log_to_stderr()
     with needs_extra("train"):
-        from skyrl_fast.config.loading import load_config
+        from skyrl_fast.config.loading import check_without_adapter, load_config
         from skyrl_fast.train.algorithm.batch_warnings import unread_rewards
     _divide_words(options)
     with as_usage_error(ValueError, OSError, ImportError):
         config = _limit_attempts(load_config(options.config, options.overrides), options)
+        if options.engine:
+            check_without_adapter(config, "skyrl-fast try --engine")
         play = _run_sampled if options.engine else partial(_run_scripted, options=options)
         attempt = run_coroutine(play(config, _prompt(config, options.prompt)))
     sys.stdout.write(_attempt_text(attempt))

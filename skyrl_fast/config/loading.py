@@ -51,6 +51,20 @@ def load_config(
     return config
 
 
+def check_without_adapter(config: Config, command: str) -> None:
+    """Raise ConfigError for an adapter that a command's engine would not load.
+
+    Engines get an adapter by an update of weights, which only a run sends.
+    """
+    path = config.trainer.policy.model.lora.path
+    if path is not None:
+        raise ConfigError(
+            f"trainer.policy.model.lora.path: {command} samples from the base alone, got {path}; "
+            "export a merged model (skyrl-fast export --merge) and set trainer.policy.model.path, "
+            "with trainer.policy.model.lora.rank=0 and no lora.path"
+        )
+
+
 def check_config(config: Config, *, has_prompts: bool = False) -> None:
     """Raise ConfigError for values of the wrong type, out of range or incompatible.
 

@@ -55,11 +55,6 @@ class Call:
     parallel_tool_calls: bool = True
     ignored: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def is_constrained(self) -> bool:
-        """Whether the request says which form the answer must have."""
-        return self.structured is not None or self.forced_tool is not None
-
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:

@@ -32,6 +32,11 @@ CONTINUED = "continued"  # begins with the prompt and response of a call, its la
 FIRST = "first"  # the session's first
 RESTARTED = "restarted"  # no answer of this session in it: a sub-agent, or a summarised context
 FORKED = "forked"  # has an answer of this session, but after other tokens
+# What a prompt is made of besides the template's arguments; a request has fields for them.
+_NOT_OF_TEMPLATES = {
+    *("messages", "tools", "self", "answer_next", "add_generation_prompt"),
+    *("chat_template", "tokenize", "conversation"),
+}
 MAX_STARTS = 8  # beginnings of earlier prompts that are kept: of as many interleaved conversations
 MAX_SHARED = 1 << 18  # tokens of the largest usual vocabularies
 
@@ -176,6 +181,12 @@ class PromptIds:
         template_kwargs: Mapping[str, Any],
     ) -> tuple[RenderedText, dict[str, Any]]:
         """Return the text of messages as the template sees them, and the template's options."""
+        taken = sorted(_NOT_OF_TEMPLATES & template_kwargs.keys())
+        if taken:
+            raise ContextError(
+                "chat_template_kwargs: expected arguments of the chat template that the request "
+                f"sets nowhere else, got {', '.join(taken)}"
+            )
         as_text = self._template.without_control_tokens
         options = {"tools": as_text(tools) if tools else None, **as_text(template_kwargs)}
         return RenderedText(self._template.render_parts(seen, **options)), options

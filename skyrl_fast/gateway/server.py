@@ -218,6 +218,8 @@ class Gateway:
             return await handle()
         except ApiError as error:
             failure = error
+        except RecursionError:
+            failure = ApiError(400, "the body is nested too deeply", code="invalid_value")
         except ClientDisconnect:
             self.faults["gateway_lost_clients"] += 1
             return Response(status_code=499)

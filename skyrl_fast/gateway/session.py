@@ -307,7 +307,7 @@ class Session:
             else:
                 sampled = await gather_or_cancel(choices)
         except EngineError as error:
-            if isinstance(error, RefusedRequestError) and call.is_constrained:
+            if isinstance(error, RefusedRequestError):  # not a failure: it would come again
                 raise ApiError(
                     400, f"the engine refuses the request: {log_line(error)}", code="invalid_value"
                 ) from error

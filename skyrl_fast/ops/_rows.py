@@ -89,10 +89,13 @@ def check_rows(
     cu_seqlens: torch.Tensor | None,
     *,
     mask_name: str = "response_mask",
+    prefers_tokens: bool = False,
 ) -> Rows:
     """Return the arguments checked and made contiguous.
 
     Args:
+        prefers_tokens: with as many tokens as rows, rewards of one dimension are those of tokens,
+            not of rows.
         num_rows: N where known from the group ids; None: taken from the other arguments.
     """
     if not isinstance(rewards, torch.Tensor):
@@ -122,7 +125,9 @@ def check_rows(
         last=_check_last(op, is_last_step, num_rows),
         mask=mask,
         cu_seqlens=cu_seqlens,
-        ragged_rewards=cu_seqlens is not None and rewards.shape == shape,
+        ragged_rewards=cu_seqlens is not None
+        and rewards.shape == shape
+        and (prefers_tokens or rewards.shape != (num_rows,)),
         shape=shape,
     )
 

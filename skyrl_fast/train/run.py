@@ -5,6 +5,7 @@ Design: docs/design/008-trainer.md.
 
 from __future__ import annotations
 
+import copy
 import logging
 import multiprocessing
 import os
@@ -36,7 +37,10 @@ from skyrl_fast.train.algorithm.advantages import warn_without_baseline
 from skyrl_fast.train.callbacks import Callback
 from skyrl_fast.train.checkpoint.local import write_json
 from skyrl_fast.train.checkpoint.remote import CheckpointStore
-from skyrl_fast.train.checkpoint.resumed_settings import warn_of_changed_settings
+from skyrl_fast.train.checkpoint.resumed_settings import (
+    warn_of_changed_settings,
+    with_kept_settings,
+)
 from skyrl_fast.train.checkpoint.starting_point import (
     StartingPoint,
     checkpoint_folder,
@@ -243,6 +247,10 @@ def _run_here(
 ) -> TrainResult:
     with signals.install(), lock_folders(config) as store, ExitStack() as stack:
         start = starting_point(config, store, stack)
+        if start.checkpoint is not None:
+            saved = start.state.get("config")
+            warn_of_changed_settings(saved, to_dict(config))
+            config = with_kept_settings(copy.deepcopy(config), saved)
         # A run sets torch's threads; a notebook goes on with its own.
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         with as_setup_error():
@@ -358,7 +366,6 @@ def _run(
         plot_module_checked = _check_plot(config)
     write_json(run_path / "config.json", to_dict(config))
     warn_of_another_schedule(config, start, len(components.train_prompts))
-    warn_of_changed_settings(start.state.get("config"), to_dict(config))
     progress, received = signals.run(
         _run_loop(config, components, output.display, start, policy_path, make_rollouts, signals)
     )

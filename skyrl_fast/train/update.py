@@ -27,6 +27,7 @@ from skyrl_fast.ops.policy_loss.loss import policy_loss, reduction_weights
 from skyrl_fast.ops.policy_loss.losses import LossSpec
 from skyrl_fast.ops.policy_loss.reduction import SequenceScope
 from skyrl_fast.train.algorithm.off_policy import apply_off_policy_correction
+from skyrl_fast.train.algorithm.sequence_scope import sequences
 from skyrl_fast.train.model.micro_batch import (
     MicroBatch,
     plan_micro_batches,
@@ -55,6 +56,15 @@ _OF_MINI_BATCH = {
     *("policy/tree_group_share", "policy/rows_without_gradient"),
     *("policy/grad_norm", "policy/lr", "policy/nonfinite_steps_skipped"),
 }
+# Of the off-policy correction: shares of sequences, where others are means over tokens.
+_SEQUENCE_SHARES = (
+    "policy/outlier_seq_",
+    "policy/tis_seq_",
+    "policy/geo_sequence_mask_",
+    "policy/product_sequence_mask_",
+)
+_RATIO_MEAN = "policy/is_ratio_mean"
+_RATIO_STD = "policy/is_ratio_std"
 _FORWARD_ONLY = ("expert_indices", "cu_experts", "num_kept", "kept_ids", "cu_kept")
 _RECORDS = ("owners", "step_numbers", "is_placeholder", "is_alone")  # which no loss reads
 _RECOMPUTED = {"loss", "num_tokens"}  # of a micro-batch; recomputed here for the mini-batch
@@ -114,6 +124,7 @@ def update_policy(
     if is_missing and not for_all and len(minis) > 1:
         minis[1:] = _with_old_logprobs(policy, batch, mini_batch_size)
     steps, corrections, num_tokens = [], [], []
+    num_sequences = []  # with a trained token
     for epoch in range(update_epochs):
         start = 0  # the mini-batch's first response token
         for mini, metrics in minis:
@@ -128,10 +139,13 @@ def update_policy(
             steps.append(step)
             corrections.append(metrics)
             num_tokens.append(int((mini.loss_mask != 0).sum()))
+            live = sequences(mini, algorithm.sequence_scope).live
+            num_sequences.append(int(live.sum()))
             start += mini.loss_mask.shape[0]
     trained_tokens = [step[_TRAINED] for step in steps]
     return {
-        **_mean_metrics(corrections, num_tokens),  # also of rows that need no forward pass
+        # Also of rows that need no forward pass.
+        **_correction_metrics(corrections, num_tokens, num_sequences),
         **_mean_metrics(steps, trained_tokens),
         "policy/optimizer_steps": float(len(steps)),
     }
@@ -456,6 +470,26 @@ def _mean(values: Sequence[float], counts: Sequence[float]) -> float:
     # Passes and mini-batches differ in tokens: the mean of their means would not be that of all.
     total = sum(counts)
     return sum(v * n for v, n in zip(values, counts, strict=True)) / total if total else 0.0
+
+
+def _correction_metrics(
+    corrections: Sequence[dict[str, float]],
+    num_tokens: Sequence[float],
+    num_sequences: Sequence[float],
+) -> dict[str, float]:
+    """Return the off-policy correction's metrics of all mini-batches, each over what it counts."""
+    result = _mean_metrics(corrections, num_tokens)
+    for name in result:
+        if name.startswith(_SEQUENCE_SHARES):
+            result[name] = _mean([one[name] for one in corrections], num_sequences)
+    if _RATIO_STD in result:
+        mean, total = result[_RATIO_MEAN], sum(num_tokens)
+        squares = sum(
+            one[_RATIO_STD] ** 2 * max(0, n - 1) + n * (one[_RATIO_MEAN] - mean) ** 2
+            for one, n in zip(corrections, num_tokens, strict=True)
+        )
+        result[_RATIO_STD] = (squares / max(1, total - 1)) ** 0.5
+    return result
 
 
 def _mean_metrics(

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from skyrl_fast.gateway.agents.outcome import OutcomeError, outcome_of
 from skyrl_fast.gateway.agents.task import AgentTask, BlackBox
@@ -114,7 +115,7 @@ class CommandAgent(BlackBox):
     async def run(self, task: AgentTask) -> Outcome:
         folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="skyrl_fast_agent_"))
         try:
-            (folder / TASK_FILE).write_text(json.dumps(plain_value(task.row), default=str))
+            (folder / TASK_FILE).write_text(json.dumps(plain_value(task.row), default=_as_json))
             # Open from the start on: later this name may be a pipe that nobody writes to.
             with (folder / OUTPUT_FILE).open("ab+") as output:
                 return await self._run(task, folder, output.fileno())
@@ -217,6 +218,13 @@ def _kill_left(folder: Path) -> None:
         if not left:
             return
         time.sleep(KILL_SECONDS)
+
+
+def _as_json(value: Any) -> Any:
+    """Return a value that JSON has not: a set as a list in order, another one as text."""
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=str)
+    return str(value)
 
 
 def _delete(folder: Path) -> None:

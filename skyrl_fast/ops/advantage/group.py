@@ -52,7 +52,8 @@ def group_advantage(
 
     Args:
         rewards: float32; (N,) one per row, (N, R) per padded response token, or, with
-            `cu_seqlens`, (A,) per response token. Rewards of rows that are not last are not read.
+            `cu_seqlens`, (A,) per response token; one per row where A = N. Rewards of rows that
+            are not last are not read.
         group_ids: N strings or ints, the prompt of each row. Equal within a trajectory; rows of a
             group need not be adjacent.
         is_last_step: (N,) bool, True at each trajectory's final row. None: every row is a

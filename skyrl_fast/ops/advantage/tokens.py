@@ -150,7 +150,16 @@ def _check(
         if loss_mask is None:
             # The mask gives the result its shape.
             loss_mask = torch.ones(values.shape, dtype=torch.bool, device=rewards.device)
-    rows = check_rows(op, rewards, None, is_last_step, loss_mask, cu_seqlens, mask_name="loss_mask")
+    rows = check_rows(
+        op,
+        rewards,
+        None,
+        is_last_step,
+        loss_mask,
+        cu_seqlens,
+        mask_name="loss_mask",
+        prefers_tokens=True,
+    )
     if values is not None and values.shape != rows.shape:
         raise ValueError(
             f"{op}: values must be of shape {tuple(rows.shape)}, got {tuple(values.shape)}"

@@ -43,7 +43,7 @@ def turn_level_returns(
 
     Args:
         rewards: float; (N,) one per row, (N, R) per padded response token, or, with `cu_seqlens`,
-            (A,) per response token. Padded cells hold 0.
+            (A,) per response token; one per row where A = N. Padded cells hold 0.
         is_last_step: (N,) bool, True at each trajectory's final row; its rows are adjacent and in
             time order. None: every row is a separate trajectory.
         response_mask: bool, uint8, int64 or float32, (N, R) or (A,): the shape of the result, which

@@ -357,7 +357,8 @@ def kl_penalty(
         float32 (float64 for float64 logprobs) in the shape of `logprobs`.
 
     Raises:
-        ValueError: an unknown estimator or shapes that do not match.
+        TypeError: log-probabilities that are no tensors.
+        ValueError: an unknown estimator, integers, or shapes that do not match.
         RuntimeError: a second or a forward-mode derivative, which only backend="torch" has.
 
     Example:
@@ -366,6 +367,11 @@ def kl_penalty(
     """
     op = "kl_penalty"
     _one_of(op, "estimator", estimator, KL_ESTIMATORS)
+    for name, value in (("logprobs", logprobs), ("ref_logprobs", ref_logprobs)):
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{op}: {name} must be a torch tensor, got {type(value).__name__}")
+        if not value.is_floating_point():
+            raise ValueError(f"{op}: {name} must be floating point, got {value.dtype}")
     current = logprobs if logprobs.dtype == torch.float64 else logprobs.to(torch.float32)
     current = current.contiguous()
     ref = _like(current, "ref_logprobs", ref_logprobs, op)

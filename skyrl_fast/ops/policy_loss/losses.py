@@ -140,7 +140,7 @@ class KlCov(LossSettings):
 
     kl_cov_frac: float = setting(0.2, "share of tokens that are penalised", at_least=0, at_most=1)
     ppo_kl_coef: float = setting(
-        1.0, "weight of the distance from the old log-probabilities", at_least=0
+        1.0, "weight of the distance from the old log-probabilities", at_least=0, finite=True
     )
 
     def kernel_params(self) -> dict[str, float]:
@@ -151,8 +151,10 @@ class KlCov(LossSettings):
 class Sapo(LossSettings):
     """Settings of sapo: the temperatures of its gate."""
 
-    tau_pos: float = setting(1.0, "steepness of the gate where the advantage is positive", above=0)
-    tau_neg: float = setting(1.05, "steepness of the gate elsewhere", above=0)
+    tau_pos: float = setting(
+        1.0, "steepness of the gate where the advantage is positive", above=0, finite=True
+    )
+    tau_neg: float = setting(1.05, "steepness of the gate elsewhere", above=0, finite=True)
 
     def kernel_params(self) -> dict[str, float]:
         return {"tau_pos": self.tau_pos, "tau_neg": self.tau_neg}

@@ -100,7 +100,8 @@ def off_policy_correction(
             over trained tokens, shares of sequences over those with a trained token.
 
     Raises:
-        ValueError: an unknown name, missing ids, or shapes that do not match.
+        ValueError: an unknown name, a cap or bound that is NaN or negative, a low bound above the
+            high one, missing ids, or shapes that do not match.
 
     Example:
         >>> old, rollout = torch.zeros(1, 2), torch.tensor([[0.0, -3.0]])
@@ -125,6 +126,7 @@ def off_policy_correction(
         mask_low=low if sequence_mask_low is None else sequence_mask_low,
         mask_high=high if sequence_mask_high is None else sequence_mask_high,
     )
+    _check_bounds(rules)
     cu_seqlens = offsets_of_cells(OP, old_logprobs, cu_seqlens)
     num_rows = old_logprobs.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     # 16-bit log-probabilities are widened: the ratio is the exponential of a small difference.
@@ -145,6 +147,22 @@ def off_policy_correction(
     if new_mask is None:
         return weights, loss_mask, metrics
     return weights, new_mask.to(loss_mask.dtype), metrics
+
+
+def _check_bounds(rules: reference.Rules) -> None:
+    """Refuse settings made in code that mean nothing; those of a run are checked when it starts."""
+    bounds = {
+        "tis_cap": (None, rules.cap),
+        "outlier": (rules.outlier_low, rules.outlier_high),
+        "token_mask": (rules.token_low, rules.token_high),
+        "sequence_mask": (rules.mask_low, rules.mask_high),
+    }
+    for name, (low, high) in bounds.items():
+        for value in (low, high):
+            if value is not None and not value >= 0:
+                raise ValueError(f"{OP}: {name}: expected a number of at least 0, got {value}")
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"{OP}: {name}_low must be at most {name}_high, got {low} and {high}")
 
 
 def _torch(

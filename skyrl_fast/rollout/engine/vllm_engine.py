@@ -321,7 +321,8 @@ class VllmEngine(Engine):
         except Exception as error:
             if llm.errored:
                 raise EngineDeadError(self._explain("died", error)) from error
-            text = f"vLLM refused a request of session {session_id}: {error}"
+            reason = str(error) or repr(error)  # some have no text
+            text = f"vLLM refused a request of session {session_id}: {reason}"
             kind = RefusedRequestError if isinstance(error, self._refusals) else EngineError
             raise kind(text) from error
         finally:

@@ -26,7 +26,7 @@ def kl_in_reward(
 
     Returns:
         The batch, and metrics: `loss/avg_kl`, the mean over trajectories (with a trained token) of
-        their mean per token; `loss/avg_kl_max`, of their largest |KL|; `loss/kl_loss_coef`.
+        their mean per token; `loss/avg_kl_max`, the largest of these; `loss/kl_loss_coef`.
 
     Raises:
         ValueError: log-probabilities are missing.
@@ -55,16 +55,13 @@ def kl_in_reward(
         at = torch.from_numpy(ends[filled].astype(np.int64) - 1)
         rewards[at] -= torch.from_numpy(earlier[filled]).to(rewards.dtype)
     row_rewards = batch.row_rewards - torch.from_numpy(penalty).to(batch.row_rewards.dtype)
-    metrics = _kl_metrics(batch, kl.numpy(), trajectory_kl, trajectories)
+    metrics = _kl_metrics(batch, trajectory_kl, trajectories)
     metrics["loss/kl_loss_coef"] = coef
     return batch.with_(rewards=rewards, row_rewards=row_rewards), metrics
 
 
 def _kl_metrics(
-    batch: StepBatch,
-    kl: np.ndarray,
-    trajectory_kl: np.ndarray,
-    trajectories: Sequences,
+    batch: StepBatch, trajectory_kl: np.ndarray, trajectories: Sequences
 ) -> dict[str, float]:
     live = trajectories.live
     if not live.any():
@@ -72,12 +69,8 @@ def _kl_metrics(
     lengths = batch.response_lengths.numpy()
     token_trajectories = np.repeat(trajectories.sequence_ids, lengths)
     trained = np.bincount(token_trajectories, weights=batch.loss_mask.numpy(), minlength=len(live))
-    largest = np.zeros(len(live))
-    np.maximum.at(largest, token_trajectories, np.abs(kl))
-    return {
-        "loss/avg_kl": float(np.mean(trajectory_kl[live] / trained[live])),
-        "loss/avg_kl_max": float(np.mean(largest[live])),
-    }
+    means = trajectory_kl[live] / trained[live]
+    return {"loss/avg_kl": float(means.mean()), "loss/avg_kl_max": float(means.max())}
 
 
 def next_kl_coef(coef: float, kl: float, num_trajectories: int, control: KlCtrlConfig) -> float:

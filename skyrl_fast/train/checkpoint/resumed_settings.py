@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from skyrl_fast.config import Config, to_dict
 from skyrl_fast.system.printable import log_line
 
 logger = logging.getLogger(__name__)
@@ -36,15 +38,20 @@ def find_changed_settings(saved: Any, now: Mapping[str, Any]) -> dict[str, tuple
 
     Args:
         saved: settings of the checkpoint, nested; whatever its file holds.
-        now: those of the resumed run. Settings that the checkpoint does not have are ignored.
+        now: those of the resumed run. Settings that one of them does not have are ignored; keys of
+            a setting that is a mapping are None where they are missing.
     """
     before = dict(_leaves(saved)) if isinstance(saved, Mapping) else {}
+    after = dict(_leaves(now))
     changed = {}
-    for key, value in _leaves(now):
+    for key in {**after, **before}:
         ignored = key.startswith(_WITHOUT_EFFECT)
         ignored |= key.startswith(_ENGINE) and not key.startswith(_OF_SAMPLES)
-        if not ignored and key in before and before[key] != value:
-            changed[key] = before[key], value
+        if ignored or not (_is_known(key, saved) and _is_known(key, now)):
+            continue
+        pair = before.get(key), after.get(key)
+        if pair[0] != pair[1]:
+            changed[key] = pair
     return changed
 
 
@@ -64,6 +71,36 @@ def warn_of_changed_settings(saved: Any, now: Mapping[str, Any]) -> None:
             logger.warning(text, log_line(", ".join(listed)))
 
 
+def with_kept_settings(config: Config, saved: Any) -> Config:
+    """Return a resumed run's settings with the checkpoint's values where only these apply.
+
+    So every part of the run reads them, such as the reference model, which is the model that the
+    run began with.
+    """
+    now = to_dict(config)
+    kept = _kept_settings(now)
+    for key, (value, _) in find_changed_settings(saved, now).items():
+        if not key.startswith(kept):
+            continue
+        if key in _WEIGHTS and isinstance(value, str) and _is_lost(value):
+            logger.warning(
+                "resume: %s: the model that the run began with, %s, is gone: where the run reads "
+                "it, as for a reference, it reads %s",
+                *(key, value, config.trainer.policy.model.path),
+            )
+            continue
+        *sections, name = key.split(".")
+        section: Any = config
+        for part in sections:
+            section = getattr(section, part)
+        setattr(section, name, value)
+    return config
+
+
+def _is_lost(path: str) -> bool:
+    return os.path.isabs(path) and not os.path.exists(path)
+
+
 def _kept_settings(now: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the beginnings of settings that only a new run reads."""
     values = dict(_leaves(now))
@@ -71,6 +108,21 @@ def _kept_settings(now: Mapping[str, Any]) -> tuple[str, ...]:
     weights = _WEIGHTS[1:] if values.get(_LORA + "rank") else _WEIGHTS
     is_controlled = values.get("trainer.algorithm.kl_ctrl.type") == "adaptive"
     return (*_OF_ADAPTER, *weights, *([_KL_COEF] if is_controlled else []))
+
+
+def _is_known(key: str, settings: Any) -> bool:
+    """Return whether settings have a key, or a mapping of a user's that may have it."""
+    default: Any = to_dict(Config())
+    for name in key.split("."):
+        if not isinstance(settings, Mapping):
+            return False
+        if isinstance(default, Mapping) and not default:
+            return True  # a mapping, whose keys are the user's
+        if not isinstance(default, Mapping) or name not in default or name not in settings:
+            return False
+        default = default[name]
+        settings = settings[name]
+    return True
 
 
 def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

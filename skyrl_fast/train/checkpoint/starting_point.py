@@ -166,8 +166,12 @@ def set_checkpoints_aside(
 
 def warn_of_another_schedule(config: Config, start: StartingPoint, num_prompts: int) -> None:
     """Warn if a resumed run has another length than before, and the learning rate follows it."""
-    scheduler = config.trainer.policy.optimizer_config.scheduler
-    if start.checkpoint is None or scheduler not in ("linear", "cosine"):
+    settings = config.trainer
+    schedules = {"policy": settings.policy.optimizer_config.scheduler}
+    if settings.critic.model.path is not None:
+        schedules["critic"] = settings.critic.optimizer_config.scheduler
+    decaying = {name: s for name, s in schedules.items() if s in ("linear", "cosine")}
+    if start.checkpoint is None or not decaying:
         return
     saved = start.state.get("config", {}).get("trainer", {})
     lengths = {n: saved[n] for n in ("epochs", "max_training_steps") if n in saved}
@@ -175,9 +179,11 @@ def warn_of_another_schedule(config: Config, start: StartingPoint, num_prompts: 
     before, now = total_steps(earlier, num_prompts), total_steps(config, num_prompts)
     if before != now:
         logger.warning(
-            "resume: the run had %d steps and now has %d: the %s schedule of the learning rate is "
-            "stretched over all of them, so the rate jumps here",
-            *(before, now, scheduler),
+            "resume: the run had %d steps and now has %d: the schedule of the learning rate (%s) "
+            "is stretched over all of them, so the rate jumps here",
+            before,
+            now,
+            ", ".join(f"{name}: {schedule}" for name, schedule in decaying.items()),
         )
 
 

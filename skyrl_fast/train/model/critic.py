@@ -123,6 +123,9 @@ def add_to_base(model: Any, lora: LoraConfig, *, base: str, folder: Path | None 
     owner.add_module(VALUE_HEAD, make_value_head(owner, folder))
 
 
+_TOKEN_MEANS = ("critic/values_mean", "critic/values_clipfrac")
+
+
 class Critic:
     """Value model with its optimizer: values of trained tokens, and training on returns.
 
@@ -218,6 +221,10 @@ class Critic:
         minis = batch.mini_batches(self.mini_batch_size)
         steps = [self._step(mini) for _ in range(self.update_epochs) for mini in minis]
         metrics = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+        counts = [int((mini.loss_mask != 0).sum()) for mini in minis] * self.update_epochs
+        for name in _TOKEN_MEANS:  # mini-batches differ in tokens
+            total = sum(step[name] * n for step, n in zip(steps, counts, strict=True))
+            metrics[name] = total / max(1, sum(counts))
         metrics["critic/optimizer_steps"] = float(len(steps))
         trained = batch.loss_mask != 0
         assert batch.values is not None and batch.returns is not None

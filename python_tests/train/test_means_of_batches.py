@@ -1,0 +1,45 @@
+"""Metrics of an update are over what they count, in however many mini-batches it is."""
+
+import pytest
+import torch
+from _fakes import tiny_model
+
+from skyrl_fast.batch import StepBatch
+from skyrl_fast.config import AlgorithmConfig, OffPolicyCorrectionConfig, OptimizerConfig
+from skyrl_fast.train.model.optimizer import Optimizer
+from skyrl_fast.train.model.policy import Policy
+from skyrl_fast.train.update import update_policy
+
+SHARES = {
+    "policy/outlier_seq_masked_ratio": {"outlier_token_is_threshold_high": 1.5},
+    "policy/tis_seq_clip_high_ratio": {"tis_ratio_type": "sequence"},
+    "policy/product_sequence_mask_masked_ratio": {"sequence_mask_metric": "product"},
+}
+
+
+@pytest.mark.spec("metrics.update")
+@pytest.mark.parametrize("name", SHARES)
+def test_shares_of_sequences_and_the_spread_of_ratios(name: str) -> None:
+    """One long sequence in the first mini-batch has other ratios than nine short ones."""
+    lengths = [40] + [1] * 9
+    output = {
+        "prompt_token_ids": [[1, 4]] * 10,
+        "response_ids": [[5] * n for n in lengths],
+        "loss_masks": [[1] * n for n in lengths],
+        "rewards": [float(i % 2) for i in range(10)],
+        "trajectory_ids": [("a", 0)] + [("b", i) for i in range(9)],
+        "is_last_step": [True] * 10,
+        "rollout_logprobs": [[-1.0] * n for n in lengths],
+    }
+    policy = Policy(tiny_model())
+    batch = StepBatch.from_generator_output(output, step_wise=True)
+    logprobs = policy.batch_logprobs(batch)
+    sampled = logprobs.clone()
+    sampled[:40] -= 0.6
+    batch = batch.with_(rollout_logprobs=sampled, advantages=torch.ones_like(logprobs))
+    settings = AlgorithmConfig(off_policy_correction=OffPolicyCorrectionConfig(**SHARES[name]))
+    optimizer = Optimizer(policy, OptimizerConfig(lr=0.0), total_steps=4)
+    metrics = update_policy(policy, optimizer, batch, algorithm=settings, mini_batch_size=1)
+    assert metrics[name] == pytest.approx(0.1)
+    ratios = (logprobs - sampled).double().exp()
+    assert metrics["policy/is_ratio_std"] == pytest.approx(float(ratios.std()), rel=1e-5)

@@ -41,7 +41,7 @@ LOCK_HEADER = """\
 # torch is not in it: its CPU build has other archives on each index that has it. Install it first,
 # then this file with --no-deps.
 """
-EXTRAS = "train,search,faiss,test,check"
+EXTRAS = "train,test,check"
 MIN_PYTHON = (3, 11)
 
 

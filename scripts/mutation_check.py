@@ -355,10 +355,10 @@ FAULTS = (
     ),
     Fault(
         "passages with the last score of a search are left out",
-        "skyrl_fast/extras/search/index.py",
+        "examples/search_r1/retrieval/index.py",
         "candidates = candidates[scores[candidates] >= least]",
         "candidates = candidates[scores[candidates] > least]",
-        ("extras/test_retrieval.py",),
+        ("examples/test_retrieval.py",),
     ),
     Fault(
         "the loss for TRL clips the ratio above twice its bound",

@@ -46,7 +46,7 @@ LOCK_HEADER = f"""\
 # torch has no hash, since its CPU build has other archives on each index that has it: install the
 # rest of this file with --no-deps --require-hashes, and torch in the version of the line above.
 """
-EXTRAS = "train,search,faiss,test,check"
+EXTRAS = "train,test,check"
 MIN_PYTHON = (3, 11)
 
 

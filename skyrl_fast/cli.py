@@ -28,7 +28,6 @@ COMMANDS = {  # each a module with HELP, DESCRIPTION, add_arguments and run
     "engine": "skyrl_fast.commands.engine",
     "gateway": "skyrl_fast.commands.gateway",
     "export": "skyrl_fast.commands.export",
-    "retrieval": "skyrl_fast.extras.search.command",
 }
 
 

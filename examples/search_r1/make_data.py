@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from examples.search_r1.retrieval.corpus import Corpus
+from examples.search_r1.retrieval.index import Bm25Index
 from examples.tiny_model.jsonl import write_jsonl
-from skyrl_fast.extras.search.corpus import Corpus
-from skyrl_fast.extras.search.index import Bm25Index
 
 PEOPLE = (
     "Abel", "Ada", "Agnes", "Alba", "Alma", "Amos", "Anna", "Anton", "Arlo", "Arne", "Bela",

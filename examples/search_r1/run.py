@@ -55,7 +55,7 @@ def prepare_long(folder: Path, *, seed: int = 0) -> None:
 @contextmanager
 def serve(folder: Path) -> Iterator[list[str]]:
     """Serve the corpus on a free port; yield the setting with its address."""
-    from skyrl_fast.extras.search.launch import retrieval_server
+    from examples.search_r1.retrieval.launch import retrieval_server
 
     # The environment's client must not use a proxy for this machine.
     os.environ["NO_PROXY"] = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1")))

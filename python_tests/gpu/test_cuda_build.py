@@ -1,7 +1,6 @@
 """The compile-only check of CUDA kernels, and the architectures of the built extension."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -43,32 +42,6 @@ def test_check_without_nvcc_is_skipped_with_a_message(
     monkeypatch.setattr("sys.argv", ["cuda_check.py"])
     cuda_check.main()
     assert "skipped, no nvcc found" in capsys.readouterr().out
-
-
-@pytest.mark.spec("gpu.instructions")
-@pytest.mark.parametrize("release", ["13.0", "13.1"])
-def test_budgets_hold_for_one_release_of_nvcc(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    release: str,
-) -> None:
-    """With another one kernels that spill are still a fault."""
-    (tmp_path / "x.log").write_text(LOG)
-    monkeypatch.setattr(sys, "argv", ["cuda_check.py"])
-    monkeypatch.setattr(cuda_check, "find_nvcc", lambda: "nvcc")
-    monkeypatch.setattr(cuda_check, "version", lambda nvcc: f"tools, release {release}, V{release}")
-    monkeypatch.setattr(cuda_check, "kernel_sources", lambda: [Path("x.cu")])
-    monkeypatch.setattr(cuda_check, "compiled", lambda nvcc, source: tmp_path / "x.log")
-    monkeypatch.setattr(cuda_check, "missing_architectures", lambda binary: [])
-    monkeypatch.setattr(cuda_check, "over_budget", lambda *arguments: ["over its budget"])
-    with pytest.raises(SystemExit) as ended:
-        cuda_check.main()
-    faults = str(ended.value)
-    assert "_Zbad for sm_90a: 16 bytes of stack" in faults
-    assert ("over its budget" in faults) == (release == "13.0")
-    said = "budgets are for nvcc 13.0, this is 13.1: nothing is counted" in capsys.readouterr().out
-    assert said == (release == "13.1")
 
 
 def test_build_contains_every_kernel_and_architecture() -> None:

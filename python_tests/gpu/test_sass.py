@@ -4,8 +4,6 @@ import pytest
 
 from scripts import cuda_check, sass
 
-pytestmark = pytest.mark.spec("gpu.instructions")
-
 # As `cuobjdump -sass` prints it: a prologue, a loop of two guarded loads with a rare branch and a
 # call, the end, and the called function.
 LISTING = """
@@ -78,35 +76,18 @@ def test_widths_of_loads_and_stores() -> None:
     assert sass.widths(code) == "LDG 2x128, STG 1x16+1x128"
 
 
-@pytest.mark.slow  # make cuda-check does it too
-def test_compiled_kernels_are_within_their_budgets() -> None:
-    """Of the objects that `make cuda-check` left, where they are those of the sources."""
-    nvcc = cuda_check.find_nvcc()
-    if nvcc is None or cuda_check.find_cuobjdump() is None:
-        pytest.skip("needs nvcc and cuobjdump")
-    if not cuda_check.has_budgets(nvcc):
-        pytest.skip("the budgets are for another nvcc")
-    faults: list[str] = []
-    sources = [s for s in cuda_check.kernel_sources() if cuda_check.is_compiled(nvcc, s)]
-    if not sources:
-        pytest.skip("no objects of these sources: make cuda-check compiles them")
-    for source in sources:
-        log = cuda_check.log_of(source)
-        kernels = cuda_check.read_log(log.read_text())
-        faults += cuda_check.over_budget(source.stem, kernels, log.with_suffix(".fatbin"))
-    assert faults == []
-
-
-def test_kernel_over_its_budget_is_a_fault(
+def test_counted_kernels_are_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    budget = cuda_check.Budget(
-        "loop", "x", "_Zloop", sass.Work(in_loop=True, per_load=1), shortest=3.9, longest=8
-    )
-    monkeypatch.setattr(cuda_check, "BUDGETS", (budget,))
+    loop = sass.Work(in_loop=True, per_load=1)
+    other = sass.Work(in_loop=True, per_load=1, marks=3)
+    kernels = tuple(cuda_check.CountedKernel("loop", "x", "_Zloop", work) for work in (loop, other))
+    monkeypatch.setattr(cuda_check, "COUNTED", kernels)
     monkeypatch.setattr(cuda_check, "find_cuobjdump", lambda: "cuobjdump")
     monkeypatch.setattr(cuda_check.subprocess, "check_output", lambda *_, **__: LISTING)
-    kernels = [cuda_check.Kernel("_Zloop", "sm_90a", 40, 0, 0)]
-    faults = cuda_check.over_budget("x", kernels, cuda_check.ROOT / "x.o")
-    assert faults == ["x: loop: 4.0 to 7.0 instructions an element, the budget is 3.9 to 8"]
-    assert "40 registers, LDG 2x128, STG 1x16+1x128" in capsys.readouterr().out
+    compiled = [cuda_check.Kernel("_Zloop", "sm_90a", 40, 0, 0)]
+    cuda_check.print_instructions("x", compiled, cuda_check.ROOT / "x.o")
+    first, second = capsys.readouterr().out.splitlines()
+    counted = "4.0 to 7.0 instructions an element and 5 a thread"
+    assert first == f"  loop: {counted}, 40 registers, LDG 2x128, STG 1x16+1x128"
+    assert "not counted (no path with 2 loads of 16 bytes and 6 MUFU.EX2)" in second

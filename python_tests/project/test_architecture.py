@@ -99,7 +99,6 @@ WALLS: dict[str, tuple[list[Path], tuple[str, ...]]] = {
         tuple(f"skyrl_fast.rollout.engine.{engine}" for engine in ENGINES),
     ),
     "batches": (python_files("batch"), (*ours("train cli"), "vllm", "skyrl_gym")),
-    "search server": (python_files("extras/search"), ours("ops rollout train batch config cli")),
     "trajectory store": (
         python_files("trajectory_store"),
         (*ours("train cli"), "vllm", "skyrl_gym", "transformers"),

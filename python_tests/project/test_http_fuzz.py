@@ -4,24 +4,18 @@ import json
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("uvicorn")
-pytest.importorskip("bm25s")
 
 from _asgi import Recorder
 from _http_fuzz import RequestFuzz, Template, statuses
 from _http_server import serving
 from _thorough import THOROUGH
 
-from skyrl_fast.extras.search.corpus import Corpus
-from skyrl_fast.extras.search.index import Bm25Index
-from skyrl_fast.extras.search.server import make_app
 from skyrl_fast.rollout.engine.serve_guard import PAUSE_QUERY, engine_routes
 from skyrl_fast.system.http_guard import HttpGuard
 
@@ -32,16 +26,6 @@ number_of_requests = pytest.mark.parametrize(
 )
 
 
-@contextmanager
-def search_server(tmp_path: Path) -> Iterator[int]:
-    path = tmp_path / "corpus.jsonl"
-    rows = [json.dumps({"id": str(i), "contents": f"word{i % 7} city{i}"}) for i in range(50)]
-    path.write_text("\n".join(rows))
-    corpus = Corpus(path)
-    with serving(make_app(corpus, Bm25Index(corpus)), ws="none") as port:
-        yield port
-
-
 def checked(caplog: pytest.LogCaptureFixture, counts: Counter[str], number: int) -> None:
     assert counts.total() == number
     assert not [status for status in counts if status.startswith("5")], counts
@@ -49,20 +33,6 @@ def checked(caplog: pytest.LogCaptureFixture, counts: Counter[str], number: int)
     errors = [r for r in caplog.records if r.levelno >= logging.ERROR or r.exc_info]
     assert errors == []
     assert "Traceback" not in caplog.text
-
-
-@pytest.mark.spec("search.bad-request", "http.guard")
-@number_of_requests
-def test_search_server(number: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    templates = [
-        Template("GET", "/health"),
-        Template("POST", "/retrieve", {"query": "word1", "topk": 2, "return_scores": True}),
-        Template("POST", "/retrieve", {"queries": ["word1", "city3", ""], "topk": 3}),
-    ]
-    with search_server(tmp_path) as port:
-        counts = statuses(port, RequestFuzz(templates, [], random.Random(1)), number)
-    print(counts)
-    checked(caplog, counts, number)
 
 
 @pytest.mark.spec("http.guard")

@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl_fast.batch import StepBatch, batch_from_trajectories
 from skyrl_fast.config import AlgorithmConfig, Config, OptimizerConfig
-from skyrl_fast.extras.search.index import TransformersEncoder
 from skyrl_fast.train.algorithm.advantages import compute_advantages
 from skyrl_fast.train.model import lm_head
 from skyrl_fast.train.model.critic import Critic, ValueModel
@@ -587,7 +586,7 @@ def test_resume_with_a_parameter_without_gradients(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("run.no-model-code")
-@pytest.mark.parametrize("load", ["model", "backbone", "tokenizer", "encoder"])
+@pytest.mark.parametrize("load", ["model", "backbone", "tokenizer"])
 def test_code_in_a_model_folder_is_never_run(
     load: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -602,7 +601,6 @@ def test_code_in_a_model_folder_is_never_run(
         "model": partial(load_model, str(tmp_path), device=torch.device("cpu")),
         "backbone": partial(load_model, str(tmp_path), device=torch.device("cpu"), with_head=False),
         "tokenizer": partial(load_tokenizer, str(tmp_path)),
-        "encoder": partial(TransformersEncoder, str(tmp_path)),
     }
     with pytest.raises(ValueError, match="contains custom code"):
         loads[load]()

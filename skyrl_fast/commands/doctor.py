@@ -55,8 +55,6 @@ def findings() -> list[Finding]:
         _package("triton", ("triton",), "used on GPUs where the CUDA kernels are not compiled in"),
         _package("transformers", ("transformers",), "the trainer needs it: pip install '.[train]'"),
         _package("skyrl_gym", ("skyrl-gym",), "the environments need it: pip install '.[train]'"),
-        _package("bm25s", ("bm25s",), "the search server needs it: pip install '.[search]'"),
-        _package("faiss", ("faiss-cpu",), "for --index faiss: pip install '.[faiss]'"),
     ]
     return found
 

@@ -34,7 +34,9 @@ LONG_OBSERVATION = 9_000  # characters; longer ones are truncated to ...
 ROWS_OF_LONG_OBSERVATION = 50
 WIDEST_CELL = 2_000  # characters of a cell, if the table would be larger than ...
 LARGEST_TABLE = 1_000_000  # characters
-WRONG_FORMAT, WRONG, RIGHT = -1.0, 0.0, 1.0
+WRONG_FORMAT = -1.0
+WRONG = 0.0
+RIGHT = 1.0
 # pandas changes a display option of the process while it writes a table, and then restores it. A
 # table that another thread is writing at that time would have its cells cut at 50 characters.
 _writing = threading.Lock()

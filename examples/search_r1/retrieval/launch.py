@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import skyrl_fast
 from skyrl_fast.system.child_environment import environment_without_key
 from skyrl_fast.system.log_tail import log_tail
 from skyrl_fast.system.network_interface import LOOPBACK
@@ -27,7 +26,7 @@ LOG_TAIL = 2000  # characters of the log that an error shows
 
 @contextmanager
 def retrieval_server(corpus: Path, *, log_file: Path) -> Iterator[str]:
-    """Start `skyrl-fast retrieval` on a free port of loopback, and stop it at the end.
+    """Start `examples.search_r1.retrieval` on a free port of loopback, and stop it at the end.
 
     The server is healthy when the block begins. It stops at the end of the block, also on errors
     and on Ctrl-C (which does not reach it directly, so that the rest of the block can still
@@ -41,14 +40,21 @@ def retrieval_server(corpus: Path, *, log_file: Path) -> Iterator[str]:
     """
     listening = socket.create_server((LOOPBACK, 0))
     address = f"http://{LOOPBACK}:{listening.getsockname()[1]}"
-    root = str(Path(skyrl_fast.__file__).resolve().parents[1])
+    root = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     log_file.parent.mkdir(parents=True, exist_ok=True)
     with log_file.open("wb") as log, listening:
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "skyrl_fast", "retrieval", "--corpus", str(corpus)),
-                *("--socket-fd", str(listening.fileno()), "--parent", str(os.getpid())),
+                sys.executable,
+                "-m",
+                "examples.search_r1.retrieval",
+                "--corpus",
+                str(corpus),
+                "--socket-fd",
+                str(listening.fileno()),
+                "--parent",
+                str(os.getpid()),
             ],
             pass_fds=[listening.fileno()],
             stdin=subprocess.DEVNULL,

@@ -10,8 +10,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 
-from skyrl_fast.extras.search.corpus import Corpus
-from skyrl_fast.extras.search.index import Index
+from examples.search_r1.retrieval.corpus import Corpus
+from examples.search_r1.retrieval.index import Index
 from skyrl_fast.system.http_guard import HttpGuard, Route, keep_body
 
 ROUTES = (Route("GET", "/health"), Route("POST", "/retrieve", check=keep_body))

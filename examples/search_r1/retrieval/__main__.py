@@ -1,29 +1,38 @@
-"""`skyrl-fast retrieval`: the search server's command line."""
+"""The search server's command line: Search-R1's API, POST /retrieve and GET /health.
+
+python -m examples.search_r1.retrieval --corpus corpus.jsonl
+"""
 
 from __future__ import annotations
 
 import argparse
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skyrl_fast.commands.command import as_usage_error, needs_extra
 from skyrl_fast.system.network_interface import LOOPBACK, http_url, listen_at
 from skyrl_fast.system.parent_watch import watch_parent
 
 if TYPE_CHECKING:
-    from skyrl_fast.extras.search.corpus import Corpus
-    from skyrl_fast.extras.search.index import Index
+    import uvicorn
+
+    from examples.search_r1.retrieval.corpus import Corpus
+    from examples.search_r1.retrieval.index import Index
 
 SHUTDOWN_SECONDS = 2
 IDLE_SECONDS = 10  # of a connection between two requests
 MAX_CONCURRENT = 1024  # connections and requests; further ones get 503
-HELP = "serve a corpus to search agents"
-DESCRIPTION = "Search-R1's API: POST /retrieve, GET /health; BM25 by default."
+EXIT_USAGE = 2
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def argument_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.search_r1.retrieval",
+        description="Serve a corpus to search agents; BM25 by default.",
+    )
     parser.add_argument(
         "--corpus", type=Path, required=True, help="JSON-lines file with id and contents"
     )
@@ -54,16 +63,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # For `launch.py`: a socket that is already listening, and the parent process to exit with.
     parser.add_argument("--socket-fd", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
+    return parser
 
 
-def run(options: argparse.Namespace) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until a signal ends it; return the exit code, 2 where it cannot begin."""
+    options = argument_parser().parse_args(arguments)
     if options.parent is not None:
         watch_parent(options.parent)  # a killed parent cannot stop its server
-    with needs_extra("search"):
-        import uvicorn
+    try:
+        server, listening = _server(options)
+    except (ImportError, OSError, ValueError) as error:
+        sys.stderr.write(f"retrieval: {error}\n")
+        return EXIT_USAGE
+    server.run(sockets=[listening])
+    return 0
 
-        from skyrl_fast.extras.search.server import Limits, make_app
-    from skyrl_fast.extras.search.corpus import Corpus
+
+def _server(options: argparse.Namespace) -> tuple[uvicorn.Server, socket.socket]:
+    """Return the server with its index, and the socket at which it will listen."""
+    import uvicorn
+
+    from examples.search_r1.retrieval.corpus import Corpus
+    from examples.search_r1.retrieval.server import Limits, make_app
 
     limits = Limits(
         body_bytes=options.max_body_bytes,
@@ -71,28 +93,24 @@ def run(options: argparse.Namespace) -> int:
         query_characters=options.max_query_characters,
         topk=options.max_topk,
     )
-    with as_usage_error(ImportError, OSError, ValueError):
-        corpus = Corpus(options.corpus)
-        app = make_app(corpus, _index(options, corpus), topk=options.topk, limits=limits)
-        listening = _listen(options)
+    corpus = Corpus(options.corpus)
+    app = make_app(corpus, _index(options, corpus), topk=options.topk, limits=limits)
+    listening = _listen(options)
     host, port = listening.getsockname()[:2]
     sys.stderr.write(f"{len(corpus)} passages at {http_url(host, port)}/retrieve\n")
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            log_level="warning",
-            ws="none",
-            limit_concurrency=MAX_CONCURRENT,
-            timeout_keep_alive=IDLE_SECONDS,
-            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
-        )
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        ws="none",
+        limit_concurrency=MAX_CONCURRENT,
+        timeout_keep_alive=IDLE_SECONDS,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )
-    server.run(sockets=[listening])
-    return 0
+    return uvicorn.Server(config), listening
 
 
 def _index(options: argparse.Namespace, corpus: Corpus) -> Index:
-    from skyrl_fast.extras.search.index import Bm25Index, FaissIndex, TransformersEncoder
+    from examples.search_r1.retrieval.index import Bm25Index, FaissIndex, TransformersEncoder
 
     if options.index == "bm25":
         return Bm25Index(corpus, options.index_path)
@@ -106,3 +124,7 @@ def _listen(options: argparse.Namespace) -> socket.socket:
         return listen_at(options.host, options.port)
     except (OSError, OverflowError) as error:
         raise ValueError(f"cannot listen on {options.host}:{options.port}: {error}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,5 @@
 """The search server: results, responses, refusals, start and exit."""
 
-import argparse
 import json
 import os
 import shutil
@@ -26,13 +25,12 @@ pytest.importorskip("httpx")
 
 from fastapi.testclient import TestClient
 
-from skyrl_fast.cli import main
-from skyrl_fast.extras.search import index as index_module
-from skyrl_fast.extras.search.command import add_arguments
-from skyrl_fast.extras.search.corpus import Corpus
-from skyrl_fast.extras.search.index import Bm25Index, FaissIndex, best
-from skyrl_fast.extras.search.launch import retrieval_server
-from skyrl_fast.extras.search.server import Limits, make_app
+from examples.search_r1.retrieval import index as index_module
+from examples.search_r1.retrieval.__main__ import argument_parser, main
+from examples.search_r1.retrieval.corpus import Corpus
+from examples.search_r1.retrieval.index import Bm25Index, FaissIndex, best
+from examples.search_r1.retrieval.launch import retrieval_server
+from examples.search_r1.retrieval.server import Limits, make_app
 
 ROOT = Path(__file__).parents[2]
 PASSAGES = [
@@ -108,7 +106,6 @@ def test_invalid_corpus_error_names_the_place(tmp_path: Path, text: str | None, 
         list(Corpus(path).texts())
 
 
-@pytest.mark.spec("search.results")
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0]), max_size=40), st.integers(1, 50))
 def test_best_is_a_stable_sort_of_positive_scores(scores: list[float], topk: int) -> None:
     wanted = sorted(
@@ -117,7 +114,6 @@ def test_best_is_a_stable_sort_of_positive_scores(scores: list[float], topk: int
     assert best(np.array(scores), topk) == wanted[:topk]
 
 
-@pytest.mark.spec("search.results")
 def test_bm25_prefers_rare_words_and_finds_nothing_for_unknown_ones(corpus: Corpus) -> None:
     index = Bm25Index(corpus)
     by_name, by_work, unknown, empty, signs = index.search(
@@ -129,7 +125,6 @@ def test_bm25_prefers_rare_words_and_finds_nothing_for_unknown_ones(corpus: Corp
     assert by_name[0][1] > by_name[1][1] > 0
 
 
-@pytest.mark.spec("search.index-check")
 def test_bm25_index_is_cached_and_validated(corpus: Corpus, tmp_path: Path) -> None:
     made = Bm25Index(corpus, tmp_path / "index")
     kept = Bm25Index(corpus, tmp_path / "index")
@@ -155,7 +150,6 @@ class LetterCounts:
         return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
-@pytest.mark.spec("search.index-check")
 def test_faiss_finds_the_nearest_vector(corpus: Corpus, tmp_path: Path) -> None:
     pytest.importorskip("faiss")
     made = FaissIndex(corpus, LetterCounts(), tmp_path / "vectors")
@@ -287,19 +281,18 @@ def test_encoder_vectors_are_normalized_and_independent_of_padding(tiny_model_fo
     assert np.abs(encoder.encode(["sea"], is_query=False) - alone).max() > 1e-4
 
 
-@pytest.mark.parametrize(("package", "extra"), [("bm25s", "search"), ("faiss", "faiss")])
+@pytest.mark.parametrize(("package", "wanted"), [("bm25s", "bm25s"), ("faiss", "faiss-cpu")])
 def test_missing_package_is_named(
-    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, package: str, extra: str
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, package: str, wanted: str
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=rf"skyrl-fast\[{extra}\]"):
+    with pytest.raises(ImportError, match=f"pip install {wanted}"):
         Bm25Index(corpus) if package == "bm25s" else FaissIndex(corpus, LetterCounts())
 
 
 # --- responses -----------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("search.requests")
 def test_one_query_with_scores(client: TestClient) -> None:
     answer = client.post(
         "/retrieve", json={"query": "born Bruno", "topk": 1, "return_scores": True}
@@ -315,7 +308,6 @@ def test_several_queries_without_scores(client: TestClient) -> None:
     assert answer.json()["result"][2] == [{"id": "d2", "contents": PASSAGES[2]}]
 
 
-@pytest.mark.spec("search.requests")
 def test_lone_surrogate_in_a_passage_does_not_fail_queries(tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text('{"id": "\\ud800", "contents": "cat \\ud800 \\ud83d\\ude00"}\n')
@@ -326,14 +318,12 @@ def test_lone_surrogate_in_a_passage_does_not_fail_queries(tmp_path: Path) -> No
     assert answer.json()["result"] == [[{"id": "?", "contents": "cat ? \U0001f600"}]]
 
 
-@pytest.mark.spec("search.bad-request")
 def test_unknown_key_is_not_echoed(client: TestClient) -> None:
     answer = client.post("/retrieve", json={"query": "a", "secret" * 100: 1})
     assert answer.status_code == 422
     assert answer.json()["detail"][0]["where"] == ["body", "an unknown key"]
 
 
-@pytest.mark.spec("search.health")
 def test_health(client: TestClient) -> None:
     assert client.get("/health").json() == {"status": "ok", "index": "bm25", "documents": 4}
 
@@ -394,14 +384,12 @@ def test_server_survives_arbitrary_bytes(client: TestClient, body: bytes) -> Non
 JSON = {"content-type": "application/json"}
 
 
-@pytest.mark.spec("search.body-size")
 def test_oversized_bodies_are_refused_with_or_without_content_length(client: TestClient) -> None:
     assert client.post("/retrieve", content=b" " * 2001, headers=JSON).status_code == 413
     parts = iter([b" " * 1500, b" " * 1500])
     assert client.post("/retrieve", content=parts, headers=JSON).status_code == 413
 
 
-@pytest.mark.spec("search.web-pages")
 def test_web_pages_are_refused(client: TestClient) -> None:
     body = b'{"query": "Bruno"}'
     page = {"origin": "http://evil.example"}
@@ -422,7 +410,6 @@ def test_other_paths_and_methods(client: TestClient) -> None:
 # --- the environment's client ------------------------------------------------------------------
 
 
-@pytest.mark.spec("search.serve", "search.lifetime")
 def test_skyrl_gym_search_tool_parses_the_responses(corpus_file: Path, tmp_path: Path) -> None:
     skyrl_gym = pytest.importorskip("skyrl_gym")
     from omegaconf import OmegaConf
@@ -469,7 +456,6 @@ def test_server_does_not_inherit_the_key(
 # --- start and exit ------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("search.lifetime")
 def test_exception_in_the_with_block_stops_the_server(corpus_file: Path, tmp_path: Path) -> None:
     with (
         pytest.raises(KeyboardInterrupt),
@@ -491,7 +477,7 @@ def test_error_of_a_server_that_cannot_start(tmp_path: Path) -> None:
 STARTER = """
 import signal, sys, time
 from pathlib import Path
-from skyrl_fast.extras.search.launch import retrieval_server
+from examples.search_r1.retrieval.launch import retrieval_server
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 with retrieval_server(Path(sys.argv[1]), log_file=Path(sys.argv[2])) as url:
     print(url, flush=True)
@@ -521,11 +507,9 @@ def test_server_exits_with_its_parent(
     pytest.fail("the server outlives its starter")
 
 
-@pytest.mark.spec("search.serve")
 def test_loopback_is_the_default(corpus_file: Path) -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    assert parser.parse_args(["--corpus", str(corpus_file)]).host == "127.0.0.1"
+    options = argument_parser().parse_args(["--corpus", str(corpus_file)])
+    assert options.host == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -539,5 +523,5 @@ def test_command_line_errors(
     corpus_file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
     given = [str(corpus_file) if text == "CORPUS" else text for text in arguments]
-    assert main(["retrieval", *given]) == 2
+    assert main(given) == 2
     assert said in capsys.readouterr().err

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from skyrl_fast.extras.search.corpus import Corpus
+from examples.search_r1.retrieval.corpus import Corpus
 
 log = logging.getLogger(__name__)
 
@@ -109,9 +109,7 @@ class Bm25Index:
         try:
             import bm25s
         except ImportError as error:
-            raise ImportError(
-                "BM25 needs the package bm25s: pip install 'skyrl-fast[search]'"
-            ) from error
+            raise ImportError("BM25 needs the package bm25s: pip install bm25s") from error
         self._tokenize = bm25s.tokenize
         if folder is not None and folder.exists():
             with _reading(folder):
@@ -196,7 +194,7 @@ class FaissIndex:
             import faiss
         except ImportError as error:
             raise ImportError(
-                "the dense index needs the package faiss: pip install 'skyrl-fast[faiss]', or "
+                "the dense index needs the package faiss: pip install faiss-cpu, or "
                 "choose --index bm25"
             ) from error
         self._encoder = encoder

@@ -32,13 +32,13 @@ NODES_PER_LINE = {
     "commands": 4.85,
     "config": 4.15,
     "extras": 5.1,
-    "gateway": 5.1,
+    "gateway": 5.12,
     "integrations": 5.25,
     "ops": 5.85,
     "rollout": 4.9,
     "system": 5.1,
     "train": 5.3,
-    "trajectory_store": 5.45,
+    "trajectory_store": 5.56,
     "viewer": 5.7,
 }
 

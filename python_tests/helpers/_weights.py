@@ -55,6 +55,7 @@ class Worker(WeightUpdateExtension):
     """The attributes of vLLM's worker that a load uses."""
 
     def __init__(self, rank: int = 0, dtype: torch.dtype = torch.float32) -> None:
+        self.parallel_config = SimpleNamespace(world_size=1)
         self.rank, self.device = rank, CPU
         self.model = Model()
         with renew_packed_weights(self.model):

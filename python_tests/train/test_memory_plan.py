@@ -533,7 +533,7 @@ def test_train_saves_the_logits_of_the_plan(folder: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(run_module, "make_models", stop)
     short = ("generator.max_input_length=40", "generator.sampling_params.max_generate_length=16")
-    chosen = settings(folder, "run", *short)
+    chosen = settings(folder, "run", *short, "generator.chat_template=plain")
     with pytest.raises(SetupError, match="stop here"):
         skyrl_fast.train_agent(chosen, reward=lambda answer, row: 0.0)
     config = with_absolute_paths(as_config(chosen))

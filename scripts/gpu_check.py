@@ -34,7 +34,11 @@ TRITON_TESTS = "python_tests/ops/test_triton.py"
 # Of settings, the environment and checkpoints.
 TRAINING_NEEDS = ("omegaconf", "skyrl_gym", "pandas", "requests", "xxhash")
 SECTIONS = (
-    *("SpeedOfLight", "MemoryWorkloadAnalysis", "Occupancy", "LaunchStats", "WarpStateStats"),
+    "SpeedOfLight",
+    "MemoryWorkloadAnalysis",
+    "Occupancy",
+    "LaunchStats",
+    "WarpStateStats",
     "InstructionStats",
 )
 # Part: substring of the groups' names at full size, and at tiny size; seconds predicted, at most.

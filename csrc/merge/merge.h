@@ -43,8 +43,9 @@ struct MergeRows {
 };
 
 // For each row: how many tokens of its prompt equal those of the previous row, also where it is
-// too short to join it; 0 in a trajectory's first row. A merged row ends with the tokens of its last step, so that merging needs no other
-// comparison, and each token is read twice: as part of a prompt and as part of the previous row.
+// too short to join it; 0 in a trajectory's first row. A merged row ends with the tokens of its
+// last step, so that merging needs no other comparison, and each token is read twice: as part of a
+// prompt and as part of the previous row.
 template <typename Offset>
 void overlaps_cpu(const int32_t* tokens, const Offset* cu_seqlens, const MergeRows& rows,
                   int64_t max_drift, int64_t* overlaps, int num_threads);

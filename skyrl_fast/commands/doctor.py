@@ -233,7 +233,7 @@ def run(options: argparse.Namespace) -> int:
 
         if not first_use.gpus():
             raise RunError("doctor: expected a GPU for --gpu, got none that torch sees")
-        for line in gpu_table(options.gpu):  # each as it comes: an interrupted table is of use
+        for line in gpu_table(options.gpu):  # line by line: an interrupted table is of use
             wrong |= "| differs" in line
             sys.stdout.write(line + "\n")
             sys.stdout.flush()

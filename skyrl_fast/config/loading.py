@@ -60,8 +60,8 @@ def check_without_adapter(config: Config, command: str) -> None:
     if path is not None:
         raise ConfigError(
             f"trainer.policy.model.lora.path: {command} samples from the base alone, got {path}; "
-            "export a merged model (skyrl-fast export --to model) and set trainer.policy.model.path, "
-            "with trainer.policy.model.lora.rank=0 and no lora.path"
+            "export a merged model (skyrl-fast export --to model) and set "
+            "trainer.policy.model.path, with trainer.policy.model.lora.rank=0 and no lora.path"
         )
 
 

@@ -94,7 +94,8 @@ class Choices:
         )
         text = decode_response(policy.template, generation)
         complete = text if generation.stop_string is None else None  # else it may have been cut
-        number, parent = next(self.numbers), self._find_parent(prompt)
+        number = next(self.numbers)
+        parent = self._find_parent(prompt)
         self.prompts.add_response(prompt, generation.token_ids, complete, number=number)
         append = (
             generation.stop_string is not None
@@ -138,10 +139,11 @@ class Choices:
         ids = prompt.kept.array()
 
         def continues(step: Step) -> bool:
-            before, response = ids_array(step.prompt_token_ids), ids_array(step.response_ids)
+            before = ids_array(step.prompt_token_ids)
+            response = ids_array(step.response_ids)
             end = len(before) + len(response)
-            is_same = ids[: len(before)].tolist() == before.tolist()
-            return is_same and ids[len(before) : end].tolist() == response.tolist()
+            is_same_prompt = ids[: len(before)].tolist() == before.tolist()
+            return is_same_prompt and ids[len(before) : end].tolist() == response.tolist()
 
         return next((step for step in steps if continues(step)), None)
 

@@ -34,8 +34,14 @@ RESTARTED = "restarted"  # no answer of this session in it: a sub-agent, or a su
 FORKED = "forked"  # has an answer of this session, but after other tokens
 # What a prompt is made of besides the template's arguments; a request has fields for them.
 _NOT_OF_TEMPLATES = {
-    *("messages", "tools", "self", "answer_next", "add_generation_prompt"),
-    *("chat_template", "tokenize", "conversation"),
+    "messages",
+    "tools",
+    "self",
+    "answer_next",
+    "add_generation_prompt",
+    "chat_template",
+    "tokenize",
+    "conversation",
 }
 MAX_STARTS = 8  # beginnings of earlier prompts that are kept: of as many interleaved conversations
 MAX_SHARED = 1 << 18  # tokens of the largest usual vocabularies

@@ -217,6 +217,11 @@ class Trajectory:
         return float(sum(step.reward for step in self.steps))
 
 
+def step_numbers(steps: Sequence[Step]) -> list[int]:
+    """Return the steps' numbers; the place in the sequence of a step that has none."""
+    return [index if step.number is None else step.number for index, step in enumerate(steps)]
+
+
 def recorded_steps(trajectory: Trajectory) -> list[Step]:
     """Return the steps of a complete trajectory with number, parent, state and answers.
 

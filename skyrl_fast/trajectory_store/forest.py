@@ -59,7 +59,8 @@ def forest(steps: Sequence[StoredStep]) -> list[Place]:
     roots: dict[int, _Edge] = {}
     places: list[Place] = []
     for number, step in enumerate(steps):
-        prompt, response = ids_array(step.prompt_token_ids), ids_array(step.response_ids)
+        prompt = ids_array(step.prompt_token_ids)
+        response = ids_array(step.response_ids)
         path, rest = _walk(roots, prompt)
         places.append(_place(path, len(rest), steps))
         path += _add_edge(path[-1].next if path else roots, rest)
@@ -69,7 +70,8 @@ def forest(steps: Sequence[StoredStep]) -> list[Place]:
         answer, rest = _walk(start, response)
         answer += _add_edge(answer[-1].next if answer else start, rest)
         for edge in answer:
-            edge.sampled_by = number if edge.sampled_by is None else edge.sampled_by
+            if edge.sampled_by is None:
+                edge.sampled_by = number
         if answer:
             answer[-1].answered = number
     return places
@@ -83,15 +85,17 @@ def _walk(edges: dict[int, _Edge], tokens: np.ndarray) -> tuple[list[_Edge], np.
         if shared < len(edge.tokens):
             edge.split(shared)
         path.append(edge)
-        tokens, edges = tokens[shared:], edge.next
+        tokens = tokens[shared:]
+        edges = edge.next
     return path, tokens
 
 
 def _add_edge(edges: dict[int, _Edge], tokens: np.ndarray) -> list[_Edge]:
     if not len(tokens):
         return []
-    edges[int(tokens[0])] = _Edge(tokens)
-    return [edges[int(tokens[0])]]
+    edge = _Edge(tokens)
+    edges[int(tokens[0])] = edge
+    return [edge]
 
 
 def _place(path: Sequence[_Edge], num_new: int, steps: Sequence[StoredStep]) -> Place:

@@ -120,8 +120,9 @@ def _places(steps: Sequence[Step]) -> list[dict[str, Any]]:
     for index, step in enumerate(steps):
         usual_parent = None if before is None else before.number
         usual_state = None if before is None else before.observation
-        is_usual = step.number == index and step.parent == usual_parent
-        if step.number is None or (is_usual and usual_state in (None, step.state)):
+        is_usual_place = step.number == index and step.parent == usual_parent
+        is_usual_state = usual_state in (None, step.state)
+        if step.number is None or (is_usual_place and is_usual_state):
             places.append({})
         else:
             place = {"number": step.number, "parent": step.parent, "state": step.state}

@@ -35,13 +35,13 @@ def replay_values(steps: Sequence[Step]) -> Iterator[dict[str, Any]]:
             # are left out.
             shared = _count_shared_rows(routes, before)
             new = routes[shared:]
+            dtype = new.dtype.newbyteorder("<")
+            data = new.astype(dtype).tobytes()
             values[ROUTES] = {
                 "shared": shared,
-                "dtype": new.dtype.newbyteorder("<").str,
+                "dtype": dtype.str,
                 "shape": list(new.shape),
-                "data": base64.b64encode(
-                    new.astype(new.dtype.newbyteorder("<")).tobytes()
-                ).decode(),
+                "data": base64.b64encode(data).decode(),
             }
         before = routes
         yield values

@@ -39,7 +39,10 @@ class TokenText:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the tokens' text as it is stored, including special tokens."""
-        return escape_surrogates(self._tokenizer.decode(list(ids))) if len(ids) else ""
+        if not len(ids):
+            return ""
+        text = self._tokenizer.decode(list(ids))
+        return escape_surrogates(text)
 
     def decode_with_ends(self, ids: Sequence[int]) -> tuple[str, list[int]]:
         """Return the text and, for each token, the number of characters up to its end.
@@ -65,7 +68,8 @@ class TokenText:
         return _ends_if_equal(pieces, text)
 
     def _text_after(self, pair: tuple[int, int]) -> str:
-        first, both = self._alone[pair[0]], self.decode(pair)
+        first = self._alone[pair[0]]
+        both = self.decode(pair)
         return both[len(first) :] if both.startswith(first) else ""
 
     def _split_incrementally(self, ids: Sequence[int], text: str) -> list[int]:
@@ -73,10 +77,13 @@ class TokenText:
         ends: list[int] = []
         position = start = read = 0
         for count in range(1, len(ids) + 1):
-            before, now = self.decode(ids[start:read]), self.decode(ids[start:count])
-            if len(now) > len(before) and not now.endswith(_INCOMPLETE):
-                position += len(now) - len(before)
-                start, read = read, count
+            before = self.decode(ids[start:read])
+            now = self.decode(ids[start:count])
+            added = len(now) - len(before)
+            if added > 0 and not now.endswith(_INCOMPLETE):
+                position += added
+                start = read
+                read = count
             ends.append(min(position, len(text)))
         if ends:
             ends[-1] = len(text)

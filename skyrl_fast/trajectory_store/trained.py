@@ -13,7 +13,7 @@ import torch
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.rollout.token_ids import count_shared, ids_array
-from skyrl_fast.rollout.trajectory import Step, Trajectory
+from skyrl_fast.rollout.trajectory import Step, Trajectory, step_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +78,11 @@ def collect_trained_steps(
 def _complete(trajectory: Trajectory, found: Mapping[int, TrainedStep]) -> list[TrainedStep]:
     if not trajectory.has_acted:
         return []
-    return [
-        _pad(found.get(index if step.number is None else step.number), len(step.response_ids))
-        for index, step in enumerate(trajectory.steps)
-    ]
+    completed = []
+    for number, step in zip(step_numbers(trajectory.steps), trajectory.steps, strict=True):
+        size = len(step.response_ids)
+        completed.append(_pad(found.get(number), size))
+    return completed
 
 
 def _pad(values: TrainedStep | None, size: int) -> TrainedStep:
@@ -112,23 +113,30 @@ def _values_by_number(
             f"collect_trained_steps: batch must have the {len(trajectories)} trajectories given, "
             f"got {batch.num_trajectories}"
         )
-    mask, advantages = batch.loss_mask.numpy(), batch.advantages.numpy()
-    logprobs = (
-        np.full(len(mask), np.nan, dtype=np.float32)
-        if trainer_logprobs is None
-        else trainer_logprobs.numpy()
-    )
-    owners = _find_owners(trajectories, batch) if batch.owners is None else batch.owners.numpy()
+    mask = batch.loss_mask.numpy()
+    advantages = batch.advantages.numpy()
+    if trainer_logprobs is None:
+        logprobs = np.full(len(mask), np.nan, dtype=np.float32)
+    else:
+        logprobs = trainer_logprobs.numpy()
+    recorded = batch.owners
+    owners = _find_owners(trajectories, batch) if recorded is None else recorded.numpy()
+    cu_responses = batch.cu_responses.numpy()
     found: list[dict[int, TrainedStep]] = [{} for _ in trajectories]
     # Tokens of a step are adjacent: where the owner or the row changes, another run begins.
-    changes = np.flatnonzero(owners[1:] != owners[:-1]) + 1
-    bounds = np.unique(np.concatenate([batch.cu_responses.numpy(), changes]))
-    rows = np.searchsorted(batch.cu_responses.numpy(), bounds[:-1], side="right") - 1
-    of_rows = batch.trajectory_ids.numpy()[rows]
-    for begin, end, number in zip(bounds[:-1].tolist(), bounds[1:].tolist(), of_rows, strict=True):
-        if owners[begin] >= 0:
+    is_change = owners[1:] != owners[:-1]
+    changes = np.flatnonzero(is_change) + 1
+    bounds = np.unique(np.concatenate([cu_responses, changes]))
+    begins = bounds[:-1]
+    ends = bounds[1:]
+    rows = np.searchsorted(cu_responses, begins, side="right") - 1
+    numbers = batch.trajectory_ids.numpy()[rows]
+    for begin, end, number in zip(begins.tolist(), ends.tolist(), numbers, strict=True):
+        owner = int(owners[begin])
+        if owner >= 0:
             at = slice(begin, end)
-            found[number][int(owners[begin])] = TrainedStep(mask[at], advantages[at], logprobs[at])
+            values = TrainedStep(mask[at], advantages[at], logprobs[at])
+            found[number][owner] = values
     return found
 
 
@@ -138,24 +146,29 @@ def _find_owners(trajectories: Sequence[Trajectory], batch: StepBatch) -> np.nda
     A response begins where its prompt ends, and has the tokens that the next prompt in its row has.
     """
     owners = np.full(len(batch.loss_mask), -1, np.int32)
-    cu_seqlens, cu_responses = batch.cu_seqlens.tolist(), batch.cu_responses.tolist()
-    first_rows = np.flatnonzero(np.append(True, batch.is_last_step.numpy()[:-1])).tolist()
+    all_tokens = batch.tokens.numpy()
+    cu_seqlens = batch.cu_seqlens.tolist()
+    cu_responses = batch.cu_responses.tolist()
+    is_last = batch.is_last_step.numpy()
+    is_first = np.append(True, is_last[:-1])
+    first_rows = np.flatnonzero(is_first).tolist()
     for trajectory, row in zip(trajectories, first_rows, strict=True):
         steps = trajectory.steps if trajectory.has_acted else []
         following: list[Step | None] = [*steps, None][1:]
-        for index, (step, after) in enumerate(zip(steps, following, strict=True)):
-            tokens = batch.tokens.numpy()[cu_seqlens[row] : cu_seqlens[row + 1]]
-            begin, size = len(step.prompt_token_ids), len(step.response_ids)
-            context = np.concatenate(
-                [ids_array(step.prompt_token_ids), ids_array(step.response_ids)]
-            )
-            ends_row = after is None or (
-                not batch.is_last_step[row] and np.array_equal(tokens, context)
-            )
+        numbers = step_numbers(steps)
+        for number, step, after in zip(numbers, steps, following, strict=True):
+            tokens = all_tokens[cu_seqlens[row] : cu_seqlens[row + 1]]
+            prompt = ids_array(step.prompt_token_ids)
+            response = ids_array(step.response_ids)
+            context = np.concatenate([prompt, response])
+            begin = len(prompt)
+            size = len(response)
+            is_followed = not is_last[row]
+            ends_row = after is None or (is_followed and np.array_equal(tokens, context))
             if after is not None and not ends_row:
                 shared = count_shared(ids_array(after.prompt_token_ids), context)
                 size = max(0, min(size, shared - begin))
             at = cu_responses[row + 1] - len(tokens) + begin
-            owners[at : at + size] = index if step.number is None else step.number
+            owners[at : at + size] = number
             row += ends_row
     return owners

@@ -19,9 +19,8 @@ def readable(trajectory: Trajectory, *, tokenizer: Any, sums_rewards: bool = Fal
         lines.append(f"agent, turn {number}: {_shown(step.text)}")
         if step.observation:
             lines.append(f"environment: {_shown(step.observation)}")
-    lines.append(
-        f"reward: {trajectory.outcome(sums_rewards=sums_rewards):g} ({trajectory.stop_reason})"
-    )
+    outcome = trajectory.outcome(sums_rewards=sums_rewards)
+    lines.append(f"reward: {outcome:g} ({trajectory.stop_reason})")
     return "\n".join(lines)
 
 

@@ -61,7 +61,10 @@ class TrajectoryWriter:
             if part.step > last_step:
                 part.path.unlink()
         kept = read_index_file(folder)
-        self._replace(INDEX, "".join(_index_line(e) for entries in kept.values() for e in entries))
+        lines: list[str] = []
+        for entries in kept.values():
+            lines += map(_index_line, entries)
+        self._replace(INDEX, "".join(lines))
 
     def write(
         self,

@@ -12,7 +12,7 @@ import torch
 from skyrl_fast.batch import StepBatch, concatenate
 from skyrl_fast.config import GeneratorConfig
 from skyrl_fast.ops.merge.steps import MergePlan, merge_flat_steps
-from skyrl_fast.rollout.trajectory import Trajectory, recorded_steps
+from skyrl_fast.rollout.trajectory import Trajectory, recorded_steps, step_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,9 @@ def with_records(batch: StepBatch, trajectories: Sequence[Trajectory]) -> StepBa
 
     That is: which step sampled a token, and which rows are placeholders.
     """
-    numbers = [
-        index if step.number is None else step.number
-        for trajectory in trajectories
-        for index, step in enumerate(trajectory.steps_or_placeholder())
-    ]
+    numbers: list[int] = []
+    for trajectory in trajectories:
+        numbers += step_numbers(trajectory.steps_or_placeholder())
     of_rows = np.array(numbers, np.int32)
     acted = np.array([trajectory.has_acted for trajectory in trajectories])
     return batch.with_(

@@ -168,10 +168,14 @@ def test_spin_count_is_set_before_torch_is_imported(tmp_path: Path) -> None:
         "import os, sys\n"
         "from pathlib import Path\n"
         "from examples.tiny_model.recipe import Recipe, main\n"
-        "def prepare(folder):\n"
-        "    print(os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules)\n"
-        "    raise SystemExit\n"
-        "main({'any': Recipe(Path('any'), Path('any.yaml'), prepare)}, '', ['--base', sys.argv[1]])"
+        "class FirstImport:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'torch':\n"
+        "            print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)\n"
+        "            raise SystemExit\n"
+        "sys.meta_path.insert(0, FirstImport())\n"
+        "recipe = Recipe(Path('any'), Path('any.yaml'), lambda folder: None)\n"
+        "main({'any': recipe}, '', ['--base', sys.argv[1]])"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
     for given, seen in ((None, "2000"), ("77", "77")):

@@ -105,7 +105,7 @@ MISTAKES = {
     "trainer.progress=[rewards]": "did you mean 'reward'?",
     "generator.inference_engine.model_dtype=float64": "expected one of auto, float32,",
     "generator.inference_engine.weight_sync_backend=nfs": "got 'nfs'",
-    "environment.workers=fork": "expected one of thread, process, cluster, got 'fork'",
+    "environment.workers=fork": "expected one of thread, process, got 'fork'",
     # files, modules, and what is in them
     "trainer.policy.model.path=HERE/nothing": "trainer.policy.model.path: model folder not found",
     "trainer.policy.model.path=HERE": "expected the folder of a model, got HERE: no config.json",

@@ -11,6 +11,8 @@ import functools
 import inspect
 import itertools
 import logging
+import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +30,9 @@ if TYPE_CHECKING:  # they import torch, which the processes of reward functions 
     from skyrl_fast.rollout.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
+
+_starting = threading.Lock()
+_loops: dict[int, asyncio.AbstractEventLoop] = {}  # by process
 
 RewardFunction = Callable[..., Any]
 TEXT_PROMPT = "prompt_is_text"  # in a row's extras: its prompt was a string, not a chat
@@ -169,8 +174,9 @@ def _rewards(
 ) -> list[float | None]:
     found = function(**arguments)
     if inspect.isawaitable(found):
-        # In a worker, whose thread has no event loop.
-        found = asyncio.run(_await_value(found))
+        # In a worker, whose thread has no event loop. As in TRL, one loop runs all calls: clients
+        # and semaphores that a function keeps belong to it.
+        found = asyncio.run_coroutine_threadsafe(_await_value(found), _event_loop()).result()
     values = found.tolist() if hasattr(found, "tolist") else found
     if not isinstance(values, list | tuple) or len(values) != count:
         raise ValueError(
@@ -179,6 +185,17 @@ def _rewards(
         )
     where = f"reward_funcs: {_name(function)!r}"
     return [None if value is None else read_reward(value, where) for value in values]
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """Return the process's event loop of coroutine reward functions, which runs in a thread."""
+    pid = os.getpid()  # a forked process has the loop, but not its thread
+    with _starting:
+        if pid not in _loops:
+            loop = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name="reward_functions", daemon=True).start()
+            _loops[pid] = loop
+        return _loops[pid]
 
 
 async def _await_value(value: Any) -> Any:

@@ -114,6 +114,8 @@ def _is_known(key: str, settings: Any) -> bool:
     """Return whether settings have a key, or a mapping of a user's that may have it."""
     default: Any = to_dict(Config())
     for name in key.split("."):
+        if isinstance(default, Mapping) != isinstance(settings, Mapping):
+            return False
         if not isinstance(settings, Mapping):
             return False
         if isinstance(default, Mapping) and not default:
@@ -122,7 +124,7 @@ def _is_known(key: str, settings: Any) -> bool:
             return False
         default = default[name]
         settings = settings[name]
-    return True
+    return isinstance(default, Mapping) == isinstance(settings, Mapping)
 
 
 def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -68,6 +68,9 @@ def check_vocabulary(policy: Path, other: Path, setting: str) -> None:
 
 
 def _token_ids(folder: Path) -> dict[str, int] | None:
+    files = ("tokenizer*", "vocab*", "*.model")
+    if not any(next(folder.glob(pattern), None) for pattern in files):
+        return None  # transformers makes an empty one for some types of models
     try:
         found: dict[str, int] = load_tokenizer(str(folder)).get_vocab()
     except (ImportError, KeyError, ValueError):  # none, or none that transformers knows

@@ -56,7 +56,8 @@ def test_another_length_is_warned_of_for_each_schedule(
 
     start = StartingPoint(Path("x"), {"step": 1, "config": to_dict(settings(1))})
     warn_of_another_schedule(settings(4), start, 640)
-    assert f"{model}: linear" in caplog.text
+    named = "linear schedule" if model == "policy" else "linear (critic) schedule"
+    assert named in caplog.text
     assert "had 10 steps and now has 40" in caplog.text
 
 

@@ -24,7 +24,7 @@ from skyrl_fast.errors import RunError
 from skyrl_fast.rollout.engine.engine_actor import enter
 from skyrl_fast.rollout.engine.ray_engine import EngineBundle
 from skyrl_fast.system.ray_connection import connect_ray, import_ray
-from skyrl_fast.train.checkpoint.local import checkpoints
+from skyrl_fast.train.checkpoint.local import STATE, checkpoints
 from skyrl_fast.train.flow.event_loop import StopSignals
 from skyrl_fast.train.parallel.rank_processes import RankStarter
 from skyrl_fast.train.parallel.ranks import RankError
@@ -73,7 +73,7 @@ def run_on_cluster(config: Config, run_here: RunHere, checkpoint_folder: Path) -
     with connect_ray(ray) as started_here:
         seconds = SETTLE_SECONDS if started_here else PLACE_SECONDS
         nodes, failed_at = config.trainer.placement.policy_num_nodes, -1
-        before = {path for _, path in checkpoints(checkpoint_folder)}
+        before = {_identity(path) for _, path in checkpoints(checkpoint_folder)}
         while True:
             reserved = _reserve(ray, config, nodes, seconds)
             nodes = reserved.nodes
@@ -89,7 +89,8 @@ def run_on_cluster(config: Config, run_here: RunHere, checkpoint_folder: Path) -
                     raise
                 failed_at, begin = newest, f"step {newest}"
                 # Until it has a checkpoint of its own, a run begins with the one that it was given.
-                if config.trainer.resume_mode == "from_path" and not {p for _, p in saved} - before:
+                own = {_identity(path) for _, path in saved} - before
+                if config.trainer.resume_mode == "from_path" and not own:
                     begin = str(config.trainer.resume_path)
                 else:
                     config = _resume_latest(config)
@@ -192,6 +193,13 @@ def _describe_request(ray: Any, config: Config, nodes: int) -> str:
 def _on_nodes(config: Config, nodes: int) -> Config:
     placement = replace(config.trainer.placement, policy_num_nodes=nodes)
     return replace(config, trainer=replace(config.trainer, placement=placement))
+
+
+def _identity(checkpoint: Path) -> tuple[str, int, bytes]:
+    """Return what tells a checkpoint from an earlier one of its step, which was set aside."""
+    state = checkpoint / STATE
+    content = state.read_bytes() if state.is_file() else b""
+    return str(checkpoint), checkpoint.stat().st_ino, content
 
 
 def _resume_latest(config: Config) -> Config:

@@ -60,6 +60,7 @@ from skyrl_fast.train.model.models import (
     find_device,
     make_models,
     model_path,
+    uses_reference,
 )
 from skyrl_fast.train.model.policy import load_tokenizer
 from skyrl_fast.train.output.loggers import Logger, RunInfo, open_loggers, read_metrics
@@ -215,6 +216,7 @@ def train_agent(
     check_config(config, has_prompts=prompts is not None)
     _check_callbacks(callbacks)
     warn_without_baseline(config)
+    _warn_of_the_reference(config)
     run_here = partial(
         _run_here,
         prompts=prompts,
@@ -231,6 +233,16 @@ def train_agent(
         assert isinstance(result, TrainResult)
         return result
     return run_here(config, StopSignals(), LocalRanks(Path(config.trainer.run_path)))
+
+
+def _warn_of_the_reference(config: Config) -> None:
+    lora = config.trainer.policy.model.lora
+    if lora.path is not None and uses_reference(config) and config.shares_reference:
+        logger.warning(
+            "the reference model of the KL term is the base, not the adapter of "
+            "trainer.policy.model.lora.path that training continues from: set "
+            "trainer.ref.model.path to a merged export of it for a KL of 0 at the start"
+        )
 
 
 def _run_here(

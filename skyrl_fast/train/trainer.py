@@ -459,8 +459,14 @@ class Trainer:
         if self._components.eval_prompts and not self._due(self._config.trainer.eval_interval):
             metrics = await self._evaluate()
             self._report(metrics)
+            self._note_end()  # now: a run that resumes after an error below has reported it
             self._callbacks.on_eval(self.progress.step, metrics)
-        self._used_up, self._saved_step = self._config.trainer.epochs, -1  # for the checkpoint
+        self._note_end()
+
+    def _note_end(self) -> None:
+        """Let the next checkpoint say that no further batch can be filled."""
+        self._used_up = self._config.trainer.epochs
+        self._saved_step = -1
 
     async def _sync(self, metrics: dict[str, Any], times: dict[str, float]) -> None:
         work = self._components.rollouts.update_weights(

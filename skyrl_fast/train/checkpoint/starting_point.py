@@ -179,11 +179,11 @@ def warn_of_another_schedule(config: Config, start: StartingPoint, num_prompts: 
     before, now = total_steps(earlier, num_prompts), total_steps(config, num_prompts)
     if before != now:
         logger.warning(
-            "resume: the run had %d steps and now has %d: the schedule of the learning rate (%s) "
-            "is stretched over all of them, so the rate jumps here",
+            "resume: the run had %d steps and now has %d: the %s schedule of the learning rate is "
+            "stretched over all of them, so the rate jumps here",
             before,
             now,
-            ", ".join(f"{name}: {schedule}" for name, schedule in decaying.items()),
+            " and ".join(s if n == "policy" else f"{s} ({n})" for n, s in decaying.items()),
         )
 
 

@@ -8,6 +8,7 @@ adapter for each, and a pass computes with one of them.
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,8 @@ INSTALL_HINT = f"{SETTING}: PEFT is not installed: pip install 'skyrl-fast[train
 NAME = "default"  # PEFT's name of a model's only adapter, if it is of no named policy
 CRITIC = "@critic"  # of a critic on the policy's base; no name of a policy
 PREFIX = "base_model.model."  # of names in PEFT's files
+logger = logging.getLogger(__name__)
+
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 SMALL_PART = 1 << 20  # bytes of a pinned copy that may be rounded up
 _BASE = ".base_layer."
@@ -379,6 +382,13 @@ def _read_config(folder: Path, lora: LoraConfig, base: str) -> Any:
         expected, got = getattr(config, key), getattr(lora, name)
         if expected != got:
             raise ValueError(f"{SETTING}.{name}: expected {expected}, as {folder} has, got {got}")
+    named = config.base_model_name_or_path
+    if named and named != base:
+        logger.warning(
+            "%s was trained on the base model %s, and is loaded on %s: its products are right only "
+            "where both have the same weights",
+            *(folder, named, base),
+        )
     config.inference_mode, config.base_model_name_or_path = False, base
     return config
 

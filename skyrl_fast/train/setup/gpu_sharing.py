@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from copy import deepcopy
 from dataclasses import replace
@@ -16,6 +17,7 @@ from skyrl_fast.train.memory.activations import UnmeasurableError
 from skyrl_fast.train.memory.device_plan import MemoryPlan
 from skyrl_fast.train.memory.plan import gpu_memory, memory_in_use, plan_with_remedies
 from skyrl_fast.train.model.models import find_device, model_path, uses_reference
+from skyrl_fast.train.model.policy import load_tokenizer
 from skyrl_fast.train.placement import engine_placement
 from skyrl_fast.train.setup.errors import SetupError
 
@@ -29,16 +31,59 @@ def check_models(config: Config, checkpoint: Path | None) -> Path:
     """Return the policy's folder; of a hub name, all of the run's models are downloaded.
 
     Raises:
-        ValueError: a model is missing.
+        ValueError: a model is missing, or has another vocabulary than the policy.
     """
     trainer = config.trainer
     others = [("ref", trainer.ref.model.path)] if uses_reference(config) else []
     if checkpoint is None:
         others.append(("critic", trainer.critic.model.path))
+    folder = model_folder(model_path(config, checkpoint))
     for name, path in others:
+        setting = f"trainer.{name}.model.path"
         if path is not None:
-            model_folder(path, setting=f"trainer.{name}.model.path")
-    return model_folder(model_path(config, checkpoint))
+            check_vocabulary(folder, model_folder(path, setting=setting), setting)
+    return folder
+
+
+def check_vocabulary(policy: Path, other: Path, setting: str) -> None:
+    """Raise ValueError if a model reads the policy's token ids as other tokens, or has too few.
+
+    Models without a tokenizer are compared by their number of ids.
+    """
+    ids, others = _token_ids(policy), _token_ids(other)
+    if ids is None or policy == other:
+        return
+    size = _vocabulary_size(other)
+    if size is not None and size <= max(ids.values(), default=0):
+        raise ValueError(
+            f"{setting}: expected a model with the policy's vocabulary of {len(ids):,} ids, got "
+            f"{size:,} in {other}"
+        )
+    names = {number: token for token, number in (others or {}).items()}
+    for token, number in ids.items():
+        known = (others or {}).get(token, number)
+        if known != number or names.get(number, token) != token:
+            raise ValueError(
+                f"{setting}: expected a model with the policy's tokenizer, but in {other} id "
+                f"{number} is {names.get(number)!r}, not {token!r}"
+            )
+
+
+def _token_ids(folder: Path) -> dict[str, int] | None:
+    files = ("tokenizer*", "vocab*", "*.model")
+    if not any(next(folder.glob(pattern), None) for pattern in files):
+        return None  # transformers makes an empty one for some types of models
+    try:
+        found: dict[str, int] = load_tokenizer(str(folder)).get_vocab()
+    except (ImportError, KeyError, ValueError):  # none, or none that transformers knows
+        return None
+    return found
+
+
+def _vocabulary_size(folder: Path) -> int | None:
+    values = json.loads((folder / "config.json").read_text())
+    size = values.get("vocab_size") or (values.get("text_config") or {}).get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def plan_run_memory(

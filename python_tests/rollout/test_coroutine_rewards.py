@@ -25,4 +25,4 @@ def test_what_a_function_keeps_belongs_to_the_loop_of_all_calls() -> None:
     arguments = {"completions": ["a", "b"]}
     with ThreadPoolExecutor(4) as threads:
         calls = [threads.submit(_rewards, judge, arguments, 2) for _ in range(8)]
-        assert [call.result() for call in calls] == [[0.5, 0.5]] * 8
+        assert [call.result() for call in calls] == [[(0.5, {}), (0.5, {})]] * 8

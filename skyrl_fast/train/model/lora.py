@@ -26,13 +26,13 @@ from skyrl_fast.config.settings import ALL_LINEAR, LoraConfig
 from skyrl_fast.train.model.lm_head import freeze_other_parts
 from skyrl_fast.train.parallel.sharding import layers_of, local_tensor
 
+logger = logging.getLogger(__name__)
+
 SETTING = "trainer.policy.model.lora"
 INSTALL_HINT = f"{SETTING}: PEFT is not installed: pip install 'skyrl-fast[train]'"
 NAME = "default"  # PEFT's name of a model's only adapter, if it is of no named policy
 CRITIC = "@critic"  # of a critic on the policy's base; no name of a policy
 PREFIX = "base_model.model."  # of names in PEFT's files
-logger = logging.getLogger(__name__)
-
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 SMALL_PART = 1 << 20  # bytes of a pinned copy that may be rounded up
 _BASE = ".base_layer."
@@ -387,7 +387,9 @@ def _read_config(folder: Path, lora: LoraConfig, base: str) -> Any:
         logger.warning(
             "%s was trained on the base model %s, and is loaded on %s: its products are right only "
             "where both have the same weights",
-            *(folder, named, base),
+            folder,
+            named,
+            base,
         )
     config.inference_mode, config.base_model_name_or_path = False, base
     return config

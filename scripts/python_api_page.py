@@ -21,7 +21,8 @@ HEAD = """# Python API of the trainer
 
 Import these names from `skyrl_fast.train`. They are explained in the
 [first agent](../guide/first_agent.md), [environments](../guide/environments.md) and
-[custom losses and estimators](../guide/custom_algorithms.md); the ops and batches of `skyrl_fast`
+[custom losses and estimators](../guide/custom_algorithms.md), those of the last section in
+[examples/own_loop.py](../../examples/own_loop.py); the ops and batches of `skyrl_fast`
 are in the [API](ops_api.md). Generated from the docstrings by `python -m scripts.python_api_page`.
 
 ```python
@@ -67,6 +68,7 @@ The commands of `skyrl-fast`, with their options. Generated from their help by
 # What a user needs, in this order; the test compares it with `skyrl_fast.train.__all__`.
 SECTIONS = {
     "Runs": ("train_agent", "sft", "TrainResult", "SetupError"),
+    "Evaluation": ("evaluate", "Evaluation"),
     "Environments": ("Env", "EnvStep", "Action"),
     "Agents": ("AgentTask",),
     "Losses and estimators": (
@@ -75,6 +77,21 @@ SECTIONS = {
     ),
     "Callbacks": ("Callback", "CallbackError"),
     "Loggers": ("Logger", "RunInfo"),
+    "A loop of one's own": (
+        "load_config",
+        "Config",
+        "load_prompts",
+        "Prompt",
+        "load_tokenizer",
+        "start_rollouts",
+        "Rollouts",
+        "compute_advantages",
+        "load_policy",
+        "Policy",
+        "MicroBatch",
+        "response_positions",
+        "Optimizer",
+    ),
 }
 TABLE = ("| argument | description |", "|---|---|")
 SECTION = re.compile(r"^(Args|Returns|Raises|Source|Example):\n", flags=re.MULTILINE)

@@ -19,6 +19,7 @@ COMMANDS = {  # each a module with HELP, DESCRIPTION, add_arguments and run
     "init": "skyrl_fast.commands.init",
     "train": "skyrl_fast.commands.train",
     "sft": "skyrl_fast.commands.sft",
+    "evaluate": "skyrl_fast.commands.evaluate",
     "try": "skyrl_fast.commands.try_prompt",
     "plan": "skyrl_fast.commands.plan",
     "settings": "skyrl_fast.commands.settings",

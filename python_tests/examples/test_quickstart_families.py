@@ -110,7 +110,7 @@ class Idle:
     async def wait_for_fault(self) -> None:
         await asyncio.Event().wait()
 
-    async def repair(self, policy: Policy, *, version: int) -> None: ...
+    async def repair(self, policy: Policy | None, *, version: int) -> None: ...
 
     def activity(self, uids: Sequence[str]) -> list[str]:
         return []

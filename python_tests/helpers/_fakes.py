@@ -136,7 +136,7 @@ class FakeRollouts:
     async def wait_for_fault(self) -> None:
         await asyncio.Event().wait()
 
-    async def repair(self, policy: Policy, *, version: int) -> None:
+    async def repair(self, policy: Policy | None, *, version: int) -> None:
         raise AssertionError("nothing is broken")
 
     def activity(self, uids: Sequence[str]) -> list[str]:

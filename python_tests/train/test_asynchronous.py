@@ -371,7 +371,7 @@ def test_engine_is_repaired_while_the_trainer_waits(folder: Path) -> None:
             while self.alive:
                 await asyncio.sleep(0.001)
 
-        async def repair(self, policy: Policy, *, version: int) -> None:
+        async def repair(self, policy: Policy | None, *, version: int) -> None:
             self.model.load_state_dict(policy.model.state_dict())
             self.repaired.append(version)
             self.alive = True

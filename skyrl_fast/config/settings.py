@@ -562,7 +562,11 @@ class EnvironmentConfig:
 
 @dataclass(slots=True)
 class Config:
-    """All settings of a training run."""
+    """All settings of a training run.
+
+    Args:
+        data, trainer, generator, environment, agent: the sections; see the reference of settings.
+    """
 
     data: DataConfig = setting(DataConfig, "prompts")
     trainer: TrainerConfig = setting(TrainerConfig, "training")

@@ -1,4 +1,6 @@
 # Written by scripts/stubs.py.
+from skyrl_fast.config import Config as Config
+from skyrl_fast.config.loading import load_config as load_config
 from skyrl_fast.gateway.agents.task import AgentTask as AgentTask
 from skyrl_fast.ops.advantage.estimators import EstimatorInputs as EstimatorInputs
 from skyrl_fast.ops.advantage.estimators import EstimatorOutput as EstimatorOutput
@@ -9,8 +11,21 @@ from skyrl_fast.ops.policy_loss.custom import register_policy_loss as register_p
 from skyrl_fast.rollout.env.protocol import Action as Action
 from skyrl_fast.rollout.env.protocol import Env as Env
 from skyrl_fast.rollout.env.protocol import EnvStep as EnvStep
+from skyrl_fast.train.algorithm.advantages import compute_advantages as compute_advantages
 from skyrl_fast.train.callbacks import Callback as Callback
 from skyrl_fast.train.callbacks import CallbackError as CallbackError
+from skyrl_fast.train.data.prompts import Prompt as Prompt
+from skyrl_fast.train.data.prompts import load_prompts as load_prompts
+from skyrl_fast.train.evaluation import Evaluation as Evaluation
+from skyrl_fast.train.evaluation import evaluate as evaluate
+from skyrl_fast.train.flow.rollouts import Rollouts as Rollouts
+from skyrl_fast.train.flow.vllm_rollouts import start_rollouts as start_rollouts
+from skyrl_fast.train.model.forward_pass import MicroBatch as MicroBatch
+from skyrl_fast.train.model.forward_pass import response_positions as response_positions
+from skyrl_fast.train.model.models import load_policy as load_policy
+from skyrl_fast.train.model.optimizer import Optimizer as Optimizer
+from skyrl_fast.train.model.policy import Policy as Policy
+from skyrl_fast.train.model.policy import load_tokenizer as load_tokenizer
 from skyrl_fast.train.output.loggers import Logger as Logger
 from skyrl_fast.train.output.loggers import RunInfo as RunInfo
 from skyrl_fast.train.run import TrainResult as TrainResult

@@ -10,7 +10,7 @@ import logging
 import multiprocessing
 import os
 import signal
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -53,7 +53,7 @@ from skyrl_fast.train.data.prompts import Prompt, PromptSource
 from skyrl_fast.train.data.schedule import total_steps
 from skyrl_fast.train.flow.event_loop import StopSignals
 from skyrl_fast.train.flow.frozen_heap import freeze_heap
-from skyrl_fast.train.flow.rollouts import Rollouts
+from skyrl_fast.train.flow.rollouts import MakeRollouts, Rollouts
 from skyrl_fast.train.memory.device_plan import MemoryPlan
 from skyrl_fast.train.model.models import (
     Models,
@@ -71,20 +71,13 @@ from skyrl_fast.train.parallel.local_ranks import LocalRanks
 from skyrl_fast.train.parallel.rank_processes import RankStarter, start_ranks
 from skyrl_fast.train.parallel.ranks import Ranks
 from skyrl_fast.train.setup.errors import SetupError, as_setup_error
-from skyrl_fast.train.setup.given_objects import (
-    importable_name,
-    reward_functions,
-    with_absolute_paths,
-    with_objects,
-)
+from skyrl_fast.train.setup.given_objects import GivenObjects, with_absolute_paths
 from skyrl_fast.train.setup.gpu_sharing import check_models, plan_run_memory
 from skyrl_fast.train.setup.run_data import RunData, run_data
 from skyrl_fast.train.trainer import Components, Progress, Trainer
 from skyrl_fast.trajectory_store.words import readable
 
 logger = logging.getLogger(__name__)
-
-MakeRollouts = Callable[[Config, Any, str], Awaitable[Rollouts]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,21 +191,17 @@ def train_agent(
     """
     _check_main_module()
     config = with_absolute_paths(as_config(config))
-    if sum(given is not None for given in (env, reward, reward_funcs, agent)) > 1:
-        raise SetupError(
-            "train_agent: expected one of env, reward, reward_funcs and agent, got several"
-        )
-    if agent is not None:
-        # By name, as settings are stored, and read by other processes.
-        config.agent.function = agent if isinstance(agent, str) else importable_name(agent)
-    elif config.agent.is_set and (env or reward or reward_funcs):
-        raise SetupError(
-            "train_agent: expected no env, reward or reward_funcs with the agent of the settings "
-            "(agent.function, agent.command), which plays in its own environment, got one"
-        )
-    functions = reward_functions(reward_funcs, reward_weights)
-    made_by = env if functions is None else functions
-    make_env = with_objects(config, env=made_by, reward=reward, loss=loss, estimator=estimator)
+    given = GivenObjects(
+        "train_agent",
+        env=env,
+        reward=reward,
+        reward_funcs=reward_funcs,
+        reward_weights=reward_weights,
+        agent=agent,
+        loss=loss,
+        estimator=estimator,
+    )
+    make_env = given.write_into(config)
     check_config(config, has_prompts=prompts is not None)
     _check_callbacks(callbacks)
     warn_without_baseline(config)

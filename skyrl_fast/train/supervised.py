@@ -230,7 +230,7 @@ class Demonstrations:
     async def wait_for_fault(self) -> None:
         await asyncio.Event().wait()
 
-    async def repair(self, policy: Policy, *, version: int) -> None:
+    async def repair(self, policy: Policy | None, *, version: int) -> None:
         """Do nothing."""
 
     def activity(self, uids: Sequence[str]) -> list[str]:

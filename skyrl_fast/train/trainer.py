@@ -49,7 +49,7 @@ from skyrl_fast.train.flow.waiting import (
     until_stopped,
 )
 from skyrl_fast.train.memory.peak import PeakMemory
-from skyrl_fast.train.metrics.rewards import eval_metrics
+from skyrl_fast.train.metrics.evaluation import evaluation_metrics
 from skyrl_fast.train.model.critic import Critic
 from skyrl_fast.train.model.models import TrainedPolicy
 from skyrl_fast.train.model.policy import Policy, Reference
@@ -487,18 +487,8 @@ class Trainer:
             log_failures(sampled)
             self._failures.see(sampled)
             trajectories += sampled
-        # Where no row names its source, eval/all has everything.
-        sources = [t.data_source for t in trajectories]
-        named = any(source is not None for source in sources)
         samples = self._config.generator.eval_n_samples_per_prompt
-        metrics = eval_metrics(
-            trajectories,
-            ks=sorted({1, samples}),
-            data_sources=sources if named else None,
-            sums_rewards=sums_rewards(self._config),
-        )
-        turns = sum(len(trajectory.steps) for trajectory in trajectories)
-        metrics["eval/all/avg_num_turns"] = turns / len(trajectories)
+        metrics = evaluation_metrics(trajectories, self._config, ks={1, samples})
         metrics["timing/eval"] = times["eval"]
         self.progress.trajectories = trajectories
         # In the background, but in the order of the steps.

@@ -43,7 +43,7 @@ def export_model(run: Path, out: Path, *, adapter: bool, name: str | None = None
     """
     if out.exists():
         raise ValueError(f"{out}: expected no such file or folder, got one")
-    checkpoint, config = _find_checkpoint(run)
+    checkpoint, config = find_checkpoint(run)
     names = config.policies
     if name not in (names or (None,)):
         known = f"one of {', '.join(names)}" if names else "no name in a run of one policy"
@@ -79,7 +79,7 @@ def push_model(folder: Path, name: str) -> str:
     return str(address)
 
 
-def _find_checkpoint(run: Path) -> tuple[Path, Config]:
+def find_checkpoint(run: Path) -> tuple[Path, Config]:
     """Return a checkpoint whose files are intact, and the settings of its run."""
     if (run / STATE).is_file():
         verify_checkpoint(run)

@@ -34,14 +34,23 @@ TEMPLATE_KWARGS = ("tools", "chat_template_kwargs")  # columns
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One task for the agent; its group of trajectories carries the uid."""
+    """One task for the agent; its group of trajectories carries the uid.
+
+    Args:
+        uid: name of its group.
+        messages: the first prompt, as chat messages.
+        env_class: name of its environment.
+        env_extras: the row's other columns, which the environment gets.
+        data_source: name of the data set, for metrics.
+        is_text: whether the row's prompt is a string, which became a user message.
+    """
 
     uid: str
     messages: list[dict[str, Any]]
     env_class: str
     env_extras: dict[str, Any]
     data_source: str | None = None
-    is_text: bool = False  # the row's prompt is a string, which became a user message
+    is_text: bool = False
 
 
 def load_prompts(
@@ -51,7 +60,8 @@ def load_prompts(
 
     Args:
         paths: .jsonl, .json (a list) or .parquet (needs pyarrow); or names of datasets on the
-            Hugging Face hub (needs datasets), of which `split` is read.
+            Hugging Face hub (needs datasets).
+        split: of a dataset on the hub.
         default_env_class: for rows without `env_class`.
         prefix: another one in training than in evaluation, so that these never share a uid.
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
 
+from skyrl_fast.config import Config
 from skyrl_fast.rollout.activity import ActivityBoard
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.data.prompts import Prompt
@@ -50,8 +51,10 @@ class Rollouts(Protocol):
     async def wait_for_fault(self) -> None:
         """Return when an engine has died that can be restarted."""
 
-    async def repair(self, policy: Policy, *, version: int) -> None:
+    async def repair(self, policy: Policy | None, *, version: int) -> None:
         """Restart dead engines with the policy's weights, which are those of `version`.
+
+        Without a policy: with those of the model's folder.
 
         Raises:
             EngineDeadError: an engine died too often, or cannot be started.
@@ -65,6 +68,10 @@ class Rollouts(Protocol):
 
     async def close(self) -> None:
         """Stop the engine and all other resources."""
+
+
+# Called with the settings, the tokenizer and the model's folder.
+MakeRollouts = Callable[[Config, Any, str], Awaitable[Rollouts]]
 
 
 def split_rollout_time(times: dict[str, float], trajectories: Sequence[Trajectory]) -> None:

@@ -22,6 +22,7 @@ from skyrl_fast.rollout.engine.from_settings import (
     choose_transport,
     make_cluster_engines,
     make_engines,
+    make_untrained_engines,
     make_vllm_setup,
 )
 from skyrl_fast.rollout.engine.pool import EnginePool
@@ -83,13 +84,19 @@ async def start_rollouts(
     make_env: MakeEnv | None = None,
     address: str = LOOPBACK,
     bundles: Sequence[EngineBundle] = (),
+    trained: bool = True,
 ) -> VllmRollouts:
     """Start vLLM on a model folder, or connect to its servers, and start the environments' threads.
 
     Args:
+        config: settings of the generator, the environment and the engine.
+        tokenizer: the model's, with its chat template.
+        model_path: folder of the model that the engine starts with.
         prompts: training prompts; the first ones are used to verify each weight update.
         make_env: creates environments from rows; None: by `env_class`.
         address: address of this machine, which engines on a cluster reach.
+        bundles: places of the engines of a cluster.
+        trained: False: the engines' weights are never updated; servers need no road for them.
 
     Raises:
         EngineDeadError: vLLM is missing or did not start; the message says what to do.
@@ -98,11 +105,12 @@ async def start_rollouts(
     longest_text = CHARACTERS_PER_TOKEN * (settings.max_input_length(config) + 1)
     environments = EnvFactory(config.environment, make_env=make_env, longest_text=longest_text)
     settings_of_engine = config.generator.inference_engine
-    started = (
-        make_cluster_engines(config, model_path, address, bundles)
-        if config.engines_on_cluster
-        else make_engines(config, model_path)
-    )
+    if not trained:
+        started = make_untrained_engines(config, model_path)
+    elif config.engines_on_cluster:
+        started = make_cluster_engines(config, model_path, address, bundles)
+    else:
+        started = make_engines(config, model_path)
     transport = choose_transport(config)
     pool = EnginePool(
         started,
@@ -260,7 +268,10 @@ class VllmRollouts:
     async def wait_for_fault(self) -> None:
         await self._pool.wait_for_fault()
 
-    async def repair(self, policy: Policy, *, version: int) -> None:
+    async def repair(self, policy: Policy | None, *, version: int) -> None:
+        if policy is None:
+            await self._pool.restart()
+            return
         # The policy does not change meanwhile: a new engine gets the weights of the others.
         # Weights of another version than the samples' would be reported as theirs.
         assert version == self._gate.version

@@ -71,7 +71,12 @@ class NodeTree:
 
 
 def response_positions(batch: StepBatch, micro: MicroBatch) -> torch.Tensor:
-    """Return (M,) positions of the micro-batch's trained tokens in the batch's responses."""
+    """Return (M,) int64 positions of the pass's trained tokens among the response tokens.
+
+    Args:
+        batch: the rows that the pass is of, A response tokens.
+        micro: one of its forward passes, as of `Policy.passes`.
+    """
     starts = batch.cu_responses[micro.rows].to(torch.int64)
     lengths = batch.cu_responses[micro.rows + 1].to(torch.int64) - starts
     local_starts = lengths.cumsum(0) - lengths

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from skyrl_fast.config import Config
+from skyrl_fast.config.settings import TrainerConfig
 from skyrl_fast.train.data.random_state import seed_everything
 from skyrl_fast.train.data.schedule import total_optimizer_steps
 from skyrl_fast.train.model.critic import Critic, add_to_base, make_critic
@@ -26,7 +27,7 @@ from skyrl_fast.train.model.policy import (
 )
 from skyrl_fast.train.model.residual_stream import round_residual_stream, widen_residual_stream
 from skyrl_fast.train.model.row_layout import uses_trees
-from skyrl_fast.train.parallel.ranks import Ranks
+from skyrl_fast.train.parallel.ranks import SINGLE_RANK, Ranks
 
 
 def model_path(config: Config, checkpoint: Path | None) -> str:
@@ -81,49 +82,22 @@ def make_models(
     # Each rank keeps its shard of what it creates: new weights must be equal on all.
     seed_everything(settings.seed)
     hide_progress_bars()
-    device = find_device(settings.device)
-    dtype, head = _dtype(settings.policy.dtype, device), settings.policy.lm_head_dtype
-
-    def policy_of(path: str, *, trained: bool) -> Policy:
-        has_adapter = trained and config.trains_adapter
-        model = load_model(
-            path,
-            device=device,
-            dtype=dtype if has_adapter else torch.float32,
-            gradient_checkpointing=trained and recomputes_activations(settings, device),
-        ).requires_grad_(trained)
-        if has_adapter:
-            _add_adapters(model, config, checkpoint)
-        if settings.residual_dtype == "auto":
-            round_residual_stream(model)
-        elif has_adapter:
-            widen_residual_stream(model)
-        return Policy(
-            model,
-            temperature=config.generator.sampling_params.temperature,
-            max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
-            dtype=dtype,
-            head_dtype=dtype if head == "auto" else getattr(torch, head),
-            # The reference routes freely: its own log-probabilities are wanted.
-            router_replay=trained and settings.policy.moe_enable_routing_replay,
-            tree=uses_trees(settings.rows),
-            saved_logits_bytes=saved_logits_bytes,
-            ranks=ranks,
-        )
-
-    policy = policy_of(model_path(config, checkpoint), trained=True)
+    policy = load_policy(config, checkpoint, ranks=ranks, saved_logits_bytes=saved_logits_bytes)
     reference: Reference | None = None
     if uses_reference(config) and config.shares_reference:
         reference = WithoutAdapter(policy)
     elif uses_reference(config):
         # The model that the run began with, also if it resumes from a checkpoint.
-        reference = policy_of(settings.ref.model.path or model_path(config, None), trained=False)
+        path = settings.ref.model.path or model_path(config, None)
+        reference = _load_reference(config, path, ranks, saved_logits_bytes)
     policies: dict[str | None, Policy] = {
         name: policy.with_adapter(name) for name in config.policies
     } or {None: policy}
-    optimizer, steps = settings.policy.optimizer_config, total_optimizer_steps(config, num_prompts)
+    steps = total_optimizer_steps(config, num_prompts)
     trained = {
-        name: TrainedPolicy(one, Optimizer(one, optimizer, total_steps=steps))
+        name: TrainedPolicy(
+            one, Optimizer(one, settings.policy.optimizer_config, total_steps=steps)
+        )
         for name, one in policies.items()
     }
     critic = None
@@ -132,8 +106,8 @@ def make_models(
         critic = make_critic(
             config,
             source,
-            device,
-            dtype,
+            find_device(settings.device),
+            _dtype(settings),
             num_prompts=num_prompts,
             ranks=ranks,
             policy=policy if config.shares_critic else None,
@@ -141,6 +115,79 @@ def make_models(
     if offloads_base:
         policy.frozen_base.offload()
     return Models(trained, reference, critic)
+
+
+def load_policy(
+    config: Config,
+    checkpoint: Path | None = None,
+    *,
+    ranks: Ranks | None = None,
+    saved_logits_bytes: int | None = None,
+) -> Policy:
+    """Return the policy of the settings or of a checkpoint, with the adapters of a run with LoRA.
+
+    Args:
+        config: settings of the policy, its rows and its device.
+        checkpoint: folder of a run's checkpoint; None: the model of the settings.
+        ranks: those that share the model; None: this process alone.
+        saved_logits_bytes: see `Policy`.
+
+    Raises:
+        ValueError: there is no usable model, or the settings do not fit it.
+    """
+    settings = config.trainer
+    device = find_device(settings.device)
+    model = load_model(
+        model_path(config, checkpoint),
+        device=device,
+        dtype=_dtype(settings) if config.trains_adapter else torch.float32,
+        gradient_checkpointing=recomputes_activations(settings, device),
+    ).requires_grad_(True)
+    if config.trains_adapter:
+        _add_adapters(model, config, checkpoint)
+    if settings.residual_dtype == "auto":
+        round_residual_stream(model)
+    elif config.trains_adapter:
+        widen_residual_stream(model)
+    replays = settings.policy.moe_enable_routing_replay
+    return _policy_of(
+        model, config, ranks or SINGLE_RANK, saved_logits_bytes, router_replay=replays
+    )
+
+
+def _load_reference(
+    config: Config, path: str, ranks: Ranks, saved_logits_bytes: int | None
+) -> Policy:
+    device = find_device(config.trainer.device)
+    model = load_model(path, device=device, dtype=torch.float32).requires_grad_(False)
+    if config.trainer.residual_dtype == "auto":
+        round_residual_stream(model)
+    # The reference routes freely: its own log-probabilities are wanted.
+    return _policy_of(model, config, ranks, saved_logits_bytes, router_replay=False)
+
+
+def _policy_of(
+    model: Any,
+    config: Config,
+    ranks: Ranks,
+    saved_logits_bytes: int | None,
+    *,
+    router_replay: bool,
+) -> Policy:
+    settings = config.trainer
+    dtype = _dtype(settings)
+    head = settings.policy.lm_head_dtype
+    return Policy(
+        model,
+        temperature=config.generator.sampling_params.temperature,
+        max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
+        dtype=dtype,
+        head_dtype=dtype if head == "auto" else getattr(torch, head),
+        router_replay=router_replay,
+        tree=uses_trees(settings.rows),
+        saved_logits_bytes=saved_logits_bytes,
+        ranks=ranks,
+    )
 
 
 def uses_reference(config: Config) -> bool:
@@ -177,9 +224,12 @@ def find_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and available else "cpu")
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
+def _dtype(settings: TrainerConfig) -> torch.dtype:
+    """Return the dtype of forward passes."""
+    name = settings.policy.dtype
     if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
+        on_cpu = find_device(settings.device).type == "cpu"
+        return torch.float32 if on_cpu else torch.bfloat16
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype

@@ -43,7 +43,12 @@ from skyrl_fast.train.model.lora import (
     save_adapter,
     use_adapter,
 )
-from skyrl_fast.train.model.micro_batch import MicroBatch, plan_micro_batches, response_positions
+from skyrl_fast.train.model.micro_batch import (
+    MicroBatch,
+    MicroBatches,
+    plan_micro_batches,
+    response_positions,
+)
 from skyrl_fast.train.model.rope_limits import rope_limits
 from skyrl_fast.train.model.router_replay import RouterReplay
 from skyrl_fast.train.model.row_layout import LayoutCosts, cheapest_layout, supports_trees
@@ -247,7 +252,13 @@ class Policy:
                 self._replay = replay
         return self._batch_logprobs(batch)
 
-    def _batch_logprobs(self, batch: StepBatch) -> torch.Tensor:
+    def passes(self, batch: StepBatch) -> MicroBatches:
+        """Return the forward passes, for `logprobs`, that visit every trained token of the batch.
+
+        A pass has at most `max_tokens_per_microbatch` tokens, unless one row is longer;
+        `response_positions(batch, micro)` tells which of the batch's tokens it visits. With several
+        ranks these are this rank's passes, some of which may visit none.
+        """
         plan = partial(
             plan_micro_batches,
             batch,
@@ -257,10 +268,13 @@ class Policy:
             limits=self.rope_limits,
             refused_tokens=self.refused_tokens,
         )
+        return local_micro_batches(plan, self.max_tokens_per_microbatch, self.ranks)
+
+    def _batch_logprobs(self, batch: StepBatch) -> torch.Tensor:
         with torch.no_grad():
             local = [
                 (response_positions(batch, micro), self.logprobs(micro)[0].float().cpu())
-                for micro in local_micro_batches(plan, self.max_tokens_per_microbatch, self.ranks)
+                for micro in self.passes(batch)
             ]
         result = torch.zeros(batch.loss_mask.shape[0])
         for positions, values in self.ranks.gather(local):
@@ -552,7 +566,14 @@ def refuse_random_passes(
 
 
 def load_tokenizer(path: str) -> Any:
-    """Return the tokenizer of a model folder or hub name; ValueError if there is none."""
+    """Return the tokenizer of a model.
+
+    Args:
+        path: folder of the model, or its name on the hub.
+
+    Raises:
+        ValueError: there is none.
+    """
     from transformers import AutoTokenizer
 
     folder = model_folder(path, with_weights=False)

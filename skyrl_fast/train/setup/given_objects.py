@@ -1,9 +1,10 @@
-"""Objects given to `train_agent`: written into the settings by name, or made an environment."""
+"""Objects that a caller gives: their names in the settings, and factories of environments."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from os.path import expanduser
 from pathlib import Path
@@ -13,6 +14,7 @@ from fsspec import get_filesystem_class
 from fsspec.core import split_protocol
 
 from skyrl_fast.config import Config, ConfigError
+from skyrl_fast.gateway.agents.task import AgentTask
 from skyrl_fast.ops.advantage.estimators import register_advantage_estimator
 from skyrl_fast.ops.policy_loss.custom import register_policy_loss
 from skyrl_fast.rollout.env.handler import MakeEnv
@@ -23,90 +25,121 @@ from skyrl_fast.system.importing import absolute_name, load_object, name_of
 from skyrl_fast.train.setup.errors import SetupError
 
 
-def with_objects(
-    config: Config,
-    *,
-    env: MakeEnv | str | None,
-    reward: Reward | None,
-    loss: Callable[..., Any] | str | None,
-    estimator: Callable[..., Any] | str | None,
-) -> MakeEnv | None:
-    """Write the names of the given objects into the settings; return the environment factory.
+@dataclass(frozen=True, slots=True)
+class GivenObjects:
+    """What a caller gives beside the settings; the arguments are those of `train_agent`.
 
-    Raises:
-        SetupError: an object that is not callable, or not with what it will be called with.
+    Args:
+        op: the function that was called, for messages.
     """
-    for name, given in (("env", env), ("reward", reward)):
-        is_name = name == "env" and isinstance(given, str)
-        if given is not None and not is_name and not callable(given):
-            raise SetupError(
-                f"train_agent: {name}: expected a class or function, got {given!r:.100}"
+
+    op: str
+    env: MakeEnv | str | None = None
+    reward: Reward | None = None
+    reward_funcs: RewardFunction | Sequence[RewardFunction] | None = None
+    reward_weights: Sequence[float] | None = None
+    agent: Callable[[AgentTask], Any] | str | None = None
+    loss: Callable[..., Any] | str | None = None
+    estimator: Callable[..., Any] | str | None = None
+
+    def write_into(self, config: Config) -> MakeEnv | None:
+        """Write the objects' names into the settings; return the factory of environments, if any.
+
+        Raises:
+            SetupError: an object that is not callable, or not with what it will be called with, or
+                several of which a run has one.
+        """
+        plays = [self.env, self.reward, self.reward_funcs, self.agent]
+        num_given = sum(given is not None for given in plays)
+        if num_given > 1:
+            raise self._error("expected one of env, reward, reward_funcs and agent, got several")
+        if self.agent is not None:
+            # By name, as settings are stored, and read by other processes.
+            config.agent.function = self._agent_name()
+        elif config.agent.is_set and num_given:
+            raise self._error(
+                "expected no env, reward or reward_funcs with the agent of the settings "
+                "(agent.function, agent.command), which plays in its own environment, got one"
             )
-    try:
-        if reward is not None:
-            check_reward(reward)
-        if callable(env) and not isinstance(env, RewardFunctions):
-            check_environment("env", env)
-    except ValueError as error:
-        raise SetupError(f"train_agent: {error}") from error
-    algorithm = config.trainer.algorithm
-    if loss is not None:
-        # As a name in the settings, which reach other ranks and the checkpoint.
-        algorithm.policy_loss_type = _register(register_policy_loss, loss)
-    if estimator is not None:
-        algorithm.advantage_estimator = _register(register_advantage_estimator, estimator)
-    if isinstance(env, str):
-        config.environment.env_class = env
-        return None
-    made_by = env or reward
-    if made_by is None:
-        return None
+        self._write_algorithm(config)
+        functions = self._reward_functions()
+        if functions is not None:
+            return _named(config, functions, functions)
+        self._check_callable("env", self.env)
+        self._check_callable("reward", self.reward)
+        if isinstance(self.env, str):
+            config.environment.env_class = self.env
+            return None
+        if self.reward is not None:
+            return _named(config, self.reward, partial(RewardEnv, self.reward))
+        return None if self.env is None else _named(config, self.env, self.env)
+
+    def _error(self, text: str) -> SetupError:
+        return SetupError(f"{self.op}: {text}")
+
+    def _write_algorithm(self, config: Config) -> None:
+        # As names in the settings, which reach other ranks and the checkpoint.
+        algorithm = config.trainer.algorithm
+        if self.loss is not None:
+            algorithm.policy_loss_type = _register(register_policy_loss, self.loss)
+        if self.estimator is not None:
+            algorithm.advantage_estimator = _register(register_advantage_estimator, self.estimator)
+
+    def _check_callable(self, name: str, given: Any) -> None:
+        if given is None or (name == "env" and isinstance(given, str)):
+            return
+        if not callable(given):
+            raise self._error(f"{name}: expected a class or function, got {given!r:.100}")
+        try:
+            if name == "reward":
+                check_reward(given)
+            else:
+                check_environment(name, given)
+        except ValueError as error:
+            raise self._error(str(error)) from error
+
+    def _reward_functions(self) -> RewardFunctions | None:
+        functions = self.reward_funcs
+        weights = self.reward_weights
+        if functions is None:
+            if weights is not None:
+                raise self._error("reward_weights: expected reward_funcs with it, got none")
+            return None
+        listed: list[Any] = list(functions) if isinstance(functions, list | tuple) else [functions]
+        for function in listed:
+            if not callable(function):
+                raise self._error(f"reward_funcs: expected functions, got {function!r:.100}")
+        weights = [1.0] * len(listed) if weights is None else list(weights)
+        if not listed or len(weights) != len(listed):
+            raise self._error(
+                "reward_funcs: expected some, each with a weight, "
+                f"got {len(listed)} functions and {len(weights)} weights"
+            )
+        return RewardFunctions(listed, weights)
+
+    def _agent_name(self) -> str:
+        """Return the agent's name as in `agent.function`, at the top of a module."""
+        function: Any = self.agent
+        if isinstance(function, str):
+            return function
+        try:
+            name = f"{name_of(sys.modules[function.__module__])}:{function.__qualname__}"
+            found = load_object(name)
+        except (AttributeError, KeyError, ValueError) as error:
+            raise self._error(
+                f"agent: expected a function of a module, got {function!r:.100}"
+            ) from error
+        # A decorator or a later definition took its name: processes that import it would call
+        # another.
+        if found is not function:
+            raise self._error(f"agent: {name} is another object than the given function")
+        return name
+
+
+def _named(config: Config, given: Any, make_env: MakeEnv) -> MakeEnv:
     # Only a name, for records and messages: the factory makes the environments.
-    config.environment.env_class = getattr(made_by, "__name__", type(made_by).__name__)
-    return env if reward is None else partial(RewardEnv, reward)
-
-
-def reward_functions(
-    functions: RewardFunction | Sequence[RewardFunction] | None, weights: Sequence[float] | None
-) -> RewardFunctions | None:
-    """Return the factory of environments of `reward_funcs`; None: there are none.
-
-    Raises:
-        SetupError: no functions, or another number of weights.
-    """
-    if functions is None:
-        if weights is not None:
-            raise SetupError("train_agent: reward_weights: expected reward_funcs with it, got none")
-        return None
-    listed: list[Any] = list(functions) if isinstance(functions, list | tuple) else [functions]
-    for function in listed:
-        if not callable(function):
-            raise SetupError(
-                f"train_agent: reward_funcs: expected functions, got {function!r:.100}"
-            )
-    weights = [1.0] * len(listed) if weights is None else list(weights)
-    if not listed or len(weights) != len(listed):
-        text = f"got {len(listed)} functions and {len(weights)} weights"
-        raise SetupError(f"train_agent: reward_funcs: expected some, each with a weight, {text}")
-    return RewardFunctions(listed, weights)
-
-
-def importable_name(function: Callable[..., Any]) -> str:
-    """Return a function's name as in `agent.function`.
-
-    Raises:
-        SetupError: it is not at the top of a module, so that it has no such name.
-    """
-    try:
-        name = f"{name_of(sys.modules[function.__module__])}:{function.__qualname__}"
-        found = load_object(name)
-    except (AttributeError, KeyError, ValueError) as error:
-        text = f"train_agent: agent: expected a function of a module, got {function!r:.100}"
-        raise SetupError(text) from error
-    # A decorator or a later definition took its name: processes that import it would call another.
-    if found is not function:
-        raise SetupError(f"train_agent: agent: {name} is another object than the given function")
-    return name
+    config.environment.env_class = getattr(given, "__name__", type(given).__name__)
+    return make_env
 
 
 def _register(register: Callable[..., Any], given: Callable[..., Any] | str) -> str:

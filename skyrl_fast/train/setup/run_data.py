@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from skyrl_fast.config import Config, EnvironmentConfig
@@ -26,11 +27,15 @@ class RunData:
 
     def with_text_marked(self) -> RunData:
         """Tell environments which prompts were text, not chats."""
+        return RunData(text_marked(self.train), text_marked(self.evaluation))
 
-        def mark(prompt: Prompt) -> Prompt:
-            return replace(prompt, env_extras={**prompt.env_extras, TEXT_PROMPT: prompt.is_text})
 
-        return RunData(list(map(mark, self.train)), list(map(mark, self.evaluation)))
+def text_marked(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Return the prompts with a word to their environments of which were text, not chats."""
+    return [
+        replace(prompt, env_extras={**prompt.env_extras, TEXT_PROMPT: prompt.is_text})
+        for prompt in prompts
+    ]
 
 
 def run_data(
@@ -40,19 +45,9 @@ def run_data(
     *,
     one_env: bool,
 ) -> RunData:
-    env_class = config.environment.env_class
-
-    def load(given: PromptSource | None, files: list[str], prefix: str, split: str) -> list[Prompt]:
-        if given is None:
-            found = load_prompts(files, default_env_class=env_class, prefix=prefix, split=split)
-        else:
-            found = prompts_from(given, default_env_class=env_class, prefix=prefix, split=split)
-        # One factory makes the environments of all rows, whatever their own `env_class`.
-        return [replace(prompt, env_class=env_class) for prompt in found] if one_env else found
-
     data = RunData(
-        load(prompts, config.data.train_data, "", "train"),
-        load(eval_prompts, config.data.val_data, EVAL_UID, "test"),
+        _load(config, prompts, config.data.train_data, "", "train", one_env),
+        eval_data(config, eval_prompts, one_env=one_env),
     )
     if not one_env:
         _warn_of_row_environments(config, data)
@@ -65,6 +60,28 @@ def run_data(
             f"got {len(data.train)}"
         )
     return data
+
+
+def eval_data(config: Config, eval_prompts: PromptSource | None, *, one_env: bool) -> list[Prompt]:
+    """Return the prompts to evaluate on: the given ones, else those of `data.val_data`."""
+    return _load(config, eval_prompts, config.data.val_data, EVAL_UID, "test", one_env)
+
+
+def _load(
+    config: Config,
+    given: PromptSource | None,
+    files: list[str],
+    prefix: str,
+    split: str,
+    one_env: bool,
+) -> list[Prompt]:
+    env_class = config.environment.env_class
+    if given is None:
+        found = load_prompts(files, default_env_class=env_class, prefix=prefix, split=split)
+    else:
+        found = prompts_from(given, default_env_class=env_class, prefix=prefix, split=split)
+    # One factory makes the environments of all rows, whatever their own `env_class`.
+    return [replace(prompt, env_class=env_class) for prompt in found] if one_env else found
 
 
 def _warn_of_row_environments(config: Config, data: RunData) -> None:

@@ -244,8 +244,9 @@ class Gateway:
         body = await _body(request)
         if (upstream := _upstream(session, body)) is not None:
             session.counts["upstream_calls"] += 1
+            value = await session.read(body, partial(parse_json, body))
             return await session.others.forward(
-                self._upstream_client(), upstream, request.url.path, parse_json(body)
+                self._upstream_client(), upstream, request.url.path, value
             )
         parse = partial(dialect.parse, body, session.bodies, session.memory)
         parsed = await session.read(body, parse)
@@ -350,7 +351,9 @@ class Gateway:
     async def _reward(self, request: Request, session: Session, dialect: Dialect) -> Response:
         if not session.policy.takes_rewards:
             raise ApiError(403, "rewards are those of agent.verifier")
-        fields = check_fields(RewardRequest, parse_json(await _body(request)))
+        body = await _body(request)
+        value = await session.read(body, partial(parse_json, body))
+        fields = check_fields(RewardRequest, value)
         session.rewards.add(fields.reward, call=fields.id, span=fields.span)
         return JsonAnswer({"object": "reward", "reward": fields.reward})
 
@@ -373,7 +376,7 @@ def key_of(request: Request) -> str:
 async def json_body(request: Request) -> Any:
     """Return the JSON of a body, None if it is empty; ApiError if it is none, too long, or late."""
     body = await _body(request)
-    return parse_json(body) if body else None
+    return await asyncio.to_thread(parse_json, body) if body else None
 
 
 async def _body(request: Request) -> bytes:

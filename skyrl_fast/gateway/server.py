@@ -26,6 +26,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route, Router
 
 from skyrl_fast.config.upstream import Upstream
+from skyrl_fast.gateway.connections import Connection
 from skyrl_fast.gateway.dialects.anthropic_messages import AnthropicMessages
 from skyrl_fast.gateway.dialects.dialect import Dialect, ParsedCall, event, json_text
 from skyrl_fast.gateway.dialects.openai_chat import OpenAIChat
@@ -127,6 +128,7 @@ class Gateway:
         self._port = listening.getsockname()[1]
         config = uvicorn.Config(
             self.app(),
+            http=Connection,
             log_config=None,
             log_level="warning",
             lifespan="off",
@@ -268,6 +270,8 @@ class Gateway:
             )
         with session.waiting(running):
             await self._until_done(running, request)
+            if await request.is_disconnected():  # before its answer, however fast that was
+                raise ClientDisconnect
             answer = session.deliver(running)
         self._deliver(session, parsed.call, answer)
         return JsonAnswer(dialect.response(answer, parsed, tokens))

@@ -44,11 +44,9 @@ def fingerprint_with_calls(
         The fingerprint, "" if a source is not available, as of a function created at run time.
     """
     try:
-        callees = [
-            callee
-            for function in functions
-            for callee in called_functions(function, package, skip=skip)
-        ]
+        callees: list[Callable[..., Any]] = []
+        for function in functions:
+            callees += called_functions(function, package, skip=skip)
         return fingerprint([*functions, *callees])
     except (OSError, TypeError, SyntaxError):
         return ""

@@ -164,7 +164,8 @@ def _replace(module_name: str) -> None:
         original = getattr(sys.modules[home], name, None) if home == module_name else None
         if original is None or name in _originals:
             continue
-        if fingerprint_with_calls([original], PACKAGE, skip=FUNCTIONS) in KNOWN[name]:
+        source = fingerprint_with_calls([original], PACKAGE, skip=FUNCTIONS)
+        if source in KNOWN[name]:
             _originals[name] = original
             _rebind(name, original, globals()[name])
         else:

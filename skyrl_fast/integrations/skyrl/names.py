@@ -144,14 +144,26 @@ TARGETS = (
     Target(
         "apply_loss_reduction_to_advantages_minibatch", PPO, {"0e904c5e0272d876": "0.3.0"}, "losses"
     ),
-    _loss("ppo_policy_loss", {"2d9bb07791348945": "0.3.0", "3c760df1523b8421": "0.2.0"}),
-    _loss("sapo_policy_loss", {"95da81d2afd0b489": "0.3.0", "4e0f0c6269dc43bf": "0.2.0"}),
-    _loss("gspo_policy_loss", {"3dcd242ef74cd924": "0.3.0", "654fe2954ef22f9f": "0.2.0"}),
+    _loss(
+        "ppo_policy_loss",
+        {"2d9bb07791348945": "0.3.0", "3c760df1523b8421": "0.2.0"},
+    ),
+    _loss(
+        "sapo_policy_loss",
+        {"95da81d2afd0b489": "0.3.0", "4e0f0c6269dc43bf": "0.2.0"},
+    ),
+    _loss(
+        "gspo_policy_loss",
+        {"3dcd242ef74cd924": "0.3.0", "654fe2954ef22f9f": "0.2.0"},
+    ),
     _loss(
         "compute_policy_loss_cispo",
         {"30e9706dc82fbd34": AUGUST, "08b3deb59dc46b21": "0.3.0", "c0ee6996ae36eece": "0.2.0"},
     ),
-    _loss("rollout_is_policy_loss", {"a1de7208559c61c3": "0.3.0", "8cc8cd97bad4fecc": "0.2.0"}),
+    _loss(
+        "rollout_is_policy_loss",
+        {"a1de7208559c61c3": "0.3.0", "8cc8cd97bad4fecc": "0.2.0"},
+    ),
     _loss("dppo_policy_loss", {"c36fce3ab5052b45": "0.3.0"}),
     _loss("compute_policy_loss_clip_cov", {"eadab7104eb29f60": "0.2.0"}),
     _loss("compute_policy_loss_kl_cov", {"b524678c07b7ce04": "0.2.0"}),

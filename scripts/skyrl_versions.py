@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
-import hashlib
+import functools
 import re
 import subprocess
 import sys
@@ -22,8 +22,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from scripts.peers import PACKAGES
-from skyrl_fast.integrations.skyrl.names import TARGETS, VERSIONS, Target
-from skyrl_fast.integrations.source import DIGITS, normalize_source
+from skyrl_fast.integrations.skyrl.names import BY_NAME, PACKAGE, TARGETS, VERSIONS, Target
+from skyrl_fast.integrations.source import fingerprint_of_sources, referenced_names
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "peers" / "versions"
@@ -76,7 +76,7 @@ def definition(path: Path, name: str) -> str | None:
     if not path.exists():
         return None
     text = path.read_text(encoding="utf-8")
-    body: list[ast.stmt] = ast.parse(text).body
+    body: list[ast.stmt] = parsed(path).body
     found: ast.stmt | None = None
     for part in name.split("."):
         found = next((n for n in body if getattr(n, "name", None) == part), None)
@@ -89,19 +89,70 @@ def definition(path: Path, name: str) -> str | None:
 
 
 def sources(tree: Path, target: Target) -> dict[str, str]:
-    """Return the sources of a target and of what it uses, by name; {} without the target."""
-    path = tree / f"{target.module.replace('.', '/')}.py"
-    found = {name: definition(path, name) for name in (target.name, *target.uses)}
-    if found[target.name] is None:
+    """Return the sources of a target and of what it calls, by name; {} without the target.
+
+    As `source.called_functions` finds them in the modules that are loaded.
+    """
+    start = (target.module, target.name)
+    found: dict[tuple[str, str], str] = {}
+    waiting = [start]
+    while waiting:
+        module, name = waiting.pop()
+        text = definition(module_path(tree, module), name)
+        if text is None or (module, name) in found:
+            continue
+        found[module, name] = text
+        waiting += called_in(tree, module, text)
+    own = found.pop(start, None)
+    if own is None:
         return {}
-    return {name: text for name, text in found.items() if text is not None}
+    callees = sorted((name, module) for module, name in found)
+    return {target.name: own, **{name: found[module, name] for name, module in callees}}
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def module_path(tree: Path, module: str) -> Path:
+    path = tree / module.replace(".", "/")
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def called_in(tree: Path, module: str, source: str) -> Iterator[tuple[str, str]]:
+    """Yield module and name of each of SkyRL's functions that a function's body names."""
+    for name in referenced_names(source):
+        home, callee = resolve(tree, module, name)
+        if callee and callee not in BY_NAME:
+            yield home, callee
+
+
+def resolve(tree: Path, module: str, name: str) -> tuple[str, str]:
+    """Return where a function is defined that a module calls by this name; "", "" if nowhere.
+
+    Args:
+        name: `function`, or `module.function`.
+    """
+    first, _, attribute = name.partition(".")
+    for node in parsed(module_path(tree, module)).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and name == node.name:
+            return module, name
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
+            for alias in node.names:
+                if first == (alias.asname or alias.name):
+                    imported = f"{node.module}.{alias.name}"
+                    is_module = module_path(tree, imported).exists()
+                    if is_module == bool(attribute):
+                        home = imported if is_module else str(node.module)
+                        return resolve(tree, home, attribute or alias.name)
+    return "", ""
 
 
 def fingerprint_in(tree: Path, target: Target) -> str:
     """Return the fingerprint of a target in a source tree, "" without it."""
     found = sources(tree, target)
-    digest = hashlib.sha256("".join(map(normalize_source, found.values())).encode())
-    return digest.hexdigest()[:DIGITS] if found else ""
+    return fingerprint_of_sources(list(found.values())) if found else ""
 
 
 def state(tree: Path, target: Target) -> str:

@@ -1,7 +1,10 @@
 """Environments of verifiers as agents: their calls are steps, their rubric is the reward."""
 
+import asyncio
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ from fake_envs import FakePrompt, says
 
 pytest.importorskip("openai")
 
-from skyrl_fast.adapters.verifiers_agent import INPUT
+from skyrl_fast.adapters.verifiers_agent import INPUT, VerifiersAgent
 from skyrl_fast.adapters.verifiers_tasks import INDEX
 from skyrl_fast.system.importing import load_module
 
@@ -116,3 +119,16 @@ def test_a_taskset_with_a_harness(
         (step,) = trajectory.steps
         assert f"say {name}" in tiny_tokenizer.decode(step.prompt_token_ids)
         assert step.reward == float(step.text == "a0") == trajectory.env_metrics["right"]
+
+
+def test_a_metric_without_a_value_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Environment:
+        async def run_rollout(self, *arguments: Any, **options: Any) -> dict[str, Any]:
+            metrics = {"length": 2, "judge": None}
+            return {"error": None, "reward": 1, "metrics": metrics}
+
+    clients = SimpleNamespace(OpenAIChatCompletionsClient=lambda client: client)
+    monkeypatch.setitem(sys.modules, "verifiers", SimpleNamespace(clients=clients))
+    monkeypatch.setitem(sys.modules, "verifiers.clients", clients)
+    task = SimpleNamespace(row={INPUT: "{}"}, async_openai=None, model="m")
+    assert asyncio.run(VerifiersAgent(Environment())(task)) == {"length": 2.0, "reward": 1.0}

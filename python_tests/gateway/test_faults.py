@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gzip
 import json
+import resource
 import threading
 import zlib
 from typing import Any
@@ -13,7 +14,7 @@ from _gateway import MODEL, USER, chat, gateways, played, with_waits
 from fake_envs import FakePrompt, says
 
 from skyrl_fast.config import SamplingParams
-from skyrl_fast.gateway import server
+from skyrl_fast.gateway import connections, server
 from skyrl_fast.gateway import session as session_module
 from skyrl_fast.gateway.agent import GatewayAgent
 from skyrl_fast.gateway.messages import ApiError, Outcome
@@ -123,6 +124,97 @@ def test_an_answer_that_no_client_waits_for_is_aborted_and_not_trained(
     assert [s.text for s in out.only.steps] == ["a"]
     assert out.only.env_metrics["undelivered_calls"] == 1
     assert out.faults["gateway_lost_clients"] == 1
+
+
+async def send_raw(task: Any, text: bytes, *, half: bool = False) -> tuple[Any, Any]:
+    """Send the bytes to an agent's gateway; return the connection."""
+    url = httpx.URL(task.base_url)
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(text)
+    await writer.drain()
+    if half:
+        writer.write_eof()
+    return reader, writer
+
+
+@pytest.mark.spec("gateway.lost-clients")
+@pytest.mark.parametrize("half", [False, True])
+def test_an_answer_that_is_ready_at_once_is_not_trained_if_its_client_has_left(
+    half: bool, tiny_tokenizer: Any
+) -> None:
+    async def agent(task: Any) -> float:
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(BODY)}\r\n"
+            f"Authorization: Bearer {task.api_key}\r\n\r\n"
+        )
+        reader, writer = await send_raw(task, head.encode() + BODY, half=half)
+        if half:
+            assert await reader.read() == b""
+        writer.close()
+        async with asyncio.timeout(20):
+            while not gateways[-1].faults["gateway_lost_clients"]:
+                await asyncio.sleep(0.01)
+        await chat(task, [{"role": "user", "content": "other"}])
+        return 1.0
+
+    out = played(agent, tiny_tokenizer)
+    assert len(out.engine.calls) == 2
+    assert [s.text for s in out.only.steps] == ["a1"]
+    assert out.only.env_metrics["undelivered_calls"] == 1
+
+
+SILENT = {
+    "nothing": b"",
+    "a part of its headers": b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n",
+    "a part of its second headers": b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\nGET /v1",
+}
+
+
+@pytest.mark.spec("gateway.connections")
+@pytest.mark.parametrize("name", SILENT)
+def test_a_connection_without_a_request_is_closed(
+    name: str, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.2)
+
+    async def agent(task: Any) -> float:
+        reader, writer = await send_raw(task, b"")
+        for byte in SILENT[name]:
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0)
+        async with asyncio.timeout(20):
+            with contextlib.suppress(ConnectionError):
+                await reader.read()
+        writer.close()
+        await chat(task, [USER])
+        return 1.0
+
+    assert [s.text for s in played(agent, tiny_tokenizer).only.steps] == ["a0"]
+
+
+@pytest.mark.spec("gateway.connections")
+def test_connections_beyond_half_of_the_descriptors_are_closed(
+    tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "max_connections", lambda: 3)
+
+    async def agent(task: Any) -> float:
+        silent = [await send_raw(task, b"") for _ in range(3)]
+        reader, writer = await send_raw(task, b"GET /v1/models HTTP/1.1\r\n\r\n")
+        async with asyncio.timeout(20):
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+        for _, opened in [*silent, (reader, writer)]:
+            opened.close()
+        await chat(task, [USER])
+        return 1.0
+
+    assert [s.text for s in played(agent, tiny_tokenizer).only.steps] == ["a0"]
+
+
+def test_connections_may_have_half_of_the_descriptors() -> None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert connections.max_connections() == soft // 2
 
 
 @pytest.mark.spec("gateway.streams")

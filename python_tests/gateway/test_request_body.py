@@ -1,6 +1,7 @@
 """Bodies that begin like earlier ones are read as if each were the first."""
 
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,7 +13,12 @@ pytest.importorskip("msgspec")
 
 from skyrl_fast.gateway.dialects.openai_chat import ChatRequest
 from skyrl_fast.gateway.messages import ApiError
-from skyrl_fast.gateway.request_body import RequestBodies, check_fields, parse_json
+from skyrl_fast.gateway.request_body import (
+    RequestBodies,
+    _without_texts,
+    check_fields,
+    parse_json,
+)
 
 pytestmark = pytest.mark.spec("gateway.requests")
 
@@ -96,5 +102,68 @@ def test_objects_are_counted_before_they_are_read() -> None:
         read(",".join([part] * 100_000))
     assert error.value.status == 413
     assert len(read(",".join([part] * 99_999))["messages"]) == 99_999
+    with pytest.raises(ApiError, match="more than 100,000 objects"):
+        read(",".join(["{}"] * 100_001))
     code = json.dumps('{"a": {"b": 1}} ' * 100_000)  # a text
     assert len(read(code)["messages"]) == 1
+
+
+LONG_LISTS = {
+    "keys": ("300,000 keys", "{" + ",".join(f'"k{i}":1' for i in range(300_001)) + "}"),
+    "numbers": ("2,000,000 values", "[" + "1," * 2_000_000 + "1]"),
+    "lists": ("2,000,000 values", "[" + ",".join(["[" * 500 + "]" * 500] * 4_001) + "]"),
+    "texts": ("2,000,000 values", "[" + '"\\\\",' * 2_000_000 + '"\\""]'),
+}
+
+
+@pytest.mark.parametrize("name", LONG_LISTS)
+def test_what_would_take_seconds_is_refused_before_it_is_parsed(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    limit, value = LONG_LISTS[name]
+    parsed: list[bytes] = []
+    monkeypatch.setattr("skyrl_fast.gateway.request_body.json.loads", parsed.append)
+    with pytest.raises(ApiError, match=f"^the body has more than {limit}$") as error:
+        parse_json(b'{"x": ' + value.encode() + b"}")
+    assert error.value.status == 413 and parsed == []
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
+def test_other_encodings_do_not_hide_what_a_body_has(encoding: str) -> None:
+    small = {"a": ['"', {"b": 1}]}
+    assert parse_json(json.dumps(small).encode(encoding)) == small
+    body = json.dumps(['"', [1] * 2_000_000]).encode(encoding)  # the quote is escaped
+    with pytest.raises(ApiError, match="2,000,000 values"):
+        parse_json(body)
+
+
+def test_long_prompts_of_ids_and_texts_of_code_are_parsed() -> None:
+    ids = list(range(1_900_000))
+    assert parse_json(json.dumps({"prompt": ids}).encode()) == {"prompt": ids}
+    code = {"content": 'f({"a": [1, 2]}, "\\")\n' * 800_000}
+    assert parse_json(json.dumps(code).encode()) == code
+
+
+json_values = st.recursive(
+    st.none() | st.integers() | st.text('a,:[{"\\]}'),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text('k,:[{"\\'), inner),
+)
+
+
+def numbers_of(value: Any) -> Counter[str]:
+    """Return the keys, objects, lists and commas of a JSON value."""
+    if not isinstance(value, list | dict):
+        return Counter()
+    is_object = isinstance(value, dict)
+    found = Counter({"{" if is_object else "[": 1, ",": max(len(value) - 1, 0)})
+    found[":"] += len(value) * is_object
+    for item in value.values() if is_object else value:
+        found += numbers_of(item)
+    return found
+
+
+@given(value=json_values)
+def test_characters_outside_texts_are_those_of_the_structure(value: Any) -> None:
+    outside = bytes(_without_texts(json.dumps(value, ensure_ascii=False).encode())).decode()
+    numbers = Counter(character for character in outside if character in ",:[{")
+    assert numbers == +numbers_of(value)

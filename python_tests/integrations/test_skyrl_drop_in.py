@@ -20,19 +20,37 @@ import torch
 from skyrl_fast.integrations import skyrl
 from skyrl_fast.integrations.skyrl import ray_workers, replacement, switch
 from skyrl_fast.integrations.skyrl.names import KEPT, PPO, TARGETS, Target
-from skyrl_fast.integrations.source import fingerprint, normalize_source
+from skyrl_fast.integrations.source import fingerprint_with_calls, normalize_source
 
 PREPROCESS = '''
+from skyrl.train.checks import check_uids
+
+
 def compute_prompt_boundaries(uids):
     """Original."""
-    if not isinstance(uids, list):  # odd input
-        raise KeyError("original")
+    check_uids(uids)
     return "original"
 
 
 def make_router_padding_mask(attention_mask, captured_route_lengths):
     return "another source"
 '''
+CHECKS = """
+from skyrl.train import kinds
+
+
+def check_uids(uids):
+    if not kinds.is_list(uids):  # odd input
+        raise KeyError("original")
+"""
+KINDS = """
+def is_list(uids):
+    return isinstance(uids, list)
+
+
+def is_tuple(uids):
+    return isinstance(uids, tuple)
+"""
 TRAINER = """
 from skyrl.train.dataset.preprocess import compute_prompt_boundaries, make_router_padding_mask
 
@@ -48,6 +66,8 @@ def fake_skyrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     for name, text in {
         "skyrl/__init__.py": '__version__ = "9.9"',
         "skyrl/train/__init__.py": "",
+        "skyrl/train/checks.py": CHECKS,
+        "skyrl/train/kinds.py": KINDS,
         "skyrl/train/dataset/__init__.py": "",
         "skyrl/train/dataset/preprocess.py": PREPROCESS,
         "skyrl/train/trainer.py": TRAINER,
@@ -62,7 +82,7 @@ def fake_skyrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
         del sys.modules[name]
     monkeypatch.syspath_prepend(str(tmp_path))
     module = importlib.import_module("skyrl.train.dataset.preprocess")
-    known = fingerprint([module.compute_prompt_boundaries])
+    known = fingerprint_with_calls([module.compute_prompt_boundaries], "skyrl")
     place = "skyrl.train.dataset.preprocess"
     targets = tuple(
         Target(t.name, place, {known: "9.9"}, t.home) if "boundaries" in t.name else t
@@ -111,6 +131,40 @@ def test_unknown_source_is_kept_and_reported(fake_skyrl: Path) -> None:
 
 @pytest.mark.spec("dropin.known-source")
 @pytest.mark.parametrize(
+    ("old", "new", "state"),
+    [
+        ("isinstance(uids, list)", "isinstance(uids, list | str)", "kept"),
+        ("isinstance(uids, tuple)", "isinstance(uids, list | str)", "replaced"),  # not called
+        ("isinstance(uids, list)", "isinstance(uids, list)  # only", "replaced"),
+    ],
+)
+def test_function_is_kept_if_one_that_it_calls_has_changed(
+    fake_skyrl: Path, old: str, new: str, state: str
+) -> None:
+    source = fake_skyrl / "skyrl/train/kinds.py"
+    assert old in KINDS
+    source.write_text(KINDS.replace(old, new))
+    with pytest.warns(skyrl.SkyRLFastWarning) as caught:
+        report = skyrl.install(ray_workers=False)
+    assert report.row("compute_prompt_boundaries").state == state
+    assert ("compute_prompt_boundaries" in str(caught[0].message)) == (state == "kept")
+    trainer = importlib.import_module("skyrl.train.trainer")
+    assert (trainer.boundaries(["a"]) == "original") == (state == "kept")
+
+
+def test_function_is_kept_if_one_that_it_calls_is_a_users(
+    fake_skyrl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = importlib.import_module("skyrl.train.kinds")
+    monkeypatch.setattr(kinds, "is_list", lambda uids: isinstance(uids, list | str))
+    with pytest.warns(skyrl.SkyRLFastWarning, match="compute_prompt_boundaries"):
+        skyrl.install(ray_workers=False)
+    trainer = importlib.import_module("skyrl.train.trainer")
+    assert trainer.boundaries("a") == "original"
+
+
+@pytest.mark.spec("dropin.known-source")
+@pytest.mark.parametrize(
     ("known", "heavy", "words"),
     [
         ({}, "compute_prompt_boundaries", "NOTHING IS REPLACED"),
@@ -140,7 +194,7 @@ def test_calls_are_counted_and_summed_up_at_the_end(fake_skyrl: Path) -> None:
         "import skyrl_fast.integrations.skyrl as fast\n"
         "from skyrl_fast.integrations.skyrl import switch\n"
         "switch.TARGETS = tuple(t for t in switch.TARGETS if 'boundaries' in t.name)\n"
-        "switch.version_label = lambda target, module, function: '9.9'\n"
+        "switch.version_label = lambda target, function: '9.9'\n"
         "fast.install(ray_workers=False)\n"
         "from skyrl.train.trainer import boundaries\n"
         "print(boundaries(['a', 'b']), boundaries(['c']))\n"

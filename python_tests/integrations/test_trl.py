@@ -160,7 +160,7 @@ def test_installing_and_restoring(installed: Report) -> None:
 def test_another_source_is_kept_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trl.trainer.utils", reason="TRL is not installed")
     monkeypatch.setattr(switch, "KNOWN_HEADS", {})
-    with pytest.warns(for_trl.TrlFastWarning, match="is not replaced: its source differs"):
+    with pytest.warns(for_trl.TrlFastWarning, match="is not replaced: its source, or that of"):
         report = for_trl.install()
     assert report.row("ChunkedLogProbFunction").state == "kept"
     for_trl.uninstall()

@@ -1,16 +1,20 @@
 """The adapters for verl, compared with the installed package."""
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
 from skyrl_fast.integrations import verl as for_verl
+from skyrl_fast.integrations.source import fingerprint_with_calls
 
 pytestmark = pytest.mark.spec("dropin.verl")
 
@@ -32,6 +36,54 @@ def test_verl_functions_without_verl(cell: int) -> None:
         assert lengths.tolist() == mask.sum(1).tolist() and int(cu_seqlens[-1]) == len(flat)
         again = for_verl.pad_input(flat, indices, 2, 3)
         assert torch.equal(again, values * mask[..., None])
+
+
+PADDING = """
+def unpad_input(hidden_states, attention_mask):
+    return choose()(hidden_states, attention_mask)
+
+
+def choose():
+    return lambda hidden_states, attention_mask: "original"
+"""
+
+
+@pytest.fixture
+def fake_verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A package `verl` with an `unpad_input` of its own."""
+    utilities = tmp_path / "verl" / "utils"
+    utilities.mkdir(parents=True)
+    (tmp_path / "verl" / "__init__.py").touch()
+    (utilities / "__init__.py").touch()
+    (utilities / "attention_utils.py").write_text(PADDING)
+    original = {name: m for name, m in sys.modules.items() if name.partition(".")[0] == "verl"}
+    for name in original:
+        del sys.modules[name]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module("verl.utils.attention_utils")
+    for_verl.uninstall()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
+        del sys.modules[name]
+    sys.modules.update(original)
+
+
+@pytest.mark.spec("dropin.verl-known-source")
+@pytest.mark.parametrize("choice", ["choose", None])
+def test_function_of_unknown_source_is_kept_with_a_warning(
+    fake_verl: ModuleType, monkeypatch: pytest.MonkeyPatch, choice: str | None
+) -> None:
+    known = fingerprint_with_calls([fake_verl.unpad_input], "verl")
+    monkeypatch.setitem(for_verl.KNOWN, "unpad_input", {known: "9.9"})
+    mask = torch.ones(1, 2, dtype=torch.long)
+    if choice is None:
+        assert for_verl.install().row("unpad_input").state == "replaced"
+        assert fake_verl.unpad_input(torch.ones(1, 2), mask)[3] == 2
+        return
+    monkeypatch.setattr(fake_verl, choice, lambda: lambda *inputs: "changed")
+    with pytest.warns(for_verl.VerlFastWarning, match="unpad_input is not replaced: its source"):
+        row = for_verl.install().row("unpad_input")
+    assert row.state == "kept" and "differs from every version" in row.why
+    assert fake_verl.unpad_input(torch.ones(1, 2), mask) == "changed"
 
 
 @pytest.mark.peers

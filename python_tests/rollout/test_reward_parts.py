@@ -114,7 +114,7 @@ def test_code_that_cannot_be_called_is_refused_with_its_signature() -> None:
     ):
         train_agent(CONFIG, prompts=["p"], env=StepsAlone)
     with pytest.raises(ValueError, match=r"env_class of a row: StepsAlone.step: expected"):
-        check_env_classes(["test_reward_parts:StepsAlone"])
+        check_env_classes(["test_reward_parts:StepsAlone"], EnvironmentConfig())
 
 
 def test_a_function_of_a_group_may_require_columns_only() -> None:

@@ -1,6 +1,7 @@
 """LoRA: gradients, merged weights and files of an adapter, and runs that train one."""
 
 import json
+import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from skyrl_fast.train.checkpoint.model_export import _base_model, _write_merged
 from skyrl_fast.train.model import critic as critic_module
 from skyrl_fast.train.model import lora as lora_module
 from skyrl_fast.train.model import models as models_module
+from skyrl_fast.train.model.base_weights import base_weights_digest
 from skyrl_fast.train.model.critic import Critic, ValueModel, add_to_base
 from skyrl_fast.train.model.lora import (
     CRITIC,
@@ -708,3 +710,94 @@ def test_a_run_is_exported_as_adapter_and_as_merged_model(
     assert cli.main(["export", str(complete.run_path), str(out / "full"), "--to", "model"]) == 0
     weights = (complete.checkpoint / "policy/model.safetensors").read_bytes()
     assert (out / "full/model.safetensors").read_bytes() == weights
+
+
+def save_base(folder: Path, *, seed: int = 0, shard: str = "5GB") -> Path:
+    tiny_model(seed=seed).save_pretrained(folder, max_shard_size=shard)
+    return folder
+
+
+@pytest.mark.spec("lora.base-weights")
+def test_digest_of_base_weights_is_that_of_the_tensors_not_of_the_files(tmp_path: Path) -> None:
+    digest = base_weights_digest(str(save_base(tmp_path / "one")))
+    assert len(list(save_base(tmp_path / "parts", shard="20KB").glob("*.safetensors"))) > 1
+    assert base_weights_digest(str(tmp_path / "parts")) == digest
+    assert base_weights_digest(str(save_base(tmp_path / "other", seed=1))) != digest
+    path = tmp_path / "one/model.safetensors"
+    tensors = load_file(path)
+    largest = max(tensors, key=lambda name: tensors[name].numel())
+    for change in (
+        {largest: tensors[largest].flatten().reshape(-1, 1)},
+        {largest: tensors[largest].half()},
+        {name: value + 1e-3 for name, value in tensors.items()},
+    ):
+        save_file({**tensors, **change}, path)
+        assert base_weights_digest(str(tmp_path / "one")) not in ("", digest)
+    assert base_weights_digest(str(tmp_path / "none")) == ""
+    path.write_bytes(b"\xff" * 100)
+    with pytest.raises(ValueError, match=r"model\.safetensors: no safetensors file"):
+        base_weights_digest(str(tmp_path / "one"))
+
+
+@pytest.mark.spec("lora.base-weights")
+@pytest.mark.parametrize("kind", ["adapter", "policies", "critic"])
+def test_adapter_is_named_if_its_base_weights_have_changed(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lora = replace(LORA, policies=["planner", "worker"] if kind == "policies" else [])
+    base = save_base(tmp_path / "base")
+
+    def load(path: Path, folder: Path | None) -> tuple[Any, list[str]]:
+        model = tiny_model()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            if kind == "critic":
+                add_adapter(model, lora, base=str(path))
+                add_to_base(model, lora, base=str(path), folder=folder)
+            else:
+                add_adapters(model, lora, base=str(path), folder=folder)
+        return model, [record.getMessage() for record in caplog.records]
+
+    model, _ = load(base, None)
+    saved = tmp_path / "saved"
+    if kind == "critic":
+        adapter = {name: p for name, p in matrices(model).items() if adapter_of(name) == CRITIC}
+        save_adapter(model, adapter, saved, CRITIC)
+        head = next(value for name, value in model.state_dict().items() if "value_head" in name)
+        save_file({"weight": head}, saved / critic_module.HEAD_FILE)
+    else:
+        Policy(model).save(saved)
+    folders = [saved / name for name in lora.policies] or [saved]
+    assert load(base, saved)[1] == []
+    copy = save_base(tmp_path / "copy")
+    assert load(copy, saved)[1] == []  # another name, the same weights
+    save_base(base, seed=1)
+    expected = [
+        f"{place} was trained on other base weights than those of {base} now (which have "
+        "changed): its products are wrong with them"
+        for place in folders
+    ]
+    assert load(base, saved)[1] == expected
+    for place in folders:  # as PEFT writes it
+        save_file(load_file(place / ADAPTER.name), place / ADAPTER.name)
+    assert load(base, saved)[1] == []
+    messages = load(copy, saved)[1]
+    assert len(messages) == len(folders)
+    assert all(f"was trained on the base model {base}" in message for message in messages)
+
+
+@pytest.mark.spec("lora.base-weights")
+def test_resumed_run_names_base_weights_that_have_changed(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = save_base(folder / "base")
+    run = [*RUN, f"trainer.policy.model.path={base}"]
+    train(settings(folder, "run", *run, "trainer.max_training_steps=1"))
+    for changed in (False, True):
+        save_base(base, seed=int(changed))
+        caplog.clear()
+        steps = f"trainer.max_training_steps={2 + changed}"
+        with caplog.at_level(logging.WARNING):
+            train(settings(folder, "run", *run, RESUME, steps))
+        told = [m for m in caplog.messages if "was trained on other base weights" in m]
+        assert len(told) == changed

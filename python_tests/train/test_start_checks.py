@@ -11,7 +11,8 @@ import pytest
 from _training import Recorder, folder, settings
 
 import skyrl_fast
-from skyrl_fast.config import ConfigError
+from skyrl_fast.config import ConfigError, EnvironmentConfig
+from skyrl_fast.rollout.env.factory import check_env_classes
 from skyrl_fast.train import run as run_module
 from skyrl_fast.train.setup.errors import SetupError
 from skyrl_fast.train.setup.run_data import run_data
@@ -200,6 +201,22 @@ def test_environments_of_rows_that_replace_a_chosen_one_are_named(
     assert [record.getMessage() for record in caplog.records] == (
         [told] if chosen == "mine" else []
     )
+
+
+@pytest.mark.spec("run.row-environments")
+@pytest.mark.parametrize("own", [False, True])
+def test_code_that_a_row_names_is_imported_only_if_that_is_allowed(
+    tmp_path: Path, own: bool
+) -> None:
+    code = tmp_path / "of_a_row.py"
+    code.write_text("raise ValueError('it was imported')\n")
+    name = f"{code}:Env"
+    refusing = EnvironmentConfig(env_class=name if own else "gsm8k", import_row_env_classes=False)
+    expected = "it was imported" if own else "import_row_env_classes is false, .*of_a_row.py:Env"
+    with pytest.raises(ValueError, match=expected):
+        check_env_classes([name], refusing)
+    with pytest.raises(ValueError, match="it was imported"):
+        check_env_classes([name], EnvironmentConfig())
 
 
 @pytest.mark.spec("advantage.group-of-one-warning")

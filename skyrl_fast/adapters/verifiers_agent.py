@@ -63,7 +63,8 @@ class VerifiersAgent:
         )
         if output["error"] is not None:
             raise RuntimeError(f"verifiers: {output['error']}")
-        metrics = {name: float(value) for name, value in (output["metrics"] or {}).items()}
+        found = output["metrics"] or {}
+        metrics = {name: float(value) for name, value in found.items() if value is not None}
         return {**metrics, "reward": float(output["reward"])}
 
 

@@ -173,7 +173,7 @@ async def _run_scripted(config: Config, prompt: Prompt, *, options: argparse.Nam
     factory = EnvFactory(config.environment, make_env=_make_observed(config, prompt, observed))
     watching = asyncio.create_task(_watch(config.environment.timeout_seconds + GRACE_SECONDS))
     try:
-        check_env_classes([prompt.env_class])  # which `make_env` replaces
+        check_env_classes([prompt.env_class], config.environment)  # which `make_env` replaces
         runner = environment_runner(calls, factory, loop_settings(config))
         trajectories = await run_groups(runner, [prompt], phase="train", policy_version=0)
     finally:

@@ -547,6 +547,11 @@ class EnvironmentConfig:
         "environment: module:Class or file.py:Class of an Env, or a name registered in skyrl_gym; "
         "the env_class of a row takes precedence",
     )
+    import_row_env_classes: bool = setting(
+        True,
+        "whether the env_class of a row may name Python code, as module:Class or file.py:Class, "
+        "which is imported and called; false: rows that name another than env_class are refused",
+    )
     skyrl_gym: SkyRLGymConfig = setting(SkyRLGymConfig, "settings of skyrl_gym")
     register: list[str] = setting(
         [], "Python modules or files to import first, e.g. to call skyrl_gym.register"

@@ -10,10 +10,8 @@ Design: docs/design/021-gateway.md.
 from __future__ import annotations
 
 import json
-import re
 from collections import deque
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,8 +21,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from skyrl_fast.gateway.messages import ApiError
 
 MAX_BEGINNINGS = 8  # of as many interleaved conversations
-MAX_OBJECTS = 100_000  # messages, parts and tools with what they contain: a third of a second
-_OBJECT = re.compile(rb'\{\s*"')  # in texts, quotes are escaped
+# Parsing holds Python's lock, so that nothing else runs meanwhile: a third of a second for as many.
+MAX_OBJECTS = 100_000  # messages, parts and tools with what they contain
+MAX_KEYS = 300_000
+MAX_VALUES = 2_000_000  # list items, fields and lists: token ids of several of the longest contexts
 WHITE_SPACE = b" \t\r\n"  # of JSON
 
 
@@ -48,15 +48,39 @@ def check_fields(model: type[F], body: Any) -> F:
 
 
 def parse_json(body: bytes) -> Any:
-    """Return a JSON text's value; ApiError if it is none, or has more than MAX_OBJECTS objects."""
-    if body.count(b"{") > MAX_OBJECTS:  # or texts with braces
-        objects = islice(_OBJECT.finditer(body), MAX_OBJECTS + 1)
-        if sum(1 for _ in objects) > MAX_OBJECTS:
-            raise ApiError(413, f"the body has more than {MAX_OBJECTS:,} objects")
+    """Return a JSON text's value; ApiError if it is none, or has more than is parsed at once."""
+    _check_size(body)
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from None
+
+
+def _check_size(body: bytes) -> None:
+    excess = _excess(np.frombuffer(body, np.uint8))  # with what texts contain
+    if excess and json.detect_encoding(body).startswith("utf-8"):
+        excess = _excess(_without_texts(body))
+    if excess:
+        raise ApiError(413, f"the body has more than {excess}")
+
+
+def _excess(characters: np.ndarray) -> str:
+    """Return which of the limits is exceeded if no character is part of a text; "" if none is."""
+    commas, colons, lists, objects = (np.count_nonzero(characters == ord(c)) for c in ",:[{")
+    if objects > MAX_OBJECTS:
+        return f"{MAX_OBJECTS:,} objects"
+    if colons > MAX_KEYS:
+        return f"{MAX_KEYS:,} keys"
+    # Each value but the first of a list or an object follows a comma.
+    return f"{MAX_VALUES:,} values" if commas + lists + objects > MAX_VALUES else ""
+
+
+def _without_texts(body: bytes) -> np.ndarray:
+    """Return the characters of a JSON text that are outside its strings."""
+    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")  # only delimiters are quotes now
+    characters = np.frombuffer(plain, np.uint8)
+    inside = np.bitwise_xor.accumulate(characters == ord('"'))
+    return characters[~inside]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -26,6 +26,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route, Router
 
 from skyrl_fast.config.upstream import Upstream
+from skyrl_fast.gateway.connections import Connection
 from skyrl_fast.gateway.dialects.anthropic_messages import AnthropicMessages
 from skyrl_fast.gateway.dialects.dialect import Dialect, ParsedCall, event, json_text
 from skyrl_fast.gateway.dialects.openai_chat import OpenAIChat
@@ -127,6 +128,7 @@ class Gateway:
         self._port = listening.getsockname()[1]
         config = uvicorn.Config(
             self.app(),
+            http=Connection,
             log_config=None,
             log_level="warning",
             lifespan="off",
@@ -244,8 +246,9 @@ class Gateway:
         body = await _body(request)
         if (upstream := _upstream(session, body)) is not None:
             session.counts["upstream_calls"] += 1
+            value = await session.read(body, partial(parse_json, body))
             return await session.others.forward(
-                self._upstream_client(), upstream, request.url.path, parse_json(body)
+                self._upstream_client(), upstream, request.url.path, value
             )
         parse = partial(dialect.parse, body, session.bodies, session.memory)
         parsed = await session.read(body, parse)
@@ -267,6 +270,8 @@ class Gateway:
             )
         with session.waiting(running):
             await self._until_done(running, request)
+            if await request.is_disconnected():  # before its answer, however fast that was
+                raise ClientDisconnect
             answer = session.deliver(running)
         self._deliver(session, parsed.call, answer)
         return JsonAnswer(dialect.response(answer, parsed, tokens))
@@ -350,7 +355,9 @@ class Gateway:
     async def _reward(self, request: Request, session: Session, dialect: Dialect) -> Response:
         if not session.policy.takes_rewards:
             raise ApiError(403, "rewards are those of agent.verifier")
-        fields = check_fields(RewardRequest, parse_json(await _body(request)))
+        body = await _body(request)
+        value = await session.read(body, partial(parse_json, body))
+        fields = check_fields(RewardRequest, value)
         session.rewards.add(fields.reward, call=fields.id, span=fields.span)
         return JsonAnswer({"object": "reward", "reward": fields.reward})
 
@@ -373,7 +380,7 @@ def key_of(request: Request) -> str:
 async def json_body(request: Request) -> Any:
     """Return the JSON of a body, None if it is empty; ApiError if it is none, too long, or late."""
     body = await _body(request)
-    return parse_json(body) if body else None
+    return await asyncio.to_thread(parse_json, body) if body else None
 
 
 async def _body(request: Request) -> bytes:

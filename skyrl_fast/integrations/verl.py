@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
@@ -26,7 +27,11 @@ import torch
 from skyrl_fast.config.loading import environment_setting
 from skyrl_fast.integrations.calls import Counts, Report, Row, print_at_exit
 from skyrl_fast.integrations.on_import import ImportWatch
-from skyrl_fast.integrations.source import modules_that_bind
+from skyrl_fast.integrations.source import (
+    UNKNOWN_SOURCE,
+    fingerprint_with_calls,
+    modules_that_bind,
+)
 from skyrl_fast.ops.advantage.group import group_advantage
 from skyrl_fast.ops.logprob.selected import has_kernel_rows, selected_logprob
 from skyrl_fast.ops.pack.varlen import padded_to_varlen, varlen_to_padded
@@ -40,12 +45,26 @@ FUNCTIONS = {
     "unpad_input": "verl.utils.attention_utils",
     "pad_input": "verl.utils.attention_utils",
 }
+PACKAGE = "verl"
+# Fingerprints of verl's functions with those they call, by the first version that has them.
+KNOWN = {
+    "logprobs_from_logits": {"1d266597cdfcf1f3": "0.9.0"},
+    "unpad_input": {"4f0721a1fdf4c281": "0.9.1"},
+    "pad_input": {"e1e4b4ab5c596d74": "0.9.1"},
+}
 VARIABLE = "VERL_USE_EXTERNAL_MODULES"
 BLOCK_CELL_BYTES = 64  # cells smaller than this are written faster by index than found to be blocks
 _counts = {name: Counts() for name in (*(PREFIX + name for name in ESTIMATORS), *FUNCTIONS)}
 _originals: dict[str, Callable[..., Any]] = {}
+_unknown: set[str] = set()  # functions that are kept, since their source is not known
 _watches: dict[str, ImportWatch] = {}
 _on_gpu = False
+
+
+class VerlFastWarning(UserWarning):
+    """A function of this verl is not replaced; the message says which and why."""
+
+
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -78,6 +97,10 @@ def install(*, on_gpu: bool = False) -> Report:
     Returns:
         What is replaced. It runs in the process that calls it: for verl's workers, set
         VERL_USE_EXTERNAL_MODULES.
+
+    Warns:
+        VerlFastWarning: the source of one of verl's functions is unknown; it is kept. The warning
+            comes when the function's module is imported.
     """
     global _on_gpu
     _on_gpu = on_gpu
@@ -93,6 +116,7 @@ def uninstall() -> None:
     for name, original in _originals.items():
         _rebind(name, globals()[name], original)
     _originals.clear()
+    _unknown.clear()
 
 
 def report() -> Report:
@@ -104,13 +128,16 @@ def report() -> Report:
         elif name in _originals:
             state = "replaced"
             why = ""
+        elif name in _unknown:
+            state = "kept"
+            why = UNKNOWN_SOURCE
         else:
             waiting = "install" in _watches
             state = "kept"
             why = "its module is not imported yet" if waiting else "not installed"
         rows.append(Row(name, state, why, counts))
     try:
-        version = metadata.version("verl")
+        version = metadata.version(PACKAGE)
     except metadata.PackageNotFoundError:
         version = "(not installed)"
     return Report(f"verl {version}", tuple(rows))
@@ -134,15 +161,21 @@ def _watch(name: str, modules: set[str], callback: Callable[[str], Any]) -> None
 
 def _replace(module_name: str) -> None:
     for name, home in FUNCTIONS.items():
-        if home == module_name and name not in _originals:
-            original = getattr(sys.modules[home], name, None)
-            if original is not None:
-                _originals[name] = original
-                _rebind(name, original, globals()[name])
+        original = getattr(sys.modules[home], name, None) if home == module_name else None
+        if original is None or name in _originals:
+            continue
+        source = fingerprint_with_calls([original], PACKAGE, skip=FUNCTIONS)
+        if source in KNOWN[name]:
+            _originals[name] = original
+            _rebind(name, original, globals()[name])
+        else:
+            _unknown.add(name)
+            message = f"verl's {name} is not replaced: {UNKNOWN_SOURCE}"
+            warnings.warn(message, VerlFastWarning, stacklevel=2)
 
 
 def _rebind(name: str, old: Callable[..., Any], new: Callable[..., Any]) -> None:
-    for module in modules_that_bind("verl", name, old):
+    for module in modules_that_bind(PACKAGE, name, old):
         setattr(module, name, new)
 
 

@@ -1,7 +1,8 @@
 """The replaced functions of SkyRL: their modules, known sources and replacements.
 
 A source is identified by its fingerprint (see `source.fingerprint`): of the function itself and of
-the private functions that it calls. A version with an unknown source keeps its own function.
+SkyRL's functions that it calls, directly or through another (see `source.called_functions`). A
+version with an unknown source keeps its own function.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+PACKAGE = "skyrl"
 PREPROCESS = "skyrl.train.dataset.preprocess"
 TRAINING_BATCH = "skyrl.backends.skyrl_train.training_batch"
 GENERATORS = "skyrl.train.generators.utils"
@@ -31,16 +33,14 @@ class Target:
         name: name of the function, or `Class.method`.
         fingerprints: fingerprints of known sources, each with the first version that has it.
         home: module here that has its replacement, of the same name without underscores before it.
-        uses: private functions of the same module that belong to the source.
-        calls: other functions of this table that it calls. It is replaced only if their sources
-            are known too.
+        calls: other functions of this table, which its fingerprint leaves out. It is replaced only
+            if their sources are known too.
     """
 
     name: str
     module: str
     fingerprints: Mapping[str, str]
     home: str
-    uses: tuple[str, ...] = ()
     calls: tuple[str, ...] = ()
 
     @property
@@ -57,17 +57,16 @@ def _estimator(name: str, known: str, since: str = "0.1.0") -> Target:
     return Target(name, PPO, {known: since}, "advantages")
 
 
-def _loss(name: str, known: str, since: str = "0.2.0") -> Target:
-    return Target(name, PPO, {known: since}, "losses")
+def _loss(name: str, fingerprints: Mapping[str, str]) -> Target:
+    return Target(name, PPO, fingerprints, "losses")
 
 
 TARGETS = (
     Target(
         "convert_prompts_responses_to_batch_tensors",
         PREPROCESS,
-        {"fefa367468cfa4a7": "0.4.0", "2e718702551576ba": AUGUST, "8b9b1157d9fb71ff": "0.2.0"},
+        {"256b8898749373c3": "0.4.0", "a9fd9e598a913668": AUGUST, "8b9b1157d9fb71ff": "0.2.0"},
         "batches",
-        ("_verify_inputs", "_reward_to_numpy"),
     ),
     Target("make_router_padding_mask", PREPROCESS, {"9d906156cf90684a": AUGUST}, "batches"),
     Target(
@@ -80,15 +79,14 @@ TARGETS = (
     Target(
         "pad_training_input_batch",
         TRAINING_BATCH,
-        {"9391891d6733bf08": "0.4.0", "ac531ca0fbf01f60": AUGUST, "d60fa884c02932f1": "0.2.0"},
+        {"3fdbd934c47c4b16": "0.4.0", "b44be25aca58e5a3": AUGUST, "d60fa884c02932f1": "0.2.0"},
         "batches",
     ),
     Target(
         "validate_generator_output",
         TRAINER_UTILS,
-        {"1930ade6250c0a15": "0.4.0", "151a606d7f17e22a": "0.2.0"},
+        {"41cf69c24cfb2b4a": "0.4.0", "151a606d7f17e22a": "0.2.0"},
         "outputs",
-        ("_validate_step_wise_fields",),
     ),
     Target(
         "get_metrics_from_generator_output",
@@ -99,29 +97,21 @@ TARGETS = (
     Target(
         "get_rollout_metrics",
         GENERATORS,
-        {"564ea46197873fef": AUGUST, "9db0604082455a9c": "0.3.0"},
+        {"b2eae37a1a8a7c22": AUGUST, "9db0604082455a9c": "0.3.0"},
         "output_metrics",
-        ("compute_turn_token_counts", "_add_time_stats"),
     ),
     Target(
         "concatenate_generator_outputs",
         GENERATORS,
-        {"242f4ea765c2c42e": "0.4.0", "87751c248e0ab789": AUGUST, "9f7dd8710bf61d69": "0.3.0"},
+        {"f45abada315a6318": "0.4.0", "6f6a137700fb1765": AUGUST, "9f7dd8710bf61d69": "0.3.0"},
         "outputs",
-        ("_flatten_field", "_concat_optional_field", "_last_step_only"),
         ("validate_generator_output", "get_rollout_metrics"),
     ),
     Target(
         "merge_stepwise_output",
         GENERATORS,
-        {"8e9e89191b2d4c45": "0.4.0", "bf05bc3249e9a922": AUGUST, "d28f87beee8c5b93": "0.3.0"},
+        {"fa0ba7ebac817e19": "0.4.0", "19e366093d4368c1": AUGUST, "6859b870a4d3f56e": "0.3.0"},
         "outputs",
-        (
-            "_is_prefix",
-            "slice_generator_output",
-            "_slice_generator_output",
-            "_merge_single_trajectory",
-        ),
         ("concatenate_generator_outputs", "validate_generator_output", "get_rollout_metrics"),
     ),
     _estimator("compute_grpo_outcome_advantage", "7f05e2a1f6daef00"),
@@ -130,7 +120,7 @@ TARGETS = (
     Target(
         "RayPPOTrainer.compute_advantages_and_returns",
         TRAINER,
-        {"a872ebf526bd473d": "0.2.0"},
+        {"f7a6b742c60cee89": "0.2.0"},
         "advantages",
     ),
     Target(
@@ -142,7 +132,7 @@ TARGETS = (
     Target(
         "RayPPOTrainer.postprocess_generator_output",
         TRAINER,
-        {"13ace7ffcc38d592": "0.3.0"},
+        {"6df6e7c0da155433": "0.3.0"},
         "trainer_steps",
     ),
     Target(
@@ -154,27 +144,36 @@ TARGETS = (
     Target(
         "apply_loss_reduction_to_advantages_minibatch", PPO, {"0e904c5e0272d876": "0.3.0"}, "losses"
     ),
-    _loss("ppo_policy_loss", "0b95f8006e64490c"),
-    _loss("sapo_policy_loss", "395407cec3d814e8"),
-    _loss("gspo_policy_loss", "3699f00bcbd9c3f1"),
-    Target(
-        "compute_policy_loss_cispo",
-        PPO,
-        {"b4f6fba4eefbcd0b": AUGUST, "ccd8e9c3baa62e21": "0.2.0"},
-        "losses",
+    _loss(
+        "ppo_policy_loss",
+        {"2d9bb07791348945": "0.3.0", "3c760df1523b8421": "0.2.0"},
     ),
-    _loss("rollout_is_policy_loss", "3660846e61794815"),
-    _loss("dppo_policy_loss", "1bda5e4f2b824be9", "0.3.0"),
-    _loss("compute_policy_loss_clip_cov", "6a8d0bec94f18e44"),
-    _loss("compute_policy_loss_kl_cov", "b0a5c49596ee0de3"),
-    _loss("cross_entropy_loss", "f040be715480c385"),
-    _loss("importance_sampling_loss", "3781a7625974a02b", "0.1.0"),
+    _loss(
+        "sapo_policy_loss",
+        {"95da81d2afd0b489": "0.3.0", "4e0f0c6269dc43bf": "0.2.0"},
+    ),
+    _loss(
+        "gspo_policy_loss",
+        {"3dcd242ef74cd924": "0.3.0", "654fe2954ef22f9f": "0.2.0"},
+    ),
+    _loss(
+        "compute_policy_loss_cispo",
+        {"30e9706dc82fbd34": AUGUST, "08b3deb59dc46b21": "0.3.0", "c0ee6996ae36eece": "0.2.0"},
+    ),
+    _loss(
+        "rollout_is_policy_loss",
+        {"a1de7208559c61c3": "0.3.0", "8cc8cd97bad4fecc": "0.2.0"},
+    ),
+    _loss("dppo_policy_loss", {"c36fce3ab5052b45": "0.3.0"}),
+    _loss("compute_policy_loss_clip_cov", {"eadab7104eb29f60": "0.2.0"}),
+    _loss("compute_policy_loss_kl_cov", {"b524678c07b7ce04": "0.2.0"}),
+    _loss("cross_entropy_loss", {"e92e9fff84a43a28": "0.2.0"}),
+    _loss("importance_sampling_loss", {"3781a7625974a02b": "0.1.0"}),
     Target(
         "logprobs_from_logits",
         TORCH_UTILS,
-        {"cfa1d5814fd7c2a5": "0.4.0", "674b281eebaf8ca0": "0.1.0"},
+        {"c05d4123990fbec5": "0.4.0", "f0f2e96fbcaf540f": "0.1.0"},
         "logprobs",
-        ("logprobs_from_logits_v2",),
     ),
 )
 BY_NAME = {target.name: target for target in TARGETS}

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from skyrl_fast.integrations.calls import Counts
-from skyrl_fast.integrations.skyrl.names import BY_NAME, NEWEST, Target
-from skyrl_fast.integrations.source import find_functions, fingerprint
+from skyrl_fast.integrations.skyrl.names import BY_NAME, NEWEST, PACKAGE, Target
+from skyrl_fast.integrations.source import fingerprint_with_calls
 
 logger = logging.getLogger(__name__)
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -52,7 +52,7 @@ class Originals:
             found = find(BY_NAME[name])
             if found is None:
                 return None
-            self.keep(name, found[1], version_label(BY_NAME[name], found[0], found[1]))
+            self.keep(name, found[1], version_label(BY_NAME[name], found[1]))
         return self._functions[name]
 
     def require(self, name: str) -> Callable[..., Any]:
@@ -96,16 +96,17 @@ def find(target: Target) -> tuple[Any, Callable[..., Any]] | None:
     return None if function is None else (module, function)
 
 
-def version_label(target: Target, module: Any, function: Callable[..., Any]) -> str | None:
+def version_label(target: Target, function: Callable[..., Any]) -> str | None:
     """Return the first version with the function's source, None if the source is unknown."""
-    return target.fingerprints.get(target_fingerprint(target, module, function))
+    return target.fingerprints.get(target_fingerprint(function))
 
 
-def target_fingerprint(target: Target, module: Any, function: Callable[..., Any]) -> str:
-    try:
-        return fingerprint([function, *find_functions(module, target.uses)])
-    except (OSError, TypeError, SyntaxError):
-        return ""  # as for a function created at run time
+def target_fingerprint(function: Callable[..., Any]) -> str:
+    """Return the fingerprint of a function with those of SkyRL's that it calls.
+
+    Other functions of the table are left out: `Target.calls` names those that matter.
+    """
+    return fingerprint_with_calls([function], PACKAGE, skip=BY_NAME)
 
 
 def replaces(name: str, *, renamed: Mapping[str, str] | None = None) -> Callable[..., Any]:

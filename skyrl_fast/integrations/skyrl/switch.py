@@ -28,6 +28,7 @@ from skyrl_fast.integrations.skyrl.names import (
     GYM_GENERATOR,
     HEAVY,
     KEPT,
+    PACKAGE,
     PPO,
     TARGETS,
     TRAINER,
@@ -39,19 +40,17 @@ from skyrl_fast.integrations.skyrl.replacement import (
     is_known_now,
     version_label,
 )
-from skyrl_fast.integrations.source import strip_decorators
+from skyrl_fast.integrations.source import UNKNOWN_SOURCE, strip_decorators
 from skyrl_fast.system.printable import printable
 
 logger = logging.getLogger(__name__)
 OURS = "skyrl_fast"
 HOST = "SkyRL"
 MODES = ("compat",)
-PACKAGE = "skyrl"
 REGISTRIES = ("AdvantageEstimatorRegistry", "PolicyLossRegistry")
 # Loaded by `install`, so that what they bind is replaced: SkyRL's trainer and its generator.
 ENTRY_MODULES = (TRAINER, GYM_GENERATOR)
 OFF = ("", "0", "off", "false")  # values of the variable
-UNKNOWN_SOURCE = "source differs from every version this replacement was tested against"
 
 _installed: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # original, replacement
 _registered: dict[tuple[str, str], Callable[..., Any]] = {}  # original, by registry and entry
@@ -264,8 +263,8 @@ def _choose_replacement(target: Target) -> Row:
     found = find(target)
     if found is None:
         return Row(target.name, "absent")
-    module, original = found
-    label = version_label(target, module, original)
+    _, original = found
+    label = version_label(target, original)
     if label is None:
         return Row(target.name, "kept", UNKNOWN_SOURCE)
     unknown = [name for name in target.calls if not is_known_now(name)]

@@ -10,17 +10,22 @@ from typing import Any
 import torch
 
 from skyrl_fast.integrations.calls import Counts, Report, Row, print_at_exit
-from skyrl_fast.integrations.source import fingerprint, modules_that_bind
+from skyrl_fast.integrations.source import (
+    UNKNOWN_SOURCE,
+    fingerprint_with_calls,
+    modules_that_bind,
+)
 from skyrl_fast.integrations.trl.fused_head import FusedHead
 from skyrl_fast.ops.logprob.selected import has_kernel_rows, selected_logprob
 
+PACKAGE = "trl"
 FUSED_HEAD = "ChunkedLogProbFunction"
 LOG_SOFTMAX = "selective_log_softmax"
 GRPO_LOSS = "GRPOTrainer._compute_loss"
-# Fingerprints of the functions that the replacements stand in for, by the first version of TRL.
-KNOWN_HEADS = {"025f4c219df78fae": "1.16.0"}
-KNOWN_LOG_SOFTMAX = {"9348ecc51902d5da": "1.16.0"}
-UNKNOWN = "its source differs from every version this replacement was tested against"
+# Fingerprints of the functions that the replacements stand in for, with those that they call, by
+# the first version of TRL.
+KNOWN_HEADS = {"274953e0178a8b54": "1.16.0"}
+KNOWN_LOG_SOFTMAX = {"1e35ed45e405518c": "1.16.0"}
 COUNTS = {FUSED_HEAD: Counts(), LOG_SOFTMAX: Counts(), GRPO_LOSS: Counts()}
 _restore: list[Callable[[], object]] = []
 _report: Report | None = None
@@ -96,8 +101,9 @@ def _replace_head(home: Any, *, on_gpu: bool) -> Row:
     original = getattr(home, name, None)
     if original is None or not hasattr(home, "_use_triton"):
         return Row(FUSED_HEAD, "absent", "this version has no fused LM head")
-    if _fingerprint(original.forward, home.add_fused_lm_head) not in KNOWN_HEADS:
-        return Row(FUSED_HEAD, "kept", UNKNOWN)
+    sources = fingerprint_with_calls([original.forward, home.add_fused_lm_head], PACKAGE)
+    if sources not in KNOWN_HEADS:
+        return Row(FUSED_HEAD, "kept", UNKNOWN_SOURCE)
     head = FusedHead(original, COUNTS[FUSED_HEAD], on_gpu=on_gpu)
     _set(home, name, head)
     # Whether only tokens with a label are scored: TRL's answer is no on a CPU.
@@ -110,8 +116,8 @@ def _replace_log_softmax(home: Any) -> Row:
     original = getattr(home, LOG_SOFTMAX, None)
     if original is None:
         return Row(LOG_SOFTMAX, "absent")
-    if _fingerprint(original) not in KNOWN_LOG_SOFTMAX:
-        return Row(LOG_SOFTMAX, "kept", UNKNOWN)
+    if fingerprint_with_calls([original], PACKAGE) not in KNOWN_LOG_SOFTMAX:
+        return Row(LOG_SOFTMAX, "kept", UNKNOWN_SOURCE)
     _log_softmax = original
     for module in modules_that_bind("trl", LOG_SOFTMAX, original):
         _set(module, LOG_SOFTMAX, selective_log_softmax)
@@ -123,13 +129,6 @@ def _set(module: Any, name: str, value: Any) -> None:
     before = getattr(module, name)
     setattr(module, name, value)
     _restore.append(lambda: setattr(module, name, before))
-
-
-def _fingerprint(*functions: Any) -> str:
-    try:
-        return fingerprint(functions)
-    except (OSError, TypeError, SyntaxError):
-        return "no source"
 
 
 def selective_log_softmax(

@@ -200,8 +200,19 @@ class EnvSession:
         return result.value
 
 
-def check_env_classes(names: Iterable[str]) -> None:
+def check_env_classes(names: Iterable[str], config: EnvironmentConfig) -> None:
+    """Import the environments that rows name.
+
+    Raises:
+        ValueError: there is none of a name, it cannot be called, or it may not be imported.
+    """
     for name in sorted(set(names)):
+        is_of_a_row = ":" in name and name != config.env_class
+        if is_of_a_row and not config.import_row_env_classes:
+            raise ValueError(
+                "environment.import_row_env_classes is false, and rows have the env_class "
+                f"{printable(name)!r}, which names Python code"
+            )
         try:
             if ":" in name:
                 check_environment(name.rpartition(":")[2], load_object(name))

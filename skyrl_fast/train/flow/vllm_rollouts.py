@@ -159,7 +159,7 @@ def check_rollouts(
     elif isinstance(make_env, RewardFunctions):
         make_env.check_arguments([prompt.env_extras for prompt in prompts])
     elif make_env is None:
-        check_env_classes(prompt.env_class for prompt in prompts)
+        check_env_classes((prompt.env_class for prompt in prompts), config.environment)
     if config.generator.chat_template is None:
         _check_chat_template(model_path)
 

@@ -19,10 +19,11 @@ from types import MethodType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from skyrl_fast.config.settings import ALL_LINEAR, LoraConfig
+from skyrl_fast.train.model.base_weights import base_weights_digest, sort_metadata
 from skyrl_fast.train.model.lm_head import freeze_other_parts
 from skyrl_fast.train.parallel.sharding import layers_of, local_tensor
 
@@ -34,6 +35,7 @@ NAME = "default"  # PEFT's name of a model's only adapter, if it is of no named 
 CRITIC = "@critic"  # of a critic on the policy's base; no name of a policy
 PREFIX = "base_model.model."  # of names in PEFT's files
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+BASE_DIGEST = "base_weights"  # of the weights file's metadata
 SMALL_PART = 1 << 20  # bytes of a pinned copy that may be rounded up
 _BASE = ".base_layer."
 _MATRIX = re.compile(r"\.lora_(?P<matrix>[AB])\.(?P<adapter>[^.]+)\.")
@@ -89,6 +91,11 @@ def add_adapter(
             _leave_out_experts(config, model)
     else:
         config = _read_config(folder, lora, base)
+    digest = base_weights_digest(base)
+    if folder is not None:
+        _warn_of_another_base(folder, base, digest, config.base_model_name_or_path)
+    config.base_model_name_or_path = base
+    config.base_weights = digest  # is in none of PEFT's files; for `save_adapter`
     try:
         with warnings.catch_warnings():
             # That there is an adapter already, whose layers get another one.
@@ -314,7 +321,12 @@ def save_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     model.peft_config[name].save_pretrained(str(folder))
     tensors = {name: value.cpu().contiguous() for name, value in adapter_names(weights).items()}
-    save_file(tensors, str(folder / WEIGHTS), metadata={"format": "pt"})
+    metadata = {"format": "pt"}
+    digest = getattr(model.peft_config[name], "base_weights", "")
+    if digest:
+        metadata[BASE_DIGEST] = digest
+    save_file(tensors, str(folder / WEIGHTS), metadata=metadata)
+    sort_metadata(folder / WEIGHTS)
 
 
 def _make_config(lora: LoraConfig, base: str, frozen_parts: Sequence[str]) -> Any:
@@ -382,8 +394,26 @@ def _read_config(folder: Path, lora: LoraConfig, base: str) -> Any:
         expected, got = getattr(config, key), getattr(lora, name)
         if expected != got:
             raise ValueError(f"{SETTING}.{name}: expected {expected}, as {folder} has, got {got}")
-    named = config.base_model_name_or_path
-    if named and named != base:
+    config.inference_mode = False
+    return config
+
+
+def _warn_of_another_base(folder: Path, base: str, digest: str, named: str | None) -> None:
+    """Warn if an adapter is loaded on other weights than it was trained on, by their digest.
+
+    Adapters of others have no digest; the name of their base decides.
+    """
+    trained_on = _metadata(folder / WEIGHTS).get(BASE_DIGEST)
+    if trained_on and digest:
+        if trained_on != digest:
+            logger.warning(
+                "%s was trained on other base weights than those of %s now (%s): its products are "
+                "wrong with them",
+                folder,
+                base,
+                f"then of {named}" if named and named != base else "which have changed",
+            )
+    elif named and named != base:
         logger.warning(
             "%s was trained on the base model %s, and is loaded on %s: its products are right only "
             "where both have the same weights",
@@ -391,8 +421,14 @@ def _read_config(folder: Path, lora: LoraConfig, base: str) -> Any:
             named,
             base,
         )
-    config.inference_mode, config.base_model_name_or_path = False, base
-    return config
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            return file.metadata() or {}
+    except (OSError, SafetensorError):
+        return {}  # `_load` says why
 
 
 def _check_targets(model: Any, lora: LoraConfig) -> None:

@@ -72,6 +72,9 @@ COUNTED = (
     CountedKernel("masked loss, long rows", LOSS, r"revisit_kernel\w*Bf16ELb0E", FORWARD),
     CountedKernel("policy loss, a trained cell", POLICY, r"11loss_kernelIfLi0E", CELL, 96),
     CountedKernel("policy loss, partial sums", POLICY, r"11fold_kernel", None),
+    CountedKernel("rows, padded to flat", "pack_cuda", r"padded_to_flat_kernel", None, 128),
+    CountedKernel("rows, flat to padded", "pack_cuda", r"flat_to_padded_kernel", None, 128),
+    CountedKernel("advantages of cells", "advantage_cuda", r"spread_kernel", None, 64),
     CountedKernel("policy loss, deltas", POLICY, r"12delta_kernelIf", None),
 )
 

@@ -4,8 +4,9 @@
 
 Fails on a compiler error, on a kernel that spills registers or has a stack frame, and, where there
 is a `cuobjdump`, on a fatbin without one of the architectures. With a `cuobjdump` it also prints
-the instructions that the kernels of `COUNTED` issue for an element. Without nvcc it is skipped
-with a message.
+what the kernels of `COUNTED` issue for an element and how they access memory, and fails on bank
+conflicts and on fewer loads in flight than they are written with. Without nvcc it is skipped with a
+message.
 Fatbins and logs stay in build/cuda_check and are rebuilt when a source, the options or the compiler
 changed. The host's side of a source is compiled by `make setup`.
 """
@@ -25,7 +26,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts import sass
+from scripts import sass, sass_memory
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "csrc"
@@ -41,12 +42,13 @@ REGISTERS = re.compile(r"Used (\d+) registers")
 
 @dataclass(frozen=True, slots=True)
 class CountedKernel:
-    """A kernel whose instructions for an element are printed, on `COUNTED_ARCHITECTURE`."""
+    """A kernel whose instructions and accesses are printed, on `COUNTED_ARCHITECTURE`."""
 
     label: str
     source: str
     name: str  # a regular expression
-    work: sass.Work
+    work: sass.Work | None  # None: it computes nothing of an element
+    in_flight: int = 0  # the fewest bytes that a thread loads before it reads one of them
 
 
 COUNTED_ARCHITECTURE = "90a"
@@ -54,7 +56,7 @@ FORWARD = sass.Work(in_loop=True)
 BACKWARD = sass.Work(in_loop=False, stores=True)
 VISIT = sass.Work(in_loop=False, marks=2, stores=True)  # for the sums, and the gradient
 SCALE = sass.Work(in_loop=True, marks=0, stores=True)
-CELL = sass.Work(in_loop=True, marks=3, mark="DADD", cells=4)  # three sums
+CELL = sass.Work(in_loop=True, marks=0.75, mark="DADD", cells=8)  # three sums of four cells
 LOGPROB, LOSS, POLICY = "logprob_cuda", "masked_logprob_loss_cuda", "policy_loss_cuda"
 VISIT_FEW, VISIT_MANY = r"visit_kernel\w*Bf16ELi8", r"visit_kernel\w*Bf16ELi16"
 COUNTED = (
@@ -68,7 +70,12 @@ COUNTED = (
     CountedKernel("masked loss, 16 vectors", LOSS, VISIT_MANY + "ELb0E", VISIT),
     CountedKernel("masked loss, 16 vectors, entropy", LOSS, VISIT_MANY + "ELb1E", VISIT),
     CountedKernel("masked loss, long rows", LOSS, r"revisit_kernel\w*Bf16ELb0E", FORWARD),
-    CountedKernel("policy loss, a trained cell", POLICY, r"11loss_kernelIfLi0E", CELL),
+    CountedKernel("policy loss, a trained cell", POLICY, r"11loss_kernelIfLi0E", CELL, 96),
+    CountedKernel("policy loss, partial sums", POLICY, r"11fold_kernel", None),
+    CountedKernel("rows, padded to flat", "pack_cuda", r"padded_to_flat_kernel", None, 128),
+    CountedKernel("rows, flat to padded", "pack_cuda", r"flat_to_padded_kernel", None, 128),
+    CountedKernel("advantages of cells", "advantage_cuda", r"spread_kernel", None, 64),
+    CountedKernel("policy loss, deltas", POLICY, r"12delta_kernelIf", None),
 )
 
 
@@ -101,7 +108,7 @@ def main() -> None:
         kernels = read_log(log.read_text())
         print(summary(source, kernels))
         faults += judged(source, kernels) + missing_architectures(log.with_suffix(".fatbin"))
-        print_instructions(source.stem, kernels, log.with_suffix(".fatbin"))
+        faults += print_counts(source.stem, kernels, log.with_suffix(".fatbin"))
     print(f"cuda-check: {len(sources)} files in {time.monotonic() - start:.0f} s")
     if faults:
         sys.exit("\n".join(["cuda-check failed:", *faults]))
@@ -226,24 +233,50 @@ def summary(source: Path, kernels: list[Kernel]) -> str:
     )
 
 
-def print_instructions(stem: str, kernels: list[Kernel], binary: Path) -> None:
-    """Print what the counted kernels of one source issue for an element of bfloat16."""
+def print_counts(stem: str, kernels: list[Kernel], binary: Path) -> list[str]:
+    """Print instructions and accesses of the counted kernels of one source; return its faults."""
     counted = [kernel for kernel in COUNTED if kernel.source == stem]
     cuobjdump = find_cuobjdump()
     if cuobjdump is None or not counted:
-        return
+        return []
     architecture = f"sm_{COUNTED_ARCHITECTURE}"
     listing = subprocess.check_output(
         [cuobjdump, "-sass", "-arch", architecture, str(binary)], text=True
     )
     code = sass.functions(listing)
     registers = {k.name: k.registers for k in kernels if k.architecture == architecture}
+    faults: list[str] = []
     for kernel in counted:
         for name in code:
             if re.search(kernel.name, name):
-                instructions = instructions_of(code[name], kernel.work)
-                widths = sass.widths(code[name])
-                print(f"  {kernel.label}: {instructions}, {registers[name]} registers, {widths}")
+                parts = [f"{registers[name]} registers", sass.widths(code[name])]
+                if kernel.work is not None:
+                    parts.insert(0, instructions_of(code[name], kernel.work))
+                in_flight = sass_memory.bytes_in_flight(code[name])
+                shared = sass_memory.shared_cost(code[name])
+                parts.append(f"{in_flight} bytes in flight")
+                if shared.least:
+                    parts.append(f"{shared.wavefronts} wavefronts of at least {shared.least}")
+                print(f"  {kernel.label}: {', '.join(parts)}")
+                faults += memory_faults(kernel, in_flight, shared)
+    return faults
+
+
+def memory_faults(
+    kernel: CountedKernel, in_flight: int, shared: sass_memory.SharedCost
+) -> list[str]:
+    """Return what is slow about a kernel's accesses."""
+    faults = []
+    if in_flight < kernel.in_flight:
+        faults.append(
+            f"{kernel.label}: expected {kernel.in_flight} bytes in flight, got {in_flight}"
+        )
+    if shared.wavefronts > shared.least:
+        faults.append(
+            f"{kernel.label}: expected {shared.least} wavefronts of shared memory, got "
+            f"{shared.wavefronts}: bank conflicts"
+        )
+    return faults
 
 
 def instructions_of(code: list[sass.Instruction], work: sass.Work) -> str:

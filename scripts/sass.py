@@ -53,7 +53,7 @@ class Work:
 
     in_loop: bool  # one pass of the innermost loop; else from the first instruction to the last
     per_load: int = 8  # elements of a 16-byte load
-    marks: int = 1  # instructions `mark` of an element
+    marks: float = 1  # instructions `mark` of an element; a fraction, if several share one
     mark: str = "MUFU.EX2"
     stores: bool = False  # as many stores of 16 bytes as loads
     # where cells are not loaded 16 bytes at a time: how many one pass handles
@@ -309,7 +309,7 @@ def _paths(
             most[at] = graph[at].loads + max([*rest, *([0] if is_last(at) else [])])
     loads = most[first]
     elements = loads * work.per_load if work.cells is None else work.cells
-    needed = elements * work.marks
+    needed = int(elements * work.marks)
     ahead = {first: 0}  # the most loads before a block: what cannot reach `loads` is dropped
     for at in order:
         for following in edges[at]:

@@ -4,6 +4,7 @@
 
 #include "advantage/advantage_cuda.h"
 #include "core/cuda_device.h"
+#include "core/element.h"
 
 namespace skyrl_fast {
 namespace {
@@ -88,27 +89,98 @@ __global__ void __launch_bounds__(kThreads) group_kernel(const GroupAdvantageJob
   }
 }
 
-__device__ __forceinline__ float mask_at(const GroupAdvantageJob& job, int64_t cell) {
-  switch (job.mask_type) {
-    case MaskDType::kUInt8: return static_cast<float>(static_cast<const uint8_t*>(job.mask)[cell]);
-    case MaskDType::kInt64:
-      return static_cast<float>(static_cast<int32_t>(static_cast<const int64_t*>(job.mask)[cell]));
-    case MaskDType::kFloat32: return static_cast<const float*>(job.mask)[cell];
-    default: return 1.0f;
+// The row that is the last one of a row's trajectory: the next that is a last step, or num_rows.
+// For all threads of a warp, which read 32 flags at once.
+__device__ __forceinline__ int64_t last_row(const GroupAdvantageJob& job, int64_t row) {
+  const int64_t n = job.out_rows.num_rows;
+  if (job.is_last_step == nullptr) return row;
+  for (int64_t first = row; first < n; first += kWarp) {
+    const int64_t at = first + threadIdx.x % kWarp;
+    const int found = first_in_warp(at < n && job.is_last_step[at] != 0);
+    if (found < kWarp) return first + found;
+  }
+  return n;
+}
+
+constexpr int kCells = kVectorBytes / static_cast<int>(sizeof(float));  // of a thread's vector
+constexpr int kInFlight = 4;  // vectors of a thread whose masks are read before one is written
+constexpr int kVectors = 2 * kInFlight;  // of a thread
+constexpr int64_t kPartCells = int64_t{kWarp} * kVectors * kCells;
+constexpr int64_t kMostParts = 1024;  // in longer rows a thread has more vectors
+
+template <typename Mask>
+struct MaskCells {
+  const Mask* __restrict__ cells;
+  __device__ __forceinline__ float at(int64_t cell) const {
+    // A CPU's mask of int64 is read as int32.
+    if constexpr (sizeof(Mask) == sizeof(int64_t)) return static_cast<int32_t>(cells[cell]);
+    return static_cast<float>(cells[cell]);
+  }
+};
+struct NoMask {
+  __device__ __forceinline__ float at(int64_t) const { return 1.0f; }
+};
+
+// out[i] = value * mask[i] for `length` cells of a row, by the threads `first`, first + step, ...
+template <typename Cells>
+__device__ __forceinline__ void spread(const Cells& mask, float value, int64_t length,
+                                       int64_t first, int64_t step, float* __restrict__ out) {
+  const uintptr_t past = reinterpret_cast<uintptr_t>(out) / sizeof(float) % kCells;
+  const int64_t to_boundary = static_cast<int64_t>((kCells - past) % kCells);
+  const int64_t head = to_boundary < length ? to_boundary : length;
+  const int64_t vectors = (length - head) / kCells, body = vectors * kCells;
+  for (int64_t i = first; i < length - body; i += step) {
+    const int64_t cell = i < head ? i : i + body;
+    out[cell] = value * mask.at(cell);
+  }
+#pragma unroll 1
+  for (int64_t i = first; i < vectors; i += kInFlight * step) {
+    float factor[kInFlight][kCells];
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k) {
+      const int64_t at = i + k * step;
+#pragma unroll
+      for (int c = 0; c < kCells; ++c) {
+        if (at < vectors) factor[k][c] = mask.at(head + at * kCells + c);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k) {
+      const int64_t at = i + k * step;
+      if (at >= vectors) continue;
+      Vector v;
+#pragma unroll
+      for (int c = 0; c < kCells; ++c) v.word[c] = bits_of_float(value * factor[k][c]);
+      store_vector(out + head + at * kCells, v);
+    }
   }
 }
 
-// One warp per row: the trajectory's last row is the next one that is a last step.
+// A warp per part of a row.
 __global__ void __launch_bounds__(kThreads) spread_kernel(const GroupAdvantageJob job) {
   const int64_t row = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
   const int64_t n = job.out_rows.num_rows;
   if (row >= n) return;
-  int64_t last = row;
-  while (job.is_last_step != nullptr && last < n && job.is_last_step[last] == 0) ++last;
+  const int64_t last = last_row(job, row);
   const float advantage = last < n ? job.row_advantage[last] : NAN;
   const int64_t offset = job.out_rows.offset(row), length = job.out_rows.length(row);
-  for (int64_t t = threadIdx.x % kWarp; t < length; t += kWarp) {
-    job.out[offset + t] = advantage * mask_at(job, offset + t);
+  const int64_t first = static_cast<int64_t>(blockIdx.y) * kWarp + threadIdx.x % kWarp;
+  const int64_t step = static_cast<int64_t>(gridDim.y) * kWarp;
+  float* out = job.out + offset;
+  switch (job.mask_type) {
+    case MaskDType::kUInt8: {
+      const MaskCells<uint8_t> mask = {static_cast<const uint8_t*>(job.mask) + offset};
+      return spread(mask, advantage, length, first, step, out);
+    }
+    case MaskDType::kInt64: {
+      const MaskCells<int64_t> mask = {static_cast<const int64_t*>(job.mask) + offset};
+      return spread(mask, advantage, length, first, step, out);
+    }
+    case MaskDType::kFloat32: {
+      const MaskCells<float> mask = {static_cast<const float*>(job.mask) + offset};
+      return spread(mask, advantage, length, first, step, out);
+    }
+    default: return spread(NoMask(), advantage, length, first, step, out);
   }
 }
 
@@ -129,6 +201,10 @@ void group_advantage_cuda(const GroupAdvantageJob& job, cudaStream_t stream) {
     launch("group_advantage", l, group_kernel, job);
   }
   l.grid_x = (n + kThreads / kWarp - 1) / (kThreads / kWarp);
+  // On the host nothing says how long the longest row is.
+  const int64_t mean_cells = job.num_out / n;
+  const int64_t parts = (mean_cells + kPartCells - 1) / kPartCells;
+  l.grid_y = parts < 1 ? 1 : parts < kMostParts ? parts : kMostParts;
   launch("group_advantage", l, spread_kernel, job);
 }
 

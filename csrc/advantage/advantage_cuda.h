@@ -38,6 +38,7 @@ struct GroupAdvantageJob {
   MaskDType mask_type = MaskDType::kNone;
   Estimator estimator = Estimator::kGrpo;
   CellRows out_rows;
+  int64_t num_out = 0;  // cells of `out`
   double* scores = nullptr;
   float* row_advantage = nullptr;
   float* out = nullptr;

@@ -61,6 +61,7 @@ void group_advantage(py::handle rewards_obj, py::handle ids_obj, py::handle orde
   job.scores = cuda_array<double>(*scores, DType::kFloat64, n, *rewards);
   job.row_advantage = cuda_array<float>(*work, DType::kFloat32, n, *rewards);
   job.out = out->ptr<float>();
+  job.num_out = out->numel();
   job.estimator = static_cast<Estimator>(estimator);
   const MaybeOnCuda last(last_obj, kAdvantageOp, "is_last_step"),
       cu(cu_obj, kAdvantageOp, "cu_seqlens");

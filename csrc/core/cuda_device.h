@@ -84,6 +84,29 @@ inline float shuffle_xor(float value, int lane_mask) {
   return other;
 }
 
+inline double shuffle_xor(double value, int lane_mask) {
+  float halves[2];
+  std::memcpy(halves, &value, sizeof(halves));
+  for (float& half : halves) half = shuffle_xor(half, lane_mask);
+  std::memcpy(&value, halves, sizeof(halves));
+  return value;
+}
+
+inline int count_in_warp(bool value) {
+  float count = value ? 1.0f : 0.0f;
+  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) count += shuffle_xor(count, lanes);
+  return static_cast<int>(count);
+}
+
+inline int first_in_warp(bool value) {
+  float first = value ? static_cast<float>(threadIdx.x % kWarp) : static_cast<float>(kWarp);
+  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
+    const float other = shuffle_xor(first, lanes);
+    first = other < first ? other : first;
+  }
+  return static_cast<int>(first);
+}
+
 template <typename T>
 T* block_shared() {
   return reinterpret_cast<T*>(emulation::aligned_shared(emulation::now.fiber->block));
@@ -157,6 +180,21 @@ __device__ __forceinline__ void store_vector(void* p, const Vector& v) {
 
 __device__ __forceinline__ float shuffle_xor(float value, int lane_mask) {
   return __shfl_xor_sync(0xffffffffu, value, lane_mask);
+}
+
+__device__ __forceinline__ double shuffle_xor(double value, int lane_mask) {
+  return __shfl_xor_sync(0xffffffffu, value, lane_mask);
+}
+
+// In how many of the warp's threads the value is true; called by all of them.
+__device__ __forceinline__ int count_in_warp(bool value) {
+  return __popc(__ballot_sync(0xffffffffu, value));
+}
+
+// The first of the warp's threads in which the value is true, or kWarp; called by all of them.
+__device__ __forceinline__ int first_in_warp(bool value) {
+  const int first = __ffs(static_cast<int>(__ballot_sync(0xffffffffu, value)));
+  return first == 0 ? kWarp : first - 1;
 }
 
 // The block's dynamic shared memory.

@@ -10,7 +10,7 @@ namespace skyrl_fast {
 
 enum class MaskType : int { kUInt8 = 0, kInt64 = 1, kFloat32 = 2 };
 
-// A token is trained where its mask is not 0. Nothing is read where it is 0.
+// A token is trained where its mask is not 0. Where it is 0, no value matters: it may be NaN.
 struct LossMask {
   const void* data = nullptr;
   MaskType type = MaskType::kUInt8;

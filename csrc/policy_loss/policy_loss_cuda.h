@@ -9,10 +9,10 @@
 
 namespace skyrl_fast {
 
-constexpr int64_t kCellsPerSum = 2048;  // of one partial sum; fixes the order of summation
+constexpr int64_t kCellsPerSum = 2048;  // the fewest of one partial sum
 
 // `partial`: work space, one for every kCellsPerSum cells. `metrics` [kNumPolicyLossMetrics]. The
-// same input gives the same bits on every device.
+// same input, of the same alignment, gives the same bits on every device.
 template <typename T>
 void policy_loss_cuda(LossKind loss, KlKind kl, const LossParams<T>& params,
                       const PolicyLossInputs<T>& in, int64_t num_cells, T* grad, LossSums* partial,

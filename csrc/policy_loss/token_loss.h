@@ -71,6 +71,15 @@ SKYRL_HD T clamp_to(T x, T low, T high) {
   const T above = x < low ? low : x;
   return above > high ? high : above;
 }
+#if defined(__CUDA_ARCH__)
+// Two instructions in place of four, which the compiler finds for constant bounds only.
+__device__ __forceinline__ float clamp_to(float x, float low, float high) {
+  float above, out;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(above) : "f"(x), "f"(low));
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(above), "f"(high));
+  return out;
+}
+#endif
 
 template <typename T>
 struct Exponential {

@@ -86,6 +86,24 @@ def test_result_equals_the_cpu_bit_for_bit(
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bool, torch.int64, torch.float32])
+def test_long_rows_and_trajectories(gpu: str, dtype: torch.dtype | None) -> None:
+    """Rows of several parts, beginning at any cell; a trajectory's last row is 100 rows on."""
+    g = torch.Generator().manual_seed(0)
+    lengths = torch.randint(0, 9, (105,), generator=g)
+    lengths[[0, 40, 104]] = torch.tensor([5001, 2050, 3000])
+    cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    rewards = torch.randn(105, generator=g)
+    last = [row in (100, 104) for row in range(105)]
+    mask = torch.randint(0, 3, (int(cu[-1]),), generator=g)
+    mask = None if dtype is None else mask.to(dtype)
+    options = {"is_last_step": last, "cu_seqlens": cu}
+    there = None if mask is None else mask.to(gpu)
+    got = group_advantage(rewards.to(gpu), ["a"] * 105, response_mask=there, **options)
+    want = on_cpu(rewards, ["a"] * 105, response_mask=mask, **options)
+    assert torch.equal(got.cpu(), want)
+
+
 def test_ids_and_flags_on_the_device(gpu: str) -> None:
     rewards = torch.randn(50, 3, generator=torch.Generator().manual_seed(1))
     ids, last = torch.arange(50) // 5 % 4, torch.arange(50) % 5 == 4

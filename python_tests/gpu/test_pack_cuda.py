@@ -51,6 +51,24 @@ def test_round_trip(
     assert torch.equal(back, varlen_to_padded(*want[:2], **options, backend="torch"))
 
 
+@pytest.mark.parametrize("width", [101, 104, 3000])  # the last: several parts of a row
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.float32, torch.int64])
+def test_rows_of_every_length_and_alignment(gpu: str, dtype: torch.dtype, width: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    lengths = torch.randperm(101, generator=g)
+    if width > 101:
+        lengths = torch.cat([lengths, torch.randint(width // 2, width, (20,), generator=g)])
+    padded = torch.randint(0, 100, (len(lengths), width), generator=g).to(dtype)
+    starts = (torch.rand(len(lengths), generator=g) * (width - lengths + 1)).long()
+    rows: dict[str, Any] = {"side": "both", "starts": starts}
+    got = padded_to_varlen(padded.to(gpu), lengths=lengths, **rows)
+    want = padded_to_varlen(padded, lengths=lengths, **rows, backend="torch")
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(got[:3], want[:3], strict=True))
+    options = {"width": width, **rows, "pad_value": 7}
+    back = varlen_to_padded(got.values, want.cu_seqlens, **options)
+    assert torch.equal(back.cpu(), varlen_to_padded(*want[:2], **options, backend="torch"))
+
+
 @pytest.mark.parametrize("hidden", [1, 7, 4096])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_hidden_states_and_their_gradient(gpu: str, dtype: torch.dtype, hidden: int) -> None:

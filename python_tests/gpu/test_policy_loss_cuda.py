@@ -116,6 +116,68 @@ def test_ragged_rows_in_any_thread_order(
     assert_equal(got, reference(data, **options), torch.float64)
 
 
+# Rows of a block and of several, short ones within a thread's four cells, and none.
+LENGTHS = [0, 1, 2, 3, 0, 0, 2500, 5, 4, 1000, 0, 1, 1, 1, 700, 0, 1500, 0]
+
+
+def moved(data: dict[str, torch.Tensor], cells: int) -> dict[str, torch.Tensor]:
+    """Return the same values, `cells` elements behind a boundary of 16 bytes."""
+    return {k: torch.cat([v.new_zeros(cells), v])[cells:] for k, v in data.items()}
+
+
+@pytest.mark.parametrize("cells", [0, 1])  # as vectors; one by one
+@pytest.mark.parametrize("loss", VARIANTS, ids=IDS)
+def test_policy_stream_alone(gpu: str, loss: str | LossSettings, cells: int) -> None:
+    data = batch((sum(LENGTHS),))
+    for name in ("logprobs", "old", "advantages"):
+        data[name][~data["mask"]] = NAN
+    options = dict(
+        loss=loss, cu_seqlens=torch.tensor([0, *LENGTHS]).cumsum(0), reduction="sequence_mean",
+        scope="trajectory", trajectory_ids=[i // 2 for i in range(len(LENGTHS))],
+    )  # fmt: skip
+    got = run(gpu, moved(data, cells), backend="native", **options)
+    assert_equal(got, reference(data, **options))
+
+
+@given(
+    lengths=st.lists(st.integers(0, 70), max_size=40),
+    variant=st.sampled_from(VARIANTS),
+    mask_dtype=st.sampled_from([torch.bool, torch.uint8, torch.int64, torch.float32]),
+    scale=st.integers(1, 60),
+    cells=st.integers(0, 4),
+    order=st.integers(0, 3),
+)
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_policy_stream_of_ragged_rows(
+    emulated_gpu: ModuleType,
+    lengths: list[int],
+    variant: tuple[str, dict[str, Any]],
+    mask_dtype: torch.dtype,
+    scale: int,
+    cells: int,
+    order: int,
+) -> None:
+    emulated_gpu.set_order(order)
+    lengths = [length * scale for length in lengths]
+    data = batch((sum(lengths),))
+    data["mask"] = data["mask"].to(mask_dtype) * 3  # any number but 0
+    options = dict(
+        loss=variant, reduction="sequence_mean", cu_seqlens=torch.tensor([0, *lengths]).cumsum(0)
+    )
+    got = run("cpu", moved(data, cells), backend="native", **options)
+    assert_equal(got, reference(data, **options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [3, 5000])
+def test_many_blocks_visit_more_cells_each(gpu: str, width: int) -> None:
+    sums = 2 * 1024  # with so many a block has two
+    rows = sums * policy_loss_op.CELLS_PER_SUM // width + 1
+    data = batch((rows, width))
+    options: dict[str, Any] = dict(reduction="sequence_mean")
+    assert_equal(run(gpu, data, backend="native", **options), reference(data, **options))
+
+
 @pytest.mark.spec("loss.gpu-no-sync")
 @pytest.mark.parametrize("order", [1, 2, 3])
 def test_thread_order_does_not_change_the_result(emulated_gpu: ModuleType, order: int) -> None:

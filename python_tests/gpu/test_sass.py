@@ -2,7 +2,7 @@
 
 import pytest
 
-from scripts import cuda_check, sass
+from scripts import cuda_check, sass, sass_memory
 
 # As `cuobjdump -sass` prints it: a prologue, a loop of two guarded loads with a rare branch and a
 # call, the end, and the called function.
@@ -86,8 +86,59 @@ def test_counted_kernels_are_printed(
     monkeypatch.setattr(cuda_check, "find_cuobjdump", lambda: "cuobjdump")
     monkeypatch.setattr(cuda_check.subprocess, "check_output", lambda *_, **__: LISTING)
     compiled = [cuda_check.Kernel("_Zloop", "sm_90a", 40, 0, 0)]
-    cuda_check.print_instructions("x", compiled, cuda_check.ROOT / "x.o")
+    assert cuda_check.print_counts("x", compiled, cuda_check.ROOT / "x.o") == []
     first, second = capsys.readouterr().out.splitlines()
     counted = "4.0 to 7.0 instructions an element and 5 a thread"
-    assert first == f"  loop: {counted}, 40 registers, LDG 2x128, STG 1x16+1x128"
+    memory = "LDG 2x128, STG 1x16+1x128, 32 bytes in flight"
+    assert first == f"  loop: {counted}, 40 registers, {memory}"
     assert "not counted (no path with 2 loads of 16 bytes and 6 MUFU.EX2)" in second
+
+
+# Each thread stores 16 bytes every 128, then reads 8 bytes of a column that 16 threads share; of
+# four loads two are read before the others are issued.
+MEMORY = """
+		Function : _Zmemory
+        /*0000*/                   S2R R3, SR_TID.X ;                     /* 0x00 */
+        /*0010*/                   LDG.E R8, desc[UR4][R4.64] ;           /* 0x00 */
+        /*0020*/                   LDG.E.64 R10, desc[UR4][R4.64] ;       /* 0x00 */
+        /*0030*/                   IADD3 R9, R8, R10, RZ ;                /* 0x00 */
+        /*0040*/                   LDG.E.U8 R6, desc[UR4][R4.64] ;        /* 0x00 */
+        /*0050*/                   LDG.E.U8 R7, desc[UR4][R4.64] ;        /* 0x00 */
+        /*0060*/                   LEA R2, R3.reuse, UR4, 0x7 ;           /* 0x00 */
+        /*0070*/                   STS.128 [R2], R16 ;                    /* 0x00 */
+        /*0080*/                   SHF.R.S32.HI R0, RZ, 0x4, R3 ;         /* 0x00 */
+        /*0090*/                   LOP3.LUT R2, R3, 0xf, RZ, 0xc0, !PT ;  /* 0x00 */
+        /*00a0*/                   IMAD R2, R0, 0x100, R2 ;               /* 0x00 */
+        /*00b0*/                   LEA R2, R2, UR4, 0x3 ;                 /* 0x00 */
+        /*00c0*/                   LDS.64 R4, [R2+0x80] ;                 /* 0x00 */
+        /*00d0*/                   LDS R4, [R9] ;                         /* 0x00 */
+        /*00e0*/                   EXIT ;                                 /* 0x00 */
+"""
+
+
+def test_bank_conflicts_are_computed_from_the_threads_addresses() -> None:
+    code = sass.functions(MEMORY)["_Zmemory"]
+    # 32 for the store, all of whose threads meet in four banks; the address of the last is unknown
+    assert sass_memory.shared_cost(code) == sass_memory.SharedCost(32 + 2 + 1, 4 + 2 + 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("stride", "width", "expected"),
+    [(4, 4, 1), (8, 4, 2), (0, 4, 1), (128, 4, 32), (8, 8, 2), (136, 8, 2), (16, 16, 4)],
+)
+def test_wavefronts_of_strides(stride: int, width: int, expected: int) -> None:
+    assert sass_memory.wavefronts([stride * lane for lane in range(32)], width) == expected
+
+
+def test_bytes_in_flight_end_where_one_is_read() -> None:
+    code = sass.functions(MEMORY)["_Zmemory"]
+    assert sass_memory.bytes_in_flight(code) == 4 + 8
+
+
+def test_slow_accesses_of_a_counted_kernel_are_faults() -> None:
+    kernel = cuda_check.CountedKernel("sums", "x", "_Z", None, in_flight=16)
+    assert cuda_check.memory_faults(kernel, 16, sass_memory.SharedCost(4, 4, 0)) == []
+    assert cuda_check.memory_faults(kernel, 12, sass_memory.SharedCost(32, 4, 0)) == [
+        "sums: expected 16 bytes in flight, got 12",
+        "sums: expected 4 wavefronts of shared memory, got 32: bank conflicts",
+    ]

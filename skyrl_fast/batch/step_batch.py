@@ -438,10 +438,13 @@ class StepBatch:
         return dataclasses.replace(self, **changes)
 
     def to(self, device: torch.device | str) -> StepBatch:
-        moved = {
-            f.name: getattr(self, f.name).to(device, non_blocking=True)
-            for f in dataclasses.fields(self)
-            if isinstance(getattr(self, f.name), torch.Tensor)
+        """Return the batch on a device; copies to a GPU are asynchronous."""
+        target = torch.device(device)
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        moved: dict[str, Any] = {
+            name: _backend.to_device(value, target)
+            for name, value in values.items()
+            if isinstance(value, torch.Tensor)
         }
         return dataclasses.replace(self, **moved)
 

@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -304,9 +304,23 @@ def to_gpu(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def to_device_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return the tensor on the device of `like`; copies to a GPU are asynchronous."""
-    if tensor.device == like.device:
+    return to_device(tensor, like.device)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the tensor on a device; copies from the CPU to a GPU are asynchronous."""
+    if tensor.device == device:
         return tensor
-    return to_gpu(tensor, like.device) if on_gpu(like) else tensor.to(like.device)
+    is_upload = tensor.device.type == "cpu" and device_kind(device) == "cuda"
+    return to_gpu(tensor, device) if is_upload else tensor.to(device)
+
+
+def read_numbers(values: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Return 0-dimensional tensors of one device as floats: the host waits for it once."""
+    if not values:
+        return {}
+    numbers = torch.stack([value.detach().double() for value in values.values()]).tolist()
+    return dict(zip(values, numbers, strict=True))
 
 
 def launch_argument(tensor: torch.Tensor) -> int:

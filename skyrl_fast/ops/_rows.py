@@ -202,11 +202,13 @@ def _result_shape(
 ) -> torch.Size:
     """Return the shape of the result: the mask's, which must fit the rows."""
     if cu_seqlens is not None:
-        # On a GPU the last offset is not read, which would wait for the device.
-        if not _backend.on_gpu(cu_seqlens):
-            shape = torch.Size([int(cu_seqlens[-1])])
-        else:
+        # On a GPU the last offset is read, which waits for the device, only where nothing else says
+        # how many cells there are.
+        says_cells = mask is not None or rewards.shape != (num_rows,)
+        if _backend.on_gpu(cu_seqlens) and says_cells:
             shape = mask.shape if mask is not None else rewards.shape
+        else:
+            shape = torch.Size([int(cu_seqlens[-1])])
         if rewards.shape not in (shape, (num_rows,)):
             raise ValueError(
                 f"{op}: rewards must be ({num_rows},) or {tuple(shape)}, got {tuple(rewards.shape)}"

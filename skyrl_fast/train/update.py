@@ -23,6 +23,7 @@ from skyrl_fast.config import (
     policy_loss_settings,
     policy_loss_spec,
 )
+from skyrl_fast.ops import _backend
 from skyrl_fast.ops.policy_loss.loss import policy_loss, reduction_weights
 from skyrl_fast.ops.policy_loss.losses import LossSpec
 from skyrl_fast.ops.policy_loss.reduction import SequenceScope
@@ -41,6 +42,7 @@ from skyrl_fast.train.parallel.sharding import reduce_at_last
 
 _NO_BUDGET = 1 << 62  # tokens
 _TRAINED = "policy/trained_tokens"
+_LOSS = "policy/loss"
 # Of a micro-batch: weighted by the mini-batch's weights, or counted.
 _SUMS = {
     *("policy/policy_loss", "policy/kl_loss", "policy/cross_entropy_loss"),
@@ -51,7 +53,7 @@ _COUNTS = {"policy/cross_entropy": "policy/cross_entropy_tokens", "policy/kl": "
 # Metrics of a mini-batch that are no means over its tokens.
 _OF_MINI_BATCH = {
     *_SUMS,
-    *("policy/loss", _TRAINED, "policy/num_micro_batches"),
+    *(_LOSS, _TRAINED, "policy/num_micro_batches"),
     *("policy/forward_tokens", "policy/row_tokens", "policy/token_saving"),
     *("policy/tree_group_share", "policy/rows_without_gradient"),
     *("policy/grad_norm", "policy/lr", "policy/nonfinite_steps_skipped"),
@@ -230,7 +232,7 @@ def accumulate_gradient(
         for result in results:
             seen_logprobs[result.positions] = result.logprobs
     metrics = _token_mean_metrics(results)
-    metrics["policy/loss"] = sum(result.loss for result in results)
+    metrics[_LOSS] = sum(result.loss for result in results)
     metrics["policy/num_micro_batches"] = float(len(results))
     metrics["policy/forward_tokens"] = float(sum(result.forward_tokens for result in results))
     rows = [result.rows for result in results]
@@ -295,8 +297,8 @@ class _MiniBatchWeights:
         total = 0.0 if given is None else float(given.sum())
         return cls(rows, algorithm.observation_loss_coef / total if total else 0.0)
 
-    def at(self, rows: torch.Tensor, device: torch.device) -> _MiniBatchWeights:
-        return _MiniBatchWeights(self.rows[rows].to(device), self.cross_entropy)
+    def at(self, rows: torch.Tensor) -> _MiniBatchWeights:
+        return _MiniBatchWeights(self.rows[rows], self.cross_entropy)
 
 
 def _weights_of_terms(
@@ -390,58 +392,89 @@ def _micro_step(
         # FSDP's collectives must run on every rank, or the others wait forever.
         trained.sum().backward()
         return None
+    # The device is still computing: the host prepares the loss meanwhile. It reads nothing from the
+    # device before the end, and copies from pinned memory, which waits for nothing.
+    there = partial(_backend.to_device, device=trained.device)
     # The forward pass reads routes and kept tokens from `micro`; the loss needs neither.
     unread = dict.fromkeys((*_FORWARD_ONLY, *_RECORDS))
     rows = batch.with_(**unread).rows(micro.rows)
-    index = micro.response_index.to(trained.device)
+    here = weights.at(micro.rows)
+    terms = _weights_of_terms(rows, here, algorithm)
+    moved: dict[str, Any] = {
+        name: None if value is None else there(value) for name, value in terms.items()
+    }
+    index = micro.response_index
+    sampled = rows.loss_mask[index] != 0  # others have only cross-entropy
+    cells = rows.to(trained.device)
     # Back to all response tokens of the rows, as the loss has offsets of these.
-    logprobs = trained.new_zeros(rows.loss_mask.shape[0]).index_put((index,), trained)
-    rows = rows.to(trained.device)
+    logprobs = trained.new_zeros(rows.loss_mask.shape[0]).index_put((there(index),), trained)
     out = policy_loss(
         logprobs,
-        rows.old_logprobs,
-        rows.advantages,
-        rows.trained_mask,
-        **_weights_of_terms(rows, weights.at(micro.rows, trained.device), algorithm),
+        cells.old_logprobs,
+        cells.advantages,
+        cells.trained_mask,
+        **moved,
+        # On the host, where their values can be read.
         cu_seqlens=rows.cu_responses,
         trajectory_ids=rows.trajectory_ids,
         scope=cast(SequenceScope, algorithm.sequence_scope),
-        rollout_logprobs=rows.rollout_logprobs,
+        rollout_logprobs=cells.rollout_logprobs,
         loss=policy_loss_settings(algorithm),
-        ref_logprobs=rows.ref_logprobs,
+        ref_logprobs=cells.ref_logprobs,
         kl_estimator=algorithm.kl_estimator_type if algorithm.use_kl_loss else None,
         kl_coef=algorithm.kl_loss_coef,
     )
     loss = out.loss
-    sampled = rows.loss_mask[index] != 0  # others have only cross-entropy
     if algorithm.use_entropy_loss:
         row_of_token = torch.bucketize(index, rows.cu_responses[1:].long(), right=True)
-        weight = weights.rows[micro.rows].to(entropy.device)[row_of_token] * sampled
+        weight = there(here.rows[row_of_token] * sampled)
         loss = loss - algorithm.entropy_loss_coef * (entropy * weight).sum()
     loss.backward()
     # The op reports zeros for a penalty that it was not given.
     left_out = _RECOMPUTED if algorithm.use_kl_loss else _RECOMPUTED | _OF_REFERENCE
-    metrics = {f"policy/{k}": float(v) for k, v in out.metrics.items() if k not in left_out}
-    num_sampled = int(sampled.sum())
-    is_supervised = algorithm.policy_loss_type == "cross_entropy"
-    if num_sampled and is_supervised and rows.cross_entropy_weights is None:
-        metrics["policy/cross_entropy"] = -float(trained.detach()[sampled].mean())
-    if num_sampled:
-        metrics["policy/policy_entropy"] = float(entropy.detach()[sampled].mean())
-    if rows.rollout_logprobs is not None and num_sampled:
-        difference = (trained.detach() - rows.rollout_logprobs[index])[sampled].abs()
-        metrics["policy/rollout_train_logprobs_abs_diff_mean"] = float(difference.mean())
-        metrics["policy/rollout_train_logprobs_abs_diff_max"] = float(difference.max())
+    values = {f"policy/{k}": v for k, v in out.metrics.items() if k not in left_out}
+    if sampled.any():
+        values |= _values_of_sampled(trained, entropy, rows, micro, sampled, algorithm)
+    metrics = _backend.read_numbers({_LOSS: loss, **values})
     return _MicroBatchResult(
-        loss=float(loss.detach()),
+        loss=metrics.pop(_LOSS),
         metrics=metrics,
-        policy_tokens=num_sampled,
+        policy_tokens=int(sampled.sum()),
         forward_tokens=micro.input_ids.numel(),
         as_tree=micro.tree is not None,
         rows=micro.rows,
         positions=response_positions(batch, micro),
         logprobs=trained.detach().float().cpu(),
     )
+
+
+def _values_of_sampled(
+    trained: torch.Tensor,
+    entropy: torch.Tensor,
+    rows: StepBatch,
+    micro: MicroBatch,
+    sampled: torch.Tensor,
+    algorithm: AlgorithmConfig,
+) -> dict[str, torch.Tensor]:
+    """Return metrics of the sampled tokens, as numbers on the device of the log-probabilities.
+
+    Args:
+        trained, entropy: (M,) of the trained tokens, on the device.
+        sampled: (M,) bool, on the CPU like the rows.
+    """
+    places = _backend.to_device_of(sampled.nonzero()[:, 0], trained)
+    logprobs = trained.detach()[places]
+    values = {}
+    is_supervised = algorithm.policy_loss_type == "cross_entropy"
+    if is_supervised and rows.cross_entropy_weights is None:
+        values["policy/cross_entropy"] = -logprobs.mean()
+    values["policy/policy_entropy"] = entropy.detach()[places].mean()
+    if rows.rollout_logprobs is not None:
+        rollout = rows.rollout_logprobs[micro.response_index[sampled]]
+        difference = (logprobs - _backend.to_device_of(rollout, logprobs)).abs()
+        values["policy/rollout_train_logprobs_abs_diff_mean"] = difference.mean()
+        values["policy/rollout_train_logprobs_abs_diff_max"] = difference.max()
+    return values
 
 
 def _token_mean_metrics(results: list[_MicroBatchResult]) -> dict[str, float]:

@@ -198,7 +198,7 @@ def policy_loss(
     )
     if built_in is None:
         assert isinstance(loss, CustomLoss)
-        sequence = sequences_of(OP, scope, trajectory_ids, num_rows)
+        sequence = _sequences_there(scope, trajectory_ids, num_rows, current)
         return _custom(cells, loss, old_logprobs, rollout_logprobs, advantages, sequence)
     # Which log-probabilities are `old` is decided here, so that a kernel knows one denominator.
     spec, settings = built_in
@@ -208,7 +208,7 @@ def policy_loss(
     adv = _like(current, "advantages", advantages) if spec.needs_advantages else None
     sequence = None
     if spec.scope == "sequence":
-        sequence = sequences_of(OP, scope, trajectory_ids, num_rows)
+        sequence = _sequences_there(scope, trajectory_ids, num_rows, current)
     old = _like(current, "old_logprobs", old)
     return _built_in(cells, spec, settings, old, adv, sequence, generator, chosen)
 
@@ -317,7 +317,7 @@ def _custom(
         adv.reshape(-1),
         cells.policy_mask.reshape(-1) != 0,
         cu_seqlens,
-        sequence.to(current.device),
+        sequence,
     )
     return custom_policy_loss(
         loss,
@@ -417,6 +417,14 @@ def _like(
     return value.detach().to(current.dtype).contiguous()
 
 
+def _sequences_there(
+    scope: str | None, trajectory_ids: RowIds | None, num_rows: int, current: torch.Tensor
+) -> torch.Tensor | None:
+    """Return `sequences_of` on the device of the log-probabilities."""
+    sequence = sequences_of(OP, scope, trajectory_ids, num_rows)
+    return None if sequence is None else _backend.to_device_of(sequence, current)
+
+
 def _sequence_delta(
     current: torch.Tensor,
     old: torch.Tensor | None,
@@ -432,7 +440,6 @@ def _sequence_delta(
         current.detach(), denominator.detach(), mask, cu_seqlens, use_triton
     )
     if sequence is not None:
-        sequence = _backend.to_device_of(sequence, current)
         # index_put_ sorts the rows on a GPU, so that sums have the same bits
         sums = torch.zeros_like(sums).index_put_((sequence,), sums, accumulate=True)[sequence]
     # 0, not NaN, for a sequence without a trained token.

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from skyrl_fast._C import TreeTiles
+from skyrl_fast.ops import _backend
 from skyrl_fast.ops.prefix_tree.reference import masked_attention
 from skyrl_fast.ops.prefix_tree.tiles import tile_attention
 from skyrl_fast.ops.prefix_tree.tree import ancestor_mask
@@ -115,7 +116,8 @@ def plan_tree_attention(
     if parents.device.type == ends.device.type == "cpu":  # reading would wait for a GPU
         TreeTiles(parents, ends, window=1)  # which checks the tree; of a window the cheapest
     # These masks are made from the ends alone: the parents stay where they are.
-    return TreeAttention(kind, num_nodes, parents, ends.to(device))
+    ends = _backend.to_device(ends, torch.device(device))
+    return TreeAttention(kind, num_nodes, parents, ends)
 
 
 def tree_attention(

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import Config, OptimizerConfig
 from skyrl_fast.config.settings import LoraConfig
+from skyrl_fast.ops import _backend
 from skyrl_fast.train.data.schedule import total_optimizer_steps
 from skyrl_fast.train.model.lm_head import backbone as backbone_of
 from skyrl_fast.train.model.lora import (
@@ -123,6 +124,7 @@ def add_to_base(model: Any, lora: LoraConfig, *, base: str, folder: Path | None 
     owner.add_module(VALUE_HEAD, make_value_head(owner, folder))
 
 
+_STEP = ("critic_loss", "values_mean", "values_clipfrac")
 _TOKEN_MEANS = ("critic/values_mean", "critic/values_clipfrac")
 
 
@@ -200,7 +202,7 @@ class Critic:
                 return self.model.head(hidden)
 
         values = with_full_params(self._root, values_of)
-        values = values.index_select(0, micro.hidden_index.to(self.device)).float()
+        values = values.index_select(0, _backend.to_device_of(micro.hidden_index, values)).float()
         return micro.joined(values)
 
     @run_on_all_ranks
@@ -274,14 +276,13 @@ class Critic:
     def _step(self, batch: StepBatch) -> dict[str, float]:
         self.optimizer.zero_grad()
         results = self._gradient(batch)
-        names = ("critic_loss", "values_mean", "values_clipfrac")
-        sums = {name: sum(result[i] for result in results) for i, name in enumerate(names)}
+        sums = {name: sum(result[name] for result in results) for name in _STEP}
         step = {name.removeprefix("policy/"): v for name, v in self.optimizer.step().items()}
         return {f"critic/{name}": value for name, value in (sums | step).items()}
 
     @run_on_all_ranks
-    def _gradient(self, batch: StepBatch) -> list[tuple[float, float, float]]:
-        """Add the mini-batch's gradient; return loss, mean value and clip fraction of each pass."""
+    def _gradient(self, batch: StepBatch) -> list[dict[str, float]]:
+        """Add the mini-batch's gradient; return the metrics of each pass, `_STEP`."""
         total = max(1, int((batch.loss_mask != 0).sum()))
         assert batch.values is not None and batch.returns is not None
         results = []
@@ -290,13 +291,17 @@ class Critic:
             old, returns = batch.values[index], batch.returns[index]
             values = self.values(micro)
             losses, clipped = value_loss(
-                values, old.to(self.device), returns.to(self.device), value_clip=self.value_clip
+                values,
+                _backend.to_device_of(old, values),
+                _backend.to_device_of(returns, values),
+                value_clip=self.value_clip,
             )
             loss = losses.sum() / total
             loss.backward()
             mean, share = values.detach().sum() / total, clipped.sum() / total
             # Divided by the mini-batch's tokens: the sums over all passes are its means.
-            results.append((float(loss.detach()), float(mean), float(share)))
+            named = dict(zip(_STEP, (loss, mean, share), strict=True))
+            results.append(_backend.read_numbers(named))
         return self.ranks.gather(results)
 
     def _micro_batches(self, batch: StepBatch) -> MicroBatches:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from skyrl_fast.ops import _backend
 from skyrl_fast.train.model.forward_pass import MicroBatch
 from skyrl_fast.train.model.tree_path import PATH, Kept, UnitPath, paths_of_layers
 from skyrl_fast.train.model.tree_states import SEGMENTS, TreeSegments
@@ -76,8 +77,9 @@ class PathPasses:
     ) -> None:
         assert micro.tree is not None
         self._backbone, self._units, self._device = backbone, units, device
-        self._ids = micro.input_ids.to(device)
-        self._positions = micro.tree.positions.to(device)
+        self._ids = _backend.to_device(micro.input_ids, device)
+        self._depths = micro.tree.positions[0]  # on the CPU
+        self._positions = _backend.to_device(micro.tree.positions, device)
         self._parents, self._ends = micro.tree.parents.long(), micro.tree.ends.long()
         kind = device.type
         # The backward pass computes units again, when the caller has left its autocast context.
@@ -140,12 +142,13 @@ class PathPasses:
 
     def _run(self, unit: TreeUnit, above: Sequence[Kept]) -> tuple[Tensor, Kept]:
         nodes = slice(unit.first, unit.last)
-        count, depth = unit.last - unit.first, int(self._positions[0, unit.first])
+        count, depth = unit.last - unit.first, int(self._depths[unit.first])
         # Nodes whose parent is above begin segments, which continue the state kept there.
         parents = (self._parents[nodes] - unit.first).clamp_min(-1)
         own = (self._ends[nodes] - unit.first).clamp_max(count) + depth
         # The path above comes first: each of its nodes is an ancestor of all nodes here.
-        ends = torch.cat([torch.full((depth,), depth + count), own]).to(self._device)
+        path_ends = torch.cat([torch.full((depth,), depth + count), own])
+        ends = _backend.to_device(path_ends, self._device)
         path = UnitPath(list(above), ends, count, unit.continues)
         # A mask of four dimensions keeps transformers from building its own.
         hidden = self._backbone(

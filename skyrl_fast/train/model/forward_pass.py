@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from skyrl_fast.batch import StepBatch
+from skyrl_fast.ops import _backend
 from skyrl_fast.train.parallel.sequence_ranks import SequencePart
 
 
@@ -53,7 +54,7 @@ class MicroBatch:
         """Return the values of all trained tokens, from those of the entries computed here."""
         if self.part is not None:
             values = self.part.joined(values)
-        return values if self.copies is None else values[self.copies.to(values.device)]
+        return values if self.copies is None else values[_backend.to_device_of(self.copies, values)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ import torch
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config.model_folder import POLICY, find_auto_class, model_folder
 from skyrl_fast.config.settings import TrainerConfig
+from skyrl_fast.ops import _backend
 from skyrl_fast.rollout.engine.weights.transfer import OF_POLICY
 from skyrl_fast.train.model.lm_head import (
     PROBE_TOKENS,
@@ -214,19 +215,21 @@ class Policy:
         """Return (M,) float32 logprobs of the micro-batch's trained tokens, and their entropies."""
         micro = padded_trees(micro, self.device, self.ranks.sequence)
         self._use_adapter()
+        # Without waiting: the host prepares the backward pass while the device computes.
+        there = partial(_backend.to_device, device=self.device)
 
         def distinct() -> Any:
             with self._autocast(), self._replayed(micro):
                 hidden = last_hidden_states(
                     self.backbone, micro, self.device, most_nodes=self._most_nodes
                 )
-            hidden = hidden.index_select(0, micro.hidden_index.to(self.device))
+            hidden = hidden.index_select(0, there(micro.hidden_index))
             # Norms return float32 under autocast, which would slow down the largest product.
             return self.head.logprobs(
                 hidden.to(self.head_dtype),
-                micro.target_ids.to(self.device),
+                there(micro.target_ids),
                 temperature=self.temperature,
-                kept_ids=None if micro.kept_ids is None else micro.kept_ids.to(self.device),
+                kept_ids=None if micro.kept_ids is None else there(micro.kept_ids),
                 cu_kept=micro.cu_kept,
                 return_entropy=return_entropy,
                 saved_logits_bytes=self.saved_logits_bytes,
@@ -388,7 +391,8 @@ class Policy:
         if micro.expert_indices is None or micro.router_padding_mask is None:
             raise ValueError("policy: router replay needs a micro-batch planned with its routes")
         return self._replay.routes(
-            micro.expert_indices.to(self.device), micro.router_padding_mask.to(self.device)
+            _backend.to_device(micro.expert_indices, self.device),
+            _backend.to_device(micro.router_padding_mask, self.device),
         )
 
     def _at_routes(

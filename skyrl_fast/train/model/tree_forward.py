@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from skyrl_fast.ops import _backend
 from skyrl_fast.ops.prefix_tree.attention import (
     TreeAttention,
     autocast,
@@ -110,18 +112,19 @@ def last_hidden_states(
         most_nodes: of trees whose activations are in memory at once, where one path of them is
             not longer; None: all. More are computed path by path.
     """
-    ids = micro.input_ids.to(device)
+    there = partial(_backend.to_device, device=device)
+    ids = there(micro.input_ids)
     if micro.tree is None and micro.part is None:
         packed = pack_rows(backbone, micro)
         if packed is None:
             hidden: Tensor = backbone(input_ids=ids, use_cache=False).last_hidden_state
             return hidden.flatten(0, 1)
         hidden = backbone(
-            input_ids=packed.input_ids.to(device),
-            position_ids=packed.positions.to(device),
+            input_ids=there(packed.input_ids),
+            position_ids=there(packed.positions),
             use_cache=False,
         ).last_hidden_state
-        return hidden.flatten(0, 1).index_select(0, packed.places.to(device))
+        return hidden.flatten(0, 1).index_select(0, there(packed.places))
     units = _units_beyond(micro, most_nodes)
     if len(units) > 1:
         return depth_first_states(backbone, micro, units, device)
@@ -133,7 +136,7 @@ def last_hidden_states(
     else:
         plan = plan_tree_attention(micro.tree.parents, micro.tree.ends, device=device)
         positions = micro.tree.positions[:, here]
-    return _with_attention(backbone, ids, positions.to(device), plan, ranks).flatten(0, 1)
+    return _with_attention(backbone, ids, there(positions), plan, ranks).flatten(0, 1)
 
 
 def _units_beyond(micro: MicroBatch, most_nodes: int | None) -> Sequence[TreeUnit]:

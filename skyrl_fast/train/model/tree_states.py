@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from skyrl_fast.ops import _backend
 from skyrl_fast.train.model.tree_path import PATH, LayerPath
 
 SEGMENTS = "skyrl_fast_segments"  # keyword argument of a pass
@@ -207,7 +208,7 @@ class TreeSegments:
         return sizes[kind_of.ravel()]
 
     def _tensor(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(self._device)
+        return _backend.to_device(torch.from_numpy(values), self._device)
 
     def with_tails(self, width: int) -> tuple[Tensor, Tensor]:
         """Return the nodes of each segment after the last `width` of the path above it.

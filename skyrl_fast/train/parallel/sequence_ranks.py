@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from skyrl_fast.ops import _backend
 from skyrl_fast.setting import ConfigError
 from skyrl_fast.train.parallel.traffic import SEQUENCES, Traffic
 
@@ -94,7 +95,7 @@ class SequencePart:
         # All ranks compute the same loss, and each propagates the gradient of its part.
         if self.num_entries == 0:
             return values
-        places = self.places.to(values.device)
+        places = _backend.to_device_of(self.places, values)
         full = values.new_zeros(self.num_entries).index_put((places,), values)
         result: Tensor = _Sum.apply(full, self.ranks.group)
         return result

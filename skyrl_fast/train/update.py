@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -44,10 +44,10 @@ _TRAINED = "policy/trained_tokens"
 # Of a micro-batch: weighted by the mini-batch's weights, or counted.
 _SUMS = {
     *("policy/policy_loss", "policy/kl_loss", "policy/cross_entropy_loss"),
-    *("policy/policy_tokens", "policy/cross_entropy_tokens", "policy/kl_tokens"),
+    *("policy/policy_tokens", "policy/cross_entropy_tokens"),
 }
 # Metrics that are means over other tokens than those of the policy loss, and the number of these.
-_COUNTS = {"policy/cross_entropy": "policy/cross_entropy_tokens", "policy/kl": "policy/kl_tokens"}
+_COUNTS = {"policy/cross_entropy": "policy/cross_entropy_tokens"}
 # Metrics of a mini-batch that are no means over its tokens.
 _OF_MINI_BATCH = {
     *_SUMS,
@@ -69,7 +69,7 @@ _FORWARD_ONLY = ("expert_indices", "cu_experts", "num_kept", "kept_ids", "cu_kep
 _RECORDS = ("owners", "step_numbers", "is_placeholder", "is_alone")  # which no loss reads
 _RECOMPUTED = {"loss", "num_tokens"}  # of a micro-batch; recomputed here for the mini-batch
 
-_OF_REFERENCE = {"kl", "kl_loss", "kl_tokens"}  # 0 without a reference
+_OF_REFERENCE = {"kl", "kl_loss"}  # 0 without a reference
 
 
 def optimizer_steps_per_batch(
@@ -299,25 +299,14 @@ class _MiniBatchWeights:
         return _MiniBatchWeights(self.rows[rows].to(device), self.cross_entropy)
 
 
-def _weights_of_terms(
+def _weights_of_policy_loss(
     rows: StepBatch, weights: _MiniBatchWeights, algorithm: AlgorithmConfig
 ) -> dict[str, Any]:
-    """Return the weights of the loss's terms, arguments of `policy_loss`."""
+    """Return the weights of the policy loss, arguments of `policy_loss`."""
     tokens, coef = rows.token_weights, algorithm.policy_loss_coef
     if coef != 1:
         tokens = torch.full_like(rows.rewards, coef) if tokens is None else coef * tokens
-    if rows.cross_entropy_weights is None:
-        return {"row_weights": weights.rows, "token_weights": tokens}
-    # The cross-entropy has a mean of its own, so the rows' weights become those of tokens.
-    lengths = rows.cu_responses.diff().long()
-    of_rows = torch.repeat_interleave(weights.rows, lengths, output_size=rows.loss_mask.shape[0])
-    of_policy = of_rows * (rows.loss_mask != 0)
-    return {
-        "row_weights": torch.ones_like(weights.rows),
-        "token_weights": of_policy if tokens is None else of_policy * tokens,
-        "cross_entropy_weights": weights.cross_entropy * rows.cross_entropy_weights,
-        "kl_weights": of_policy if algorithm.use_kl_loss else None,
-    }
+    return {"row_weights": weights.rows, "token_weights": tokens}
 
 
 @run_on_all_ranks
@@ -401,8 +390,8 @@ def _micro_step(
         logprobs,
         rows.old_logprobs,
         rows.advantages,
-        rows.trained_mask,
-        **_weights_of_terms(rows, weights.at(micro.rows, trained.device), algorithm),
+        rows.loss_mask,
+        **_weights_of_policy_loss(rows, weights.at(micro.rows, trained.device), algorithm),
         cu_seqlens=rows.cu_responses,
         trajectory_ids=rows.trajectory_ids,
         scope=cast(SequenceScope, algorithm.sequence_scope),
@@ -418,18 +407,31 @@ def _micro_step(
         row_of_token = torch.bucketize(index, rows.cu_responses[1:].long(), right=True)
         weight = weights.rows[micro.rows].to(entropy.device)[row_of_token] * sampled
         loss = loss - algorithm.entropy_loss_coef * (entropy * weight).sum()
+    observed = None
+    if rows.cross_entropy_weights is not None:
+        observed = _observation_loss(
+            trained, rows.cross_entropy_weights[index], weights.cross_entropy
+        )
+        loss = loss + observed.loss
     loss.backward()
     # The op reports zeros for a penalty that it was not given.
     left_out = _RECOMPUTED if algorithm.use_kl_loss else _RECOMPUTED | _OF_REFERENCE
     metrics = {f"policy/{k}": float(v) for k, v in out.metrics.items() if k not in left_out}
     num_sampled = int(sampled.sum())
+    if observed is not None:
+        metrics |= observed.metrics
+        metrics["policy/policy_tokens"] = float(num_sampled)
     is_supervised = algorithm.policy_loss_type == "cross_entropy"
     if num_sampled and is_supervised and rows.cross_entropy_weights is None:
         metrics["policy/cross_entropy"] = -float(trained.detach()[sampled].mean())
     if num_sampled:
         metrics["policy/policy_entropy"] = float(entropy.detach()[sampled].mean())
     if rows.rollout_logprobs is not None and num_sampled:
-        difference = (trained.detach() - rows.rollout_logprobs[index])[sampled].abs()
+        before = trained.detach()
+        if rows.old_logprobs is not None and algorithm.old_logprobs != "rollout":
+            # Later optimizer steps of the batch move the policy, which is no mismatch.
+            before = rows.old_logprobs[index]
+        difference = (before - rows.rollout_logprobs[index])[sampled].abs()
         metrics["policy/rollout_train_logprobs_abs_diff_mean"] = float(difference.mean())
         metrics["policy/rollout_train_logprobs_abs_diff_max"] = float(difference.max())
     return _MicroBatchResult(
@@ -442,6 +444,38 @@ def _micro_step(
         positions=response_positions(batch, micro),
         logprobs=trained.detach().float().cpu(),
     )
+
+
+class _ObservationLoss(NamedTuple):
+    """The cross-entropy on the environment's tokens, and its metrics."""
+
+    loss: torch.Tensor
+    metrics: dict[str, float]
+
+
+def _observation_loss(
+    logprobs: torch.Tensor, weights: torch.Tensor, coefficient: float
+) -> _ObservationLoss:
+    """Return the weighted cross-entropy of (M,) tokens.
+
+    It is no stream of the policy loss's op, which takes a token of policy weight 0 for one that is
+    only supervised: what the off-policy correction drops still counts in the policy's means.
+
+    Args:
+        weights: (M,), 0 for tokens that are not the environment's.
+        coefficient: weight of a token of weight 1.
+    """
+    is_observed = weights != 0
+    cross_entropy = -logprobs[is_observed]
+    loss = (coefficient * weights[is_observed] * cross_entropy).sum()
+    number = int(is_observed.sum())
+    metrics = {
+        "policy/cross_entropy_loss": float(loss.detach()),
+        "policy/cross_entropy_tokens": float(number),
+    }
+    if number:
+        metrics["policy/cross_entropy"] = float(cross_entropy.detach().mean())
+    return _ObservationLoss(loss, metrics)
 
 
 def _token_mean_metrics(results: list[_MicroBatchResult]) -> dict[str, float]:
@@ -504,6 +538,9 @@ def _mean_metrics(
             result[name] = max(values)
         elif name.endswith("_min"):
             result[name] = min(values)
+        elif name in _SUMS:
+            # 0 in a mini-batch of which no row has a gradient, as in its loss.
+            result[name] = sum(values) / len(steps)
         elif name in _OF_MINI_BATCH:
             result[name] = sum(values) / len(values)
         else:

@@ -148,3 +148,14 @@ def test_the_observation_loss_changes_nothing_of_a_correction() -> None:
     assert torch.allclose(both, of_policy + of_observations, rtol=1e-6, atol=1e-6)
     for name in ("ratio_mean", "ratio_max", "clip_ratio", "policy_loss"):
         assert with_observations[f"policy/{name}"] == pytest.approx(metrics[f"policy/{name}"])
+
+
+def test_without_a_policy_loss_only_rows_of_other_terms_are_visited() -> None:
+    rows = merged_batch(3)
+    weights = torch.zeros_like(rows.cross_entropy_weights)
+    weights[int(rows.cross_entropy_weights.argmax())] = 1.0  # in one row
+    rows = rows.with_(cross_entropy_weights=weights)
+    policy = Policy(tiny_model())
+    settings = AlgorithmConfig(policy_loss_coef=0.0, observation_loss_coef=0.5)
+    metrics = accumulate_gradient(policy, rows, algorithm=settings)
+    assert metrics["policy/rows_without_gradient"] == rows.num_rows - 1

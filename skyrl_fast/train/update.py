@@ -183,14 +183,12 @@ def contributing_rows(batch: StepBatch, algorithm: AlgorithmConfig) -> np.ndarra
     spec = policy_loss_spec(algorithm)
     # Terms beside the policy loss have a gradient in every row; a loss of scope "mini_batch" reads
     # all of them.
-    if (
-        algorithm.use_kl_loss
-        or algorithm.use_entropy_loss
-        or spec.scope == "mini_batch"
-        or not spec.zero_where_advantage_is_zero
-    ):
+    has_policy_loss = algorithm.policy_loss_coef > 0
+    reads_all = spec.scope == "mini_batch" or not spec.zero_where_advantage_is_zero
+    has_other_terms = algorithm.use_kl_loss or algorithm.use_entropy_loss
+    if has_other_terms or (has_policy_loss and reads_all):
         return np.ones(batch.num_rows, dtype=bool)
-    live = (batch.advantages != 0) & (batch.loss_mask != 0)
+    live = (batch.advantages != 0) & (batch.loss_mask != 0) & has_policy_loss
     if batch.token_weights is not None:
         live &= batch.token_weights != 0
     if batch.cross_entropy_weights is not None:
@@ -418,6 +416,8 @@ def _micro_step(
     left_out = _RECOMPUTED if algorithm.use_kl_loss else _RECOMPUTED | _OF_REFERENCE
     metrics = {f"policy/{k}": float(v) for k, v in out.metrics.items() if k not in left_out}
     num_sampled = int(sampled.sum())
+    if not num_sampled:  # of no token there are neither means nor extremes
+        metrics = {name: value for name, value in metrics.items() if name in _SUMS}
     if observed is not None:
         metrics |= observed.metrics
         metrics["policy/policy_tokens"] = float(num_sampled)
@@ -512,6 +512,11 @@ def _correction_metrics(
     num_sequences: Sequence[float],
 ) -> dict[str, float]:
     """Return the off-policy correction's metrics of all mini-batches, each over what it counts."""
+    if any(num_tokens):  # of no token there are no extremes
+        kept = [place for place, number in enumerate(num_tokens) if number]
+        corrections = [corrections[place] for place in kept]
+        num_tokens = [num_tokens[place] for place in kept]
+        num_sequences = [num_sequences[place] for place in kept]
     result = _mean_metrics(corrections, num_tokens)
     for name in result:
         if name.startswith(_SEQUENCE_SHARES):

@@ -310,12 +310,20 @@ METRICS = (
     Metric("policy/is_ratio_max", "its maximum", "", "below 10"),
     Metric("policy/is_ratio_min", "its minimum", "", "above 0.1"),
     Metric(
-        "policy/tis_token_clip_high_ratio", "tokens whose ratio is capped", _SHARE, "below 0.05"
+        "policy/tis_token_clip_high_ratio",
+        "tokens whose ratio is capped, of those that the rules before leave",
+        _SHARE,
+        "below 0.05",
     ),
     Metric(
         "policy/tis_seq_clip_high_ratio", "sequences whose ratio is capped", _SHARE, "below 0.2"
     ),
-    Metric("policy/token_mask_ratio", "tokens masked for their ratio", _SHARE, "below 0.05"),
+    Metric(
+        "policy/token_mask_ratio",
+        "tokens masked for their ratio, of those that the outlier rule leaves",
+        _SHARE,
+        "below 0.05",
+    ),
     Metric("policy/outlier_seq_masked_ratio", "sequences masked for a token", _SHARE, "below 0.1"),
     Metric("policy/outlier_seq_over_high_ratio", "of these, for a ratio above the bound", _SHARE),
     Metric("policy/outlier_seq_under_low_ratio", "of these, for a ratio below the bound", _SHARE),

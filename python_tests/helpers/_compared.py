@@ -12,6 +12,7 @@ import torch
 from _driven import DrivenStep, OptimizerStep, TrainedBatch, drive, uids_of_run
 from _fakes import tiny_model
 from _scripted import World, fill_logprobs, random_samples
+from reference.losses import CustomLoss
 from reference.metrics import update_metrics
 from reference.network import Adapter, split_by_rows, token_distributions, token_values
 from reference.rows import Row, Sample
@@ -35,6 +36,12 @@ ADVANTAGES = 2e-5
 GRADIENTS = 2e-4  # of the largest element
 WEIGHTS = 1e-6
 METRICS = 2e-4
+CLIP_METRICS = {
+    "policy/clip_ratio",
+    "policy/clip_ratio_low",
+    "policy/clip_ratio_high",
+    "policy/chosen_ratio",
+}
 
 
 @dataclass(slots=True)
@@ -134,15 +141,26 @@ def _weights_of(path: Path) -> dict[str, torch.Tensor]:
     return dict(_model_of(path).named_parameters())
 
 
-def compare(config: Config, folders: Folders, rng: random.Random, *, num_prompts: int) -> Compared:
-    """Run the trainer and the reference over the same random trajectories."""
+def compare(
+    config: Config,
+    folders: Folders,
+    rng: random.Random,
+    *,
+    num_prompts: int,
+    custom: CustomLoss | None = None,
+) -> Compared:
+    """Run the trainer and the reference over the same random trajectories.
+
+    Args:
+        custom: the reference of a registered loss.
+    """
     uids = uids_of_run(num_prompts)
     samples = random_samples(rng, world_of(config), uids, config.generator.n_samples_per_prompt)
     temperature = config.generator.sampling_params.temperature
     fill_logprobs(rng, samples, lambda steps: _scores(steps, folders, temperature))
     by_uid = {uid: [one.trajectory for one in samples if one.trajectory.uid == uid] for uid in uids}
     _, steps = drive(config, by_uid)
-    return _Comparison(config, folders, samples).of(steps)
+    return _Comparison(config, folders, samples, custom).of(steps)
 
 
 def _scores(steps: Sequence[Any], folders: Folders, temperature: float) -> list[list[float]]:
@@ -159,8 +177,15 @@ def _scores(steps: Sequence[Any], folders: Folders, temperature: float) -> list[
 
 
 class _Comparison:
-    def __init__(self, config: Config, folders: Folders, samples: Sequence[Sample]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        folders: Folders,
+        samples: Sequence[Sample],
+        custom: CustomLoss | None,
+    ) -> None:
         self.config = config
+        self.custom = custom
         self.algorithm = config.trainer.algorithm
         self.folders = folders
         self.samples = {(one.trajectory.uid, one.trajectory.repetition_id): one for one in samples}
@@ -249,6 +274,9 @@ class _Comparison:
         if terms:
             corrects = self.algorithm.off_policy_correction.enabled
             metrics |= update_metrics(terms, norms, rates, corrects=corrects)
+        if self.custom is not None:  # it has its own metrics in place of these
+            for key in CLIP_METRICS & metrics.keys():
+                del metrics[key]
         if prepared.kl is not None:
             metrics["loss/avg_kl"] = prepared.kl.mean
             metrics["loss/avg_kl_max"] = prepared.kl.largest
@@ -331,6 +359,10 @@ class _Comparison:
                 if trained
             ]
             found.close(f"{where}: returns", own, returns, ADVANTAGES)
+        if self.algorithm.observation_loss_coef > 0:
+            weights = [part.tolist() for part in batch.cross_entropy_weights.split(responses)]
+            for number, row in enumerate(rows):
+                found.same(f"{where}, row {number}: observed", weights[number], row.is_observed)
         if prepared.batch.values is not None:
             self._compare_values(where, prepared, trained)
 
@@ -364,7 +396,7 @@ class _Comparison:
                 model = _model_of(self.folders.policy)
                 return token_distributions(model, full, chosen, self.temperature)
 
-            terms = loss_terms(prepared.batch, mini, distributions, self.config)
+            terms = loss_terms(prepared.batch, mini, distributions, self.config, self.custom)
             gradient = gradients(terms.loss, weights)
             all_terms.append(terms)
             norms.append(norm_of(gradient))

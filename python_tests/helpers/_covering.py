@@ -20,6 +20,34 @@ def tuples_of(factors: Mapping[str, Sequence[str]], strength: int) -> Iterator[t
             yield tuple(zip(names, values, strict=True))
 
 
+def with_implied(
+    factors: Mapping[str, Sequence[str]], is_refused: Callable[[Level, Level], bool]
+) -> Callable[[Level, Level], bool]:
+    """Return the same, true as well of two levels with which no level of a third factor goes."""
+    refused = {frozenset(pair) for pair in tuples_of(factors, 2) if is_refused(pair[0], pair[1])}
+
+    def is_impossible(pair: tuple[Level, ...]) -> bool:
+        own = {name for name, _ in pair}
+        return any(
+            all(
+                any(frozenset(((name, value), level)) in refused for level in pair)
+                for value in values
+            )
+            for name, values in factors.items()
+            if name not in own
+        )
+
+    while True:
+        implied = {
+            frozenset(pair)
+            for pair in tuples_of(factors, 2)
+            if frozenset(pair) not in refused and is_impossible(pair)
+        }
+        if not implied:
+            return lambda one, other: frozenset((one, other)) in refused
+        refused |= implied
+
+
 def covering_array(
     factors: Mapping[str, Sequence[str]],
     is_refused: Callable[[Level, Level], bool],
@@ -31,7 +59,7 @@ def covering_array(
     """Return cases that contain each combination of levels of which no pair is refused.
 
     Args:
-        is_refused: whether two levels cannot be combined.
+        is_refused: whether two levels cannot be combined; see `with_implied`.
         is_allowed: whether a complete case runs.
     """
     pending = {

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from _fakes import VOCABULARY
+from _fakes import FIRST_WORD, OBSERVATION, VOCABULARY
 from reference.rows import Sample
 
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 
 START = 1
 END = 2
-FIRST_WORD = 4
 WORDS = range(FIRST_WORD, VOCABULARY)
 SIGHTS = ("left", "right")
 REWARDS = (0.0, 0.0, 1.0, 1.0, 0.5, -0.25)
@@ -138,14 +137,16 @@ def _sample(rng: random.Random, world: World, uid: str, number: int, word: int) 
 def _next_context(rng: random.Random, world: World, before: Context, step: Step) -> Context:
     """Return the prompt after a step."""
     context = before.extended(step.response_ids, is_answer=True)
-    observation = [rng.choice(WORDS) for _ in range(rng.randint(0, 3))]
+    # The first token is never an answer's: what was said and what was seen can be told apart.
+    words = [rng.choice(WORDS) for _ in range(rng.randint(0, 2))]
+    observation = rng.choice(([], [OBSERVATION, *words]))
     way = rng.random()
     length = len(step.response_ids)
     if world.only_grows or way < GROWS or length <= DRIFT:
         return context.extended(observation, is_answer=False)
     if way < GROWS + BEGINS_AGAIN:  # begins again
         start = Context(before.tokens[:2], before.is_answer[:2])
-        return start.extended(observation, is_answer=False)
+        return start.extended([OBSERVATION, *words], is_answer=False)
     kept = len(context.tokens) - rng.randint(1, DRIFT)
     shorter = Context(context.tokens[:kept], context.is_answer[:kept])
     if way < GROWS + BEGINS_AGAIN + ENDS_EARLY:  # ends early

@@ -16,11 +16,12 @@ class Correction:
 
     Args:
         weights: of each token in the policy loss; 0 where it is dropped.
-        shares: number of tokens or sequences by metric, and of how many.
+        shares: number of tokens or sequences by metric, and of how many. Of tokens it is the share
+            of those that the rules before have left.
     """
 
     weights: list[float]
-    shares: dict[str, tuple[int, int]] = field(default_factory=dict)
+    shares: dict[str, tuple[float, int]] = field(default_factory=dict)
     ratios: list[float] = field(default_factory=list)
 
 
@@ -49,6 +50,10 @@ def correct(
     def outside(value: float, low: float | None, high: float | None) -> tuple[bool, bool]:
         return low is not None and value < low, high is not None and value > high
 
+    def share(number: int, left: int) -> float:
+        """Return the part of what earlier rules have left, in tokens of all."""
+        return number / max(1, left) * count
+
     def mask(indices: Sequence[int]) -> None:
         for index in indices:
             stays[index] = False
@@ -76,17 +81,18 @@ def correct(
     low = settings.token_mask_is_threshold_low
     high = settings.token_mask_is_threshold_high
     if low is not None or high is not None:
+        left = sum(stays)
         dropped = [
             index
             for index in range(count)
             if stays[index] and any(outside(ratios[index], low, high))
         ]
-        result.shares["token_mask_ratio"] = (len(dropped), count)
+        result.shares["token_mask_ratio"] = (share(len(dropped), left), count)
         mask(dropped)
     if settings.tis_ratio_type == "token":
         cap = settings.token_tis_ratio_clip_high
         capped = [index for index in range(count) if stays[index] and ratios[index] > cap]
-        result.shares["tis_token_clip_high_ratio"] = (len(capped), count)
+        result.shares["tis_token_clip_high_ratio"] = (share(len(capped), sum(stays)), count)
         result.weights = [min(ratio, cap) for ratio in ratios]
     if settings.tis_ratio_type == "sequence":
         cap = settings.sequence_tis_ratio_clip_high

@@ -5,7 +5,7 @@ M is the number of trained tokens of a mini-batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,19 @@ import torch
 
 LIMIT = 20.0  # of a difference of log-probabilities
 LARGEST_K3 = 10.0
+LOSSES = (
+    "regular",
+    "dual_clip",
+    "gspo",
+    "cispo",
+    "rollout_is",
+    "clip_cov",
+    "kl_cov",
+    "sapo",
+    "dppo",
+    "cross_entropy",
+    "importance_sampling",
+)
 RATIO_TO_SAMPLER = ("rollout_is", "dppo")
 
 
@@ -68,8 +81,11 @@ def reads_old(algorithm: Any) -> bool:
     return not compares_with_sampler(algorithm)
 
 
-def policy_losses(tokens: Tokens, algorithm: Any) -> TokenLosses:
-    """Return the chosen loss of each trained token."""
+CustomLoss = Callable[[Tokens], torch.Tensor]
+
+
+def policy_losses(tokens: Tokens, algorithm: Any, custom: CustomLoss | None = None) -> TokenLosses:
+    """Return the chosen loss of each trained token, or of a custom one."""
     name = algorithm.policy_loss_type
     low, high = 1 - algorithm.eps_clip_low, 1 + algorithm.eps_clip_high
     a, logprobs = tokens.advantages, tokens.logprobs
@@ -115,6 +131,8 @@ def policy_losses(tokens: Tokens, algorithm: Any) -> TokenLosses:
     elif name == "cross_entropy":
         losses = -logprobs
         fixed = torch.ones_like(fixed)  # it compares with nothing
+    elif custom is not None:
+        losses = custom(tokens)
     else:
         assert name == "importance_sampling", name
         losses = -a * r

@@ -99,7 +99,7 @@ def update_metrics(
 def _correction_metrics(steps: Sequence[Terms], *, is_enabled: bool) -> dict[str, float]:
     corrections = [step.correction for step in steps if step.correction is not None]
     result: dict[str, float] = {}
-    counts: dict[str, list[tuple[int, int]]] = {}
+    counts: dict[str, list[tuple[float, int]]] = {}
     for correction in corrections:
         for name, share in correction.shares.items():
             counts.setdefault(name, []).append(share)

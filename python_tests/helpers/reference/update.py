@@ -13,7 +13,9 @@ from reference.advantages import Advantages
 from reference.corrections import Correction, correct
 from reference.filters import sequences_of
 from reference.losses import (
+    LOSSES,
     Counts,
+    CustomLoss,
     TokenLosses,
     Tokens,
     kl_penalties,
@@ -102,13 +104,18 @@ def counts_of(rows: Sequence[Row], max_seq_len: int) -> Counts:
 
 
 def loss_terms(
-    batch: Batch, numbers: Sequence[int], distributions: Distributions, config: Any
+    batch: Batch,
+    numbers: Sequence[int],
+    distributions: Distributions,
+    config: Any,
+    custom: CustomLoss | None = None,
 ) -> Terms:
     """Return the loss of a mini-batch.
 
     Args:
         numbers: of its rows.
         distributions: log-probabilities and entropies of rows' response tokens, with a gradient.
+        custom: the loss of each token, where the settings name none of the built-in ones.
     """
     algorithm = config.trainer.algorithm
     rows = batch.rows
@@ -137,7 +144,7 @@ def loss_terms(
     if places:
         parts += _policy_terms(
             terms, batch, numbers, places, picked(logprobs, places), picked(entropies, places),
-            known, config,
+            known, config, custom,
         )  # fmt: skip
     if observed:
         cross_entropy = -picked(logprobs, observed)
@@ -159,6 +166,7 @@ def _policy_terms(
     entropies: torch.Tensor,
     known: Callable[[Sequence[Sequence[float]]], list[float]],
     config: Any,
+    custom: CustomLoss | None,
 ) -> list[torch.Tensor]:
     """Return the terms of trained tokens, weighted as in the loss."""
     algorithm = config.trainer.algorithm
@@ -180,7 +188,7 @@ def _policy_terms(
     terms.correction = correction
     visited = _visited_rows(batch, numbers, places, correction.weights, algorithm)
     terms.is_visited = [number in visited for number, _ in places]
-    result = policy_losses(tokens, algorithm)
+    result = policy_losses(tokens, algorithm, custom)
     length = config.generator.max_input_length or config.trainer.max_prompt_length
     length += config.generator.sampling_params.max_generate_length
     counts = counts_of(own, algorithm.max_seq_len or length)
@@ -189,8 +197,9 @@ def _policy_terms(
     ]
     weights = _double(reduction_weights(algorithm.loss_reduction, units_of_tokens, counts))
     policy_loss = (weights * _double(correction.weights) * result.losses).sum()
+    policy_loss = algorithm.policy_loss_coef * policy_loss
     terms.sums["policy_loss"] = policy_loss.item()
-    parts = [algorithm.policy_loss_coef * policy_loss]
+    parts = [policy_loss]
     if algorithm.use_kl_loss:
         assert batch.reference is not None
         reference = _double(known(batch.reference))
@@ -235,16 +244,15 @@ def _visited_rows(
     visited = set()
     if algorithm.observation_loss_coef > 0:
         visited |= {number for number, _ in observed_places(batch.rows, numbers)}
-    if algorithm.policy_loss_type in OF_MINI_BATCH:
+    has_policy_loss = algorithm.policy_loss_coef > 0
+    without_advantages = algorithm.policy_loss_type in (*OF_MINI_BATCH, "cross_entropy")
+    without_advantages |= algorithm.policy_loss_type not in LOSSES
+    has_other_terms = algorithm.use_kl_loss or algorithm.use_entropy_loss
+    if has_other_terms or (has_policy_loss and without_advantages):
         return visited | {number for number, _ in places}
-    always = (algorithm.use_kl_loss and algorithm.kl_loss_coef > 0) or (
-        algorithm.use_entropy_loss and algorithm.entropy_loss_coef > 0
-    )
-    without_advantage = algorithm.policy_loss_type == "cross_entropy"
     for (number, token), weight in zip(places, weights, strict=True):
         advantage = batch.advantages.values[number][token]
-        moves = algorithm.policy_loss_coef > 0 and weight != 0
-        if always or (moves and (without_advantage or advantage != 0)):
+        if has_policy_loss and weight != 0 and advantage != 0:
             visited.add(number)
     if algorithm.policy_loss_type == "gspo" and algorithm.sequence_scope == "trajectory":
         trajectories = {batch.rows[number].trajectory for number in visited}

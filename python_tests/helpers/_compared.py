@@ -11,17 +11,19 @@ from typing import Any
 import torch
 from _driven import DrivenStep, OptimizerStep, TrainedBatch, drive, uids_of_run
 from _fakes import tiny_model
-from _scripted import World, fill_logprobs, random_samples
+from _scripted import LONGEST_ANSWER, World, fill_logprobs, random_samples
 from reference.losses import CustomLoss
-from reference.metrics import update_metrics
+from reference.metrics import mean, update_metrics
 from reference.network import Adapter, split_by_rows, token_distributions, token_values
 from reference.rows import Row, Sample
-from reference.step import Prepared, parts_of, prepare
+from reference.step import Prepared, complete_metrics, parts_of, prepare, selected_uids
 from reference.update import (
     AdamW,
     Terms,
     critic_loss,
+    explained_variance,
     gradients,
+    is_clipped,
     learning_rate,
     loss_terms,
     mini_batches,
@@ -96,6 +98,7 @@ def settings_of(folders: Folders, run_path: Path) -> dict[str, Any]:
     return {
         "data.train_data": ["given"],
         "generator.n_samples_per_prompt": 3,
+        "generator.sampling_params.max_generate_length": LONGEST_ANSWER,
         "trainer.ckpt_interval": -1,
         "trainer.device": "cpu",
         "trainer.dump_trajectories": False,
@@ -159,8 +162,10 @@ def compare(
     temperature = config.generator.sampling_params.temperature
     fill_logprobs(rng, samples, lambda steps: _scores(steps, folders, temperature))
     by_uid = {uid: [one.trajectory for one in samples if one.trajectory.uid == uid] for uid in uids}
-    _, steps = drive(config, by_uid)
-    return _Comparison(config, folders, samples, custom).of(steps)
+    sampled, steps = drive(config, by_uid)
+    comparison = _Comparison(config, folders, samples, custom)
+    comparison.compare_selection(sampled, steps)
+    return comparison.of(steps)
 
 
 def _scores(steps: Sequence[Any], folders: Folders, temperature: float) -> list[list[float]]:
@@ -202,9 +207,42 @@ class _Comparison:
         for number, step in enumerate(steps):
             samples = [self._sample_of(one) for one in step.trajectories]
             trained = {one.policy: one for one in step.trained}
+            if self.config.policies:
+                metrics = complete_metrics(samples, self.config)
+                self._compare_metrics(f"step {number}", metrics, step, prefix="")
             for name in names:
                 self._compare_policy(f"step {number}", name, samples, trained.get(name), step)
         return self.found
+
+    def compare_selection(self, sampled: Sequence[str], steps: Sequence[DrivenStep]) -> None:
+        """Compare the prompts that are trained with those that dynamic sampling selects."""
+        way = self.algorithm.dynamic_sampling.type
+        size = self.config.trainer.train_batch_size
+        groups = {
+            uid: [one for one in self.samples.values() if one.trajectory.uid == uid]
+            for uid in sampled
+        }
+        waiting = list(sampled)
+        for number, step in enumerate(steps):
+            trained = list(dict.fromkeys(one.uid for one in step.trajectories))
+            kept: list[str] = []
+            while len(kept) < size and waiting:
+                # At a time: a batch, or what is missing while others are generated.
+                count = size - len(kept) if self.config.max_staleness else size
+                batch, waiting = waiting[:count], waiting[count:]
+                good = batch
+                if way is not None:
+                    good = selected_uids([groups[uid] for uid in batch], self.config)
+                if way == "replace":
+                    if len(good) <= self.algorithm.dynamic_sampling.min_replace_ratio * len(batch):
+                        continue
+                    good = [uid if uid in good else "" for uid in batch]
+                kept += good
+            chosen = [uid if "+" not in uid else "" for uid in trained]
+            self.found.same(f"step {number}: prompts", chosen, kept[:size])
+            copies = [uid.split("+")[0] for uid in trained if "+" in uid]
+            originals = {uid for uid in chosen if uid}
+            self.found.same(f"step {number}: copies", set(copies) <= originals, True)
 
     def _sample_of(self, trajectory: Any) -> Sample:
         uid = trajectory.uid.split("+")[0].split("~")[0]
@@ -284,7 +322,11 @@ class _Comparison:
             self.coefficients[name] = prepared.kl.next_coefficient
         if self.config.trainer.critic.model.path is not None:
             metrics |= self._compare_critic(where, prepared, trained)
-        prefix = "" if name is None else f"{name}/"
+        self._compare_metrics(where, metrics, step, prefix="" if name is None else f"{name}/")
+
+    def _compare_metrics(
+        self, where: str, metrics: Mapping[str, float], step: DrivenStep, *, prefix: str
+    ) -> None:
         for key, value in metrics.items():
             reported = step.metrics.get(prefix + key)
             if reported is None:
@@ -467,8 +509,8 @@ class _Comparison:
                 values_seen += current.tolist()
                 if clip is not None:
                     clipped += [
-                        float(abs(one - other) > clip)
-                        for one, other in zip(current.tolist(), old, strict=True)
+                        float(is_clipped(one, before, target, clip))
+                        for one, before, target in zip(current.tolist(), old, returns, strict=True)
                     ]
             losses.append(0.0 if loss is None else loss.item())
             gradient = gradients(loss, weights)
@@ -480,7 +522,9 @@ class _Comparison:
             "critic/optimizer_steps": float(len(minis)),
         }
         if values_seen:
-            metrics["critic/values_mean"] = sum(values_seen) / len(values_seen)
+            metrics["critic/values_mean"] = mean(values_seen)
+            metrics["critic/values_clipfrac"] = mean(clipped)
+            metrics["critic/explained_variance"] = explained_variance(prepared.batch)
         return metrics
 
 

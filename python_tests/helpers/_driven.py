@@ -64,11 +64,13 @@ class ScriptedRollouts:
 
     def __init__(self, trajectories: Mapping[str, Sequence[Trajectory]]) -> None:
         self.board = ActivityBoard()
+        self.sampled: list[str] = []  # prompts, in the order in which they were asked for
         self._trajectories = trajectories
 
     async def generate(
         self, prompts: Sequence[Prompt], *, step: int, phase: str
     ) -> list[Trajectory]:
+        self.sampled += [prompt.uid for prompt in prompts]
         found = [one for prompt in prompts for one in self._trajectories[prompt.uid]]
         return copy.deepcopy(found)
 
@@ -113,15 +115,20 @@ def uids_of_run(number: int) -> list[str]:
 
 def drive(
     config: Config, trajectories: Mapping[str, Sequence[Trajectory]]
-) -> tuple[Models, list[DrivenStep]]:
-    """Run the trainer over all prompts once; return its models and its steps."""
+) -> tuple[list[str], list[DrivenStep]]:
+    """Run the trainer over all prompts once.
+
+    Returns:
+        The prompts in the order in which they were sampled, and the steps.
+    """
     prompts = make_prompts(len(trajectories))
     models = make_models(config, None, len(prompts), SINGLE_RANK)
     display = _Silent()
+    rollouts = ScriptedRollouts(trajectories)
     components = Components(
         trained=models.trained,
         tokenizer=FakeTokenizer(),
-        rollouts=ScriptedRollouts(trajectories),
+        rollouts=rollouts,
         train_prompts=prompts,
         eval_prompts=[],
         reference=models.reference,
@@ -132,7 +139,7 @@ def drive(
         asyncio.run(trainer.run())
     for step, metrics in zip(steps, display.metrics, strict=True):
         step.metrics = metrics
-    return models, steps
+    return rollouts.sampled, steps
 
 
 @contextmanager

@@ -21,6 +21,7 @@ WORDS = range(FIRST_WORD, VOCABULARY)
 SIGHTS = ("left", "right")
 REWARDS = (0.0, 0.0, 1.0, 1.0, 0.5, -0.25)
 ENDS = ("stop", "stop", "stop", "length", "max_turns", "timeout")
+LONGEST_ANSWER = 4
 DRIFT = 2  # most tokens that come back as others
 NOISE = 0.3  # standard deviation of trainer minus sampler, in nats
 LARGEST_LOGPROB = -1e-3
@@ -118,10 +119,7 @@ def _sample(rng: random.Random, world: World, uid: str, number: int, word: int) 
             context = _next_context(rng, world, contexts[-1], trajectory.steps[-1])
         step = _step(rng, world, context)
         if world.is_recorded:
-            step.number = turn
-            step.parent = turn - 1 if turn else None
-            before = trajectory.steps[-1].observation if turn else None
-            step.state = before if before is not None else "go"
+            _record(rng, step, turn)
         contexts.append(context)
         trajectory.steps.append(step)
     trajectory.steps[-1].stop_reason = trajectory.stop_reason
@@ -156,12 +154,13 @@ def _next_context(rng: random.Random, world: World, before: Context, step: Step)
 
 
 def _step(rng: random.Random, world: World, context: Context) -> Step:
-    length = rng.choice((0, 1, 2, 3, 3, 4))
+    length = rng.choice((0, 1, 2, 3, 3, LONGEST_ANSWER))
     sampled = [rng.choice(WORDS) for _ in range(length)]
     kept: list[Any] | None = None
     if world.num_kept:
         kept = [_kept_ids(rng, token, world.num_kept) for token in sampled]
-    appended = [END] if length and rng.random() < APPENDED_END else []
+    may_append = 0 < length < LONGEST_ANSWER
+    appended = [END] if may_append and rng.random() < APPENDED_END else []
     if kept is not None:
         kept += [np.zeros(0, np.int32) for _ in appended]
     policy = None
@@ -182,6 +181,14 @@ def _step(rng: random.Random, world: World, context: Context) -> Step:
         kept_ids=kept,
         policy=policy,
     )
+
+
+def _record(rng: random.Random, step: Step, turn: int) -> None:
+    """Fill in what a gateway records; it sees no environment's answer."""
+    step.number = turn
+    step.parent = turn - 1 if turn else None
+    step.state = rng.choice(SIGHTS)
+    step.observation = ""
 
 
 def _kept_ids(rng: random.Random, token: int, number: int) -> np.ndarray:

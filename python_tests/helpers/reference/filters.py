@@ -50,10 +50,10 @@ def apply_rollout_filters(rows: Sequence[Row], config: Any) -> dict[str, float]:
 
 
 def is_informative(group: Sequence[Row], config: Any, *, sums_rewards: bool) -> bool:
-    """Return whether the live sequences' scores differ, or there is one of them only."""
-    scores = _live_scores(group, config, sums_rewards=sums_rewards)
-    if len(scores) == 1:
+    """Return whether the live sequences' scores differ, or one sequence was sampled only."""
+    if len(sequences_of(group, config.trainer.algorithm.sequence_scope)) == 1:
         return True
+    scores = _live_scores(group, config, sums_rewards=sums_rewards)
     return bool(scores) and not _are_equal(scores, config)
 
 

@@ -7,15 +7,86 @@ from collections.abc import Sequence
 from typing import Any
 
 from reference.filters import groups_of, score_of, sequences_of
-from reference.rows import Row
+from reference.rows import Part, Row, merges_steps, rows_of_turns
 from reference.update import Terms
 
 
 def mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+    """Return the mean; 0 of nothing."""
+    return math.fsum(values) / max(1, len(values))
 
 
-def reward_metrics(rows: Sequence[Row], config: Any, *, sums_rewards: bool) -> dict[str, float]:
+def _deviation(values: Sequence[float]) -> float:
+    """Return the standard deviation of all that there is, not of a sample."""
+    return math.sqrt(mean([(value - mean(values)) ** 2 for value in values]))
+
+
+def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    return {
+        name.format("avg"): mean(values),
+        name.format("min"): float(min(values)),
+        name.format("max"): float(max(values)),
+        name.format("std"): _deviation(values),
+    }
+
+
+def rollout_metrics(parts: Sequence[Part], config: Any, *, sums_rewards: bool) -> dict[str, float]:
+    """Return metrics of what was sampled, before the filters."""
+    rows = rows_of_turns(parts)
+    trajectories = sequences_of(rows, "trajectory")
+    tokens = [sum(len(row.response) for row in own) for own in trajectories]
+    scores = [score_of(own, sums_rewards=sums_rewards) for own in trajectories]
+    of_above = [count for count, score in zip(tokens, scores, strict=True) if score > 0]
+    of_zero = [count for count, score in zip(tokens, scores, strict=True) if score == 0]
+    trained = [sum(sum(row.mask) for row in own) for own in trajectories]
+    longest = config.generator.sampling_params.max_generate_length
+    turns = [turn for part in parts for turn in part.turns]
+    steps = [turn.step for turn in turns]
+    cut = [step.stop_reason == "length" and len(step.response_ids) >= longest for step in steps]
+    reasons = [part.stop for part in parts]
+    return {
+        "generate/num_trajectories": float(len(trajectories)),
+        "generate/num_empty_trajectories": float(tokens.count(0)),
+        **_spread("generate/{}_num_tokens", tokens),
+        "generate/avg_tokens_non_zero_rewards": mean(of_above) if of_above else 0.0,
+        "generate/avg_tokens_zero_rewards": mean(of_zero) if of_zero else 0.0,
+        **_spread("generate/{}_assistant_tokens", trained),
+        **_spread("generate/{}_num_turns", [len(own) for own in trajectories]),
+        **_spread(
+            "generate/{}_final_context_length", [len(own[-1].tokens) for own in trajectories]
+        ),
+        **_spread("generate/per_turn/{}_response_length", [len(row.response) for row in rows]),
+        **_spread("generate/per_turn/{}_prompt_length", [len(row.prompt) for row in rows]),
+        **_spread("generate/per_turn/{}_num_tokens", [len(row.tokens) for row in rows]),
+        "generate/truncated_turn_share": mean(cut) if cut else 0.0,
+        **{
+            f"generate/stop_reason/{reason}": reasons.count(reason) / len(reasons)
+            for reason in set(reasons)
+        },
+    }
+
+
+def batch_metrics(rows: Sequence[Row], parts: Sequence[Part], config: Any) -> dict[str, float]:
+    """Return metrics of the rows that are trained, before the filters."""
+    width = max(len(row.tokens) for row in rows)
+    cells = len(rows) * width
+    tokens = sum(len(row.tokens) for row in rows)
+    result = {
+        "generate/batch_num_seq": float(len(rows)),
+        "generate/batch_num_tokens": float(tokens),
+        "generate/batch_padded_seq_len": float(width),
+        "generate/batch_padding_share": 1 - tokens / cells,
+        "generate/batch_trained_share": sum(sum(row.mask) for row in rows) / cells,
+    }
+    if merges_steps(config):
+        result["generate/num_seq_before_merge"] = float(len(rows_of_turns(parts)))
+        result["generate/num_seq_after_merge"] = float(len(rows))
+    return result
+
+
+def reward_metrics(
+    rows: Sequence[Row], config: Any, *, sums_rewards: bool, compares_groups: bool
+) -> dict[str, float]:
     """Return metrics of the rewards that the rollout filters have left."""
     groups = [
         [
@@ -25,19 +96,25 @@ def reward_metrics(rows: Sequence[Row], config: Any, *, sums_rewards: bool) -> d
         ]
         for group in groups_of(rows)
     ]
-    scores = [score for group in groups for score in group]
     groups = [group for group in groups if group]
+    scores = [score for group in groups for score in group]
     positive = [
         sum(_positive_reward(row) for row in (own if sums_rewards else own[-1:]))
         for own in sequences_of(rows, "trajectory")
         if not own[0].is_placeholder
     ]
     samples = config.generator.n_samples_per_prompt
-    return {
+    result = {
         "reward/avg_raw_reward": mean(scores),
+        "reward/std_raw_reward": _deviation(scores),
         "reward/mean_positive_reward": mean(positive),
         f"reward/avg_pass_at_{samples}": mean([float(max(group) > 0) for group in groups]),
     }
+    if compares_groups:
+        tolerance = config.trainer.algorithm.zero_variance_filter_tol
+        equal = [float(max(group) - min(group) <= tolerance) for group in groups]
+        result["reward/zero_variance_share"] = mean(equal)
+    return result
 
 
 def _positive_reward(row: Row) -> float:

@@ -179,11 +179,17 @@ def _part(sample: Sample, steps: Sequence[Step]) -> Part:
     )
 
 
+def merges_steps(config: Any) -> bool:
+    generator = config.generator
+    merges = generator.merge_stepwise_output or config.trainer.rows == "merged"
+    return merges or not generator.step_wise_trajectories
+
+
 def build_rows(parts: Iterable[Part], config: Any, *, sums_rewards: bool) -> list[Row]:
     """Return the rows in the form that the settings choose."""
     generator = config.generator
     one_row = not generator.step_wise_trajectories
-    merges = one_row or generator.merge_stepwise_output or config.trainer.rows == "merged"
+    merges = merges_steps(config)
     rows = []
     for part in parts:
         if part.has_failed or not part.turns:
@@ -195,6 +201,18 @@ def build_rows(parts: Iterable[Part], config: Any, *, sums_rewards: bool) -> lis
             own = _join(own, part.turns, drift, keeps_rewards=sums_rewards)
         if one_row and len(own) > 1:
             raise CannotJoinError(part.uid)
+        own[-1].is_last = True
+        rows += own
+    return rows
+
+
+def rows_of_turns(parts: Iterable[Part]) -> list[Row]:
+    """Return a row per turn, whatever form is trained; one of a trajectory without turns."""
+    rows = []
+    for part in parts:
+        own = [_row_of_turn(part, turn) for turn in part.turns]
+        if part.has_failed or not own:
+            own = [_placeholder(part)]
         own[-1].is_last = True
         rows += own
     return rows

@@ -14,11 +14,24 @@ from reference.advantages import (
     has_no_baseline,
     reads_all_rewards,
 )
-from reference.filters import apply_rollout_filters, apply_zero_variance_filter, groups_of
+from reference.filters import (
+    apply_rollout_filters,
+    apply_zero_variance_filter,
+    groups_of,
+    is_informative,
+)
 from reference.kl_reward import KlReport, subtract_kl
 from reference.losses import kl_penalties
-from reference.metrics import reward_metrics
-from reference.rows import Part, Row, Sample, build_rows, complete_parts, parts_of_policy
+from reference.metrics import batch_metrics, reward_metrics, rollout_metrics
+from reference.rows import (
+    Part,
+    Row,
+    Sample,
+    build_rows,
+    complete_parts,
+    parts_of_policy,
+    rows_of_turns,
+)
 from reference.update import Batch
 
 PerToken = Callable[[Sequence[Row]], list[list[float]]]
@@ -65,11 +78,14 @@ def prepare(
     algorithm = config.trainer.algorithm
     sums = sums_rewards(config)
     rows = build_rows(parts, config, sums_rewards=sums)
-    metrics = apply_rollout_filters(rows, config)
-    metrics |= reward_metrics(rows, config, sums_rewards=sums)
+    samples = config.generator.n_samples_per_prompt
+    compares = algorithm.advantage_estimator not in WITHOUT_GROUPS and samples > 1
+    metrics = rollout_metrics(parts, config, sums_rewards=sums)
+    metrics |= batch_metrics(rows, parts, config)
+    metrics |= apply_rollout_filters(rows, config)
+    metrics |= reward_metrics(rows, config, sums_rewards=sums, compares_groups=compares)
     metrics |= apply_zero_variance_filter(rows, config, sums_rewards=sums)
-    compares = algorithm.advantage_estimator not in WITHOUT_GROUPS
-    if compares and config.generator.n_samples_per_prompt > 1:
+    if compares:
         alone = sum(has_no_baseline(group) for group in groups_of(rows))
         metrics["reward/num_groups_without_baseline"] = float(alone)
     before = old(rows)
@@ -91,6 +107,36 @@ def prepare(
     of_critic = None if values is None else values(rows)
     advantages = compute_advantages(rows, config, of_critic)
     return Prepared(Batch(rows, advantages, before, of_reference, of_critic), metrics, kl)
+
+
+def complete_metrics(samples: Sequence[Sample], config: Any) -> dict[str, float]:
+    """Return the metrics of complete trajectories, which several policies train in parts."""
+    sums = sums_rewards(config)
+    parts = complete_parts(samples)
+    rows = rows_of_turns(parts)
+    samples_per_prompt = config.generator.n_samples_per_prompt
+    compares = config.trainer.algorithm.advantage_estimator not in WITHOUT_GROUPS
+    metrics = rollout_metrics(parts, config, sums_rewards=sums)
+    metrics |= apply_rollout_filters(rows, config)
+    return metrics | reward_metrics(
+        rows, config, sums_rewards=sums, compares_groups=compares and samples_per_prompt > 1
+    )
+
+
+def selected_uids(groups: Sequence[Sequence[Sample]], config: Any) -> list[str]:
+    """Return the prompts that dynamic sampling finds informative."""
+    sums = sums_rewards(config)
+    found = []
+    for group in groups:
+        parts = complete_parts(group)
+        if config.trainer.policy.model.lora.policies:
+            rows = rows_of_turns(parts)
+        else:
+            rows = build_rows(parts, config, sums_rewards=sums)
+        apply_rollout_filters(rows, config)
+        if is_informative(rows, config, sums_rewards=sums):
+            found.append(rows[0].uid)
+    return found
 
 
 def sums_of_estimator(config: Any) -> bool:

@@ -351,3 +351,27 @@ def critic_loss(
         near = torch.minimum(torch.maximum(values, before - clip), before + clip)
         squares = torch.maximum(squares, (near - targets) ** 2)
     return squares.mean() / 2
+
+
+def is_clipped(value: float, old: float, target: float, clip: float) -> bool:
+    """Return whether the clipped value's error is the larger one."""
+    near = max(old - clip, min(old + clip, value))
+    return (near - target) ** 2 > (value - target) ** 2
+
+
+def explained_variance(batch: Batch) -> float:
+    """Return 1 - variance of what is left / variance of the returns, over trained tokens."""
+    assert batch.values is not None
+    places = trained_places(batch.rows, range(len(batch.rows)))
+    returns = [batch.advantages.returns[row][token] for row, token in places]
+    left = [
+        target - batch.values[row][token]
+        for target, (row, token) in zip(returns, places, strict=True)
+    ]
+    total = _variance(returns)
+    return 1 - _variance(left) / total if total else 0.0
+
+
+def _variance(values: Sequence[float]) -> float:
+    middle = math.fsum(values) / len(values)
+    return math.fsum((value - middle) ** 2 for value in values)

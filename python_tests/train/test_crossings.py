@@ -237,3 +237,15 @@ def test_steps_made_by_hand_are_one_conversation() -> None:
     assert (first.number, first.parent, first.state, first.answers) == (0, None, None, ())
     assert (second.number, second.parent, second.state) == (1, 0, "seen")
     assert second.answers == ((1, 2),)
+
+
+def test_tokens_by_reward_go_by_the_outcome() -> None:
+    early = Trajectory("a", 0, [step([1], [5, 6], 1.0), step([1, 5, 6, 3], [7])])
+    late = Trajectory("a", 1, [step([1], [5])])
+    one_row = config("generator.step_wise_trajectories=false")
+    metrics = rollout_metrics([early, late], one_row)
+    assert metrics["generate/avg_tokens_non_zero_rewards"] == 3
+    assert metrics["generate/avg_tokens_zero_rewards"] == 1
+    metrics = rollout_metrics([early, late], config())  # the last step's reward
+    assert metrics["generate/avg_tokens_non_zero_rewards"] == 0
+    assert metrics["generate/avg_tokens_zero_rewards"] == 2

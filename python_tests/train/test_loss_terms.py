@@ -132,3 +132,30 @@ def test_settings_that_train_nothing_are_refused() -> None:
         check_config(config(**{f"{key}.observation_loss_coef": 0.1}))
     check_config(config(**{f"{key}.observation_loss_coef": 0.1, "trainer.rows": "merged"}))
     check_config(config(**{f"{key}.policy_loss_coef": 0.0, f"{key}.use_kl_loss": True}))
+
+
+@pytest.mark.spec("loss.off-policy-keeps-counts")
+def test_the_observation_loss_changes_nothing_of_a_correction() -> None:
+    """A token that the correction drops stays in GSPO's mean, whatever else is trained."""
+    rows = merged_batch(3)
+    dropped = (torch.arange(rows.loss_mask.shape[0]) % 3 > 0).float()
+    rows = rows.with_(token_weights=dropped, old_logprobs=rows.rollout_logprobs + 0.1)
+    plain = rows.with_(cross_entropy_weights=None)
+    of_policy, metrics = gradient(plain, policy_loss_type="gspo")
+    both, with_observations = gradient(rows, policy_loss_type="gspo", observation_loss_coef=0.3)
+    of_observations, _ = gradient(rows, policy_loss_coef=0.0, observation_loss_coef=0.3)
+    # Row weights are float32.
+    assert torch.allclose(both, of_policy + of_observations, rtol=1e-6, atol=1e-6)
+    for name in ("ratio_mean", "ratio_max", "clip_ratio", "policy_loss"):
+        assert with_observations[f"policy/{name}"] == pytest.approx(metrics[f"policy/{name}"])
+
+
+def test_without_a_policy_loss_only_rows_of_other_terms_are_visited() -> None:
+    rows = merged_batch(3)
+    weights = torch.zeros_like(rows.cross_entropy_weights)
+    weights[int(rows.cross_entropy_weights.argmax())] = 1.0  # in one row
+    rows = rows.with_(cross_entropy_weights=weights)
+    policy = Policy(tiny_model())
+    settings = AlgorithmConfig(policy_loss_coef=0.0, observation_loss_coef=0.5)
+    metrics = accumulate_gradient(policy, rows, algorithm=settings)
+    assert metrics["policy/rows_without_gradient"] == rows.num_rows - 1

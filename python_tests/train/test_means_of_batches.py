@@ -43,3 +43,83 @@ def test_shares_of_sequences_and_the_spread_of_ratios(name: str) -> None:
     assert metrics[name] == pytest.approx(0.1)
     ratios = (logprobs - sampled).double().exp()
     assert metrics["policy/is_ratio_std"] == pytest.approx(float(ratios.std()), rel=1e-5)
+
+
+def test_a_mini_batch_without_a_gradient_counts_in_the_mean_loss() -> None:
+    output = {
+        "prompt_token_ids": [[1, 4]] * 2,
+        "response_ids": [[5, 6]] * 2,
+        "loss_masks": [[1, 1]] * 2,
+        "rewards": [0.0] * 2,
+        "trajectory_ids": [("a", 0), ("b", 0)],
+        "is_last_step": [True] * 2,
+        "rollout_logprobs": [[-1.0, -1.0]] * 2,
+    }
+    policy = Policy(tiny_model())
+    batch = StepBatch.from_generator_output(output, step_wise=True)
+    batch = batch.with_(advantages=torch.tensor([1.0, 1.0, 0.0, 0.0]))
+    optimizer = Optimizer(policy, OptimizerConfig(lr=0.0), total_steps=2)
+    metrics = update_policy(
+        policy, optimizer, batch, algorithm=AlgorithmConfig(), mini_batch_size=1
+    )
+    assert metrics["policy/loss"] == pytest.approx(-0.5)  # of -1 and 0
+    assert metrics["policy/policy_loss"] == pytest.approx(metrics["policy/loss"])
+
+
+@pytest.mark.spec("metrics.mismatch")
+@pytest.mark.parametrize("update_epochs", [1, 2])
+def test_optimizer_steps_are_no_mismatch_of_trainer_and_engine(update_epochs: int) -> None:
+    output = {
+        "prompt_token_ids": [[1, 4]] * 2,
+        "response_ids": [[5, 6]] * 2,
+        "loss_masks": [[1, 1]] * 2,
+        "rewards": [0.0] * 2,
+        "trajectory_ids": [("a", 0), ("b", 0)],
+        "is_last_step": [True] * 2,
+        "rollout_logprobs": [[-1.0, -1.0]] * 2,
+    }
+    policy = Policy(tiny_model())
+    batch = StepBatch.from_generator_output(output, step_wise=True)
+    batch = batch.with_(rollout_logprobs=policy.batch_logprobs(batch) + 0.5)
+    batch = batch.with_(advantages=torch.tensor([1.0, 1.0, -1.0, -1.0]))
+    optimizer = Optimizer(policy, OptimizerConfig(lr=0.05), total_steps=4)
+    metrics = update_policy(
+        policy,
+        optimizer,
+        batch,
+        algorithm=AlgorithmConfig(),
+        mini_batch_size=1,
+        update_epochs=update_epochs,
+    )
+    assert metrics["policy/ratio_max"] > 1.1  # the policy has moved
+    for name in ("mean", "max"):
+        difference = metrics[f"policy/rollout_train_logprobs_abs_diff_{name}"]
+        assert difference == pytest.approx(0.5, abs=1e-5)  # float32 in two orders of sums
+
+
+def test_a_mini_batch_without_tokens_has_no_extremes() -> None:
+    output = {
+        "prompt_token_ids": [[1, 4]] * 2,
+        "response_ids": [[5, 6]] * 2,
+        "loss_masks": [[1, 1], [0, 0]],
+        "rewards": [0.0] * 2,
+        "trajectory_ids": [("a", 0), ("b", 0)],
+        "is_last_step": [True] * 2,
+        "rollout_logprobs": [[-1.0, -1.0]] * 2,
+    }
+    policy = Policy(tiny_model())
+    batch = StepBatch.from_generator_output(output, step_wise=True)
+    batch = batch.with_(
+        rollout_logprobs=policy.batch_logprobs(batch) - 0.5,
+        advantages=torch.ones_like(batch.rewards),
+        # The masked row is visited for the environment's tokens.
+        cross_entropy_weights=torch.tensor([0.0, 0.0, 1.0, 1.0]),
+    )
+    correction = OffPolicyCorrectionConfig(tis_ratio_type="token")
+    settings = AlgorithmConfig(off_policy_correction=correction, observation_loss_coef=0.1)
+    optimizer = Optimizer(policy, OptimizerConfig(lr=0.0), total_steps=2)
+    metrics = update_policy(policy, optimizer, batch, algorithm=settings, mini_batch_size=1)
+    assert metrics["policy/ratio_min"] == pytest.approx(1.0, abs=1e-5)
+    ratio = float(torch.tensor(0.5).exp())
+    assert metrics["policy/is_ratio_min"] == pytest.approx(ratio, rel=1e-5)
+    assert metrics["policy/is_ratio_std"] < 1e-5

@@ -109,7 +109,7 @@ def _report(
     sums = sums_rewards(config)
     is_own = spec.name not in ADVANTAGE_ESTIMATORS  # which may do anything
     return {
-        **rollouts.trajectory_metrics(trajectories, rows.steps),
+        **rollouts.trajectory_metrics(trajectories, rows.steps, sums_rewards=sums),
         **rollouts.truncation_metrics(trajectories, generator.sampling_params.max_generate_length),
         **rollouts.prefix_cache_metrics(trajectories),
         **rollouts.batch_metrics(

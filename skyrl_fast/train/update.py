@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -46,10 +46,10 @@ _LOSS = "policy/loss"
 # Of a micro-batch: weighted by the mini-batch's weights, or counted.
 _SUMS = {
     *("policy/policy_loss", "policy/kl_loss", "policy/cross_entropy_loss"),
-    *("policy/policy_tokens", "policy/cross_entropy_tokens", "policy/kl_tokens"),
+    *("policy/policy_tokens", "policy/cross_entropy_tokens"),
 }
 # Metrics that are means over other tokens than those of the policy loss, and the number of these.
-_COUNTS = {"policy/cross_entropy": "policy/cross_entropy_tokens", "policy/kl": "policy/kl_tokens"}
+_COUNTS = {"policy/cross_entropy": "policy/cross_entropy_tokens"}
 # Metrics of a mini-batch that are no means over its tokens.
 _OF_MINI_BATCH = {
     *_SUMS,
@@ -71,7 +71,7 @@ _FORWARD_ONLY = ("expert_indices", "cu_experts", "num_kept", "kept_ids", "cu_kep
 _RECORDS = ("owners", "step_numbers", "is_placeholder", "is_alone")  # which no loss reads
 _RECOMPUTED = {"loss", "num_tokens"}  # of a micro-batch; recomputed here for the mini-batch
 
-_OF_REFERENCE = {"kl", "kl_loss", "kl_tokens"}  # 0 without a reference
+_OF_REFERENCE = {"kl", "kl_loss"}  # 0 without a reference
 
 
 def optimizer_steps_per_batch(
@@ -185,14 +185,12 @@ def contributing_rows(batch: StepBatch, algorithm: AlgorithmConfig) -> np.ndarra
     spec = policy_loss_spec(algorithm)
     # Terms beside the policy loss have a gradient in every row; a loss of scope "mini_batch" reads
     # all of them.
-    if (
-        algorithm.use_kl_loss
-        or algorithm.use_entropy_loss
-        or spec.scope == "mini_batch"
-        or not spec.zero_where_advantage_is_zero
-    ):
+    has_policy_loss = algorithm.policy_loss_coef > 0
+    reads_all = spec.scope == "mini_batch" or not spec.zero_where_advantage_is_zero
+    has_other_terms = algorithm.use_kl_loss or algorithm.use_entropy_loss
+    if has_other_terms or (has_policy_loss and reads_all):
         return np.ones(batch.num_rows, dtype=bool)
-    live = (batch.advantages != 0) & (batch.loss_mask != 0)
+    live = (batch.advantages != 0) & (batch.loss_mask != 0) & has_policy_loss
     if batch.token_weights is not None:
         live &= batch.token_weights != 0
     if batch.cross_entropy_weights is not None:
@@ -301,25 +299,14 @@ class _MiniBatchWeights:
         return _MiniBatchWeights(self.rows[rows], self.cross_entropy)
 
 
-def _weights_of_terms(
+def _weights_of_policy_loss(
     rows: StepBatch, weights: _MiniBatchWeights, algorithm: AlgorithmConfig
 ) -> dict[str, Any]:
-    """Return the weights of the loss's terms, arguments of `policy_loss`."""
+    """Return the weights of the policy loss, arguments of `policy_loss`."""
     tokens, coef = rows.token_weights, algorithm.policy_loss_coef
     if coef != 1:
         tokens = torch.full_like(rows.rewards, coef) if tokens is None else coef * tokens
-    if rows.cross_entropy_weights is None:
-        return {"row_weights": weights.rows, "token_weights": tokens}
-    # The cross-entropy has a mean of its own, so the rows' weights become those of tokens.
-    lengths = rows.cu_responses.diff().long()
-    of_rows = torch.repeat_interleave(weights.rows, lengths, output_size=rows.loss_mask.shape[0])
-    of_policy = of_rows * (rows.loss_mask != 0)
-    return {
-        "row_weights": torch.ones_like(weights.rows),
-        "token_weights": of_policy if tokens is None else of_policy * tokens,
-        "cross_entropy_weights": weights.cross_entropy * rows.cross_entropy_weights,
-        "kl_weights": of_policy if algorithm.use_kl_loss else None,
-    }
+    return {"row_weights": weights.rows, "token_weights": tokens}
 
 
 @run_on_all_ranks
@@ -399,7 +386,7 @@ def _micro_step(
     unread = dict.fromkeys((*_FORWARD_ONLY, *_RECORDS))
     rows = batch.with_(**unread).rows(micro.rows)
     here = weights.at(micro.rows)
-    terms = _weights_of_terms(rows, here, algorithm)
+    terms = _weights_of_policy_loss(rows, here, algorithm)
     moved: dict[str, Any] = {
         name: None if value is None else there(value) for name, value in terms.items()
     }
@@ -412,7 +399,7 @@ def _micro_step(
         logprobs,
         cells.old_logprobs,
         cells.advantages,
-        cells.trained_mask,
+        cells.loss_mask,
         **moved,
         # On the host, where their values can be read.
         cu_seqlens=rows.cu_responses,
@@ -429,13 +416,26 @@ def _micro_step(
         row_of_token = torch.bucketize(index, rows.cu_responses[1:].long(), right=True)
         weight = there(here.rows[row_of_token] * sampled)
         loss = loss - algorithm.entropy_loss_coef * (entropy * weight).sum()
+    observed = None
+    if rows.cross_entropy_weights is not None:
+        observed = _observation_loss(
+            trained, rows.cross_entropy_weights[index], weights.cross_entropy
+        )
+        loss = loss + observed.loss
     loss.backward()
     # The op reports zeros for a penalty that it was not given.
     left_out = _RECOMPUTED if algorithm.use_kl_loss else _RECOMPUTED | _OF_REFERENCE
     values = {f"policy/{k}": v for k, v in out.metrics.items() if k not in left_out}
     if sampled.any():
         values |= _values_of_sampled(trained, entropy, rows, micro, sampled, algorithm)
+    else:  # of no token there are neither means nor extremes
+        values = {name: value for name, value in values.items() if name in _SUMS}
+    if observed is not None:
+        values |= observed.values
     metrics = _backend.read_numbers({_LOSS: loss, **values})
+    if observed is not None:
+        metrics["policy/cross_entropy_tokens"] = float(observed.num_tokens)
+        metrics["policy/policy_tokens"] = float(sampled.sum())
     return _MicroBatchResult(
         loss=metrics.pop(_LOSS),
         metrics=metrics,
@@ -470,11 +470,46 @@ def _values_of_sampled(
         values["policy/cross_entropy"] = -logprobs.mean()
     values["policy/policy_entropy"] = entropy.detach()[places].mean()
     if rows.rollout_logprobs is not None:
-        rollout = rows.rollout_logprobs[micro.response_index[sampled]]
-        difference = (logprobs - _backend.to_device_of(rollout, logprobs)).abs()
+        index = micro.response_index[sampled]
+        before = logprobs
+        if rows.old_logprobs is not None and algorithm.old_logprobs != "rollout":
+            # Later optimizer steps of the batch move the policy, which is no mismatch.
+            before = _backend.to_device_of(rows.old_logprobs[index], logprobs)
+        rollout = _backend.to_device_of(rows.rollout_logprobs[index], logprobs)
+        difference = (before - rollout).abs()
         values["policy/rollout_train_logprobs_abs_diff_mean"] = difference.mean()
         values["policy/rollout_train_logprobs_abs_diff_max"] = difference.max()
     return values
+
+
+class _ObservationLoss(NamedTuple):
+    """The cross-entropy on the environment's tokens, and its metrics."""
+
+    loss: torch.Tensor
+    values: dict[str, torch.Tensor]
+    num_tokens: int
+
+
+def _observation_loss(
+    logprobs: torch.Tensor, weights: torch.Tensor, coefficient: float
+) -> _ObservationLoss:
+    """Return the weighted cross-entropy of (M,) tokens.
+
+    It is no stream of the policy loss's op, which takes a token of policy weight 0 for one that is
+    only supervised: what the off-policy correction drops still counts in the policy's means.
+
+    Args:
+        weights: (M,) on the CPU, 0 for tokens that are not the environment's.
+        coefficient: weight of a token of weight 1.
+    """
+    observed = (weights != 0).nonzero()[:, 0]
+    cross_entropy = -logprobs[_backend.to_device_of(observed, logprobs)]
+    scaled = _backend.to_device_of(coefficient * weights[observed], logprobs)
+    loss = (scaled * cross_entropy).sum()
+    values = {"policy/cross_entropy_loss": loss.detach()}
+    if len(observed):
+        values["policy/cross_entropy"] = cross_entropy.detach().mean()
+    return _ObservationLoss(loss, values, len(observed))
 
 
 def _token_mean_metrics(results: list[_MicroBatchResult]) -> dict[str, float]:
@@ -511,6 +546,11 @@ def _correction_metrics(
     num_sequences: Sequence[float],
 ) -> dict[str, float]:
     """Return the off-policy correction's metrics of all mini-batches, each over what it counts."""
+    if any(num_tokens):  # of no token there are no extremes
+        kept = [place for place, number in enumerate(num_tokens) if number]
+        corrections = [corrections[place] for place in kept]
+        num_tokens = [num_tokens[place] for place in kept]
+        num_sequences = [num_sequences[place] for place in kept]
     result = _mean_metrics(corrections, num_tokens)
     for name in result:
         if name.startswith(_SEQUENCE_SHARES):
@@ -537,6 +577,9 @@ def _mean_metrics(
             result[name] = max(values)
         elif name.endswith("_min"):
             result[name] = min(values)
+        elif name in _SUMS:
+            # 0 in a mini-batch of which no row has a gradient, as in its loss.
+            result[name] = sum(values) / len(steps)
         elif name in _OF_MINI_BATCH:
             result[name] = sum(values) / len(values)
         else:

@@ -61,7 +61,9 @@ class Reports:
     env_metrics: Sequence[Mapping[str, Any] | None] | None
 
 
-def trajectory_metrics(trajectories: Sequence[Trajectory], batch: StepBatch) -> dict[str, float]:
+def trajectory_metrics(
+    trajectories: Sequence[Trajectory], batch: StepBatch, *, sums_rewards: bool = False
+) -> dict[str, float]:
     """Return the metrics of `rollout_metrics`; `batch` has the trajectories' steps as rows."""
     reports = Reports(
         stop_reasons=[t.stop_reason for t in trajectories],
@@ -72,16 +74,22 @@ def trajectory_metrics(trajectories: Sequence[Trajectory], batch: StepBatch) -> 
         },
         env_metrics=[t.env_metrics for t in trajectories],
     )
-    return rollout_metrics(batch, reports)
+    return rollout_metrics(batch, reports, sums_rewards=sums_rewards)
 
 
-def rollout_metrics(batch: StepBatch, reports: Reports) -> dict[str, float]:
+def rollout_metrics(
+    batch: StepBatch, reports: Reports, *, sums_rewards: bool = False
+) -> dict[str, float]:
     """Return lengths, turns, stop reasons, times and environment metrics of the rollouts.
 
     `generate/...` is per trajectory, `generate/per_turn/...` per row. The tokens of a trajectory
     are those of all its responses; its final context is its last row's prompt and response.
+
+    Args:
+        sums_rewards: a trajectory's reward is the sum of its rows', not its last row's.
     """
-    table, sizes = outcomes_of_batch(batch), _sizes_of_batch(batch)
+    table = outcomes_of_batch(batch, sums_rewards=sums_rewards)
+    sizes = _sizes_of_batch(batch)
     lengths = sizes.prompt + sizes.response
     tokens = table.per_trajectory(sizes.response)
     return {

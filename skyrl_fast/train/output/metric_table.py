@@ -124,7 +124,10 @@ METRICS = (
         "groups",
         "0; see generate/failed_trajectories, or a policy that few samples call",
     ),
-    Metric("reward/mean_positive_reward", "mean of the rewards above 0, others as 0"),
+    Metric(
+        "reward/mean_positive_reward",
+        "mean over trajectories of the sum of those rewards of an outcome that are above 0",
+    ),
     Metric(
         "reward/num_zero_variance_filtered",
         "groups that zero_variance_filter has masked",
@@ -133,7 +136,10 @@ METRICS = (
     Metric(
         "eval/{data set}/avg_score", "mean reward of an evaluation; `all`: all data", "", "rises"
     ),
-    Metric("eval/{data set}/mean_positive_reward", "mean of the rewards above 0, others as 0"),
+    Metric(
+        "eval/{data set}/mean_positive_reward",
+        "mean over trajectories of the sum of those rewards of an outcome that are above 0",
+    ),
     Metric(
         "eval/{data set}/pass_at_{k}",
         "probability that one of k samples has a reward above 0",
@@ -196,24 +202,29 @@ METRICS = (
         "below 0.1 for a policy that stays close; grows with training",
     ),
     Metric("policy/kl_loss", "KL divergence, weighted as in the loss, before kl_loss_coef"),
-    Metric("policy/kl_tokens", "tokens of the mean policy/kl", "tokens"),
     Metric(
         "policy/approx_kl",
-        "KL divergence of the policy in an update from the one before it, per token",
+        "KL divergence of the policy in an update from the one before it, per token: the mean of "
+        "r - 1 - log r of the loss's ratio r",
         "nats",
         "below 0.01; 0 with one optimizer step per batch",
         limit=0.1,
     ),
     Metric(
         "policy/clip_ratio",
-        "trained tokens whose ratio is clipped, so that they have no gradient",
+        "trained tokens whose ratio is clipped, so that they have no gradient (cispo: a constant "
+        "weight); clip_cov: tokens that it drops; 0 of losses without bounds",
         _SHARE,
         "0 to 0.2; more: fewer optimizer steps per batch, or a lower learning rate",
         limit=0.2,
     ),
     Metric("policy/clip_ratio_low", "the same, clipped below 1 - eps_clip_low", _SHARE),
     Metric("policy/clip_ratio_high", "the same, clipped above 1 + eps_clip_high", _SHARE),
-    Metric("policy/chosen_ratio", "trained tokens of which dual_clip's cap applies", _SHARE, "0"),
+    Metric(
+        "policy/chosen_ratio",
+        "trained tokens where dual_clip's cap applies, or that clip_cov or kl_cov choose",
+        _SHARE,
+    ),
     Metric("policy/ratio_mean", "mean of the policy ratio over trained tokens", "", "1"),
     Metric("policy/ratio_max", "largest policy ratio", "", "below 10"),
     Metric("policy/ratio_min", "smallest policy ratio", "", "above 0.1"),
@@ -234,7 +245,8 @@ METRICS = (
     Metric("policy/optimizer_steps", "optimizer steps of the batch", "steps"),
     Metric(
         "policy/rollout_train_logprobs_abs_diff_mean",
-        "difference of the trainer's and the engine's log-probabilities of the sampled tokens",
+        "difference of the trainer's and the engine's log-probabilities of the sampled tokens, "
+        "before the batch's first optimizer step where the loss or the correction reads these",
         "nats",
         "below 0.02 in bfloat16 without staleness; more: off_policy_correction, or "
         "lm_head_dtype=float32",
@@ -298,12 +310,20 @@ METRICS = (
     Metric("policy/is_ratio_max", "its maximum", "", "below 10"),
     Metric("policy/is_ratio_min", "its minimum", "", "above 0.1"),
     Metric(
-        "policy/tis_token_clip_high_ratio", "tokens whose ratio is capped", _SHARE, "below 0.05"
+        "policy/tis_token_clip_high_ratio",
+        "tokens whose ratio is capped, of those that the rules before leave",
+        _SHARE,
+        "below 0.05",
     ),
     Metric(
         "policy/tis_seq_clip_high_ratio", "sequences whose ratio is capped", _SHARE, "below 0.2"
     ),
-    Metric("policy/token_mask_ratio", "tokens masked for their ratio", _SHARE, "below 0.05"),
+    Metric(
+        "policy/token_mask_ratio",
+        "tokens masked for their ratio, of those that the outlier rule leaves",
+        _SHARE,
+        "below 0.05",
+    ),
     Metric("policy/outlier_seq_masked_ratio", "sequences masked for a token", _SHARE, "below 0.1"),
     Metric("policy/outlier_seq_over_high_ratio", "of these, for a ratio above the bound", _SHARE),
     Metric("policy/outlier_seq_under_low_ratio", "of these, for a ratio below the bound", _SHARE),

@@ -63,9 +63,9 @@ def run(options: argparse.Namespace) -> int:
     results = evaluate(config, targets, out=out, say=_say)
     sys.stdout.write(_table(results))
     sys.stdout.write(f"\n{'results:':10}{out}\n")
-    sys.stdout.writelines(
-        f"{'view it:':10}skyrl-fast view {quote(str(result.folder))}\n" for result in results
-    )
+    for result in results:
+        folder = quote(str(result.folder))
+        sys.stdout.write(f"{'view it:':10}skyrl-fast view {folder}\n")
     return 0
 
 

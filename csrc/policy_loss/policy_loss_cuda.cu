@@ -545,8 +545,9 @@ Launch of_blocks(int64_t num_blocks, int num_values, cudaStream_t stream) {
 template <typename T>
 bool takes_vectors(const PolicyLossInputs<T>& in, const T* grad) {
   if (sizeof(T) * kLoad != kVectorBytes || in.mask.type != MaskType::kUInt8) return false;
+  const T* arrays[] = {in.logprobs, in.old_logprobs, in.advantages, grad};
   uintptr_t all = 0;
-  for (const T* array : {in.logprobs, in.old_logprobs, in.advantages, grad}) {
+  for (const T* array : arrays) {
     all |= reinterpret_cast<uintptr_t>(array);
   }
   return all % kVectorBytes == 0 && reinterpret_cast<uintptr_t>(in.mask.data) % kLoad == 0;

@@ -1,6 +1,7 @@
 """The compile-only check of CUDA kernels, and the architectures of the built extension."""
 
-import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -50,9 +51,33 @@ def test_build_contains_every_kernel_and_architecture() -> None:
         assert str(source.relative_to(cuda_check.ROOT)) in text
     for binding in cuda_check.SOURCES.glob("*/*_cuda_bind.cpp"):
         assert str(binding.relative_to(cuda_check.ROOT)) in text
-    listed = re.search(r"CMAKE_CUDA_ARCHITECTURES (80-real[^)]*)\)", text)
-    assert listed is not None
-    names = [name.removesuffix("-real") for name in listed.group(1).split()]
+
+
+# By the version of nvcc. The last of each has PTX, for later devices.
+BUILT_BY = {
+    "12.0.140": "80-real;90a-real;90",
+    "12.6.85": "80-real;90a-real;90",
+    "12.8.93": "80-real;90a-real;100-real;120",
+    "13.0.88": "80-real;90a-real;100-real;120",
+}
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="CMake is not installed")
+@pytest.mark.parametrize("version", BUILT_BY)
+def test_architectures_are_those_that_nvcc_knows(version: str, tmp_path: Path) -> None:
+    script = tmp_path / "architectures.cmake"
+    rules = cuda_check.ROOT / "cmake" / "cuda_architectures.cmake"
+    script.write_text(
+        f"include({rules})\n"
+        f"skyrl_cuda_architectures({version} found)\n"
+        'message(NOTICE "${found}")\n'
+    )
+    done = subprocess.run(["cmake", "-P", str(script)], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == BUILT_BY[version]
+
+
+def test_the_newest_nvcc_builds_what_is_checked() -> None:
+    names = [name.removesuffix("-real") for name in BUILT_BY["13.0.88"].split(";")]
     assert names == list(cuda_check.ARCHITECTURES)
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from fake_envs import says
 pytest.importorskip("mcp")
 pytest.importorskip("openai")
 
+from skyrl_fast.adapters import mcp_tools as mcp_module
 from skyrl_fast.adapters.mcp_tools import mcp_tools
 from skyrl_fast.rollout.tool_calls import ParsedAnswer
 
@@ -84,3 +86,57 @@ def test_an_agent_uses_the_tools_of_a_server(tmp_path: Path, tiny_tokenizer: Any
     assert results[2].startswith("error: the arguments are no JSON")
     assert results[3] == "error: no tool 'wether'; known: weather"
     assert seen[-1]["content"] == "It rains."
+
+
+class Pages:
+    """A session whose tools come in three pages, and whose results are of many kinds."""
+
+    def __init__(self) -> None:
+        self.results: dict[str, Any] = {
+            "link": [SimpleNamespace(type="resource_link", uri="file://x")],
+            "resource": [SimpleNamespace(resource=SimpleNamespace(text="of a file"))],
+            "image": [SimpleNamespace(type="image", data="...")],
+            "structured": [],
+        }
+
+    async def list_tools(self, cursor: str | None = None) -> Any:
+        page = int(cursor or 0)
+        names = [["link", "resource"], ["image", "refused"], ["structured", "closed"]][page]
+        tools = [SimpleNamespace(name=n, description="", input_schema={}) for n in names]
+        return SimpleNamespace(tools=tools, next_cursor=str(page + 1) if page < 2 else None)
+
+    async def call_tool(self, name: str, values: Any) -> Any:
+        if name in ("refused", "closed"):
+            code = mcp_module.CONNECTION_CLOSED if name == "closed" else -32602
+            raise ProtocolError(code)
+        structured = {"degrees": 3} if name == "structured" else None
+        return SimpleNamespace(
+            content=self.results[name], structured_content=structured, is_error=False
+        )
+
+
+class ProtocolError(Exception):
+    def __init__(self, code: int) -> None:
+        super().__init__("arguments are refused")
+        self.code = code
+
+
+@pytest.mark.spec("gateway.mcp")
+async def test_tools_of_all_pages_and_results_of_all_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mcp_module, "_protocol_error", lambda: ProtocolError)
+    tools = mcp_module.McpTools()
+    await tools.add(Pages())
+    assert len(tools.tools) == 6
+    wanted = {
+        "link": "[resource_link file://x: no text]",
+        "resource": "of a file",
+        "image": "[image: no text]",
+        "refused": "error: arguments are refused",
+        "structured": '{"degrees": 3}',
+    }
+    for name, text in wanted.items():
+        call = SimpleNamespace(id="1", function=SimpleNamespace(name=name, arguments="{}"))
+        assert (await tools.call(call))["content"] == text
+    closed = SimpleNamespace(id="1", function=SimpleNamespace(name="closed", arguments="{}"))
+    with pytest.raises(ProtocolError):
+        await tools.call(closed)

@@ -73,6 +73,7 @@ def test_a_command_gets_the_row_as_json_values(tiny_tokenizer: Any) -> None:
         "nested": [{"at": np.float32(0.5), np.int64(3): (np.array(["a", "b"], object),)}],
         "day": np.array(["2025-01-02"], "datetime64[ns]"),
         "path": Path("x"),
+        "tags": {"a"},
     }
     check = (
         CALL
@@ -80,6 +81,7 @@ def test_a_command_gets_the_row_as_json_values(tiny_tokenizer: Any) -> None:
 row = json.load(open("task.json"))
 assert row["ids"] == list(range(2000)) and row["solved"] is False, row
 assert row["nested"] == [{"at": 0.5, "3": [["a", "b"]]}] and row["path"] == "x", row
+assert row["tags"] == ["a"], row
 assert row["day"][0].startswith("2025-01-02"), row
 """
     )

@@ -477,3 +477,21 @@ def test_first_error_in_large_lists_is_reported(two_threads: None) -> None:
     rows[60][2999] = 1
     with pytest.raises(TypeError, match=r"row 149, position 5 must be an integer, got str 'x'"):
         pack_steps({"tokens": rows})
+
+
+def test_a_row_that_changes_an_earlier_one_is_an_error() -> None:
+    """An array's memory is read after the Python code of later rows has run."""
+    earlier = torch.arange(200_000)
+
+    class Row:
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> int:
+            earlier.resize_(0)
+            if index >= 2:
+                raise IndexError
+            return 1
+
+    with pytest.raises(ValueError, match="row 0 must not change while the rows are read"):
+        pack_steps({"a": [earlier, Row()]})

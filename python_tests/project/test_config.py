@@ -12,6 +12,7 @@ from _settings import NEEDED, error_of
 
 pytest.importorskip("omegaconf")
 
+from skyrl_fast import cli
 from skyrl_fast.config import Config, ConfigError, as_config, to_dict
 from skyrl_fast.config.loading import check_config, load_config
 from skyrl_fast.config.settings import leaves
@@ -465,3 +466,20 @@ def test_infinite_values_are_refused(key: str) -> None:
 def test_sections_given_as_mappings_are_checked(trainer: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_config(Config(trainer=trainer))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("command", [["gateway"], ["try", "--engine"]])
+def test_commands_that_sample_from_the_base_refuse_an_adapter(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text(
+        "trainer: {policy: {model: {path: m, lora: {rank: 4, path: adapter}}}}\n"
+        "data: {train_data: [x.jsonl]}\n"
+        "agent: {function: 'agent.py:agent'}\n"
+    )
+    name, *options = command
+    assert cli.main([name, str(tmp_path / "run.yaml"), *options]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert (
+        f"trainer.policy.model.lora.path: skyrl-fast {' '.join(command)} samples from the" in said
+    )

@@ -1,7 +1,7 @@
 """Dynamic sampling: groups are judged by outcomes, kept as a unit, or replaced by copies."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from skyrl_fast.batch import StepBatch, batch_from_trajectories
 from skyrl_fast.batch.split import mini_batch_boundaries
 from skyrl_fast.config import DynamicSamplingConfig
 from skyrl_fast.rollout.trajectory import Step, Trajectory
+from skyrl_fast.train import Callback, CallbackError, train_agent
 from skyrl_fast.train import prepare_batch as training_batch
 from skyrl_fast.train.algorithm.dynamic_sampling import (
     DynamicSamplingError,
@@ -355,6 +356,25 @@ def test_resume_after_prompts_ran_out_repeats_nothing(folder: Path) -> None:
         steps = [row["step"] for row in read_metrics(outcome.metrics)]
         # The step could not tell that it was the last: its evaluation has a separate row.
         assert steps[:3] == [0, 1, 1] and steps[3:].count(1) == 0
+
+
+@pytest.mark.spec("metrics.reported-once")
+def test_last_evaluation_is_reported_once_if_its_callback_fails(folder: Path) -> None:
+    class Failing(Callback):
+        def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
+            if step == 1:
+                raise RuntimeError("of the callback")
+
+    order = PromptSampler(8, batch_size=4, seed=42)
+    order.next_batch()
+    alike = [str(prompt) for prompt in order.next_batch()[:2]]
+    config = settings(folder, "run", FILTER, "trainer.epochs=1", RESUME)
+    with pytest.raises(CallbackError, match="of the callback"):
+        train_agent(config, make_rollouts=outcomes_by_uid(alike), callbacks=[Failing()])
+    outcome = train(config, outcomes_by_uid(alike))
+    rows = read_metrics(outcome.metrics)
+    evaluations = [row["step"] for row in rows if "eval/all/avg_score" in row]
+    assert evaluations == [0, 1]
 
 
 def test_replacement_keeps_the_number_of_groups_and_steps(folder: Path) -> None:

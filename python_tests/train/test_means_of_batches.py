@@ -6,6 +6,7 @@ from _fakes import tiny_model
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import AlgorithmConfig, OffPolicyCorrectionConfig, OptimizerConfig
+from skyrl_fast.train.model.critic import Critic, ValueModel
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.update import update_policy
@@ -123,3 +124,31 @@ def test_a_mini_batch_without_tokens_has_no_extremes() -> None:
     ratio = float(torch.tensor(0.5).exp())
     assert metrics["policy/is_ratio_min"] == pytest.approx(ratio, rel=1e-5)
     assert metrics["policy/is_ratio_std"] < 1e-5
+
+
+@pytest.mark.spec("metrics.update")
+def test_means_of_a_critics_tokens_do_not_depend_on_the_mini_batches() -> None:
+    lengths = [19, 1]
+    output = {
+        "prompt_token_ids": [[1, 4]] * 2,
+        "response_ids": [[5] * n for n in lengths],
+        "loss_masks": [[1] * n for n in lengths],
+        "rewards": [0.0, 1.0],
+        "trajectory_ids": [("a", 0), ("b", 0)],
+        "is_last_step": [True] * 2,
+    }
+    batch = StepBatch.from_generator_output(output, step_wise=True)
+    clipped = torch.tensor([1e6] * 19 + [0.0])  # far from the values of the first row
+    batch = batch.with_(values=clipped, returns=clipped.neg())
+    found = {}
+    for size in (1, 2):
+        torch.manual_seed(0)
+        model = ValueModel(tiny_model().base_model)
+        torch.nn.init.normal_(model.value_head.weight)
+        critic = Critic(
+            model, OptimizerConfig(lr=0.0), total_steps=4, mini_batch_size=size, value_clip=0.2
+        )
+        found[size] = critic.update(batch)
+    for name in ("critic/values_mean", "critic/values_clipfrac"):
+        assert found[1][name] == pytest.approx(found[2][name], rel=1e-5)
+    assert found[2]["critic/values_clipfrac"] not in (0.0, 1.0)

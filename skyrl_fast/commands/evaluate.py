@@ -82,7 +82,8 @@ def _divide(words: Sequence[str]) -> tuple[list[str], list[str]]:
     overrides = []
     targets = []
     for word in words:
-        if is_override(word) or word.endswith(YAML):
+        is_file = word.endswith(YAML)
+        if is_file or is_override(word):
             overrides.append(word)
         else:
             targets.append(word)

@@ -16,7 +16,14 @@ from reference.losses import CustomLoss
 from reference.metrics import mean, update_metrics
 from reference.network import Adapter, split_by_rows, token_distributions, token_values
 from reference.rows import Row, Sample
-from reference.step import Prepared, complete_metrics, parts_of, prepare, selected_uids
+from reference.step import (
+    Prepared,
+    complete_metrics,
+    informative_uids,
+    parts_of,
+    prepare,
+    sampling_metrics,
+)
 from reference.update import (
     AdamW,
     Terms,
@@ -216,33 +223,43 @@ class _Comparison:
 
     def compare_selection(self, sampled: Sequence[str], steps: Sequence[DrivenStep]) -> None:
         """Compare the prompts that are trained with those that dynamic sampling selects."""
-        way = self.algorithm.dynamic_sampling.type
+        settings = self.algorithm.dynamic_sampling
         size = self.config.trainer.train_batch_size
-        groups = {
-            uid: [one for one in self.samples.values() if one.trajectory.uid == uid]
-            for uid in sampled
-        }
         waiting = list(sampled)
         for number, step in enumerate(steps):
             trained = list(dict.fromkeys(one.uid for one in step.trajectories))
             kept: list[str] = []
+            taken: list[str] = []
+            num_informative = 0
             while len(kept) < size and waiting:
                 # At a time: a batch, or what is missing while others are generated.
                 count = size - len(kept) if self.config.max_staleness else size
                 batch, waiting = waiting[:count], waiting[count:]
+                taken += batch
                 good = batch
-                if way is not None:
-                    good = selected_uids([groups[uid] for uid in batch], self.config)
-                if way == "replace":
-                    if len(good) <= self.algorithm.dynamic_sampling.min_replace_ratio * len(batch):
+                if settings.type is not None:
+                    good = informative_uids([self._group(uid) for uid in batch], self.config)
+                num_informative += len(good)
+                if settings.type == "replace":
+                    if len(good) <= settings.min_replace_ratio * len(batch):
                         continue
                     good = [uid if uid in good else "" for uid in batch]
                 kept += good
             chosen = [uid if "+" not in uid else "" for uid in trained]
             self.found.same(f"step {number}: prompts", chosen, kept[:size])
             copies = [uid.split("+")[0] for uid in trained if "+" in uid]
-            originals = {uid for uid in chosen if uid}
-            self.found.same(f"step {number}: copies", set(copies) <= originals, True)
+            self.found.same(f"step {number}: copies", set(copies) <= set(chosen), True)
+            samples = [one for uid in taken for one in self._group(uid)]
+            metrics = sampling_metrics(samples, self.config)
+            if settings.type is not None:
+                metrics["dynamic_sampling/num_groups_sampled"] = float(len(taken))
+                uninformative = len(taken) - num_informative
+                metrics["dynamic_sampling/num_groups_uninformative"] = float(uninformative)
+                metrics["dynamic_sampling/num_groups_replaced"] = float(len(copies))
+            self._compare_metrics(f"step {number}", metrics, step, prefix="")
+
+    def _group(self, uid: str) -> list[Sample]:
+        return [one for one in self.samples.values() if one.trajectory.uid == uid]
 
     def _sample_of(self, trajectory: Any) -> Sample:
         uid = trajectory.uid.split("+")[0].split("~")[0]

@@ -150,3 +150,13 @@ def test_explained_variance() -> None:
     assert explained_variance(returns, returns) == 1.0
     assert explained_variance(torch.zeros(3), returns) == 0.0
     assert explained_variance(returns, torch.ones(3)) == 0.0
+
+
+def test_values_inside_the_range_are_not_clipped() -> None:
+    """Old value plus difference is not the value, in float32."""
+    generator = torch.Generator().manual_seed(0)
+    old = torch.full((1000,), -0.15)
+    values = 0.01 * torch.randn(1000, generator=generator)
+    returns = torch.randn(1000, generator=generator)
+    _, is_active = value_loss(values, old, returns, value_clip=0.2)
+    assert not is_active.any()

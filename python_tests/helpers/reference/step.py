@@ -22,7 +22,7 @@ from reference.filters import (
 )
 from reference.kl_reward import KlReport, subtract_kl
 from reference.losses import kl_penalties
-from reference.metrics import batch_metrics, reward_metrics, rollout_metrics
+from reference.metrics import batch_metrics, mean, reward_metrics, rollout_metrics
 from reference.rows import (
     Part,
     Row,
@@ -123,7 +123,22 @@ def complete_metrics(samples: Sequence[Sample], config: Any) -> dict[str, float]
     )
 
 
-def selected_uids(groups: Sequence[Sequence[Sample]], config: Any) -> list[str]:
+def sampling_metrics(samples: Sequence[Sample], config: Any) -> dict[str, float]:
+    """Return metrics of all that was sampled for a step, dropped groups included."""
+    failed = [one.trajectory.failure is not None for one in samples]
+    result = {"generate/failed_trajectories": float(sum(failed))}
+    if config.trainer.algorithm.dynamic_sampling.type is None:
+        return result
+    sums = sums_rewards(config)
+    scores = []
+    for sample in samples:
+        rewards = [step.reward for step in sample.trajectory.steps]
+        if rewards and sample.trajectory.failure is None:
+            scores.append(sum(rewards) if sums else rewards[-1])
+    return result | {"dynamic_sampling/avg_raw_reward": mean(scores)}
+
+
+def informative_uids(groups: Sequence[Sequence[Sample]], config: Any) -> list[str]:
     """Return the prompts that dynamic sampling finds informative."""
     sums = sums_rewards(config)
     found = []

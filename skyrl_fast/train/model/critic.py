@@ -345,9 +345,12 @@ def value_loss(
     plain = (values - returns).square()
     if value_clip is None:
         return 0.5 * plain, torch.zeros_like(plain, dtype=torch.bool)
-    clamped = old_values + (values - old_values).clamp(-value_clip, value_clip)
+    moved = values - old_values
+    clamped = old_values + moved.clamp(-value_clip, value_clip)
     clipped = (clamped - returns).square()
-    return 0.5 * torch.maximum(plain, clipped), clipped > plain
+    # Inside the range the sum differs from the value by rounding alone.
+    is_active = (moved.abs() > value_clip) & (clipped > plain)
+    return 0.5 * torch.maximum(plain, clipped), is_active
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:

@@ -142,10 +142,13 @@ def _shown_metrics(result: Evaluation) -> dict[str, str]:
         if found is not None:
             shown[name] = f"pass@{found[1]}"
     shown |= {"all/failed_share": "failed", "all/avg_num_turns": "turns"}
-    scores = [name for name in names if re.fullmatch(r"[^/]+/avg_score", name)]
-    sources = [name for name in scores if not name.startswith("all/")]
+    sources = {}
+    for name in names:
+        source, _, metric = name.partition("/")
+        if metric == "avg_score" and source != "all":
+            sources[name] = source
     if len(sources) > 1:
-        shown |= {name: name.removesuffix("/avg_score") for name in sources}
+        shown |= sources
     return shown
 
 

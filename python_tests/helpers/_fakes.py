@@ -219,4 +219,5 @@ class FakeRollouts:
             env_metrics={},
             seconds=0.1,
             phase=phase,
+            data_source=prompt.data_source,
         )

@@ -74,4 +74,6 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     "verifier of a command": {"agent.verifier": ["./verify"]},
     "reward file of a command": {"agent.reward_file": "reward.json"},
     "agents in processes": {"agent.workers": "process"},
+    "mixture of sources": {"data.mixture": {"easy": 1.0, "hard": 3.0}},
+    "curriculum": {"data.curriculum": "curricula.py:by_reward"},
 }

@@ -264,6 +264,7 @@ _ENGINE = "is about where an engine runs, not what a step computes from its traj
 _WEIGHTS = "is about how weights reach an engine, after the step"
 _PLAY = "is about how an agent is played; its trajectories are those of the agent levels"
 _START = "is about the weights that a run begins with; the step is the same"
+_ORDER = "is about which prompts a batch has, not what a step computes from their trajectories"
 NOT_COVERED = {
     "router replay": "needs a mixture of experts, whose routers the reference does not have",
     "recorded experts": "only router replay reads them",
@@ -286,6 +287,8 @@ NOT_COVERED = {
     "verifier of a command": _PLAY,
     "reward file of a command": _PLAY,
     "agents in processes": _PLAY,
+    "mixture of sources": _ORDER,
+    "curriculum": _ORDER,
 }
 
 

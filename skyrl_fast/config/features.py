@@ -652,8 +652,26 @@ _AGENTS = (
     ),
 )
 
+_DATA = (
+    Feature(
+        name="mixture of sources",
+        setting="data.mixture",
+        on="weights of the sources",
+        off="{}",
+        is_on=lambda config: bool(config.data.mixture),
+    ),
+    Feature(
+        name="curriculum",
+        setting="data.curriculum",
+        on="module:function",
+        off="null",
+        is_on=lambda config: config.data.curriculum is not None,
+        needs=(Need(("mixture of sources",), "it changes the weights of one"),),
+    ),
+)
+
 FEATURES: dict[str, Feature] = {
     feature.name: feature
-    for group in (_ROWS, _ADVANTAGES, _LOSSES, _FILTERS, _MODELS, _ENGINES, _AGENTS)
+    for group in (_ROWS, _ADVANTAGES, _LOSSES, _FILTERS, _MODELS, _ENGINES, _AGENTS, _DATA)
     for feature in group
 }

@@ -60,6 +60,16 @@ class DataConfig:
         [], "training prompts: .jsonl, .json or .parquet files, or datasets on the hub"
     )
     val_data: list[str] = setting([], "evaluation prompts, as train_data; empty: no evaluation")
+    mixture: dict[str, float] = setting(
+        dict,
+        "weights of the sources in training: by the rows' data_source, else by the file's name "
+        "without folder and suffix; empty: each prompt once an epoch",
+    )
+    curriculum: str | None = setting(
+        None,
+        "module:function or file.py:function that is called after each step with its number and "
+        "the statistics of each source, and returns new weights of the mixture, or None",
+    )
 
 
 @dataclass(slots=True)

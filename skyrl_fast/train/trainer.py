@@ -34,7 +34,8 @@ from skyrl_fast.train.callbacks import Callback, CallbackList
 from skyrl_fast.train.checkpoint.local import STATE, CheckpointError, read_state, write_json
 from skyrl_fast.train.checkpoint.starting_point import checkpoint_folder
 from skyrl_fast.train.checkpoint.writer import CheckpointWriter
-from skyrl_fast.train.data.prompts import Prompt, PromptSampler, digest_of
+from skyrl_fast.train.data.mixture import MixtureSampler, load_curriculum, make_sampler
+from skyrl_fast.train.data.prompts import Prompt, digest_of
 from skyrl_fast.train.data.random_state import load_random_state, save_random_state
 from skyrl_fast.train.data.schedule import total_steps
 from skyrl_fast.train.divergence import DivergenceWatch
@@ -50,6 +51,7 @@ from skyrl_fast.train.flow.waiting import (
 )
 from skyrl_fast.train.memory.peak import PeakMemory
 from skyrl_fast.train.metrics.evaluation import evaluation_metrics
+from skyrl_fast.train.metrics.rewards import metric_name, source_metrics, source_statistics
 from skyrl_fast.train.model.critic import Critic
 from skyrl_fast.train.model.models import TrainedPolicy
 from skyrl_fast.train.model.policy import Policy, Reference
@@ -145,8 +147,10 @@ class Trainer:
             ranks=components.policy.ranks,
             upload=components.upload,
         )
-        self._sampler = PromptSampler(
-            len(components.train_prompts),
+        self._curriculum = load_curriculum(config.data.curriculum)
+        self._sampler = make_sampler(
+            components.train_prompts,
+            config.data.mixture,
             batch_size=settings.train_batch_size,
             seed=settings.seed,
             digest=digest_of(components.train_prompts),
@@ -286,6 +290,7 @@ class Trainer:
         metrics |= groups.metrics() | ages
         # Only now, so that an interrupted step is repeated from its beginning.
         self._sampler = flow.consume()
+        metrics |= self._follow_curriculum(trajectories)
         # With the data position: an interrupted step must not move the coefficient twice.
         self._kl_coefs |= {part.policy: part.kl_coef for part in parts}
         self.progress.step += 1
@@ -314,6 +319,17 @@ class Trainer:
             metrics |= components.policy.ranks.traffic.take()
         await self._conclude(metrics)
         return True
+
+    def _follow_curriculum(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Let the curriculum set the weights of what is drawn next; return metrics by source."""
+        statistics = source_statistics(trajectories, sums_rewards=sums_rewards(self._config))
+        metrics = source_metrics(statistics)
+        if not isinstance(self._sampler, MixtureSampler):
+            return metrics
+        if self._curriculum is not None:
+            self._sampler.follow(self._curriculum, self.progress.step + 1, statistics)
+        weights = self._sampler.weights
+        return metrics | {f"data/{metric_name(name)}/weight": w for name, w in weights.items()}
 
     async def _conclude(self, metrics: dict[str, Any]) -> None:
         """Evaluate if due, and report the step; a resumed run catches up on what was missed."""

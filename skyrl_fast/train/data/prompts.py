@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os.path import expanduser
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,12 @@ class Prompt:
 
 
 def load_prompts(
-    paths: Sequence[str], *, default_env_class: str, prefix: str = "", split: str = "train"
+    paths: Sequence[str],
+    *,
+    default_env_class: str,
+    prefix: str = "",
+    split: str = "train",
+    names_sources: bool = False,
 ) -> list[Prompt]:
     """Return all rows of the files, in order; uids are `prefix` plus the running number.
 
@@ -64,13 +69,22 @@ def load_prompts(
         split: of a dataset on the hub.
         default_env_class: for rows without `env_class`.
         prefix: another one in training than in evaluation, so that these never share a uid.
+        names_sources: give rows without a `data_source` the name of their file, without its folder
+            and suffix.
 
     Raises:
         ValueError: a file is missing or of another type, or a row has no prompt; the message names
             file and row.
     """
-    rows = (row for path in paths for row in read_rows(path, split))
-    return _prompts(rows, default_env_class, prefix)
+    prompts: list[Prompt] = []
+    for path in paths:
+        start = len(prompts)
+        found = _prompts(read_rows(path, split), default_env_class, prefix, start)
+        if names_sources:
+            name = Path(path).stem
+            found = [replace(one, data_source=one.data_source or name) for one in found]
+        prompts += found
+    return prompts
 
 
 def prompts_from(
@@ -84,10 +98,12 @@ def prompts_from(
     return _prompts(rows_from(source, split, "prompts"), default_env_class, prefix)
 
 
-def _prompts(rows: Iterable[tuple[str, Any]], default_env_class: str, prefix: str) -> list[Prompt]:
+def _prompts(
+    rows: Iterable[tuple[str, Any]], default_env_class: str, prefix: str, start: int = 0
+) -> list[Prompt]:
     return [
         _prompt(row, f"{prefix}{number}", default_env_class, where)
-        for number, (where, row) in enumerate(rows)
+        for number, (where, row) in enumerate(rows, start)
     ]
 
 
@@ -297,28 +313,30 @@ class PromptSampler:
         self._batch_size = batch_size
         self._seed = seed
         self._digest = digest  # of the prompts, to recognise them on resume
-        self._order = self._permutation()
+        self._order: tuple[int, list[int]] = (-1, [])  # of an epoch
 
     @property
     def batches_per_epoch(self) -> int:
         return self._num_prompts // self._batch_size
 
+    @property
+    def prompts_per_epoch(self) -> int:
+        return self.batches_per_epoch * self._batch_size
+
     def next_prompt(self) -> int:
         """Advance by one prompt; return its index."""
-        prompt = self._order[self.position]
+        prompt = self._prompt_at(self.epoch, self.position)
         self.position += 1
-        if self.position >= self.batches_per_epoch * self._batch_size:
-            self.epoch, self.position = self.epoch + 1, 0
-            self._order = self._permutation()
+        if self.position >= self.prompts_per_epoch:
+            self.epoch += 1
+            self.position = 0
         return prompt
 
     def next_batch(self) -> list[int]:
         return [self.next_prompt() for _ in range(self._batch_size)]
 
     def move_to(self, epoch: int, position: int) -> None:
-        if epoch != self.epoch:
-            self.epoch = epoch
-            self._order = self._permutation()
+        self.epoch = epoch
         self.position = position
 
     def state(self) -> dict[str, Any]:
@@ -349,8 +367,11 @@ class PromptSampler:
             )
         self.move_to(state["epoch"], state["position"])
 
-    def _permutation(self) -> list[int]:
+    def _prompt_at(self, epoch: int, position: int) -> int:
         # A function of seed and epoch: a resumed run needs no state of a generator. The factor
         # keeps the epochs of neighbouring seeds apart.
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self.epoch)
-        return torch.randperm(self._num_prompts, generator=generator).tolist()
+        if self._order[0] != epoch:
+            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+            order = torch.randperm(self._num_prompts, generator=generator).tolist()
+            self._order = (epoch, order)
+        return self._order[1][position]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -84,7 +84,7 @@ def eval_metrics(
     parts = {"all": np.ones(len(trajectories), dtype=bool)}
     if data_sources is not None:
         # Sources whose names map to the same one are merged: "a/b" and "a_b" are both a_b.
-        sources = [_metric_name(source) for source in data_sources]
+        sources = [metric_name(source) for source in data_sources]
         parts |= {name: np.array(sources) == name for name in sorted(set(sources))}
     metrics = {}
     for name, chosen in parts.items():
@@ -101,7 +101,45 @@ def eval_metrics(
     return metrics
 
 
-def _metric_name(source: str | None) -> str:
+def source_statistics(
+    trajectories: Sequence[Trajectory], *, sums_rewards: bool = False
+) -> dict[str, dict[str, float]]:
+    """Return statistics of each source's groups in a batch, by `data_source`.
+
+    `avg_raw_reward` is the mean reward of the trajectories, `zero_variance_share` the share of
+    groups of one reward, `num_groups` their number. Trajectories that failed are left out, and so
+    is a source of which nothing else is left.
+    """
+    groups: dict[str, dict[str, list[float]]] = {}
+    for trajectory in trajectories:
+        if trajectory.has_acted and trajectory.data_source:
+            of_source = groups.setdefault(trajectory.data_source, {})
+            outcome = trajectory.outcome(sums_rewards=sums_rewards)
+            of_source.setdefault(trajectory.uid, []).append(outcome)
+    statistics = {}
+    for source, rewards in groups.items():
+        every = [reward for group in rewards.values() for reward in group]
+        equal = [min(group) == max(group) for group in rewards.values()]
+        statistics[source] = {
+            "avg_raw_reward": sum(every) / len(every),
+            "zero_variance_share": sum(equal) / len(equal),
+            "num_groups": float(len(rewards)),
+        }
+    return statistics
+
+
+def source_metrics(statistics: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Return the statistics as metrics, where a batch has several sources."""
+    if len(statistics) < 2:
+        return {}
+    return {
+        f"data/{metric_name(source)}/{name}": value
+        for source, values in statistics.items()
+        for name, value in values.items()
+    }
+
+
+def metric_name(source: str | None) -> str:
     if not source:
         return "unknown"
     return "all_" if source == "all" else source.replace("/", "_")  # eval/all/ covers all sources

@@ -134,6 +134,24 @@ METRICS = (
         "groups",
     ),
     Metric(
+        "data/{data set}/avg_raw_reward",
+        "mean reward of each of several data sets in training, before the rollout filters",
+        "",
+        "rises",
+    ),
+    Metric(
+        "data/{data set}/zero_variance_share",
+        "groups of the data set whose rewards are equal",
+        _SHARE,
+        "below 0.5",
+    ),
+    Metric("data/{data set}/num_groups", "groups of the data set in the batch", "groups"),
+    Metric(
+        "data/{data set}/weight",
+        "share of the data set in what is drawn next, with data.mixture",
+        _SHARE,
+    ),
+    Metric(
         "eval/{data set}/avg_score", "mean reward of an evaluation; `all`: all data", "", "rises"
     ),
     Metric(

@@ -199,6 +199,7 @@ def with_absolute_paths(config: Config) -> Config:
         (algorithm, "advantage_estimator"),
         (environment, "env_class"),
         (config.agent, "function"),
+        (config.data, "curriculum"),
     ):
         if getattr(section, name) is not None:
             setattr(section, name, absolute_name(getattr(section, name), Path.cwd()))

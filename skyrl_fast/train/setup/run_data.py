@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from skyrl_fast.config import Config, EnvironmentConfig
 from skyrl_fast.rollout.env.reward_functions import TEXT_PROMPT
+from skyrl_fast.train.data.mixture import check_mixture, load_curriculum
 from skyrl_fast.train.data.prompts import Prompt, PromptSource, load_prompts, prompts_from
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,9 @@ def run_data(
     )
     if not one_env:
         _warn_of_row_environments(config, data)
+    if config.data.mixture:
+        check_mixture(data.train, config.data.mixture)
+    load_curriculum(config.data.curriculum)
     # An epoch of less than a batch would never train.
     wanted = config.trainer.train_batch_size
     if len(data.train) < wanted:
@@ -77,7 +81,13 @@ def _load(
 ) -> list[Prompt]:
     env_class = config.environment.env_class
     if given is None:
-        found = load_prompts(files, default_env_class=env_class, prefix=prefix, split=split)
+        found = load_prompts(
+            files,
+            default_env_class=env_class,
+            prefix=prefix,
+            split=split,
+            names_sources=bool(config.data.mixture),
+        )
     else:
         found = prompts_from(given, default_env_class=env_class, prefix=prefix, split=split)
     # One factory makes the environments of all rows, whatever their own `env_class`.

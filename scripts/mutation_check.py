@@ -421,10 +421,10 @@ FAULTS = (
         ),
     ),
     Fault(
-        "a dropped token that is sampled again is stored as trained",
+        "the tokens of a merged row are stored as those of its first step",
         "skyrl_fast/trajectory_store/trained.py",
-        "size = max(0, min(size, shared - begin))",
-        "size = max(0, size)",
+        "is_change = owners[1:] != owners[:-1]",
+        "is_change = owners[1:] < -1",
         (
             "train/test_crossings.py::test_a_dropped_token_that_is_sampled_again_is_stored_untrained",
         ),

@@ -421,10 +421,10 @@ FAULTS = (
         ),
     ),
     Fault(
-        "a dropped token that is sampled again is stored as trained",
+        "the tokens of a merged row are stored as those of its first step",
         "skyrl_fast/trajectory_store/trained.py",
-        "if recorded is None else recorded.numpy()",
-        "if True else recorded.numpy()",
+        "is_change = owners[1:] != owners[:-1]",
+        "is_change = owners[1:] < -1",
         (
             "train/test_crossings.py::test_a_dropped_token_that_is_sampled_again_is_stored_untrained",
         ),
@@ -479,6 +479,13 @@ FAULTS = (
         "if trained_on != digest:",
         "if False:",
         ("train/test_lora.py::test_adapter_is_named_if_its_base_weights_have_changed",),
+    ),
+    Fault(
+        "a part of a cut trajectory ends as its own last step did",
+        "skyrl_fast/train/algorithm/policies.py",
+        "return replace(trajectory, steps=steps)",
+        "return replace(trajectory, steps=steps, stop_reason=steps[-1].stop_reason)",
+        ("train/test_crossings.py::test_a_cut_trajectory_is_cut_for_each_of_its_policies",),
     ),
     Fault(
         "the only sample that calls a policy has its reward as advantage",
@@ -594,7 +601,7 @@ FAULTS = (
         "skyrl_fast/ops/_rows.py",
         "and (prefers_tokens or rewards.shape != (num_rows,)),",
         "and True,",
-        ("ops",),
+        ("ops/test_advantage.py::test_as_many_rewards_as_rows_are_rewards_of_rows",),
     ),
     Fault(
         "a correction's bounds are not checked",
@@ -608,7 +615,7 @@ FAULTS = (
         "skyrl_fast/rollout/context.py",
         "if parted < len(before.rstrip()):",
         "if False:",
-        ("train/test_sft.py",),
+        ("rollout/test_families.py::test_each_of_several_answers_in_a_row_is_its_own_text",),
     ),
     Fault(
         "code that a row names is imported although that is not allowed",

@@ -212,8 +212,9 @@ def page(trees: Mapping[str, Path]) -> str:
     lines = [
         "# Versions of SkyRL",
         "",
-        "What `install()` does with each function, by version: replaced; kept, because its source",
-        "differs from every version that the replacement was tested against; or not present (-).",
+        "What `install()` does with each function, by version: replaced; kept, because its source,",
+        "or that of a function that it calls, differs from every version that the replacement was",
+        "tested against; or not present (-).",
         "Written by `python -m scripts.skyrl_versions --write`; with a version or a source tree",
         "as its argument, this script prints what a new SkyRL changes, and which tests decide.",
         "",

@@ -136,6 +136,17 @@ def test_a_model_that_the_engine_computes_otherwise_is_named_before_an_update() 
     assert "cannot be reloaded" not in str(caught.value)
 
 
+@pytest.mark.spec("sync.divergence")
+def test_a_divergence_is_called_one() -> None:
+    trainer, engine = OneNumberModel(), FakeEngine()
+    probe = make(trainer, engine)
+    asyncio.run(probe.verify())
+    engine.ignores_updates = True
+    with pytest.raises(WeightSyncError, match="Training has diverged: no usable model") as caught:
+        push(probe, trainer, -1e6)
+    assert "Likely causes" not in str(caught.value)
+
+
 @pytest.mark.spec("sync.standstill")
 def test_ignored_update_smaller_than_the_tolerance_is_detected() -> None:
     trainer, engine = OneNumberModel(), FakeEngine()

@@ -152,3 +152,41 @@ def test_means_of_a_critics_tokens_do_not_depend_on_the_mini_batches() -> None:
     for name in ("critic/values_mean", "critic/values_clipfrac"):
         assert found[1][name] == pytest.approx(found[2][name], rel=1e-5)
     assert found[2]["critic/values_clipfrac"] not in (0.0, 1.0)
+
+
+@pytest.mark.spec("metrics.mismatch")
+@pytest.mark.parametrize(
+    ("settings", "epochs"),
+    [
+        (AlgorithmConfig(), 1),  # computes the later mini-batches' before the update
+        (AlgorithmConfig(), 2),  # computes all
+        (AlgorithmConfig(old_logprobs="rollout"), 2),  # knows those of the first pass alone
+        (AlgorithmConfig(policy_loss_type="rollout_is"), 1),
+    ],
+)
+def test_mismatch_is_that_before_any_update(settings: AlgorithmConfig, epochs: int) -> None:
+    output = {
+        "prompt_token_ids": [[1, 4]] * 4,
+        "response_ids": [[5, 6, 7], [8]] * 2,
+        "loss_masks": [[1, 0, 1], [1]] * 2,
+        "rewards": [0.0, 1.0] * 2,
+        "trajectory_ids": [(name, i) for name in "ab" for i in range(2)],
+        "is_last_step": [True] * 4,
+        "rollout_logprobs": [[-1.0] * 3, [-1.0]] * 2,
+    }
+    policy = Policy(tiny_model())
+    batch = StepBatch.from_generator_output(output, step_wise=True)
+    logprobs = policy.batch_logprobs(batch)
+    engine = logprobs - 0.125
+    engine[0] -= 0.125
+    batch = batch.with_(rollout_logprobs=engine, advantages=torch.ones_like(logprobs))
+    optimizer = Optimizer(policy, OptimizerConfig(lr=0.3, num_warmup_steps=0), total_steps=4)
+    metrics = update_policy(
+        policy, optimizer, batch, algorithm=settings, mini_batch_size=1, update_epochs=epochs
+    )
+    first_alone = settings.old_logprobs == "rollout" or settings.policy_loss_type == "rollout_is"
+    tokens = 3 if first_alone else 6
+    name = "policy/rollout_train_logprobs_abs_diff"
+    assert metrics[f"{name}_mean"] == pytest.approx(0.125 * (tokens + 1) / tokens, abs=1e-5)
+    assert metrics[f"{name}_max"] == pytest.approx(0.25, abs=1e-5)
+    assert metrics["policy/rollout_update_logprobs_abs_diff_max"] > 0.5

@@ -30,6 +30,9 @@ PROGRESS = {
         "response", "generate/per_turn/avg_response_length", "{:.0f}"
     ),
     "mismatch": ProgressColumn("mismatch", "policy/rollout_train_logprobs_abs_diff_mean", "{:.1e}"),
+    "update_change": ProgressColumn(
+        "update change", "policy/rollout_update_logprobs_abs_diff_mean", "{:.1e}"
+    ),
     "pass_at_n": ProgressColumn("pass@n", "reward/avg_pass_at_*", "{:.3f}"),
     "turns": ProgressColumn("turns", "generate/avg_num_turns", "{:.2f}"),
     "generate": ProgressColumn("generate", "timing/generate_share", "{:.0%}"),

@@ -65,6 +65,8 @@ _SEQUENCE_SHARES = (
     "policy/geo_sequence_mask_",
     "policy/product_sequence_mask_",
 )
+_MISMATCH = "policy/rollout_train_logprobs_abs_diff"
+_UPDATE_DIFFERENCE = "policy/rollout_update_logprobs_abs_diff"
 _RATIO_MEAN = "policy/is_ratio_mean"
 _RATIO_STD = "policy/is_ratio_std"
 _FORWARD_ONLY = ("expert_indices", "cu_experts", "num_kept", "kept_ids", "cu_kept")
@@ -127,16 +129,22 @@ def update_policy(
         minis[1:] = _with_old_logprobs(policy, batch, mini_batch_size)
     steps, corrections, num_tokens = [], [], []
     num_sequences = []  # with a trained token
+    # Those of the first pass over each token; what was computed before the update is among them.
+    first_logprobs = torch.full(batch.loss_mask.shape, torch.nan)
+    num_before = 0  # response tokens whose first log-probabilities are from before any update
     for epoch in range(update_epochs):
         start = 0  # the mini-batch's first response token
         for mini, metrics in minis:
             seen = None
-            if seen_logprobs is not None and epoch == 0:
-                # A view: the passes write into the caller's tensor.
-                seen = seen_logprobs[start : start + mini.loss_mask.shape[0]]
+            if epoch == 0:
+                # A view: the passes write into the tensor.
+                seen = first_logprobs[start : start + mini.loss_mask.shape[0]]
                 # With "rollout" they are the engine's: the first pass fills in the policy's.
                 if algorithm.old_logprobs != "rollout":
                     seen = _take_old_logprobs(mini, seen)
+                # Those of a later mini-batch's pass are from after the steps before it.
+                if start == 0 or seen is None:
+                    num_before = start + mini.loss_mask.shape[0]
             step = _optimizer_step(policy, optimizer, mini, algorithm, max_seq_len, seen)
             steps.append(step)
             corrections.append(metrics)
@@ -145,11 +153,37 @@ def update_policy(
             num_sequences.append(int(live.sum()))
             start += mini.loss_mask.shape[0]
     trained_tokens = [step[_TRAINED] for step in steps]
+    if seen_logprobs is not None:
+        known = ~first_logprobs.isnan()
+        seen_logprobs[known] = first_logprobs[known]
     return {
+        **_mismatch_metrics(batch, first_logprobs, num_before),
         # Also of rows that need no forward pass.
         **_correction_metrics(corrections, num_tokens, num_sequences),
         **_mean_metrics(steps, trained_tokens),
         "policy/optimizer_steps": float(len(steps)),
+    }
+
+
+def _mismatch_metrics(
+    batch: StepBatch, first_logprobs: torch.Tensor, num_before: int
+) -> dict[str, float]:
+    """Return how far the trainer's log-probabilities are from the engine's before any update.
+
+    Args:
+        first_logprobs: (A,), NaN where none were computed.
+        num_before: how many of them, from the first, are from before the update.
+    """
+    if batch.rollout_logprobs is None:
+        return {}
+    differences = (first_logprobs - batch.rollout_logprobs).abs()[:num_before]
+    counts = (batch.loss_mask[:num_before] != 0) & ~first_logprobs[:num_before].isnan()
+    if not counts.any():
+        return {}
+    counted = differences[counts]
+    return {
+        f"{_MISMATCH}_mean": float(counted.double().mean()),
+        f"{_MISMATCH}_max": float(counted.max()),
     }
 
 
@@ -471,14 +505,10 @@ def _values_of_sampled(
     values["policy/policy_entropy"] = entropy.detach()[places].mean()
     if rows.rollout_logprobs is not None:
         index = micro.response_index[sampled]
-        before = logprobs
-        if rows.old_logprobs is not None and algorithm.old_logprobs != "rollout":
-            # Later optimizer steps of the batch move the policy, which is no mismatch.
-            before = _backend.to_device_of(rows.old_logprobs[index], logprobs)
         rollout = _backend.to_device_of(rows.rollout_logprobs[index], logprobs)
-        difference = (before - rollout).abs()
-        values["policy/rollout_train_logprobs_abs_diff_mean"] = difference.mean()
-        values["policy/rollout_train_logprobs_abs_diff_max"] = difference.max()
+        difference = (logprobs - rollout).abs()
+        values[f"{_UPDATE_DIFFERENCE}_mean"] = difference.mean()
+        values[f"{_UPDATE_DIFFERENCE}_max"] = difference.max()
     return values
 
 

@@ -263,14 +263,21 @@ METRICS = (
     Metric("policy/optimizer_steps", "optimizer steps of the batch", "steps"),
     Metric(
         "policy/rollout_train_logprobs_abs_diff_mean",
-        "difference of the trainer's and the engine's log-probabilities of the sampled tokens, "
-        "before the batch's first optimizer step where the loss or the correction reads these",
+        "mismatch: mean difference of the trainer's and the engine's log-probabilities of the "
+        "sampled tokens, before any update of the batch",
         "nats",
         "below 0.02 in bfloat16 without staleness; more: off_policy_correction, or "
         "lm_head_dtype=float32",
         limit=0.05,
     ),
     Metric("policy/rollout_train_logprobs_abs_diff_max", "its maximum", "nats", "below 2"),
+    Metric(
+        "policy/rollout_update_logprobs_abs_diff_mean",
+        "mean difference of the log-probabilities of the update's passes from the engine's: grows "
+        "with each optimizer step of the batch",
+        "nats",
+    ),
+    Metric("policy/rollout_update_logprobs_abs_diff_max", "its maximum", "nats"),
     Metric(
         "policy/cross_entropy",
         "mean cross-entropy: of the environment's tokens with observation_loss_coef, else of the "

@@ -28,6 +28,8 @@ from _step_features import (
     variants_of,
     write_step_models,
 )
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from skyrl_fast.config.features import FEATURES
 
@@ -152,6 +154,37 @@ def test_triples_of_levels_and_pairs_of_values_equal_the_reference(
     cases = array(2, of_variants=True) if of_variants else array(3)
     report.run(with_settings(cases), models)
     assert not report.failures, "\n".join(report.failures)
+
+
+@st.composite
+def joint_settings(draw: st.DrawFn) -> Settings:
+    """Draw a variant of a level of each factor, of which no pair is refused."""
+    factors = variants()
+    refused = with_implied(factors, is_refused)
+    case: Case = {}
+    for name in draw(st.permutations(list(factors))):
+        possible = [
+            value
+            for value in factors[name]
+            if not any(refused((name, value), level) for level in case.items())
+        ]
+        assume(possible)
+        case[name] = draw(st.sampled_from(possible))
+    settings: dict[str, object] = {}
+    for level in case.items():
+        settings |= variants_of(level)[0]
+    assume(error_of(settings) is None)
+    return settings
+
+
+@pytest.mark.slow
+@given(settings=joint_settings(), seed=st.integers(0, 2**32))
+def test_joint_settings_equal_the_reference(
+    settings: Settings, seed: int, models: StepModels
+) -> None:
+    report = Report()
+    report.run([(seed, settings)], models)
+    assert not report.failures, report.failures[0]
 
 
 def test_a_case_is_the_same_in_every_run() -> None:

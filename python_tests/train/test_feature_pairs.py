@@ -50,6 +50,16 @@ def array(strength: int, *, of_variants: bool = False) -> list[Case]:
     return covering_array(factors, refused, is_allowed, strength=strength, rng=random.Random(SEED))
 
 
+def alone() -> list[Case]:
+    """Return a case for each level, with the first levels of all other factors.
+
+    In a case of an array most features are on: what two of them do without the others is not there.
+    """
+    first = {name: own[0] for name, own in levels().items()}
+    cases = [{**first, name: value} for name, own in levels().items() for value in own[1:]]
+    return [first, *(case for case in cases if is_allowed(case))]
+
+
 @dataclass(slots=True)
 class Report:
     """What the cases of an array have compared."""
@@ -130,14 +140,15 @@ def test_pairs_equal_the_reference(
     shard: int, models: StepModels, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = Report()
-    report.run(with_settings(array(2))[shard::SHARDS], models)
+    cases = [*array(2), *alone()]
+    report.run(with_settings(cases)[shard::SHARDS], models)
     pairs = list(tuples_of(levels(), 2))
     is_left_out = with_implied(levels(), is_refused)
     refused = sum(is_left_out(*pair) for pair in pairs)
     with capsys.disabled():
         print(
             f"\nfeatures {len(FEATURES) - len(NOT_COVERED)} of {len(FEATURES)}, "
-            f"pairs {len(pairs)}, refused {refused}, cases {report.cases} of {len(array(2))}, "
+            f"pairs {len(pairs)}, refused {refused}, cases {report.cases} of {len(cases)}, "
             f"values {report.values}, gradients {report.gradients}, "
             f"differing cases {len(report.failures)}"
         )

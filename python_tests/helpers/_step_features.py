@@ -87,8 +87,11 @@ FACTORS: dict[str, dict[str, Sequence[Settings]]] = {
                 **more,
             }
             for path, more in (
-                ("{critic}", {"trainer.critic_mini_batch_size": 4}),
-                ("{policy}", {f"{ALGORITHM}.value_clip": 0.01}),
+                ("{critic}", {"trainer.critic_mini_batch_size": 1}),
+                (
+                    "{policy}",
+                    {"trainer.critic_mini_batch_size": 2, f"{ALGORITHM}.value_clip": 0.01},
+                ),
             )
         ],
         "tokens": [{ESTIMATOR: "reinforce++", f"{ALGORITHM}.gamma": 0.9}],

@@ -249,3 +249,24 @@ def test_tokens_by_reward_go_by_the_outcome() -> None:
     metrics = rollout_metrics([early, late], config())  # the last step's reward
     assert metrics["generate/avg_tokens_non_zero_rewards"] == 0
     assert metrics["generate/avg_tokens_zero_rewards"] == 2
+
+
+def test_normalizing_gives_no_advantage_to_the_only_sample_left() -> None:
+    def sample(uid: str, number: int, reward: float, failure: str | None = None) -> Trajectory:
+        return Trajectory(uid, number, [step([1], [6], reward)], failure=failure)
+
+    group = [
+        *(sample("a", number, reward) for number, reward in enumerate((0.0, 0.5, 1.0))),
+        sample("b", 0, 1.0),
+        sample("b", 1, 0.0, "broken"),
+        sample("b", 2, 0.0, "broken"),
+    ]
+    settings = config(
+        f"{ESTIMATOR}=maxrl",
+        "trainer.algorithm.advantage_batch_normalize=true",
+        "generator.n_samples_per_prompt=3",
+    )
+    values = advantages(group, settings).advantages
+    assert values[3] == 0
+    # Mean 0 and variance 1 of the three others, the middle one of which is at their mean.
+    assert values[:3].tolist() == pytest.approx([-(1.5**0.5), 0.0, 1.5**0.5], abs=1e-5)

@@ -28,6 +28,8 @@ from _step_features import (
     variants_of,
     write_step_models,
 )
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from skyrl_fast.config.features import FEATURES
 
@@ -46,6 +48,16 @@ def array(strength: int, *, of_variants: bool = False) -> list[Case]:
     factors = variants() if of_variants else levels()
     refused = with_implied(factors, is_refused)
     return covering_array(factors, refused, is_allowed, strength=strength, rng=random.Random(SEED))
+
+
+def alone() -> list[Case]:
+    """Return a case for each level, with the first levels of all other factors.
+
+    In a case of an array most features are on: what two of them do without the others is not there.
+    """
+    first = {name: own[0] for name, own in levels().items()}
+    cases = [{**first, name: value} for name, own in levels().items() for value in own[1:]]
+    return [first, *(case for case in cases if is_allowed(case))]
 
 
 @dataclass(slots=True)
@@ -128,14 +140,15 @@ def test_pairs_equal_the_reference(
     shard: int, models: StepModels, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = Report()
-    report.run(with_settings(array(2))[shard::SHARDS], models)
+    cases = [*array(2), *alone()]
+    report.run(with_settings(cases)[shard::SHARDS], models)
     pairs = list(tuples_of(levels(), 2))
     is_left_out = with_implied(levels(), is_refused)
     refused = sum(is_left_out(*pair) for pair in pairs)
     with capsys.disabled():
         print(
             f"\nfeatures {len(FEATURES) - len(NOT_COVERED)} of {len(FEATURES)}, "
-            f"pairs {len(pairs)}, refused {refused}, cases {report.cases} of {len(array(2))}, "
+            f"pairs {len(pairs)}, refused {refused}, cases {report.cases} of {len(cases)}, "
             f"values {report.values}, gradients {report.gradients}, "
             f"differing cases {len(report.failures)}"
         )
@@ -152,6 +165,37 @@ def test_triples_of_levels_and_pairs_of_values_equal_the_reference(
     cases = array(2, of_variants=True) if of_variants else array(3)
     report.run(with_settings(cases), models)
     assert not report.failures, "\n".join(report.failures)
+
+
+@st.composite
+def joint_settings(draw: st.DrawFn) -> Settings:
+    """Draw a variant of a level of each factor, of which no pair is refused."""
+    factors = variants()
+    refused = with_implied(factors, is_refused)
+    case: Case = {}
+    for name in draw(st.permutations(list(factors))):
+        possible = [
+            value
+            for value in factors[name]
+            if not any(refused((name, value), level) for level in case.items())
+        ]
+        assume(possible)
+        case[name] = draw(st.sampled_from(possible))
+    settings: dict[str, object] = {}
+    for level in case.items():
+        settings |= variants_of(level)[0]
+    assume(error_of(settings) is None)
+    return settings
+
+
+@pytest.mark.slow
+@given(settings=joint_settings(), seed=st.integers(0, 2**32))
+def test_joint_settings_equal_the_reference(
+    settings: Settings, seed: int, models: StepModels
+) -> None:
+    report = Report()
+    report.run([(seed, settings)], models)
+    assert not report.failures, report.failures[0]
 
 
 def test_a_case_is_the_same_in_every_run() -> None:

@@ -45,32 +45,30 @@ def compute_advantages(
     """
     algorithm = config.trainer.algorithm
     name = algorithm.advantage_estimator
+    alone: set[str] = set()
     if name in TOKEN_LEVEL:
         result = _token_level(rows, algorithm, values)
     else:
         of_row = _of_rows(rows, config)
         if name not in WITHOUT_GROUPS and config.generator.n_samples_per_prompt > 1:
-            _clear_alone(rows, of_row)
+            alone = {group[0].uid for group in groups_of(rows) if has_no_baseline(group)}
         spread = [
             [value * trained for trained in row.mask]
             for row, value in zip(rows, of_row, strict=True)
         ]
         result = Advantages(spread, spread)
     if name in TOKEN_LEVEL or algorithm.advantage_batch_normalize:
-        result = Advantages(_whitened(rows, result.values), result.returns)
+        compared = [row.uid not in alone for row in rows]
+        result = Advantages(_whitened(rows, result.values, compared), result.returns)
+    for row, values_of_row in zip(rows, result.values, strict=True):
+        if row.uid in alone:
+            values_of_row[:] = [0.0] * len(values_of_row)
     return result
 
 
 def has_no_baseline(rows: Sequence[Row]) -> bool:
     """Return whether one trajectory of a group is left."""
     return len({row.trajectory for row in rows if not row.is_placeholder}) == 1
-
-
-def _clear_alone(rows: Sequence[Row], values: list[float]) -> None:
-    alone = {group[0].uid for group in groups_of(rows) if has_no_baseline(group)}
-    for index, row in enumerate(rows):
-        if row.uid in alone:
-            values[index] = 0.0
 
 
 def _of_rows(rows: Sequence[Row], config: Any) -> list[float]:
@@ -252,13 +250,15 @@ def _time_steps(numbered: Sequence[tuple[int, Row]]) -> list[_TimeStep]:
     return chain
 
 
-def _whitened(rows: Sequence[Row], values: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return the values with mean 0 and variance 1 over the trained tokens."""
+def _whitened(
+    rows: Sequence[Row], values: Sequence[Sequence[float]], compared: Sequence[bool]
+) -> list[list[float]]:
+    """Return the values with mean 0 and variance 1 over the trained tokens of the rows compared."""
     trained = [
         value
-        for row, own in zip(rows, values, strict=True)
+        for row, own, is_compared in zip(rows, values, compared, strict=True)
         for is_trained, value in zip(row.mask, own, strict=True)
-        if is_trained
+        if is_trained and is_compared
     ]
     if not trained:
         return [list(own) for own in values]

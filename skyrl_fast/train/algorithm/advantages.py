@@ -70,11 +70,14 @@ def compute_advantages(
     # Where each row has one token both shapes are equal: the level of the estimator decides.
     if not is_per_token or (spec.level != "token" and len(per_token) == rows.num_rows):
         per_token = spread_over_tokens(per_token, rows.response_lengths)
+    is_alone = torch.zeros(per_token.shape, dtype=torch.bool)
     if batch.is_alone is not None and spec.compares_group:
-        is_alone = np.repeat(batch.is_alone.numpy(), batch.response_lengths.numpy())
-        per_token = per_token.masked_fill(torch.from_numpy(is_alone), 0.0)
+        of_tokens = np.repeat(batch.is_alone.numpy(), batch.response_lengths.numpy())
+        is_alone = torch.from_numpy(of_tokens)
     if normalize and not spec.always_normalized:
-        per_token = normalize_advantages(per_token, batch.loss_mask)
+        # Without those of no baseline, which the mean would move from 0.
+        per_token = normalize_advantages(per_token, batch.loss_mask * ~is_alone)
+    per_token = per_token.masked_fill(is_alone, 0.0)
     if output.returns is None:
         return batch.with_(advantages=per_token)
     return batch.with_(advantages=per_token, returns=output.returns.detach().to(torch.float32))

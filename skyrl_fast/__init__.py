@@ -9,6 +9,13 @@ from typing import Any
 try:
     from skyrl_fast import _C as _C
 except ImportError as error:
+    from skyrl_fast.system.importing import find_hidden_package
+
+    if _hidden := find_hidden_package(__path__[0], "_C*.so"):
+        raise ImportError(
+            f"skyrl_fast: {__path__[0]} has no compiled extension and hides the installed package "
+            f"{_hidden}; run Python from another folder, or `pip install -e .` here"
+        ) from None
     raise ImportError(
         f"skyrl_fast: the compiled extension does not load ({error}); build it with a C++ "
         "compiler: `pip install .`, or `make setup` in a source tree"

@@ -2,6 +2,7 @@
 
 import io
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -199,6 +200,48 @@ def test_run_as_a_module(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert done.stderr.strip() == f"skyrl-fast: config file not found: {tmp_path / 'no.yaml'}"
+
+
+def test_a_source_tree_says_that_it_hides_the_installed_package(tmp_path: Path) -> None:
+    tree, installed = tmp_path / "tree", tmp_path / "installed"
+    shutil.copytree(
+        ROOT / "skyrl_fast", tree / "skyrl_fast", ignore=shutil.ignore_patterns("_C*.so")
+    )
+    (installed / "skyrl_fast").mkdir(parents=True)
+    (installed / "skyrl_fast/_C.cpython-311-x86_64-linux-gnu.so").touch()
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        f"sys.path[:0] = {[str(tree), str(installed)]}\n"
+        "sys.meta_path[:] = [f for f in sys.meta_path if 'ScikitBuild' not in type(f).__name__]\n"
+        "import skyrl_fast\n"  # not by the finder of an editable installation
+    )
+    done = subprocess.run([sys.executable, "-I", script], capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert f"hides the installed package {installed / 'skyrl_fast'}" in last
+    assert "run Python from another folder" in last
+    assert "During handling" not in done.stderr
+
+
+def test_a_folder_is_no_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", str(tmp_path)]) == 2
+    assert f"expected a YAML file, got the folder {tmp_path}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["kl coefficient"], "trainer.algorithm.kl_loss_coef"),
+        (["coefficient", "kl"], "trainer.algorithm.kl_loss_coef"),
+        (["thinking"], "generator.chat_template_kwargs"),
+        (["learning rate"], "trainer.policy.optimizer_config.lr"),
+    ],
+)
+def test_settings_are_found_by_the_words_that_people_use(
+    words: list[str], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["settings", *words]) == 0
+    assert f"{name} = " in capsys.readouterr().out
 
 
 def test_help_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,8 +61,22 @@ def test_a_project_of_a_pretrained_model(
     assert "  cd 'my agent'\n" in capsys.readouterr().out
     policy = load_config("my agent/config.yaml").trainer.policy
     path = str(tmp_path / model) if Path(model).exists() else model
-    assert (policy.model.path, policy.optimizer_config.lr) == (path, 1e-6)
+    assert (policy.model.path, policy.optimizer_config.lr) == (path, 1e-5)
     assert not Path("my agent/model").exists()
+
+
+def test_a_project_of_a_pretrained_model_has_its_lengths_and_several_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init", "agent", "--model", "Qwen/Qwen3-0.6B"]) == 0
+    generator = load_config("agent/config.yaml").generator
+    assert generator.sampling_params.max_generate_length == 128
+    assert generator.max_input_length == 1024
+    assert generator.chat_template_kwargs == {"enable_thinking": False}
+    rows = [json.loads(line) for line in Path("agent/train.jsonl").read_text().splitlines()]
+    assert {row["secret"] for row in rows} == set(range(1, 10))
+    assert all("one number only" in row["prompt"] for row in rows)
 
 
 def test_init_that_fails_or_is_interrupted_leaves_no_project(
@@ -92,7 +106,8 @@ def test_a_new_project_learns_and_is_viewed(project: Path) -> None:
     printed = run_in(project, "skyrl_fast.cli", "train", "config.yaml")
     assert "finished: 40 of 40 steps" in printed
     rewards = [row[EVAL] for row in read_metrics(project / "run/metrics.jsonl") if EVAL in row]
-    assert rewards[0] < 0.4 and rewards[-1] > 0.8  # 0.26 by chance, 1 where it is known
+    assert rewards[0] < 0.35 and rewards[-1] > 0.45  # 0.25 by chance; every second number is 7
+    assert "look at:" not in printed
     assert "trajectories in" in run_in(project, "skyrl_fast.cli", "view", "run")
 
 
@@ -166,7 +181,18 @@ def test_compare_names_a_run_without_values(
 ) -> None:
     runs = [write_run(tmp_path / "one", {0: 0.5}), str(tmp_path)]
     assert cli.main(["compare", *runs, "--metric", metric]) == 2
-    assert str(tmp_path) in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert str(tmp_path) in printed.err
+    assert printed.out == ""  # no head of a table that does not come
+
+
+@pytest.mark.parametrize("metric", ["score", "eval/avg_score"])
+def test_compare_suggests_metrics_of_the_run(
+    metric: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "one", {0: 0.5})
+    assert cli.main(["compare", run, "--metric", metric]) == 2
+    assert f"(did you mean {EVAL}?)" in capsys.readouterr().err
 
 
 def test_a_curve_has_a_bar_for_each_value() -> None:

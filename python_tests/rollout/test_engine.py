@@ -174,6 +174,35 @@ async def test_a_process_that_dies_at_the_start_is_noticed(monkeypatch: pytest.M
             await engine.start()
 
 
+@pytest.mark.parametrize(
+    ("script", "is_named"),
+    [("train()\n", True), ('if __name__ == "__main__":\n    train()\n', False)],
+)
+async def test_a_script_without_a_guard_is_named_in_the_last_line(
+    script: str, is_named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("Engine core initialization failed")
+
+    (tmp_path / "script.py").write_text(script)
+    (tmp_path / "vllm.log").write_text("INFO the last line of the log\n")
+    main = SimpleNamespace(__file__=str(tmp_path / "script.py"))
+    engine = fake_engine(monkeypatch)
+    engine._setup = VllmSetup("anything", log_file=str(tmp_path / "vllm.log"))
+    engine._llm = None
+    sys.modules["vllm"].__spec__ = ModuleSpec("vllm", None)
+    monkeypatch.setattr(vllm_engine, "missing_library", lambda: "")
+    monkeypatch.setattr(vllm_engine, "check_model_folder", lambda _: None)
+    monkeypatch.setattr(vllm_engine, "engine_environment", lambda _: {})
+    monkeypatch.setattr(engine, "_build", fail)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    with pytest.raises(EngineDeadError) as caught:
+        await engine.start()
+    last = str(caught.value).splitlines()[-1]
+    assert ("script.py starts it without a guard" in last) is is_named
+    assert is_named or "INFO the last line" in last
+
+
 @pytest.mark.spec("rollout.one-sample", "rollout.cache-salt")
 async def test_requests_have_a_session_and_a_cache_salt_per_version(
     monkeypatch: pytest.MonkeyPatch,

@@ -37,19 +37,19 @@ def test_slow_is_reported_once_per_phase_and_stuck_after_every_deadline() -> Non
     board = ActivityBoard(clock)
     entry = board.enter("7", 2)
     clock.now = 1000.0  # waiting for its turn is neither
-    assert board.report_slow("7", 10) == board.find_stuck("7", 30) == []
+    assert board.report_slow(10) == board.find_stuck("7", 30) == []
     board.set_phase(entry, MAKING, attempt=0, turn=0)
     clock.now += 9
     board.set_phase(entry, ACTING, attempt=1, turn=3)
     clock.now += 9
-    assert board.report_slow("7", 10) == []
+    assert board.report_slow(10) == []
     clock.now += 1
-    assert board.report_slow("7", 10) == [entry]
+    assert board.report_slow(10) == [entry]
     assert entry.describe(clock.now) == "7/2: turn 4, attempt 2, in its environment for 10 s"
-    assert board.report_slow("7", 10) == []  # once is enough
+    assert board.report_slow(10) == []  # once is enough
     board.set_phase(entry, GENERATING, attempt=1, turn=4)
     clock.now += 10
-    assert board.report_slow("7", 10) == [entry]
+    assert board.report_slow(10) == [entry]
     assert board.find_stuck("7", 30) == []
     clock.now += 1
     assert board.find_stuck("7", 30) == [entry]
@@ -193,6 +193,16 @@ def test_slow_trajectories_are_logged_and_counted(
         runner, _ = asyncio.run(run_deaf(tiny_tokenizer, {2: 1}))
     assert runner.faults["slow_trajectories"] == 1
     assert "slow: p/2: turn 1, generating for 1000 s" in caplog.text
+
+
+def test_slow_trajectories_of_all_groups_are_one_line(
+    tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        runner, _ = asyncio.run(run_deaf(tiny_tokenizer, {0: 1, 1: 1, 2: 1}))
+    assert runner.faults["slow_trajectories"] == 3
+    (line,) = [message for message in caplog.messages if message.startswith("slow")]
+    assert line == "slow: p/0: turn 1, generating for 1000 s; and 2 more: p/1, p/2"
 
 
 @pytest.mark.spec("async.fault-metrics")

@@ -172,6 +172,17 @@ def test_nan_and_inf_are_a_mismatch(bad: float) -> None:
         asyncio.run(make(trainer, engine).verify())
 
 
+@pytest.mark.parametrize("weight", [-1e6, math.nan])
+def test_a_policy_without_sense_has_diverged(weight: float) -> None:
+    trainer, engine = OneNumberModel(), FakeEngine()
+    probe = make(trainer, engine)
+    asyncio.run(probe.verify())
+    engine.ignores_updates = True
+    with pytest.raises(WeightSyncError, match=r"The policy has diverged: .*lr") as caught:
+        push(probe, trainer, weight)
+    assert "state dict" not in str(caught.value)
+
+
 def test_probe_and_callback_are_validated() -> None:
     engine = FakeEngine()
     with pytest.raises(ValueError, match="at least 2 tokens"):

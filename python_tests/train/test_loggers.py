@@ -1,11 +1,13 @@
 """Loggers of other packages, where they are installed."""
 
+import errno
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from skyrl_fast.train.output.loggers import RunInfo, open_loggers
+from skyrl_fast.train.output.loggers import GuardedLogger, RunInfo, check_loggers, open_loggers
 
 
 @pytest.fixture
@@ -72,4 +74,47 @@ def test_earlier_loggers_are_closed_if_one_fails(run: RunInfo) -> None:
     with pytest.raises(ValueError, match=r"bad did not start: OSError: no route to host"):
         open_loggers([good, bad], run)
     (logger,) = open_loggers([good], run)
-    assert logger.write.__globals__["closed"] == ["a-run"]
+    assert isinstance(logger, GuardedLogger)
+    assert logger.guarded.write.__globals__["closed"] == ["a-run"]
+
+
+def test_a_full_disk_leaves_out_tensorboard_with_one_warning(
+    run: RunInfo,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    records = pytest.importorskip("tensorboard.summary.writer.record_writer").RecordWriter
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = threading.excepthook
+    (logger,) = open_loggers(["tensorboard"], run)
+    monkeypatch.setattr(records, "write", fail)
+    for step in range(1, 20):
+        logger.write(step, {"reward": 0.5})
+    logger.close()
+    assert threading.excepthook is before
+    (warning,) = caplog.messages
+    assert warning.startswith("trainer.logger: tensorboard: ")
+    assert "No space left on device; the run goes on without it" in warning
+    assert capsys.readouterr().err == ""
+
+
+def test_errors_of_other_threads_are_printed(run: RunInfo, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[str] = []
+    monkeypatch.setattr(threading, "excepthook", lambda error: printed.append(error.thread.name))
+    (logger,) = open_loggers(["tensorboard"], run)
+    other = threading.Thread(target=int, args=["x"], name="other")
+    other.start()
+    other.join()
+    logger.close()
+    assert printed == ["other"]
+
+
+def test_a_module_of_the_current_folder_is_named_as_a_file(run: RunInfo) -> None:
+    (run.run_path / "a_logger_here.py").write_text("L = dict\n")
+    with pytest.raises(ValueError, match=r"current folder write a_logger_here\.py$"):
+        check_loggers(["jsonl", "a_logger_here:L"])
+    check_loggers(["jsonl", "a_logger_here.py:L"])

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from skyrl_fast.commands.command import UsageError, as_usage_error, log_to_stderr, needs_extra
 from skyrl_fast.train.output.metric_table import EVAL_REWARD
@@ -15,6 +18,8 @@ DESCRIPTION = (
     "Print the first, last and largest value of a metric for each run, and draw them in one plot. "
     "Runs of one label, such as seeds, are a line of means in a band of their range."
 )
+
+_NUM_SUGGESTED = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     log_to_stderr()
     metric = options.metric
     curves: dict[str, list[list[tuple[int, float]]]] = {}
-    sys.stdout.write(f"{metric}\n{'first':>10}{'last':>10}{'largest':>10}{'at step':>9}  run\n")
+    lines = [metric, f"{'first':>10}{'last':>10}{'largest':>10}{'at step':>9}  run"]
     for text in options.runs:
         label, folder = _label_and_folder(text)
         file = Path(folder) / "metrics.jsonl"
@@ -45,15 +50,27 @@ def run(options: argparse.Namespace) -> int:
             rows = read_metrics(file)
         points = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
         if not points:
-            raise UsageError(f"compare: {file}: expected values of {metric}, got none")
+            raise UsageError(
+                f"compare: {file}: expected values of {metric}, got none{_suggestion(metric, rows)}"
+            )
         step, most = max(points, key=lambda point: (not math.isnan(point[1]), point[1]))
         first, last = points[0][1], points[-1][1]
-        sys.stdout.write(f"{first:10.4g}{last:10.4g}{most:10.4g}{step:9}  {text}\n")
+        lines.append(f"{first:10.4g}{last:10.4g}{most:10.4g}{step:9}  {text}")
         curves.setdefault(label, []).append(points)
+    sys.stdout.write("\n".join(lines) + "\n")
     if options.out is not None:
         with as_usage_error(ValueError, OSError):
             sys.stdout.write(f"{plot_runs(curves, metric, options.out)}\n")
     return 0
+
+
+def _suggestion(metric: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a question after the metrics of a run whose names are like this one, or ""."""
+    named = {name for row in rows for name, value in row.items() if isinstance(value, float)}
+    names = sorted(named - {metric})
+    within = [name for name in names if metric.lower() in name.lower()]
+    near = within or get_close_matches(metric, names, n=_NUM_SUGGESTED)
+    return f" (did you mean {' or '.join(near[:_NUM_SUGGESTED])}?)" if near else ""
 
 
 def _label_and_folder(text: str) -> tuple[str, str]:

@@ -8,8 +8,9 @@ import runpy
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import cycle, islice
 from os.path import expanduser
 from pathlib import Path
 from random import Random
@@ -20,10 +21,29 @@ from skyrl_fast.commands.quickstart import find_examples
 HELP = "create a project: an environment, prompts, settings, tests"
 DESCRIPTION = "Write a small project that trains at once, as the start of your own."
 TEMPLATE = Path(__file__).with_name("project")
-PROMPT, SECRET = "guess my number from 1 to 9", 7
+PROMPT = "guess my number from 1 to 9"
+ANSWER_FORM = "Answer with one number only."  # a tiny model answers with numbers anyway
 HINTS = "higher lower"
+SECRETS: Sequence[int] = (7, 2, 9, 4, 1, 6, 3, 8, 5)  # of the rows, by turns
+# 7 is soon found, and is not all that there is to learn.
+TINY_SECRETS: Sequence[int] = (7, 2, 7, 9, 7, 4, 7, 5)
+NUM_ROWS = {"train": 64, "eval": 8}
 NUM_GAMES, NUM_STEPS = 1000, 100  # of the tiny model's warm start
 TINY_PATH = "path: model"  # in the template's config.yaml
+# Lines of it, and those for a pretrained model, which may think and writes sentences.
+PRETRAINED = {
+    "lr: 1.0e-3  # for a tiny model; 1.0e-5 for a pretrained one": (
+        "lr: 1.0e-5  # up to a billion parameters; 1.0e-6 for a larger model"
+    ),
+    "max_input_length: 128": "max_input_length: 1024",
+    "  max_turns: 4\n": (
+        "  max_turns: 4\n"
+        "  chat_template_kwargs: {enable_thinking: false}  # templates without it ignore it\n"
+    ),
+    "max_generate_length: 4  # tokens of a turn": (
+        "max_generate_length: 128  # tokens of a turn; 2048 for a model that always thinks"
+    ),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,20 +75,32 @@ def write_project(folder: Path, model: str | None) -> None:
             from examples.tiny_model.model import make_tokenizer
             from examples.tiny_model.warm_start import encode_chats, warm_start
     shutil.copytree(TEMPLATE, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    row = json.dumps({"prompt": PROMPT, "secret": SECRET}) + "\n"
-    for name, count in (("train", 64), ("eval", 8)):
-        (folder / f"{name}.jsonl").write_text(row * count, encoding="utf-8")
+    prompt, secrets = PROMPT, TINY_SECRETS
+    if model is not None:
+        prompt, secrets = f"{PROMPT.capitalize()}. {ANSWER_FORM}", SECRETS
+    for name, count in NUM_ROWS.items():
+        text = rows_text(prompt, list(islice(cycle(secrets), count)))
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
     if model is None:
         tokenizer = make_tokenizer([PROMPT, HINTS], max_length=256)
         rows = encode_chats(tokenizer, list(random_games(folder / "environment.py")))
         set_num_threads(1)  # another one would be waited for longer than it computes
         warm_start(tokenizer, rows, folder / "model", num_steps=NUM_STEPS)
     else:
-        config, local = folder / "config.yaml", Path(expanduser(model))
+        config = folder / "config.yaml"
+        local = Path(expanduser(model))
         path = str(local.absolute()) if local.exists() else model  # training starts in the folder
+        text = config.read_text(encoding="utf-8")
+        for line, pretrained in PRETRAINED.items():
+            text = text.replace(line, pretrained)
         quoted = json.dumps(path, ensure_ascii=False)
-        text = config.read_text(encoding="utf-8").replace(TINY_PATH, f"path: {quoted}")
-        config.write_text(text.replace("lr: 1.0e-3", "lr: 1.0e-6"), encoding="utf-8")
+        config.write_text(text.replace(TINY_PATH, f"path: {quoted}"), encoding="utf-8")
+
+
+def rows_text(prompt: str, secrets: Sequence[int]) -> str:
+    """Return the lines of a file of prompts, one for each game."""
+    rows = [json.dumps({"prompt": prompt, "secret": secret}) for secret in secrets]
+    return "\n".join(rows) + "\n"
 
 
 def random_games(environment: Path) -> Iterator[list[dict[str, str]]]:

@@ -107,6 +107,8 @@ def _sections(path: str | Path) -> Any:
     import yaml
     from omegaconf import OmegaConf
 
+    if Path(path).is_dir():
+        raise ConfigError(f"expected a YAML file, got the folder {path}")
     if not Path(path).is_file():
         raise ConfigError(f"config file not found: {path}")
     text = Path(path).read_text(encoding="utf-8")

@@ -298,7 +298,7 @@ class AlgorithmConfig:
         False, "whether to add kl_loss_coef * KL(policy, reference) to the loss"
     )
     kl_loss_coef: float = setting(
-        0.001, "weight of the KL in loss or reward", at_least=0, finite=True
+        0.001, "coefficient of the KL in loss or reward: its weight", at_least=0, finite=True
     )
     kl_estimator_type: str = setting("k3", "estimator of the KL", choices=tuple(KL_ESTIMATORS))
     use_entropy_loss: bool = setting(
@@ -473,8 +473,8 @@ class GeneratorConfig:
     )
     chat_template_kwargs: dict[str, Any] = setting(
         {},
-        "keyword arguments of the chat template; the column tools of a row takes precedence over "
-        "its tools",
+        "keyword arguments of the chat template, such as enable_thinking of models that can think; "
+        "the column tools of a row takes precedence over its tools",
     )
     tool_parser: str | None = setting(
         None,

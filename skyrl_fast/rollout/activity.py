@@ -126,17 +126,18 @@ class ActivityBoard:
         entries = [entry for uid in uids for entry in self.of(uid)]
         return sorted(entries, key=lambda entry: entry.since)[:number]
 
-    def report_slow(self, uid: str, seconds: float) -> list[Activity]:
-        """Return trajectories of this group that are so long in one phase, once per phase."""
+    def report_slow(self, seconds: float) -> list[Activity]:
+        """Return trajectories that are so long in one phase, the longest first, once per phase."""
         now = self.clock()
         slow = [
             entry
-            for entry in self.of(uid)
+            for group in self._groups.values()
+            for entry in group.values()
             if entry.phase != WAITING and not entry.reported and now - entry.since >= seconds
         ]
         for entry in slow:
             entry.reported = True
-        return slow
+        return sorted(slow, key=lambda entry: entry.since)
 
     def find_stuck(self, uid: str, seconds: float) -> list[Activity]:
         """Return trajectories of this group that ended waiting so long ago."""

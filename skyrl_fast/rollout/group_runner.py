@@ -181,9 +181,7 @@ class GroupRunner:
             if member.task.done():
                 ended[repetition_id] = member.task.result()
                 del members[repetition_id]
-        for entry in self.board.report_slow(uid, self._slow_seconds):
-            self.faults["slow_trajectories"] += 1
-            log.warning("slow: %s", entry.describe(self.board.clock()))
+        self._report_slow()
         for entry in self.board.find_stuck(uid, self._stuck_seconds):
             if entry.repetition_id in members:
                 self._give_up(group, entry)
@@ -192,6 +190,17 @@ class GroupRunner:
             raise GroupDroppedError(
                 f"group {uid}: all {len(ended)} trajectories were stuck past every deadline"
             )
+
+    def _report_slow(self) -> None:
+        """Name those of all groups in one line: the trajectories of a batch begin together."""
+        slow = self.board.report_slow(self._slow_seconds)
+        if not slow:
+            return
+        self.faults["slow_trajectories"] += len(slow)
+        longest, *others = slow
+        names = ", ".join(f"{entry.uid}/{entry.repetition_id}" for entry in others)
+        more = f"; and {len(others)} more: {names}" if others else ""
+        log.warning("slow: %s%s", longest.describe(self.board.clock()), more)
 
     def _give_up(self, group: _Group, entry: Activity) -> None:
         # Its deadline has cancelled it before, in vain; what swallowed that may not see this one

@@ -19,7 +19,10 @@ def load_module(name: str) -> ModuleType:
     try:
         return _load_file(name) if name.endswith(".py") else importlib.import_module(name)
     except Exception as error:
-        raise ValueError(f"cannot import {name!r}: {type(error).__name__}: {error}") from error
+        is_file_here = isinstance(error, ModuleNotFoundError) and Path(f"{name}.py").is_file()
+        hint = f"; for the file of the current folder write {name}.py" if is_file_here else ""
+        cause = f"{type(error).__name__}: {error}"
+        raise ValueError(f"cannot import {name!r}: {cause}{hint}") from error
 
 
 def load_object(name: str) -> Any:
@@ -64,6 +67,21 @@ def absolute_name(name: str, folder: Path) -> str:
 def name_of(module: ModuleType) -> str:
     """Return the name by which `load_module` finds a module: its import path or its file."""
     return str(module.__file__) if module.__name__.startswith(FILE_PREFIX) else module.__name__
+
+
+def find_hidden_package(folder: str | Path, pattern: str) -> Path | None:
+    """Return the folder of a package of this name that stands later on `sys.path`, or None.
+
+    Args:
+        folder: the imported package, such as that of a source tree.
+        pattern: of a file that the other one has.
+    """
+    folder = Path(folder).resolve()
+    for entry in sys.path:
+        other = Path(entry, folder.name).resolve()
+        if other != folder and any(other.glob(pattern)):
+            return other
+    return None
 
 
 def _load_file(name: str) -> ModuleType:

@@ -63,7 +63,13 @@ from skyrl_fast.train.model.models import (
     uses_reference,
 )
 from skyrl_fast.train.model.policy import load_tokenizer
-from skyrl_fast.train.output.loggers import Logger, RunInfo, open_loggers, read_metrics
+from skyrl_fast.train.output.loggers import (
+    Logger,
+    RunInfo,
+    check_loggers,
+    open_loggers,
+    read_metrics,
+)
 from skyrl_fast.train.output.metric_table import EVAL_REWARD, find_warnings
 from skyrl_fast.train.output.plot import plot_learning_curve
 from skyrl_fast.train.output.progress import ProgressDisplay
@@ -255,6 +261,7 @@ def _run_here(
         # A run sets torch's threads; a notebook goes on with its own.
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         with as_setup_error():
+            check_loggers(config.trainer.logger)  # before data and models are downloaded
             data = run_data(config, prompts, eval_prompts, one_env=make_env is not None)
             if isinstance(make_env, RewardFunctions):
                 data = data.with_text_marked()

@@ -17,8 +17,8 @@ class Guess(Env):
     def step(self, action):
         """Return the reward of a guess, and what the model reads next."""
         self.turns += 1
-        number = re.search(r"\d+", action)
-        guess = int(number[0]) if number else None
+        numbers = re.findall(r"\d+", action)
+        guess = int(numbers[0]) if len(numbers) == 1 else None  # "7 8 9" is no guess
         if guess == self.secret:
             return EnvStep(1 - (self.turns - 1) / MAX_TURNS, done=True)
         if guess is None or self.turns == MAX_TURNS:

@@ -23,5 +23,6 @@ def test_a_game_has_four_turns():
 
 
 def test_an_answer_without_a_guess_ends_the_game():
-    (step,) = play(5, "none")
-    assert (step.reward, step.done) == (0.0, True)
+    for answer in ("none", "4 5 6"):
+        (step,) = play(5, answer)
+        assert (step.reward, step.done) == (0.0, True)

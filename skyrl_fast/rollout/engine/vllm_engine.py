@@ -47,6 +47,7 @@ from skyrl_fast.rollout.engine.vllm_start import (
     engine_environment,
     environment,
     let_engine_go_first,
+    missing_guard,
     missing_library,
     socket_folder,
 )
@@ -139,7 +140,10 @@ class VllmEngine(Engine):
                 self._llm = self._build()
             except Exception as error:
                 self._sockets.cleanup()
-                raise EngineDeadError(self._explain("did not start", error)) from error
+                reason = self._explain("did not start", error)
+                # Last, below what its processes have printed and logged.
+                guard = missing_guard()
+                raise EngineDeadError("\n".join(filter(None, (reason, guard)))) from error
         let_engine_go_first(True)
         self._vocab_size = self._llm.model_config.get_vocab_size()
         with self._explain_failure("did not start"):

@@ -76,22 +76,39 @@ class VllmSetup:
     policies: tuple[str, ...] = ()
 
 
+GUARD = (
+    "vLLM starts processes that import your main module. Start the engine under "
+    '`if __name__ == "__main__":` in a file, or use `skyrl-fast train`'
+)
+
+
 def check_can_spawn() -> None:
     """Raise EngineDeadError unless vLLM can spawn: its processes import the main module.
 
     That module must exist, and must not start an engine when it is imported.
     """
-    guard = (
-        "vLLM starts processes that import your main module. Start the engine under "
-        '`if __name__ == "__main__":` in a file, or use `skyrl-fast train`'
-    )
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise EngineDeadError(
-            f"the engine was started while a child process was importing: {guard}"
+            f"the engine was started while a child process was importing: {GUARD}"
         )
-    main_file = getattr(sys.modules.get("__main__"), "__file__", None)
+    main_file = _main_file()
     if main_file is not None and not os.path.exists(main_file):
-        raise EngineDeadError(f"the main module {main_file!r} is no file: {guard}")
+        raise EngineDeadError(f"the main module {main_file!r} is no file: {GUARD}")
+
+
+def missing_guard() -> str:
+    """Return what a script lacks that never asks for its `__name__`, else ""."""
+    main_file = _main_file()
+    if main_file is None or not main_file.endswith(".py"):
+        return ""
+    with suppress(OSError, UnicodeDecodeError):
+        if "__name__" not in Path(main_file).read_text(encoding="utf-8"):
+            return f"{main_file} starts it without a guard. {GUARD}"
+    return ""
+
+
+def _main_file() -> str | None:
+    return getattr(sys.modules.get("__main__"), "__file__", None)
 
 
 def missing_library() -> str:

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import re
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,8 +58,46 @@ class Logger(Protocol):
         """Flush and close; all metrics are stored after this."""
 
 
+class GuardedLogger:
+    """Leaves a logger out, with one warning, once it has raised: the run goes on without it."""
+
+    def __init__(self, name: str, guarded: Logger) -> None:
+        self.name = name
+        self.guarded = guarded
+        self._has_failed = False
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        self._call("write", step, metrics)
+
+    def close(self) -> None:
+        self._call("close")
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        if self._has_failed and method != "close":
+            return
+        try:
+            getattr(self.guarded, method)(*arguments)
+        except Exception as error:
+            if not self._has_failed:
+                log.warning(
+                    "trainer.logger: %s: %s raised %s; the run goes on without it",
+                    self.name,
+                    method,
+                    _one_line(error),
+                )
+            self._has_failed = True
+
+
+def check_loggers(names: Sequence[str]) -> None:
+    """Import the loggers of `trainer.logger`; a ValueError says which cannot be."""
+    for name in names:
+        _load(name)
+
+
 def open_loggers(names: Sequence[str], run: RunInfo) -> list[Logger]:
     """Return the loggers of `trainer.logger`: names in `LOGGERS`, or `module:Class`.
+
+    One that raises later is left out, except "jsonl": other files of the run are on its disk.
 
     Raises:
         ValueError: a package is missing, or a logger cannot start; the message says which.
@@ -66,7 +105,9 @@ def open_loggers(names: Sequence[str], run: RunInfo) -> list[Logger]:
     opened: list[Logger] = []
     try:
         for name in names:
-            opened.append(_open(name, run))
+            logger = _open(name, run)
+            is_guarded = not isinstance(logger, JsonlLogger)
+            opened.append(GuardedLogger(name, logger) if is_guarded else logger)
     except BaseException:
         # A tracker's server must not be left with a run that seems to go on.
         for logger in opened:
@@ -75,25 +116,31 @@ def open_loggers(names: Sequence[str], run: RunInfo) -> list[Logger]:
     return opened
 
 
-def _open(name: str, run: RunInfo) -> Logger:
+def _load(name: str) -> Any:
     if name not in LOGGERS and ":" not in name:
         raise ValueError(
             f"trainer.logger: expected module:Class or one of {', '.join(LOGGERS)}, got {name!r}"
         )
     try:
-        make = load_object(LOGGERS.get(name, name))
+        return load_object(LOGGERS.get(name, name))
     except ValueError as error:
         raise ValueError(f"trainer.logger: {error}") from error
+
+
+def _open(name: str, run: RunInfo) -> Logger:
+    make = _load(name)
     try:
         logger: Logger = make(run)
     except ValueError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())  # in one line
-        raise ValueError(
-            f"trainer.logger: {name} did not start: {type(error).__name__}: {reason}"
-        ) from error
+        raise ValueError(f"trainer.logger: {name} did not start: {_one_line(error)}") from error
     return logger
+
+
+def _one_line(error: Exception) -> str:
+    reason = " ".join(str(error).split())
+    return f"{type(error).__name__}: {reason}"
 
 
 class JsonlLogger:
@@ -137,13 +184,23 @@ class TensorBoardLogger:
     def __init__(self, run: RunInfo) -> None:
         writer = _import("torch.utils.tensorboard", "tensorboard").SummaryWriter
         self._writer = writer(str(run.run_path / "tensorboard"), purge_step=run.last_step + 1)
+        self._print_error = threading.excepthook
+        threading.excepthook = self._see_thread_error
 
     def write(self, step: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        self._writer.close()
+        try:
+            self._writer.close()
+        finally:
+            threading.excepthook = self._print_error
+
+    def _see_thread_error(self, error: threading.ExceptHookArgs) -> None:
+        # The next call raises that of TensorBoard's thread, which need not be printed as well.
+        if not type(error.thread).__module__.startswith("tensorboard."):
+            self._print_error(error)
 
 
 class WandbLogger:

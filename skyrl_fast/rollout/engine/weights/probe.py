@@ -36,6 +36,11 @@ CAUSES = (
     "the trainer's logprob callback uses another temperature, position ids or attention mask",
     "dropout is on: put the policy into eval mode in the callback",
 )
+DIVERGED = (
+    "The policy has diverged: no model that is trained well gives a token such a log-probability. "
+    "Lower trainer.policy.optimizer_config.lr, and resume from an earlier checkpoint"
+)
+DIVERGED_LOGPROB = -1_000.0  # nats; the tails of trained models end at about -100
 # A change of the trainer's logprobs by this share of the limits is no accident: the engine's, which
 # are the same in every bit for the same weights, must change, too.
 STALE_SHARE = 0.02
@@ -286,6 +291,8 @@ class WeightProbe:
             )
         if at_start:
             return f"{text}Likely causes: {'; '.join((OTHER_MODEL, *CAUSES))}"
+        if not trainer.min() >= DIVERGED_LOGPROB:  # NaN is no number of a model either
+            return text + DIVERGED
         return text + _describe_causes(stands_still=report.max_change == 0.0)
 
     def _refuse_standstill(self, trainer: np.ndarray, report: WeightSyncReport) -> None:

@@ -80,7 +80,7 @@ def policy_loss(
     loss = sum over trained tokens of row_weight * (token_weight * policy loss
     + cross_entropy_weight * (-logprob) + kl_coef * kl_weight * KL): three streams, each with its
     weight per token. The docstring of `losses.py` has each formula and its source; the settings'
-    names and defaults are SkyRL's. Masked cells are not read (they may be NaN) and their gradient
+    names and defaults are SkyRL's. Masked cells do not matter (they may be NaN): their gradient
     is exactly 0; a mask of zeros gives loss 0, connected to the graph. NaN at a trained token gives
     a NaN loss, and NaN in the gradient of that token only.
 

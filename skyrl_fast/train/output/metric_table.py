@@ -246,7 +246,8 @@ METRICS = (
     Metric(
         "policy/rollout_train_logprobs_abs_diff_mean",
         "difference of the trainer's and the engine's log-probabilities of the sampled tokens, "
-        "before the batch's first optimizer step where the loss or the correction reads these",
+        "before the batch's first optimizer step where the loss, the correction or the KL in the "
+        "reward reads these",
         "nats",
         "below 0.02 in bfloat16 without staleness; more: off_policy_correction, or "
         "lm_head_dtype=float32",

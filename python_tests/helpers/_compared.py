@@ -188,6 +188,15 @@ def _scores(steps: Sequence[Any], folders: Folders, temperature: float) -> list[
     return split_by_rows(logprobs, rows)
 
 
+@dataclass(slots=True)
+class Selection:
+    """Prompts that are sampled for a step, and those that it trains; "" is a copy of another."""
+
+    taken: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    num_informative: int = 0
+
+
 class _Comparison:
     def __init__(
         self,
@@ -223,40 +232,48 @@ class _Comparison:
 
     def compare_selection(self, sampled: Sequence[str], steps: Sequence[DrivenStep]) -> None:
         """Compare the prompts that are trained with those that dynamic sampling selects."""
-        settings = self.algorithm.dynamic_sampling
+        way = self.algorithm.dynamic_sampling.type
         size = self.config.trainer.train_batch_size
         waiting = list(sampled)
+        if not steps:
+            self.found.same("a step", False, len(self._select(waiting).kept) >= size)
         for number, step in enumerate(steps):
             trained = list(dict.fromkeys(one.uid for one in step.trajectories))
-            kept: list[str] = []
-            taken: list[str] = []
-            num_informative = 0
-            while len(kept) < size and waiting:
-                # At a time: a batch, or what is missing while others are generated.
-                count = size - len(kept) if self.config.max_staleness else size
-                batch, waiting = waiting[:count], waiting[count:]
-                taken += batch
-                good = batch
-                if settings.type is not None:
-                    good = informative_uids([self._group(uid) for uid in batch], self.config)
-                num_informative += len(good)
-                if settings.type == "replace":
-                    if len(good) <= settings.min_replace_ratio * len(batch):
-                        continue
-                    good = [uid if uid in good else "" for uid in batch]
-                kept += good
+            selected = self._select(waiting)
             chosen = [uid if "+" not in uid else "" for uid in trained]
-            self.found.same(f"step {number}: prompts", chosen, kept[:size])
+            self.found.same(f"step {number}: prompts", chosen, selected.kept[:size])
             copies = [uid.split("+")[0] for uid in trained if "+" in uid]
             self.found.same(f"step {number}: copies", set(copies) <= set(chosen), True)
-            samples = [one for uid in taken for one in self._group(uid)]
+            samples = [one for uid in selected.taken for one in self._group(uid)]
             metrics = sampling_metrics(samples, self.config)
-            if settings.type is not None:
-                metrics["dynamic_sampling/num_groups_sampled"] = float(len(taken))
-                uninformative = len(taken) - num_informative
+            if way is not None:
+                uninformative = len(selected.taken) - selected.num_informative
+                metrics["dynamic_sampling/num_groups_sampled"] = float(len(selected.taken))
                 metrics["dynamic_sampling/num_groups_uninformative"] = float(uninformative)
                 metrics["dynamic_sampling/num_groups_replaced"] = float(len(copies))
             self._compare_metrics(f"step {number}", metrics, step, prefix="")
+
+    def _select(self, waiting: list[str]) -> Selection:
+        """Take the prompts of a step from those that wait."""
+        settings = self.algorithm.dynamic_sampling
+        size = self.config.trainer.train_batch_size
+        selected = Selection()
+        while len(selected.kept) < size and waiting:
+            # At a time: a batch, or what is missing while others are generated.
+            count = size - len(selected.kept) if self.config.max_staleness else size
+            batch = waiting[:count]
+            del waiting[:count]
+            selected.taken += batch
+            good = batch
+            if settings.type is not None:
+                good = informative_uids([self._group(uid) for uid in batch], self.config)
+            selected.num_informative += len(good)
+            if settings.type == "replace":
+                if len(good) <= settings.min_replace_ratio * len(batch):
+                    continue
+                good = [uid if uid in good else "" for uid in batch]
+            selected.kept += good
+        return selected
 
     def _group(self, uid: str) -> list[Sample]:
         return [one for one in self.samples.values() if one.trajectory.uid == uid]

@@ -1,6 +1,7 @@
 """The trainer, driven through steps of scripted trajectories, and a record of all it does."""
 
 import asyncio
+import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from skyrl_fast.config import Config
 from skyrl_fast.rollout.activity import ActivityBoard
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train import trainer as trainer_module
+from skyrl_fast.train.algorithm.dynamic_sampling import DynamicSamplingError
 from skyrl_fast.train.data.prompts import Prompt
 from skyrl_fast.train.model.models import Models, make_models
 from skyrl_fast.train.model.optimizer import Optimizer
@@ -135,7 +137,8 @@ def drive(
         critic=models.critic,
     )
     trainer = Trainer(config, components, display)  # type: ignore[arg-type]
-    with _recording(trainer, models) as steps:
+    # Too few informative groups for a step: the comparison finds as few.
+    with _recording(trainer, models) as steps, contextlib.suppress(DynamicSamplingError):
         asyncio.run(trainer.run())
     for step, metrics in zip(steps, display.metrics, strict=True):
         step.metrics = metrics

@@ -27,6 +27,7 @@ ESTIMATOR = f"{ALGORITHM}.advantage_estimator"
 LOSS = f"{ALGORITHM}.policy_loss_type"
 REGISTERED = "registered_for_pairs"
 BATCH = 4  # prompts
+SPARE_BATCHES = 3
 
 Settings = Mapping[str, Any]
 NONE: Settings = {}
@@ -107,7 +108,9 @@ FACTORS: dict[str, dict[str, Sequence[Settings]]] = {
         "without advantages": _losses("cross_entropy"),
         "of sequences": _losses("gspo"),
         "of a mini-batch": [
-            {LOSS: "kl_cov"},
+            # Where the old log-probabilities are the current ones, rounding decides the sign of
+            # the distance, and so of its gradient.
+            {LOSS: "kl_cov", f"{ALGORITHM}.old_logprobs": "rollout"},
             # All candidates are dropped: nothing is left to draw.
             {
                 LOSS: "clip_cov",
@@ -421,6 +424,5 @@ def _active(settings: Settings) -> frozenset[str]:
 
 def num_prompts_of(config: Config, batches: int) -> int:
     """Return the prompts of a run: dynamic sampling may use more than those of its batches."""
-    way = config.trainer.algorithm.dynamic_sampling.type
-    spare = {None: 0, "replace": 1, "filter": 3}[way]
-    return BATCH * (batches + spare)
+    has_spare = config.trainer.algorithm.dynamic_sampling.type is not None
+    return BATCH * (batches + SPARE_BATCHES * has_spare)

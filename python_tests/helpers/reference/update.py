@@ -211,7 +211,8 @@ def _policy_terms(
     if algorithm.use_entropy_loss:
         parts.append(-algorithm.entropy_loss_coef * (weights * entropies).sum())
     # Where nothing reads those before the update, they are not computed.
-    knows_old = algorithm.off_policy_correction.enabled or reads_old(algorithm)
+    by_reward = algorithm.use_kl_in_reward and algorithm.old_logprobs != "rollout"
+    knows_old = algorithm.off_policy_correction.enabled or reads_old(algorithm) or by_reward
     compared = before if knows_old else logprobs.tolist()
     terms.tokens |= {
         "policy_entropy": entropies.tolist(),

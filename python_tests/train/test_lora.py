@@ -731,6 +731,14 @@ def save_base(folder: Path, *, seed: int = 0, shard: str = "5GB") -> Path:
     return folder
 
 
+def test_a_truncated_file_of_weights_is_named(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base")
+    weights = base / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"base cannot be loaded: model\.safetensors: "):
+        load_model(str(base), device=torch.device("cpu"), dtype=torch.float32)
+
+
 @pytest.mark.spec("lora.base-weights")
 def test_digest_of_base_weights_is_that_of_the_tensors_not_of_the_files(tmp_path: Path) -> None:
     digest = base_weights_digest(str(save_base(tmp_path / "one")))

@@ -349,7 +349,7 @@ def test_page_opens_on_the_first_trained_trajectory_and_not_scrolled(
     writer.write(0, "eval", [make_trajectory("p", 0, [make_step([0], [0])])])
     trained = [make_trajectory("p", number, [make_step([0], [0])]) for number in range(40)]
     batch = batch_of(trained)
-    writer.write(1, "train", trained, trained=[TrainedRows(batch, trained)])
+    writer.write(1, "train", trained, trained=[TrainedRows(trained, batch)])
     page = build_view(tmp_path / "run").page
     tab = opened(page=page)
     until(tab, "location.hash === '#/1'")

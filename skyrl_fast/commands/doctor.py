@@ -180,8 +180,12 @@ def gpu_table(kernels: str = "all") -> Iterator[str]:
 
 def _install(extra: str) -> str:
     """Return the command that installs an extra, from the source tree where there is one."""
-    is_source_tree = (Path(__file__).parents[2] / "pyproject.toml").is_file()
-    return f"pip install '{'.' if is_source_tree else 'skyrl-fast'}[{extra}]'"
+    root = Path(__file__).parents[2]
+    project = root / "pyproject.toml"
+    package = "skyrl-fast"
+    if project.is_file():
+        package = "."
+    return f"pip install '{package}[{extra}]'"
 
 
 def _package(name: str, distributions: tuple[str, ...], advice: str) -> Finding:

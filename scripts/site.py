@@ -28,7 +28,7 @@ ROOT_PAGES = {
     "SECURITY.md": "security-policy.md",
 }
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(#[^)\s]*)?(?=\))")
-ASSETS = (".png", ".svg")
+ASSETS = (".png", ".svg", ".css")
 
 
 def main() -> None:

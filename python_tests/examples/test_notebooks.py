@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom."""
+"""The notebooks run from top to bottom, as Python and in a Jupyter kernel."""
 
 from __future__ import annotations
 
@@ -42,3 +42,28 @@ def test_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         result = run_cells("train")["result"]
     assert result.after > result.before + 0.2
     assert "rewards: 0 0.75" in output.getvalue()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
+@pytest.mark.timeout(1200)  # training, and the start of an engine, on two busy cores
+def test_in_a_kernel(path: Path, tmp_path: Path) -> None:
+    """A kernel runs an event loop, and the cells in its main thread."""
+    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    if path.stem == "train":
+        pytest.importorskip("vllm")
+    notebook = nbformat.read(path, as_version=4)
+    cells = [cell for cell in notebook.cells if not cell.source.startswith("%pip")]
+    assert len(cells) == len(notebook.cells) - 1  # it is installed
+    notebook.cells = cells
+    client = nbclient.NotebookClient(
+        notebook,
+        timeout=None,
+        kernel_name="python3",  # of this environment, whatever kernels a user has
+        resources={"metadata": {"path": str(tmp_path)}},
+    )
+    client.execute()  # raises where a cell does
+    executed = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
+    assert executed == list(range(1, len(executed) + 1))

@@ -208,7 +208,8 @@ def test_a_source_tree_says_that_it_hides_the_installed_package(tmp_path: Path) 
         ROOT / "skyrl_fast", tree / "skyrl_fast", ignore=shutil.ignore_patterns("_C*.so")
     )
     (installed / "skyrl_fast").mkdir(parents=True)
-    (installed / "skyrl_fast/_C.cpython-311-x86_64-linux-gnu.so").touch()
+    for name in ("__init__.py", "_C.cpython-311-x86_64-linux-gnu.so"):
+        (installed / "skyrl_fast" / name).touch()
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\n"

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +32,19 @@ def test_missing_parts_come_with_advice(monkeypatch: pytest.MonkeyPatch) -> None
     assert findings["vllm"].found == "not installed"
     assert "pip install" in findings["vllm"].advice
     assert findings["vllm"].advice in doctor.report(found, as_json=False)
+
+
+@pytest.mark.parametrize(("is_tree", "package"), [(True, "."), (False, "skyrl-fast")])
+def test_advice_names_the_package_outside_a_source_tree(
+    is_tree: bool, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "__file__", str(tmp_path / "skyrl_fast/commands/doctor.py"))
+    if is_tree:
+        (tmp_path / "pyproject.toml").touch()
+    advice = {f.name: f.advice for f in doctor.findings()}
+    missing = doctor._package("nothing", ("no-such-package",), doctor._install("train"))
+    assert missing.advice == f"pip install '{package}[train]'"
+    assert advice["transformers"] == ""
 
 
 def test_cuda_builds_beside_a_cpu_torch_are_to_be_uninstalled(

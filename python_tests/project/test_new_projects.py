@@ -223,6 +223,7 @@ def test_runs_without_a_label_are_curves_of_their_own(
         ("policy/policy_entropy", [1.0, 0.05], False),  # too few to call it a collapse
         ("reward/zero_variance_share", [0.9] * 4, True),
         ("generate/truncated_turn_share", [0.2], True),
+        ("generate/too_long_prompt_share", [0.2], True),
         ("policy/rollout_train_logprobs_abs_diff_mean", [0.2], True),
         ("policy/loss", [9.0], False),
         ("planner/policy/clip_ratio", [0.3] * 4, True),  # of one of several policies

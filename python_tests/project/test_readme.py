@@ -36,6 +36,14 @@ def test_agent_example_is_ten_lines_and_ops_example_fifteen() -> None:
     assert len(ops) <= 17, len(ops)  # two of them are continued lines
 
 
+def test_reward_of_the_agent_example_reads_numbers_beside_punctuation() -> None:
+    names: dict[str, object] = {"__name__": "readme"}
+    exec(blocks("README.md", "python")[0], names)
+    reward = names["reward"]
+    for answer, wanted in (("The answer is 15.", 1), ("**15**", 1), ("150", 0), ("", 0)):
+        assert reward(answer, {"sum": "15"}) == wanted, answer  # type: ignore
+
+
 def test_ops_example_gives_the_advantages_of_its_comment() -> None:
     names: dict[str, object] = {}
     exec(blocks("README.md", "python")[1], names)

@@ -53,3 +53,11 @@ def test_navigation_has_every_page_once() -> None:
     text = (site.ROOT / "mkdocs.yml").read_text("utf-8").partition("markdown_extensions:")[0]
     targets = [page for page in site.page_targets().values() if page.endswith(".md")]
     assert sorted(pages(yaml.safe_load(text)["nav"])) == sorted(targets)
+
+
+def test_names_in_tables_stay_in_one_line() -> None:
+    text = (site.ROOT / "mkdocs.yml").read_text("utf-8").partition("markdown_extensions:")[0]
+    styles = yaml.safe_load(text)["extra_css"]
+    assert [site.page_targets()[f"docs/{name}"] for name in styles] == styles
+    rules = "".join((site.ROOT / "docs" / name).read_text() for name in styles)
+    assert ".md-typeset table code {\n  white-space: nowrap;" in rules

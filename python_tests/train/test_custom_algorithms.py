@@ -10,7 +10,7 @@ from _training import folder as folder  # a fixture
 from _training import settings, train
 
 import skyrl_fast
-from skyrl_fast import CustomLoss, LossInputs, LossOutput, policy_loss
+from skyrl_fast import CustomLoss, EstimatorInputs, LossInputs, LossOutput, policy_loss
 from skyrl_fast.config import ConfigError
 from skyrl_fast.train.output.loggers import read_metrics
 
@@ -92,6 +92,31 @@ def test_loss_from_a_file_with_settings(folder: Path) -> None:
     eps = ("trainer.algorithm.eps_clip_low=0.0001", "trainer.algorithm.eps_clip_high=0.0001")
     wanted = metrics_of(folder, "built_in", "trainer.update_epochs_per_batch=2", *eps)
     assert_same_curve(wanted, got)
+
+
+def without_gradient(inputs: LossInputs) -> torch.Tensor:
+    return -inputs.advantages * inputs.logprobs.detach()
+
+
+def not_a_number(inputs: EstimatorInputs) -> torch.Tensor:
+    return torch.full_like(inputs.rewards, float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            f"{LOSS}={__name__}:without_gradient",
+            "without_gradient: expected losses with a gradient",
+        ),
+        (f"{ESTIMATOR}={__name__}:not_a_number", "not_a_number: expected finite advantages"),
+    ],
+)
+def test_faults_of_a_users_function_have_its_name(
+    override: str, message: str, folder: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(settings(folder, "run", override))
 
 
 # --- outside the trainer -------------------------------------------------------------------------

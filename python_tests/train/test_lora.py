@@ -48,6 +48,7 @@ from skyrl_fast.train.model.micro_batch import plan_micro_batches, response_posi
 from skyrl_fast.train.model.models import make_models
 from skyrl_fast.train.model.policy import Policy, WithoutAdapter, load_model
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK
+from skyrl_fast.train.setup.errors import SetupError
 from skyrl_fast.train.setup.given_objects import with_absolute_paths
 
 LORA = LoraConfig(rank=3, alpha=4)
@@ -668,9 +669,14 @@ def test_a_run_is_exported_as_adapter_and_as_merged_model(
     changed = json.loads((run / "config.json").read_text())
     changed["trainer"]["policy"]["model"]["path"] = "another"
     (run / "config.json").write_text(json.dumps(changed))
+    capsys.readouterr()  # what the run has printed
     for form in ("adapter", "model"):
         assert cli.main(["export", str(run), str(out / form), "--to", form]) == 0
-    assert f"the model of {outcome.checkpoint}" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert f"the model of {outcome.checkpoint}" in printed.out
+    assert printed.err == ""  # no progress bars
+    for name in ("adapter/adapter_model.safetensors", "model/model.safetensors"):
+        assert (out / name).stat().st_mode == (out / "model/README.md").stat().st_mode, name
     adapter = peft.PeftModel.from_pretrained(tiny_model(), str(out / "adapter"))
     merged = AutoModelForCausalLM.from_pretrained(out / "model")
     batch = mixed_batch()
@@ -681,6 +687,7 @@ def test_a_run_is_exported_as_adapter_and_as_merged_model(
     assert not torch.allclose(got, base, atol=1e-3)
     card = (out / "model/README.md").read_text()
     rewards = [row for row in steady(outcome.metrics) if "eval/all/avg_score" in row]
+    assert str(folder) not in card  # the card is public
     assert card.startswith('---\nlibrary_name: "transformers"\n') and len(rewards) == 4
     for row in rewards:
         assert f"| {row['step']} | {row['eval/all/avg_score']:.3f} |" in card
@@ -712,9 +719,24 @@ def test_a_run_is_exported_as_adapter_and_as_merged_model(
     assert (out / "full/model.safetensors").read_bytes() == weights
 
 
+def test_a_resume_without_the_rank_names_it(folder: Path) -> None:
+    train(settings(folder, "run", *RUN, "trainer.max_training_steps=1"))
+    resumed = settings(folder, "run", "trainer.resume_mode=latest")
+    with pytest.raises(SetupError, match=r"a LoRA adapter; set \S*lora\.rank=4 to resume"):
+        train(resumed)
+
+
 def save_base(folder: Path, *, seed: int = 0, shard: str = "5GB") -> Path:
     tiny_model(seed=seed).save_pretrained(folder, max_shard_size=shard)
     return folder
+
+
+def test_a_truncated_file_of_weights_is_named(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base")
+    weights = base / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"base cannot be loaded: model\.safetensors: "):
+        load_model(str(base), device=torch.device("cpu"), dtype=torch.float32)
 
 
 @pytest.mark.spec("lora.base-weights")

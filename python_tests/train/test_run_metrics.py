@@ -159,15 +159,26 @@ def test_share_of_cached_prompt_tokens() -> None:
     assert prefix_cache_metrics([one]) == {"generate/prefix_cache_share": share}
 
 
-@pytest.mark.spec("metrics.truncated-turns")
+@pytest.mark.spec("metrics.truncated-turns", "metrics.too-long-prompts")
 def test_truncated_turns() -> None:
     cut = trajectory("a", 0.0, turns=[(8, "stop"), (8, "length")])
     prompt_too_long = trajectory("a", 0.0, turns=[(8, "stop"), (3, "length")])
-    assert truncation_metrics([cut, prompt_too_long], 8) == {"generate/truncated_turn_share": 0.25}
-    assert truncation_metrics([trajectory("a", 0.0, turns=[(8, "length")])], 8) == {
-        "generate/truncated_turn_share": 1.0
-    }
-    assert truncation_metrics([], 8) == {"generate/truncated_turn_share": 0.0}
+    prompt_too_long.stop_reason = cut.stop_reason = "length"
+    first_too_long = trajectory("a", 0.0)
+    first_too_long.steps = []
+    first_too_long.stop_reason = "length"
+    at_limit = trajectory("a", 0.0, turns=[(8, "length")])
+    at_limit.stop_reason = "length"
+    for trajectories, truncated, too_long in (
+        ([cut, prompt_too_long], 0.25, 0.5),
+        ([at_limit], 1.0, 0.0),
+        ([first_too_long], 0.0, 1.0),
+        ([], 0.0, 0.0),
+    ):
+        assert truncation_metrics(trajectories, 8) == {
+            "generate/truncated_turn_share": truncated,
+            "generate/too_long_prompt_share": too_long,
+        }
 
 
 STEP = {
@@ -211,6 +222,23 @@ def test_narrow_terminal_shows_the_first_columns_that_fit() -> None:
     table = text.splitlines()[-3:]
     assert max(map(len, table)) <= 60  # with control sequences; nothing is wrapped
     assert "…" not in text
+
+
+@pytest.mark.parametrize("columns", [None, ["loss", "entropy"]])
+def test_each_policy_has_columns(
+    columns: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = {"reward/avg_raw_reward": 0.5, "planner/policy/loss": 0.25, "solver/policy/loss": 2.0}
+    monkeypatch.setattr(f"{__name__}.STEP", step)
+    assert "planner loss 0.25  solver loss 2" in shown(80, columns=columns, terminal=False)
+    table = shown(80, columns=columns)
+    assert "planner loss" in table and "solver loss" in table
+
+
+def test_a_line_of_a_file_has_as_many_columns_as_a_wide_terminal() -> None:
+    (line,) = shown(20, terminal=False).splitlines()
+    assert 100 < len(line) <= 120
+    assert line.startswith("step 1/9  reward 0.500  loss -0.0123")
 
 
 def test_chosen_columns() -> None:

@@ -342,6 +342,46 @@ def test_group_is_listed_next_to_the_trajectory(opened: Open) -> None:
     until(tab, "location.hash === '#/7'")
 
 
+def test_page_opens_on_the_first_trained_trajectory_and_not_scrolled(
+    opened: Open, tmp_path: Path
+) -> None:
+    writer = TrajectoryWriter(tmp_path / "run/trajectories", WordTokenizer(["a"]), last_step=-1)
+    writer.write(0, "eval", [make_trajectory("p", 0, [make_step([0], [0])])])
+    trained = [make_trajectory("p", number, [make_step([0], [0])]) for number in range(40)]
+    batch = batch_of(trained)
+    writer.write(1, "train", trained, trained=[TrainedRows(trained, batch)])
+    page = build_view(tmp_path / "run").page
+    tab = opened(page=page)
+    until(tab, "location.hash === '#/1'")
+    tab.set_viewport_size({"width": 390, "height": 800})
+    show(tab, 40)  # the last of a group whose list is longer than the screen
+    tab.wait_for_timeout(200)
+    assert tab.evaluate("scrollY") == 0
+
+
+def test_group_mean_is_without_failed_trajectories(opened: Open) -> None:
+    tab = opened("#/5")
+    note = tab.locator("#group .note").inner_text()
+    assert note.endswith("without 1 failed"), note
+
+
+@pytest.mark.parametrize(("longest", "is_named"), [(8, True), (1, False)])
+def test_a_prompt_that_was_too_long_is_named(
+    longest: int, is_named: bool, opened: Open, tmp_path: Path
+) -> None:
+    one = make_trajectory("p", 0, [make_step([0], [0])])
+    one.stop_reason = one.steps[-1].stop_reason = "length"
+    writer = TrajectoryWriter(tmp_path / "run/trajectories", WordTokenizer(["a"]), last_step=-1)
+    writer.write(0, "eval", [one])
+    sampling = {"max_generate_length": longest}
+    config = {"trainer": {"run_name": "r"}, "generator": {"sampling_params": sampling}}
+    (tmp_path / "run/config.json").write_text(json.dumps(config))
+    tab = opened("#/0", page=build_view(tmp_path / "run").page)
+    until(tab, "document.querySelector('dl.attributes')")
+    attributes = tab.locator("dl.attributes").inner_text()
+    assert ("prompt too long (generator.max_input_length)" in attributes) is is_named
+
+
 # --- search -------------------------------------------------------------------------------------
 
 

@@ -66,11 +66,18 @@ def run(options: argparse.Namespace) -> int:
 
 def _suggestion(metric: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a question after the metrics of a run whose names are like this one, or ""."""
-    named = {name for row in rows for name, value in row.items() if isinstance(value, float)}
-    names = sorted(named - {metric})
-    within = [name for name in names if metric.lower() in name.lower()]
-    near = within or get_close_matches(metric, names, n=_NUM_SUGGESTED)
-    return f" (did you mean {' or '.join(near[:_NUM_SUGGESTED])}?)" if near else ""
+    names: set[str] = set()
+    for row in rows:
+        names.update(row)
+    names -= {"step", metric}
+    part = metric.lower()
+    near = [name for name in sorted(names) if part in name.lower()]
+    if not near:
+        near = get_close_matches(metric, names)
+    if not near:
+        return ""
+    suggested = " or ".join(near[:_NUM_SUGGESTED])
+    return f" (did you mean {suggested}?)"
 
 
 def _label_and_folder(text: str) -> tuple[str, str]:

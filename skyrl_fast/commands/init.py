@@ -75,12 +75,14 @@ def write_project(folder: Path, model: str | None) -> None:
             from examples.tiny_model.model import make_tokenizer
             from examples.tiny_model.warm_start import encode_chats, warm_start
     shutil.copytree(TEMPLATE, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    prompt, secrets = PROMPT, TINY_SECRETS
+    prompt = PROMPT
+    secrets = TINY_SECRETS
     if model is not None:
-        prompt, secrets = f"{PROMPT.capitalize()}. {ANSWER_FORM}", SECRETS
+        prompt = f"{PROMPT.capitalize()}. {ANSWER_FORM}"
+        secrets = SECRETS
     for name, count in NUM_ROWS.items():
-        text = rows_text(prompt, list(islice(cycle(secrets), count)))
-        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        file = folder / f"{name}.jsonl"
+        file.write_text(rows_text(prompt, secrets, count), encoding="utf-8")
     if model is None:
         tokenizer = make_tokenizer([PROMPT, HINTS], max_length=256)
         rows = encode_chats(tokenizer, list(random_games(folder / "environment.py")))
@@ -97,10 +99,13 @@ def write_project(folder: Path, model: str | None) -> None:
         config.write_text(text.replace(TINY_PATH, f"path: {quoted}"), encoding="utf-8")
 
 
-def rows_text(prompt: str, secrets: Sequence[int]) -> str:
-    """Return the lines of a file of prompts, one for each game."""
-    rows = [json.dumps({"prompt": prompt, "secret": secret}) for secret in secrets]
-    return "\n".join(rows) + "\n"
+def rows_text(prompt: str, secrets: Sequence[int], count: int) -> str:
+    """Return the lines of a file of prompts, one for each game, with the secrets by turns."""
+    text = ""
+    for secret in islice(cycle(secrets), count):
+        row = {"prompt": prompt, "secret": secret}
+        text += json.dumps(row) + "\n"
+    return text
 
 
 def random_games(environment: Path) -> Iterator[list[dict[str, str]]]:

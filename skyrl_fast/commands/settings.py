@@ -22,10 +22,14 @@ def run(options: argparse.Namespace) -> int:
 
     text = " ".join(options.words)
     words = text.lower().split()
-    entries = [entry for entry in setting_entries() if _has_all(words, entry.lower())]
-    sys.stdout.write("".join(entries) or f"no setting has {text!r} in its name or help\n")
-    return 0 if entries else 1
+    entries = [entry for entry in setting_entries() if _has_all(words, entry)]
+    if not entries:
+        sys.stdout.write(f"no setting has {text!r} in its name or help\n")
+        return 1
+    sys.stdout.write("".join(entries))
+    return 0
 
 
 def _has_all(words: Sequence[str], entry: str) -> bool:
+    entry = entry.lower()
     return all(word in entry for word in words)

@@ -12,6 +12,7 @@ from typing import Any
 
 POLICY = "trainer.policy.model.path"
 HUB_SECONDS = 10.0  # for the hub to answer at all
+_ADAPTER_CONFIG = "adapter_config.json"
 _METADATA = ("*.json", "*.txt", "*.model", "*.jinja")  # configuration and tokenizer
 
 
@@ -30,9 +31,8 @@ def model_folder(path: str, *, setting: str = POLICY, with_weights: bool = True)
     folder = Path(expanduser(path))  # unlike Path's, no error for an unknown user
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ValueError(
-                f"{setting}: expected the folder of a model, got {path}: no config.json"
-            )
+            what = _describe_adapter(folder) or "no config.json"
+            raise ValueError(f"{setting}: expected the folder of a model, got {path}: {what}")
         return folder
     if "://" in path:
         raise ValueError(f"{setting}: expected a folder or a name on the hub, got the URL {path}")
@@ -59,6 +59,19 @@ def find_auto_class(config: Any) -> Any:
     exists = [auto for auto, model in classes.items() if model is not None]
     named = [auto for auto in exists if classes[auto].__name__ in (config.architectures or ())]
     return [*named, *exists, AutoModelForCausalLM][0]
+
+
+def _describe_adapter(folder: Path) -> str:
+    """Return how to use a folder of LoRA adapters as PEFT writes it; "" for another folder."""
+    # Those of several policies are in folders of their own.
+    configs = [*folder.glob(_ADAPTER_CONFIG), *folder.glob(f"*/{_ADAPTER_CONFIG}")]
+    if not configs:
+        return ""
+    rank = json.loads(configs[0].read_bytes()).get("r")
+    return (
+        f"a LoRA adapter; set trainer.policy.model.lora.rank={rank} to resume its run, or "
+        "trainer.policy.model.lora.path to this folder, next to the path of its base model"
+    )
 
 
 def _download(name: str, setting: str, with_weights: bool) -> Path:

@@ -412,7 +412,8 @@ class TrainerConfig:
     progress: list[str] | None = setting(
         None,
         f"columns of the progress display: {', '.join(PROGRESS)}, or names of metrics, such as "
-        "environment/score; null: those that have values, on a terminal as many as fit",
+        "environment/score; null: those that have values, as many as fit on a terminal or in 120 "
+        "characters",
     )
     project_name: str = setting(
         "skyrl_fast", "project name in Weights & Biases, MLflow and Trackio"

@@ -198,9 +198,11 @@ class GroupRunner:
             return
         self.faults["slow_trajectories"] += len(slow)
         longest, *others = slow
-        names = ", ".join(f"{entry.uid}/{entry.repetition_id}" for entry in others)
-        more = f"; and {len(others)} more: {names}" if others else ""
-        log.warning("slow: %s%s", longest.describe(self.board.clock()), more)
+        text = longest.describe(self.board.clock())
+        if others:
+            names = [f"{entry.uid}/{entry.repetition_id}" for entry in others]
+            text += f"; and {len(others)} more: {', '.join(names)}"
+        log.warning("slow: %s", text)
 
     def _give_up(self, group: _Group, entry: Activity) -> None:
         # Its deadline has cancelled it before, in vain; what swallowed that may not see this one

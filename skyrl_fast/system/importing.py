@@ -79,7 +79,9 @@ def find_hidden_package(folder: str | Path, pattern: str) -> Path | None:
     folder = Path(folder).resolve()
     for entry in sys.path:
         other = Path(entry, folder.name).resolve()
-        if other != folder and any(other.glob(pattern)):
+        # An editable installation has the compiled files alone.
+        is_complete = (other / "__init__.py").is_file() and any(other.glob(pattern))
+        if other != folder and is_complete:
             return other
     return None
 

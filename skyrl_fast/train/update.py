@@ -456,6 +456,11 @@ def _micro_step(
             trained, rows.cross_entropy_weights[index], weights.cross_entropy
         )
         loss = loss + observed.loss
+    if not loss.requires_grad:
+        raise ValueError(
+            f"trainer.algorithm.policy_loss_type={algorithm.policy_loss_type}: expected losses "
+            "with a gradient, computed from inputs.logprobs, got a tensor without one"
+        )
     loss.backward()
     # The op reports zeros for a penalty that it was not given.
     left_out = _RECOMPUTED if algorithm.use_kl_loss else _RECOMPUTED | _OF_REFERENCE

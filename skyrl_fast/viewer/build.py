@@ -144,7 +144,8 @@ def _write(run: Path, folder: Path, out: Path) -> View:
     scales = {name: sample.percentile(SCALE_PERCENT) for name, sample in samples.items()}
     summary = {
         "path": str(run),
-        "name": _run_name(run) or run.resolve().name,
+        "name": _setting(run, "trainer", "run_name") or run.resolve().name,
+        "longest_response": _setting(run, "generator", "sampling_params", "max_generate_length"),
         "scales": {n: None if s is None else max(s, SMALLEST_SCALE) for n, s in scales.items()},
         "previews_per_script": PREVIEWS_PER_SCRIPT,
         **columns.as_dict(),
@@ -210,9 +211,12 @@ def _number(value: Any) -> float | None:
     return float(f"{value:.6g}")
 
 
-def _run_name(run: Path) -> str:
+def _setting(run: Path, *names: str) -> Any:
+    """Return a setting of the run; None where its settings cannot be read."""
     try:
-        config = json.loads((run / "config.json").read_text(encoding="utf-8"))
-        return str(config["trainer"]["run_name"])
+        value = json.loads((run / "config.json").read_text(encoding="utf-8"))
+        for name in names:
+            value = value[name]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return ""
+        return None
+    return value if isinstance(value, str | int) else None

@@ -267,8 +267,21 @@ def estimate(
     output = call_function(op, spec.function, inputs, settings, EstimatorOutput)
     per_row, per_token = tuple(inputs.rewards.shape), tuple(inputs.token_rewards.shape)
     check_result(op, "advantages", output.advantages, per_row, per_token)
+    _check_finite(op, output.advantages, inputs.loss_mask)
     if spec.needs_values and output.returns is None:
         raise TypeError(f"{op}: returns must be of shape {per_token} (needs_values), got None")
     if output.returns is not None:
         check_result(op, "returns", output.returns, per_token)
     return output
+
+
+def _check_finite(op: str, advantages: torch.Tensor, loss_mask: torch.Tensor) -> None:
+    """Raise ValueError for advantages, (N,) or (A,), of which a trained one is not finite."""
+    is_wrong = ~torch.isfinite(advantages)
+    if advantages.shape == loss_mask.shape:
+        is_wrong &= loss_mask != 0  # masked cells may hold any value
+    if is_wrong.any():
+        index = int(is_wrong.nonzero()[0])
+        raise ValueError(
+            f"{op}: expected finite advantages, got {advantages[index]:g} at index {index}"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import stat
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -64,9 +65,17 @@ def export_model(run: Path, out: Path, *, adapter: bool, name: str | None = None
     step = int(read_state(checkpoint)["step"])
     card = _model_card(config, step, _base_model(config, policy), adapter=adapter)
     (partial / "README.md").write_text(card, "utf-8")
+    _take_usual_modes(partial)
     # A reader never sees half a model.
     partial.rename(out)
     return checkpoint
+
+
+def _take_usual_modes(folder: Path) -> None:
+    """Give all files the mode of a new one: safetensors writes weights for their owner alone."""
+    usual = stat.S_IMODE((folder / "README.md").stat().st_mode)
+    for file in filter(Path.is_file, folder.rglob("*")):
+        file.chmod(usual)
 
 
 def push_model(folder: Path, name: str) -> str:
@@ -101,11 +110,13 @@ def find_checkpoint(run: Path) -> tuple[Path, Config]:
 
 def _write_merged(config: Config, policy: Path, tokenizer: Path, out: Path) -> None:
     from transformers import AutoTokenizer
+    from transformers.utils import logging as transformers_logging
 
     from skyrl_fast.train.memory.activations import load_model_config
     from skyrl_fast.train.model.lora import add_adapter, merge
     from skyrl_fast.train.model.policy import load_model, read_processor_files
 
+    transformers_logging.disable_progress_bar()
     source = config.trainer.policy.model
     base = _base_model(config, policy)
     dtype = getattr(load_model_config(base), "dtype", None) or torch.float32
@@ -142,8 +153,8 @@ def _model_card(config: Config, step: int, base: str, *, adapter: bool) -> str:
     }
     lora = trainer.policy.model.lora
     facts = {
-        "Base model": base,
-        "Training data": ", ".join(config.data.train_data) or "given in memory",
+        "Base model": base if is_hub_name else Path(base).name,
+        "Training data": ", ".join(map(_public_name, config.data.train_data)) or "given in memory",
         "Optimizer steps of rollouts": step,
         "Advantages, loss": f"{algorithm.advantage_estimator}, {algorithm.policy_loss_type}",
         "Learning rate": f"{trainer.policy.optimizer_config.lr:g}",
@@ -160,6 +171,11 @@ def _model_card(config: Config, step: int, base: str, *, adapter: bool) -> str:
         lines += ["", "| step | mean evaluation reward | mean training reward |", "|---|---|---|"]
         lines += [f"| {r['step']} | {_cell(r, EVAL_REWARD)} | {_cell(r, REWARD)} |" for r in curve]
     return "\n".join(lines) + "\n"
+
+
+def _public_name(data: str) -> str:
+    """Return a data set's name on the hub, or that of its file, without folders of this machine."""
+    return Path(data).name if Path(data).suffix else data
 
 
 def _yaml(values: dict[str, Any]) -> list[str]:

@@ -186,15 +186,24 @@ def prefix_cache_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]
 def truncation_metrics(
     trajectories: Sequence[Trajectory], max_generate_length: int
 ) -> dict[str, float]:
-    """Return the share of turns whose response was cut at the maximum length."""
+    """Return the shares of turns cut at the maximum length, and of prompts that were too long."""
     # A trajectory's last turn has the trajectory's stop reason, which is "length" also where the
     # next prompt was too long; so the number of tokens counts as well.
-    turns = [step for trajectory in trajectories for step in trajectory.steps]
+    num_turns = sum(len(trajectory.steps) for trajectory in trajectories)
+    ended_by_length = [t for t in trajectories if t.stop_reason == LENGTH]
     cut = sum(
         step.stop_reason == LENGTH and len(step.response_ids) >= max_generate_length
-        for step in turns
+        for trajectory in trajectories
+        for step in trajectory.steps
     )
-    return {"generate/truncated_turn_share": cut / len(turns) if turns else 0.0}
+    too_long = sum(
+        not trajectory.steps or len(trajectory.steps[-1].response_ids) < max_generate_length
+        for trajectory in ended_by_length
+    )
+    return {
+        "generate/truncated_turn_share": cut / num_turns if num_turns else 0.0,
+        "generate/too_long_prompt_share": too_long / len(trajectories) if trajectories else 0.0,
+    }
 
 
 def batch_metrics(

@@ -447,6 +447,7 @@ def load_model(
     Raises:
         ValueError: there is no usable model; the message says what was tried.
     """
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModel
 
     folder = str(model_folder(path, setting=setting))
@@ -460,6 +461,10 @@ def load_model(
         config = AutoConfig.from_pretrained(folder, **trust)
         auto = find_auto_class(config) if with_head else AutoModel
         model: Any = auto.from_pretrained(folder, config=config, dtype=dtype, **trust)
+    except SafetensorError as error:
+        raise ValueError(
+            f"{setting}: {path} cannot be loaded: {_damaged_files(Path(folder)) or error}"
+        ) from error
     except (OSError, ValueError) as error:
         raise ValueError(f"{setting}: {path} cannot be loaded: {error}") from error
     if getattr(model.config, "quantization_config", None) is not None:
@@ -471,6 +476,20 @@ def load_model(
         # transformers recomputes layers in training mode only.
         remove_dropout(model.train())
     return model.to(device)
+
+
+def _damaged_files(folder: Path) -> str:
+    """Return which files of weights cannot be opened, such as those of an interrupted copy."""
+    from safetensors import SafetensorError, safe_open
+
+    damaged = []
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except SafetensorError as error:
+            damaged.append(f"{file.name}: {error}")
+    return "; ".join(damaged)
 
 
 def read_processor_files(model: Any) -> dict[str, bytes]:

@@ -434,6 +434,13 @@ METRICS = (
         limit=0.1,
     ),
     Metric(
+        "generate/too_long_prompt_share",
+        "trajectories that ended because the next prompt was longer than max_input_length",
+        _SHARE,
+        "below 0.1; more: raise generator.max_input_length, or shorten the observations",
+        limit=0.1,
+    ),
+    Metric(
         "generate/stop_reason/{reason}",
         "trajectories that ended for this reason",
         _SHARE,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group
@@ -21,13 +21,15 @@ from skyrl_fast.config.progress import ProgressColumn, progress_columns
 
 _SHOWN_STEPS = 12
 _PADDING = 2  # between two columns of the table
+_LOG_WIDTH = 120  # of a line in a file or a pipe
 
 
 class ProgressDisplay:
     """Shows the phase, the step and the metrics of the last steps.
 
     Args:
-        columns: those in `trainer.progress`; None: on a terminal as many with values as fit.
+        columns: those in `trainer.progress`; None: as many with values as fit on the terminal, or
+            into a line of a file. Of several policies, each has its columns.
         console: None: standard error.
 
     Example:
@@ -82,9 +84,16 @@ class ProgressDisplay:
         if self._live is not None:
             self._live.update(self._render())
         else:
-            pairs = ((c.label, _cell(c, metrics)) for c in self._columns)
-            cells = [f"{label} {cell}" for label, cell in pairs if cell]
-            self.say(f"step {step}/{self._total}  " + "  ".join(cells))
+            self.say(self._line(step, metrics))
+
+    def _line(self, step: int, metrics: Mapping[str, float]) -> str:
+        line = f"step {step}/{self._total}"
+        for column in _of_policies(self._columns, metrics):
+            cell = _cell(column, metrics)
+            longer = f"{line}  {column.label} {cell}"
+            if cell and (self._chosen or len(longer) <= _LOG_WIDTH):
+                line = longer
+        return line
 
     def say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -92,23 +101,41 @@ class ProgressDisplay:
     def _render(self) -> Group:
         table = Table(box=None, padding=(0, _PADDING // 2))
         table.add_column("step", justify="right")
-        columns = self._columns if self._chosen else self._fitting()
+        latest = self._rows[-1][1] if self._rows else {}
+        columns = _of_policies(self._columns, latest)
+        if not self._chosen:
+            columns = self._fitting(columns)
         for column in columns:
             table.add_column(column.label, justify="right")
         for step, metrics in self._rows:
             table.add_row(str(step), *(_cell(column, metrics) for column in columns))
         return Group(table, self._bar)
 
-    def _fitting(self) -> list[ProgressColumn]:
+    def _fitting(self, columns: Sequence[ProgressColumn]) -> list[ProgressColumn]:
         left = self._console.width - len(f"step{self._total}") - _PADDING
         fitting = []
-        for column in self._columns:
+        for column in columns:
             cells = [_cell(column, metrics) for _, metrics in self._rows]
             width = max(map(len, (column.label, *cells))) + _PADDING
             if any(cells) and width <= left:
                 fitting.append(column)
                 left -= width
         return fitting
+
+
+def _of_policies(
+    columns: Sequence[ProgressColumn], metrics: Mapping[str, float]
+) -> list[ProgressColumn]:
+    """Return the columns, one for each policy where the metric's name begins with theirs."""
+    divided: list[ProgressColumn] = []
+    for column in columns:
+        end = f"/{column.metric}"
+        policies = [name.removesuffix(end) for name in metrics if name.endswith(end)]
+        divided += [
+            ProgressColumn(f"{policy} {column.label}", policy + end, column.format)
+            for policy in policies
+        ] or [column]
+    return divided
 
 
 def _cell(column: ProgressColumn, metrics: Mapping[str, float]) -> str:

@@ -240,7 +240,7 @@
     const index = Number(address);
     if (address && Number.isInteger(index) && index >= 0 && index < SF.total) {
       if (index !== state.index) open(index);
-    } else if (state.index < 0 && list.found.length) list.choose(0);
+    } else if (state.index < 0 && list.found.length) list.choose(SF.firstTrained(list.found));
   }
 
   function start(summary) {

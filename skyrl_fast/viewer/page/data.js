@@ -44,7 +44,12 @@
   /** Store the summary: the run's name and scales, and the columns. */
   SF.setSummary = function (summary) {
     const { columns, names } = summary;
-    SF.run = { name: summary.name, path: summary.path, scales: summary.scales };
+    SF.run = {
+      name: summary.name,
+      path: summary.path,
+      scales: summary.scales,
+      longestResponse: summary.longest_response,
+    };
     SF.columns = columns;
     SF.names = names;
     SF.total = columns.script.length;
@@ -85,6 +90,12 @@
     while (first > 0 && same(first - 1)) first--;
     while (end < SF.total && same(end)) end++;
     return [first, end];
+  };
+
+  /** Return the place of the first trained trajectory among these, else 0. */
+  SF.firstTrained = function (found) {
+    const trained = (i) => SF.word("phase", i) !== "eval" && SF.value("trained_tokens", i) > 0;
+    return Math.max(0, found.findIndex(trained));
   };
 
   /** Return the trajectories that pass a filter, sorted as it says. */

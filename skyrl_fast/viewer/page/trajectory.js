@@ -34,7 +34,10 @@
       SF.inLine(SF.word("uid", index), 120),
       SF.el("small", {}, ` #${SF.value("repetition_id", index)}`),
     );
-    pane.replaceChildren(SF.el("div", { class: "head" }, heading, attributes(index, phase)));
+    const reason = promptWasTooLong(index, details.turns)
+      ? "length: prompt too long (generator.max_input_length)"
+      : SF.inLine(SF.word("stop_reason", index), 60);
+    pane.replaceChildren(SF.el("div", { class: "head" }, heading, attributes(index, phase, reason)));
     if (details.failure) {
       pane.append(
         SF.el(
@@ -123,7 +126,14 @@
     return { paint };
   };
 
-  function attributes(index, phase) {
+  /** Return whether it ended by a prompt that was too long, and not by a response that was cut. */
+  function promptWasTooLong(index, turns) {
+    if (SF.word("stop_reason", index) !== "length") return false;
+    const last = turns[turns.length - 1];
+    return !last || last.response_tokens < (SF.run.longestResponse ?? 0);
+  }
+
+  function attributes(index, phase, reason) {
     const value = (name) => SF.value(name, index);
     const list = SF.el("dl", { class: "attributes" });
     const attribute = (name, text, kind) =>
@@ -132,7 +142,7 @@
       );
     attribute("reward", SF.number(value("reward")), value("reward") > 0 ? "good" : "bad");
     if (phase !== "eval") attribute("advantage", SF.number(value("advantage")));
-    attribute("ended by", SF.inLine(SF.word("stop_reason", index), 60));
+    attribute("ended by", reason);
     attribute(phase === "eval" ? "evaluation" : "step", String(value("step")));
     if (value("policy_version") !== null) attribute("policy", String(value("policy_version")));
     if (value("staleness") !== null) attribute("staleness", SF.plural(value("staleness"), "update"));
@@ -263,10 +273,21 @@
     );
   }
 
+  /** Scroll the pane to a part of it, and never the page, which a narrow screen shows in one column. */
+  function reveal(pane, part) {
+    const around = pane.getBoundingClientRect();
+    const place = part.getBoundingClientRect();
+    if (place.top < around.top) pane.scrollTop += place.top - around.top;
+    else if (place.bottom > around.bottom) pane.scrollTop += place.bottom - around.bottom;
+  }
+
   /** List the group's trajectories, each with its last response; `open(index)` shows one. */
   SF.showGroup = function (pane, index, open) {
     const [first, end] = SF.groupOf(index);
-    const rewards = SF.columns.reward.slice(first, end).filter((reward) => reward !== null);
+    const members = [...Array(end - first).keys()].map((i) => first + i);
+    const complete = members.filter((i) => !SF.word("failure", i) && SF.value("reward", i) !== null);
+    const rewards = complete.map((i) => SF.value("reward", i));
+    const failed = members.filter((i) => SF.word("failure", i)).length;
     const mean = rewards.reduce((sum, reward) => sum + reward, 0) / Math.max(1, rewards.length);
     const spread = Math.sqrt(
       rewards.reduce((sum, reward) => sum + (reward - mean) ** 2, 0) /
@@ -278,7 +299,7 @@
       SF.el(
         "p",
         { class: "note" },
-        `${SF.plural(end - first, "trajectory").replace("trajectorys", "trajectories")} of this prompt; rewards ${SF.number(mean)} ± ${SF.number(spread)}`,
+        `${SF.plural(end - first, "trajectory").replace("trajectorys", "trajectories")} of this prompt; rewards ${SF.number(mean)} ± ${SF.number(spread)}${failed ? ` without ${failed} failed` : ""}`,
       ),
       items,
     );
@@ -310,7 +331,7 @@
       );
       button.addEventListener("click", () => open(i));
       items.append(SF.el("li", {}, button));
-      if (i === index) requestAnimationFrame(() => button.scrollIntoView({ block: "nearest" }));
+      if (i === index) requestAnimationFrame(() => reveal(pane, button));
       SF.loadPreview(i).then((text) => preview.append(SF.inLine(text, PREVIEW)), SF.showProblem);
     }
   };

@@ -43,10 +43,8 @@ class VerifiersAgent:
             number: number of examples, from the first; -1: all.
             evaluation: take those of the evaluation's dataset.
         """
-        if evaluation:
-            data = self.env.get_eval_dataset(n=number)
-        else:
-            data = self.env.get_dataset(n=number)
+        read = self.env.get_eval_dataset if evaluation else self.env.get_dataset
+        data = read(n=number)
         return [_row(example) for example in data]
 
     async def __call__(self, task: AgentTask) -> dict[str, float]:

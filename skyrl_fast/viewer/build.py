@@ -102,8 +102,8 @@ def _earlier_files(out: Path) -> list[Path]:
     if other:
         more = f" (and {len(other) - 1} more)" if len(other) > 1 else ""
         raise ValueError(
-            f"{out}: holds {other[0]!r}, which this command did not write{more}; move it, or choose "
-            "another --out"
+            f"{out}: holds {other[0]!r}, which this command did not write{more}; move it, or "
+            "choose another --out"
         )
     return found
 

@@ -29,6 +29,9 @@ ROOT_PAGES = {
 }
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(#[^)\s]*)?(?=\))")
 ASSETS = (".png", ".svg", ".css")
+# They name everything, so that a search would find them before the guide that answers.
+UNSEARCHED = ("design/", "spec.md", "changelog.md", "contributing.md")
+NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
 
 
 def main() -> None:
@@ -54,7 +57,9 @@ def write_pages() -> dict[str, str]:
             continue
         text = (ROOT / source).read_text(encoding="utf-8")
         texts[target] = relink(text, source, targets, base)
-        destination.write_text(texts[target], encoding="utf-8")
+        is_found = not target.startswith(UNSEARCHED)
+        front = "" if is_found else NOT_SEARCHED
+        destination.write_text(front + texts[target], encoding="utf-8")
     return texts
 
 

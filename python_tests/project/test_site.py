@@ -1,5 +1,7 @@
 """The documentation site: links of its pages, and the list for language models."""
 
+from pathlib import Path
+
 import pytest
 import yaml
 
@@ -34,6 +36,21 @@ def test_every_page_is_listed_with_its_first_sentence() -> None:
 def test_page_without_a_title_is_refused() -> None:
     with pytest.raises(ValueError, match=r"b\.md: expected a heading"):
         site.llms_text({"b.md": "text"})
+
+
+def test_a_search_finds_guides_and_not_the_design(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(site, "PAGES", tmp_path)
+    texts = site.write_pages()
+    hidden = {page for page in texts if (tmp_path / page).read_text().startswith("---\nsearch:")}
+    assert {page.partition("/")[0] for page in hidden} == {
+        "design",
+        "spec.md",
+        "changelog.md",
+        "contributing.md",
+    }
+    assert "guide/is_it_learning.md" in texts.keys() - hidden
 
 
 def test_all_pages_of_the_repository_have_a_place_and_a_title() -> None:

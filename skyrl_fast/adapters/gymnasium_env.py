@@ -58,16 +58,18 @@ class _GymnasiumEnv(Env):
 
     def init(self, messages: list[Message]) -> list[Message]:
         seed = self._row.get("seed")
-        observation, info = self._env.reset(
-            seed=None if seed is None else int(seed),  # tables have other numbers than Python's
-            options=self._row.get("options"),
-        )
+        if seed is not None:
+            seed = int(seed)  # tables have other numbers than Python's
+        options = self._row.get("options")
+        observation, info = self._env.reset(seed=seed, options=options)
         text = self._parent.show(observation, info)
-        if messages and messages[-1]["role"] == "user":  # templates refuse two in a row
-            last = messages[-1]
-            content = "\n\n".join(filter(None, [message_text(last), text]))
-            return [*messages[:-1], {**last, "content": content}]
-        return [*messages, {"role": "user", "content": text}]
+        if not messages or messages[-1]["role"] != "user":
+            return [*messages, {"role": "user", "content": text}]
+        # Templates refuse two in a row.
+        last = messages[-1]
+        texts = [message_text(last), text]
+        content = "\n\n".join(filter(None, texts))
+        return [*messages[:-1], {**last, "content": content}]
 
     def step(self, action: str) -> EnvStep:
         try:
@@ -75,11 +77,13 @@ class _GymnasiumEnv(Env):
         except ValueError as error:
             self._invalid += 1
             return EnvStep(self._parent.invalid_reward, done=False, observations=str(error))
-        observation, reward, terminated, truncated, info = self._env.step(chosen)
-        self._reward += float(reward)
-        done = bool(terminated or truncated)
-        text = "" if done else self._parent.show(observation, info)
-        return EnvStep(float(reward), done=done, observations=text)
+        observation, given, terminated, truncated, info = self._env.step(chosen)
+        reward = float(given)
+        self._reward += reward
+        if terminated or truncated:
+            return EnvStep(reward, done=True, observations="")
+        text = self._parent.show(observation, info)
+        return EnvStep(reward, done=False, observations=text)
 
     def metrics(self) -> Mapping[str, Any]:
         return {"return": self._reward, "invalid_actions": self._invalid}

@@ -96,7 +96,8 @@ class McpTools:
 
     async def _text(self, name: str, arguments: str) -> str:
         if name not in self._sessions:
-            return f"error: no tool {name!r}; known: {', '.join(sorted(self._sessions))}"
+            known = ", ".join(sorted(self._sessions))
+            return f"error: no tool {name!r}; known: {known}"
         try:
             values = json.loads(arguments or "{}")
         except ValueError as error:
@@ -113,7 +114,9 @@ class McpTools:
         structured = _value(result, "structured_content", "structuredContent")
         if structured is not None and not text:
             text = json.dumps(structured, ensure_ascii=False)
-        return f"error: {text}" if _value(result, "is_error", "isError") else text
+        if _value(result, "is_error", "isError"):
+            return f"error: {text}"
+        return text
 
 
 async def _list_tools(session: Any) -> list[Any]:
@@ -137,14 +140,17 @@ async def _next_page(session: Any, cursor: str) -> Any:
 
 def _part_text(part: Any) -> str:
     """Return a part of a result as text; what a model cannot read is named."""
+    resource = getattr(part, "resource", None)
     text = getattr(part, "text", None)
     if text is None:
-        text = getattr(getattr(part, "resource", None), "text", None)
+        text = getattr(resource, "text", None)
     if text is not None:
         return str(text)
     kind = getattr(part, "type", type(part).__name__)
-    link = getattr(part, "uri", None) or getattr(getattr(part, "resource", None), "uri", None)
-    return f"[{kind}{'' if link is None else f' {link}'}: no text]"
+    link = getattr(part, "uri", None) or getattr(resource, "uri", None)
+    if link is None:
+        return f"[{kind}: no text]"
+    return f"[{kind} {link}: no text]"
 
 
 def _protocol_error() -> type[Exception]:
@@ -163,4 +169,6 @@ def _error_code(error: Exception) -> int | None:
 
 def _value(item: Any, name: str, old: str) -> Any:
     """Return an attribute that is called otherwise in versions before 2."""
-    return getattr(item, name) if hasattr(item, name) else getattr(item, old, None)
+    if hasattr(item, name):
+        return getattr(item, name)
+    return getattr(item, old, None)

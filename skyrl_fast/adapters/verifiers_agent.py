@@ -43,8 +43,8 @@ class VerifiersAgent:
             number: number of examples, from the first; -1: all.
             evaluation: take those of the evaluation's dataset.
         """
-        env = self.env
-        data = env.get_eval_dataset(n=number) if evaluation else env.get_dataset(n=number)
+        read = self.env.get_eval_dataset if evaluation else self.env.get_dataset
+        data = read(n=number)
         return [_row(example) for example in data]
 
     async def __call__(self, task: AgentTask) -> dict[str, float]:
@@ -55,22 +55,27 @@ class VerifiersAgent:
         """
         from verifiers.clients import OpenAIChatCompletionsClient
 
-        output = await self.env.run_rollout(
-            json.loads(task.row[INPUT]),
-            OpenAIChatCompletionsClient(task.async_openai),
-            task.model,
-            sampling_args={},
-        )
+        example = json.loads(task.row[INPUT])
+        client = OpenAIChatCompletionsClient(task.async_openai)
+        output = await self.env.run_rollout(example, client, task.model, sampling_args={})
         if output["error"] is not None:
             raise RuntimeError(f"verifiers: {output['error']}")
-        found = output["metrics"] or {}
-        metrics = {name: float(value) for name, value in found.items() if value is not None}
-        return {**metrics, "reward": float(output["reward"])}
+        scores = {}
+        for name, value in (output["metrics"] or {}).items():
+            if value is not None:
+                scores[name] = float(value)
+        scores["reward"] = float(output["reward"])
+        return scores
 
 
 def _row(example: Mapping[str, Any]) -> dict[str, Any]:
     """Return an example as a row; its prompt is for people, the environment reads its input."""
-    prompt = example["prompt"]
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    shown = [{"role": m["role"], "content": m.get("content") or ""} for m in messages]
-    return {"prompt": shown, INPUT: json.dumps(plain_value(example), default=str)}
+    messages = example["prompt"]
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    shown = []
+    for message in messages:
+        content = message.get("content") or ""
+        shown.append({"role": message["role"], "content": content})
+    text = json.dumps(plain_value(example), default=str)
+    return {"prompt": shown, INPUT: text}

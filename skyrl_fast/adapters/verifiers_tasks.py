@@ -44,8 +44,10 @@ class VerifiersTasks:
             task = self._task(index)
             if task is None:
                 break
-            text = task.data.prompt_text or str(task.data.name or index)
-            found.append({"prompt": [{"role": "user", "content": text}], INDEX: index})
+            data = task.data
+            text = data.prompt_text or str(data.name or index)
+            message = {"role": "user", "content": text}
+            found.append({"prompt": [message], INDEX: index})
         return found
 
     async def __call__(self, task: AgentTask) -> dict[str, float]:
@@ -66,20 +68,28 @@ class VerifiersTasks:
         env = load_environment(self._config)  # one at a time serves an episode
         async with env.serving():
             context = ModelContext(model=task.model, client=endpoint)
-            episode = await env.run_episode(self._task(int(task.row[INDEX])), context)
-        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+            index = int(task.row[INDEX])
+            episode = await env.run_episode(self._task(index), context)
+        errors = [*episode.errors]
+        for trace in episode.traces:
+            errors += trace.errors
         if errors and not episode.ok:
-            raise RuntimeError(f"verifiers: {errors[0].type}: {errors[0].message}")
-        if len(episode.traces) != 1:
-            text = (
-                f"verifiers: expected an environment of one agent, got {len(episode.traces)} runs"
+            first = errors[0]
+            raise RuntimeError(f"verifiers: {first.type}: {first.message}")
+        number = len(episode.traces)
+        if number != 1:
+            raise RuntimeError(
+                f"verifiers: expected an environment of one agent, got {number} runs"
             )
-            raise RuntimeError(text)
         (trace,) = episode.traces
-        scores = {name: reward.score for name, reward in trace.rewards.items() if reward}
-        found = {**scores, **trace.metrics}
-        metrics = {name: float(value) for name, value in found.items() if value is not None}
-        return {**metrics, "reward": float(trace.reward)}
+        found = {name: reward.score for name, reward in trace.rewards.items() if reward}
+        found |= trace.metrics
+        scores = {}
+        for name, value in found.items():
+            if value is not None:
+                scores[name] = float(value)
+        scores["reward"] = float(trace.reward)
+        return scores
 
     def _task(self, index: int) -> Any:
         """Return a task by its number; None: there are fewer."""

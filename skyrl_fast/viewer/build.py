@@ -100,10 +100,10 @@ def _earlier_files(out: Path) -> list[Path]:
     listed = _list_written(out / MARKER)
     other = sorted(str(path.relative_to(out)) for path in found if path not in listed)
     if other:
+        more = f" (and {len(other) - 1} more)" if len(other) > 1 else ""
         raise ValueError(
-            f"{out}: holds {other[0]!r}, which this command did not write"
-            f"{f' (and {len(other) - 1} more)' if len(other) > 1 else ''}; move it, or choose "
-            "another --out"
+            f"{out}: holds {other[0]!r}, which this command did not write{more}; move it, or "
+            "choose another --out"
         )
     return found
 
@@ -112,7 +112,9 @@ def _entries(folder: Path) -> list[Path]:
     """Return all files, links and empty folders below the folder; links are not followed."""
     found: list[Path] = []
     for path in folder.iterdir():
-        below = _entries(path) if path.is_dir() and not path.is_symlink() else []
+        below = []
+        if path.is_dir() and not path.is_symlink():
+            below = _entries(path)
         found += below or [path]
     return found
 

@@ -36,15 +36,14 @@ CAUSES = (
     "the trainer's logprob callback uses another temperature, position ids or attention mask",
     "dropout is on: put the policy into eval mode in the callback",
 )
-DIVERGED = (
-    "The policy has diverged: no model that is trained well gives a token such a log-probability. "
-    "Lower trainer.policy.optimizer_config.lr, and resume from an earlier checkpoint"
-)
 DIVERGED_LOGPROB = -1_000.0  # nats; the tails of trained models end at about -100
+DIVERGED = (
+    "Training has diverged: no usable model has log-probabilities beyond -1,000 nats. Lower "
+    "trainer.policy.optimizer_config.lr, and continue from a checkpoint before the divergence"
+)
 # A change of the trainer's logprobs by this share of the limits is no accident: the engine's, which
 # are the same in every bit for the same weights, must change, too.
 STALE_SHARE = 0.02
-DIVERGED_NATS = 1000  # a token of 1 in e^1000: what 16 bits cannot tell from impossible
 MIN_LOGIT_STD = 0.01  # the log-softmax rounds even if all logits are equal
 
 
@@ -282,13 +281,6 @@ class WeightProbe:
             f"at token {position} of probe sequence {sequence} (id {token}): engine "
             f"{engine[worst]:.6f}, trainer {trainer[worst]:.6f}. "
         )
-        extreme = np.max(np.abs([engine[worst], trainer[worst]]))
-        if not at_start and not extreme < DIVERGED_NATS:
-            return (
-                f"{text}Training has diverged: no usable model has log-probabilities beyond "
-                f"-{DIVERGED_NATS:,} nats. Lower trainer.policy.optimizer_config.lr, and continue "
-                "from a checkpoint before the divergence"
-            )
         if at_start:
             return f"{text}Likely causes: {'; '.join((OTHER_MODEL, *CAUSES))}"
         if not trainer.min() >= DIVERGED_LOGPROB:  # NaN is no number of a model either

@@ -35,6 +35,7 @@ from reference.update import (
     loss_terms,
     mini_batches,
     norm_of,
+    tokens_known_before,
     trained_places,
 )
 
@@ -345,7 +346,15 @@ class _Comparison:
         metrics = dict(prepared.metrics)
         if terms:
             corrects = self.algorithm.off_policy_correction.enabled
-            metrics |= update_metrics(terms, norms, rates, corrects=corrects)
+            epochs = self.config.trainer.update_epochs_per_batch
+            metrics |= update_metrics(
+                terms,
+                norms,
+                rates,
+                corrects=corrects,
+                known_before=tokens_known_before(self.algorithm, epochs),
+                epochs=epochs,
+            )
         if self.custom is not None:  # it has its own metrics in place of these
             for key in CLIP_METRICS & metrics.keys():
                 del metrics[key]

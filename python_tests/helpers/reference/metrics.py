@@ -127,11 +127,14 @@ def update_metrics(
     rates: Sequence[float],
     *,
     corrects: bool,
+    known_before: str,
+    epochs: int,
 ) -> dict[str, float]:
     """Return the metrics of an update.
 
     Args:
-        steps: of each optimizer step.
+        steps: of each optimizer step, epoch after epoch.
+        known_before: as of `tokens_known_before`.
         corrects: whether there is an off-policy correction.
         norms, rates: of its gradient before clipping, and its learning rate.
     """
@@ -159,9 +162,13 @@ def update_metrics(
         result["ratio_mean"] = mean(tokens["ratio"])
         result["ratio_max"] = max(tokens["ratio"])
         result["ratio_min"] = min(tokens["ratio"])
-        result["rollout_train_logprobs_abs_diff_mean"] = mean(tokens["mismatch"])
-        result["rollout_train_logprobs_abs_diff_max"] = max(tokens["mismatch"])
+        result["rollout_update_logprobs_abs_diff_mean"] = mean(tokens["update_change"])
+        result["rollout_update_logprobs_abs_diff_max"] = max(tokens["update_change"])
         result["approx_kl"] = mean(tokens["approx_kl"])
+    mismatch = _mismatch(steps[: len(steps) // epochs], known_before)
+    if mismatch:
+        result["rollout_train_logprobs_abs_diff_mean"] = mean(mismatch)
+        result["rollout_train_logprobs_abs_diff_max"] = max(mismatch)
     observed = [value for step in steps for value in step.observed]
     if observed:
         result["cross_entropy"] = mean(observed)
@@ -171,6 +178,18 @@ def update_metrics(
         result["policy_tokens"] = sum(sum(step.is_visited) for step in steps) / len(steps)
     result |= _correction_metrics(steps, is_enabled=corrects)
     return {f"policy/{name}": value for name, value in result.items()}
+
+
+def _mismatch(steps: Sequence[Terms], known_before: str) -> list[float]:
+    """Return the differences of the tokens that the trainer computed before any update."""
+    found: list[float] = []
+    for number, step in enumerate(steps):
+        if known_before == "all" or (known_before == "later" and number > 0):
+            found += step.mismatch
+        elif number == 0:
+            visited = zip(step.mismatch, step.is_visited, strict=True)
+            found += [value for value, is_in in visited if is_in]
+    return found
 
 
 def _correction_metrics(steps: Sequence[Terms], *, is_enabled: bool) -> dict[str, float]:

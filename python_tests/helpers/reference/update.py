@@ -57,6 +57,7 @@ class Terms:
         loss: with a gradient; None: nothing is trained.
         sums: terms that are weighted as in the loss.
         tokens: values of trained tokens, by metric.
+        mismatch: of each trained token, the difference of trainer and engine before the update.
         is_visited: of each trained token, whether its row may have a gradient: other rows are not
             computed.
     """
@@ -64,6 +65,7 @@ class Terms:
     loss: torch.Tensor | None = None
     sums: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, list[float]] = field(default_factory=dict)
+    mismatch: list[float] = field(default_factory=list)
     is_visited: list[bool] = field(default_factory=list)
     observed: list[float] = field(default_factory=list)
     correction: Correction | None = None
@@ -210,10 +212,8 @@ def _policy_terms(
         parts.append(algorithm.kl_loss_coef * kl_loss)
     if algorithm.use_entropy_loss:
         parts.append(-algorithm.entropy_loss_coef * (weights * entropies).sum())
-    # Where nothing reads those before the update, they are not computed.
-    by_reward = algorithm.use_kl_in_reward and algorithm.old_logprobs != "rollout"
-    knows_old = algorithm.off_policy_correction.enabled or reads_old(algorithm) or by_reward
-    compared = before if knows_old else logprobs.tolist()
+    now = logprobs.tolist()
+    terms.mismatch = [abs(one - other) for one, other in zip(before, sampled, strict=True)]
     terms.tokens |= {
         "policy_entropy": entropies.tolist(),
         "ratio": result.ratios.tolist(),
@@ -223,9 +223,23 @@ def _policy_terms(
         "chosen_ratio": result.chosen.double().tolist(),
         # Of a ratio r: r - 1 - log r, which is 0 where nothing moved, and never negative.
         "approx_kl": (result.ratios - 1 - result.ratios.log()).tolist(),
-        "mismatch": [abs(one - other) for one, other in zip(compared, sampled, strict=True)],
+        "update_change": [abs(one - other) for one, other in zip(now, sampled, strict=True)],
     }
     return parts
+
+
+def tokens_known_before(algorithm: Any, epochs: int) -> str:
+    """Return of which mini-batches the trainer computes all log-probabilities before the update.
+
+    "all", "later" (all but the first, whose own pass is before any step), or "none".
+    """
+    if algorithm.old_logprobs == "rollout":
+        return "none"
+    if algorithm.off_policy_correction.enabled or algorithm.use_kl_in_reward:
+        return "all"
+    if not reads_old(algorithm):
+        return "none"
+    return "all" if epochs > 1 else "later"
 
 
 def _clipped(result: TokenLosses, algorithm: Any) -> torch.Tensor:

@@ -4,6 +4,8 @@ import asyncio
 import json
 import pickle
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -282,3 +284,15 @@ def test_forced_calls_have_the_familys_form_or_json(tiny_tokenizer: Any) -> None
     called = [c["function"] for c in pythonic.parse(both, tools, forced="required").tool_calls]
     assert [(c["name"], c["arguments"]) for c in called] == [("go", {}), ("look", {"n": 1})]
     assert pythonic.parse('{"n": ', tools, forced="look") == ParsedAnswer('{"n": ', failed=True)
+
+
+@pytest.mark.vllm
+def test_parsers_are_found_without_a_warning_about_triton() -> None:
+    """In a process of its own: vLLM warns when it is imported."""
+    code = (
+        "from skyrl_fast.rollout.tool_calls import ToolCallParser\n"
+        "print(ToolCallParser.find_class('hermes').__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Triton" not in done.stdout + done.stderr

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from functools import cached_property
 from typing import Any, ClassVar
+
+_TRITON_CHECK = "vllm.triton_utils.importing"
+
+
+def _matters(record: logging.LogRecord) -> bool:
+    """Return whether a message on Triton is of use: parsers need none, and engines on a GPU do."""
+    import torch
+
+    return record.levelno >= logging.ERROR or torch.cuda.is_available()
 
 
 class VllmParser:
@@ -50,6 +60,7 @@ class VllmParser:
     def find_class(cls, name: str) -> Any:
         """Return vLLM's class; ValueError if vLLM is missing or has no parser of this name."""
         module, manager, get = cls.registry
+        logging.getLogger(_TRITON_CHECK).addFilter(_matters)
         try:
             registered = getattr(importlib.import_module(module), manager)
         except ImportError as error:

@@ -44,6 +44,11 @@ def rollout_metrics(parts: Sequence[Part], config: Any, *, sums_rewards: bool) -
     steps = [turn.step for turn in turns]
     cut = [step.stop_reason == "length" and len(step.response_ids) >= longest for step in steps]
     reasons = [part.stop for part in parts]
+    last_lengths = [len(part.turns[-1].step.response_ids) if part.turns else 0 for part in parts]
+    too_long = [
+        reason == "length" and length < longest
+        for reason, length in zip(reasons, last_lengths, strict=True)
+    ]
     return {
         "generate/num_trajectories": float(len(trajectories)),
         "generate/num_empty_trajectories": float(tokens.count(0)),
@@ -59,6 +64,7 @@ def rollout_metrics(parts: Sequence[Part], config: Any, *, sums_rewards: bool) -
         **_spread("generate/per_turn/{}_prompt_length", [len(row.prompt) for row in rows]),
         **_spread("generate/per_turn/{}_num_tokens", [len(row.tokens) for row in rows]),
         "generate/truncated_turn_share": mean(cut) if cut else 0.0,
+        "generate/too_long_prompt_share": mean(too_long) if too_long else 0.0,
         **{
             f"generate/stop_reason/{reason}": reasons.count(reason) / len(reasons)
             for reason in set(reasons)

@@ -359,7 +359,11 @@ class StepBatch:
         changes: dict[str, Any] = {
             name: merge_values(op, values, self.cu_responses, plan, cu_responses)
             for name in (
-                *("loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs", "num_kept"),
+                "loss_mask",
+                "rollout_logprobs",
+                "old_logprobs",
+                "ref_logprobs",
+                "num_kept",
                 "cross_entropy_weights",
             )
             if (values := getattr(self, name)) is not None

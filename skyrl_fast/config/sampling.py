@@ -10,16 +10,38 @@ from skyrl_fast.setting import ConfigError, did_you_mean, setting
 
 # vLLM parameters that mean the same to an engine of the run and to a server.
 ADDITIONAL = (
-    *("allowed_token_ids", "bad_words", "frequency_penalty", "ignore_eos", "logit_bias"),
-    *("min_tokens", "presence_penalty", "skip_special_tokens", "spaces_between_special_tokens"),
-    *("stop_token_ids", "structured_outputs", "thinking_token_budget", "watermarking"),
+    "allowed_token_ids",
+    "bad_words",
+    "frequency_penalty",
+    "ignore_eos",
+    "logit_bias",
+    "min_tokens",
+    "presence_penalty",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "stop_token_ids",
+    "structured_outputs",
+    "thinking_token_budget",
+    "watermarking",
 )
 # vLLM parameters that the settings or the agent loop already set.
 _RESERVED = frozenset(
     (
-        *("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop"),
-        *("seed", "n", "logprobs", "include_stop_str_in_output", "detokenize", "output_kind"),
-        *("flat_logprobs", "logprob_token_ids"),
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "stop",
+        "seed",
+        "n",
+        "logprobs",
+        "include_stop_str_in_output",
+        "detokenize",
+        "output_kind",
+        "flat_logprobs",
+        "logprob_token_ids",
     )
 )
 # vLLM parameters that exclude tokens, as top_p does: those that remain are recorded.

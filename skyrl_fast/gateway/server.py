@@ -61,7 +61,11 @@ SPAN_HEADER = "x-span"
 RETRY_HEADER = "x-stainless-retry-count"  # of the official OpenAI and Anthropic clients
 SERVER_ERROR = 500
 ENDS = (
-    *("/chat/completions", "/completions", "/responses", "/messages", "/messages/count_tokens"),
+    "/chat/completions",
+    "/completions",
+    "/responses",
+    "/messages",
+    "/messages/count_tokens",
     "/models",
 )
 

@@ -44,7 +44,9 @@ def black_box(settings: AgentConfig) -> BlackBox:
     name = settings.function
     hosts = AgentSettings(
         None if name is None else absolute_name(name, Path.cwd()),
-        *(list(settings.command), list(settings.verifier), settings.reward_file),
+        list(settings.command),
+        list(settings.verifier),
+        settings.reward_file,
     )
     agent = hosts.agent()
     if settings.workers == "process":

@@ -45,18 +45,28 @@ _TRAINED = "policy/trained_tokens"
 _LOSS = "policy/loss"
 # Of a micro-batch: weighted by the mini-batch's weights, or counted.
 _SUMS = {
-    *("policy/policy_loss", "policy/kl_loss", "policy/cross_entropy_loss"),
-    *("policy/policy_tokens", "policy/cross_entropy_tokens"),
+    "policy/policy_loss",
+    "policy/kl_loss",
+    "policy/cross_entropy_loss",
+    "policy/policy_tokens",
+    "policy/cross_entropy_tokens",
 }
 # Metrics that are means over other tokens than those of the policy loss, and the number of these.
 _COUNTS = {"policy/cross_entropy": "policy/cross_entropy_tokens"}
 # Metrics of a mini-batch that are no means over its tokens.
 _OF_MINI_BATCH = {
     *_SUMS,
-    *(_LOSS, _TRAINED, "policy/num_micro_batches"),
-    *("policy/forward_tokens", "policy/row_tokens", "policy/token_saving"),
-    *("policy/tree_group_share", "policy/rows_without_gradient"),
-    *("policy/grad_norm", "policy/lr", "policy/nonfinite_steps_skipped"),
+    _LOSS,
+    _TRAINED,
+    "policy/num_micro_batches",
+    "policy/forward_tokens",
+    "policy/row_tokens",
+    "policy/token_saving",
+    "policy/tree_group_share",
+    "policy/rows_without_gradient",
+    "policy/grad_norm",
+    "policy/lr",
+    "policy/nonfinite_steps_skipped",
 }
 # Of the off-policy correction: shares of sequences, where others are means over tokens.
 _SEQUENCE_SHARES = (

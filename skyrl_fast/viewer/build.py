@@ -31,8 +31,15 @@ from skyrl_fast.viewer.script import CALLBACK, ListScripts, literal, script
 PAGE = (
     "index.html",
     "style.css",
-    *("text.js", "data.js", "list.js", "tokens.js", "forest.js", "trajectory.js"),
-    *("chart.js", "charts.js", "app.js"),
+    "text.js",
+    "data.js",
+    "list.js",
+    "tokens.js",
+    "forest.js",
+    "trajectory.js",
+    "chart.js",
+    "charts.js",
+    "app.js",
 )
 MARKER = "skyrl_fast_view.json"  # marks a folder written by this module, and lists its files
 SCRIPT_BYTES = 1 << 18  # of a data file; one with a single item may exceed it

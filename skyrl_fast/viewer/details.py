@@ -25,8 +25,13 @@ METRIC_CHARACTERS = 400  # of a name or a value
 STOP_REASON_CHARACTERS = 100
 PREVIEW_CHARACTERS = 160  # of the last response, in the list of the group
 _NUMBERS = (
-    *("reward", "prompt_tokens", "response_tokens", "trained_tokens", "policy_version"),
-    *("llm_seconds", "env_seconds"),
+    "reward",
+    "prompt_tokens",
+    "response_tokens",
+    "trained_tokens",
+    "policy_version",
+    "llm_seconds",
+    "env_seconds",
 )
 _OTHER_TEXTS = ("request", "response")  # of a call that is no turn
 

@@ -164,7 +164,13 @@ async def _exit_code(
         raise EnvError(f"agent.command: no program {command[0]!r}")
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-I", "-S", "-c", _LEASH, str(KEPT_OUTPUT_BYTES), DROPPED.decode(), *command),
+        "-I",
+        "-S",
+        "-c",
+        _LEASH,
+        str(KEPT_OUTPUT_BYTES),
+        DROPPED.decode(),
+        *command,
         cwd=folder,
         env={**environment_without_key(), **variables},
         stdin=subprocess.PIPE,

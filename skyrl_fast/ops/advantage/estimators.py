@@ -134,11 +134,13 @@ ADVANTAGE_ESTIMATORS: dict[str, EstimatorSpec] = {
     spec.name: spec
     for spec in (
         EstimatorSpec(
-            *("grpo", "outcome", _grpo, {"scale_by_std": "grpo_norm_by_std"}), compares_group=True
+            "grpo", "outcome", _grpo, {"scale_by_std": "grpo_norm_by_std"}, compares_group=True
         ),
         *(
             EstimatorSpec(
-                *(name, "outcome", partial(_group, estimator=name)),
+                name,
+                "outcome",
+                partial(_group, estimator=name),
                 # The others give a group of one its score.
                 needs_others=name == "rloo",
                 compares_group=True,
@@ -147,30 +149,33 @@ ADVANTAGE_ESTIMATORS: dict[str, EstimatorSpec] = {
             if name != "grpo"
         ),
         EstimatorSpec(
-            *("turn_level_returns", "turn", _on_rows(turn_level_returns, "rewards")), _GAMMA
+            "turn_level_returns", "turn", _on_rows(turn_level_returns, "rewards"), _GAMMA
         ),
         EstimatorSpec(
-            *("turn_level_group", "turn", _on_rows(turn_group_advantage, "rewards", "group_ids")),
+            "turn_level_group",
+            "turn",
+            _on_rows(turn_group_advantage, "rewards", "group_ids"),
             _GAMMA | {"baseline": "turn_level_baseline"},
             needs_others=True,
             compares_group=True,
         ),
         EstimatorSpec(
-            *("gigpo", "turn"),
+            "gigpo",
+            "turn",
             _on_rows(gigpo_advantage, "rewards", "group_ids", "anchor_ids"),
             _GAMMA | {"step_advantage_w": "step_advantage_w", "scale_by_std": "grpo_norm_by_std"},
             needs_anchors=True,
             compares_group=True,
         ),
         EstimatorSpec(
-            *("gae", "token", _gae),
+            "gae",
+            "token",
+            _gae,
             _GAMMA | {"lambd": "lambd"},
             needs_values=True,
             always_normalized=True,
         ),
-        EstimatorSpec(
-            *("reinforce++", "token", _reinforce_plus_plus, _GAMMA), always_normalized=True
-        ),
+        EstimatorSpec("reinforce++", "token", _reinforce_plus_plus, _GAMMA, always_normalized=True),
     )
 }
 

@@ -97,7 +97,7 @@ def write_gradient(
 
 def _backward_impl(logits: torch.Tensor, *arguments: Any) -> torch.Tensor:
     grad = _backend.empty(logits.shape, logits.dtype, logits.device)
-    write_gradient(*(logits, *arguments[:7], grad, *arguments[7:]))
+    write_gradient(logits, *arguments[:7], grad, *arguments[7:])
     return grad
 
 

@@ -328,7 +328,12 @@ class _LinearLogprob(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         logits, ctx.only_chunk = ctx.only_chunk, None  # a second backward recomputes it
         gradients = backward_rows(
-            *(*ctx.saved_tensors, ctx.kept, ctx.options, logits, grad_logprob, grad_entropy),
+            *ctx.saved_tensors,
+            ctx.kept,
+            ctx.options,
+            logits,
+            grad_logprob,
+            grad_entropy,
             wanted=ctx.needs_input_grad[:3],
         )
         return *gradients, None, None, None

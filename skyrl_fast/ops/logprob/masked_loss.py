@@ -129,7 +129,12 @@ def masked_logprob_loss(
     optional = (old_logprobs, advantages, loss_mask, rollout_logprobs, ref_logprobs, row_weights)
     stream_weights = (token_weights, cross_entropy_weights, kl_weights)
     chosen = _backend.select(
-        *(OP, logits, target_ids, *optional, *stream_weights, kept_ids),
+        OP,
+        logits,
+        target_ids,
+        *optional,
+        *stream_weights,
+        kept_ids,
         backend=backend,
         available_on_gpu=ON_GPU,
         transforms=("vmap",),

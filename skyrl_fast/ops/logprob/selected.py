@@ -93,8 +93,14 @@ def selected_logprob(
         if inplace_backward:
             check_no_overlap(OP, rows)
         logprob, entropy, _ = torch.ops.skyrl_fast.selected_logprob(
-            *(rows, targets, keep, temperature, return_entropy, inplace_backward),
-            *(chosen == "triton", *(kept or (None, None))),
+            rows,
+            targets,
+            keep,
+            temperature,
+            return_entropy,
+            inplace_backward,
+            chosen == "triton",
+            *(kept or (None, None)),
         )
     else:
         check_targets(OP, targets, keep, logits.shape[-1])

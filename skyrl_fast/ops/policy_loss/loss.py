@@ -261,7 +261,11 @@ def _built_in(
         _backend.break_graph("policy_loss", "which tokens clip_cov and kl_cov select")
         # By torch on every backend: one sort or draw per call.
         selected = reference.select_by_covariance(
-            *(settings, current, current if old is None else old, adv, cells.policy_mask != 0),
+            settings,
+            current,
+            current if old is None else old,
+            adv,
+            cells.policy_mask != 0,
             generator,
         )
     kind, params = kernel_kind(spec, settings), kernel_params(settings, cells.kl_coef)

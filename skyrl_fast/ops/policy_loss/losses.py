@@ -225,20 +225,26 @@ POLICY_LOSSES: dict[str, LossSpec] = {
         LossSpec("rollout_is", RolloutIs, {"rollout_is": 4}, ratio_to="rollout"),
         # A token without an advantage counts in the means of the covariance.
         LossSpec(
-            *("clip_cov", ClipCov, {"clip_cov": 5}),
+            "clip_cov",
+            ClipCov,
+            {"clip_cov": 5},
             scope="mini_batch",
             zero_where_advantage_is_zero=False,
         ),
         # Nor does the penalty depend on the advantage.
         LossSpec(
-            *("kl_cov", KlCov, {"kl_cov": 6}),
+            "kl_cov",
+            KlCov,
+            {"kl_cov": 6},
             scope="mini_batch",
             zero_where_advantage_is_zero=False,
         ),
         LossSpec("sapo", Sapo, {"sapo": 7}),
         LossSpec("dppo", Dppo, {"dppo_tv": 8, "dppo_kl": 9}, ratio_to="rollout_where_given"),
         LossSpec(
-            *("cross_entropy", CrossEntropy, {"cross_entropy": 10}),
+            "cross_entropy",
+            CrossEntropy,
+            {"cross_entropy": 10},
             ratio_to="nothing",
             zero_where_advantage_is_zero=False,
         ),

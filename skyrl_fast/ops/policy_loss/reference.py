@@ -319,11 +319,17 @@ def weighted_loss(
         count = stream.sum().double()
         clamped = delta.clamp(-MAX_DELTA, MAX_DELTA)
         metrics = [
-            *(total, policy, kl_loss, live.sum()),
+            total,
+            policy,
+            kl_loss,
+            live.sum(),
             *_policy_metrics(clamped, stream, count, flags),
             _mean(kl, kl_live),
-            *(kl_live.sum(), count, cross_entropy_loss),
-            *(_mean(cross_entropy, supervised), supervised.sum()),
+            kl_live.sum(),
+            count,
+            cross_entropy_loss,
+            _mean(cross_entropy, supervised),
+            supervised.sum(),
         ]
         return total, torch.stack([x.double() for x in metrics])
 

@@ -16,8 +16,14 @@ from skyrl_fast.system.printable import shorten
 
 # What hostile JSON and arrays can raise: missing and odd values, cut payloads, huge sizes, nesting.
 _UNREADABLE = (
-    *(LookupError, TypeError, ValueError, AttributeError),
-    *(EOFError, MemoryError, RecursionError, ArithmeticError),
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    EOFError,
+    MemoryError,
+    RecursionError,
+    ArithmeticError,
 )
 ROUTE_DIMENSIONS = 3  # tokens, layers, experts per token
 QUOTED_CHARACTERS = 500  # of an answer, in an error

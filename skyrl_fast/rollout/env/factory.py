@@ -143,7 +143,9 @@ class EnvFactory:
         lines = textwrap.indent(printable(trace, MAX_FAILURE).rstrip(), "  ")
         log.warning(
             "environment %s: %s; later failures at this place are only counted\n%s",
-            *(env_class, log_line(failure), lines),
+            env_class,
+            log_line(failure),
+            lines,
         )
 
 

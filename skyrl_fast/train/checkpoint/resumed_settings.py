@@ -15,14 +15,33 @@ logger = logging.getLogger(__name__)
 # Settings that do not change what is trained, or whose change has a message of its own: batch size,
 # seed and prompts are refused by the sampler, another length of the schedule is warned of.
 _WITHOUT_EFFECT = (
-    *("data.", "trainer.seed", "trainer.train_batch_size", "trainer.epochs"),
-    *("trainer.max_training_steps", "trainer.placement.", "trainer.max_tokens_per_microbatch"),
-    *("trainer.gradient_checkpointing", "trainer.eval_", "trainer.run_", "trainer.ckpt_"),
-    *("trainer.max_ckpts_to_keep", "trainer.resume_", "trainer.device", "trainer.num_threads"),
-    *("trainer.logger", "trainer.project_name", "trainer.dump_trajectories", "trainer.plot"),
-    *("trainer.sync_tolerance", "generator.eval_", "generator.max_concurrent_trajectories"),
-    *("generator.trajectory_timeout_seconds", "generator.max_retries", "environment.workers"),
-    *("environment.timeout_seconds", "environment.skyrl_gym.max_env_workers"),
+    "data.",
+    "trainer.seed",
+    "trainer.train_batch_size",
+    "trainer.epochs",
+    "trainer.max_training_steps",
+    "trainer.placement.",
+    "trainer.max_tokens_per_microbatch",
+    "trainer.gradient_checkpointing",
+    "trainer.eval_",
+    "trainer.run_",
+    "trainer.ckpt_",
+    "trainer.max_ckpts_to_keep",
+    "trainer.resume_",
+    "trainer.device",
+    "trainer.num_threads",
+    "trainer.logger",
+    "trainer.project_name",
+    "trainer.dump_trajectories",
+    "trainer.plot",
+    "trainer.sync_tolerance",
+    "generator.eval_",
+    "generator.max_concurrent_trajectories",
+    "generator.trajectory_timeout_seconds",
+    "generator.max_retries",
+    "environment.workers",
+    "environment.timeout_seconds",
+    "environment.skyrl_gym.max_env_workers",
 )
 _LORA = "trainer.policy.model.lora."
 # What an adapter begins with: one that is resumed has it.
@@ -86,7 +105,9 @@ def with_kept_settings(config: Config, saved: Any) -> Config:
             logger.warning(
                 "resume: %s: the model that the run began with, %s, is gone: where the run reads "
                 "it, as for a reference, it reads %s",
-                *(key, value, config.trainer.policy.model.path),
+                key,
+                value,
+                config.trainer.policy.model.path,
             )
             continue
         *sections, name = key.split(".")

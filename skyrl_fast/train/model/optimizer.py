@@ -251,8 +251,13 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], int, set[str]]:
         step_count = int(metadata["step_count"])
         unmoved = set(json.loads(metadata.get("without_gradient", "[]")))
     except (
-        *(AttributeError, LookupError, OSError, RecursionError),
-        *(SafetensorError, TypeError, ValueError),
+        AttributeError,
+        LookupError,
+        OSError,
+        RecursionError,
+        SafetensorError,
+        TypeError,
+        ValueError,
     ) as error:
         raise damage_error(path, f"no optimizer state: {type(error).__name__}: {error}") from error
     check_step_count(step_count, path)

@@ -66,8 +66,11 @@ from skyrl_fast.train.parallel.sharding import (
 )
 
 PROCESSOR_FILES = (
-    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
-    *("chat_template.json", "chat_template.jinja"),
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+    "chat_template.jinja",
 )
 RANDOM_PASSES = 16  # of the check that nothing is random: a layer is seldom dropped
 

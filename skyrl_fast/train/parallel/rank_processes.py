@@ -111,7 +111,8 @@ def start_ranks(
     listener = socket.create_server((starter.address, 0))
     port = listener.getsockname()[1]
     store = dist.TCPStore(
-        *(starter.address, port),
+        starter.address,
+        port,
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),

@@ -104,6 +104,8 @@ def _warn_of_row_environments(config: Config, data: RunData) -> None:
     logger.warning(
         "environment.env_class=%s is not used for %d of %d rows, whose column env_class takes "
         "precedence: %s",
-        *(chosen, others.total(), len(prompts)),
+        chosen,
+        others.total(),
+        len(prompts),
         ", ".join(f"{name} ({number})" for name, number in others.most_common(MAX_NAMED)),
     )

@@ -37,7 +37,8 @@ def listening_store(address: str = LOOPBACK) -> tuple[dist.Store, int]:
     listener = socket.create_server((address, 0))
     port = int(listener.getsockname()[1])
     store = dist.TCPStore(
-        *(address, port),
+        address,
+        port,
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=MOVE_SECONDS),

@@ -176,6 +176,8 @@ def _find_room(size: int) -> str:
     log.warning(
         "%s has no room for %.1f GiB of weights: every update writes them to %s, which may be a "
         "disk. More shared memory (docker run --shm-size) is faster",
-        *(SHARED_MEMORY, size / 2**30, folder),
+        SHARED_MEMORY,
+        size / 2**30,
+        folder,
     )
     return folder

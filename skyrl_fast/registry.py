@@ -119,7 +119,8 @@ def importable_name(function: Callable[..., object]) -> str | None:
 
     Functions of the main script, of a notebook or inside another function have none.
     """
-    module, qualname = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    module = getattr(function, "__module__", None)
+    qualname = getattr(function, "__qualname__", "")
     if module in (None, "__main__") or not _reaches(module, qualname.split("."), function):
         return None
     return f"{name_of(sys.modules[module])}:{qualname}"

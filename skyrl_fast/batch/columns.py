@@ -49,7 +49,8 @@ def columns_of_output(
         # The tokens of a merged row are the prompt and response of its last step: earlier prompts,
         # which are most of all tokens, are compared and never copied.
         plan = merge_steps(output["prompt_token_ids"], output["response_ids"], index.trajectory_ids)
-        heads, ends = plan.heads, plan.ends
+        heads = plan.heads
+        ends = plan.ends
         cu_responses = offsets(torch.from_numpy(plan.merged_response_lengths))
         response_starts = cu_responses[plan.merged_rows] + torch.from_numpy(plan.starts)
         fields |= _ragged.read_fields(OP, {name: _at(output[name], ends) for name in TOKENS})

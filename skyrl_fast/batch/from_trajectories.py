@@ -60,7 +60,8 @@ def batch_from_trajectories(trajectories: Sequence[Trajectory]) -> StepBatch:
     for name in fields.keys() - {"prompt_token_ids", "response_ids"}:
         _ragged.check_aligned(OP, fields["response_ids"], fields[name])
     lengths = fields["prompt_token_ids"].lengths + fields["response_ids"].lengths
-    cu_seqlens, cu_responses = offsets(lengths), offsets(fields["response_ids"].lengths)
+    cu_seqlens = offsets(lengths)
+    cu_responses = offsets(fields["response_ids"].lengths)
     starts = cu_responses[:-1].to(torch.int64)
     flat = flat_values(OP, fields, cu_seqlens, starts, int(cu_responses[-1]))
     if not bool(flat["loss_masks"].any()):

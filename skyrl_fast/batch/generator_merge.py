@@ -68,7 +68,8 @@ def merge_stepwise_output(
         drift=drift,
         max_drift_tokens=max_drift_tokens,
     )
-    heads, ends = plan.heads.tolist(), plan.ends.tolist()
+    heads = plan.heads.tolist()
+    ends = plan.ends.tolist()
     merged: dict[str, Any] = {
         "prompt_token_ids": [_copy_row(output["prompt_token_ids"][head]) for head in heads],
         "response_ids": _responses(output["prompt_token_ids"], output["response_ids"], plan),
@@ -104,7 +105,8 @@ def _responses(prompts: Sequence[Any], responses: Sequence[Any], plan: MergePlan
     rows = [row[end] for end in ends for row in (prompts, responses)]
     begins = np.zeros(len(rows), dtype=np.int64)
     begins[::2] = plan.prompt_lengths[plan.heads]
-    counts, starts = np.empty_like(begins), np.zeros_like(begins)
+    counts = np.empty_like(begins)
+    starts = np.zeros_like(begins)
     counts[::2] = starts[1::2] = plan.prompt_lengths[plan.ends] - begins[::2]
     counts[1::2] = plan.response_lengths[plan.ends]
     targets = np.repeat(np.arange(len(ends)), 2)
@@ -137,7 +139,9 @@ def _join(
 
 def _keep_sums(merged: Sequence[Any], rewards: Sequence[Any], plan: MergePlan) -> None:
     """Move rewards of tokens that were replaced to the token before them."""
-    kept, places, targets = plan.kept, plan.reward_places, plan.merged_rows
+    kept = plan.kept
+    places = plan.reward_places
+    targets = plan.merged_rows
     for row in np.flatnonzero(kept < plan.response_lengths).tolist():
         # Exact sums: merging must not change a return by a rounding error.
         merged[targets[row]][places[row]] += math.fsum(rewards[row][kept[row] :])

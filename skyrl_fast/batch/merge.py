@@ -46,8 +46,11 @@ def merge_token_rewards(
         reward_per_row: a step without response tokens may have a reward.
     """
     merged = merge_values(op, rewards, cu_responses, plan, cu_merged)
-    flat, cu, old = merged.numpy(), cu_merged.numpy(), cu_responses.numpy()
-    merged_rows, kept = plan.merged_rows, plan.kept
+    flat = merged.numpy()
+    cu = cu_merged.numpy()
+    old = cu_responses.numpy()
+    merged_rows = plan.merged_rows
+    kept = plan.kept
     # The next prompt wrote these tokens differently; what they earned moves to a token that
     # remains.
     for row in np.flatnonzero(kept < plan.response_lengths).tolist():
@@ -57,7 +60,8 @@ def merge_token_rewards(
     if reward_per_row:
         empty = np.flatnonzero((plan.response_lengths == 0) & (row_rewards.numpy() != 0))
         for row in empty.tolist():
-            begin, end = cu[merged_rows[row]], cu[merged_rows[row] + 1]
+            begin = cu[merged_rows[row]]
+            end = cu[merged_rows[row] + 1]
             place = begin + max(0, min(plan.starts[row] - 1, plan.reward_places[row]))
             if begin < end:
                 flat[place] += float(row_rewards[row])
@@ -86,7 +90,8 @@ def merge_kept_ids(
     cu_kept = np.concatenate([[0], np.cumsum(num_kept.numpy(), dtype=np.int64)])
     first = cu_responses[:-1].numpy().astype(np.int64)
     # Of a response the first `plan.kept` tokens remain, whose sets are adjacent.
-    begins, ends = cu_kept[first], cu_kept[first + plan.kept]
+    begins = cu_kept[first]
+    ends = cu_kept[first + plan.kept]
     return _join_pieces(op, kept_ids, begins, ends - begins, plan)
 
 

@@ -103,7 +103,8 @@ def pad_routes(
     if routes is None or cu_experts is None:
         return None, None
     num_routes, num_layers, top_k = routes.shape
-    num_rows, width = len(lengths), int(lengths.max())
+    num_rows = len(lengths)
+    width = int(lengths.max())
     dummy = torch.arange(top_k, dtype=routes.dtype, device=routes.device)
     out = dummy.expand(num_rows + pad_size, width, num_layers, top_k).clone()
     starts = torch.arange(num_rows, device=lengths.device) * width + (width - lengths.long())

@@ -353,7 +353,8 @@ class StepBatch:
         ends = torch.from_numpy(plan.ends)
         cu_seqlens = offsets(self.lengths[ends])
         tokens = _backend.empty((int(cu_seqlens[-1]),), torch.int32)
-        starts, lengths = self.cu_seqlens[ends].numpy(), self.lengths[ends].numpy()
+        starts = self.cu_seqlens[ends].numpy()
+        lengths = self.lengths[ends].numpy()
         copy_segments(op, self.tokens, starts, tokens, cu_seqlens[:-1].numpy(), lengths)
         cu_responses = offsets(torch.from_numpy(plan.merged_response_lengths))
         changes: dict[str, Any] = {
@@ -412,7 +413,8 @@ class StepBatch:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the batch atomically to one safetensors file, names as JSON in its header."""
-        tensors, others = {}, {}
+        tensors = {}
+        others = {}
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             if isinstance(value, torch.Tensor):
@@ -433,7 +435,8 @@ class StepBatch:
         for per, name in OFFSETS.items():
             # Here, not in each batch: on a GPU reading offsets would wait for the device.
             for values in list(batch.columns(per).values())[:1]:
-                cu, num_rows = getattr(batch, name), batch.num_rows
+                cu = getattr(batch, name)
+                num_rows = batch.num_rows
                 check_offsets("StepBatch.load", name, cu, total=len(values), num_rows=num_rows)
         return batch
 
@@ -474,7 +477,8 @@ class StepBatch:
             cu = getattr(self, name_of_offsets)
             if cu is None:
                 continue
-            first, last = int(cu[start]), int(cu[stop])
+            first = int(cu[start])
+            last = int(cu[stop])
             changes |= {n: v[first:last] for n, v in self.columns(per).items()}
             changes[name_of_offsets] = cu[start : stop + 1] - first
         if self.stop_reasons is not None:
@@ -487,7 +491,8 @@ class StepBatch:
             cu = getattr(self, name_of_offsets)
             if cu is None:
                 continue
-            starts, ends = cu[rows].tolist(), cu[rows + 1].tolist()
+            starts = cu[rows].tolist()
+            ends = cu[rows + 1].tolist()
             for name, values in self.columns(per).items():
                 # Slicing NumPy takes a tenth of the time of slicing torch, and each row is a slice.
                 array = values.numpy()

@@ -41,7 +41,8 @@ def token_counts(batch: StepBatch) -> TokenCounts:
         >>> token_counts(batch)
         TokenCounts(rows=8, merged=6, tree=4)
     """
-    tokens, cu = batch.tokens, batch.cu_seqlens
+    tokens = batch.tokens
+    cu = batch.cu_seqlens
     plan = merge_flat_steps(tokens, cu, batch.cu_responses, batch.trajectory_ids)
     merged = int(batch.lengths[torch.from_numpy(plan.ends)].sum())
     return TokenCounts(batch.num_tokens, merged, tree=prefix_tree_size(tokens, cu))

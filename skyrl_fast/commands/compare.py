@@ -54,7 +54,8 @@ def run(options: argparse.Namespace) -> int:
                 f"compare: {file}: expected values of {metric}, got none{_suggestion(metric, rows)}"
             )
         step, most = max(points, key=lambda point: (not math.isnan(point[1]), point[1]))
-        first, last = points[0][1], points[-1][1]
+        first = points[0][1]
+        last = points[-1][1]
         lines.append(f"{first:10.4g}{last:10.4g}{most:10.4g}{step:9}  {text}")
         curves.setdefault(label, []).append(points)
     sys.stdout.write("\n".join(lines) + "\n")

@@ -16,7 +16,9 @@ from typing import Any
 from skyrl_fast.commands.command import cuda_builds_beside_cpu_torch
 from skyrl_fast.errors import RunError
 
-OK, OPTIONAL, PROBLEM = "ok", "optional", "problem"
+OK = "ok"
+OPTIONAL = "optional"
+PROBLEM = "problem"
 KERNELS = ("all", "native", "triton")  # that are compared on a GPU
 
 
@@ -135,7 +137,8 @@ def gpu_kernels() -> list[Finding]:
 
     lines = []
     for number, device in enumerate(first_use.gpus()):
-        known, backends = first_use.records(device), first_use.usable_backends(device)
+        known = first_use.records(device)
+        backends = first_use.usable_backends(device)
         wanted = {
             (op, backend)
             for op, own in first_use.BACKENDS_ON_GPU.items()
@@ -144,7 +147,8 @@ def gpu_kernels() -> list[Finding]:
         }
         reasons = {key: reason for key, reason in known.items() if key in wanted}
         bad = [f"{op} ({backend})" for (op, backend), reason in reasons.items() if reason]
-        good, unknown = len(reasons) - len(bad), len(wanted) - len(reasons)
+        good = len(reasons) - len(bad)
+        unknown = len(wanted) - len(reasons)
         text = f"{good} of {len(wanted)} ops equal to torch, {len(bad)} different"
         advice = "not used: " + ", ".join(bad) if bad else ""
         if unknown:

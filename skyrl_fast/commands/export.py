@@ -10,8 +10,11 @@ from typing import Any
 
 from skyrl_fast.commands.command import as_usage_error
 
-BATCH, SKYRL, SFT = "batch", "skyrl", "sft"
-MODEL, ADAPTER = "model", "adapter"
+BATCH = "batch"
+SKYRL = "skyrl"
+SFT = "sft"
+MODEL = "model"
+ADAPTER = "adapter"
 
 HELP = "write a run's trajectories as training data, or its policy as a model"
 DESCRIPTION = (

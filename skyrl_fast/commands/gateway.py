@@ -90,9 +90,11 @@ def _config(options: argparse.Namespace) -> Config:
         read_yaml,
     )
 
-    overrides, path = list(options.overrides), options.config
+    overrides = list(options.overrides)
+    path = options.config
     if path is not None and "=" in path:  # no file: the first override
-        overrides, path = [path, *overrides], None
+        overrides = [path, *overrides]
+        path = None
     if path is None and options.model is None:
         raise ValueError("gateway: expected a configuration file or --model, got neither")
     given = [] if options.port is None else [f"agent.port={options.port}"]

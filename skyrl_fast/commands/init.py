@@ -113,11 +113,14 @@ def random_games(environment: Path) -> Iterator[list[dict[str, str]]]:
     game_class = runpy.run_path(str(environment))["Guess"]
     random = Random(0)
     for _ in range(NUM_GAMES):
-        game, done, text = game_class({"secret": random.randint(1, 9)}), False, PROMPT
+        game = game_class({"secret": random.randint(1, 9)})
+        done = False
+        text = PROMPT
         chat = []
         while not done:
             guess = str(random.randint(1, 9))
             chat += [{"role": "user", "content": text}, {"role": "assistant", "content": guess}]
             step = game.step(guess)
-            done, text = step.done, step.observations
+            done = step.done
+            text = step.observations
         yield chat

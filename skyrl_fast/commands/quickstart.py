@@ -29,7 +29,8 @@ def run(options: argparse.Namespace) -> int:
         from examples.quickstart.run import RECIPES
         from examples.tiny_model import recipe
 
-        base, overrides = options.base, options.overrides
+        base = options.base
+        overrides = options.overrides
         return recipe.run(RECIPES["quickstart"], base, overrides, is_resumed=options.resume)
 
 

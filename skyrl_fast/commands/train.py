@@ -89,6 +89,7 @@ def draw_curve(values: Sequence[float]) -> str:
     """Return values as a line of bars; "" for fewer than two, or where stdout has no such sign."""
     if len(values) < 2 or "utf" not in (sys.stdout.encoding or "").lower():
         return ""
-    least, most = min(values), max(values)
+    least = min(values)
+    most = max(values)
     scale = (len(_BARS) - 1) / ((most - least) or 1)
     return "".join(_BARS[round((value - least) * scale)] for value in values[-_MAX_BARS:])

@@ -40,7 +40,8 @@ def policy_loss_settings(algorithm: AlgorithmConfig) -> LossSettings | CustomLos
 
 def is_ratio_to_rollout(algorithm: AlgorithmConfig) -> bool:
     """Return whether the ratio's denominator is the sampling policy, whatever `old_logprobs` is."""
-    spec, settings = policy_loss_spec(algorithm), policy_loss_settings(algorithm)
+    spec = policy_loss_spec(algorithm)
+    settings = policy_loss_settings(algorithm)
     if isinstance(spec, CustomLoss) or isinstance(settings, CustomLoss):
         return False
     return ratio_to_rollout(spec, settings)
@@ -89,7 +90,8 @@ def check_policy_loss(algorithm: AlgorithmConfig) -> None:
 
 def check_estimator(algorithm: AlgorithmConfig) -> None:
     """Raise ConfigError unless the estimator exists and accepts its settings."""
-    key, kwargs = "trainer.algorithm.advantage_estimator", algorithm.advantage_estimator_kwargs
+    key = "trainer.algorithm.advantage_estimator"
+    kwargs = algorithm.advantage_estimator_kwargs
     try:
         spec = estimator_spec(algorithm)
     except ValueError as error:

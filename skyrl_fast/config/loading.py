@@ -74,7 +74,8 @@ def check_config(config: Config, *, has_prompts: bool = False) -> None:
     """
     config = as_config(config)
     check_limits(config)
-    trainer, generator = config.trainer, config.generator
+    trainer = config.trainer
+    generator = config.generator
     loggers = [name for name in trainer.logger if ":" not in name]  # others are module:Class
     columns = [name for name in trainer.progress or () if "/" not in name]  # others are metrics
     for key, table, named in (("logger", LOGGERS, loggers), ("progress", PROGRESS, columns)):
@@ -100,7 +101,8 @@ def check_config(config: Config, *, has_prompts: bool = False) -> None:
                 f"trainer.{name}.optimizer_config.adam_betas: expected two numbers in [0, 1), "
                 f"got {betas}"
             )
-    ranks, shared = trainer.placement.num_ranks, trainer.policy.sequence_parallel_size
+    ranks = trainer.placement.num_ranks
+    shared = trainer.policy.sequence_parallel_size
     if ranks % shared:
         raise ConfigError(
             "trainer.policy.sequence_parallel_size: expected a divisor of the number of ranks, "

@@ -264,7 +264,8 @@ def _by_section(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 def _convert(hint: Any, value: Any, key: str) -> Any:
     """Return the value as the hinted type; lossless conversions: int to float, item to list."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
     if hint is Any:
         return value
     if origin in (types.UnionType, typing.Union):

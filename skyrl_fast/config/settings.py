@@ -655,7 +655,8 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]
         prefix: dotted name of the section `config`; "": all settings.
     """
     for item in fields(config):
-        name, value = f"{prefix}.{item.name}".lstrip("."), getattr(config, item.name)
+        name = f"{prefix}.{item.name}".lstrip(".")
+        value = getattr(config, item.name)
         if is_dataclass(value):
             yield from leaves(value, name)
         else:

@@ -181,5 +181,6 @@ def advice_by_name(name: str) -> str | None:
 
 
 def _matches(section: str, pattern: str) -> bool:
-    names, wanted = section.split("."), pattern.split(".")
+    names = section.split(".")
+    wanted = pattern.split(".")
     return len(names) == len(wanted) and all(map(fnmatchcase, names, wanted))

@@ -51,7 +51,8 @@ class _AgentEpisode:
     entry: Activity
 
     async def play(self) -> str:
-        parent, session = self.parent, self.session
+        parent = self.parent
+        session = self.session
         entry = self.entry
         parent.policy.board.set_phase(entry, ACTING, attempt=entry.attempt, turn=0)
         row = {"prompt": [dict(m) for m in self.prompt.messages], **self.prompt.env_extras}

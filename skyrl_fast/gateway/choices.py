@@ -113,7 +113,8 @@ class Choices:
             state=self._shown_text(call, prompt, parent),
         )
         parts = await self._parts(call, prompt, generation, step.text, place)
-        text, stop_string = parts.text, generation.stop_string
+        text = parts.text
+        stop_string = generation.stop_string
         if stop_string is not None and call.stop is not None and not call.include_stop:
             text = text.removesuffix(stop_string)
         finish = LENGTH if generation.stop_reason == LENGTH else STOP

@@ -334,7 +334,8 @@ class PromptIds:
     def _complete_pieces(
         self, prompt: PromptTokens, divided: Sequence[tuple[str, list[int]]]
     ) -> list[tuple[str, list[int]]]:
-        tokenizer, as_text = self._template.tokenizer, self._template.without_control_tokens
+        tokenizer = self._template.tokenizer
+        as_text = self._template.without_control_tokens
         pieces = [
             (name + as_text(decode(tokenizer, ids[1:] if name else ids)), _share_objects(ids))
             for name, ids in divided
@@ -344,8 +345,11 @@ class PromptIds:
 
     def _prompt(self, rendered: RenderedText, num_answers: int | None = None) -> PromptTokens:
         start, new_text = self._start(rendered)
-        token_ids, parts = start.ids(), [*start.parts]
-        chain, end, answers = start.chain, start.end, start.answers
+        token_ids = start.ids()
+        parts = [*start.parts]
+        chain = start.chain
+        end = start.end
+        answers = start.answers
         *before, last = self._divide(new_text)
         for piece in before:
             ids, array = self._ids_at(chain, piece)

@@ -110,7 +110,8 @@ class RequestBodies:
         rest = None if known is None else _rest(body, known)
         place = None if rest is None else _items_place(rest, conversation)
         if known is None or rest is None or place is None or place[0] != len(known.head):
-            known, rest = None, body
+            known = None
+            rest = body
             value = parse_json(body)
             place = _items_place(body, conversation)
         else:

@@ -170,7 +170,8 @@ class Gateway:
             await session.close()
 
     def app(self) -> Router:
-        chat, messages = OpenAIChat(), AnthropicMessages()
+        chat = OpenAIChat()
+        messages = AnthropicMessages()
 
         def route(
             path: str, dialect: Dialect, handle: Any = self._call, method: str = "POST"
@@ -388,7 +389,8 @@ async def json_body(request: Request) -> Any:
 
 
 async def _body(request: Request) -> bytes:
-    parts, size = [], 0
+    parts = []
+    size = 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():

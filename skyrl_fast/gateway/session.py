@@ -333,14 +333,16 @@ class Session:
         self._num_running += 1
         if self._num_running == 1:
             self._idle_seconds += time.perf_counter() - self._idle_since
-        entry, board = self._entry, self.policy.board
+        entry = self._entry
+        board = self.policy.board
         board.set_phase(entry, GENERATING, attempt=entry.attempt, turn=len(self._calls) - 1)
 
     def _mark_idle(self) -> None:
         self._num_running -= 1
         if self._num_running == 0:
             self._idle_since = time.perf_counter()
-            entry, board = self._entry, self.policy.board
+            entry = self._entry
+            board = self.policy.board
             board.set_phase(entry, ACTING, attempt=entry.attempt, turn=entry.turn)
 
     # --- delivery
@@ -384,7 +386,8 @@ class Session:
 
     def finish(self, outcome: Outcome) -> str:
         """Set rewards and metrics; return the stop reason. ApiError: unknown call or policy."""
-        steps, names = self._trajectory.steps, self.policy.calls.policies
+        steps = self._trajectory.steps
+        names = self.policy.calls.policies
         for name in outcome.policy_rewards:
             if name not in names:
                 text = f"policy_rewards: expected names of {', '.join(names) or 'no policy'}"

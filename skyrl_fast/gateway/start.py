@@ -89,7 +89,8 @@ def gateway_policy(
     tokenizer = calls.tokenizer
     if tokenizer.eos_token_id is None:
         raise ValueError("agent: tokenizer: it has no end-of-sequence token (eos_token)")
-    name, thoughts = config.tool_parser, config.reasoning_parser
+    name = config.tool_parser
+    thoughts = config.reasoning_parser
     return ServedPolicy(
         calls,
         config,

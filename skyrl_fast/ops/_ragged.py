@@ -13,7 +13,8 @@ from skyrl_fast import _C
 from skyrl_fast.ops import _backend
 
 INT32_MAX = 2**31 - 1
-INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+INT64_MIN = -(2**63)
+INT64_MAX = 2**63 - 1
 # Those that the native copy writes.
 DTYPES = (torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float32)
 
@@ -173,7 +174,9 @@ def copy_jobs(
     """Return the jobs that copy a field's rows to `out`, row i from element `starts[i]` on."""
     # Bounds are checked while values are copied: a pass of its own would read them twice.
     if out.dtype == torch.bool:  # stored as bytes; only 0 and 1 may be written
-        out, low, high = out.view(torch.uint8), max(low, 0), min(high, 1)
+        out = out.view(torch.uint8)
+        low = max(low, 0)
+        high = min(high, 1)
     jobs = []
     for part, lengths in zip(field.parts, field.part_lengths, strict=True):
         jobs.append((part, out, starts, low, high))

@@ -199,7 +199,8 @@ def _error(name: str, got: torch.Tensor, want: torch.Tensor, atol: float) -> flo
     # Integers are copied, not computed.
     if not got.is_floating_point():
         close = {"rtol": 0, "atol": 0}
-    got, want = got.detach().cpu().double(), want.detach().cpu().double()
+    got = got.detach().cpu().double()
+    want = want.detach().cpu().double()
     torch.testing.assert_close(got, want, **close, equal_nan=True, msg=lambda m: f"{name}: {m}")
     if got.numel() == 0 or not close["atol"]:
         return 0.0

@@ -99,13 +99,11 @@ class ActivityBoard:
                 self._generating += 1
         if entry.began is None:
             entry.began = now
-        entry.phase, entry.attempt, entry.turn, entry.since, entry.reported = (
-            phase,
-            attempt,
-            turn,
-            now,
-            False,
-        )
+        entry.phase = phase
+        entry.attempt = attempt
+        entry.turn = turn
+        entry.since = now
+        entry.reported = False
 
     def _end_phase(self, entry: Activity, now: float) -> None:
         if entry.phase == GENERATING:

@@ -124,7 +124,9 @@ class _EnvEpisode:
         self, context: Context, characters: int, messages: Sequence[Message], env: EnvSession
     ) -> str:
         """Append steps until the trajectory ends; return its stop reason."""
-        loop, entry, steps = self.loop, self.entry, self.trajectory.steps
+        loop = self.loop
+        entry = self.entry
+        steps = self.trajectory.steps
         tools = context.template.tools
         renders_all = loop.config.context == "retemplate"  # for each prompt
         shown = _shown_text(messages)  # since the last answer

@@ -107,7 +107,8 @@ class _Parsers(HandlerSettings):
         with_thoughts: bool,
         with_calls: bool,
     ) -> ParsedAnswer:
-        thoughts, rest = "", text
+        thoughts = ""
+        rest = text
         if self.reasoning_parser is not None and with_thoughts:
             thoughts, rest = self.reasoning_parser.divide(rest, template_kwargs)
         parsed = ParsedAnswer(rest)

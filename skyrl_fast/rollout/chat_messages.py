@@ -14,7 +14,8 @@ from skyrl_fast.rollout.env.protocol import Message
 from skyrl_fast.setting import tools_error
 
 BETWEEN_PARTS = "\n"  # as vLLM's server joins them
-_PLAIN_KEYS, _PLAIN_ROLES = {"role", "content"}, ("system", "user", "assistant", "tool")
+_PLAIN_KEYS = {"role", "content"}
+_PLAIN_ROLES = ("system", "user", "assistant", "tool")
 # Keys in the order in which templates see them that write a message, a call or a tool as JSON.
 _MESSAGE_KEYS = ("role", "content", "tool_calls", "reasoning_content")
 _CALL_KEYS = ("id", "type", "function", "name", "arguments")
@@ -45,7 +46,8 @@ def normalize_message(message: Mapping[str, Any]) -> Message:
         >>> normalize_message({"role": "developer", "content": [{"type": "text", "text": "hi"}]})
         {'role': 'system', 'content': 'hi'}
     """
-    role, content = message.get("role"), message.get("content")
+    role = message.get("role")
+    content = message.get("content")
     if message.keys() == _PLAIN_KEYS and role in _PLAIN_ROLES and isinstance(content, str):
         return dict(message)  # most messages
     calls = plain_value(message.get("tool_calls"))

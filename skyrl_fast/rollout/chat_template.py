@@ -212,7 +212,8 @@ class ChatTemplate:
         index: int,
         options: Mapping[str, Any],
     ) -> bool:
-        role, calls = message.get("role"), message.get("tool_calls")
+        role = message.get("role")
+        calls = message.get("tool_calls")
         others = [{key: value for key, value in message.items() if key != "tool_calls"}]
         part = "" if role == "assistant" else message_text(message).strip()
         if not (part or (calls and role == "assistant")):
@@ -323,7 +324,8 @@ class ChatTemplate:
             return self._ids_of(part)
         # A start whose tokens are the same with the text after it: they can be taken off.
         for start in dict.fromkeys((before, CONTINUED, ".")):
-            token_ids, number = self._ids_of(start + part), len(self._ids_of(start))
+            token_ids = self._ids_of(start + part)
+            number = len(self._ids_of(start))
             if list(token_ids[:number]) == list(self._ids_of(start)):
                 return token_ids[number:]
         return self._ids_of(part)  # every start forms tokens with it
@@ -481,8 +483,10 @@ def _find_known_kinds(_tokenizer: Any, _size: int, _chat_template: str | None) -
 @lru_cache(maxsize=8)
 def _find_system_places(tokenizer: Any, _size: int, chat_template: str | None) -> str:
     """Return where a chat template takes system messages: ANYWHERE, FIRST or NOWHERE."""
-    first, last = {"role": "system", "content": MARKER}, {"role": "system", "content": MARKER[::-1]}
-    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    first = {"role": "system", "content": MARKER}
+    last = {"role": "system", "content": MARKER[::-1]}
+    user = {"role": "user", "content": "a"}
+    answer = {"role": "assistant", "content": "b"}
     everywhere = [first, user, answer, last, user]
     for place, messages in ((ANYWHERE, everywhere), (FIRST, [first, user]), (NOWHERE, [user])):
         try:

@@ -110,7 +110,8 @@ def _answer_text(
             start = _answer_start(template, prompt, before, messages, complete)
         else:
             shared = start = parted
-    opened, text = prompt[shared:], complete[start:]
+    opened = prompt[shared:]
+    text = complete[start:]
     content = message_text(answer)
     if not _contains(prompt[len(before) : shared] + text, content):
         # The template drops thoughts, which the model writes: they are trained as they are.
@@ -200,7 +201,8 @@ def _after_answer(
         if end and stripped.endswith(end):
             closed = before[len(stripped) - len(end) :]
         if marker in before and marker in after:  # some templates write calls without a text
-            before, after = text_after(marker, before), text_after(marker, after)
+            before = text_after(marker, before)
+            after = text_after(marker, after)
         if after.startswith(before):
             return closed + after[len(before) :]
     raise ContextError(

@@ -54,7 +54,8 @@ def log_failures(trajectories: Sequence[Trajectory]) -> None:
         len(trajectories),
     )
     for trajectory in failed[:MAX_LOGGED_FAILURES]:
-        name, failure = trajectory.uid, log_line(trajectory.failure)
+        name = trajectory.uid
+        failure = log_line(trajectory.failure)
         log.warning("  %s/%d: %s", name, trajectory.repetition_id, failure)
     if len(failed) > MAX_LOGGED_FAILURES:
         log.warning("  and %d more", len(failed) - MAX_LOGGED_FAILURES)

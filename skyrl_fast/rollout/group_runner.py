@@ -171,7 +171,9 @@ class GroupRunner:
 
     async def _poll(self, group: _Group) -> None:
         """Wait for all, up to `poll_seconds`; collect ended ones, and give up stuck ones."""
-        members, ended, uid = group.members, group.ended, group.prompt.uid
+        members = group.members
+        ended = group.ended
+        uid = group.prompt.uid
         await asyncio.wait(
             [member.task for member in members.values()],
             timeout=self._poll_seconds,

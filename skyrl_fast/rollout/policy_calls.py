@@ -74,7 +74,8 @@ class PolicyCalls:
         )
         if not generation.token_ids:
             raise EngineError(f"the engine returned no tokens for session {name}-{attempt}")
-        last, stops = generation.token_ids[-1], sampling.additional_kwargs.get("stop_token_ids")
+        last = generation.token_ids[-1]
+        stops = sampling.additional_kwargs.get("stop_token_ids")
         if generation.stopped_at_token and last in (stops or ()):
             # It ends the answer as a stop string does, and not the model's turn.
             generation = replace(generation, stop_string=decode(self.tokenizer, [last]))

@@ -126,7 +126,8 @@ class _LoggedErrors(logging.Handler):
 
 @cache
 def _attach_error_log() -> _LoggedErrors:
-    handler, logger = _LoggedErrors(), logging.getLogger("vllm.tool_parsers")
+    handler = _LoggedErrors()
+    logger = logging.getLogger("vllm.tool_parsers")
     logger.addHandler(handler)
     logger.propagate = False
     return handler

@@ -96,7 +96,8 @@ class Step:
             >>> step.response_ids, step.loss_mask, step.rollout_logprobs
             ([5, 6, 2], [1, 1, 0], [-0.1, -0.2, 0.0])
         """
-        versions, kept_ids = generation.versions, generation.kept_ids
+        versions = generation.versions
+        kept_ids = generation.kept_ids
         assert versions
         appended = [] if appended_end is None else [appended_end]
         if kept_ids is not None:
@@ -248,7 +249,8 @@ def _find_answers(
 ) -> tuple[tuple[int, int], ...]:
     if parent is None or parent.answers is None:
         return ()
-    prompt, before = ids_array(prompt_token_ids), ids_array(parent.prompt_token_ids)
+    prompt = ids_array(prompt_token_ids)
+    before = ids_array(parent.prompt_token_ids)
     context = np.concatenate([before, ids_array(parent.response_ids)])
     shared = count_shared(prompt, context)
     # An answer that comes back in other tokens still has its place: it is no observation.

@@ -146,7 +146,8 @@ class HttpGuard:
             raise RefusedError(408, "the body did not arrive in time") from error
 
     async def _read(self, receive: Receive) -> bytes | None:
-        parts, size = [], 0
+        parts = []
+        size = 0
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":

@@ -72,7 +72,8 @@ def run_on_cluster(config: Config, run_here: RunHere, checkpoint_folder: Path) -
     ray = _ray()
     with connect_ray(ray) as started_here:
         seconds = SETTLE_SECONDS if started_here else PLACE_SECONDS
-        nodes, failed_at = config.trainer.placement.policy_num_nodes, -1
+        nodes = config.trainer.placement.policy_num_nodes
+        failed_at = -1
         before = {_identity(path) for _, path in checkpoints(checkpoint_folder)}
         while True:
             reserved = _reserve(ray, config, nodes, seconds)
@@ -87,7 +88,8 @@ def run_on_cluster(config: Config, run_here: RunHere, checkpoint_folder: Path) -
                 # way.
                 if newest <= failed_at:
                     raise
-                failed_at, begin = newest, f"step {newest}"
+                failed_at = newest
+                begin = f"step {newest}"
                 # Until it has a checkpoint of its own, a run begins with the one that it was given.
                 own = {_identity(path) for _, path in saved} - before
                 if config.trainer.resume_mode == "from_path" and not own:

@@ -104,8 +104,10 @@ def _report(
     trajectories: Sequence[Trajectory], rows: SampledRows, rewarded: StepBatch, config: Config
 ) -> dict[str, float]:
     """Return metrics of what was sampled, and of the rewards that the rollout filters left."""
-    generator, algorithm = config.generator, config.trainer.algorithm
-    spec, samples = estimator_spec(algorithm), generator.n_samples_per_prompt
+    generator = config.generator
+    algorithm = config.trainer.algorithm
+    spec = estimator_spec(algorithm)
+    samples = generator.n_samples_per_prompt
     sums = sums_rewards(config)
     is_own = spec.name not in ADVANTAGE_ESTIMATORS  # which may do anything
     return {

@@ -211,9 +211,11 @@ class Demonstrations:
         assert self._policy is not None
         batch = batch_from_trajectories(trajectories)
         values = self._policy.batch_logprobs(batch).double().numpy()
-        cu, mask = batch.cu_responses.numpy(), batch.loss_mask.numpy()
+        cu = batch.cu_responses.numpy()
+        mask = batch.loss_mask.numpy()
         # The reward of an evaluation is the mean log-probability of all trained tokens of a chat.
-        sums, counts = segment_sums(values, cu, float), segment_sums(mask, cu, int)
+        sums = segment_sums(values, cu, float)
+        counts = segment_sums(mask, cu, int)
         row = 0
         for trajectory in trajectories:
             rows = slice(row, row + len(trajectory.steps))

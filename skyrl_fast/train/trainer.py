@@ -295,7 +295,8 @@ class Trainer:
         self._kl_coefs |= {part.policy: part.kl_coef for part in parts}
         self.progress.step += 1
         metrics["trainer/epoch"] = float(self._sampler.epoch)
-        self._consistent, self._unreported = True, metrics
+        self._consistent = True
+        self._unreported = metrics
         # Before anything that can fail: every checkpoint of this step has its trajectories.
         storing = self._store("train", trajectories, [part.rows for part in parts])
         await self._timed("store", times, storing)
@@ -453,7 +454,8 @@ class Trainer:
         )
 
     def _update(self, name: str | None, trained: TrainedRows) -> dict[str, float]:
-        settings, critic = self._config.trainer, self._components.critic
+        settings = self._config.trainer
+        critic = self._components.critic
         critic_metrics = {} if critic is None else critic.update(trained.batch)
         one = self._components.trained[name]
         return critic_metrics | update_policy(
@@ -491,7 +493,8 @@ class Trainer:
         metrics |= await self._timed("sync", times, work)
 
     async def _evaluate(self) -> dict[str, float]:
-        components, size = self._components, self._config.trainer.eval_batch_size
+        components = self._components
+        size = self._config.trainer.eval_batch_size
         times: dict[str, float] = {}
         trajectories: list[Trajectory] = []
         for start in range(0, len(components.eval_prompts), size):

@@ -137,7 +137,9 @@ def update_policy(
     # By the policy as it is before the first optimizer step.
     if is_missing and not for_all and len(minis) > 1:
         minis[1:] = _with_old_logprobs(policy, batch, mini_batch_size)
-    steps, corrections, num_tokens = [], [], []
+    steps = []
+    corrections = []
+    num_tokens = []
     num_sequences = []  # with a trained token
     # Those of the first pass over each token; what was computed before the update is among them.
     first_logprobs = torch.full(batch.loss_mask.shape, torch.nan)
@@ -347,7 +349,8 @@ def _weights_of_policy_loss(
     rows: StepBatch, weights: _MiniBatchWeights, algorithm: AlgorithmConfig
 ) -> dict[str, Any]:
     """Return the weights of the policy loss, arguments of `policy_loss`."""
-    tokens, coef = rows.token_weights, algorithm.policy_loss_coef
+    tokens = rows.token_weights
+    coef = algorithm.policy_loss_coef
     if coef != 1:
         tokens = torch.full_like(rows.rewards, coef) if tokens is None else coef * tokens
     return {"row_weights": weights.rows, "token_weights": tokens}
@@ -601,7 +604,8 @@ def _correction_metrics(
         if name.startswith(_SEQUENCE_SHARES):
             result[name] = _mean([one[name] for one in corrections], num_sequences)
     if _RATIO_STD in result:
-        mean, total = result[_RATIO_MEAN], sum(num_tokens)
+        mean = result[_RATIO_MEAN]
+        total = sum(num_tokens)
         squares = sum(
             one[_RATIO_STD] ** 2 * max(0, n - 1) + n * (one[_RATIO_MEAN] - mean) ** 2
             for one, n in zip(corrections, num_tokens, strict=True)

@@ -51,7 +51,9 @@ class _Edge:
     def split(self, at: int) -> None:
         """Divide the edge; what it says of its end moves to the second part."""
         rest = _Edge(self.tokens[at:], self.sampled_by, self.asked, self.answered, self.next)
-        self.tokens, self.asked, self.answered = self.tokens[:at], None, None
+        self.tokens = self.tokens[:at]
+        self.asked = None
+        self.answered = None
         self.next = {int(rest.tokens[0]): rest}
 
 

@@ -49,7 +49,8 @@ def read_recorded(
         reward = stored.entry.reward
         if min_reward is None or (reward is not None and reward >= min_reward):
             _check_complete(run, stored)
-            uid, step = stored.entry.uid, stored.entry.step
+            uid = stored.entry.uid
+            step = stored.entry.step
             if is_run and first_steps.setdefault(uid, step) != step:
                 uid = f"{uid}~{step}"
             groups.setdefault(uid, []).append(_trajectory(stored, uid))
@@ -85,7 +86,8 @@ def _trajectory(stored: StoredTrajectory, uid: str) -> Trajectory:
 
 
 def _step(stored: StoredStep) -> Step:
-    turn, versions = stored.turn, stored.policy_versions.tolist()
+    turn = stored.turn
+    versions = stored.policy_versions.tolist()
     known = not np.isnan(stored.rollout_logprobs).any()
     return Step(
         prompt_token_ids=stored.prompt_token_ids,

@@ -13,7 +13,8 @@ import numpy as np
 
 from skyrl_fast.rollout.trajectory import Step
 
-KEPT_IDS, ROUTES = "kept_ids", "routes"
+KEPT_IDS = "kept_ids"
+ROUTES = "routes"
 
 
 def list_replay_needs(steps: Sequence[Step]) -> list[str]:

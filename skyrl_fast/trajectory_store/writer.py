@@ -111,7 +111,8 @@ class TrajectoryWriter:
             ) from error
 
     def _write_part(self, name: str, records: Iterable[dict[str, Any]]) -> Path:
-        entries, offset = [], 0
+        entries = []
+        offset = 0
         partial = self._folder / f".{name}.partial"
         try:
             with partial.open("wb") as file:

@@ -192,7 +192,8 @@ def _write_trajectories(run: Path, data: Path) -> tuple[Columns, dict[str, Magni
     heads.close()
     items.close()
     for number, start in enumerate(range(0, len(previews), PREVIEWS_PER_SCRIPT)):
-        name, texts = f"previews{number}", previews[start : start + PREVIEWS_PER_SCRIPT]
+        name = f"previews{number}"
+        texts = previews[start : start + PREVIEWS_PER_SCRIPT]
         (data / f"{name}.js").write_text(script(CALLBACK, name, texts), encoding="ascii")
     return columns, samples
 

@@ -33,7 +33,9 @@ class ListScripts:
     """A long list in numbered scripts, such as part0.js, of `limit` bytes or of one larger item."""
 
     def __init__(self, folder: Path, name: str, limit: int) -> None:
-        self._folder, self._name, self._limit = folder, name, limit
+        self._folder = folder
+        self._name = name
+        self._limit = limit
         self._literals: list[str] = []
         self._size = 0
         self._number = 0
@@ -57,5 +59,6 @@ class ListScripts:
         name = f"{self._name}{self._number}"
         content = f'{CALLBACK}("{literal(name)}","[{",".join(self._literals)}]");\n'
         (self._folder / f"{name}.js").write_text(content, encoding="ascii")
-        self._literals, self._size = [], 0
+        self._literals = []
+        self._size = 0
         self._number += 1

@@ -13,7 +13,9 @@ from typing import Any
 from skyrl_fast.gateway.messages import ApiError
 from skyrl_fast.gateway.request_body import Fields
 
-HONOURED, REFUSED, IGNORED = "honoured", "refused", "ignored"
+HONOURED = "honoured"
+REFUSED = "refused"
+IGNORED = "ignored"
 
 
 @dataclass(frozen=True, slots=True)

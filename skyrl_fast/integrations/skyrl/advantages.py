@@ -193,7 +193,8 @@ def compute_advantages_and_returns(self: Any, data: Any) -> Any:
     outcomes = _outcomes(name, scores, labels, norm_by_std=algorithm.grpo_norm_by_std)
     row_values = outcomes[torch.cumsum(last, 0) - last.long()]
     advantages, counts = multiply_rows(row_values, mask.contiguous())
-    data["returns"], data["advantages"] = advantages, advantages
+    data["returns"] = advantages
+    data["advantages"] = advantages
     num_real = len(rewards) - metadata.get("pad_size", 0)
     final = scores[: int(last[:num_real].sum())].mean().item()
     sums = row_values[:num_real].double() * counts[:num_real]

@@ -129,7 +129,9 @@ def _loss_of(*, corrected: bool = True) -> Callable[[Callable[[Any], LossSetting
             given = (log_probs, old_log_probs, advantages, loss_mask, sampled)
             return _loss(name, settings(config), config, *given)
 
-        loss.__name__, loss.__qualname__, loss.__doc__ = name, name, settings.__doc__
+        loss.__name__ = name
+        loss.__qualname__ = name
+        loss.__doc__ = settings.__doc__
         return replaces(name)(loss)
 
     return decorate

@@ -87,7 +87,8 @@ def add_hook(mode: str) -> None:
         _collected.append(worker_calls.collect())
         return shutdown_original(*args, **kwargs)
 
-    ray.init, ray.shutdown = init, shutdown
+    ray.init = init
+    ray.shutdown = shutdown
 
 
 def calls_of_workers() -> tuple[int, dict[str, Counts]]:
@@ -113,6 +114,7 @@ def remove_hook() -> None:
     if _ray_init is not None:
         import ray
 
-        ray.init, ray.shutdown = _ray_init, _ray_shutdown
+        ray.init = _ray_init
+        ray.shutdown = _ray_shutdown
         _ray_init = _ray_shutdown = None
         _collected.clear()

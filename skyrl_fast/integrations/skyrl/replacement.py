@@ -40,7 +40,8 @@ class Originals:
         self.counts: dict[str, Counts] = {}
 
     def keep(self, name: str, function: Callable[..., Any], label: str | None) -> None:
-        self._functions[name], self._labels[name] = function, label
+        self._functions[name] = function
+        self._labels[name] = label
 
     def forget(self) -> None:
         self._functions.clear()

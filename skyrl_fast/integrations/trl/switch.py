@@ -81,7 +81,9 @@ def uninstall() -> None:
     while _restore:
         _restore.pop()()
     for counts in COUNTS.values():
-        counts.calls, counts.handed_back, counts.last_reason = 0, 0, ""
+        counts.calls = 0
+        counts.handed_back = 0
+        counts.last_reason = ""
     _report = _log_softmax = None
 
 

@@ -270,7 +270,8 @@ def estimate(
         return EstimatorOutput(output) if isinstance(output, torch.Tensor) else output
     op = f"advantages: {spec.name}"
     output = call_function(op, spec.function, inputs, settings, EstimatorOutput)
-    per_row, per_token = tuple(inputs.rewards.shape), tuple(inputs.token_rewards.shape)
+    per_row = tuple(inputs.rewards.shape)
+    per_token = tuple(inputs.token_rewards.shape)
     check_result(op, "advantages", output.advantages, per_row, per_token)
     _check_finite(op, output.advantages, inputs.loss_mask)
     if spec.needs_values and output.returns is None:

@@ -92,7 +92,8 @@ def group_advantage(
         given = (group_ids, is_last_step)
         on_gpu = any(isinstance(x, torch.Tensor) and _backend.on_gpu(x) for x in given)
         return _on_gpu(rows, ids, estimator, sort_there=on_gpu)
-    out, kind = rows.empty(), ESTIMATORS[estimator]
+    out = rows.empty()
+    kind = ESTIMATORS[estimator]
     _C.group_advantage(rows.rewards, ids, *rows.layout, kind, out, _backend.num_threads())
     return out
 
@@ -104,7 +105,8 @@ def _on_gpu(rows: Rows, ids: torch.Tensor, estimator: str, *, sort_there: bool) 
     cu = None if rows.cu_seqlens is None else _backend.to_gpu(rows.cu_seqlens, device)
     # Fetching ids or flags from the GPU would wait for it: all rows are sorted there instead.
     if sort_there:
-        keys, no_group = _backend.to_gpu(ids, device), torch.iinfo(torch.int64).max
+        keys = _backend.to_gpu(ids, device)
+        no_group = torch.iinfo(torch.int64).max
         # Rows that end no trajectory sort behind all groups.
         keys = keys if last is None else torch.where(last, keys, no_group)
         groups, order = torch.sort(keys, stable=True)
@@ -164,7 +166,8 @@ def _torch(rows: Rows, ids: torch.Tensor, estimator: str) -> torch.Tensor:
     if rows.num_rows == 0:
         return rows.rewards.new_zeros(rows.shape)
     check_trajectories(rows, ids)
-    last, scores = rows.last_or_all(), rows.row_sums()
+    last = rows.last_or_all()
+    scores = rows.row_sums()
     check_finite(rows, scores, last)
     advantage = reference.group_advantage(scores, ids.to(scores.device), last, estimator)
     return rows.spread(advantage.to(torch.float32))

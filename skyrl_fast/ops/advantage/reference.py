@@ -31,7 +31,8 @@ def group_advantage(
         scores: (N,) sums of each row's token rewards; only last steps count.
     """
     scores = scores.double()
-    score, group = scores[is_last_step], group_ids[is_last_step]
+    score = scores[is_last_step]
+    group = group_ids[is_last_step]
     advantage = torch.zeros_like(score)
     for g in group.unique():
         members = group == g
@@ -88,7 +89,8 @@ def turn_group_advantage(
         scale_by_std: divide by the root mean square of the group's values.
     """
     value = turn_level_returns(rewards, is_last_step, gamma)
-    trajectory, turn = trajectory_numbers(is_last_step), turn_numbers(is_last_step)
+    trajectory = trajectory_numbers(is_last_step)
+    turn = turn_numbers(is_last_step)
     advantage = torch.zeros_like(value)
     for row in range(len(value)):
         others = (group_ids == group_ids[row]) & (trajectory != trajectory[row])
@@ -149,8 +151,10 @@ def token_chain(
         trajectory: (A,) int64, of each cell's row.
     """
     # The reward of an untrained token is added to that of the trained token before it.
-    rewards, values = rewards.double(), values.double()
-    advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
+    rewards = rewards.double()
+    values = values.double()
+    advantages = torch.zeros_like(rewards)
+    returns = torch.zeros_like(rewards)
     advantage = value = reward = 0.0
     for cell in range(len(rewards) - 1, -1, -1):
         if cell + 1 == len(rewards) or trajectory[cell] != trajectory[cell + 1]:
@@ -159,8 +163,10 @@ def token_chain(
         if trained[cell]:
             delta = reward + gamma * value - float(values[cell])
             advantage = delta + gamma * lambd * advantage
-            value, reward = float(values[cell]), 0.0
-            advantages[cell], returns[cell] = advantage, advantage + value
+            value = float(values[cell])
+            reward = 0.0
+            advantages[cell] = advantage
+            returns[cell] = advantage + value
     return advantages, returns
 
 

@@ -85,7 +85,8 @@ def gae(
     values = values.detach().to(torch.float32).contiguous()
     if _backend.select(op, rows.rewards, values, backend=backend) == "torch":
         return _torch(rows, values, gamma, lambd, normalize)
-    advantages, returns = rows.empty(), rows.empty()
+    advantages = rows.empty()
+    returns = rows.empty()
     _native(rows, values, gamma, lambd, normalize, advantages, returns)
     return advantages, returns
 

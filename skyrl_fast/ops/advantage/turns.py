@@ -71,7 +71,8 @@ def turn_level_returns(
         return _torch(
             rows, None, lambda sums, last: reference.turn_level_returns(sums, last, gamma)
         )
-    out, threads = rows.empty(), _backend.num_threads()
+    out = rows.empty()
+    threads = _backend.num_threads()
     _C.turn_level_returns(rows.num_rows, rows.rewards, *rows.layout, gamma, out, threads)
     return out
 

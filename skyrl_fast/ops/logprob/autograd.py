@@ -57,7 +57,8 @@ def _forward_impl(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 def _forward_fake(
     logits: torch.Tensor, targets: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    num_rows, return_entropy = targets.shape[0], arguments[2]
+    num_rows = targets.shape[0]
+    return_entropy = arguments[2]
     logprob = logits.new_empty(num_rows, dtype=torch.float32)
     entropy = logits.new_empty(num_rows if return_entropy else 0, dtype=torch.float32)
     return logprob, entropy, logits.new_empty(num_rows, dtype=torch.float64)
@@ -97,7 +98,9 @@ def write_gradient(
 
 def _backward_impl(logits: torch.Tensor, *arguments: Any) -> torch.Tensor:
     grad = _backend.empty(logits.shape, logits.dtype, logits.device)
-    write_gradient(logits, *arguments[:7], grad, *arguments[7:])
+    before = arguments[:7]
+    after: tuple[Any, ...] = (grad, *arguments[7:])
+    write_gradient(logits, *before, *after)
     return grad
 
 

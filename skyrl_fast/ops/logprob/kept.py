@@ -67,10 +67,12 @@ def kept_sets(
         raise ValueError(
             f"{op}: kept_ids must be (K,) int32, got {tuple(kept_ids.shape)} {kept_ids.dtype}"
         )
-    total, num_rows = kept_ids.shape[0], target_ids.numel()
+    total = kept_ids.shape[0]
+    num_rows = target_ids.numel()
     cu = check_offsets(op, "cu_kept", cu_kept, total=total, num_rows=num_rows, dtype=torch.int64)
     cu = _backend.to_device_of(cu, kept_ids)
-    begin, end = cu[:-1], cu[1:]
+    begin = cu[:-1]
+    end = cu[1:]
     # A row without ids was sampled from the full vocabulary.
     ranges = torch.stack([torch.where(begin == end, -1, begin), end], dim=1)
     return KeptSets(kept_ids.detach().contiguous(), ranges)

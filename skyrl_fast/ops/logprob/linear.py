@@ -152,7 +152,8 @@ def linear_logprob(
         if rows.device != hidden.device:
             rows = rows.to(hidden.device, non_blocking=True)
         # Outside of the autograd function: indexing returns the gradient to these rows.
-        hidden, targets = hidden[rows], targets[rows]
+        hidden = hidden[rows]
+        targets = targets[rows]
         kept = None if kept is None else kept.of_rows(rows)
     if native:
         on_gpu = _backend.on_gpu(hidden)
@@ -314,7 +315,8 @@ class _LinearLogprob(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprob, entropy, lse, logits = forward_rows(hidden, weight, bias, targets, kept, options)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, lse)
-        ctx.kept, ctx.options = kept, options
+        ctx.kept = kept
+        ctx.options = options
         ctx.set_materialize_grads(False)  # an entropy that only metrics use needs no gradient
         # Its logits are at hand: saved, they spare the backward a product.
         is_only_chunk = len(hidden) <= options.chunk_rows
@@ -327,8 +329,14 @@ class _LinearLogprob(torch.autograd.Function):
         ctx: Any, grad_logprob: torch.Tensor | None, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         logits, ctx.only_chunk = ctx.only_chunk, None  # a second backward recomputes it
+        hidden, weight, bias, targets, entropy, lse = ctx.saved_tensors
         gradients = backward_rows(
-            *ctx.saved_tensors,
+            hidden,
+            weight,
+            bias,
+            targets,
+            entropy,
+            lse,
             ctx.kept,
             ctx.options,
             logits,

@@ -40,7 +40,8 @@ def _rows(
     hidden: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return hidden (M, H) and targets (M,) of the rows of mask 1, and the rows; None: all."""
-    hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).to(torch.int64)
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    targets = targets.reshape(-1).to(torch.int64)
     if mask is None:
         return hidden, targets, None
     rows = (mask.reshape(-1) != 0).nonzero().squeeze(1).to(hidden.device)
@@ -93,7 +94,8 @@ def _forward_fake(
     loss_mask: torch.Tensor | None,
     *options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    shape, return_entropy = target_ids.shape, options[3]
+    shape = target_ids.shape
+    return_entropy = options[3]
     logprob = hidden.new_empty(shape, dtype=torch.float32)
     entropy = hidden.new_empty(shape if return_entropy else (0,), dtype=torch.float32)
     return logprob, entropy, hidden.new_empty(shape, dtype=torch.float64)

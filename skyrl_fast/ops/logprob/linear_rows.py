@@ -104,7 +104,8 @@ def forward_rows(
     options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (M,) log-probabilities, entropies, log-sum-exps, and the last chunk's logits."""
-    num_rows, chunk_rows = hidden.shape[0], options.chunk_rows
+    num_rows = hidden.shape[0]
+    chunk_rows = options.chunk_rows
     shape = (min(chunk_rows, num_rows), weight.shape[0])
     # One chunk, which all rows take turns in.
     logits = _backend.empty(shape, hidden.dtype, hidden.device)
@@ -146,7 +147,8 @@ def backward_rows(
         logits: (M, V) of the forward, which are overwritten, or None: they are recomputed.
     """
     wants_hidden, wants_weight, wants_bias = wanted
-    num_rows, vocab = hidden.shape[0], weight.shape[0]
+    num_rows = hidden.shape[0]
+    vocab = weight.shape[0]
     # Parts of the vocabulary, as the log-sum-exps are known: a part of the weight's gradient is one
     # product, and only hidden's, which is small, is a sum over parts (docs/design/004).
     columns = vocab
@@ -176,7 +178,8 @@ def backward_rows(
         if not known:
             part_bias = None if bias is None else bias[start : start + columns]
             options.write_chunk(hidden, part, part_bias, chunk)
-        part_targets, part_kept = targets, kept
+        part_targets = targets
+        part_kept = kept
         if len(part) < vocab:
             part_targets = _slice_targets(targets, start, len(part))
             part_kept = None if kept is None else slice_sets(kept, start, len(part))

@@ -125,7 +125,8 @@ class _Visit(torch.autograd.Function):
     @first_derivative_only("masked_logprob_loss")
     def backward(ctx: Any, grad_loss: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
         # Moved out, so that autograd may keep it as `.grad` without a copy.
-        grad, ctx.grad = ctx.grad, None
+        grad = ctx.grad
+        ctx.grad = None
         if grad is None:
             raise RuntimeError(
                 "masked_logprob_loss: a second backward through the same loss has no gradient left"

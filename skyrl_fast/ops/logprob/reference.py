@@ -42,10 +42,8 @@ def selected_logprob(
     finite = logprobs.masked_fill(logprobs == -torch.inf, 0.0)
     entropy = -(logprobs.exp() * finite).sum(-1)
     if wrong is not None:
-        chosen, entropy = (
-            chosen.masked_fill(wrong, torch.nan),
-            entropy.masked_fill(wrong, torch.nan),
-        )
+        chosen = chosen.masked_fill(wrong, torch.nan)
+        entropy = entropy.masked_fill(wrong, torch.nan)
     zeros = torch.zeros(target_ids.shape, dtype=dtype, device=logits.device)
     return zeros.index_put((rows,), chosen), zeros.index_put((rows,), entropy)
 

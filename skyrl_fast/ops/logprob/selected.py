@@ -17,7 +17,8 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ON_GPU = ("native", "triton", "torch")
 # Below, a logit over the temperature has no fraction left in float32; above, 1 / temperature has
 # too few bits.
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e30
+MIN_TEMPERATURE = 1e-6
+MAX_TEMPERATURE = 1e30
 
 
 def selected_logprob(

@@ -18,7 +18,8 @@ def merge_plan(
 
     The limit is the position in its merged row from which later steps replaced tokens.
     """
-    overlaps, joins = [0] * len(prompts), [False] * len(prompts)
+    overlaps = [0] * len(prompts)
+    joins = [False] * len(prompts)
     limits = [NOWHERE] * len(prompts)
     merged: list[int] = []
     mask: list[int] = []

@@ -94,7 +94,8 @@ class MergePlan:
         Raises:
             ValueError: a row with some routes, but fewer than were recorded before it.
         """
-        begins, ends = np.empty_like(self.limits), np.empty_like(self.limits)
+        begins = np.empty_like(self.limits)
+        ends = np.empty_like(self.limits)
         plan = (self.overlaps, self.joins.view(np.uint8), self.limits)
         row = _C.merge_routes(op, np.ascontiguousarray(counts, np.int64), plan, (begins, ends))
         if row >= 0:
@@ -198,7 +199,8 @@ def merge_flat_steps(
     op = "merge_flat_steps"
     check_drift(op, drift, max_drift_tokens)
     max_drift = max_drift_tokens if drift == "realign" else 0
-    total, wide = tokens.shape[0], torch.int64
+    total = tokens.shape[0]
+    wide = torch.int64
     cu_seqlens = check_offsets(op, "cu_seqlens", cu_seqlens, total=total, dtype=wide)
     num_responses = None if loss_mask is None else loss_mask.shape[0]
     cu_responses = check_offsets(op, "cu_responses", cu_responses, total=num_responses, dtype=wide)
@@ -233,7 +235,8 @@ def copy_segments(
 ) -> None:
     """Copy cells: `lengths[i]` of them from `source_starts[i]` to `target_starts[i]`, for all i."""
     if target.dtype == torch.bool:
-        source, target = source.view(torch.uint8), target.view(torch.uint8)
+        source = source.view(torch.uint8)
+        target = target.view(torch.uint8)
     places = [np.ascontiguousarray(a, np.int64) for a in (source_starts, target_starts, lengths)]
     source = source.contiguous()
     threads = _backend.num_threads()
@@ -258,7 +261,8 @@ def join_lists(
 
 
 def _empty_plan(num_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    overlaps, limits = np.empty(num_rows, np.int64), np.empty(num_rows, np.int64)
+    overlaps = np.empty(num_rows, np.int64)
+    limits = np.empty(num_rows, np.int64)
     return overlaps, np.empty(num_rows, np.uint8), limits
 
 

@@ -90,7 +90,8 @@ def convert_prompts_responses_to_batch_tensors(
     fields = _read_fields(prompts, responses, rewards, loss_masks, logprobs)
     response_lengths = fields["responses"].lengths
     lengths = fields["prompts"].lengths + response_lengths
-    num_rows, width = len(lengths), int(lengths.max())
+    num_rows = len(lengths)
+    width = int(lengths.max())
     if max_seq_len is not None and width > max_seq_len:
         logger.warning(
             "The longest row has %d tokens, over max_seq_len %d; nothing is truncated.",
@@ -211,7 +212,8 @@ def _convert(
     vocab_size: int | None,
     pad_size: int,
 ) -> list[torch.Tensor | None]:
-    prompts, responses = fields["prompts"], fields["responses"]
+    prompts = fields["prompts"]
+    responses = fields["responses"]
     # As parts of one field: a row's prompt and response are copied side by side.
     tokens = _ragged.Field(
         "sequences",

@@ -17,7 +17,8 @@ def row_tensors(rows: Rows, dtype: torch.dtype) -> list[torch.Tensor]:
         parts = [row_tensors(part, dtype) for part in rows.parts]
         return [torch.cat(row) for row in zip(*parts, strict=True)]
     if is_flat(rows):
-        values, cu = rows[0], rows[1].tolist()
+        values = rows[0]
+        cu = rows[1].tolist()
         rows = [values[begin:end] for begin, end in itertools.pairwise(cu)]
     return [_row(row, dtype) for row in rows]
 
@@ -101,7 +102,8 @@ def batch_tensors(
     lengths = torch.tensor([len(row) for row in row_tensors(tokens, torch.int64)], device="cpu")
     response_rows = row_tensors(responses, torch.int64)
     response_lengths = torch.tensor([len(row) for row in response_rows], device="cpu")
-    width, columns = int(lengths.max()), int(response_lengths.max())
+    width = int(lengths.max())
+    columns = int(response_lengths.max())
     response_mask = real_cells(response_lengths, columns, "left").to(torch.int64)
 
     def right_aligned(rows: Rows) -> torch.Tensor:

@@ -14,7 +14,8 @@ from skyrl_fast.ops._derivatives import first_derivative_only
 from skyrl_fast.ops.policy_loss.reference import METRICS
 
 # csrc/policy_loss/policy_loss_cuda.h: cells per partial sum on a GPU, and the numbers in each
-CELLS_PER_SUM, NUM_LOSS_SUMS = 2048, 16
+CELLS_PER_SUM = 2048
+NUM_LOSS_SUMS = 16
 
 _library = torch.library.Library("skyrl_fast", "FRAGMENT")
 _library.define(
@@ -90,7 +91,8 @@ class _EagerPolicyLoss(torch.autograd.Function):
     @first_derivative_only("policy_loss")
     def backward(ctx: Any, grad_loss: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
-        grad, ctx.grad = ctx.grad, None
+        grad = ctx.grad
+        ctx.grad = None
         if grad is None:
             _, grad = torch.ops.skyrl_fast.policy_loss(*saved, *ctx.rest, True)
         use_triton = ctx.rest[-1]
@@ -160,7 +162,8 @@ def _policy_loss(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _policy_loss_fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    current, with_grad = args[0], args[-1]
+    current = args[0]
+    with_grad = args[-1]
     metrics = current.new_empty(len(METRICS), dtype=torch.float64)
     return metrics, current.new_empty(current.shape if with_grad else (0,))
 

@@ -180,7 +180,8 @@ def custom_policy_loss(
         live: (A,) bool, the tokens of all streams.
         row_weights: (N,). token_weights, cross_entropy_weights, kl_weights: (A,).
     """
-    stream, logprobs = inputs.loss_mask, inputs.logprobs
+    stream = inputs.loss_mask
+    logprobs = inputs.logprobs
     clean_inputs = _mask_inputs(inputs, None if loss.scope != "token" else token_weights)
     op = f"policy_loss: {loss.name}"
     output = call_function(op, loss.function, clean_inputs, loss.settings, LossOutput)

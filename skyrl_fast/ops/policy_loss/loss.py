@@ -268,7 +268,8 @@ def _built_in(
             cells.policy_mask != 0,
             generator,
         )
-    kind, params = kernel_kind(spec, settings), kernel_params(settings, cells.kl_coef)
+    kind = kernel_kind(spec, settings)
+    params = kernel_params(settings, cells.kl_coef)
     if chosen == "torch":
         total, metrics = _torch(cells, kind, params, old, adv, sequence, selected)
     else:

@@ -94,7 +94,8 @@ def reduction_weights(
     else:
         counts = _mask_counts_torch(mask, cu_seqlens)
     # Not read by the reductions that have no segments.
-    segment, num_segments = counts, 0
+    segment = counts
+    num_segments = 0
     if reduction == "prompt_mean":
         segment, num_segments = segments_of(OP, "group_ids", group_ids, counts.numel(), reduction)
     elif reduction == "trajectory_mean":

@@ -181,7 +181,8 @@ def token_loss(
         return -advantages * torch.sigmoid(tau * (ratio - 1)) * (4 / tau), no, no, no
     if loss in ("dppo_tv", "dppo_kl"):
         low, high = _dppo_dropped(loss, p, logprobs.detach(), old_logprobs)
-        low, high = low & (advantages < 0), high & (advantages > 0)
+        low = low & (advantages < 0)
+        high = high & (advantages > 0)
         return mask_values(-advantages * ratio, ~(low | high)), low, high, no
     assert loss == "importance_sampling", loss
     return -advantages * ratio, no, no, no
@@ -190,10 +191,12 @@ def token_loss(
 def _dppo_dropped(
     loss: str, p: Mapping[str, float], logprobs: torch.Tensor, old_logprobs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    prob, old_prob = logprobs.exp(), old_logprobs.exp()
+    prob = logprobs.exp()
+    old_prob = old_logprobs.exp()
     if loss == "dppo_tv":
         return old_prob - prob > p["delta_low"], prob - old_prob > p["delta_high"]
-    other, old_other = 1 - prob + PROBABILITY_EPSILON, 1 - old_prob + PROBABILITY_EPSILON
+    other = 1 - prob + PROBABILITY_EPSILON
+    old_other = 1 - old_prob + PROBABILITY_EPSILON
     # Of two outcomes: this token, or any other.
     kl = old_prob * (old_logprobs - logprobs) + (1 - old_prob) * torch.log(old_other / other)
     return (prob < old_prob) & (kl > p["delta_low"]), (prob > old_prob) & (kl > p["delta_high"])
@@ -295,11 +298,14 @@ def weighted_loss(
     """
     weights = weights.to(value.dtype)
     policy = (value * weights).sum()
-    total, kl, kl_loss = policy, torch.zeros_like(value), torch.zeros_like(policy)
+    total = policy
+    kl = torch.zeros_like(value)
+    kl_loss = torch.zeros_like(policy)
     kl_live = torch.zeros_like(live)
     if kl_estimator is not None:
         assert ref_logprobs is not None
-        kl_live, factor = live, weights
+        kl_live = live
+        factor = weights
         if kl_weights is not None:
             # A teacher's log-probabilities may be missing (NaN) where they do not count.
             kl_live = live & (kl_weights != 0)
@@ -308,7 +314,8 @@ def weighted_loss(
         kl_loss = (kl * factor).sum()
         total = total + kl_coef * kl_loss
     supervised = torch.zeros_like(live)
-    cross_entropy, cross_entropy_loss = torch.zeros_like(value), torch.zeros_like(policy)
+    cross_entropy = torch.zeros_like(value)
+    cross_entropy_loss = torch.zeros_like(policy)
     if cross_entropy_weights is not None:
         supervised = live & (cross_entropy_weights != 0)
         cross_entropy = -mask_values(logprobs, supervised)
@@ -407,7 +414,8 @@ def select_by_covariance(
     selected = torch.zeros_like(live)
     if current.numel() == 0:
         return selected
-    adv_mean, current_mean = adv.mean(), current.mean()
+    adv_mean = adv.mean()
+    current_mean = current.mean()
     if isinstance(settings, ClipCov):
         padded = (torch.where(live, x.detach().to(dtype), 0) for x in (advantages, logprobs))
         adv_mean, current_mean = (x.sum() / live.sum() for x in padded)

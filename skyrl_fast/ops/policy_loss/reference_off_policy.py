@@ -107,7 +107,8 @@ def off_policy_correction(
         tokens = per_sequence(keep).clamp(min=1)
         exponent = log_product / tokens if rules.sequence_mask == "geometric" else log_product
         sequence_ratio = ratio_of(exponent)
-        over, under = sequence_ratio > rules.mask_high, sequence_ratio < rules.mask_low
+        over = sequence_ratio > rules.mask_high
+        under = sequence_ratio < rules.mask_low
         prefix = "geo" if rules.sequence_mask == "geometric" else "product"
         metrics[f"{prefix}_sequence_mask_masked_ratio"] = share(over | under)
         metrics[f"{prefix}_sequence_mask_over_high_ratio"] = share(over)

@@ -241,7 +241,8 @@ def flex_block_mask(ends: Tensor, window: int | None = None, chunk: int | None =
     per_block = ends.long().view(-1, FLEX_BLOCK)
     count = per_block.shape[0]
     numbers = torch.arange(count, device=ends.device)
-    first, last = numbers * FLEX_BLOCK, (numbers + 1) * FLEX_BLOCK - 1
+    first = numbers * FLEX_BLOCK
+    last = (numbers + 1) * FLEX_BLOCK - 1
     before = numbers[None] < numbers[:, None]  # rows are blocks of queries, columns of keys
     full = before & (per_block.amin(1)[None] > last[:, None])
     seen = before & (per_block.amax(1)[None] > first[:, None])
@@ -254,7 +255,8 @@ def flex_block_mask(ends: Tensor, window: int | None = None, chunk: int | None =
     if window is not None or chunk is not None:
         depths = node_depths(ends)
         least = least_depths(depths, window, chunk)
-        low, high = depths.view(count, -1).amin(1), depths.view(count, -1).amax(1)
+        low = depths.view(count, -1).amin(1)
+        high = depths.view(count, -1).amax(1)
         full &= low[None] >= least.view(count, -1).amax(1)[:, None]
         seen &= high[None] >= least.view(count, -1).amin(1)[:, None]
 

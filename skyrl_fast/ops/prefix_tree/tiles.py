@@ -53,7 +53,10 @@ class _TileAttention(torch.autograd.Function):
         scale: float,
         softcap: float,
     ) -> Tensor:
-        ctx.tiles, ctx.scale, ctx.softcap, ctx.dtype = tiles, scale, softcap, query.dtype
+        ctx.tiles = tiles
+        ctx.scale = scale
+        ctx.softcap = softcap
+        ctx.dtype = query.dtype
         query, key, value = (_readable(x) for x in (query, key, value))
         out = _like(query)
         lse = out.new_empty(out.shape[1:3])

@@ -225,7 +225,9 @@ def _by_reference(
         # None equals None alone: a token without a label is like no token with one.
         marks: list[bytes | None] = [None] * length
         if labels is not None:
-            cells, first, counts = labels[0], int(labels[1][row]), int(labels[2][row])
+            cells = labels[0]
+            first = int(labels[1][row])
+            counts = int(labels[2][row])
             used = cells[first : first + min(counts, length)]
             marks[: len(used)] = [cell.tobytes() for cell in used.numpy()]
         keys.append(list(zip(ids[start : start + length], marks, strict=True)))

@@ -44,7 +44,9 @@ class EngineActor:
     ) -> None:
         enter(folder)
         self._make_setup = make_setup
-        self._key, self._trainer, self._weights_folder = key, trainer, weights_folder
+        self._key = key
+        self._trainer = trainer
+        self._weights_folder = weights_folder
         self._server: subprocess.Popen[bytes] | None = None
         self._log = Path(os.devnull)
         self._serving = threading.Event()

@@ -42,7 +42,8 @@ def make_cluster_engines(
     config: settings.Config, model_path: str, address: str, bundles: Sequence[EngineBundle]
 ) -> list[Engine]:
     """Return the engines of a cluster, not started."""
-    engine, folder = config.generator.inference_engine, _find_cached_folder(model_path)
+    engine = config.generator.inference_engine
+    folder = _find_cached_folder(model_path)
     _log_limited_top_k(config.generator.sampling_params)
     return [
         RayEngine(
@@ -77,7 +78,8 @@ def _make_setup_on_node(config: settings.Config, model_path: str, number: int) -
 def _make_remote_engines(
     config: settings.Config, model_path: str, *, weight_sync: str | None
 ) -> list[Engine]:
-    engine, key = config.generator.inference_engine, engine_key(key_file(config))
+    engine = config.generator.inference_engine
+    key = engine_key(key_file(config))
     folder = _find_cached_folder(model_path)
     return [
         RemoteEngine(
@@ -178,7 +180,8 @@ def _linear_modules(model_path: str) -> list[str]:
 
 
 def _check_longest_sequence(config: settings.Config, model_path: str) -> int:
-    prompt, response = settings.max_input_length(config), settings.max_response_length(config)
+    prompt = settings.max_input_length(config)
+    response = settings.max_response_length(config)
     lengths = (
         f"generator.max_input_length ({prompt}) and sampling_params.max_generate_length "
         f"({response})"

@@ -42,7 +42,8 @@ def check_generation(
 
 
 def _find_problem(generation: Generation, max_tokens: int, limit: int, stops: Sequence[str]) -> str:
-    ids, logprobs = generation.token_ids, generation.logprobs
+    ids = generation.token_ids
+    logprobs = generation.logprobs
     reason = generation.stop_reason
     if reason not in STOP_REASONS or len(ids) != len(logprobs):
         return f"ended with {reason!r:.80}, {len(ids)} tokens and {len(logprobs)} logprobs"

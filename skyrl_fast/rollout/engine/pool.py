@@ -106,7 +106,8 @@ class EnginePool:
                 try:
                     await start
                 except NoRoomError as error:
-                    member.down_since, member.error = time.monotonic(), error
+                    member.down_since = time.monotonic()
+                    member.error = error
                     log.warning("NO ROOM: %s: %s", member.engine.name, error)
             if not self._up():
                 raise self._members[0].error or AssertionError("down without an error")

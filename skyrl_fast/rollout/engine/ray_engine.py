@@ -85,7 +85,8 @@ class RayEngine(RemoteEngine):
         self._starting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        starting, group = self._begin(), self._bundle.group
+        starting = self._begin()
+        group = self._bundle.group
         if not starting.done() and not await asyncio.to_thread(group.wait, ROOM_SECONDS):
             raise NoRoomError(f"no node with {group.bundle_specs[self._bundle.index]} free")
         try:
@@ -107,7 +108,8 @@ class RayEngine(RemoteEngine):
 
     async def close(self) -> None:
         await super().close()
-        starting, self._starting = self._starting, None
+        starting = self._starting
+        self._starting = None
         if starting is not None:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
@@ -158,7 +160,8 @@ class RayEngine(RemoteEngine):
     def _end(self) -> None:
         import ray
 
-        server, self._server = self._server, None
+        server = self._server
+        self._server = None
         if server is not None:
             for waiting in (server.url, server.ended):
                 waiting.cancel()

@@ -206,7 +206,8 @@ class RemoteEngine(Engine):
             with suppress(EngineError, TimeoutError):  # it may be gone
                 async with asyncio.timeout(HEALTH_SECONDS):
                     await self.resume()  # for other clients
-        client, self._client = self._client, None
+        client = self._client
+        self._client = None
         self._interrupted = False
         self._sender = self._adapter_name = None
         if client is not None:
@@ -241,7 +242,8 @@ class RemoteEngine(Engine):
             reason = choice["finish_reason"] or "abort"
             if reason == INTERRUPTED:
                 raise ValueError("finish_reason: no request of vLLM ends like this")
-            token_ids, kept = entries(choice["token_ids"]), None
+            token_ids = entries(choice["token_ids"])
+            kept = None
             if sampling.num_kept_tokens is not None:
                 kept = kept_ids(token_ids, entries(logprobs["top_logprobs"]))
             generation = Generation(
@@ -273,7 +275,8 @@ class RemoteEngine(Engine):
     ) -> tuple[list[float], np.ndarray]:
         choice = await self._probe(token_ids)
         with self._parsing(COMPLETIONS):
-            logprobs, taken = prompt_logprobs(choice, token_ids), routes(choice)
+            logprobs = prompt_logprobs(choice, token_ids)
+            taken = routes(choice)
         if taken is None:
             raise EngineError(f"{self.name} records no routes")
         return logprobs, taken
@@ -327,13 +330,15 @@ class RemoteEngine(Engine):
         if not self._interrupted:
             await self.interrupt()  # requests of others, too: their adapter is replaced
         self._adapter_version = version = self._adapter_version + 1
-        name, before = f"policy-{self._claim}-{version}", self._adapter_name
+        name = f"policy-{self._claim}-{version}"
+        before = self._adapter_name
         if self._weight_sync == "reload":
             folder = write_adapter_folder(Path(call.arguments[0]), adapter)
             request = {"lora_name": name, "lora_path": str(folder)}
             # vLLM refuses to load a name again, and to unload one that it does not have.
             await self._send("POST", LOAD_ADAPTER, json=request, timeout=CONTROL_SECONDS, once=True)
-            self._adapter_name, answer = name, None
+            self._adapter_name = name
+            answer = None
             if before is not None:
                 await self._send("POST", UNLOAD_ADAPTER, json={"lora_name": before}, once=True)
         else:

@@ -190,7 +190,8 @@ class VllmEngine(Engine):
         )
 
     async def close(self) -> None:
-        llm, self._llm = self._llm, None
+        llm = self._llm
+        self._llm = None
         self._lora_requests = {}
         self._interrupted = self._sleeping = False
         if llm is not None:
@@ -484,7 +485,8 @@ class VllmEngine(Engine):
 def _read_sampled_logprobs(
     token_ids: Sequence[int], flat: Any, *, keeps: bool
 ) -> tuple[list[float], list[np.ndarray] | None]:
-    ids, starts = flat.token_ids, flat.start_indices
+    ids = flat.token_ids
+    starts = flat.start_indices
     if [ids[start] for start in starts] != list(token_ids):
         raise ValueError(
             f"expected logprobs of the {len(token_ids)} sampled tokens, got those of "
@@ -492,7 +494,8 @@ def _read_sampled_logprobs(
         )
     if not keeps:
         return [flat.logprobs[start] for start in starts], None
-    ids, values = np.array(ids), np.array(flat.logprobs)
+    ids = np.array(ids)
+    values = np.array(flat.logprobs)
     kept = [
         kept_tokens(token, ids[start:end], values[start:end])
         for token, start, end in zip(token_ids, starts, flat.end_indices, strict=True)

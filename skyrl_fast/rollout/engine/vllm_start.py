@@ -148,7 +148,8 @@ def _on_cpu() -> bool:
 
 
 def engine_args(setup: VllmSetup) -> dict[str, Any]:
-    engine, model_config = setup.engine, read_model_config(setup.model)
+    engine = setup.engine
+    model_config = read_model_config(setup.model)
     text_config = model_config.get("text_config") or model_config
     dtype = engine.model_dtype
     if dtype == "auto":
@@ -340,7 +341,8 @@ def let_engine_go_first(yes: bool) -> None:
     """
     if not _on_cpu() or sys.platform != "linux":
         return
-    usual, batch = os.SCHED_OTHER, os.SCHED_BATCH
+    usual = os.SCHED_OTHER
+    batch = os.SCHED_BATCH
     before, after = (usual, batch) if yes else (batch, usual)
     for thread in map(int, os.listdir("/proc/self/task")):
         with suppress(OSError):  # it has ended, or this is not allowed

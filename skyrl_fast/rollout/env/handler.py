@@ -131,7 +131,8 @@ class EnvHandler:
             return self._make(env_class, copy_row(extras))
         if what == "close":
             # The last reference: code that runs when an object is freed runs here, too.
-            env, self._env = self._env, None
+            env = self._env
+            self._env = None
             return None if env is None else env.close()
         assert self._env is not None
         argument = copy_row({what: argument})[what]  # the context reads messages and calls later

@@ -156,7 +156,8 @@ class GroupRewards:
             except EnvError as error:
                 if attempt + 1 == self._attempts:
                     for trajectory in answered:
-                        trajectory.failure, trajectory.stop_reason = str(error), ENV_ERROR
+                        trajectory.failure = str(error)
+                        trajectory.stop_reason = ENV_ERROR
                     return
         for trajectory, reward, metrics in zip(
             answered, found["rewards"], found["metrics"], strict=True

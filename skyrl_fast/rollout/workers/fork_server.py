@@ -74,8 +74,10 @@ class _ForkingServer:
     def __init__(
         self, link: socket.socket, trainer: int, settings: HandlerSettings, folder: str
     ) -> None:
-        self._link, self._trainer = link, trainer
-        self._settings, self._folder = settings, folder
+        self._link = link
+        self._trainer = trainer
+        self._settings = settings
+        self._folder = folder
         self._running: set[int] = set()
         self._ended: dict[int, int] = {}  # exit codes that the trainer may ask for
 

@@ -140,7 +140,10 @@ class _Process:
         self, server: _ForkServer, pid: int, link: socket.socket, settings: HandlerSettings
     ) -> None:
         link.setblocking(False)
-        self._server, self._pid, self._link, self._settings = server, pid, link, settings
+        self._server = server
+        self._pid = pid
+        self._link = link
+        self._settings = settings
 
     def alive(self) -> bool:
         return not self.has_answered()  # between calls only its end can be read

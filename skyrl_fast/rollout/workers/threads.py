@@ -120,7 +120,8 @@ class ThreadWorkers:
     def _settle(self) -> None:
         """Hand results to those who wait for them, in the event loop."""
         with self._lock:
-            returned, self._returned = self._returned, []
+            returned = self._returned
+            self._returned = []
         for call, result in returned:
             if not call.future.done():
                 call.future.set_result(result)

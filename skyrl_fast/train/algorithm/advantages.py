@@ -25,7 +25,8 @@ MIN_VARIANCE = 1e-8
 
 
 def warn_without_baseline(config: Config) -> None:
-    algorithm, samples = config.trainer.algorithm, config.generator.n_samples_per_prompt
+    algorithm = config.trainer.algorithm
+    samples = config.generator.n_samples_per_prompt
     if samples == 1 and estimator_spec(algorithm).compares_group:
         logger.warning(
             "generator.n_samples_per_prompt=1 leaves trainer.algorithm.advantage_estimator=%s "
@@ -117,7 +118,9 @@ def _token_rewards(batch: StepBatch) -> torch.Tensor:
     tokenless = ((batch.response_lengths == 0) & (batch.row_rewards != 0)).nonzero()[:, 0].tolist()
     if not tokenless:
         return batch.rewards
-    rewards, cu, lengths = batch.rewards.clone(), batch.cu_responses, batch.response_lengths
+    rewards = batch.rewards.clone()
+    cu = batch.cu_responses
+    lengths = batch.response_lengths
     for row in tokenless:
         owner = row
         while owner > 0 and lengths[owner] == 0 and not batch.is_last_step[owner - 1]:

@@ -43,7 +43,8 @@ def kl_in_reward(
     )
     offsets = batch.cu_responses.numpy()
     row_kl = segment_sums(kl.numpy(), offsets, np.float64)
-    last_rows, sequence_ids = trajectories.last_rows, trajectories.sequence_ids
+    last_rows = trajectories.last_rows
+    sequence_ids = trajectories.sequence_ids
     trajectory_kl = np.bincount(sequence_ids, weights=row_kl, minlength=len(last_rows))
     penalty = coef * row_kl
     rewards = batch.rewards - coef * kl

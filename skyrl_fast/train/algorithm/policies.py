@@ -54,7 +54,8 @@ def _last_reward(
     trajectory: Trajectory, steps: Sequence[Step], name: str, sums_rewards: bool
 ) -> float:
     """Return the reward of a policy's last step, with the trajectory's outcome."""
-    last, of_all = steps[-1], trajectory.steps[-1]
+    last = steps[-1]
+    of_all = trajectory.steps[-1]
     if sums_rewards:
         total = sum(step.reward for step in trajectory.steps)
         earlier = sum(step.reward for step in steps[:-1])

@@ -81,7 +81,8 @@ def group_spread(units: Sequences) -> GroupSpread:
     # are not compared: they are not outcomes of the policy.
     most = np.full(units.num_groups, -np.inf)
     least = np.full(units.num_groups, np.inf)
-    group, scores = units.group_ids[units.live], units.scores[units.live]
+    group = units.group_ids[units.live]
+    scores = units.scores[units.live]
     np.maximum.at(most, group, scores)
     np.minimum.at(least, group, scores)
     num_live = np.bincount(group, minlength=units.num_groups)

@@ -105,7 +105,8 @@ def training_rows(
     merge = generator.merge_stepwise_output if merge is None else merge
     if not (one_row or merge):
         return steps
-    drift, most = generator.merge_drift, generator.merge_max_drift_tokens
+    drift = generator.merge_drift
+    most = generator.merge_max_drift_tokens
     rewards = "token" if one_row or keep_rewards else None
     if observations:
         of_steps = torch.ones(steps.loss_mask.shape[0])
@@ -137,7 +138,8 @@ def _without_answers(
         return weights
     assert rows.step_numbers is not None
     values = weights.numpy()
-    trajectory_ids, numbers = rows.trajectory_ids.tolist(), rows.step_numbers.tolist()
+    trajectory_ids = rows.trajectory_ids.tolist()
+    numbers = rows.step_numbers.tolist()
     prompts = (rows.lengths - rows.response_lengths).tolist()
     begins = rows.cu_responses.tolist()
     steps = [{s.number: s for s in recorded_steps(t)} if t.has_acted else {} for t in trajectories]
@@ -152,7 +154,8 @@ def _without_answers(
 
 
 def _not_one_row(steps: StepBatch, plan: MergePlan) -> str:
-    trajectories, groups = steps.trajectory_ids.numpy(), steps.group_ids.numpy()
+    trajectories = steps.trajectory_ids.numpy()
+    groups = steps.group_ids.numpy()
     continues = np.append(False, trajectories[1:] == trajectories[:-1])
     row = int(np.flatnonzero(continues & ~plan.joins)[0])
     first = int(np.flatnonzero(trajectories == trajectories[row])[0])

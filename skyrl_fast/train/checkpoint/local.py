@@ -75,7 +75,8 @@ def complete_checkpoint(
     Raises:
         CheckpointError: the disk is full or not writable. Earlier checkpoints are intact.
     """
-    final, temporary = folder / f"step_{step:06d}", _hidden_path(folder, step, "partial")
+    final = folder / f"step_{step:06d}"
+    temporary = _hidden_path(folder, step, "partial")
     with _remove_on_error(folder, step):
         known = written()
         with ThreadPoolExecutor(1) as pool:  # the digests are computed while the disk is waited for

@@ -122,7 +122,9 @@ def _digest(path: Path, pool: ThreadPoolExecutor) -> str:
 
 
 def _digest_of_piece(path: Path, start: int) -> bytes:
-    digest, left, buffer = _xxh3(), _PIECE, memoryview(bytearray(_BUFFER))
+    digest = _xxh3()
+    left = _PIECE
+    buffer = memoryview(bytearray(_BUFFER))
     with path.open("rb", buffering=0) as file:
         file.seek(start)
         while left and (size := file.readinto(buffer[: min(_BUFFER, left)])):

@@ -142,7 +142,8 @@ def _base_model(config: Config, policy: Path) -> str:
 
 
 def _model_card(config: Config, step: int, base: str, *, adapter: bool) -> str:
-    trainer, algorithm = config.trainer, config.trainer.algorithm
+    trainer = config.trainer
+    algorithm = config.trainer.algorithm
     is_hub_name = base.count("/") == 1 and not Path(base).exists()
     data = [name for name in config.data.train_data if not Path(name).suffix]
     front = {

@@ -46,7 +46,8 @@ def queue_shards(
         steps = {name: float(state["step"]) for name, state in states.items()}
         counts = {"step_count": step_count, "steps": steps, "without_gradient": list(unmoved)}
         write_json(folder / STEPS, counts)
-    shards, offsets = {}, {}
+    shards = {}
+    offsets = {}
     for name, state in states.items():
         for key in SHARDED:
             local = local_tensor(state[key])
@@ -146,7 +147,8 @@ def _read_steps(path: Path) -> tuple[int, dict[str, float], set[str]]:
     try:
         counts = json.loads(path.read_text(encoding="utf-8"))
         steps = {str(name): float(step) for name, step in counts["steps"].items()}
-        step_count, unmoved = int(counts["step_count"]), set(counts["without_gradient"])
+        step_count = int(counts["step_count"])
+        unmoved = set(counts["without_gradient"])
     except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
         raise damage_error(path, f"no optimizer state: {type(error).__name__}: {error}") from error
     check_step_count(step_count, path)

@@ -62,7 +62,8 @@ class CheckpointStore:
         Raises:
             RunInUseError: another run has claimed the URL, or it cannot be used.
         """
-        url, run = f"{self.url}/{CLAIM}", {"run_name": run_name, "run_path": str(run_path)}
+        url = f"{self.url}/{CLAIM}"
+        run = {"run_name": run_name, "run_path": str(run_path)}
         mine = run | {"process": f"process {os.getpid()} on {socket.gethostname()}"}
         try:
             if not _create(url, json.dumps(mine).encode()):
@@ -229,7 +230,8 @@ def _upload(file: Path, url: str) -> None:
     def put(fs: Any, path: str) -> None:
         _with_parents(fs, path, lambda: fs.put_file(str(file), path))
         fs.invalidate_cache()
-        expected, size = file.stat().st_size, fs.info(path)["size"]
+        expected = file.stat().st_size
+        size = fs.info(path)["size"]
         if size != expected:
             raise OSError(f"expected {expected} bytes, got {size}")
 

@@ -76,7 +76,8 @@ def starting_point(
         RunInUseError: a new run in a folder that holds an earlier one.
         SetupError: there is no checkpoint in `trainer.resume_path`.
     """
-    settings, folder = config.trainer, checkpoint_folder(config)
+    settings = config.trainer
+    folder = checkpoint_folder(config)
     run_path = Path(settings.run_path)
     if settings.resume_mode == "from_path":
         path = str(settings.resume_path)
@@ -122,7 +123,8 @@ def _newest(
     try:
         newest, damaged = newest_intact(folder)
     except CheckpointError as error:  # all are damaged
-        newest, damaged = None, [(path, str(error)) for _, path in checkpoints(folder)]
+        newest = None
+        damaged = [(path, str(error)) for _, path in checkpoints(folder)]
     last = -1 if newest is None else read_state(newest)["step"]
     errors = []
     for step, url in reversed(store.list_saved()):
@@ -176,7 +178,8 @@ def warn_of_another_schedule(config: Config, start: StartingPoint, num_prompts: 
     saved = start.state.get("config", {}).get("trainer", {})
     lengths = {n: saved[n] for n in ("epochs", "max_training_steps") if n in saved}
     earlier = replace(config, trainer=replace(config.trainer, **lengths))
-    before, now = total_steps(earlier, num_prompts), total_steps(config, num_prompts)
+    before = total_steps(earlier, num_prompts)
+    now = total_steps(config, num_prompts)
     if before != now:
         logger.warning(
             "resume: the run had %d steps and now has %d: the %s schedule of the learning rate is "
@@ -202,7 +205,8 @@ def lock_folders(config: Config) -> Iterator[CheckpointStore | None]:
         RunInUseError: one of them belongs to another run.
     """
     settings = config.trainer
-    run_path, url = Path(settings.run_path), settings.ckpt_path
+    run_path = Path(settings.run_path)
+    url = settings.ckpt_path
     with lock_run(run_path, checkpoint_folder(config)):
         if url is None or not is_url(url):
             yield None

@@ -14,7 +14,8 @@ from skyrl_fast.rollout.trajectory import Step
 
 # Of a message, by which data sets exclude answers.
 FLAGS = ("weight", "train", "loss", "trainable", "loss_weight")
-_TRUE, _FALSE = ("1", "1.0", "true"), ("0", "0.0", "false")
+_TRUE = ("1", "1.0", "true")
+_FALSE = ("0", "0.0", "false")
 
 
 def chat_of(row: Any, where: str) -> list[Message]:
@@ -30,7 +31,8 @@ def chat_of(row: Any, where: str) -> list[Message]:
     """
     found = plain_value(row)
     if isinstance(found, Mapping):
-        given, found = found, found.get("messages")
+        given = found
+        found = found.get("messages")
         if found is None:
             found = [*_as_messages(given.get("prompt"), "user")]
             found += _as_messages(given.get("completion"), "assistant")

@@ -76,7 +76,8 @@ class BatchSource:
                 return None
             trajectories = [t for group in ready for t in group.trajectories]
             self._look_for_failures(trajectories)
-            rows, informative = None, set[str]()
+            rows = None
+            informative = set[str]()
             if self._dynamic.type is not None:
                 rows, informative = await judge(trajectories)
             full = sampling.add(trajectories, informative, rows)
@@ -93,7 +94,8 @@ class BatchSource:
         """Log failures batch by batch; end a run in which everything fails."""
         self._unseen += trajectories
         if len(self._unseen) >= self._per_batch:
-            batch, self._unseen = self._unseen, []
+            batch = self._unseen
+            self._unseen = []
             log_failures(batch)
             self._failures.see(batch)
 

@@ -105,7 +105,8 @@ class GroupSchedule:
         # Unique in the queue, as it tells the groups apart, and in a version, as both decide the
         # seeds: a prompt that is repeated would have the same samples again.
         used = {group.name for group in (*self._line, *self._dropped)}
-        name, again = uid, 0
+        name = uid
+        again = 0
         while name in used:
             again += 1
             name = f"{uid}~{again}"
@@ -120,7 +121,8 @@ class GroupSchedule:
     def start(self, group: Group, *, now: float) -> None:
         """Mark the group as running; its staleness counts from here."""
         self._move(group, RUNNING, ACCEPTED)
-        group.version, group.started = self.version, now
+        group.version = self.version
+        group.started = now
 
     def finish(self, group: Group) -> None:
         self._move(group, READY, RUNNING)

@@ -56,7 +56,8 @@ class BackgroundWriter:
 
     def take_elapsed(self) -> float:
         """Return the seconds of all calls that ended since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
+        seconds = self._seconds
+        self._seconds = 0.0
         return seconds
 
     def close(self) -> None:

@@ -116,7 +116,8 @@ class StorageTracker(TorchDispatchMode):
         return output
 
     def _count(self, storage: Any) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         if key in self._known:
             return
         # Views share a storage, which counts once, until Python frees it.
@@ -294,7 +295,8 @@ def _kinds_of_layers(backbone: Any) -> dict[Any, list[int]]:
 
 @contextlib.contextmanager
 def _only_layers(backbone: Any, numbers: Sequence[int]) -> Iterator[None]:
-    layers, config = layers_of(backbone), backbone.config.get_text_config()
+    layers = layers_of(backbone)
+    config = backbone.config.get_text_config()
     owner, name = next(
         (module, name)
         for module in backbone.modules()

@@ -52,14 +52,17 @@ LAYER_BYTES, ROOT_BYTES = 12, 8  # per gathered parameter: weights, gradients, a
 GATHERED_LAYERS = 2
 CONTEXT_BYTES = GIB  # a process's CUDA context and libraries
 # Of a process without a GPU: what a trainer and an engine of a tiny model were measured to need.
-CPU_TRAINER_BYTES, CPU_ENGINE_BYTES = 800 << 20, 900 << 20
+CPU_TRAINER_BYTES = 800 << 20
+CPU_ENGINE_BYTES = 900 << 20
 # Of a broadcast that exist at a time: one on its way, and one being packed; one being received, one
 # being loaded, and one of whose layer not all was loaded.
-SENT_BUCKETS, RECEIVED_BUCKETS = 2, 3
+SENT_BUCKETS = 2
+RECEIVED_BUCKETS = 3
 ASLEEP_BYTES = 2 * GIB  # of a sleeping engine: its context, CUDA graphs, libraries
 # Of activations: blocks that the caching allocator cannot reuse, and the holes of a CPU's heap,
 # which were measured as 0.03 to 0.6.
-FRAGMENTATION, CPU_FRAGMENTATION = 0.1, 0.3
+FRAGMENTATION = 0.1
+CPU_FRAGMENTATION = 0.3
 ENGINE_LIMIT = 0.9  # largest share that is computed for the engine; vLLM's default
 ENGINE_SLACK = 2 * GIB  # within its share: CUDA graphs, activations of a step
 LOGIT_COPIES = 4  # float32 logits of one engine step: sorted, their probabilities, ...
@@ -267,7 +270,8 @@ def _plan(
         together = [*others, Item("trainer: CUDA context", CONTEXT_BYTES), *readers, context]
     used = _total([*before, *together])
     part, share = _engine_item(config, size, len(engine.gpu_ids), capacity, used)
-    shared, phase = engine.shared, ", generation" if engine.sleeps else ""
+    shared = engine.shared
+    phase = ", generation" if engine.sleeps else ""
     devices = [
         *_devices(shared, [*before, *together, part], capacity, phase),
         *_devices([gpu for gpu in ranks if gpu not in shared], [*before, *trainer], capacity),
@@ -299,7 +303,8 @@ def _plan_main_memory(
     config: Config, measure: _Measurements, capacity: int, with_engine: bool
 ) -> MemoryPlan:
     """Return the plan of a run on this machine's processor: its ranks, and its engine."""
-    size, ranks = measure.policy_size(config), config.trainer.placement.policy_num_gpus_per_node
+    size = measure.policy_size(config)
+    ranks = config.trainer.placement.policy_num_gpus_per_node
     whose = "trainer" if ranks == 1 else f"{ranks} ranks"
     parts = [*_resident_items(config, measure), *_largest_update(config, measure)]
     items = [
@@ -368,7 +373,8 @@ def _share_bytes(config: Config, name: str, parameters: int, each: float) -> Ite
 
 
 def _resident_items(config: Config, measure: _Measurements) -> list[Item]:
-    trainer, algorithm = config.trainer, config.trainer.algorithm
+    trainer = config.trainer
+    algorithm = config.trainer.algorithm
     policy = str(trainer.policy.model.path)
     size = measure.policy_size(config)
     items = _weight_items(config, size)
@@ -378,9 +384,11 @@ def _resident_items(config: Config, measure: _Measurements) -> list[Item]:
         reference = measure.size(trainer.ref.model.path or policy).parameters
         items.append(_share_bytes(config, "reference model", reference, WEIGHT_BYTES))
     if trainer.critic.model.path is not None:
-        weights, name = measure.size(trainer.critic.model.path).parameters, "weights"
+        weights = measure.size(trainer.critic.model.path).parameters
+        name = "weights"
         if config.shares_critic:
-            weights, name = size.trained_parameters + size.hidden_size, "adapter, head"
+            weights = size.trained_parameters + size.hidden_size
+            name = "adapter, head"
         each = WEIGHT_BYTES + moment_bytes(trainer.critic.optimizer_config)
         items.append(_share_bytes(config, f"critic's {name} and moments", weights, each))
     return items
@@ -397,7 +405,8 @@ def _weight_items(config: Config, size: ModelSize) -> list[Item]:
     """Return the policy's weights on one GPU; those below an adapter are frozen."""
     if not config.trains_adapter:
         return [_share_bytes(config, "weights, float32", size.parameters, WEIGHT_BYTES)]
-    dtype, frozen = _dtype(config.trainer.policy.dtype), size.frozen_parameters
+    dtype = _dtype(config.trainer.policy.dtype)
+    frozen = size.frozen_parameters
     kind = f"{len(config.policies)} adapters" if config.policies else "adapter"
     return [
         _share_bytes(config, f"frozen weights, {dtype_name(dtype)}", frozen, dtype.itemsize),
@@ -419,9 +428,13 @@ def _largest_update(config: Config, measure: _Measurements) -> list[Item]:
         paths.append(trainer.critic.model.path)
     updates = [_update_items(config, measure, path, path == paths[0]) for path in paths]
     largest = max(updates, key=_total)
-    context, share, kind = CONTEXT_BYTES, FRAGMENTATION, "CUDA context"
+    context = CONTEXT_BYTES
+    share = FRAGMENTATION
+    kind = "CUDA context"
     if _device(config).type == "cpu":
-        context, share, kind = CPU_TRAINER_BYTES, CPU_FRAGMENTATION, "libraries"
+        context = CPU_TRAINER_BYTES
+        share = CPU_FRAGMENTATION
+        kind = "libraries"
     slack = context + math.ceil(share * _total(largest[1:]))
     return [*largest, Item(f"{kind}, and blocks that the allocator cannot reuse", slack)]
 
@@ -435,7 +448,8 @@ def _update_items(
     """Return the parts of the update of policy or critic: gradients first, then activations."""
     trainer = config.trainer
     lora = _lora(config) if is_policy else None
-    size, dtype = measure.size(path, lora), _dtype(trainer.policy.dtype)
+    size = measure.size(path, lora)
+    dtype = _dtype(trainer.policy.dtype)
     device = _device(config)
     checkpointing = recomputes_activations(trainer, device)
     length = _row_length(config)
@@ -466,7 +480,8 @@ def _update_items(
             (by_tokens, *(() if checkpointing else ("trainer.gradient_checkpointing",))),
         )
     )
-    head, layer = 0, memory.workspace.of(tokens / length)
+    head = 0
+    layer = memory.workspace.of(tokens / length)
     if is_policy:
         options = {"trained": lora is None, "on_gpu": device.type == "cuda"}
         head = head_bytes(size, tokens, _head_dtype(config), **options)
@@ -480,7 +495,9 @@ def head_bytes(
     size: ModelSize, tokens: int, dtype: torch.dtype, *, trained: bool = True, on_gpu: bool = True
 ) -> int:
     """Return the bytes of `linear_logprob`'s backward pass, all tokens trained."""
-    vocab, hidden, item = size.vocab_size, size.hidden_size, dtype.itemsize
+    vocab = size.vocab_size
+    hidden = size.hidden_size
+    item = dtype.itemsize
     rows = default_chunk_rows(
         torch.empty(vocab, 1, dtype=dtype, device="meta"), tokens, on_gpu=on_gpu
     )
@@ -580,13 +597,15 @@ def _engine_length(config: Config) -> int:
 
 def _pass_tokens(config: Config, length: int) -> tuple[int, str]:
     """Return the most tokens of a pass on a rank, and the setting that they follow from."""
-    trainer, generator = config.trainer, config.generator
+    trainer = config.trainer
+    generator = config.generator
     scope = policy_loss_spec(trainer.algorithm).scope
     # Rows of a context that only grows share a sequence.
     grows = generator.context != "retemplate" and not config.agent.is_set
     rows = 1 if grows else generator.turn_limit
     ranks = trainer.policy.sequence_parallel_size  # that share a pass
-    prompts, samples = trainer.policy_mini_batch_size, generator.n_samples_per_prompt
+    prompts = trainer.policy_mini_batch_size
+    samples = generator.n_samples_per_prompt
     mini_batch = prompts * samples * rows * length
     if scope == "mini_batch":
         return math.ceil(mini_batch / ranks), "trainer.policy_mini_batch_size"
@@ -618,7 +637,8 @@ def _axes(config: Config, with_engine: bool, max_gpus: int) -> Iterator[Axis]:
     if with_engine and engine.gpu_memory_utilization is not None:
         values = one_setting(f"{ENGINE}.gpu_memory_utilization", [None])
         yield Axis("the engine's share", [*values])
-    length, budget = _row_length(config), trainer.max_tokens_per_microbatch
+    length = _row_length(config)
+    budget = trainer.max_tokens_per_microbatch
     # Shorter rows, which are tried last, take smaller micro-batches.
     least = max(1, length // max(SHORTER))
     smaller = [budget >> n for n in range(1, budget.bit_length()) if budget >> n >= least]

@@ -51,7 +51,8 @@ def reward_spread(
     if not compares_group:
         return deviation
     groups = batch.num_groups
-    lowest, highest = np.full(groups, np.inf), np.full(groups, -np.inf)
+    lowest = np.full(groups, np.inf)
+    highest = np.full(groups, -np.inf)
     np.minimum.at(lowest, table.group_ids, table.rewards)
     np.maximum.at(highest, table.group_ids, table.rewards)
     present = np.unique(table.group_ids)

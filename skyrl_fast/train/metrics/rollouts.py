@@ -210,7 +210,8 @@ def batch_metrics(
     batch: StepBatch, *, num_rows_before_merge: int | None = None
 ) -> dict[str, float]:
     """Return the size of the batch by form of its rows, and the share of padding if padded."""
-    num_rows, lengths = batch.num_rows, batch.lengths.numpy()
+    num_rows = batch.num_rows
+    lengths = batch.lengths.numpy()
     width = int(lengths.max()) if num_rows else 0
     cells = num_rows * width
     trained = float(np.count_nonzero(batch.loss_mask.numpy()))  # uint8: faster than torch's sum

@@ -168,7 +168,8 @@ class Critic:
         self._root: Any = model if policy is None else policy.model  # whose weights are sharded
         self.layout_costs: LayoutCosts | None = None
         if policy is not None:
-            self.tree, self.layout_costs = policy.tree, policy.layout_costs
+            self.tree = policy.tree
+            self.layout_costs = policy.layout_costs
         else:
             # Before the weights are sharded: the checks call the backbone, which gathers none.
             self.tree = supports_trees(model.backbone, tree, ranks.sequence)
@@ -288,7 +289,8 @@ class Critic:
         results = []
         for micro in reduce_at_last(self._root, self._micro_batches(batch), self.ranks):
             index = response_positions(batch, micro)
-            old, returns = batch.values[index], batch.returns[index]
+            old = batch.values[index]
+            returns = batch.returns[index]
             values = self.values(micro)
             losses, clipped = value_loss(
                 values,
@@ -298,7 +300,8 @@ class Critic:
             )
             loss = losses.sum() / total
             loss.backward()
-            mean, share = values.detach().sum() / total, clipped.sum() / total
+            mean = values.detach().sum() / total
+            share = clipped.sum() / total
             # Divided by the mini-batch's tokens: the sums over all passes are its means.
             named = dict(zip(_STEP, (loss, mean, share), strict=True))
             results.append(_backend.read_numbers(named))

@@ -76,7 +76,9 @@ class PathPasses:
         self, backbone: Any, micro: MicroBatch, units: Sequence[TreeUnit], device: torch.device
     ) -> None:
         assert micro.tree is not None
-        self._backbone, self._units, self._device = backbone, units, device
+        self._backbone = backbone
+        self._units = units
+        self._device = device
         self._ids = _backend.to_device(micro.input_ids, device)
         self._depths = micro.tree.positions[0]  # on the CPU
         self._positions = _backend.to_device(micro.tree.positions, device)
@@ -112,7 +114,8 @@ class PathPasses:
             # All units below have added the gradients of what they read of this chain.
             unit, hidden, own = open_chains.pop()
             leaves = above.pop()
-            outputs, grads = [hidden], [grad[unit.first : unit.last]]
+            outputs = [hidden]
+            grads = [grad[unit.first : unit.last]]
             for call, tensors in own.items():
                 for tensor, leaf in zip(tensors, leaves[call], strict=True):
                     if leaf.grad is not None:
@@ -142,7 +145,8 @@ class PathPasses:
 
     def _run(self, unit: TreeUnit, above: Sequence[Kept]) -> tuple[Tensor, Kept]:
         nodes = slice(unit.first, unit.last)
-        count, depth = unit.last - unit.first, int(self._depths[unit.first])
+        count = unit.last - unit.first
+        depth = int(self._depths[unit.first])
         # Nodes whose parent is above begin segments, which continue the state kept there.
         parents = (self._parents[nodes] - unit.first).clamp_min(-1)
         own = (self._ends[nodes] - unit.first).clamp_max(count) + depth

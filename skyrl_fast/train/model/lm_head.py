@@ -91,7 +91,8 @@ def freeze_other_parts(model: Any) -> tuple[str, ...]:
     if not is_vision_language(model):
         return ()
     # Rows are text, which only the language model sees.
-    language_model, head = backbone(model), model.get_output_embeddings()
+    language_model = backbone(model)
+    head = model.get_output_embeddings()
     kept = {*language_model.parameters(), *(() if head is None else head.parameters())}
     (path,) = (name for name, module in model.named_modules() if module is language_model)
     parts = []
@@ -104,7 +105,8 @@ def freeze_other_parts(model: Any) -> tuple[str, ...]:
 
 def _part_outside(name: str, path: str) -> str:
     """Return the largest part of a parameter's path that does not contain the one of `path`."""
-    names, others = name.split("."), path.split(".")
+    names = name.split(".")
+    others = path.split(".")
     same = next(n for n, one in enumerate(names) if [one] != others[n : n + 1])
     return ".".join(names[: same + 1])
 
@@ -166,7 +168,8 @@ def find_head(model: Any, autocast: Callable[[], contextlib.AbstractContextManag
 
 def _find_owner(model: Any, head: Any) -> tuple[Any, str]:
     """Return the innermost transformers model that has the head, and the head's name."""
-    owner, path = model, ""
+    owner = model
+    path = ""
     for name, module in model.named_modules():  # those that contain others first
         of_module = getattr(module, "get_output_embeddings", lambda: None)
         if of_module() is head:
@@ -226,7 +229,8 @@ def _fit(model: Any, head: Any, ids: torch.Tensor) -> tuple[torch.Tensor, float,
     vocabulary = head.weight.shape[0]
     outputs = torch.linspace(-SPREAD, SPREAD, vocabulary, device=ids.device)
     outputs = outputs.repeat(1, ids.shape[1], 1)
-    outputs[:, 0], outputs[:, 1] = SMALL, LARGE
+    outputs[:, 0] = SMALL
+    outputs[:, 1] = LARGE
     inputs: list[torch.Tensor] = []
 
     def replace(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
@@ -241,7 +245,8 @@ def _fit(model: Any, head: Any, ids: torch.Tensor) -> tuple[torch.Tensor, float,
         _refuse(model, "by parameters, which would not be trained")
     if logits.shape != outputs.shape:
         _refuse(model, f"to a shape of {tuple(logits.shape)}")
-    logits, outputs = logits.double(), outputs.double()
+    logits = logits.double()
+    outputs = outputs.double()
     scale = logits[0, 0].median().item() / SMALL
     highest = logits[0, 1].median().item()
     soft_cap = highest if 0 < highest < scale * LARGE / 2 else None
@@ -255,7 +260,8 @@ def _fit(model: Any, head: Any, ids: torch.Tensor) -> tuple[torch.Tensor, float,
 
 def _hidden_scale(model: Any, inputs: torch.Tensor, hidden: torch.Tensor) -> float:
     """Return the factor by which the model multiplies its hidden states before the head."""
-    inputs, hidden = inputs.double(), hidden.double()
+    inputs = inputs.double()
+    hidden = hidden.double()
     # Quotients of small states are rounding.
     large = hidden.abs() >= hidden.abs().median()
     scale = (inputs[large] / hidden[large]).median().item() if inputs.shape == hidden.shape else 0

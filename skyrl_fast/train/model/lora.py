@@ -34,7 +34,8 @@ INSTALL_HINT = f"{SETTING}: PEFT is not installed: pip install 'skyrl-fast[train
 NAME = "default"  # PEFT's name of a model's only adapter, if it is of no named policy
 CRITIC = "@critic"  # of a critic on the policy's base; no name of a policy
 PREFIX = "base_model.model."  # of names in PEFT's files
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
 BASE_DIGEST = "base_weights"  # of the weights file's metadata
 SMALL_PART = 1 << 20  # bytes of a pinned copy that may be rounded up
 _BASE = ".base_layer."
@@ -252,7 +253,8 @@ def _copy_to_host(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def _part_sizes(tensor: torch.Tensor) -> list[int]:
     """Return the sizes of a copy's parts: torch rounds pinned memory up to a power of 2."""
-    sizes, rest = [], tensor.numel()
+    sizes = []
+    rest = tensor.numel()
     while rest > SMALL_PART:
         sizes.append(1 << (rest.bit_length() - 1))
         rest -= sizes[-1]
@@ -296,7 +298,8 @@ def _forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
     out = layer.base_layer(rows)
     (name,) = layer.active_adapters
     if not layer.disable_adapters and name in layer.lora_A:  # else of another policy only
-        a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
+        a = layer.lora_A[name].weight
+        b = layer.lora_B[name].weight
         inner = torch.nn.functional.linear(rows, a.to(rows.dtype))
         # In place: PEFT's three temporary tensors of this size leave holes in a CPU's heap, which
         # small tensors saved for the backward pass keep apart.
@@ -368,7 +371,9 @@ def _leave_out_experts(config: Any, model: Any) -> None:
         linear = (torch.nn.Linear, BaseTunerLayer)
         modules = model.named_modules()
         config.target_modules &= {n.rpartition(".")[2] for n, m in modules if isinstance(m, linear)}
-        config.target_parameters, config.rank_pattern, config.alpha_pattern = None, {}, {}
+        config.target_parameters = None
+        config.rank_pattern = {}
+        config.alpha_pattern = {}
 
 
 def _read_config(folder: Path, lora: LoraConfig, base: str) -> Any:
@@ -391,7 +396,8 @@ def _read_config(folder: Path, lora: LoraConfig, base: str) -> Any:
             f"({', '.join(map(str, _KEEP_BASE))}), got {config.init_lora_weights}"
         )
     for name, key in (("rank", "r"), ("alpha", "lora_alpha"), ("use_rslora", "use_rslora")):
-        expected, got = getattr(config, key), getattr(lora, name)
+        expected = getattr(config, key)
+        got = getattr(lora, name)
         if expected != got:
             raise ValueError(f"{SETTING}.{name}: expected {expected}, as {folder} has, got {got}")
     config.inference_mode = False

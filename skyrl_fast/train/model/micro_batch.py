@@ -43,7 +43,9 @@ class MicroBatches:
     def __init__(
         self, batch: StepBatch, plan: PassPlan, replay: bool, numbers: np.ndarray | None = None
     ) -> None:
-        self._batch, self._plan, self._replay = batch, plan, replay
+        self._batch = batch
+        self._plan = plan
+        self._replay = replay
         self._numbers = np.arange(len(plan)) if numbers is None else numbers
         self._kept = None
         if batch.num_kept is not None:

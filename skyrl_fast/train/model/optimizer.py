@@ -156,7 +156,8 @@ class Optimizer:
             return
         # Blocks of one number of ranks are none of another's, so that each rank has a file.
         tensors = {name: value.to("cpu", copy=True) for name, value in self._local_tensors()}
-        path, metadata = self._local_file(folder.parent), self._metadata()
+        path = self._local_file(folder.parent)
+        metadata = self._metadata()
 
         def write() -> list[Path]:
             save_file(tensors, str(path), metadata=metadata)
@@ -192,7 +193,8 @@ class Optimizer:
         self.step_count = step_count
 
     def _local_file(self, folder: Path) -> Path:
-        rank, size = self.ranks.rank, self.ranks.size
+        rank = self.ranks.rank
+        size = self.ranks.size
         if size == 1:
             return folder / FILE
         return folder / SHARDS / f"rank-{rank + 1:05d}-of-{size:05d}.safetensors"

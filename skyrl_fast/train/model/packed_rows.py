@@ -23,7 +23,8 @@ from skyrl_fast.train.model.forward_pass import MicroBatch
 from skyrl_fast.train.model.lm_head import PROBE_TOLERANCE, in_float32
 
 # Attention with a mask computes all pairs of a row, causal attention half of them.
-MASKED_PAIRS, CAUSAL_PAIRS = 1.0, 0.5
+MASKED_PAIRS = 1.0
+CAUSAL_PAIRS = 0.5
 # A layer of width H has about 12 H^2 weights, which take as long as 6 H pairs of tokens do.
 PAIRS_OF_A_TOKEN = 6
 PROBE = ((3, 5), (2, 4), (6, 1))  # lengths of the sequences in each row

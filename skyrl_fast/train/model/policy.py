@@ -88,7 +88,8 @@ class NamedWeights:
     adapter: bool = False
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        policy, model = self.policy, self.policy.model
+        policy = self.policy
+        model = self.policy.model
         if self.adapter:
             for name in policy.adapters:
                 of_policy = "" if name == NAME else f"{name}{OF_POLICY}"
@@ -250,7 +251,8 @@ class Policy:
             adapter: False: those of the model without its adapter, which routes freely.
         """
         if not adapter:
-            replay, self._replay = self._replay, None
+            replay = self._replay
+            self._replay = None
             try:
                 with adapter_off(self.model):
                     return self._batch_logprobs(batch)
@@ -565,7 +567,8 @@ def refuse_random_passes(
     """Raise ValueError for a model in training mode whose passes differ."""
     if not any(module.training for module in model.modules()):
         return
-    base, device = backbone(model), next(model.parameters()).device
+    base = backbone(model)
+    device = next(model.parameters()).device
 
     def random_state() -> torch.Tensor:
         return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

@@ -10,7 +10,8 @@ from typing import Any
 
 # "longrope": one set of frequencies for passes up to the limit, another for longer ones.
 # "dynamic": beyond the limit, frequencies of the longest row so far.
-LONGROPE, DYNAMIC = "longrope", "dynamic"
+LONGROPE = "longrope"
+DYNAMIC = "dynamic"
 
 
 @dataclass(frozen=True, slots=True)

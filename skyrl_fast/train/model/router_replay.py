@@ -91,7 +91,8 @@ class RouterReplay:
         names = routes[recorded]
         if names.numel():
             num_experts = min(count for _, count, _ in self._routers)
-            lowest, highest = int(names.min()), int(names.max())
+            lowest = int(names.min())
+            highest = int(names.max())
             if lowest < 0 or highest >= num_experts:
                 raise ValueError(
                     f"RouterReplay: expert_indices must be from 0 to {num_experts - 1}, got "
@@ -151,7 +152,8 @@ class _SameRoutes:
     """A re-entrant context with the routes of an earlier forward pass."""
 
     def __init__(self, replay: RouterReplay, routes: _Routes | None) -> None:
-        self._replay, self._routes = replay, routes
+        self._replay = replay
+        self._routes = routes
         self._before: list[_Routes | None] = []
 
     def __enter__(self) -> None:

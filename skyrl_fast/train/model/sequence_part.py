@@ -18,14 +18,17 @@ def part_of(micro: MicroBatch, ranks: SequenceRanks) -> MicroBatch:
         return micro
     length = micro.input_ids.shape[1]
     size = -(-length // ranks.size)
-    first, padding = ranks.rank * size, size * ranks.size - length
+    first = ranks.rank * size
+    padding = size * ranks.size - length
     # `padded_trees` has padded the nodes, whose plan must be of all of them.
     assert micro.tree is None or padding == 0
     here = slice(first, first + size)
-    sequence, position = micro.hidden_index // length, micro.hidden_index % length
+    sequence = micro.hidden_index // length
+    position = micro.hidden_index % length
     places = ((position >= first) & (position < first + size)).nonzero()[:, 0]
     micro = padded(micro, padding)
-    routes, mask = micro.expert_indices, micro.router_padding_mask
+    routes = micro.expert_indices
+    mask = micro.router_padding_mask
     return replace(
         micro,
         input_ids=micro.input_ids[:, here],
@@ -41,7 +44,8 @@ def part_of(micro: MicroBatch, ranks: SequenceRanks) -> MicroBatch:
 def padded(micro: MicroBatch, extra: int) -> MicroBatch:
     """Add `extra` tokens without routes to each sequence; a tree remains as it is."""
     pad = torch.nn.functional.pad
-    routes, mask = micro.expert_indices, micro.router_padding_mask
+    routes = micro.expert_indices
+    mask = micro.router_padding_mask
     return replace(
         micro,
         input_ids=pad(micro.input_ids, (0, extra)),

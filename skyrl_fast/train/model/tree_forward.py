@@ -132,7 +132,8 @@ def last_hidden_states(
     first = 0 if micro.part is None else micro.part.first
     here = torch.arange(first, first + ids.shape[1])
     if micro.tree is None:
-        plan, positions = None, here.expand(ids.shape)
+        plan = None
+        positions = here.expand(ids.shape)
     else:
         plan = plan_tree_attention(micro.tree.parents, micro.tree.ends, device=device)
         positions = micro.tree.positions[:, here]
@@ -280,7 +281,8 @@ def _attention(
     ranks: SequenceRanks = options.pop(RANKS, SINGLE)
     path: LayerPath | None = options.pop(PATH, None)
     options.pop(SEGMENTS, None)
-    softcap, sinks = options.pop("softcap", None), options.pop("s_aux", None)
+    softcap = options.pop("softcap", None)
+    sinks = options.pop("s_aux", None)
     alone = plan is None and path is None and ranks.size == 1
     if alone and softcap is None and sinks is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -291,7 +293,8 @@ def _attention(
         return out, None
     if dropout > 0:
         raise ValueError(f"tree attention: dropout must be 0, got {dropout}")
-    window, chunk = options.pop("sliding_window", None), _chunk_of(module)
+    window = options.pop("sliding_window", None)
+    chunk = _chunk_of(module)
     _check_supported(key, value, options)
     scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
     if ranks.size > 1:
@@ -337,7 +340,8 @@ def _attention(
 
 def _chunk_of(module: Any) -> int | None:
     """Return the chunk size of an attention module's layer, which its function does not get."""
-    config, number = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    config = getattr(module, "config", None)
+    number = getattr(module, "layer_idx", None)
     types = getattr(config, "layer_types", None)
     if config is None or not types or number is None or types[number] != CHUNKED_ATTENTION:
         return None

@@ -36,9 +36,11 @@ class UnitPath:
     """
 
     def __init__(self, above: Sequence[Kept], ends: Tensor, num_nodes: int, continues: bool):
-        self.above, self.continues = above, continues
+        self.above = above
+        self.continues = continues
         self.kept: Kept = {}
-        self._ends, self._num_nodes = ends, num_nodes
+        self._ends = ends
+        self._num_nodes = num_nodes
         self._masks: dict[tuple[int | None, int | None], Tensor] = {}
 
     def mask(self, window: int | None, chunk: int | None) -> Tensor:
@@ -54,7 +56,9 @@ class LayerPath:
     """A path in a run of a layer, which numbers its calls: so a recomputed layer finds the same."""
 
     def __init__(self, path: UnitPath, number: int) -> None:
-        self._path, self._number, self._calls = path, number, 0
+        self._path = path
+        self._number = number
+        self._calls = 0
 
     def mask(self, window: int | None, chunk: int | None) -> Tensor:
         return self._path.mask(window, chunk)

@@ -168,16 +168,20 @@ class TreeSegments:
         order = np.argsort(group_of.ravel(), kind="stable")
         number = np.empty_like(order)  # of each segment in the order of all groups
         number[order] = np.arange(len(order))
-        groups, nodes, padding = [], [], []
+        groups = []
+        nodes = []
+        padding = []
         for segments in np.split(order, np.cumsum(counts)[:-1]):
-            lengths, above = self._lengths[segments, None], self._above[segments]
+            lengths = self._lengths[segments, None]
+            above = self._above[segments]
             columns = np.arange(lengths.max())
             nodes.append((self._first[segments, None] + np.minimum(columns, lengths - 1)).ravel())
             padding.append((columns >= lengths).ravel())
             parents = number[above].tolist() if above[0] >= 0 else ()
             needed = bool(has_children[segments].any())
             groups.append(SegmentGroup(len(segments), len(columns), parents, needed))
-        all_nodes, is_padding = np.concatenate(nodes), np.concatenate(padding)
+        all_nodes = np.concatenate(nodes)
+        is_padding = np.concatenate(padding)
         places = np.empty(len(self._parents), dtype=np.int64)
         places[all_nodes[~is_padding]] = np.flatnonzero(~is_padding)
         return PaddedSegments(
@@ -197,7 +201,8 @@ class TreeSegments:
             return_inverse=True,
             return_counts=True,
         )
-        sizes, target = kinds[2], np.arange(len(counts))
+        sizes = kinds[2]
+        target = np.arange(len(counts))
         for i, j in pairwise(range(len(sizes))):  # shortest first: join the next of the depth
             same = (kinds[:2, i] == kinds[:2, j]).all()
             if same and counts[i] * (sizes[j] - sizes[i]) <= CALL_TOKENS:

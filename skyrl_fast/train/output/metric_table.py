@@ -78,7 +78,8 @@ def find_warnings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         if metric is None or not values:
             continue
         quarter = -(-len(values) // 4)
-        start, end = median(values[:quarter]), median(values[-quarter:])
+        start = median(values[:quarter])
+        end = median(values[-quarter:])
         if end > metric.limit:
             warnings.append(f"{name} {end:.2g} at the end; healthy: {metric.healthy}")
         elif metric.name == _ENTROPY and len(values) >= 8 and end < start / 10:

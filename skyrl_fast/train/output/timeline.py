@@ -40,7 +40,9 @@ class Timeline:
         if number not in self._steps:
             yield
             return
-        self._events, self._tracks, self._changes = [], {}, []
+        self._events = []
+        self._tracks = {}
+        self._changes = []
         self._started = self._board.clock()
         self._board.watch(self._trajectory_phase)
         try:

@@ -17,7 +17,8 @@ from skyrl_fast.train.parallel.ranks import run_on_all_ranks
 from skyrl_fast.train.parallel.sharding import full_weight, names_by_layer, weights_of
 from skyrl_fast.train.parallel.traffic import CHECKPOINT
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 def save_pretrained(owner: Any, folder: Path) -> None:
@@ -35,7 +36,8 @@ def save_pretrained(owner: Any, folder: Path) -> None:
 @run_on_all_ranks
 def _queue_weights(owner: Any, folder: Path) -> list[tuple[str, str, int]]:
     """Queue the weights of this rank; return name, file and bytes of those of all ranks."""
-    ranks, model = owner.ranks, owner.pretrained
+    ranks = owner.ranks
+    model = owner.pretrained
     # Known on every rank without a message: all have the same model.
     owners = writers(model, ranks.size)
     left_out = getattr(model, "_keys_to_ignore_on_save", None) or ()

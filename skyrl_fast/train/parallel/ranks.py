@@ -58,7 +58,8 @@ class Ranks:
 
     def connect(self, messages: Any, mesh: Any) -> None:
         """Set the CPU process group of calls and results, and the device mesh of the weights."""
-        self._messages, self.mesh = messages, mesh
+        self._messages = messages
+        self.mesh = mesh
 
     def share_sequences(self, size: int) -> None:
         """Let every `size` consecutive ranks share the tokens of a pass; all ranks call this."""

@@ -37,7 +37,8 @@ class RayRanks:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        follower, address = ray.remote(_Follower), self.address
+        follower = ray.remote(_Follower)
+        address = self.address
         started = []
         for rank in range(1, size):
             actor = follower.options(

@@ -39,7 +39,8 @@ class SharedFiles:
     @run_on_all_ranks
     def start(self, folder: Path) -> None:
         """Begin to execute the queued writes, all below `folder`; those before must have ended."""
-        writes, self._queue = self._queue, []
+        writes = self._queue
+        self._queue = []
         self._running = self._thread.submit(self._write, folder, writes)
 
     def wait(self) -> Entries:
@@ -63,7 +64,8 @@ class SharedFiles:
         self._thread.shutdown()
 
     def _write(self, folder: Path, writes: list[Write]) -> Entries:
-        mine, fault = {}, ""
+        mine = {}
+        fault = ""
         try:
             paths = [path for write in writes for path in write()]
             # On the disk before the manifest names them.

@@ -175,7 +175,8 @@ def with_absolute_paths(config: Config) -> Config:
             in place, checkpoints excepted; or the scheme's package is missing. Or it is in the home
             folder of an unknown user.
     """
-    trainer, engine = config.trainer, config.generator.inference_engine
+    trainer = config.trainer
+    engine = config.generator.inference_engine
     for section, name in (
         *((trainer, name) for name in ("run_path", "ckpt_path", "resume_path")),
         *((engine, name) for name in ("weight_sync_path", "api_key_file")),
@@ -193,7 +194,8 @@ def with_absolute_paths(config: Config) -> Config:
     for model in (policy, policy.lora, trainer.ref.model, trainer.critic.model):
         if model.path is not None and Path(model.path).is_dir():  # not a name on the hub
             model.path = str(Path(model.path).absolute())
-    algorithm, environment = config.trainer.algorithm, config.environment
+    algorithm = config.trainer.algorithm
+    environment = config.environment
     for section, name in (
         (algorithm, "policy_loss_type"),
         (algorithm, "advantage_estimator"),

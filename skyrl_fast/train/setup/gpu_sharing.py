@@ -50,7 +50,8 @@ def check_vocabulary(policy: Path, other: Path, setting: str) -> None:
 
     Models without a tokenizer are compared by their number of ids.
     """
-    ids, others = _token_ids(policy), _token_ids(other)
+    ids = _token_ids(policy)
+    others = _token_ids(other)
     if ids is None or policy == other:
         return
     size = _vocabulary_size(other)

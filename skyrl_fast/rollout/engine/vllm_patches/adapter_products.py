@@ -14,7 +14,8 @@ import torch
 
 # Of vLLM's operations, the number of arguments that name each token's adapter: its number; or of
 # each run of tokens start, length and adapter, and three sizes.
-_BY_TOKEN, _BY_SEQUENCE = 1, 6
+_BY_TOKEN = 1
+_BY_SEQUENCE = 6
 
 
 def multiply_by_adapter() -> None:
@@ -27,7 +28,8 @@ def multiply_by_adapter() -> None:
 
 def _make_operation(compute: Callable[..., None], number: int) -> Callable[..., None]:
     def run(inputs: torch.Tensor, matrices: torch.Tensor, output: torch.Tensor, *rest: Any) -> None:
-        names, options = rest[:number], rest[number:]
+        names = rest[:number]
+        options = rest[number:]
         if len(matrices) == 1:  # of an engine in which every request has it
             _multiply(compute, inputs, matrices, 0, output, options)
             return

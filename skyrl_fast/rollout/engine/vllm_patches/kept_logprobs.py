@@ -41,7 +41,8 @@ class EncodedLogprobs:
 
     def slice_request(self, req_idx: int, num_positions: int) -> tuple[Any, ...]:
         """Return what `LogprobsLists.slice_request` returns, encoded."""
-        raw, end = _raw_view(), req_idx + num_positions
+        raw = _raw_view()
+        end = req_idx + num_positions
         encoded = [
             (dtype, (num_positions, *shape), raw(data[req_idx * size : end * size]))
             for dtype, shape, size, data in self._arrays
@@ -127,7 +128,8 @@ def store_ids_and_values() -> None:
                 self.cumulative_logprob += float(values[0])  # of the sampled token
                 if len(values) > 1:
                     kept = values > EXCLUDED_LOGPROB
-                    ids, values = ids[kept], values[kept]
+                    ids = ids[kept]
+                    values = values[kept]
                 self.logprobs.append_fast(ids.tolist(), values.tolist(), NONES, NONES)
 
     output_processor.LogprobsProcessor = FlatLogprobsProcessor

@@ -82,7 +82,8 @@ def _group_tensors(
         size = _num_bytes(info)
         if group and total + size > most_bytes:
             yield group
-            group, total = [], 0
+            group = []
+            total = 0
         group.append((info, tensor))
         total += size
     if group:

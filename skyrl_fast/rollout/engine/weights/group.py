@@ -72,7 +72,9 @@ class WeightsGroup:
         trainer: str = LOOPBACK,
         wait_seconds: float | None = None,
     ) -> None:
-        self._backend, self._rank, self._size = backend, rank, size
+        self._backend = backend
+        self._rank = rank
+        self._size = size
         self.device = device
         self._trainer = trainer
         if wait_seconds is None:

@@ -227,7 +227,8 @@ class WeightProbe:
             raise WeightSyncError(self._describe_mismatch(engine, trainer, worst, report))
         self._refuse_standstill(trainer, report)
         if before is None or change > 0.0:  # else the trainer's changes add up until they count
-            self._engine_before, self._trainer_before = engine, trainer
+            self._engine_before = engine
+            self._trainer_before = trainer
         return report
 
     def _compute_trainer_logprobs(self) -> Logprobs:

@@ -41,7 +41,8 @@ class SharedMemory:
         if self._file is not None:
             return
         tensors = list(tensors)
-        starts, size = [], 0
+        starts = []
+        size = 0
         for tensor in tensors:
             starts.append(size)
             size += align_up(tensor.nbytes)

@@ -128,3 +128,12 @@ def test_output_after_the_terminal_has_closed_is_discarded() -> None:
     signals._leave_terminal()
     assert os.write(screen, b"discarded") == 9
     os.close(screen)
+
+
+def test_an_error_of_a_run_is_not_raised_during_the_handling_of_another() -> None:
+    async def fail() -> None:
+        raise ValueError("a setting")
+
+    with pytest.raises(ValueError) as caught:
+        StopSignals().run(fail())
+    assert caught.value.__context__ is None

@@ -39,6 +39,10 @@ RUNS = {
         "trainer.max_training_steps=1",
         "generator.n_samples_per_prompt=16",
     ],
+    "several data sets": [
+        "data.train_data=[{folder}/train.jsonl, {folder}/val.jsonl]",
+        "data.mixture={{train: 1, val: 1}}",
+    ],
 }
 
 

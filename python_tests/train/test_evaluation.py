@@ -107,6 +107,10 @@ def test_an_adapter_is_evaluated_on_the_base_of_the_settings(folder: Path) -> No
         out=folder / "out",
         make_rollouts=Started.make,
     )
+    # An engine joins modules by the last parts of their names; the file has full ones.
+    targets = Started.started[0].config.trainer.policy.model.lora.target_modules
+    assert "q_proj" in targets
+    assert not any("." in name for name in targets)
     trained = sampled(of_checkpoint.folder, 6)
     assert sampled(of_adapter.folder, 0) == trained
     assert sampled(base.folder, 0) != trained

@@ -276,11 +276,14 @@ def _is_run(path: Path) -> bool:
 def _read_lora(folder: Path) -> LoraConfig:
     saved = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     targets = saved.get("target_modules")
+    if not isinstance(targets, str):
+        # PEFT may write full names; an engine joins modules by the last parts of theirs.
+        targets = sorted({name.rpartition(".")[2] for name in targets})
     excluded = saved.get("exclude_modules")
     return LoraConfig(
         rank=int(saved["r"]),
         alpha=int(saved["lora_alpha"]),
-        target_modules=[targets] if isinstance(targets, str) else list(targets),
+        target_modules=[targets] if isinstance(targets, str) else targets,
         exclude_modules=list(excluded or []),
         use_rslora=bool(saved.get("use_rslora", False)),
         path=str(folder),

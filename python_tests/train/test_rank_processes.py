@@ -156,6 +156,7 @@ def test_script_that_trains_on_import_gets_advice(folder: Path) -> None:
         "trainer.policy_mini_batch_size=4",
         "trainer.placement.policy_num_gpus_per_node=2",
         "trainer.device=cpu",
+        "generator.chat_template=plain",
         "generator.max_input_length=40",
         "generator.sampling_params.max_generate_length=16",
     ]

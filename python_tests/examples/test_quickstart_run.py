@@ -20,7 +20,10 @@ QUICKSTART = ROOT / "examples/quickstart"
 CHANGING = ("timing/", "generate/trajectory", "sync/update_seconds", "sync/verify_seconds")
 # Difference between the engine's and the trainer's log-probabilities: rounding that depends on the
 # requests that the engine batches together, so it differs between runs on four cores.
-ROUNDING = "policy/rollout_train_logprobs_abs_diff"
+ROUNDING = (
+    "policy/rollout_train_logprobs_abs_diff",
+    "policy/rollout_update_logprobs_abs_diff",
+)
 SMALL = [
     "trainer.train_batch_size=4",
     "trainer.policy_mini_batch_size=4",

@@ -384,8 +384,8 @@ FAULTS = (
     Fault(
         "the entropy of the environment's tokens is in the loss",
         "skyrl_fast/train/update.py",
-        "to(entropy.device)[row_of_token] * sampled",
-        "to(entropy.device)[row_of_token]",
+        "there(here.rows[row_of_token] * sampled)",
+        "there(here.rows[row_of_token])",
         ("train/test_feature_pairs.py",),
     ),
     Fault(
@@ -419,7 +419,7 @@ FAULTS = (
     Fault(
         "each epoch has the prompts in the same order",
         "skyrl_fast/train/data/prompts.py",
-        "manual_seed(self._seed * 1_000_003 + self.epoch)",
+        "manual_seed(self._seed * 1_000_003 + epoch)",
         "manual_seed(self._seed * 1_000_003)",
         ("train/test_prompts.py",),
     ),

@@ -190,15 +190,16 @@ def evaluate(
         run_path = folder / target.name
         run_path.mkdir(parents=True)
         target.config.trainer.run_path = str(run_path)
+        tokenizer = load_tokenizer(target.path)
         start = make_rollouts or partial(
             start_rollouts,
             prompts=prompts,
             make_env=make_env,
             trained=target.has_adapter,
         )
-        trajectories = run_coroutine(_sample(target, prompts, start))
+        trajectories = run_coroutine(_sample(target, tokenizer, prompts, start))
         result = _result(target, trajectories, run_path)
-        _write(target, result, trajectories)
+        _write(target, tokenizer, result, trajectories)
         results.append(result)
     write_json(folder / FILE, _report(results))
     return results
@@ -306,13 +307,12 @@ def _named_targets(targets: Sequence[_Target]) -> list[_Target]:
 
 
 async def _sample(
-    target: _Target, prompts: Sequence[Prompt], start: MakeRollouts
+    target: _Target, tokenizer: Any, prompts: Sequence[Prompt], start: MakeRollouts
 ) -> list[Trajectory]:
     config = target.config
     policy = load_policy(config, target.checkpoint) if target.has_adapter else None
-    path = target.path
     with as_setup_error():
-        rollouts = await start(config, load_tokenizer(path), str(model_folder(path)))
+        rollouts = await start(config, tokenizer, str(model_folder(target.path)))
     try:
         if policy is not None:
             # The probe verifies that the engine samples from the adapter.
@@ -364,7 +364,12 @@ def _result(target: _Target, trajectories: Sequence[Trajectory], folder: Path) -
     )
 
 
-def _write(target: _Target, result: Evaluation, trajectories: Sequence[Trajectory]) -> None:
+def _write(
+    target: _Target,
+    tokenizer: Any,
+    result: Evaluation,
+    trajectories: Sequence[Trajectory],
+) -> None:
     settings = to_dict(target.config)
     write_json(result.folder / "config.json", settings)
     trainer = target.config.trainer
@@ -375,7 +380,7 @@ def _write(target: _Target, result: Evaluation, trajectories: Sequence[Trajector
     receiver.close()
     writer = TrajectoryWriter(
         result.folder / "trajectories",
-        load_tokenizer(target.path),
+        tokenizer,
         last_step=result.step,
         sums_rewards=sums_rewards(target.config),
     )

@@ -70,6 +70,12 @@ def check_weights(weights: Any, sources: Sequence[str]) -> dict[str, float]:
     return result
 
 
+def shares_of(weights: Mapping[str, float]) -> dict[str, float]:
+    """Return the weights scaled so that they add up to 1."""
+    total = sum(weights.values())
+    return {name: weight / total for name, weight in weights.items()}
+
+
 def check_mixture(prompts: Sequence[Prompt], weights: Mapping[str, float]) -> None:
     """Raise ValueError unless the weights are of the prompts' sources."""
     try:
@@ -94,6 +100,8 @@ class MixtureOrder:
     sources: Mapping[str, Sequence[int]]
     seed: int
     changes: list[tuple[int, dict[str, float]]]
+    _num_applied: int = 0  # of the changes: those at places that have been drawn
+    _shares: dict[str, float] = field(default_factory=dict)
     _drawn: list[int] = field(default_factory=list)
     _credits: dict[str, float] = field(default_factory=dict)
     _counts: dict[str, int] = field(default_factory=dict)
@@ -122,21 +130,19 @@ class MixtureOrder:
     def restore(self, changes: Sequence[tuple[int, Mapping[str, float]]]) -> None:
         """Draw from the beginning again, with these weights."""
         self.changes = [(int(place), dict(weights)) for place, weights in changes]
+        self._num_applied = 0
         for memory in (self._drawn, self._credits, self._counts, self._orders):
             memory.clear()
 
     def _draw(self) -> None:
         place = len(self._drawn)
-        weights = {}
-        for start, held in self.changes:
-            if start <= place:
-                weights = held
-            if start == place:
-                self._credits.clear()  # what a source was behind was behind other weights
-        total = sum(weights.values())
-        for name, weight in weights.items():
-            self._credits[name] = self._credits.get(name, 0.0) + weight / total
-        drawable = [name for name in self.sources if weights[name] > 0]
+        if self._num_applied < len(self.changes) and self.changes[self._num_applied][0] == place:
+            self._shares = shares_of(self.changes[self._num_applied][1])
+            self._num_applied += 1
+            self._credits.clear()  # what a source was behind was behind other weights
+        for name, share in self._shares.items():
+            self._credits[name] = self._credits.get(name, 0.0) + share
+        drawable = [name for name in self.sources if self._shares[name] > 0]
         source = max(drawable, key=self._credits.__getitem__)
         self._credits[source] -= 1.0
         number = self._counts.get(source, 0)
@@ -189,9 +195,7 @@ class MixtureSampler(PromptSampler):
     @property
     def weights(self) -> dict[str, float]:
         """The weights of the sources for what is drawn next, which add up to 1."""
-        weights = self.mixture.changes[-1][1]
-        total = sum(weights.values())
-        return {name: weight / total for name, weight in weights.items()}
+        return shares_of(self.mixture.changes[-1][1])
 
     def follow(
         self,

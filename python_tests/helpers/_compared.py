@@ -472,7 +472,9 @@ class _Comparison:
         steps_per_batch *= trainer.update_epochs_per_batch
         total = steps_per_batch * self.total_batches
         optimizer = self.optimizers.setdefault(name, AdamW(settings, total))
-        all_terms, norms, rates = [], [], []
+        all_terms = []
+        norms = []
+        rates = []
         for number, (mini, step) in enumerate(zip(minis, trained.steps, strict=False)):
             weights = {key: value.clone().requires_grad_() for key, value in step.before.items()}
             full = self._full(weights)
@@ -520,7 +522,8 @@ class _Comparison:
         self, where: str, prepared: Prepared, trained: TrainedBatch
     ) -> dict[str, float]:
         trainer = self.config.trainer
-        rows, batch = prepared.batch.rows, prepared.batch
+        rows = prepared.batch.rows
+        batch = prepared.batch
         assert batch.values is not None
         size = trainer.critic_mini_batch_size or trainer.policy_mini_batch_size
         minis = mini_batches(rows, size) * trainer.update_epochs_per_batch
@@ -529,7 +532,10 @@ class _Comparison:
         if self.critic_optimizer is None:
             self.critic_optimizer = AdamW(settings, total)
         self.found.same(f"{where}: critic steps", len(trained.critic_steps), len(minis))
-        losses, norms, values_seen, clipped = [], [], [], []
+        losses = []
+        norms = []
+        values_seen = []
+        clipped = []
         for number, (mini, step) in enumerate(zip(minis, trained.critic_steps, strict=False)):
             weights = {key: value.clone().requires_grad_() for key, value in step.before.items()}
             places = trained_places(rows, mini)
@@ -573,7 +579,8 @@ class _Comparison:
 
 def _adapter(weights: Mapping[str, torch.Tensor], lora: Any) -> Adapter:
     scale = lora.alpha / (math.sqrt(lora.rank) if lora.use_rslora else lora.rank)
-    a, b = {}, {}
+    a = {}
+    b = {}
     for name, value in weights.items():
         module, _, rest = name.partition(".lora_")
         into = a if rest.startswith("A") else b

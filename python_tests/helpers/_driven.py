@@ -149,8 +149,10 @@ def drive(
 def _recording(trainer: Trainer, models: Models) -> Iterator[list[DrivenStep]]:
     steps: list[DrivenStep] = []
     critic = models.critic
-    train_policies, train_policy = trainer._train_policies, trainer._train_policy
-    with_advantages, step_of = trainer_module.with_advantages, Optimizer.step
+    train_policies = trainer._train_policies
+    train_policy = trainer._train_policy
+    with_advantages = trainer_module.with_advantages
+    step_of = Optimizer.step
 
     async def begin(trajectories: Any, *more: Any) -> Any:
         steps.append(DrivenStep(list(trajectories)))

@@ -46,7 +46,8 @@ def test_shares_of_sequences_and_the_spread_of_ratios(name: str) -> None:
     assert metrics["policy/is_ratio_std"] == pytest.approx(float(ratios.std()), rel=1e-5)
 
 
-def test_a_mini_batch_without_a_gradient_counts_in_the_mean_loss() -> None:
+def two_rows() -> StepBatch:
+    """Return a row of each of two prompts, with two trained tokens."""
     output = {
         "prompt_token_ids": [[1, 4]] * 2,
         "response_ids": [[5, 6]] * 2,
@@ -56,9 +57,12 @@ def test_a_mini_batch_without_a_gradient_counts_in_the_mean_loss() -> None:
         "is_last_step": [True] * 2,
         "rollout_logprobs": [[-1.0, -1.0]] * 2,
     }
+    return StepBatch.from_generator_output(output, step_wise=True)
+
+
+def test_a_mini_batch_without_a_gradient_counts_in_the_mean_loss() -> None:
     policy = Policy(tiny_model())
-    batch = StepBatch.from_generator_output(output, step_wise=True)
-    batch = batch.with_(advantages=torch.tensor([1.0, 1.0, 0.0, 0.0]))
+    batch = two_rows().with_(advantages=torch.tensor([1.0, 1.0, 0.0, 0.0]))
     optimizer = Optimizer(policy, OptimizerConfig(lr=0.0), total_steps=2)
     metrics = update_policy(
         policy, optimizer, batch, algorithm=AlgorithmConfig(), mini_batch_size=1
@@ -70,17 +74,8 @@ def test_a_mini_batch_without_a_gradient_counts_in_the_mean_loss() -> None:
 @pytest.mark.spec("metrics.mismatch")
 @pytest.mark.parametrize("update_epochs", [1, 2])
 def test_optimizer_steps_are_no_mismatch_of_trainer_and_engine(update_epochs: int) -> None:
-    output = {
-        "prompt_token_ids": [[1, 4]] * 2,
-        "response_ids": [[5, 6]] * 2,
-        "loss_masks": [[1, 1]] * 2,
-        "rewards": [0.0] * 2,
-        "trajectory_ids": [("a", 0), ("b", 0)],
-        "is_last_step": [True] * 2,
-        "rollout_logprobs": [[-1.0, -1.0]] * 2,
-    }
     policy = Policy(tiny_model())
-    batch = StepBatch.from_generator_output(output, step_wise=True)
+    batch = two_rows()
     batch = batch.with_(rollout_logprobs=policy.batch_logprobs(batch) + 0.5)
     batch = batch.with_(advantages=torch.tensor([1.0, 1.0, -1.0, -1.0]))
     optimizer = Optimizer(policy, OptimizerConfig(lr=0.05), total_steps=4)

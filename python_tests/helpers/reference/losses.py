@@ -87,8 +87,10 @@ CustomLoss = Callable[[Tokens], torch.Tensor]
 def policy_losses(tokens: Tokens, algorithm: Any, custom: CustomLoss | None = None) -> TokenLosses:
     """Return the chosen loss of each trained token, or of a custom one."""
     name = algorithm.policy_loss_type
-    low, high = 1 - algorithm.eps_clip_low, 1 + algorithm.eps_clip_high
-    a, logprobs = tokens.advantages, tokens.logprobs
+    low = 1 - algorithm.eps_clip_low
+    high = 1 + algorithm.eps_clip_high
+    a = tokens.advantages
+    logprobs = tokens.logprobs
     base = tokens.sampled if compares_with_sampler(algorithm) else tokens.old
     difference = logprobs - base
     if name == "gspo":
@@ -113,10 +115,12 @@ def policy_losses(tokens: Tokens, algorithm: Any, custom: CustomLoss | None = No
             chosen = _dropped_by_covariance(tokens, algorithm.clip_cov, is_low | is_high)
             losses = losses * ~chosen
     elif name == "cispo":
-        is_low, is_high = fixed < low, fixed > high
+        is_low = fixed < low
+        is_high = fixed > high
         losses = -a * fixed.clamp(low, high) * logprobs
     elif name == "rollout_is":
-        is_low, is_high = fixed <= low, fixed >= high
+        is_low = fixed <= low
+        is_high = fixed >= high
         losses = torch.where(is_low | is_high, 0.0, -a * fixed * logprobs)
     elif name == "kl_cov":
         chosen = _largest_covariances(tokens, algorithm.kl_cov.kl_cov_frac)
@@ -161,7 +165,8 @@ def _means(values: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def covariances(tokens: Tokens) -> torch.Tensor:
-    a, logprobs = tokens.advantages, tokens.logprobs.detach()
+    a = tokens.advantages
+    logprobs = tokens.logprobs.detach()
     return (a - a.mean()) * (logprobs - logprobs.mean())
 
 
@@ -185,7 +190,8 @@ def _largest_covariances(tokens: Tokens, share: float) -> torch.Tensor:
 
 def _moved_too_far(tokens: Tokens, settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return where the probability went too far down, and too far up."""
-    now, before = tokens.logprobs.detach().exp(), tokens.sampled.exp()
+    now = tokens.logprobs.detach().exp()
+    before = tokens.sampled.exp()
     if settings.dppo_type == "binary_tv":
         distance = (now - before).abs()
     else:

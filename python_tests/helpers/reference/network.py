@@ -46,7 +46,9 @@ def token_distributions(
     logits = functional_call(
         model, dict(weights), (), {"input_ids": ids, "use_cache": False}
     ).logits
-    states, targets, kept = [], [], []
+    states = []
+    targets = []
+    kept = []
     width = ids.shape[1]
     for number, row in enumerate(rows):
         first = len(row.prompt)

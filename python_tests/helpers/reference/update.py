@@ -360,7 +360,8 @@ def critic_loss(
     values: torch.Tensor, old: Sequence[float], returns: Sequence[float], clip: float | None
 ) -> torch.Tensor:
     """Return the mean over trained tokens, each (M,)."""
-    targets, before = _double(returns), _double(old)
+    targets = _double(returns)
+    before = _double(old)
     squares = (values - targets) ** 2
     if clip is not None:
         near = torch.minimum(torch.maximum(values, before - clip), before + clip)

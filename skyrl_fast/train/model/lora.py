@@ -104,7 +104,7 @@ def add_adapter(
             peft.inject_adapter_in_model(config, model, name)
     except ValueError as error:  # no module has such a name
         raise ValueError(f"{SETTING}.target_modules: {error}") from error
-    _check_targets(model, lora)
+    _check_targets(model, lora, name)
     for layer in _adapted_layers(model):
         layer.forward = MethodType(_forward, layer)
     for key, parameter in model.named_parameters():
@@ -159,6 +159,17 @@ def adapters_of(model: Any) -> tuple[str, ...]:
     """Return the names of a model's adapters, in the order in which they were added."""
     found = (adapter_of(name) for name, _ in model.named_parameters())
     return tuple(dict.fromkeys(name for name in found if name is not None))
+
+
+def remove_adapter(model: Any, name: str) -> None:
+    """Remove an adapter from a model; the layers stay those of the others."""
+    with warnings.catch_warnings():
+        # Every pass says which adapter it computes with.
+        warnings.filterwarnings("ignore", "Adapter .* was active which is now deleted")
+        for layer in _adapted_layers(model):
+            if name in layer.lora_A:
+                layer.delete_adapter(name)
+    del model.peft_config[name]
 
 
 def adapter_names(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -437,12 +448,11 @@ def _metadata(path: Path) -> dict[str, str]:
         return {}  # `_load` says why
 
 
-def _check_targets(model: Any, lora: LoraConfig) -> None:
-    """Raise ValueError unless the adapted modules are those of the settings, in the layers."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
+def _check_targets(model: Any, lora: LoraConfig, adapter: str) -> None:
+    """Raise ValueError unless an adapter's modules are those of the settings, in the layers."""
     modules = dict(model.named_modules())
-    adapted = {n: m for n, m in modules.items() if isinstance(m, BaseTunerLayer)}
+    layers_with_it = {layer for layer in _adapted_layers(model) if adapter in layer.lora_A}
+    adapted = {n: m for n, m in modules.items() if m in layers_with_it}
     layers = [f"{name}." for name, _ in layers_of(model)]
     for name, module in adapted.items():
         kind = type(module.get_base_layer())

@@ -19,7 +19,7 @@ import torch
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config.model_folder import POLICY, find_auto_class, model_folder
-from skyrl_fast.config.settings import TrainerConfig
+from skyrl_fast.config.settings import LoraConfig, TrainerConfig
 from skyrl_fast.ops import _backend
 from skyrl_fast.rollout.engine.weights.transfer import OF_POLICY
 from skyrl_fast.train.model.lm_head import (
@@ -39,8 +39,10 @@ from skyrl_fast.train.model.lora import (
     adapter_of,
     adapter_off,
     adapters_of,
+    add_adapter,
     check_adapters_called,
     merge,
+    remove_adapter,
     save_adapter,
     use_adapter,
 )
@@ -192,6 +194,33 @@ class Policy:
     def with_adapter(self, name: str) -> Policy:
         """Return the policy of the same model whose passes and optimizer steps use this adapter."""
         return self._by_adapter[name]
+
+    def add_adapter(
+        self, name: str, lora: LoraConfig, *, base: str, folder: Path | None = None
+    ) -> Policy:
+        """Add an adapter to the model, next to those that it has; return its policy.
+
+        With one rank only: shards are made of what the model has at its start.
+
+        Args:
+            name: another one than those of the model's adapters, without a dot.
+            lora, base, folder: see `lora.add_adapter`.
+
+        Raises:
+            ValueError: the settings do not fit the model, or the folder's adapter.
+        """
+        assert self.ranks.size == 1 and name not in self._by_adapter
+        add_adapter(self.model, lora, base=base, folder=folder, name=name)
+        added = copy.copy(self)
+        added.adapter = name
+        added._switches_adapters = True
+        self._by_adapter[name] = added
+        return added
+
+    def remove_adapter(self, name: str) -> None:
+        """Remove an adapter that `add_adapter` added; its policy cannot be used afterwards."""
+        del self._by_adapter[name]
+        remove_adapter(self.model, name)
 
     @property
     def _most_nodes(self) -> int | None:

@@ -37,7 +37,7 @@ NODES_PER_LINE = {
     "ops": 5.75,
     "rollout": 4.9,
     "system": 5.1,
-    "tinker": 5.3,
+    "tinker": 5.4,
     "train": 5.15,
     "trajectory_store": 5.45,
     "viewer": 5.45,

@@ -55,6 +55,7 @@ def test_other_paths_are_refused(text: str) -> None:
         TinkerPath.parse(text)
 
 
+@pytest.mark.spec("tinker.paths")
 def test_a_checkpoint_is_there_complete_or_not_at_all(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     path = TinkerPath("run", TRAINING, "first")

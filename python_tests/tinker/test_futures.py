@@ -33,6 +33,7 @@ class Log:
         return run  # type: ignore[return-value]
 
 
+@pytest.mark.spec("tinker.order", "tinker.once")
 @pytest.mark.parametrize("order", list(itertools.permutations((1, 2, 3, 4))))
 async def test_calls_run_in_order_whatever_order_they_arrive_in(order: tuple[int, ...]) -> None:
     futures = Futures("epoch", lambda: 0.0)
@@ -62,6 +63,7 @@ async def test_a_gap_is_waited_for() -> None:
     assert log.ran == [1, 2]
 
 
+@pytest.mark.spec("tinker.once")
 async def test_a_number_of_another_call_is_refused() -> None:
     calls = OrderedCalls(Futures("epoch", lambda: 0.0))
     log = Log()
@@ -94,6 +96,7 @@ async def test_closed_calls_fail_and_do_not_run() -> None:
     assert log.ran == []
 
 
+@pytest.mark.spec("tinker.answers")
 async def test_answers_are_dropped_after_their_time() -> None:
     now = 0.0
     futures = Futures("epoch", lambda: now)
@@ -116,6 +119,7 @@ async def test_answers_are_dropped_after_their_time() -> None:
     assert len(futures) == len(open_ones)
 
 
+@pytest.mark.spec("tinker.restart")
 async def test_calls_before_a_restart_fail_in_words() -> None:
     before = Futures("first", lambda: 0.0)
     after = Futures("second", lambda: 0.0)

@@ -150,6 +150,7 @@ def test_a_custom_loss_is_its_gradient(client: Any, tiny_model_folder: Path) -> 
     assert torch.allclose(logprobs(model, 1, 2, 3), logprobs(by_hand, 1, 2, 3), atol=1e-4)
 
 
+@pytest.mark.spec("tinker.frozen")
 def test_a_snapshot_is_frozen(client: Any, tiny_model_folder: Path) -> None:
     model = new_model(client, tiny_model_folder)
     train(model, 3, 1, 2, 3, 4)
@@ -166,6 +167,7 @@ def test_a_snapshot_is_frozen(client: Any, tiny_model_folder: Path) -> None:
     assert base.compute_logprobs(prompt(1, 2, 3, 4)).result()[1] < then[1]
 
 
+@pytest.mark.spec("tinker.frozen")
 def test_inflight_samplers_share_the_newest_weights(client: Any, tiny_model_folder: Path) -> None:
     model = new_model(client, tiny_model_folder)
     first = model.save_weights_and_get_sampling_client(kind="inflight").result()
@@ -178,6 +180,7 @@ def test_inflight_samplers_share_the_newest_weights(client: Any, tiny_model_fold
     assert first.compute_logprobs(prompt(1, 2, 3)).result() == after
 
 
+@pytest.mark.spec("tinker.resume")
 def test_a_run_goes_on_in_another_process(tiny_model_folder: Path, tmp_path: Path) -> None:
     with running_server(tiny_model_folder, tmp_path) as first:
         one = tinker.ServiceClient(base_url=first.url, api_key=KEY)
@@ -267,6 +270,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.spec("tinker.refusals")
 @pytest.mark.parametrize("case", REFUSED)
 def test_wrong_calls_fail_in_words_and_the_model_goes_on(
     client: Any, tiny_model_folder: Path, case: str
@@ -323,6 +327,7 @@ def test_impossible_models_are_refused(
         ).result()
 
 
+@pytest.mark.spec("tinker.paths")
 @pytest.mark.parametrize(
     "path",
     [
@@ -348,6 +353,7 @@ def test_names_of_checkpoints_stay_in_the_folder(client: Any, tiny_model_folder:
     assert model.save_state("fine-1.0_b").result().path.endswith("/fine-1.0_b")
 
 
+@pytest.mark.spec("tinker.key", "tinker.sdk")
 def test_a_wrong_key_or_sdk_is_refused(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,6 +380,7 @@ def test_an_unloaded_model_says_what_to_do(
         model.optim_step(types.AdamParams()).result()
 
 
+@pytest.mark.spec("tinker.heartbeats")
 def test_a_silent_session_ends_and_others_go_on(
     server: RunningServer, client: Any, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -405,6 +412,7 @@ def test_chunks_in_any_order_are_one_call(
     assert torch.allclose(logprobs(whole, 1, 2, 3), logprobs(divided, 1, 2, 3), atol=1e-4)
 
 
+@pytest.mark.spec("tinker.clients")
 def test_clients_of_different_ranks_do_not_disturb_each_other(
     client: Any, tiny_model_folder: Path
 ) -> None:

@@ -65,6 +65,7 @@ def new_adapter(trainer: AdapterTrainer, rank: int = 8, seed: int = 0) -> Traine
     return adapter
 
 
+@pytest.mark.spec("tinker.all-positions")
 @pytest.mark.parametrize("width", [None, 3])
 def test_logprobs_of_all_positions_are_those_of_peft(
     tiny_model_folder: Path, tmp_path: Path, width: int | None
@@ -121,6 +122,7 @@ BY_HAND: dict[str, tuple[Callable[..., Any], dict[str, float]]] = {
 }
 
 
+@pytest.mark.spec("tinker.losses")
 @pytest.mark.parametrize("loss", BY_HAND)
 @pytest.mark.usefixtures("in_float64")
 def test_a_step_is_the_one_of_torch(tiny_model_folder: Path, tmp_path: Path, loss: str) -> None:
@@ -160,6 +162,7 @@ def test_a_step_is_the_one_of_torch(tiny_model_folder: Path, tmp_path: Path, los
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.spec("tinker.sums")
 @pytest.mark.usefixtures("in_float64")
 def test_gradients_add_over_calls_in_any_order(tiny_model_folder: Path) -> None:
     trainer = make_trainer(tiny_model_folder)
@@ -179,6 +182,7 @@ def test_gradients_add_over_calls_in_any_order(tiny_model_folder: Path) -> None:
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.spec("tinker.trees")
 @pytest.mark.parametrize("width", [None, 2])
 @pytest.mark.usefixtures("in_float64")
 def test_datums_as_a_tree_are_datums_as_rows(tiny_model_folder: Path, width: int | None) -> None:
@@ -201,6 +205,7 @@ def test_datums_as_a_tree_are_datums_as_rows(tiny_model_folder: Path, width: int
         assert difference < CLOSE
 
 
+@pytest.mark.spec("tinker.forward-only")
 def test_forward_alone_leaves_no_gradient(tiny_model_folder: Path) -> None:
     trainer = make_trainer(tiny_model_folder)
     adapter = new_adapter(trainer)
@@ -213,6 +218,7 @@ def test_forward_alone_leaves_no_gradient(tiny_model_folder: Path) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.spec("tinker.nothing-half")
 def test_a_refused_call_leaves_gradients_as_they_were(tiny_model_folder: Path) -> None:
     trainer = make_trainer(tiny_model_folder)
     adapter = new_adapter(trainer)
@@ -228,6 +234,7 @@ def test_a_refused_call_leaves_gradients_as_they_were(tiny_model_folder: Path) -
         assert torch.equal(parameter.grad, expected)
 
 
+@pytest.mark.spec("tinker.resume")
 def test_a_resumed_run_is_the_undisturbed_one(tiny_model_folder: Path, tmp_path: Path) -> None:
     trainer = make_trainer(tiny_model_folder, torch.float32)
     undisturbed = new_adapter(trainer)
@@ -252,6 +259,7 @@ def test_a_resumed_run_is_the_undisturbed_one(tiny_model_folder: Path, tmp_path:
     assert not torch.equal(matrices(undisturbed)[0], matrices(fresh)[0])
 
 
+@pytest.mark.spec("tinker.clients")
 def test_interleaved_adapters_are_each_as_if_alone(tiny_model_folder: Path) -> None:
     def work(rank: int, rate: float) -> list[tuple[int, float, int]]:
         return [(rank, rate, step) for step in range(4)]

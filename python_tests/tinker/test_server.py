@@ -1,6 +1,7 @@
 """The real SDK's client over HTTP."""
 
 import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,6 +79,21 @@ def train(model: Any, steps: int, *tokens: int) -> Any:
 def logprobs(model: Any, *tokens: int) -> torch.Tensor:
     result = model.forward([datum(*tokens)], "cross_entropy").result()
     return result.loss_fn_outputs[0]["logprobs"].to_torch()
+
+
+def test_the_guide_runs(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = Path(__file__).parents[2] / "docs/guide/tinker.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    (name,) = set(re.findall(r'base_model="([^"]+)"', code))
+    with running_server(tiny_model_folder, tmp_path, names=(name,)) as server:
+        monkeypatch.setitem(os.environ, "TINKER_BASE_URL", server.url)
+        monkeypatch.setitem(os.environ, "TINKER_API_KEY", KEY)
+        names: dict[str, Any] = {}
+        exec(code, names)
+        assert names["sampler"].compute_logprobs(prompt(1, 2)).result()[0] is None
+        names["client"].close("success").result(60)
 
 
 def test_a_model_learns_and_is_sampled(client: Any, tiny_model_folder: Path) -> None:
@@ -443,7 +459,9 @@ def test_clients_of_different_ranks_do_not_disturb_each_other(
 def test_strict_servers_refuse_what_they_would_leave_out(
     tiny_model_folder: Path, tmp_path: Path
 ) -> None:
-    with running_server(tiny_model_folder, tmp_path, strict=True, name="tiny/model") as server:
+    with running_server(
+        tiny_model_folder, tmp_path, strict=True, names=("tiny/model", "other")
+    ) as server:
         one = tinker.ServiceClient(base_url=server.url, api_key=KEY)
         with pytest.raises(tinker.RequestFailedError, match="train_unembed"):
             one.create_lora_training_client(base_model="tiny/model").result()
@@ -451,6 +469,8 @@ def test_strict_servers_refuse_what_they_would_leave_out(
             base_model="tiny/model", train_unembed=False
         ).result()
         assert model.get_info().model_data.model_name == "tiny/model"
+        other = one.create_lora_training_client(base_model="other", train_unembed=False).result()
+        assert other.get_info().model_data.model_name == "other"
         one.close("success").result()
 
 

@@ -53,7 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"largest rank of an adapter; default: {DEFAULT_RANK}",
     )
     parser.add_argument(
-        "--name", help="name by which programs ask for the model; default: MODEL as it is given"
+        "--name",
+        nargs="+",
+        metavar="NAME",
+        help="names by which programs ask for the model; default: MODEL as it is given",
     )
     parser.add_argument("--host", help="address to listen on; default: 127.0.0.1")
     parser.add_argument(
@@ -115,7 +118,7 @@ def _options(options: argparse.Namespace) -> TinkerOptions:
 
     return TinkerOptions(
         folder=Path(expanduser(options.folder)),
-        name=options.name,
+        names=tuple(options.name or ()),
         max_rank=options.max_rank,
         strict=options.strict,
         host=options.host,
@@ -136,7 +139,7 @@ async def _serve(config: Config, options: TinkerOptions) -> None:
     try:
         await service.start()
         async with serving(service, key, host=options.host, port=options.port) as url:
-            sys.stdout.write(_greeting(service.base.name, url, key))
+            sys.stdout.write(_greeting(service.base.names[0], url, key))
             sys.stdout.flush()
             await stop.wait()
     finally:

@@ -158,7 +158,7 @@ class TinkerApp:
 
     def _create_session(self, body: dict[str, Any]) -> dict[str, Any]:
         answer = self._service.create_session(body)
-        answer["info_message"] = f"skyrl-fast tinker serves {self._service.base.name}"
+        answer["info_message"] = f"skyrl-fast tinker serves {self._service.base.names[0]}"
         answer["warning_message"] = NO_HEAD
         return answer
 

@@ -121,7 +121,8 @@ class Futures:
             raise GoneError(request_id)
         if not future.done.is_set():
             try:
-                await asyncio.wait_for(future.done.wait(), seconds)
+                async with asyncio.timeout(seconds):
+                    await future.done.wait()
             except TimeoutError:
                 return None
         future.fetched_at = self._clock()

@@ -58,14 +58,14 @@ class ServedBase:
     """The model that is served.
 
     Args:
-        name: by which clients ask for it.
+        names: by which clients ask for it, the first one in messages.
         tokenizer: folder or hub name.
         arch: name of the model's class.
         max_length: the most tokens of a sequence.
         strict: whether adapters are refused that lack what a client asked for.
     """
 
-    name: str
+    names: tuple[str, ...]
     tokenizer: str
     arch: str
     max_length: int
@@ -166,13 +166,12 @@ class TinkerService:
             await self._in_thread(partial(self._trainer.remove, adapter))
 
     def capabilities(self) -> Json:
-        model = {
-            "model_name": self.base.name,
+        common = {
             "max_context_length": self.base.max_length,
             "trainable": True,
             "sampleable": True,
         }
-        return {"supported_models": [model]}
+        return {"supported_models": [{"model_name": name, **common} for name in self.base.names]}
 
     # --- models
 
@@ -210,7 +209,7 @@ class TinkerService:
             model = session.models[model_id] = ServedModel(
                 model_id=model_id,
                 session_id=session.name,
-                base_model=str(body.get("base_model") or self.base.name),
+                base_model=str(body.get("base_model") or self.base.names[0]),
                 calls=OrderedCalls(self.futures, first=0),
                 last_request=self._store.now(),
                 user_metadata=body.get("user_metadata") or {},
@@ -249,10 +248,11 @@ class TinkerService:
 
     def check_base(self, name: str) -> None:
         """Raise RefusedCallError for another base model than the served one."""
-        if name not in (self.base.name, self.base.tokenizer):
+        if name not in (*self.base.names, self.base.tokenizer):
+            known = ", ".join(self.base.names)
             raise RefusedCallError(
-                f"base_model: this server has {self.base.name!r}, got {name!r:.200}: start one "
-                "with it, or give this model its name with --name"
+                f"base_model: this server has {known}, got {name!r:.200}: start one with it, or "
+                "give this model its name, too, with --name"
             )
 
     def _warn_of_head(self) -> None:
@@ -419,7 +419,7 @@ class TinkerService:
     def _sampler_of(self, body: Json) -> SamplingSession:
         if body.get("sampling_session_id") is not None:
             return self.sessions.sampler(body["sampling_session_id"])
-        sampler = SamplingSession("", "", self.base.name)
+        sampler = SamplingSession("", "", self.base.names[0])
         if body.get("model_path") is None:
             self.check_base(str(body.get("base_model")))
             return sampler

@@ -36,7 +36,7 @@ class TinkerOptions:
     """What the command takes besides the trainer's settings.
 
     Args:
-        name: of the model, by which clients ask for it; None: the one of the settings.
+        names: of the model, by which clients ask for it; empty: the one of the settings.
         max_rank: the largest rank of an adapter.
         strict: see `ServedBase`.
         folder: of the server: checkpoints, key and log.
@@ -44,7 +44,7 @@ class TinkerOptions:
     """
 
     folder: Path
-    name: str | None = None
+    names: tuple[str, ...] = ()
     max_rank: int = 32
     strict: bool = False
     host: str | None = None
@@ -77,7 +77,7 @@ def make_service(
         max_length=longest,
     )
     base = ServedBase(
-        name=options.name or path,
+        names=options.names or (path,),
         tokenizer=folder,
         arch=type(base_policy.model).__name__,
         max_length=longest,

@@ -94,14 +94,12 @@ def with_targets(micro: MicroBatch, targets: torch.Tensor, vocab_size: int) -> M
     """Return the pass with other targets: each pair of hidden state and target once.
 
     Args:
-        targets: (M,) or (M, K) int64; with K of them the result has M * K entries.
+        targets: (M,) int64.
     """
-    num_entries = len(micro.response_index)
     copies = micro.copies
     if copies is None:
-        copies = torch.arange(num_entries)
-    width = targets.numel() // max(1, num_entries)
-    pairs = copies.repeat_interleave(width) * vocab_size + targets.reshape(-1)
+        copies = torch.arange(len(targets))
+    pairs = copies * vocab_size + targets
     distinct, places = torch.unique(pairs, return_inverse=True)
     return replace(
         micro,

@@ -232,10 +232,11 @@ class AdapterTrainer:
         self, policy: Policy, micro: MicroBatch, targets: torch.Tensor, *, backward: bool
     ) -> torch.Tensor:
         """Return (M,) or (M, K) log-probabilities of a pass's targets."""
-        chosen = with_targets(micro, targets, self.vocab_size)
         with torch.set_grad_enabled(backward):
-            values, _ = policy.logprobs(chosen)
-        return values.view(targets.shape)
+            if targets.dim() > 1:
+                return policy.gathered_logprobs(micro, targets)
+            values, _ = policy.logprobs(with_targets(micro, targets, self.vocab_size))
+        return values
 
     def optim_step(self, adapter: TrainedAdapter, numbers: StepNumbers) -> dict[str, float]:
         """Take one step of AdamW with these numbers, and clear the gradients.

@@ -252,14 +252,8 @@ class Policy:
         there = partial(_backend.to_device, device=self.device)
 
         def distinct() -> Any:
-            with self._autocast(), self._replayed(micro):
-                hidden = last_hidden_states(
-                    self.backbone, micro, self.device, most_nodes=self._most_nodes
-                )
-            hidden = hidden.index_select(0, there(micro.hidden_index))
-            # Norms return float32 under autocast, which would slow down the largest product.
             return self.head.logprobs(
-                hidden.to(self.head_dtype),
+                self._predicting_states(micro),
                 there(micro.target_ids),
                 temperature=self.temperature,
                 kept_ids=None if micro.kept_ids is None else there(micro.kept_ids),
@@ -271,6 +265,27 @@ class Policy:
         result = with_full_params(self.model, distinct)
         values, entropy = result if return_entropy else (result, None)
         return micro.joined(values), None if entropy is None else micro.joined(entropy)
+
+    def gathered_logprobs(self, micro: MicroBatch, target_ids: torch.Tensor) -> torch.Tensor:
+        """Return (M, K) log-probabilities of these (M, K) ids in place of the trained tokens.
+
+        With one rank only.
+        """
+        assert self.ranks.size == 1
+        self._use_adapter()
+        hidden = micro.joined(self._predicting_states(micro))
+        ids = _backend.to_device(target_ids, self.device)
+        return self.head.gathered_logprobs(hidden, ids, temperature=self.temperature)
+
+    def _predicting_states(self, micro: MicroBatch) -> torch.Tensor:
+        """Return the hidden states that predict a pass's entries, in the head's dtype."""
+        with self._autocast(), self._replayed(micro):
+            hidden = last_hidden_states(
+                self.backbone, micro, self.device, most_nodes=self._most_nodes
+            )
+        index = _backend.to_device(micro.hidden_index, self.device)
+        # Norms return float32 under autocast, which would slow down the largest product.
+        return hidden.index_select(0, index).to(self.head_dtype)
 
     @run_on_all_ranks
     def batch_logprobs(self, batch: StepBatch, *, adapter: bool = True) -> torch.Tensor:

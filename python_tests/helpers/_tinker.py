@@ -37,14 +37,14 @@ def load_adapted(model: Path, adapter: Path | None, dtype: torch.dtype = torch.f
 
 @dataclass
 class TorchSampler:
-    """Samples with transformers; a snapshot is loaded from its folder for each call.
+    """Samples with transformers; a snapshot that is not the last one is loaded from its folder.
 
-    So it is as if each had been evicted.
+    So it is as if all others had been evicted.
     """
 
     model: Path
     end_token: int
-    calls: list[tuple[SampleCall, Snapshot | None]] = field(default_factory=list)
+    _loaded: dict[Path | None, Any] = field(default_factory=dict)
 
     async def start(self) -> None:
         pass
@@ -53,35 +53,40 @@ class TorchSampler:
         pass
 
     async def sample(self, call: SampleCall, snapshot: Snapshot | None, space: str) -> Samples:
-        self.calls.append((call, snapshot))
-        return await asyncio.to_thread(self._sample, call, snapshot)
+        return self._sample(call, None if snapshot is None else snapshot.folder)
 
-    def _sample(self, call: SampleCall, snapshot: Snapshot | None) -> Samples:
-        model = load_adapted(self.model, None if snapshot is None else snapshot.folder)
+    def _sample(self, call: SampleCall, folder: Path | None) -> Samples:
+        if folder not in self._loaded:
+            self._loaded = {folder: load_adapted(self.model, folder)}
+        model = self._loaded[folder]
         random = torch.Generator().manual_seed(call.seed or 0)
+        rows = torch.tensor([call.prompt] * call.num_samples)
+        values = []
         with torch.no_grad():
-            prompt = model(torch.tensor([call.prompt])).logits[0].log_softmax(-1)
-            sequences = [self._answer(model, call, random) for _ in range(call.num_samples)]
-        values = np.full(len(call.prompt), np.nan, np.float32)
+            logprobs = model(rows[:1]).logits[0].log_softmax(-1)
+            for _ in range(call.max_tokens):
+                logits = model(rows).logits[:, -1]
+                if call.temperature:
+                    probabilities = (logits / call.temperature).softmax(-1)
+                    tokens = torch.multinomial(probabilities, 1, generator=random)
+                else:
+                    tokens = logits.argmax(-1, keepdim=True)
+                values.append(logits.log_softmax(-1).gather(1, tokens)[:, 0])
+                rows = torch.cat((rows, tokens), dim=1)
+        of_prompt = np.full(len(call.prompt), np.nan, np.float32)
         for place, token in enumerate(call.prompt[1:], 1):
-            values[place] = prompt[place - 1, token]
-        return Samples(sequences, values if call.prompt_logprobs else None)
+            of_prompt[place] = logprobs[place - 1, token]
+        answers = rows[:, len(call.prompt) :].tolist()
+        chosen = torch.stack(values, dim=1).tolist()
+        sequences = [self._cut(call, *one) for one in zip(answers, chosen, strict=True)]
+        return Samples(sequences, of_prompt if call.prompt_logprobs else None)
 
-    def _answer(self, model: Any, call: SampleCall, random: torch.Generator) -> SampledTokens:
-        tokens: list[int] = []
-        logprobs: list[float] = []
+    def _cut(self, call: SampleCall, tokens: list[int], logprobs: list[float]) -> SampledTokens:
+        """Return an answer up to the first token that stops it."""
         stops = set(call.stop_ids) if call.ignores_end else {self.end_token, *call.stop_ids}
-        for _ in range(call.max_tokens):
-            logits = model(torch.tensor([call.prompt + tokens])).logits[0, -1]
-            if call.temperature:
-                probabilities = (logits / call.temperature).softmax(-1)
-                token = int(torch.multinomial(probabilities, 1, generator=random))
-            else:
-                token = int(logits.argmax())
-            tokens.append(token)
-            logprobs.append(float(logits.log_softmax(-1)[token]))
+        for place, token in enumerate(tokens, 1):
             if token in stops:
-                return SampledTokens(tokens, logprobs, stopped=True)
+                return SampledTokens(tokens[:place], logprobs[:place], stopped=True)
         return SampledTokens(tokens, logprobs, stopped=False)
 
 

@@ -11,6 +11,15 @@ import torch
 from _float64 import float64_throughout
 from _tinker import call_of, load_adapted, make_datum, make_trainer, matrices, randomize
 
+from skyrl_fast.cli import main
+from skyrl_fast.tinker.checkpoints import (
+    CONFIG,
+    SAMPLER,
+    WEIGHTS,
+    CheckpointStore,
+    SavedAdapter,
+    TinkerPath,
+)
 from skyrl_fast.tinker.training import AdapterForm, AdapterTrainer, TrainedAdapter
 from skyrl_fast.tinker.wire import Datum, RefusedCallError
 from skyrl_fast.train.model.optimizer import StepNumbers
@@ -257,6 +266,30 @@ def test_a_resumed_run_is_the_undisturbed_one(tiny_model_folder: Path, tmp_path:
     fresh = another.load(AdapterForm(8), tmp_path / "s", optimizer=False)
     train(another, fresh, range(3, 6))
     assert not torch.equal(matrices(undisturbed)[0], matrices(fresh)[0])
+
+
+def test_an_exported_adapter_opens_in_peft(
+    tiny_model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = make_trainer(tiny_model_folder, torch.float32)
+    adapter = new_adapter(trainer)
+    store = CheckpointStore(tmp_path / "runs")
+    path = TinkerPath("run", SAMPLER, "first")
+    with store.writing(path, SavedAdapter("base", 8, True, True, store.now())) as folder:
+        trainer.save(adapter, folder, optimizer=False)
+    saved, out = str(store.folder(path)), str(tmp_path / "out")
+    assert main(["export", saved, out, "--to", "adapter"]) == 0
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [CONFIG, WEIGHTS]
+    datum = make_datum(np.random.default_rng(0), 9)
+    expected = trainer.forward_backward(adapter, call_of([datum], forward_only=True)).logprobs[0]
+    got = logprobs_by_hand(load_adapted(tiny_model_folder, tmp_path / "out"), datum)
+    np.testing.assert_allclose(got.detach().numpy(), expected, atol=1e-5)
+    assert main(["export", saved, out, "--to", "adapter"]) == 2
+    assert "which exists" in capsys.readouterr().err
+    assert main(["export", saved, str(tmp_path / "m"), "--to", "model"]) == 2
+    (store.folder(path) / WEIGHTS).write_bytes(b"x")
+    assert main(["export", saved, str(tmp_path / "d"), "--to", "adapter"]) == 2
+    assert "adapter_model.safetensors is damaged" in capsys.readouterr().err
 
 
 @pytest.mark.spec("tinker.clients")

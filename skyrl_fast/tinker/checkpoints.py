@@ -29,6 +29,8 @@ TRAINING = "weights"
 SAMPLER = "sampler_weights"
 KINDS = {TRAINING: "training", SAMPLER: "sampler"}  # by the SDK's name in a checkpoint's record
 STATE = "tinker.json"
+CONFIG = "adapter_config.json"  # PEFT's files
+WEIGHTS = "adapter_model.safetensors"
 EXAMPLE = f"{SCHEME}RUN/{TRAINING}/NAME or {SCHEME}RUN/{SAMPLER}/NAME"
 _RUN = re.compile(r"[A-Za-z0-9_-]{1,80}(:train:\d{1,9})?")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
@@ -244,3 +246,28 @@ def checkpoint_record(store: CheckpointStore, path: TinkerPath, saved: SavedAdap
         "user_metadata": saved.user_metadata or None,
         "expires_at": saved.expires_at or None,
     }
+
+
+def is_saved_adapter(folder: Path) -> bool:
+    """Return whether this is the folder of a saved adapter."""
+    return (folder / STATE).is_file()
+
+
+def export_saved(folder: Path, out: Path) -> Path:
+    """Copy PEFT's files of a saved adapter to a new folder; return where they are from.
+
+    Raises:
+        ValueError: the new folder exists, or the files are damaged.
+    """
+    if out.exists():
+        raise ValueError(f"{out}: expected a new folder, which exists")
+    if damage := find_damage(folder):
+        name, reason = damage
+        raise ValueError(f"{folder}: {name} is damaged: {reason}")
+    hidden = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(hidden, ignore_errors=True)
+    hidden.mkdir(parents=True)
+    for name in (CONFIG, WEIGHTS):
+        shutil.copyfile(folder / name, hidden / name)
+    hidden.rename(out)
+    return folder

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -394,6 +395,51 @@ def test_an_unloaded_model_says_what_to_do(
     server.run(server.service.unload_model({"model_id": model.model_id}))
     with pytest.raises(tinker.RequestFailedError, match="create_training_client_from_state"):
         model.optim_step(types.AdamParams()).result()
+
+
+def test_a_call_that_is_sent_twice_runs_once(
+    server: RunningServer, client: Any, tiny_model_folder: Path
+) -> None:
+    once = new_model(client, tiny_model_folder)
+    twice = new_model(client, tiny_model_folder)
+    session = tinker_session(server)
+    for model, times in ((once, 1), (twice, 3)):
+        model.forward_backward([datum(1, 2, 3)], "cross_entropy").result()
+        body = {
+            "model_id": model.model_id,
+            "seq_id": 2,
+            "adam_params": {"learning_rate": RATE},
+        }
+        answers = [session.post("optim_step", json=body).json() for _ in range(times)]
+        assert len({one["request_id"] for one in answers}) == 1
+        fetched = [session.post("retrieve_future", json=answers[0]) for _ in range(times)]
+        assert {one.status_code for one in fetched} == {200}
+        assert len({one.content for one in fetched}) == 1
+        other = session.post("optim_step", json={**body, "adam_params": {"learning_rate": 1.0}})
+        failed = session.post("retrieve_future", json=other.json()).json()
+        assert failed["category"] == "user" and "2 was another call" in failed["error"]
+        model._request_id_counter = 2
+        model._turn_counter = 2
+    assert torch.equal(logprobs(once, 1, 2, 3), logprobs(twice, 1, 2, 3))
+
+
+def tinker_session(server: RunningServer) -> httpx.Client:
+    return httpx.Client(base_url=f"{server.url}/api/v1/", headers={"X-API-Key": KEY}, timeout=60)
+
+
+def test_unknown_paths_and_broken_bodies_are_answered(server: RunningServer) -> None:
+    session = tinker_session(server)
+    answer = session.get("billing/usage")
+    assert answer.status_code == 404 and "/api/v1/billing/usage is not served" in answer.text
+    assert session.post("get_info", content=b"{").status_code == 400
+    assert session.post("get_info", content=b"[1]").status_code == 400
+    assert session.post("retrieve_future", json={"request_id": "sample-x-1"}).status_code == 410
+    assert session.post("session_heartbeat", json={"session_id": "gone"}).status_code == 410
+    assert session.post("telemetry", content=b"anything").status_code == 200
+    future = session.post("forward_backward", content=b"\xff\xff").json()
+    failed = session.post("retrieve_future", json=future).json()
+    assert failed["category"] == "user" and "no protobuf message" in failed["error"]
+    assert session.get("healthz", headers={"Origin": "http://a.page"}).status_code == 403
 
 
 @pytest.mark.spec("tinker.heartbeats")

@@ -451,7 +451,8 @@ def _metadata(path: Path) -> dict[str, str]:
 def _check_targets(model: Any, lora: LoraConfig, adapter: str) -> None:
     """Raise ValueError unless an adapter's modules are those of the settings, in the layers."""
     modules = dict(model.named_modules())
-    layers_with_it = {layer for layer in _adapted_layers(model) if adapter in layer.lora_A}
+    # Not its matrices: those of an embedding, which is refused, have other names.
+    layers_with_it = {layer for layer in _adapted_layers(model) if adapter in layer.r}
     adapted = {n: m for n, m in modules.items() if m in layers_with_it}
     layers = [f"{name}." for name, _ in layers_of(model)]
     for name, module in adapted.items():

@@ -46,4 +46,5 @@ def test_the_complete_example_learns(tmp_path: Path, seed: int) -> None:
     assert done.returncode == 0, done.stderr
     rewards = [float(value) for value in re.findall(r"reward (\S+)", done.stdout)]
     assert len(rewards) == STEPS
-    assert sum(rewards[-3:]) / 3 > 0.9 > 2 * rewards[0]
+    last = sum(rewards[-5:]) / 5
+    assert last > 0.8 and last > rewards[0] + 0.3

@@ -85,18 +85,26 @@ def make_service(
     )
     store = CheckpointStore(options.folder / RUNS)
     if sampler is None:
-        sampler = VllmSampler(VllmEngine(_engine_setup(config, folder, longest, options)))
+        adapters = ServedAdapters(options.max_rank, trainer.target_modules)
+        setup = _engine_setup(config, folder, longest, options, adapters)
+        sampler = VllmSampler(VllmEngine(setup))
     return TinkerService(base, trainer, sampler, store)
 
 
-def _engine_setup(config: Config, folder: str, longest: int, options: TinkerOptions) -> VllmSetup:
+def _engine_setup(
+    config: Config,
+    folder: str,
+    longest: int,
+    options: TinkerOptions,
+    adapters: ServedAdapters,
+) -> VllmSetup:
     return VllmSetup(
         model=folder,
         engine=config.generator.inference_engine,
         max_model_len=longest,
         seed=config.trainer.seed,
         log_file=str(options.folder / "engine.log"),
-        served_adapters=ServedAdapters(max_rank=options.max_rank),
+        served_adapters=adapters,
     )
 
 

@@ -111,6 +111,12 @@ class AdapterTrainer:
         self._modules = _modules_by_kind(base.model)
         self._numbers = itertools.count()
 
+    @property
+    def target_modules(self) -> tuple[str, ...]:
+        """The last parts of the names of all modules that may have an adapter."""
+        paths = [path for paths in self._modules.values() for path in paths]
+        return tuple(sorted({path.rpartition(".")[2] for path in paths}))
+
     def check_form(self, form: AdapterForm) -> None:
         """Raise RefusedCallError for an adapter that cannot be trained."""
         if not 1 <= form.rank <= self.max_rank:

@@ -56,12 +56,14 @@ class ServedAdapters:
 
     Args:
         max_rank: the largest rank.
+        target_modules: last parts of the names of the modules that may have one.
         at_once: adapters of the requests of one engine step.
         in_memory: adapters that are kept in main memory; others are loaded again when they are
             named.
     """
 
     max_rank: int
+    target_modules: tuple[str, ...]
     at_once: int = 4
     in_memory: int = 16
 
@@ -215,6 +217,7 @@ def engine_args(setup: VllmSetup) -> dict[str, Any]:
     if (served := setup.served_adapters) is not None:
         args["enable_lora"] = True
         args["max_lora_rank"] = next(most for most in LORA_RANKS if most >= served.max_rank)
+        args["lora_target_modules"] = list(served.target_modules)  # else the head, too
         # More than one, or `adapter_products` would give it to requests of the base model, too.
         args["max_loras"] = max(2, served.at_once)
         args["max_cpu_loras"] = max(served.in_memory, args["max_loras"])

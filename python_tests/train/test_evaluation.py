@@ -66,6 +66,7 @@ def sampled(folder: Path, step: int) -> list[Any]:
     ]
 
 
+@pytest.mark.spec("evaluate.equal")
 @pytest.mark.parametrize("lora", [(), LORA], ids=["all weights", "lora"])
 def test_checkpoints_score_what_their_run_reported(folder: Path, lora: tuple[str, ...]) -> None:
     config = settings(folder, "run", "generator.eval_n_samples_per_prompt=3", *lora)
@@ -159,6 +160,7 @@ def test_an_evaluation_in_which_everything_fails_ends_with_the_reason(folder: Pa
     assert Started.started[0].closed
 
 
+@pytest.mark.spec("evaluate.paired")
 def test_paired_errors_are_those_of_a_bootstrap() -> None:
     random = np.random.default_rng(0)
     hardness = random.normal(size=400)

@@ -137,7 +137,9 @@ def evaluate(
             of `data.val_data`, with `generator.eval_sampling_params`.
         targets: each the folder of a run (its newest checkpoint), of a checkpoint, of a PEFT
             adapter of `trainer.policy.model.path`, or of a model; a model on the Hugging Face hub;
-            or the URL of a server. None given: the model of the settings, or their servers.
+            or the URL of a server. None given: the model of the settings, or their servers. Where
+            the settings name policies, a model answers for each of them; an adapter or a server is
+            one policy, and refused.
         out: folder to write, which must not exist: evaluation.json, and for each target a folder
             with metrics.jsonl and trajectories, for `skyrl-fast compare` and `view`.
         env, eval_prompts, reward, reward_funcs, reward_weights, agent, make_rollouts: as for
@@ -216,6 +218,7 @@ def _find_target(given: str, config: Config) -> _Target:
         engine = config.generator.inference_engine
         engine.run_engines_locally = False
         engine.external_server_urls = [given]
+        _check_one_policy(config, given, "a server")
         return _Target(given.partition("://")[2], given, config, is_server=True)
     config.generator.inference_engine.run_engines_locally = True
     config.generator.inference_engine.external_server_urls = []
@@ -231,6 +234,7 @@ def _find_target(given: str, config: Config) -> _Target:
             return _Target(name, given, config, checkpoint)
         return _Target(f"{name}-{checkpoint.name}", given, config, checkpoint)
     if (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file():
+        _check_one_policy(config, given, "an adapter")
         model.lora = _read_lora(path)
         return _Target(name, given, config)
     if path.is_dir() and not (path / "config.json").is_file():
@@ -239,8 +243,24 @@ def _find_target(given: str, config: Config) -> _Target:
             "an adapter or a model, got none of their files"
         )
     model.path = str(path) if path.is_dir() else given
-    model.lora = LoraConfig()
+    model.lora = _without_adapter(model.lora)
     return _Target(name, given, config)
+
+
+def _check_one_policy(config: Config, given: str, what: str) -> None:
+    """Raise ValueError if the settings name policies."""
+    if config.policies:
+        raise ValueError(
+            f"evaluate: {given}: expected a run, a checkpoint or a model, as the settings name the "
+            f"policies {', '.join(config.policies)}, got {what}, which is one policy"
+        )
+
+
+def _without_adapter(lora: LoraConfig) -> LoraConfig:
+    """Return the settings of a model that answers as it is, under the names of the policies."""
+    if not lora.policies:
+        return LoraConfig()
+    return replace(lora, path=None)  # new adapters, which change nothing
 
 
 def _target_of_settings(config: Config) -> _Target:
@@ -249,9 +269,10 @@ def _target_of_settings(config: Config) -> _Target:
     if not engine.run_engines_locally:
         urls = ", ".join(engine.external_server_urls)
         return _Target("servers", urls, config, is_server=True)
-    if config.trainer.policy.model.lora.path is None:
-        config.trainer.policy.model.lora = LoraConfig()  # a new adapter changes nothing
-    path = str(config.trainer.policy.model.path)
+    model = config.trainer.policy.model
+    if model.lora.path is None:
+        model.lora = _without_adapter(model.lora)
+    path = str(model.path)
     return _Target(Path(path).name, path, config)
 
 

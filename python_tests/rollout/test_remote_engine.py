@@ -607,8 +607,14 @@ def test_rows_beyond_max_position_embeddings_are_refused_before_the_engine_start
     ]
     config = load_config(None, ["data.train_data=[x.jsonl]", *overrides])
     if refused:
-        wanted = r"max_input_length \(32\) and .*max_generate_length \(16\): .* 40 positions .* 48$"
-        with pytest.raises(ValueError, match=wanted):
+        setting = r"generator\.{}\.max_generate_length"
+        wanted = r"max_input_length \(32\) and {} \({}\): .* 40 positions .* {}$"
+        of_training = wanted.format(setting.format("sampling_params"), 16, 48)
+        with pytest.raises(ValueError, match=of_training):
+            make_vllm_setup(config, str(tmp_path))
+        config.generator.eval_sampling_params = SamplingParams()  # with the default length
+        of_evaluation = wanted.format(setting.format("eval_sampling_params"), 1024, 1056)
+        with pytest.raises(ValueError, match=of_evaluation):
             make_vllm_setup(config, str(tmp_path))
     else:
         assert make_vllm_setup(config, str(tmp_path)).max_model_len == 48

@@ -313,7 +313,7 @@ def test_another_adapter_is_refused(change: Any, message: str, tmp_path: Path) -
     ("targets", "excluded", "message"),
     [
         (["q_proj", "c_attn"], [], "target_modules: expected names of linear modules, got c_attn"),
-        (["c_attn"], [], "target_modules: .*c_attn"),
+        (["c_attn"], [], r"target_modules: expected names .*\(down_proj, .*q_proj.*got c_attn"),
         (["lm_head"], [], "target_modules: .*linear modules of the model's layers.*, got lm_head"),
         (["embed_tokens"], [], "target_modules: .*got model.embed_tokens"),
         (["all-linear"], ["gate"], "exclude_modules: expected names of linear modules, got gate"),

@@ -77,7 +77,7 @@ def summary(result: TrainResult) -> str:
         lines.append(f"{'view it:':16}skyrl-fast view {quote(str(result.run_path))}")
     lines += [f"{'look at:':16}{warning}" for warning in result.warnings]
     if result.warnings:
-        lines.append(f"{'':16}what these metrics mean: docs/reference/metrics.md")
+        lines.append(f"{'':16}what they mean: the page Metrics of the documentation")
     if result.sample:
         lines += ["", "one trajectory:", result.sample]
     if result.signal is not None:

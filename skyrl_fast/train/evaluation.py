@@ -203,6 +203,8 @@ def evaluate(
         result = _result(target, trajectories, run_path)
         _write(target, tokenizer, result, trajectories)
         results.append(result)
+        score = result.score
+        (say or logger.info)(f"{target.name}: score {score.mean:.4f} +- {score.error:.4f}")
     write_json(folder / FILE, _report(results))
     return results
 

@@ -127,7 +127,10 @@ def sft_rows(run: str | Path, *, min_reward: float | None = None) -> Iterator[di
     """
     path = Path(run) / MESSAGES
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; `skyrl-fast gateway --record` writes it")
+        raise ValueError(
+            f"{path}: no such file: expected a recording, as `skyrl-fast gateway --record` writes "
+            "it; a run has no messages"
+        )
     for _, _, session in read_lines(path):
         if min_reward is None or (session["reward"] or 0.0) >= min_reward:
             yield from _rows(session["calls"])

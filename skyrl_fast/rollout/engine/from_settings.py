@@ -182,8 +182,10 @@ def _linear_modules(model_path: str) -> list[str]:
 def _check_longest_sequence(config: settings.Config, model_path: str) -> int:
     prompt = settings.max_input_length(config)
     response = settings.max_response_length(config)
+    of_training = config.generator.sampling_params.max_generate_length
+    sampling = "sampling_params" if response == of_training else "eval_sampling_params"
     lengths = (
-        f"generator.max_input_length ({prompt}) and sampling_params.max_generate_length "
+        f"generator.max_input_length ({prompt}) and generator.{sampling}.max_generate_length "
         f"({response})"
     )
     others = config.generator.inference_engine.engine_init_kwargs

@@ -103,7 +103,11 @@ def add_adapter(
             warnings.filterwarnings("ignore", "Already found a `peft_config`")
             peft.inject_adapter_in_model(config, model, name)
     except ValueError as error:  # no module has such a name
-        raise ValueError(f"{SETTING}.target_modules: {error}") from error
+        known = ", ".join(_linear_names(model))
+        raise ValueError(
+            f"{SETTING}.target_modules: expected names of linear modules ({known}) or "
+            f"{ALL_LINEAR}, got {', '.join(lora.target_modules)}"
+        ) from error
     _check_targets(model, lora)
     for layer in _adapted_layers(model):
         layer.forward = MethodType(_forward, layer)
@@ -435,6 +439,16 @@ def _metadata(path: Path) -> dict[str, str]:
             return file.metadata() or {}
     except (OSError, SafetensorError):
         return {}  # `_load` says why
+
+
+def _linear_names(model: Any) -> list[str]:
+    """Return the last parts of the names of the layers' linear modules."""
+    names: set[str] = set()
+    for _, layer in layers_of(model):
+        for name, module in layer.named_modules():
+            if type(module) is torch.nn.Linear:
+                names.add(name.rpartition(".")[2])
+    return sorted(names)
 
 
 def _check_targets(model: Any, lora: LoraConfig) -> None:

@@ -116,8 +116,12 @@ def test_an_adapter_is_evaluated_on_the_base_of_the_settings(folder: Path) -> No
     assert sampled(base.folder, 0) != trained
 
 
-def test_an_export_scores_what_its_checkpoint_does(folder: Path, tiny_tokenizer: Any) -> None:
-    tiny_tokenizer.save_pretrained(folder / "model")
+def test_an_export_scores_what_its_checkpoint_does(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoTokenizer
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path: FakeTokenizer())
     config = settings(folder, "run", *LORA)
     train(config)
     for kind in ("model", "adapter"):

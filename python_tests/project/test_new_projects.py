@@ -48,7 +48,8 @@ def test_a_new_project_passes_its_tests_and_can_be_tried(
     assert cli.main(["try", "config.yaml", "--answers", "8", "7"]) == 0
     tried = capsys.readouterr().out
     assert "observation: lower" in tried
-    assert "rewards: 0 0.75" in tried
+    guide = Path(__file__).parents[2] / "docs/guide/first_agent.md"
+    assert f"```text\n{tried}```" in guide.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "models/mine"])

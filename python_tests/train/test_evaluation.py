@@ -117,6 +117,29 @@ def test_an_adapter_is_evaluated_on_the_base_of_the_settings(folder: Path) -> No
     assert sampled(base.folder, 0) != trained
 
 
+def test_an_export_scores_what_its_checkpoint_does(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoTokenizer
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path: FakeTokenizer())
+    config = settings(folder, "run", *LORA)
+    train(config)
+    for kind in ("model", "adapter"):
+        assert main(["export", f"{folder}/run", f"{folder}/{kind}s", "--to", kind]) == 0
+    targets = [folder / "run", folder / "models", folder / "adapters"]
+    trained, merged, adapter = evaluate(
+        config, targets, out=folder / "out", make_rollouts=Started.make
+    )
+    assert trained.scores == merged.scores == adapter.scores
+    for of_checkpoint, of_model in zip(
+        sampled(trained.folder, 6), sampled(merged.folder, 0), strict=True
+    ):
+        assert of_model[:2] == of_checkpoint[:2]
+        assert of_model[2] == pytest.approx(of_checkpoint[2], abs=1e-5)  # merged in float32
+    assert sampled(adapter.folder, 0) == sampled(trained.folder, 6)
+
+
 def test_a_target_is_named_once_and_the_settings_model_is_the_default(folder: Path) -> None:
     config = settings(folder, "run", *LORA)
     model = str(folder / "model")

@@ -161,6 +161,7 @@ class Trajectory:
         phase: "train" or "eval".
         data_source: name of the data set, or None.
         policy_rewards: outcomes by the policy's name; others have the trajectory's own.
+        failure_trace: the calls in the user's code that ended in the failure; "" for none.
     """
 
     uid: str
@@ -175,6 +176,7 @@ class Trajectory:
     data_source: str | None = None
     other_calls: list[OtherCall] = field(default_factory=list)
     policy_rewards: dict[str, float] = field(default_factory=dict)
+    failure_trace: str = ""
 
     def steps_or_placeholder(self) -> list[Step]:
         """Return its steps; one masked placeholder with reward 0 if it failed or has none."""

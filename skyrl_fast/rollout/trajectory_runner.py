@@ -115,7 +115,11 @@ class TrajectoryRunner:
         # Not a failure of this trajectory: another attempt would find the same dead engine.
         except EngineDeadError:
             raise
-        except (EnvError, ContextError) as error:
+        except EnvError as error:
+            self.faults["environment_errors"] += 1
+            _end(trajectory, ENV_ERROR, str(error))
+            trajectory.failure_trace = error.trace
+        except ContextError as error:
             self.faults["environment_errors"] += 1
             _end(trajectory, ENV_ERROR, str(error))
         except EngineError as error:

@@ -61,6 +61,7 @@ class StoredTrajectory:
     `other_calls`: of an agent, which are no steps: each with the values of `OtherCall`.
     `not_stored`: what its steps had, and the store does not: "kept_ids", "routes".
     `policy_rewards`: of policies with an outcome of their own.
+    `failure_trace`: the calls in the user's code that ended in the failure; "" for none.
     """
 
     entry: IndexEntry
@@ -69,6 +70,7 @@ class StoredTrajectory:
     other_calls: Sequence[Mapping[str, Any]] = ()
     not_stored: Sequence[str] = ()
     policy_rewards: Mapping[str, float] = field(default_factory=dict)
+    failure_trace: str = ""
 
 
 def read_index(run: str | Path) -> list[IndexEntry]:
@@ -175,6 +177,7 @@ def parse_trajectory(entry: IndexEntry, record: Mapping[str, Any]) -> StoredTraj
         other_calls=record.get("other_calls", ()),
         not_stored=record.get("not_stored", ()),
         policy_rewards=record.get("policy_rewards", {}),
+        failure_trace=record.get("failure_trace", ""),
     )
 
 

@@ -74,6 +74,7 @@ def trajectory_record(
         "staleness": staleness,
         "seconds": round(trajectory.seconds, _SECOND_DECIMALS),
         "env_metrics": _env_metrics(trajectory),
+        **({"failure_trace": trace} if (trace := trajectory.failure_trace) else {}),
         **({"policy_rewards": rewards} if (rewards := trajectory.policy_rewards) else {}),
         **_other_calls(trajectory),
         **({"not_stored": needed} if needed and not with_replay else {}),

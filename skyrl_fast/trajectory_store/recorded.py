@@ -79,6 +79,7 @@ def _trajectory(stored: StoredTrajectory, uid: str) -> Trajectory:
         policy_rewards=dict(stored.policy_rewards),
         seconds=entry.seconds,
         failure=entry.failure or None,
+        failure_trace=stored.failure_trace,
         phase=entry.phase,
         data_source=entry.data_source or None,
         other_calls=[OtherCall(**call) for call in stored.other_calls],

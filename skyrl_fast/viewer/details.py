@@ -63,6 +63,7 @@ def write_details(
     )
     return {
         "failure": trajectory.entry.failure,
+        "failure_trace": trajectory.failure_trace[:ITEM_CHARACTERS].rstrip(),
         "env_metrics": _shown_metrics(trajectory.env_metrics),
         "turns": [
             {

@@ -157,6 +157,7 @@ class GroupRewards:
                 if attempt + 1 == self._attempts:
                     for trajectory in answered:
                         trajectory.failure = str(error)
+                        trajectory.failure_trace = error.trace
                         trajectory.stop_reason = ENV_ERROR
                     return
         for trajectory, reward, metrics in zip(

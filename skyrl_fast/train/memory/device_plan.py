@@ -61,6 +61,11 @@ class Remedies:
     nearest: str = ""
     lacking_bytes: int = 0
 
+    @property
+    def proposals(self) -> tuple[str, ...]:
+        """All that fits, what changes least first."""
+        return self.settings + self.by_lora + self.shorter
+
     def __str__(self) -> str:
         groups = {
             "it would fit with:": self.settings,

@@ -13,7 +13,7 @@ from _driven import DrivenStep, OptimizerStep, TrainedBatch, drive, uids_of_run
 from _fakes import tiny_model
 from _scripted import LONGEST_ANSWER, World, fill_logprobs, random_samples
 from reference.losses import CustomLoss
-from reference.metrics import mean, update_metrics
+from reference.metrics import mean, source_metrics, update_metrics
 from reference.network import Adapter, split_by_rows, token_distributions, token_values
 from reference.rows import Row, Sample
 from reference.step import (
@@ -23,6 +23,7 @@ from reference.step import (
     parts_of,
     prepare,
     sampling_metrics,
+    sums_rewards,
 )
 from reference.update import (
     AdamW,
@@ -44,6 +45,8 @@ from skyrl_fast.config import Config
 # The trainer computes in float32: seven digits, less what sums and exponentials lose.
 ADVANTAGES = 2e-5
 GRADIENTS = 2e-4  # of the largest element
+# Of a difference of log-probabilities, which is their rounding where it is small itself.
+DIFFERENCE = 5e-6
 WEIGHTS = 1e-6
 METRICS = 2e-4
 CLIP_METRICS = {
@@ -224,6 +227,12 @@ class _Comparison:
         for number, step in enumerate(steps):
             samples = [self._sample_of(one) for one in step.trajectories]
             trained = {one.policy: one for one in step.trained}
+            if self.config.data.mixture:
+                sums = sums_rewards(self.config)
+                metrics = source_metrics(step.trajectories, sums_rewards=sums)
+                weights = self.config.data.mixture
+                shares = {f"data/{name}/weight": share for name, share in weights.items()}
+                self._compare_metrics(f"step {number}", metrics | shares, step, prefix="")
             if self.config.policies:
                 metrics = complete_metrics(samples, self.config)
                 self._compare_metrics(f"step {number}", metrics, step, prefix="")
@@ -483,7 +492,10 @@ class _Comparison:
                 model = _model_of(self.folders.policy)
                 return token_distributions(model, full, chosen, self.temperature)
 
-            terms = loss_terms(prepared.batch, mini, distributions, self.config, self.custom)
+            terms = loss_terms(
+                prepared.batch, mini, distributions, self.config, self.custom,
+                is_before_any_step=number == 0,
+            )  # fmt: skip
             gradient = gradients(terms.loss, weights)
             all_terms.append(terms)
             norms.append(norm_of(gradient))
@@ -506,7 +518,7 @@ class _Comparison:
             found.gradients += 1
             # Relative to the largest element of all: sums of terms that cancel are rounded.
             error = float((own - expected).abs().max())
-            if not error <= GRADIENTS * max(largest, 1e-3):
+            if not error <= max(GRADIENTS * largest, DIFFERENCE):
                 found.differences.append(
                     Difference(
                         f"{where}: gradient of {key}",

@@ -1,4 +1,4 @@
-"""Every pair of features of a training step: refused by the table, or equal to the reference."""
+"""Pairs and triples of features of a training step: refused by the table, or as the reference."""
 
 import random
 from collections.abc import Sequence
@@ -158,6 +158,15 @@ def test_pairs_equal_the_reference(
         )
     assert not report.failures, "\n".join(report.failures)
     assert report.cases > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_triples_equal_the_reference(shard: int, models: StepModels) -> None:
+    report = Report()
+    report.run(with_settings(array(3))[shard::SHARDS], models)
+    assert not report.failures, "\n".join(report.failures)
+    assert report.cases > 50
 
 
 @pytest.mark.slow

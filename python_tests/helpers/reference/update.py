@@ -111,11 +111,14 @@ def loss_terms(
     distributions: Distributions,
     config: Any,
     custom: CustomLoss | None = None,
+    *,
+    is_before_any_step: bool = False,
 ) -> Terms:
     """Return the loss of a mini-batch.
 
     Args:
         numbers: of its rows.
+        is_before_any_step: whether the weights are still those of the old policy.
         distributions: log-probabilities and entropies of rows' response tokens, with a gradient.
         custom: the loss of each token, where the settings name none of the built-in ones.
     """
@@ -146,7 +149,7 @@ def loss_terms(
     if places:
         parts += _policy_terms(
             terms, batch, numbers, places, picked(logprobs, places), picked(entropies, places),
-            known, config, custom,
+            known, config, custom, is_before_any_step=is_before_any_step,
         )  # fmt: skip
     if observed:
         cross_entropy = -picked(logprobs, observed)
@@ -169,6 +172,8 @@ def _policy_terms(
     known: Callable[[Sequence[Sequence[float]]], list[float]],
     config: Any,
     custom: CustomLoss | None,
+    *,
+    is_before_any_step: bool,
 ) -> list[torch.Tensor]:
     """Return the terms of trained tokens, weighted as in the loss."""
     algorithm = config.trainer.algorithm
@@ -179,6 +184,8 @@ def _policy_terms(
     sampled = known([row.sampled for row in batch.rows])
     before = known(batch.old)
     old = sampled if algorithm.old_logprobs == "rollout" else before
+    if algorithm.policy_loss_type == "kl_cov" and old is before and is_before_any_step:
+        old = logprobs.tolist()
     tokens = Tokens(
         logprobs,
         _double(old),
@@ -260,10 +267,11 @@ def _visited_rows(
     if algorithm.observation_loss_coef > 0:
         visited |= {number for number, _ in observed_places(batch.rows, numbers)}
     has_policy_loss = algorithm.policy_loss_coef > 0
-    without_advantages = algorithm.policy_loss_type in (*OF_MINI_BATCH, "cross_entropy")
-    without_advantages |= algorithm.policy_loss_type not in LOSSES
+    without_advantages = algorithm.policy_loss_type not in LOSSES
+    without_advantages |= algorithm.policy_loss_type == "cross_entropy"
     has_other_terms = algorithm.use_kl_loss or algorithm.use_entropy_loss
-    if has_other_terms or (has_policy_loss and without_advantages):
+    chooses = algorithm.policy_loss_type in OF_MINI_BATCH
+    if has_other_terms or chooses or (has_policy_loss and without_advantages):
         return visited | {number for number, _ in places}
     for (number, token), weight in zip(places, weights, strict=True):
         advantage = batch.advantages.values[number][token]

@@ -76,6 +76,7 @@ class Compared:
     differences: list[Difference] = field(default_factory=list)
     values: int = 0
     gradients: int = 0
+    undecided: int = 0  # optimizer steps whose gradient rounding decides
 
     def close(self, what: str, trainer: Any, reference: Any, tolerance: float) -> None:
         self.values += 1
@@ -353,7 +354,7 @@ class _Comparison:
         self._compare_rows(where, prepared, trained)
         terms, norms, rates = self._compare_update(where, name, prepared, trained)
         metrics = dict(prepared.metrics)
-        if terms:
+        if terms and all(one.is_decided for one in terms):
             corrects = self.algorithm.off_policy_correction.enabled
             epochs = self.config.trainer.update_epochs_per_batch
             metrics |= update_metrics(
@@ -497,6 +498,9 @@ class _Comparison:
                 is_before_any_step=number == 0,
             )  # fmt: skip
             gradient = gradients(terms.loss, weights)
+            if not terms.is_decided:  # the trainer may have chosen other tokens
+                gradient |= step.gradient
+                self.found.undecided += 1
             all_terms.append(terms)
             norms.append(norm_of(gradient))
             rates.append(learning_rate(optimizer.steps, settings, total))

@@ -60,6 +60,7 @@ class Terms:
         mismatch: of each trained token, the difference of trainer and engine before the update.
         is_visited: of each trained token, whether its row may have a gradient: other rows are not
             computed.
+        is_decided: as of `TokenLosses`.
     """
 
     loss: torch.Tensor | None = None
@@ -70,6 +71,7 @@ class Terms:
     observed: list[float] = field(default_factory=list)
     correction: Correction | None = None
     num_trained: int = 0
+    is_decided: bool = True
 
 
 def mini_batches(rows: Sequence[Row], size: int) -> list[list[int]]:
@@ -198,6 +200,7 @@ def _policy_terms(
     visited = _visited_rows(batch, numbers, places, correction.weights, algorithm)
     terms.is_visited = [number in visited for number, _ in places]
     result = policy_losses(tokens, algorithm, custom)
+    terms.is_decided = result.is_decided
     length = config.generator.max_input_length or config.trainer.max_prompt_length
     length += config.generator.sampling_params.max_generate_length
     counts = counts_of(own, algorithm.max_seq_len or length)

@@ -43,7 +43,7 @@ from reference.update import (
 from skyrl_fast.config import Config
 
 # The trainer computes in float32: seven digits, less what sums and exponentials lose.
-ADVANTAGES = 2e-5
+ADVANTAGES = 5e-5  # divided by standard deviations of what is rounded
 GRADIENTS = 2e-4  # of the largest element
 # Of a difference of log-probabilities, which is their rounding where it is small itself.
 DIFFERENCE = 5e-6

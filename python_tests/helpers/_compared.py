@@ -76,7 +76,7 @@ class Compared:
     differences: list[Difference] = field(default_factory=list)
     values: int = 0
     gradients: int = 0
-    undecided: int = 0  # optimizer steps whose gradient rounding decides
+    undecided: int = 0  # batches of a policy of which rounding decides what is chosen
 
     def close(self, what: str, trainer: Any, reference: Any, tolerance: float) -> None:
         self.values += 1
@@ -354,7 +354,8 @@ class _Comparison:
         self._compare_rows(where, prepared, trained)
         terms, norms, rates = self._compare_update(where, name, prepared, trained)
         metrics = dict(prepared.metrics)
-        if terms and all(one.is_decided for one in terms):
+        is_decided = all(one.is_decided for one in terms) and _have_same_zeros(prepared, trained)
+        if terms and is_decided:
             corrects = self.algorithm.off_policy_correction.enabled
             epochs = self.config.trainer.update_epochs_per_batch
             metrics |= update_metrics(
@@ -365,6 +366,7 @@ class _Comparison:
                 known_before=tokens_known_before(self.algorithm, epochs),
                 epochs=epochs,
             )
+        self.found.undecided += not is_decided
         if self.custom is not None:  # it has its own metrics in place of these
             for key in CLIP_METRICS & metrics.keys():
                 del metrics[key]
@@ -500,7 +502,6 @@ class _Comparison:
             gradient = gradients(terms.loss, weights)
             if not terms.is_decided:  # the trainer may have chosen other tokens
                 gradient |= step.gradient
-                self.found.undecided += 1
             all_terms.append(terms)
             norms.append(norm_of(gradient))
             rates.append(learning_rate(optimizer.steps, settings, total))
@@ -591,6 +592,19 @@ class _Comparison:
             metrics["critic/values_clipfrac"] = mean(clipped)
             metrics["critic/explained_variance"] = explained_variance(prepared.batch)
         return metrics
+
+
+def _have_same_zeros(prepared: Prepared, trained: TrainedBatch) -> bool:
+    """Return whether the same rows have an advantage: rounding decides it of one that is near 0."""
+    batch = trained.batch
+    live = (batch.advantages != 0) & (batch.loss_mask != 0)
+    own = [bool(part.any()) for part in live.split(batch.response_lengths.tolist())]
+    pairs = zip(prepared.batch.rows, prepared.batch.advantages.values, strict=True)
+    expected = [
+        any(value != 0 and trained for value, trained in zip(values, row.mask, strict=True))
+        for row, values in pairs
+    ]
+    return own == expected
 
 
 def _adapter(weights: Mapping[str, torch.Tensor], lora: Any) -> Adapter:

@@ -713,6 +713,13 @@ FAULTS = (
         ("ops/test_merge.py::test_overlaps_are_also_those_of_prompts_that_are_too_short",),
     ),
     Fault(
+        "a row in a list whose prompt is too short to join overlaps with nothing",
+        "csrc/merge/merge_bind.cpp",
+        "std::min(shape.length(row - 1), shape.prompt_lengths[row]) : 0;",
+        "shape.length(row - 1) * (shape.length(row - 1) <= shape.prompt_lengths[row]) : 0;",
+        ("ops/test_merge.py::test_overlaps_are_also_those_of_prompts_that_are_too_short",),
+    ),
+    Fault(
         "rewards of rows are taken for rewards of tokens",
         "skyrl_fast/ops/_rows.py",
         "and (prefers_tokens or rewards.shape != (num_rows,)),",

@@ -375,6 +375,20 @@ FAULTS = (
         ("train/test_feature_pairs.py",),
     ),
     Fault(
+        "kl_cov compares the first pass with another one of the same weights",
+        "skyrl_fast/train/update.py",
+        "passed = mini.with_(old_logprobs=None)",
+        "passed = mini",
+        ("train/test_update_rules.py",),
+    ),
+    Fault(
+        "a loss of a mini-batch without a coefficient chooses among rows with a gradient",
+        "skyrl_fast/train/update.py",
+        'if has_other_terms or reads_all or spec.scope == "mini_batch":',
+        "if has_other_terms or reads_all:",
+        ("train/test_update_rules.py",),
+    ),
+    Fault(
         "later epochs compare with the current policy",
         "skyrl_fast/train/update.py",
         "for_all = correct or update_epochs > 1",
@@ -500,6 +514,31 @@ FAULTS = (
         ),
     ),
     Fault(
+        "a dropped token that is sampled again is stored as trained twice",
+        "skyrl_fast/trajectory_store/trained.py",
+        "at = slice(begin, end)",
+        "at = slice(begin, begin + len(trajectories[number].steps[owner].response_ids))",
+        (
+            "train/test_crossings.py::test_a_dropped_token_that_is_sampled_again_is_stored_untrained",
+        ),
+    ),
+    Fault(
+        "metrics of several policies read rows that none of them trains",
+        "skyrl_fast/train/prepare_batch.py",
+        "SampledRows(with_records(batch_from_trajectories(trajectories), trajectories), None)",
+        "build_rows(trajectories, config)",
+        (
+            "train/test_crossings.py::test_policies_with_one_row_per_trajectory_are_judged_and_reported",
+        ),
+    ),
+    Fault(
+        "the largest KL of a trajectory is the mean of all",
+        "skyrl_fast/train/algorithm/kl_reward.py",
+        '"loss/avg_kl_max": float(means.max())',
+        '"loss/avg_kl_max": float(means.mean())',
+        ("train/test_kl_reward.py",),
+    ),
+    Fault(
         "a resume does not see new keys of mappings",
         "skyrl_fast/train/checkpoint/resumed_settings.py",
         "for key in {**after, **before}:",
@@ -614,6 +653,13 @@ FAULTS = (
         ("rollout/test_coroutine_rewards.py",),
     ),
     Fault(
+        "the guide does not say which verifiers need processes",
+        "docs/guide/environments.md",
+        "a verifier that limits its time by an alarm (SIGALRM) needs `environment.workers=process`",
+        "a verifier that limits its time by an alarm does not",
+        ("rollout/test_env_processes.py::test_alarms_need_a_process_as_the_guide_says",),
+    ),
+    Fault(
         "a host's function is replaced although one that it calls has changed",
         "skyrl_fast/integrations/source.py",
         "return fingerprint([*functions, *callees])",
@@ -664,6 +710,13 @@ FAULTS = (
         "csrc/merge/merge_cpu.cpp",
         "if (!rows.continues(row)) continue;",
         "if (!rows.continues(row) || rows.length(row - 1) > rows.prompt_lengths[row]) continue;",
+        ("ops/test_merge.py::test_overlaps_are_also_those_of_prompts_that_are_too_short",),
+    ),
+    Fault(
+        "a row in a list whose prompt is too short to join overlaps with nothing",
+        "csrc/merge/merge_bind.cpp",
+        "std::min(shape.length(row - 1), shape.prompt_lengths[row]) : 0;",
+        "shape.length(row - 1) * (shape.length(row - 1) <= shape.prompt_lengths[row]) : 0;",
         ("ops/test_merge.py::test_overlaps_are_also_those_of_prompts_that_are_too_short",),
     ),
     Fault(

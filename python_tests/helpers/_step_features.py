@@ -108,9 +108,7 @@ FACTORS: dict[str, dict[str, Sequence[Settings]]] = {
         "without advantages": _losses("cross_entropy"),
         "of sequences": _losses("gspo"),
         "of a mini-batch": [
-            # Where the old log-probabilities are the current ones, rounding decides the sign of
-            # the distance, and so of its gradient.
-            {LOSS: "kl_cov", f"{ALGORITHM}.old_logprobs": "rollout"},
+            {LOSS: "kl_cov"},
             # All candidates are dropped: nothing is left to draw.
             {
                 LOSS: "clip_cov",
@@ -143,6 +141,8 @@ FACTORS: dict[str, dict[str, Sequence[Settings]]] = {
                 }
                 for estimator in ("k1", "abs", "k2", "k3")
                 for more in (NONE, {"trainer.ref.model.path": "{reference}"})
+                # A policy that is the reference still: rounding decides the gradient.
+                if (use, estimator, more) != ("loss", "abs", NONE)
             ]
             for use in ("loss", "in reward")
         },
@@ -258,6 +258,10 @@ FACTORS: dict[str, dict[str, Sequence[Settings]]] = {
             for shape in ("linear", "cosine")
         ],
     },
+    "sources": {
+        "one": [NONE],
+        "mixed": [{"data.mixture": {"easy": 0.5, "hard": 0.5}}],
+    },
     "generation": {
         "before training": [NONE],
         "meanwhile": [
@@ -270,7 +274,6 @@ _ENGINE = "is about where an engine runs, not what a step computes from its traj
 _WEIGHTS = "is about how weights reach an engine, after the step"
 _PLAY = "is about how an agent is played; its trajectories are those of the agent levels"
 _START = "is about the weights that a run begins with; the step is the same"
-_ORDER = "is about which prompts a batch has, not what a step computes from their trajectories"
 NOT_COVERED = {
     "router replay": "needs a mixture of experts, whose routers the reference does not have",
     "recorded experts": "only router replay reads them",
@@ -293,8 +296,7 @@ NOT_COVERED = {
     "verifier of a command": _PLAY,
     "reward file of a command": _PLAY,
     "agents in processes": _PLAY,
-    "mixture of sources": _ORDER,
-    "curriculum": _ORDER,
+    "curriculum": "changes the order of prompts that come after a step",
 }
 
 

@@ -159,6 +159,19 @@ def test_one_row_per_trajectory_has_one_outcome_everywhere() -> None:
     assert eval_metrics(group)["eval/all/avg_score"] == 0.25
 
 
+@pytest.mark.spec("metrics.positive-reward")
+@pytest.mark.parametrize("rows", ["step", "merged"])
+def test_rewards_at_one_place_of_a_merged_row_are_one_positive_reward(rows: str) -> None:
+    without_tokens = [step([1], [], 1.0), step([1, 3], [], -0.25)]
+    of_one_token = [step([1], [5], 1.0), step([1, 5], [], -0.25)]
+    settings = config(f"{ESTIMATOR}=reinforce++", f"trainer.rows={rows}")
+    for steps in (without_tokens, of_one_token):
+        _, _, metrics = training_batch([Trajectory("a", 0, steps)], settings)
+        assert metrics["reward/avg_raw_reward"] == 0.75
+        expected = 0.75 if rows == "merged" else 1.0
+        assert metrics["reward/mean_positive_reward"] == expected
+
+
 def test_policies_with_one_row_per_trajectory_are_judged_and_reported() -> None:
     contexts = {"planner": [1, 5], "worker": [2, 6]}
     steps = []

@@ -137,7 +137,8 @@ def update_policy(
     # By the policy as it is before the first optimizer step.
     if is_missing and not for_all and len(minis) > 1:
         minis[1:] = _with_old_logprobs(policy, batch, mini_batch_size)
-    steps = []
+    is_own_pass_old = _jumps_at_old(algorithm) and algorithm.old_logprobs != "rollout"
+    steps: list[dict[str, float]] = []
     corrections = []
     num_tokens = []
     num_sequences = []  # with a trained token
@@ -157,7 +158,10 @@ def update_policy(
                 # Those of a later mini-batch's pass are from after the steps before it.
                 if start == 0 or seen is None:
                     num_before = start + mini.loss_mask.shape[0]
-            step = _optimizer_step(policy, optimizer, mini, algorithm, max_seq_len, seen)
+            passed = mini
+            if is_own_pass_old and not steps:  # before any step its own pass is the old policy's
+                passed = mini.with_(old_logprobs=None)
+            step = _optimizer_step(policy, optimizer, passed, algorithm, max_seq_len, seen)
             steps.append(step)
             corrections.append(metrics)
             num_tokens.append(int((mini.loss_mask != 0).sum()))
@@ -206,6 +210,11 @@ def _reads_old_logprobs(batch: StepBatch, algorithm: AlgorithmConfig) -> bool:
     return batch.rollout_logprobs is None or not is_ratio_to_rollout(algorithm)
 
 
+def _jumps_at_old(algorithm: AlgorithmConfig) -> bool:
+    spec = policy_loss_spec(algorithm)
+    return isinstance(spec, LossSpec) and spec.jumps_at_old
+
+
 def _with_old_logprobs(
     policy: Policy, batch: StepBatch, mini_batch_size: int
 ) -> list[tuple[StepBatch, dict[str, float]]]:
@@ -229,12 +238,12 @@ def contributing_rows(batch: StepBatch, algorithm: AlgorithmConfig) -> np.ndarra
     """Return (N,) bool: rows whose gradient can differ from zero under this algorithm."""
     assert batch.advantages is not None
     spec = policy_loss_spec(algorithm)
-    # Terms beside the policy loss have a gradient in every row; a loss of scope "mini_batch" reads
-    # all of them.
+    # Terms beside the policy loss have a gradient in every row.
     has_policy_loss = algorithm.policy_loss_coef > 0
-    reads_all = spec.scope == "mini_batch" or not spec.zero_where_advantage_is_zero
+    reads_all = has_policy_loss and not spec.zero_where_advantage_is_zero
     has_other_terms = algorithm.use_kl_loss or algorithm.use_entropy_loss
-    if has_other_terms or (has_policy_loss and reads_all):
+    # A loss of scope "mini_batch" reads all rows, also for its metrics where its coefficient is 0.
+    if has_other_terms or reads_all or spec.scope == "mini_batch":
         return np.ones(batch.num_rows, dtype=bool)
     live = (batch.advantages != 0) & (batch.loss_mask != 0) & has_policy_loss
     if batch.token_weights is not None:

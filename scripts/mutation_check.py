@@ -277,7 +277,7 @@ FAULTS = (
     ),
     Fault(
         "an update's means weigh mini-batches alike, not tokens",
-        "skyrl_fast/train/update.py",
+        "skyrl_fast/train/metrics/aggregate.py",
         "return sum(v * n for v, n in zip(values, counts, strict=True)) / total if total else 0.0",
         "return sum(values) / len(values)",
         ("train/test_update_rules.py", "train/test_sft.py"),
@@ -348,16 +348,16 @@ FAULTS = (
     ),
     Fault(
         "shares of sequences are weighted by tokens",
-        "skyrl_fast/train/update.py",
-        "if name.startswith(_SEQUENCE_SHARES):",
+        "skyrl_fast/train/metrics/aggregate.py",
+        'if over == "sequences":',
         "if False:",
         ("train/test_feature_pairs.py",),
     ),
     Fault(
         "means over a critic's tokens weigh its mini-batches alike",
         "skyrl_fast/train/model/critic.py",
-        '_TOKEN_MEANS = ("critic/values_mean", "critic/values_clipfrac")',
-        "_TOKEN_MEANS = ()",
+        "steps.append(Part(self._step(mini), tokens=tokens))",
+        "steps.append(Part(self._step(mini), tokens=1))",
         ("train/test_feature_pairs.py",),
     ),
     Fault(
@@ -476,16 +476,16 @@ FAULTS = (
     ),
     Fault(
         "shares of sequences are weighted by tokens",
-        "skyrl_fast/train/update.py",
-        "if name.startswith(_SEQUENCE_SHARES):",
+        "skyrl_fast/train/metrics/aggregate.py",
+        'if over == "sequences":',
         "if False:",
         ("train/test_means_of_batches.py::test_shares_of_sequences_and_the_spread_of_ratios",),
     ),
     Fault(
         "a critic's means weigh mini-batches alike",
         "skyrl_fast/train/model/critic.py",
-        "for name in _TOKEN_MEANS:",
-        "for name in ():",
+        "tokens = int((mini.loss_mask != 0).sum())",
+        "tokens = 1",
         (
             "train/test_means_of_batches.py::test_means_of_a_critics_tokens_do_not_depend_on_the_mini_batches",
         ),

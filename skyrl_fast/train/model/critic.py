@@ -22,6 +22,7 @@ from skyrl_fast.config import Config, OptimizerConfig
 from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.ops import _backend
 from skyrl_fast.train.data.schedule import total_optimizer_steps
+from skyrl_fast.train.metrics.aggregate import Part, add_up_mini_batches
 from skyrl_fast.train.model.lm_head import backbone as backbone_of
 from skyrl_fast.train.model.lora import (
     CRITIC,
@@ -125,7 +126,6 @@ def add_to_base(model: Any, lora: LoraConfig, *, base: str, folder: Path | None 
 
 
 _STEP = ("critic_loss", "values_mean", "values_clipfrac")
-_TOKEN_MEANS = ("critic/values_mean", "critic/values_clipfrac")
 
 
 class Critic:
@@ -222,12 +222,12 @@ class Critic:
     def update(self, batch: StepBatch) -> dict[str, float]:
         """Take optimizer steps towards the batch's returns; return their mean metrics."""
         minis = batch.mini_batches(self.mini_batch_size)
-        steps = [self._step(mini) for _ in range(self.update_epochs) for mini in minis]
-        metrics = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
-        counts = [int((mini.loss_mask != 0).sum()) for mini in minis] * self.update_epochs
-        for name in _TOKEN_MEANS:  # mini-batches differ in tokens
-            total = sum(step[name] * n for step, n in zip(steps, counts, strict=True))
-            metrics[name] = total / max(1, sum(counts))
+        steps = []
+        for _ in range(self.update_epochs):
+            for mini in minis:
+                tokens = int((mini.loss_mask != 0).sum())
+                steps.append(Part(self._step(mini), tokens=tokens))
+        metrics = add_up_mini_batches(steps)
         metrics["critic/optimizer_steps"] = float(len(steps))
         trained = batch.loss_mask != 0
         assert batch.values is not None and batch.returns is not None

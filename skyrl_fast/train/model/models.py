@@ -55,6 +55,11 @@ class Models:
     reference: Reference | None
     critic: Critic | None
 
+    @property
+    def policy(self) -> Policy:
+        """The first policy, whose model all share."""
+        return next(iter(self.trained.values())).policy
+
 
 def make_models(
     config: Config,

@@ -107,7 +107,6 @@ def _config(options: argparse.Namespace) -> Config:
             given.append(as_override(key, text))
     if options.engine:
         engine = "generator.inference_engine"
-        given += [f"{engine}.run_engines_locally=false"]
         given += [as_override(f"{engine}.external_server_urls", options.engine)]
     if path is None:
         given = [*_lengths(options.model), *given]

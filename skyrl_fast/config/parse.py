@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from skyrl_fast.config.aliases import resolve_aliases
 from skyrl_fast.config.sampling import SamplingParams
 from skyrl_fast.config.settings import Config, leaves, to_dict
 from skyrl_fast.config.skyrl_settings import advice_by_name, skyrl_advice
@@ -63,6 +64,8 @@ def as_config(source: ConfigSource) -> Config:
         raise ConfigError(
             f"config: expected a Config, a mapping or the path of a YAML file, got {source!r}"
         )
+    if isinstance(source, Mapping):
+        source = resolve_aliases(_expand_dotted(Config, source, ""), _convert)
     config: Config = _build(Config, source, "")
     return config
 

@@ -15,7 +15,9 @@ _ONE_PROCESS_ENGINE = (
     f"{_ENGINE}.external_server_urls"
 )
 _NO_SIMULATION = "there is no simulated trainer; remove it"
-_TREES = "padding is small (rows are sorted by length), and trainer.rows=tree has none; remove it"
+_TREES = (
+    "padding is small (rows are sorted by length), and trainer.row_layout=tree has none; remove it"
+)
 
 # Dotted name, or that of a section; * is one part of a name. The first that matches counts.
 SKYRL_ONLY = {

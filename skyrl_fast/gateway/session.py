@@ -134,7 +134,7 @@ class Session:
         # What is too long is refused before it is rendered: regular expressions hold Python's lock
         # for seconds where a text has megabytes.
         number = max(len(call.messages or ()), len(call.tools or ()))
-        if number > (self.policy.config.max_input_length or 0):
+        if number > self.policy.config.max_input_length:
             return number
         return max(number, self._prompts.num_new_characters(call) // CHARACTERS_PER_TOKEN)
 

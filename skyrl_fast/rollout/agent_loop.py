@@ -54,7 +54,6 @@ class AgentLoop:
         self.tokenizer = calls.tokenizer
         self.env_factory = env_factory
         self.config = config
-        assert config.max_input_length is not None
         self.max_input_length = config.max_input_length
         self.board = board
         self.parser = AnswerParser(tool_parser)

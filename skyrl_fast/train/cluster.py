@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_fast.config import Config
+from skyrl_fast.config.modes import EnginePlace
 from skyrl_fast.errors import RunError
 from skyrl_fast.rollout.engine.engine_actor import enter
 from skyrl_fast.rollout.engine.ray_engine import EngineBundle
@@ -113,7 +114,7 @@ def _reserve(ray: Any, config: Config, nodes: int, seconds: float) -> _Reservati
     # with a rank only if it must. Where not all engines fit, ranks come first and the others wait.
     for count in _possible_counts(config, nodes):
         reserved = _reserve_all(ray, config, count, seconds)
-        if reserved is None and config.engines_on_cluster:
+        if reserved is None and config.engine_place is EnginePlace.CLUSTER:
             reserved = _reserve_some(ray, config, count)
         if reserved is not None:
             return reserved
@@ -140,7 +141,7 @@ def _reserve_all(ray: Any, config: Config, nodes: int, seconds: float) -> _Reser
     """Reserve nodes and all engines; None if that is not possible in so many seconds."""
     deadline = time.monotonic() + seconds
     engines: tuple[EngineBundle, ...] = ()
-    if config.engines_on_cluster:
+    if config.engine_place is EnginePlace.CLUSTER:
         bundles = [_engine_bundle(ray, config)] * config.generator.inference_engine.num_engines
         group = ray.util.placement_group(bundles, strategy="PACK")
         engines = tuple(EngineBundle(group, bundle) for bundle in range(len(bundles)))
@@ -187,7 +188,7 @@ def _bundle(ray: Any, gpus: int, *, cpus: int | None) -> dict[str, float]:
 
 def _describe_request(ray: Any, config: Config, nodes: int) -> str:
     text = f"{'a node' if nodes == 1 else f'{nodes} nodes'} with {_rank_bundle(ray, config)}"
-    if config.engines_on_cluster:
+    if config.engine_place is EnginePlace.CLUSTER:
         text += f" and an engine with {_engine_bundle(ray, config)}"
     return text
 

@@ -22,6 +22,7 @@ from typing import Any
 from skyrl_fast.config import Config, ConfigSource, as_config, check_config, sums_rewards, to_dict
 from skyrl_fast.config.asynchronous import FullyAsyncConfig
 from skyrl_fast.config.model_folder import model_folder
+from skyrl_fast.config.modes import EnginePlace
 from skyrl_fast.config.settings import CriticConfig, LoraConfig, PlacementConfig
 from skyrl_fast.gateway.agents.task import AgentTask
 from skyrl_fast.rollout.env.handler import MakeEnv
@@ -214,10 +215,8 @@ def _find_target(given: str, config: Config) -> _Target:
     model = config.trainer.policy.model
     if given.startswith(("http://", "https://")):
         engine = config.generator.inference_engine
-        engine.run_engines_locally = False
         engine.external_server_urls = [given]
         return _Target(given.partition("://")[2], given, config, is_server=True)
-    config.generator.inference_engine.run_engines_locally = True
     config.generator.inference_engine.external_server_urls = []
     path = Path(expanduser(given)).absolute()
     name = path.name or "model"
@@ -246,7 +245,7 @@ def _find_target(given: str, config: Config) -> _Target:
 def _target_of_settings(config: Config) -> _Target:
     config = _without_training(config)
     engine = config.generator.inference_engine
-    if not engine.run_engines_locally:
+    if config.engine_place is EnginePlace.SERVERS:
         urls = ", ".join(engine.external_server_urls)
         return _Target("servers", urls, config, is_server=True)
     if config.trainer.policy.model.lora.path is None:

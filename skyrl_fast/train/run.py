@@ -24,10 +24,10 @@ from skyrl_fast.config import (
     ConfigSource,
     as_config,
     check_config,
-    max_input_length,
     sums_rewards,
     to_dict,
 )
+from skyrl_fast.config.modes import EnginePlace
 from skyrl_fast.gateway.agents.task import AgentTask
 from skyrl_fast.rollout.env.handler import MakeEnv
 from skyrl_fast.rollout.env.reward_env import Reward
@@ -216,7 +216,7 @@ def train_agent(
     run_here = RunRequest(
         prompts, eval_prompts, make_env, callbacks, make_rollouts, check_rollouts
     ).run_here
-    if config.trainer.placement.policy_num_nodes > 1 or config.engines_on_cluster:
+    if config.trainer.placement.policy_num_nodes > 1 or config.engine_place is EnginePlace.CLUSTER:
         from skyrl_fast.train.cluster import run_on_cluster
 
         result = run_on_cluster(config, run_here, checkpoint_folder(config))
@@ -291,7 +291,7 @@ class RunRequest:
             len(data.train),
             saved_logits_bytes=None if plan is None else plan.saved_logits_bytes,
             holds_gradients=plan is None or plan.held_gradient_bytes > 0,
-            offloads_base=with_engine and config.offloads_base,
+            offloads_base=with_engine and config.offloads_base(config.engine_place),
         )
         output = _open_output(config, start, data, plan, stack, store)
         ranks = start_ranks(
@@ -443,11 +443,9 @@ class _EvalRewards(Callback):
 def _limits_text(config: Config) -> str:
     """Return what ends a trajectory, each limit with its setting."""
     generator = config.generator
-    is_set = generator.max_input_length is not None
-    prompts = "generator.max_input_length" if is_set else "trainer.max_prompt_length"
     return (
         f"a trajectory has at most {generator.turn_limit} turns (generator.max_turns), prompts of "
-        f"{max_input_length(config)} tokens ({prompts}), answers of "
+        f"{generator.max_input_length} tokens (generator.max_input_length), answers of "
         f"{generator.sampling_params.max_generate_length} (sampling_params.max_generate_length)"
     )
 

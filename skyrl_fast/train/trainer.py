@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.config import Config, max_input_length, sums_rewards, to_dict
+from skyrl_fast.config import Config, sums_rewards, to_dict
 from skyrl_fast.rollout.failures import FailureWatch, fail_infinite_rewards, log_failures
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.algorithm.batch_warnings import BatchWarnings
@@ -449,7 +449,7 @@ class Trainer:
             mini_batch_size=settings.policy_mini_batch_size,
             update_epochs=settings.update_epochs_per_batch,
             max_seq_len=settings.algorithm.max_seq_len
-            or max_input_length(self._config)
+            or self._config.generator.max_input_length
             + self._config.generator.sampling_params.max_generate_length,
             reference=self._components.reference,
             seen_logprobs=trained.trainer_logprobs,

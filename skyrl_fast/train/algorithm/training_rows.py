@@ -81,7 +81,7 @@ def training_rows(
     steps: StepBatch,
     generator: GeneratorConfig,
     *,
-    merge: bool | None = None,
+    form: str = "step",
     keep_rewards: bool = False,
     observations: bool = False,
     trajectories: Sequence[Trajectory] = (),
@@ -93,18 +93,17 @@ def training_rows(
     `keep_rewards`, for estimators that read all rewards.
 
     Args:
-        merge: merge steps; None: `generator.merge_stepwise_output`.
+        form: "step", "merged" or "trajectory", as in `trainer.rows`.
         observations: give the tokens between the steps of a merged row cross-entropy weight 1.
         trajectories: of the rows; what their prompts have of other answers, such as another
             policy's, has cross-entropy weight 0.
 
     Raises:
-        ValueError: `step_wise_trajectories` is false and a trajectory's context did not only grow.
+        ValueError: `form` is "trajectory" and a context did not only grow.
     """
-    one_row = not generator.step_wise_trajectories
-    merge = generator.merge_stepwise_output if merge is None else merge
-    if not (one_row or merge):
+    if form == "step":
         return steps
+    one_row = form == "trajectory"
     drift = generator.merge_drift
     most = generator.merge_max_drift_tokens
     rewards = "token" if one_row or keep_rewards else None
@@ -161,9 +160,8 @@ def _not_one_row(steps: StepBatch, plan: MergePlan) -> str:
     first = int(np.flatnonzero(trajectories == trajectories[row])[0])
     sample = trajectories[row] - trajectories[groups == groups[row]][0]
     return (
-        "generator.step_wise_trajectories: false trains one row per trajectory, which needs "
-        f"contexts that only grow, but in sample {sample} of prompt "
+        "trainer.rows: expected step or merged, as trajectory trains one row per trajectory, which "
+        f"needs contexts that only grow, but in sample {sample} of prompt "
         f"{steps.uids[groups[row]]!r} the prompt of turn {row - first + 1} does not begin with the "
-        f"tokens before it (they agree on {plan.overlaps[row]}); set it to true (and "
-        "generator.merge_stepwise_output to join what can be joined)"
+        f"tokens before it (they agree on {plan.overlaps[row]})"
     )

@@ -96,7 +96,7 @@ def build_demonstration(
     Args:
         messages: the result of `chat_of`.
         tokenizer: with a chat template and an end token.
-        generator: settings with `context`, `chat_template` and `max_input_length` resolved.
+        generator: settings with `chat_template` resolved.
         template_kwargs: the row's, such as `tools`, in place of the settings'.
 
     Raises:
@@ -118,7 +118,6 @@ def build_demonstration(
 def _steps(
     messages: Sequence[Message], tokenizer: Any, generator: GeneratorConfig, kwargs: dict[str, Any]
 ) -> Iterator[Step]:
-    assert generator.max_input_length is not None
     plain = [{k: v for k, v in message.items() if k not in FLAGS} for message in messages]
     place = first_answer(plain)
     options: dict[str, Any] = {

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from skyrl_fast.config import Config, max_input_length, policy_loss_spec
+from skyrl_fast.config import Config, policy_loss_spec
+from skyrl_fast.config.modes import EnginePlace, EngineWeights
 from skyrl_fast.config.settings import LoraConfig, OptimizerConfig, max_response_length
 from skyrl_fast.ops.logprob.linear_rows import COLUMN_MULTIPLE, default_chunk_rows
 from skyrl_fast.rollout.engine.vllm_start import CPU_CACHE_GIB, CPU_CACHE_VARIABLE
@@ -99,7 +100,7 @@ def _memory_of_used_gpus(config: Config, with_engine: bool) -> list[tuple[int, i
         return []
     num_gpus = torch.cuda.device_count()
     used = set(range(config.trainer.placement.policy_num_gpus_per_node))
-    if with_engine and config.engine_in_process:
+    if with_engine and config.engine_place.is_here:
         used |= set(engine_placement(config, num_gpus).gpu_ids)
     found = [gpu for gpu in sorted(used) if gpu < num_gpus]
     return [(gpu, int(torch.cuda.get_device_properties(gpu).total_memory)) for gpu in found]
@@ -172,7 +173,7 @@ class _Planner:
 
     def plan(self, config: Config) -> MemoryPlan:
         measure = self._measure
-        local = self._with_engine and config.engine_in_process
+        local = self._with_engine and config.engine_place.is_here
         if _device(config).type == "cpu":
             return _plan_main_memory(_with_dtypes_of_cpu(config), measure, self._capacity, local)
         gpus = max(self._num_gpus, config.trainer.placement.policy_num_gpus_per_node)
@@ -181,7 +182,8 @@ class _Planner:
         check_heads(text, policy.sequence_parallel_size)
         engine = engine_placement(config, gpus) if local else None
         by = config.generator.inference_engine.weight_sync_backend
-        on_cluster = self._with_engine and config.engines_on_cluster and by in ("auto", "nccl")
+        is_on_cluster = self._with_engine and config.engine_place is EnginePlace.CLUSTER
+        on_cluster = is_on_cluster and by in ("auto", "nccl")
         return _plan(
             config, measure, self._capacity, engine, in_use=self._in_use, on_cluster=on_cluster
         )
@@ -262,7 +264,7 @@ def _plan(
         trainer = [*readers, *trainer]
     # On the engine's fullest GPU.
     together = [*trainer, *readers, context] if engine.shared else [context]
-    offloads = engine.sleeps and config.can_offload_base
+    offloads = engine.sleeps and config.offloads_base(EnginePlace.HERE_ASLEEP)
     if engine.sleeps:
         together = [*resident, _probe_item(config, size), *readers, context]
     if offloads:  # the probe's side of the trainer is computed before the engine wakes up
@@ -327,7 +329,7 @@ def _cpu_engine_items(config: Config, size: ModelSize) -> Iterator[Item]:
     by_seqs = ("generator.inference_engine.max_num_seqs",)
     yield Item("engine: logits", LOGIT_COPIES * logits, by_seqs)
     in_memory = config.trainer.placement.num_ranks == 1 and not config.trains_adapter
-    if not in_memory and not config.sends_adapter:
+    if not in_memory and config.engine_weights is not EngineWeights.ADAPTER:
         yield Item("weights for the engine, and their file", 2 * item * base)
 
 
@@ -348,7 +350,8 @@ def _device(config: Config) -> torch.device:
 def _host_bytes(config: Config, size: ModelSize, engine: EnginePlacement) -> int:
     """Return the main memory of a file's weights, and of those of a sleeping engine."""
     item = _dtype(config.generator.inference_engine.model_dtype).itemsize
-    sent = size.trained_parameters if config.sends_adapter else size.parameters
+    sends_adapter = config.engine_weights is EngineWeights.ADAPTER
+    sent = size.trained_parameters if sends_adapter else size.parameters
     # By a file: a copy in this process, and the file in shared memory.
     return item * (2 * (engine.weight_sync == "file") * sent + engine.sleeps * size.parameters)
 
@@ -584,7 +587,7 @@ def _head_dtype(config: Config) -> torch.dtype:
 
 def _row_length(config: Config) -> int:
     """Return the tokens of the longest row: prompt and response."""
-    return max_input_length(config) + config.generator.sampling_params.max_generate_length
+    return config.generator.max_input_length + config.generator.sampling_params.max_generate_length
 
 
 def _engine_length(config: Config) -> int:
@@ -592,7 +595,7 @@ def _engine_length(config: Config) -> int:
     chosen = config.generator.inference_engine.engine_init_kwargs.get("max_model_len")
     if isinstance(chosen, int):
         return chosen
-    return max_input_length(config) + max_response_length(config)
+    return config.generator.max_input_length + max_response_length(config)
 
 
 def _pass_tokens(config: Config, length: int) -> tuple[int, str]:
@@ -614,8 +617,8 @@ def _pass_tokens(config: Config, length: int) -> tuple[int, str]:
     if longest > trainer.max_tokens_per_microbatch:
         return longest, "generator.max_input_length"
     # A pass has rows of one mini-batch; a tree of answers has their prompt once.
-    if trainer.rows == "tree" and grows and generator.turn_limit == 1:
-        mini_batch -= prompts * (samples - 1) * max_input_length(config)
+    if trainer.row_layout == "tree" and grows and generator.turn_limit == 1:
+        mini_batch -= prompts * (samples - 1) * config.generator.max_input_length
     if mini_batch < trainer.max_tokens_per_microbatch:
         return mini_batch, "trainer.policy_mini_batch_size"
     return trainer.max_tokens_per_microbatch, "trainer.max_tokens_per_microbatch"
@@ -649,12 +652,9 @@ def _axes(config: Config, with_engine: bool, max_gpus: int) -> Iterator[Axis]:
         yield Axis("residual_dtype", [*one_setting("trainer.residual_dtype", ["auto"])])
     if on_gpus:
         yield from _axes_of_gpus(config, with_engine, max_gpus)
-    if with_engine and engine.run_engines_locally:
-        servers = {
-            f"{ENGINE}.run_engines_locally": False,
-            f"{ENGINE}.external_server_urls": [SERVER],
-        }
-        yield Axis("engines on servers", [servers], is_last=True)
+    if with_engine and config.engine_place is not EnginePlace.SERVERS:
+        values = one_setting(f"{ENGINE}.external_server_urls", [[SERVER]])
+        yield Axis("engines on servers", [*values], is_last=True)
 
 
 def _axes_of_gpus(config: Config, with_engine: bool, max_gpus: int) -> Iterator[Axis]:
@@ -667,7 +667,7 @@ def _axes_of_gpus(config: Config, with_engine: bool, max_gpus: int) -> Iterator[
     more = [n for n in powers if n > trainer.placement.policy_num_gpus_per_node]
     if more:
         yield Axis("more GPUs", [*one_setting(PLACEMENT, more)])
-    if with_engine and config.engine_in_process:
+    if with_engine and config.engine_place.is_here:
         sizes = [n for n in powers if n > engine.tensor_parallel_size]
         if sizes:
             values = one_setting(f"{ENGINE}.tensor_parallel_size", sizes)

@@ -131,7 +131,7 @@ def _with_shorter_rows(
 ) -> list[Settings]:
     """Return what fits with the longest rows that fit."""
     generator = config.generator
-    prompt = generator.max_input_length or config.trainer.max_prompt_length
+    prompt = generator.max_input_length
     answer = generator.sampling_params.max_generate_length
     bases: list[Settings] = [{}]
     if by_lora:

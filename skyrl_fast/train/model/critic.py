@@ -397,7 +397,7 @@ def make_critic(
         value_clip=trainer.algorithm.value_clip,
         max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
         dtype=dtype,
-        tree=uses_trees(trainer.rows),
+        tree=uses_trees(trainer.row_layout),
         ranks=ranks,
         policy=policy,
     )

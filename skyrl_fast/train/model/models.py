@@ -189,7 +189,7 @@ def _policy_of(
         dtype=dtype,
         head_dtype=dtype if head == "auto" else getattr(torch, head),
         router_replay=router_replay,
-        tree=uses_trees(settings.rows),
+        tree=uses_trees(settings.row_layout),
         saved_logits_bytes=saved_logits_bytes,
         ranks=ranks,
     )

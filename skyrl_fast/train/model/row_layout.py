@@ -71,9 +71,9 @@ class LayoutCosts:
         return {f"policy/{name}_ns": 1e9 * cost for name, cost in asdict(self).items()}
 
 
-def uses_trees(rows: str) -> bool | None:
-    """Return the setting `trainer.rows` as the argument `tree` of a policy or critic."""
-    return {"tree": True, "auto": None}.get(rows, False)
+def uses_trees(layout: str) -> bool | None:
+    """Return the setting `trainer.row_layout` as the argument `tree` of a policy or critic."""
+    return {"tree": True, "auto": None, "sequence": False}[layout]
 
 
 def supports_trees(backbone: Any, tree: bool | None, sequence: SequenceRanks = SINGLE) -> bool:

@@ -66,7 +66,7 @@ HARMLESS_OPTIONS = frozenset({"is_causal", "position_ids", "cache_position"})
 
 def prepare_for_trees(backbone: Any, *, shares_tokens: bool = False) -> None:
     """Make a transformers backbone accept trees; its results without trees are unchanged."""
-    refusal = f"trainer.rows: {_name(backbone)} cannot be trained as trees: "
+    refusal = f"trainer.row_layout: {_name(backbone)} cannot be trained as trees: "
     has_states = replace_state_functions(backbone)
     if has_states and shares_tokens:
         raise ValueError(f"{refusal}ranks cannot share the tokens of layers with a state")

@@ -110,7 +110,7 @@ def plan_run_memory(
     if not config.shares_reference:
         planned.trainer.ref.model.path = config.trainer.ref.model.path or model_path(config, None)
     planned.trainer.policy.model.path = model_path(config, checkpoint)
-    in_process = with_engine and config.engine_in_process
+    in_process = with_engine and config.engine_place.is_here
     if in_process:
         placement = engine_placement(config, num_gpus)
         if placement.weight_sync == "ipc" and engine.weight_sync_backend == "auto":

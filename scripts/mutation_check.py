@@ -278,7 +278,7 @@ FAULTS = (
     Fault(
         "an update's means weigh mini-batches alike, not tokens",
         "skyrl_fast/train/metrics/aggregate.py",
-        "return sum(v * n for v, n in zip(values, counts, strict=True)) / total if total else 0.0",
+        "return sum(v * n for v, n in zip(values, counts, strict=True)) / total",
         "return sum(values) / len(values)",
         ("train/test_update_rules.py", "train/test_sft.py"),
     ),
@@ -300,8 +300,8 @@ FAULTS = (
     Fault(
         "a reward for one call goes to the last one",
         "skyrl_fast/gateway/rewards.py",
-        "step = self._calls[call] if call else self._spans[span][-1] if span else last",
-        "step = self._spans[span][-1] if span else last",
+        "step = self._calls[call]",
+        "step = last",
         ("gateway/test_openai_chat.py",),
     ),
     Fault(
@@ -412,8 +412,8 @@ FAULTS = (
     Fault(
         "the first step of a trajectory counts as its last",
         "skyrl_fast/batch/from_trajectories.py",
-        "is_last_step[np.cumsum(num_steps) - 1] = True",
-        "is_last_step[np.cumsum(num_steps) - num_steps] = True",
+        "last_rows = np.cumsum(num_steps) - 1",
+        "last_rows = np.cumsum(num_steps) - num_steps",
         ("batch",),
     ),
     Fault(

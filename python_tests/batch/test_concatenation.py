@@ -127,15 +127,15 @@ def test_unchanged_batch_is_not_copied() -> None:
 @pytest.mark.parametrize(
     ("batches", "message"),
     [
-        ([], "batches must not be empty"),
-        ([batch_of(Row("a", 0)), batch_of(Row("a", 1))], "but 'a' is in two"),
+        ([], "batches: expected at least one, got none"),
+        ([batch_of(Row("a", 0)), batch_of(Row("a", 1))], "got 'a' in two batches"),
         (
             [batch_of(Row("a", 0)), batch_of(Row("b", 0)).with_(rollout_logprobs=None)],
-            "rollout_logprobs must be in all batches or in none",
+            "rollout_logprobs: expected it in all batches or in none",
         ),
         (
             [batch_of(Row("a", 0)), batch_of(Row("b", 0)).with_(stop_reasons=None)],
-            "stop_reasons must be in all batches or in none",
+            "stop_reasons: expected them in all batches or in none",
         ),
     ],
 )

@@ -64,7 +64,9 @@ def sums_rewards(config: Config) -> bool:
 def estimator_settings(algorithm: AlgorithmConfig) -> dict[str, Any]:
     """Return the keyword arguments of the chosen advantage estimator."""
     spec = estimator_spec(algorithm)
-    named = {argument: getattr(algorithm, key) for argument, key in spec.settings.items()}
+    named = {}
+    for argument, key in spec.settings.items():
+        named[argument] = getattr(algorithm, key)
     return named | algorithm.advantage_estimator_kwargs
 
 

@@ -67,11 +67,15 @@ def _rows(given: Mapping[str, Any]) -> Meaning:
         return _one_of("merged")
     if merges is None:
         return _one_of("step", "merged")
-    return _one_of("step") if is_step_wise else _one_of("step", "trajectory")
+    if is_step_wise:
+        return _one_of("step")
+    return _one_of("step", "trajectory")
 
 
 def _context(given: Mapping[str, Any]) -> Meaning:
-    return _one_of("append", "retemplate") if given[MULTI_TURN] else _one_of("single")
+    if given[MULTI_TURN]:
+        return _one_of("append", "retemplate")
+    return _one_of("single")
 
 
 def _server_urls(given: Mapping[str, Any]) -> Meaning:

@@ -82,8 +82,13 @@ def check_features(config: Config) -> None:
 
 def _missing_text(config: Config, feature: Feature, need: Need) -> str:
     wanted = FEATURES[need.any_of[0]]
-    others = [f"{FEATURES[name].setting}: {FEATURES[name].on}" for name in need.any_of[1:]]
-    alternatives = f" (or {'; '.join(others)})" if others else ""
+    others = []
+    for name in need.any_of[1:]:
+        others.append(f"{FEATURES[name].setting}: {FEATURES[name].on}")
+    if others:
+        alternatives = f" (or {'; '.join(others)})"
+    else:
+        alternatives = ""
     return (
         f"{wanted.setting}: expected {wanted.on}{alternatives} with "
         f"{_assignment(config, feature.setting)}, as {need.reason}, got "
@@ -92,7 +97,10 @@ def _missing_text(config: Config, feature: Feature, need: Need) -> str:
 
 
 def _refusal_text(config: Config, feature: Feature, other: Feature, reason: str) -> str:
-    off = feature.off(config) if callable(feature.off) else feature.off
+    if callable(feature.off):
+        off = feature.off(config)
+    else:
+        off = feature.off
     return (
         f"{feature.setting}: expected {off} with {_assignment(config, other.setting)}, as "
         f"{reason}, got {_shown_value(config, feature.setting)}"
@@ -110,7 +118,9 @@ def _shown_value(config: Config, key: str) -> str:
     if is_dataclass(value):
         return ", ".join(_changed_settings(value))
     # A variable of the environment may be secret: as written in the file.
-    return value.written if isinstance(value, EnvironmentValue) else shown(value)
+    if isinstance(value, EnvironmentValue):
+        return value.written
+    return shown(value)
 
 
 def _changed_settings(section: Any) -> Iterator[str]:
@@ -148,7 +158,10 @@ def _has_loss_of_this_process(config: Config) -> bool:
 
 def _importable_loss(config: Config) -> str:
     spec = policy_loss_spec(config.trainer.algorithm)
-    name = importable_name(spec.function) if isinstance(spec, CustomLoss) else None
+    if isinstance(spec, CustomLoss):
+        name = importable_name(spec.function)
+    else:
+        name = None
     return name or "module:function"
 
 

@@ -45,7 +45,10 @@ def shown(value: Any) -> str:
 def description(item: Field[Any]) -> str:
     """Return the help, choices and limits of a setting."""
     about = item.metadata
-    parts = [about["help"]] if about.get("help") else []
+    if about.get("help"):
+        parts = [about["help"]]
+    else:
+        parts = []
     if about.get("choices"):
         parts.append("one of " + ", ".join(about["choices"]))
     limits = {"at_least": ">=", "above": ">", "at_most": "<="}

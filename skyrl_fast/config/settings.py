@@ -513,11 +513,15 @@ class GeneratorConfig:
     @property
     def turn_limit(self) -> int:
         """Maximum turns of a trajectory."""
-        return TURN_LIMIT if self.max_turns is None else self.max_turns
+        if self.max_turns is None:
+            return TURN_LIMIT
+        return self.max_turns
 
     def samples(self, phase: str) -> int:
         """Return the trajectories per prompt in "train" or "eval"."""
-        return self.n_samples_per_prompt if phase == "train" else self.eval_n_samples_per_prompt
+        if phase == "train":
+            return self.n_samples_per_prompt
+        return self.eval_n_samples_per_prompt
 
     def sampling(self, phase: str) -> SamplingParams:
         """Return the sampling parameters of "train" or "eval"; evaluation records no tokens."""
@@ -675,7 +679,10 @@ def to_dict(config: Any, *, resolved: bool = False) -> dict[str, Any]:
         if hasattr(value, "__dataclass_fields__"):
             result[item.name] = to_dict(value, resolved=resolved)
         else:
-            result[item.name] = value if resolved else _without_environment_values(value)
+            if resolved:
+                result[item.name] = value
+            else:
+                result[item.name] = _without_environment_values(value)
     return result
 
 

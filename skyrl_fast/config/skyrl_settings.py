@@ -167,7 +167,9 @@ def skyrl_advice(key: str) -> str | None:
         'use trainer.policy.dtype'
     """
     parts = key.split(".")
-    sections = {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
+    sections = set()
+    for n in range(1, len(parts) + 1):
+        sections.add(".".join(parts[:n]))
     for pattern, advice in SKYRL_ONLY.items():
         if any(_matches(section, pattern) for section in sections):
             return advice

@@ -121,7 +121,10 @@ def _reserve(ray: Any, config: Config, nodes: int, seconds: float) -> _Reservati
         wanted = f"{_describe_request(ray, config, count)} free within {seconds:g} s"
         logger.warning("trainer.placement: no room for %s", wanted)
     # What the cluster has, next to what was asked for.
-    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    alive = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            alive.append(node["Resources"])
     raise RunError(f"trainer.placement: expected room for {wanted}, got nodes with {alive}")
 
 
@@ -161,7 +164,9 @@ def _reserve_some(ray: Any, config: Config, nodes: int) -> _Reservation | None:
     if ranks.wait(SETTLE_SECONDS):
         number = config.generator.inference_engine.num_engines
         bundle = _engine_bundle(ray, config)
-        groups = [ray.util.placement_group([bundle]) for _ in range(number)]
+        groups = []
+        for _ in range(number):
+            groups.append(ray.util.placement_group([bundle]))
         reserved = replace(reserved, engines=tuple(EngineBundle(group, 0) for group in groups))
         missing = sum(not group.wait(SETTLE_SECONDS / number) for group in groups)
         if missing < number:
@@ -201,7 +206,10 @@ def _on_nodes(config: Config, nodes: int) -> Config:
 def _identity(checkpoint: Path) -> tuple[str, int, bytes]:
     """Return what tells a checkpoint from an earlier one of its step, which was set aside."""
     state = checkpoint / STATE
-    content = state.read_bytes() if state.is_file() else b""
+    if state.is_file():
+        content = state.read_bytes()
+    else:
+        content = b""
     return str(checkpoint), checkpoint.stat().st_ino, content
 
 

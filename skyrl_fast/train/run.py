@@ -409,7 +409,10 @@ def _train(run: _PreparedRun) -> TrainResult:
     run.output.closing.close()
     # Of a resumed run also those of its earlier processes.
     rows = read_metrics(run_path / "metrics.jsonl")
-    rewards = {row["step"]: row[EVAL_REWARD] for row in rows if EVAL_REWARD in row}
+    rewards = {}
+    for row in rows:
+        if EVAL_REWARD in row:
+            rewards[row["step"]] = row[EVAL_REWARD]
     rewards |= evaluations.rewards  # complete also where no logger writes metrics.jsonl
     plot = None
     if plot_module_checked and rows:
@@ -494,6 +497,10 @@ def _components(
     run: _PreparedRun, tokenizer: Any, rollouts: Rollouts, evaluations: _EvalRewards
 ) -> Components:
     store = run.output.store
+    if store is None:
+        upload = None
+    else:
+        upload = store.upload
     return Components(
         trained=run.models.trained,
         tokenizer=tokenizer,
@@ -504,7 +511,7 @@ def _components(
         callbacks=[evaluations, *run.callbacks],
         reference=run.models.reference,
         critic=run.models.critic,
-        upload=None if store is None else store.upload,
+        upload=upload,
     )
 
 

@@ -165,16 +165,16 @@ class _DemonstrationMaker:
 
     def _tokenize(self, config: Config, tokenizer: Any) -> dict[str, list[Step]]:
         generator = loop_settings(config)
-        return {
-            uid: build_demonstration(
+        result: dict[str, list[Step]] = {}
+        for uid, chat in self._chats.items():
+            result[uid] = build_demonstration(
                 chat.messages,
                 tokenizer,
                 generator,
                 chat.where,
                 template_kwargs=chat.template_kwargs,
             )
-            for uid, chat in self._chats.items()
-        }
+        return result
 
 
 class Demonstrations:

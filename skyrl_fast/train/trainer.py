@@ -205,7 +205,10 @@ class Trainer:
         self._sampler.restore(state["sampler"])
         if self._config.trainer.algorithm.kl_ctrl.type == "adaptive":
             saved = state.get("kl_coef", self._kl_coefs)
-            self._kl_coefs |= saved if isinstance(saved, dict) else {None: saved}
+            if isinstance(saved, dict):
+                self._kl_coefs |= saved
+            else:
+                self._kl_coefs |= {None: saved}
         self._used_up = state.get("epochs_used_up", 0)
         for name, one in self._components.trained.items():
             one.optimizer.load(checkpoint if name is None else checkpoint / OPTIMIZERS / name)
@@ -439,7 +442,10 @@ class Trainer:
     def _update(self, name: str | None, trained: TrainedRows) -> dict[str, float]:
         settings = self._config.trainer
         critic = self._components.critic
-        critic_metrics = {} if critic is None else critic.update(trained.batch)
+        if critic is None:
+            critic_metrics = {}
+        else:
+            critic_metrics = critic.update(trained.batch)
         one = self._components.trained[name]
         return critic_metrics | update_policy(
             one.policy,
@@ -522,7 +528,10 @@ class Trainer:
         components = self._components
         components.policy.save(folder / "policy", components.tokenizer)
         for name, one in components.trained.items():
-            of_policy = folder if name is None else folder / OPTIMIZERS / name
+            if name is None:
+                of_policy = folder
+            else:
+                of_policy = folder / OPTIMIZERS / name
             of_policy.mkdir(parents=True, exist_ok=True)
             one.optimizer.save(of_policy)
         if components.critic is not None:

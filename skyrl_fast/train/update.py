@@ -255,7 +255,10 @@ def accumulate_gradient(
     metrics["policy/num_micro_batches"] = float(len(results))
     metrics["policy/forward_tokens"] = float(sum(result.forward_tokens for result in results))
     rows = [result.rows for result in results]
-    visited = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
+    if rows:
+        visited = torch.cat(rows)
+    else:
+        visited = torch.zeros(0, dtype=torch.int64)
     metrics["policy/row_tokens"] = float(batch.lengths[visited].sum())
     if results:
         reached = metrics["policy/forward_tokens"] / metrics["policy/row_tokens"]
@@ -302,7 +305,10 @@ class _MiniBatchWeights:
         counted = torch.ones(batch.num_rows, dtype=torch.bool)
         if batch.is_placeholder is not None:
             counted = ~batch.is_placeholder  # what failed is no sample, and does not count
-        samples = batch if bool(counted.all()) else batch.rows(counted)
+        if bool(counted.all()):
+            samples = batch
+        else:
+            samples = batch.rows(counted)
         rows[counted] = reduction_weights(
             samples.loss_mask,
             reduction=algorithm.loss_reduction,
@@ -313,7 +319,10 @@ class _MiniBatchWeights:
         )
         # The cross-entropy is a token mean, whatever the reduction of the policy loss.
         given = batch.cross_entropy_weights
-        total = 0.0 if given is None else float(given.sum())
+        if given is None:
+            total = 0.0
+        else:
+            total = float(given.sum())
         return cls(rows, algorithm.observation_loss_coef / total if total else 0.0)
 
     def at(self, rows: torch.Tensor) -> _MiniBatchWeights:
@@ -327,7 +336,10 @@ def _weights_of_policy_loss(
     tokens = rows.token_weights
     coef = algorithm.policy_loss_coef
     if coef != 1:
-        tokens = torch.full_like(rows.rewards, coef) if tokens is None else coef * tokens
+        if tokens is None:
+            tokens = torch.full_like(rows.rewards, coef)
+        else:
+            tokens = coef * tokens
     return {"row_weights": weights.rows, "token_weights": tokens}
 
 
@@ -365,10 +377,9 @@ def _gradient(
     micro_batches = local_micro_batches(plan, budget, policy.ranks, divisible=not undivided)
     # Ranks that share a pass compute the same loss, random choices included.
     policy.ranks.sequence.share_random_state(policy.device)
-    results = [
-        _micro_step(policy, batch, weights, micro, algorithm)
-        for micro in reduce_at_last(policy.model, micro_batches, policy.ranks)
-    ]
+    results = []
+    for micro in reduce_at_last(policy.model, micro_batches, policy.ranks):
+        results.append(_micro_step(policy, batch, weights, micro, algorithm))
     return policy.ranks.gather([result for result in results if result is not None])
 
 
@@ -451,8 +462,14 @@ def _micro_step(
         )
     loss.backward()
     # The op reports zeros for a penalty that it was not given.
-    left_out = _RECOMPUTED if algorithm.use_kl_loss else _RECOMPUTED | _OF_REFERENCE
-    values = {f"policy/{k}": v for k, v in out.metrics.items() if k not in left_out}
+    if algorithm.use_kl_loss:
+        left_out = _RECOMPUTED
+    else:
+        left_out = _RECOMPUTED | _OF_REFERENCE
+    values = {}
+    for k, v in out.metrics.items():
+        if k not in left_out:
+            values[f"policy/{k}"] = v
     if sampled.any():
         values |= _values_of_sampled(trained, entropy, rows, micro, sampled, algorithm)
     else:  # of no token there are neither means nor extremes

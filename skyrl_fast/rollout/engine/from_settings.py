@@ -35,7 +35,10 @@ def make_engines(config: settings.Config, model_path: str) -> list[Engine]:
     _log_limited_top_k(config.generator.sampling_params)
     if config.engine_place is not EnginePlace.SERVERS:
         return [VllmEngine(make_vllm_setup(config, model_path))]
-    by = "reload" if engine.weight_sync_backend == "reload" else "file"
+    if engine.weight_sync_backend == "reload":
+        by = "reload"
+    else:
+        by = "file"
     return _make_remote_engines(config, model_path, weight_sync=by)
 
 
@@ -46,20 +49,22 @@ def make_cluster_engines(
     engine = config.generator.inference_engine
     folder = _find_cached_folder(model_path)
     _log_limited_top_k(config.generator.sampling_params)
-    return [
-        RayEngine(
-            number,
-            bundle,
-            partial(_make_setup_on_node, config, model_path, number),
-            weight_sync=choose_cluster_backend(config),
-            trainer=address,
-            weights_folder=engine.weight_sync_path,
-            records_routes=engine.enable_return_routed_experts,
-            vocab_size=_read_vocab_size(folder),
-            adapter=_adapter_config(config, folder),
+    result: list[Engine] = []
+    for number, bundle in enumerate(bundles):
+        result.append(
+            RayEngine(
+                number,
+                bundle,
+                partial(_make_setup_on_node, config, model_path, number),
+                weight_sync=choose_cluster_backend(config),
+                trainer=address,
+                weights_folder=engine.weight_sync_path,
+                records_routes=engine.enable_return_routed_experts,
+                vocab_size=_read_vocab_size(folder),
+                adapter=_adapter_config(config, folder),
+            )
         )
-        for number, bundle in enumerate(bundles)
-    ]
+    return result
 
 
 def make_untrained_engines(config: settings.Config, model_path: str) -> list[Engine]:
@@ -82,17 +87,19 @@ def _make_remote_engines(
     engine = config.generator.inference_engine
     key = engine_key(key_file(config))
     folder = _find_cached_folder(model_path)
-    return [
-        RemoteEngine(
-            url,
-            api_key=key,
-            weight_sync=weight_sync,
-            records_routes=engine.enable_return_routed_experts,
-            vocab_size=_read_vocab_size(folder),
-            adapter=None if weight_sync is None else _adapter_config(config, folder),
+    result: list[Engine] = []
+    for url in engine.external_server_urls:
+        result.append(
+            RemoteEngine(
+                url,
+                api_key=key,
+                weight_sync=weight_sync,
+                records_routes=engine.enable_return_routed_experts,
+                vocab_size=_read_vocab_size(folder),
+                adapter=None if weight_sync is None else _adapter_config(config, folder),
+            )
         )
-        for url in engine.external_server_urls
-    ]
+    return result
 
 
 def choose_transport(config: settings.Config) -> Transport:
@@ -124,7 +131,9 @@ def choose_cluster_backend(config: settings.Config) -> str:
 
 def key_file(config: settings.Config) -> Path:
     file = config.generator.inference_engine.api_key_file
-    return Path(expanduser(file)) if file else Path(config.trainer.run_path) / DEFAULT_NAME
+    if file:
+        return Path(expanduser(file))
+    return Path(config.trainer.run_path) / DEFAULT_NAME
 
 
 def make_vllm_setup(config: settings.Config, model_path: str) -> VllmSetup:
@@ -216,7 +225,9 @@ def _find_cached_folder(path: str) -> str:
         config = try_to_load_from_cache(path, "config.json")
     except ValueError:  # not a hub name either
         return path
-    return str(Path(config).parent) if isinstance(config, str) else path
+    if isinstance(config, str):
+        return str(Path(config).parent)
+    return path
 
 
 def read_positions(model_path: str) -> int | None:

@@ -30,8 +30,13 @@ def trace_of_error(error: BaseException) -> str:
 
 def trace_of_thread(ident: int | None) -> str:
     """Return the calls of the environment's code that a thread is in now, the innermost last."""
-    frame = None if ident is None else sys._current_frames().get(ident)
-    return "" if frame is None else _text(traceback.extract_stack(frame, limit=MAX_FRAMES))
+    if ident is None:
+        frame = None
+    else:
+        frame = sys._current_frames().get(ident)
+    if frame is None:
+        return ""
+    return _text(traceback.extract_stack(frame, limit=MAX_FRAMES))
 
 
 def trace_of_task(task: asyncio.Task[Any]) -> str:
@@ -59,6 +64,12 @@ def innermost_place(trace: str) -> str:
 
 def _text(calls: traceback.StackSummary) -> str:
     """Return the calls after the last one of the code that calls environments."""
-    callers = [n for n, call in enumerate(calls) if _CALLER in Path(call.filename).parents]
-    inner = calls[callers[-1] + 1 :] if callers else calls
+    callers = []
+    for n, call in enumerate(calls):
+        if _CALLER in Path(call.filename).parents:
+            callers.append(n)
+    if callers:
+        inner = calls[callers[-1] + 1 :]
+    else:
+        inner = calls
     return shorten("".join(traceback.format_list(inner)), MAX_FAILURE)

@@ -70,7 +70,10 @@ def all_too_long(config: Config, trajectories: Sequence[Trajectory]) -> str | No
     if not _all_end_by(trajectories, LENGTH):
         return None
     # The answer was cut, or else the next prompt, which no step has, was too long.
-    cut = [t for t in trajectories if t.steps and _was_cut(config, t)]
+    cut = []
+    for t in trajectories:
+        if t.steps and _was_cut(config, t):
+            cut.append(t)
     generator = config.generator
     answers = f"generator.sampling_params.max_generate_length={_answer_limit(config)}"
     prompts = f"generator.max_input_length={generator.max_input_length}"
@@ -140,7 +143,10 @@ class BatchWarnings:
         trajectories: Sequence[Trajectory],
     ) -> None:
         for check in checks:
-            message = None if check in self._warned else check(self._config, trajectories)
+            if check in self._warned:
+                message = None
+            else:
+                message = check(self._config, trajectories)
             if message is not None:
                 self._warned.add(check)
                 logger.warning("%s", message)

@@ -24,7 +24,9 @@ class SampledRows:
 
     @property
     def trained(self) -> StepBatch:
-        return self.steps if self.merged is None else self.merged
+        if self.merged is None:
+            return self.steps
+        return self.merged
 
 
 def with_records(batch: StepBatch, trajectories: Sequence[Trajectory]) -> StepBatch:
@@ -141,7 +143,9 @@ def _without_answers(
     numbers = rows.step_numbers.tolist()
     prompts = (rows.lengths - rows.response_lengths).tolist()
     begins = rows.cu_responses.tolist()
-    steps = [{s.number: s for s in recorded_steps(t)} if t.has_acted else {} for t in trajectories]
+    steps = []
+    for t in trajectories:
+        steps.append({s.number: s for s in recorded_steps(t)} if t.has_acted else {})
     for row, (trajectory, number) in enumerate(zip(trajectory_ids, numbers, strict=True)):
         # The prompt of a row's last step is the row up to its response: it has all answers, also
         # those of other policies, and those whose end was written again in other tokens.

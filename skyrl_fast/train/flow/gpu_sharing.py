@@ -90,4 +90,6 @@ def make_gpu_sharing(config: Config, pool: EnginePool) -> GpuSharing:
     place = config.engine_place
     if place is not EnginePlace.HERE_ASLEEP:
         return GpuSharing()
-    return EnginesInPlaceOfBase(pool) if config.offloads_base(place) else SleepingEngines(pool)
+    if config.offloads_base(place):
+        return EnginesInPlaceOfBase(pool)
+    return SleepingEngines(pool)

@@ -112,15 +112,23 @@ async def start_rollouts(
     else:
         started = make_engines(config, model_path)
     transport = choose_transport(config)
+    if config.engine_place is EnginePlace.CLUSTER:
+        wait_seconds = WAIT_SECONDS
+    else:
+        wait_seconds = None
     pool = EnginePool(
         started,
         max_restarts=settings_of_engine.max_restarts,
         transport=transport,
-        wait_seconds=WAIT_SECONDS if config.engine_place is EnginePlace.CLUSTER else None,
+        wait_seconds=wait_seconds,
     )
     on_group = None
     if isinstance(make_env, RewardFunctions):
         on_group = GroupRewards(environments, attempts=config.generator.max_retries + 1)
+    if isinstance(transport, SharedMemory):
+        memory = transport
+    else:
+        memory = None
     rollouts = VllmRollouts(
         config,
         tokenizer,
@@ -128,7 +136,7 @@ async def start_rollouts(
         environments,
         prompts,
         on_group=on_group,
-        memory=transport if isinstance(transport, SharedMemory) else None,
+        memory=memory,
     )
     await rollouts.start()
     return rollouts
@@ -229,7 +237,10 @@ class VllmRollouts:
         self, prompts: Sequence[Prompt], *, step: int, phase: str
     ) -> list[Trajectory]:
         # For the seeds, which must not depend on when an update of the weights comes.
-        version = step if phase == "train" else self._gate.version
+        if phase == "train":
+            version = step
+        else:
+            version = self._gate.version
         return await run_groups(self._runner, prompts, phase=phase, policy_version=version)
 
     async def sleep(self, policy: Policy) -> None:
@@ -244,7 +255,10 @@ class VllmRollouts:
 
         self._expected.clear()
         in_flight = self._config.trainer.fully_async.weight_update == "in_flight"
-        interrupt = self._pool.interrupt if in_flight else self._pool.release
+        if in_flight:
+            interrupt = self._pool.interrupt
+        else:
+            interrupt = self._pool.release
         async with self._gate.hold_closed(interrupt) as inside:
             await self._sharing.before_sync(policy, lambda: self._compute_probe(policy))
             if self._updated or self._starts_without_policy:
@@ -327,23 +341,35 @@ class VllmRollouts:
             return self._expected[name]
 
     def _make_probe(self, engine: Engine, policy: Policy) -> Probe:
-        probes = [
-            self._make_policy_probe(engine, one, name)
-            for name, one in self._policies(policy).items()
-        ]
-        return PolicyProbes(probes) if self._config.policies else probes[0]
+        probes = []
+        for name, one in self._policies(policy).items():
+            probes.append(self._make_policy_probe(engine, one, name))
+        if self._config.policies:
+            return PolicyProbes(probes)
+        return probes[0]
 
     def _make_policy_probe(self, engine: Engine, policy: Policy, name: str | None) -> WeightProbe:
         chosen = self._config.generator.inference_engine.model_dtype
-        dtype = policy.dtype if chosen == "auto" else getattr(torch, chosen)
+        if chosen == "auto":
+            dtype = policy.dtype
+        else:
+            dtype = getattr(torch, chosen)
         tolerance = self._config.trainer.sync_tolerance
+        if policy.router_replay:
+            replayed_logprobs = policy.sequence_logprobs
+        else:
+            replayed_logprobs = None
+        if tolerance:
+            limits = ProbeLimits(maximum=tolerance)
+        else:
+            limits = None
         return WeightProbe(
             engine,
             probe=self._probe,
             trainer_logprobs=lambda _: self._trainer_logprobs(policy, name),
-            replayed_logprobs=policy.sequence_logprobs if policy.router_replay else None,
+            replayed_logprobs=replayed_logprobs,
             dtype=dtype,
-            limits=ProbeLimits(maximum=tolerance) if tolerance else None,
+            limits=limits,
             policy=name,
         )
 
@@ -366,11 +392,10 @@ class VllmRollouts:
 def _sync_metrics(
     report: WeightSyncReport, of_engines: Mapping[int, WeightSyncReport]
 ) -> dict[str, float]:
-    each = {
-        f"sync/{name}_of_engine_{engine}": float(value)
-        for engine, one in of_engines.items()
-        for name, value in (("update_seconds", one.update_seconds), ("num_bytes", one.num_bytes))
-    }
+    each = {}
+    for engine, one in of_engines.items():
+        for name, value in (("update_seconds", one.update_seconds), ("num_bytes", one.num_bytes)):
+            each[f"sync/{name}_of_engine_{engine}"] = float(value)
     return {
         **(each if len(each) > 2 else {}),  # with one engine they are those of the report
         "sync/update_seconds": report.update_seconds,

@@ -91,7 +91,9 @@ def memory_in_use(config: Config, *, with_engine: bool = True) -> int:
     for gpu, memory in used:
         free = torch.cuda.mem_get_info(gpu)[0] + torch.cuda.memory_reserved(gpu)
         shares.append(max(0, memory - free) / memory)
-    return math.ceil(max(shares) * min(memory for _, memory in used)) if used else 0
+    if used:
+        return math.ceil(max(shares) * min(memory for _, memory in used))
+    return 0
 
 
 def _memory_of_used_gpus(config: Config, with_engine: bool) -> list[tuple[int, int]]:
@@ -151,7 +153,10 @@ def plan_with_remedies(
     if plan.fits:
         return plan
     given = config.trainer.placement.policy_num_gpus_per_node
-    max_gpus = MAX_GPUS if num_gpus is None else max(num_gpus, given)
+    if num_gpus is None:
+        max_gpus = MAX_GPUS
+    else:
+        max_gpus = max(num_gpus, given)
     remedies = find_remedies(
         config,
         list(_axes(config, with_engine, max_gpus)),
@@ -180,7 +185,10 @@ class _Planner:
         policy = config.trainer.policy
         text = measure.config(str(policy.model.path)).get_text_config()
         check_heads(text, policy.sequence_parallel_size)
-        engine = engine_placement(config, gpus) if local else None
+        if local:
+            engine = engine_placement(config, gpus)
+        else:
+            engine = None
         by = config.generator.inference_engine.weight_sync_backend
         is_on_cluster = self._with_engine and config.engine_place is EnginePlace.CLUSTER
         on_cluster = is_on_cluster and by in ("auto", "nccl")
@@ -242,7 +250,10 @@ def _plan(
     in_use: int,
     on_cluster: bool,
 ) -> MemoryPlan:
-    before = [Item("in use before the run", in_use)] if in_use else []
+    if in_use:
+        before = [Item("in use before the run", in_use)]
+    else:
+        before = []
     size = measure.policy_size(config)
     resident = _resident_items(config, measure)
     trainer = [*resident, *_largest_update(config, measure)]
@@ -263,7 +274,10 @@ def _plan(
     if not engine.shared:
         trainer = [*readers, *trainer]
     # On the engine's fullest GPU.
-    together = [*trainer, *readers, context] if engine.shared else [context]
+    if engine.shared:
+        together = [*trainer, *readers, context]
+    else:
+        together = [context]
     offloads = engine.sleeps and config.offloads_base(EnginePlace.HERE_ASLEEP)
     if engine.sleeps:
         together = [*resident, _probe_item(config, size), *readers, context]
@@ -285,7 +299,10 @@ def _plan(
         asleep = Item("sleeping engine: CUDA context and graphs", ASLEEP_BYTES)
         update = [*before, *trainer, *readers, asleep]
         devices = [*_devices(shared, update, capacity, ", update"), *devices]
-    updates = [device for device in devices if trainer[-1] in device.items]
+    updates = []
+    for device in devices:
+        if trainer[-1] in device.items:
+            updates.append(device)
     host = _host_bytes(config, size, engine)
     if offloads:
         host += _dtype(config.trainer.policy.dtype).itemsize * size.frozen_parameters
@@ -294,7 +311,10 @@ def _plan(
 
 def _reader_items(engine: EnginePlacement) -> list[Item]:
     """Return the contexts on the trainer's GPU of workers that compute on others, and read it."""
-    num_readers = sum(gpu != 0 for gpu in engine.gpu_ids) if engine.weight_sync == "ipc" else 0
+    if engine.weight_sync == "ipc":
+        num_readers = sum(gpu != 0 for gpu in engine.gpu_ids)
+    else:
+        num_readers = 0
     if not num_readers:
         return []
     name = f"engine: CUDA contexts of {num_readers} workers on other GPUs"
@@ -307,12 +327,14 @@ def _plan_main_memory(
     """Return the plan of a run on this machine's processor: its ranks, and its engine."""
     size = measure.policy_size(config)
     ranks = config.trainer.placement.policy_num_gpus_per_node
-    whose = "trainer" if ranks == 1 else f"{ranks} ranks"
+    if ranks == 1:
+        whose = "trainer"
+    else:
+        whose = f"{ranks} ranks"
     parts = [*_resident_items(config, measure), *_largest_update(config, measure)]
-    items = [
-        replace(part, name=f"{whose}: {part.name}", num_bytes=ranks * part.num_bytes)
-        for part in parts
-    ]
+    items = []
+    for part in parts:
+        items.append(replace(part, name=f"{whose}: {part.name}", num_bytes=ranks * part.num_bytes))
     if with_engine:
         items += _cpu_engine_items(config, size)
     return MemoryPlan((DevicePlan("main memory", tuple(items), capacity),), None, 0)
@@ -320,7 +342,10 @@ def _plan_main_memory(
 
 def _cpu_engine_items(config: Config, size: ModelSize) -> Iterator[Item]:
     item = _dtype(config.generator.inference_engine.model_dtype).itemsize
-    base = size.frozen_parameters if config.trains_adapter else size.parameters
+    if config.trains_adapter:
+        base = size.frozen_parameters
+    else:
+        base = size.parameters
     yield Item("engine: libraries", CPU_ENGINE_BYTES)
     yield Item("engine: weights, and their copy in the kernels' layout", 2 * item * base)
     gibs = os.environ.get(CPU_CACHE_VARIABLE, CPU_CACHE_GIB)
@@ -361,7 +386,10 @@ def _devices(
 ) -> Iterator[DevicePlan]:
     if gpus:
         each = [f"GPU {number}" for number in gpus]
-        name = each[0] if len(each) == 1 else f"each of {', '.join(each)}"
+        if len(each) == 1:
+            name = each[0]
+        else:
+            name = f"each of {', '.join(each)}"
         yield DevicePlan(name + phase, tuple(items), capacity)
 
 
@@ -410,7 +438,10 @@ def _weight_items(config: Config, size: ModelSize) -> list[Item]:
         return [_share_bytes(config, "weights, float32", size.parameters, WEIGHT_BYTES)]
     dtype = _dtype(config.trainer.policy.dtype)
     frozen = size.frozen_parameters
-    kind = f"{len(config.policies)} adapters" if config.policies else "adapter"
+    if config.policies:
+        kind = f"{len(config.policies)} adapters"
+    else:
+        kind = "adapter"
     return [
         _share_bytes(config, f"frozen weights, {dtype_name(dtype)}", frozen, dtype.itemsize),
         _share_bytes(config, f"{kind}, float32", size.trained_parameters, WEIGHT_BYTES),
@@ -418,7 +449,9 @@ def _weight_items(config: Config, size: ModelSize) -> list[Item]:
 
 
 def _lora(config: Config) -> LoraConfig | None:
-    return config.trainer.policy.model.lora if config.trains_adapter else None
+    if config.trains_adapter:
+        return config.trainer.policy.model.lora
+    return None
 
 
 def _largest_update(config: Config, measure: _Measurements) -> list[Item]:
@@ -429,7 +462,9 @@ def _largest_update(config: Config, measure: _Measurements) -> list[Item]:
     paths = [str(trainer.policy.model.path)]
     if trainer.critic.model.path is not None and not config.shares_critic:
         paths.append(trainer.critic.model.path)
-    updates = [_update_items(config, measure, path, path == paths[0]) for path in paths]
+    updates = []
+    for path in paths:
+        updates.append(_update_items(config, measure, path, path == paths[0]))
     largest = max(updates, key=_total)
     context = CONTEXT_BYTES
     share = FRAGMENTATION
@@ -457,7 +492,10 @@ def _update_items(
     checkpointing = recomputes_activations(trainer, device)
     length = _row_length(config)
     tokens, by_tokens = _pass_tokens(config, length)
-    residual = dtype if trainer.residual_dtype == "auto" else torch.float32
+    if trainer.residual_dtype == "auto":
+        residual = dtype
+    else:
+        residual = torch.float32
     memory = measure.activations(
         path,
         length,
@@ -471,7 +509,11 @@ def _update_items(
     items = [_share_bytes(config, f"{whose}gradients", size.trained_parameters, GRADIENT_BYTES)]
     if trainer.placement.num_ranks > 1:
         # A frozen weight has no gradient: it and a layer's buffer, in its own dtype.
-        of_layer, of_root = (LAYER_BYTES, ROOT_BYTES) if lora is None else (2 * dtype.itemsize,) * 2
+        of_layer = LAYER_BYTES
+        of_root = ROOT_BYTES
+        if lora is not None:
+            of_layer = 2 * dtype.itemsize
+            of_root = of_layer
         layers = of_layer * GATHERED_LAYERS * size.layer_parameters
         gathered = layers + of_root * size.root_parameters
         items.append(Item(f"{whose}gathered weights and gradients", gathered))
@@ -575,7 +617,10 @@ def broadcast_bytes(config: Config, size: ModelSize) -> int:
 
 
 def _dtype(name: str) -> torch.dtype:
-    dtype = torch.bfloat16 if name == "auto" else getattr(torch, name)
+    if name == "auto":
+        dtype = torch.bfloat16
+    else:
+        dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
 
@@ -644,7 +689,10 @@ def _axes(config: Config, with_engine: bool, max_gpus: int) -> Iterator[Axis]:
     budget = trainer.max_tokens_per_microbatch
     # Shorter rows, which are tried last, take smaller micro-batches.
     least = max(1, length // max(SHORTER))
-    smaller = [budget >> n for n in range(1, budget.bit_length()) if budget >> n >= least]
+    smaller = []
+    for n in range(1, budget.bit_length()):
+        if budget >> n >= least:
+            smaller.append(budget >> n)
     if smaller:
         values = one_setting("trainer.max_tokens_per_microbatch", smaller)
         yield Axis("smaller micro-batches", [*values])

@@ -176,7 +176,10 @@ def with_settings(config: Config, settings: Settings) -> Config:
 
     def change(section: Any, names: list[str], value: Any) -> Any:
         first, *rest = names
-        inner = change(getattr(section, first), rest, value) if rest else value
+        if rest:
+            inner = change(getattr(section, first), rest, value)
+        else:
+            inner = value
         return replace(section, **{first: inner})
 
     for key, value in settings.items():

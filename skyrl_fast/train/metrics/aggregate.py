@@ -82,7 +82,9 @@ def _total(name: str, parts: Sequence[Part], num_sums: int) -> float:
 def _mean(values: Sequence[float], counts: Sequence[float]) -> float:
     # Passes and mini-batches differ in tokens: the mean of their means would not be that of all.
     total = sum(counts)
-    return sum(v * n for v, n in zip(values, counts, strict=True)) / total if total else 0.0
+    if total:
+        return sum(v * n for v, n in zip(values, counts, strict=True)) / total
+    return 0.0
 
 
 def _pooled_std(name: str, parts: Sequence[Part]) -> float:

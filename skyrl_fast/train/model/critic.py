@@ -84,7 +84,10 @@ class ValueModel(torch.nn.Module):
         super().__init__()
         self.backbone = backbone
         shared = getattr(backbone, VALUE_HEAD, None)
-        self.value_head = make_value_head(backbone, folder) if shared is None else shared
+        if shared is None:
+            self.value_head = make_value_head(backbone, folder)
+        else:
+            self.value_head = shared
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return (n, L) values of (n, L) sequences: of the state after each token."""
@@ -196,7 +199,10 @@ class Critic:
         def values_of() -> torch.Tensor:
             with self._autocast():
                 # A backward pass in a backward pass gathers no shards.
-                most = self.max_tokens_per_microbatch if self.ranks.size == 1 else None
+                if self.ranks.size == 1:
+                    most = self.max_tokens_per_microbatch
+                else:
+                    most = None
                 hidden = last_hidden_states(
                     self.model.backbone, micro, self.device, most_nodes=most
                 )
@@ -210,10 +216,9 @@ class Critic:
     def batch_values(self, batch: StepBatch) -> torch.Tensor:
         """Return (A,) float32 values of the trained tokens, without gradients; 0 elsewhere."""
         with torch.no_grad():
-            local = [
-                (response_positions(batch, micro), self.values(micro).cpu())
-                for micro in self._micro_batches(batch)
-            ]
+            local = []
+            for micro in self._micro_batches(batch):
+                local.append((response_positions(batch, micro), self.values(micro).cpu()))
         result = torch.zeros(batch.loss_mask.shape[0])
         for positions, values in self.ranks.gather(local):
             result[positions] = values
@@ -241,7 +246,11 @@ class Critic:
         if self._policy is None:
             return trained
         head = self.model.value_head.weight
-        return [(n, value) for n, value in trained if adapter_of(n) == CRITIC or value is head]
+        result: list[tuple[str, torch.Tensor]] = []
+        for n, value in trained:
+            if adapter_of(n) == CRITIC or value is head:
+                result.append((n, value))
+        return result
 
     @property
     def pretrained(self) -> Any:
@@ -262,7 +271,9 @@ class Critic:
             save_pretrained(self, folder)
         else:
             weights = full_tensors(weights_of(self.model.backbone), self.ranks)
-            backbone = {name: value.cpu() for name, value in weights.items()}
+            backbone = {}
+            for name, value in weights.items():
+                backbone[name] = value.cpu()
             self.model.backbone.save_pretrained(folder, state_dict=backbone)
         self.optimizer.save(folder)
 

@@ -34,7 +34,10 @@ def check_models(config: Config, checkpoint: Path | None) -> Path:
         ValueError: a model is missing, or has another vocabulary than the policy.
     """
     trainer = config.trainer
-    others = [("ref", trainer.ref.model.path)] if uses_reference(config) else []
+    if uses_reference(config):
+        others = [("ref", trainer.ref.model.path)]
+    else:
+        others = []
     if checkpoint is None:
         others.append(("critic", trainer.critic.model.path))
     folder = model_folder(model_path(config, checkpoint))
@@ -114,7 +117,10 @@ def plan_run_memory(
     if in_process:
         placement = engine_placement(config, num_gpus)
         if placement.weight_sync == "ipc" and engine.weight_sync_backend == "auto":
-            fault = find_ipc_fault() if torch.cuda.is_available() else ""
+            if torch.cuda.is_available():
+                fault = find_ipc_fault()
+            else:
+                fault = ""
             if fault:
                 logger.warning(
                     "weight_sync_backend=auto: weights go to the engine by file, as CUDA does not "

@@ -95,7 +95,7 @@ def all_parts(only: str, results: Path, *, dry: bool) -> Iterator[Part]:
     training = Part(
         "training", (python, "-m", "bench.gpu.training", *small), 150, 60, needs=TRAINING_NEEDS
     )
-    trees = (*training.command, "trainer.rows=tree")
+    trees = (*training.command, "trainer.row_layout=tree")
     doctor = (python, "-m", "skyrl_fast", "doctor")
     if not dry:
         yield Part("machine", ("nvidia-smi", "-q", "-d", "CLOCK,POWER,MEMORY"), 20, 2)

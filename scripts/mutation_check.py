@@ -277,8 +277,8 @@ FAULTS = (
     ),
     Fault(
         "an update's means weigh mini-batches alike, not tokens",
-        "skyrl_fast/train/update.py",
-        "return sum(v * n for v, n in zip(values, counts, strict=True)) / total if total else 0.0",
+        "skyrl_fast/train/metrics/aggregate.py",
+        "return sum(v * n for v, n in zip(values, counts, strict=True)) / total",
         "return sum(values) / len(values)",
         ("train/test_update_rules.py", "train/test_sft.py"),
     ),
@@ -300,8 +300,8 @@ FAULTS = (
     Fault(
         "a reward for one call goes to the last one",
         "skyrl_fast/gateway/rewards.py",
-        "step = self._calls[call] if call else self._spans[span][-1] if span else last",
-        "step = self._spans[span][-1] if span else last",
+        "step = self._calls[call]",
+        "step = last",
         ("gateway/test_openai_chat.py",),
     ),
     Fault(
@@ -348,16 +348,16 @@ FAULTS = (
     ),
     Fault(
         "shares of sequences are weighted by tokens",
-        "skyrl_fast/train/update.py",
-        "if name.startswith(_SEQUENCE_SHARES):",
+        "skyrl_fast/train/metrics/aggregate.py",
+        'if over == "sequences":',
         "if False:",
         ("train/test_feature_pairs.py",),
     ),
     Fault(
         "means over a critic's tokens weigh its mini-batches alike",
         "skyrl_fast/train/model/critic.py",
-        '_TOKEN_MEANS = ("critic/values_mean", "critic/values_clipfrac")',
-        "_TOKEN_MEANS = ()",
+        "steps.append(Part(self._step(mini), tokens=tokens))",
+        "steps.append(Part(self._step(mini), tokens=1))",
         ("train/test_feature_pairs.py",),
     ),
     Fault(
@@ -426,8 +426,8 @@ FAULTS = (
     Fault(
         "the first step of a trajectory counts as its last",
         "skyrl_fast/batch/from_trajectories.py",
-        "is_last_step[np.cumsum(num_steps) - 1] = True",
-        "is_last_step[np.cumsum(num_steps) - num_steps] = True",
+        "last_rows = np.cumsum(num_steps) - 1",
+        "last_rows = np.cumsum(num_steps) - num_steps",
         ("batch",),
     ),
     Fault(
@@ -490,16 +490,16 @@ FAULTS = (
     ),
     Fault(
         "shares of sequences are weighted by tokens",
-        "skyrl_fast/train/update.py",
-        "if name.startswith(_SEQUENCE_SHARES):",
+        "skyrl_fast/train/metrics/aggregate.py",
+        'if over == "sequences":',
         "if False:",
         ("train/test_means_of_batches.py::test_shares_of_sequences_and_the_spread_of_ratios",),
     ),
     Fault(
         "a critic's means weigh mini-batches alike",
         "skyrl_fast/train/model/critic.py",
-        "for name in _TOKEN_MEANS:",
-        "for name in ():",
+        "tokens = int((mini.loss_mask != 0).sum())",
+        "tokens = 1",
         (
             "train/test_means_of_batches.py::test_means_of_a_critics_tokens_do_not_depend_on_the_mini_batches",
         ),

@@ -219,7 +219,7 @@ def test_training_and_figures_come_within_one_call_of_540_seconds() -> None:
     commands = {part.name: " ".join(part.command) for part in made}
     assert commands["doctor"].endswith("doctor --gpu native")
     assert "--out /results" in commands["first-figures"]
-    assert "trainer.rows=tree" in commands["training-trees"]
+    assert "trainer.row_layout=tree" in commands["training-trees"]
 
 
 def test_the_check_runs_all_tests_and_every_sanitizer() -> None:

@@ -130,7 +130,7 @@ def world_of(config: Config) -> World:
     top_k = config.generator.sampling_params.top_k
     return World(
         policies=config.policies,
-        only_grows=not config.generator.step_wise_trajectories,
+        only_grows=config.trainer.rows == "trajectory",
         is_recorded=config.agent.is_set,
         num_kept=max(0, top_k),
     )

@@ -202,8 +202,8 @@ def _recording(trainer: Trainer, models: Models) -> Iterator[list[DrivenStep]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "_train_policies", begin)
         patch.setattr(trainer, "_train_policy", train)
-        patch.setattr(trainer, "_save", lambda: None)
-        patch.setattr(trainer, "_save_last", lambda: None)
+        patch.setattr(trainer._saver, "save", lambda: None)
+        patch.setattr(trainer._saver, "save_last", lambda: None)
         patch.setattr(trainer_module, "with_advantages", advantages)
         patch.setattr(Optimizer, "step", step)
         yield steps

@@ -52,14 +52,12 @@ def _losses(*names: str) -> tuple[Settings, ...]:
 # Of each level: variants, of which a case has one. Models are named in braces.
 FACTORS: dict[str, dict[str, Sequence[Settings]]] = {
     "rows": {
-        "of steps": [NONE, {"trainer.rows": "step"}],
-        "merged": [{"trainer.rows": "merged"}],
+        "of steps": [NONE, {"trainer.row_layout": "sequence"}],
+        "merged": [{"trainer.rows": "merged", "trainer.row_layout": "sequence"}],
         "merged steps": [{"generator.merge_stepwise_output": True}],
-        "one": [{"generator.step_wise_trajectories": False}],
-        "trees": [{"trainer.rows": "tree"}],
-        "trees of merged steps": [
-            {"trainer.rows": "tree", "generator.merge_stepwise_output": True}
-        ],
+        "one": [{"trainer.rows": "trajectory"}],
+        "trees": [{"trainer.row_layout": "tree"}],
+        "trees of merged steps": [{"trainer.row_layout": "tree", "trainer.rows": "merged"}],
     },
     "drift": {"fork": [NONE], "realign": [{"generator.merge_drift": "realign"}]},
     "estimator": {

@@ -323,8 +323,8 @@ def test_step_wise_fields_are_required() -> None:
     ("change", "error", "message"),
     [
         ({"pixel_values": [None] * 6}, ValueError, "pixel_values must be None"),
-        ({"extra": [1, 2]}, ValueError, r"extra must be a list with one entry per row \(6\)"),
-        ({"extra": "text"}, ValueError, "extra must be a list"),
+        ({"extra": [1, 2]}, ValueError, "extra: expected a list with one entry for each of 6 rows"),
+        ({"extra": "text"}, ValueError, "extra: expected a list"),
         ({"response_ids": [["x"], [4, 5], [6], [3], [6], []]}, TypeError, "response_ids|responses"),
     ],
 )

@@ -637,8 +637,8 @@ async def test_server_that_a_killed_trainer_has_paused_is_resumed() -> None:
             "expected at least one address with .*run_engines_locally=f",
         ),
         (
-            ["external_server_urls=['http://a:1']"],
-            "run_engines_locally: expected false with .*server_urls=",
+            ["run_engines_locally=true", "external_server_urls=['http://a:1']"],
+            "external_server_urls: expected none with .*run_engines_locally=true",
         ),
         (["run_engines_locally=false", "external_server_urls=[a:1]"], "expected http://host:port"),
         (

@@ -462,8 +462,11 @@ def test_what_makes_a_run_fit_into_main_memory(
     ("overrides", "tokens"),
     [
         (["generator.max_turns=3"], 2 * 4 * (64 + 20)),  # a growing context: one sequence
-        (["generator.max_turns=1", "trainer.rows=tree"], 2 * (64 + 4 * 20)),  # the prompt once
-        (["generator.max_turns=3", "trainer.rows=tree"], 2 * 4 * (64 + 20)),
+        (
+            ["generator.max_turns=1", "trainer.row_layout=tree"],
+            2 * (64 + 4 * 20),
+        ),  # the prompt once
+        (["generator.max_turns=3", "trainer.row_layout=tree"], 2 * 4 * (64 + 20)),
         (["generator.max_turns=3", "generator.context=retemplate"], 2 * 4 * 3 * (64 + 20)),
         (["trainer.max_tokens_per_microbatch=300"], 300),
     ],

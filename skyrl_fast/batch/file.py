@@ -25,7 +25,10 @@ def write_batch_file(
         written: set[int] = set()  # safetensors refuses memory that two columns share
         for name, tensor in tensors.items():
             column = tensor.detach().cpu().contiguous()
-            columns[name] = column.clone() if column.data_ptr() in written else column
+            if column.data_ptr() in written:
+                columns[name] = column.clone()
+            else:
+                columns[name] = column
             written.add(column.data_ptr())
         save_file(columns, partial, metadata={"format": FORMAT, "facts": json.dumps(others)})
         os.replace(partial, target)

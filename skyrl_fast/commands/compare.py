@@ -48,7 +48,10 @@ def run(options: argparse.Namespace) -> int:
             )
         with as_usage_error(OSError):
             rows = read_metrics(file)
-        points = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
+        points = []
+        for row in rows:
+            if row.get(metric) is not None:
+                points.append((row["step"], row[metric]))
         if not points:
             raise UsageError(
                 f"compare: {file}: expected values of {metric}, got none{_suggestion(metric, rows)}"
@@ -72,7 +75,10 @@ def _suggestion(metric: str, rows: Sequence[Mapping[str, Any]]) -> str:
         names.update(row)
     names -= {"step", metric}
     part = metric.lower()
-    near = [name for name in sorted(names) if part in name.lower()]
+    near = []
+    for name in sorted(names):
+        if part in name.lower():
+            near.append(name)
     if not near:
         near = get_close_matches(metric, names)
     if not near:

@@ -46,7 +46,10 @@ def num_bytes(text: str) -> int:
         1610612736
     """
     match = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(UNITS)})", text)
-    size = 0 if match is None else round(float(match[1]) * UNITS[match[2]])
+    if match is None:
+        size = 0
+    else:
+        size = round(float(match[1]) * UNITS[match[2]])
     if not size:
         raise argparse.ArgumentTypeError(
             f"expected a number above 0 and a unit of {', '.join(UNITS)}, got {text!r}"

@@ -20,11 +20,10 @@ class InferenceEngineConfig:
     """The inference engine."""
 
     backend: str = setting("vllm", "inference engine", choices=("vllm",))
-    run_engines_locally: bool = setting(
-        True, "whether the run starts its own engine; false: external_server_urls"
-    )
     external_server_urls: list[str] = setting(
-        [], "addresses of `vllm serve`; requests are distributed over them"
+        [],
+        "addresses of `vllm serve`, over which requests are distributed; none: the run starts its "
+        "own engines",
     )
     num_engines: int = setting(
         1,

@@ -17,6 +17,7 @@ from skyrl_fast.config.corrections import MAX_KL_STEP
 from skyrl_fast.config.engine import LORA_RANKS
 from skyrl_fast.config.features import check_features
 from skyrl_fast.config.loggers import LOGGERS
+from skyrl_fast.config.modes import EngineWeights
 from skyrl_fast.config.parse import as_config, read_yaml
 from skyrl_fast.config.progress import PROGRESS
 from skyrl_fast.config.sampling import check_sampling
@@ -140,7 +141,7 @@ def _check_lora(config: Config) -> None:
     lora = config.trainer.policy.model.lora
     key = "trainer.policy.model.lora"
     _check_policy_names(config.policies, config.agent.upstreams)
-    if config.sends_adapter and lora.rank > LORA_RANKS[-1]:
+    if config.engine_weights is EngineWeights.ADAPTER and lora.rank > LORA_RANKS[-1]:
         raise ConfigError(
             f"{key}.rank: expected at most {LORA_RANKS[-1]}, vLLM's limit, unless "
             f"{key}.weight_sync=merged, got {lora.rank}"

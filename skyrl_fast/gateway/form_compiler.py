@@ -71,7 +71,10 @@ class FormCompiler:
     async def _refusal(self, form: Mapping[str, Any]) -> str:
         ((kind, value),) = form.items()
         is_text = isinstance(value, str)
-        argument = value if is_text else json.dumps(value)
+        if is_text:
+            argument = value
+        else:
+            argument = json.dumps(value)
         result = await self._calls.call(kind, argument, CALL_SECONDS)
         if result.failure is not None:  # such as a process that was killed
             limits = f"{COMPILE_SECONDS} s of processor time and {MAX_DATA_BYTES >> 30} GiB"

@@ -201,7 +201,10 @@ class Gateway:
         self.faults["gateway_refused_calls"] += 1
         path = scope["path"]
         known = next((end for end in ENDS if path.endswith(end)), None)
-        hint = "" if known is None else f"; expected {self.url}/v1{known}: check the base URL"
+        if known is None:
+            hint = ""
+        else:
+            hint = f"; expected {self.url}/v1{known}: check the base URL"
         log.warning("a client asks for %s%s", log_line(path), log_line(hint))
         error = ApiError(404, f"unknown path {path}{hint}", code="not_found")
         await JSONResponse(OpenAIChat().error(error), error.status)(scope, receive, send)
@@ -385,7 +388,9 @@ def key_of(request: Request) -> str:
 async def json_body(request: Request) -> Any:
     """Return the JSON of a body, None if it is empty; ApiError if it is none, too long, or late."""
     body = await _body(request)
-    return await asyncio.to_thread(parse_json, body) if body else None
+    if body:
+        return await asyncio.to_thread(parse_json, body)
+    return None
 
 
 async def _body(request: Request) -> bytes:

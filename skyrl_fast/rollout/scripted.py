@@ -81,11 +81,17 @@ class PlainTokenizer:
         tools: Sequence[Any] | None = None,
         **_: Any,
     ) -> str:
-        blocks = [] if not tools else [_block("tools", json.dumps(tools, ensure_ascii=False))]
+        if not tools:
+            blocks = []
+        else:
+            blocks = [_block("tools", json.dumps(tools, ensure_ascii=False))]
         for message in messages:
             calls = message.get("tool_calls")
             content = message.get("content") or ""
-            text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+            if isinstance(content, str):
+                text = content
+            else:
+                text = json.dumps(content, ensure_ascii=False)
             blocks.append(
                 _block(
                     message["role"], text + (json.dumps(calls, ensure_ascii=False) if calls else "")

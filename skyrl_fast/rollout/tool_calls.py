@@ -155,14 +155,17 @@ def _request(tools: Sequence[Mapping[str, Any]] | None, forced: str | None = Non
 
 def _markers(parser: Any) -> list[str]:
     """Return the texts with which calls begin, where the parser has attributes for them."""
-    return [
-        value
-        for name, value in vars(parser).items()
-        if isinstance(value, str) and value and _MARKER.search(name)
-    ]
+    result: list[str] = []
+    for name, value in vars(parser).items():
+        if isinstance(value, str) and value and _MARKER.search(name):
+            result.append(value)
+    return result
 
 
 def _calls_of_json(text: str, forced: str) -> list[dict[str, Any]]:
     if forced != REQUIRED:
         return [_call(forced, json.dumps(json.loads(text)))]
-    return [_call(call["name"], json.dumps(call["parameters"])) for call in json.loads(text)]
+    result: list[dict[str, Any]] = []
+    for call in json.loads(text):
+        result.append(_call(call["name"], json.dumps(call["parameters"])))
+    return result

@@ -38,7 +38,10 @@ class VllmParser:
             raise ValueError(f"{self.setting}: {name} refuses the tokenizer: {error}") from error
         # vLLM registers stubs for families that it parses by their tokens, such as gpt-oss.
         try:
-            failure = "it returns nothing" if self._extract(parser, "x") is None else ""
+            if self._extract(parser, "x") is None:
+                failure = "it returns nothing"
+            else:
+                failure = ""
         except Exception as error:  # of any parser
             failure = f"{type(error).__name__}: {error}"
         if failure:

@@ -85,7 +85,10 @@ def read_index(run: str | Path) -> list[IndexEntry]:
     entries: list[IndexEntry] = []
     for part in parts(folder):
         found = indexed.get(part.path.name)
-        entries += [entry for entry, _ in read_part(part)] if found is None else found
+        if found is None:
+            entries += [entry for entry, _ in read_part(part)]
+        else:
+            entries += found
     return entries
 
 
@@ -188,7 +191,10 @@ def pieces_of(text: str, ends: Sequence[int]) -> list[str]:
         >>> pieces_of("look at", [4, 7])
         ['look', ' at']
     """
-    return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    result: list[str] = []
+    for start, end in zip([0, *ends], ends, strict=False):
+        result.append(text[start:end])
+    return result
 
 
 def _floats(values: Sequence[float | None], count: int) -> np.ndarray:

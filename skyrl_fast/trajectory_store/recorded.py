@@ -42,7 +42,8 @@ def read_recorded(
             another distribution than the one that sampled them.
     """
     is_run = not (Path(run) / MESSAGES).is_file()
-    phase = "train" if phase is None and is_run else phase
+    if phase is None and is_run:
+        phase = "train"
     groups: dict[str, list[Trajectory]] = {}
     first_steps: dict[str, int] = {}
     for stored in read_trajectories(run, phase=phase, steps=steps):
@@ -90,11 +91,19 @@ def _step(stored: StoredStep) -> Step:
     turn = stored.turn
     versions = stored.policy_versions.tolist()
     known = not np.isnan(stored.rollout_logprobs).any()
+    if known:
+        rollout_logprobs = stored.rollout_logprobs.tolist()
+    else:
+        rollout_logprobs = None
+    if len(set(versions)) > 1:
+        token_versions = versions
+    else:
+        token_versions = None
     return Step(
         prompt_token_ids=stored.prompt_token_ids,
         response_ids=stored.response_ids,
         loss_mask=stored.loss_mask.tolist(),
-        rollout_logprobs=stored.rollout_logprobs.tolist() if known else None,
+        rollout_logprobs=rollout_logprobs,
         reward=float(turn["reward"] or 0.0),
         stop_reason=turn["stop_reason"],
         policy_version=turn["policy_version"],
@@ -103,7 +112,7 @@ def _step(stored: StoredStep) -> Step:
         llm_seconds=turn["llm_seconds"],
         env_seconds=turn["env_seconds"],
         expert_indices=stored.routes,
-        token_versions=versions if len(set(versions)) > 1 else None,
+        token_versions=token_versions,
         kept_ids=stored.kept_ids,
         policy=turn.get("policy"),
         number=turn.get("number"),
@@ -165,5 +174,8 @@ def _chain(chat: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> li
     def link(before: bytes, message: Any) -> bytes:
         return chain_digest(before, json.dumps(message, sort_keys=True, default=str))
 
-    first = link(b"", template) if template else b""
+    if template:
+        first = link(b"", template)
+    else:
+        first = b""
     return list(accumulate(chat, link, initial=first))[1:]

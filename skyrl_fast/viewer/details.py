@@ -105,7 +105,10 @@ def preview(trajectory: StoredTrajectory) -> str:
 
 
 def _slices(text: str) -> list[str]:
-    return [text[at : at + ITEM_CHARACTERS] for at in range(0, len(text), ITEM_CHARACTERS)]
+    result: list[str] = []
+    for at in range(0, len(text), ITEM_CHARACTERS):
+        result.append(text[at : at + ITEM_CHARACTERS])
+    return result
 
 
 def _token_items(step: StoredStep, tokens: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -155,7 +158,10 @@ def _shown_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the environment metrics that the page shows, long names and values cut."""
     shown: dict[str, Any] = {}
     for name, value in list(metrics.items())[:MAX_METRICS]:
-        text = value if isinstance(value, str) else json.dumps(value)
+        if isinstance(value, str):
+            text = value
+        else:
+            text = json.dumps(value)
         short = len(text) <= METRIC_CHARACTERS
         shown[name[:METRIC_CHARACTERS]] = value if short else text[: METRIC_CHARACTERS + 1]
     return shown

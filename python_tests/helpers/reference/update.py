@@ -201,7 +201,7 @@ def _policy_terms(
     terms.is_visited = [number in visited for number, _ in places]
     result = policy_losses(tokens, algorithm, custom)
     terms.is_decided = result.is_decided
-    length = config.generator.max_input_length or config.trainer.max_prompt_length
+    length = config.generator.max_input_length
     length += config.generator.sampling_params.max_generate_length
     counts = counts_of(own, algorithm.max_seq_len or length)
     units_of_tokens = [

@@ -89,4 +89,6 @@ def _failure(error: BaseException) -> EnvError:
 
 def _innermost_place(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    if frames:
+        return f" ({frames[-1].filename}:{frames[-1].lineno})"
+    return ""

@@ -52,7 +52,10 @@ def _rewards(name: str, value: Any) -> dict[str, float]:
     if not isinstance(value, Mapping | None):
         raise OutcomeError(f"{name}: expected a mapping, got {_shown(value)}")
     items = (value or {}).items()
-    return {str(key): _number(name, number, largest=LARGEST_REWARD) for key, number in items}
+    result: dict[str, float] = {}
+    for key, number in items:
+        result[str(key)] = _number(name, number, largest=LARGEST_REWARD)
+    return result
 
 
 def _number(name: str, value: Any, *, largest: float = sys.float_info.max) -> float:

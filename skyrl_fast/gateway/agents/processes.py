@@ -44,11 +44,15 @@ class AgentSettings(HandlerSettings):
 
     @property
     def modules(self) -> Sequence[str]:
-        return () if self.function is None else (self.function.rpartition(":")[0],)
+        if self.function is None:
+            return ()
+        return (self.function.rpartition(":")[0],)
 
     @property
     def optional_modules(self) -> Sequence[str]:
-        return () if self.function is None else ("openai", "anthropic")
+        if self.function is None:
+            return ()
+        return ("openai", "anthropic")
 
     def agent(self) -> BlackBox:
         """Return the function or command, to run here; ValueError if it cannot be imported."""

@@ -66,10 +66,9 @@ class OpenAICompletions(OpenAIErrors):
         return ParsedCall(call, fields)
 
     def response(self, answer: Answer, request: ParsedCall, tokens: Any) -> dict[str, Any]:
-        choices = [
-            _choice(index, choice.text, choice, request, tokens)
-            for index, choice in enumerate(answer.choices)
-        ]
+        choices = []
+        for index, choice in enumerate(answer.choices):
+            choices.append(_choice(index, choice.text, choice, request, tokens))
         return {**_head(answer), "choices": choices, "usage": usage(answer)}
 
     def events(self, answer: Answer, request: ParsedCall, tokens: Any) -> Iterator[str]:

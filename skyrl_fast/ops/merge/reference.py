@@ -25,7 +25,10 @@ def merge_plan(
     mask: list[int] = []
     head = 0
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        response_mask = [1] * len(response) if loss_masks is None else list(loss_masks[row])
+        if loss_masks is None:
+            response_mask = [1] * len(response)
+        else:
+            response_mask = list(loss_masks[row])
         if row > 0 and trajectory_ids[row] == trajectory_ids[row - 1]:
             overlaps[row] = _common_prefix(merged, prompt)
             dropped = len(merged) - overlaps[row]
@@ -63,4 +66,6 @@ def _last_stretch(mask: Sequence[int]) -> int:
     first = last
     while first > 0 and mask[first - 1] != 0:
         first -= 1
-    return first if last > 0 else len(mask) + 1
+    if last > 0:
+        return first
+    return len(mask) + 1

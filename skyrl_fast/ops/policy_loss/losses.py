@@ -272,7 +272,10 @@ def loss_and_settings(op: str, loss: str | LossSettings) -> tuple[LossSpec, Loss
     """Return the spec of a loss, and its settings with their limits checked."""
     if isinstance(loss, str) and loss in POLICY_LOSSES:
         return POLICY_LOSSES[loss], _DEFAULTS[loss]
-    spec = None if isinstance(loss, str) else _SPEC_BY_CLASS.get(type(loss))
+    if isinstance(loss, str):
+        spec = None
+    else:
+        spec = _SPEC_BY_CLASS.get(type(loss))
     if spec is None or isinstance(loss, str):
         raise ValueError(
             f"{op}: loss must be one of {tuple(POLICY_LOSSES)} or the settings of one, got {loss!r}"

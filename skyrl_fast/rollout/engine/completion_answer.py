@@ -66,9 +66,10 @@ def kept_ids(
 
 def prompt_logprobs(choice: Mapping[str, Any], token_ids: Sequence[int]) -> list[float]:
     rows = entries(choice["prompt_logprobs"])[1:]
-    return [
-        number(row[str(token)]["logprob"]) for token, row in zip(token_ids[1:], rows, strict=True)
-    ]
+    result: list[float] = []
+    for token, row in zip(token_ids[1:], rows, strict=True):
+        result.append(number(row[str(token)]["logprob"]))
+    return result
 
 
 def routes(choice: Mapping[str, Any]) -> np.ndarray | None:

@@ -227,7 +227,9 @@ class EnginePool:
     @property
     def weights_dtype(self) -> torch.dtype | None:
         dtypes = {member.engine.weights_dtype for member in self._members}
-        return dtypes.pop() if len(dtypes) == 1 else None
+        if len(dtypes) == 1:
+            return dtypes.pop()
+        return None
 
     async def wait_for_fault(self) -> None:
         """Return when an engine is down that may be restarted, also one that has no requests.
@@ -279,11 +281,13 @@ class EnginePool:
 
     def activity(self) -> list[str]:
         now = time.monotonic()
-        return [
-            f"{m.engine.name} is down for {now - m.down_since:.0f} s: {_first_line(m.error)}"
-            for m in self._members
-            if m.down_since is not None
-        ]
+        result: list[str] = []
+        for m in self._members:
+            if m.down_since is not None:
+                seconds = now - m.down_since
+                reason = _first_line(m.error)
+                result.append(f"{m.engine.name} is down for {seconds:.0f} s: {reason}")
+        return result
 
     def _up(self) -> list[_PoolMember]:
         return [member for member in self._members if member.up]

@@ -49,7 +49,10 @@ def vllm_sampling_params(
     limit, and that many log-probabilities are returned, up to the vocabulary (None: unknown).
     """
     limit = sampling.num_kept_tokens
-    top_k = limit if limit is not None and sampling.top_k < 1 else sampling.top_k
+    if limit is not None and sampling.top_k < 1:
+        top_k = limit
+    else:
+        top_k = sampling.top_k
     return {
         "max_tokens": sampling.max_generate_length,
         "temperature": sampling.temperature,

@@ -125,7 +125,10 @@ class RemoteEngine(Engine):
             raise EngineDeadError("external servers need httpx: pip install 'skyrl-fast[train]'")
         self.name = f"the server {url}"
         self._url = url.rstrip("/")
-        self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        if api_key is None:
+            self._headers = {}
+        else:
+            self._headers = {"authorization": f"Bearer {api_key}"}
         self._weight_sync = weight_sync
         self._trainer = trainer
         self._sender: BroadcastSender | None = None
@@ -140,7 +143,10 @@ class RemoteEngine(Engine):
         self._adapter_version = 0  # of the last one that was sent; never used again
         self._adapter_name: str | None = None  # of the one that the server has
         self._interrupted = False
-        self._claim = None if weight_sync is None else secrets.token_hex(CLAIM_BYTES)
+        if weight_sync is None:
+            self._claim = None
+        else:
+            self._claim = secrets.token_hex(CLAIM_BYTES)
         self._has_claimed = False
 
     async def start(self) -> None:
@@ -390,10 +396,15 @@ class RemoteEngine(Engine):
         if answer.status_code == httpx.codes.UNAUTHORIZED:
             return WRONG_KEY
         healthy = answer.status_code == httpx.codes.OK
-        return "" if healthy else f"it answered {answer.status_code} to /health"
+        if healthy:
+            return ""
+        return f"it answered {answer.status_code} to /health"
 
     async def _complete(self, request: dict[str, Any], session_id: str) -> dict[str, Any]:
-        body = {key: value for key, value in request.items() if value is not None}
+        body = {}
+        for key, value in request.items():
+            if value is not None:
+                body[key] = value
         answer = await self._post(
             COMPLETIONS,
             json={"model": self._adapter_name or self._model, **body},
@@ -408,7 +419,9 @@ class RemoteEngine(Engine):
 
     async def _post(self, path: str, **arguments: Any) -> Any:
         answer = await self._send("POST", path, **arguments)
-        return self._json(answer, path) if answer.content else {}
+        if answer.content:
+            return self._json(answer, path)
+        return {}
 
     def _json(self, answer: Any, path: str) -> Any:
         try:

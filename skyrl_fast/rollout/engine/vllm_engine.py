@@ -243,7 +243,10 @@ class VllmEngine(Engine):
         reason = answer.finish_reason or "abort"
         if reason == "abort" and self._interrupted:
             reason = INTERRUPTED
-        stop_string = answer.stop_reason if isinstance(answer.stop_reason, str) else None
+        if isinstance(answer.stop_reason, str):
+            stop_string = answer.stop_reason
+        else:
+            stop_string = None
         routes = answer.routed_experts if recording else None
         return check_generation(
             Generation(
@@ -288,9 +291,9 @@ class VllmEngine(Engine):
         )
         output = await self._run(token_ids, params, "probe", "probe", policy)
         entries = output.prompt_logprobs[1:]
-        logprobs = [
-            float(entry[token].logprob) for token, entry in zip(token_ids[1:], entries, strict=True)
-        ]
+        logprobs = []
+        for token, entry in zip(token_ids[1:], entries, strict=True):
+            logprobs.append(float(entry[token].logprob))
         return logprobs, output.outputs[0].routed_experts
 
     async def _run(
@@ -306,7 +309,10 @@ class VllmEngine(Engine):
 
         adapter = self._find_adapter(policy)
         request_id = f"{session_id}-{next(self._request_ids)}"
-        ids = token_ids if isinstance(token_ids, list) else list(token_ids)
+        if isinstance(token_ids, list):
+            ids = token_ids
+        else:
+            ids = list(token_ids)
         prompt = {"prompt_token_ids": ids, "cache_salt": cache_salt}
         last = None
         self._in_flight += 1

@@ -191,7 +191,10 @@ def engine_args(setup: VllmSetup) -> dict[str, Any]:
         args["lora_target_modules"] = setup.adapter["target_modules"]  # else the head, too
         # No request is in the engine while the next versions are loaded. With one adapter each
         # request has it, on which `adapter_products` relies: not so next to the reference.
-        args["max_loras"] = max(2, len(setup.policies)) if setup.policies else 1
+        if setup.policies:
+            args["max_loras"] = max(2, len(setup.policies))
+        else:
+            args["max_loras"] = 1
     if _on_cpu():
         # A prompt prefilled in chunks, by a request with a seed, kills vLLM 0.30 on CPU
         # ("CPU Generator does not use offset"). Unchunked, a prompt must fit into one step.
@@ -268,7 +271,9 @@ def default_num_threads(setup: VllmSetup) -> int:
     cores = len(os.sched_getaffinity(0))
     files = Path(setup.model).glob("*.safetensors")
     is_large = sum(file.stat().st_size for file in files) >= LARGE_MODEL_BYTES
-    return cores if setup.takes_turns and is_large else max(1, cores - 1)
+    if setup.takes_turns and is_large:
+        return cores
+    return max(1, cores - 1)
 
 
 SOCKETS = "VLLM_RPC_BASE_PATH"  # the folder of the sockets between vLLM's processes
@@ -343,7 +348,8 @@ def let_engine_go_first(yes: bool) -> None:
         return
     usual = os.SCHED_OTHER
     batch = os.SCHED_BATCH
-    before, after = (usual, batch) if yes else (batch, usual)
+    before = usual if yes else batch
+    after = batch if yes else usual
     for thread in map(int, os.listdir("/proc/self/task")):
         with suppress(OSError):  # it has ended, or this is not allowed
             if os.sched_getscheduler(thread) == before:

@@ -33,8 +33,13 @@ def trace_of_error(error: BaseException, *, caller: Path = _CALLER) -> str:
 
 def trace_of_thread(ident: int | None) -> str:
     """Return the calls of the environment's code that a thread is in now, the innermost last."""
-    frame = None if ident is None else sys._current_frames().get(ident)
-    return "" if frame is None else _text(traceback.extract_stack(frame, limit=MAX_FRAMES))
+    if ident is None:
+        frame = None
+    else:
+        frame = sys._current_frames().get(ident)
+    if frame is None:
+        return ""
+    return _text(traceback.extract_stack(frame, limit=MAX_FRAMES))
 
 
 def trace_of_task(task: asyncio.Task[Any]) -> str:
@@ -63,6 +68,12 @@ def innermost_place(trace: str) -> str:
 def _text(calls: traceback.StackSummary, caller: Path = _CALLER) -> str:
     """Return the calls after the last one of the code that calls environments."""
     files = [Path(call.filename) for call in calls]
-    callers = [n for n, file in enumerate(files) if caller in (file, *file.parents)]
-    inner = calls[callers[-1] + 1 :] if callers else calls
+    callers = []
+    for number, file in enumerate(files):
+        if caller in (file, *file.parents):
+            callers.append(number)
+    if callers:
+        inner = calls[callers[-1] + 1 :]
+    else:
+        inner = calls
     return shorten("".join(traceback.format_list(inner)), MAX_FAILURE)

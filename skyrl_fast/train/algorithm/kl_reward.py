@@ -35,7 +35,10 @@ def kl_in_reward(
     # rows is subtracted there too, on the last token: the score is then the outcome minus the
     # penalty of all tokens of the trajectory. Other estimators read every row with its penalty.
     if batch.old_logprobs is None or batch.ref_logprobs is None:
-        missing = "old_logprobs" if batch.old_logprobs is None else "ref_logprobs"
+        if batch.old_logprobs is None:
+            missing = "old_logprobs"
+        else:
+            missing = "ref_logprobs"
         raise ValueError(f"kl_in_reward: batch must have {missing}, got None")
     # Of the policy before the update: a part of the reward has no gradient.
     kl = kl_penalty(

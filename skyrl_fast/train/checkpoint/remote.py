@@ -90,7 +90,10 @@ class CheckpointStore:
 
     def list_saved(self) -> list[tuple[int, str]]:
         """Return the complete checkpoints as (step, URL), oldest first."""
-        return [(step, f"{self.url}/{name}") for step, name in _newest(self._files()).items()]
+        result: list[tuple[int, str]] = []
+        for step, name in _newest(self._files()).items():
+            result.append((step, f"{self.url}/{name}"))
+        return result
 
     def upload(self, checkpoint: Path) -> None:
         """Upload a complete local checkpoint, the manifest last; delete old ones.
@@ -123,7 +126,11 @@ class CheckpointStore:
         return later
 
     def _files(self) -> dict[str, list[str]]:
-        return {n: _list(f"{self.url}/{n}") for n in _list(self.url) if _NAME.fullmatch(n)}
+        result: dict[str, list[str]] = {}
+        for n in _list(self.url):
+            if _NAME.fullmatch(n):
+                result[n] = _list(f"{self.url}/{n}")
+        return result
 
     def _remove_old(self, *, keep: int) -> None:
         """Delete incomplete and replaced checkpoints, and complete ones that are not kept."""

@@ -101,10 +101,10 @@ def prompts_from(
 def _prompts(
     rows: Iterable[tuple[str, Any]], default_env_class: str, prefix: str, start: int = 0
 ) -> list[Prompt]:
-    return [
-        _prompt(row, f"{prefix}{number}", default_env_class, where)
-        for number, (where, row) in enumerate(rows, start)
-    ]
+    result: list[Prompt] = []
+    for number, (where, row) in enumerate(rows, start):
+        result.append(_prompt(row, f"{prefix}{number}", default_env_class, where))
+    return result
 
 
 def rows_from(source: PromptSource, split: str, name: str) -> Iterator[tuple[str, Any]]:
@@ -264,7 +264,10 @@ def _prompt(row: Any, uid: str, default_env_class: str, where: str) -> Prompt:
         raise ValueError(f"{where}: {error}") from None
     env_class = extras.pop("env_class", None) or default_env_class
     source = extras.get("data_source")
-    source = None if source is None else str(source)
+    if source is None:
+        source = None
+    else:
+        source = str(source)
     return Prompt(uid, messages, str(env_class), extras, source, is_text)
 
 
@@ -283,7 +286,9 @@ def digest_of(prompts: Iterable[Prompt]) -> str:
 
 def _plain(value: Any) -> Any:
     """Return an array as a list; otherwise the name of the type."""
-    return value.tolist() if hasattr(value, "tolist") else type(value).__name__
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return type(value).__name__
 
 
 class PromptSampler:

@@ -59,7 +59,10 @@ class BatchSource:
         )
         ages: Counter[int] = Counter()
         while True:
-            missing = self._wanted if self._full_batches else self._wanted - sampling.num_kept
+            if self._full_batches:
+                missing = self._wanted
+            else:
+                missing = self._wanted - sampling.num_kept
             ready = await wait(flow.take(missing))
             if ready is None and step == 0:
                 self._failures.end()  # the likelier reason

@@ -128,4 +128,6 @@ class StopSignals:
 
 def _stop(number: int) -> BaseException:
     """Return the exception that ends the process as the signal does."""
-    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+    if number == signal.SIGINT:
+        return KeyboardInterrupt()
+    return SystemExit(128 + number)

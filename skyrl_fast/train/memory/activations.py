@@ -151,7 +151,9 @@ def model_size(config: Any, lora: LoraConfig | None = None) -> ModelSize:
     with _fake_tensors():
         model = _make_fake(find_auto_class(config), config, torch.float32, lora)
         layers = layers_of(backbone(model))
-        of_layers = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+        of_layers = []
+        for layer in layers:
+            of_layers.append(sum(p.numel() for p in layer.parameters()))
         sizes = [parameter.numel() for parameter in model.parameters()]
         vocab, hidden = model.get_output_embeddings().weight.shape
         kv_values = _kv_values(config.get_text_config())

@@ -47,7 +47,9 @@ class LmHead:
         weight, bias = self._operands(hidden.dtype)
         logits = torch.nn.functional.linear(hidden, weight, bias) * self.logit_scale
         cap = self.soft_cap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        if cap is None:
+            return logits
+        return cap * torch.tanh(logits / cap)
 
     def logprobs(self, hidden: torch.Tensor, target_ids: torch.Tensor, **options: Any) -> Any:
         """Return `linear_logprob` of (..., H) hidden states; options are its own."""
@@ -69,7 +71,10 @@ class LmHead:
 
 def layers_of(backbone: Any) -> torch.nn.ModuleList:
     """Return the list of a backbone's layers: the module list with the most parameters."""
-    lists = [module for module in backbone.modules() if isinstance(module, torch.nn.ModuleList)]
+    lists = []
+    for module in backbone.modules():
+        if isinstance(module, torch.nn.ModuleList):
+            lists.append(module)
     return max(lists, key=lambda found: sum(p.numel() for p in found.parameters()))
 
 
@@ -249,7 +254,10 @@ def _fit(model: Any, head: Any, ids: torch.Tensor) -> tuple[torch.Tensor, float,
     outputs = outputs.double()
     scale = logits[0, 0].median().item() / SMALL
     highest = logits[0, 1].median().item()
-    soft_cap = highest if 0 < highest < scale * LARGE / 2 else None
+    if 0 < highest < scale * LARGE / 2:
+        soft_cap = highest
+    else:
+        soft_cap = None
     fitted = outputs * scale
     if soft_cap is not None:
         fitted = soft_cap * torch.tanh(fitted / soft_cap)
@@ -264,10 +272,15 @@ def _hidden_scale(model: Any, inputs: torch.Tensor, hidden: torch.Tensor) -> flo
     hidden = hidden.double()
     # Quotients of small states are rounding.
     large = hidden.abs() >= hidden.abs().median()
-    scale = (inputs[large] / hidden[large]).median().item() if inputs.shape == hidden.shape else 0
+    if inputs.shape == hidden.shape:
+        scale = (inputs[large] / hidden[large]).median().item()
+    else:
+        scale = 0
     if not scale > 0 or not torch.allclose(inputs, hidden * scale, rtol=1e-4, atol=1e-5):
         _refuse(model, "by a change of the hidden states before it")
-    return 1.0 if abs(scale - 1) < FIT_TOLERANCE else scale
+    if abs(scale - 1) < FIT_TOLERANCE:
+        return 1.0
+    return scale
 
 
 def _check(

@@ -62,7 +62,10 @@ def add_adapters(model: Any, lora: LoraConfig, *, base: str, folder: Path | None
         add_adapter(model, lora, base=base, folder=folder)
     for name in lora.policies:
         # A checkpoint has a folder for each named policy's adapter.
-        of_policy = None if folder is None else folder / name
+        if folder is None:
+            of_policy = None
+        else:
+            of_policy = folder / name
         add_adapter(model, lora, base=base, folder=of_policy, name=name)
     if lora.policies:
         use_adapter(model, lora.policies[0])
@@ -156,7 +159,9 @@ def adapter_of(name: str) -> str | None:
         'planner'
     """
     match = _MATRIX.search(name)
-    return None if match is None else match["adapter"]
+    if match is None:
+        return None
+    return match["adapter"]
 
 
 def adapters_of(model: Any) -> tuple[str, ...]:
@@ -167,11 +172,11 @@ def adapters_of(model: Any) -> tuple[str, ...]:
 
 def adapter_names(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the matrices of one adapter under their names in PEFT's files."""
-    return {
-        PREFIX + _MATRIX.sub(r".lora_\g<matrix>.", name): value
-        for name, value in weights.items()
-        if is_adapter(name)
-    }
+    result: dict[str, torch.Tensor] = {}
+    for name, value in weights.items():
+        if is_adapter(name):
+            result[PREFIX + _MATRIX.sub(r".lora_\g<matrix>.", name)] = value
+    return result
 
 
 def merge(
@@ -239,20 +244,25 @@ class FrozenBase:
 
 def _view_frozen_bytes(model: Any) -> list[torch.Tensor]:
     """Return the bytes of each storage of frozen weights; a rank's are its shards."""
-    tensors = [local_tensor(p).detach() for p in model.parameters() if not p.requires_grad]
-    storages = {id(s): s for s in (tensor.untyped_storage() for tensor in tensors)}
-    return [
-        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        for storage in storages.values()
-    ]
+    tensors = []
+    for p in model.parameters():
+        if not p.requires_grad:
+            tensors.append(local_tensor(p).detach())
+    storages = {}
+    for s in (tensor.untyped_storage() for tensor in tensors):
+        storages[id(s)] = s
+    result: list[torch.Tensor] = []
+    for storage in storages.values():
+        result.append(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+    return result
 
 
 def _copy_to_host(tensor: torch.Tensor) -> list[torch.Tensor]:
     pinned = tensor.device.type == "cuda"
-    return [
-        torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned).copy_(part)
-        for part in tensor.split(_part_sizes(tensor))
-    ]
+    result: list[torch.Tensor] = []
+    for part in tensor.split(_part_sizes(tensor)):
+        result.append(torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned).copy_(part))
+    return result
 
 
 def _part_sizes(tensor: torch.Tensor) -> list[int]:
@@ -343,13 +353,18 @@ def _make_config(lora: LoraConfig, base: str, frozen_parts: Sequence[str]) -> An
     excluded: Any = list(lora.exclude_modules) or None
     if frozen_parts:  # names there may be those of the language model
         of_parts = [f"{re.escape(part)}\\..*" for part in frozen_parts]
-        named = [f"(.*\\.)?{re.escape(name)}" for name in lora.exclude_modules]
+        named = []
+        for name in lora.exclude_modules:
+            named.append(f"(.*\\.)?{re.escape(name)}")
         excluded = "|".join([*of_parts, *named])  # for PEFT a regular expression
     init: Any = True if lora.init_method == "kaiming" else lora.init_method
+    target_modules: str | list[str] = list(lora.target_modules)
+    if everywhere:
+        target_modules = ALL_LINEAR
     return PeftConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
-        target_modules=ALL_LINEAR if everywhere else list(lora.target_modules),
+        target_modules=target_modules,
         exclude_modules=excluded,
         init_lora_weights=init,
         use_rslora=lora.use_rslora,
@@ -389,7 +404,10 @@ def _read_config(folder: Path, lora: LoraConfig, base: str) -> Any:
         raise ValueError(f"{folder}: no PEFT adapter: {error}") from error
     if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
         raise ValueError(f"{folder}/{CONFIG}: peft_type: expected LORA, got {config.peft_type}")
-    variants = [field.name for field in fields(config) if field.metadata.get("is_lora_variant")]
+    variants = []
+    for field in fields(config):
+        if field.metadata.get("is_lora_variant"):
+            variants.append(field.name)
     for name, supported in (dict.fromkeys(variants) | _UNSUPPORTED).items():
         got = getattr(config, name, supported)
         if got != supported and (got or supported):
@@ -507,7 +525,10 @@ def _load(model: Any, folder: Path, name: str) -> None:
         tensors = load_file(str(path))
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path}: no PEFT adapter: {error}") from error
-    own = {n: p.data for n, p in model.named_parameters() if adapter_of(n) == name}
+    own = {}
+    for n, p in model.named_parameters():
+        if adapter_of(n) == name:
+            own[n] = p.data
     parameters = adapter_names(own)
     if different := sorted(parameters.keys() ^ tensors.keys()):
         raise ValueError(

@@ -79,7 +79,10 @@ class Optimizer:
     @run_on_all_ranks
     def step(self) -> dict[str, float]:
         """Clip, update the weights, and return gradient norm and learning rate."""
-        parameters = [p for _, p in self._named if p.grad is not None]
+        parameters = []
+        for _, p in self._named:
+            if p.grad is not None:
+                parameters.append(p)
         limit = self._config.max_grad_norm or math.inf
         norm = 0.0
         if parameters:
@@ -114,7 +117,9 @@ class Optimizer:
             (folder / SHARDS).mkdir()
             self._queue_shards(folder / SHARDS)
             return
-        tensors = {name: value.cpu().contiguous() for name, value in self._local_tensors()}
+        tensors = {}
+        for name, value in self._local_tensors():
+            tensors[name] = value.cpu().contiguous()
         save_file(tensors, str(folder / FILE), metadata=self._metadata())
 
     @run_on_all_ranks
@@ -155,7 +160,9 @@ class Optimizer:
             queue_shards(folder, self.step_count, dict(self._states()), self._unmoved(), self.ranks)
             return
         # Blocks of one number of ranks are none of another's, so that each rank has a file.
-        tensors = {name: value.to("cpu", copy=True) for name, value in self._local_tensors()}
+        tensors = {}
+        for name, value in self._local_tensors():
+            tensors[name] = value.to("cpu", copy=True)
         path = self._local_file(folder.parent)
         metadata = self._metadata()
 
@@ -219,7 +226,11 @@ class Optimizer:
                 yield name, self._adamw.state[parameter]
 
     def _unmoved(self) -> list[str]:
-        return [name for name, parameter in self._named if parameter not in self._adamw.state]
+        result: list[str] = []
+        for name, parameter in self._named:
+            if parameter not in self._adamw.state:
+                result.append(name)
+        return result
 
 
 def _make_adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> Any:

@@ -110,7 +110,10 @@ def _is_exact(backbone: Any) -> bool:
 def short_reach(backbone: Any, lengths: Mapping[str, int]) -> Iterator[int]:
     """Shorten settings of all layers to these lengths; yield how many changed."""
     modules = list(backbone.modules())
-    configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}
+    configs = {}
+    for m in modules:
+        if hasattr(m, "config"):
+            configs[id(m.config)] = m.config
     before = [
         (owner, name, value)
         # Modules copy settings of their config when they are made.

@@ -33,7 +33,10 @@ def _make_operation(compute: Callable[..., None], number: int) -> Callable[..., 
         if len(matrices) == 1:  # of an engine in which every request has it
             _multiply(compute, inputs, matrices, 0, output, options)
             return
-        adapters = names[0] if number == _BY_TOKEN else names[2].repeat_interleave(names[1])
+        if number == _BY_TOKEN:
+            adapters = names[0]
+        else:
+            adapters = names[2].repeat_interleave(names[1])
         for adapter in adapters.unique().tolist():
             if adapter < 0:
                 continue

@@ -77,7 +77,10 @@ def _group_tensors(
     group: list[tuple[TensorInfo, torch.Tensor]] = []
     total = 0
     for name, tensor in weights:
-        sent = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        if dtype is not None and tensor.is_floating_point():
+            sent = dtype
+        else:
+            sent = tensor.dtype
         info = [name, dtype_name(sent), list(tensor.shape)]
         size = _num_bytes(info)
         if group and total + size > most_bytes:

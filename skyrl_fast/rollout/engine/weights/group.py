@@ -118,7 +118,8 @@ class WeightsGroup:
             TimeoutError: some members did not come in time, `wait_seconds` unless given.
             RuntimeError: a member gave up or is gone.
         """
-        seconds = self.wait_seconds if seconds is None else seconds
+        if seconds is None:
+            seconds = self.wait_seconds
         self._meetings += 1
         here = [f"{rank} at {self._meetings}" for rank in range(self._size)]
         self._store.set(here[self._rank], text)

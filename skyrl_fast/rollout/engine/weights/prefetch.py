@@ -52,7 +52,9 @@ class Prefetch(Generic[T]):
                 raise RuntimeError("the reader was closed")
             if self.error is not None and not reader.pending:
                 raise RuntimeError(f"{type(self.error).__name__}: {self.error}") from self.error
-            return reader.pending[0] if reader.pending else THE_END
+            if reader.pending:
+                return reader.pending[0]
+            return THE_END
 
     def _run(self) -> None:
         try:

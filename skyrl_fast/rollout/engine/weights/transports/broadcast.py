@@ -80,7 +80,10 @@ def receive_by_broadcast(group: WeightsGroup) -> Iterator[tuple[str, torch.Tenso
         RuntimeError: the trainer does not send in time, is gone, or sends something else.
     """
     # Of the caller: a bucket that it has freed is used again only after what it has queued.
-    stream = torch.cuda.current_stream(group.device) if group.device.type == "cuda" else None
+    if group.device.type == "cuda":
+        stream = torch.cuda.current_stream(group.device)
+    else:
+        stream = None
     received = Prefetch(partial(_receive_buckets, group, stream))
     (reader,) = received.readers
     try:
@@ -97,7 +100,9 @@ def receive_by_broadcast(group: WeightsGroup) -> Iterator[tuple[str, torch.Tenso
 def check_broadcast_call(
     arguments: list[Any], folders: Sequence[Path], trainer: str | None
 ) -> list[Any] | None:
-    return None if arguments or trainer is None else []
+    if arguments or trainer is None:
+        return None
+    return []
 
 
 def _receive_buckets(group: WeightsGroup, stream: Any) -> Iterator[Bucket]:
@@ -166,10 +171,10 @@ class BucketSource:
         self.close()
         # From the start: engines that are restarted have nothing of an earlier pass.
         self._pass = Prefetch(self._make_buckets, number)
-        return [
-            BroadcastCall("broadcast", [], self._sent, self, reader)
-            for reader in self._pass.readers
-        ]
+        result: list[BroadcastCall] = []
+        for reader in self._pass.readers:
+            result.append(BroadcastCall("broadcast", [], self._sent, self, reader))
+        return result
 
     def raise_error(self) -> None:
         """Raise the error of the weights' iterator, if there was one."""

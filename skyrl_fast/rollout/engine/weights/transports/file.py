@@ -84,7 +84,9 @@ def write_adapter_folder(path: Path, config: Mapping[str, Any]) -> Path:
 
 
 def weights_folders(folder: str | None) -> list[Path]:
-    return [Path(folder)] if folder else [SHARED_MEMORY, Path(tempfile.gettempdir())]
+    if folder:
+        return [Path(folder)]
+    return [SHARED_MEMORY, Path(tempfile.gettempdir())]
 
 
 def check_file_call(

@@ -35,8 +35,9 @@ def unread_rewards(config: Config, trajectories: Sequence[Trajectory]) -> str | 
         "last step only, so rewards of earlier steps are ignored: sample "
         f"{trajectory.repetition_id} of prompt {trajectory.uid!r} has "
         f"{'..., ' if len(rewards) > MAX_SHOWN else ''}{shown} and counts as {rewards[-1]:g}. "
-        "Return the sum with the last step, or set trainer.rows=trajectory (one "
-        f"row per trajectory, with the sum), or choose an estimator that reads all: {others}"
+        "That is right where the last reward is that of the whole trajectory; else return the sum "
+        "with the last step, or set trainer.rows=trajectory (one row per trajectory, with the "
+        f"sum), or choose an estimator that reads all: {others}"
     )
 
 

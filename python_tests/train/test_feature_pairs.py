@@ -160,6 +160,7 @@ def test_pairs_equal_the_reference(
         )
     assert not report.failures, "\n".join(report.failures)
     assert report.cases > 10
+    assert report.undecided < report.cases / 10
 
 
 @pytest.mark.slow
@@ -169,7 +170,7 @@ def test_triples_equal_the_reference(shard: int, models: StepModels) -> None:
     report.run(with_settings(array(3))[shard::SHARDS], models)
     assert not report.failures, "\n".join(report.failures)
     assert report.cases > 50
-    assert report.undecided < report.cases / 10
+    assert report.undecided < report.cases / 5
 
 
 @pytest.mark.slow

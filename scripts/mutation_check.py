@@ -419,8 +419,8 @@ FAULTS = (
     Fault(
         "the folder of a running process is removed",
         "skyrl_fast/system/temporary_folder.py",
-        "            lock_file(lock)\n        except OSError:  # of another user, or in use",
-        "            pass\n        except OSError:  # of another user, or in use",
+        "            lock_file(lock)\n        except OSError:  # another user's, or in use",
+        "            pass\n        except OSError:  # another user's, or in use",
         ("rollout/test_weight_transfer.py", "rollout/test_weight_transports.py"),
     ),
     Fault(

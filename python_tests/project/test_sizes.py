@@ -19,10 +19,13 @@ from scripts.sizes import (
     paired_assignments,
     places,
     sources,
+    total,
 )
 
 LITERAL_UNPACKINGS = 0
 PAIRED_ASSIGNMENTS = 22
+NESTED_CONDITIONALS = 0
+NODES_PER_LINE_OVERALL = 4.95
 # Rounded up to a twentieth: a small mend in a large folder is not noticed.
 NODES_PER_LINE = {
     "(Triton kernels)": 6.15,
@@ -77,6 +80,12 @@ def test_dense_places_become_fewer() -> None:
     assert len(unpackings) <= LITERAL_UNPACKINGS, unpackings
     pairs = places(sources(PACKAGE), paired_assignments)
     assert len(pairs) <= PAIRED_ASSIGNMENTS, pairs
+    nested = places(sources(PACKAGE), nested_conditionals)
+    assert len(nested) <= NESTED_CONDITIONALS, nested
+
+
+def test_lines_of_the_package_become_lighter() -> None:
+    assert total(sources(PACKAGE)).nodes_per_line <= NODES_PER_LINE_OVERALL
 
 
 @pytest.mark.parametrize("folder", sorted(density_by_folder()))

@@ -100,7 +100,7 @@ def merge_kept_ids(
     sums = np.cumsum(num_kept.numpy(), dtype=np.int64)
     cu_kept = np.concatenate([[0], sums])
     first = cu_responses[:-1].numpy().astype(np.int64)
-    # Of a response the first `plan.kept` tokens remain, whose sets are adjacent.
+    # The first `plan.kept` tokens of a response remain, whose sets are adjacent.
     begins = cu_kept[first]
     ends = cu_kept[first + plan.kept]
     return _join_pieces(op, kept_ids, begins, ends - begins, plan)

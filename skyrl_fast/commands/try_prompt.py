@@ -287,7 +287,7 @@ def _attempt_text(attempt: _Attempt) -> str:
         lines += [f"environment: {trajectory.env_class}", *_prompt_lines(attempt, trajectory)]
         for turn, step in enumerate(observed):
             lines += _turn_lines(turn + 1, step)
-        if not observed:  # of an agent
+        if not observed:  # an agent makes no observation
             for turn, call in enumerate(trajectory.steps):
                 lines += [f"call {turn + 1}", *_entry("answer", call.text)]
         lines += _end_lines(trajectory)

@@ -12,7 +12,7 @@ from skyrl_fast.setting import DTYPES, setting
 _PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters that vLLM has memory layouts for
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # ranks that vLLM has memory layouts for
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from skyrl_fast.config.sampling import check_sampling
 from skyrl_fast.config.settings import REFERENCE, Config, leaves
 from skyrl_fast.setting import ConfigError, limit_error, tools_error
 
-_POLICY_NAME = re.compile(r"[A-Za-z0-9_-]+")  # of files, metrics and modules
+_POLICY_NAME = re.compile(r"[A-Za-z0-9_-]+")  # part of the names of files, metrics and modules
 _TAKEN_NAMES = (REFERENCE, "default")  # of the model without an adapter, of an adapter without name
 
 
@@ -156,7 +156,7 @@ def _check_policy_names(names: Sequence[str], upstreams: Mapping[str, Any]) -> N
                 f"{key}.policies: expected different names of letters, digits, - and _, got "
                 f"{', '.join(map(repr, names))}"
             )
-        if name in _TAKEN_NAMES or hasattr(ModuleDict(), name):  # of adapters by name
+        if name in _TAKEN_NAMES or hasattr(ModuleDict(), name):  # torch keeps adapters by name
             raise ConfigError(f"{key}.policies: expected another name than {name}, which has a use")
     if names and REFERENCE in upstreams:
         raise ConfigError(

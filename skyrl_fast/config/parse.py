@@ -20,7 +20,7 @@ from skyrl_fast.config.skyrl_settings import advice_by_name, skyrl_advice
 from skyrl_fast.setting import ConfigError, EnvironmentValue
 from skyrl_fast.system.printable import shorten
 
-YAML = (".yaml", ".yml")  # of an override that is a file
+YAML = (".yaml", ".yml")  # endings of an override that is a file
 _NEAR = 0.75  # similarity of a misspelled name, see difflib
 _MAPPING, _TEXT, _NULL = (f"tag:yaml.org,2002:{kind}" for kind in ("map", "str", "null"))
 
@@ -329,7 +329,7 @@ def _unknown_key(key: str, siblings: set[str]) -> str:
     if advice is not None:
         return f"{key}: a SkyRL setting that does not exist here: {advice}"
     section, _, name = key.rpartition(".")
-    places: dict[str, str] = {}  # of each name, the first
+    places: dict[str, str] = {}  # the first place of each name
     sections: dict[str, str] = {}
     for path, _, _ in leaves(_with_optional_sections(), ""):
         places.setdefault(path.rpartition(".")[2], path)

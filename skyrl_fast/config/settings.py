@@ -48,7 +48,7 @@ OPTIMIZERS = ("adamw", "adamw_8bit")
 SCOPES = ("row", "trajectory")
 ROWS = ("step", "merged", "trajectory")
 LAYOUTS = ("auto", "sequence", "tree")
-ALL_LINEAR = "all-linear"  # of LoRA's target modules
+ALL_LINEAR = "all-linear"  # value of LoRA's target modules
 INIT_METHODS = ("kaiming", "gaussian")
 TURN_LIMIT = 64  # turns of a trajectory where generator.max_turns sets none
 REFERENCE = "reference"  # with named policies: the model without an adapter, which is not trained
@@ -320,7 +320,7 @@ class PlacementConfig:
         at_least=1,
     )
     policy_num_nodes: int = setting(
-        1, "machines with so many GPUs each; several are nodes of a Ray cluster", at_least=1
+        1, "number of machines; more than one needs a Ray cluster", at_least=1
     )
     colocate_all: bool = setting(
         True,

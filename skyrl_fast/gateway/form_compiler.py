@@ -35,7 +35,7 @@ COMPILE_SECONDS = 10  # other forms wait
 MASK_SECONDS = 0.1  # a step of the engine waits
 NUM_MASKS = 32  # tokens of a random answer
 CHOICE_ESCAPES = re.compile(r'(["\\])')  # as vLLM's
-MAX_DATA_BYTES = 4 << 30  # of the process
+MAX_DATA_BYTES = 4 << 30  # memory of the process
 COMPILE_THREADS = 8  # as vLLM's
 NICENESS = 10
 MAX_CACHE_BYTES = 64 << 20
@@ -120,7 +120,7 @@ class _Handler:
         resource.setrlimit(resource.RLIMIT_CPU, (used + COMPILE_SECONDS, hard))
         try:
             return CallResult(self._refusal(what, argument))
-        except Exception as error:  # of the compiler: what it cannot read
+        except Exception as error:  # raised by the compiler for what it cannot read
             text = " ".join(str(error).split())
             return CallResult(f"{what}: expected a form that {COMPILER} compiles: {text:.300}")
 

@@ -20,12 +20,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from skyrl_fast.gateway.messages import ApiError
 
-MAX_BEGINNINGS = 8  # of as many interleaved conversations
+MAX_BEGINNINGS = 8  # beginnings of as many interleaved conversations
 # Parsing holds Python's lock, so that nothing else runs meanwhile: a third of a second for as many.
 MAX_OBJECTS = 100_000  # messages, parts and tools with what they contain
 MAX_KEYS = 300_000
 MAX_VALUES = 2_000_000  # list items, fields and lists: token ids of several of the longest contexts
-WHITE_SPACE = b" \t\r\n"  # of JSON
+WHITE_SPACE = b" \t\r\n"  # white space of JSON
 
 
 class Fields(BaseModel):

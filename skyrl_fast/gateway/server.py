@@ -58,7 +58,7 @@ FAULTS = tuple(
 BACKLOG = 1024  # connections that wait to be accepted
 ENDED_KEYS = 10_000  # that are remembered, to tell a late call from a wrong key
 SPAN_HEADER = "x-span"
-RETRY_HEADER = "x-stainless-retry-count"  # of the official OpenAI and Anthropic clients
+RETRY_HEADER = "x-stainless-retry-count"  # header of the official OpenAI and Anthropic clients
 SERVER_ERROR = 500
 ENDS = (
     "/chat/completions",
@@ -414,7 +414,7 @@ def _decompress(body: bytes, encoding: str) -> bytes:
         return body
     if kind not in ("gzip", "deflate"):
         raise ApiError(415, f"content-encoding: expected gzip, deflate or identity, got {encoding}")
-    decompressor = zlib.decompressobj(zlib.MAX_WBITS | 32)  # of gzip's or zlib's header
+    decompressor = zlib.decompressobj(zlib.MAX_WBITS | 32)  # detects gzip's or zlib's header
     try:
         text = decompressor.decompress(body, MAX_BODY_BYTES + 1)
     except zlib.error as error:

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 # How long an answer waits for a client that has disconnected: SDKs call again after up to 8 s.
 RETRY_SECONDS = 10.0
-MAX_BODIES = 8  # of the last calls, which are kept until they are delivered
+MAX_BODIES = 8  # bodies of the last calls, kept until they are delivered
 LONG_BODY = 1 << 20  # bytes; fewer are parsed in some milliseconds, others in a thread
 LONG_TEXT = 5_000  # characters; fewer are tokenised in two milliseconds, others in a thread
 # Metrics of a trajectory that are there even if their count is 0.
@@ -100,7 +100,7 @@ class Session:
         self.memory: dict[str, Any] = {}  # of the dialects, for requests that refer to earlier ones
         # The stop reason of the policy's last call, if it was refused.
         self.refused: str | None = None
-        self.engine_failure: EngineError | None = None  # of the last call, if it failed
+        self.engine_failure: EngineError | None = None  # why the last call failed, if it did
         self.engine_died = asyncio.Event()
         self.others = OtherCalls(trajectory)
         self._trajectory = trajectory
@@ -111,7 +111,7 @@ class Session:
         self._calls: list[RunningCall] = []
         self._by_body: dict[tuple[str, bytes], list[RunningCall]] = {}
         self._places: Counter[bytes] = Counter()  # prompts, for the seeds
-        self._num_choices = 0  # of all calls
+        self._num_choices = 0  # choices of all calls
         self._finished = False
         self._num_running = 0
         self._idle_since = time.perf_counter()
@@ -297,7 +297,8 @@ class Session:
     # --- sampling
 
     async def _sample(self, call: Call, prompt: PromptTokens) -> tuple[Answer, list[Step]]:
-        number = self._places[prompt.digest]  # of calls with this prompt: not of their arrival
+        # Counts calls with this prompt, so that seeds do not depend on arrival order.
+        number = self._places[prompt.digest]
         self._places[prompt.digest] += call.num_choices
         self._mark_running()
         choices = []

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
-DIGITS = 16  # of the hash: enough for a table that a person can read
+DIGITS = 16  # digits of the hash: enough for a table that a person can read
 DECORATORS = ("skyrl", "torch")  # packages whose wrappers do what the function does
 UNKNOWN_SOURCE = (
     "its source, or that of a function that it calls, differs from every version this replacement "

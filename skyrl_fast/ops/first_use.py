@@ -283,7 +283,7 @@ def _call_selected(inputs: Tensors, backend: str) -> Tensors:
         inplace_backward=backend != "torch",
         backend=backend,
     )
-    # Of both signs, another for each row: the gradient of another row shows.
+    # Weights of both signs, another for each row: the gradient of another row shows.
     weight = torch.linspace(-1, 1.5, logprob.numel(), dtype=logprob.dtype, device=logprob.device)
     weight = weight.view(logprob.shape)
     ((logprob + 0.3 * entropy) * weight).sum().backward()
@@ -378,7 +378,7 @@ def _masked_loss_cases() -> Iterator[KernelCase]:
         cells = _cells(5, number)
         cells.pop("logprobs")
         for value in cells.values():
-            # Of the masked row, which kernels do not read.
+            # Values of the masked row, which kernels do not read.
             value[1] = torch.nan
         inputs |= cells | {"row_weights": torch.linspace(0.5, 1.5, 5, dtype=torch.float32)}
         call = functools.partial(_call_masked_loss, loss=loss)

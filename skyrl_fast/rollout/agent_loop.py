@@ -94,7 +94,7 @@ class _EnvEpisode:
     env: EnvSession | None = None
     unparsed: int = 0  # answers with a failed call
     reward_parts: Counter[str] = field(default_factory=Counter)  # each summed over the steps
-    policy: str | None = None  # of the next answer, where policies have names
+    policy: str | None = None  # policy of the next answer, where policies have names
 
     async def play(self) -> str:
         loop = self.loop

@@ -23,7 +23,7 @@ KNOWN_TEXTS = 1024  # whose tokens are remembered
 LONGEST_KNOWN = 8192  # characters
 SHORTEST_PART = 32  # characters of a message that are in no prompt by chance
 MARGIN = 64  # tokens that the end of a cut text may change
-PLAIN_KEYS = {"role", "content"}  # of most messages
+PLAIN_KEYS = {"role", "content"}  # keys of most messages
 AS_JSON = "{{ messages[0] | tojson }}"  # a template that shows what templates see of a message
 # Divides the name of a control token in a text, so that its parts are encoded separately. Unicode
 # guarantees that these code points are no characters.
@@ -523,7 +523,7 @@ def _find_system_places(tokenizer: Any, _size: int, chat_template: str | None) -
             continue
         if all(m["content"] in text for m in messages if m["role"] == "system"):
             return place
-    return ANYWHERE  # a template that requires other messages
+    return ANYWHERE  # the template rejects this probe: assume any position
 
 
 @lru_cache(maxsize=8)
@@ -537,7 +537,7 @@ def _end_of_turn(tokenizer: Any, _size: int, chat_template: str | None) -> int:
             text_after(MARKER, template.text([*answered, answered[0]])),
         ]
         last, inner = map(template.token_ids, texts)
-    except ContextError:  # of a template that requires other messages
+    except ContextError:  # the template rejects these messages
         last = inner = []
     # An added token after an answer inside a conversation is its end only if the last one has an
     # end, too: else it begins the next message. gpt-oss writes two different ends.

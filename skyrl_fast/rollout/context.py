@@ -19,7 +19,7 @@ from skyrl_fast.rollout.chat_template import (
     text_after,
 )
 
-_OPENING_TAG = re.compile(r"([<\[◁])(\w+)([>\]▷])")  # of thoughts, such as <think>
+_OPENING_TAG = re.compile(r"([<\[◁])(\w+)([>\]▷])")  # opening tags of thoughts, such as <think>
 
 
 class Context(Protocol):

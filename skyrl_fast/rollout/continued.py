@@ -49,7 +49,7 @@ async def generate_through_updates(
     versions: list[int] = []
     routes: np.ndarray | None = None
     kept_ids: list[np.ndarray] = []
-    number_cached: int | None = None  # of the first part: later ones find what it computed
+    number_cached: int | None = None  # tokens of the first part: later ones find what it computed
     number = 0
     while True:
         left = sampling.max_generate_length - len(ids)

@@ -24,9 +24,9 @@ from skyrl_fast.system.tasks import ignore_result
 
 log = logging.getLogger(__name__)
 
-POLL_SHARE = 0.02  # of a trajectory's deadline, between two checks of a group by the watchdog
-SLOW_SHARE = 0.5  # of a trajectory's deadline, spent in one phase, is reported as slow
-CLOSE_CALLS = 2  # of the environment after the deadline: metrics and close
+POLL_SHARE = 0.02  # share of a trajectory's deadline between two checks by the watchdog
+SLOW_SHARE = 0.5  # share of the deadline that, spent in one phase, is reported as slow
+CLOSE_CALLS = 2  # calls of the environment after the deadline: metrics and close
 GRACE_SECONDS = 5.0
 
 OnGroup = Callable[[RolloutPrompt, Sequence[Trajectory]], Awaitable[None]]

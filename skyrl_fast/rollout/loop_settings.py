@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 PHASES = ("train", "eval")
 
-PLAIN = "plain"  # of generator.chat_template
+PLAIN = "plain"  # value of generator.chat_template
 # For base models, which have none: a line for each message, an end token after each answer.
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}"

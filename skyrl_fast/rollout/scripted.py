@@ -13,12 +13,12 @@ from skyrl_fast.rollout.engine.protocol import Generation
 
 
 class ScriptedModel:
-    """A `Sampler` that gives each trajectory these answers by turn; later turns get the last."""
+    """A `Sampler` whose turn i is `answers[i]`; later turns repeat the last answer."""
 
     def __init__(self, answers: Sequence[str], tokenizer: Any) -> None:
         self._answers = list(answers)
         self._tokenizer = tokenizer
-        self._turns: Counter[str] = Counter()  # of each session
+        self._turns: Counter[str] = Counter()  # turns played in each session
 
     async def generate(
         self,

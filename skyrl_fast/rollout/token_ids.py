@@ -87,8 +87,8 @@ def grown_ids(token_ids: list[int], before_ids: list[int], before: TokenIds) -> 
     """Return a prompt that shares the parts of the prompt before it, where it begins with that.
 
     Args:
-        before_ids: of the prompt before it; the same list, if it has only grown since.
-        before: its ids then.
+        before_ids: prompt of the previous turn, possibly the same list, extended since.
+        before: its `TokenIds` at that time.
     """
     shared = len(before)
     if token_ids is not before_ids and token_ids[:shared] != before_ids:

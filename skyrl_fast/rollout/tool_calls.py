@@ -106,7 +106,7 @@ class ToolCallParser(VllmParser):
             if tag is not None:
                 return {"structural_tag": json.dumps(tag.model_dump())}
             wanted = parser.adjust_request(request).structured_outputs
-        except Exception as error:  # of any parser, of the request's schemas
+        except Exception as error:  # raised by any parser, also for the request's schemas
             raise ValueError(f"{type(error).__name__}: {error}") from error
         if wanted is None or wanted.json is None:
             raise ValueError(f"vLLM's parser does not force calls ({self.setting})")

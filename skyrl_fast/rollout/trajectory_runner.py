@@ -126,7 +126,7 @@ class TrajectoryRunner:
             self.faults["engine_errors"] += 1
             _end(trajectory, ENGINE_ERROR, str(error))
         except TimeoutError as error:
-            if not clock.expired():  # of some connection, not our deadline
+            if not clock.expired():  # the timeout of some connection, not our deadline
                 _end(trajectory, ENGINE_ERROR, f"TimeoutError: {error}")
             elif trajectory.steps:
                 log.info("at its deadline: %s", entry.describe(self.board.clock()))

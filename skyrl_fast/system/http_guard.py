@@ -20,7 +20,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 BODY_SECONDS = 30.0  # for a request's body to arrive
-MAX_LENGTH_DIGITS = 18  # of Content-Length
+MAX_LENGTH_DIGITS = 18  # digits of Content-Length
 POLICY_VIOLATION = 1008  # code of a closed websocket
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-FILE_PREFIX = "skyrl_fast_file_"  # of the names of modules imported from files
+FILE_PREFIX = "skyrl_fast_file_"  # prefix of modules imported from files
 
 
 def load_module(name: str) -> ModuleType:

@@ -11,8 +11,8 @@ import socket
 import struct
 
 LOOPBACK = "127.0.0.1"
-SIOCGIFADDR = 0x8915  # of Linux's ioctl: the address of an interface
-DISCARD_PORT = 9  # of RFC 863; nothing is sent to it
+SIOCGIFADDR = 0x8915  # request of Linux's ioctl: the address of an interface
+DISCARD_PORT = 9  # port of RFC 863; nothing is sent to it
 
 
 def listen_at(host: str, port: int = 0, *, backlog: int | None = None) -> socket.socket:

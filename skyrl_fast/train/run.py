@@ -263,7 +263,7 @@ class RunRequest:
                 saved = start.state.get("config")
                 warn_of_changed_settings(saved, to_dict(config))
                 config = with_kept_settings(copy.deepcopy(config), saved)
-            # A run sets torch's threads; a notebook goes on with its own.
+            # A run sets torch's threads; a notebook keeps its own.
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             with as_setup_error():
                 run = self._prepare(config, start, store, signals, starter, stack)
@@ -407,7 +407,7 @@ def _train(run: _PreparedRun) -> TrainResult:
     progress, received = run.signals.run(_run_loop(run, tokenizer, policy_path, evaluations))
     # Closed first: a logger may write its last metrics only then, and they are read next.
     run.output.closing.close()
-    # Of a resumed run also those of its earlier processes.
+    # Rows of a resumed run include those of its earlier processes.
     rows = read_metrics(run_path / "metrics.jsonl")
     rewards = {}
     for row in rows:

@@ -73,7 +73,7 @@ from skyrl_fast.trajectory_store.writer import TrajectoryWriter
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-OPTIMIZERS = "optimizers"  # of a checkpoint: a folder for each named policy
+OPTIMIZERS = "optimizers"  # part of a checkpoint: a folder for each named policy
 
 
 @dataclass(slots=True)
@@ -109,7 +109,7 @@ class _TrainedPart:
 
     policy: str | None
     rows: TrainedRows
-    kl_coef: float  # of its next step
+    kl_coef: float  # coefficient of its next step
     optimizer_steps: int
     skipped_steps: int
 
@@ -147,7 +147,7 @@ class Trainer:
             digest=digest_of(components.train_prompts),
         )
         self.total_steps = total_steps(config, len(components.train_prompts))
-        # Of each policy, in the next step.
+        # The coefficient of each policy in the next step.
         self._kl_coefs = dict.fromkeys(components.trained, settings.algorithm.kl_loss_coef)
         self._used_up = 0  # epochs that ended without a full batch
         self._writer: TrajectoryWriter | None = None  # None: dump_trajectories is off

@@ -54,7 +54,7 @@ _MISMATCH = "policy/rollout_train_logprobs_abs_diff"
 _UPDATE_DIFFERENCE = "policy/rollout_update_logprobs_abs_diff"
 _FORWARD_ONLY = ("expert_indices", "cu_experts", "num_kept", "kept_ids", "cu_kept")
 _RECORDS = ("owners", "step_numbers", "is_placeholder", "is_alone")  # which no loss reads
-_RECOMPUTED = {"loss", "num_tokens"}  # of a micro-batch; recomputed here for the mini-batch
+_RECOMPUTED = {"loss", "num_tokens"}  # values of a micro-batch; recomputed for the mini-batch
 
 _OF_REFERENCE = {"kl", "kl_loss"}  # 0 without a reference
 
@@ -212,7 +212,7 @@ def contributing_rows(batch: StepBatch, algorithm: AlgorithmConfig) -> np.ndarra
     """Return (N,) bool: rows whose gradient can differ from zero under this algorithm."""
     assert batch.advantages is not None
     spec = policy_loss_spec(algorithm)
-    # Terms beside the policy loss have a gradient in every row.
+    # Terms other than the policy loss have a gradient in every row.
     has_policy_loss = algorithm.policy_loss_coef > 0
     reads_all = has_policy_loss and not spec.zero_where_advantage_is_zero
     has_other_terms = algorithm.use_kl_loss or algorithm.use_entropy_loss
@@ -291,8 +291,8 @@ class _MicroBatchResult:
 
     loss: float
     metrics: dict[str, float]  # over its trained tokens
-    policy_tokens: int  # of the policy loss
-    forward_tokens: int  # of the forward pass, padding included
+    policy_tokens: int  # tokens of the policy loss
+    forward_tokens: int  # tokens of the forward pass, padding included
     as_tree: bool
     rows: torch.Tensor
     positions: torch.Tensor  # (M,) of the trained tokens in the mini-batch's responses
@@ -361,7 +361,8 @@ def _gradient(
     max_seq_len: int | None,
 ) -> list[_MicroBatchResult]:
     """Add the gradient of this rank's micro-batches of the (N,) bool rows."""
-    # Of the full mini-batch, before it is divided: so the sum over passes and ranks is its loss.
+    # Weights of the full mini-batch, before it is divided: so the sum over passes and ranks is its
+    # loss.
     weights = _MiniBatchWeights.of_batch(batch, algorithm, max_seq_len)
     # Losses of this scope read all tokens of a mini-batch at once, as for its covariance.
     undivided = policy_loss_spec(algorithm).scope == "mini_batch"
@@ -481,7 +482,7 @@ def _micro_step(
             values[f"policy/{k}"] = v
     if sampled.any():
         values |= _values_of_sampled(trained, entropy, rows, micro, sampled, algorithm)
-    else:  # of no token there are neither means nor extremes
+    else:  # without a token there are neither means nor extremes
         values = {name: value for name, value in values.items() if find_over(name) == "sum"}
     if observed is not None:
         values |= observed.values

@@ -12,7 +12,7 @@ import numpy as np
 
 from skyrl_fast.system.printable import INVISIBLE
 
-DECIMALS = 6  # of log-probabilities and advantages: the resolution of a float32 near -8
+DECIMALS = 6  # digits of log-probabilities and advantages: a float32's near -8
 _MAX_INT = 2**53  # a reader that parses numbers as doubles rounds larger integers
 
 # As JSON escapes they mean the same, and can neither break a line nor mislead a reader. Other

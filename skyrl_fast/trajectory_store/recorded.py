@@ -16,7 +16,7 @@ from skyrl_fast.trajectory_store.parts import read_lines
 from skyrl_fast.trajectory_store.reader import StoredStep, StoredTrajectory, read_trajectories
 
 MESSAGES = "messages.jsonl"  # in the folder of a recording
-TEMPLATE_KEYS = ("tools", "chat_template_kwargs")  # of a call there
+TEMPLATE_KEYS = ("tools", "chat_template_kwargs")  # keys of a call there
 
 
 def read_recorded(

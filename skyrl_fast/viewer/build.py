@@ -42,9 +42,9 @@ PAGE = (
     "app.js",
 )
 MARKER = "skyrl_fast_view.json"  # marks a folder written by this module, and lists its files
-SCRIPT_BYTES = 1 << 18  # of a data file; one with a single item may exceed it
+SCRIPT_BYTES = 1 << 18  # size of a data file; one with a single item may exceed it
 PREVIEWS_PER_SCRIPT = 512
-SCALE_PERCENT = 99.0  # of the run's tokens are within the colour scale
+SCALE_PERCENT = 99.0  # percentage of the run's tokens within the colour scale
 SMALLEST_SCALE = 1e-3  # smaller differences are rounding
 
 

@@ -18,12 +18,12 @@ from skyrl_fast.trajectory_store.reader import StoredStep, StoredTrajectory
 from skyrl_fast.viewer.columns import SIGNIFICANT_DIGITS
 from skyrl_fast.viewer.script import ListScripts, literal
 
-ITEM_CHARACTERS = 30_000  # of a text, and of the tokens of an item
+ITEM_CHARACTERS = 30_000  # length of a text, and of the tokens of an item
 ITEM_TOKENS = 3000
 MAX_METRICS = 40  # environment metrics shown
-METRIC_CHARACTERS = 400  # of a name or a value
+METRIC_CHARACTERS = 400  # length of a name or a value
 STOP_REASON_CHARACTERS = 100
-PREVIEW_CHARACTERS = 160  # of the last response, in the list of the group
+PREVIEW_CHARACTERS = 160  # length of the last response in the list of the group
 _NUMBERS = (
     "reward",
     "prompt_tokens",
@@ -33,7 +33,7 @@ _NUMBERS = (
     "llm_seconds",
     "env_seconds",
 )
-_OTHER_TEXTS = ("request", "response")  # of a call that is no turn
+_OTHER_TEXTS = ("request", "response")  # texts of a call that is no turn
 
 
 def write_details(

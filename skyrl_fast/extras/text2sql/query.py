@@ -26,9 +26,9 @@ Row = tuple[Any, ...]
 
 NUMBER_BYTES = 8  # of a number or NULL; as a Python object it takes up to four times as much
 OPERATIONS_PER_CHECK = 1_000  # of SQLite's virtual machine; with large values each takes long
-HEAP_BYTES = 1 << 30  # of SQLite in this process; it can only be lowered
-SMALL_BYTES = 64 << 20  # of a query's process, on top of what it has at the start
-LARGE_BYTES = 3 << 29  # of the one process that runs a larger query; with its result
+HEAP_BYTES = 1 << 30  # heap of SQLite in this process; it can only be lowered
+SMALL_BYTES = 64 << 20  # memory of a query's process, on top of what it has at the start
+LARGE_BYTES = 3 << 29  # memory of the one process that runs a larger query, with its result
 LIMITS = {
     sqlite3.SQLITE_LIMIT_LENGTH: 1_000_000,  # bytes of one value or row
     sqlite3.SQLITE_LIMIT_SQL_LENGTH: 100_000,

@@ -193,7 +193,7 @@ class _QueryProcess:
         self._child.kill()
         self._child.wait()
         for pipe in self._pipes:
-            with suppress(OSError):  # of a request that it did not read
+            with suppress(OSError):  # the process has ended without reading the request
                 pipe.close()
 
     def send(self, request: dict[str, Any], seconds: float) -> None:

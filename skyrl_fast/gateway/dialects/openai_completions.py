@@ -20,7 +20,7 @@ from skyrl_fast.gateway.dialects.parameters import COMPLETIONS, check_parameters
 from skyrl_fast.gateway.messages import Answer, ApiError, Call, Choice
 from skyrl_fast.gateway.request_body import RequestBodies, check_fields, parse_json
 
-DEFAULT_TOKENS = 16  # of an answer, as in OpenAI's API
+DEFAULT_TOKENS = 16  # tokens of an answer, as in OpenAI's API
 
 
 class CompletionRequest(Forms):

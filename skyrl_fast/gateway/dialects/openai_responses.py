@@ -176,7 +176,7 @@ def _messages(given: str | list[ResponseItem]) -> list[Message]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[Message] = []
-    thoughts: dict[str, str] = {}  # of the next answer
+    thoughts: dict[str, str] = {}  # thoughts of the next answer
     for item in given:
         if item.type == "reasoning":
             if item.content:

@@ -116,7 +116,7 @@ class _Metrics:
         targets = self._targets[start : start + len(values)]
         for name in self.wanted:
             if name == "is_top1":
-                found = values.argmax(-1) == targets  # of equal ones the first, as TRL's
+                found = values.argmax(-1) == targets  # the first of equal ones, as TRL's
             elif name == "mean_logits":
                 found = values.mean(-1, dtype=torch.float32) / divisor
             else:  # the logprob of doubled logits: 2 z_target - logsumexp(2 z)

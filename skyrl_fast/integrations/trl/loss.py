@@ -21,7 +21,7 @@ REDUCTIONS = {
     "luspo": "rows",
 }
 SEQUENCE_LEVEL = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-LOG_BOUND = 20.0  # of log ratios in VESPO
+LOG_BOUND = 20.0  # bound of log ratios in VESPO
 LOG_SMALLEST = -18.420680743952367  # log(1e-8), of a sequence's ratio in VESPO
 
 

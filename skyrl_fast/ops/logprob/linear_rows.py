@@ -21,9 +21,9 @@ SAVED_BYTES = 1 << 30
 CHUNK_BYTES = 128 << 20
 GPU_CHUNK_BYTES = 512 << 20  # on a GPU: 1,766 rows of 151,936 bfloat16 logits
 GPU_ROW_MULTIPLE = 128  # rows per tile of a GPU's matrix products
-COLUMN_MULTIPLE = 8  # of vocabulary parts: every row of 16-bit logits is 16-byte aligned
+COLUMN_MULTIPLE = 8  # vocabulary parts are multiples: rows of 16-bit logits are 16-byte aligned
 MIN_CHUNK_ROWS = 64
-COPIED_COLUMNS = 8192  # of operands converted to float32 for a product: large enough for full speed
+COPIED_COLUMNS = 8192  # columns converted to float32 at once: large enough for full speed
 OnLogits = Callable[[int, torch.Tensor, float], None]
 HAS_MIXED_PRODUCT = hasattr(torch.ops.aten.addmm, "dtype_out")  # torch 2.8 and newer
 

@@ -31,12 +31,12 @@ class LossCall(NamedTuple):
 
     targets: Tensor  # (M,) int64
     mask: Tensor | None  # (M,) uint8
-    kept_ids: Tensor | None  # of KeptSets
+    kept_ids: Tensor | None  # the ids of KeptSets
     kept_ranges: Tensor | None
     temperature: float
     loss: int
     kl: int
-    params: list[float]  # of losses.kernel_params
+    params: list[float]  # values of losses.kernel_params
     old_logprobs: Tensor | None  # this and the following: (M,) float32
     advantages: Tensor | None
     ref_logprobs: Tensor | None

@@ -40,7 +40,7 @@ def merge_plan(
         if joins[row]:
             overlap = overlaps[row]
             if overlap < len(merged):
-                # Of all rows merged so far, as a drift may reach into an earlier response.
+                # Tokens of all rows merged so far, as a drift may reach into an earlier response.
                 limits[head:row] = [min(limit, overlap) for limit in limits[head:row]]
             merged = merged[:overlap] + list(prompt[overlap:]) + list(response)
             mask = mask[:overlap] + [0] * (len(prompt) - overlap) + response_mask

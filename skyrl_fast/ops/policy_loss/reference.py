@@ -14,7 +14,7 @@ from skyrl_fast.ops.policy_loss.losses import ClipCov, KlCov
 
 MAX_DELTA = 20.0  # |delta| at which a ratio's exponent is clamped
 MAX_K3 = 10.0
-PROBABILITY_EPSILON = 1e-8  # of dppo's binary KL: no log of 0 where a probability is 1
+PROBABILITY_EPSILON = 1e-8  # offset in dppo's binary KL: no log of 0 at probability 1
 METRICS = (
     "loss",
     "policy_loss",
@@ -197,7 +197,7 @@ def _dppo_dropped(
         return old_prob - prob > p["delta_low"], prob - old_prob > p["delta_high"]
     other = 1 - prob + PROBABILITY_EPSILON
     old_other = 1 - old_prob + PROBABILITY_EPSILON
-    # Of two outcomes: this token, or any other.
+    # A distribution of two outcomes: this token, or any other.
     kl = old_prob * (old_logprobs - logprobs) + (1 - old_prob) * torch.log(old_other / other)
     return (prob < old_prob) & (kl > p["delta_low"]), (prob > old_prob) & (kl > p["delta_high"])
 

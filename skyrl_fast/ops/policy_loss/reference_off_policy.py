@@ -67,7 +67,7 @@ def off_policy_correction(
     def per_sequence(values: torch.Tensor) -> torch.Tensor:
         return zeros.index_add(0, sequence, values.double())
 
-    # Of the given mask: shares are of these sequences, whatever the rules before have dropped.
+    # Sequences of the given mask: shares are over these, whatever earlier rules have dropped.
     trained = per_sequence(live) > 0
     metrics = _ratio_metrics(delta, ratio, live)
 

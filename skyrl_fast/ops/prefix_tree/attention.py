@@ -291,7 +291,7 @@ def _list_chosen(blocks: Tensor) -> tuple[Tensor, Tensor]:
 # Compiled at the first use, by what a graph depends on; but not by the number of nodes.
 _compiled_flex: dict[tuple[Any, ...], Any] = {}
 COMPILED_DEVICES = ("cuda",)
-FLEX_BACKEND = "inductor"  # of torch.compile
+FLEX_BACKEND = "inductor"  # backend of torch.compile
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:

@@ -26,7 +26,7 @@ _UNREADABLE = (
     ArithmeticError,
 )
 ROUTE_DIMENSIONS = 3  # tokens, layers, experts per token
-QUOTED_CHARACTERS = 500  # of an answer, in an error
+QUOTED_CHARACTERS = 500  # quoted from an answer in an error
 
 
 @contextmanager

@@ -183,7 +183,7 @@ def _linear_modules(model_path: str) -> list[str]:
         model: Any = find_auto_class(config).from_config(config)
     head = model.get_output_embeddings()
     linear = torch.nn.Linear
-    is_part = config.get_text_config() is not config  # of a vision-language model
+    is_part = config.get_text_config() is not config  # part of a vision-language model
     named = (model.get_decoder() if is_part else model).named_modules()
     return sorted(
         {n.rpartition(".")[2] for n, m in named if isinstance(m, linear) and m is not head}

@@ -84,7 +84,7 @@ class EnginePool:
         if not engines:
             raise ValueError("EnginePool: engines: expected at least one, got none")
         self.faults: Counter[str] = Counter()
-        self.reports: dict[int, WeightSyncReport] = {}  # of each engine's last weight update
+        self.reports: dict[int, WeightSyncReport] = {}  # report of each engine's last weight update
         self._members = [_PoolMember(engine) for engine in engines]
         self._max_restarts = max_restarts
         self._transport = transport
@@ -418,7 +418,7 @@ class EnginePool:
             except EngineError as error:  # the server answers, but not correctly
                 member.error = EngineDeadError(str(error))
                 continue
-            member.probe = None  # of the process before: nothing is known of this one's logprobs
+            member.probe = None  # it was the last process's: this one's logprobs are not known
             started.append(member)
         return started
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MAX_TIES = 16
 MAX_TOKEN_ID = 2**31 - 1  # that tensors of ids can hold
 EXCLUDED_LOGPROB = -9000.0  # vLLM's servers write -9999 for -inf
-MASS_TOLERANCE = 1e-3  # of the sum of the kept tokens' probabilities
+MASS_TOLERANCE = 1e-3  # tolerance of the sum of the kept tokens' probabilities
 
 
 class EngineError(RunError):

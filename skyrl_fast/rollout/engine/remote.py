@@ -73,9 +73,10 @@ HEALTH_SECONDS = 5.0
 CONTROL_SECONDS = 600.0  # for a call that loads weights
 HANDSHAKE_SECONDS = 60.0  # for all calls to a server that has just started
 START_POLL_SECONDS = 1.0
-# Of one answer: routes of a million tokens, or kept tokens of a long response, take hundreds of MB.
+# Limit of one answer: routes of a million tokens, or kept tokens of a long response, take
+# hundreds of MB.
 MAX_ANSWER_BYTES = 1 << 30
-MAX_SENDS = 3  # of a request whose connection broke, or that a healthy server had no time for
+MAX_SENDS = 3  # attempts for a request whose connection broke, or that found no time
 RESEND_SECONDS = 0.2  # after an answer that the server is busy
 CLAIM_BYTES = 16
 EXTENDED = ("file", *BACKENDS)  # need this package's worker extension and guard
@@ -140,8 +141,8 @@ class RemoteEngine(Engine):
         self._client: Any = None
         self._model = ""
         self._adapter = adapter
-        self._adapter_version = 0  # of the last one that was sent; never used again
-        self._adapter_name: str | None = None  # of the one that the server has
+        self._adapter_version = 0  # version of the last one that was sent; never used again
+        self._adapter_name: str | None = None  # name of the one that the server has
         self._interrupted = False
         if weight_sync is None:
             self._claim = None
@@ -480,7 +481,7 @@ class RemoteEngine(Engine):
             if answer.status_code in (httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE):
                 await asyncio.sleep(RESEND_SECONDS)
                 continue
-            if answer.status_code == httpx.codes.CONFLICT:  # of the claim
+            if answer.status_code == httpx.codes.CONFLICT:  # the claim was refused
                 raise EngineDeadError(text)
             refused = answer.status_code == httpx.codes.BAD_REQUEST
             raise RefusedRequestError(text) if refused else EngineError(text)

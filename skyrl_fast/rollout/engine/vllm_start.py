@@ -34,14 +34,14 @@ UNSHARED = 0.9  # gpu_memory_utilization of an engine without a trainer; vLLM's 
 # a CPU are more than many prompts have. Its kernels prefer multiples of 32.
 CPU_BLOCK_SIZE = 32
 CPU_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
-CPU_CACHE_GIB = "1"  # of keys and values, where that is not set
+CPU_CACHE_GIB = "1"  # size of keys and values, where that is not set
 # From here on an engine uses the trainer's core as well: between the quickstart's model (2 MB),
 # whose steps gain nothing by a second thread, and SmolLM2-135M (538 MB), whose steps take 0.7 of
 # the time.
 LARGE_MODEL_BYTES = 64 << 20
 # A prefix of these in config.json tells of recurrences or convolutions.
 STATE_KEYS = ("mamba_", "ssm_", "linear_", "conv")
-QUERY_SCALES = "attn_temperature_tuning"  # of Llama 4: larger for later tokens
+QUERY_SCALES = "attn_temperature_tuning"  # setting of Llama 4: larger for later tokens
 NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 

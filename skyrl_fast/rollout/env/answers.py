@@ -11,7 +11,7 @@ from skyrl_fast.rollout.chat_messages import normalize_message, normalize_messag
 from skyrl_fast.rollout.env.protocol import EnvStep, Message
 from skyrl_fast.rollout.workers.plain import PlainData, plain_repr, type_name
 
-LARGEST_REWARD = 3.4028234663852886e38  # of float32, in which rewards are trained
+LARGEST_REWARD = 3.4028234663852886e38  # the largest float32, in which rewards are trained
 
 
 REWARD = "reward"  # the key of a mapping that is trained
@@ -113,7 +113,7 @@ def read_reward(value: Any, name: str) -> float:
     """Return a number; an AnswerError begins with `name` if it is none or not finite in float32."""
     try:
         reward = float.__float__(float(value))
-    except Exception:  # of any type: an array, a tensor, a huge integer
+    except Exception:  # a value of any type: an array, a tensor, a huge integer
         reward = math.nan
     if not abs(reward) <= LARGEST_REWARD:
         got = plain_repr(value, 100)

@@ -23,10 +23,10 @@ from skyrl_fast.system.printable import MAX_FAILURE
 
 MakeEnv = Callable[[dict[str, Any]], Env]
 GymSettings = Mapping[str, Mapping[str, Any]]
-METHODS = ("init", "step", "metrics", "close")  # of an Env
+METHODS = ("init", "step", "metrics", "close")  # methods of an Env
 MAX_METRICS_TEXT = 100_000  # characters in the metrics of an episode
-BYTES_PER_CHARACTER = 4  # of UTF-8
-MORE_BYTES = 64 << 20  # of an answer, next to its texts
+BYTES_PER_CHARACTER = 4  # most bytes of a character in UTF-8
+MORE_BYTES = 64 << 20  # memory of an answer, next to its texts
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,5 +65,5 @@ def _check_call(name: str, function: Callable[..., Any], arguments: tuple[str, .
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(function)
-    except (TypeError, ValueError):  # of some built-in types
+    except (TypeError, ValueError):  # some built-in types have no signature
         return None

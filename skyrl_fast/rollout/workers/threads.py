@@ -29,7 +29,7 @@ class ThreadWorkers:
 
     def __init__(self, settings: EnvSettings) -> None:
         self._settings = settings
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.Lock()  # guards all below
         self._waiting: deque[_ThreadCall] = deque()
         self._idle: list[_Thread] = []
         self._num_working = 0

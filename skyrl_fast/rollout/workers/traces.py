@@ -12,7 +12,7 @@ from typing import Any
 
 from skyrl_fast.system.printable import MAX_FAILURE, shorten
 
-MAX_FRAMES = 20  # of a trace, the innermost ones
+MAX_FRAMES = 20  # frames of a trace, the innermost ones
 _CALLER = Path(__file__).parents[1]  # `rollout`: its handlers and workers call environments
 
 _LIBRARIES = tuple(f'File "{sysconfig.get_path(name)}/' for name in ("stdlib", "platlib"))

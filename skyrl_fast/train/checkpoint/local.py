@@ -309,7 +309,7 @@ def _owner(written: bytes) -> str:
     except ProcessLookupError:
         return f"a process on another machine, or one that process {pid} (which has ended) started"
     except (OSError, OverflowError):
-        pass  # of another user
+        pass  # it belongs to another user
     return f"process {pid}"
 
 

@@ -20,7 +20,7 @@ _PIECE = 2**24  # bytes
 _BUFFER = 2**20  # bytes; fits in a core's cache
 _MAX_THREADS = 8  # together as fast as a disk
 
-Entries = dict[str, dict[str, Any]]  # of the manifest, by path relative to its folder
+Entries = dict[str, dict[str, Any]]  # entries of the manifest, by path relative to its folder
 
 
 def make_manifest(folder: Path, known: Entries | None = None) -> dict[str, Any]:

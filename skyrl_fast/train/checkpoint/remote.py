@@ -38,7 +38,7 @@ from skyrl_fast.train.checkpoint.manifest import MANIFEST, list_files
 logger = logging.getLogger(__name__)
 
 CLAIM = "run.json"  # names the run that writes at the URL, while it does
-ASIDE = "manifest.aside.json"  # of a checkpoint that is not to be read any more
+ASIDE = "manifest.aside.json"  # manifest of a checkpoint that is not to be read any more
 DOWNLOADS = 8  # at a time
 WAITS = (1.0, 4.0, 16.0)  # seconds before a request is repeated
 _NAME = re.compile(r"step_(\d{6,})(?:-(\d+))?")
@@ -180,7 +180,7 @@ def _request(url: str, request: Callable[[Any, str], Any], *, missing: Any = ...
             # fsspec keeps listings, which another process may have changed since.
             fs.invalidate_cache()
             return request(fs, path)
-        except Exception as error:  # of botocore, aiohttp, ...
+        except Exception as error:  # raised by botocore, aiohttp, ...
             if missing is not ... and isinstance(error, FileNotFoundError):
                 return missing
             reason = f"{url}: {type(error).__name__}: {error}"

@@ -12,7 +12,7 @@ from skyrl_fast.rollout.context import ContextError, begin_context, render_answe
 from skyrl_fast.rollout.stop_reason import STOP
 from skyrl_fast.rollout.trajectory import Step
 
-# Of a message, by which data sets exclude answers.
+# Keys of a message by which data sets exclude answers.
 FLAGS = ("weight", "train", "loss", "trainable", "loss_weight")
 _TRUE = ("1", "1.0", "true")
 _FALSE = ("0", "0.0", "false")

@@ -100,7 +100,7 @@ class MixtureOrder:
     sources: Mapping[str, Sequence[int]]
     seed: int
     changes: list[tuple[int, dict[str, float]]]
-    _num_applied: int = 0  # of the changes: those at places that have been drawn
+    _num_applied: int = 0  # changes at places that have been drawn
     _shares: dict[str, float] = field(default_factory=dict)
     _drawn: list[int] = field(default_factory=list)
     _credits: dict[str, float] = field(default_factory=dict)

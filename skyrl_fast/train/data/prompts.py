@@ -137,11 +137,11 @@ def _rows_of(source: Iterable[Any], name: str) -> Iterable[Any]:
         raise ValueError(f"{name}: expected rows, got a mapping with {names}: choose one")
     kind = type(source)
     table: Any = source
-    if callable(getattr(kind, "to_pylist", None)):  # of pyarrow
+    if callable(getattr(kind, "to_pylist", None)):  # tables of pyarrow
         return map(_without_fill, table.to_pylist())
-    if callable(getattr(kind, "to_dicts", None)):  # of polars
+    if callable(getattr(kind, "to_dicts", None)):  # tables of polars
         return map(_without_fill, table.to_dicts())
-    if callable(getattr(kind, "notna", None)):  # of pandas, whose missing values may be NaN
+    if callable(getattr(kind, "notna", None)):  # tables of pandas, whose missing values may be NaN
         values = table.astype(object).where(table.notna(), None)
         return map(_without_fill, values.to_dict("records") if values.ndim > 1 else values)
     if any(base.__module__.partition(".")[0] == "datasets" for base in kind.__mro__):
@@ -317,8 +317,8 @@ class PromptSampler:
         self._num_prompts = num_prompts
         self._batch_size = batch_size
         self._seed = seed
-        self._digest = digest  # of the prompts, to recognise them on resume
-        self._order: tuple[int, list[int]] = (-1, [])  # of an epoch
+        self._digest = digest  # recognises the prompts on resume
+        self._order: tuple[int, list[int]] = (-1, [])  # number and order of an epoch
 
     @property
     def batches_per_epoch(self) -> int:

@@ -52,7 +52,7 @@ class BatchSource:
             DynamicSamplingError: the data ran out before the first step, or the limit of sampled
                 batches was reached.
         """
-        # Of the step alone: a resumed run draws the same replacements.
+        # A seed of the step alone: a resumed run draws the same replacements.
         random = np.random.default_rng((self._seed, step))
         sampling = GroupSampling(
             self._dynamic, self._wanted, random, sums_rewards=self._sums_rewards

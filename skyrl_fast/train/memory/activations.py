@@ -181,7 +181,7 @@ def _kv_values(text: Any) -> int:
 def _layer_kv_values(layer: Any) -> int:
     head_dim = getattr(layer, "head_dim", None)
     if getattr(layer, "kv_lora_rank", None) is not None:  # MLA
-        if layer.model_type != "minicpm3":  # of which vLLM stores the heads
+        if layer.model_type != "minicpm3":  # vLLM stores its heads
             return layer.kv_lora_rank + layer.qk_rope_head_dim
         head_dim = layer.qk_nope_head_dim + layer.qk_rope_head_dim
     heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
@@ -242,7 +242,7 @@ def _measure(
     dtype: torch.dtype,
     residual_dtype: torch.dtype,
 ) -> tuple[PassMemory, PassMemory]:
-    """Return the saved bytes, and those beyond them at the peak, with only these layers."""
+    """Return (bytes saved for backward, extra peak bytes) of a model cut to these layers."""
     dtypes = dtype, residual_dtype
     one, two = (_pass_bytes(backbone, numbers, n, length, *dtypes) for n in (1, 2))
     pairs = zip(one, two, strict=True)

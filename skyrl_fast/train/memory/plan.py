@@ -45,23 +45,23 @@ from skyrl_fast.train.parallel.sequence_ranks import check_heads
 from skyrl_fast.train.placement import EnginePlacement, engine_placement
 
 WEIGHT_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8  # per parameter; AdamW has two moments
-BLOCK_VALUES = 256  # of torchao's 8-bit moments, which share a float32 scale
+BLOCK_VALUES = 256  # block of torchao's 8-bit moments, which share a float32 scale
 # FSDP2 gathers a layer's weights, and reduces its gradients, through buffers of the same size, for
 # one layer while the next one arrives. Weights outside the layers stay gathered during a pass, and
 # their gradients are reduced at its end, when the activations are freed.
 LAYER_BYTES, ROOT_BYTES = 12, 8  # per gathered parameter: weights, gradients, a layer's buffer
 GATHERED_LAYERS = 2
 CONTEXT_BYTES = GIB  # a process's CUDA context and libraries
-# Of a process without a GPU: what a trainer and an engine of a tiny model were measured to need.
+# Memory of a process without a GPU, as measured for a trainer and an engine of a tiny model.
 CPU_TRAINER_BYTES = 800 << 20
 CPU_ENGINE_BYTES = 900 << 20
-# Of a broadcast that exist at a time: one on its way, and one being packed; one being received, one
-# being loaded, and one of whose layer not all was loaded.
+# Buckets of a broadcast that exist at a time: one on its way, and one being packed; one being
+# received, one being loaded, and one of whose layer not all was loaded.
 SENT_BUCKETS = 2
 RECEIVED_BUCKETS = 3
-ASLEEP_BYTES = 2 * GIB  # of a sleeping engine: its context, CUDA graphs, libraries
-# Of activations: blocks that the caching allocator cannot reuse, and the holes of a CPU's heap,
-# which were measured as 0.03 to 0.6.
+ASLEEP_BYTES = 2 * GIB  # memory of a sleeping engine: its context, CUDA graphs, libraries
+# Share of activations: blocks that the caching allocator cannot reuse, and the holes of a CPU's
+# heap, which were measured as 0.03 to 0.6.
 FRAGMENTATION = 0.1
 CPU_FRAGMENTATION = 0.3
 ENGINE_LIMIT = 0.9  # largest share that is computed for the engine; vLLM's default
@@ -547,8 +547,8 @@ def head_bytes(
         torch.empty(vocab, 1, dtype=dtype, device="meta"), tokens, on_gpu=on_gpu
     )
     logits = max(min(rows, tokens) * vocab, min(COLUMN_MULTIPLE, vocab) * tokens) * item
-    copied = 0 if dtype == torch.float32 else vocab * hidden * item  # of the weight
-    gradient = vocab * hidden * (item + FLOAT32_BYTES)  # of the weight, then in its dtype
+    copied = 0 if dtype == torch.float32 else vocab * hidden * item  # copy of the weight
+    gradient = vocab * hidden * (item + FLOAT32_BYTES)  # gradient of the weight, then in its dtype
     # Selected and converted hidden states, their float32 gradient and its conversion.
     states = tokens * hidden * 2 * (FLOAT32_BYTES + item)
     # A frozen weight is in the dtype of the product, and has no gradient.

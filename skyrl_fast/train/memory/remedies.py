@@ -14,7 +14,7 @@ from typing import Any
 from skyrl_fast.config import Config
 from skyrl_fast.train.memory.device_plan import MemoryPlan, Remedies
 
-PROPOSED_RANK = 16  # of LoRA
+PROPOSED_RANK = 16  # rank of a proposed adapter
 SHORTER = (2, 4, 8)  # divisors of the lengths of prompts and answers
 SERVER = "http://HOST:8000"
 ENGINE = "generator.inference_engine"

@@ -20,9 +20,9 @@ from skyrl_fast.train.metrics.outcomes import mean, outcomes_of_batch
 
 log = logging.getLogger(__name__)
 
-MAX_WARNINGS = 20  # of metrics that are left out
+MAX_WARNINGS = 20  # warnings about metrics that are left out
 _LEFT_OUT: set[str] = set()  # their names
-SLOW_PERCENTILE = 90  # of completion times
+SLOW_PERCENTILE = 90  # percentile of completion times
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,9 @@ from skyrl_fast.train.model.rope_limits import rope_limits
 
 PROBE_TOKENS = 8
 PROBE_TOLERANCE = 1e-3  # relative; float32 noise is below 1e-5
-SMALL = 2.0**-13  # of a head's output, where no cap shows: exact in every dtype
+SMALL = 2.0**-13  # scale of a head's output where no cap shows: exact in every dtype
 LARGE = 2.0**20  # where every cap does
-SPREAD = 100.0  # of the outputs between, which the fit has to meet
+SPREAD = 100.0  # range of the outputs between, which the fit has to meet
 FIT_TOLERANCE = 1e-5
 LOGITS = 30.0  # the largest of the probe: as of trained models; fresh ones have small logits
 

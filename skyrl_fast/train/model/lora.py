@@ -32,15 +32,15 @@ logger = logging.getLogger(__name__)
 SETTING = "trainer.policy.model.lora"
 INSTALL_HINT = f"{SETTING}: PEFT is not installed: pip install 'skyrl-fast[train]'"
 NAME = "default"  # PEFT's name of a model's only adapter, if it is of no named policy
-CRITIC = "@critic"  # of a critic on the policy's base; no name of a policy
-PREFIX = "base_model.model."  # of names in PEFT's files
+CRITIC = "@critic"  # adapter of a critic on the policy's base; no name of a policy
+PREFIX = "base_model.model."  # prefix of names in PEFT's files
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
-BASE_DIGEST = "base_weights"  # of the weights file's metadata
+BASE_DIGEST = "base_weights"  # key of the weights file's metadata
 SMALL_PART = 1 << 20  # bytes of a pinned copy that may be rounded up
 _BASE = ".base_layer."
 _MATRIX = re.compile(r"\.lora_(?P<matrix>[AB])\.(?P<adapter>[^.]+)\.")
-# Of an adapter's config: what the layers' forward pass here and in the engine does not have.
+# Fields of an adapter's config: what the layers' forward pass here and in the engine does not have.
 _UNSUPPORTED = {
     "use_dora": False,
     "bias": "none",
@@ -53,7 +53,7 @@ _UNSUPPORTED = {
     "lora_bias": False,
     "lora_dropout": 0.0,
 }
-_KEEP_BASE = (True, False, "gaussian", "orthogonal", "eva")  # initial values of A and B alone
+_KEEP_BASE = (True, False, "gaussian", "orthogonal", "eva")  # leave the base unchanged
 
 
 def add_adapters(model: Any, lora: LoraConfig, *, base: str, folder: Path | None = None) -> None:

@@ -1,6 +1,7 @@
 """AdamW with warm-up, schedule and gradient clipping; its state is saved by parameter name.
 
-Moments are float32, or torchao's 8-bit blocks of 256 values: a code for each, a scale for all.
+Moments are float32, or torchao's 8-bit blocks of 256 values: one code per value, one scale per
+block.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # AdamW's state of a parameter
 ANOTHER = "of another model or optimizer?"
-FILE, SHARDS = "optimizer.safetensors", "optimizer"  # of one rank, of several
+FILE, SHARDS = "optimizer.safetensors", "optimizer"  # names for one rank, and for several
 INSTALL_HINT = (
     "optimizer_config.optimizer=adamw_8bit: expected a torchao for torch "
     f"{torch.__version__}: pip install 'skyrl-fast[torchao]'"

@@ -143,7 +143,7 @@ def pack_rows(backbone: Any, micro: MicroBatch) -> PackedRows | None:
         return None
     order = np.argsort(parts, kind="stable")
     ends = np.cumsum(lengths[order])
-    starts = np.empty(count, dtype=np.int64)  # of each sequence in its packed row
+    starts = np.empty(count, dtype=np.int64)  # start of each sequence in its packed row
     starts[order] = ends - lengths[order]
     first = np.zeros(packed_count, dtype=np.int64)
     np.add.at(first, parts, lengths)

@@ -72,7 +72,7 @@ PROCESSOR_FILES = (
     "chat_template.json",
     "chat_template.jinja",
 )
-RANDOM_PASSES = 16  # of the check that nothing is random: a layer is seldom dropped
+RANDOM_PASSES = 16  # passes of the check that nothing is random: a layer is seldom dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class Policy:
         adapters = adapters_of(model)
         self.adapters = tuple(name for name in adapters if name != CRITIC)
         self._switches_adapters = len(adapters) > 1
-        self.adapter = self.adapters[0] if self.adapters else None  # of the passes
+        self.adapter = self.adapters[0] if self.adapters else None  # adapter of the passes
         self.backbone = backbone(model)
         self.frozen_parts = freeze_other_parts(model)
         self.refused_tokens = placeholder_tokens(model.config)
@@ -158,7 +158,7 @@ class Policy:
         self.temperature = temperature
         self.max_tokens_per_microbatch = max_tokens_per_microbatch
         self.dtype = dtype
-        is_double = model.dtype == torch.float64  # of tests
+        is_double = model.dtype == torch.float64  # models in tests
         if is_double:
             self.head_dtype = torch.float64
         else:
@@ -456,7 +456,7 @@ class WithoutAdapter:
         return self.policy.batch_logprobs(batch, adapter=False)
 
 
-Reference = Policy | WithoutAdapter  # of a KL term
+Reference = Policy | WithoutAdapter  # the reference of a KL term
 
 
 def load_model(

@@ -43,7 +43,7 @@ class TrainedModel(Protocol):
     """What a policy and a critic have in common."""
 
     model: Any
-    dtype: torch.dtype  # of the forward pass
+    dtype: torch.dtype  # dtype of the forward pass
     max_tokens_per_microbatch: int
     ranks: Ranks
 
@@ -134,7 +134,7 @@ def cheapest_layout(
                 # Each pass gathers the weights, which a backward pass frees.
                 gathered=partial(with_full_params, owner.model),
             )
-    except RuntimeError as error:  # of a compiler or a kernel
+    except RuntimeError as error:  # raised by a compiler or a kernel
         log.warning("rows are computed as sequences: trees failed on %s: %s", device, error)
     # Ranks measure different times, and must plan the same passes.
     costs = owner.ranks.agree(costs)

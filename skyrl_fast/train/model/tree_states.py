@@ -27,8 +27,8 @@ from skyrl_fast.train.model.tree_path import PATH, LayerPath
 
 SEGMENTS = "skyrl_fast_segments"  # keyword argument of a pass
 CONVOLUTION = "causal_conv1d_fn"
-# Does the work of both where a package brings it, and then takes no initial state; its callers do
-# without if it returns None.
+# Convolution and scan fused by mamba-ssm, without an initial state; where it returns None,
+# transformers calls the two functions.
 FUSED = "mamba2_split_conv1d_scan_combined"
 CHUNK = "chunk_size"  # an argument of recurrences: they pad sequences to multiples of it
 # Nodes: segments are padded to this or a power of two times it, which is then the chunk. GPU
@@ -166,7 +166,7 @@ class TreeSegments:
         # Sorted by depth first: groups of parents come before those of their children.
         _, group_of, counts = np.unique(keys, axis=1, return_inverse=True, return_counts=True)
         order = np.argsort(group_of.ravel(), kind="stable")
-        number = np.empty_like(order)  # of each segment in the order of all groups
+        number = np.empty_like(order)  # place of each segment in the order of all groups
         number[order] = np.arange(len(order))
         groups = []
         nodes = []

@@ -33,7 +33,7 @@ Over = Literal[
     "sum",  # over the passes of a mini-batch; the mean over mini-batches, in which 0 counts
     "max",
     "min",
-    "std",  # of trained tokens, around the mean of the metric that ends with _mean
+    "std",  # over trained tokens, around the metric that ends with _mean
 ]
 
 

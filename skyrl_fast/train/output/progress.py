@@ -21,7 +21,7 @@ from skyrl_fast.config.progress import ProgressColumn, progress_columns
 
 _SHOWN_STEPS = 12
 _PADDING = 2  # between two columns of the table
-_LOG_WIDTH = 120  # of a line in a file or a pipe
+_LOG_WIDTH = 120  # width of a line in a file or a pipe
 
 
 class ProgressDisplay:

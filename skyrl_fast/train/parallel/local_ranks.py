@@ -21,7 +21,7 @@ from skyrl_fast.system.parent_watch import children_exit_with_this_process
 from skyrl_fast.train.parallel.rank_processes import RankPlace, follow
 from skyrl_fast.train.parallel.ranks import Ranks
 
-LOG_LINES = 5  # of a rank's log, shown in the error when it has exited
+LOG_LINES = 5  # last lines of a rank's log, shown when it has exited
 
 
 @dataclass(frozen=True, slots=True)

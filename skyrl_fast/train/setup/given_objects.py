@@ -27,7 +27,7 @@ from skyrl_fast.train.setup.errors import SetupError
 
 @dataclass(frozen=True, slots=True)
 class GivenObjects:
-    """What a caller gives beside the settings; the arguments are those of `train_agent`.
+    """What a caller gives next to the settings; the arguments are those of `train_agent`.
 
     Args:
         op: the function that was called, for messages.

@@ -128,7 +128,7 @@ def store_ids_and_values() -> None:
         def _update_sample_logprobs(self, logprobs_lists: Any) -> None:
             token_ids, logprobs, *_ = logprobs_lists
             for ids, values in zip(token_ids, logprobs, strict=True):
-                self.cumulative_logprob += float(values[0])  # of the sampled token
+                self.cumulative_logprob += float(values[0])  # log-probability of the sampled token
                 if len(values) > 1:
                     kept = values > EXCLUDED_LOGPROB
                     ids = ids[kept]

@@ -20,9 +20,9 @@ from skyrl_fast.rollout.engine.weights.receipt import dtype_name
 # Name, dtype and shape of a tensor.
 TensorInfo = Sequence[Any]
 
-BUCKET_BYTES = 128 << 20  # of a bucket; a larger tensor is one by itself
+BUCKET_BYTES = 128 << 20  # size of a bucket; a larger tensor is one by itself
 ALIGNMENT = 16  # bytes; of the tensors in a bucket
-MAX_DIMENSIONS = 8  # of a tensor
+MAX_DIMENSIONS = 8  # dimensions of a tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class Prefetch(Generic[T]):
         self._thread: threading.Thread | None = None
         self._ended = False
         self.error: BaseException | None = None  # what the iterator raised
-        self.changed = threading.Condition()  # of anything here or in a reader
+        self.changed = threading.Condition()  # notified of changes here or in a reader
         self.readers = [Reader(self) for _ in range(num_readers)]
 
     def close(self) -> None:

@@ -131,7 +131,7 @@ class WeightSyncReport:
     num_bytes: int = 0
 
 
-# Of each probe sequence: logprobs of all tokens but the first, and the logits' standard deviation.
+# For each probe sequence: logprobs of all tokens but the first, and the logits' standard deviation.
 Logprobs = Sequence[tuple[Sequence[float], float]]
 
 
@@ -185,7 +185,7 @@ class WeightProbe:
         self._replayed_logprobs = replayed_logprobs
         self._dtype = dtype
         self._policy = policy
-        # Of the engine's requests.
+        # Samples of the engine's requests.
         self._options: dict[str, Any] = {} if policy is None else {"policy": policy}
         if limits is None:
             self._limits = LIMITS[dtype]

@@ -32,7 +32,7 @@ class WeightUpdateExtension:
     model_runner: Any
     model_config: Any
     parallel_config: Any
-    rank: int  # of the engine's workers
+    rank: int  # number among the engine's workers
     device: torch.device
     weights_group: WeightsGroup
     patches: dict[str, bool] | None = None  # by name: whether it is in use

@@ -90,7 +90,7 @@ def receive_by_broadcast(group: WeightsGroup) -> Iterator[tuple[str, torch.Tenso
         for bucket in reader:
             yield from bucket.tensors()
             del bucket
-    except BaseException:  # of the loader, too
+    except BaseException:  # raised by the loader, too
         group.abort()
         raise
     finally:
@@ -216,7 +216,7 @@ class BroadcastSender:
             device=torch.device(device),
             trainer=address,
         )
-        # Of the workers' `join_weights_group`.
+        # Arguments of the workers' `join_weights_group`.
         self.join_arguments = (backend, address, port, num_workers + 1)
 
     async def connect(self, answer: Coroutine[Any, Any, object]) -> None:
@@ -283,7 +283,7 @@ def _run_in_thread(function: Callable[[], None]) -> asyncio.Future[None]:
     def run() -> None:
         try:
             function()
-        except BaseException as error:  # of CUDA, too; it is raised where it is awaited
+        except BaseException as error:  # raised by CUDA, too; raised again where it is awaited
             future.set_exception(error)
         else:
             future.set_result(None)

@@ -279,7 +279,6 @@ NOT_COVERED = {
     "start from a checkpoint": _START,
     "checkpoint to start from": _START,
     "engines on servers": _ENGINE,
-    "addresses of servers": _ENGINE,
     "engines on a cluster": _ENGINE,
     "several engines": _ENGINE,
     "sleeping engine": _ENGINE,

@@ -200,10 +200,14 @@ def flat_experts(
     """Return (E, L, K) routes of all rows, or merged rows, and their (N + 1,) offsets."""
     if rows is None:
         return None, None
-    arrays = [None if row is None or len(row) == 0 else np.asarray(row) for row in rows]
-    shape = next((a.shape[1:] for a in arrays if a is not None), None)
-    if shape is None:
+    arrays: list[np.ndarray | None] = []
+    for row in rows:
+        is_empty = row is None or len(row) == 0
+        arrays.append(None if is_empty else np.asarray(row))
+    recorded = [array for array in arrays if array is not None]
+    if not recorded:
         return None, None
+    shape = recorded[0].shape[1:]
     for row, array in enumerate(arrays):
         if array is None:
             continue
@@ -213,20 +217,32 @@ def flat_experts(
                 f"{shape[-1]}] in row {row}, got {array.dtype} {list(array.shape)}"
             )
     # Routes are the largest column: layers times experts for each token.
-    largest = max(int(a.max()) for a in arrays if a is not None)
+    largest = max(int(array.max()) for array in recorded)
     dtype = routes_dtype(largest)
-    counts = np.array([0 if a is None else len(a) for a in arrays], dtype=np.int64)
+    counts = np.zeros(len(arrays), dtype=np.int64)
+    for number, array in enumerate(arrays):
+        if array is not None:
+            counts[number] = len(array)
+    begins = np.zeros_like(counts)
+    ends = counts
     if plan is not None:
         begins, ends = plan.route_pieces(op, counts)
-        pieces = zip(arrays, begins.tolist(), ends.tolist(), strict=True)
-        arrays = [None if a is None else a[begin:end] for a, begin, end in pieces]
         counts = np.add.reduceat(ends - begins, plan.heads)
-    flat = np.concatenate([a.astype(dtype, copy=False) for a in arrays if a is not None])
+    pieces = []
+    for array, begin, end in zip(arrays, begins.tolist(), ends.tolist(), strict=True):
+        if array is not None:
+            piece = array[begin:end]
+            pieces.append(piece.astype(dtype, copy=False))
+    flat = np.concatenate(pieces)
     return torch.from_numpy(flat), offsets(torch.from_numpy(counts))
 
 
 def routes_dtype(largest: int) -> type[np.integer[Any]]:
-    return next(d for d in (np.uint8, np.int16, np.int32) if largest <= np.iinfo(d).max)
+    """Return the smallest dtype of routes that holds a number of an expert."""
+    for dtype in (np.uint8, np.int16):
+        if largest <= np.iinfo(dtype).max:
+            return dtype
+    return np.int32
 
 
 def flat_kept_ids(
@@ -250,12 +266,17 @@ def flat_kept_ids(
                 f"{number}, got {len(row)}"
             )
     vocabulary = np.zeros(0, np.int32)
-    flat = [
-        np.asarray(one, dtype=np.int32)
-        for row, length in zip(rows, lengths, strict=True)
-        for one in row or [vocabulary] * length
-    ]
+    flat: list[np.ndarray] = []
+    for row, length in zip(rows, lengths, strict=True):
+        if not row:
+            flat += [vocabulary] * length
+            continue
+        for one in row:
+            flat.append(np.asarray(one, dtype=np.int32))
     num_kept = np.fromiter(map(len, flat), np.int32, len(flat))
-    cu = np.concatenate([[0], np.cumsum(num_kept, dtype=np.int64)])[cu_responses.numpy()]
+    sums = np.cumsum(num_kept, dtype=np.int64)
+    cu_tokens = np.concatenate([[0], sums])
+    cu_rows = cu_tokens[cu_responses.numpy()]
+    row_counts = torch.from_numpy(np.diff(cu_rows))
     ids = torch.from_numpy(np.concatenate(flat))
-    return torch.from_numpy(num_kept), ids, offsets(torch.from_numpy(np.diff(cu)))
+    return torch.from_numpy(num_kept), ids, offsets(row_counts)

@@ -106,7 +106,10 @@ def _logprobs(
     # Where all answers are empty, it is unknown whether the engine returns log-probabilities; the
     # observations of merged rows have 0 in either case.
     pairs = list(zip(batches, values, strict=True))
-    trained = [value is not None for batch, value in pairs if batch.loss_mask.any()]
+    trained = []
+    for batch, value in pairs:
+        if batch.loss_mask.any():
+            trained.append(value is not None)
     if any(trained):  # a trained batch without them is an error
         filled: list[torch.Tensor | None] = []
         for batch, value in pairs:
@@ -115,9 +118,9 @@ def _logprobs(
             else:
                 filled.append(value)
         return filled
-    absent = any(value is None and len(batch.loss_mask) for batch, value in pairs)
-    if absent:
-        return [None] * len(values)
+    for batch, value in pairs:
+        if value is None and len(batch.loss_mask):
+            return [None] * len(values)
     return values
 
 

@@ -70,11 +70,11 @@ def merge_stepwise_output(
     )
     heads = plan.heads.tolist()
     ends = plan.ends.tolist()
-    merged: dict[str, Any] = {
-        "prompt_token_ids": [_copy_row(output["prompt_token_ids"][head]) for head in heads],
-        "response_ids": _responses(output["prompt_token_ids"], output["response_ids"], plan),
-        "loss_masks": _per_token("loss_masks", output["loss_masks"], plan, 0),
-    }
+    prompts = output["prompt_token_ids"]
+    merged: dict[str, Any] = {}
+    merged["prompt_token_ids"] = [_copy_row(prompts[head]) for head in heads]
+    merged["response_ids"] = _responses(prompts, output["response_ids"], plan)
+    merged["loss_masks"] = _per_token("loss_masks", output["loss_masks"], plan, 0)
     if output.get("rollout_logprobs") is not None:
         merged["rollout_logprobs"] = _per_token(
             "rollout_logprobs", output["rollout_logprobs"], plan, 0.0
@@ -87,8 +87,9 @@ def merge_stepwise_output(
     if output.get("rollout_kept_ids") is not None:
         merged["rollout_kept_ids"] = _kept_ids(output["rollout_kept_ids"], plan)
     if output.get("policy_versions") is not None:
-        versions = np.minimum.reduceat(np.array(output["policy_versions"], np.int64), plan.heads)
-        merged["policy_versions"] = versions.tolist()
+        versions = np.array(output["policy_versions"], np.int64)
+        oldest = np.minimum.reduceat(versions, plan.heads)
+        merged["policy_versions"] = oldest.tolist()
     for field, value in output.items():
         if field not in merged:
             merged[field] = _last_step_values(field, value, ends, len(plan.joins))

@@ -222,6 +222,11 @@ def test_training_and_figures_come_within_one_call_of_540_seconds() -> None:
     assert "trainer.row_layout=tree" in commands["training-trees"]
 
 
+def test_parts_of_a_rehearsal_have_time_on_a_shared_processor() -> None:
+    limits = [gpu_check.rehearsed(Part("x", ("x",), limit)).limit for limit in (90, 400)]
+    assert limits == [gpu_check.DRY_LIMIT, 400]
+
+
 def test_the_check_runs_all_tests_and_every_sanitizer() -> None:
     made = {part.name: part for part in gpu_check.all_parts("advantage", Path(), dry=False)}
     selected = [made[name].command for name in ("tests-kernels", "tests-triton", "tests-others")]

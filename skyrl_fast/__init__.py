@@ -46,6 +46,7 @@ _NAMES = {
         "turn_group_advantage",
         "turn_level_returns",
     ),
+    "skyrl_fast.ops.logprob.gathered": ("gathered_logprob",),
     "skyrl_fast.ops.logprob.linear": ("linear_logprob",),
     "skyrl_fast.ops.logprob.masked_loss": ("masked_logprob_loss",),
     "skyrl_fast.ops.logprob.selected": ("selected_logprob",),

@@ -16,6 +16,7 @@ from skyrl_fast.ops.advantage.tokens import reinforce_plus_plus as reinforce_plu
 from skyrl_fast.ops.advantage.turns import gigpo_advantage as gigpo_advantage
 from skyrl_fast.ops.advantage.turns import turn_group_advantage as turn_group_advantage
 from skyrl_fast.ops.advantage.turns import turn_level_returns as turn_level_returns
+from skyrl_fast.ops.logprob.gathered import gathered_logprob as gathered_logprob
 from skyrl_fast.ops.logprob.linear import linear_logprob as linear_logprob
 from skyrl_fast.ops.logprob.masked_loss import masked_logprob_loss as masked_logprob_loss
 from skyrl_fast.ops.logprob.selected import selected_logprob as selected_logprob

@@ -29,6 +29,7 @@ COMMANDS = {  # each a module with HELP, DESCRIPTION, add_arguments and run
     "doctor": "skyrl_fast.commands.doctor",
     "engine": "skyrl_fast.commands.engine",
     "gateway": "skyrl_fast.commands.gateway",
+    "tinker": "skyrl_fast.commands.tinker",
     "export": "skyrl_fast.commands.export",
 }
 STOPS: dict[Any, str] = {

@@ -26,13 +26,14 @@ from skyrl_fast.config.loading import as_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PATTERNS = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/**/README.md")
-COUNTS = {"python": 34, "bash": 42, "yaml": 8, "json": 2, "toml": 1, "text": 12}
+COUNTS = {"python": 35, "bash": 43, "yaml": 8, "json": 2, "toml": 1, "text": 12}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 
 # Blocks that another test takes from their page and runs.
 RUN_BY = {
     "docs/guide/gateway.md 3": "adapters/test_verifiers_agent.py",
     "docs/guide/gateway.md 4": "adapters/test_verifiers_agent.py",
+    "docs/guide/tinker.md 0": "tinker/test_server.py",
     **{f"docs/guide/viewer.md {n}": "viewer/test_viewer.py" for n in range(3)},  # on a small run
     # With stand-ins: no package index has prime-rl, slime or NeMo RL.
     **{

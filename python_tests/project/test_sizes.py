@@ -40,6 +40,7 @@ NODES_PER_LINE = {
     "ops": 5.4,
     "rollout": 4.75,
     "system": 4.85,
+    "tinker": 5.4,
     "train": 4.95,
     "trajectory_store": 5.2,
     "viewer": 5.35,

@@ -24,7 +24,11 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, help="folder of a recording, a run or a checkpoint")
+    parser.add_argument(
+        "run",
+        type=Path,
+        help="folder of a recording, a run or a checkpoint, also of one of `skyrl-fast tinker`",
+    )
     parser.add_argument(
         "out", type=Path, help="file to write, which is replaced; of a model a new folder"
     )
@@ -101,13 +105,19 @@ def _write_output(options: argparse.Namespace) -> str:
 
 
 def _write_model(options: argparse.Namespace) -> str:
+    from skyrl_fast.tinker.checkpoints import export_saved, is_saved_adapter
     from skyrl_fast.train.checkpoint.model_export import export_model, push_model
 
     if options.min_reward is not None:
         raise ValueError(f"--min-reward: expected trajectories to export, got --to {options.to}")
-    checkpoint = export_model(
-        options.run, options.out, adapter=options.to == ADAPTER, name=options.policy
-    )
+    if is_saved_adapter(options.run):
+        if options.to != ADAPTER:
+            raise ValueError(f"--to: expected {ADAPTER} of what a Tinker client saved, got {MODEL}")
+        checkpoint = export_saved(options.run, options.out)
+    else:
+        checkpoint = export_model(
+            options.run, options.out, adapter=options.to == ADAPTER, name=options.policy
+        )
     if options.push is None:
         pushed = ""
     else:

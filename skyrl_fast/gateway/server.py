@@ -139,7 +139,7 @@ class Gateway:
             access_log=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
         )
-        self._server = _Server(config)
+        self._server = QuietServer(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
 
     async def close(self) -> None:
@@ -251,7 +251,7 @@ class Gateway:
         return session
 
     async def _call(self, request: Request, session: Session, dialect: Dialect) -> Response:
-        body = await _body(request)
+        body = await read_body(request)
         if (upstream := _upstream(session, body)) is not None:
             session.counts["upstream_calls"] += 1
             value = await session.read(body, partial(parse_json, body))
@@ -345,7 +345,7 @@ class Gateway:
     async def _count(
         self, request: Request, session: Session, dialect: AnthropicMessages
     ) -> Response:
-        body = await _body(request)
+        body = await read_body(request)
         call = await session.read(body, partial(dialect.count_call, body, session.bodies))
         return JsonAnswer({"input_tokens": await session.count_tokens(call)})
 
@@ -363,7 +363,7 @@ class Gateway:
     async def _reward(self, request: Request, session: Session, dialect: Dialect) -> Response:
         if not session.policy.takes_rewards:
             raise ApiError(403, "rewards are those of agent.verifier")
-        body = await _body(request)
+        body = await read_body(request)
         value = await session.read(body, partial(parse_json, body))
         fields = check_fields(RewardRequest, value)
         session.rewards.add(fields.reward, call=fields.id, span=fields.span)
@@ -387,13 +387,14 @@ def key_of(request: Request) -> str:
 
 async def json_body(request: Request) -> Any:
     """Return the JSON of a body, None if it is empty; ApiError if it is none, too long, or late."""
-    body = await _body(request)
+    body = await read_body(request)
     if body:
         return await asyncio.to_thread(parse_json, body)
     return None
 
 
-async def _body(request: Request) -> bytes:
+async def read_body(request: Request) -> bytes:
+    """Return the body of a request, decompressed; ApiError if it is too long, or late."""
     parts = []
     size = 0
     try:
@@ -426,7 +427,7 @@ def _decompress(body: bytes, encoding: str) -> bytes:
     return text
 
 
-class _Server(uvicorn.Server):
+class QuietServer(uvicorn.Server):
     """A server that leaves signals to the trainer."""
 
     @contextmanager

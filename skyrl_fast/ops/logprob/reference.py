@@ -54,6 +54,20 @@ def selected_logprob(
     return zeros.index_put((rows,), chosen), zeros.index_put((rows,), entropy)
 
 
+def gathered_logprob(
+    logits: torch.Tensor, target_ids: torch.Tensor, temperature: float = 1.0
+) -> torch.Tensor:
+    """Return (..., K) log-probabilities of the targets, in float32, or float64 for float64 logits.
+
+    Args:
+        logits: (..., V).
+        target_ids: (..., K) int64, in [0, V).
+    """
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    scaled = logits.to(dtype) / temperature
+    return torch.log_softmax(scaled, dim=-1).gather(-1, target_ids)
+
+
 def _find_allowed(kept: KeptSets, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (M, V) bool, the ids of each row, and (M,) bool, the rows whose set is not valid."""
     row, place = kept.pairs()

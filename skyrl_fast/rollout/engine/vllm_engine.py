@@ -11,7 +11,7 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -232,7 +232,8 @@ class VllmEngine(Engine):
         except self._refusals as error:
             raise RefusedRequestError(f"vLLM refuses the sampling parameters: {error}") from error
         salt = f"policy-{policy_version}"
-        output = await self._run(prompt_token_ids, params, session_id, salt, policy)
+        adapter = self._find_adapter(policy)
+        output = await self._run(prompt_token_ids, params, session_id, salt, adapter)
         answer = output.outputs[0]
         if answer.finish_reason == "error" and "structured_outputs" in arguments:
             raise RefusedRequestError("vLLM cannot compile the form of the answer: see its output")
@@ -265,6 +266,32 @@ class VllmEngine(Engine):
             source=f"vLLM, session {session_id}",
         )
 
+    async def answer(
+        self,
+        prompt_token_ids: Sequence[int],
+        arguments: Mapping[str, Any],
+        *,
+        session_id: str,
+        cache_salt: str,
+        adapter: Any = None,
+    ) -> Any:
+        """Return vLLM's own output for one prompt.
+
+        Args:
+            arguments: of vLLM's SamplingParams.
+            cache_salt: cached keys and values are shared only where it is the same.
+            adapter: a LoRARequest, with `VllmSetup.served_adapters`; None: the model itself.
+
+        Raises:
+            RefusedRequestError: vLLM refuses it. EngineDeadError: all requests will fail.
+        """
+        self._get_llm()
+        try:
+            params = self._sampling_params(**arguments, output_kind=self._final_only)
+        except self._refusals as error:
+            raise RefusedRequestError(f"vLLM refuses the sampling parameters: {error}") from error
+        return await self._run(prompt_token_ids, params, session_id, cache_salt, adapter)
+
     async def prompt_logprobs(
         self, token_ids: Sequence[int], *, policy: str | None = None
     ) -> list[float]:
@@ -289,7 +316,8 @@ class VllmEngine(Engine):
             detokenize=False,
             output_kind=self._final_only,
         )
-        output = await self._run(token_ids, params, "probe", "probe", policy)
+        adapter = self._find_adapter(policy)
+        output = await self._run(token_ids, params, "probe", "probe", adapter)
         entries = output.prompt_logprobs[1:]
         logprobs = []
         for token, entry in zip(token_ids[1:], entries, strict=True):
@@ -302,12 +330,11 @@ class VllmEngine(Engine):
         params: Any,
         session_id: str,
         cache_salt: str,
-        policy: str | None,
+        adapter: Any,
     ) -> Any:
         llm = self._get_llm()
         from vllm.v1.engine.exceptions import EngineDeadError as VllmDead
 
-        adapter = self._find_adapter(policy)
         request_id = f"{session_id}-{next(self._request_ids)}"
         if isinstance(token_ids, list):
             ids = token_ids

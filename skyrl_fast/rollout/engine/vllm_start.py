@@ -49,6 +49,24 @@ CPU_LIBRARY = "libnuma.so.1"  # vLLM's CPU build is linked with it, and no wheel
 
 
 @dataclass(frozen=True, slots=True)
+class ServedAdapters:
+    """Adapters that come with requests, from folders, instead of as new weights.
+
+    Log-probabilities are then the model's own, before temperature and truncation.
+
+    Args:
+        max_rank: the largest rank.
+        at_once: adapters of the requests of one engine step.
+        in_memory: adapters that are kept in main memory; others are loaded again when they are
+            named.
+    """
+
+    max_rank: int
+    at_once: int = 4
+    in_memory: int = 16
+
+
+@dataclass(frozen=True, slots=True)
 class VllmSetup:
     """The start settings of one vLLM engine.
 
@@ -63,6 +81,7 @@ class VllmSetup:
         adapter: config of the LoRA adapter that it gets as new weights, as in PEFT's files; None:
             it gets the model's own weights.
         policies: names of the policies, each with an adapter of this config; empty: one.
+        served_adapters: those that come with requests; None: none do.
     """
 
     model: str
@@ -74,6 +93,7 @@ class VllmSetup:
     takes_turns: bool = False
     adapter: dict[str, Any] | None = None
     policies: tuple[str, ...] = ()
+    served_adapters: ServedAdapters | None = None
 
 
 GUARD = (
@@ -195,6 +215,13 @@ def engine_args(setup: VllmSetup) -> dict[str, Any]:
             args["max_loras"] = max(2, len(setup.policies))
         else:
             args["max_loras"] = 1
+    if (served := setup.served_adapters) is not None:
+        args["enable_lora"] = True
+        args["max_lora_rank"] = next(most for most in LORA_RANKS if most >= served.max_rank)
+        # More than one, or `adapter_products` would give it to requests of the base model, too.
+        args["max_loras"] = max(2, served.at_once)
+        args["max_cpu_loras"] = max(served.in_memory, args["max_loras"])
+        args["logprobs_mode"] = "raw_logprobs"
     if _on_cpu():
         # A prompt prefilled in chunks, by a request with a seed, kills vLLM 0.30 on CPU
         # ("CPU Generator does not use offset"). Unchunked, a prompt must fit into one step.

@@ -82,7 +82,7 @@ def complete_checkpoint(
         with ThreadPoolExecutor(1) as pool:  # the digests are computed while the disk is waited for
             # From the page cache, before the files are evicted from it.
             manifest = pool.submit(make_manifest, temporary, known)
-            _flush_tree(temporary)
+            flush_tree(temporary)
         write_json(temporary / MANIFEST, manifest.result())
         flush(temporary)
         if final.exists():
@@ -313,7 +313,7 @@ def _owner(written: bytes) -> str:
     return f"process {pid}"
 
 
-def _flush_tree(folder: Path) -> None:
+def flush_tree(folder: Path) -> None:
     for path in sorted(folder.rglob("*"), reverse=True):
         flush(path)
     flush(folder)

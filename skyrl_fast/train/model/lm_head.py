@@ -17,10 +17,14 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
+from skyrl_fast.ops.logprob.gathered import gathered_logprob
 from skyrl_fast.ops.logprob.linear import linear_logprob
 from skyrl_fast.train.model.rope_limits import rope_limits
 
+CHUNK_BYTES = 128 << 20  # of logits, as `linear_logprob` has on a CPU
+MIN_CHUNK_ROWS = 64
 PROBE_TOKENS = 8
 PROBE_TOLERANCE = 1e-3  # relative; float32 noise is below 1e-5
 SMALL = 2.0**-13  # scale of a head's output where no cap shows: exact in every dtype
@@ -63,6 +67,22 @@ class LmHead:
             soft_cap=self.soft_cap,
             **options,
         )
+
+    def gathered_logprobs(
+        self, hidden: torch.Tensor, target_ids: torch.Tensor, *, temperature: float
+    ) -> torch.Tensor:
+        """Return (M, K) log-probabilities of (M, K) ids from (M, H) hidden states.
+
+        The logits of one chunk of rows are in memory; the backward pass computes them again.
+        """
+
+        def of_chunk(states: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            return gathered_logprob(self.logits(states), ids, temperature=temperature)
+
+        vocabulary = self.module.weight.shape[0]
+        rows = max(MIN_CHUNK_ROWS, CHUNK_BYTES // (vocabulary * hidden.element_size()))
+        chunks = zip(hidden.split(rows), target_ids.split(rows), strict=True)
+        return torch.cat([checkpoint(of_chunk, *one, use_reentrant=False) for one in chunks])
 
     def _operands(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         bias = getattr(self.module, "bias", None)

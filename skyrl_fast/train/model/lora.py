@@ -111,7 +111,7 @@ def add_adapter(
             f"{SETTING}.target_modules: expected names of linear modules ({known}) or "
             f"{ALL_LINEAR}, got {', '.join(lora.target_modules)}"
         ) from error
-    _check_targets(model, lora)
+    _check_targets(model, lora, name)
     for layer in _adapted_layers(model):
         layer.forward = MethodType(_forward, layer)
     for key, parameter in model.named_parameters():
@@ -168,6 +168,17 @@ def adapters_of(model: Any) -> tuple[str, ...]:
     """Return the names of a model's adapters, in the order in which they were added."""
     found = (adapter_of(name) for name, _ in model.named_parameters())
     return tuple(dict.fromkeys(name for name in found if name is not None))
+
+
+def remove_adapter(model: Any, name: str) -> None:
+    """Remove an adapter from a model; the layers stay those of the others."""
+    with warnings.catch_warnings():
+        # Every pass says which adapter it computes with.
+        warnings.filterwarnings("ignore", "Adapter .* was active which is now deleted")
+        for layer in _adapted_layers(model):
+            if name in layer.lora_A:
+                layer.delete_adapter(name)
+    del model.peft_config[name]
 
 
 def adapter_names(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -469,12 +480,12 @@ def _linear_names(model: Any) -> list[str]:
     return sorted(names)
 
 
-def _check_targets(model: Any, lora: LoraConfig) -> None:
-    """Raise ValueError unless the adapted modules are those of the settings, in the layers."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
+def _check_targets(model: Any, lora: LoraConfig, adapter: str) -> None:
+    """Raise ValueError unless an adapter's modules are those of the settings, in the layers."""
     modules = dict(model.named_modules())
-    adapted = {n: m for n, m in modules.items() if isinstance(m, BaseTunerLayer)}
+    # Not its matrices: those of an embedding, which is refused, have other names.
+    layers_with_it = {layer for layer in _adapted_layers(model) if adapter in layer.r}
+    adapted = {n: m for n, m in modules.items() if m in layers_with_it}
     layers = [f"{name}." for name, _ in layers_of(model)]
     for name, module in adapted.items():
         kind = type(module.get_base_layer())

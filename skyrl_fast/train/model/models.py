@@ -163,6 +163,27 @@ def load_policy(
     )
 
 
+def load_base_policy(config: Config) -> Policy:
+    """Return the settings' model, frozen, for adapters that `Policy.add_adapter` adds later.
+
+    Raises:
+        ValueError: there is no usable model, or the settings do not fit it.
+    """
+    settings = config.trainer
+    device = find_device(settings.device)
+    model = load_model(
+        model_path(config, None),
+        device=device,
+        dtype=_dtype(settings),
+        gradient_checkpointing=recomputes_activations(settings, device),
+    ).requires_grad_(False)
+    if settings.residual_dtype == "auto":
+        round_residual_stream(model)
+    else:
+        widen_residual_stream(model)
+    return _policy_of(model, config, SINGLE_RANK, None, router_replay=False)
+
+
 def _load_reference(
     config: Config, path: str, ranks: Ranks, saved_logits_bytes: int | None
 ) -> Policy:

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,11 +43,29 @@ INSTALL_HINT = (
 class Trainable(Protocol):
     """A `Policy` or a `Critic`."""
 
-    ranks: Ranks
+    @property
+    def ranks(self) -> Ranks: ...
 
     def trained_parameters(self) -> list[tuple[str, torch.Tensor]]:
         """Return the parameters that optimizer steps change, by name."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepNumbers:
+    """AdamW's numbers of one step, where each step has its own.
+
+    Args:
+        lr: learning rate; no warm-up and no schedule apply.
+        weight_decay: of matrices.
+        max_grad_norm: maximum norm of the gradient; 0: no clipping.
+    """
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    max_grad_norm: float
 
 
 class Optimizer:
@@ -78,17 +97,28 @@ class Optimizer:
         self._adamw.zero_grad(set_to_none=True)
 
     @run_on_all_ranks
-    def step(self) -> dict[str, float]:
-        """Clip, update the weights, and return gradient norm and learning rate."""
+    def step(self, numbers: StepNumbers | None = None) -> dict[str, float]:
+        """Clip, update the weights, and return gradient norm and learning rate.
+
+        Args:
+            numbers: of this step and those after it, in place of the settings' and the schedule's.
+        """
         parameters = []
         for _, p in self._named:
             if p.grad is not None:
                 parameters.append(p)
-        limit = self._config.max_grad_norm or math.inf
+        if numbers is None:
+            limit = self._config.max_grad_norm or math.inf
+        else:
+            limit = numbers.max_grad_norm or math.inf
         norm = 0.0
         if parameters:
             norm = float(full_tensor(torch.nn.utils.clip_grad_norm_(parameters, limit)))
-        rate = learning_rate(self.step_count, self._config, total_steps=self._total_steps)
+        if numbers is None:
+            rate = learning_rate(self.step_count, self._config, total_steps=self._total_steps)
+        else:
+            rate = numbers.lr
+            self._set_numbers(numbers)
         if math.isfinite(norm):
             for group in self._adamw.param_groups:
                 if self._is_8bit:  # a tensor, or the compiled step would be of one rate
@@ -108,6 +138,15 @@ class Optimizer:
             "policy/lr": rate,
             "policy/nonfinite_steps_skipped": skipped,
         }
+
+    def _set_numbers(self, numbers: StepNumbers) -> None:
+        assert not self._is_8bit
+        for group in self._adamw.param_groups:
+            group["betas"] = numbers.betas
+            group["eps"] = numbers.eps
+            # Parameters with one dimension get none, as at the start.
+            is_matrix = group["params"][0].dim() > 1
+            group["weight_decay"] = numbers.weight_decay if is_matrix else 0.0
 
     def save(self, folder: Path) -> None:
         """Write the moments of every parameter by name (safetensors), as `optimizer.safetensors`.

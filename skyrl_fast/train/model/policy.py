@@ -19,7 +19,7 @@ import torch
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config.model_folder import POLICY, find_auto_class, model_folder
-from skyrl_fast.config.settings import TrainerConfig
+from skyrl_fast.config.settings import LoraConfig, TrainerConfig
 from skyrl_fast.ops import _backend
 from skyrl_fast.rollout.engine.weights.transfer import OF_POLICY
 from skyrl_fast.train.model.lm_head import (
@@ -39,8 +39,10 @@ from skyrl_fast.train.model.lora import (
     adapter_of,
     adapter_off,
     adapters_of,
+    add_adapter,
     check_adapters_called,
     merge,
+    remove_adapter,
     save_adapter,
     use_adapter,
 )
@@ -201,6 +203,33 @@ class Policy:
         """Return the policy of the same model whose passes and optimizer steps use this adapter."""
         return self._by_adapter[name]
 
+    def add_adapter(
+        self, name: str, lora: LoraConfig, *, base: str, folder: Path | None = None
+    ) -> Policy:
+        """Add an adapter to the model, next to those that it has; return its policy.
+
+        With one rank only: shards are made of what the model has at its start.
+
+        Args:
+            name: another one than those of the model's adapters, without a dot.
+            lora, base, folder: see `lora.add_adapter`.
+
+        Raises:
+            ValueError: the settings do not fit the model, or the folder's adapter.
+        """
+        assert self.ranks.size == 1 and name not in self._by_adapter
+        add_adapter(self.model, lora, base=base, folder=folder, name=name)
+        added = copy.copy(self)
+        added.adapter = name
+        added._switches_adapters = True
+        self._by_adapter[name] = added
+        return added
+
+    def remove_adapter(self, name: str) -> None:
+        """Remove an adapter that `add_adapter` added; its policy cannot be used afterwards."""
+        del self._by_adapter[name]
+        remove_adapter(self.model, name)
+
     @property
     def _most_nodes(self) -> int | None:
         # A backward pass in a backward pass gathers no shares of weights, and routes are of passes.
@@ -231,18 +260,12 @@ class Policy:
         there = partial(_backend.to_device, device=self.device)
 
         def distinct() -> Any:
-            with self._autocast(), self._replayed(micro):
-                hidden = last_hidden_states(
-                    self.backbone, micro, self.device, most_nodes=self._most_nodes
-                )
-            hidden = hidden.index_select(0, there(micro.hidden_index))
-            # Norms return float32 under autocast, which would slow down the largest product.
             if micro.kept_ids is None:
                 kept_ids = None
             else:
                 kept_ids = there(micro.kept_ids)
             return self.head.logprobs(
-                hidden.to(self.head_dtype),
+                self._predicting_states(micro),
                 there(micro.target_ids),
                 temperature=self.temperature,
                 kept_ids=kept_ids,
@@ -256,6 +279,27 @@ class Policy:
             return micro.joined(result), None
         values, entropy = result
         return micro.joined(values), micro.joined(entropy)
+
+    def gathered_logprobs(self, micro: MicroBatch, target_ids: torch.Tensor) -> torch.Tensor:
+        """Return (M, K) log-probabilities of these (M, K) ids in place of the trained tokens.
+
+        With one rank only.
+        """
+        assert self.ranks.size == 1
+        self._use_adapter()
+        hidden = micro.joined(self._predicting_states(micro))
+        ids = _backend.to_device(target_ids, self.device)
+        return self.head.gathered_logprobs(hidden, ids, temperature=self.temperature)
+
+    def _predicting_states(self, micro: MicroBatch) -> torch.Tensor:
+        """Return the hidden states that predict a pass's entries, in the head's dtype."""
+        with self._autocast(), self._replayed(micro):
+            hidden = last_hidden_states(
+                self.backbone, micro, self.device, most_nodes=self._most_nodes
+            )
+        index = _backend.to_device(micro.hidden_index, self.device)
+        # Norms return float32 under autocast, which would slow down the largest product.
+        return hidden.index_select(0, index).to(self.head_dtype)
 
     @run_on_all_ranks
     def batch_logprobs(self, batch: StepBatch, *, adapter: bool = True) -> torch.Tensor:

@@ -1,0 +1,107 @@
+"""Log-probabilities of several tokens per row."""
+
+import pytest
+import torch
+
+from skyrl_fast import gathered_logprob, selected_logprob
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+ROWS = (1, 2, 31, 32, 33, 1000)
+CLOSE = {torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5, torch.float64: 1e-12}
+
+
+def by_torch(logits: torch.Tensor, ids: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return (logits.to(dtype) / temperature).log_softmax(-1).gather(-1, ids)
+
+
+def test_cases_by_hand(backend: str) -> None:
+    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [0.0, 2.0, -torch.inf, 0.0]]).log_softmax(-1)
+    ids = torch.tensor([[0, 3, 3], [2, 1, 0]])
+    got = gathered_logprob(logits, ids, backend=backend)
+    quarter = torch.tensor(0.25).log()
+    assert torch.allclose(got[0], quarter.expand(3))
+    assert got[1, 0] == -torch.inf
+    assert float(got[1, 1] - got[1, 2]) == pytest.approx(2.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_values_and_gradients_are_those_of_torch(
+    backend: str, dtype: torch.dtype, rows: int
+) -> None:
+    random = torch.Generator().manual_seed(rows)
+    for width, vocab, temperature in ((1, 7, 1.0), (5, 33, 0.7), (40, 100, 2.0)):
+        logits = (5 * torch.randn(rows, vocab, generator=random)).to(dtype)
+        ids = torch.randint(vocab, (rows, width), generator=random)
+        gradient = torch.randn(rows, width, generator=random).to(
+            torch.promote_types(dtype, torch.float32)
+        )
+        ours, theirs = (logits.clone().requires_grad_(True) for _ in range(2))
+        got = gathered_logprob(ours, ids, temperature=temperature, backend=backend)
+        expected = by_torch(theirs, ids, temperature)
+        assert got.dtype == expected.dtype
+        torch.testing.assert_close(got, expected, rtol=0, atol=10 * CLOSE[dtype])
+        got.backward(gradient)
+        expected.backward(gradient)
+        # In 16 bits torch rounds the sum of a row's gradients once, the kernels in another place.
+        bits = torch.finfo(dtype).eps
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=max(1e-5, 20 * bits))
+
+
+def test_one_token_is_the_selected_one(backend: str) -> None:
+    logits = torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(50, (3, 4), generator=torch.Generator().manual_seed(1))
+    got = gathered_logprob(logits, ids[..., None], backend=backend)[..., 0]
+    torch.testing.assert_close(got, selected_logprob(logits, ids), rtol=0, atol=1e-6)
+
+
+def test_gradients_in_float64() -> None:
+    logits = torch.randn(4, 9, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([[0, 0], [8, 1], [3, 2], [5, 5]])
+    torch.autograd.gradcheck(lambda x: gathered_logprob(x, ids, temperature=1.3), logits)
+
+
+def test_unusual_rows(backend: str) -> None:
+    logits = torch.zeros(4, 3)
+    logits[0, 1] = torch.nan
+    logits[1, 2] = torch.inf
+    logits[2] = -torch.inf
+    ids = torch.tensor([[0, 1]]).expand(4, 2)
+    got = gathered_logprob(logits, ids, backend=backend)
+    assert got[:3].isnan().all()
+    assert torch.allclose(got[3], -torch.tensor(3.0).log())
+    assert gathered_logprob(logits[:0], ids[:0], backend=backend).shape == (0, 2)
+    assert gathered_logprob(logits, ids[:, :0], backend=backend).shape == (4, 0)
+    turned = torch.randn(3, 5, 7).transpose(0, 1)
+    many = torch.randint(7, (5, 3, 2))
+    torch.testing.assert_close(
+        gathered_logprob(turned, many, backend=backend), by_torch(turned, many), rtol=0, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("logits", "ids", "options", "message"),
+    [
+        (torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), {}, "target_ids must be of shape"),
+        (
+            torch.zeros(2, 3),
+            torch.zeros(3, 1, dtype=torch.int64),
+            {},
+            "target_ids must be of shape",
+        ),
+        (torch.zeros(2, 3), torch.zeros(2, 1), {}, "integers"),
+        (torch.zeros(2, 3), torch.full((2, 1), 3), {}, r"must be in \[0, 3\).*got 3"),
+        (torch.zeros(2, 3), torch.full((2, 1), -1), {}, "got -1"),
+        (torch.zeros(2, 3).int(), torch.zeros(2, 1, dtype=torch.int64), {}, "must be float32"),
+        (torch.zeros(3, 2).T, torch.zeros(2, 1, dtype=torch.int64), {}, "contiguous"),
+        (torch.zeros(2, 3), torch.zeros(2, 1, dtype=torch.int64), {"temperature": 0.0}, "positive"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    logits: torch.Tensor, ids: torch.Tensor, options: dict[str, float], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        gathered_logprob(logits, ids, **options)
+    with pytest.raises(TypeError, match="target_ids must be a torch tensor"):
+        gathered_logprob(torch.zeros(2, 3), [[0]])  # type: ignore[arg-type]

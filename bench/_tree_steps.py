@@ -4,8 +4,9 @@
 without padding, each attending only to itself. "merged": the same with steps joined where contexts
 only grew; "joined": these as sequences. "prompt": the group's first prompt computed once, as
 PrefixGrouper does, with separate
-rows after it. "sequences": ours without trees, as `trainer.rows=step` has them. "tree": a prefix
-tree per pass. "skyrl_fast": what `trainer.rows=auto` chooses. All give the same loss and gradients.
+rows after it. "sequences": ours without trees, as `trainer.row_layout=sequence` has them. "tree":
+a prefix tree per pass. "skyrl_fast": what `trainer.row_layout=auto` chooses. All give the same loss
+and gradients.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def forms_of(trajectories: Sequence[Trajectory]) -> list[Form]:
         Form("last call of each chain", part(leaves), ROWS),
         Form("longest chain of a trajectory", part(longest), CHAINS),
         Form("last chain of a trajectory", part(final), CHAINS),
-        Form("all calls, prefix trees (`trainer.rows=tree`)", rows, ("tree",)),
+        Form("all calls, prefix trees (`trainer.row_layout=tree`)", rows, ("tree",)),
     ]
 
 

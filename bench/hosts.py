@@ -45,7 +45,7 @@ others went to the host's own function. *Results* are compared with the same run
 
 The machine, two cores of a Xeon, was shared with other work while these were taken: ratios of single functions vary by a
 factor of two or more between runs, those of torch with several threads most. End to end, SkyRL 0.3.0 gains more than
-later versions: it fills its batch from Python lists, most of its time there, where they use numpy.
+later versions: it spends most of its time filling batches from Python lists; later versions use NumPy.
 """  # noqa: E501
 SKYRL = """\
 For each version calls, the share taken, and times faster ("-": not timed separately). Calls: two steps of

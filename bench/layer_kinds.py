@@ -5,10 +5,10 @@
 
 The six shapes of agents, lengths divided by 16, models of 20 M weights and more in float32, two
 threads: forward and backward of rows, of merged rows and of prefix trees where the model has them,
-and what `trainer.rows=auto` chooses. First all layouts are checked to give the same gradients; one
-that then takes twice as long as the fastest is not timed again. Prints a table of medians in
-milliseconds, by turns, with the ratio of `auto` to the fastest layout; where `auto` has the passes
-of a layout its time is that one's. Exits with 1 if that ratio is above 1.05 somewhere.
+and what `trainer.row_layout=auto` chooses. First all layouts are checked to give the same
+gradients; one that then takes twice as long as the fastest is not timed again. Prints a table of
+medians in milliseconds, by turns, with the ratio of `auto` to the fastest layout; where `auto` has
+the passes of a layout its time is that one's. Exits with 1 if that ratio is above 1.05 somewhere.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@
 Recipes are those of examples/: "gsm8k" and "smollm" of one turn, "quickstart" of several (SQL in a
 database). Missing models and data are created, as `make gsm8k` and so on do. Both sides train the
 same prompts, answers of the same lengths, optimizer steps, KL term and learning rate, which all
-come from the recipe's config. "step", "auto" and "merged" are values of `trainer.rows`; "trl"
-generates with transformers. In the quickstart its `rollout_func` plays the turns with this
-package's prompts and environment, one generation of all open trajectories for each turn, as TRL's
-own loop for tools does, whose chat templates the model does not know; a trajectory is one row.
+come from the recipe's config. "step" and "merged" are ours with rows as sequences, "auto" is ours
+in the cheapest layout; "trl" generates with transformers. In the quickstart its `rollout_func`
+plays the turns with this package's prompts and environment, one generation of all open
+trajectories for each turn, as TRL's own loop for tools does, whose chat templates the model does
+not know; a trajectory is one row.
 
 Each run is a process of its own, with its children: "largest" is the most memory that one of them
 had, "all" the most that all had at one time, where shared pages count once. Before, the loss and
@@ -41,7 +42,12 @@ from skyrl_fast.config import Config
 from skyrl_fast.config.loading import load_config
 
 RECIPES = {"gsm8k": GSM8K["single_turn"], **SMOLLM, **QUICKSTART}
-KINDS = ("trl", "step", "auto", "merged")
+FORMS = {
+    "step": ("trainer.row_layout=sequence",),
+    "auto": ("trainer.row_layout=auto",),
+    "merged": ("trainer.rows=merged", "trainer.row_layout=sequence"),
+}
+KINDS = ("trl", *FORMS)
 WARM_UP = 2  # batches
 PHASES = ("generate", "environment", "batch", "advantages", "forward_backward", "sync")
 SAMPLING_SECONDS = 2.0  # between two readings of the memory, which cost milliseconds
@@ -69,7 +75,7 @@ def main() -> None:
         table(options)
         return
     with recipe.service(recipe.folder) as settings:
-        overrides = [*settings, "generator.step_wise_trajectories=true"]  # one turn: the same rows
+        overrides = [*settings, "trainer.rows=step"]  # one turn: the same rows
         if options.one == "fixed":
             result: dict[str, Any] = fixed_batch(load_config(str(recipe.config), overrides))
         elif options.one == "trl":
@@ -159,7 +165,7 @@ def our_run(path: str, overrides: list[str], options: argparse.Namespace) -> dic
                 *overrides,
                 "data.val_data=[]",
                 f"trainer.run_path={folder}/run",
-                f"trainer.rows={options.one}",
+                *FORMS[options.one],
                 f"trainer.max_training_steps={WARM_UP + options.batches}",
                 "trainer.ckpt_interval=-1",
                 "trainer.eval_interval=-1",

@@ -42,7 +42,7 @@ REGISTERS = re.compile(r"Used (\d+) registers")
 
 @dataclass(frozen=True, slots=True)
 class CountedKernel:
-    """A kernel whose instructions and accesses are printed, on `COUNTED_ARCHITECTURE`."""
+    """A kernel whose instructions and accesses are printed."""
 
     label: str
     source: str
@@ -51,7 +51,9 @@ class CountedKernel:
     in_flight: int = 0  # the fewest bytes that a thread loads before it reads one of them
 
 
-COUNTED_ARCHITECTURE = "90a"
+# The first's accesses are checked, too: addresses are computed by its instructions.
+COUNTED_ARCHITECTURES = ("90a", "100")
+SLOW_CONVERSION = "F2F.BF16.F32"  # of one float; two in one instruction run on another unit
 FORWARD = sass.Work(in_loop=True)
 BACKWARD = sass.Work(in_loop=False, stores=True)
 VISIT = sass.Work(in_loop=False, marks=2, stores=True)  # for the sums, and the gradient
@@ -239,27 +241,47 @@ def print_counts(stem: str, kernels: list[Kernel], binary: Path) -> list[str]:
     cuobjdump = find_cuobjdump()
     if cuobjdump is None or not counted:
         return []
-    architecture = f"sm_{COUNTED_ARCHITECTURE}"
-    listing = subprocess.check_output(
-        [cuobjdump, "-sass", "-arch", architecture, str(binary)], text=True
-    )
-    code = sass.functions(listing)
-    registers = {k.name: k.registers for k in kernels if k.architecture == architecture}
     faults: list[str] = []
-    for kernel in counted:
-        for name in code:
-            if re.search(kernel.name, name):
-                parts = [f"{registers[name]} registers", sass.widths(code[name])]
-                if kernel.work is not None:
-                    parts.insert(0, instructions_of(code[name], kernel.work))
-                in_flight = sass_memory.bytes_in_flight(code[name])
-                shared = sass_memory.shared_cost(code[name])
-                parts.append(f"{in_flight} bytes in flight")
-                if shared.least:
-                    parts.append(f"{shared.wavefronts} wavefronts of at least {shared.least}")
-                print(f"  {kernel.label}: {', '.join(parts)}")
-                faults += memory_faults(kernel, in_flight, shared)
+    for architecture in COUNTED_ARCHITECTURES:
+        listing = subprocess.check_output(
+            [cuobjdump, "-sass", "-arch", f"sm_{architecture}", str(binary)], text=True
+        )
+        code = sass.functions(listing)
+        of_one = [k for k in kernels if k.architecture == f"sm_{architecture}"]
+        registers = {k.name: k.registers for k in of_one}
+        for kernel in counted:
+            for name in code:
+                if re.search(kernel.name, name):
+                    faults += print_count(kernel, architecture, registers[name], code[name])
     return faults
+
+
+def print_count(
+    kernel: CountedKernel, architecture: str, registers: int, code: list[sass.Instruction]
+) -> list[str]:
+    """Print one kernel's instructions and accesses; return its faults."""
+    label = f"{kernel.label}, sm_{architecture}"
+    parts = [f"{registers} registers", sass.widths(code)]
+    if kernel.work is not None:
+        parts.insert(0, instructions_of(code, kernel.work))
+    in_flight = sass_memory.bytes_in_flight(code)
+    parts.append(f"{in_flight} bytes in flight")
+    faults = slow_conversions(label, code)
+    if architecture == COUNTED_ARCHITECTURES[0]:
+        shared = sass_memory.shared_cost(code)
+        if shared.least:
+            parts.append(f"{shared.wavefronts} wavefronts of at least {shared.least}")
+        faults += memory_faults(kernel, in_flight, shared)
+    print(f"  {label}: {', '.join(parts)}")
+    return faults
+
+
+def slow_conversions(label: str, code: list[sass.Instruction]) -> list[str]:
+    """Return what is slow about a kernel's conversions to bfloat16."""
+    number = sum(instruction.opcode.startswith(SLOW_CONVERSION) for instruction in code)
+    if number == 0:
+        return []
+    return [f"{label}: expected conversions of two floats to bfloat16, got {number} of one"]
 
 
 def memory_faults(

@@ -55,9 +55,10 @@ model of, and of the vision-language types that are trained on text. Generated b
 - **loads**: saved and loaded again, the model has the same logits
 - **head**: the scale, cap and bias of its logits are found
 - **rows**, **merged**, **packed**, **trees**: log-probabilities and gradients of
-  `trainer.rows=step`, of merged steps, of sequences that share a row of a pass, and of prefix trees
-  are those of each row alone through the plain model ({tolerance:.0e} relative, in float64; 1e-3 in
-  float32 where a module has no float64). `padded`: sequences of the type cannot share a row
+  `trainer.row_layout=sequence`, of merged steps, of sequences that share a row of a pass, and of
+  prefix trees are those of each row alone through the plain model ({tolerance:.0e} relative, in
+  float64; 1e-3 in float32 where a module has no float64). `padded`: sequences of the type cannot
+  share a row
 - **checkpointed**: the same with gradient checkpointing, which is the default on a GPU
 - **engine**: after each of three updates, in trees where these are exact, the log-probabilities of
   vLLM {vllm} are the trainer's within 1e-5, or four times the trainer's own rounding (float32, on a

@@ -277,8 +277,8 @@ FAULTS = (
     ),
     Fault(
         "an update's means weigh mini-batches alike, not tokens",
-        "skyrl_fast/train/update.py",
-        "return sum(v * n for v, n in zip(values, counts, strict=True)) / total if total else 0.0",
+        "skyrl_fast/train/metrics/aggregate.py",
+        "return sum(v * n for v, n in zip(values, counts, strict=True)) / total",
         "return sum(values) / len(values)",
         ("train/test_update_rules.py", "train/test_sft.py"),
     ),
@@ -300,8 +300,8 @@ FAULTS = (
     Fault(
         "a reward for one call goes to the last one",
         "skyrl_fast/gateway/rewards.py",
-        "step = self._calls[call] if call else self._spans[span][-1] if span else last",
-        "step = self._spans[span][-1] if span else last",
+        "step = self._calls[call]",
+        "step = last",
         ("gateway/test_openai_chat.py",),
     ),
     Fault(
@@ -348,16 +348,16 @@ FAULTS = (
     ),
     Fault(
         "shares of sequences are weighted by tokens",
-        "skyrl_fast/train/update.py",
-        "if name.startswith(_SEQUENCE_SHARES):",
+        "skyrl_fast/train/metrics/aggregate.py",
+        'if over == "sequences":',
         "if False:",
         ("train/test_feature_pairs.py",),
     ),
     Fault(
         "means over a critic's tokens weigh its mini-batches alike",
         "skyrl_fast/train/model/critic.py",
-        '_TOKEN_MEANS = ("critic/values_mean", "critic/values_clipfrac")',
-        "_TOKEN_MEANS = ()",
+        "steps.append(Part(self._step(mini), tokens=tokens))",
+        "steps.append(Part(self._step(mini), tokens=1))",
         ("train/test_feature_pairs.py",),
     ),
     Fault(
@@ -373,6 +373,20 @@ FAULTS = (
         "return batch.with_(is_alone=alone[batch.group_ids.long()]), metrics",
         "return batch, metrics",
         ("train/test_feature_pairs.py",),
+    ),
+    Fault(
+        "kl_cov compares the first pass with another one of the same weights",
+        "skyrl_fast/train/update.py",
+        "passed = mini.with_(old_logprobs=None)",
+        "passed = mini",
+        ("train/test_update_rules.py",),
+    ),
+    Fault(
+        "a loss of a mini-batch without a coefficient chooses among rows with a gradient",
+        "skyrl_fast/train/update.py",
+        'if has_other_terms or reads_all or spec.scope == "mini_batch":',
+        "if has_other_terms or reads_all:",
+        ("train/test_update_rules.py",),
     ),
     Fault(
         "later epochs compare with the current policy",
@@ -405,15 +419,15 @@ FAULTS = (
     Fault(
         "the folder of a running process is removed",
         "skyrl_fast/system/temporary_folder.py",
-        "            lock_file(lock)\n        except OSError:  # of another user, or in use",
-        "            pass\n        except OSError:  # of another user, or in use",
+        "            lock_file(lock)\n        except OSError:  # another user's, or in use",
+        "            pass\n        except OSError:  # another user's, or in use",
         ("rollout/test_weight_transfer.py", "rollout/test_weight_transports.py"),
     ),
     Fault(
         "the first step of a trajectory counts as its last",
         "skyrl_fast/batch/from_trajectories.py",
-        "is_last_step[np.cumsum(num_steps) - 1] = True",
-        "is_last_step[np.cumsum(num_steps) - num_steps] = True",
+        "last_rows = np.cumsum(num_steps) - 1",
+        "last_rows = np.cumsum(num_steps) - num_steps",
         ("batch",),
     ),
     Fault(
@@ -476,16 +490,16 @@ FAULTS = (
     ),
     Fault(
         "shares of sequences are weighted by tokens",
-        "skyrl_fast/train/update.py",
-        "if name.startswith(_SEQUENCE_SHARES):",
+        "skyrl_fast/train/metrics/aggregate.py",
+        'if over == "sequences":',
         "if False:",
         ("train/test_means_of_batches.py::test_shares_of_sequences_and_the_spread_of_ratios",),
     ),
     Fault(
         "a critic's means weigh mini-batches alike",
         "skyrl_fast/train/model/critic.py",
-        "for name in _TOKEN_MEANS:",
-        "for name in ():",
+        "tokens = int((mini.loss_mask != 0).sum())",
+        "tokens = 1",
         (
             "train/test_means_of_batches.py::test_means_of_a_critics_tokens_do_not_depend_on_the_mini_batches",
         ),
@@ -498,6 +512,31 @@ FAULTS = (
         (
             "train/test_crossings.py::test_a_dropped_token_that_is_sampled_again_is_stored_untrained",
         ),
+    ),
+    Fault(
+        "a dropped token that is sampled again is stored as trained twice",
+        "skyrl_fast/trajectory_store/trained.py",
+        "at = slice(begin, end)",
+        "at = slice(begin, begin + len(trajectories[number].steps[owner].response_ids))",
+        (
+            "train/test_crossings.py::test_a_dropped_token_that_is_sampled_again_is_stored_untrained",
+        ),
+    ),
+    Fault(
+        "metrics of several policies read rows that none of them trains",
+        "skyrl_fast/train/prepare_batch.py",
+        "SampledRows(with_records(batch_from_trajectories(trajectories), trajectories), None)",
+        "build_rows(trajectories, config)",
+        (
+            "train/test_crossings.py::test_policies_with_one_row_per_trajectory_are_judged_and_reported",
+        ),
+    ),
+    Fault(
+        "the largest KL of a trajectory is the mean of all",
+        "skyrl_fast/train/algorithm/kl_reward.py",
+        '"loss/avg_kl_max": float(means.max())',
+        '"loss/avg_kl_max": float(means.mean())',
+        ("train/test_kl_reward.py",),
     ),
     Fault(
         "a resume does not see new keys of mappings",
@@ -614,6 +653,13 @@ FAULTS = (
         ("rollout/test_coroutine_rewards.py",),
     ),
     Fault(
+        "the guide does not say which verifiers need processes",
+        "docs/guide/environments.md",
+        "a verifier that limits its time by an alarm (SIGALRM) needs `environment.workers=process`",
+        "a verifier that limits its time by an alarm does not",
+        ("rollout/test_env_processes.py::test_alarms_need_a_process_as_the_guide_says",),
+    ),
+    Fault(
         "a host's function is replaced although one that it calls has changed",
         "skyrl_fast/integrations/source.py",
         "return fingerprint([*functions, *callees])",
@@ -664,6 +710,13 @@ FAULTS = (
         "csrc/merge/merge_cpu.cpp",
         "if (!rows.continues(row)) continue;",
         "if (!rows.continues(row) || rows.length(row - 1) > rows.prompt_lengths[row]) continue;",
+        ("ops/test_merge.py::test_overlaps_are_also_those_of_prompts_that_are_too_short",),
+    ),
+    Fault(
+        "a row in a list whose prompt is too short to join overlaps with nothing",
+        "csrc/merge/merge_bind.cpp",
+        "std::min(shape.length(row - 1), shape.prompt_lengths[row]) : 0;",
+        "shape.length(row - 1) * (shape.length(row - 1) <= shape.prompt_lengths[row]) : 0;",
         ("ops/test_merge.py::test_overlaps_are_also_those_of_prompts_that_are_too_short",),
     ),
     Fault(

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from io import TextIOWrapper
+from typing import Any
 
 from skyrl_fast import __version__
 from skyrl_fast.commands.command import SIGNAL_EXIT
@@ -30,6 +31,9 @@ COMMANDS = {  # each a module with HELP, DESCRIPTION, add_arguments and run
     "gateway": "skyrl_fast.commands.gateway",
     "tinker": "skyrl_fast.commands.tinker",
     "export": "skyrl_fast.commands.export",
+}
+STOPS: dict[Any, str] = {
+    SIGNAL_EXIT + number: number.name for number in (signal.SIGTERM, signal.SIGHUP)
 }
 
 
@@ -55,6 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # training ends with a checkpoint instead, once it has begun
         sys.stderr.write("skyrl-fast: stopped\n")
         return SIGNAL_EXIT + signal.SIGINT
+    except SystemExit as stop:
+        if stop.code not in STOPS:
+            raise
+        sys.stderr.write(f"skyrl-fast: stopped by {STOPS[stop.code]}\n")
+        return SIGNAL_EXIT + signal.Signals[STOPS[stop.code]]
     return code
 
 

@@ -110,8 +110,13 @@ class Registry(Generic[BuiltIn, Added]):
         function = load_object(name)
         if not callable(function):
             raise ValueError(f"expected a function, {name} is {type(function).__name__}")
-        declared = [entry for entry in self._added.values() if entry.function is function]
-        return declared[-1] if declared else self._wrap(name, function)
+        declared = []
+        for entry in self._added.values():
+            if entry.function is function:
+                declared.append(entry)
+        if declared:
+            return declared[-1]
+        return self._wrap(name, function)
 
 
 def importable_name(function: Callable[..., object]) -> str | None:

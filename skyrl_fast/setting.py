@@ -133,4 +133,6 @@ def did_you_mean(given: Any, known: Sequence[str]) -> str:
     """
     meant = _MEANT.get(str(given))
     near = [meant] if meant in known else difflib.get_close_matches(str(given), known, n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    if near:
+        return f" (did you mean {near[0]!r}?)"
+    return ""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from bench.baselines import logprob as baselines
 from bench.baselines import policy_loss as loss_baselines
 
+Inputs = ParamSpec("Inputs")
+Output = TypeVar("Output")
 Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 MaskedFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 LinearFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -37,10 +39,20 @@ def needs(module: str, attribute: str) -> Any:
         raise NotInstalledError(f"{module}: {error}") from error
 
 
+def compiled(function: Callable[Inputs, Output]) -> Callable[Inputs, Output]:
+    """Return torch.compile of a function, for any lengths.
+
+    Without a GPU nothing is measured: the function is traced, and no C++ compiler called, which
+    would take most of a rehearsal's time.
+    """
+    backend = "inductor" if torch.cuda.is_available() else "aot_eager"
+    return torch.compile(function, dynamic=True, backend=backend)
+
+
 @functools.cache
 def compiled_gather() -> Function:
     """Return torch.compile of log-softmax and gather."""
-    return torch.compile(baselines.log_softmax_gather, dynamic=True)
+    return compiled(baselines.log_softmax_gather)
 
 
 @functools.cache
@@ -51,7 +63,7 @@ def compiled_logsumexp() -> Function:
         x = logits.float()
         return x.gather(1, targets[:, None]).squeeze(1) - x.logsumexp(1)
 
-    return torch.compile(logprob, dynamic=True)
+    return compiled(logprob)
 
 
 def trl(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -224,7 +236,7 @@ def verl_ppo(logprobs: torch.Tensor, d: Cells) -> torch.Tensor:
 @functools.cache
 def compiled_ppo(with_kl: bool) -> LossFunction:
     """Return torch.compile of TRL's formulation, which does not synchronize."""
-    return torch.compile(trl_ppo_k3 if with_kl else trl_ppo, dynamic=True)
+    return compiled(trl_ppo_k3 if with_kl else trl_ppo)
 
 
 PPO: dict[str, LossFunction] = {

@@ -10,6 +10,7 @@ namespace skyrl_fast {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarp;
 constexpr int kLanes = 16;  // partial sums of a row, as in cell_sum of row_layout.h
 constexpr int kRowsPerBlock = kThreads / kLanes;
 
@@ -58,34 +59,67 @@ __global__ void __launch_bounds__(kThreads) score_kernel(const GroupAdvantageJob
   job.scores[row] = total;
 }
 
-// One thread per sorted row; the first of each group computes its statistics, in row order.
+// A lane's row of a group, or none.
+struct Member {
+  int64_t row = -1;
+  double score = 0.0;  // which adds nothing to a sum
+
+  __device__ __forceinline__ void read(const GroupAdvantageJob& job, int64_t first, int64_t end) {
+    const int64_t at = first + threadIdx.x % kWarp;
+    row = at < end ? job.order[at] : -1;
+    score = row >= 0 ? job.scores[row] : 0.0;
+  }
+};
+
+// The total and the values of the warp's first `count` lanes, or more whose values are 0, added one
+// after the other.
+__device__ __forceinline__ double add_lanes(double total, double value, int64_t count) {
+  constexpr int kAtOnce = 8;  // shuffles of which the additions need not wait
+#pragma unroll 1
+  for (int lane = 0; lane < kWarp && lane < count; lane += kAtOnce) {
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) total = plain_add(total, shuffle(value, lane + k));
+  }
+  return total;
+}
+
+// One warp per sorted row; that of each group's first row computes the group's statistics, in row
+// order, from 32 rows that its lanes read at once. Groups of more rows are read three times.
 __global__ void __launch_bounds__(kThreads) group_kernel(const GroupAdvantageJob job) {
   const int64_t n = job.num_sorted;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t first = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
   if (first >= n) return;
   const int64_t id = job.sorted_ids[first];
   if (first > 0 && job.sorted_ids[first - 1] == id) return;
-  const int64_t first_row = job.order[first];
-  if (job.is_last_step != nullptr && job.is_last_step[first_row] == 0) return;
+  if (job.is_last_step != nullptr && job.is_last_step[job.order[first]] == 0) return;
   int64_t end = first;
-  double mean = 0.0;
-  for (; end < n && job.sorted_ids[end] == id; ++end) {
-    mean = plain_add(mean, job.scores[job.order[end]]);
+  for (int same = kWarp; same == kWarp; end += same) {
+    const int64_t at = end + threadIdx.x % kWarp;
+    same = first_in_warp(at >= n || job.sorted_ids[at] != id);
   }
   const int64_t count = end - first;
+  const bool is_long = count > kWarp;
+  Member member;
+  member.read(job, first, end);
+  double mean = 0.0;
+  for (int64_t at = first; at < end; at += kWarp) {
+    if (at > first) member.read(job, at, end);
+    mean = add_lanes(mean, member.score, end - at);
+  }
   mean /= static_cast<double>(count);
   double squares = 0.0;
-  for (int64_t i = first; i < end; ++i) {
-    const double deviation = job.scores[job.order[i]] - mean;
-    squares = plain_add(squares, plain_multiply(deviation, deviation));
+  for (int64_t at = first; at < end; at += kWarp) {
+    if (is_long) member.read(job, at, end);
+    const double deviation = member.row >= 0 ? member.score - mean : 0.0;
+    squares = add_lanes(squares, plain_multiply(deviation, deviation), end - at);
   }
   const double std = count > 1 ? sqrt(squares / static_cast<double>(count - 1)) : 1.0;
-  for (int64_t i = first; i < end; ++i) {
-    const int64_t row = job.order[i];
-    const double score = job.scores[row];
-    const double advantage = advantage_of(job.estimator, score, mean, std, count);
+  for (int64_t at = first; at < end; at += kWarp) {
+    if (is_long) member.read(job, at, end);
+    if (member.row < 0) continue;
+    const double advantage = advantage_of(job.estimator, member.score, mean, std, count);
     // A score that is not finite is an error on the CPU; here it makes its group NaN.
-    job.row_advantage[row] = mean - mean == 0.0 ? static_cast<float>(advantage) : NAN;
+    job.row_advantage[member.row] = mean - mean == 0.0 ? static_cast<float>(advantage) : NAN;
   }
 }
 
@@ -197,10 +231,10 @@ void group_advantage_cuda(const GroupAdvantageJob& job, cudaStream_t stream) {
   launch("group_advantage", l, score_kernel, job);
   l.shared_bytes = 0;
   if (job.num_sorted > 0) {
-    l.grid_x = (job.num_sorted + kThreads - 1) / kThreads;
+    l.grid_x = (job.num_sorted + kWarps - 1) / kWarps;
     launch("group_advantage", l, group_kernel, job);
   }
-  l.grid_x = (n + kThreads / kWarp - 1) / (kThreads / kWarp);
+  l.grid_x = (n + kWarps - 1) / kWarps;
   // On the host nothing says how long the longest row is.
   const int64_t mean_cells = job.num_out / n;
   const int64_t parts = (mean_cells + kPartCells - 1) / kPartCells;

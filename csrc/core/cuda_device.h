@@ -74,20 +74,22 @@ inline void store_vector(void* p, const Vector& v) {
 }
 
 inline float shuffle_xor(float value, int lane_mask) {
-  emulation::Block* block = emulation::now.fiber->block;
-  const unsigned thread = emulation::now.fiber->thread;
-  emulation::Barrier* warp = &block->warps[thread / kWarp];
-  block->exchange[thread] = value;
-  emulation::wait(warp);
-  const float other = block->exchange[thread ^ static_cast<unsigned>(lane_mask)];
-  emulation::wait(warp);
-  return other;
+  const unsigned lane = emulation::now.fiber->thread % kWarp;
+  return emulation::exchanged(value, lane ^ static_cast<unsigned>(lane_mask));
 }
 
 inline double shuffle_xor(double value, int lane_mask) {
   float halves[2];
   std::memcpy(halves, &value, sizeof(halves));
   for (float& half : halves) half = shuffle_xor(half, lane_mask);
+  std::memcpy(&value, halves, sizeof(halves));
+  return value;
+}
+
+inline double shuffle(double value, int lane) {
+  float halves[2];
+  std::memcpy(halves, &value, sizeof(halves));
+  for (float& half : halves) half = emulation::exchanged(half, static_cast<unsigned>(lane));
   std::memcpy(&value, halves, sizeof(halves));
   return value;
 }
@@ -184,6 +186,11 @@ __device__ __forceinline__ float shuffle_xor(float value, int lane_mask) {
 
 __device__ __forceinline__ double shuffle_xor(double value, int lane_mask) {
   return __shfl_xor_sync(0xffffffffu, value, lane_mask);
+}
+
+// The value of one of the warp's lanes; called by all of them.
+__device__ __forceinline__ double shuffle(double value, int lane) {
+  return __shfl_sync(0xffffffffu, value, lane);
 }
 
 // In how many of the warp's threads the value is true; called by all of them.

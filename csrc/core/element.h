@@ -140,4 +140,24 @@ SKYRL_HD Fp16 from_float<Fp16>(float x) {
 #endif
 }
 
+// The word of two elements, the first in its low half.
+template <typename T>
+SKYRL_HD uint32_t word_of(float low, float high, T) {
+  return static_cast<uint32_t>(from_float<T>(low).bits) |
+         static_cast<uint32_t>(from_float<T>(high).bits) << 16;
+}
+#if defined(__CUDA_ARCH__)
+// One instruction; for two conversions the compiler may take slower ones.
+__device__ __forceinline__ uint32_t word_of(float low, float high, Bf16) {
+  uint32_t out;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+}
+__device__ __forceinline__ uint32_t word_of(float low, float high, Fp16) {
+  uint32_t out;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+}
+#endif
+
 }  // namespace skyrl_fast

@@ -197,6 +197,18 @@ void run(const Shape& shape, const std::function<void()>& thread) {
   }
 }
 
+float exchanged(float value, unsigned lane) {
+  constexpr unsigned kWarp = 32;
+  Block* block = now.fiber->block;
+  const unsigned thread = now.fiber->thread;
+  Barrier* warp = &block->warps[thread / kWarp];
+  block->exchange[thread] = value;
+  wait(warp);
+  const float other = block->exchange[thread / kWarp * kWarp + lane];
+  wait(warp);
+  return other;
+}
+
 void check_aligned(const void* p, size_t bytes) {
   if (reinterpret_cast<uintptr_t>(p) % bytes != 0) {
     throw std::runtime_error("emulation: a misaligned access of " + std::to_string(bytes) +

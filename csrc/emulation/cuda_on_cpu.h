@@ -81,6 +81,9 @@ struct Shape {
 };
 void run(const Shape& shape, const std::function<void()>& thread);
 
+// The value that a lane of the thread's warp calls it with; all of its threads call it.
+float exchanged(float value, unsigned lane);
+
 void check_aligned(const void* p, size_t bytes);
 
 // A block's shared memory, from its first 16-byte boundary.

@@ -61,10 +61,7 @@ __device__ __forceinline__ void pack(const float (&x)[4], Vector* v, const float
 template <typename T>
 __device__ __forceinline__ void pack(const float (&x)[8], Vector* v, const T*) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t low = from_float<T>(x[2 * i]).bits, high = from_float<T>(x[2 * i + 1]).bits;
-    v->word[i] = low | high << 16;
-  }
+  for (int i = 0; i < 4; ++i) v->word[i] = word_of(x[2 * i], x[2 * i + 1], T());
 }
 
 // Logits of -inf.
@@ -90,19 +87,24 @@ template <bool kEntropy, typename T, int kCount>
 __device__ __forceinline__ void accumulate_vectors(const Vector (&v)[kCount], float scale,
                                                    SoftmaxPart* part) {
   raise_maximum<kEntropy>(larger(part->max, largest_of<T>(v) * scale), part);
+  const float reference = part->reference();
+  PairSums sums(*part);
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
     float x[RowSplit<T>::kPerVector];
     unpack<T>(v[k], x);
-    accumulate<kEntropy>(x, scale, part);
+#pragma unroll
+    for (int i = 0; i < RowSplit<T>::kPerVector; i += 2) {
+      sums.accumulate<kEntropy>({x[i], x[i + 1]}, scale, reference);
+    }
   }
+  sums.write_to<kEntropy>(part);
 }
 
 template <bool kEntropy>
 __device__ __forceinline__ void accumulate_single(float x, float scale, SoftmaxPart* part) {
-  const float one[1] = {x};
   raise_maximum<kEntropy>(larger(part->max, x * scale), part);
-  accumulate<kEntropy>(one, scale, part);
+  accumulate<kEntropy>(x, scale, part);
 }
 
 // The sums of the vectors first, first + kThreads, ... of a row, with kLoads loads in flight.
@@ -225,7 +227,11 @@ __device__ __forceinline__ Vector vector_gradient(const Vector& v, const GradTer
   float x[RowSplit<T>::kPerVector];
   unpack<T>(v, x);
 #pragma unroll
-  for (float& value : x) value = off_target_gradient<kEntropy>(terms, value, scale);
+  for (int i = 0; i < RowSplit<T>::kPerVector; i += 2) {
+    const FloatPair g = off_target_gradient<kEntropy>(terms, FloatPair{x[i], x[i + 1]}, scale);
+    x[i] = g.first;
+    x[i + 1] = g.second;
+  }
   Vector out;
   pack(x, &out, static_cast<const T*>(nullptr));
   return out;

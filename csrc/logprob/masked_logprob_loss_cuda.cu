@@ -18,7 +18,15 @@ constexpr int kFewThreads = 1024, kManyThreads = 640;  // 64 and 96 registers
 #else
 constexpr int kFewThreads = 768, kManyThreads = kMostThreads;  // 80 and 128
 #endif
+// Of float32 logits with their entropy, which take more than 64 registers.
+constexpr int kFewFloatThreads = kFewThreads < 896 ? kFewThreads : 896;
 constexpr int kMostWarps = kMostThreads / kWarp;
+
+template <typename T>
+constexpr int most_threads(int vectors, bool has_entropy) {
+  if (vectors != kFewVectors) return kManyThreads;
+  return has_entropy && sizeof(T) == sizeof(float) ? kFewFloatThreads : kFewThreads;
+}
 
 struct Outputs {
   float* logprob;
@@ -33,9 +41,11 @@ struct RowInputs {
   RowLossInputs loss;
 };
 
-// The gradient of a row: 2^(scale * x - offset) * factor off the target. Factor 0: only zeros.
+// The gradient of a row: 2^(scale * x - offset) * factor off the target. Factor 0: only zeros. The
+// target's is left to the thread that writes it: all threads wait for this.
 struct RowGradient {
-  float offset, factor, at_target;
+  double lse;
+  float offset, factor, slope;
 };
 
 struct SharedState {
@@ -69,8 +79,7 @@ __device__ __forceinline__ RowGradient finish_row(const SoftmaxPart& total, cons
   }
   const float slope = loss_gradient(in, row.loss, logprob);
   const GradTerms terms = grad_terms(result.lse, 0.0f, slope, 0.0f, inv_temperature);
-  return {terms.offset, slope == 0.0f ? 0.0f : terms.a,
-          target_gradient(terms, row.target_x, scale, inv_temperature)};
+  return {result.lse, terms.offset, slope == 0.0f ? 0.0f : terms.a, slope};
 }
 
 template <bool kEntropy>
@@ -87,6 +96,14 @@ __device__ __forceinline__ GradTerms terms_of(const RowGradient& gradient) {
   return terms;
 }
 
+__device__ __forceinline__ float gradient_at_target(const SharedState& shared, float scale,
+                                                    float inv_temperature) {
+  GradTerms terms;
+  terms.lse = shared.gradient.lse;
+  terms.logprob_grad = shared.gradient.slope;
+  return target_gradient(terms, shared.inputs.target_x, scale, inv_temperature);
+}
+
 // The sums of the cluster's blocks, with the same bits in every block; called by a full warp, whose
 // lanes read one block's each.
 template <bool kEntropy>
@@ -101,6 +118,14 @@ __device__ __forceinline__ SoftmaxPart cluster_total(int size) {
     part.weighted = float_of_bits(v.word[2]);
   }
   return combine_lanes<kEntropy, kMostBlocks>(part);
+}
+
+// A thread's number among those of its cluster, and how many these are.
+__device__ __forceinline__ int lane_of_cluster() {
+  return cluster_rank() * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x);
+}
+__device__ __forceinline__ int lanes_of_cluster() {
+  return cluster_size() * static_cast<int>(blockDim.x);
 }
 
 // A thread's vectors of a row: lane, lane + step, ...; -inf behind the row's end.
@@ -121,18 +146,30 @@ __device__ __forceinline__ void load_held(const T* row, const RowSplit<T>& split
   }
 }
 
+// Writes the gradient of a thread's vectors of a row.
+template <typename T, int kVectors>
+__device__ __forceinline__ void store_held(T* grad, const RowSplit<T>& split, int lane, int step,
+                                           const Vector (&v)[kVectors], const GradTerms& terms,
+                                           float scale) {
+  T* at = grad + split.head + int64_t{lane} * RowSplit<T>::kPerVector;
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    if (lane + k * step >= split.num_vectors) return;
+    store_vector(at, vector_gradient<false, T>(v[k], terms, scale));
+    at += int64_t{step} * RowSplit<T>::kPerVector;
+  }
+}
+
 // One row per cluster. All loads of a thread are issued before the first is used; the gradient is
 // computed from the registers that hold them. A row with a kept set holds nothing: its kept logits
 // are few, and read again for the gradient.
 template <typename T, int kVectors, bool kEntropy>
-__global__ void __launch_bounds__(kVectors == kFewVectors ? kFewThreads : kManyThreads, 1)
+__global__ void __launch_bounds__(most_threads<T>(kVectors, kEntropy), 1)
     visit_kernel(const LogitRows logits, const Selection selection, const TokenLossInputs in,
                  float scale, float inv_temperature, const Outputs out, const LogitRows grad) {
-  constexpr int kPerVector = RowSplit<T>::kPerVector;
   const int rank = cluster_rank(), size = cluster_size();
   const int64_t r = cluster_index();
-  const int lane = rank * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x);
-  const int step = size * static_cast<int>(blockDim.x);
+  int lane = lane_of_cluster(), step = lanes_of_cluster();
   if (!selection.has(r)) {  // in all blocks of the cluster
     zero_row(row_of<T>(grad, r), logits.vocab, lane, step, INT32_MAX);
     if (lane == 0) write_masked<kEntropy>(r, out);
@@ -144,15 +181,17 @@ __global__ void __launch_bounds__(kVectors == kFewVectors ? kFewThreads : kManyT
   const int64_t target = selection.target_ids[r];
   Vector v[kVectors];
   if (kept.is_full()) load_held(row, split, lane, step, v);
-  const int single = split.single(lane, logits.vocab);
-  const float single_x = single >= 0 ? load_logit(row, single, kept) : -INFINITY;
   SharedState* shared = block_shared<SharedState>();
   if (threadIdx.x == 0) shared->inputs = row_inputs(row, in, r, target, logits.vocab, kept);
 
   SoftmaxPart part;
   if (kept.is_full()) {
+    if (lane < RowSplit<T>::kSingles) {
+      const int single = split.single(lane, logits.vocab);
+      const float x = single >= 0 ? to_float(row[single]) : -INFINITY;
+      accumulate_single<kEntropy>(x, scale, &part);
+    }
     accumulate_vectors<kEntropy, T>(v, scale, &part);
-    if (lane < RowSplit<T>::kSingles) accumulate_single<kEntropy>(single_x, scale, &part);
   } else {
     part = kept_part<kEntropy>(row, kept, logits.vocab, lane, step, scale);
   }
@@ -173,37 +212,34 @@ __global__ void __launch_bounds__(kVectors == kFewVectors ? kFewThreads : kManyT
   __syncthreads();
   // Shared memory may be released when all blocks have read it: the sums they add have been used.
   const ClusterTicket has_read = cluster_arrive();
+  // Computed again, so that they take no registers between the sums.
+  lane = lane_of_cluster();
+  step = lanes_of_cluster();
   T* grad_row = row_of<T>(grad, r);
   const GradTerms terms = terms_of(shared->gradient);
-  const float target_d = shared->gradient.at_target;
-  const auto at_target = [target_d](float) { return target_d; };
+  const auto at_target = [=](float) { return gradient_at_target(*shared, scale, inv_temperature); };
   const GradientRow<T> at{row, grad_row, logits.vocab, target, scale};
   if (terms.a == 0.0f) {
     zero_row(grad_row, logits.vocab, lane, step, INT32_MAX);
   } else if (!same_alignment(row, grad_row)) {
     write_elements<false>(at, kept, terms, at_target, lane, step, logits.vocab);
   } else {
-    const int target_vector = split.vector_of(target);
-    bool is_mine = false;  // the target's vector: its element is written after it
+    // Read again: to keep its logit would take registers of all threads.
+    const int single = split.single(lane, logits.vocab);
+    if (single >= 0) {
+      const float x = load_logit(row, single, kept);
+      grad_row[single] = from_float<T>(
+          single == target ? at_target(x) : off_target_gradient<false>(terms, x, scale));
+    }
     if (kept.is_full()) {
-      T* out_at = grad_row + split.head + int64_t{lane} * kPerVector;
-#pragma unroll
-      for (int k = 0; k < kVectors; ++k) {
-        const int i = lane + k * step;
-        if (i < split.num_vectors) {
-          store_vector(out_at, vector_gradient<false, T>(v[k], terms, scale));
-        }
-        out_at += int64_t{step} * kPerVector;
-        is_mine = is_mine || i == target_vector;
-      }
+      store_held(grad_row, split, lane, step, v, terms, scale);
     } else {
       write_kept_vectors<false>(at, split, kept, terms, lane, step, split.num_vectors);
-      is_mine = target_vector >= 0 && target_vector % step == lane;
     }
-    if (is_mine) grad_row[target] = from_float<T>(target_d);
-    if (single >= 0) {
-      grad_row[single] = from_float<T>(
-          single == target ? target_d : off_target_gradient<false>(terms, single_x, scale));
+    // The target's element is written after its vector, by the same thread.
+    const int target_vector = split.vector_of(target);
+    if (target_vector >= 0 && target_vector % step == lane) {
+      grad_row[target] = from_float<T>(gradient_at_target(*shared, scale, inv_temperature));
     }
   }
   cluster_wait(has_read);
@@ -242,8 +278,7 @@ __global__ void __launch_bounds__(kRevisitThreads, 2)
   if (!out.wants_grad) return;
   __syncthreads();
   const GradTerms terms = terms_of(shared->gradient);
-  const float target_d = shared->gradient.at_target;
-  const auto at_target = [target_d](float) { return target_d; };
+  const auto at_target = [=](float) { return gradient_at_target(*shared, scale, inv_temperature); };
   const GradientRow<T> at{row, grad_row, logits.vocab, target, scale};
   if (terms.a == 0.0f) {
     zero_row(grad_row, logits.vocab, lane, kRevisitThreads, INT32_MAX);

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "core/float_pair.h"
 #include "core/tensor.h"
 #if defined(SKYRL_FAST_EMULATE_CUDA)
 #include "emulation/cuda_on_cpu.h"
@@ -57,20 +58,39 @@ SKYRL_HD void raise_maximum(float max, SoftmaxPart* part) {
   *part = raised;
 }
 
-// Adds z = scale * x of kCount logits, none of them above the part's maximum.
-template <bool kEntropy, int kCount>
-SKYRL_HD void accumulate(const float (&x)[kCount], float scale, SoftmaxPart* part) {
-  const float reference = part->reference();
-#if defined(__CUDA_ARCH__)
-#pragma unroll
-#endif
-  for (int i = 0; i < kCount; ++i) {
-    const float y = fmaf(x[i], scale, -reference), e = fast_exp2(y);
-    part->sum += e;
-    // A logit of -inf adds nothing; NaN stays in e.
-    if (kEntropy) part->weighted = fmaf(larger(y, kMinExponent), e, part->weighted);
-  }
+// Adds z = scale * x of one logit, which is not above the part's maximum.
+template <bool kEntropy>
+SKYRL_HD void accumulate(float x, float scale, SoftmaxPart* part) {
+  const float y = fmaf(x, scale, -part->reference()), e = fast_exp2(y);
+  part->sum += e;
+  // A logit of -inf adds nothing; NaN stays in e.
+  if (kEntropy) part->weighted = fmaf(larger(y, kMinExponent), e, part->weighted);
 }
+
+// A part's sums of logits in even and in odd places, whose maximum stays the same.
+struct PairSums {
+  FloatPair sum, weighted;
+
+  SKYRL_HD explicit PairSums(const SoftmaxPart& part)
+      : sum{part.sum, 0.0f}, weighted{part.weighted, 0.0f} {}
+
+  // Adds two logits, which are not above the maximum `reference`.
+  template <bool kEntropy>
+  SKYRL_HD void accumulate(const FloatPair& x, float scale, float reference) {
+    const FloatPair y = multiply_add(x, twice(scale), twice(-reference));
+    const FloatPair e = {fast_exp2(y.first), fast_exp2(y.second)};
+    sum = add(sum, e);
+    if (!kEntropy) return;
+    const FloatPair finite = {larger(y.first, kMinExponent), larger(y.second, kMinExponent)};
+    weighted = multiply_add(finite, e, weighted);
+  }
+
+  template <bool kEntropy>
+  SKYRL_HD void write_to(SoftmaxPart* part) const {
+    part->sum = sum.first + sum.second;
+    if (kEntropy) part->weighted = weighted.first + weighted.second;
+  }
+};
 
 // The results of a row's sums.
 struct RowResult {
@@ -126,6 +146,16 @@ SKYRL_HD float off_target_gradient(const GradTerms& t, float x, float scale) {
   const float y = fmaf(x, scale, -t.offset);
   const float e = fast_exp2(y);
   return e * (kEntropy ? fmaf(t.b, larger(y, kMinExponent), t.a) : t.a);  // NaN stays in e
+}
+
+// The same of two logits.
+template <bool kEntropy>
+SKYRL_HD FloatPair off_target_gradient(const GradTerms& t, const FloatPair& x, float scale) {
+  const FloatPair y = multiply_add(x, twice(scale), twice(-t.offset));
+  const FloatPair e = {fast_exp2(y.first), fast_exp2(y.second)};
+  if (!kEntropy) return multiply(e, twice(t.a));
+  const FloatPair finite = {larger(y.first, kMinExponent), larger(y.second, kMinExponent)};
+  return multiply(e, multiply_add(twice(t.b), finite, twice(t.a)));
 }
 
 // 1 - p without cancellation where p is close to 1.

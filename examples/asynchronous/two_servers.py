@@ -73,7 +73,6 @@ def main() -> None:
             *SMALL,
             *lora,
             f"trainer.max_training_steps={options.steps}",
-            "generator.inference_engine.run_engines_locally=false",
             f"generator.inference_engine.external_server_urls=[{urls}]",
             f"generator.inference_engine.weight_sync_backend={options.weight_sync}",
         ]

@@ -39,7 +39,7 @@ def agent(
                 f"agent.function={HERE / file}:solve",
                 f"trainer.run_path={folder / run}",
                 f"trainer.run_name={run}",
-                "trainer.rows=tree",
+                "trainer.row_layout=tree",
                 *(str(HERE / name) for name in more),
             ]
         )

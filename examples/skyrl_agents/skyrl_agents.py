@@ -144,10 +144,6 @@ class AgentGenerator:
             ),
             **{name: getattr(ours, name) for name in OURS},
         )
-        if config.max_input_length is None:
-            raise ValueError(
-                "generator.max_input_length: expected a number with an agent, got null"
-            )
         calls = PolicyCalls(client, WeightGate(), self._tokenizer, self._settings.trainer.seed)
         agent = gateway_agent(self._settings.agent, calls, config, agent=self._black_box)
         return agent, config

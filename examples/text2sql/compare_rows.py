@@ -27,14 +27,7 @@ from examples.text2sql.run import prepare  # noqa: E402
 from examples.tiny_model.jsonl import read_jsonl  # noqa: E402
 
 FOLDER = Path("runs/text2sql_rows")
-FORMS = {
-    "step": ("generator.step_wise_trajectories=true", "generator.merge_stepwise_output=false"),
-    "merged": ("generator.step_wise_trajectories=true", "generator.merge_stepwise_output=true"),
-    "trajectory": (
-        "generator.step_wise_trajectories=false",
-        "generator.merge_stepwise_output=false",
-    ),
-}
+FORMS = ("step", "merged", "trajectory")
 NUM_STEPS = 12
 EVAL_INTERVAL = 3
 EVAL_REWARD = "eval/all/avg_score"
@@ -49,7 +42,7 @@ def train(form: str, seed: int, num_steps: int) -> Path:
         return metrics
     command = [
         *(sys.executable, str(HERE / "run.py"), "--resume"),
-        *FORMS[form],
+        f"trainer.rows={form}",
         f"trainer.run_path={run_path}",
         f"trainer.run_name={form}",
         f"trainer.seed={seed}",

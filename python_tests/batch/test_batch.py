@@ -165,7 +165,7 @@ def test_default_path_equals_one_row_trajectories():
 
 
 def test_default_path_requires_prompt_uids():
-    with pytest.raises(ValueError, match="uids must name each row's prompt"):
+    with pytest.raises(ValueError, match="uids: expected a name for each row's prompt"):
         StepBatch.from_generator_output(default_output())
 
 

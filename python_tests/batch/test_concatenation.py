@@ -57,7 +57,7 @@ def test_rows_of_filtered_batches_equal_those_of_their_trajectories(
 ) -> None:
     """Select groups of several filtered batches, with copies under other uids."""
     config = Config()
-    config.generator.merge_stepwise_output = merge
+    config.trainer.rows = "merged" if merge else "step"
     groups = by_group(trajectories)
     cut = data.draw(st.integers(0, len(groups)))
     try:
@@ -94,7 +94,7 @@ def test_observations_of_empty_answers_have_the_log_probabilities_of_the_others(
     known: bool,
 ) -> None:
     config = Config()
-    config.generator.merge_stepwise_output = True
+    config.trainer.rows = "merged"
     empty = make_trajectory("a", 0, [make_step([0], []), make_step([0, 5], [])])
     answer = make_step([1], [2], rollout_logprobs=[-0.5] if known else None)
     other = make_trajectory("b", 0, [answer])
@@ -127,15 +127,15 @@ def test_unchanged_batch_is_not_copied() -> None:
 @pytest.mark.parametrize(
     ("batches", "message"),
     [
-        ([], "batches must not be empty"),
-        ([batch_of(Row("a", 0)), batch_of(Row("a", 1))], "but 'a' is in two"),
+        ([], "batches: expected at least one, got none"),
+        ([batch_of(Row("a", 0)), batch_of(Row("a", 1))], "got 'a' in two batches"),
         (
             [batch_of(Row("a", 0)), batch_of(Row("b", 0)).with_(rollout_logprobs=None)],
-            "rollout_logprobs must be in all batches or in none",
+            "rollout_logprobs: expected it in all batches or in none",
         ),
         (
             [batch_of(Row("a", 0)), batch_of(Row("b", 0)).with_(stop_reasons=None)],
-            "stop_reasons must be in all batches or in none",
+            "stop_reasons: expected them in all batches or in none",
         ),
     ],
 )

@@ -173,10 +173,16 @@ def test_it_learns_and_trees_equal_rows(
     async def replay(*arguments: Any) -> Recorder:
         return Recorder(Idle(), answers)
 
-    def run(rows: str, *overrides: str, **options: Any) -> tuple[TrainResult, list[dict[str, Any]]]:
-        own = [f"trainer.policy.model.path={model}", f"trainer.rows={rows}", "trainer.plot=false"]
+    def run(
+        layout: str, *overrides: str, **options: Any
+    ) -> tuple[TrainResult, list[dict[str, Any]]]:
+        own = [
+            f"trainer.policy.model.path={model}",
+            f"trainer.row_layout={layout}",
+            "trainer.plot=false",
+        ]
         own += [f"generator.inference_engine.model_dtype={engine_dtype}"]
-        own += [f"trainer.run_path={data}/{make.__name__}_{rows}", "trainer.logger=[jsonl]"]
+        own += [f"trainer.run_path={data}/{make.__name__}_{layout}", "trainer.logger=[jsonl]"]
         result = train_agent(load_config(str(CONFIG), [*own, *overrides]), **options)
         steps = [row for row in read_metrics(result.metrics) if "policy/loss" in row]
         return result, steps
@@ -185,7 +191,7 @@ def test_it_learns_and_trees_equal_rows(
     result, as_trees = run("tree")
     no_eval = ["trainer.eval_interval=-1", "trainer.eval_before_train=false"]
     short = [f"trainer.max_training_steps={STEPS}", "trainer.ckpt_interval=-1"]
-    _, as_rows = run("step", *no_eval, *short, make_rollouts=replay)
+    _, as_rows = run("sequence", *no_eval, *short, make_rollouts=replay)
 
     print(make.__name__, dict(result.evaluations))
     assert len(as_rows) == STEPS

@@ -136,8 +136,8 @@ def test_reward_rises(base: Path, tmp_path: Path) -> None:
 @pytest.mark.spec("tree.rows-setting")
 def test_first_steps_on_trees_equal_those_on_rows(base: Path, tmp_path: Path) -> None:
     runs = {
-        form: finish(base, tmp_path / form, *SMALL, f"trainer.rows={form}")
-        for form in ("step", "tree")
+        layout: finish(base, tmp_path / layout, *SMALL, f"trainer.row_layout={layout}")
+        for layout in ("sequence", "tree")
     }
     first, on_trees = (run[1] for run in runs.values())
     for name in ("reward/avg_raw_reward", "generate/batch_num_tokens", "policy/trained_tokens"):

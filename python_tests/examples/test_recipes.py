@@ -28,6 +28,7 @@ from examples.smollm.agent import solve  # noqa: E402
 from examples.tiny_model.jsonl import read_jsonl  # noqa: E402
 from examples.tiny_model.model import make_tokenizer  # noqa: E402
 from skyrl_fast.config.loading import load_config  # noqa: E402
+from skyrl_fast.config.modes import EnginePlace, EngineWeights  # noqa: E402
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CLUSTER = EXAMPLES / "cluster"  # files of Ray and Kubernetes
@@ -71,7 +72,7 @@ def test_every_configuration_is_valid(path: Path) -> None:
 def test_published_settings_with_an_adapter(name: str) -> None:
     complete = load_config(EXAMPLES / name)
     config = load_config(EXAMPLES / name, [str(EXAMPLES / "lora.yaml")])
-    assert config.trains_adapter and config.sends_adapter
+    assert config.engine_weights is EngineWeights.ADAPTER
     rates = [one.trainer.policy.optimizer_config.lr for one in (complete, config)]
     assert rates[1] == pytest.approx(10 * rates[0])
 
@@ -80,7 +81,8 @@ def test_published_settings_with_an_adapter(name: str) -> None:
 def test_the_quickstarts_cluster_has_two_ranks_and_two_engines() -> None:
     folder = EXAMPLES / "quickstart"
     config = load_config(folder / "config.yaml", [str(folder / "cluster.yaml")])
-    assert (config.trainer.placement.num_ranks, config.engines_on_cluster) == (2, True)
+    assert config.trainer.placement.num_ranks == 2
+    assert config.engine_place is EnginePlace.CLUSTER
     assert config.generator.inference_engine.num_engines == 2
     assert (
         config.trainer.train_batch_size
@@ -122,7 +124,8 @@ def test_offline_settings_differ_from_published_ones_only_in_size() -> None:
         for key in ("advantage_estimator", "policy_loss_type", "use_kl_loss"):
             assert getattr(one.trainer.algorithm, key) == getattr(other.trainer.algorithm, key)
         assert one.generator.context == other.generator.context
-        assert one.generator.step_wise_trajectories == other.generator.step_wise_trajectories
+        forms = {one.trainer.rows, other.trainer.rows}
+        assert len(forms) == 1 or forms == {"step", "merged"}
         assert one.generator.sampling_params.stop == other.generator.sampling_params.stop
         assert one.environment.env_class == other.environment.env_class
 

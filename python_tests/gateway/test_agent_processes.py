@@ -86,6 +86,9 @@ def test_failing_agents_are_tried_again(tiny_tokenizer: Any, tmp_path: Path) -> 
     for trajectory, text in zip(out.trajectories, failures.values(), strict=True):
         assert trajectory.stop_reason == "env_error"
         assert re.search(text, str(trajectory.failure))
+        is_python = text.startswith("agent.function")
+        assert ("in solve\n" in trajectory.failure_trace) is is_python
+        assert "function.py" not in trajectory.failure_trace
     prompts = [FakePrompt(do, env_extras={"do": do, "once": str(tmp_path / do)}) for do in failures]
     out = played(in_process(function=SOLVE), tiny_tokenizer, prompts=prompts, max_retries=1)
     assert [(t.failure, len(t.steps)) for t in out.trajectories] == [(None, 2)] * len(failures)

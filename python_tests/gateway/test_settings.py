@@ -30,8 +30,8 @@ NEEDED = ["data.train_data=[a.jsonl]", "trainer.policy.model.path=m"]
             "agent.command: expected a command with agent.reward_file=r",
         ),
         (
-            ["agent.function=a:b", "generator.step_wise_trajectories=false"],
-            "step_wise_trajectories: expected true",
+            ["agent.function=a:b", "trainer.rows=trajectory"],
+            "trainer.rows: expected step or merged with agent.function=a:b",
         ),
         (["agent.port=70000"], "agent.port"),
     ],

@@ -86,6 +86,17 @@ def test_result_equals_the_cpu_bit_for_bit(
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
+@pytest.mark.parametrize("size", [7, 8, 9, 31, 32, 33, 64, 100])
+def test_groups_larger_than_a_warp_equal_the_cpu_bit_for_bit(
+    gpu: str, size: int, estimator: str
+) -> None:
+    rewards = torch.randn(3 * size + 2, generator=torch.Generator().manual_seed(size))
+    ids = torch.arange(3 * size + 2) % 3 * 10  # the last group has fewer rows
+    got = group_advantage(rewards.to(gpu), ids, estimator=estimator)
+    assert torch.equal(got.cpu(), on_cpu(rewards, ids, estimator=estimator))
+
+
 @pytest.mark.parametrize("dtype", [None, torch.bool, torch.int64, torch.float32])
 def test_long_rows_and_trajectories(gpu: str, dtype: torch.dtype | None) -> None:
     """Rows of several parts, beginning at any cell; a trajectory's last row is 100 rows on."""

@@ -27,6 +27,15 @@ ROOT = Path(__file__).resolve().parents[2]
 CEILINGS = Ceilings(1e12, 1e10, 0.005)
 
 
+def test_peers_are_not_compiled_by_inductor_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends: list[object] = []
+    monkeypatch.setattr(torch, "compile", lambda f, **options: backends.append(options["backend"]))
+    for has_gpu in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        peers.compiled(torch.add)
+    assert backends == ["aot_eager", "inductor"]
+
+
 @pytest.mark.slow
 def test_every_case_runs(emulated_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     keep = {"F.cross_entropy": peers.LOGPROB["F.cross_entropy"]}

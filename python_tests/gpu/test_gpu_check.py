@@ -219,7 +219,12 @@ def test_training_and_figures_come_within_one_call_of_540_seconds() -> None:
     commands = {part.name: " ".join(part.command) for part in made}
     assert commands["doctor"].endswith("doctor --gpu native")
     assert "--out /results" in commands["first-figures"]
-    assert "trainer.rows=tree" in commands["training-trees"]
+    assert "trainer.row_layout=tree" in commands["training-trees"]
+
+
+def test_parts_of_a_rehearsal_have_time_on_a_shared_processor() -> None:
+    limits = [gpu_check.rehearsed(Part("x", ("x",), limit)).limit for limit in (90, 400)]
+    assert limits == [gpu_check.DRY_LIMIT, 400]
 
 
 def test_the_check_runs_all_tests_and_every_sanitizer() -> None:

@@ -85,13 +85,26 @@ def test_counted_kernels_are_printed(
     monkeypatch.setattr(cuda_check, "COUNTED", kernels)
     monkeypatch.setattr(cuda_check, "find_cuobjdump", lambda: "cuobjdump")
     monkeypatch.setattr(cuda_check.subprocess, "check_output", lambda *_, **__: LISTING)
-    compiled = [cuda_check.Kernel("_Zloop", "sm_90a", 40, 0, 0)]
+    compiled = [
+        cuda_check.Kernel("_Zloop", "sm_90a", 40, 0, 0),
+        cuda_check.Kernel("_Zloop", "sm_100", 48, 0, 0),
+    ]
     assert cuda_check.print_counts("x", compiled, cuda_check.ROOT / "x.o") == []
-    first, second = capsys.readouterr().out.splitlines()
+    first, second, newer, _ = capsys.readouterr().out.splitlines()
     counted = "4.0 to 7.0 instructions an element and 5 a thread"
     memory = "LDG 2x128, STG 1x16+1x128, 32 bytes in flight"
-    assert first == f"  loop: {counted}, 40 registers, {memory}"
+    assert first == f"  loop, sm_90a: {counted}, 40 registers, {memory}"
+    assert newer == f"  loop, sm_100: {counted}, 48 registers, {memory}"
     assert "not counted (no path with 2 loads of 16 bytes and 6 MUFU.EX2)" in second
+
+
+def test_slow_conversions_are_faults() -> None:
+    converted = LISTING.replace("FADD R6, R6, R4 ;", "F2F.BF16.F32 R6, R6 ;")
+    code = sass.functions(converted)["_Zloop"]
+    assert cuda_check.slow_conversions("loop, sm_100", code) == [
+        "loop, sm_100: expected conversions of two floats to bfloat16, got 1 of one"
+    ]
+    assert cuda_check.slow_conversions("loop", sass.functions(LISTING)["_Zloop"]) == []
 
 
 # Each thread stores 16 bytes every 128, then reads 8 bytes of a column that 16 threads share; of

@@ -38,17 +38,8 @@ class Here:
     def __call__(self, config: Config, signals: StopSignals, starter: RankStarter) -> Any:
         run.load_tokenizer = lambda path: FakeTokenizer()  # type: ignore[assignment]
         run.freeze_heap = contextlib.nullcontext  # type: ignore[assignment]
-        return run._run_here(
-            config,
-            signals,
-            starter,
-            prompts=None,
-            eval_prompts=None,
-            make_env=None,
-            callbacks=(),
-            make_rollouts=self._rollouts,
-            check_rollouts=None,
-        )
+        request = run.RunRequest(make_rollouts=self._rollouts)
+        return request.run_here(config, signals, starter)
 
     async def _rollouts(self, config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
         here = self

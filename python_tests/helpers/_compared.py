@@ -13,7 +13,7 @@ from _driven import DrivenStep, OptimizerStep, TrainedBatch, drive, uids_of_run
 from _fakes import tiny_model
 from _scripted import LONGEST_ANSWER, World, fill_logprobs, random_samples
 from reference.losses import CustomLoss
-from reference.metrics import mean, update_metrics
+from reference.metrics import mean, source_metrics, update_metrics
 from reference.network import Adapter, split_by_rows, token_distributions, token_values
 from reference.rows import Row, Sample
 from reference.step import (
@@ -23,6 +23,7 @@ from reference.step import (
     parts_of,
     prepare,
     sampling_metrics,
+    sums_rewards,
 )
 from reference.update import (
     AdamW,
@@ -42,8 +43,10 @@ from reference.update import (
 from skyrl_fast.config import Config
 
 # The trainer computes in float32: seven digits, less what sums and exponentials lose.
-ADVANTAGES = 2e-5
+ADVANTAGES = 5e-5  # divided by standard deviations of what is rounded
 GRADIENTS = 2e-4  # of the largest element
+# Of a difference of log-probabilities, which is their rounding where it is small itself.
+DIFFERENCE = 5e-6
 WEIGHTS = 1e-6
 METRICS = 2e-4
 CLIP_METRICS = {
@@ -73,6 +76,7 @@ class Compared:
     differences: list[Difference] = field(default_factory=list)
     values: int = 0
     gradients: int = 0
+    undecided: int = 0  # batches of a policy of which rounding decides what is chosen
 
     def close(self, what: str, trainer: Any, reference: Any, tolerance: float) -> None:
         self.values += 1
@@ -126,7 +130,7 @@ def world_of(config: Config) -> World:
     top_k = config.generator.sampling_params.top_k
     return World(
         policies=config.policies,
-        only_grows=not config.generator.step_wise_trajectories,
+        only_grows=config.trainer.rows == "trajectory",
         is_recorded=config.agent.is_set,
         num_kept=max(0, top_k),
     )
@@ -224,6 +228,12 @@ class _Comparison:
         for number, step in enumerate(steps):
             samples = [self._sample_of(one) for one in step.trajectories]
             trained = {one.policy: one for one in step.trained}
+            if self.config.data.mixture:
+                sums = sums_rewards(self.config)
+                metrics = source_metrics(step.trajectories, sums_rewards=sums)
+                weights = self.config.data.mixture
+                shares = {f"data/{name}/weight": share for name, share in weights.items()}
+                self._compare_metrics(f"step {number}", metrics | shares, step, prefix="")
             if self.config.policies:
                 metrics = complete_metrics(samples, self.config)
                 self._compare_metrics(f"step {number}", metrics, step, prefix="")
@@ -344,7 +354,8 @@ class _Comparison:
         self._compare_rows(where, prepared, trained)
         terms, norms, rates = self._compare_update(where, name, prepared, trained)
         metrics = dict(prepared.metrics)
-        if terms:
+        is_decided = all(one.is_decided for one in terms) and _have_same_zeros(prepared, trained)
+        if terms and is_decided:
             corrects = self.algorithm.off_policy_correction.enabled
             epochs = self.config.trainer.update_epochs_per_batch
             metrics |= update_metrics(
@@ -355,6 +366,7 @@ class _Comparison:
                 known_before=tokens_known_before(self.algorithm, epochs),
                 epochs=epochs,
             )
+        self.found.undecided += not is_decided
         if self.custom is not None:  # it has its own metrics in place of these
             for key in CLIP_METRICS & metrics.keys():
                 del metrics[key]
@@ -483,8 +495,13 @@ class _Comparison:
                 model = _model_of(self.folders.policy)
                 return token_distributions(model, full, chosen, self.temperature)
 
-            terms = loss_terms(prepared.batch, mini, distributions, self.config, self.custom)
+            terms = loss_terms(
+                prepared.batch, mini, distributions, self.config, self.custom,
+                is_before_any_step=number == 0,
+            )  # fmt: skip
             gradient = gradients(terms.loss, weights)
+            if not terms.is_decided:  # the trainer may have chosen other tokens
+                gradient |= step.gradient
             all_terms.append(terms)
             norms.append(norm_of(gradient))
             rates.append(learning_rate(optimizer.steps, settings, total))
@@ -506,7 +523,7 @@ class _Comparison:
             found.gradients += 1
             # Relative to the largest element of all: sums of terms that cancel are rounded.
             error = float((own - expected).abs().max())
-            if not error <= GRADIENTS * max(largest, 1e-3):
+            if not error <= max(GRADIENTS * largest, DIFFERENCE):
                 found.differences.append(
                     Difference(
                         f"{where}: gradient of {key}",
@@ -575,6 +592,19 @@ class _Comparison:
             metrics["critic/values_clipfrac"] = mean(clipped)
             metrics["critic/explained_variance"] = explained_variance(prepared.batch)
         return metrics
+
+
+def _have_same_zeros(prepared: Prepared, trained: TrainedBatch) -> bool:
+    """Return whether the same rows have an advantage: rounding decides it of one that is near 0."""
+    batch = trained.batch
+    live = (batch.advantages != 0) & (batch.loss_mask != 0)
+    own = [bool(part.any()) for part in live.split(batch.response_lengths.tolist())]
+    pairs = zip(prepared.batch.rows, prepared.batch.advantages.values, strict=True)
+    expected = [
+        any(value != 0 and trained for value, trained in zip(values, row.mask, strict=True))
+        for row, values in pairs
+    ]
+    return own == expected
 
 
 def _adapter(weights: Mapping[str, torch.Tensor], lora: Any) -> Adapter:

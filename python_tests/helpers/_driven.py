@@ -5,7 +5,7 @@ import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -73,8 +73,13 @@ class ScriptedRollouts:
         self, prompts: Sequence[Prompt], *, step: int, phase: str
     ) -> list[Trajectory]:
         self.sampled += [prompt.uid for prompt in prompts]
-        found = [one for prompt in prompts for one in self._trajectories[prompt.uid]]
-        return copy.deepcopy(found)
+        found = []
+        for prompt in prompts:
+            group = copy.deepcopy(self._trajectories[prompt.uid])
+            for trajectory in group:
+                trajectory.data_source = prompt.data_source
+            found += group
+        return found
 
     async def sleep(self, policy: Any) -> None:
         pass
@@ -115,6 +120,15 @@ def uids_of_run(number: int) -> list[str]:
     return [prompt.uid for prompt in make_prompts(number)]
 
 
+def _prompts(number: int, *, sources: Sequence[str]) -> list[Prompt]:
+    """Return prompts of the sources in turn."""
+    prompts = make_prompts(number)
+    if not sources:
+        return prompts
+    names = [sources[place % len(sources)] for place in range(number)]
+    return [replace(one, data_source=name) for one, name in zip(prompts, names, strict=True)]
+
+
 def drive(
     config: Config, trajectories: Mapping[str, Sequence[Trajectory]]
 ) -> tuple[list[str], list[DrivenStep]]:
@@ -123,7 +137,7 @@ def drive(
     Returns:
         The prompts in the order in which they were sampled, and the steps.
     """
-    prompts = make_prompts(len(trajectories))
+    prompts = _prompts(len(trajectories), sources=list(config.data.mixture))
     models = make_models(config, None, len(prompts), SINGLE_RANK)
     display = _Silent()
     rollouts = ScriptedRollouts(trajectories)
@@ -188,8 +202,8 @@ def _recording(trainer: Trainer, models: Models) -> Iterator[list[DrivenStep]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "_train_policies", begin)
         patch.setattr(trainer, "_train_policy", train)
-        patch.setattr(trainer, "_save", lambda: None)
-        patch.setattr(trainer, "_save_last", lambda: None)
+        patch.setattr(trainer._saver, "save", lambda: None)
+        patch.setattr(trainer._saver, "save_last", lambda: None)
         patch.setattr(trainer_module, "with_advantages", advantages)
         patch.setattr(Optimizer, "step", step)
         yield steps

@@ -13,11 +13,9 @@ BASE: Mapping[str, Any] = {
 }
 EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     "rows of steps": {},
-    "rows of steps as sequences": {"trainer.rows": "step"},
-    "merged steps": {"generator.merge_stepwise_output": True},
     "merged rows": {"trainer.rows": "merged"},
-    "one row per trajectory": {"generator.step_wise_trajectories": False},
-    "prefix trees": {"trainer.rows": "tree"},
+    "one row per trajectory": {"trainer.rows": "trajectory"},
+    "prefix trees": {"trainer.row_layout": "tree"},
     "realigned tokens": {"generator.merge_drift": "realign"},
     "advantages of turns": {f"{ALGORITHM}.advantage_estimator": "gigpo"},
     "advantages from values": {f"{ALGORITHM}.advantage_estimator": "gae"},
@@ -53,8 +51,7 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
         "trainer.fully_async.enabled": True,
         "trainer.fully_async.max_staleness_steps": 2,
     },
-    "engines on servers": {f"{ENGINE}.run_engines_locally": False},
-    "addresses of servers": {f"{ENGINE}.external_server_urls": ["http://127.0.0.1:8000"]},
+    "engines on servers": {f"{ENGINE}.external_server_urls": ["http://127.0.0.1:8000"]},
     "engines on a cluster": {"trainer.placement.colocate_all": False},
     "several engines": {f"{ENGINE}.num_engines": 2},
     "sleeping engine": {f"{ENGINE}.enable_sleep_mode": True},

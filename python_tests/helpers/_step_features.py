@@ -52,14 +52,12 @@ def _losses(*names: str) -> tuple[Settings, ...]:
 # Of each level: variants, of which a case has one. Models are named in braces.
 FACTORS: dict[str, dict[str, Sequence[Settings]]] = {
     "rows": {
-        "of steps": [NONE, {"trainer.rows": "step"}],
-        "merged": [{"trainer.rows": "merged"}],
+        "of steps": [NONE, {"trainer.row_layout": "sequence"}],
+        "merged": [{"trainer.rows": "merged", "trainer.row_layout": "sequence"}],
         "merged steps": [{"generator.merge_stepwise_output": True}],
-        "one": [{"generator.step_wise_trajectories": False}],
-        "trees": [{"trainer.rows": "tree"}],
-        "trees of merged steps": [
-            {"trainer.rows": "tree", "generator.merge_stepwise_output": True}
-        ],
+        "one": [{"trainer.rows": "trajectory"}],
+        "trees": [{"trainer.row_layout": "tree"}],
+        "trees of merged steps": [{"trainer.row_layout": "tree", "trainer.rows": "merged"}],
     },
     "drift": {"fork": [NONE], "realign": [{"generator.merge_drift": "realign"}]},
     "estimator": {
@@ -108,9 +106,7 @@ FACTORS: dict[str, dict[str, Sequence[Settings]]] = {
         "without advantages": _losses("cross_entropy"),
         "of sequences": _losses("gspo"),
         "of a mini-batch": [
-            # Where the old log-probabilities are the current ones, rounding decides the sign of
-            # the distance, and so of its gradient.
-            {LOSS: "kl_cov", f"{ALGORITHM}.old_logprobs": "rollout"},
+            {LOSS: "kl_cov"},
             # All candidates are dropped: nothing is left to draw.
             {
                 LOSS: "clip_cov",
@@ -143,6 +139,8 @@ FACTORS: dict[str, dict[str, Sequence[Settings]]] = {
                 }
                 for estimator in ("k1", "abs", "k2", "k3")
                 for more in (NONE, {"trainer.ref.model.path": "{reference}"})
+                # A policy that is the reference still: rounding decides the gradient.
+                if (use, estimator, more) != ("loss", "abs", NONE)
             ]
             for use in ("loss", "in reward")
         },
@@ -258,6 +256,10 @@ FACTORS: dict[str, dict[str, Sequence[Settings]]] = {
             for shape in ("linear", "cosine")
         ],
     },
+    "sources": {
+        "one": [NONE],
+        "mixed": [{"data.mixture": {"easy": 0.5, "hard": 0.5}}],
+    },
     "generation": {
         "before training": [NONE],
         "meanwhile": [
@@ -270,7 +272,6 @@ _ENGINE = "is about where an engine runs, not what a step computes from its traj
 _WEIGHTS = "is about how weights reach an engine, after the step"
 _PLAY = "is about how an agent is played; its trajectories are those of the agent levels"
 _START = "is about the weights that a run begins with; the step is the same"
-_ORDER = "is about which prompts a batch has, not what a step computes from their trajectories"
 NOT_COVERED = {
     "router replay": "needs a mixture of experts, whose routers the reference does not have",
     "recorded experts": "only router replay reads them",
@@ -278,7 +279,6 @@ NOT_COVERED = {
     "start from a checkpoint": _START,
     "checkpoint to start from": _START,
     "engines on servers": _ENGINE,
-    "addresses of servers": _ENGINE,
     "engines on a cluster": _ENGINE,
     "several engines": _ENGINE,
     "sleeping engine": _ENGINE,
@@ -293,8 +293,7 @@ NOT_COVERED = {
     "verifier of a command": _PLAY,
     "reward file of a command": _PLAY,
     "agents in processes": _PLAY,
-    "mixture of sources": _ORDER,
-    "curriculum": _ORDER,
+    "curriculum": "changes the order of prompts that come after a step",
 }
 
 

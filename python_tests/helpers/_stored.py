@@ -118,6 +118,7 @@ MARKUP = "</script><script>window.hacked=1</script><img src=x onerror='window.ha
 TURNED = "\u202eevil\u2066 \u200b\u2028\u2029\x1b[31m\x00\x7f\U000e0041 \ud800"
 HOSTILE = f"{MARKUP}\"'`${{window.hacked=3}}\\{TURNED} <!-- ]]> javascript:alert(1)"
 LONG_LINE = "x" * 30_000
+TRACE = '  File "guess.py", line 7, in step\n    return 1 / 0\n'
 WORDS = ["", "", "look", "at", "the", "table", ",", "then", "select", "from", "users"]
 WORDS += ["<sql>", "</sql>", "\n"]
 TOKENS = [*WORDS, HOSTILE, "日", "👩\u200d👩\u200d👧", "\u202e"]
@@ -186,6 +187,7 @@ def _made(step: int, group: int, sample: int) -> Trajectory:
         values["env_metrics"] = {"__proto__": HOSTILE, HOSTILE: {"constructor": HOSTILE}}
     if sample == 1:
         values |= {"failure": HOSTILE if hostile else "the database is gone"}
+        values |= {"failure_trace": HOSTILE if hostile else TRACE}
         values |= {"stop_reason": HOSTILE if hostile else "env_error"}
     return make_trajectory(uid, sample, turns, **values)
 

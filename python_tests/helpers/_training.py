@@ -19,6 +19,7 @@ from skyrl_fast.config import Config
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train import run as run_module
+from skyrl_fast.train.checkpoint.run_saver import RunSaver
 from skyrl_fast.train.data.prompts import Prompt
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.run import TrainResult
@@ -112,7 +113,7 @@ class Recorder:
 def dying() -> Iterator[None]:
     """Let a run die of DiedError as by kill -9: without a last checkpoint."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(DiedError):
-        patch.setattr(run_module.Trainer, "_rescue", lambda self: None)
+        patch.setattr(RunSaver, "rescue", lambda self: None)
         yield
 
 

@@ -50,6 +50,10 @@ class Scripted(Env):
     def do_hang(self) -> None:
         time.sleep(600)
 
+    def do_set_alarm(self) -> None:
+        before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        signal.signal(signal.SIGALRM, before)
+
     def do_hold_lock(self) -> None:
         ctypes.PyDLL(None).sleep(600)  # PyDLL keeps the interpreter's lock
 

@@ -14,6 +14,7 @@ from _rows import assert_same
 
 from skyrl_fast import merge_steps, merge_stepwise_output
 from skyrl_fast.batch import StepBatch
+from skyrl_fast.ops.merge.steps import merge_flat_steps
 from skyrl_fast.train.algorithm.advantages import compute_advantages
 
 ROW_FIELDS = ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs")
@@ -71,6 +72,11 @@ def test_overlaps_are_also_those_of_prompts_that_are_too_short(backend: str) -> 
     prompts, responses = [list(range(50)), list(range(40))], [[7] * 10, [8]]
     plan = merge_steps(prompts, responses, [0, 0], backend=backend)
     assert plan.overlaps.tolist() == [0, 40] and plan.joins.tolist() == [False, False]
+    flat = torch.tensor([*prompts[0], *responses[0], *prompts[1], *responses[1]], dtype=torch.int32)
+    offsets = [torch.tensor(ends, dtype=torch.int64) for ends in ([0, 60, 101], [0, 10, 11])]
+    plan = merge_flat_steps(flat, *offsets, torch.zeros(2, dtype=torch.int32))
+    assert plan.overlaps.tolist() == [0, 40]
+    assert plan.joins.tolist() == [False, False]
 
 
 def test_batch_merges_like_its_lists() -> None:
@@ -317,8 +323,8 @@ def test_step_wise_fields_are_required() -> None:
     ("change", "error", "message"),
     [
         ({"pixel_values": [None] * 6}, ValueError, "pixel_values must be None"),
-        ({"extra": [1, 2]}, ValueError, r"extra must be a list with one entry per row \(6\)"),
-        ({"extra": "text"}, ValueError, "extra must be a list"),
+        ({"extra": [1, 2]}, ValueError, "extra: expected a list with one entry for each of 6 rows"),
+        ({"extra": "text"}, ValueError, "extra: expected a list"),
         ({"response_ids": [["x"], [4, 5], [6], [3], [6], []]}, TypeError, "response_ids|responses"),
     ],
 )

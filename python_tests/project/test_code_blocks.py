@@ -26,7 +26,7 @@ from skyrl_fast.config.loading import as_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PATTERNS = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/**/README.md")
-COUNTS = {"python": 33, "bash": 43, "yaml": 8, "json": 2, "toml": 1, "text": 7}
+COUNTS = {"python": 35, "bash": 43, "yaml": 8, "json": 2, "toml": 1, "text": 12}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 
 # Blocks that another test takes from their page and runs.
@@ -61,7 +61,7 @@ REPLACED = "assert fast.report().names('replaced')"
 # Blocks that run with other packages (`make peers`): their modules, what runs before and after.
 WITH_PACKAGES = {
     "README.md 2": ("skyrl trl", "", REPLACED),
-    "docs/guide/environments.md 2": (
+    "docs/guide/environments.md 3": (
         "gymnasium",
         "",
         "game = lake({'seed': 1})\n"
@@ -186,6 +186,25 @@ def test_python_blocks_run(tmp_path: Path) -> None:
     chosen = {name: text for name, text in PYTHON.items() if name not in ELSEWHERE}
     assert PYTHON.keys() - chosen.keys() == set(ELSEWHERE)
     assert failures(chosen, tmp_path) == {}
+
+
+OUTPUT = re.compile(
+    r"^```python\n((?:(?!^```).)*?)^```\n\n```text\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE
+)
+
+
+def outputs() -> list[tuple[str, str, str]]:
+    """Return page, code and output where a text block follows a Python block."""
+    return [(page, *match) for page, text in pages().items() for match in OUTPUT.findall(text)]
+
+
+def test_a_text_block_after_a_python_block_is_its_output() -> None:
+    assert outputs()
+    for page, code, output in outputs():
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            exec(compile(code, page, "exec"), {"__name__": "__main__"})
+        assert said.getvalue() == output, page
 
 
 @pytest.mark.peers

@@ -14,6 +14,7 @@ pytest.importorskip("omegaconf")
 
 from skyrl_fast import cli
 from skyrl_fast.config import Config, ConfigError, as_config, to_dict
+from skyrl_fast.config.aliases import ALIAS_TYPES
 from skyrl_fast.config.loading import check_config, load_config
 from skyrl_fast.config.settings import leaves
 from skyrl_fast.config.skyrl_settings import SKYRL_ONLY
@@ -211,8 +212,62 @@ def test_every_skyrl_setting_exists_or_is_explained() -> None:
             message = str(error)
         explained = message.partition("a SkyRL setting that does not exist here: ")[2] in advice
         counts[explained] += 1
-        assert explained or name in settings or name.startswith(open_sections), message
+        is_known = name in settings or name in ALIAS_TYPES or name.startswith(open_sections)
+        assert explained or is_known, message
     assert counts == {True: 264, False: 151}
+
+
+STEP_WISE = "generator.step_wise_trajectories"
+MERGE = "generator.merge_stepwise_output"
+MULTI_TURN = "generator.use_conversation_multi_turn"
+LOCAL = "generator.inference_engine.run_engines_locally"
+URLS = "generator.inference_engine.external_server_urls"
+
+
+@pytest.mark.parametrize(
+    ("given", "setting", "value"),
+    [
+        ({STEP_WISE: True}, "trainer.rows", "step"),
+        ({STEP_WISE: True, MERGE: True}, "trainer.rows", "merged"),
+        ({"generator": {"merge_stepwise_output": True}}, "trainer.rows", "merged"),
+        ({MERGE: False}, "trainer.rows", "step"),
+        ({STEP_WISE: False}, "trainer.rows", "trajectory"),
+        ({STEP_WISE: True, "trainer.rows": "merged"}, "trainer.rows", "merged"),
+        ({MULTI_TURN: False}, "generator.context", "single"),
+        ({MULTI_TURN: True}, "generator.context", "append"),
+        ({MULTI_TURN: True, "generator.context": "retemplate"}, "generator.context", "retemplate"),
+        ({"trainer.max_prompt_length": 7}, "generator.max_input_length", 7),
+        (
+            {"trainer.max_prompt_length": 7, "generator.max_input_length": 9},
+            "generator.max_input_length",
+            9,
+        ),
+        ({LOCAL: True}, URLS, []),
+        ({LOCAL: False, URLS: ["http://a:1"]}, URLS, ["http://a:1"]),
+    ],
+)
+def test_other_names_of_skyrl_choose_the_setting(
+    given: dict[str, Any], setting: str, value: Any
+) -> None:
+    settings = {name: found for name, found, _ in leaves(as_config(given))}
+    assert settings[setting] == value
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({STEP_WISE: False, MERGE: True}, f"{MERGE}: expected false with {STEP_WISE}=false"),
+        ({MERGE: True, "trainer.rows": "step"}, f"trainer.rows: expected merged with {MERGE}=true"),
+        ({MULTI_TURN: True, "generator.context": "single"}, "expected append or retemplate with"),
+        ({LOCAL: False}, f"{URLS}: expected at least one address with {LOCAL}=false, got []"),
+        ({LOCAL: True, URLS: ["http://a:1"]}, f"{URLS}: expected none with {LOCAL}=true"),
+        ({STEP_WISE: "x"}, f"{STEP_WISE}: expected true or false, got 'x'"),
+    ],
+)
+def test_other_names_of_skyrl_that_contradict_a_setting(given: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        as_config(given)
+    assert wanted in str(caught.value)
 
 
 def test_files_and_overrides_count_in_their_order(tmp_path: Path) -> None:

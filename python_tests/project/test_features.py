@@ -103,8 +103,8 @@ def test_every_pair_is_refused_by_the_table_or_not_at_all() -> None:
             accepted += 1
         else:
             refused += 1
-    assert accepted + refused > 1_400
-    assert refused > 100
+    assert accepted + refused > 1_200
+    assert refused > 90
 
 
 def test_an_error_names_both_settings_the_reason_and_what_came() -> None:

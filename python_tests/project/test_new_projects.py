@@ -48,7 +48,8 @@ def test_a_new_project_passes_its_tests_and_can_be_tried(
     assert cli.main(["try", "config.yaml", "--answers", "8", "7"]) == 0
     tried = capsys.readouterr().out
     assert "observation: lower" in tried
-    assert "rewards: 0 0.75" in tried
+    guide = Path(__file__).parents[2] / "docs/guide/first_agent.md"
+    assert f"```text\n{tried}```" in guide.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "models/mine"])
@@ -92,6 +93,13 @@ def test_init_that_fails_or_is_interrupted_leaves_no_project(
     monkeypatch.setattr(init.shutil, "copytree", stop)
     assert cli.main(["init", str(tmp_path / "agent")]) == 130
     assert capsys.readouterr().err == "skyrl-fast: stopped\n"
+
+    def terminate(*_: Any, **__: Any) -> None:
+        raise SystemExit(143)  # as a run raises for SIGTERM before it trains
+
+    monkeypatch.setattr(init.shutil, "copytree", terminate)
+    assert cli.main(["init", str(tmp_path / "agent")]) == 143
+    assert capsys.readouterr().err == "skyrl-fast: stopped by SIGTERM\n"
     assert not (tmp_path / "agent").exists()
 
 
@@ -195,6 +203,15 @@ def test_compare_suggests_metrics_of_the_run(
     assert f"(did you mean {EVAL}?)" in capsys.readouterr().err
 
 
+def test_compare_says_which_metrics_a_run_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of a run without evaluations, where the default has no values."""
+    run = write_run(tmp_path / "one", {0: 0.5})
+    assert cli.main(["compare", run, "--metric", "zzz"]) == 2
+    assert f"--metric chooses another one, such as {EVAL}" in capsys.readouterr().err
+
+
 def test_a_curve_has_a_bar_for_each_value() -> None:
     assert draw_curve([0.0, 0.5, 1.0]) == "▁▅█"
     assert draw_curve([2.0, 2.0]) == "▁▁"
@@ -232,6 +249,13 @@ def test_runs_without_a_label_are_curves_of_their_own(
 def test_unhealthy_ends_are_warned_of(metric: str, values: list[float], warns: bool) -> None:
     rows = [{"step": step, metric: value} for step, value in enumerate(values)]
     assert [line.split()[0] for line in find_warnings([{"step": 0}, *rows])] == [metric] * warns
+
+
+def test_a_mismatch_with_older_weights_is_no_warning() -> None:
+    metric = "policy/rollout_train_logprobs_abs_diff_mean"
+    rows = [{"step": 1, metric: 0.2, "async/token_staleness_mean": 0.5}]
+    assert not find_warnings(rows)
+    assert find_warnings([{**rows[0], "async/token_staleness_mean": 0.0}])
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from skyrl_fast.rollout.env.reward_env import RewardEnv
 from skyrl_fast.rollout.groups import rollout
 
 FILE = str(Path(process_envs.__file__))
+GUIDES = Path(__file__).resolve().parents[2] / "docs" / "guide"
 SCRIPTED = f"{FILE}:Scripted"
 MESSAGES = [{"role": "user", "content": "begin"}]
 SHORT = 2.0  # seconds of a call, which takes milliseconds
@@ -242,6 +243,19 @@ def test_relative_file_is_that_of_the_start(
         assert (await seen(await factory.make("mine.py:Scripted", {})))["turns"] == 1
 
     with_factory(use, **options)
+
+
+def test_alarms_need_a_process_as_the_guide_says(shared: EnvFactory) -> None:
+    async def use(factory: EnvFactory) -> None:
+        env = await factory.make(SCRIPTED, {"do": "set_alarm"})
+        assert (await seen(env))["turns"] == 1
+        await env.close()
+
+    asyncio.run(use(shared))
+    with pytest.raises(EnvError, match="signal only works in main thread"):
+        with_factory(use, workers="thread")
+    guide = (GUIDES / "environments.md").read_text()
+    assert "(SIGALRM) needs `environment.workers=process`" in guide
 
 
 def test_names_of_skyrl_gym_and_registered_modules(tmp_path: Path) -> None:

@@ -221,6 +221,7 @@ def test_trace_is_logged_once_per_place(
     (message,) = [r.getMessage() for r in caplog.records if "Error: at one place" in r.getMessage()
                   and "\n" in r.getMessage()]  # fmt: skip
     assert f'\n    File "{__file__}", line ' in message
+    assert all(t.failure_trace.endswith("    raise error\n") for t in failed)
 
 
 @pytest.mark.spec("rollout.env-traceback")
@@ -232,6 +233,7 @@ def test_place_of_a_hang_is_named(tiny_tokenizer: Any, caplog: pytest.LogCapture
         release.set()
     assert "step did not return within 0.2 s; it was at: File " in str(hung.failure)
     assert f'File "{__file__}", line ' in caplog.text
+    assert f'File "{__file__}", line ' in hung.failure_trace
 
 
 @pytest.mark.parametrize(

@@ -607,8 +607,14 @@ def test_rows_beyond_max_position_embeddings_are_refused_before_the_engine_start
     ]
     config = load_config(None, ["data.train_data=[x.jsonl]", *overrides])
     if refused:
-        wanted = r"max_input_length \(32\) and .*max_generate_length \(16\): .* 40 positions .* 48$"
-        with pytest.raises(ValueError, match=wanted):
+        setting = r"generator\.{}\.max_generate_length"
+        wanted = r"max_input_length \(32\) and {} \({}\): .* 40 positions .* {}$"
+        of_training = wanted.format(setting.format("sampling_params"), 16, 48)
+        with pytest.raises(ValueError, match=of_training):
+            make_vllm_setup(config, str(tmp_path))
+        config.generator.eval_sampling_params = SamplingParams()  # with the default length
+        of_evaluation = wanted.format(setting.format("eval_sampling_params"), 1024, 1056)
+        with pytest.raises(ValueError, match=of_evaluation):
             make_vllm_setup(config, str(tmp_path))
     else:
         assert make_vllm_setup(config, str(tmp_path)).max_model_len == 48
@@ -631,8 +637,8 @@ async def test_server_that_a_killed_trainer_has_paused_is_resumed() -> None:
             "expected at least one address with .*run_engines_locally=f",
         ),
         (
-            ["external_server_urls=['http://a:1']"],
-            "run_engines_locally: expected false with .*server_urls=",
+            ["run_engines_locally=true", "external_server_urls=['http://a:1']"],
+            "external_server_urls: expected none with .*run_engines_locally=true",
         ),
         (["run_engines_locally=false", "external_server_urls=[a:1]"], "expected http://host:port"),
         (

@@ -91,7 +91,6 @@ def test_evaluation_seeds_are_the_same_at_every_version(tiny_tokenizer) -> None:
         ({"max_turns": 0}, "generator.max_turns: expected at least 1, got 0"),
         ({"context": "other"}, "generator.context: expected one of"),
         ({"max_retries": -1}, "generator.max_retries: expected at least 0, got -1"),
-        ({"max_input_length": None}, "expected max_input_length and context resolved"),
     ],
 )
 def test_invalid_config_is_refused(change: dict, message: str, tiny_tokenizer) -> None:

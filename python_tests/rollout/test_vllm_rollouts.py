@@ -147,7 +147,7 @@ def test_engine_and_trainer_use_the_same_model_path(
         [*needed, "trainer.max_prompt_length=8", "generator.sampling_params.max_generate_length=8"],
     )
     assert make_vllm_setup(config, path).model == str(folder)
-    config.trainer.max_prompt_length = 60  # its max_position_embeddings is read from there, too
+    config.generator.max_input_length = 60  # its max_position_embeddings is read from there, too
     with pytest.raises(ValueError, match="expected at most the 64 positions"):
         make_vllm_setup(config, path)
 

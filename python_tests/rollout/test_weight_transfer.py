@@ -311,7 +311,10 @@ def test_the_setting_chooses_the_transfer() -> None:
     assert choose_transport(engine()) not in (send_by_ipc, send_by_broadcast)
     engine(*servers, f"{key}.weight_sync_backend=reload")
     for overrides, wanted in (
-        ([f"{key}.weight_sync_backend=reload"], "run_engines_locally: expected false with .*load,"),
+        (
+            [f"{key}.weight_sync_backend=reload"],
+            "external_server_urls: expected at least one .*load,",
+        ),
         ([*servers, f"{key}.weight_sync_backend=ipc"], "backend: expected auto or file with"),
         ([*servers, f"{key}.weight_sync_backend=nccl"], "backend: expected auto or file with"),
     ):

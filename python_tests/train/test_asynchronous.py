@@ -27,8 +27,8 @@ from skyrl_fast.config import Config
 from skyrl_fast.rollout.failures import RolloutError
 from skyrl_fast.rollout.group_runner import GroupDroppedError
 from skyrl_fast.rollout.trajectory import Trajectory
-from skyrl_fast.train import run as run_module
 from skyrl_fast.train.checkpoint.local import checkpoints
+from skyrl_fast.train.checkpoint.run_saver import RunSaver
 from skyrl_fast.train.data.prompts import Prompt, PromptSampler
 from skyrl_fast.train.flow.group_flow import GroupFlow
 from skyrl_fast.train.model.policy import Policy
@@ -225,7 +225,7 @@ def test_each_sample_is_trained_exactly_once_after_kill_and_resume(
 
         config = settings(folder, name, "trainer.resume_mode=latest", staleness=2)
         with monkeypatch.context() as patch:
-            patch.setattr(run_module.Trainer, "_rescue", lambda self: None)
+            patch.setattr(RunSaver, "rescue", lambda self: None)
             try:
                 outcome = train(config, Maker(seed, Killed))
             except DiedError:

@@ -18,7 +18,7 @@ def trajectory(*rewards: float, failure: str | None = None) -> Trajectory:
 def config(estimator: str = "grpo", *, step_wise: bool = True) -> Config:
     result = Config()
     result.trainer.algorithm.advantage_estimator = estimator
-    result.generator.step_wise_trajectories = step_wise
+    result.trainer.rows = "step" if step_wise else "trajectory"
     return result
 
 
@@ -38,7 +38,7 @@ def test_rewards_before_the_last_step_are_said_once(
     assert f"advantage_estimator={estimator} reads the reward of a trajectory's last" in message
     assert "sample 2 of prompt '7' has 0.1, 0.2, 0.3 and counts as 0.3" in message
     assert "turn_level_returns, turn_level_group, gigpo, gae, reinforce++" in message
-    assert "generator.step_wise_trajectories=false" in message
+    assert "trainer.rows=trajectory" in message
 
 
 @pytest.mark.spec("advantage.unread-rewards")
@@ -103,7 +103,7 @@ def test_a_batch_that_ends_by_lengths_names_the_one_that_was_reached(
     (message,) = messages(caplog, cut)
     assert message.endswith("was cut at generator.sampling_params.max_generate_length=4")
     (message,) = messages(caplog, prompts)
-    assert message.endswith("ended by a prompt over trainer.max_prompt_length=512")
+    assert message.endswith("ended by a prompt over generator.max_input_length=512")
     (message,) = messages(caplog, [*cut, *prompts], max_input_length=9)
     assert "2 by an answer cut at" in message
     assert message.endswith("the others by a prompt over generator.max_input_length=9")

@@ -10,6 +10,7 @@ from fake_envs import FakePrompt
 
 from skyrl_fast.batch import StepBatch, batch_from_trajectories
 from skyrl_fast.config import Config, load_config, sums_rewards
+from skyrl_fast.ops.advantage.estimators import ADVANTAGE_ESTIMATORS
 from skyrl_fast.rollout.trajectory import Step, Trajectory, recorded_steps
 from skyrl_fast.train.algorithm.anchor_states import anchor_ids
 from skyrl_fast.train.algorithm.policies import split_by_policy
@@ -158,6 +159,19 @@ def test_one_row_per_trajectory_has_one_outcome_everywhere() -> None:
     assert eval_metrics(group)["eval/all/avg_score"] == 0.25
 
 
+@pytest.mark.spec("metrics.positive-reward")
+@pytest.mark.parametrize("rows", ["step", "merged"])
+def test_rewards_at_one_place_of_a_merged_row_are_one_positive_reward(rows: str) -> None:
+    without_tokens = [step([1], [], 1.0), step([1, 3], [], -0.25)]
+    of_one_token = [step([1], [5], 1.0), step([1, 5], [], -0.25)]
+    settings = config(f"{ESTIMATOR}=reinforce++", f"trainer.rows={rows}")
+    for steps in (without_tokens, of_one_token):
+        _, _, metrics = training_batch([Trajectory("a", 0, steps)], settings)
+        assert metrics["reward/avg_raw_reward"] == 0.75
+        expected = 0.75 if rows == "merged" else 1.0
+        assert metrics["reward/mean_positive_reward"] == expected
+
+
 def test_policies_with_one_row_per_trajectory_are_judged_and_reported() -> None:
     contexts = {"planner": [1, 5], "worker": [2, 6]}
     steps = []
@@ -176,6 +190,30 @@ def test_policies_with_one_row_per_trajectory_are_judged_and_reported() -> None:
         batch, _, metrics = training_batch(part, settings)
         assert batch.num_rows == 2, name
         assert metrics["reward/avg_raw_reward"] == 6.0, name
+
+
+# Of the rewards 2, 3 and 4 next to two failures: mean 3, deviation 1.
+WITH_FAILURES = {
+    "grpo": [-1, 0, 1],
+    "dr_grpo": [-1, 0, 1],
+    "rloo": [-1.5, 0, 1.5],  # to the mean of the others: 3.5, 3, 2.5
+    "maxrl": [-1 / 3, 0, 1 / 3],  # divided by the mean
+    "turn_level_returns": [2, 3, 4],
+    "turn_level_group": [-1.5, 0, 1.5],  # as rloo
+    "gigpo": [-2, 0, 2],  # of the trajectory, and of the turn
+    "reinforce++": [-(1.5**0.5), 0, 1.5**0.5],  # the batch's variance is 2 / 3
+}
+
+
+@pytest.mark.spec("advantage.failed")
+def test_advantages_next_to_failures_by_hand() -> None:
+    assert WITH_FAILURES.keys() == ADVANTAGE_ESTIMATORS.keys() - {"gae"}  # by a critic, of no group
+    played = [Trajectory("a", n, [step([1], [5], r)]) for n, r in enumerate([2.0, 3.0, 4.0])]
+    failed = [Trajectory("a", 3 + n, [step([1], [5], 1.0)], failure="gone") for n in range(2)]
+    for estimator, wanted in WITH_FAILURES.items():
+        settings = config(f"{ESTIMATOR}={estimator}", "generator.n_samples_per_prompt=5")
+        found = advantages([*played, *failed], settings).advantages.tolist()
+        assert found == pytest.approx(wanted, abs=1e-5), estimator
 
 
 GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "maxrl", "turn_level_group", "gigpo")

@@ -38,7 +38,7 @@ def assert_same_curve(one: list[dict[str, Any]], two: list[dict[str, Any]]) -> N
 
 WAYS = {
     "rows": ("trainer.update_epochs_per_batch=2",),
-    "tree": ("trainer.rows=tree", "trainer.update_epochs_per_batch=2"),
+    "tree": ("trainer.row_layout=tree", "trainer.update_epochs_per_batch=2"),
     "async": ("trainer.fully_async.enabled=true", "trainer.fully_async.max_staleness_steps=0"),
     "corrected": ("trainer.algorithm.off_policy_correction.tis_ratio_type=token",),
     "kl_and_entropy": (
@@ -195,7 +195,9 @@ def test_invalid_loss_output_is_named(function: Any, error: type, message: str) 
 
 
 @pytest.mark.spec("advantage.custom")
-@pytest.mark.parametrize("way", [(), ("trainer.rows=tree",), ("trainer.fully_async.enabled=true",)])
+@pytest.mark.parametrize(
+    "way", [(), ("trainer.row_layout=tree",), ("trainer.fully_async.enabled=true",)]
+)
 def test_custom_estimator_trains_like_the_built_in_one(folder: Path, way: tuple[str, ...]) -> None:
     stale = ("trainer.fully_async.max_staleness_steps=0",)
     wanted = metrics_of(folder, "built_in", f"{ESTIMATOR}=rloo", *way, *stale)

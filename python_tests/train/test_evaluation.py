@@ -66,6 +66,7 @@ def sampled(folder: Path, step: int) -> list[Any]:
     ]
 
 
+@pytest.mark.spec("evaluate.equal")
 @pytest.mark.parametrize("lora", [(), LORA], ids=["all weights", "lora"])
 def test_checkpoints_score_what_their_run_reported(folder: Path, lora: tuple[str, ...]) -> None:
     config = settings(folder, "run", "generator.eval_n_samples_per_prompt=3", *lora)
@@ -116,6 +117,29 @@ def test_an_adapter_is_evaluated_on_the_base_of_the_settings(folder: Path) -> No
     assert sampled(base.folder, 0) != trained
 
 
+def test_an_export_scores_what_its_checkpoint_does(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoTokenizer
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path: FakeTokenizer())
+    config = settings(folder, "run", *LORA)
+    train(config)
+    for kind in ("model", "adapter"):
+        assert main(["export", f"{folder}/run", f"{folder}/{kind}s", "--to", kind]) == 0
+    targets = [folder / "run", folder / "models", folder / "adapters"]
+    trained, merged, adapter = evaluate(
+        config, targets, out=folder / "out", make_rollouts=Started.make
+    )
+    assert trained.scores == merged.scores == adapter.scores
+    for of_checkpoint, of_model in zip(
+        sampled(trained.folder, 6), sampled(merged.folder, 0), strict=True
+    ):
+        assert of_model[:2] == of_checkpoint[:2]
+        assert of_model[2] == pytest.approx(of_checkpoint[2], abs=1e-5)  # merged in float32
+    assert sampled(adapter.folder, 0) == sampled(trained.folder, 6)
+
+
 def test_a_target_is_named_once_and_the_settings_model_is_the_default(folder: Path) -> None:
     config = settings(folder, "run", *LORA)
     model = str(folder / "model")
@@ -159,6 +183,7 @@ def test_an_evaluation_in_which_everything_fails_ends_with_the_reason(folder: Pa
     assert Started.started[0].closed
 
 
+@pytest.mark.spec("evaluate.paired")
 def test_paired_errors_are_those_of_a_bootstrap() -> None:
     random = np.random.default_rng(0)
     hardness = random.normal(size=400)

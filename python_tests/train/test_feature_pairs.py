@@ -1,4 +1,4 @@
-"""Every pair of features of a training step: refused by the table, or equal to the reference."""
+"""Pairs and triples of features of a training step: refused by the table, or as the reference."""
 
 import random
 from collections.abc import Sequence
@@ -67,6 +67,7 @@ class Report:
     cases: int = 0
     values: int = 0
     gradients: int = 0
+    undecided: int = 0
     failures: list[str] = field(default_factory=list)
 
     def run(self, cases: Sequence[tuple[int, Settings]], models: StepModels) -> None:
@@ -86,6 +87,7 @@ class Report:
             self.cases += 1
             self.values += found.values
             self.gradients += found.gradients
+            self.undecided += found.undecided
             if found.differences:
                 first = "; ".join(map(str, found.differences[:3]))
                 self.failures.append(f"case {number} {settings}: {first}")
@@ -158,6 +160,17 @@ def test_pairs_equal_the_reference(
         )
     assert not report.failures, "\n".join(report.failures)
     assert report.cases > 10
+    assert report.undecided < report.cases / 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_triples_equal_the_reference(shard: int, models: StepModels) -> None:
+    report = Report()
+    report.run(with_settings(array(3))[shard::SHARDS], models)
+    assert not report.failures, "\n".join(report.failures)
+    assert report.cases > 50
+    assert report.undecided < report.cases / 5
 
 
 @pytest.mark.slow

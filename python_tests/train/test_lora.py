@@ -26,6 +26,7 @@ from scripts.tiny_models import tiny_model as tiny_type
 from skyrl_fast import cli
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import OptimizerConfig, as_config, load_config
+from skyrl_fast.config.modes import EngineWeights
 from skyrl_fast.config.settings import LoraConfig, to_dict
 from skyrl_fast.rollout.engine.weights.receipt import tensor_digest
 from skyrl_fast.train.checkpoint.model_export import _base_model, _write_merged
@@ -313,7 +314,7 @@ def test_another_adapter_is_refused(change: Any, message: str, tmp_path: Path) -
     ("targets", "excluded", "message"),
     [
         (["q_proj", "c_attn"], [], "target_modules: expected names of linear modules, got c_attn"),
-        (["c_attn"], [], "target_modules: .*c_attn"),
+        (["c_attn"], [], r"target_modules: expected names .*\(down_proj, .*q_proj.*got c_attn"),
         (["lm_head"], [], "target_modules: .*linear modules of the model's layers.*, got lm_head"),
         (["embed_tokens"], [], "target_modules: .*got model.embed_tokens"),
         (["all-linear"], ["gate"], "exclude_modules: expected names of linear modules, got gate"),
@@ -395,10 +396,10 @@ def test_modules_whose_weight_the_model_reads_itself_are_refused() -> None:
 )
 def test_all_engines_get_the_adapter_alone_unless_it_is_to_be_merged(engines: list[str]) -> None:
     rank = ["trainer.policy.model.lora.rank=8", *engines]
-    assert load_config(None, [*NEEDED, *rank]).sends_adapter
+    assert load_config(None, [*NEEDED, *rank]).engine_weights is EngineWeights.ADAPTER
     merged = "trainer.policy.model.lora.weight_sync=merged"
-    assert not load_config(None, [*NEEDED, *rank, merged]).sends_adapter
-    assert not load_config(None, [*NEEDED, *engines]).sends_adapter
+    assert load_config(None, [*NEEDED, *rank, merged]).engine_weights is EngineWeights.MERGED
+    assert load_config(None, [*NEEDED, *engines]).engine_weights is EngineWeights.ALL
 
 
 @pytest.mark.spec("lora.files")

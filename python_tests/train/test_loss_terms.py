@@ -18,7 +18,7 @@ from skyrl_fast.train.update import accumulate_gradient
 
 def merged_batch(seed: int = 3) -> StepBatch:
     steps = agent_batch(seed, stripped=0.0).with_(advantages=None)
-    rows = training_rows(steps, GeneratorConfig(), merge=True, observations=True)
+    rows = training_rows(steps, GeneratorConfig(), form="merged", observations=True)
     rng = np.random.default_rng(seed)
     values = torch.from_numpy(rng.standard_normal(rows.loss_mask.shape[0])).float()
     return rows.with_(advantages=values)
@@ -28,7 +28,7 @@ def merged_batch(seed: int = 3) -> StepBatch:
 def test_weights_are_on_the_tokens_that_no_step_has() -> None:
     steps = agent_batch(3, stripped=0.0).with_(advantages=None)
     plain = steps.merged()
-    rows = training_rows(steps, GeneratorConfig(), merge=True, observations=True)
+    rows = training_rows(steps, GeneratorConfig(), form="merged", observations=True)
     of_steps = steps.with_(loss_mask=torch.ones_like(steps.loss_mask)).merged().loss_mask
     assert torch.equal(rows.cross_entropy_weights, 1.0 - of_steps.float())
     assert int(rows.cross_entropy_weights.sum()) > 0

@@ -6,6 +6,7 @@ from _fakes import tiny_model
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import AlgorithmConfig, OffPolicyCorrectionConfig, OptimizerConfig
+from skyrl_fast.train.metrics.aggregate import Part, add_up_mini_batches, add_up_passes
 from skyrl_fast.train.model.critic import Critic, ValueModel
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import Policy
@@ -16,6 +17,32 @@ SHARES = {
     "policy/tis_seq_clip_high_ratio": {"tis_ratio_type": "sequence"},
     "policy/product_sequence_mask_masked_ratio": {"sequence_mask_metric": "product"},
 }
+
+# Values of two parts of 1 and 3 tokens, 2 and 1 sequences, 4 and 1 tokens of the cross-entropy;
+# what they are together as passes, and as mini-batches.
+ADDED_UP = {
+    "policy/kl": ((4.0, 0.0), 1.0, 1.0),
+    "policy/tis_seq_clip_high_ratio": ((0.0, 0.9), 0.3, 0.3),
+    "policy/cross_entropy": ((0.0, 1.0), 0.2, 0.2),
+    "policy/grad_norm": ((1.0, 2.0), 1.5, 1.5),
+    "policy/kl_loss": ((1.0, 2.0), 3.0, 1.5),
+    "policy/ratio_max": ((1.0, 2.0), 2.0, 2.0),
+    "policy/ratio_min": ((1.0, 2.0), 1.0, 1.0),
+    "policy/distance_of_a_custom_loss": ((4.0, 0.0), 1.0, 1.0),
+    "policy/distance_of_a_custom_loss_max": ((4.0, 0.0), 4.0, 4.0),
+}
+
+
+@pytest.mark.parametrize("name", ADDED_UP)
+def test_metrics_add_up_as_the_table_says(name: str) -> None:
+    (first, second), of_passes, of_mini_batches = ADDED_UP[name]
+    count = "policy/cross_entropy_tokens"
+    parts = [
+        Part({name: first, count: 4.0}, tokens=1, sequences=2),
+        Part({name: second, count: 1.0}, tokens=3, sequences=1),
+    ]
+    assert add_up_passes(parts)[name] == pytest.approx(of_passes)
+    assert add_up_mini_batches(parts)[name] == pytest.approx(of_mini_batches)
 
 
 @pytest.mark.spec("metrics.update")

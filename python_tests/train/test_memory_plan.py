@@ -462,8 +462,11 @@ def test_what_makes_a_run_fit_into_main_memory(
     ("overrides", "tokens"),
     [
         (["generator.max_turns=3"], 2 * 4 * (64 + 20)),  # a growing context: one sequence
-        (["generator.max_turns=1", "trainer.rows=tree"], 2 * (64 + 4 * 20)),  # the prompt once
-        (["generator.max_turns=3", "trainer.rows=tree"], 2 * 4 * (64 + 20)),
+        (
+            ["generator.max_turns=1", "trainer.row_layout=tree"],
+            2 * (64 + 4 * 20),
+        ),  # the prompt once
+        (["generator.max_turns=3", "trainer.row_layout=tree"], 2 * 4 * (64 + 20)),
         (["generator.max_turns=3", "generator.context=retemplate"], 2 * 4 * 3 * (64 + 20)),
         (["trainer.max_tokens_per_microbatch=300"], 300),
     ],
@@ -612,6 +615,20 @@ def test_where_nothing_fits_the_nearest_is_named(small: Path) -> None:
     assert f"the nearest lacks {lacking / GIB:.1f} GiB: {found.nearest}" in str(plan)
 
 
+def count_proposals(model: Path, memory: str, num_gpus: int, *overrides: str) -> int:
+    """Plan each proposal by itself, and return their number; -1: the run fits as it is."""
+    capacity = num_bytes(memory)
+    plan = plan_with_remedies(config_of(model, *overrides), capacity=capacity, num_gpus=num_gpus)
+    if plan.remedies is None:
+        return -1
+    for proposal in plan.remedies.proposals:
+        changed = config_of(model, *overrides, *proposal.split())
+        assert plan_memory(changed, capacity=capacity, num_gpus=num_gpus).fits, proposal
+        assert changed.trainer.placement.policy_num_gpus_per_node <= num_gpus
+        assert changed.generator.inference_engine.tensor_parallel_size <= num_gpus
+    return len(plan.remedies.proposals)
+
+
 @pytest.mark.spec("memory.remedies")
 @pytest.mark.parametrize(
     ("memory", "overrides", "num_gpus"),
@@ -627,16 +644,36 @@ def test_where_nothing_fits_the_nearest_is_named(small: Path) -> None:
 def test_each_proposal_fits_and_takes_no_more_gpus(
     memory: str, overrides: list[str], num_gpus: int, small: Path
 ) -> None:
-    capacity = num_bytes(memory)
-    config = config_of(small, *overrides)
-    found = plan_with_remedies(config, capacity=capacity, num_gpus=num_gpus).remedies
-    proposals = [*found.settings, *found.by_lora, *found.shorter]
-    assert proposals
-    for proposal in proposals:
-        changed = config_of(small, *overrides, *proposal.split())
-        assert plan_memory(changed, capacity=capacity, num_gpus=num_gpus).fits, proposal
-        assert changed.trainer.placement.policy_num_gpus_per_node <= num_gpus
-        assert changed.generator.inference_engine.tensor_parallel_size <= num_gpus
+    assert count_proposals(small, memory, num_gpus, *overrides) > 0
+
+
+@pytest.mark.spec("memory.remedies")
+@pytest.mark.parametrize(("rank", "num_gpus"), [(0, 1), (0, 2), (0, 4), (8, 1)])
+def test_proposals_of_many_machines(rank: int, num_gpus: int, small: Path) -> None:
+    adapter = f"trainer.policy.model.lora.rank={rank}"
+    memories = ("6GiB", "9GiB", "12GiB", "14GiB", "80GiB")
+    counts = [count_proposals(small, memory, num_gpus, adapter) for memory in memories]
+    assert all(counts), dict(zip(memories, counts, strict=True))
+    assert counts[-1] == -1 and max(counts) > 0
+
+
+QUESTIONS = {  # model, memory, GPUs, lengths of prompt and answer
+    "7B on 24 GB": ("Qwen/Qwen2.5-Coder-7B-Instruct", "24GiB", 1, 3072, 1024),
+    "32B on 8 x 80 GB": ("Qwen/Qwen2.5-32B-Instruct", "79GiB", 8, 14000, 4000),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_what_people_ask_has_an_answer(question: str, tmp_path: Path) -> None:
+    name, memory, num_gpus, prompt, answer = QUESTIONS[question]
+    lengths = (
+        f"generator.max_input_length={prompt}",
+        f"generator.sampling_params.max_generate_length={answer}",
+    )
+    model = model_folder(tmp_path, name)
+    assert count_proposals(model, memory, num_gpus, *lengths) > 0
 
 
 ALWAYS = ("multi_turn_qwen2.5_0.5b", "qwen2.5_coder_7b")  # one GPU, and several
@@ -672,6 +709,10 @@ def test_command(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["plan", str(file), "--device-memory", "8GiB"]) == 1
     out = capsys.readouterr().out
     assert "does not fit: GPU 0, update lacks" in out
+    command = out.splitlines()[-1].removeprefix("for example: skyrl-fast train ")
+    assert command.startswith(f"{file} trainer.")
+    assert main(["plan", *command.split(), "--device-memory", "8GiB"]) == 0
+    assert "fits" in capsys.readouterr().out
     assert main(["plan", str(file), "trainer.policy.model.path=/nowhere"]) == 2
     assert "model folder not found: /nowhere" in capsys.readouterr().err
     for option, value in [

@@ -26,7 +26,7 @@ RUNS = {
     "kl": [f"{A}.use_kl_loss=true", "trainer.rows=merged", f"{A}.observation_loss_coef=0.1"],
     "kl in reward": [f"{A}.use_kl_in_reward=true", f"{CORRECTION}.tis_ratio_type=sequence"],
     "tree": [
-        "trainer.rows=tree",
+        "trainer.row_layout=tree",
         f"{CORRECTION}.sequence_mask_metric=geometric",
         f"{CORRECTION}.token_mask_is_threshold_low=0.5",
         f"{CORRECTION}.outlier_token_is_threshold_low=0.1",

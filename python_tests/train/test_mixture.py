@@ -104,10 +104,27 @@ def test_other_weights_apply_from_where_a_run_resumes(caplog: pytest.LogCaptureF
     assert "data.mixture differs from the checkpoint's" in caplog.text
     assert min(drawn(other, 20)) == 3
     assert sum(number < 3 for number in before) == 4
-    # And once more: what came before is not drawn again.
+    # And once more, with the same weights: they are no change.
     again = sampler({"hard": 1})
-    again.restore(other.state())
+    caplog.clear()
+    again.restore(json.loads(json.dumps(other.state())))
+    assert not caplog.text
+    assert again.mixture.changes == other.mixture.changes
     assert drawn(again, 10) == drawn(other, 10)
+
+
+@pytest.mark.spec("data.mixture-resume")
+def test_a_change_of_the_setting_is_made_once_and_the_curriculum_keeps_its_weights() -> None:
+    mixed = sampler({"easy": 1, "hard": 1})
+    drawn(mixed, 8)
+    changed = sampler({"easy": 1, "hard": 3})
+    changed.restore(mixed.state())
+    drawn(changed, 6)
+    changed.follow(lambda step, statistics: {"easy": 1}, 1, {})
+    killed = sampler({"easy": 1, "hard": 3})
+    killed.restore(json.loads(json.dumps(changed.state())))
+    assert killed.weights == {"easy": 1.0, "hard": 0.0}
+    assert drawn(killed, 40) == drawn(changed, 40)
 
 
 def test_other_sources_and_none_are_refused() -> None:

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("peft")
 
 import peft
-from _fakes import FakeRollouts, start_of, tiny_model
+from _fakes import FakeRollouts, FakeTokenizer, start_of, tiny_model
 from _rows import assert_same, full_logprobs, mixed_batch
 from _settings import NEEDED, error_of
 from _training import RESUME, assert_same_files, dies_at, dying, settings, steady
@@ -26,11 +26,13 @@ from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import AlgorithmConfig, Config, OptimizerConfig, load_config
 from skyrl_fast.config.settings import REFERENCE, LoraConfig
 from skyrl_fast.rollout.trajectory import Step, Trajectory
+from skyrl_fast.train import evaluation
 from skyrl_fast.train.algorithm.policies import split_by_policy
 from skyrl_fast.train.data.prompts import Prompt
 from skyrl_fast.train.model.lora import adapter_of, add_adapters
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import Policy, WithoutAdapter
+from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.prepare_batch import training_batch, with_advantages
 from skyrl_fast.train.run import TrainResult
 from skyrl_fast.train.setup.errors import SetupError
@@ -258,6 +260,41 @@ def test_a_batch_of_the_reference_alone_is_warned_of(
     config = settings(folder, "run", *RUN, "trainer.max_training_steps=1")
     assert skyrl_fast.train_agent(config, make_rollouts=make).step == 1
     assert "no policy was called for this batch" in caplog.text
+
+
+@pytest.mark.spec("evaluate.policies")
+def test_a_run_of_policies_and_its_model_are_evaluated_under_their_names(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def make(config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
+        return TwoPolicies(config)
+
+    config = settings(folder, "run", *RUN)
+    run = train(config)
+    monkeypatch.setattr(evaluation, "load_tokenizer", lambda path: FakeTokenizer())
+    targets = [folder / "model", folder / "run"]
+    found = evaluation.evaluate(config, targets, out=folder / "out", make_rollouts=make)
+    reported = {row["step"]: row for row in read_metrics(run.metrics)}
+    for one, step in zip(found, (0, run.step), strict=True):
+        expected = {n: value for n, value in reported[step].items() if n.startswith("eval/")}
+        assert expected.keys() <= one.metrics.keys()
+        assert {name: one.metrics[name] for name in expected} == expected
+    assert found[0].scores != found[1].scores
+    # With no target it is the model of the settings.
+    (alone,) = evaluation.evaluate(config, out=folder / "alone", make_rollouts=make)
+    assert alone.scores == found[0].scores
+
+
+@pytest.mark.spec("evaluate.policies")
+@pytest.mark.parametrize("target", ["http://127.0.0.1:1", "adapter"])
+def test_one_policy_is_no_evaluation_of_several(folder: Path, target: str) -> None:
+    run = train(settings(folder, "run", *RUN))
+    assert run.checkpoint is not None
+    given = str(run.checkpoint / "policy" / "planner") if target == "adapter" else target
+    expected = "the settings name the policies planner, worker, got an? (adapter|server)"
+    with pytest.raises(SetupError, match=expected):
+        evaluation.evaluate(settings(folder, "other", *RUN), [given], out=folder / "out")
+    assert not (folder / "out").exists()
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -174,7 +174,7 @@ STEPS: dict[str, dict[str, Any]] = {
         f"{ALGORITHM}.advantage_estimator": "gigpo",
     },
     "trees, kept tokens, entropy": {
-        "trainer.rows": "tree",
+        "trainer.row_layout": "tree",
         "generator.sampling_params.top_k": 5,
         "generator.sampling_params.temperature": 0.7,
         f"{ALGORITHM}.use_entropy_loss": True,

@@ -71,8 +71,8 @@ def test_peak_memory_is_that_since_the_last_call(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.spec("metrics.throughput")
 def test_throughput_does_not_depend_on_the_form_of_rows(folder: Path) -> None:
-    for rows in ("step", "merged", "tree"):
-        row = last_row(folder, rows, f"trainer.rows={rows}")
+    for setting in ("rows=step", "rows=merged", "row_layout=tree"):
+        row = last_row(folder, setting.partition("=")[2], f"trainer.{setting}")
         tokens = 4 * 4 * 2 * 2  # prompts, samples, turns, tokens
         for name in ("tokens_per_second", "trained_tokens_per_second"):
             assert row[f"timing/{name}"] * row["timing/step"] == pytest.approx(tokens)
@@ -112,7 +112,7 @@ def test_a_run_reports_shares_and_savings(folder: Path) -> None:
     # All rows are visited, as trees: the saving is the ideal one but for last tokens.
     assert row["policy/tree_group_share"] == 1
     assert 0 < row["generate/batch_token_saving"] <= row["policy/token_saving"] < 1
-    sequences = last_row(folder, "sequences", "trainer.rows=step")
+    sequences = last_row(folder, "sequences", "trainer.row_layout=sequence")
     assert sequences["policy/token_saving"] < row["policy/token_saving"]
     assert sequences["generate/batch_token_saving"] == row["generate/batch_token_saving"]
 

@@ -193,8 +193,17 @@ def test_an_adapter_is_trained_on_demonstrations(folder: Path) -> None:
 def test_loss_falls_and_rows_merged_rows_and_trees_agree(folder: Path) -> None:
     losses = {}
     (folder / "val.jsonl").write_text(json.dumps({"messages": CHAT, "data_source": "told"}))
-    for rows in ("step", "merged", "tree"):
-        more = {"trainer.rows": rows, "data.val_data": [str(folder / "val.jsonl")]}
+    forms = {
+        "step": {},
+        "merged": {"trainer.rows": "merged"},
+        "tree": {"trainer.row_layout": "tree"},
+    }
+    for rows, form in forms.items():
+        more = {
+            "trainer.row_layout": "sequence",
+            **form,
+            "data.val_data": [str(folder / "val.jsonl")],
+        }
         result = sft(settings(folder, rows, **more))
         assert (result.step, result.total_steps) == (12, 12)
         assert "trajectories:" not in summary(result) and "metrics:" in summary(result)

@@ -95,7 +95,7 @@ MISTAKES = {
     "environment.timeout_seconds=0": "expected more than 0, got 0.0",
     # choices
     "trainer.device=gpu": "expected one of auto, cpu, cuda, got 'gpu' (did you mean 'cuda'?)",
-    "trainer.rows=trees": "did you mean 'tree'?",
+    "trainer.row_layout=trees": "did you mean 'tree'?",
     "trainer.algorithm.advantage_estimator=gpro": "did you mean 'grpo'?",
     "trainer.algorithm.policy_loss_type=ppo": "did you mean 'regular'?",
     "trainer.algorithm.kl_estimator_type=k4": "expected one of k1, abs, k2, k3, got 'k4'",

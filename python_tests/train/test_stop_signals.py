@@ -1,6 +1,7 @@
 """Signals that stop a run: before it trains, while something blocks its event loop, later."""
 
 import asyncio
+import gc
 import os
 import signal
 import time
@@ -55,17 +56,25 @@ async def block_the_loop() -> None:
     time.sleep(BLOCKED_SECONDS)
 
 
+async def block_a_task_of_the_loop() -> None:
+    await asyncio.gather(asyncio.create_task(block_the_loop()))
+
+
 async def wait_for_a_signal() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.sleep(BLOCKED_SECONDS)
 
 
-@pytest.mark.parametrize("work", [block_the_loop, wait_for_a_signal])
-def test_signal_while_the_engine_starts_ends_the_run(work: Callable[[], object]) -> None:
+@pytest.mark.parametrize("work", [block_the_loop, block_a_task_of_the_loop, wait_for_a_signal])
+def test_signal_while_the_engine_starts_ends_the_run(
+    work: Callable[[], object], caplog: pytest.LogCaptureFixture
+) -> None:
     started = time.monotonic()
     signals = StopSignals()
     with stopped_by(signal.SIGTERM), signals.install():
         signals.run(work())  # type: ignore[arg-type]
+    gc.collect()
+    assert not caplog.records  # such as a task whose exception was never retrieved
     assert time.monotonic() - started < BLOCKED_SECONDS / 2
 
 

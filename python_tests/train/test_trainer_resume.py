@@ -396,7 +396,7 @@ def changed(**values: Any) -> list[str]:
     [
         ("trainer.policy.optimizer_config.lr", 0.5),
         ("trainer.algorithm.policy_loss_type", "gspo"),
-        ("trainer.rows", "tree"),
+        ("trainer.row_layout", "tree"),
         ("generator.sampling_params.top_p", 0.5),
         ("generator.inference_engine.model_dtype", "bfloat16"),
         ("environment.env_class", "other"),

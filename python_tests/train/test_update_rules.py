@@ -101,6 +101,44 @@ def test_loss_gets_its_settings(loss: str, settings: dict[str, Any], wanted: Los
     assert not close(got, loss_of(policy, batch, loss=loss, **rollout))
 
 
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
+def test_the_choice_among_all_tokens_is_that_of_any_coefficient(loss: str) -> None:
+    observed = torch.zeros(17)
+    observed[0] = 1.0  # the first row has a gradient without a policy loss, too
+    found = []
+    for coefficient in (0.0, 1.0):
+        algorithm = AlgorithmConfig(
+            policy_loss_type=loss,
+            policy_loss_coef=coefficient,
+            observation_loss_coef=0.5,
+            clip_cov=ClipCovSelection(1.0, 0.0, 9.0),
+        )
+        batch = steps_batch().with_(cross_entropy_weights=observed)
+        found.append(accumulate_gradient(Policy(tiny_model()), batch, algorithm=algorithm))
+    without, with_loss = found
+    assert 0 < with_loss["policy/chosen_ratio"] < 1
+    assert without["policy/chosen_ratio"] == with_loss["policy/chosen_ratio"]
+    assert without["policy/policy_entropy"] == pytest.approx(with_loss["policy/policy_entropy"])
+
+
+@pytest.mark.spec("update.kl-cov-first")
+def test_rounding_between_two_passes_is_no_distance_of_kl_cov() -> None:
+    policy = Policy(tiny_model())
+    batch = steps_batch()
+    known = near(policy.batch_logprobs(batch), 1e-6)
+    batch = batch.with_(old_logprobs=known, advantages=torch.zeros_like(known))
+    optimizer = Optimizer(policy, OptimizerConfig(lr=0.01), total_steps=2)
+    metrics = update_policy(
+        policy,
+        optimizer,
+        batch,
+        algorithm=AlgorithmConfig(policy_loss_type="kl_cov"),
+        mini_batch_size=2,
+    )
+    assert metrics["policy/chosen_ratio"] > 0
+    assert metrics["policy/grad_norm"] == 0
+
+
 # --- scope ---------------------------------------------------------------------------------------
 
 

@@ -117,6 +117,17 @@ def test_failed_and_empty_trajectories_have_lines(tmp_path: Path) -> None:
     assert [len(t.steps) for t in read_trajectories(tmp_path)] == [2, 2, 0]
 
 
+@pytest.mark.spec("store.failed-trajectories")
+def test_a_failure_keeps_the_calls_that_ended_in_it(tmp_path: Path) -> None:
+    trace = '  File "guess.py", line 7, in step\n    return 1 / 0\n'
+    failed = make_trajectory("q", 0, [], failure="step raised", failure_trace=trace)
+    other = make_trajectory("q", 1, [], failure="the engine is gone")
+    path = writer(tmp_path).write(1, "eval", [failed, other])
+    assert "failure_trace" not in lines(path)[1]  # as in files without the key
+    assert [t.failure_trace for t in read_trajectories(tmp_path)] == [trace, ""]
+    assert [t.failure_trace for t in read_recorded(tmp_path, phase="eval")] == [trace, ""]
+
+
 @pytest.mark.spec("store.trained-values")
 def test_mask_is_the_one_after_filters(tmp_path: Path) -> None:
     group = [two_turns("q", 0, 1.0)]

@@ -107,7 +107,10 @@ def test_hostile_trajectory_is_shown_as_text(opened: Open) -> None:
     assert MARKUP[:30] in tab.locator("#filter-stop").inner_text()
     assert "__proto__" in body.locator("dl.metrics").inner_text()
     show(tab, 1)
-    assert MARKUP in body.locator(".failure").inner_text()
+    body.locator(".failure summary").click()
+    failure = body.locator(".failure")
+    assert MARKUP in failure.locator(".text").first.inner_text()
+    assert MARKUP in failure.locator(".traceback .text").inner_text()
     tab.keyboard.press("c")
     tab.locator("#any-metric option").first.wait_for(state="attached")
     names = tab.locator("#any-metric option").all_inner_texts()
@@ -357,6 +360,19 @@ def test_page_opens_on_the_first_trained_trajectory_and_not_scrolled(
     show(tab, 40)  # the last of a group whose list is longer than the screen
     tab.wait_for_timeout(200)
     assert tab.evaluate("scrollY") == 0
+
+
+@pytest.mark.spec("viewer.failures")
+def test_traceback_of_a_failure_is_folded(opened: Open) -> None:
+    tab = opened("#/5")
+    failure = tab.locator("#body .failure")
+    failure.locator("summary").wait_for()
+    assert failure.locator(".text").first.inner_text() == "the database is gone"
+    assert not failure.locator(".traceback .text").is_visible()
+    failure.locator("summary").click()
+    assert "return 1 / 0" in failure.locator(".traceback .text").inner_text()
+    show(tab, 4)  # it did not fail
+    assert tab.locator("#body .failure").count() == 0
 
 
 def test_group_mean_is_without_failed_trajectories(opened: Open) -> None:

@@ -157,7 +157,10 @@ def _protocol_error() -> type[Exception]:
     """Return the class of JSON-RPC errors, which versions before 2 call otherwise."""
     from mcp.shared import exceptions
 
-    name = "MCPError" if hasattr(exceptions, "MCPError") else "McpError"
+    if hasattr(exceptions, "MCPError"):
+        name = "MCPError"
+    else:
+        name = "McpError"
     found: type[Exception] = getattr(exceptions, name)
     return found
 

@@ -43,7 +43,10 @@ class VerifiersAgent:
             number: number of examples, from the first; -1: all.
             evaluation: take those of the evaluation's dataset.
         """
-        read = self.env.get_eval_dataset if evaluation else self.env.get_dataset
+        if evaluation:
+            read = self.env.get_eval_dataset
+        else:
+            read = self.env.get_dataset
         data = read(n=number)
         return [_row(example) for example in data]
 

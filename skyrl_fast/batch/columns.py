@@ -39,11 +39,15 @@ def columns_of_output(
     """
     validate_generator_output(output, num_prompts=num_prompts, step_wise=step_wise)
     index = row_index(OP, output, uids, step_wise=step_wise)
-    fields = _ragged.read_fields(OP, {name: output[name] for name in _token_fields(output)})
+    names = _token_fields(output)
+    fields = _ragged.read_fields(OP, {name: output[name] for name in names})
     plan = None
     # First and last step of each row; without merging a row is both.
-    heads = ends = np.arange(len(index.group_ids))
-    cu_responses = offsets(fields["response_ids"].lengths)
+    every = np.arange(len(index.group_ids))
+    heads = every
+    ends = every
+    response_lengths = fields["response_ids"].lengths
+    cu_responses = offsets(response_lengths)
     response_starts = cu_responses[:-1].to(torch.int64)
     if merge:
         # The tokens of a merged row are the prompt and response of its last step: earlier prompts,
@@ -53,13 +57,28 @@ def columns_of_output(
         ends = plan.ends
         cu_responses = offsets(torch.from_numpy(plan.merged_response_lengths))
         response_starts = cu_responses[plan.merged_rows] + torch.from_numpy(plan.starts)
-        fields |= _ragged.read_fields(OP, {name: _at(output[name], ends) for name in TOKENS})
-    cu_seqlens = offsets(fields["prompt_token_ids"].lengths + fields["response_ids"].lengths)
-    flat = flat_values(OP, fields, cu_seqlens, response_starts, int(cu_responses[-1]), gaps=merge)
-    scalars = None if "rewards" in flat else _at(output["rewards"], ends)
+        last_steps = {}
+        for name in TOKENS:
+            last_steps[name] = _at(output[name], ends)
+        fields |= _ragged.read_fields(OP, last_steps)
+    prompt_lengths = fields["prompt_token_ids"].lengths
+    response_lengths = fields["response_ids"].lengths
+    cu_seqlens = offsets(prompt_lengths + response_lengths)
+    num_responses = int(cu_responses[-1])
+    flat = flat_values(OP, fields, cu_seqlens, response_starts, num_responses, gaps=merge)
+    scalars = None
+    if "rewards" not in flat:
+        scalars = _at(output["rewards"], ends)
     rewards, row_rewards = _rewards(scalars, flat.get("rewards"), cu_responses)
-    versions = output.get("policy_versions")
-    stop_reasons = output.get("stop_reasons")
+    versions = torch.zeros(len(ends), dtype=torch.int32, device="cpu")
+    given_versions = output.get("policy_versions")
+    if given_versions is not None:
+        each = np.array(given_versions, np.int32)
+        versions = torch.from_numpy(_oldest(each, heads))
+    stop_reasons = None
+    given_reasons = output.get("stop_reasons")
+    if given_reasons is not None:
+        stop_reasons = tuple(_at(given_reasons, ends))
     experts, cu_experts = flat_experts(OP, output.get("rollout_expert_indices"), plan)
     num_kept, kept_ids, cu_kept = flat_kept_ids(OP, output.get("rollout_kept_ids"), cu_responses)
     return {
@@ -72,13 +91,9 @@ def columns_of_output(
         "group_ids": torch.from_numpy(index.group_ids[ends]),
         "trajectory_ids": torch.from_numpy(index.trajectory_ids[ends]),
         "is_last_step": torch.from_numpy(index.is_last_step[ends]),
-        "policy_version": (
-            torch.zeros(len(ends), dtype=torch.int32, device="cpu")
-            if versions is None
-            else torch.from_numpy(_oldest(np.array(versions, np.int32), heads))
-        ),
+        "policy_version": versions,
         "uids": index.uids,
-        "stop_reasons": None if stop_reasons is None else tuple(_at(stop_reasons, ends)),
+        "stop_reasons": stop_reasons,
         "reward_per_row": scalars is not None,
         "rollout_logprobs": flat.get("rollout_logprobs"),
         "expert_indices": experts,
@@ -90,7 +105,9 @@ def columns_of_output(
 
 
 def _oldest(versions: np.ndarray, heads: np.ndarray) -> np.ndarray:
-    return versions if len(heads) == len(versions) else np.minimum.reduceat(versions, heads)
+    if len(heads) == len(versions):
+        return versions
+    return np.minimum.reduceat(versions, heads)
 
 
 def _token_fields(output: Mapping[str, Any]) -> list[str]:
@@ -103,7 +120,9 @@ def _token_fields(output: Mapping[str, Any]) -> list[str]:
 
 
 def _at(rows: Sequence[Any], index: np.ndarray) -> Sequence[Any]:
-    return rows if len(index) == len(rows) else [rows[row] for row in index.tolist()]
+    if len(index) == len(rows):
+        return rows
+    return [rows[row] for row in index.tolist()]
 
 
 def flat_values(
@@ -136,9 +155,10 @@ def flat_values(
     for name in (name for name in fields if name not in starts):
         is_mask = name == "loss_masks"
         dtype = torch.uint8 if is_mask else torch.float32
-        flat[name] = out = _backend.empty((num_responses,), dtype)
+        out = _backend.empty((num_responses,), dtype)
         if gaps:
             out.zero_()
+        flat[name] = out
         bounds = (0, 1) if is_mask else ()
         copies += _ragged.copy_jobs(fields[name], out, response_starts, *bounds)
     _ragged.fill(op, copies)
@@ -148,7 +168,9 @@ def flat_values(
 def offsets(lengths: torch.Tensor) -> torch.Tensor:
     """Return the (N + 1,) offsets of rows of these lengths: int32, or int64 if needed."""
     cu = _ragged.offsets(lengths)
-    return cu.to(torch.int32) if int(cu[-1]) <= INT32_MAX else cu
+    if int(cu[-1]) <= INT32_MAX:
+        return cu.to(torch.int32)
+    return cu
 
 
 def _rewards(
@@ -166,7 +188,9 @@ def rewards_on_last_tokens(per_row: torch.Tensor, cu_responses: torch.Tensor) ->
     """Return (A,) float32: each row's reward on its last response token, 0 elsewhere."""
     flat = torch.zeros(int(cu_responses[-1]), dtype=torch.float32, device="cpu")
     filled = cu_responses.diff() > 0
-    flat[cu_responses[1:][filled].long() - 1] = per_row[filled]
+    ends = cu_responses[1:]
+    last_tokens = ends[filled].long() - 1
+    flat[last_tokens] = per_row[filled]
     return flat
 
 
@@ -176,10 +200,14 @@ def flat_experts(
     """Return (E, L, K) routes of all rows, or merged rows, and their (N + 1,) offsets."""
     if rows is None:
         return None, None
-    arrays = [None if row is None or len(row) == 0 else np.asarray(row) for row in rows]
-    shape = next((a.shape[1:] for a in arrays if a is not None), None)
-    if shape is None:
+    arrays: list[np.ndarray | None] = []
+    for row in rows:
+        is_empty = row is None or len(row) == 0
+        arrays.append(None if is_empty else np.asarray(row))
+    recorded = [array for array in arrays if array is not None]
+    if not recorded:
         return None, None
+    shape = recorded[0].shape[1:]
     for row, array in enumerate(arrays):
         if array is None:
             continue
@@ -189,20 +217,32 @@ def flat_experts(
                 f"{shape[-1]}] in row {row}, got {array.dtype} {list(array.shape)}"
             )
     # Routes are the largest column: layers times experts for each token.
-    largest = max(int(a.max()) for a in arrays if a is not None)
+    largest = max(int(array.max()) for array in recorded)
     dtype = routes_dtype(largest)
-    counts = np.array([0 if a is None else len(a) for a in arrays], dtype=np.int64)
+    counts = np.zeros(len(arrays), dtype=np.int64)
+    for number, array in enumerate(arrays):
+        if array is not None:
+            counts[number] = len(array)
+    begins = np.zeros_like(counts)
+    ends = counts
     if plan is not None:
         begins, ends = plan.route_pieces(op, counts)
-        pieces = zip(arrays, begins.tolist(), ends.tolist(), strict=True)
-        arrays = [None if a is None else a[begin:end] for a, begin, end in pieces]
         counts = np.add.reduceat(ends - begins, plan.heads)
-    flat = np.concatenate([a.astype(dtype, copy=False) for a in arrays if a is not None])
+    pieces = []
+    for array, begin, end in zip(arrays, begins.tolist(), ends.tolist(), strict=True):
+        if array is not None:
+            piece = array[begin:end]
+            pieces.append(piece.astype(dtype, copy=False))
+    flat = np.concatenate(pieces)
     return torch.from_numpy(flat), offsets(torch.from_numpy(counts))
 
 
 def routes_dtype(largest: int) -> type[np.integer[Any]]:
-    return next(d for d in (np.uint8, np.int16, np.int32) if largest <= np.iinfo(d).max)
+    """Return the smallest dtype of routes that holds a number of an expert."""
+    for dtype in (np.uint8, np.int16):
+        if largest <= np.iinfo(dtype).max:
+            return dtype
+    return np.int32
 
 
 def flat_kept_ids(
@@ -226,12 +266,17 @@ def flat_kept_ids(
                 f"{number}, got {len(row)}"
             )
     vocabulary = np.zeros(0, np.int32)
-    flat = [
-        np.asarray(one, dtype=np.int32)
-        for row, length in zip(rows, lengths, strict=True)
-        for one in row or [vocabulary] * length
-    ]
+    flat: list[np.ndarray] = []
+    for row, length in zip(rows, lengths, strict=True):
+        if not row:
+            flat += [vocabulary] * length
+            continue
+        for one in row:
+            flat.append(np.asarray(one, dtype=np.int32))
     num_kept = np.fromiter(map(len, flat), np.int32, len(flat))
-    cu = np.concatenate([[0], np.cumsum(num_kept, dtype=np.int64)])[cu_responses.numpy()]
+    sums = np.cumsum(num_kept, dtype=np.int64)
+    cu_tokens = np.concatenate([[0], sums])
+    cu_rows = cu_tokens[cu_responses.numpy()]
+    row_counts = torch.from_numpy(np.diff(cu_rows))
     ids = torch.from_numpy(np.concatenate(flat))
-    return torch.from_numpy(num_kept), ids, offsets(torch.from_numpy(np.diff(cu)))
+    return torch.from_numpy(num_kept), ids, offsets(row_counts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -25,55 +26,76 @@ def concatenate(batches: Sequence[StepBatch]) -> StepBatch:
             some of the batches with tokens for it.
     """
     if not batches:
-        raise ValueError(f"{OP}: batches must not be empty")
+        raise ValueError(f"{OP}: batches: expected at least one, got none")
     if len(batches) == 1:
         return batches[0].with_(**_routes(batches, batches[0].expert_indices))
-    uids = tuple(uid for batch in batches for uid in batch.uids)
-    if len(set(uids)) < len(uids):
-        twice = next(uid for i, uid in enumerate(uids) if uid in uids[:i])
-        raise ValueError(f"{OP}: uids must differ between batches, but {twice!r} is in two")
-    columns: dict[str, Any] = {name: _join_column(batches, name) for name in COLUMNS}
-    for name, counts in {
-        "group_ids": [batch.num_groups for batch in batches],
-        "trajectory_ids": [batch.num_trajectories for batch in batches],
-    }.items():
-        before = np.array([0, *np.cumsum(counts)[:-1]], dtype=np.int32)
-        num_rows = [batch.num_rows for batch in batches]
-        columns[name] += torch.from_numpy(before.repeat(num_rows))
+    uids: dict[str, None] = {}
+    for batch in batches:
+        for uid in batch.uids:
+            if uid in uids:
+                raise ValueError(f"{OP}: uids: expected different ones, got {uid!r} in two batches")
+            uids[uid] = None
+    columns: dict[str, Any] = {}
+    for name in COLUMNS:
+        columns[name] = _join_column(batches, name)
+    columns["group_ids"] += _numbers_before(batches, [batch.num_groups for batch in batches])
+    counts = [batch.num_trajectories for batch in batches]
+    columns["trajectory_ids"] += _numbers_before(batches, counts)
     for name in ("cu_seqlens", "cu_responses"):
-        columns[name] = offsets(torch.cat([getattr(batch, name).diff() for batch in batches]))
+        lengths = [getattr(batch, name).diff() for batch in batches]
+        columns[name] = offsets(torch.cat(lengths))
     columns |= _routes(batches, columns["expert_indices"])
     if columns["kept_ids"] is not None:
         columns["cu_kept"] = _row_offsets(batches, "cu_kept")
     reasons = [batch.stop_reasons for batch in batches]
     given = [values for values in reasons if values is not None]
     if given and len(given) < len(reasons):
-        raise ValueError(f"{OP}: stop_reasons must be in all batches or in none")
+        raise ValueError(
+            f"{OP}: stop_reasons: expected them in all batches or in none, got {len(given)} of "
+            f"{len(reasons)} with them"
+        )
+    stop_reasons = None
+    if given:
+        stop_reasons = tuple(chain.from_iterable(given))
     return StepBatch(
         **columns,
-        uids=uids,
-        stop_reasons=tuple(reason for values in given for reason in values) if given else None,
+        uids=tuple(uids),
+        stop_reasons=stop_reasons,
         reward_per_row=all(batch.reward_per_row for batch in batches),
     )
+
+
+def _numbers_before(batches: Sequence[StepBatch], counts: Sequence[int]) -> torch.Tensor:
+    """Return (N,) int32, for each row the sum of the counts of all batches before its own."""
+    sums = np.cumsum(counts)
+    before = np.array([0, *sums[:-1]], dtype=np.int32)
+    num_rows = [batch.num_rows for batch in batches]
+    return torch.from_numpy(before.repeat(num_rows))
 
 
 def _join_column(batches: Sequence[StepBatch], name: str) -> torch.Tensor | None:
     """Return one column of all rows, or None if no batch has it."""
     values = [getattr(batch, name) for batch in batches]
     if name == "num_kept" and any(value is not None for value in values):
-        values = [  # 0: the vocabulary
-            torch.zeros_like(batch.loss_mask, dtype=torch.int32) if value is None else value
-            for batch, value in zip(batches, values, strict=True)
-        ]
+        for place, batch in enumerate(batches):
+            if values[place] is None:  # 0: the vocabulary
+                values[place] = torch.zeros_like(batch.loss_mask, dtype=torch.int32)
     if name == "rollout_logprobs":
         values = _logprobs(batches, values)
     # A batch without elements for it, e.g. of empty responses only, may lack the column.
-    needed = [v for v, batch in zip(values, batches, strict=True) if _size(batch, name)]
+    needed = []
+    for value, batch in zip(values, batches, strict=True):
+        if _size(batch, name):
+            needed.append(value)
     given = [value for value in values if value is not None]
-    if not given or (needed and all(value is None for value in needed)):
+    num_missing = sum(value is None for value in needed)
+    if not given or (needed and num_missing == len(needed)):
         return None
-    if any(value is None for value in needed):
-        raise ValueError(f"{OP}: {name} must be in all batches or in none")
+    if num_missing:
+        raise ValueError(
+            f"{OP}: {name}: expected it in all batches or in none, got {num_missing} of "
+            f"{len(needed)} without it"
+        )
     return torch.cat(given)
 
 
@@ -84,16 +106,22 @@ def _logprobs(
     # Where all answers are empty, it is unknown whether the engine returns log-probabilities; the
     # observations of merged rows have 0 in either case.
     pairs = list(zip(batches, values, strict=True))
-    trained = [value is not None for batch, value in pairs if batch.loss_mask.any()]
+    trained = []
+    for batch, value in pairs:
+        if batch.loss_mask.any():
+            trained.append(value is not None)
     if any(trained):  # a trained batch without them is an error
-        return [
-            value
-            if value is not None or batch.loss_mask.any()
-            else torch.zeros_like(batch.loss_mask, dtype=torch.float32)
-            for batch, value in pairs
-        ]
-    absent = any(value is None and len(batch.loss_mask) for batch, value in pairs)
-    return [None] * len(values) if absent else values
+        filled: list[torch.Tensor | None] = []
+        for batch, value in pairs:
+            if value is None and not batch.loss_mask.any():
+                filled.append(torch.zeros_like(batch.loss_mask, dtype=torch.float32))
+            else:
+                filled.append(value)
+        return filled
+    for batch, value in pairs:
+        if value is None and len(batch.loss_mask):
+            return [None] * len(values)
+    return values
 
 
 def _size(batch: StepBatch, name: str) -> int:
@@ -101,7 +129,9 @@ def _size(batch: StepBatch, name: str) -> int:
     per = COLUMNS[name][0]
     if per in ("expert", "kept"):
         value = getattr(batch, name)
-        return 0 if value is None else len(value)
+        if value is None:
+            return 0
+        return len(value)
     counted = {"token": batch.tokens, "response": batch.loss_mask, "row": batch.group_ids}
     return len(counted[per])
 
@@ -119,9 +149,11 @@ def _routes(batches: Sequence[StepBatch], routes: torch.Tensor | None) -> dict[s
 
 def _row_offsets(batches: Sequence[StepBatch], name: str) -> torch.Tensor:
     """Return (N + 1,) offsets of all rows; a batch without them has none of their elements."""
-    given = [getattr(batch, name) for batch in batches]
-    counts = [
-        torch.zeros(batch.num_rows, dtype=torch.int64, device="cpu") if cu is None else cu.diff()
-        for batch, cu in zip(batches, given, strict=True)
-    ]
+    counts = []
+    for batch in batches:
+        cu = getattr(batch, name)
+        if cu is None:
+            counts.append(torch.zeros(batch.num_rows, dtype=torch.int64, device="cpu"))
+        else:
+            counts.append(cu.diff())
     return offsets(torch.cat(counts))

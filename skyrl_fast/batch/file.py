@@ -25,7 +25,10 @@ def write_batch_file(
         written: set[int] = set()  # safetensors refuses memory that two columns share
         for name, tensor in tensors.items():
             column = tensor.detach().cpu().contiguous()
-            columns[name] = column.clone() if column.data_ptr() in written else column
+            if column.data_ptr() in written:
+                columns[name] = column.clone()
+            else:
+                columns[name] = column
             written.add(column.data_ptr())
         save_file(columns, partial, metadata={"format": FORMAT, "facts": json.dumps(others)})
         os.replace(partial, target)
@@ -41,15 +44,17 @@ def read_batch_file(path: str | os.PathLike[str], names: set[str]) -> dict[str, 
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
             if header.get("format") != FORMAT:
-                raise ValueError(
-                    f"StepBatch.load: {path} must be a {FORMAT} file, got "
-                    f"format {header.get('format')!r}"
-                )
+                given = header.get("format")
+                raise ValueError(f"StepBatch.load: {path}: expected format {FORMAT}, got {given!r}")
             found: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"StepBatch.load: {path} is not a safetensors file: {error}") from error
     others = json.loads(header["facts"])
-    found |= {name: tuple(v) if isinstance(v, list) else v for name, v in others.items()}
-    if not found.keys() <= names:
-        raise ValueError(f"StepBatch.load: {path} holds unknown {sorted(found.keys() - names)}")
+    for name, value in others.items():
+        found[name] = tuple(value) if isinstance(value, list) else value
+    unknown = found.keys() - names
+    if unknown:
+        raise ValueError(
+            f"StepBatch.load: {path}: expected columns of a batch, got {sorted(unknown)}"
+        )
     return found

@@ -63,13 +63,22 @@ def batch_from_trajectories(trajectories: Sequence[Trajectory]) -> StepBatch:
     cu_seqlens = offsets(lengths)
     cu_responses = offsets(fields["response_ids"].lengths)
     starts = cu_responses[:-1].to(torch.int64)
-    flat = flat_values(OP, fields, cu_seqlens, starts, int(cu_responses[-1]))
+    num_responses = int(cu_responses[-1])
+    flat = flat_values(OP, fields, cu_seqlens, starts, num_responses)
     if not bool(flat["loss_masks"].any()):
         logger.warning("%s: all %d loss masks are 0: nothing will be trained", OP, len(rows))
-    row_rewards = torch.from_numpy(np.array([row.reward for row in rows], dtype=np.float32))
+    rewards = np.array([row.reward for row in rows], dtype=np.float32)
+    versions = np.array([row.policy_version for row in rows], np.int32)
+    row_rewards = torch.from_numpy(rewards)
+    last_rows = np.cumsum(num_steps) - 1
     is_last_step = np.zeros(len(rows), dtype=bool)
-    is_last_step[np.cumsum(num_steps) - 1] = True
-    trajectory_ids = np.repeat(np.arange(len(trajectories), dtype=np.int32), num_steps)
+    is_last_step[last_rows] = True
+    numbers = np.arange(len(trajectories), dtype=np.int32)
+    trajectory_ids = np.repeat(numbers, num_steps)
+    row_groups = np.repeat(group_ids, num_steps).astype(np.int32)
+    uids = []
+    for first in first_appearances(group_ids).tolist():
+        uids.append(str(trajectories[first].uid))
     experts, cu_experts = flat_experts(OP, _routes(rows, lengths))
     sets = [row.kept_ids for row in rows]
     num_kept, kept_ids, cu_kept = flat_kept_ids(OP, sets, cu_responses)
@@ -80,11 +89,11 @@ def batch_from_trajectories(trajectories: Sequence[Trajectory]) -> StepBatch:
         loss_mask=flat["loss_masks"],
         rewards=rewards_on_last_tokens(row_rewards, cu_responses),
         row_rewards=row_rewards,
-        group_ids=torch.from_numpy(np.repeat(group_ids, num_steps).astype(np.int32)),
+        group_ids=torch.from_numpy(row_groups),
         trajectory_ids=torch.from_numpy(trajectory_ids),
         is_last_step=torch.from_numpy(is_last_step),
-        policy_version=torch.from_numpy(np.array([row.policy_version for row in rows], np.int32)),
-        uids=tuple(str(trajectories[first].uid) for first in first_appearances(group_ids).tolist()),
+        policy_version=torch.from_numpy(versions),
+        uids=tuple(uids),
         stop_reasons=tuple(stop_reasons_of(trajectories, steps)),
         rollout_logprobs=flat.get("rollout_logprobs"),
         expert_indices=experts,
@@ -128,7 +137,10 @@ def _contiguous(prompts: Sequence[Sequence[int]]) -> list[Sequence[int] | np.nda
     result: list[Sequence[int] | np.ndarray] = []
     before: tuple[np.ndarray, ...] = ()
     for prompt in prompts:
-        parts = prompt.parts if isinstance(prompt, TokenIds) else ()
+        if isinstance(prompt, TokenIds):
+            parts = prompt.parts
+        else:
+            parts = ()
         if before and len(parts) >= len(before) and all(map(is_, before, parts)):
             result.append(np.concatenate([result[-1], *parts[len(before) :]]))
         else:

@@ -70,11 +70,11 @@ def merge_stepwise_output(
     )
     heads = plan.heads.tolist()
     ends = plan.ends.tolist()
-    merged: dict[str, Any] = {
-        "prompt_token_ids": [_copy_row(output["prompt_token_ids"][head]) for head in heads],
-        "response_ids": _responses(output["prompt_token_ids"], output["response_ids"], plan),
-        "loss_masks": _per_token("loss_masks", output["loss_masks"], plan, 0),
-    }
+    prompts = output["prompt_token_ids"]
+    merged: dict[str, Any] = {}
+    merged["prompt_token_ids"] = [_copy_row(prompts[head]) for head in heads]
+    merged["response_ids"] = _responses(prompts, output["response_ids"], plan)
+    merged["loss_masks"] = _per_token("loss_masks", output["loss_masks"], plan, 0)
     if output.get("rollout_logprobs") is not None:
         merged["rollout_logprobs"] = _per_token(
             "rollout_logprobs", output["rollout_logprobs"], plan, 0.0
@@ -87,8 +87,9 @@ def merge_stepwise_output(
     if output.get("rollout_kept_ids") is not None:
         merged["rollout_kept_ids"] = _kept_ids(output["rollout_kept_ids"], plan)
     if output.get("policy_versions") is not None:
-        versions = np.minimum.reduceat(np.array(output["policy_versions"], np.int64), plan.heads)
-        merged["policy_versions"] = versions.tolist()
+        versions = np.array(output["policy_versions"], np.int64)
+        oldest = np.minimum.reduceat(versions, plan.heads)
+        merged["policy_versions"] = oldest.tolist()
     for field, value in output.items():
         if field not in merged:
             merged[field] = _last_step_values(field, value, ends, len(plan.joins))
@@ -96,21 +97,32 @@ def merge_stepwise_output(
 
 
 def _copy_row(row: Any) -> Any:
-    return list(row) if isinstance(row, (list, tuple)) else np.array(row)
+    if isinstance(row, (list, tuple)):
+        return list(row)
+    return np.array(row)
 
 
 def _responses(prompts: Sequence[Any], responses: Sequence[Any], plan: MergePlan) -> list[Any]:
     """Return M responses: the last step's prompt beyond the first one's, and its response."""
     ends = plan.ends.tolist()
-    rows = [row[end] for end in ends for row in (prompts, responses)]
+    rows = []
+    for end in ends:
+        rows.append(prompts[end])
+        rows.append(responses[end])
+    # Pieces by turns: of a prompt, of the response after it.
+    first_prompts = plan.prompt_lengths[plan.heads]
+    added = plan.prompt_lengths[plan.ends] - first_prompts
     begins = np.zeros(len(rows), dtype=np.int64)
-    begins[::2] = plan.prompt_lengths[plan.heads]
+    begins[::2] = first_prompts
     counts = np.empty_like(begins)
-    starts = np.zeros_like(begins)
-    counts[::2] = starts[1::2] = plan.prompt_lengths[plan.ends] - begins[::2]
+    counts[::2] = added
     counts[1::2] = plan.response_lengths[plan.ends]
-    targets = np.repeat(np.arange(len(ends)), 2)
-    return _join("response_ids", rows, (begins, counts, starts, targets), plan, 0)
+    starts = np.zeros_like(begins)
+    starts[1::2] = added
+    numbers = np.arange(len(ends))
+    targets = np.repeat(numbers, 2)
+    pieces = (begins, counts, starts, targets)
+    return _join("response_ids", rows, pieces, plan, 0)
 
 
 def _per_token(field: str, rows: Sequence[Any], plan: MergePlan, zero: float) -> list[Any]:
@@ -124,16 +136,20 @@ def _join(
 ) -> list[Any]:
     """Return M rows joined from pieces of rows: lists if all rows are lists, else arrays."""
     lengths = plan.merged_response_lengths
-    if all(issubclass(kind, (list, tuple)) for kind in set(map(type, rows))):
+    kinds = set(map(type, rows))
+    if all(issubclass(kind, (list, tuple)) for kind in kinds):
         return join_lists(OP, field, rows, pieces, lengths, zero)
     arrays = [np.asarray(row) for row in rows]
     # An empty row is float64 in NumPy, and would make all rows float64.
-    dtype = np.result_type(*[array for array in arrays if len(array)] or [arrays[0]])
-    merged = [np.zeros(length, dtype) for length in lengths.tolist()]
-    for array, begin, count, start, target in zip(
-        arrays, *map(np.ndarray.tolist, pieces), strict=True
-    ):
-        merged[target][start : start + count] = array[begin : begin + count]
+    typed = [array for array in arrays if len(array)]
+    dtype = np.result_type(*typed or [arrays[0]])
+    merged = []
+    for length in lengths.tolist():
+        merged.append(np.zeros(length, dtype))
+    numbers = [piece.tolist() for piece in pieces]
+    for array, begin, count, start, target in zip(arrays, *numbers, strict=True):
+        values = array[begin : begin + count]
+        merged[target][start : start + count] = values
     return merged
 
 
@@ -142,49 +158,65 @@ def _keep_sums(merged: Sequence[Any], rewards: Sequence[Any], plan: MergePlan) -
     kept = plan.kept
     places = plan.reward_places
     targets = plan.merged_rows
-    for row in np.flatnonzero(kept < plan.response_lengths).tolist():
+    is_cut = kept < plan.response_lengths
+    for row in np.flatnonzero(is_cut).tolist():
         # Exact sums: merging must not change a return by a rounding error.
-        merged[targets[row]][places[row]] += math.fsum(rewards[row][kept[row] :])
+        moved = math.fsum(rewards[row][kept[row] :])
+        target = merged[targets[row]]
+        target[places[row]] += moved
 
 
 def _routes(rows: Sequence[Any], plan: MergePlan) -> list[Any]:
     """Return the recorded routes of each merged row, None if no step of it has any."""
-    arrays = [None if row is None else np.asarray(row) for row in rows]
-    counts = np.array([0 if a is None else len(a) for a in arrays], dtype=np.int64)
-    begins, ends = plan.route_pieces(OP, counts)
-    merged = []
+    arrays = []
+    counts = []
+    for recorded in rows:
+        array = None if recorded is None else np.asarray(recorded)
+        arrays.append(array)
+        counts.append(0 if array is None else len(array))
+    begins, ends = plan.route_pieces(OP, np.array(counts, dtype=np.int64))
+    merged: list[Any] = []
     for head, last in zip(plan.heads.tolist(), plan.ends.tolist(), strict=True):
-        pieces = [
-            array[begins[row] : ends[row]]
-            for row, array in enumerate(arrays[head : last + 1], start=head)
-            if array is not None
-        ]
-        filled = [piece for piece in pieces if len(piece)] or pieces[:1]
-        merged.append(np.concatenate(filled) if filled else None)
+        pieces = []
+        for row in range(head, last + 1):
+            array = arrays[row]
+            if array is not None:
+                pieces.append(array[begins[row] : ends[row]])
+        filled = [piece for piece in pieces if len(piece)]
+        if pieces:
+            merged.append(np.concatenate(filled or pieces[:1]))
+        else:
+            merged.append(None)
     return merged
 
 
 def _kept_ids(rows: Sequence[Any], plan: MergePlan) -> list[list[Any]]:
     """Return the kept tokens of each merged row's response tokens; none for unsampled ones."""
     nothing = np.zeros(0, np.int32)
-    merged = [[nothing] * length for length in plan.merged_response_lengths.tolist()]
-    places = zip(plan.merged_rows.tolist(), plan.starts.tolist(), plan.kept.tolist(), strict=True)
-    for row, (target, start, kept) in zip(rows, places, strict=True):
-        merged[target][start : start + kept] = list(row)[:kept]
+    merged = []
+    for length in plan.merged_response_lengths.tolist():
+        merged.append([nothing] * length)
+    targets = plan.merged_rows.tolist()
+    starts = plan.starts.tolist()
+    counts = plan.kept.tolist()
+    for row, target, start, count in zip(rows, targets, starts, counts, strict=True):
+        values = list(row)
+        merged[target][start : start + count] = values[:count]
     return merged
 
 
 def _last_step_values(field: str, value: Any, ends: Sequence[int], num_rows: int) -> Any:
     if field == TIME_SPLITS and value is not None:
-        return {
-            name: _last_step_values(f"{field}[{name!r}]", rows, ends, num_rows)
-            for name, rows in value.items()
-        }
+        splits = {}
+        for name, rows in value.items():
+            splits[name] = _last_step_values(f"{field}[{name!r}]", rows, ends, num_rows)
+        return splits
     if value is None or isinstance(value, Mapping):
         return value
-    if not hasattr(value, "__len__") or isinstance(value, str) or len(value) != num_rows:
+    is_list = hasattr(value, "__len__") and not isinstance(value, str)
+    if not is_list or len(value) != num_rows:
         raise ValueError(
-            f"{OP}: {field} must be a list with one entry per row ({num_rows}), a mapping or None, "
-            f"got {type(value).__name__}"
+            f"{OP}: {field}: expected a list with one entry for each of {num_rows} rows, a mapping "
+            f"or None, got {type(value).__name__}"
         )
     return [value[end] for end in ends]

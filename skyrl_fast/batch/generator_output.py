@@ -95,7 +95,8 @@ def validate_generator_output(
         ValueError: the first violated rule, with the row.
     """
     op = "validate_generator_output"
-    step_wise = is_step_wise(output) if step_wise is None else step_wise
+    if step_wise is None:
+        step_wise = is_step_wise(output)
     for field in REQUIRED_FIELDS:
         if output.get(field) is None:
             raise ValueError(f"{op}: {field} must be there, got none")
@@ -150,7 +151,10 @@ def _check_step_wise(op: str, output: Mapping[str, Any]) -> None:
     wrong = np.flatnonzero(last != ends)
     if wrong.size:
         row = int(wrong[0])
-        why = "the next row has another trajectory id" if ends[row] else "the trajectory continues"
+        if ends[row]:
+            why = "the next row has another trajectory id"
+        else:
+            why = "the trajectory continues"
         raise ValueError(
             f"{op}: is_last_step must be {bool(ends[row])} in row {row}, because {why}, "
             f"got {bool(last[row])}"
@@ -182,7 +186,9 @@ def _check_token_lists(op: str, output: Mapping[str, Any]) -> None:
                 f"{row}, got {got[row]}"
             )
     if output.get("rollout_expert_indices") is not None:
-        captured = [() if rows is None else rows for rows in output["rollout_expert_indices"]]
+        captured = []
+        for rows in output["rollout_expert_indices"]:
+            captured.append(() if rows is None else rows)
         got = row_lengths(op, "rollout_expert_indices", captured)
         wrong = np.flatnonzero(got > prompts + lengths)
         if wrong.size:

@@ -24,9 +24,12 @@ def merge_values(
     cu_merged: torch.Tensor,
 ) -> torch.Tensor:
     """Return (A',) of the (A,) values per response token: those that are kept, 0 for the others."""
-    column = _backend.empty((int(cu_merged[-1]),), values.dtype).zero_()
-    targets = cu_merged.numpy()[plan.merged_rows] + plan.starts
-    copy_segments(op, values, cu_responses[:-1].numpy(), column, targets, plan.kept)
+    num_merged = int(cu_merged[-1])
+    column = _backend.empty((num_merged,), values.dtype).zero_()
+    row_starts = cu_merged.numpy()[plan.merged_rows]
+    targets = row_starts + plan.starts
+    sources = cu_responses[:-1].numpy()
+    copy_segments(op, values, sources, column, targets, plan.kept)
     return column
 
 
@@ -53,20 +56,27 @@ def merge_token_rewards(
     kept = plan.kept
     # The next prompt wrote these tokens differently; what they earned moves to a token that
     # remains.
-    for row in np.flatnonzero(kept < plan.response_lengths).tolist():
+    is_cut = kept < plan.response_lengths
+    for row in np.flatnonzero(is_cut).tolist():
         place = cu[merged_rows[row]] + plan.reward_places[row]
-        flat[place] += rewards.numpy()[old[row] + kept[row] : old[row + 1]].sum()
+        first = old[row] + kept[row]
+        dropped = rewards.numpy()[first : old[row + 1]]
+        flat[place] += dropped.sum()
     # A step that sampled nothing may have been rewarded, too, and has no token of its own.
     if reward_per_row:
-        empty = np.flatnonzero((plan.response_lengths == 0) & (row_rewards.numpy() != 0))
-        for row in empty.tolist():
-            begin = cu[merged_rows[row]]
-            end = cu[merged_rows[row] + 1]
-            place = begin + max(0, min(plan.starts[row] - 1, plan.reward_places[row]))
+        is_empty = plan.response_lengths == 0
+        is_rewarded = row_rewards.numpy() != 0
+        for row in np.flatnonzero(is_empty & is_rewarded).tolist():
+            merged_row = merged_rows[row]
+            begin = cu[merged_row]
+            end = cu[merged_row + 1]
+            token = min(plan.starts[row] - 1, plan.reward_places[row])
+            place = begin + max(0, token)
             if begin < end:
                 flat[place] += float(row_rewards[row])
     # From the rows, not from the tokens, as a row without tokens may have a reward.
-    sums = np.add.reduceat(row_rewards.numpy().astype(np.float64), plan.heads)
+    exact = row_rewards.numpy().astype(np.float64)
+    sums = np.add.reduceat(exact, plan.heads)
     return merged, torch.from_numpy(sums.astype(np.float32))
 
 
@@ -87,9 +97,10 @@ def merge_kept_ids(
     plan: MergePlan,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (B',) of the (B,) kept ids, of the tokens that remain, and their (M + 1,) offsets."""
-    cu_kept = np.concatenate([[0], np.cumsum(num_kept.numpy(), dtype=np.int64)])
+    sums = np.cumsum(num_kept.numpy(), dtype=np.int64)
+    cu_kept = np.concatenate([[0], sums])
     first = cu_responses[:-1].numpy().astype(np.int64)
-    # Of a response the first `plan.kept` tokens remain, whose sets are adjacent.
+    # The first `plan.kept` tokens of a response remain, whose sets are adjacent.
     begins = cu_kept[first]
     ends = cu_kept[first + plan.kept]
     return _join_pieces(op, kept_ids, begins, ends - begins, plan)
@@ -99,8 +110,10 @@ def _join_pieces(
     op: str, values: torch.Tensor, starts: np.ndarray, lengths: np.ndarray, plan: MergePlan
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the (N,) pieces of all steps end to end, and the merged rows' (M + 1,) offsets."""
-    cu_merged = offsets(torch.from_numpy(np.add.reduceat(lengths, plan.heads)))
-    merged = _backend.empty((int(cu_merged[-1]), *values.shape[1:]), values.dtype)
+    merged_lengths = np.add.reduceat(lengths, plan.heads)
+    cu_merged = offsets(torch.from_numpy(merged_lengths))
+    shape = (int(cu_merged[-1]), *values.shape[1:])
+    merged = _backend.empty(shape, values.dtype)
     targets = np.cumsum(lengths) - lengths
     copy_segments(op, values, starts, merged, targets, lengths)
     return merged, cu_merged

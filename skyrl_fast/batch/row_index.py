@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -56,54 +55,80 @@ def row_index(
     """
     num_rows = len(output["response_ids"])
     trajectory_ids = output.get("trajectory_ids")
-    step_wise = is_step_wise(output) if step_wise is None else step_wise
+    if step_wise is None:
+        step_wise = is_step_wise(output)
     instances: Sequence[Any] | None = None
     if trajectory_ids is not None:
         instances, repetitions = split_trajectory_ids(op, trajectory_ids)
-    labels = uids if uids is not None else instances
+    labels: Sequence[Any] | None = instances
+    if uids is not None:
+        labels = uids
     if labels is None:
-        raise ValueError(f"{op}: uids must name each row's prompt where trajectory_ids is missing")
+        raise ValueError(
+            f"{op}: uids: expected a name for each row's prompt, as trajectory_ids is missing, got "
+            "none"
+        )
     if len(labels) != num_rows:
-        raise ValueError(f"{op}: uids must have one entry per row ({num_rows}), got {len(labels)}")
-    group_ids = dense_ids(labels)
-    first_rows = first_appearances(group_ids)
-    names = tuple(str(labels[row]) for row in first_rows.tolist())
-    if not step_wise or instances is None:
-        every = np.arange(num_rows, dtype=np.int32)
-        return RowIndex(names, group_ids.astype(np.int32), every, np.ones(num_rows, dtype=bool))
-    starts = run_starts(trajectory_keys(instances, repetitions))
-    trajectory = (np.cumsum(starts) - 1).astype(np.int32)
-    last = bool_array(op, "is_last_step", output["is_last_step"])
-    return RowIndex(names, group_ids.astype(np.int32), trajectory, last)
+        raise ValueError(f"{op}: uids: expected one for each of {num_rows} rows, got {len(labels)}")
+    numbers = dense_ids(labels)
+    group_ids = numbers.astype(np.int32)
+    names = []
+    for row in first_appearances(numbers).tolist():
+        names.append(str(labels[row]))
+    if step_wise and instances is not None:
+        keys = trajectory_keys(instances, repetitions)
+        starts = run_starts(keys)
+        trajectories = (np.cumsum(starts) - 1).astype(np.int32)
+        is_last = bool_array(op, "is_last_step", output["is_last_step"])
+    else:
+        trajectories = np.arange(num_rows, dtype=np.int32)
+        is_last = np.ones(num_rows, dtype=bool)
+    return RowIndex(
+        uids=tuple(names),
+        group_ids=group_ids,
+        trajectory_ids=trajectories,
+        is_last_step=is_last,
+    )
 
 
 def split_trajectory_ids(op: str, trajectory_ids: Sequence[Any]) -> tuple[list[Any], np.ndarray]:
     """Return N instance ids and (N,) int64 repetition ids, of pairs or objects with both."""
     try:
-        # By type, of which there are few: a check per row would take longer than reading the rows.
-        if all(map(issubclass, set(map(type, trajectory_ids)), repeat((tuple, list)))):
+        if _all_are(trajectory_ids, (tuple, list)):
             instances = list(map(itemgetter(0), trajectory_ids))
             repetitions = list(map(itemgetter(1), trajectory_ids))
         else:
             instances = list(map(attrgetter("instance_id"), trajectory_ids))
             repetitions = list(map(attrgetter("repetition_id"), trajectory_ids))
-        if not all(map(issubclass, set(map(type, repetitions)), repeat((int, np.integer)))):
+        if not _all_are(repetitions, (int, np.integer)):
             raise TypeError("a repetition_id that is not an int")
         numbers = np.array(repetitions, dtype=np.int64)
-        if not set(map(type, instances)) <= {str, int}:
+        kinds = set(map(type, instances))
+        if not kinds <= {str, int}:
             instances = list(map(str, instances))
         return instances, numbers
     except (AttributeError, IndexError, TypeError, ValueError, OverflowError) as error:
-        row, entry = next((i, t) for i, t in enumerate(trajectory_ids) if not _is_trajectory_id(t))
-        raise ValueError(
-            f"{op}: trajectory_ids must be (instance_id, int repetition_id) pairs, but row {row} "
-            f"is {entry!r}"
-        ) from error
+        for row, entry in enumerate(trajectory_ids):
+            if not _is_trajectory_id(entry):
+                raise ValueError(
+                    f"{op}: trajectory_ids: expected (instance_id, int repetition_id) pairs, got "
+                    f"{entry!r} in row {row}"
+                ) from error
+        raise
+
+
+def _all_are(values: Sequence[Any], types: tuple[type, ...]) -> bool:
+    # By type, of which there are few: a check per row would take longer than reading the rows.
+    kinds = set(map(type, values))
+    return all(issubclass(kind, types) for kind in kinds)
 
 
 def _is_trajectory_id(entry: Any) -> bool:
     pair = isinstance(entry, (tuple, list)) and len(entry) == 2
-    repetition = entry[1] if pair else getattr(entry, "repetition_id", None)
+    if pair:
+        repetition = entry[1]
+    else:
+        repetition = getattr(entry, "repetition_id", None)
     return isinstance(repetition, (int, np.integer))
 
 
@@ -120,8 +145,10 @@ def dense_ids(labels: Sequence[Any] | np.ndarray | torch.Tensor) -> np.ndarray:
 
 def first_appearances(ids: np.ndarray) -> np.ndarray:
     """Return (G,) the first row of each id, for ids numbered by first appearance."""
-    seen = np.maximum.accumulate(np.concatenate(([-1], ids)))
-    return np.flatnonzero(ids > seen[:-1])
+    before = np.concatenate(([-1], ids))
+    largest = np.maximum.accumulate(before)
+    is_new = ids > largest[:-1]
+    return np.flatnonzero(is_new)
 
 
 def run_starts(ids: np.ndarray) -> np.ndarray:
@@ -133,14 +160,18 @@ def run_starts(ids: np.ndarray) -> np.ndarray:
 
 def first_return(ids: np.ndarray) -> int | None:
     """Return the first row that starts a second run of the same id, or None."""
-    heads = np.flatnonzero(run_starts(ids))
-    if dense_ids(ids[heads]).max() + 1 == len(heads):
+    starts = run_starts(ids)
+    heads = np.flatnonzero(starts)
+    runs = ids[heads]
+    num_ids = dense_ids(runs).max() + 1
+    if num_ids == len(heads):
         return None
     # Each id may have one run; the heads of all further ones return to it.
-    first_of_id = np.unique(ids[heads], return_index=True)[1]
-    returned = np.ones(len(heads), dtype=bool)
-    returned[first_of_id] = False
-    return int(heads[np.flatnonzero(returned)[0]])
+    _, first_of_id = np.unique(runs, return_index=True)
+    is_return = np.ones(len(heads), dtype=bool)
+    is_return[first_of_id] = False
+    returns = heads[is_return]
+    return int(returns[0])
 
 
 def bool_array(op: str, field: str, values: Sequence[Any] | np.ndarray) -> np.ndarray:
@@ -149,11 +180,11 @@ def bool_array(op: str, field: str, values: Sequence[Any] | np.ndarray) -> np.nd
         values = values.detach().cpu().numpy()
     if isinstance(values, np.ndarray) and values.dtype == np.bool_ and values.ndim == 1:
         return values
-    if not set(map(type, values)) <= {bool, np.bool_}:
-        row, entry = next(
-            (i, v) for i, v in enumerate(values) if not isinstance(v, (bool, np.bool_))
-        )
-        raise ValueError(f"{op}: {field} must hold bools, but row {row} is {entry!r}")
+    kinds = set(map(type, values))
+    if not kinds <= {bool, np.bool_}:
+        for row, entry in enumerate(values):
+            if not isinstance(entry, (bool, np.bool_)):
+                raise ValueError(f"{op}: {field}: expected bools, got {entry!r} in row {row}")
     return np.fromiter(values, bool, len(values))
 
 

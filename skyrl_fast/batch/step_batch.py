@@ -191,7 +191,9 @@ class StepBatch:
 
     @property
     def num_trajectories(self) -> int:
-        return int(self.trajectory_ids.max()) + 1 if self.num_rows else 0
+        if self.num_rows:
+            return int(self.trajectory_ids.max()) + 1
+        return 0
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -430,7 +432,9 @@ class StepBatch:
         Raises:
             ValueError: the file is not a batch, or its columns are inconsistent.
         """
-        names = {f.name for f in dataclasses.fields(cls)}
+        names = set()
+        for f in dataclasses.fields(cls):
+            names.add(f.name)
         batch = cls(**read_batch_file(path, names))
         for per, name in OFFSETS.items():
             # Here, not in each batch: on a GPU reading offsets would wait for the device.
@@ -447,12 +451,13 @@ class StepBatch:
     def to(self, device: torch.device | str) -> StepBatch:
         """Return the batch on a device; copies to a GPU are asynchronous."""
         target = torch.device(device)
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        moved: dict[str, Any] = {
-            name: _backend.to_device(value, target)
-            for name, value in values.items()
-            if isinstance(value, torch.Tensor)
-        }
+        values = {}
+        for f in dataclasses.fields(self):
+            values[f.name] = getattr(self, f.name)
+        moved: dict[str, Any] = {}
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                moved[name] = _backend.to_device(value, target)
         return dataclasses.replace(self, **moved)
 
     def rows(self, index: slice | Sequence[int] | np.ndarray | torch.Tensor) -> StepBatch:
@@ -486,7 +491,9 @@ class StepBatch:
         return self._renumber(changes)
 
     def _row_choice(self, rows: torch.Tensor) -> StepBatch:
-        changes: dict[str, Any] = {n: v[rows] for n, v in self.columns("row").items()}
+        changes: dict[str, Any] = {}
+        for n, v in self.columns("row").items():
+            changes[n] = v[rows]
         for per, name_of_offsets in OFFSETS.items():
             cu = getattr(self, name_of_offsets)
             if cu is None:
@@ -496,8 +503,13 @@ class StepBatch:
             for name, values in self.columns(per).items():
                 # Slicing NumPy takes a tenth of the time of slicing torch, and each row is a slice.
                 array = values.numpy()
-                pieces = [array[a:b] for a, b in zip(starts, ends, strict=True)]
-                changes[name] = torch.from_numpy(np.concatenate(pieces)) if pieces else values[:0]
+                pieces = []
+                for a, b in zip(starts, ends, strict=True):
+                    pieces.append(array[a:b])
+                if pieces:
+                    changes[name] = torch.from_numpy(np.concatenate(pieces))
+                else:
+                    changes[name] = values[:0]
             sums = (cu[rows + 1] - cu[rows]).cumsum(0).to(cu.dtype)
             changes[name_of_offsets] = torch.cat([cu[:1], sums])
         if self.stop_reasons is not None:

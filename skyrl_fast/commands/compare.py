@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,10 @@ def run(options: argparse.Namespace) -> int:
             )
         with as_usage_error(OSError):
             rows = read_metrics(file)
-        points = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
+        points = []
+        for row in rows:
+            if row.get(metric) is not None:
+                points.append((row["step"], row[metric]))
         if not points:
             raise UsageError(
                 f"compare: {file}: expected values of {metric}, got none{_suggestion(metric, rows)}"
@@ -72,13 +75,24 @@ def _suggestion(metric: str, rows: Sequence[Mapping[str, Any]]) -> str:
         names.update(row)
     names -= {"step", metric}
     part = metric.lower()
-    near = [name for name in sorted(names) if part in name.lower()]
+    near = []
+    for name in sorted(names):
+        if part in name.lower():
+            near.append(name)
     if not near:
         near = get_close_matches(metric, names)
     if not near:
-        return ""
+        return "; --metric chooses another one" + _examples(names)
     suggested = " or ".join(near[:_NUM_SUGGESTED])
     return f" (did you mean {suggested}?)"
+
+
+def _examples(names: Iterable[str]) -> str:
+    """Return those of the metrics that most people compare, or ""."""
+    found = [name for name in sorted(names) if name.startswith(("reward/", "eval/"))]
+    if not found:
+        return ""
+    return f", such as {' or '.join(found[:_NUM_SUGGESTED])}"
 
 
 def _label_and_folder(text: str) -> tuple[str, str]:

@@ -81,7 +81,9 @@ def _vllm_patches() -> list[Finding]:
 def _num_cpus() -> int:
     import os
 
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _extension() -> list[Finding]:
@@ -150,11 +152,19 @@ def gpu_kernels() -> list[Finding]:
         good = len(reasons) - len(bad)
         unknown = len(wanted) - len(reasons)
         text = f"{good} of {len(wanted)} ops equal to torch, {len(bad)} different"
-        advice = "not used: " + ", ".join(bad) if bad else ""
+        if bad:
+            advice = "not used: " + ", ".join(bad)
+        else:
+            advice = ""
         if unknown:
             text += f", {unknown} not used yet"
             advice = advice or "to compare all of them now: skyrl-fast doctor --gpu"
-        status = PROBLEM if bad else OPTIONAL if unknown else OK
+        if bad:
+            status = PROBLEM
+        elif unknown:
+            status = OPTIONAL
+        else:
+            status = OK
         lines.append(Finding(f"kernels on GPU {number}", status, text, advice))
     return lines
 

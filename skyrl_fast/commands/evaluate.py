@@ -157,4 +157,6 @@ def _estimate(value: Estimate, sign: str) -> list[str]:
 
 
 def _number(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.4f}"
+    if math.isnan(value):
+        return "-"
+    return f"{value:.4f}"

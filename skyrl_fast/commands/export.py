@@ -70,7 +70,9 @@ def _write_output(options: argparse.Namespace) -> str:
     from skyrl_fast.trajectory_store.recorded import read_recorded, sft_rows
 
     if options.to == SFT:
-        lines = [json.dumps(row) for row in sft_rows(options.run, min_reward=options.min_reward)]
+        lines = []
+        for row in sft_rows(options.run, min_reward=options.min_reward):
+            lines.append(json.dumps(row))
         _replace(options.out, "".join(f"{line}\n" for line in lines))
         return f"{len(lines)} conversations"
     trajectories = read_recorded(options.run, min_reward=options.min_reward)
@@ -116,9 +118,10 @@ def _write_model(options: argparse.Namespace) -> str:
         checkpoint = export_model(
             options.run, options.out, adapter=options.to == ADAPTER, name=options.policy
         )
-    pushed = (
-        "" if options.push is None else f", uploaded to {push_model(options.out, options.push)}"
-    )
+    if options.push is None:
+        pushed = ""
+    else:
+        pushed = f", uploaded to {push_model(options.out, options.push)}"
     return f"the {options.to} of {checkpoint}{pushed}"
 
 

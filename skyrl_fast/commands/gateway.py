@@ -97,7 +97,10 @@ def _config(options: argparse.Namespace) -> Config:
         path = None
     if path is None and options.model is None:
         raise ValueError("gateway: expected a configuration file or --model, got neither")
-    given = [] if options.port is None else [f"agent.port={options.port}"]
+    if options.port is None:
+        given = []
+    else:
+        given = [f"agent.port={options.port}"]
     for key, text in (
         ("agent.host", options.host),
         ("trainer.run_path", options.record),  # not the one of a file, which is that of training
@@ -107,7 +110,6 @@ def _config(options: argparse.Namespace) -> Config:
             given.append(as_override(key, text))
     if options.engine:
         engine = "generator.inference_engine"
-        given += [f"{engine}.run_engines_locally=false"]
         given += [as_override(f"{engine}.external_server_urls", options.engine)]
     if path is None:
         given = [*_lengths(options.model), *given]

@@ -24,11 +24,11 @@ TEMPLATE = Path(__file__).with_name("project")
 PROMPT = "guess my number from 1 to 9"
 ANSWER_FORM = "Answer with one number only."  # a tiny model answers with numbers anyway
 HINTS = "higher lower"
-SECRETS: Sequence[int] = (7, 2, 9, 4, 1, 6, 3, 8, 5)  # of the rows, by turns
+SECRETS: Sequence[int] = (7, 2, 9, 4, 1, 6, 3, 8, 5)  # secrets of the rows, by turns
 # 7 is soon found, and is not all that there is to learn.
 TINY_SECRETS: Sequence[int] = (7, 2, 7, 9, 7, 4, 7, 5)
 NUM_ROWS = {"train": 64, "eval": 8}
-NUM_GAMES, NUM_STEPS = 1000, 100  # of the tiny model's warm start
+NUM_GAMES, NUM_STEPS = 1000, 100  # games and steps of the tiny model's warm start
 TINY_PATH = "path: model"  # in the template's config.yaml
 # Lines of it, and those for a pretrained model, which may think and writes sentences.
 PRETRAINED = {

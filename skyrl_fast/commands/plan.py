@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 
 from skyrl_fast.commands.command import add_config_arguments, as_usage_error, count, needs_extra
@@ -17,7 +18,8 @@ HELP = "show whether a run fits into the memory of its GPUs"
 DESCRIPTION = (
     "Add up the memory of a run, per GPU, from its settings and its models' config.json; needs "
     "neither GPU nor weights. With trainer.device=cpu: the main memory of a run on the processor. "
-    "Exit code 1: it does not fit."
+    "Where it does not fit, name settings with which it would: for all weights, by LoRA, with "
+    "shorter rows. Exit code 1: it does not fit."
 )
 
 
@@ -44,7 +46,10 @@ def num_bytes(text: str) -> int:
         1610612736
     """
     match = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(UNITS)})", text)
-    size = 0 if match is None else round(float(match[1]) * UNITS[match[2]])
+    if match is None:
+        size = 0
+    else:
+        size = round(float(match[1]) * UNITS[match[2]])
     if not size:
         raise argparse.ArgumentTypeError(
             f"expected a number above 0 and a unit of {', '.join(UNITS)}, got {text!r}"
@@ -68,4 +73,8 @@ def run(options: argparse.Namespace) -> int:
         in_use = memory_in_use(config) if on_this_gpu else 0
         result = plan_with_remedies(config, capacity=capacity, in_use=in_use, num_gpus=num_gpus)
     sys.stdout.write(f"{result}\n")
+    proposals = [] if result.remedies is None else result.remedies.proposals
+    if proposals:
+        words = [options.config, *options.overrides, *proposals[0].split()]
+        sys.stdout.write(f"for example: skyrl-fast train {shlex.join(words)}\n")
     return 0 if result.fits else DOES_NOT_FIT

@@ -50,18 +50,19 @@ def run_with(train: Callable[[Config], TrainResult], options: argparse.Namespace
     overrides = [*options.overrides, *(["trainer.resume_mode=latest"] if options.resume else [])]
     result = train(load_config(options.config, overrides))
     sys.stdout.write(summary(result))
-    return 0 if result.signal is None else SIGNAL_EXIT + result.signal
+    if result.signal is None:
+        return 0
+    return SIGNAL_EXIT + result.signal
 
 
 def summary(result: TrainResult) -> str:
     """Return the summary of a run: rewards before and after, files, one trajectory."""
     done = f"{result.step} of {result.total_steps} steps"
     lines = ["", f"{'finished' if result.signal is None else 'stopped'}: {done}"]
-    rewards = [
-        f"{reward:.3f} {when}"
-        for when, reward in (("before", result.before), ("after", result.after))
-        if reward is not None
-    ]
+    rewards = []
+    for when, reward in (("before", result.before), ("after", result.after)):
+        if reward is not None:
+            rewards.append(f"{reward:.3f} {when}")
     if rewards:
         curve = draw_curve(list(result.evaluations.values()))
         lines.append(f"evaluation reward: {', '.join(rewards)}  {curve}".rstrip())
@@ -77,7 +78,7 @@ def summary(result: TrainResult) -> str:
         lines.append(f"{'view it:':16}skyrl-fast view {quote(str(result.run_path))}")
     lines += [f"{'look at:':16}{warning}" for warning in result.warnings]
     if result.warnings:
-        lines.append(f"{'':16}what these metrics mean: docs/reference/metrics.md")
+        lines.append(f"{'':16}what they mean: the page Metrics of the documentation")
     if result.sample:
         lines += ["", "one trajectory:", result.sample]
     if result.signal is not None:

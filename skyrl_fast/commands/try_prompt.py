@@ -82,13 +82,18 @@ def run(options: argparse.Namespace) -> int:
         config = _limit_attempts(load_config(options.config, options.overrides), options)
         if options.engine:
             check_without_adapter(config, "skyrl-fast try --engine")
-        play = _run_sampled if options.engine else partial(_run_scripted, options=options)
+        if options.engine:
+            play = _run_sampled
+        else:
+            play = partial(_run_scripted, options=options)
         attempt = run_coroutine(play(config, _prompt(config, options.prompt)))
     sys.stdout.write(_attempt_text(attempt))
     unread = unread_rewards(config, attempt.trajectories)
     if unread is not None:
         sys.stdout.write(f"\nwarning: {unread}\n")
-    return FAILED if any(t.failure is not None for t in attempt.trajectories) else 0
+    if any(t.failure is not None for t in attempt.trajectories):
+        return FAILED
+    return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +125,14 @@ def _answers(given: Sequence[str] | None) -> list[str]:
     if len(given) != 1 or not given[0].startswith("@"):
         return list(given)
     text = Path(expanduser(given[0][1:])).read_text(encoding="utf-8")
-    lines = text.removesuffix("\n").split("\n") if text else []
-    answers = json.loads(text) if text.lstrip().startswith("[") else lines
+    if text:
+        lines = text.removesuffix("\n").split("\n")
+    else:
+        lines = []
+    if text.lstrip().startswith("["):
+        answers = json.loads(text)
+    else:
+        answers = lines
     if not answers or not all(isinstance(answer, str) for answer in answers):
         raise ValueError(
             f"--answers: expected a list of strings in {given[0][1:]}, got {answers!r}"
@@ -134,7 +145,10 @@ def _limit_attempts(config: Config, options: argparse.Namespace) -> Config:
     # Environments run in threads, because the calls of a thread can be named when it hangs.
     timeout = options.timeout
     if timeout is None:
-        timeout = config.environment.timeout_seconds if options.engine else DEFAULT_TIMEOUT
+        if options.engine:
+            timeout = config.environment.timeout_seconds
+        else:
+            timeout = DEFAULT_TIMEOUT
     environment = replace(config.environment, timeout_seconds=timeout, workers="thread")
     generator = replace(
         config.generator,
@@ -163,7 +177,10 @@ async def _run_scripted(config: Config, prompt: Prompt, *, options: argparse.Nam
     from skyrl_fast.rollout.policy_calls import PolicyCalls
     from skyrl_fast.rollout.scripted import PlainTokenizer, ScriptedModel
 
-    tokenizer = _tokenizer(config) if options.tokenizer else PlainTokenizer()
+    if options.tokenizer:
+        tokenizer = _tokenizer(config)
+    else:
+        tokenizer = PlainTokenizer()
     model = ScriptedModel(_answers(options.answers), tokenizer)
     calls = PolicyCalls(model, WeightGate(), tokenizer, config.trainer.seed, config.policies)
     if config.agent.is_set:
@@ -259,12 +276,18 @@ def _attempt_text(attempt: _Attempt) -> str:
     """Return the trajectories as text for a terminal: cut if long, control characters escaped."""
     blocks = []
     for number, trajectory in enumerate(attempt.trajectories):
-        observed = attempt.observed[number] if number < len(attempt.observed) else []
-        lines = [f"sample {number}"] if len(attempt.trajectories) > 1 else []
+        if number < len(attempt.observed):
+            observed = attempt.observed[number]
+        else:
+            observed = []
+        if len(attempt.trajectories) > 1:
+            lines = [f"sample {number}"]
+        else:
+            lines = []
         lines += [f"environment: {trajectory.env_class}", *_prompt_lines(attempt, trajectory)]
         for turn, step in enumerate(observed):
             lines += _turn_lines(turn + 1, step)
-        if not observed:  # of an agent
+        if not observed:  # an agent makes no observation
             for turn, call in enumerate(trajectory.steps):
                 lines += [f"call {turn + 1}", *_entry("answer", call.text)]
         lines += _end_lines(trajectory)
@@ -287,7 +310,10 @@ def _turn_lines(number: int, step: ObservedStep) -> list[str]:
     answer = step.answer
     if answer is None:
         return [*lines, "  the environment did not answer"]
-    given = answer if isinstance(answer, Mapping) else _fields(answer)
+    if isinstance(answer, Mapping):
+        given = answer
+    else:
+        given = _fields(answer)
     for name, value in given.items():
         if not _is_empty(value):
             lines += _entry(name.removesuffix("s") if name == "observations" else name, value)

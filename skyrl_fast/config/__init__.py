@@ -27,8 +27,6 @@ from skyrl_fast.config.settings import (
     GeneratorConfig,
     OptimizerConfig,
     SkyRLGymConfig,
-    max_input_length,
-    merges_steps,
     to_dict,
 )
 from skyrl_fast.setting import ConfigError
@@ -57,8 +55,6 @@ __all__ = [
     "estimator_spec",
     "is_ratio_to_rollout",
     "load_config",
-    "max_input_length",
-    "merges_steps",
     "policy_loss_settings",
     "policy_loss_spec",
     "sums_rewards",

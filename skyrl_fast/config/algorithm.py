@@ -58,13 +58,15 @@ def sums_rewards(config: Config) -> bool:
     So it is for estimators that read the rewards of all steps, and with one row per trajectory.
     """
     is_outcome = estimator_spec(config.trainer.algorithm).level == "outcome"
-    return not is_outcome or not config.generator.step_wise_trajectories
+    return not is_outcome or config.trainer.rows == "trajectory"
 
 
 def estimator_settings(algorithm: AlgorithmConfig) -> dict[str, Any]:
     """Return the keyword arguments of the chosen advantage estimator."""
     spec = estimator_spec(algorithm)
-    named = {argument: getattr(algorithm, key) for argument, key in spec.settings.items()}
+    named = {}
+    for argument, key in spec.settings.items():
+        named[argument] = getattr(algorithm, key)
     return named | algorithm.advantage_estimator_kwargs
 
 

@@ -12,7 +12,7 @@ from skyrl_fast.setting import DTYPES, setting
 _PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters that vLLM has memory layouts for
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # ranks that vLLM has memory layouts for
 
 
 @dataclass(slots=True)
@@ -20,11 +20,10 @@ class InferenceEngineConfig:
     """The inference engine."""
 
     backend: str = setting("vllm", "inference engine", choices=("vllm",))
-    run_engines_locally: bool = setting(
-        True, "whether the run starts its own engine; false: external_server_urls"
-    )
     external_server_urls: list[str] = setting(
-        [], "addresses of `vllm serve`; requests are distributed over them"
+        [],
+        "addresses of `vllm serve`, over which requests are distributed; none: the run starts its "
+        "own engines",
     )
     num_engines: int = setting(
         1,

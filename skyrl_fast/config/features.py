@@ -17,7 +17,8 @@ from skyrl_fast.config.algorithm import (
     policy_loss_spec,
 )
 from skyrl_fast.config.listing import shown
-from skyrl_fast.config.settings import Config, leaves, merges_steps
+from skyrl_fast.config.modes import EnginePlace, EngineWeights
+from skyrl_fast.config.settings import Config, leaves
 from skyrl_fast.ops.policy_loss.custom import CustomLoss
 from skyrl_fast.registry import importable_name
 from skyrl_fast.setting import ConfigError, EnvironmentValue
@@ -81,8 +82,13 @@ def check_features(config: Config) -> None:
 
 def _missing_text(config: Config, feature: Feature, need: Need) -> str:
     wanted = FEATURES[need.any_of[0]]
-    others = [f"{FEATURES[name].setting}: {FEATURES[name].on}" for name in need.any_of[1:]]
-    alternatives = f" (or {'; '.join(others)})" if others else ""
+    others = []
+    for name in need.any_of[1:]:
+        others.append(f"{FEATURES[name].setting}: {FEATURES[name].on}")
+    if others:
+        alternatives = f" (or {'; '.join(others)})"
+    else:
+        alternatives = ""
     return (
         f"{wanted.setting}: expected {wanted.on}{alternatives} with "
         f"{_assignment(config, feature.setting)}, as {need.reason}, got "
@@ -91,7 +97,10 @@ def _missing_text(config: Config, feature: Feature, need: Need) -> str:
 
 
 def _refusal_text(config: Config, feature: Feature, other: Feature, reason: str) -> str:
-    off = feature.off(config) if callable(feature.off) else feature.off
+    if callable(feature.off):
+        off = feature.off(config)
+    else:
+        off = feature.off
     return (
         f"{feature.setting}: expected {off} with {_assignment(config, other.setting)}, as "
         f"{reason}, got {_shown_value(config, feature.setting)}"
@@ -109,7 +118,9 @@ def _shown_value(config: Config, key: str) -> str:
     if is_dataclass(value):
         return ", ".join(_changed_settings(value))
     # A variable of the environment may be secret: as written in the file.
-    return value.written if isinstance(value, EnvironmentValue) else shown(value)
+    if isinstance(value, EnvironmentValue):
+        return value.written
+    return shown(value)
 
 
 def _changed_settings(section: Any) -> Iterator[str]:
@@ -131,10 +142,6 @@ def _engine(config: Config, name: str) -> Any:
     return getattr(config.generator.inference_engine, name)
 
 
-def _has_step_rows(config: Config) -> bool:
-    return config.generator.step_wise_trajectories and not merges_steps(config)
-
-
 def _selects_tokens_of_mini_batch(config: Config) -> bool:
     spec = policy_loss_spec(config.trainer.algorithm)
     return not isinstance(spec, CustomLoss) and spec.scope == "mini_batch"
@@ -151,12 +158,18 @@ def _has_loss_of_this_process(config: Config) -> bool:
 
 def _importable_loss(config: Config) -> str:
     spec = policy_loss_spec(config.trainer.algorithm)
-    name = importable_name(spec.function) if isinstance(spec, CustomLoss) else None
+    if isinstance(spec, CustomLoss):
+        name = importable_name(spec.function)
+    else:
+        name = None
     return name or "module:function"
 
 
 def _sends_files_to_cluster(config: Config) -> bool:
-    return config.engines_on_cluster and _engine(config, "weight_sync_backend") == "file"
+    return (
+        config.engine_place is EnginePlace.CLUSTER
+        and _engine(config, "weight_sync_backend") == "file"
+    )
 
 
 def _replicas(config: Config) -> int:
@@ -167,42 +180,23 @@ _ROWS = (
     Feature(
         name="rows of steps",
         setting="trainer.rows",
-        on="a row per turn: generator.step_wise_trajectories=true without merging",
-        off="merged",
-        is_on=_has_step_rows,
-    ),
-    Feature(
-        name="rows of steps as sequences",
-        setting="trainer.rows",
         on="step",
-        off="another form",
+        off="merged",
         is_on=lambda config: config.trainer.rows == "step",
-        excludes={
-            "one row per trajectory": "the turns of a trajectory are one row there",
-            "merged steps": "consecutive turns are one row there",
-        },
-    ),
-    Feature(
-        name="merged steps",
-        setting="generator.merge_stepwise_output",
-        on="true",
-        off="false",
-        is_on=lambda config: config.generator.merge_stepwise_output,
-        excludes={"one row per trajectory": "its turns are one row already"},
     ),
     Feature(
         name="merged rows",
         setting="trainer.rows",
         on="merged",
-        off="another form",
+        off="step",
         is_on=lambda config: config.trainer.rows == "merged",
     ),
     Feature(
         name="one row per trajectory",
-        setting="generator.step_wise_trajectories",
-        on="false",
-        off="true",
-        is_on=lambda config: not config.generator.step_wise_trajectories,
+        setting="trainer.rows",
+        on="trajectory",
+        off="step or merged",
+        is_on=lambda config: config.trainer.rows == "trajectory",
         excludes={
             "agent function": "its contexts need not grow only",
             "agent command": "its contexts need not grow only",
@@ -210,10 +204,10 @@ _ROWS = (
     ),
     Feature(
         name="prefix trees",
-        setting="trainer.rows",
+        setting="trainer.row_layout",
         on="tree",
-        off="another form",
-        is_on=lambda config: config.trainer.rows == "tree",
+        off="auto or sequence",
+        is_on=lambda config: config.trainer.row_layout == "tree",
     ),
     Feature(
         name="realigned tokens",
@@ -233,7 +227,6 @@ _ADVANTAGES = (
         is_on=lambda config: estimator_spec(config.trainer.algorithm).level == "turn",
         excludes={
             "one row per trajectory": "its advantages are per turn and need a row for each turn",
-            "merged steps": "its advantages are per turn and need a row for each turn",
             "merged rows": "its advantages are per turn and need a row for each turn",
         },
     ),
@@ -432,7 +425,7 @@ _MODELS = (
         setting=f"{LORA}.weight_sync",
         on="merged",
         off="adapter",
-        is_on=lambda config: config.trains_adapter and not config.sends_adapter,
+        is_on=lambda config: config.engine_weights is EngineWeights.MERGED,
     ),
     Feature(
         name="several policies",
@@ -497,26 +490,17 @@ _ENGINES = (
     ),
     Feature(
         name="engines on servers",
-        setting=f"{ENGINE}.run_engines_locally",
-        on="false",
-        off="true",
-        is_on=lambda config: not _engine(config, "run_engines_locally"),
-        needs=(Need(("addresses of servers",), "the run starts no engine"),),
-    ),
-    Feature(
-        name="addresses of servers",
         setting=f"{ENGINE}.external_server_urls",
         on="at least one address",
         off="none",
         is_on=lambda config: bool(_engine(config, "external_server_urls")),
-        needs=(Need(("engines on servers",), "the run would start an engine of its own"),),
     ),
     Feature(
         name="engines on a cluster",
         setting="trainer.placement.colocate_all",
         on="false",
         off="true",
-        is_on=lambda config: config.engines_on_cluster,
+        is_on=lambda config: config.engine_place is EnginePlace.CLUSTER,
     ),
     Feature(
         name="several engines",

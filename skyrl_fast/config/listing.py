@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import Field
 from typing import Any
 
+from skyrl_fast.config.aliases import ALIASES
 from skyrl_fast.config.settings import Config, leaves
 from skyrl_fast.config.skyrl_settings import SKYRL_ONLY
 
@@ -14,9 +15,12 @@ _WIDTH = 96
 
 
 def setting_entries() -> Iterator[str]:
-    """Yield the text of each setting, then of those that only SkyRL has."""
+    """Yield the text of each setting, of SkyRL's other names, and of what only SkyRL has."""
     for name, default, item in leaves(Config()):
         yield _entry(f"{name} = {shown(default)}", description(item))
+    for alias in ALIASES:
+        for name in alias.names:
+            yield _entry(f"{name} (SkyRL)", f"chooses {alias.setting}; {alias.about}")
     for name, advice in SKYRL_ONLY.items():
         yield _entry(f"{name} (SkyRL only)", advice)
 
@@ -41,7 +45,10 @@ def shown(value: Any) -> str:
 def description(item: Field[Any]) -> str:
     """Return the help, choices and limits of a setting."""
     about = item.metadata
-    parts = [about["help"]] if about.get("help") else []
+    if about.get("help"):
+        parts = [about["help"]]
+    else:
+        parts = []
     if about.get("choices"):
         parts.append("one of " + ", ".join(about["choices"]))
     limits = {"at_least": ">=", "above": ">", "at_most": "<="}

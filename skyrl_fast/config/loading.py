@@ -17,13 +17,14 @@ from skyrl_fast.config.corrections import MAX_KL_STEP
 from skyrl_fast.config.engine import LORA_RANKS
 from skyrl_fast.config.features import check_features
 from skyrl_fast.config.loggers import LOGGERS
+from skyrl_fast.config.modes import EngineWeights
 from skyrl_fast.config.parse import as_config, read_yaml
 from skyrl_fast.config.progress import PROGRESS
 from skyrl_fast.config.sampling import check_sampling
 from skyrl_fast.config.settings import REFERENCE, Config, leaves
 from skyrl_fast.setting import ConfigError, limit_error, tools_error
 
-_POLICY_NAME = re.compile(r"[A-Za-z0-9_-]+")  # of files, metrics and modules
+_POLICY_NAME = re.compile(r"[A-Za-z0-9_-]+")  # part of the names of files, metrics and modules
 _TAKEN_NAMES = (REFERENCE, "default")  # of the model without an adapter, of an adapter without name
 
 
@@ -140,7 +141,7 @@ def _check_lora(config: Config) -> None:
     lora = config.trainer.policy.model.lora
     key = "trainer.policy.model.lora"
     _check_policy_names(config.policies, config.agent.upstreams)
-    if config.sends_adapter and lora.rank > LORA_RANKS[-1]:
+    if config.engine_weights is EngineWeights.ADAPTER and lora.rank > LORA_RANKS[-1]:
         raise ConfigError(
             f"{key}.rank: expected at most {LORA_RANKS[-1]}, vLLM's limit, unless "
             f"{key}.weight_sync=merged, got {lora.rank}"
@@ -155,7 +156,7 @@ def _check_policy_names(names: Sequence[str], upstreams: Mapping[str, Any]) -> N
                 f"{key}.policies: expected different names of letters, digits, - and _, got "
                 f"{', '.join(map(repr, names))}"
             )
-        if name in _TAKEN_NAMES or hasattr(ModuleDict(), name):  # of adapters by name
+        if name in _TAKEN_NAMES or hasattr(ModuleDict(), name):  # torch keeps adapters by name
             raise ConfigError(f"{key}.policies: expected another name than {name}, which has a use")
     if names and REFERENCE in upstreams:
         raise ConfigError(

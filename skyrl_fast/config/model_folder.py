@@ -102,7 +102,9 @@ def _find_cached(name: str) -> Path | None:
         found = try_to_load_from_cache(name, "config.json")
     except ValueError:  # no hub name
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    if isinstance(found, str):
+        return Path(found).parent
+    return None
 
 
 def _has_weights(folder: Path) -> bool:

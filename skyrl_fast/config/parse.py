@@ -13,13 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from skyrl_fast.config.aliases import resolve_aliases
 from skyrl_fast.config.sampling import SamplingParams
 from skyrl_fast.config.settings import Config, leaves, to_dict
 from skyrl_fast.config.skyrl_settings import advice_by_name, skyrl_advice
 from skyrl_fast.setting import ConfigError, EnvironmentValue
 from skyrl_fast.system.printable import shorten
 
-YAML = (".yaml", ".yml")  # of an override that is a file
+YAML = (".yaml", ".yml")  # endings of an override that is a file
 _NEAR = 0.75  # similarity of a misspelled name, see difflib
 _MAPPING, _TEXT, _NULL = (f"tag:yaml.org,2002:{kind}" for kind in ("map", "str", "null"))
 
@@ -63,6 +64,8 @@ def as_config(source: ConfigSource) -> Config:
         raise ConfigError(
             f"config: expected a Config, a mapping or the path of a YAML file, got {source!r}"
         )
+    if isinstance(source, Mapping):
+        source = resolve_aliases(_expand_dotted(Config, source, ""), _convert)
     config: Config = _build(Config, source, "")
     return config
 
@@ -86,7 +89,10 @@ def read_yaml(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[st
             if "=" not in text or text.startswith(("=", "+", "-")):
                 raise ConfigError(f"{where}: expected dotted.key=value, or another YAML file")
             merged.merge_with(_override(text))
-        where = "overrides" if path is None else str(path)
+        if path is None:
+            where = "overrides"
+        else:
+            where = str(path)
         values: Any = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
         written = OmegaConf.to_container(merged, resolve=False)
         if _uses_environment(written):
@@ -151,7 +157,10 @@ def _keep_texts(value: Any, node: Any, hint: Any) -> Any:
     import yaml
 
     hint = _without_none(hint)
-    kind = None if node is None else node.id
+    if node is None:
+        kind = None
+    else:
+        kind = node.id
     if typing.get_origin(hint) is list:
         (item,) = typing.get_args(hint)
         if kind == "sequence" and isinstance(value, list):
@@ -165,7 +174,9 @@ def _keep_texts(value: Any, node: Any, hint: Any) -> Any:
             key: _keep_texts(value[key], one, _hint_at(hint, key.split(".")))
             for key, one in nodes.items()
         }
-    return node.value if hint is str and kind == "scalar" and node.tag != _NULL else value
+    if hint is str and kind == "scalar" and node.tag != _NULL:
+        return node.value
+    return value
 
 
 def _expand_dotted(cls: Any, values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -185,9 +196,10 @@ def _hint_at(hint: Any, keys: Sequence[str]) -> Any:
     """Return the type of a setting below one of this type; None: there is none."""
     for key in keys:
         section = _without_none(hint)
-        hint = (
-            typing.get_type_hints(section).get(key) if dataclasses.is_dataclass(section) else None
-        )
+        if dataclasses.is_dataclass(section):
+            hint = typing.get_type_hints(section).get(key)
+        else:
+            hint = None
     return hint
 
 
@@ -269,11 +281,16 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     if hint is Any:
         return value
     if origin in (types.UnionType, typing.Union):
-        return None if value is None else _convert(_without_none(hint), value, key)
+        if value is None:
+            return None
+        return _convert(_without_none(hint), value, key)
     if dataclasses.is_dataclass(hint):
         return _build(typing.cast(type, hint), value, key)
     if origin is list:
-        items = value if isinstance(value, (list, tuple)) else [value]
+        if isinstance(value, (list, tuple)):
+            items = value
+        else:
+            items = [value]
         if value is None or isinstance(value, Mapping):
             raise ConfigError(f"{key}: expected a list, got {value!r}")
         return [_convert(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(items)]
@@ -312,7 +329,7 @@ def _unknown_key(key: str, siblings: set[str]) -> str:
     if advice is not None:
         return f"{key}: a SkyRL setting that does not exist here: {advice}"
     section, _, name = key.rpartition(".")
-    places: dict[str, str] = {}  # of each name, the first
+    places: dict[str, str] = {}  # the first place of each name
     sections: dict[str, str] = {}
     for path, _, _ in leaves(_with_optional_sections(), ""):
         places.setdefault(path.rpartition(".")[2], path)
@@ -342,4 +359,6 @@ def _with_optional_sections() -> Config:
 
 
 def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
+    if prefix:
+        return f"{prefix}.{name}"
+    return name

@@ -58,4 +58,7 @@ def progress_columns(chosen: list[str] | None) -> list[ProgressColumn]:
     """Return the columns of `trainer.progress`; a name with "/" is that of a metric."""
     if chosen is None:
         return list(PROGRESS.values())
-    return [PROGRESS[name] if name in PROGRESS else ProgressColumn(name, name) for name in chosen]
+    result: list[ProgressColumn] = []
+    for name in chosen:
+        result.append(PROGRESS[name] if name in PROGRESS else ProgressColumn(name, name))
+    return result

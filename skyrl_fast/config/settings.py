@@ -20,6 +20,7 @@ from skyrl_fast.config.corrections import (
     OffPolicyCorrectionConfig,
 )
 from skyrl_fast.config.engine import InferenceEngineConfig
+from skyrl_fast.config.modes import EnginePlace, EngineWeights
 from skyrl_fast.config.progress import PROGRESS
 from skyrl_fast.config.sampling import SamplingParams
 from skyrl_fast.ops.advantage.estimators import ADVANTAGE_ESTIMATORS
@@ -45,8 +46,9 @@ LOSS_REDUCTIONS = (
 SCHEDULERS = ("constant_with_warmup", "linear", "cosine")
 OPTIMIZERS = ("adamw", "adamw_8bit")
 SCOPES = ("row", "trajectory")
-ROWS = ("auto", "step", "merged", "tree")
-ALL_LINEAR = "all-linear"  # of LoRA's target modules
+ROWS = ("step", "merged", "trajectory")
+LAYOUTS = ("auto", "sequence", "tree")
+ALL_LINEAR = "all-linear"  # value of LoRA's target modules
 INIT_METHODS = ("kaiming", "gaussian")
 TURN_LIMIT = 64  # turns of a trajectory where generator.max_turns sets none
 REFERENCE = "reference"  # with named policies: the model without an adapter, which is not trained
@@ -318,7 +320,7 @@ class PlacementConfig:
         at_least=1,
     )
     policy_num_nodes: int = setting(
-        1, "machines with so many GPUs each; several are nodes of a Ray cluster", at_least=1
+        1, "number of machines; more than one needs a Ray cluster", at_least=1
     )
     colocate_all: bool = setting(
         True,
@@ -355,13 +357,17 @@ class TrainerConfig:
         16384, "maximum tokens of a forward-backward pass", at_least=1
     )
     rows: str = setting(
-        "auto",
-        "form of the training rows. auto: by the generator's settings, as prefix trees where the "
-        "model supports them and they take less time, so that each distinct token of a pass's "
-        "rows is processed once; step: one per turn, as sequences; merged: turns merged where the "
-        "context only grew, or one row per trajectory, as sequences; tree: by the generator's "
-        "settings, always as trees",
+        "step",
+        "training rows. step: one per turn; merged: consecutive turns are one where the context "
+        "only grew; trajectory: one per trajectory, whose context must only grow",
         choices=ROWS,
+    )
+    row_layout: str = setting(
+        "auto",
+        "layout of the rows in a forward pass. sequence: each row with all of its tokens; tree: "
+        "prefix trees, in which each distinct token of a pass's rows is processed once; auto: the "
+        "one that takes less time, of those that the model supports",
+        choices=LAYOUTS,
     )
     profile_steps: list[int] = setting(
         [],
@@ -375,9 +381,6 @@ class TrainerConfig:
         "dtype of the sums between layers. auto: that of the forward pass, which halves what is "
         "kept per checkpointed layer, at about 1.3 times the rounding error in bfloat16",
         choices=("float32", "auto"),
-    )
-    max_prompt_length: int = setting(
-        512, "longest prompt if generator.max_input_length is null", at_least=1
     )
     eval_before_train: bool = setting(True, "whether to evaluate before the first step")
     eval_interval: int = setting(5, "steps between evaluations; -1: only at the end", at_least=-1)
@@ -444,25 +447,19 @@ class GeneratorConfig:
         f"is done or a length is reached, at most {TURN_LIMIT}",
         at_least=1,
     )
-    max_input_length: int | None = setting(
-        None, "longest prompt of any turn; null: trainer.max_prompt_length", at_least=1
-    )
+    max_input_length: int = setting(512, "longest prompt of any turn", at_least=1)
     sampling_params: SamplingParams = setting(SamplingParams, "sampling in training")
     eval_sampling_params: SamplingParams | None = setting(
         None,
         "sampling in evaluation; null: as in training. Missing keys have their defaults, not the "
         "values of training",
     )
-    use_conversation_multi_turn: bool = setting(
-        True, "whether each turn is a separate chat message"
-    )
     context: str = setting(
-        "auto",
+        "append",
         "how the prompt of the next turn is built. append: the previous tokens and the "
         "observation's; retemplate: the chat template on the full history; single: all turns and "
-        "observations in one assistant message; auto: append, or single without "
-        "use_conversation_multi_turn",
-        choices=("auto", "append", "retemplate", "single"),
+        "observations in one assistant message",
+        choices=("append", "retemplate", "single"),
     )
     append_eos_token_after_stop_str_in_multi_turn: bool = setting(
         True, "whether to append the EOS token after a stop string"
@@ -498,17 +495,10 @@ class GeneratorConfig:
     apply_overlong_filtering: bool = setting(
         False, "whether to mask trajectories that were truncated for their length"
     )
-    step_wise_trajectories: bool = setting(
-        True, "whether each step is a row; false: a row per trajectory, if contexts only grow"
-    )
-    merge_stepwise_output: bool = setting(
-        False,
-        "with step_wise_trajectories: whether to merge consecutive steps whose context only grew",
-    )
     merge_drift: str = setting(
         "fork",
-        "handling of steps whose last tokens were re-tokenised. fork: start a new row; realign: "
-        "merge, without training the changed tokens",
+        "of merged rows: handling of steps whose last tokens were re-tokenised. fork: start a new "
+        "row; realign: merge, without training the changed tokens",
         choices=("fork", "realign"),
     )
     merge_max_drift_tokens: int = setting(8, "maximum tokens that realign drops", at_least=0)
@@ -523,11 +513,15 @@ class GeneratorConfig:
     @property
     def turn_limit(self) -> int:
         """Maximum turns of a trajectory."""
-        return TURN_LIMIT if self.max_turns is None else self.max_turns
+        if self.max_turns is None:
+            return TURN_LIMIT
+        return self.max_turns
 
     def samples(self, phase: str) -> int:
         """Return the trajectories per prompt in "train" or "eval"."""
-        return self.n_samples_per_prompt if phase == "train" else self.eval_n_samples_per_prompt
+        if phase == "train":
+            return self.n_samples_per_prompt
+        return self.eval_n_samples_per_prompt
 
     def sampling(self, phase: str) -> SamplingParams:
         """Return the sampling parameters of "train" or "eval"; evaluation records no tokens."""
@@ -591,16 +585,23 @@ class Config:
     agent: AgentConfig = setting(AgentConfig, "agent that calls the policy through the gateway")
 
     @property
-    def engine_in_process(self) -> bool:
-        """Whether the run's engine is started by the process of rank 0."""
-        local = self.generator.inference_engine.run_engines_locally
-        return local and self.trainer.placement.colocate_all
+    def engine_place(self) -> EnginePlace:
+        """Where the engines run; asleep or awake once `enable_sleep_mode` is decided."""
+        engine = self.generator.inference_engine
+        if engine.external_server_urls:
+            return EnginePlace.SERVERS
+        if not self.trainer.placement.colocate_all:
+            return EnginePlace.CLUSTER
+        return EnginePlace.HERE_ASLEEP if engine.enable_sleep_mode else EnginePlace.HERE_AWAKE
 
     @property
-    def engines_on_cluster(self) -> bool:
-        """Whether the run starts its engines on nodes of a Ray cluster."""
-        local = self.generator.inference_engine.run_engines_locally
-        return local and not self.trainer.placement.colocate_all
+    def engine_weights(self) -> EngineWeights:
+        """What the engines get after an update."""
+        if not self.trains_adapter:
+            return EngineWeights.ALL
+        if self.trainer.policy.model.lora.weight_sync == "adapter":
+            return EngineWeights.ADAPTER
+        return EngineWeights.MERGED
 
     @property
     def trains_adapter(self) -> bool:
@@ -623,23 +624,15 @@ class Config:
         path = self.trainer.critic.model.path
         return self.trains_adapter and path == self.trainer.policy.model.path
 
-    @property
-    def sends_adapter(self) -> bool:
-        """Whether engines get the adapter alone."""
-        return self.trains_adapter and self.trainer.policy.model.lora.weight_sync == "adapter"
+    def offloads_base(self, place: EnginePlace) -> bool:
+        """Return whether an adapter's base leaves the GPU while an engine of this place is awake.
 
-    @property
-    def can_offload_base(self) -> bool:
-        """Whether the weights below an adapter may leave the GPU while a sleeping engine wakes up.
-
-        Not where the probe of new weights replays routes, for which both models are needed at once.
+        Trainer and engine have their copies on the GPU by turns, unless the probe of new weights
+        replays routes, for which both are needed at once.
         """
-        return self.sends_adapter and not self.trainer.policy.moe_enable_routing_replay
-
-    @property
-    def offloads_base(self) -> bool:
-        """Whether they do: trainer and engine have their copies on the GPU by turns."""
-        return self.can_offload_base and self.generator.inference_engine.enable_sleep_mode is True
+        is_adapter = self.engine_weights is EngineWeights.ADAPTER
+        replays = self.trainer.policy.moe_enable_routing_replay
+        return place is EnginePlace.HERE_ASLEEP and is_adapter and not replays
 
     @property
     def max_staleness(self) -> int:
@@ -663,21 +656,10 @@ def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]
             yield name, value, item
 
 
-def max_input_length(config: Config) -> int:
-    """Return the longest prompt: generator.max_input_length, else trainer.max_prompt_length."""
-    length = config.generator.max_input_length
-    return config.trainer.max_prompt_length if length is None else length
-
-
 def max_response_length(config: Config) -> int:
     """Return the longest response of training and evaluation."""
     samplings = (config.generator.sampling_params, config.generator.eval_sampling_params)
     return max(s.max_generate_length for s in samplings if s is not None)
-
-
-def merges_steps(config: Config) -> bool:
-    """Return whether consecutive steps become one row where the context only grew."""
-    return config.generator.merge_stepwise_output or config.trainer.rows == "merged"
 
 
 def to_dict(config: Any, *, resolved: bool = False) -> dict[str, Any]:
@@ -697,7 +679,10 @@ def to_dict(config: Any, *, resolved: bool = False) -> dict[str, Any]:
         if hasattr(value, "__dataclass_fields__"):
             result[item.name] = to_dict(value, resolved=resolved)
         else:
-            result[item.name] = value if resolved else _without_environment_values(value)
+            if resolved:
+                result[item.name] = value
+            else:
+                result[item.name] = _without_environment_values(value)
     return result
 
 

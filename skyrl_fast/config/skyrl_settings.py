@@ -15,7 +15,9 @@ _ONE_PROCESS_ENGINE = (
     f"{_ENGINE}.external_server_urls"
 )
 _NO_SIMULATION = "there is no simulated trainer; remove it"
-_TREES = "padding is small (rows are sorted by length), and trainer.rows=tree has none; remove it"
+_TREES = (
+    "padding is small (rows are sorted by length), and trainer.row_layout=tree has none; remove it"
+)
 
 # Dotted name, or that of a section; * is one part of a name. The first that matches counts.
 SKYRL_ONLY = {
@@ -165,7 +167,9 @@ def skyrl_advice(key: str) -> str | None:
         'use trainer.policy.dtype'
     """
     parts = key.split(".")
-    sections = {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
+    sections = set()
+    for n in range(1, len(parts) + 1):
+        sections.add(".".join(parts[:n]))
     for pattern, advice in SKYRL_ONLY.items():
         if any(_matches(section, pattern) for section in sections):
             return advice

@@ -22,7 +22,10 @@ class Upstream:
     def request(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return url, headers and JSON of a call of a gateway's path, such as `/v1/messages`."""
         key = self.api_key
-        headers = {} if key is None else {"authorization": f"Bearer {key}", "x-api-key": key}
+        if key is None:
+            headers = {}
+        else:
+            headers = {"authorization": f"Bearer {key}", "x-api-key": key}
         if path.startswith("/v1/messages"):
             headers["anthropic-version"] = "2023-06-01"
         return {
@@ -38,7 +41,10 @@ def upstreams_of(settings: Mapping[str, Any]) -> dict[str, Upstream]:
     Raises:
         ConfigError: an entry is no mapping with `base_url`, or has another key.
     """
-    return {name: _upstream(f"agent.upstreams.{name}", name, v) for name, v in settings.items()}
+    result: dict[str, Upstream] = {}
+    for name, v in settings.items():
+        result[name] = _upstream(f"agent.upstreams.{name}", name, v)
+    return result
 
 
 def _upstream(where: str, name: str, values: Any) -> Upstream:

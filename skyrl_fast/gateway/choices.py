@@ -101,11 +101,15 @@ class Choices:
             generation.stop_string is not None
             and policy.config.append_eos_token_after_stop_str_in_multi_turn
         )
+        if append:
+            appended_end = end_to_append(policy.template, generation, sampling)
+        else:
+            appended_end = None
         step = Step.from_generation(
             prompt.kept,
             generation,
             text=text,
-            appended_end=end_to_append(policy.template, generation, sampling) if append else None,
+            appended_end=appended_end,
             expert_indices=turn_routes([], prompt.token_ids, generation),
             policy=name,
             number=number,
@@ -117,7 +121,10 @@ class Choices:
         stop_string = generation.stop_string
         if stop_string is not None and call.stop is not None and not call.include_stop:
             text = text.removesuffix(stop_string)
-        finish = LENGTH if generation.stop_reason == LENGTH else STOP
+        if generation.stop_reason == LENGTH:
+            finish = LENGTH
+        else:
+            finish = STOP
         tool_calls = list(map(_tool_call, parts.tool_calls))
         self.known.update([text.strip(), *(tool_call.id for tool_call in tool_calls)])
         choice = Choice(
@@ -155,10 +162,19 @@ class Choices:
             while messages and messages[-1].get("role") == "assistant":
                 messages.pop()  # which this answer continues
             roles = [message.get("role") for message in messages]
-            answers = [place for place, role in enumerate(roles) if role == "assistant"]
-            new = messages[answers[-1] + 1 :] if answers else messages
+            answers = []
+            for place, role in enumerate(roles):
+                if role == "assistant":
+                    answers.append(place)
+            if answers:
+                new = messages[answers[-1] + 1 :]
+            else:
+                new = messages
             return "\n".join(message_text(message) for message in new)
-        known = 0 if parent is None else len(parent.prompt_token_ids) + len(parent.response_ids)
+        if parent is None:
+            known = 0
+        else:
+            known = len(parent.prompt_token_ids) + len(parent.response_ids)
         return decode(self.policy.calls.tokenizer, prompt.kept.array()[known:].tolist())
 
     async def _sampling(self, call: Call) -> SamplingParams:
@@ -181,10 +197,14 @@ class Choices:
         more: dict[str, Any] = {} if structured is None else {"structured_outputs": structured}
         if call.stop_token_ids is not None:
             more["stop_token_ids"] = call.stop_token_ids
+        if call.stop is None:
+            stop = run.stop
+        else:
+            stop = call.stop
         return replace(
             run,
             max_generate_length=min(call.max_tokens or longest, longest),
-            stop=run.stop if call.stop is None else call.stop,
+            stop=stop,
             additional_kwargs={**run.additional_kwargs, **more},
         )
 
@@ -253,9 +273,14 @@ class Choices:
     async def _returnable(
         self, call: Call, prompt: PromptTokens, token_ids: list[int], parts: _Parts
     ) -> _Parts:
-        texts = _trim(parts.text) if parts.tool_calls or parts.thoughts else [parts.text]
+        if parts.tool_calls or parts.thoughts:
+            texts = _trim(parts.text)
+        else:
+            texts = [parts.text]
         thoughts = list(dict.fromkeys([parts.thoughts, parts.thoughts.strip()]))
-        forms = [replace(parts, thoughts=t, text=x) for t, x in product(thoughts, texts)]
+        forms = []
+        for t, x in product(thoughts, texts):
+            forms.append(replace(parts, thoughts=t, text=x))
         if len(forms) == 1:
             return parts
         spaces = (*map(_spaces, (parts.thoughts, parts.text)), bool(parts.tool_calls))

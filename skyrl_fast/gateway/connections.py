@@ -15,7 +15,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 log = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 30.0  # for a request's headers to arrive, from a connection's start on
-SHARE_OF_DESCRIPTORS = 0.5  # of those that the process may open; the rest is the trainer's
+SHARE_OF_DESCRIPTORS = 0.5  # share of what the process may open; the rest is the trainer's
 
 
 class Connection(AutoHTTPProtocol):  # type: ignore[valid-type, misc]

@@ -35,7 +35,7 @@ COMPILE_SECONDS = 10  # other forms wait
 MASK_SECONDS = 0.1  # a step of the engine waits
 NUM_MASKS = 32  # tokens of a random answer
 CHOICE_ESCAPES = re.compile(r'(["\\])')  # as vLLM's
-MAX_DATA_BYTES = 4 << 30  # of the process
+MAX_DATA_BYTES = 4 << 30  # memory of the process
 COMPILE_THREADS = 8  # as vLLM's
 NICENESS = 10
 MAX_CACHE_BYTES = 64 << 20
@@ -71,7 +71,10 @@ class FormCompiler:
     async def _refusal(self, form: Mapping[str, Any]) -> str:
         ((kind, value),) = form.items()
         is_text = isinstance(value, str)
-        argument = value if is_text else json.dumps(value)
+        if is_text:
+            argument = value
+        else:
+            argument = json.dumps(value)
         result = await self._calls.call(kind, argument, CALL_SECONDS)
         if result.failure is not None:  # such as a process that was killed
             limits = f"{COMPILE_SECONDS} s of processor time and {MAX_DATA_BYTES >> 30} GiB"
@@ -117,7 +120,7 @@ class _Handler:
         resource.setrlimit(resource.RLIMIT_CPU, (used + COMPILE_SECONDS, hard))
         try:
             return CallResult(self._refusal(what, argument))
-        except Exception as error:  # of the compiler: what it cannot read
+        except Exception as error:  # raised by the compiler for what it cannot read
             text = " ".join(str(error).split())
             return CallResult(f"{what}: expected a form that {COMPILER} compiles: {text:.300}")
 

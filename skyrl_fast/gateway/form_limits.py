@@ -85,7 +85,10 @@ def _check_references(place: str, schema: Any) -> None:
 def _check_node(place: str, node: Any, depth: int, left: list[int], *, of: str = "") -> None:
     left[0] -= 1
     if left[0] < 0 or depth > MAX_DEPTH:
-        what = f"{MAX_NODES:,} values" if depth <= MAX_DEPTH else f"{MAX_DEPTH} levels"
+        if depth <= MAX_DEPTH:
+            what = f"{MAX_NODES:,} values"
+        else:
+            what = f"{MAX_DEPTH} levels"
         raise FormError(f"{place:.200}: expected at most {what} in a schema, got more")
     if isinstance(node, list):
         for number, value in enumerate(node):
@@ -213,11 +216,17 @@ def _pattern_size(place: str, node: Any) -> int:
         return 0
     kind, value = (*node, None)[:2]
     if kind in (kinds.ASSERT, kinds.ASSERT_NOT, kinds.GROUPREF, kinds.GROUPREF_EXISTS):
-        what = "look-around" if kind in (kinds.ASSERT, kinds.ASSERT_NOT) else "back references"
+        if kind in (kinds.ASSERT, kinds.ASSERT_NOT):
+            what = "look-around"
+        else:
+            what = "back references"
         raise FormError(f"{place:.200}: expected a pattern without {what}")
     if kind in (kinds.MAX_REPEAT, kinds.MIN_REPEAT, kinds.POSSESSIVE_REPEAT):
         least, most, inner = value
-        times = most if most is not kinds.MAXREPEAT else least + 1
+        if most is not kinds.MAXREPEAT:
+            times = most
+        else:
+            times = least + 1
         return max(int(times), 1) * max(_pattern_size(place, inner), 1)
     if kind is kinds.SUBPATTERN:
         return _pattern_size(place, value[-1])
@@ -228,4 +237,6 @@ def _pattern_size(place: str, node: Any) -> int:
     is_wide = kind is kinds.IN and any(
         item is kinds.RANGE and bounds[1] > LAST_ASCII for item, bounds in value
     )
-    return UNICODE_ELEMENTS if is_wide or kind is kinds.ANY else 1
+    if is_wide or kind is kinds.ANY:
+        return UNICODE_ELEMENTS
+    return 1

@@ -66,7 +66,9 @@ class ServedPolicy:
         """Return the policy that answers calls of a name, as `Sampler.generate` takes it."""
         if not self.calls.policies:
             return None
-        return name if name in self.calls.policies else REFERENCE
+        if name in self.calls.policies:
+            return name
+        return REFERENCE
 
     def check_model(self, name: str) -> None:
         if name not in self.sampled:

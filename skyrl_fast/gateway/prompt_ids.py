@@ -201,7 +201,9 @@ class PromptIds:
         """Return the messages as the template sees them, without control tokens."""
         last, seen = self._last
         shared = _num_shared(messages, last)
-        plain = [{key: self._as_text(item) for key, item in m.items()} for m in messages[shared:]]
+        plain = []
+        for m in messages[shared:]:
+            plain.append({key: self._as_text(item) for key, item in m.items()})
         return [*seen[:shared], *map(self._template.prepare_message, plain)]
 
     def _as_text(self, value: Any) -> Any:
@@ -221,7 +223,9 @@ class PromptIds:
 
     def _num_characters(self, value: Any) -> int:
         if isinstance(value, str):
-            return 0 if value in self._texts else len(value)
+            if value in self._texts:
+                return 0
+            return len(value)
         if isinstance(value, Mapping):
             return sum(len(key) + self._num_characters(item) for key, item in value.items())
         if isinstance(value, list):
@@ -275,7 +279,10 @@ class PromptIds:
                     self._answers.add(piece)
                     chain = chain_digest(chain, piece)
                 before = prompt.num_answers
-                self._ends[chain] = None if before is None else before + 1
+                if before is None:
+                    self._ends[chain] = None
+                else:
+                    self._ends[chain] = before + 1
                 if number is not None:
                     self._steps[chain] = number
 
@@ -293,10 +300,9 @@ class PromptIds:
         earlier ones, so a message follows it.
         """
         before = prompt.rendered.without_end(len(prompt.last_text)).text
-        expected = [
-            before + "".join(text for text, _ in pieces)
-            for pieces in self._forms(prompt, token_ids)
-        ]
+        expected = []
+        for pieces in self._forms(prompt, token_ids):
+            expected.append(before + "".join(text for text, _ in pieces))
         next_piece = self._template.control_tokens.match
         for index, answer in enumerate(answers):
             for following in _following(answer):
@@ -319,7 +325,8 @@ class PromptIds:
         if sampled and sampled[-1] in names:  # the end of the turn is the template's
             sampled.pop()
         if self._template.special_ids.isdisjoint(sampled):
-            text = decode(self._template.tokenizer, sampled) if text is None else text
+            if text is None:
+                text = decode(self._template.tokenizer, sampled)
             text = self._template.without_control_tokens(text)
             ids = _share_objects(sampled)
             return [[(prompt.last_text + text, prompt.last_ids + ids)]]
@@ -328,7 +335,10 @@ class PromptIds:
             if token in names:
                 divided.append((names[token], []))
             divided[-1][1].append(token)
-        forms = [divided] if len(divided) == 1 else [divided, [("", sampled)]]
+        if len(divided) == 1:
+            forms = [divided]
+        else:
+            forms = [divided, [("", sampled)]]
         return [self._complete_pieces(prompt, form) for form in forms]
 
     def _complete_pieces(
@@ -357,7 +367,8 @@ class PromptIds:
             parts.append(array)
             answers = answers or piece in self._answers
             chain = chain_digest(chain, piece)
-            end = chain if chain in self._ends else end
+            if chain in self._ends:
+                end = chain
         if self._divides:
             if start in self._starts:
                 self._starts.remove(start)  # the new one is longer, or the same
@@ -367,9 +378,13 @@ class PromptIds:
         token_ids += ids
         kept = TokenIds([*parts, array], len(token_ids))
         digest = chain_digest(chain, last)
-        end = digest if digest in self._ends else end
+        if digest in self._ends:
+            end = digest
         kind = self._kind(end, answers or last in self._answers, num_answers)
-        parent = None if end is None else self._steps.get(end)
+        if end is None:
+            parent = None
+        else:
+            parent = self._steps.get(end)
         return PromptTokens(
             token_ids, kept, rendered, chain, last, ids, kind, digest, num_answers, parent
         )
@@ -404,7 +419,9 @@ class PromptIds:
 
     def _divide(self, text: str) -> list[str]:
         """Return the text in pieces, or as one piece if its pieces would have other tokens."""
-        starts = [match.start() for match in self._template.control_tokens.finditer(text)]
+        starts = []
+        for match in self._template.control_tokens.finditer(text):
+            starts.append(match.start())
         ends = [start for start in starts if start > 0]
         pieces = [
             text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True)

@@ -20,12 +20,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from skyrl_fast.gateway.messages import ApiError
 
-MAX_BEGINNINGS = 8  # of as many interleaved conversations
+MAX_BEGINNINGS = 8  # beginnings of as many interleaved conversations
 # Parsing holds Python's lock, so that nothing else runs meanwhile: a third of a second for as many.
 MAX_OBJECTS = 100_000  # messages, parts and tools with what they contain
 MAX_KEYS = 300_000
 MAX_VALUES = 2_000_000  # list items, fields and lists: token ids of several of the longest contexts
-WHITE_SPACE = b" \t\r\n"  # of JSON
+WHITE_SPACE = b" \t\r\n"  # white space of JSON
 
 
 class Fields(BaseModel):
@@ -72,7 +72,9 @@ def _excess(characters: np.ndarray) -> str:
     if colons > MAX_KEYS:
         return f"{MAX_KEYS:,} keys"
     # Each value but the first of a list or an object follows a comma.
-    return f"{MAX_VALUES:,} values" if commas + lists + objects > MAX_VALUES else ""
+    if commas + lists + objects > MAX_VALUES:
+        return f"{MAX_VALUES:,} values"
+    return ""
 
 
 def _without_texts(body: bytes) -> np.ndarray:
@@ -107,8 +109,14 @@ class RequestBodies:
         kept = self._beginnings.setdefault(model, deque(maxlen=MAX_BEGINNINGS))
         begins = [known for known in kept if body.startswith(known.text)]
         known = max(begins, key=lambda known: len(known.text), default=None)
-        rest = None if known is None else _rest(body, known)
-        place = None if rest is None else _items_place(rest, conversation)
+        if known is None:
+            rest = None
+        else:
+            rest = _rest(body, known)
+        if rest is None:
+            place = None
+        else:
+            place = _items_place(rest, conversation)
         if known is None or rest is None or place is None or place[0] != len(known.head):
             known = None
             rest = body
@@ -132,8 +140,12 @@ def _rest(body: bytes, known: _Beginning) -> bytes | None:
     after = body[len(known.text) :].lstrip(WHITE_SPACE)
     if after[:1] == b",":
         after = after[1:].lstrip(WHITE_SPACE)
-        return known.head + after if after[:1] == b"{" else None
-    return known.head + after if after[:1] == b"]" else None
+        if after[:1] == b"{":
+            return known.head + after
+        return None
+    if after[:1] == b"]":
+        return known.head + after
+    return None
 
 
 def _items_place(body: bytes, name: str) -> tuple[int, int] | None:
@@ -149,7 +161,9 @@ def _items_place(body: bytes, name: str) -> tuple[int, int] | None:
         end = _address(items[-1]) - _address(body) + memoryview(items[-1]).nbytes
         if body[end - 1 : end] != b"}":
             return None
-    return (start, end) if body[start - 1 : start] == b"[" else None
+    if body[start - 1 : start] == b"[":
+        return (start, end)
+    return None
 
 
 def _address(buffer: Any) -> int:

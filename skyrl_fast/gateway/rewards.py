@@ -47,7 +47,10 @@ class Rewards:
         """
         if not sum((abs(given) for _, _, given in self._given), abs(value)) <= LARGEST_REWARD:
             raise ApiError(400, f"reward: expected a finite float32 number, got {value}")
-        name = None if call is None else re.split("[-_]", call)[-1]
+        if call is None:
+            name = None
+        else:
+            name = re.split("[-_]", call)[-1]
         if name is not None and name not in self._calls:
             raise ApiError(404, "no trained answer of this trajectory has this id")
         if span is not None and span not in self._spans:
@@ -67,5 +70,10 @@ class Rewards:
             self._given = before  # none of them, where one is wrong
             raise
         for call, span, value in self._given:
-            step = self._calls[call] if call else self._spans[span][-1] if span else last
+            if call:
+                step = self._calls[call]
+            elif span:
+                step = self._spans[span][-1]
+            else:
+                step = last
             step.reward += value

@@ -58,7 +58,7 @@ FAULTS = tuple(
 BACKLOG = 1024  # connections that wait to be accepted
 ENDED_KEYS = 10_000  # that are remembered, to tell a late call from a wrong key
 SPAN_HEADER = "x-span"
-RETRY_HEADER = "x-stainless-retry-count"  # of the official OpenAI and Anthropic clients
+RETRY_HEADER = "x-stainless-retry-count"  # header of the official OpenAI and Anthropic clients
 SERVER_ERROR = 500
 ENDS = (
     "/chat/completions",
@@ -201,7 +201,10 @@ class Gateway:
         self.faults["gateway_refused_calls"] += 1
         path = scope["path"]
         known = next((end for end in ENDS if path.endswith(end)), None)
-        hint = "" if known is None else f"; expected {self.url}/v1{known}: check the base URL"
+        if known is None:
+            hint = ""
+        else:
+            hint = f"; expected {self.url}/v1{known}: check the base URL"
         log.warning("a client asks for %s%s", log_line(path), log_line(hint))
         error = ApiError(404, f"unknown path {path}{hint}", code="not_found")
         await JSONResponse(OpenAIChat().error(error), error.status)(scope, receive, send)
@@ -385,7 +388,9 @@ def key_of(request: Request) -> str:
 async def json_body(request: Request) -> Any:
     """Return the JSON of a body, None if it is empty; ApiError if it is none, too long, or late."""
     body = await read_body(request)
-    return await asyncio.to_thread(parse_json, body) if body else None
+    if body:
+        return await asyncio.to_thread(parse_json, body)
+    return None
 
 
 async def read_body(request: Request) -> bytes:
@@ -410,7 +415,7 @@ def _decompress(body: bytes, encoding: str) -> bytes:
         return body
     if kind not in ("gzip", "deflate"):
         raise ApiError(415, f"content-encoding: expected gzip, deflate or identity, got {encoding}")
-    decompressor = zlib.decompressobj(zlib.MAX_WBITS | 32)  # of gzip's or zlib's header
+    decompressor = zlib.decompressobj(zlib.MAX_WBITS | 32)  # detects gzip's or zlib's header
     try:
         text = decompressor.decompress(body, MAX_BODY_BYTES + 1)
     except zlib.error as error:

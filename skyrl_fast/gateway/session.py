@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 # How long an answer waits for a client that has disconnected: SDKs call again after up to 8 s.
 RETRY_SECONDS = 10.0
-MAX_BODIES = 8  # of the last calls, which are kept until they are delivered
+MAX_BODIES = 8  # bodies of the last calls, kept until they are delivered
 LONG_BODY = 1 << 20  # bytes; fewer are parsed in some milliseconds, others in a thread
 LONG_TEXT = 5_000  # characters; fewer are tokenised in two milliseconds, others in a thread
 # Metrics of a trajectory that are there even if their count is 0.
@@ -100,7 +100,7 @@ class Session:
         self.memory: dict[str, Any] = {}  # of the dialects, for requests that refer to earlier ones
         # The stop reason of the policy's last call, if it was refused.
         self.refused: str | None = None
-        self.engine_failure: EngineError | None = None  # of the last call, if it failed
+        self.engine_failure: EngineError | None = None  # why the last call failed, if it did
         self.engine_died = asyncio.Event()
         self.others = OtherCalls(trajectory)
         self._trajectory = trajectory
@@ -111,7 +111,7 @@ class Session:
         self._calls: list[RunningCall] = []
         self._by_body: dict[tuple[str, bytes], list[RunningCall]] = {}
         self._places: Counter[bytes] = Counter()  # prompts, for the seeds
-        self._num_choices = 0  # of all calls
+        self._num_choices = 0  # choices of all calls
         self._finished = False
         self._num_running = 0
         self._idle_since = time.perf_counter()
@@ -120,7 +120,9 @@ class Session:
     async def read(self, body: bytes, parse: Callable[[], T]) -> T:
         """Return a request; a long one is parsed in a thread, after those before it."""
         async with self._reading:
-            return parse() if len(body) < LONG_BODY else await asyncio.to_thread(parse)
+            if len(body) < LONG_BODY:
+                return parse()
+            return await asyncio.to_thread(parse)
 
     async def prompt(self, call: Call) -> PromptTokens:
         """Return a call's prompt; ApiError for an unknown model, a refused or too long prompt."""
@@ -134,7 +136,7 @@ class Session:
         # What is too long is refused before it is rendered: regular expressions hold Python's lock
         # for seconds where a text has megabytes.
         number = max(len(call.messages or ()), len(call.tools or ()))
-        if number > (self.policy.config.max_input_length or 0):
+        if number > self.policy.config.max_input_length:
             return number
         return max(number, self._prompts.num_new_characters(call) // CHARACTERS_PER_TOKEN)
 
@@ -241,7 +243,8 @@ class Session:
         self.counts[f"{self._kind(call, prompt)}_prompts"] += 1
         self.counts["untrained_calls"] += not trained
         for earlier in self._calls[-MAX_BODIES:]:
-            earlier.body = b"" if earlier.delivered else earlier.body
+            if earlier.delivered:
+                earlier.body = b""
         task = asyncio.create_task(self._sample(call, prompt))
         running = RunningCall(task, path, body, span, trained)
         running.task.add_done_callback(ignore_result)
@@ -278,7 +281,9 @@ class Session:
         answers = [m for m in call.messages or [] if m.get("role") == "assistant"]
         names = {message_text(m).strip() for m in answers}
         names |= {c.get("id") for m in answers for c in m.get("tool_calls") or []}
-        return RESTARTED if self._choices.known.isdisjoint(names - {""}) else FORKED
+        if self._choices.known.isdisjoint(names - {""}):
+            return RESTARTED
+        return FORKED
 
     def _warn_of_ignored(self, call: Call) -> None:
         for name, reason in call.ignored.items():
@@ -292,15 +297,17 @@ class Session:
     # --- sampling
 
     async def _sample(self, call: Call, prompt: PromptTokens) -> tuple[Answer, list[Step]]:
-        number = self._places[prompt.digest]  # of calls with this prompt: not of their arrival
+        # Counts calls with this prompt, so that seeds do not depend on arrival order.
+        number = self._places[prompt.digest]
         self._places[prompt.digest] += call.num_choices
         self._mark_running()
-        choices = [
-            self._choices.sample(
-                call, prompt, f"{prompt.digest.hex()}-{number + n}", self._entry.attempt
+        choices = []
+        for n in range(call.num_choices):
+            choices.append(
+                self._choices.sample(
+                    call, prompt, f"{prompt.digest.hex()}-{number + n}", self._entry.attempt
+                )
             )
-            for n in range(call.num_choices)
-        ]
         try:
             if len(choices) == 1:  # the usual call, which needs no task of its own
                 sampled = [await choices[0]]
@@ -379,7 +386,10 @@ class Session:
             answer, steps = running.task.result()
             if self.rewards.withdraw(answer.id, steps):
                 running.delivered = False
-                kept = [s for s in self._trajectory.steps if all(s is not step for step in steps)]
+                kept = []
+                for s in self._trajectory.steps:
+                    if all(s is not step for step in steps):
+                        kept.append(s)
                 self._trajectory.steps[:] = kept
 
     # --- end
@@ -401,7 +411,9 @@ class Session:
         self._trajectory.env_metrics = {**self.metrics(), **outcome.metrics}
         if self.refused is not None:
             return self.refused
-        return LENGTH if steps[-1].stop_reason == LENGTH else STOP
+        if steps[-1].stop_reason == LENGTH:
+            return LENGTH
+        return STOP
 
     def metrics(self) -> dict[str, float]:
         counts = {**dict.fromkeys(COUNTS, 0), **self.counts}
@@ -410,7 +422,10 @@ class Session:
 
     async def close(self) -> None:
         await self.others.close()
-        running = [call.task for call in self._calls if not call.task.done()]
+        running = []
+        for call in self._calls:
+            if not call.task.done():
+                running.append(call.task)
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)

@@ -36,7 +36,7 @@ from skyrl_fast.trajectory_store.writer import StoreError
 
 log = logging.getLogger(__name__)
 
-ENV_CLASS = "gateway"  # of recorded trajectories
+ENV_CLASS = "gateway"  # environment class of recorded trajectories
 
 
 class SessionRequest(Fields):
@@ -82,7 +82,7 @@ class Sessions:
         self._seconds = seconds
         self._open: dict[Session, _Open] = {}
         self._repetitions: Counter[str] = Counter(recording.repetitions)
-        self._names = map("session-{}".format, count(1))  # of groups without one
+        self._names = map("session-{}".format, count(1))  # names of groups without one
         self._ending: set[asyncio.Task[Any]] = set()
         gateway.routes += [
             Route("/v1/sessions", self._handle_open, methods=["POST"]),

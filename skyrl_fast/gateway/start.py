@@ -25,7 +25,10 @@ PACKAGES = ("starlette", "uvicorn", "pydantic", "httpx", "msgspec", "xxhash")
 
 
 def check_packages() -> None:
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    missing = []
+    for name in PACKAGES:
+        if importlib.util.find_spec(name) is None:
+            missing.append(name)
     if missing:
         raise ValueError(
             f"agent: the gateway needs {', '.join(missing)}: pip install 'skyrl-fast[gateway]'"
@@ -91,6 +94,14 @@ def gateway_policy(
         raise ValueError("agent: tokenizer: it has no end-of-sequence token (eos_token)")
     name = config.tool_parser
     thoughts = config.reasoning_parser
+    if name is None:
+        tool_parser = None
+    else:
+        tool_parser = ToolCallParser(name, tokenizer)
+    if thoughts is None:
+        reasoning_parser = None
+    else:
+        reasoning_parser = ReasoningParser(thoughts, tokenizer)
     return ServedPolicy(
         calls,
         config,
@@ -104,8 +115,8 @@ def gateway_policy(
         calls.policies[0] if calls.policies else settings.model,
         untrained_models=tuple(settings.untrained_models),
         upstreams=upstreams_of(settings.upstreams),
-        tool_parser=None if name is None else ToolCallParser(name, tokenizer),
-        reasoning_parser=None if thoughts is None else ReasoningParser(thoughts, tokenizer),
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
         one_line=one_line,
         takes_rewards=not settings.verifier,
     )

@@ -125,7 +125,10 @@ class Report:
         """Return a table for people; once a function was called, it shows those never called."""
         if not self.rows and not self.mode:
             return f"skyrl_fast is not installed in {self.host}"
-        mode = f", mode {self.mode}" if self.mode else ""
+        if self.mode:
+            mode = f", mode {self.mode}"
+        else:
+            mode = ""
         replaced = f"{len(self.names('replaced'))} functions replaced"
         lines = [f"skyrl_fast in {self.host}{mode}: {replaced}"]
         any_called = any(row.counts.calls for row in self.rows)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
-DIGITS = 16  # of the hash: enough for a table that a person can read
+DIGITS = 16  # digits of the hash: enough for a table that a person can read
 DECORATORS = ("skyrl", "torch")  # packages whose wrappers do what the function does
 UNKNOWN_SOURCE = (
     "its source, or that of a function that it calls, differs from every version this replacement "
@@ -102,12 +102,20 @@ def _function_named(name: str, namespace: dict[str, Any], package: str) -> Funct
     first, _, attribute = name.partition(".")
     value = namespace.get(first)
     if attribute:
-        value = getattr(value, attribute, None) if isinstance(value, ModuleType) else None
-    bare = strip_decorators(value) if callable(value) else None
+        if isinstance(value, ModuleType):
+            value = getattr(value, attribute, None)
+        else:
+            value = None
+    if callable(value):
+        bare = strip_decorators(value)
+    else:
+        bare = None
     if not isinstance(bare, FunctionType):
         return None
     home = str(bare.__globals__.get("__name__", ""))
-    return bare if home.partition(".")[0] == package else None
+    if home.partition(".")[0] == package:
+        return bare
+    return None
 
 
 def referenced_names(source: str) -> set[str]:
@@ -148,11 +156,10 @@ def normalize_source(source: str) -> str:
     """
     source = textwrap.dedent(source)
     lines = io.StringIO(source).readlines()  # as tokenize does; a text may contain U+2028
-    spans = [
-        (token.start, token.end)
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT
-    ]
+    spans = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            spans.append((token.start, token.end))
     doc = _docstring(source)
     if doc is not None:
         spans.append(((doc.lineno, doc.col_offset), (doc.end_lineno or 0, doc.end_col_offset or 0)))
@@ -168,14 +175,16 @@ def _docstring(source: str) -> ast.expr | None:
     body = getattr(function, "body", [])
     first = body[0] if body else None
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-        return first.value if isinstance(first.value.value, str) else None
+        if isinstance(first.value.value, str):
+            return first.value
+        return None
     return None
 
 
 def modules_that_bind(package: str, name: str, value: object) -> list[ModuleType]:
     """Return the loaded modules of a package in which the name is bound to this object."""
-    return [
-        module
-        for module_name, module in list(sys.modules.items())
-        if module_name.partition(".")[0] == package and vars(module).get(name) is value
-    ]
+    result: list[ModuleType] = []
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] == package and vars(module).get(name) is value:
+            result.append(module)
+    return result

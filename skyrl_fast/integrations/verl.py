@@ -150,7 +150,9 @@ def _is_registered(name: str) -> bool:
 
 def _last_line() -> str:
     found = report()
-    return found.summary() if found.names("replaced") else ""
+    if found.names("replaced"):
+        return found.summary()
+    return ""
 
 
 def _watch(name: str, modules: set[str], callback: Callable[[str], Any]) -> None:
@@ -161,7 +163,10 @@ def _watch(name: str, modules: set[str], callback: Callable[[str], Any]) -> None
 
 def _replace(module_name: str) -> None:
     for name, home in FUNCTIONS.items():
-        original = getattr(sys.modules[home], name, None) if home == module_name else None
+        if home == module_name:
+            original = getattr(sys.modules[home], name, None)
+        else:
+            original = None
         if original is None or name in _originals:
             continue
         source = fingerprint_with_calls([original], PACKAGE, skip=FUNCTIONS)
@@ -192,7 +197,10 @@ def _count_calls(function: Callable[..., Any]) -> Callable[..., Any]:
         reason = ""
         try:
             values = signature.bind(*args, **kwargs).arguments
-            kinds = {x.device.type for x in values.values() if isinstance(x, torch.Tensor)}
+            kinds = set()
+            for x in values.values():
+                if isinstance(x, torch.Tensor):
+                    kinds.add(x.device.type)
             if not kinds <= ({"cpu", "cuda"} if _on_gpu else {"cpu"}):
                 reason = f"tensors on {', '.join(sorted(kinds))}: see install(on_gpu=True)"
             elif "logits" in values and not has_kernel_rows(values["logits"]):
@@ -290,7 +298,10 @@ def unpad_input(
         cu_seqlens = varlen.cu_seqlens
         lengths = cu_seqlens.diff()
         indices = _cells(varlen.starts, lengths, varlen.position_ids, attention_mask.shape[1])
-    longest = int(lengths.max()) if len(lengths) else 0
+    if len(lengths):
+        longest = int(lengths.max())
+    else:
+        longest = 0
     return values, indices, cu_seqlens, longest, lengths
 
 

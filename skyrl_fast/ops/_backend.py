@@ -61,15 +61,27 @@ def select(
         RuntimeError: a forward-mode derivative of a kernel, which has none, or a transform of
             torch.func.
     """
-    given = [t for t in tensors if isinstance(t, torch.Tensor)]
+    given = []
+    for t in tensors:
+        if isinstance(t, torch.Tensor):
+            given.append(t)
     devices = check_device(op, *given)
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"{op}: backend must be one of {BACKENDS} or None, got {backend!r}")
-    device = devices.pop() if devices else None
+    if devices:
+        device = devices.pop()
+    else:
+        device = None
     # Ops on lists have no tensor to ask; their kernels are the CPU's.
-    kind = "cpu" if device is None else device_kind(device)
+    if device is None:
+        kind = "cpu"
+    else:
+        kind = device_kind(device)
     usable = _usable(kind, device, available, available_on_gpu)
-    wanted = [b for b in BACKENDS if b in usable] if backend is None else [backend]
+    if backend is None:
+        wanted = [b for b in BACKENDS if b in usable]
+    else:
+        wanted = [backend]
     if wanted[0] not in usable:
         raise ValueError(f"{op}: backend {backend!r} cannot run on {kind}; usable: {usable}")
     # A kernel that differed from torch gives way to the next backend; asked for by name, there is
@@ -85,7 +97,10 @@ def select(
     chosen = wanted[0]
     # While a graph is traced, tensors are wrapped by the compiler, not by a transform.
     if chosen != "torch" and not torch.compiler.is_compiling():
-        instead = "; use backend='torch'" if "torch" in usable else ""
+        if "torch" in usable:
+            instead = "; use backend='torch'"
+        else:
+            instead = ""
         # A kernel reads values alone: a tangent or a transform would be lost without an error.
         if any(map(_is_dual, given)):
             raise RuntimeError(f"{op}: no forward-mode derivative{instead}")
@@ -124,7 +139,9 @@ def _transform_of(tensor: torch.Tensor) -> str | None:
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
     needs_gradient = tensor.requires_grad and torch.is_grad_enabled()
-    return "vmap" if is_vmap and not needs_gradient else "grad"
+    if is_vmap and not needs_gradient:
+        return "vmap"
+    return "grad"
 
 
 def _is_dual(tensor: torch.Tensor) -> bool:
@@ -137,7 +154,9 @@ def _usable(
 ) -> tuple[str, ...]:
     if kind == "cpu" or device is None:
         interpreted = "triton" in on_gpu and triton_is_interpreted()
-        return (*on_cpu, "triton") if interpreted else tuple(on_cpu)
+        if interpreted:
+            return (*on_cpu, "triton")
+        return tuple(on_cpu)
     if kind == "cuda":
         is_available = {"native": runs_native(device), "triton": HAS_TRITON, "torch": True}
         return tuple(b for b in on_gpu if is_available[b])
@@ -148,7 +167,10 @@ def runs_native(device: torch.device) -> bool:
     """Return whether the compiled CUDA kernels run on a GPU; each GPU is asked once."""
     if _C.cuda_archs is None or not _driver_runs_kernels():
         return False
-    index = torch.cuda.current_device() if device.index is None else device.index
+    if device.index is None:
+        index = torch.cuda.current_device()
+    else:
+        index = device.index
     return _has_code(_C.cuda_archs, _capability(index))
 
 
@@ -200,8 +222,14 @@ def is_trusted(op: str, device: torch.device, backend: str) -> bool:
     # own answer.
     if getattr(_trusting, "active", False):
         return True
-    index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else None
-    device = device if index is None else torch.device("cuda", index)
+    if device.type == "cuda" and device.index is None:
+        index = torch.cuda.current_device()
+    else:
+        index = None
+    if index is None:
+        device = device
+    else:
+        device = torch.device("cuda", index)
     key = (op, device, backend)
     if key not in _reasons:
         # While a CUDA graph is captured nothing can be compared: what is not known is not used.
@@ -286,7 +314,9 @@ def cuda_stream(tensor: torch.Tensor) -> int:
 def current_device_of(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     """Return a context in which the tensor's GPU is the current one; kernels are launched there."""
     # torch's, as it does not create a CUDA context (0.5 GB) on the previous device when it leaves.
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    if tensor.is_cuda:
+        return torch.cuda.device(tensor.device)
+    return nullcontext()
 
 
 def allocate_pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -312,7 +342,9 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if tensor.device == device:
         return tensor
     is_upload = tensor.device.type == "cpu" and device_kind(device) == "cuda"
-    return to_gpu(tensor, device) if is_upload else tensor.to(device)
+    if is_upload:
+        return to_gpu(tensor, device)
+    return tensor.to(device)
 
 
 def read_numbers(values: Mapping[str, torch.Tensor]) -> dict[str, float]:
@@ -325,7 +357,9 @@ def read_numbers(values: Mapping[str, torch.Tensor]) -> dict[str, float]:
 
 def launch_argument(tensor: torch.Tensor) -> int:
     """Return the last argument of a kernel on the tensor's device: a stream or a thread count."""
-    return cuda_stream(tensor) if on_gpu(tensor) else num_threads()
+    if on_gpu(tensor):
+        return cuda_stream(tensor)
+    return num_threads()
 
 
 def run_kernel(name: str, use_triton: bool, tensor: torch.Tensor, *arguments: Any) -> None:

@@ -54,7 +54,10 @@ def refuse_second_derivative(
     """
     if not torch.is_grad_enabled():
         return gradients
-    connected = [x for x in sources if x is not None and x.requires_grad]
+    connected = []
+    for x in sources:
+        if x is not None and x.requires_grad:
+            connected.append(x)
     message = f"{op}: no second derivative; use {instead}"
     found: tuple[Any, ...] = _Refused.apply(message, len(connected), *connected, *gradients)
     return found

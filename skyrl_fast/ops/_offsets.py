@@ -74,9 +74,13 @@ def check_offsets(
     values = cu.numpy()  # much faster than torch on a few values
     # Before the conversion, which wraps what it cannot hold.
     if cu.dtype != dtype and (values.min() < 0 or values.max() > most):
-        wrong = values.min() if values.min() < 0 else values.max()
+        if values.min() < 0:
+            wrong = values.min()
+        else:
+            wrong = values.max()
         raise ValueError(f"{op}: {name} must be offsets from 0 to {most}, got {wrong}")
-    total = int(values[-1]) if total is None else total
+    if total is None:
+        total = int(values[-1])
     if values[0] != 0 or values[-1] != total or (values[1:] < values[:-1]).any():
         raise ValueError(
             f"{op}: {name} must be non-decreasing offsets from 0 to {total}, got "

@@ -101,16 +101,24 @@ def read_field(op: str, name: str, rows: Rows) -> Field:
         # Elements are read once, by the copy, when the place of each row is known.
         lengths.append(torch.empty(part.num_rows, dtype=torch.int64, device="cpu"))
         part.lengths(lengths[-1])
-    total = lengths[0] if len(lengths) == 1 else torch.stack(lengths).sum(0)
+    if len(lengths) == 1:
+        total = lengths[0]
+    else:
+        total = torch.stack(lengths).sum(0)
     return Field(name, parts, tuple(lengths), total)
 
 
 def read_fields(op: str, fields: Mapping[str, Rows]) -> dict[str, Field]:
     """Return every field; all must have the same number of rows."""
     if not isinstance(fields, Mapping) or not fields:
-        got = "an empty one" if isinstance(fields, Mapping) else type(fields).__name__
+        if isinstance(fields, Mapping):
+            got = "an empty one"
+        else:
+            got = type(fields).__name__
         raise TypeError(f"{op}: fields must be a non-empty mapping of name to rows, got {got}")
-    read = {name: read_field(op, name, rows) for name, rows in fields.items()}
+    read = {}
+    for name, rows in fields.items():
+        read[name] = read_field(op, name, rows)
     first = next(iter(read.values()))
     for field in read.values():
         if len(field.lengths) != len(first.lengths):

@@ -61,7 +61,9 @@ class Rows:
         """Return (N,) float64, the sum of each row's rewards."""
         if not self.ragged_rewards:
             sums = self.rewards.double()
-            return sums if sums.dim() == 1 else sums.sum(1)
+            if sums.dim() == 1:
+                return sums
+            return sums.sum(1)
         lengths = self.lengths()
         assert lengths is not None
         # One float64 sum per row, in the order of its cells, as in the kernels.
@@ -77,7 +79,9 @@ class Rows:
             values = torch.repeat_interleave(values, lengths)
         elif len(self.shape) == 2:
             values = values[:, None].expand(self.shape)
-        return values * self.mask if self.mask is not None else values.clone()
+        if self.mask is not None:
+            return values * self.mask
+        return values.clone()
 
 
 def check_rows(
@@ -108,7 +112,10 @@ def check_rows(
     if cu_seqlens is not None:
         cu_seqlens = check_offsets(op, "cu_seqlens", cu_seqlens, num_rows=num_rows)
     if num_rows is None:
-        num_rows = rewards.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+        if cu_seqlens is None:
+            num_rows = rewards.shape[0]
+        else:
+            num_rows = cu_seqlens.numel() - 1
     elif cu_seqlens is None and rewards.shape[0] != num_rows:
         raise ValueError(
             f"{op}: rewards must have one row per group id ({num_rows}), got {rewards.shape[0]}"
@@ -150,7 +157,10 @@ def check_row_ids(
 
 def dense_ids(op: str, name: str, ids: Sequence[Any] | np.ndarray | torch.Tensor) -> torch.Tensor:
     """Return (N,) int64, the number of each id (string or int) by first appearance."""
-    labels = ids.tolist() if hasattr(ids, "tolist") else ids
+    if hasattr(ids, "tolist"):
+        labels = ids.tolist()
+    else:
+        labels = ids
     dense = torch.empty(len(labels), dtype=torch.int64, device="cpu")
     _C.dense_ids(labels, dense, op, name)
     return dense
@@ -179,7 +189,10 @@ def check_trajectories(rows: Rows, group_ids: torch.Tensor | None = None) -> Non
 def check_finite(rows: Rows, sums: torch.Tensor, where: torch.Tensor | None = None) -> None:
     """Refuse row sums that are NaN or infinite; `where`: (N,) bool, rows that count."""
     bad = ~torch.isfinite(sums)
-    bad = bad if where is None else bad & where
+    if where is None:
+        bad = bad
+    else:
+        bad = bad & where
     if bool(bad.any()):
         row = int(bad.nonzero()[0])
         raise ValueError(
@@ -206,7 +219,10 @@ def _result_shape(
         # how many cells there are.
         says_cells = mask is not None or rewards.shape != (num_rows,)
         if _backend.on_gpu(cu_seqlens) and says_cells:
-            shape = mask.shape if mask is not None else rewards.shape
+            if mask is not None:
+                shape = mask.shape
+            else:
+                shape = rewards.shape
         else:
             shape = torch.Size([int(cu_seqlens[-1])])
         if rewards.shape not in (shape, (num_rows,)):
@@ -215,11 +231,20 @@ def _result_shape(
             )
         wanted = str(tuple(shape))
     else:
-        shape = mask.shape if mask is not None else rewards.shape
+        if mask is not None:
+            shape = mask.shape
+        else:
+            shape = rewards.shape
         wanted = f"({num_rows},) or ({num_rows}, R)"
-    fits = shape[0] == num_rows and len(shape) <= 2 if cu_seqlens is None else True
+    if cu_seqlens is None:
+        fits = shape[0] == num_rows and len(shape) <= 2
+    else:
+        fits = True
     if not fits or (mask is not None and mask.shape != shape):
-        got = tuple(mask.shape) if mask is not None else tuple(shape)
+        if mask is not None:
+            got = tuple(mask.shape)
+        else:
+            got = tuple(shape)
         raise ValueError(f"{op}: {mask_name} must be of shape {wanted}, got {got}")
     return shape
 

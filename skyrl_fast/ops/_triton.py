@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 def _strides(rows: Tensor) -> tuple[int, int, int]:
     """Return inner rows, outer and inner stride of (M, V) or (outer, inner, V)."""
-    # Of no rows 1, as the kernels divide by it.
+    # 1 where there are no rows, as the kernels divide by it.
     if rows.dim() == 3:
         return max(rows.shape[1], 1), rows.stride(0), rows.stride(1)
     return max(rows.shape[0], 1), 0, rows.stride(0)

@@ -57,7 +57,9 @@ class KernelCase:
 
     def expected(self, device: torch.device) -> Mapping[str, torch.Tensor]:
         """Return the results of the reference."""
-        inputs = {name: value.to(device) for name, value in self.inputs.items()}
+        inputs = {}
+        for name, value in self.inputs.items():
+            inputs[name] = value.to(device)
         # A reference in float64 has no rounding error that would have to be allowed for.
         if self.widens:
             inputs = {n: v.double() if v.is_floating_point() else v for n, v in inputs.items()}
@@ -135,7 +137,10 @@ def measure_cases(device: torch.device, backend: str) -> Iterator[dict[str, Any]
 
 
 def gpus() -> list[torch.device]:
-    return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    result: list[torch.device] = []
+    for i in range(torch.cuda.device_count()):
+        result.append(torch.device("cuda", i))
+    return result
 
 
 def usable_backends(device: torch.device) -> list[str]:
@@ -209,7 +214,9 @@ def _error(name: str, got: torch.Tensor, want: torch.Tensor, atol: float) -> flo
 
 
 def _milliseconds(case: KernelCase, device: torch.device, backend: str, rounds: int = 5) -> float:
-    inputs = {name: value.to(device) for name, value in case.inputs.items()}
+    inputs = {}
+    for name, value in case.inputs.items():
+        inputs[name] = value.to(device)
     times = []
     for _ in range(rounds):
         started = time.perf_counter()
@@ -246,7 +253,10 @@ KEPT = 7  # sampled ids of a row, for sets
 def _selected_cases() -> Iterator[KernelCase]:
     op = "selected_logprob"
     for name, dtype, vocab in LOGIT_CASES:
-        rows = 3 if vocab == LARGE_VOCAB else 5
+        if vocab == LARGE_VOCAB:
+            rows = 3
+        else:
+            rows = 5
         yield KernelCase(op, name, _random_logits(rows, vocab, dtype), _call_selected)
     # As where logits are shifted against their targets: `logits[:, :-1]`.
     strided = _random_logits(6, 101, torch.bfloat16)
@@ -273,7 +283,7 @@ def _call_selected(inputs: Tensors, backend: str) -> Tensors:
         inplace_backward=backend != "torch",
         backend=backend,
     )
-    # Of both signs, another for each row: the gradient of another row shows.
+    # Weights of both signs, another for each row: the gradient of another row shows.
     weight = torch.linspace(-1, 1.5, logprob.numel(), dtype=logprob.dtype, device=logprob.device)
     weight = weight.view(logprob.shape)
     ((logprob + 0.3 * entropy) * weight).sum().backward()
@@ -285,12 +295,15 @@ def _call_selected_strided(inputs: Tensors, backend: str) -> Tensors:
 
     leaf = inputs["logits"].clone().requires_grad_()
     logprob = selected_logprob(
-        leaf[:, :-1], inputs["target_ids"][:, :-1], loss_mask=inputs["loss_mask"][:, :-1],
+        leaf[:, :-1],
+        inputs["target_ids"][:, :-1],
+        loss_mask=inputs["loss_mask"][:, :-1],
         backend=backend,
-    )  # fmt: skip
+    )
     assert isinstance(logprob, torch.Tensor)
-    (logprob * torch.arange(1, logprob.numel() + 1, device=logprob.device).view_as(logprob)).sum(
-    ).backward()  # fmt: skip
+    (
+        logprob * torch.arange(1, logprob.numel() + 1, device=logprob.device).view_as(logprob)
+    ).sum().backward()
     return _results(backend, leaf, inputs["loss_mask"], logprob=logprob)
 
 
@@ -324,9 +337,13 @@ def _call_linear(inputs: Tensors, backend: str) -> Tensors:
     hidden = inputs["logits"].clone().requires_grad_()
     weight = inputs["lm_head_weight"].clone().requires_grad_()
     logprob = linear_logprob(
-        hidden, weight, inputs["target_ids"], loss_mask=inputs["loss_mask"], chunk_rows=2,
+        hidden,
+        weight,
+        inputs["target_ids"],
+        loss_mask=inputs["loss_mask"],
+        chunk_rows=2,
         backend=backend,
-    )  # fmt: skip
+    )
     assert isinstance(logprob, torch.Tensor)
     (logprob * torch.arange(1, 6, device=logprob.device)).sum().backward()
     assert hidden.grad is not None and weight.grad is not None
@@ -361,7 +378,7 @@ def _masked_loss_cases() -> Iterator[KernelCase]:
         cells = _cells(5, number)
         cells.pop("logprobs")
         for value in cells.values():
-            # Of the masked row, which kernels do not read.
+            # Values of the masked row, which kernels do not read.
             value[1] = torch.nan
         inputs |= cells | {"row_weights": torch.linspace(0.5, 1.5, 5, dtype=torch.float32)}
         call = functools.partial(_call_masked_loss, loss=loss)
@@ -375,9 +392,15 @@ def _call_masked_loss(inputs: Tensors, backend: str, *, loss: str) -> Tensors:
     leaf = others.pop("logits").clone().requires_grad_()
     penalty: dict[str, Any] = {"kl_estimator": "k3", "kl_coef": 0.3}
     out = masked_logprob_loss(
-        leaf * 1, **others, **penalty, loss=loss, return_entropy=True, temperature=0.9,
-        inplace_backward=backend != "torch", backend=backend,
-    )  # fmt: skip
+        leaf * 1,
+        **others,
+        **penalty,
+        loss=loss,
+        return_entropy=True,
+        temperature=0.9,
+        inplace_backward=backend != "torch",
+        backend=backend,
+    )
     (out.loss * 0.5).backward()
     assert out.logprobs is not None and out.entropy is not None
     values = {"logprobs": out.logprobs, "cell_entropy": out.entropy}
@@ -415,9 +438,7 @@ def _call_policy_loss(inputs: Tensors, backend: str, *, loss: str) -> Tensors:
     penalty: dict[str, Any] = {"kl_estimator": "k2", "kl_coef": 0.3}
     # The same tokens of clip_cov for both backends.
     generator = torch.Generator(leaf.device).manual_seed(0)
-    out = policy_loss(
-        leaf, **others, **penalty, loss=loss, generator=generator, backend=backend
-    )  # fmt: skip
+    out = policy_loss(leaf, **others, **penalty, loss=loss, generator=generator, backend=backend)
     (out.loss * 0.5).backward()
     return _results(backend, leaf, inputs["loss_mask"], total=out.loss, **out.metrics)
 
@@ -428,7 +449,9 @@ def _kl_cases() -> Iterator[KernelCase]:
     for estimator in KL_ESTIMATORS:
         cells = _cells(600, 1)
         mask = torch.arange(600) % 7 != 3
-        inputs = {name: cells[name] for name in ("logprobs", "ref_logprobs")}
+        inputs = {}
+        for name in ("logprobs", "ref_logprobs"):
+            inputs[name] = cells[name]
         for value in inputs.values():
             value[~mask] = torch.nan
         call = functools.partial(_call_kl, estimator=estimator)
@@ -440,11 +463,15 @@ def _call_kl(inputs: Tensors, backend: str, *, estimator: str) -> Tensors:
 
     leaf = inputs["logprobs"].clone().requires_grad_()
     out = kl_penalty(
-        leaf, inputs["ref_logprobs"], loss_mask=inputs["loss_mask"], estimator=estimator,
+        leaf,
+        inputs["ref_logprobs"],
+        loss_mask=inputs["loss_mask"],
+        estimator=estimator,
         backend=backend,
-    )  # fmt: skip
-    (out * torch.linspace(-1, 1.5, out.numel(), dtype=out.dtype, device=out.device)).sum(
-    ).backward()  # fmt: skip
+    )
+    (
+        out * torch.linspace(-1, 1.5, out.numel(), dtype=out.dtype, device=out.device)
+    ).sum().backward()
     return _results(backend, leaf, inputs["loss_mask"], penalty=out)
 
 
@@ -473,8 +500,11 @@ def _call_advantage(inputs: Tensors, backend: str, *, estimator: str) -> Tensors
 
 def _pack_cases(op: str) -> Iterator[KernelCase]:
     shapes: tuple[tuple[torch.dtype, tuple[int, ...]], ...] = (
-        (torch.int64, ()), (torch.float32, (3,)), (torch.bfloat16, ()), (torch.uint8, ()),
-    )  # fmt: skip
+        (torch.int64, ()),
+        (torch.float32, (3,)),
+        (torch.bfloat16, ()),
+        (torch.uint8, ()),
+    )
     for dtype, rest in shapes:
         count = 5 * 40
         padded = torch.arange(count * (rest[0] if rest else 1)).view(5, 40, *rest)
@@ -497,8 +527,9 @@ def _call_pack(inputs: Tensors, backend: str) -> Tensors:
     results = {"values": packed.values, "positions": packed.position_ids, "padded": back}
     if leaf.requires_grad:
         # Another weight for each column: a gradient in a wrong cell shows.
-        (back * torch.arange(41, device=back.device).view(1, 41, *(1,) * (back.dim() - 2))).sum(
-        ).backward()  # fmt: skip
+        (
+            back * torch.arange(41, device=back.device).view(1, 41, *(1,) * (back.dim() - 2))
+        ).sum().backward()
         assert leaf.grad is not None
         results["gradient"] = leaf.grad
     return results

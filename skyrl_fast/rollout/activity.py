@@ -43,7 +43,10 @@ class Activity:
             >>> Activity("7", 2, turn=1, phase=ACTING, since=10.0).describe(now=71.0)
             '7/2: turn 2, in its environment for 61 s'
         """
-        again = f", attempt {self.attempt + 1}" if self.attempt else ""
+        if self.attempt:
+            again = f", attempt {self.attempt + 1}"
+        else:
+            again = ""
         return (
             f"{self.uid}/{self.repetition_id}: turn {self.turn + 1}{again}, {self.phase} for "
             f"{now - self.since:.0f} s"
@@ -67,7 +70,10 @@ class ActivityBoard:
 
     def generating_seconds(self) -> float:
         """Return for how long, since the start, at least one trajectory was generating."""
-        running = self.clock() - self._generating_since if self._generating else 0.0
+        if self._generating:
+            running = self.clock() - self._generating_since
+        else:
+            running = 0.0
         return self._generated_seconds + running
 
     def enter(self, uid: str, repetition_id: int) -> Activity:
@@ -140,4 +146,8 @@ class ActivityBoard:
     def find_stuck(self, uid: str, seconds: float) -> list[Activity]:
         """Return trajectories of this group that ended waiting so long ago."""
         now = self.clock()
-        return [e for e in self.of(uid) if e.began is not None and now - e.began >= seconds]
+        result: list[Activity] = []
+        for e in self.of(uid):
+            if e.began is not None and now - e.began >= seconds:
+                result.append(e)
+        return result

@@ -54,12 +54,14 @@ class AgentLoop:
         self.tokenizer = calls.tokenizer
         self.env_factory = env_factory
         self.config = config
-        assert config.max_input_length is not None
         self.max_input_length = config.max_input_length
         self.board = board
         self.parser = AnswerParser(tool_parser)
         chosen = config.skip_special_tokens
-        self.skip_special_tokens = tool_parser is None if chosen is None else chosen
+        if chosen is None:
+            self.skip_special_tokens = tool_parser is None
+        else:
+            self.skip_special_tokens = chosen
         self._template_kwargs: dict[str, Any] = {}
         self._template: ChatTemplate | None = None
 
@@ -92,7 +94,7 @@ class _EnvEpisode:
     env: EnvSession | None = None
     unparsed: int = 0  # answers with a failed call
     reward_parts: Counter[str] = field(default_factory=Counter)  # each summed over the steps
-    policy: str | None = None  # of the next answer, where policies have names
+    policy: str | None = None  # policy of the next answer, where policies have names
 
     async def play(self) -> str:
         loop = self.loop
@@ -153,6 +155,10 @@ class _EnvEpisode:
             last = answer.done or turn + 1 == loop.config.turn_limit
             # Prompts share their parts: a copy in each step would be quadratic in the turns.
             before, kept = prompt_token_ids, grown_ids(prompt_token_ids, before, kept)
+            if turn:
+                parent = turn - 1
+            else:
+                parent = None
             step = Step.from_generation(
                 kept,
                 generation,
@@ -164,7 +170,7 @@ class _EnvEpisode:
                 expert_indices=routes,
                 policy=self.policy,
                 number=turn,
-                parent=turn - 1 if turn else None,
+                parent=parent,
                 state=shown,
             )
             shown = step.observation
@@ -175,7 +181,9 @@ class _EnvEpisode:
             if last:
                 # A truncated response keeps "length": the filter for overlong ones reads it.
                 truncated = generation.stop_reason == LENGTH
-                return generation.stop_reason if answer.done or truncated else MAX_TURNS
+                if answer.done or truncated:
+                    return generation.stop_reason
+                return MAX_TURNS
             new = _characters([*answer.messages, answer.postprocessed_action])
             extend = partial(_extend_context, context, step, generation, parsed, answer)
             await _off_loop(characters + new, extend)
@@ -187,12 +195,19 @@ class _EnvEpisode:
         calls = self.loop.calls
         for name, known in ((next_policy, calls.sampled), *((n, calls.policies) for n in rewarded)):
             if name is not None and name not in known:
-                expected = f"one of {', '.join(known)}" if known else "no name in a run of one"
+                if known:
+                    expected = f"one of {', '.join(known)}"
+                else:
+                    expected = "no name in a run of one"
                 raise EnvError(f"policy: expected {expected}, got {name!r:.100}")
         self.policy = next_policy or self.policy
 
     async def _generate(self, prompt_token_ids: list[int]) -> Generation:
         known = find_recorded_routes(self._own_steps(), prompt_token_ids)
+        if known is None:
+            expert_indices_start = 0
+        else:
+            expert_indices_start = len(known)
         return await self.loop.calls.sample(
             self.trajectory,
             prompt_token_ids,
@@ -200,7 +215,7 @@ class _EnvEpisode:
             policy_version=self.policy_version,
             attempt=self.entry.attempt,
             place=self.entry.turn,
-            expert_indices_start=0 if known is None else len(known),
+            expert_indices_start=expert_indices_start,
             policy=self.policy,
         )
 
@@ -223,7 +238,9 @@ class _EnvEpisode:
                 and config.append_eos_token_after_stop_str_in_multi_turn
             )
         sampling = config.sampling(self.trajectory.phase)
-        return end_to_append(template, generation, sampling) if append else None
+        if append:
+            return end_to_append(template, generation, sampling)
+        return None
 
 
 def _shown_text(messages: Sequence[Message]) -> str:
@@ -236,7 +253,9 @@ def _characters(messages: Sequence[Message | str | None]) -> int:
 
 async def _off_loop(characters: int, call: Callable[[], T]) -> T:
     """Return the result of rendering or tokenising; long texts do not stop the event loop."""
-    return call() if characters < LONG_TEXT else await asyncio.to_thread(call)
+    if characters < LONG_TEXT:
+        return call()
+    return await asyncio.to_thread(call)
 
 
 def _extend_context(

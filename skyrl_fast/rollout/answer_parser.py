@@ -65,7 +65,10 @@ class AnswerParser:
         calls = with_calls and self.tool_parser is not None
         if not thoughts and not calls:
             return ParsedAnswer(text, rest=text)
-        offered = None if tools is None else [dict(tool) for tool in tools]
+        if tools is None:
+            offered = None
+        else:
+            offered = [dict(tool) for tool in tools]
         kwargs = dict(template_kwargs or {})
         arguments = (text, offered, forced, kwargs, thoughts, calls)
         if len(text) <= MAX_INLINE:
@@ -132,7 +135,9 @@ class _Parsers(HandlerSettings):
 def _is_odd(call: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> bool:
     """Return whether a call is not of an offered function, or its arguments are no JSON object."""
     function = call["function"]
-    offered = [tool.get("function", tool).get("name") for tool in tools or []]
+    offered = []
+    for tool in tools or []:
+        offered.append(tool.get("function", tool).get("name"))
     is_unknown = bool(offered) and function["name"] not in offered
     return is_unknown or not isinstance(function["arguments"], dict)
 

@@ -81,7 +81,10 @@ def _text_of(content: Any) -> str:
     texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in content]
     for part, text in zip(content, texts, strict=True):
         if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            if isinstance(part, Mapping):
+                kind = part.get("type")
+            else:
+                kind = type(part).__name__
             raise ValueError(f"content: expected text, got a part of type {kind!r}")
     return BETWEEN_PARTS.join(texts)
 
@@ -126,7 +129,10 @@ def normalize_tools(tools: Any) -> list[dict[str, Any]] | None:
     plain = []
     for tool in tools:
         function = tool.get("function")
-        named = _order_keys(function) if isinstance(function, Mapping) else function
+        if isinstance(function, Mapping):
+            named = _order_keys(function)
+        else:
+            named = function
         plain.append(_order_keys({**tool, "function": named}, _TOOL_KEYS))
     return plain
 
@@ -143,7 +149,9 @@ def template_kwargs_of(row: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"chat_template_kwargs: expected a mapping, got {kwargs!r:.100}")
     tools = row.get("tools")  # the column counts before the same key of the arguments
     tools = normalize_tools(kwargs.get("tools") if tools is None else tools)
-    return kwargs if tools is None else {**kwargs, "tools": tools}
+    if tools is None:
+        return kwargs
+    return {**kwargs, "tools": tools}
 
 
 def plain_value(value: Any) -> Any:
@@ -168,13 +176,17 @@ def without_nulls(value: Any, keep: Collection[str] = ()) -> Any:
     if isinstance(value, dict):
         items = value.items()
         return {k: without_nulls(item) for k, item in items if item is not None or k in keep}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
 
 
 def parse_json(value: Any) -> Any:
     """Return the value of a JSON text; any other value as it is."""
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        if isinstance(value, str):
+            return json.loads(value)
+        return value
     except (ValueError, RecursionError):
         return value
 

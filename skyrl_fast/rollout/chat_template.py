@@ -23,7 +23,7 @@ KNOWN_TEXTS = 1024  # whose tokens are remembered
 LONGEST_KNOWN = 8192  # characters
 SHORTEST_PART = 32  # characters of a message that are in no prompt by chance
 MARGIN = 64  # tokens that the end of a cut text may change
-PLAIN_KEYS = {"role", "content"}  # of most messages
+PLAIN_KEYS = {"role", "content"}  # keys of most messages
 AS_JSON = "{{ messages[0] | tojson }}"  # a template that shows what templates see of a message
 # Divides the name of a control token in a text, so that its parts are encoded separately. Unicode
 # guarantees that these code points are no characters.
@@ -48,7 +48,9 @@ def message_text(message: Message) -> str:
     if content is None:
         return ""
     if isinstance(content, list):
-        parts = [p.get("text") if isinstance(p, dict) else p for p in content]
+        parts = []
+        for p in content:
+            parts.append(p.get("text") if isinstance(p, dict) else p)
         texts = [str(part) for part in parts if part is not None]
         return BETWEEN_PARTS.join(texts)
     return str(content)
@@ -102,7 +104,10 @@ class ChatTemplate:
         """Return whether the last token, at which the engine `stopped` or not, ended the turn."""
         # A model has several end tokens: the template's, its tokenizer's, and others of which only
         # its engine knows, from the generation config.
-        last = token_ids[-1] if token_ids else None
+        if token_ids:
+            last = token_ids[-1]
+        else:
+            last = None
         ends = (self.end_id, self.tokenizer.eos_token_id)
         return last in ends or (stopped and last in self._control.added_names)
 
@@ -138,7 +143,10 @@ class ChatTemplate:
             answer_next: up to where the model's answer begins.
             tools, kwargs: in place of the template's keyword arguments; None: those.
         """
-        given = kwargs if tools is None else {**kwargs, "tools": list(tools)}
+        if tools is None:
+            given = kwargs
+        else:
+            given = {**kwargs, "tools": list(tools)}
         messages = self._arrange(messages)
         with _refusals(messages):
             return self.tokenizer.apply_chat_template(
@@ -154,15 +162,24 @@ class ChatTemplate:
         # Agents send several. Where the template takes one, first, leading ones are joined, and a
         # later one is added to the user message before it, or becomes one. Where it takes none, the
         # leading ones are added to the user message after them.
-        systems = [index for index, m in enumerate(messages) if m.get("role") == "system"]
+        systems = []
+        for index, m in enumerate(messages):
+            if m.get("role") == "system":
+                systems.append(index)
         size = _vocab_size(self.tokenizer)
-        accepted = _find_system_places(self.tokenizer, size, self._chat_template) if systems else ""
+        if systems:
+            accepted = _find_system_places(self.tokenizer, size, self._chat_template)
+        else:
+            accepted = ""
         if accepted in ("", ANYWHERE) or (accepted == FIRST and systems == [0]):
             return messages
         arranged: list[Message] = []
         for message in messages:
             role = message.get("role")
-            last_role = arranged[-1].get("role") if arranged else None
+            if arranged:
+                last_role = arranged[-1].get("role")
+            else:
+                last_role = None
             joins_user = role == "user" and last_role == "system" and accepted == NOWHERE
             if joins_user or (role == "system" and last_role in ("system", "user")):
                 text = f"{message_text(arranged[-1])}\n\n{message_text(message)}"
@@ -201,7 +218,10 @@ class ChatTemplate:
         for index, message in enumerate(messages[num_checked:], num_checked):
             if not self._writes(message, text, [*messages], index, options):
                 role = message.get("role")
-                what = "tool calls" if role == "assistant" else f"messages of the role {role}"
+                if role == "assistant":
+                    what = "tool calls"
+                else:
+                    what = f"messages of the role {role}"
                 raise ContextError(f"the chat template leaves out {what}")
 
     def _writes(
@@ -215,7 +235,10 @@ class ChatTemplate:
         role = message.get("role")
         calls = message.get("tool_calls")
         others = [{key: value for key, value in message.items() if key != "tool_calls"}]
-        part = "" if role == "assistant" else message_text(message).strip()
+        if role == "assistant":
+            part = ""
+        else:
+            part = message_text(message).strip()
         if not (part or (calls and role == "assistant")):
             return True
         # A short text may be in the prompt by chance, and calls are written in many ways: whether
@@ -306,7 +329,10 @@ class ChatTemplate:
         return self._encode(text, after)
 
     def _encode(self, text: str, after: Sequence[int]) -> list[int]:
-        before = self._control.added_names.get(after[-1], CONTINUED) if after else ""
+        if after:
+            before = self._control.added_names.get(after[-1], CONTINUED)
+        else:
+            before = ""
         try:
             token_ids: list[int] = []
             for part in text.split(BREAK):
@@ -497,7 +523,7 @@ def _find_system_places(tokenizer: Any, _size: int, chat_template: str | None) -
             continue
         if all(m["content"] in text for m in messages if m["role"] == "system"):
             return place
-    return ANYWHERE  # a template that requires other messages
+    return ANYWHERE  # the template rejects this probe: assume any position
 
 
 @lru_cache(maxsize=8)
@@ -511,7 +537,7 @@ def _end_of_turn(tokenizer: Any, _size: int, chat_template: str | None) -> int:
             text_after(MARKER, template.text([*answered, answered[0]])),
         ]
         last, inner = map(template.token_ids, texts)
-    except ContextError:  # of a template that requires other messages
+    except ContextError:  # the template rejects these messages
         last = inner = []
     # An added token after an answer inside a conversation is its end only if the last one has an
     # end, too: else it begins the next message. gpt-oss writes two different ends.
@@ -519,7 +545,9 @@ def _end_of_turn(tokenizer: Any, _size: int, chat_template: str | None) -> int:
         end: int = tokenizer.eos_token_id
         return end
     inner_index = template.first_added(inner)
-    return last[index] if inner_index is None else inner[inner_index]
+    if inner_index is None:
+        return last[index]
+    return inner[inner_index]
 
 
 @lru_cache(maxsize=KNOWN_TEXTS)

@@ -19,7 +19,7 @@ from skyrl_fast.rollout.chat_template import (
     text_after,
 )
 
-_OPENING_TAG = re.compile(r"([<\[◁])(\w+)([>\]▷])")  # of thoughts, such as <think>
+_OPENING_TAG = re.compile(r"([<\[◁])(\w+)([>\]▷])")  # opening tags of thoughts, such as <think>
 
 
 class Context(Protocol):
@@ -89,7 +89,10 @@ def render_answer(
     ids = template.until_end(ids)
     if template.ends_turn(ids, stopped=False) or template.special_ids.issuperset(ids[-1:]):
         return ids
-    after = _after_answer(template, messages, answer, following) if following else ""
+    if following:
+        after = _after_answer(template, messages, answer, following)
+    else:
+        after = ""
     following_ids = template.token_ids(after, after=ids)
     index = template.first_added(following_ids)
     return [*ids, template.end_id if index is None else following_ids[index]]
@@ -241,7 +244,10 @@ class _AppendContext(_GrowingContext):
     def add_observation(self, messages: Sequence[Message]) -> None:
         template = self.template
         observation = template.without_control_tokens(messages)
-        end = template.control_token_names.get(self._token_ids[-1], "") if self._ended else ""
+        if self._ended:
+            end = template.control_token_names.get(self._token_ids[-1], "")
+        else:
+            end = ""
         text = _after_answer(template, self._messages, self._answer, observation, end)
         ids = template.token_ids(text, after=self._token_ids)
         index = template.first_added(ids)
@@ -282,7 +288,10 @@ class _SingleContext(_GrowingContext):
         else:
             ends = self.template.ends_turn(token_ids, stopped=stopped)
             # Observations follow inside the answer, so its end token would end it too early.
-            self._token_ids += token_ids[:-1] if ends else token_ids
+            if ends:
+                self._token_ids += token_ids[:-1]
+            else:
+                self._token_ids += token_ids
 
     def add_observation(self, messages: Sequence[Message]) -> None:
         for message in messages:

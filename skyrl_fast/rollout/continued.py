@@ -49,7 +49,7 @@ async def generate_through_updates(
     versions: list[int] = []
     routes: np.ndarray | None = None
     kept_ids: list[np.ndarray] = []
-    number_cached: int | None = None  # of the first part: later ones find what it computed
+    number_cached: int | None = None  # tokens of the first part: later ones find what it computed
     number = 0
     while True:
         left = sampling.max_generate_length - len(ids)
@@ -69,7 +69,10 @@ async def generate_through_updates(
         kept = len(part.token_ids)
         if part.stop_reason == INTERRUPTED:
             # Interrupted at the last moment, it may already have all of its tokens.
-            kept = 0 if sampling.begins_again else min(kept, left - 1)
+            if sampling.begins_again:
+                kept = 0
+            else:
+                kept = min(kept, left - 1)
             kept = _uncut_length(tokenizer, [*ids, *part.token_ids[:kept]], sampling) - len(ids)
         ids += part.token_ids[:kept]
         logprobs += part.logprobs[:kept]
@@ -109,7 +112,10 @@ def _rest(sampling: SamplingParams, num_sampled: int) -> SamplingParams:
         return rest
     least = max(0, min(least, sampling.max_generate_length) - num_sampled)
     # Without the minimum, too, each token is sampled from the same number of tokens, and recorded.
-    top_k = sampling.num_kept_tokens if sampling.top_k < 1 else None
+    if sampling.top_k < 1:
+        top_k = sampling.num_kept_tokens
+    else:
+        top_k = None
     return replace(
         rest,
         top_k=top_k or sampling.top_k,

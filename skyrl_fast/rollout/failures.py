@@ -14,7 +14,7 @@ from skyrl_fast.system.printable import log_line
 
 log = logging.getLogger(__name__)
 
-MAX_LOGGED_FAILURES = 5  # of one batch; the others are only counted
+MAX_LOGGED_FAILURES = 5  # failures of one batch; the others are only counted
 MAX_FAILED_BATCHES = 3  # in a row: chance does not explain that many
 _EXCEPTION = re.compile(r"environment \S+: \w+ raised \w+: ")
 
@@ -80,7 +80,7 @@ class FailureWatch:
     def __init__(self) -> None:
         self._in_a_row = 0
         self._usable = False  # there was a trajectory that did not fail
-        self._first: Trajectory | None = None  # of the last failed batch
+        self._first: Trajectory | None = None  # first trajectory of the last failed batch
 
     def see(self, trajectories: Sequence[Trajectory]) -> None:
         """Record a finished batch; RolloutError if no further one can be expected to succeed."""

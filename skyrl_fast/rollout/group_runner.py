@@ -24,9 +24,9 @@ from skyrl_fast.system.tasks import ignore_result
 
 log = logging.getLogger(__name__)
 
-POLL_SHARE = 0.02  # of a trajectory's deadline, between two checks of a group by the watchdog
-SLOW_SHARE = 0.5  # of a trajectory's deadline, spent in one phase, is reported as slow
-CLOSE_CALLS = 2  # of the environment after the deadline: metrics and close
+POLL_SHARE = 0.02  # share of a trajectory's deadline between two checks by the watchdog
+SLOW_SHARE = 0.5  # share of the deadline that, spent in one phase, is reported as slow
+CLOSE_CALLS = 2  # calls of the environment after the deadline: metrics and close
 GRACE_SECONDS = 5.0
 
 OnGroup = Callable[[RolloutPrompt, Sequence[Trajectory]], Awaitable[None]]
@@ -103,7 +103,10 @@ class GroupRunner:
         self._abandoned: set[asyncio.Task[Trajectory]] = set()
         self._close_seconds = CLOSE_CALLS * env_timeout_seconds + GRACE_SECONDS
         deadline = config.trajectory_timeout_seconds
-        self._poll_seconds = POLL_SHARE * deadline if poll_seconds is None else poll_seconds
+        if poll_seconds is None:
+            self._poll_seconds = POLL_SHARE * deadline
+        else:
+            self._poll_seconds = poll_seconds
         self._slow_seconds = SLOW_SHARE * deadline
         self._stuck_seconds = deadline + self._close_seconds
 
@@ -202,7 +205,9 @@ class GroupRunner:
         longest, *others = slow
         text = longest.describe(self.board.clock())
         if others:
-            names = [f"{entry.uid}/{entry.repetition_id}" for entry in others]
+            names = []
+            for entry in others:
+                names.append(f"{entry.uid}/{entry.repetition_id}")
             text += f"; and {len(others)} more: {', '.join(names)}"
         log.warning("slow: %s", text)
 

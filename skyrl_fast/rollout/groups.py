@@ -68,7 +68,10 @@ def environment_runner(
         raise ValueError("rollout: tokenizer: it has no end-of-sequence token (eos_token)")
     check_loop_settings(config)
     name = config.tool_parser
-    tool_parser = None if name is None else ToolCallParser(name, calls.tokenizer)
+    if name is None:
+        tool_parser = None
+    else:
+        tool_parser = ToolCallParser(name, calls.tokenizer)
     board = options.pop("board", None) or ActivityBoard()
     loop = AgentLoop(calls, env_factory, config, board=board, tool_parser=tool_parser)
     return GroupRunner(loop, config, board=board, **options)

@@ -9,13 +9,13 @@ from os.path import expanduser
 from pathlib import Path
 from typing import Any, Protocol
 
-from skyrl_fast.config import Config, GeneratorConfig, check_limits, max_input_length
+from skyrl_fast.config import Config, GeneratorConfig, check_limits
 
 log = logging.getLogger(__name__)
 
 PHASES = ("train", "eval")
 
-PLAIN = "plain"  # of generator.chat_template
+PLAIN = "plain"  # value of generator.chat_template
 # For base models, which have none: a line for each message, an end token after each answer.
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}"
@@ -51,7 +51,7 @@ class RolloutPrompt(Protocol):
 def loop_settings(config: Config) -> GeneratorConfig:
     """Return the agent loop's settings: `generator` with its automatic values resolved.
 
-    `max_input_length` is a number, `context` a kind of context, `chat_template` Jinja text or None.
+    `chat_template` is Jinja text or None.
     """
     generator = config.generator
     evaluation = generator.eval_sampling_params
@@ -61,25 +61,12 @@ def loop_settings(config: Config) -> GeneratorConfig:
             "in training but not in evaluation; set it there too",
             ", ".join(generator.sampling_params.stop),
         )
-    context = generator.context
-    if context == "auto":
-        context = "append" if generator.use_conversation_multi_turn else "single"
-    return replace(
-        generator,
-        max_input_length=max_input_length(config),
-        context=context,
-        chat_template=read_chat_template(generator.chat_template),
-    )
+    return replace(generator, chat_template=read_chat_template(generator.chat_template))
 
 
 def check_loop_settings(generator: GeneratorConfig) -> None:
     """Raise ConfigError for a setting that is out of range."""
     check_limits(generator, "generator")
-    if generator.max_input_length is None or generator.context == "auto":
-        raise ValueError(
-            "rollout: config: expected max_input_length and context resolved as by loop_settings, "
-            f"got {generator.max_input_length} and {generator.context}"
-        )
 
 
 def read_chat_template(text_or_file: str | None) -> str | None:

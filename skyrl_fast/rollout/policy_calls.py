@@ -28,7 +28,9 @@ class PolicyCalls:
 
     @property
     def sampled(self) -> tuple[str, ...]:
-        return (*self.policies, REFERENCE) if self.policies else ()
+        if self.policies:
+            return (*self.policies, REFERENCE)
+        return ()
 
     async def sample(
         self,
@@ -54,10 +56,16 @@ class PolicyCalls:
         sample = f"{trajectory.uid}-{trajectory.repetition_id}"
         name = f"{trajectory.phase}-{policy_version}-{sample}"
         # Evaluations use the same seeds for every version, so that only the policy differs.
-        seed_name = f"eval-{sample}" if trajectory.phase == "eval" else name
+        if trajectory.phase == "eval":
+            seed_name = f"eval-{sample}"
+        else:
+            seed_name = name
 
         def part_seed(part: int) -> int:
-            part_name = seed_name if part == 0 else f"{seed_name}+{part}"
+            if part == 0:
+                part_name = seed_name
+            else:
+                part_name = f"{seed_name}+{part}"
             return request_seed(self.seed, part_name, attempt, place)
 
         started = time.perf_counter()

@@ -13,12 +13,12 @@ from skyrl_fast.rollout.engine.protocol import Generation
 
 
 class ScriptedModel:
-    """A `Sampler` that gives each trajectory these answers by turn; later turns get the last."""
+    """A `Sampler` whose turn i is `answers[i]`; later turns repeat the last answer."""
 
     def __init__(self, answers: Sequence[str], tokenizer: Any) -> None:
         self._answers = list(answers)
         self._tokenizer = tokenizer
-        self._turns: Counter[str] = Counter()  # of each session
+        self._turns: Counter[str] = Counter()  # turns played in each session
 
     async def generate(
         self,
@@ -81,11 +81,17 @@ class PlainTokenizer:
         tools: Sequence[Any] | None = None,
         **_: Any,
     ) -> str:
-        blocks = [] if not tools else [_block("tools", json.dumps(tools, ensure_ascii=False))]
+        if not tools:
+            blocks = []
+        else:
+            blocks = [_block("tools", json.dumps(tools, ensure_ascii=False))]
         for message in messages:
             calls = message.get("tool_calls")
             content = message.get("content") or ""
-            text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+            if isinstance(content, str):
+                text = content
+            else:
+                text = json.dumps(content, ensure_ascii=False)
             blocks.append(
                 _block(
                     message["role"], text + (json.dumps(calls, ensure_ascii=False) if calls else "")

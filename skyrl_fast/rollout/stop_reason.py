@@ -8,5 +8,6 @@ MAX_TURNS = "max_turns"  # the environment was not done
 TIMEOUT = "timeout"  # the trajectory's deadline
 ENV_ERROR = "env_error"  # the environment raised, hung, or its messages fit no chat template
 ENGINE_ERROR = "engine_error"  # the engine refused or failed a request
-# Of one request, never of a trajectory: it ended for a weight update, and its response continues.
+# Reason of one request, never of a trajectory: it ended for a weight update, and its response
+# continues.
 INTERRUPTED = "interrupted"

@@ -27,7 +27,10 @@ class TokenIds(Sequence[int]):
 
     def __init__(self, parts: Iterable[np.ndarray], length: int | None = None) -> None:
         self.parts = tuple(parts)
-        self._length = sum(map(len, self.parts)) if length is None else length
+        if length is None:
+            self._length = sum(map(len, self.parts))
+        else:
+            self._length = length
 
     def prefix(self, length: int) -> TokenIds:
         """Return the first ids, at most `length`, in the same parts."""
@@ -41,7 +44,9 @@ class TokenIds(Sequence[int]):
 
     def array(self) -> np.ndarray:
         """Return all of them as a new array, (n,) int32."""
-        return np.concatenate(self.parts) if self.parts else np.zeros(0, np.int32)
+        if self.parts:
+            return np.concatenate(self.parts)
+        return np.zeros(0, np.int32)
 
     def __len__(self) -> int:
         return self._length
@@ -71,7 +76,10 @@ class TokenIds(Sequence[int]):
 
     def __repr__(self) -> str:
         shown = self.prefix(NUM_SHOWN)[:]
-        more = f" and {len(self) - len(shown):,} more" if len(self) > len(shown) else ""
+        if len(self) > len(shown):
+            more = f" and {len(self) - len(shown):,} more"
+        else:
+            more = ""
         return f"TokenIds({shown}{more})"
 
 
@@ -79,8 +87,8 @@ def grown_ids(token_ids: list[int], before_ids: list[int], before: TokenIds) -> 
     """Return a prompt that shares the parts of the prompt before it, where it begins with that.
 
     Args:
-        before_ids: of the prompt before it; the same list, if it has only grown since.
-        before: its ids then.
+        before_ids: prompt of the previous turn, possibly the same list, extended since.
+        before: its `TokenIds` at that time.
     """
     shared = len(before)
     if token_ids is not before_ids and token_ids[:shared] != before_ids:
@@ -92,8 +100,13 @@ def count_shared(one: np.ndarray, other: np.ndarray) -> int:
     """Return the number of leading ids that two arrays have in common."""
     both = min(len(one), len(other))
     different = one[:both] != other[:both]
-    first = int(different.argmax()) if both else 0
-    return first if both and different[first] else both
+    if both:
+        first = int(different.argmax())
+    else:
+        first = 0
+    if both and different[first]:
+        return first
+    return both
 
 
 def ids_array(token_ids: Sequence[int]) -> np.ndarray:

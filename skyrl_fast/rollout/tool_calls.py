@@ -106,7 +106,7 @@ class ToolCallParser(VllmParser):
             if tag is not None:
                 return {"structural_tag": json.dumps(tag.model_dump())}
             wanted = parser.adjust_request(request).structured_outputs
-        except Exception as error:  # of any parser, of the request's schemas
+        except Exception as error:  # raised by any parser, also for the request's schemas
             raise ValueError(f"{type(error).__name__}: {error}") from error
         if wanted is None or wanted.json is None:
             raise ValueError(f"vLLM's parser does not force calls ({self.setting})")
@@ -155,14 +155,17 @@ def _request(tools: Sequence[Mapping[str, Any]] | None, forced: str | None = Non
 
 def _markers(parser: Any) -> list[str]:
     """Return the texts with which calls begin, where the parser has attributes for them."""
-    return [
-        value
-        for name, value in vars(parser).items()
-        if isinstance(value, str) and value and _MARKER.search(name)
-    ]
+    result: list[str] = []
+    for name, value in vars(parser).items():
+        if isinstance(value, str) and value and _MARKER.search(name):
+            result.append(value)
+    return result
 
 
 def _calls_of_json(text: str, forced: str) -> list[dict[str, Any]]:
     if forced != REQUIRED:
         return [_call(forced, json.dumps(json.loads(text)))]
-    return [_call(call["name"], json.dumps(call["parameters"])) for call in json.loads(text)]
+    result: list[dict[str, Any]] = []
+    for call in json.loads(text):
+        result.append(_call(call["name"], json.dumps(call["parameters"])))
+    return result

@@ -99,10 +99,17 @@ class Step:
         versions = generation.versions
         kept_ids = generation.kept_ids
         assert versions
-        appended = [] if appended_end is None else [appended_end]
+        if appended_end is None:
+            appended = []
+        else:
+            appended = [appended_end]
         if kept_ids is not None:
             kept_ids = [*kept_ids, *(np.zeros(0, np.int32) for _ in appended)]
         is_one_version = versions[0] == versions[-1]
+        if is_one_version:
+            token_versions = None
+        else:
+            token_versions = versions + versions[-1:] * len(appended)
         return cls(
             prompt_token_ids=prompt_token_ids,
             response_ids=generation.token_ids + appended,
@@ -116,7 +123,7 @@ class Step:
             llm_seconds=generation.seconds,
             env_seconds=env_seconds,
             expert_indices=expert_indices,
-            token_versions=None if is_one_version else versions + versions[-1:] * len(appended),
+            token_versions=token_versions,
             kept_ids=kept_ids,
             num_cached_tokens=generation.num_cached_tokens,
             policy=policy,
@@ -161,6 +168,7 @@ class Trajectory:
         phase: "train" or "eval".
         data_source: name of the data set, or None.
         policy_rewards: outcomes by the policy's name; others have the trajectory's own.
+        failure_trace: the calls in the user's code that ended in the failure; "" for none.
     """
 
     uid: str
@@ -175,14 +183,22 @@ class Trajectory:
     data_source: str | None = None
     other_calls: list[OtherCall] = field(default_factory=list)
     policy_rewards: dict[str, float] = field(default_factory=dict)
+    failure_trace: str = ""
 
     def steps_or_placeholder(self) -> list[Step]:
         """Return its steps; one masked placeholder with reward 0 if it failed or has none."""
         if self.steps and self.failure is None:
             return self.steps
-        first = self.steps[0] if self.steps else None
+        if self.steps:
+            first = self.steps[0]
+        else:
+            first = None
+        if first:
+            prompt_token_ids = first.prompt_token_ids
+        else:
+            prompt_token_ids = list(PLACEHOLDER_PROMPT)
         placeholder = Step(
-            prompt_token_ids=first.prompt_token_ids if first else list(PLACEHOLDER_PROMPT),
+            prompt_token_ids=prompt_token_ids,
             response_ids=[],
             loss_mask=[],
             rollout_logprobs=[],
@@ -220,7 +236,10 @@ class Trajectory:
 
 def step_numbers(steps: Sequence[Step]) -> list[int]:
     """Return the steps' numbers; the place in the sequence of a step that has none."""
-    return [index if step.number is None else step.number for index, step in enumerate(steps)]
+    result: list[int] = []
+    for index, step in enumerate(steps):
+        result.append(index if step.number is None else step.number)
+    return result
 
 
 def recorded_steps(trajectory: Trajectory) -> list[Step]:
@@ -233,11 +252,20 @@ def recorded_steps(trajectory: Trajectory) -> list[Step]:
     before: Step | None = None
     for index, step in enumerate(trajectory.steps):
         if step.number is None:
-            number = None if before is None else before.number
-            state = None if before is None else before.observation
+            if before is None:
+                number = None
+            else:
+                number = before.number
+            if before is None:
+                state = None
+            else:
+                state = before.observation
             step = replace(step, number=index, parent=number, state=state)
         if step.answers is None:
-            parent = None if step.parent is None else steps.get(step.parent)
+            if step.parent is None:
+                parent = None
+            else:
+                parent = steps.get(step.parent)
             step = replace(step, answers=_find_answers(step.prompt_token_ids, parent))
         assert step.number is not None
         steps[step.number] = before = step

@@ -115,14 +115,18 @@ class TrajectoryRunner:
         # Not a failure of this trajectory: another attempt would find the same dead engine.
         except EngineDeadError:
             raise
-        except (EnvError, ContextError) as error:
+        except EnvError as error:
+            self.faults["environment_errors"] += 1
+            _end(trajectory, ENV_ERROR, str(error))
+            trajectory.failure_trace = error.trace
+        except ContextError as error:
             self.faults["environment_errors"] += 1
             _end(trajectory, ENV_ERROR, str(error))
         except EngineError as error:
             self.faults["engine_errors"] += 1
             _end(trajectory, ENGINE_ERROR, str(error))
         except TimeoutError as error:
-            if not clock.expired():  # of some connection, not our deadline
+            if not clock.expired():  # the timeout of some connection, not our deadline
                 _end(trajectory, ENGINE_ERROR, f"TimeoutError: {error}")
             elif trajectory.steps:
                 log.info("at its deadline: %s", entry.describe(self.board.clock()))

@@ -17,7 +17,9 @@ def end_to_append(
     """Return the id of the end token that a response lacks; None: it has one, or no room for it."""
     ids = generation.token_ids
     has_end = template.ends_turn(ids, stopped=generation.stopped_at_token)
-    return None if has_end or len(ids) >= sampling.max_generate_length else template.end_id
+    if has_end or len(ids) >= sampling.max_generate_length:
+        return None
+    return template.end_id
 
 
 def request_seed(seed: int, name: str, attempt: int, turn: int | str) -> int:
@@ -45,5 +47,6 @@ def decode_response(
             known = len(read(token_ids[:-1]).rstrip("\ufffd"))
             place = text.find(stop, max(0, known - len(stop) + 1))
         place = last if place < 0 else place
-        text = text[: place + len(stop)] if place >= 0 else text
+        if place >= 0:
+            text = text[: place + len(stop)]
     return text

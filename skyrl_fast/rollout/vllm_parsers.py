@@ -34,12 +34,15 @@ class VllmParser:
         self._tokenizer = WithVocabulary(tokenizer)
         try:
             parser = self._make(self._tokenizer)
-        except Exception as error:  # of any parser
+        except Exception as error:  # raised by any parser
             raise ValueError(f"{self.setting}: {name} refuses the tokenizer: {error}") from error
         # vLLM registers stubs for families that it parses by their tokens, such as gpt-oss.
         try:
-            failure = "it returns nothing" if self._extract(parser, "x") is None else ""
-        except Exception as error:  # of any parser
+            if self._extract(parser, "x") is None:
+                failure = "it returns nothing"
+            else:
+                failure = ""
+        except Exception as error:  # raised by any parser
             failure = f"{type(error).__name__}: {error}"
         if failure:
             raise ValueError(

@@ -9,4 +9,8 @@ KEY_VARIABLE = "SKYRL_FAST_ENGINE_KEY"
 
 def environment_without_key() -> dict[str, str]:
     """Return this process's environment variables for a child that never calls the engine."""
-    return {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
+    result: dict[str, str] = {}
+    for name, value in os.environ.items():
+        if name != KEY_VARIABLE:
+            result[name] = value
+    return result

@@ -20,7 +20,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 BODY_SECONDS = 30.0  # for a request's body to arrive
-MAX_LENGTH_DIGITS = 18  # of Content-Length
+MAX_LENGTH_DIGITS = 18  # digits of Content-Length
 POLICY_VIOLATION = 1008  # code of a closed websocket
 
 
@@ -78,7 +78,10 @@ class HttpGuard:
         self._app = app
         self._routes = {(route.path, route.method): route for route in routes}
         self._paths = {route.path for route in routes}
-        self._authorization = None if key is None else f"Bearer {key}".encode()
+        if key is None:
+            self._authorization = None
+        else:
+            self._authorization = f"Bearer {key}".encode()
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -105,9 +108,14 @@ class HttpGuard:
         messages = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> MutableMapping[str, Any]:
-            return messages.pop() if messages else await receive()
+            if messages:
+                return messages.pop()
+            return await receive()
 
-        headers = [pair for pair in scope["headers"] if pair[0] not in _FRAMING]
+        headers = []
+        for pair in scope["headers"]:
+            if pair[0] not in _FRAMING:
+                headers.append(pair)
         headers.append((b"content-length", str(len(body)).encode()))
         await self._app({**scope, "headers": headers}, replay, send)
 

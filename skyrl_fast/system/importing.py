@@ -11,16 +11,21 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-FILE_PREFIX = "skyrl_fast_file_"  # of the names of modules imported from files
+FILE_PREFIX = "skyrl_fast_file_"  # prefix of modules imported from files
 
 
 def load_module(name: str) -> ModuleType:
     """Return a module by its import path or .py file, imported once; a ValueError says why not."""
     try:
-        return _load_file(name) if name.endswith(".py") else importlib.import_module(name)
+        if name.endswith(".py"):
+            return _load_file(name)
+        return importlib.import_module(name)
     except Exception as error:
         is_file_here = isinstance(error, ModuleNotFoundError) and Path(f"{name}.py").is_file()
-        hint = f"; for the file of the current folder write {name}.py" if is_file_here else ""
+        if is_file_here:
+            hint = f"; for the file of the current folder write {name}.py"
+        else:
+            hint = ""
         cause = f"{type(error).__name__}: {error}"
         raise ValueError(f"cannot import {name!r}: {cause}{hint}") from error
 
@@ -61,12 +66,16 @@ def absolute_name(name: str, folder: Path) -> str:
     if not file.endswith(".py"):
         return name
     path = str(folder.absolute() / Path(expanduser(file)))
-    return f"{path}{colon}{attribute}" if colon else path
+    if colon:
+        return f"{path}{colon}{attribute}"
+    return path
 
 
 def name_of(module: ModuleType) -> str:
     """Return the name by which `load_module` finds a module: its import path or its file."""
-    return str(module.__file__) if module.__name__.startswith(FILE_PREFIX) else module.__name__
+    if module.__name__.startswith(FILE_PREFIX):
+        return str(module.__file__)
+    return module.__name__
 
 
 def find_hidden_package(folder: str | Path, pattern: str) -> Path | None:

@@ -11,8 +11,8 @@ import socket
 import struct
 
 LOOPBACK = "127.0.0.1"
-SIOCGIFADDR = 0x8915  # of Linux's ioctl: the address of an interface
-DISCARD_PORT = 9  # of RFC 863; nothing is sent to it
+SIOCGIFADDR = 0x8915  # request of Linux's ioctl: the address of an interface
+DISCARD_PORT = 9  # port of RFC 863; nothing is sent to it
 
 
 def listen_at(host: str, port: int = 0, *, backlog: int | None = None) -> socket.socket:
@@ -27,7 +27,10 @@ def listen_at(host: str, port: int = 0, *, backlog: int | None = None) -> socket
     """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     families = [family for family, *_ in found]
-    family = socket.AF_INET if socket.AF_INET in families else families[0]
+    if socket.AF_INET in families:
+        family = socket.AF_INET
+    else:
+        family = families[0]
     return socket.create_server((host, port), family=family, backlog=backlog)
 
 
@@ -38,7 +41,9 @@ def http_url(host: str, port: int) -> str:
         >>> http_url("::1", 80)
         'http://[::1]:80'
     """
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    if ":" in host:
+        return f"http://[{host}]:{port}"
+    return f"http://{host}:{port}"
 
 
 def address_towards(address: str) -> str:

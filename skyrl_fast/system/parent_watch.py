@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
 POLL_SECONDS = 1.0  # how long a process may outlive its parent where the kernel does not end it
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
+PR_SET_PDEATHSIG = 1  # option of Linux's prctl
 # A terminal sends them to all its processes at once, on Ctrl-C and when it closes.
 TERMINAL_SIGNALS = {signal.SIGINT, signal.SIGHUP}
 
@@ -116,7 +116,7 @@ def _collect_new_objects() -> None:
     bootstrap = every._bootstrap
 
     def run(process: BaseProcess, *arguments: Any, **options: Any) -> NoReturn:
-        every._bootstrap = bootstrap  # of processes that this one forks
+        every._bootstrap = bootstrap  # also runs in processes that this one forks
         gc.freeze()
         gc.enable()
         code = bootstrap(process, *arguments, **options)

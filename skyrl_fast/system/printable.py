@@ -25,7 +25,9 @@ def shorten(text: str, limit: int) -> str:
         'abcd ... (2 more characters)'
     """
     more = len(text) - limit
-    return text if more <= 0 else f"{text[:limit]} ... ({more} more characters)"
+    if more <= 0:
+        return text
+    return f"{text[:limit]} ... ({more} more characters)"
 
 
 def printable(text: str, limit: int | None = None) -> str:

@@ -26,12 +26,12 @@ def remove_stale_folders(where: Path, prefix: str) -> None:
             # O_DIRECTORY: in a folder for all users, the name may be that of someone's FIFO.
             lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
         except OSError:
-            continue  # of another user, no folder, or already removed
+            continue  # another user's, no folder, or already removed
         try:
             if os.fstat(lock).st_uid != os.getuid():
                 raise PermissionError
             lock_file(lock)
-        except OSError:  # of another user, or in use
+        except OSError:  # another user's, or in use
             os.close(lock)
             continue
         shutil.rmtree(folder, ignore_errors=True)

@@ -29,4 +29,6 @@ def _gnu_openmp() -> Any:
     """Return the process's libgomp (9 or newer); None: there is none, or another library."""
     symbols = ctypes.CDLL(None)
     is_gnu = hasattr(symbols, "GOMP_parallel") and not hasattr(symbols, "__kmpc_fork_call")
-    return symbols if is_gnu and hasattr(symbols, "omp_pause_resource_all") else None
+    if is_gnu and hasattr(symbols, "omp_pause_resource_all"):
+        return symbols
+    return None

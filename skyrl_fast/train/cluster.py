@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_fast.config import Config
+from skyrl_fast.config.modes import EnginePlace
 from skyrl_fast.errors import RunError
 from skyrl_fast.rollout.engine.engine_actor import enter
 from skyrl_fast.rollout.engine.ray_engine import EngineBundle
@@ -113,14 +114,17 @@ def _reserve(ray: Any, config: Config, nodes: int, seconds: float) -> _Reservati
     # with a rank only if it must. Where not all engines fit, ranks come first and the others wait.
     for count in _possible_counts(config, nodes):
         reserved = _reserve_all(ray, config, count, seconds)
-        if reserved is None and config.engines_on_cluster:
+        if reserved is None and config.engine_place is EnginePlace.CLUSTER:
             reserved = _reserve_some(ray, config, count)
         if reserved is not None:
             return reserved
         wanted = f"{_describe_request(ray, config, count)} free within {seconds:g} s"
         logger.warning("trainer.placement: no room for %s", wanted)
     # What the cluster has, next to what was asked for.
-    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    alive = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            alive.append(node["Resources"])
     raise RunError(f"trainer.placement: expected room for {wanted}, got nodes with {alive}")
 
 
@@ -140,7 +144,7 @@ def _reserve_all(ray: Any, config: Config, nodes: int, seconds: float) -> _Reser
     """Reserve nodes and all engines; None if that is not possible in so many seconds."""
     deadline = time.monotonic() + seconds
     engines: tuple[EngineBundle, ...] = ()
-    if config.engines_on_cluster:
+    if config.engine_place is EnginePlace.CLUSTER:
         bundles = [_engine_bundle(ray, config)] * config.generator.inference_engine.num_engines
         group = ray.util.placement_group(bundles, strategy="PACK")
         engines = tuple(EngineBundle(group, bundle) for bundle in range(len(bundles)))
@@ -160,7 +164,9 @@ def _reserve_some(ray: Any, config: Config, nodes: int) -> _Reservation | None:
     if ranks.wait(SETTLE_SECONDS):
         number = config.generator.inference_engine.num_engines
         bundle = _engine_bundle(ray, config)
-        groups = [ray.util.placement_group([bundle]) for _ in range(number)]
+        groups = []
+        for _ in range(number):
+            groups.append(ray.util.placement_group([bundle]))
         reserved = replace(reserved, engines=tuple(EngineBundle(group, 0) for group in groups))
         missing = sum(not group.wait(SETTLE_SECONDS / number) for group in groups)
         if missing < number:
@@ -187,7 +193,7 @@ def _bundle(ray: Any, gpus: int, *, cpus: int | None) -> dict[str, float]:
 
 def _describe_request(ray: Any, config: Config, nodes: int) -> str:
     text = f"{'a node' if nodes == 1 else f'{nodes} nodes'} with {_rank_bundle(ray, config)}"
-    if config.engines_on_cluster:
+    if config.engine_place is EnginePlace.CLUSTER:
         text += f" and an engine with {_engine_bundle(ray, config)}"
     return text
 
@@ -200,7 +206,10 @@ def _on_nodes(config: Config, nodes: int) -> Config:
 def _identity(checkpoint: Path) -> tuple[str, int, bytes]:
     """Return what tells a checkpoint from an earlier one of its step, which was set aside."""
     state = checkpoint / STATE
-    content = state.read_bytes() if state.is_file() else b""
+    if state.is_file():
+        content = state.read_bytes()
+    else:
+        content = b""
     return str(checkpoint), checkpoint.stat().st_ino, content
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from skyrl_fast.config import Config, ConfigSource, as_config, check_config, sums_rewards, to_dict
 from skyrl_fast.config.asynchronous import FullyAsyncConfig
 from skyrl_fast.config.model_folder import model_folder
+from skyrl_fast.config.modes import EnginePlace
 from skyrl_fast.config.settings import CriticConfig, LoraConfig, PlacementConfig
 from skyrl_fast.gateway.agents.task import AgentTask
 from skyrl_fast.rollout.env.handler import MakeEnv
@@ -99,7 +100,9 @@ class _Target:
 
     @property
     def step(self) -> int:
-        return 0 if self.checkpoint is None else int(read_state(self.checkpoint)["step"])
+        if self.checkpoint is None:
+            return 0
+        return int(read_state(self.checkpoint)["step"])
 
     @property
     def has_adapter(self) -> bool:
@@ -137,7 +140,9 @@ def evaluate(
             of `data.val_data`, with `generator.eval_sampling_params`.
         targets: each the folder of a run (its newest checkpoint), of a checkpoint, of a PEFT
             adapter of `trainer.policy.model.path`, or of a model; a model on the Hugging Face hub;
-            or the URL of a server. None given: the model of the settings, or their servers.
+            or the URL of a server. None given: the model of the settings, or their servers. Where
+            the settings name policies, a model answers for each of them; an adapter or a server is
+            one policy, and refused.
         out: folder to write, which must not exist: evaluation.json, and for each target a folder
             with metrics.jsonl and trajectories, for `skyrl-fast compare` and `view`.
         env, eval_prompts, reward, reward_funcs, reward_weights, agent, make_rollouts: as for
@@ -201,6 +206,8 @@ def evaluate(
         result = _result(target, trajectories, run_path)
         _write(target, tokenizer, result, trajectories)
         results.append(result)
+        score = result.score
+        (say or logger.info)(f"{target.name}: score {score.mean:.4f} +- {score.error:.4f}")
     write_json(folder / FILE, _report(results))
     return results
 
@@ -214,10 +221,9 @@ def _find_target(given: str, config: Config) -> _Target:
     model = config.trainer.policy.model
     if given.startswith(("http://", "https://")):
         engine = config.generator.inference_engine
-        engine.run_engines_locally = False
         engine.external_server_urls = [given]
+        _check_one_policy(config, given, "a server")
         return _Target(given.partition("://")[2], given, config, is_server=True)
-    config.generator.inference_engine.run_engines_locally = True
     config.generator.inference_engine.external_server_urls = []
     path = Path(expanduser(given)).absolute()
     name = path.name or "model"
@@ -231,6 +237,7 @@ def _find_target(given: str, config: Config) -> _Target:
             return _Target(name, given, config, checkpoint)
         return _Target(f"{name}-{checkpoint.name}", given, config, checkpoint)
     if (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file():
+        _check_one_policy(config, given, "an adapter")
         model.lora = _read_lora(path)
         return _Target(name, given, config)
     if path.is_dir() and not (path / "config.json").is_file():
@@ -238,20 +245,40 @@ def _find_target(given: str, config: Config) -> _Target:
             f"evaluate: {given}: expected the folder of a run with a checkpoint, of a checkpoint, "
             "an adapter or a model, got none of their files"
         )
-    model.path = str(path) if path.is_dir() else given
-    model.lora = LoraConfig()
+    if path.is_dir():
+        model.path = str(path)
+    else:
+        model.path = given
+    model.lora = _without_adapter(model.lora)
     return _Target(name, given, config)
+
+
+def _check_one_policy(config: Config, given: str, what: str) -> None:
+    """Raise ValueError if the settings name policies."""
+    if config.policies:
+        raise ValueError(
+            f"evaluate: {given}: expected a run, a checkpoint or a model, as the settings name the "
+            f"policies {', '.join(config.policies)}, got {what}, which is one policy"
+        )
+
+
+def _without_adapter(lora: LoraConfig) -> LoraConfig:
+    """Return the settings of a model that answers as it is, under the names of the policies."""
+    if not lora.policies:
+        return LoraConfig()
+    return replace(lora, path=None)  # new adapters, which change nothing
 
 
 def _target_of_settings(config: Config) -> _Target:
     config = _without_training(config)
     engine = config.generator.inference_engine
-    if not engine.run_engines_locally:
+    if config.engine_place is EnginePlace.SERVERS:
         urls = ", ".join(engine.external_server_urls)
         return _Target("servers", urls, config, is_server=True)
-    if config.trainer.policy.model.lora.path is None:
-        config.trainer.policy.model.lora = LoraConfig()  # a new adapter changes nothing
-    path = str(config.trainer.policy.model.path)
+    model = config.trainer.policy.model
+    if model.lora.path is None:
+        model.lora = _without_adapter(model.lora)
+    path = str(model.path)
     return _Target(Path(path).name, path, config)
 
 
@@ -281,10 +308,14 @@ def _read_lora(folder: Path) -> LoraConfig:
         # PEFT may write full names; an engine joins modules by the last parts of theirs.
         targets = sorted({name.rpartition(".")[2] for name in targets})
     excluded = saved.get("exclude_modules")
+    if isinstance(targets, str):
+        target_modules = [targets]
+    else:
+        target_modules = targets
     return LoraConfig(
         rank=int(saved["r"]),
         alpha=int(saved["lora_alpha"]),
-        target_modules=[targets] if isinstance(targets, str) else targets,
+        target_modules=target_modules,
         exclude_modules=list(excluded or []),
         use_rslora=bool(saved.get("use_rslora", False)),
         path=str(folder),
@@ -298,7 +329,10 @@ def _named_targets(targets: Sequence[_Target]) -> list[_Target]:
     for target in targets:
         name = re.sub(r"[^\w.-]", "_", target.name)
         taken[name] = taken.get(name, 0) + 1
-        unique = name if taken[name] == 1 else f"{name}-{taken[name]}"
+        if taken[name] == 1:
+            unique = name
+        else:
+            unique = f"{name}-{taken[name]}"
         named.append(replace(target, name=unique))
     return named
 
@@ -310,7 +344,10 @@ async def _sample(
     target: _Target, tokenizer: Any, prompts: Sequence[Prompt], start: MakeRollouts
 ) -> list[Trajectory]:
     config = target.config
-    policy = load_policy(config, target.checkpoint) if target.has_adapter else None
+    if target.has_adapter:
+        policy = load_policy(config, target.checkpoint)
+    else:
+        policy = None
     with as_setup_error():
         rollouts = await start(config, tokenizer, str(model_folder(target.path)))
     try:

@@ -47,7 +47,10 @@ def engine_placement(config: Config, num_gpus: int) -> EnginePlacement:
         if not all(0 <= gpu < num_gpus for gpu in gpu_ids):
             raise ConfigError(f"{_KEY}.gpu_ids: expected 0 to {num_gpus - 1}, got {[*gpu_ids]}")
     else:
-        first = num_gpus - needed if num_gpus >= ranks + needed else 0
+        if num_gpus >= ranks + needed:
+            first = num_gpus - needed
+        else:
+            first = 0
         gpu_ids = tuple(range(first, first + needed))
     shared = tuple(gpu for gpu in gpu_ids if gpu < ranks)
     chosen = engine.enable_sleep_mode
@@ -80,4 +83,6 @@ def _weight_sync(config: Config, shared: tuple[int, ...]) -> str:
     if shared and ranks == 1:
         return "ipc"
     one_replica = engine.engine_init_kwargs.get("data_parallel_size", 1) == 1
-    return "nccl" if ranks == 1 and one_replica else "file"
+    if ranks == 1 and one_replica:
+        return "nccl"
+    return "file"

@@ -16,7 +16,6 @@ from skyrl_fast.config import (
     Config,
     estimator_settings,
     estimator_spec,
-    merges_steps,
     sums_rewards,
 )
 from skyrl_fast.ops.advantage.estimators import ADVANTAGE_ESTIMATORS
@@ -39,7 +38,7 @@ def build_rows(trajectories: Sequence[Trajectory], config: Config) -> SampledRow
     rows = training_rows(
         steps,
         config.generator,
-        merge=merges_steps(config),
+        form=config.trainer.rows,
         # Other estimators read the rewards of all steps, also of those that are merged.
         keep_rewards=not outcome,
         observations=config.trainer.algorithm.observation_loss_coef > 0,

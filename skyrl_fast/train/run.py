@@ -24,10 +24,10 @@ from skyrl_fast.config import (
     ConfigSource,
     as_config,
     check_config,
-    max_input_length,
     sums_rewards,
     to_dict,
 )
+from skyrl_fast.config.modes import EnginePlace
 from skyrl_fast.gateway.agents.task import AgentTask
 from skyrl_fast.rollout.env.handler import MakeEnv
 from skyrl_fast.rollout.env.reward_env import Reward
@@ -76,11 +76,12 @@ from skyrl_fast.train.output.progress import ProgressDisplay
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
 from skyrl_fast.train.parallel.rank_processes import RankStarter, start_ranks
 from skyrl_fast.train.parallel.ranks import Ranks
+from skyrl_fast.train.run_progress import RunProgress
 from skyrl_fast.train.setup.errors import SetupError, as_setup_error
 from skyrl_fast.train.setup.given_objects import GivenObjects, with_absolute_paths
 from skyrl_fast.train.setup.gpu_sharing import check_models, plan_run_memory
 from skyrl_fast.train.setup.run_data import RunData, run_data
-from skyrl_fast.train.trainer import Components, Progress, Trainer
+from skyrl_fast.train.trainer import Components, Trainer
 from skyrl_fast.trajectory_store.words import readable
 
 logger = logging.getLogger(__name__)
@@ -212,16 +213,10 @@ def train_agent(
     _check_callbacks(callbacks)
     warn_without_baseline(config)
     _warn_of_the_reference(config)
-    run_here = partial(
-        _run_here,
-        prompts=prompts,
-        eval_prompts=eval_prompts,
-        make_env=make_env,
-        callbacks=callbacks,
-        make_rollouts=make_rollouts,
-        check_rollouts=check_rollouts,
-    )
-    if config.trainer.placement.policy_num_nodes > 1 or config.engines_on_cluster:
+    run_here = RunRequest(
+        prompts, eval_prompts, make_env, callbacks, make_rollouts, check_rollouts
+    ).run_here
+    if config.trainer.placement.policy_num_nodes > 1 or config.engine_place is EnginePlace.CLUSTER:
         from skyrl_fast.train.cluster import run_on_cluster
 
         result = run_on_cluster(config, run_here, checkpoint_folder(config))
@@ -240,61 +235,93 @@ def _warn_of_the_reference(config: Config) -> None:
         )
 
 
-def _run_here(
-    config: Config,
-    signals: StopSignals,
-    starter: RankStarter,
-    *,
-    prompts: PromptSource | None,
-    eval_prompts: PromptSource | None,
-    make_env: MakeEnv | None,
-    callbacks: Sequence[Callback],
-    make_rollouts: MakeRollouts | None,
-    check_rollouts: Callable[[Config, str], None] | None,
-) -> TrainResult:
-    with signals.install(), lock_folders(config) as store, ExitStack() as stack:
-        start = starting_point(config, store, stack)
-        if start.checkpoint is not None:
-            saved = start.state.get("config")
-            warn_of_changed_settings(saved, to_dict(config))
-            config = with_kept_settings(copy.deepcopy(config), saved)
-        # A run sets torch's threads; a notebook goes on with its own.
-        stack.callback(torch.set_num_threads, torch.get_num_threads())
-        with as_setup_error():
-            check_loggers(config.trainer.logger)  # before data and models are downloaded
-            data = run_data(config, prompts, eval_prompts, one_env=make_env is not None)
-            if isinstance(make_env, RewardFunctions):
-                data = data.with_text_marked()
-            folder = check_models(config, start.checkpoint)
-            if make_rollouts is None:
-                _check_rollouts(config, folder, data, make_env)
-            if check_rollouts is not None and start.checkpoint is None:
-                check_rollouts(config, str(folder))
-            plan = plan_run_memory(config, start.checkpoint, with_engine=make_rollouts is None)
-            make: Callable[[Ranks], Models] = partial(
-                make_models,
-                config,
-                start.checkpoint,
-                len(data.train),
-                saved_logits_bytes=None if plan is None else plan.saved_logits_bytes,
-                holds_gradients=plan is None or plan.held_gradient_bytes > 0,
-                offloads_base=make_rollouts is None and config.offloads_base,
-            )
-            output = _output(config, start, data, plan, stack, store)
-            ranks = stack.enter_context(
-                start_ranks(
-                    config.trainer.placement.num_ranks,
-                    make,
-                    cuda=find_device(config.trainer.device).type == "cuda",
-                    starter=starter,
-                )
-            )
-        if make_rollouts is None:
-            make_rollouts = partial(
-                _vllm_rollouts, prompts=data.train, make_env=make_env, starter=starter
-            )
-        made = partial(make, ranks)
-        return _run(config, start, data, made, output, callbacks, make_rollouts, signals)
+@dataclass(frozen=True, slots=True)
+class RunRequest:
+    """What a run gets next to its settings; the fields are arguments of `train_agent`.
+
+    Args:
+        make_env: factory of environments; None: those of `environment.env_class`.
+    """
+
+    prompts: PromptSource | None = None
+    eval_prompts: PromptSource | None = None
+    make_env: MakeEnv | None = None
+    callbacks: Sequence[Callback] = ()
+    make_rollouts: MakeRollouts | None = None
+    check_rollouts: Callable[[Config, str], None] | None = None
+
+    def run_here(self, config: Config, signals: StopSignals, starter: RankStarter) -> TrainResult:
+        """Train with rank 0 in this process.
+
+        Args:
+            signals: what ends the run with a checkpoint.
+            starter: starts the other ranks, and knows where engines may start.
+        """
+        with signals.install(), lock_folders(config) as store, ExitStack() as stack:
+            start = starting_point(config, store, stack)
+            if start.checkpoint is not None:
+                saved = start.state.get("config")
+                warn_of_changed_settings(saved, to_dict(config))
+                config = with_kept_settings(copy.deepcopy(config), saved)
+            # A run sets torch's threads; a notebook keeps its own.
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            with as_setup_error():
+                run = self._prepare(config, start, store, signals, starter, stack)
+            return _train(run)
+
+    def _prepare(
+        self,
+        config: Config,
+        start: StartingPoint,
+        store: CheckpointStore | None,
+        signals: StopSignals,
+        starter: RankStarter,
+        stack: ExitStack,
+    ) -> _PreparedRun:
+        """Check data, model and memory, and load the models; the engine starts later."""
+        check_loggers(config.trainer.logger)  # before data and models are downloaded
+        data = self._load_data(config)
+        self._check(config, start, data)
+        with_engine = self.make_rollouts is None
+        plan = plan_run_memory(config, start.checkpoint, with_engine=with_engine)
+        make: Callable[[Ranks], Models] = partial(
+            make_models,
+            config,
+            start.checkpoint,
+            len(data.train),
+            saved_logits_bytes=None if plan is None else plan.saved_logits_bytes,
+            holds_gradients=plan is None or plan.held_gradient_bytes > 0,
+            offloads_base=with_engine and config.offloads_base(config.engine_place),
+        )
+        output = _open_output(config, start, data, plan, stack, store)
+        ranks = start_ranks(
+            config.trainer.placement.num_ranks,
+            make,
+            cuda=find_device(config.trainer.device).type == "cuda",
+            starter=starter,
+        )
+        models = make(stack.enter_context(ranks))
+        make_rollouts = self.make_rollouts or partial(
+            _vllm_rollouts, prompts=data.train, make_env=self.make_env, starter=starter
+        )
+        return _PreparedRun(
+            config, start, data, models, output, self.callbacks, make_rollouts, signals
+        )
+
+    def _load_data(self, config: Config) -> RunData:
+        has_one_env = self.make_env is not None
+        data = run_data(config, self.prompts, self.eval_prompts, one_env=has_one_env)
+        if isinstance(self.make_env, RewardFunctions):
+            return data.with_text_marked()
+        return data
+
+    def _check(self, config: Config, start: StartingPoint, data: RunData) -> None:
+        """Raise now what would else be raised once models have loaded or the engine has started."""
+        folder = check_models(config, start.checkpoint)
+        if self.make_rollouts is None:
+            _check_rollouts(config, folder, data, self.make_env)
+        if self.check_rollouts is not None and start.checkpoint is None:
+            self.check_rollouts(config, str(folder))
 
 
 def _check_callbacks(callbacks: Sequence[Callback]) -> None:
@@ -321,7 +348,7 @@ class _Output:
     store: CheckpointStore | None
 
 
-def _output(
+def _open_output(
     config: Config,
     start: StartingPoint,
     data: RunData,
@@ -351,37 +378,41 @@ def _output(
     return _Output(display, loggers, closing, store)
 
 
-def _run(
-    config: Config,
-    start: StartingPoint,
-    data: RunData,
-    make: Callable[[], Models],
-    output: _Output,
-    callbacks: Sequence[Callback],
-    make_rollouts: MakeRollouts,
-    signals: StopSignals,
-) -> TrainResult:
+@dataclass(frozen=True, slots=True)
+class _PreparedRun:
+    """A run that lacks only its engine."""
+
+    config: Config
+    start: StartingPoint
+    data: RunData
+    models: Models
+    output: _Output
+    callbacks: Sequence[Callback]
+    make_rollouts: MakeRollouts
+    signals: StopSignals
+
+
+def _train(run: _PreparedRun) -> TrainResult:
+    config = run.config
     run_path = Path(config.trainer.run_path)
     # A callback like a user's: it sees evaluations also where no logger writes a file.
     evaluations = _EvalRewards()
+    policy_path = model_path(config, run.start.checkpoint)
     with as_setup_error():
-        components, policy_path = _components(config, start, data, make())
-        components.callbacks = [evaluations, *callbacks]
-        components.loggers = output.loggers
-        if output.store is not None:
-            components.upload = output.store.upload
+        tokenizer = _load_tokenizer(config, policy_path)
         # Now, not after hours of training.
         plot_module_checked = _check_plot(config)
     write_json(run_path / "config.json", to_dict(config))
-    warn_of_another_schedule(config, start, len(components.train_prompts))
-    progress, received = signals.run(
-        _run_loop(config, components, output.display, start, policy_path, make_rollouts, signals)
-    )
+    warn_of_another_schedule(config, run.start, len(run.data.train))
+    progress, received = run.signals.run(_run_loop(run, tokenizer, policy_path, evaluations))
     # Closed first: a logger may write its last metrics only then, and they are read next.
-    output.closing.close()
-    # Of a resumed run also those of its earlier processes.
+    run.output.closing.close()
+    # Rows of a resumed run include those of its earlier processes.
     rows = read_metrics(run_path / "metrics.jsonl")
-    rewards = {row["step"]: row[EVAL_REWARD] for row in rows if EVAL_REWARD in row}
+    rewards = {}
+    for row in rows:
+        if EVAL_REWARD in row:
+            rewards[row["step"]] = row[EVAL_REWARD]
     rewards |= evaluations.rewards  # complete also where no logger writes metrics.jsonl
     plot = None
     if plot_module_checked and rows:
@@ -390,7 +421,7 @@ def _run(
         )
     return TrainResult(
         step=progress.step,
-        total_steps=total_steps(config, len(data.train)),
+        total_steps=total_steps(config, len(run.data.train)),
         signal=received,
         evaluations=dict(sorted(rewards.items())),
         run_path=run_path,
@@ -398,7 +429,7 @@ def _run(
         trajectories=run_path / "trajectories",
         checkpoint=progress.checkpoint,
         plot=plot,
-        sample=_sample(progress, components.tokenizer, config),
+        sample=_sample(progress, tokenizer, config),
         stopped_by=progress.stopped_by,
         warnings=find_warnings(rows),
     )
@@ -415,38 +446,35 @@ class _EvalRewards(Callback):
 def _limits_text(config: Config) -> str:
     """Return what ends a trajectory, each limit with its setting."""
     generator = config.generator
-    is_set = generator.max_input_length is not None
-    prompts = "generator.max_input_length" if is_set else "trainer.max_prompt_length"
     return (
         f"a trajectory has at most {generator.turn_limit} turns (generator.max_turns), prompts of "
-        f"{max_input_length(config)} tokens ({prompts}), answers of "
+        f"{generator.max_input_length} tokens (generator.max_input_length), answers of "
         f"{generator.sampling_params.max_generate_length} (sampling_params.max_generate_length)"
     )
 
 
 async def _run_loop(
-    config: Config,
-    components: Components,
-    display: ProgressDisplay,
-    start: StartingPoint,
-    policy_path: str,
-    make_rollouts: MakeRollouts,
-    signals: StopSignals,
-) -> tuple[Progress, int | None]:
+    run: _PreparedRun, tokenizer: Any, policy_path: str, evaluations: _EvalRewards
+) -> tuple[RunProgress, int | None]:
+    """Start the engine and train; return how far the run got, and the signal that stopped it."""
+    config = run.config
+    checkpoint = run.start.checkpoint
+    display = run.output.display
     display.say(_limits_text(config))
     display.say("starting the engine ...")
     # What loading and measuring have left is the engine's by the memory plan.
-    components.policy.free_cached_memory()
+    run.models.policy.free_cached_memory()
     with as_setup_error():
         # The engine last: it takes minutes, and whatever else can fail has failed by now.
-        components.rollouts = await make_rollouts(config, components.tokenizer, policy_path)
+        rollouts = await run.make_rollouts(config, tokenizer, policy_path)
     received: list[int] = []
     try:
+        components = _components(run, tokenizer, rollouts, evaluations)
         trainer = Trainer(config, components, display)
-        if start.checkpoint is not None:
+        if checkpoint is not None:
             with as_setup_error():
-                trainer.restore(start.checkpoint)
-            display.say(f"resuming after step {trainer.progress.step} from {start.checkpoint}")
+                trainer.restore(checkpoint)
+            display.say(f"resuming after step {trainer.progress.step} from {checkpoint}")
 
         def on_signal(number: int) -> None:
             if received:
@@ -457,36 +485,43 @@ async def _run_loop(
             display.say("stopping with a checkpoint; a second signal exits immediately")
             trainer.stop.set()
 
-        signals.handle_by(on_signal)
+        run.signals.handle_by(on_signal)
         with display, freeze_heap():
             progress = await trainer.run()
     finally:
-        await components.rollouts.close()
+        await rollouts.close()
     return progress, received[0] if progress.stopped and received else None
 
 
 def _components(
-    config: Config,
-    start: StartingPoint,
-    data: RunData,
-    models: Models,
-) -> tuple[Components, str]:
-    """Return the components, and the model that the engine loads before it gets the weights."""
-    path = model_path(config, start.checkpoint)
+    run: _PreparedRun, tokenizer: Any, rollouts: Rollouts, evaluations: _EvalRewards
+) -> Components:
+    store = run.output.store
+    if store is None:
+        upload = None
+    else:
+        upload = store.upload
+    return Components(
+        trained=run.models.trained,
+        tokenizer=tokenizer,
+        rollouts=rollouts,
+        train_prompts=run.data.train,
+        eval_prompts=run.data.evaluation,
+        loggers=run.output.loggers,
+        callbacks=[evaluations, *run.callbacks],
+        reference=run.models.reference,
+        critic=run.models.critic,
+        upload=upload,
+    )
+
+
+def _load_tokenizer(config: Config, path: str) -> Any:
     tokenizer = load_tokenizer(path)
     # So that what is saved with the weights renders prompts as they were trained.
-    if (template := read_chat_template(config.generator.chat_template)) is not None:
+    template = read_chat_template(config.generator.chat_template)
+    if template is not None:
         tokenizer.chat_template = template
-    components = Components(
-        trained=models.trained,
-        tokenizer=tokenizer,
-        rollouts=None,  # type: ignore[arg-type]  # the engine starts last, after all other checks
-        train_prompts=data.train,
-        eval_prompts=data.evaluation,
-        reference=models.reference,
-        critic=models.critic,
-    )
-    return components, path
+    return tokenizer
 
 
 def _check_main_module() -> None:
@@ -533,7 +568,7 @@ async def _vllm_rollouts(
     )
 
 
-def _sample(progress: Progress, tokenizer: Any, config: Config) -> str:
+def _sample(progress: RunProgress, tokenizer: Any, config: Config) -> str:
     """Return one trajectory as text: the one of highest reward, then of most turns."""
     if not progress.trajectories:
         return ""

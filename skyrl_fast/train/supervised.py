@@ -35,8 +35,8 @@ def sft(
     """Train a model on demonstrations; all output is written to the run folder.
 
     Each assistant message is a step, with the prompt that the agent loop would make for it: so
-    rows, merged rows and prefix trees (`trainer.rows`) are those of reinforcement learning. The
-    loss is the mean cross-entropy of the answers' tokens, end tokens included. Checkpoints are
+    `trainer.rows` and `trainer.row_layout` mean the same as in reinforcement learning. The loss is
+    the mean cross-entropy of the answers' tokens, end tokens included. Checkpoints are
     model folders in Hugging Face format.
 
     Settings of data, model, optimizer, rows, checkpoints and loggers apply; the algorithm, the
@@ -165,16 +165,16 @@ class _DemonstrationMaker:
 
     def _tokenize(self, config: Config, tokenizer: Any) -> dict[str, list[Step]]:
         generator = loop_settings(config)
-        return {
-            uid: build_demonstration(
+        result: dict[str, list[Step]] = {}
+        for uid, chat in self._chats.items():
+            result[uid] = build_demonstration(
                 chat.messages,
                 tokenizer,
                 generator,
                 chat.where,
                 template_kwargs=chat.template_kwargs,
             )
-            for uid, chat in self._chats.items()
-        }
+        return result
 
 
 class Demonstrations:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.config import Config, max_input_length, sums_rewards, to_dict
+from skyrl_fast.config import Config, sums_rewards, to_dict
 from skyrl_fast.rollout.failures import FailureWatch, fail_infinite_rewards, log_failures
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.algorithm.batch_warnings import BatchWarnings
@@ -32,6 +31,7 @@ from skyrl_fast.train.algorithm.sequence_scope import Sequences
 from skyrl_fast.train.algorithm.training_rows import SampledRows
 from skyrl_fast.train.callbacks import Callback, CallbackList
 from skyrl_fast.train.checkpoint.local import STATE, CheckpointError, read_state, write_json
+from skyrl_fast.train.checkpoint.run_saver import RunSaver
 from skyrl_fast.train.checkpoint.starting_point import checkpoint_folder
 from skyrl_fast.train.checkpoint.writer import CheckpointWriter
 from skyrl_fast.train.data.mixture import MixtureSampler, load_curriculum, make_sampler
@@ -65,6 +65,7 @@ from skyrl_fast.train.prepare_batch import (
     training_batch,
     with_advantages,
 )
+from skyrl_fast.train.run_progress import RunProgress
 from skyrl_fast.train.update import update_policy
 from skyrl_fast.trajectory_store.trained import TrainedRows
 from skyrl_fast.trajectory_store.writer import TrajectoryWriter
@@ -72,7 +73,7 @@ from skyrl_fast.trajectory_store.writer import TrajectoryWriter
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-OPTIMIZERS = "optimizers"  # of a checkpoint: a folder for each named policy
+OPTIMIZERS = "optimizers"  # part of a checkpoint: a folder for each named policy
 
 
 @dataclass(slots=True)
@@ -102,30 +103,13 @@ class Components:
         return next(iter(self.trained.values())).policy
 
 
-@dataclass(slots=True)
-class Progress:
-    """How far a run has got.
-
-    Args:
-        stopped: the run was asked to stop before its end.
-        stopped_by: class of the callback that requested the stop, or None.
-        trajectories: trajectories of the last evaluation or batch, whichever is newer.
-    """
-
-    step: int = 0
-    stopped: bool = False
-    stopped_by: str | None = None
-    checkpoint: Path | None = None
-    trajectories: list[Trajectory] = field(default_factory=list)
-
-
 @dataclass(frozen=True, slots=True)
 class _TrainedPart:
     """What a policy was trained on in a step."""
 
     policy: str | None
     rows: TrainedRows
-    kl_coef: float  # of its next step
+    kl_coef: float  # coefficient of its next step
     optimizer_steps: int
     skipped_steps: int
 
@@ -135,17 +119,24 @@ class Trainer:
 
     def __init__(self, config: Config, components: Components, display: ProgressDisplay) -> None:
         settings = config.trainer
-        self.progress = Progress()
+        self.progress = RunProgress()
         self.stop = asyncio.Event()
         self._config = config
         self._components = components
         self._display = display
         self._run_path = Path(settings.run_path)
-        self._checkpoint_writer = CheckpointWriter(
-            checkpoint_folder(config),
-            keep=settings.max_ckpts_to_keep,
-            ranks=components.policy.ranks,
-            upload=components.upload,
+        self._callbacks = CallbackList(components.callbacks)
+        self._saver = RunSaver(
+            self.progress,
+            CheckpointWriter(
+                checkpoint_folder(config),
+                keep=settings.max_ckpts_to_keep,
+                ranks=components.policy.ranks,
+                upload=components.upload,
+            ),
+            prepare=self._prepare_checkpoint,
+            write_state=self._write_state,
+            on_checkpoint=self._callbacks.on_checkpoint,
         )
         self._curriculum = load_curriculum(config.data.curriculum)
         self._sampler = make_sampler(
@@ -156,22 +147,18 @@ class Trainer:
             digest=digest_of(components.train_prompts),
         )
         self.total_steps = total_steps(config, len(components.train_prompts))
-        # Of each policy, in the next step.
+        # The coefficient of each policy in the next step.
         self._kl_coefs = dict.fromkeys(components.trained, settings.algorithm.kl_loss_coef)
-        self._saved_step = -1
         self._used_up = 0  # epochs that ended without a full batch
         self._writer: TrajectoryWriter | None = None  # None: dump_trajectories is off
-        self._consistent = True  # weights, counters and data position are of the same step
-        # Metrics of a trained step until they are reported; step 0 has only an evaluation.
-        first = settings.eval_before_train and components.eval_prompts
-        self._unreported: dict[str, Any] | None = {} if first else None
+        if settings.eval_before_train and components.eval_prompts:
+            self._saver.unreported = {}  # step 0 has only an evaluation
         self._compute = Compute()
         self._background = BackgroundWriter(components.clock)  # writes trajectories
         self._timeline = Timeline(
             self._run_path / "timeline", settings.profile_steps, components.rollouts.board
         )
         self._timed = Stopwatch(components.clock, display.phase, self._timeline.phase)
-        self._callbacks = CallbackList(components.callbacks)
         self._failures = FailureWatch()
         self._divergence = {name: DivergenceWatch() for name in components.trained}
         self._memory = PeakMemory(components.policy.device)
@@ -179,7 +166,7 @@ class Trainer:
         self._source = BatchSource(config, self._failures)
         self._flow: GroupFlow | None = None
 
-    async def run(self) -> Progress:
+    async def run(self) -> RunProgress:
         """Train to the end, or until `stop` is set; either way a checkpoint is written.
 
         Raises:
@@ -191,7 +178,7 @@ class Trainer:
             self.progress.stopped = True
             self.progress.stopped_by = self._callbacks.stopped_by
         except Exception:
-            self._rescue()
+            self._saver.rescue()
             raise
         finally:
             if self._flow is not None:
@@ -199,11 +186,11 @@ class Trainer:
             self._compute.close()
             self._background.close()
         try:
-            self._save_last()
+            self._saver.save_last()
         except CheckpointError:
             # The error may be of an earlier checkpoint, written in the background: the last step
             # needs one, too.
-            self._rescue()
+            self._saver.rescue()
             raise
         self._background.wait()
         return self.progress
@@ -218,16 +205,18 @@ class Trainer:
         self._sampler.restore(state["sampler"])
         if self._config.trainer.algorithm.kl_ctrl.type == "adaptive":
             saved = state.get("kl_coef", self._kl_coefs)
-            self._kl_coefs |= saved if isinstance(saved, dict) else {None: saved}
-        self._unreported = state.get("unreported")
+            if isinstance(saved, dict):
+                self._kl_coefs |= saved
+            else:
+                self._kl_coefs |= {None: saved}
         self._used_up = state.get("epochs_used_up", 0)
         for name, one in self._components.trained.items():
             one.optimizer.load(checkpoint if name is None else checkpoint / OPTIMIZERS / name)
         if self._components.critic is not None:
             self._components.critic.restore(checkpoint / "critic")
         load_random_state(checkpoint / "random.safetensors", state["random"])
-        self.progress.step = self._saved_step = state["step"]
-        self.progress.checkpoint = checkpoint
+        self.progress.step = state["step"]
+        self._saver.resume(checkpoint, state.get("unreported"))
 
     # --- the loop ---------------------------------------------------------------------------
 
@@ -255,8 +244,9 @@ class Trainer:
             last_version=self.total_steps,
             clock=self._components.clock,
         )
-        if self._unreported is not None:
-            await self._conclude(synced | self._unreported if self.progress.step else {})
+        unreported = self._saver.unreported
+        if unreported is not None:
+            await self._conclude(synced | unreported if self.progress.step else {})
         while not self._over():
             if self.stop.is_set():
                 raise StopRequested
@@ -271,7 +261,7 @@ class Trainer:
     async def _step(self, flow: GroupFlow) -> bool:
         """Train one batch; return False if the prompts ran out before it was full."""
         # Several ranks, and uploads, complete a checkpoint during a later step.
-        self._end_save()
+        self._saver.report_finished()
         components = self._components
         started = components.clock()
         generating = components.rollouts.board.generating_seconds()
@@ -295,8 +285,7 @@ class Trainer:
         self._kl_coefs |= {part.policy: part.kl_coef for part in parts}
         self.progress.step += 1
         metrics["trainer/epoch"] = float(self._sampler.epoch)
-        self._consistent = True
-        self._unreported = metrics
+        self._saver.complete_step(metrics)
         # Before anything that can fail: every checkpoint of this step has its trajectories.
         storing = self._store("train", trajectories, [part.rows for part in parts])
         await self._timed("store", times, storing)
@@ -345,19 +334,18 @@ class Trainer:
         if "timing/step" in metrics:
             metrics |= time_shares(metrics)
         self._report(metrics)
-        # From here on a checkpoint must not make a resumed run report the step again.
-        self._unreported = None
+        self._saver.end_report()
         if not first:
             self._callbacks.on_step(step, metrics)
         if evaluation:
             self._callbacks.on_eval(step, evaluation)
         # The step's checkpoint was written before the step was reported.
-        outdated = self._saved_step == self.progress.step
-        if outdated or (not first and self._due(self._config.trainer.ckpt_interval)):
-            await self._compute(self._checkpoint_writer.wait)  # the one before
-            self._end_save()
-            await self._compute(self._save)  # generation continues meanwhile
-            self._end_save()
+        is_outdated = self._saver.is_saved
+        if is_outdated or (not first and self._due(self._config.trainer.ckpt_interval)):
+            await self._compute(self._saver.wait)  # the one before
+            self._saver.report_finished()
+            await self._compute(self._saver.save)  # generation continues meanwhile
+            self._saver.report_finished()
         if self._callbacks.stopped_by is not None and not self._over():
             raise StopRequested
 
@@ -427,9 +415,7 @@ class Trainer:
         batch, kl_metrics, kl_coef = await self._timed(
             "advantages", times, self._compute(self._with_advantages, name, batch, units)
         )
-        # From here until the step is counted the weights are between two steps: no rescue may save
-        # them.
-        self._consistent = False
+        self._saver.begin_update()
         # NaN: not computed. The update fills in what it computes anyway.
         trained = TrainedRows(trajectories, batch, torch.full_like(batch.rewards, float("nan")))
         updated = await self._timed(
@@ -456,7 +442,10 @@ class Trainer:
     def _update(self, name: str | None, trained: TrainedRows) -> dict[str, float]:
         settings = self._config.trainer
         critic = self._components.critic
-        critic_metrics = {} if critic is None else critic.update(trained.batch)
+        if critic is None:
+            critic_metrics = {}
+        else:
+            critic_metrics = critic.update(trained.batch)
         one = self._components.trained[name]
         return critic_metrics | update_policy(
             one.policy,
@@ -466,7 +455,7 @@ class Trainer:
             mini_batch_size=settings.policy_mini_batch_size,
             update_epochs=settings.update_epochs_per_batch,
             max_seq_len=settings.algorithm.max_seq_len
-            or max_input_length(self._config)
+            or self._config.generator.max_input_length
             + self._config.generator.sampling_params.max_generate_length,
             reference=self._components.reference,
             seen_logprobs=trained.trainer_logprobs,
@@ -484,7 +473,7 @@ class Trainer:
     def _note_end(self) -> None:
         """Let the next checkpoint say that no further batch can be filled."""
         self._used_up = self._config.trainer.epochs
-        self._saved_step = -1
+        self._saver.discard()
 
     async def _sync(self, metrics: dict[str, Any], times: dict[str, float]) -> None:
         work = self._components.rollouts.update_weights(
@@ -531,47 +520,18 @@ class Trainer:
             write = partial(self._writer.write, trained=trained)
             await self._background.start(partial(write, self.progress.step, phase, trajectories))
 
-    def _save(self) -> None:
+    def _prepare_checkpoint(self) -> None:
         self._display.phase("checkpoint")
         self._background.wait()  # the store must hold all steps up to the checkpoint's
-        # Several ranks go on writing in the background; `_end_save` tells when they have finished.
-        self._checkpoint_writer.write(self.progress.step, self._write_state)
-        self._saved_step = self.progress.step
-
-    def _save_last(self) -> None:
-        self._checkpoint_writer.wait()
-        self._end_save()
-        # The one in the background may have been of an earlier step.
-        if self._saved_step != self.progress.step:
-            self._save()
-            self._checkpoint_writer.wait()
-            self._end_save()
-
-    def _end_save(self) -> None:
-        """Report the checkpoint that is complete now, if any; raise its error."""
-        step = self._take_checkpoint()
-        if step is not None:
-            assert self.progress.checkpoint is not None
-            self._callbacks.on_checkpoint(step, self.progress.checkpoint)
-
-    def _take_checkpoint(self) -> int | None:
-        """Record the checkpoint that is complete now, if any, and return its step."""
-        try:
-            finished = self._checkpoint_writer.take_finished()
-        except BaseException:
-            # The step has no checkpoint after all, and the next save must not be left out.
-            self._saved_step = -1
-            raise
-        if finished is None:
-            return None
-        step, self.progress.checkpoint = finished
-        return step
 
     def _write_state(self, folder: Path) -> None:
         components = self._components
         components.policy.save(folder / "policy", components.tokenizer)
         for name, one in components.trained.items():
-            of_policy = folder if name is None else folder / OPTIMIZERS / name
+            if name is None:
+                of_policy = folder
+            else:
+                of_policy = folder / OPTIMIZERS / name
             of_policy.mkdir(parents=True, exist_ok=True)
             one.optimizer.save(of_policy)
         if components.critic is not None:
@@ -580,34 +540,12 @@ class Trainer:
             "step": self.progress.step,
             "sampler": self._sampler.state(),
             "kl_coef": self._kl_coefs.get(None, self._kl_coefs),
-            "unreported": self._unreported,
+            "unreported": self._saver.unreported,
             "epochs_used_up": self._used_up,
             "random": save_random_state(folder / "random.safetensors"),
             "config": to_dict(self._config),
         }
         write_json(folder / STATE, state)
-
-    def _rescue(self) -> None:
-        """After an error, save the last complete step; never hide the error."""
-        with self._without_hiding_errors():
-            self._checkpoint_writer.wait()
-            self._take_checkpoint()
-        # In the middle of an update, or at step 0, there is nothing to save.
-        if self._consistent and self._saved_step != self.progress.step != 0:
-            with self._without_hiding_errors():
-                self._save()
-                self._checkpoint_writer.wait()
-                self._take_checkpoint()
-
-    @contextmanager
-    def _without_hiding_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception:
-            logger.exception(
-                "no checkpoint written after the error; the last one is %s",
-                self.progress.checkpoint,
-            )
 
     # --- waiting ------------------------------------------------------------------------------
 

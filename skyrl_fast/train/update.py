@@ -29,6 +29,12 @@ from skyrl_fast.ops.policy_loss.losses import LossSpec
 from skyrl_fast.ops.policy_loss.reduction import SequenceScope
 from skyrl_fast.train.algorithm.off_policy import apply_off_policy_correction
 from skyrl_fast.train.algorithm.sequence_scope import sequences
+from skyrl_fast.train.metrics.aggregate import (
+    CROSS_ENTROPY_TOKENS,
+    Part,
+    add_up_mini_batches,
+    add_up_passes,
+)
 from skyrl_fast.train.model.micro_batch import (
     MicroBatch,
     plan_micro_batches,
@@ -36,6 +42,7 @@ from skyrl_fast.train.model.micro_batch import (
 )
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import Policy, Reference
+from skyrl_fast.train.output.metric_table import find_over
 from skyrl_fast.train.parallel.rank_shares import local_micro_batches
 from skyrl_fast.train.parallel.ranks import run_on_all_ranks
 from skyrl_fast.train.parallel.sharding import reduce_at_last
@@ -43,45 +50,11 @@ from skyrl_fast.train.parallel.sharding import reduce_at_last
 _NO_BUDGET = 1 << 62  # tokens
 _TRAINED = "policy/trained_tokens"
 _LOSS = "policy/loss"
-# Of a micro-batch: weighted by the mini-batch's weights, or counted.
-_SUMS = {
-    "policy/policy_loss",
-    "policy/kl_loss",
-    "policy/cross_entropy_loss",
-    "policy/policy_tokens",
-    "policy/cross_entropy_tokens",
-}
-# Metrics that are means over other tokens than those of the policy loss, and the number of these.
-_COUNTS = {"policy/cross_entropy": "policy/cross_entropy_tokens"}
-# Metrics of a mini-batch that are no means over its tokens.
-_OF_MINI_BATCH = {
-    *_SUMS,
-    _LOSS,
-    _TRAINED,
-    "policy/num_micro_batches",
-    "policy/forward_tokens",
-    "policy/row_tokens",
-    "policy/token_saving",
-    "policy/tree_group_share",
-    "policy/rows_without_gradient",
-    "policy/grad_norm",
-    "policy/lr",
-    "policy/nonfinite_steps_skipped",
-}
-# Of the off-policy correction: shares of sequences, where others are means over tokens.
-_SEQUENCE_SHARES = (
-    "policy/outlier_seq_",
-    "policy/tis_seq_",
-    "policy/geo_sequence_mask_",
-    "policy/product_sequence_mask_",
-)
 _MISMATCH = "policy/rollout_train_logprobs_abs_diff"
 _UPDATE_DIFFERENCE = "policy/rollout_update_logprobs_abs_diff"
-_RATIO_MEAN = "policy/is_ratio_mean"
-_RATIO_STD = "policy/is_ratio_std"
 _FORWARD_ONLY = ("expert_indices", "cu_experts", "num_kept", "kept_ids", "cu_kept")
 _RECORDS = ("owners", "step_numbers", "is_placeholder", "is_alone")  # which no loss reads
-_RECOMPUTED = {"loss", "num_tokens"}  # of a micro-batch; recomputed here for the mini-batch
+_RECOMPUTED = {"loss", "num_tokens"}  # values of a micro-batch; recomputed for the mini-batch
 
 _OF_REFERENCE = {"kl", "kl_loss"}  # 0 without a reference
 
@@ -137,10 +110,9 @@ def update_policy(
     # By the policy as it is before the first optimizer step.
     if is_missing and not for_all and len(minis) > 1:
         minis[1:] = _with_old_logprobs(policy, batch, mini_batch_size)
-    steps = []
+    is_own_pass_old = _jumps_at_old(algorithm) and algorithm.old_logprobs != "rollout"
+    steps: list[Part] = []
     corrections = []
-    num_tokens = []
-    num_sequences = []  # with a trained token
     # Those of the first pass over each token; what was computed before the update is among them.
     first_logprobs = torch.full(batch.loss_mask.shape, torch.nan)
     num_before = 0  # response tokens whose first log-probabilities are from before any update
@@ -157,24 +129,30 @@ def update_policy(
                 # Those of a later mini-batch's pass are from after the steps before it.
                 if start == 0 or seen is None:
                     num_before = start + mini.loss_mask.shape[0]
-            step = _optimizer_step(policy, optimizer, mini, algorithm, max_seq_len, seen)
-            steps.append(step)
-            corrections.append(metrics)
-            num_tokens.append(int((mini.loss_mask != 0).sum()))
-            live = sequences(mini, algorithm.sequence_scope).live
-            num_sequences.append(int(live.sum()))
+            passed = mini
+            if is_own_pass_old and not steps:  # before any step its own pass is the old policy's
+                passed = mini.with_(old_logprobs=None)
+            step = _optimizer_step(policy, optimizer, passed, algorithm, max_seq_len, seen)
+            steps.append(Part(step, tokens=step[_TRAINED]))
+            corrections.append(_correction_part(mini, metrics, algorithm))
             start += mini.loss_mask.shape[0]
-    trained_tokens = [step[_TRAINED] for step in steps]
     if seen_logprobs is not None:
         known = ~first_logprobs.isnan()
         seen_logprobs[known] = first_logprobs[known]
     return {
         **_mismatch_metrics(batch, first_logprobs, num_before),
-        # Also of rows that need no forward pass.
-        **_correction_metrics(corrections, num_tokens, num_sequences),
-        **_mean_metrics(steps, trained_tokens),
+        # Also of rows that need no forward pass; without a token there are no extremes.
+        **add_up_mini_batches([part for part in corrections if part.tokens] or corrections),
+        **add_up_mini_batches(steps),
         "policy/optimizer_steps": float(len(steps)),
     }
+
+
+def _correction_part(
+    mini: StepBatch, metrics: dict[str, float], algorithm: AlgorithmConfig
+) -> Part:
+    live = sequences(mini, algorithm.sequence_scope).live
+    return Part(metrics, tokens=int((mini.loss_mask != 0).sum()), sequences=int(live.sum()))
 
 
 def _mismatch_metrics(
@@ -206,6 +184,11 @@ def _reads_old_logprobs(batch: StepBatch, algorithm: AlgorithmConfig) -> bool:
     return batch.rollout_logprobs is None or not is_ratio_to_rollout(algorithm)
 
 
+def _jumps_at_old(algorithm: AlgorithmConfig) -> bool:
+    spec = policy_loss_spec(algorithm)
+    return isinstance(spec, LossSpec) and spec.jumps_at_old
+
+
 def _with_old_logprobs(
     policy: Policy, batch: StepBatch, mini_batch_size: int
 ) -> list[tuple[StepBatch, dict[str, float]]]:
@@ -229,12 +212,12 @@ def contributing_rows(batch: StepBatch, algorithm: AlgorithmConfig) -> np.ndarra
     """Return (N,) bool: rows whose gradient can differ from zero under this algorithm."""
     assert batch.advantages is not None
     spec = policy_loss_spec(algorithm)
-    # Terms beside the policy loss have a gradient in every row; a loss of scope "mini_batch" reads
-    # all of them.
+    # Terms other than the policy loss have a gradient in every row.
     has_policy_loss = algorithm.policy_loss_coef > 0
-    reads_all = spec.scope == "mini_batch" or not spec.zero_where_advantage_is_zero
+    reads_all = has_policy_loss and not spec.zero_where_advantage_is_zero
     has_other_terms = algorithm.use_kl_loss or algorithm.use_entropy_loss
-    if has_other_terms or (has_policy_loss and reads_all):
+    # A loss of scope "mini_batch" reads all rows, also for its metrics where its coefficient is 0.
+    if has_other_terms or reads_all or spec.scope == "mini_batch":
         return np.ones(batch.num_rows, dtype=bool)
     live = (batch.advantages != 0) & (batch.loss_mask != 0) & has_policy_loss
     if batch.token_weights is not None:
@@ -275,12 +258,16 @@ def accumulate_gradient(
     if seen_logprobs is not None:
         for result in results:
             seen_logprobs[result.positions] = result.logprobs
-    metrics = _token_mean_metrics(results)
+    metrics = {_TRAINED: float(sum(result.policy_tokens for result in results))}
+    metrics |= add_up_passes([Part(r.metrics, tokens=r.policy_tokens) for r in results])
     metrics[_LOSS] = sum(result.loss for result in results)
     metrics["policy/num_micro_batches"] = float(len(results))
     metrics["policy/forward_tokens"] = float(sum(result.forward_tokens for result in results))
     rows = [result.rows for result in results]
-    visited = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
+    if rows:
+        visited = torch.cat(rows)
+    else:
+        visited = torch.zeros(0, dtype=torch.int64)
     metrics["policy/row_tokens"] = float(batch.lengths[visited].sum())
     if results:
         reached = metrics["policy/forward_tokens"] / metrics["policy/row_tokens"]
@@ -304,8 +291,8 @@ class _MicroBatchResult:
 
     loss: float
     metrics: dict[str, float]  # over its trained tokens
-    policy_tokens: int  # of the policy loss
-    forward_tokens: int  # of the forward pass, padding included
+    policy_tokens: int  # tokens of the policy loss
+    forward_tokens: int  # tokens of the forward pass, padding included
     as_tree: bool
     rows: torch.Tensor
     positions: torch.Tensor  # (M,) of the trained tokens in the mini-batch's responses
@@ -327,7 +314,10 @@ class _MiniBatchWeights:
         counted = torch.ones(batch.num_rows, dtype=torch.bool)
         if batch.is_placeholder is not None:
             counted = ~batch.is_placeholder  # what failed is no sample, and does not count
-        samples = batch if bool(counted.all()) else batch.rows(counted)
+        if bool(counted.all()):
+            samples = batch
+        else:
+            samples = batch.rows(counted)
         rows[counted] = reduction_weights(
             samples.loss_mask,
             reduction=algorithm.loss_reduction,
@@ -338,7 +328,10 @@ class _MiniBatchWeights:
         )
         # The cross-entropy is a token mean, whatever the reduction of the policy loss.
         given = batch.cross_entropy_weights
-        total = 0.0 if given is None else float(given.sum())
+        if given is None:
+            total = 0.0
+        else:
+            total = float(given.sum())
         return cls(rows, algorithm.observation_loss_coef / total if total else 0.0)
 
     def at(self, rows: torch.Tensor) -> _MiniBatchWeights:
@@ -352,7 +345,10 @@ def _weights_of_policy_loss(
     tokens = rows.token_weights
     coef = algorithm.policy_loss_coef
     if coef != 1:
-        tokens = torch.full_like(rows.rewards, coef) if tokens is None else coef * tokens
+        if tokens is None:
+            tokens = torch.full_like(rows.rewards, coef)
+        else:
+            tokens = coef * tokens
     return {"row_weights": weights.rows, "token_weights": tokens}
 
 
@@ -365,7 +361,8 @@ def _gradient(
     max_seq_len: int | None,
 ) -> list[_MicroBatchResult]:
     """Add the gradient of this rank's micro-batches of the (N,) bool rows."""
-    # Of the full mini-batch, before it is divided: so the sum over passes and ranks is its loss.
+    # Weights of the full mini-batch, before it is divided: so the sum over passes and ranks is its
+    # loss.
     weights = _MiniBatchWeights.of_batch(batch, algorithm, max_seq_len)
     # Losses of this scope read all tokens of a mini-batch at once, as for its covariance.
     undivided = policy_loss_spec(algorithm).scope == "mini_batch"
@@ -390,10 +387,9 @@ def _gradient(
     micro_batches = local_micro_batches(plan, budget, policy.ranks, divisible=not undivided)
     # Ranks that share a pass compute the same loss, random choices included.
     policy.ranks.sequence.share_random_state(policy.device)
-    results = [
-        _micro_step(policy, batch, weights, micro, algorithm)
-        for micro in reduce_at_last(policy.model, micro_batches, policy.ranks)
-    ]
+    results = []
+    for micro in reduce_at_last(policy.model, micro_batches, policy.ranks):
+        results.append(_micro_step(policy, batch, weights, micro, algorithm))
     return policy.ranks.gather([result for result in results if result is not None])
 
 
@@ -476,17 +472,23 @@ def _micro_step(
         )
     loss.backward()
     # The op reports zeros for a penalty that it was not given.
-    left_out = _RECOMPUTED if algorithm.use_kl_loss else _RECOMPUTED | _OF_REFERENCE
-    values = {f"policy/{k}": v for k, v in out.metrics.items() if k not in left_out}
+    if algorithm.use_kl_loss:
+        left_out = _RECOMPUTED
+    else:
+        left_out = _RECOMPUTED | _OF_REFERENCE
+    values = {}
+    for k, v in out.metrics.items():
+        if k not in left_out:
+            values[f"policy/{k}"] = v
     if sampled.any():
         values |= _values_of_sampled(trained, entropy, rows, micro, sampled, algorithm)
-    else:  # of no token there are neither means nor extremes
-        values = {name: value for name, value in values.items() if name in _SUMS}
+    else:  # without a token there are neither means nor extremes
+        values = {name: value for name, value in values.items() if find_over(name) == "sum"}
     if observed is not None:
         values |= observed.values
     metrics = _backend.read_numbers({_LOSS: loss, **values})
     if observed is not None:
-        metrics["policy/cross_entropy_tokens"] = float(observed.num_tokens)
+        metrics[CROSS_ENTROPY_TOKENS] = float(observed.num_tokens)
         metrics["policy/policy_tokens"] = float(sampled.sum())
     return _MicroBatchResult(
         loss=metrics.pop(_LOSS),
@@ -558,79 +560,3 @@ def _observation_loss(
     if len(observed):
         values["policy/cross_entropy"] = cross_entropy.detach().mean()
     return _ObservationLoss(loss, values, len(observed))
-
-
-def _token_mean_metrics(results: list[_MicroBatchResult]) -> dict[str, float]:
-    """Return means weighted by trained tokens; sums, maxima and minima by the metric's name."""
-    means = {_TRAINED: float(sum(result.policy_tokens for result in results))}
-    for name in dict.fromkeys(name for result in results for name in result.metrics):
-        counted = _COUNTS.get(name)
-        having = [
-            (result.metrics[name], result.metrics.get(counted or "", result.policy_tokens))
-            for result in results
-            if name in result.metrics
-        ]
-        values = [value for value, _ in having]
-        if name in _SUMS:
-            means[name] = sum(values)
-        elif name.endswith("_max"):
-            means[name] = max(values)
-        elif name.endswith("_min"):
-            means[name] = min(values)
-        else:
-            means[name] = _mean(values, [n for _, n in having])
-    return means
-
-
-def _mean(values: Sequence[float], counts: Sequence[float]) -> float:
-    # Passes and mini-batches differ in tokens: the mean of their means would not be that of all.
-    total = sum(counts)
-    return sum(v * n for v, n in zip(values, counts, strict=True)) / total if total else 0.0
-
-
-def _correction_metrics(
-    corrections: Sequence[dict[str, float]],
-    num_tokens: Sequence[float],
-    num_sequences: Sequence[float],
-) -> dict[str, float]:
-    """Return the off-policy correction's metrics of all mini-batches, each over what it counts."""
-    if any(num_tokens):  # of no token there are no extremes
-        kept = [place for place, number in enumerate(num_tokens) if number]
-        corrections = [corrections[place] for place in kept]
-        num_tokens = [num_tokens[place] for place in kept]
-        num_sequences = [num_sequences[place] for place in kept]
-    result = _mean_metrics(corrections, num_tokens)
-    for name in result:
-        if name.startswith(_SEQUENCE_SHARES):
-            result[name] = _mean([one[name] for one in corrections], num_sequences)
-    if _RATIO_STD in result:
-        mean = result[_RATIO_MEAN]
-        total = sum(num_tokens)
-        squares = sum(
-            one[_RATIO_STD] ** 2 * max(0, n - 1) + n * (one[_RATIO_MEAN] - mean) ** 2
-            for one, n in zip(corrections, num_tokens, strict=True)
-        )
-        result[_RATIO_STD] = (squares / max(1, total - 1)) ** 0.5
-    return result
-
-
-def _mean_metrics(
-    steps: Sequence[dict[str, float]], num_tokens: Sequence[float]
-) -> dict[str, float]:
-    names = dict.fromkeys(name for step in steps for name in step)
-    result = {}
-    for name in names:
-        having = [(step, n) for step, n in zip(steps, num_tokens, strict=True) if name in step]
-        values = [step[name] for step, _ in having]
-        if name.endswith("_max"):
-            result[name] = max(values)
-        elif name.endswith("_min"):
-            result[name] = min(values)
-        elif name in _SUMS:
-            # 0 in a mini-batch of which no row has a gradient, as in its loss.
-            result[name] = sum(values) / len(steps)
-        elif name in _OF_MINI_BATCH:
-            result[name] = sum(values) / len(values)
-        else:
-            result[name] = _mean(values, [step.get(_COUNTS.get(name, ""), n) for step, n in having])
-    return result

@@ -68,7 +68,10 @@ def forest(steps: Sequence[StoredStep]) -> list[Place]:
         path += _add_edge(path[-1].next if path else roots, rest)
         if path and path[-1].asked is None:
             path[-1].asked = number
-        start = path[-1].next if path else roots
+        if path:
+            start = path[-1].next
+        else:
+            start = roots
         answer, rest = _walk(start, response)
         answer += _add_edge(answer[-1].next if answer else start, rest)
         for edge in answer:
@@ -110,7 +113,10 @@ def _place(path: Sequence[_Edge], num_new: int, steps: Sequence[StoredStep]) -> 
         if edge.sampled_by is not None:
             parent = steps[edge.sampled_by]
             common = depth - len(parent.prompt_token_ids)
-            kind = FORKS if 2 * common >= len(parent.response_ids) else REWRITES
+            if 2 * common >= len(parent.response_ids):
+                kind = FORKS
+            else:
+                kind = REWRITES
             return Place(kind, edge.sampled_by)
         if edge.asked is not None:
             return Place(REWRITES, edge.asked)

@@ -12,7 +12,7 @@ import numpy as np
 
 from skyrl_fast.system.printable import INVISIBLE
 
-DECIMALS = 6  # of log-probabilities and advantages: the resolution of a float32 near -8
+DECIMALS = 6  # digits of log-probabilities and advantages: a float32's near -8
 _MAX_INT = 2**53  # a reader that parses numbers as doubles rounds larger integers
 
 # As JSON escapes they mean the same, and can neither break a line nor mislead a reader. Other
@@ -63,7 +63,10 @@ def round_decimals(values: np.ndarray | Sequence[float]) -> list[float | None]:
     numbers = np.asarray(values, dtype=np.float64).round(DECIMALS) + 0.0  # no -0.0
     if math.isfinite(numbers.dot(numbers)):  # then all are: a fast path for the usual case
         return numbers.tolist()
-    return [x if math.isfinite(x) else None for x in numbers.tolist()]
+    result: list[float | None] = []
+    for x in numbers.tolist():
+        result.append(x if math.isfinite(x) else None)
+    return result
 
 
 def json_value(value: Any) -> Any:
@@ -78,9 +81,13 @@ def json_value(value: Any) -> Any:
         return json_value(float(value))
     if isinstance(value, np.generic):
         item = value.item()
-        return str(item) if isinstance(item, np.generic) else json_value(item)
+        if isinstance(item, np.generic):
+            return str(item)
+        return json_value(item)
     if isinstance(value, int):
-        return value if abs(value) <= _MAX_INT else str(value)
+        if abs(value) <= _MAX_INT:
+            return value
+        return str(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

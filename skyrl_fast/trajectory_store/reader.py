@@ -61,6 +61,7 @@ class StoredTrajectory:
     `other_calls`: of an agent, which are no steps: each with the values of `OtherCall`.
     `not_stored`: what its steps had, and the store does not: "kept_ids", "routes".
     `policy_rewards`: of policies with an outcome of their own.
+    `failure_trace`: the calls in the user's code that ended in the failure; "" for none.
     """
 
     entry: IndexEntry
@@ -69,6 +70,7 @@ class StoredTrajectory:
     other_calls: Sequence[Mapping[str, Any]] = ()
     not_stored: Sequence[str] = ()
     policy_rewards: Mapping[str, float] = field(default_factory=dict)
+    failure_trace: str = ""
 
 
 def read_index(run: str | Path) -> list[IndexEntry]:
@@ -83,7 +85,10 @@ def read_index(run: str | Path) -> list[IndexEntry]:
     entries: list[IndexEntry] = []
     for part in parts(folder):
         found = indexed.get(part.path.name)
-        entries += [entry for entry, _ in read_part(part)] if found is None else found
+        if found is None:
+            entries += [entry for entry, _ in read_part(part)]
+        else:
+            entries += found
     return entries
 
 
@@ -175,6 +180,7 @@ def parse_trajectory(entry: IndexEntry, record: Mapping[str, Any]) -> StoredTraj
         other_calls=record.get("other_calls", ()),
         not_stored=record.get("not_stored", ()),
         policy_rewards=record.get("policy_rewards", {}),
+        failure_trace=record.get("failure_trace", ""),
     )
 
 
@@ -185,7 +191,10 @@ def pieces_of(text: str, ends: Sequence[int]) -> list[str]:
         >>> pieces_of("look at", [4, 7])
         ['look', ' at']
     """
-    return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    result: list[str] = []
+    for start, end in zip([0, *ends], ends, strict=False):
+        result.append(text[start:end])
+    return result
 
 
 def _floats(values: Sequence[float | None], count: int) -> np.ndarray:

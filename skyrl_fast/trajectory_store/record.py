@@ -56,7 +56,10 @@ def trajectory_record(
         for number, item in enumerate(steps)
     ]
     needed = list_replay_needs(steps)
-    replay = replay_values(steps) if with_replay else ({} for _ in steps)
+    if with_replay:
+        replay = replay_values(steps)
+    else:
+        replay = ({} for _ in steps)
     return {
         "format": FORMAT,
         "phase": phase,
@@ -74,6 +77,7 @@ def trajectory_record(
         "staleness": staleness,
         "seconds": round(trajectory.seconds, _SECOND_DECIMALS),
         "env_metrics": _env_metrics(trajectory),
+        **({"failure_trace": trace} if (trace := trajectory.failure_trace) else {}),
         **({"policy_rewards": rewards} if (rewards := trajectory.policy_rewards) else {}),
         **_other_calls(trajectory),
         **({"not_stored": needed} if needed and not with_replay else {}),
@@ -118,8 +122,14 @@ def _places(steps: Sequence[Step]) -> list[dict[str, Any]]:
     places: list[dict[str, Any]] = []
     before: Step | None = None
     for index, step in enumerate(steps):
-        usual_parent = None if before is None else before.number
-        usual_state = None if before is None else before.observation
+        if before is None:
+            usual_parent = None
+        else:
+            usual_parent = before.number
+        if before is None:
+            usual_state = None
+        else:
+            usual_state = before.observation
         is_usual_place = step.number == index and step.parent == usual_parent
         is_usual_state = usual_state in (None, step.state)
         if step.number is None or (is_usual_place and is_usual_state):
@@ -132,10 +142,9 @@ def _places(steps: Sequence[Step]) -> list[dict[str, Any]]:
 
 
 def _other_calls(trajectory: Trajectory) -> dict[str, Any]:
-    calls = [
-        {**asdict(call), "seconds": round(call.seconds, _SECOND_DECIMALS)}
-        for call in trajectory.other_calls
-    ]
+    calls = []
+    for call in trajectory.other_calls:
+        calls.append({**asdict(call), "seconds": round(call.seconds, _SECOND_DECIMALS)})
     return {"other_calls": calls} if calls else {}
 
 
@@ -159,7 +168,10 @@ def _count_shared(steps: Sequence[Step]) -> list[int]:
 
 def _token_values(step: Step, trained: TrainedStep | None, evaluated: bool) -> dict[str, list[Any]]:
     """Return the lists per response token; a list that was not computed is empty."""
-    mask = list(step.loss_mask) if evaluated else [0] * len(step.response_ids)
+    if evaluated:
+        mask = list(step.loss_mask)
+    else:
+        mask = [0] * len(step.response_ids)
     return {
         "loss_mask": mask if trained is None else trained.loss_mask.tolist(),
         "policy_versions": list(step.token_versions or []),
@@ -173,7 +185,9 @@ def _token_values(step: Step, trained: TrainedStep | None, evaluated: bool) -> d
 
 def _unless_all_missing(values: np.ndarray) -> list[float | None]:
     numbers = round_decimals(values)
-    return [] if numbers.count(None) == len(numbers) else numbers
+    if numbers.count(None) == len(numbers):
+        return []
+    return numbers
 
 
 def _advantage(trained: Sequence[TrainedStep]) -> float | None:

@@ -16,7 +16,7 @@ from skyrl_fast.trajectory_store.parts import read_lines
 from skyrl_fast.trajectory_store.reader import StoredStep, StoredTrajectory, read_trajectories
 
 MESSAGES = "messages.jsonl"  # in the folder of a recording
-TEMPLATE_KEYS = ("tools", "chat_template_kwargs")  # of a call there
+TEMPLATE_KEYS = ("tools", "chat_template_kwargs")  # keys of a call there
 
 
 def read_recorded(
@@ -42,7 +42,8 @@ def read_recorded(
             another distribution than the one that sampled them.
     """
     is_run = not (Path(run) / MESSAGES).is_file()
-    phase = "train" if phase is None and is_run else phase
+    if phase is None and is_run:
+        phase = "train"
     groups: dict[str, list[Trajectory]] = {}
     first_steps: dict[str, int] = {}
     for stored in read_trajectories(run, phase=phase, steps=steps):
@@ -79,6 +80,7 @@ def _trajectory(stored: StoredTrajectory, uid: str) -> Trajectory:
         policy_rewards=dict(stored.policy_rewards),
         seconds=entry.seconds,
         failure=entry.failure or None,
+        failure_trace=stored.failure_trace,
         phase=entry.phase,
         data_source=entry.data_source or None,
         other_calls=[OtherCall(**call) for call in stored.other_calls],
@@ -89,11 +91,19 @@ def _step(stored: StoredStep) -> Step:
     turn = stored.turn
     versions = stored.policy_versions.tolist()
     known = not np.isnan(stored.rollout_logprobs).any()
+    if known:
+        rollout_logprobs = stored.rollout_logprobs.tolist()
+    else:
+        rollout_logprobs = None
+    if len(set(versions)) > 1:
+        token_versions = versions
+    else:
+        token_versions = None
     return Step(
         prompt_token_ids=stored.prompt_token_ids,
         response_ids=stored.response_ids,
         loss_mask=stored.loss_mask.tolist(),
-        rollout_logprobs=stored.rollout_logprobs.tolist() if known else None,
+        rollout_logprobs=rollout_logprobs,
         reward=float(turn["reward"] or 0.0),
         stop_reason=turn["stop_reason"],
         policy_version=turn["policy_version"],
@@ -102,7 +112,7 @@ def _step(stored: StoredStep) -> Step:
         llm_seconds=turn["llm_seconds"],
         env_seconds=turn["env_seconds"],
         expert_indices=stored.routes,
-        token_versions=versions if len(set(versions)) > 1 else None,
+        token_versions=token_versions,
         kept_ids=stored.kept_ids,
         policy=turn.get("policy"),
         number=turn.get("number"),
@@ -127,7 +137,10 @@ def sft_rows(run: str | Path, *, min_reward: float | None = None) -> Iterator[di
     """
     path = Path(run) / MESSAGES
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; `skyrl-fast gateway --record` writes it")
+        raise ValueError(
+            f"{path}: no such file: expected a recording, as `skyrl-fast gateway --record` writes "
+            "it; a run has no messages"
+        )
     for _, _, session in read_lines(path):
         if min_reward is None or (session["reward"] or 0.0) >= min_reward:
             yield from _rows(session["calls"])
@@ -161,5 +174,8 @@ def _chain(chat: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> li
     def link(before: bytes, message: Any) -> bytes:
         return chain_digest(before, json.dumps(message, sort_keys=True, default=str))
 
-    first = link(b"", template) if template else b""
+    if template:
+        first = link(b"", template)
+    else:
+        first = b""
     return list(accumulate(chat, link, initial=first))[1:]

@@ -20,7 +20,11 @@ ROUTES = "routes"
 def list_replay_needs(steps: Sequence[Step]) -> list[str]:
     kept = any(step.kept_ids is not None for step in steps)
     routed = any(step.expert_indices is not None for step in steps)
-    return [name for name, there in ((KEPT_IDS, kept), (ROUTES, routed)) if there]
+    result: list[str] = []
+    for name, there in ((KEPT_IDS, kept), (ROUTES, routed)):
+        if there:
+            result.append(name)
+    return result
 
 
 def replay_values(steps: Sequence[Step]) -> Iterator[dict[str, Any]]:
@@ -54,7 +58,9 @@ def _count_shared_rows(routes: np.ndarray, before: np.ndarray | None) -> int:
     both = min(len(routes), len(before))
     same = (routes[:both] == before[:both]).all(axis=(1, 2))
     # argmin of all True is 0.
-    return both if same.all() else int(same.argmin())
+    if same.all():
+        return both
+    return int(same.argmin())
 
 
 def read_kept_ids(tokens: Mapping[str, Any]) -> list[np.ndarray] | None:

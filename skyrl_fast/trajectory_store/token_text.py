@@ -70,7 +70,9 @@ class TokenText:
     def _text_after(self, pair: tuple[int, int]) -> str:
         first = self._alone[pair[0]]
         both = self.decode(pair)
-        return both[len(first) :] if both.startswith(first) else ""
+        if both.startswith(first):
+            return both[len(first) :]
+        return ""
 
     def _split_incrementally(self, ids: Sequence[int], text: str) -> list[int]:
         """Decode from the last complete character on: each token twice, never the entire prefix."""

@@ -58,7 +58,10 @@ def collect_steps_of_policies(
         values = _values_by_number(part.trajectories, part.batch, part.trainer_logprobs)
         for trajectory, steps in zip(part.trajectories, values, strict=True):
             found.setdefault((trajectory.uid, trajectory.repetition_id), {}).update(steps)
-    return [_complete(t, found.get((t.uid, t.repetition_id), {})) for t in trajectories]
+    result: list[list[TrainedStep]] = []
+    for t in trajectories:
+        result.append(_complete(t, found.get((t.uid, t.repetition_id), {})))
+    return result
 
 
 def collect_trained_steps(
@@ -72,7 +75,10 @@ def collect_trained_steps(
     and log-probabilities are as of `TrainedRows`.
     """
     values = _values_by_number(trajectories, batch, trainer_logprobs)
-    return [_complete(t, steps) for t, steps in zip(trajectories, values, strict=True)]
+    result: list[list[TrainedStep]] = []
+    for t, steps in zip(trajectories, values, strict=True):
+        result.append(_complete(t, steps))
+    return result
 
 
 def _complete(trajectory: Trajectory, found: Mapping[int, TrainedStep]) -> list[TrainedStep]:
@@ -120,9 +126,14 @@ def _values_by_number(
     else:
         logprobs = trainer_logprobs.numpy()
     recorded = batch.owners
-    owners = _find_owners(trajectories, batch) if recorded is None else recorded.numpy()
+    if recorded is None:
+        owners = _find_owners(trajectories, batch)
+    else:
+        owners = recorded.numpy()
     cu_responses = batch.cu_responses.numpy()
-    found: list[dict[int, TrainedStep]] = [{} for _ in trajectories]
+    found: list[dict[int, TrainedStep]] = []
+    for _ in trajectories:
+        found.append({})
     # Tokens of a step are adjacent: where the owner or the row changes, another run begins.
     is_change = owners[1:] != owners[:-1]
     changes = np.flatnonzero(is_change) + 1

@@ -13,7 +13,10 @@ MAX_SHOWN = 4_000  # characters of a prompt, an answer or an observation
 def readable(trajectory: Trajectory, *, tokenizer: Any, sums_rewards: bool = False) -> str:
     """Return prompt, turns and reward as lines of text; long texts are cut, controls escaped."""
     steps = trajectory.steps
-    prompt = tokenizer.decode(list(steps[0].prompt_token_ids)) if steps else ""
+    if steps:
+        prompt = tokenizer.decode(list(steps[0].prompt_token_ids))
+    else:
+        prompt = ""
     lines = [f"prompt: {_shown(prompt)}"]
     for number, step in enumerate(steps, start=1):
         lines.append(f"agent, turn {number}: {_shown(step.text)}")

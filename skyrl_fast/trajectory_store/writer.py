@@ -83,11 +83,10 @@ class TrajectoryWriter:
         Raises:
             StoreError: the disk is full or not writable. No incomplete part is left.
         """
-        values_of_steps = (
-            collect_steps_of_policies(trajectories, trained)
-            if trained
-            else [[] for _ in trajectories]
-        )
+        if trained:
+            values_of_steps = collect_steps_of_policies(trajectories, trained)
+        else:
+            values_of_steps = [[] for _ in trajectories]
         records = (
             trajectory_record(
                 trajectory,
@@ -105,7 +104,10 @@ class TrajectoryWriter:
             return self._write_part(part_name(step, phase), records)
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            cause = "the disk is full; free space" if full else f"{error}; make it writable"
+            if full:
+                cause = "the disk is full; free space"
+            else:
+                cause = f"{error}; make it writable"
             raise StoreError(
                 f"trajectories of step {step} not written to {self._folder}: {cause} and resume"
             ) from error

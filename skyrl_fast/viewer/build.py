@@ -42,9 +42,9 @@ PAGE = (
     "app.js",
 )
 MARKER = "skyrl_fast_view.json"  # marks a folder written by this module, and lists its files
-SCRIPT_BYTES = 1 << 18  # of a data file; one with a single item may exceed it
+SCRIPT_BYTES = 1 << 18  # size of a data file; one with a single item may exceed it
 PREVIEWS_PER_SCRIPT = 512
-SCALE_PERCENT = 99.0  # of the run's tokens are within the colour scale
+SCALE_PERCENT = 99.0  # percentage of the run's tokens within the colour scale
 SMALLEST_SCALE = 1e-3  # smaller differences are rounding
 
 
@@ -107,7 +107,10 @@ def _earlier_files(out: Path) -> list[Path]:
     listed = _list_written(out / MARKER)
     other = sorted(str(path.relative_to(out)) for path in found if path not in listed)
     if other:
-        more = f" (and {len(other) - 1} more)" if len(other) > 1 else ""
+        if len(other) > 1:
+            more = f" (and {len(other) - 1} more)"
+        else:
+            more = ""
         raise ValueError(
             f"{out}: holds {other[0]!r}, which this command did not write{more}; move it, or "
             "choose another --out"
@@ -207,7 +210,10 @@ def _add_samples(trajectory: StoredTrajectory, samples: Mapping[str, MagnitudeSa
 
 def _metrics(run: Path) -> dict[str, Any]:
     path = run / "metrics.jsonl"
-    rows = [row for _, _, row in read_lines(path)] if path.exists() else []
+    if path.exists():
+        rows = [row for _, _, row in read_lines(path)]
+    else:
+        rows = []
     names = sorted({name for row in rows for name in row} - {"step", NON_FINITE})
     series = {name: [_number(row.get(name)) for row in rows] for name in names}
     return {"steps": [_number(row.get("step")) for row in rows], "series": series}
@@ -229,4 +235,6 @@ def _setting(run: Path, *names: str) -> Any:
             value = value[name]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
-    return value if isinstance(value, str | int) else None
+    if isinstance(value, str | int):
+        return value
+    return None

@@ -8,7 +8,7 @@ import numpy as np
 
 from skyrl_fast.trajectory_store.parts import IndexEntry
 
-FAILURE_CHARACTERS = 300  # of a failure in the list; an open trajectory shows all of it
+FAILURE_CHARACTERS = 300  # length of a failure in the list; an open trajectory shows all of it
 SIGNIFICANT_DIGITS = 4
 CATEGORICAL = ("uid", "phase", "stop_reason", "env_class", "data_source", "failure")
 NUMERIC = (

@@ -18,12 +18,12 @@ from skyrl_fast.trajectory_store.reader import StoredStep, StoredTrajectory
 from skyrl_fast.viewer.columns import SIGNIFICANT_DIGITS
 from skyrl_fast.viewer.script import ListScripts, literal
 
-ITEM_CHARACTERS = 30_000  # of a text, and of the tokens of an item
+ITEM_CHARACTERS = 30_000  # length of a text, and of the tokens of an item
 ITEM_TOKENS = 3000
 MAX_METRICS = 40  # environment metrics shown
-METRIC_CHARACTERS = 400  # of a name or a value
+METRIC_CHARACTERS = 400  # length of a name or a value
 STOP_REASON_CHARACTERS = 100
-PREVIEW_CHARACTERS = 160  # of the last response, in the list of the group
+PREVIEW_CHARACTERS = 160  # length of the last response in the list of the group
 _NUMBERS = (
     "reward",
     "prompt_tokens",
@@ -33,7 +33,7 @@ _NUMBERS = (
     "llm_seconds",
     "env_seconds",
 )
-_OTHER_TEXTS = ("request", "response")  # of a call that is no turn
+_OTHER_TEXTS = ("request", "response")  # texts of a call that is no turn
 
 
 def write_details(
@@ -63,6 +63,7 @@ def write_details(
     )
     return {
         "failure": trajectory.entry.failure,
+        "failure_trace": trajectory.failure_trace[:ITEM_CHARACTERS].rstrip(),
         "env_metrics": _shown_metrics(trajectory.env_metrics),
         "turns": [
             {
@@ -104,7 +105,10 @@ def preview(trajectory: StoredTrajectory) -> str:
 
 
 def _slices(text: str) -> list[str]:
-    return [text[at : at + ITEM_CHARACTERS] for at in range(0, len(text), ITEM_CHARACTERS)]
+    result: list[str] = []
+    for at in range(0, len(text), ITEM_CHARACTERS):
+        result.append(text[at : at + ITEM_CHARACTERS])
+    return result
 
 
 def _token_items(step: StoredStep, tokens: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -154,7 +158,10 @@ def _shown_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the environment metrics that the page shows, long names and values cut."""
     shown: dict[str, Any] = {}
     for name, value in list(metrics.items())[:MAX_METRICS]:
-        text = value if isinstance(value, str) else json.dumps(value)
+        if isinstance(value, str):
+            text = value
+        else:
+            text = json.dumps(value)
         short = len(text) <= METRIC_CHARACTERS
         shown[name[:METRIC_CHARACTERS]] = value if short else text[: METRIC_CHARACTERS + 1]
     return shown

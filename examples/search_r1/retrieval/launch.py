@@ -20,7 +20,7 @@ from skyrl_fast.system.network_interface import LOOPBACK
 
 START_SECONDS = 120.0  # for the server to become healthy
 POLL_SECONDS = 0.1
-STOP_SECONDS = 5.0  # to exit by itself before it is killed
+STOP_SECONDS = 5.0  # grace period before SIGKILL
 LOG_TAIL = 2000  # characters of the log that an error shows
 
 

@@ -13,6 +13,7 @@ import torch
 
 LIMIT = 20.0  # of a difference of log-probabilities
 LARGEST_K3 = 10.0
+UNDECIDED = 1e-6  # difference of covariances that float32 may order otherwise
 LOSSES = (
     "regular",
     "dual_clip",
@@ -54,6 +55,7 @@ class TokenLosses:
         ratios: (M,)
         low, high: (M,) bool, whether a bound of the ratio took effect there.
         chosen: (M,) bool, where dual_clip's cap applies, or that clip_cov or kl_cov have chosen.
+        is_decided: False where rounding decides which tokens are chosen.
     """
 
     losses: torch.Tensor
@@ -61,6 +63,7 @@ class TokenLosses:
     low: torch.Tensor
     high: torch.Tensor
     chosen: torch.Tensor
+    is_decided: bool = True
 
 
 def ratio_of(difference: torch.Tensor) -> torch.Tensor:
@@ -103,6 +106,7 @@ def policy_losses(tokens: Tokens, algorithm: Any, custom: CustomLoss | None = No
     fixed = r.detach()
     never = torch.zeros_like(fixed, dtype=torch.bool)
     is_low = is_high = chosen = never
+    is_decided = True
     if name in ("regular", "gspo", "dual_clip", "clip_cov"):
         is_low = (fixed < low) & (a < 0)
         is_high = (fixed > high) & (a > 0)
@@ -123,7 +127,7 @@ def policy_losses(tokens: Tokens, algorithm: Any, custom: CustomLoss | None = No
         is_high = fixed >= high
         losses = torch.where(is_low | is_high, 0.0, -a * fixed * logprobs)
     elif name == "kl_cov":
-        chosen = _largest_covariances(tokens, algorithm.kl_cov.kl_cov_frac)
+        chosen, is_decided = _largest_covariances(tokens, algorithm.kl_cov.kl_cov_frac)
         distance = algorithm.kl_cov.ppo_kl_coef * (logprobs - tokens.old).abs()
         losses = -a * r + distance * chosen
     elif name == "sapo":
@@ -140,7 +144,7 @@ def policy_losses(tokens: Tokens, algorithm: Any, custom: CustomLoss | None = No
     else:
         assert name == "importance_sampling", name
         losses = -a * r
-    return TokenLosses(losses, fixed, is_low, is_high, chosen)
+    return TokenLosses(losses, fixed, is_low, is_high, chosen, is_decided)
 
 
 def kl_penalties(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str) -> torch.Tensor:
@@ -180,12 +184,16 @@ def _dropped_by_covariance(tokens: Tokens, settings: Any, clipped: torch.Tensor)
     return candidates
 
 
-def _largest_covariances(tokens: Tokens, share: float) -> torch.Tensor:
+def _largest_covariances(tokens: Tokens, share: float) -> tuple[torch.Tensor, bool]:
+    """Return which tokens are chosen, and whether those left are smaller by more than rounding."""
     covariance = covariances(tokens)
     number = max(1, int(share * len(covariance)))
+    ordered = covariance.sort(descending=True)
     chosen = torch.zeros_like(covariance, dtype=torch.bool)
-    chosen[covariance.topk(number).indices] = True
-    return chosen
+    chosen[ordered.indices[:number]] = True
+    left = ordered.values[number:]
+    is_decided = not len(left) or bool(ordered.values[number - 1] - left[0] > UNDECIDED)
+    return chosen, is_decided
 
 
 def _moved_too_far(tokens: Tokens, settings: Any) -> tuple[torch.Tensor, torch.Tensor]:

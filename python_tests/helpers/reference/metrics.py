@@ -9,6 +9,7 @@ from typing import Any
 from reference.filters import groups_of, score_of, sequences_of
 from reference.rows import Part, Row, merges_steps, rows_of_turns
 from reference.update import Terms
+from skyrl_fast.rollout.trajectory import Trajectory
 
 
 def mean(values: Sequence[float]) -> float:
@@ -124,7 +125,28 @@ def reward_metrics(
 
 
 def _positive_reward(row: Row) -> float:
-    return math.fsum(max(reward, 0.0) for reward in (row.leading, *row.rewards, row.trailing))
+    rewards = row.rewards or [row.leading + row.trailing]
+    return math.fsum(max(reward, 0.0) for reward in rewards)
+
+
+def source_metrics(trajectories: Sequence[Trajectory], *, sums_rewards: bool) -> dict[str, float]:
+    """Return metrics of each source's trajectories, as they were sampled; failures are none."""
+    groups: dict[str, dict[str, list[float]]] = {}
+    for one in trajectories:
+        if one.failure is None and one.steps:
+            rewards = [step.reward for step in one.steps]
+            outcome = sum(rewards) if sums_rewards else rewards[-1]
+            groups.setdefault(one.data_source, {}).setdefault(one.uid, []).append(outcome)
+    if len(groups) < 2:
+        return {}
+    result = {}
+    for source, of_source in groups.items():
+        outcomes = [outcome for group in of_source.values() for outcome in group]
+        equal = [float(min(group) == max(group)) for group in of_source.values()]
+        result[f"data/{source}/avg_raw_reward"] = mean(outcomes)
+        result[f"data/{source}/zero_variance_share"] = mean(equal)
+        result[f"data/{source}/num_groups"] = float(len(of_source))
+    return result
 
 
 def update_metrics(

@@ -180,15 +180,13 @@ def _part(sample: Sample, steps: Sequence[Step]) -> Part:
 
 
 def merges_steps(config: Any) -> bool:
-    generator = config.generator
-    merges = generator.merge_stepwise_output or config.trainer.rows == "merged"
-    return merges or not generator.step_wise_trajectories
+    return bool(config.trainer.rows != "step")
 
 
 def build_rows(parts: Iterable[Part], config: Any, *, sums_rewards: bool) -> list[Row]:
     """Return the rows in the form that the settings choose."""
     generator = config.generator
-    one_row = not generator.step_wise_trajectories
+    one_row = config.trainer.rows == "trajectory"
     merges = merges_steps(config)
     rows = []
     for part in parts:

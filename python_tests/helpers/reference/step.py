@@ -49,7 +49,7 @@ class Prepared:
 def sums_rewards(config: Any) -> bool:
     """Return whether an outcome is the sum of a trajectory's rewards."""
     estimator = config.trainer.algorithm.advantage_estimator
-    return reads_all_rewards(estimator) or not config.generator.step_wise_trajectories
+    return reads_all_rewards(estimator) or config.trainer.rows == "trajectory"
 
 
 def parts_of(samples: Sequence[Sample], config: Any, policy: str | None) -> list[Part]:

@@ -60,6 +60,7 @@ class Terms:
         mismatch: of each trained token, the difference of trainer and engine before the update.
         is_visited: of each trained token, whether its row may have a gradient: other rows are not
             computed.
+        is_decided: as of `TokenLosses`.
     """
 
     loss: torch.Tensor | None = None
@@ -70,6 +71,7 @@ class Terms:
     observed: list[float] = field(default_factory=list)
     correction: Correction | None = None
     num_trained: int = 0
+    is_decided: bool = True
 
 
 def mini_batches(rows: Sequence[Row], size: int) -> list[list[int]]:
@@ -111,11 +113,14 @@ def loss_terms(
     distributions: Distributions,
     config: Any,
     custom: CustomLoss | None = None,
+    *,
+    is_before_any_step: bool = False,
 ) -> Terms:
     """Return the loss of a mini-batch.
 
     Args:
         numbers: of its rows.
+        is_before_any_step: whether the weights are still those of the old policy.
         distributions: log-probabilities and entropies of rows' response tokens, with a gradient.
         custom: the loss of each token, where the settings name none of the built-in ones.
     """
@@ -146,7 +151,7 @@ def loss_terms(
     if places:
         parts += _policy_terms(
             terms, batch, numbers, places, picked(logprobs, places), picked(entropies, places),
-            known, config, custom,
+            known, config, custom, is_before_any_step=is_before_any_step,
         )  # fmt: skip
     if observed:
         cross_entropy = -picked(logprobs, observed)
@@ -169,6 +174,8 @@ def _policy_terms(
     known: Callable[[Sequence[Sequence[float]]], list[float]],
     config: Any,
     custom: CustomLoss | None,
+    *,
+    is_before_any_step: bool,
 ) -> list[torch.Tensor]:
     """Return the terms of trained tokens, weighted as in the loss."""
     algorithm = config.trainer.algorithm
@@ -179,6 +186,8 @@ def _policy_terms(
     sampled = known([row.sampled for row in batch.rows])
     before = known(batch.old)
     old = sampled if algorithm.old_logprobs == "rollout" else before
+    if algorithm.policy_loss_type == "kl_cov" and old is before and is_before_any_step:
+        old = logprobs.tolist()
     tokens = Tokens(
         logprobs,
         _double(old),
@@ -191,7 +200,8 @@ def _policy_terms(
     visited = _visited_rows(batch, numbers, places, correction.weights, algorithm)
     terms.is_visited = [number in visited for number, _ in places]
     result = policy_losses(tokens, algorithm, custom)
-    length = config.generator.max_input_length or config.trainer.max_prompt_length
+    terms.is_decided = result.is_decided
+    length = config.generator.max_input_length
     length += config.generator.sampling_params.max_generate_length
     counts = counts_of(own, algorithm.max_seq_len or length)
     units_of_tokens = [
@@ -260,10 +270,11 @@ def _visited_rows(
     if algorithm.observation_loss_coef > 0:
         visited |= {number for number, _ in observed_places(batch.rows, numbers)}
     has_policy_loss = algorithm.policy_loss_coef > 0
-    without_advantages = algorithm.policy_loss_type in (*OF_MINI_BATCH, "cross_entropy")
-    without_advantages |= algorithm.policy_loss_type not in LOSSES
+    without_advantages = algorithm.policy_loss_type not in LOSSES
+    without_advantages |= algorithm.policy_loss_type == "cross_entropy"
     has_other_terms = algorithm.use_kl_loss or algorithm.use_entropy_loss
-    if has_other_terms or (has_policy_loss and without_advantages):
+    chooses = algorithm.policy_loss_type in OF_MINI_BATCH
+    if has_other_terms or chooses or (has_policy_loss and without_advantages):
         return visited | {number for number, _ in places}
     for (number, token), weight in zip(places, weights, strict=True):
         advantage = batch.advantages.values[number][token]

@@ -23,5 +23,8 @@ class Guess(Env):
             return EnvStep(1 - (self.turns - 1) / MAX_TURNS, done=True)
         if guess is None or self.turns == MAX_TURNS:
             return EnvStep(0.0, done=True)
-        hint = "higher" if guess < self.secret else "lower"
+        if guess < self.secret:
+            hint = "higher"
+        else:
+            hint = "lower"
         return EnvStep(0.0, done=False, observations=hint)

@@ -97,7 +97,10 @@ class Text2SqlEnv:
 
     def _look(self, action: str) -> str:
         sql = first_between(action, "<sql>", "</sql>")
-        seen = INVALID_ACTION if sql is None else self._answer(sql)
+        if sql is None:
+            seen = INVALID_ACTION
+        else:
+            seen = self._answer(sql)
         left = self._max_turns - self._turns
         reminder = f"<reminder>You have {left} turns left to complete the task.</reminder>"
         return f"\n\n<observation>{seen}\n{reminder}</observation>\n\n"
@@ -115,7 +118,9 @@ class Text2SqlEnv:
         if sql is None:
             return WRONG_FORMAT
         try:
-            return RIGHT if same_rows(self._database, sql, self._gold_sql, JUDGE) else WRONG
+            if same_rows(self._database, sql, self._gold_sql, JUDGE):
+                return RIGHT
+            return WRONG
         except QueryMemoryError as error:
             raise RuntimeError(f"the solution cannot be judged: {error}") from error
         except TruthError as error:
@@ -176,7 +181,9 @@ def _render(rows: Sequence[Row]) -> str:
         return _cut(pandas.DataFrame([tuple(_narrow(value, widest) for value in r) for r in rows]))
     table = pandas.DataFrame(rows)
     text = _text(table)
-    return text if len(text) <= LONG_OBSERVATION else _cut(table)
+    if len(text) <= LONG_OBSERVATION:
+        return text
+    return _cut(table)
 
 
 def _cut(table: Any) -> str:
@@ -191,8 +198,12 @@ def _text(table: Any) -> str:
 
 
 def _width(value: Any) -> int:
-    return len(value) if isinstance(value, str | bytes) else len(str(value))
+    if isinstance(value, str | bytes):
+        return len(value)
+    return len(str(value))
 
 
 def _narrow(value: Any, widest: int) -> Any:
-    return value[:widest] if isinstance(value, str | bytes) else value
+    if isinstance(value, str | bytes):
+        return value[:widest]
+    return value

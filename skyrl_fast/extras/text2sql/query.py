@@ -26,9 +26,9 @@ Row = tuple[Any, ...]
 
 NUMBER_BYTES = 8  # of a number or NULL; as a Python object it takes up to four times as much
 OPERATIONS_PER_CHECK = 1_000  # of SQLite's virtual machine; with large values each takes long
-HEAP_BYTES = 1 << 30  # of SQLite in this process; it can only be lowered
-SMALL_BYTES = 64 << 20  # of a query's process, on top of what it has at the start
-LARGE_BYTES = 3 << 29  # of the one process that runs a larger query; with its result
+HEAP_BYTES = 1 << 30  # heap of SQLite in this process; it can only be lowered
+SMALL_BYTES = 64 << 20  # memory of a query's process, on top of what it has at the start
+LARGE_BYTES = 3 << 29  # memory of the one process that runs a larger query, with its result
 LIMITS = {
     sqlite3.SQLITE_LIMIT_LENGTH: 1_000_000,  # bytes of one value or row
     sqlite3.SQLITE_LIMIT_SQL_LENGTH: 100_000,
@@ -157,7 +157,9 @@ def _fetch(cursor: sqlite3.Cursor, limits: QueryLimits) -> list[Row]:
 
 
 def _size(value: Any) -> int:
-    return len(value) if isinstance(value, str | bytes) else NUMBER_BYTES
+    if isinstance(value, str | bytes):
+        return len(value)
+    return NUMBER_BYTES
 
 
 def _serve() -> None:
@@ -197,7 +199,10 @@ def _answer(path: Path, queries: list[str], limits: QueryLimits) -> None:
                 _say(_line({"equal": set(found[0]) == set(found[1])}))
         except (QueryError, MemoryError) as error:
             out_of_memory = isinstance(error, MemoryError)
-            kind = QueryMemoryError.__name__ if out_of_memory else type(error).__name__
+            if out_of_memory:
+                kind = QueryMemoryError.__name__
+            else:
+                kind = type(error).__name__
             _say(_line({"error": kind, "message": str(error) or "out of memory"}))
             return
 
@@ -207,7 +212,9 @@ def _line(value: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    return {"hex": value.hex()} if isinstance(value, bytes) else value
+    if isinstance(value, bytes):
+        return {"hex": value.hex()}
+    return value
 
 
 def _say(line: bytes) -> None:

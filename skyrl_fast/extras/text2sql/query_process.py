@@ -105,7 +105,10 @@ def _ask_process(
                 if number == 0:
                     raise error
                 raise TruthError(str(error)) from error
-        answer = said["equal"] if "equal" in said else process.rows(said["num_bytes"])
+        if "equal" in said:
+            answer = said["equal"]
+        else:
+            answer = process.rows(said["num_bytes"])
         usable = not large
         return answer
     finally:
@@ -190,7 +193,7 @@ class _QueryProcess:
         self._child.kill()
         self._child.wait()
         for pipe in self._pipes:
-            with suppress(OSError):  # of a request that it did not read
+            with suppress(OSError):  # the process has ended without reading the request
                 pipe.close()
 
     def send(self, request: dict[str, Any], seconds: float) -> None:
@@ -200,7 +203,10 @@ class _QueryProcess:
             self._pipes[0].flush()
             self.line(seconds)
         except (OSError, EOFError) as error:  # TimeoutError is an OSError
-            what = "started" if request["lock"] is None else "had its turn"
+            if request["lock"] is None:
+                what = "started"
+            else:
+                what = "had its turn"
             raise RuntimeError(f"no process for a query has {what} in {seconds:g} s") from error
 
     def line(self, seconds: float) -> bytes:
@@ -217,7 +223,10 @@ class _QueryProcess:
             self._read_more(deadline)
         lines = self._read[:num_bytes].splitlines()
         self._read.clear()
-        return [tuple(_value(value) for value in json.loads(line)) for line in lines]
+        result: list[Row] = []
+        for line in lines:
+            result.append(tuple(_value(value) for value in json.loads(line)))
+        return result
 
     def _read_more(self, deadline: float) -> None:
         poll = select.poll()
@@ -233,7 +242,9 @@ class _QueryProcess:
 
 
 def _value(value: Any) -> Any:
-    return bytes.fromhex(value["hex"]) if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return bytes.fromhex(value["hex"])
+    return value
 
 
 def _lock_file() -> str:

@@ -32,9 +32,9 @@ TASK_FILE = "task.json"
 OUTPUT_FILE = ".agent_output"
 TASK_VARIABLE = "SKYRL_FAST_TASK"
 OUTPUT_CHARACTERS = 1_000  # at the end of a command's output, quoted when it fails
-UTF8_BYTES = 4  # of a character, at most
+UTF8_BYTES = 4  # most bytes of a character
 MAX_REWARD_BYTES = 1 << 20
-KEPT_OUTPUT_BYTES = 256 << 10  # of a command, at least; the file may have twice as much
+KEPT_OUTPUT_BYTES = 256 << 10  # least output kept of a command; the file may have twice as much
 MAX_KILLS, KILL_SECONDS = 100, 0.02  # of what a command has left
 DROPPED = b"(the beginning of the output was dropped)\n"
 # Runs a command in its own process group, which ends with this process: a pipe tells, even after
@@ -217,7 +217,7 @@ def _kill_left(folder: Path) -> None:
     for _ in range(MAX_KILLS):  # they may start others meanwhile
         left = False
         for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # of another user, or ended
+            with contextlib.suppress(OSError):  # the process is another user's, or has ended
                 if mark in (process / "environ").read_bytes():
                     os.kill(int(process.name), signal.SIGKILL)
                     left = True

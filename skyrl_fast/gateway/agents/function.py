@@ -9,6 +9,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from skyrl_fast.gateway.agents.outcome import OutcomeError, outcome_of
@@ -16,6 +17,7 @@ from skyrl_fast.gateway.agents.task import AgentTask, BlackBox
 from skyrl_fast.gateway.messages import Outcome
 from skyrl_fast.rollout.env.errors import EnvError
 from skyrl_fast.rollout.rows import copy_row
+from skyrl_fast.rollout.workers.traces import trace_of_error
 
 
 class FunctionAgent(BlackBox):
@@ -81,9 +83,12 @@ async def _in_thread(function: Callable[[AgentTask], Any], task: AgentTask) -> A
 
 
 def _failure(error: BaseException) -> EnvError:
-    return EnvError(f"agent.function: {type(error).__name__}: {error}{_innermost_place(error)}")
+    text = f"agent.function: {type(error).__name__}: {error}{_innermost_place(error)}"
+    return EnvError(text, trace_of_error(error, caller=Path(__file__)))
 
 
 def _innermost_place(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    if frames:
+        return f" ({frames[-1].filename}:{frames[-1].lineno})"
+    return ""

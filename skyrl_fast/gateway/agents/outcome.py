@@ -52,13 +52,16 @@ def _rewards(name: str, value: Any) -> dict[str, float]:
     if not isinstance(value, Mapping | None):
         raise OutcomeError(f"{name}: expected a mapping, got {_shown(value)}")
     items = (value or {}).items()
-    return {str(key): _number(name, number, largest=LARGEST_REWARD) for key, number in items}
+    result: dict[str, float] = {}
+    for key, number in items:
+        result[str(key)] = _number(name, number, largest=LARGEST_REWARD)
+    return result
 
 
 def _number(name: str, value: Any, *, largest: float = sys.float_info.max) -> float:
     try:
         number = float.__float__(float(value))
-    except Exception:  # of any type
+    except Exception:  # the value may be of any type
         number = math.nan
     if isinstance(value, str) or not abs(number) <= largest:
         kind = "float32 number" if largest == LARGEST_REWARD else "number"
@@ -69,5 +72,5 @@ def _number(name: str, value: Any, *, largest: float = sys.float_info.max) -> fl
 def _shown(value: Any) -> str:
     try:
         return shorten(repr(value), MAX_SHOWN)
-    except Exception:  # of any type
+    except Exception:  # the value may be of any type
         return f"a {type(value).__name__}"

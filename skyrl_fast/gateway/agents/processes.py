@@ -44,11 +44,15 @@ class AgentSettings(HandlerSettings):
 
     @property
     def modules(self) -> Sequence[str]:
-        return () if self.function is None else (self.function.rpartition(":")[0],)
+        if self.function is None:
+            return ()
+        return (self.function.rpartition(":")[0],)
 
     @property
     def optional_modules(self) -> Sequence[str]:
-        return () if self.function is None else ("openai", "anthropic")
+        if self.function is None:
+            return ()
+        return ("openai", "anthropic")
 
     def agent(self) -> BlackBox:
         """Return the function or command, to run here; ValueError if it cannot be imported."""
@@ -95,7 +99,7 @@ class AgentProcesses(BlackBox):
             raise EnvLostError(called.failure)
         worker.release()
         if called.failure is not None:
-            raise EnvError(called.failure)
+            raise EnvError(called.failure, called.trace)
         outcome: Outcome = called.value
         return outcome
 
@@ -116,7 +120,7 @@ class AgentHandler:
             self._agent = self._agent or self._settings.agent()
             outcome = self._runner.run(self._agent.run(argument))
         except EnvError as error:
-            return CallResult(failure=shorten(str(error), MAX_FAILURE))
+            return CallResult(failure=shorten(str(error), MAX_FAILURE), trace=error.trace)
         except BaseException as error:
             text = f"{what}: {type(error).__name__}: {error}"
             return CallResult(failure=shorten(text, MAX_FAILURE))

@@ -192,11 +192,16 @@ def _split_user_turn(role: str, content: str | list[Block]) -> list[Message]:
     """Return the messages of a user's turn: tool results, then its text."""
     if isinstance(content, str):
         return [{"role": role, "content": content}]
-    messages: list[Message] = [
-        {"role": "tool", "tool_call_id": b.tool_use_id, "content": join_texts(b.content or "")}
-        for b in content
-        if b.type == "tool_result"
-    ]
+    messages: list[Message] = []
+    for b in content:
+        if b.type == "tool_result":
+            messages.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": b.tool_use_id,
+                    "content": join_texts(b.content or ""),
+                }
+            )
     rest = [block for block in content if block.type != "tool_result"]
     if rest or not messages:
         messages.append({"role": role, "content": join_texts(rest)})
@@ -213,7 +218,10 @@ def _function(tool: AnthropicTool) -> tuple[str, dict[str, Any] | None]:
         return tool.type, None
     if tool.input_schema is None:
         raise ApiError(400, f"tools: {tool.name}: input_schema: field required")
-    described = {} if tool.description is None else {"description": tool.description}
+    if tool.description is None:
+        described = {}
+    else:
+        described = {"description": tool.description}
     return "function", {"name": tool.name, **described, "parameters": tool.input_schema}
 
 
@@ -246,7 +254,10 @@ def _begin_block(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, 
         text = json.dumps(block["input"], ensure_ascii=False)
         return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": text}]
     kind = block["type"]
-    deltas = [{"type": f"{kind}_delta", kind: block[kind]}] if block[kind] else []
+    if block[kind]:
+        deltas = [{"type": f"{kind}_delta", kind: block[kind]}]
+    else:
+        deltas = []
     if kind == "thinking":
         deltas.append({"type": "signature_delta", "signature": block["signature"]})
     return {**block, kind: ""}, deltas
@@ -267,7 +278,9 @@ def _mapping(arguments: str) -> dict[str, Any]:
         values = json.loads(arguments)
     except ValueError:
         values = arguments
-    return values if isinstance(values, dict) else {"arguments": values}
+    if isinstance(values, dict):
+        return values
+    return {"arguments": values}
 
 
 def _stop(choice: Choice, call: Call) -> dict[str, Any]:

@@ -94,9 +94,15 @@ def one_form(fields: Forms, form: dict[str, Any] | None = None) -> dict[str, Any
     Raises:
         ApiError: it uses two names, or asks for a form that vLLM does not have.
     """
-    forms = [form] if form is not None else []
+    if form is not None:
+        forms = [form]
+    else:
+        forms = []
     if fields.structured_outputs:
-        known = {k: v for k, v in fields.structured_outputs.items() if v not in (None, False)}
+        known = {}
+        for k, v in fields.structured_outputs.items():
+            if v not in (None, False):
+                known[k] = v
         if len(known) != 1 or not known.keys() <= set(FORMS):
             expected = f"structured_outputs: expected one of {', '.join(FORMS)}"
             raise ApiError(400, f"{expected}; got {', '.join(known)}", code="invalid_value")
@@ -121,7 +127,10 @@ def join_texts(content: Any, between: str = "\n") -> str:
 
 
 def event(data: Mapping[str, Any], name: str | None = None) -> str:
-    head = "" if name is None else f"event: {name}\n"
+    if name is None:
+        head = ""
+    else:
+        head = f"event: {name}\n"
     return f"{head}data: {json_text(data)}\n\n"
 
 

@@ -120,7 +120,10 @@ class OpenAIErrors:
     """The errors of OpenAI's dialects."""
 
     def error(self, error: ApiError) -> dict[str, Any]:
-        kind = "server_error" if error.status >= 500 else KINDS.get(error.status, "")
+        if error.status >= 500:
+            kind = "server_error"
+        else:
+            kind = KINDS.get(error.status, "")
         return {
             "error": {
                 "message": error.message,
@@ -172,7 +175,10 @@ class OpenAIChat(OpenAIErrors):
                 message.update(_thoughts(choice.thoughts))
             if choice.tool_calls:
                 message["tool_calls"] = [_write_call(call) for call in choice.tool_calls]
-            logprobs = _logprobs(choice, tokens) if request.fields.logprobs else None
+            if request.fields.logprobs:
+                logprobs = _logprobs(choice, tokens)
+            else:
+                logprobs = None
             choices.append(
                 {
                     "index": index,
@@ -198,10 +204,19 @@ class OpenAIChat(OpenAIErrors):
             return event({**same, "choices": [choice], **more})
 
         for index, choice in enumerate(answer.choices):
-            logprobs = _logprobs(choice, tokens) if request.fields.logprobs else None
+            if request.fields.logprobs:
+                logprobs = _logprobs(choice, tokens)
+            else:
+                logprobs = None
             yield chunk(index, {"role": "assistant", "content": ""}, None, None)
-            deltas = [_thoughts(choice.thoughts)] if choice.thoughts else []
-            deltas += [{"content": choice.text}] if choice.text else []
+            if choice.thoughts:
+                deltas = [_thoughts(choice.thoughts)]
+            else:
+                deltas = []
+            if choice.text:
+                deltas += [{"content": choice.text}]
+            else:
+                deltas += []
             for delta in deltas:
                 yield chunk(index, delta, None, logprobs)
                 logprobs = None
@@ -251,7 +266,10 @@ def read_forced_tool(choice: str | dict[str, Any] | None) -> str | None:
 
 
 def stop_strings(stop: str | list[str] | None) -> list[str] | None:
-    stops = [stop] if isinstance(stop, str) else stop or []
+    if isinstance(stop, str):
+        stops = [stop]
+    else:
+        stops = stop or []
     stops = [text for text in stops if text]
     if len(stops) > MAX_STOPS:
         raise ApiError(400, f"stop: expected at most {MAX_STOPS} strings, got {len(stops)}")

@@ -20,7 +20,7 @@ from skyrl_fast.gateway.dialects.parameters import COMPLETIONS, check_parameters
 from skyrl_fast.gateway.messages import Answer, ApiError, Call, Choice
 from skyrl_fast.gateway.request_body import RequestBodies, check_fields, parse_json
 
-DEFAULT_TOKENS = 16  # of an answer, as in OpenAI's API
+DEFAULT_TOKENS = 16  # tokens of an answer, as in OpenAI's API
 
 
 class CompletionRequest(Forms):
@@ -66,10 +66,9 @@ class OpenAICompletions(OpenAIErrors):
         return ParsedCall(call, fields)
 
     def response(self, answer: Answer, request: ParsedCall, tokens: Any) -> dict[str, Any]:
-        choices = [
-            _choice(index, choice.text, choice, request, tokens)
-            for index, choice in enumerate(answer.choices)
-        ]
+        choices = []
+        for index, choice in enumerate(answer.choices):
+            choices.append(_choice(index, choice.text, choice, request, tokens))
         return {**_head(answer), "choices": choices, "usage": usage(answer)}
 
     def events(self, answer: Answer, request: ParsedCall, tokens: Any) -> Iterator[str]:

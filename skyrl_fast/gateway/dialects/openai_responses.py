@@ -86,7 +86,10 @@ class OpenAIResponses(OpenAIErrors):
 
     def parse(self, body: bytes, bodies: RequestBodies, memory: dict[str, Any]) -> ParsedCall:
         fields = bodies.fields(body, ResponseRequest, "input")
-        form = None if fields.text is None else fields.text.format
+        if fields.text is None:
+            form = None
+        else:
+            form = fields.text.format
         messages: list[Message] = []
         if fields.previous_response_id is not None:
             if fields.previous_response_id not in memory:
@@ -97,7 +100,10 @@ class OpenAIResponses(OpenAIErrors):
                 )
             messages += memory[fields.previous_response_id]
         messages += _messages(_items(fields.input, memory))
-        system = [{"role": "system", "content": fields.instructions}] if fields.instructions else []
+        if fields.instructions:
+            system = [{"role": "system", "content": fields.instructions}]
+        else:
+            system = []
         ignored = check_parameters(fields, RESPONSES)
         for name in fields.include or []:
             if name == LOGPROBS:
@@ -170,10 +176,13 @@ def _messages(given: str | list[ResponseItem]) -> list[Message]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[Message] = []
-    thoughts: dict[str, str] = {}  # of the next answer
+    thoughts: dict[str, str] = {}  # thoughts of the next answer
     for item in given:
         if item.type == "reasoning":
-            thoughts = {"reasoning_content": join_texts(item.content)} if item.content else {}
+            if item.content:
+                thoughts = {"reasoning_content": join_texts(item.content)}
+            else:
+                thoughts = {}
         elif item.type == "message":
             role = "system" if item.role == "developer" else item.role
             if role not in ("system", "user", "assistant"):

@@ -94,7 +94,10 @@ def _outcomes(
     epsilon: float = 1e-6,
     norm_by_std: bool = True,
 ) -> torch.Tensor:
-    labels = index.tolist() if isinstance(index, np.ndarray) else list(index)
+    if isinstance(index, np.ndarray):
+        labels = index.tolist()
+    else:
+        labels = list(index)
     require(len(labels) == len(scores), "wrong number of groups' names")
     kinds = set(map(type, labels))
     require(kinds == {str} or kinds == {int}, "groups' names of unsupported type")
@@ -130,12 +133,17 @@ def _group_outcomes(
     size = scores.shape[1]
     if size == 1 and estimator == RLOO:
         return torch.zeros_like(scores)
-    mean = scores.mean(dim=1, keepdim=True) if size > 1 else torch.zeros_like(scores)
+    if size > 1:
+        mean = scores.mean(dim=1, keepdim=True)
+    else:
+        mean = torch.zeros_like(scores)
     centred = scores - mean
     if estimator == RLOO:
         return centred * (size / (size - 1))
     if estimator == MAXRL:
-        return centred / (mean + epsilon) if size > 1 else centred
+        if size > 1:
+            return centred / (mean + epsilon)
+        return centred
     if not norm_by_std:
         return centred
     return centred / ((_std(scores, mean) if size > 1 else torch.ones_like(mean)) + epsilon)

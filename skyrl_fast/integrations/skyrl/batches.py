@@ -47,7 +47,9 @@ class SpareRows(threading.local):
 
     def without_padding(self, tensors: batch_tensors.BatchTensors) -> batch_tensors.BatchTensors:
         """Return the tensors without their padding rows; store the full ones for `padded`."""
-        unpadded = [t if t is None else t[: len(t) - self.num_rows] for t in tensors]
+        unpadded = []
+        for t in tensors:
+            unpadded.append(t if t is None else t[: len(t) - self.num_rows])
         for short, full in zip(unpadded, tensors, strict=True):
             if short is not None and full is not None:
                 self._pad_field[id(short)] = (short, full)
@@ -55,7 +57,9 @@ class SpareRows(threading.local):
 
     def find_padded(self, tensor: Any) -> torch.Tensor | None:
         found = self._pad_field.get(id(tensor))
-        return None if found is None else found[1]
+        if found is None:
+            return None
+        return found[1]
 
 
 SPARE = SpareRows()
@@ -93,7 +97,10 @@ def convert_prompts_responses_to_batch_tensors(
     label = ORIGINALS.label(CONVERT)
     takes_id = label in (AUGUST, NEWEST)
     require(isinstance(rewards, list), "rewards that are no list")
-    kinds = {list, np.ndarray} if takes_id else {list}
+    if takes_id:
+        kinds = {list, np.ndarray}
+    else:
+        kinds = {list}
     for rows in (prompts, responses):
         require(
             isinstance(rows, list) and set(map(type, rows)) <= kinds, "rows of unsupported type"
@@ -116,9 +123,15 @@ def convert_prompts_responses_to_batch_tensors(
     else:
         pad_token_id = pad_token_id.pad_token_id
     tensors = batch_tensors.convert_prompts_responses_to_batch_tensors(
-        pad_token_id, prompts, responses, rewards, loss_masks, logprobs, routes,
+        pad_token_id,
+        prompts,
+        responses,
+        rewards,
+        loss_masks,
+        logprobs,
+        routes,
         pad_size=SPARE.num_rows,
-    )  # fmt: skip
+    )
     if SPARE.num_rows:
         tensors = SPARE.without_padding(tensors)
     width = tensors[0].shape[1]
@@ -129,7 +142,9 @@ def convert_prompts_responses_to_batch_tensors(
             width,
             max_seq_len,
         )
-    return (*tensors[:-1], *packed) if packed else tensors
+    if packed:
+        return (*tensors[:-1], *packed)
+    return tensors
 
 
 def _pack_fields(routes: Any, support: Any, prompts: Any, responses: Any) -> tuple[Any, Any]:

@@ -30,7 +30,9 @@ def compute_prompt_mini_batch_boundaries(
     require(len(boundaries) * mini_batch_size == train_batch_size, "wrong number of prompts")
     if not is_stepwise:
         size = n_samples_per_prompt * mini_batch_size
-        even = [(i * size, (i + 1) * size) for i in range(len(boundaries))]
+        even = []
+        for i in range(len(boundaries)):
+            even.append((i * size, (i + 1) * size))
         require(boundaries == even, "prompts with different numbers of rows")
     return boundaries
 
@@ -43,4 +45,6 @@ def compute_prompt_boundaries(uids: list[str]) -> list[tuple[int, int]]:
         >>> compute_prompt_boundaries(["a", "a", "b"])
         [(0, 2), (2, 3)]
     """
-    return mini_batch_boundaries(uids, 1) if len(uids) else []
+    if len(uids):
+        return mini_batch_boundaries(uids, 1)
+    return []

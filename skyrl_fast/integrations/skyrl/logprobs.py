@@ -43,10 +43,15 @@ def logprobs_from_logits(
     inplace = inplace_backward and on_gpu
     out = selected_logprob(logits, labels, inplace_backward=inplace)
     assert isinstance(out, torch.Tensor)
-    return out if on_gpu and _uses_flash_attention() else out.to(logits.dtype)
+    if on_gpu and _uses_flash_attention():
+        return out
+    return out.to(logits.dtype)
 
 
 def _uses_flash_attention() -> bool:
     original = ORIGINALS.function(NAME)
-    module = {} if original is None else inspect.unwrap(original).__globals__
+    if original is None:
+        module = {}
+    else:
+        module = inspect.unwrap(original).__globals__
     return bool(module.get("FLASH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE"))

@@ -274,18 +274,33 @@ def _loss(
         weights, metrics = _correction(name, old_log_probs, rollout_logprobs, loss_mask, config)
     waits = kind not in UNREAD or not _backend.on_gpu(log_probs)
     if not waits:  # the mask's numbers are not known: they are weights, as in SkyRL
-        weights = loss_mask if weights is None else weights * loss_mask
-    drawn = torch.get_rng_state() if kind in DRAWING else None
+        if weights is None:
+            weights = loss_mask
+        else:
+            weights = weights * loss_mask
+    if kind in DRAWING:
+        drawn = torch.get_rng_state()
+    else:
+        drawn = None
     out = policy_loss(
-        log_probs, old_log_probs, advantages, loss_mask, loss=settings, scope="row",
-        rollout_logprobs=rollout_logprobs, token_weights=weights,
+        log_probs,
+        old_log_probs,
+        advantages,
+        loss_mask,
+        loss=settings,
+        scope="row",
+        rollout_logprobs=rollout_logprobs,
+        token_weights=weights,
         row_weights=torch.ones(len(log_probs), dtype=torch.float32, device=log_probs.device),
-    )  # fmt: skip
+    )
     if not waits:
         return out.loss, {"clip_ratio": 0.0, **metrics}
     mean = None
     if isinstance(settings, Cispo) and hasattr(config.cispo, "cispo_anchor"):
-        behavior = rollout_logprobs if settings.cispo_ratio == "rollout" else old_log_probs
+        if settings.cispo_ratio == "rollout":
+            behavior = rollout_logprobs
+        else:
+            behavior = old_log_probs
         mean = _mean_clamped_ratio(settings, log_probs.detach(), behavior, loss_mask)
     try:
         return out.loss, {**_skyrl_metrics(kind, out, loss_mask, mean), **metrics}
@@ -300,7 +315,10 @@ def _skyrl_metrics(
 ) -> dict[str, float]:
     """Return SkyRL's metrics of a loss; raise for a loss that SkyRL computes differently."""
     read = [out.loss, *(out.metrics[name] for name in METRICS), _is_zero_one(mask)]
-    read += [] if mean_clamped is None else [mean_clamped]
+    if mean_clamped is None:
+        read += []
+    else:
+        read += [mean_clamped]
     # One transfer: each would wait for the GPU.
     numbers = torch.stack([t.detach().double() for t in read]).tolist()
     value, count, clip_ratio, ratio_mean, ratio_min, ratio_max, zero_one = numbers[:7]

@@ -19,7 +19,7 @@ PPO = "skyrl.backends.skyrl_train.utils.ppo_utils"
 TORCH_UTILS = "skyrl.backends.skyrl_train.utils.torch_utils"
 TRAINER = "skyrl.train.trainer"
 GYM_GENERATOR = "skyrl.train.generators.skyrl_gym_generator"
-# Of the package index; those before had few of the functions.
+# Versions of the package index; those before had few of the functions.
 VERSIONS = ("0.2.0", "0.3.0", "0.4.0")
 NEWEST = VERSIONS[-1]
 AUGUST = "0.4.0.dev"  # SkyRL's main in August 2026, between 0.3.0 and 0.4.0

@@ -41,7 +41,10 @@ def get_rollout_metrics(
         times: `trajectory_time_splits`, in versions that have it.
     """
     original = ORIGINALS.require(ROLLOUT)
-    masks = None if loss_masks is None else flat(loss_masks, "loss masks", torch.uint8)
+    if loss_masks is None:
+        masks = None
+    else:
+        masks = flat(loss_masks, "loss masks", torch.uint8)
     metrics = original(
         [range(len(response)) for response in responses],  # only their lengths are read
         _row_rewards(rewards, np.sum),

@@ -113,7 +113,10 @@ def concatenate_generator_outputs(
         parts = [output.get(field) for output in outputs]
         given = [part is not None for part in parts]
         require(all(given) or not any(given), f"{field} in some outputs only")
-        result[field] = _join(parts) if all(given) else None
+        if all(given):
+            result[field] = _join(parts)
+        else:
+            result[field] = None
     for field, value in outputs[0].items():
         if field not in result and isinstance(value, list):
             result[field] = _join([output[field] for output in outputs])
@@ -167,7 +170,10 @@ def _extra_metrics(outputs: list[Any], known: dict[str, Any]) -> dict[str, Any]:
         elif "min" in name:
             joined[name] = min(values)
         else:
-            joined[name] = max(values) if "max" in name else sum(values)
+            if "max" in name:
+                joined[name] = max(values)
+            else:
+                joined[name] = sum(values)
     return joined
 
 
@@ -209,7 +215,9 @@ def merge_steps_and_support(steps: dict[str, Any], support: Any) -> dict[str, An
     """
     if support is None:
         return dict(generator_merge.merge_stepwise_output(steps))
-    kinds = {(type(rows), rows.dtype.str, rows.shape[1:]) for rows in support}
+    kinds = set()
+    for rows in support:
+        kinds.add((type(rows), rows.dtype.str, rows.shape[1:]))
     require(len(kinds) == 1, "support of several forms")
     require(support[0].ndim == 2 and support[0].dtype == np.int32, "support of unsupported form")
     numbered = {**steps, "row": [*range(len(support))]}

@@ -24,7 +24,7 @@ NEXT_HOOK = "SKYRL_FAST_NEXT_SETUP_HOOK"  # the user's setup hook, run after our
 
 _ray_init: Callable[..., Any] | None = None
 _ray_shutdown: Callable[..., Any] | None = None
-_collected: list[tuple[int, dict[str, Counts]]] = []  # of workers whose Ray was shut down
+_collected: list[tuple[int, dict[str, Counts]]] = []  # counts of workers whose Ray was shut down
 
 
 def runtime_env(mode: str = "compat", base: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -93,8 +93,13 @@ def find(target: Target) -> tuple[Any, Callable[..., Any]] | None:
     owner: Any = module
     for part in target.name.split(".")[:-1]:
         owner = getattr(owner, part, None)
-    function = vars(owner).get(target.short_name) if owner is not None else None
-    return None if function is None else (module, function)
+    if owner is not None:
+        function = vars(owner).get(target.short_name)
+    else:
+        function = None
+    if function is None:
+        return None
+    return (module, function)
 
 
 def version_label(target: Target, function: Callable[..., Any]) -> str | None:
@@ -119,7 +124,9 @@ def replaces(name: str, *, renamed: Mapping[str, str] | None = None) -> Callable
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             counts.calls += 1
-            current = {(renamed or {}).get(key, key): value for key, value in kwargs.items()}
+            current = {}
+            for key, value in kwargs.items():
+                current[(renamed or {}).get(key, key)] = value
             try:
                 _require_known_calls(name)
                 return function(*args, **current)

@@ -109,7 +109,10 @@ def _exit_line() -> str:
     for name, one in ORIGINALS.counts.items():
         worker_calls.add_calls(counts, name, one)
     replaced = {name: counts.get(name, Counts()) for name in _report.names("replaced")}
-    where = f" ({workers} Ray workers included)" if workers else ""
+    if workers:
+        where = f" ({workers} Ray workers included)"
+    else:
+        where = ""
     return summary(f"{_report.host}{where}", replaced)
 
 
@@ -290,7 +293,9 @@ def _rebind(
     but: Collection[tuple[str, str]] = (),
 ) -> list[list[str]]:
     """Rebind every reference to a pair's first function to its second; return the places."""
-    new_by_id = {id(old): (index, new) for index, (old, new) in enumerate(pairs)}
+    new_by_id = {}
+    for index, (old, new) in enumerate(pairs):
+        new_by_id[id(old)] = (index, new)
     places: list[list[str]] = [[] for _ in pairs]
     for where, namespace, setter in _namespaces():
         for name, value in list(namespace.items()):

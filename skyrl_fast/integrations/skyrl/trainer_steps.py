@@ -98,9 +98,13 @@ def normalize_advantages(
         if prompts is not None:
             prompts = [(a - start, b - start) for a, b in prompts if start <= a < end]
         losses.reduce_into(
-            out[start:end], advantages[start:end], mask[start:end], algorithm.loss_reduction,
-            algorithm.max_seq_len, prompts,
-        )  # fmt: skip
+            out[start:end],
+            advantages[start:end],
+            mask[start:end],
+            algorithm.loss_reduction,
+            algorithm.max_seq_len,
+            prompts,
+        )
     out[ends[-1] :] = 0
     data["advantages"] = out
     return data

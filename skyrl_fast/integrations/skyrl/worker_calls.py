@@ -50,7 +50,10 @@ class _Publisher:
 
     def __call__(self) -> None:
         """Store the counts if they have changed; an error is logged."""
-        called = {name: asdict(one) for name, one in self._counts().items() if one.calls}
+        called = {}
+        for name, one in self._counts().items():
+            if one.calls:
+                called[name] = asdict(one)
         value = json.dumps(called)
         if not called or value == self._stored:
             return

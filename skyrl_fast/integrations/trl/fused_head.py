@@ -60,8 +60,15 @@ class FusedHead:
             return result
         if not torch.is_autocast_enabled(hidden.device.type):  # else linear_logprob converts
             weight = weight.to(hidden.dtype)
-            bias = None if bias is None else bias.to(hidden.dtype)
+            if bias is None:
+                bias = None
+            else:
+                bias = bias.to(hidden.dtype)
         metrics = _Metrics(targets, outputs)
+        if metrics.wanted:
+            on_logits = metrics.add
+        else:
+            on_logits = None
         logprobs, entropy = linear_logprob(
             hidden,
             weight,
@@ -71,7 +78,7 @@ class FusedHead:
             soft_cap=final_logit_softcapping,
             temperature=temperature,
             return_entropy=True,
-            on_logits=metrics.add if metrics.wanted else None,
+            on_logits=on_logits,
         )
         made = {"entropy": entropy if "entropy" in outputs else None} | metrics.result(logprobs)
         return logprobs, *(made.get(name) for name in OPTIONAL)
@@ -109,7 +116,7 @@ class _Metrics:
         targets = self._targets[start : start + len(values)]
         for name in self.wanted:
             if name == "is_top1":
-                found = values.argmax(-1) == targets  # of equal ones the first, as TRL's
+                found = values.argmax(-1) == targets  # the first of equal ones, as TRL's
             elif name == "mean_logits":
                 found = values.mean(-1, dtype=torch.float32) / divisor
             else:  # the logprob of doubled logits: 2 z_target - logsumexp(2 z)
@@ -121,7 +128,10 @@ class _Metrics:
     def result(self, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
         made = {}
         for name, parts in self._found.items():
-            made[name] = torch.cat(parts) if parts else logprobs.detach().new_zeros(0)
+            if parts:
+                made[name] = torch.cat(parts)
+            else:
+                made[name] = logprobs.detach().new_zeros(0)
             if name == "log_sum_sq_probs":  # logsumexp(2 z) - 2 logsumexp(z)
                 made[name] = 2 * logprobs.detach() - made[name]
             if name == "is_top1":

@@ -21,7 +21,7 @@ REDUCTIONS = {
     "luspo": "rows",
 }
 SEQUENCE_LEVEL = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-LOG_BOUND = 20.0  # of log ratios in VESPO
+LOG_BOUND = 20.0  # bound of log ratios in VESPO
 LOG_SMALLEST = -18.420680743952367  # log(1e-8), of a sequence's ratio in VESPO
 
 
@@ -84,7 +84,10 @@ def grpo_loss(
         loss = Cispo(1.0, epsilon_high - 1.0)
     elif importance_sampling_level == "sequence":
         loss = Gspo(epsilon_low, epsilon_high)
-    wide = advantages[:, None] if advantages.dim() == 1 else advantages
+    if advantages.dim() == 1:
+        wide = advantages[:, None]
+    else:
+        wide = advantages
     token_weights = importance_sampling_ratio
     if importance_sampling_level == "sequence" and token_weights is not None:
         # One loss for all tokens of a row, so that its weight is the mean of the tokens' weights.
@@ -162,7 +165,10 @@ def vespo_weights(
         logps, old, mask: (N, R). advantages: (N, 1) or (N, R). sampler_ratio: (N, R) or (N, 1).
         shapes: k and lambda for advantages of at least 0, and below.
     """
-    ratio = torch.zeros_like(logps) if old is None else logps - old
+    if old is None:
+        ratio = torch.zeros_like(logps)
+    else:
+        ratio = logps - old
     log_ratio = (ratio.clamp(-LOG_BOUND, LOG_BOUND) * mask).sum(-1, keepdim=True)
     if sampler_ratio is not None:
         log_sampler = sampler_ratio.log().clamp(LOG_SMALLEST, LOG_BOUND)

@@ -95,7 +95,9 @@ def report() -> Report:
 
 
 def _last_line() -> str:
-    return "" if _report is None else _report.summary()
+    if _report is None:
+        return ""
+    return _report.summary()
 
 
 def _replace_head(home: Any, *, on_gpu: bool) -> Row:

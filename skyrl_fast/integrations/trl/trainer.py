@@ -60,6 +60,14 @@ class FastGRPOLoss:
             num_items = num_items * (accumulated / args.steps_per_generation if training else 1.0)
             accumulated = 1.0
         old = inputs.get("old_per_token_logps")
+        if corrected:
+            importance_sampling_ratio = inputs.get("importance_sampling_ratio")
+        else:
+            importance_sampling_ratio = None
+        if trainer.beta:
+            ref_per_token_logps = inputs["ref_per_token_logps"]
+        else:
+            ref_per_token_logps = None
         result = grpo_loss(
             logps,
             old,
@@ -69,11 +77,9 @@ class FastGRPOLoss:
             epsilon_low=trainer.epsilon_low,
             epsilon_high=trainer.epsilon_high,
             importance_sampling_level=trainer.importance_sampling_level,
-            importance_sampling_ratio=inputs.get("importance_sampling_ratio")
-            if corrected
-            else None,
+            importance_sampling_ratio=importance_sampling_ratio,
             beta=trainer.beta,
-            ref_per_token_logps=inputs["ref_per_token_logps"] if trainer.beta else None,
+            ref_per_token_logps=ref_per_token_logps,
             max_completion_length=trainer.max_completion_length,
             num_items=num_items,
             **{name: getattr(args, name) for name in SHAPES},
@@ -139,14 +145,20 @@ def _log(
 
     def mean(values: torch.Tensor) -> float:
         """Over tokens, or over rows of (N, 1) values."""
-        weights = mask if values.shape[1] > 1 else torch.ones_like(values)
+        if values.shape[1] > 1:
+            weights = mask
+        else:
+            weights = torch.ones_like(values)
         sums = torch.stack([(values * weights).sum(), weights.sum().float()])
         total, count = accelerator.reduce(sums, reduction="sum").tolist()
         return total / max(count, 1.0)
 
     def per_row(values: torch.Tensor) -> torch.Tensor:
         """Means of all processes' rows, without those that have no token."""
-        rows = values[:, 0] if values.shape[1] == 1 else (values * mask).sum(1) / mask.sum(1)
+        if values.shape[1] == 1:
+            rows = values[:, 0]
+        else:
+            rows = (values * mask).sum(1) / mask.sum(1)
         rows = accelerator.gather(rows)
         return rows[~rows.isnan()]
 
@@ -154,13 +166,17 @@ def _log(
     if trainer.beta:
         difference = inputs["ref_per_token_logps"] - logps
         found["kl"].append(mean(difference.exp() - difference - 1))
-    log_ratio = torch.zeros_like(logps) if old is None else logps - old
+    if old is None:
+        log_ratio = torch.zeros_like(logps)
+    else:
+        log_ratio = logps - old
     if trainer.importance_sampling_level == "sequence":
         counts = mask.sum(-1, keepdim=True).clamp(min=1.0)
         log_ratio = (log_ratio * mask).sum(-1, keepdim=True) / counts
     ratio = log_ratio.exp()
     advantages = inputs["advantages"]
-    advantages = advantages[:, None] if advantages.dim() == 1 else advantages
+    if advantages.dim() == 1:
+        advantages = advantages[:, None]
     high = (ratio > 1 + trainer.epsilon_high) & (advantages > 0)
     if trainer.loss_type == "cispo":
         high = (ratio > trainer.epsilon_high) & (advantages > 0)

@@ -267,7 +267,9 @@ def estimate(
     # user's function.
     if ADVANTAGE_ESTIMATORS.get(spec.name) is spec:
         output = spec.function(inputs, **settings)
-        return EstimatorOutput(output) if isinstance(output, torch.Tensor) else output
+        if isinstance(output, torch.Tensor):
+            return EstimatorOutput(output)
+        return output
     op = f"advantages: {spec.name}"
     output = call_function(op, spec.function, inputs, settings, EstimatorOutput)
     per_row = tuple(inputs.rewards.shape)

@@ -101,14 +101,23 @@ def group_advantage(
 def _on_gpu(rows: Rows, ids: torch.Tensor, estimator: str, *, sort_there: bool) -> torch.Tensor:
     """Gather the last rows of each group and run three launches; `sort_there`: without checks."""
     device = rows.rewards.device
-    last = None if rows.last is None else _backend.to_gpu(rows.last, device)
-    cu = None if rows.cu_seqlens is None else _backend.to_gpu(rows.cu_seqlens, device)
+    if rows.last is None:
+        last = None
+    else:
+        last = _backend.to_gpu(rows.last, device)
+    if rows.cu_seqlens is None:
+        cu = None
+    else:
+        cu = _backend.to_gpu(rows.cu_seqlens, device)
     # Fetching ids or flags from the GPU would wait for it: all rows are sorted there instead.
     if sort_there:
         keys = _backend.to_gpu(ids, device)
         no_group = torch.iinfo(torch.int64).max
         # Rows that end no trajectory sort behind all groups.
-        keys = keys if last is None else torch.where(last, keys, no_group)
+        if last is None:
+            keys = keys
+        else:
+            keys = torch.where(last, keys, no_group)
         groups, order = torch.sort(keys, stable=True)
     else:
         check_trajectories(rows, ids)
@@ -140,8 +149,14 @@ def _on_gpu(rows: Rows, ids: torch.Tensor, estimator: str, *, sort_there: bool) 
 
 def _by_group(ids: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
     """Return (2, J) groups and rows of the trajectories' last rows, by group, then by row."""
-    order = torch.arange(ids.numel(), device=ids.device) if last is None else last.nonzero()[:, 0]
-    groups = ids if last is None else ids[order]
+    if last is None:
+        order = torch.arange(ids.numel(), device=ids.device)
+    else:
+        order = last.nonzero()[:, 0]
+    if last is None:
+        groups = ids
+    else:
+        groups = ids[order]
     if bool((groups[1:] < groups[:-1]).any()):  # rows of a group are usually adjacent
         # Stable: sums run over rows in order, as on the CPU, and have its bits.
         groups, places = torch.sort(groups, stable=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 EPSILON = 1e-6  # keeps a constant group finite
-MIN_VARIANCE = 1e-8  # of normalised advantages
+MIN_VARIANCE = 1e-8  # least variance of normalised advantages
 
 
 def trajectory_numbers(is_last_step: torch.Tensor) -> torch.Tensor:

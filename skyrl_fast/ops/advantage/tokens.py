@@ -146,7 +146,10 @@ def _check(
 ) -> Rows:
     if values is not None:
         if not isinstance(values, torch.Tensor) or not values.is_floating_point():
-            got = values.dtype if isinstance(values, torch.Tensor) else type(values).__name__
+            if isinstance(values, torch.Tensor):
+                got = values.dtype
+            else:
+                got = type(values).__name__
             raise ValueError(f"{op}: values must be a floating point tensor, got {got}")
         if loss_mask is None:
             # The mask gives the result its shape.
@@ -187,7 +190,10 @@ def _torch(
     check_finite(rows, rows.row_sums())
     lengths = rows.lengths()
     if lengths is None:
-        width = rows.shape[1] if len(rows.shape) == 2 else 1
+        if len(rows.shape) == 2:
+            width = rows.shape[1]
+        else:
+            width = 1
         lengths = torch.full((rows.num_rows,), width, device="cpu")
     # The reference goes cell by cell: on a GPU each one would wait for the device.
     lengths = lengths.cpu()

@@ -124,13 +124,25 @@ def linear_logprob(
         _backend.check_device(OP, *inputs, loss_mask)  # a mask on the CPU saves a synchronization
     if ignore_index is not None:
         wanted = target_ids != ignore_index
-        loss_mask = wanted if loss_mask is None else (loss_mask != 0).to(wanted.device) & wanted
+        if loss_mask is None:
+            loss_mask = wanted
+        else:
+            loss_mask = (loss_mask != 0).to(wanted.device) & wanted
     native = chosen != "torch" and hidden.dtype in KERNEL_DTYPES
     if torch.compiler.is_compiling() and native and kept is None and on_logits is None:
         return linear_op.call(
-            hidden, lm_head_weight, bias, target_ids, loss_mask,
-            temperature, logit_scale, soft_cap, return_entropy, chunk_rows, chosen == "triton",
-        )  # fmt: skip
+            hidden,
+            lm_head_weight,
+            bias,
+            target_ids,
+            loss_mask,
+            temperature,
+            logit_scale,
+            soft_cap,
+            return_entropy,
+            chunk_rows,
+            chosen == "triton",
+        )
     _backend.break_graph(OP, "what kept_ids, on_logits, float64 or backend='torch' compute")
     if on_logits is not None and (kept is not None or not native):
         raise ValueError(
@@ -154,7 +166,10 @@ def linear_logprob(
         # Outside of the autograd function: indexing returns the gradient to these rows.
         hidden = hidden[rows]
         targets = targets[rows]
-        kept = None if kept is None else kept.of_rows(rows)
+        if kept is None:
+            kept = None
+        else:
+            kept = kept.of_rows(rows)
     if native:
         on_gpu = _backend.on_gpu(hidden)
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in operands)):
@@ -176,13 +191,18 @@ def linear_logprob(
             hidden, lm_head_weight, targets, None, temperature, kept, bias, logit_scale, soft_cap
         )
     logprob = spread(logprob, rows, shape)
-    return (logprob, spread(entropy, rows, shape)) if return_entropy else logprob
+    if return_entropy:
+        return (logprob, spread(entropy, rows, shape))
+    return logprob
 
 
 def _autocast(
     *operands: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    kind = operands[0].device.type if isinstance(operands[0], torch.Tensor) else "cpu"
+    if isinstance(operands[0], torch.Tensor):
+        kind = operands[0].device.type
+    else:
+        kind = "cpu"
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return operands  # type: ignore[return-value]
     dtype = torch.get_autocast_dtype(kind)
@@ -248,7 +268,9 @@ def _over_ids(
     local = place_of(kept.ids[kept.pairs()[1]]).int()
     sets = KeptSets(local, torch.stack([end - sizes, end], 1))
     rows = max(options.chunk_rows * weight.shape[0] // ids.numel(), 1)  # a chunk of the same size
-    head = [None if x is None else x.index_select(0, ids) for x in (weight, bias)]
+    head = []
+    for x in (weight, bias):
+        head.append(None if x is None else x.index_select(0, ids))
     options = replace(options, chunk_rows=rows)
     return _LinearLogprob.apply(hidden, *head, place_of(targets.int()), sets, options)
 
@@ -320,7 +342,10 @@ class _LinearLogprob(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # an entropy that only metrics use needs no gradient
         # Its logits are at hand: saved, they spare the backward a product.
         is_only_chunk = len(hidden) <= options.chunk_rows
-        ctx.only_chunk = logits if is_only_chunk and any(ctx.needs_input_grad) else None
+        if is_only_chunk and any(ctx.needs_input_grad):
+            ctx.only_chunk = logits
+        else:
+            ctx.only_chunk = None
         return logprob, entropy
 
     @staticmethod

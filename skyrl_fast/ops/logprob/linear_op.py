@@ -118,7 +118,9 @@ def _backward(
     hidden, targets, rows = _rows(hidden, target_ids, loss_mask)
 
     def of_rows(values: torch.Tensor) -> torch.Tensor:
-        return values.reshape(-1) if rows is None else values.reshape(-1)[rows]
+        if rows is None:
+            return values.reshape(-1)
+        return values.reshape(-1)[rows]
 
     # options[3] is `return_entropy`: without it the entropy is empty, and no row has one.
     d_hidden, d_weight, d_bias = linear_rows.backward_rows(

@@ -21,9 +21,9 @@ SAVED_BYTES = 1 << 30
 CHUNK_BYTES = 128 << 20
 GPU_CHUNK_BYTES = 512 << 20  # on a GPU: 1,766 rows of 151,936 bfloat16 logits
 GPU_ROW_MULTIPLE = 128  # rows per tile of a GPU's matrix products
-COLUMN_MULTIPLE = 8  # of vocabulary parts: every row of 16-bit logits is 16-byte aligned
+COLUMN_MULTIPLE = 8  # vocabulary parts are multiples: rows of 16-bit logits are 16-byte aligned
 MIN_CHUNK_ROWS = 64
-COPIED_COLUMNS = 8192  # of operands converted to float32 for a product: large enough for full speed
+COPIED_COLUMNS = 8192  # columns converted to float32 at once: large enough for full speed
 OnLogits = Callable[[int, torch.Tensor, float], None]
 HAS_MIXED_PRODUCT = hasattr(torch.ops.aten.addmm, "dtype_out")  # torch 2.8 and newer
 
@@ -160,15 +160,24 @@ def backward_rows(
         logits = _backend.empty((num_rows * columns,), hidden.dtype, hidden.device)
     # The slope of the cap is computed from the capped logits, which must outlive their gradient's
     # writing.
-    d_logits = logits if options.soft_cap is None else torch.empty_like(logits)
+    if options.soft_cap is None:
+        d_logits = logits
+    else:
+        d_logits = torch.empty_like(logits)
     d_weight = d_bias = None
     if wants_weight:
         d_weight = _backend.empty(weight.shape, weight.dtype, weight.device)
     if wants_bias:
         d_bias = torch.empty_like(weight[:, 0])
     # The only sum over chunks, in float32 unless it is a single product.
-    sums = torch.float32 if columns < vocab else hidden.dtype
-    d_hidden = torch.empty_like(hidden, dtype=sums) if wants_hidden else None
+    if columns < vocab:
+        sums = torch.float32
+    else:
+        sums = hidden.dtype
+    if wants_hidden:
+        d_hidden = torch.empty_like(hidden, dtype=sums)
+    else:
+        d_hidden = None
     for start in range(0, vocab, columns):
         part = weight[start : start + columns]
         # The last part is narrower; its rows are adjacent in the same memory.
@@ -176,13 +185,19 @@ def backward_rows(
             x.view(-1)[: num_rows * len(part)].view(num_rows, len(part)) for x in (logits, d_logits)
         )
         if not known:
-            part_bias = None if bias is None else bias[start : start + columns]
+            if bias is None:
+                part_bias = None
+            else:
+                part_bias = bias[start : start + columns]
             options.write_chunk(hidden, part, part_bias, chunk)
         part_targets = targets
         part_kept = kept
         if len(part) < vocab:
             part_targets = _slice_targets(targets, start, len(part))
-            part_kept = None if kept is None else slice_sets(kept, start, len(part))
+            if kept is None:
+                part_kept = None
+            else:
+                part_kept = slice_sets(kept, start, len(part))
         logprob_op.write_gradient(
             chunk,
             part_targets,
@@ -234,5 +249,8 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, is_fi
     else:  # convert the operands, some columns at a time
         for start in range(0, len(b), COPIED_COLUMNS):
             columns = slice(start, start + COPIED_COLUMNS)
-            beta = 0 if is_first and start == 0 else 1
+            if is_first and start == 0:
+                beta = 0
+            else:
+                beta = 1
             total.addmm_(a[:, columns].float(), b[columns].float(), beta=beta)

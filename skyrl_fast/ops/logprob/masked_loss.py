@@ -143,25 +143,34 @@ def masked_logprob_loss(
         # float64 is for checks of gradients; the kernels compute in float32.
         chosen = "torch"
     shape = target_ids.shape
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    if logits.dtype == torch.float64:
+        dtype = torch.float64
+    else:
+        dtype = torch.float32
     kind = kernel_kind(spec, settings)
     old = ratio_logprobs(OP, spec, settings, old_logprobs, rollout_logprobs)
     targets = target_ids.reshape(-1).to(torch.int64).contiguous()
     mask = as_uint8(loss_mask)
     weights = _weights(row_weights, cu_seqlens, shape, dtype)
     call = LossCall(
-        targets, mask, kept and kept.ids, kept and kept.ranges, float(temperature),
+        targets,
+        mask,
+        kept and kept.ids,
+        kept and kept.ranges,
+        float(temperature),
         LOSS_CODES[kind],
         0 if kl_estimator is None else KL_ESTIMATORS[kl_estimator],
-        kernel_params(settings, kl_coef), _cells("old_logprobs", old, shape, dtype),
+        kernel_params(settings, kl_coef),
+        _cells("old_logprobs", old, shape, dtype),
         _cells("advantages", advantages if spec.needs_advantages else None, shape, dtype),
         _cells("ref_logprobs", ref_logprobs if kl_estimator else None, shape, dtype),
         _cells("token_weights", token_weights, shape, dtype),
         _cells("cross_entropy_weights", cross_entropy_weights, shape, dtype),
         _cells("kl_weights", kl_weights, shape, dtype),
         _token_mean(targets, mask, dtype) if weights is None else weights,
-        return_entropy, chosen == "triton",
-    )  # fmt: skip
+        return_entropy,
+        chosen == "triton",
+    )
     if chosen == "torch":
         result = _torch(logits, call, kind, kl_estimator, kept)
     else:
@@ -191,7 +200,10 @@ def _torch(
     kept: KeptSets | None,
 ) -> Result:
     rows = logits.reshape(-1, logits.shape[-1])
-    live = torch.ones_like(call.targets, dtype=torch.bool) if call.mask is None else call.mask != 0
+    if call.mask is None:
+        live = torch.ones_like(call.targets, dtype=torch.bool)
+    else:
+        live = call.mask != 0
     check_targets(OP, call.targets, call.mask, rows.shape[-1])
     check_kept(OP, kept, call.targets, call.mask, rows.shape[-1])
     logprobs, entropy = logprob_reference.selected_logprob(
@@ -235,7 +247,10 @@ def _weights(
 ) -> torch.Tensor | None:
     if not isinstance(row_weights, torch.Tensor) or row_weights.shape == shape:
         return _cells("row_weights", row_weights, shape, dtype)
-    num_rows = shape[0] if len(shape) == 2 else None
+    if len(shape) == 2:
+        num_rows = shape[0]
+    else:
+        num_rows = None
     if cu_seqlens is not None:
         cu_seqlens = check_offsets(OP, "cu_seqlens", cu_seqlens, total=shape.numel())
         num_rows = cu_seqlens.numel() - 1

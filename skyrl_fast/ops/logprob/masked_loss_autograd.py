@@ -31,12 +31,12 @@ class LossCall(NamedTuple):
 
     targets: Tensor  # (M,) int64
     mask: Tensor | None  # (M,) uint8
-    kept_ids: Tensor | None  # of KeptSets
+    kept_ids: Tensor | None  # the ids of KeptSets
     kept_ranges: Tensor | None
     temperature: float
     loss: int
     kl: int
-    params: list[float]  # of losses.kernel_params
+    params: list[float]  # values of losses.kernel_params
     old_logprobs: Tensor | None  # this and the following: (M,) float32
     advantages: Tensor | None
     ref_logprobs: Tensor | None
@@ -66,9 +66,16 @@ def visit(logits: Tensor, call: LossCall, inplace_backward: bool) -> Result:
         # Its small range needs a scaled loss (`torch.amp.GradScaler`): the gradient is rounded to
         # 16 bits in the backward, where the scale is known.
         logprobs, entropy, _ = torch.ops.skyrl_fast.selected_logprob(
-            logits, call.targets, call.mask, call.temperature, call.return_entropy,
-            inplace_backward, call.use_triton, call.kept_ids, call.kept_ranges,
-        )  # fmt: skip
+            logits,
+            call.targets,
+            call.mask,
+            call.temperature,
+            call.return_entropy,
+            inplace_backward,
+            call.use_triton,
+            call.kept_ids,
+            call.kept_ranges,
+        )
         loss, _, _, metrics = _with_loss(logprobs, entropy, call)
         return Result(loss, logprobs.detach(), entropy.detach(), metrics)
     if torch.compiler.is_compiling():
@@ -79,18 +86,31 @@ def visit(logits: Tensor, call: LossCall, inplace_backward: bool) -> Result:
 
 def _with_loss(logprobs: Tensor, entropy: Tensor, call: LossCall) -> Result:
     def column(cells: Tensor | None) -> Tensor | None:
-        return None if cells is None else cells.view(-1, 1)
+        if cells is None:
+            return None
+        return cells.view(-1, 1)
 
     live = call.mask
     if live is None:
         live = torch.ones_like(logprobs, dtype=torch.uint8)
     # By the operator of policy_loss, for rows of one cell: each metric has one definition.
     others = (
-        column(call.old_logprobs), column(call.advantages), column(live),
-        call.row_weights, None, column(call.ref_logprobs), column(call.token_weights),
-        column(call.cross_entropy_weights), column(call.kl_weights), None, None, call.loss,
-        call.kl, call.params, call.use_triton,
-    )  # fmt: skip
+        column(call.old_logprobs),
+        column(call.advantages),
+        column(live),
+        call.row_weights,
+        None,
+        column(call.ref_logprobs),
+        column(call.token_weights),
+        column(call.cross_entropy_weights),
+        column(call.kl_weights),
+        None,
+        None,
+        call.loss,
+        call.kl,
+        call.params,
+        call.use_triton,
+    )
     loss, metrics = loss_and_metrics(logprobs.view(-1, 1), others)
     return Result(loss, logprobs, entropy, metrics)
 

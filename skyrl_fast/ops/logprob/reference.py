@@ -26,9 +26,15 @@ def selected_logprob(
         kept: the sets that rows are normalised over; None: the full vocabulary. A set that is not
             strictly ascending in [0, V), or misses the target, gives NaN.
     """
-    keep = torch.ones_like(target_ids, dtype=torch.bool) if mask is None else mask != 0
+    if mask is None:
+        keep = torch.ones_like(target_ids, dtype=torch.bool)
+    else:
+        keep = mask != 0
     rows = keep.nonzero().squeeze(1)
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    if logits.dtype == torch.float64:
+        dtype = torch.float64
+    else:
+        dtype = torch.float32
     # Masked rows take no part: 0 times NaN is NaN, in the gradient too.
     scaled = logits[rows].to(dtype) / temperature
     wrong = None

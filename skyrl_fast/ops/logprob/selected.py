@@ -160,7 +160,10 @@ def as_uint8(mask: torch.Tensor | None) -> torch.Tensor | None:
     """Return a mask of any dtype as (M,) uint8, 1 where it is not 0."""
     if mask is None:
         return None
-    keep = mask.detach() if mask.dtype == torch.bool else mask.detach() != 0
+    if mask.dtype == torch.bool:
+        keep = mask.detach()
+    else:
+        keep = mask.detach() != 0
     # A view: a bool is a byte of 0 or 1.
     return keep.reshape(-1).contiguous().view(torch.uint8)
 
@@ -187,7 +190,8 @@ def kernel_rows(op: str, logits: torch.Tensor) -> torch.Tensor:
         # Dimensions that one stride can traverse become one.
         if sizes and (size == 1 or sizes[-1] == 1 or strides[-1] == stride * size):
             # A dimension of size 1 may have any stride.
-            strides[-1] = stride if size != 1 else strides[-1]
+            if size != 1:
+                strides[-1] = stride
             sizes[-1] *= size
         else:
             sizes.append(size)

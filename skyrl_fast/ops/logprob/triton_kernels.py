@@ -217,7 +217,7 @@ def _store_gradient(
     grad_entropy, inv_temperature, HAS_ENTROPY: tl.constexpr, IS_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of the elements `inside` the row; in a block all are."""
-    if IS_BLOCK:  # noqa: SIM108
+    if IS_BLOCK:
         x = tl.load(logits + element)
     else:
         x = tl.load(logits + element, mask=inside, other=0.0)

@@ -25,7 +25,10 @@ def merge_plan(
     mask: list[int] = []
     head = 0
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        response_mask = [1] * len(response) if loss_masks is None else list(loss_masks[row])
+        if loss_masks is None:
+            response_mask = [1] * len(response)
+        else:
+            response_mask = list(loss_masks[row])
         if row > 0 and trajectory_ids[row] == trajectory_ids[row - 1]:
             overlaps[row] = _common_prefix(merged, prompt)
             dropped = len(merged) - overlaps[row]
@@ -37,7 +40,7 @@ def merge_plan(
         if joins[row]:
             overlap = overlaps[row]
             if overlap < len(merged):
-                # Of all rows merged so far, as a drift may reach into an earlier response.
+                # Tokens of all rows merged so far, as a drift may reach into an earlier response.
                 limits[head:row] = [min(limit, overlap) for limit in limits[head:row]]
             merged = merged[:overlap] + list(prompt[overlap:]) + list(response)
             mask = mask[:overlap] + [0] * (len(prompt) - overlap) + response_mask
@@ -63,4 +66,6 @@ def _last_stretch(mask: Sequence[int]) -> int:
     first = last
     while first > 0 and mask[first - 1] != 0:
         first -= 1
-    return first if last > 0 else len(mask) + 1
+    if last > 0:
+        return first
+    return len(mask) + 1

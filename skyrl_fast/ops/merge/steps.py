@@ -52,7 +52,9 @@ class MergePlan:
     def ends(self) -> np.ndarray:
         """(M,) the last row of each merged row: its tokens are the merged row's."""
         # Without rows there is no end, and `append` would make one.
-        return np.append(self.heads[1:], len(self.joins)) - 1 if len(self.joins) else self.heads
+        if len(self.joins):
+            return np.append(self.heads[1:], len(self.joins)) - 1
+        return self.heads
 
     @property
     def merged_rows(self) -> np.ndarray:
@@ -150,7 +152,10 @@ def merge_steps(
     # "fork" is "realign" that may drop no token.
     use_torch = _backend.select(OP, backend=backend) == "torch"
     check_drift(OP, drift, max_drift_tokens)
-    max_drift = max_drift_tokens if drift == "realign" else 0
+    if drift == "realign":
+        max_drift = max_drift_tokens
+    else:
+        max_drift = 0
     fields = {"prompts": prompts, "responses": responses}
     if max_drift:
         if loss_masks is None:
@@ -165,12 +170,20 @@ def merge_steps(
         _ragged.check_aligned(OP, read["responses"], read["loss_masks"])
     lengths = (read["prompts"].lengths.numpy(), read["responses"].lengths.numpy())
     if use_torch:
-        rows = [[r.tolist() for r in row_tensors(f, torch.int64)] for f in fields.values()]
-        masks = rows[2] if max_drift else None
+        rows = []
+        for f in fields.values():
+            rows.append([r.tolist() for r in row_tensors(f, torch.int64)])
+        if max_drift:
+            masks = rows[2]
+        else:
+            masks = None
         plan = reference.merge_plan(rows[0], rows[1], ids.tolist(), masks, max_drift)
         overlaps, joins, limits = (np.array(column) for column in plan)
         return MergePlan(*lengths, overlaps.astype(np.int64), joins.astype(bool), limits)
-    mask = _flat_mask(read["loss_masks"]) if max_drift else None
+    if max_drift:
+        mask = _flat_mask(read["loss_masks"])
+    else:
+        mask = None
     plan_out = _empty_plan(len(ids))
     sources = (read["prompts"].parts[0], read["responses"].parts[0])
     rows_in = (*lengths, ids, mask)
@@ -198,11 +211,17 @@ def merge_flat_steps(
     """
     op = "merge_flat_steps"
     check_drift(op, drift, max_drift_tokens)
-    max_drift = max_drift_tokens if drift == "realign" else 0
+    if drift == "realign":
+        max_drift = max_drift_tokens
+    else:
+        max_drift = 0
     total = tokens.shape[0]
     wide = torch.int64
     cu_seqlens = check_offsets(op, "cu_seqlens", cu_seqlens, total=total, dtype=wide)
-    num_responses = None if loss_mask is None else loss_mask.shape[0]
+    if loss_mask is None:
+        num_responses = None
+    else:
+        num_responses = loss_mask.shape[0]
     cu_responses = check_offsets(op, "cu_responses", cu_responses, total=num_responses, dtype=wide)
     if cu_responses.shape != cu_seqlens.shape:
         raise ValueError(
@@ -237,7 +256,9 @@ def copy_segments(
     if target.dtype == torch.bool:
         source = source.view(torch.uint8)
         target = target.view(torch.uint8)
-    places = [np.ascontiguousarray(a, np.int64) for a in (source_starts, target_starts, lengths)]
+    places = []
+    for a in (source_starts, target_starts, lengths):
+        places.append(np.ascontiguousarray(a, np.int64))
     source = source.contiguous()
     threads = _backend.num_threads()
     _C.copy_segments(op, source, places[0], target, places[1], places[2], threads)

@@ -222,6 +222,10 @@ def _convert(
         prompts.lengths + responses.lengths,
     )
     names = ("rewards", "loss_masks", "logprobs")
+    if vocab_size is None:
+        highest_id = _ragged.INT64_MAX
+    else:
+        highest_id = vocab_size - 1
     columns = pad_rows(
         OP,
         tokens,
@@ -229,7 +233,7 @@ def _convert(
         {name: fields[name] for name in names if name in fields},
         pad_token_id=pad_token_id,
         pad_size=pad_size,
-        highest_id=_ragged.INT64_MAX if vocab_size is None else vocab_size - 1,
+        highest_id=highest_id,
     )
     if "row_rewards" in fields:
         columns["rewards"] = _place_row_rewards(
@@ -312,7 +316,10 @@ def _route_array(row: int, entry: Any) -> np.ndarray | None:
     """Return a row's routes as a 3-D integer array, or None where L and K are unknown."""
     if entry is None or (isinstance(entry, (list, tuple)) and len(entry) == 0):
         return None
-    array = entry.numpy() if isinstance(entry, torch.Tensor) else np.asarray(entry)
+    if isinstance(entry, torch.Tensor):
+        array = entry.numpy()
+    else:
+        array = np.asarray(entry)
     if array.ndim != 3 or array.dtype.kind not in "iu":
         raise ValueError(
             f"{OP}: rollout_expert_indices must be integers of shape (tokens, L, K), got "
@@ -323,11 +330,16 @@ def _route_array(row: int, entry: Any) -> np.ndarray | None:
 
 def _route_dtype(arrays: Sequence[np.ndarray | None], top_k: int) -> torch.dtype:
     # Bytes fit by their dtype; only wider arrays have to be read.
-    wide = [a for a in arrays if a is not None and a.dtype != np.uint8 and a.size > 0]
+    wide = []
+    for a in arrays:
+        if a is not None and a.dtype != np.uint8 and a.size > 0:
+            wide.append(a)
     largest = max([top_k - 1, *(int(array.max()) for array in wide)])
     if largest < 2**8:
         return torch.uint8
-    return torch.int16 if largest < 2**15 else torch.int32
+    if largest < 2**15:
+        return torch.int16
+    return torch.int32
 
 
 def _check_captured(op: str, captured: torch.Tensor, lengths: torch.Tensor) -> None:

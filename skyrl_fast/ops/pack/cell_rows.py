@@ -24,7 +24,10 @@ def count_nonzeros(
         (M,) int64; (M,) float32, 0 where all are 0; an int, over all these rows.
     """
     # For a row with at most one nonzero cell that cell is the row's exact sum.
-    size = len(cells) if rows is None else len(rows)
+    if rows is None:
+        size = len(cells)
+    else:
+        size = len(rows)
     counts = torch.empty(size, dtype=torch.int64, device="cpu")
     lasts = torch.empty(size, dtype=torch.float32, device="cpu")
     others = _C.count_nonzeros(cells, rows, counts, lasts, _backend.num_threads())

@@ -56,11 +56,10 @@ def pad_batch(batch: Batch, pad_size: int, *, mode: str = "repeat") -> Batch:
             _set_metadata(batch, metadata)
         metadata["pad_size"] = 0
         return batch
-    padded = {
-        name: pad_field(name, value, pad_size, mode)
-        for name, value in batch.items()
-        if name != "metadata"
-    }
+    padded = {}
+    for name, value in batch.items():
+        if name != "metadata":
+            padded[name] = pad_field(name, value, pad_size, mode)
     result: Any = type(batch)(padded)  # type: ignore[call-arg]
     _set_metadata(result, padding_metadata(metadata, pad_size))
     return result
@@ -174,7 +173,9 @@ def _check_has_rows(name: str, rows: Sequence[Any] | torch.Tensor) -> None:
 def _metadata_of(batch: Any) -> dict[str, Any] | None:
     if isinstance(getattr(batch, "metadata", None), dict):
         return batch.metadata
-    return batch.get("metadata") if not hasattr(batch, "metadata") else None
+    if not hasattr(batch, "metadata"):
+        return batch.get("metadata")
+    return None
 
 
 def _set_metadata(batch: Any, metadata: dict[str, Any]) -> None:

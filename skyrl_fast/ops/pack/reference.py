@@ -14,12 +14,16 @@ from skyrl_fast.ops._ragged import Concat, Rows, is_flat
 def row_tensors(rows: Rows, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return one 1-D tensor of `dtype` per row."""
     if isinstance(rows, Concat):
-        parts = [row_tensors(part, dtype) for part in rows.parts]
+        parts = []
+        for part in rows.parts:
+            parts.append(row_tensors(part, dtype))
         return [torch.cat(row) for row in zip(*parts, strict=True)]
     if is_flat(rows):
         values = rows[0]
         cu = rows[1].tolist()
-        rows = [values[begin:end] for begin, end in itertools.pairwise(cu)]
+        rows = []
+        for begin, end in itertools.pairwise(cu):
+            rows.append(values[begin:end])
     return [_row(row, dtype) for row in rows]
 
 
@@ -48,7 +52,10 @@ def pad(rows: Rows, dtype: torch.dtype, width: int, side: str, pad_value: float)
     tensors = row_tensors(rows, dtype)
     out = torch.full((len(tensors), width), pad_value, dtype=dtype, device="cpu")
     for row, tensor in zip(out, tensors, strict=True):
-        cells = row[width - len(tensor) :] if side == "left" else row[: len(tensor)]
+        if side == "left":
+            cells = row[width - len(tensor) :]
+        else:
+            cells = row[: len(tensor)]
         cells.copy_(tensor)
     return out
 
@@ -85,7 +92,10 @@ def block_cells(starts: torch.Tensor, lengths: torch.Tensor, width: int) -> torc
 
 def real_cells(lengths: torch.Tensor, width: int, side: str) -> torch.Tensor:
     """Return (N, W) bool, True in the cells of each row."""
-    starts = width - lengths if side == "left" else torch.zeros_like(lengths)
+    if side == "left":
+        starts = width - lengths
+    else:
+        starts = torch.zeros_like(lengths)
     return block_cells(starts, lengths, width)
 
 

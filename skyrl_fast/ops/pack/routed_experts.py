@@ -52,9 +52,14 @@ def append_rollout_expert_indices(recorded: Any, new: Any, *, start: int = 0) ->
     if isinstance(start, bool) or not isinstance(start, (int, np.integer)) or start < 0:
         raise ValueError(f"{OP}: start must be an int of at least 0, got {start!r}")
     if new is None:
-        return None if recorded is None else _routes("recorded", recorded)
+        if recorded is None:
+            return None
+        return _routes("recorded", recorded)
     new = _routes("new", new)
-    num_recorded = 0 if recorded is None else len(recorded)
+    if recorded is None:
+        num_recorded = 0
+    else:
+        num_recorded = len(recorded)
     if start > num_recorded:
         raise ValueError(
             f"{OP}: start must be at most the number of recorded rows ({num_recorded}), got "

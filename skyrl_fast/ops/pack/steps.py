@@ -104,8 +104,14 @@ def pad_rows(
     fills: list[tuple[Any, ...]] = []
 
     def add(name: str, lengths: torch.Tensor, field: _ragged.Field | None, pad: float = 0.0) -> Any:
-        width = int(lengths.max()) if len(lengths) else 0
-        dtype = torch.float32 if name in responses else torch.int64
+        if len(lengths):
+            width = int(lengths.max())
+        else:
+            width = 0
+        if name in responses:
+            dtype = torch.float32
+        else:
+            dtype = torch.int64
         # With room for the padding rows: nothing is copied again to append them.
         columns[name] = out = _backend.empty((len(lengths) + pad_size, width), dtype)
         fills.append((out, lengths, None if field is None else pad))

@@ -154,8 +154,12 @@ def varlen_to_padded(
             f"{op}: cu_seqlens must be non-decreasing offsets from 0 to {len(values)}, got "
             f"{cu[:8].tolist()}"
         )
-    longest = int(lengths.max()) if len(lengths) else 0
-    width = longest if width is None else width
+    if len(lengths):
+        longest = int(lengths.max())
+    else:
+        longest = 0
+    if width is None:
+        width = longest
     if width < longest:
         raise ValueError(f"{op}: width must hold the longest row ({longest}), got {width}")
     starts = _check_starts(op, starts, side, lengths, width)
@@ -300,14 +304,19 @@ def _mask_blocks_on_gpu(op: str, mask: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def _starts_of(side: str, lengths: torch.Tensor, width: int) -> torch.Tensor:
-    return width - lengths if side == "left" else torch.zeros_like(lengths)
+    if side == "left":
+        return width - lengths
+    return torch.zeros_like(lengths)
 
 
 def _check_starts(
     op: str, starts: Any, side: str, lengths: torch.Tensor, width: int
 ) -> torch.Tensor:
     if (starts is None) == (side == "both"):
-        wanted = "starts" if starts is None else "no starts"
+        if starts is None:
+            wanted = "starts"
+        else:
+            wanted = "no starts"
         raise ValueError(f"{op}: side={side!r} wants {wanted} with the lengths of rows")
     if starts is None:
         return _starts_of(side, lengths, width)

@@ -134,7 +134,7 @@ class PassPlan:
         if distinct == num_trained:
             del out["copies"]
             return out
-        # Of a token that several rows share the log-probability is computed once; `copies` says
+        # The log-probability of a token that several rows share is computed once; `copies` says
         # where it belongs.
         for name in ("hidden_index", "target_ids"):
             out[name] = out[name][:distinct]

@@ -150,7 +150,10 @@ def _policy_loss(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     current = inputs[0]
     metrics = current.new_empty(len(METRICS), dtype=torch.float64)
     # An operator returns tensors: without a gradient an empty one, which costs nothing.
-    shape = current.shape if with_grad else (0,)
+    if with_grad:
+        shape = current.shape
+    else:
+        shape = (0,)
     grad = _backend.empty(shape, current.dtype, current.device)
     outputs = [grad if with_grad else None, metrics]
     if _backend.on_gpu(current) and not use_triton:
@@ -200,7 +203,10 @@ def _delta_sums_fake(
     cu_seqlens: torch.Tensor | None,
     use_triton: bool = False,
 ) -> torch.Tensor:
-    num_rows = a.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if cu_seqlens is None:
+        num_rows = a.shape[0]
+    else:
+        num_rows = cu_seqlens.shape[0] - 1
     return a.new_empty((num_rows, 2), dtype=torch.float64)
 
 

@@ -233,7 +233,9 @@ def _mask_inputs(inputs: LossInputs, token_weights: torch.Tensor | None) -> Loss
         logprobs = torch.where(token_weights != 0, logprobs, logprobs.detach())
 
     def clean(cells: torch.Tensor | None) -> torch.Tensor | None:
-        return None if cells is None else mask_values(cells, live)
+        if cells is None:
+            return None
+        return mask_values(cells, live)
 
     return LossInputs(
         logprobs,
@@ -264,4 +266,6 @@ def _metric(loss: str, name: str, values: torch.Tensor | float, live: torch.Tens
         return values.new_zeros(())
     if name.endswith("_max"):
         return trained.max()
-    return trained.min() if name.endswith("_min") else trained.mean()
+    if name.endswith("_min"):
+        return trained.min()
+    return trained.mean()

@@ -142,7 +142,10 @@ def policy_loss(
         >>> out.loss  # ratios 1.5 (clipped to 1.2) and 1, token mean
         tensor(-1.1000, grad_fn=<PolicyLossBackward>)
     """
-    built_in = None if isinstance(loss, CustomLoss) else loss_and_settings(OP, loss)
+    if isinstance(loss, CustomLoss):
+        built_in = None
+    else:
+        built_in = loss_and_settings(OP, loss)
     if kl_estimator is not None:
         _one_of(OP, "kl_estimator", kl_estimator, KL_ESTIMATORS)
         _require(kl_estimator, "ref_logprobs", ref_logprobs)
@@ -150,14 +153,23 @@ def policy_loss(
         raise ValueError(f"{OP}: kl_weights need kl_estimator, got None")
     _one_of(OP, "scope", scope, (None, *SCOPES))
     if not isinstance(logprobs, torch.Tensor) or not logprobs.is_floating_point():
-        got = logprobs.dtype if isinstance(logprobs, torch.Tensor) else type(logprobs).__name__
+        if isinstance(logprobs, torch.Tensor):
+            got = logprobs.dtype
+        else:
+            got = type(logprobs).__name__
         raise TypeError(f"{OP}: logprobs must be a floating-point tensor, got {got}")
     cu_seqlens = offsets_of_cells(OP, logprobs, cu_seqlens)
     if cu_seqlens is not None:
         cu_seqlens = _backend.to_device_of(cu_seqlens, logprobs)
-    num_rows = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    if cu_seqlens is None:
+        num_rows = logprobs.shape[0]
+    else:
+        num_rows = cu_seqlens.numel() - 1
     # 16-bit log-probabilities are widened: the ratio is the exponential of a small difference.
-    current = logprobs if logprobs.dtype == torch.float64 else logprobs.to(torch.float32)
+    if logprobs.dtype == torch.float64:
+        current = logprobs
+    else:
+        current = logprobs.to(torch.float32)
     current = current.contiguous()
     mask = native_mask(OP, loss_mask)
     if mask.shape != current.shape:
@@ -205,7 +217,10 @@ def policy_loss(
     old = ratio_logprobs(OP, spec, settings, old_logprobs, rollout_logprobs)
     if spec.needs_advantages:
         _require(spec.name, "advantages", advantages)
-    adv = _like(current, "advantages", advantages) if spec.needs_advantages else None
+    if spec.needs_advantages:
+        adv = _like(current, "advantages", advantages)
+    else:
+        adv = None
     sequence = None
     if spec.scope == "sequence":
         sequence = _sequences_there(scope, trajectory_ids, num_rows, current)
@@ -280,12 +295,22 @@ def _built_in(
                 current, old, cells.policy_mask, cells.cu_seqlens, sequence, use_triton
             )
         call = (
-            old, adv, cells.mask, cells.row_weights, cells.cu_seqlens, cells.ref,
-            cells.token_weights, cells.cross_entropy_weights, cells.kl_weights,
-            None if selected is None else selected.view(torch.uint8), delta, LOSS_CODES[kind],
-            0 if cells.kl_estimator is None else KL_ESTIMATORS[cells.kl_estimator], params,
+            old,
+            adv,
+            cells.mask,
+            cells.row_weights,
+            cells.cu_seqlens,
+            cells.ref,
+            cells.token_weights,
+            cells.cross_entropy_weights,
+            cells.kl_weights,
+            None if selected is None else selected.view(torch.uint8),
+            delta,
+            LOSS_CODES[kind],
+            0 if cells.kl_estimator is None else KL_ESTIMATORS[cells.kl_estimator],
+            params,
             use_triton,
-        )  # fmt: skip
+        )
         total, metrics = loss_and_metrics(current, call)
     return PolicyLoss(total, cells.name_metrics(metrics))
 
@@ -377,7 +402,10 @@ def kl_penalty(
             raise TypeError(f"{op}: {name} must be a torch tensor, got {type(value).__name__}")
         if not value.is_floating_point():
             raise ValueError(f"{op}: {name} must be floating point, got {value.dtype}")
-    current = logprobs if logprobs.dtype == torch.float64 else logprobs.to(torch.float32)
+    if logprobs.dtype == torch.float64:
+        current = logprobs
+    else:
+        current = logprobs.to(torch.float32)
     current = current.contiguous()
     ref = _like(current, "ref_logprobs", ref_logprobs, op)
     assert ref is not None
@@ -410,7 +438,10 @@ def _like(
     if value is None:
         return None
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+        if isinstance(value, torch.Tensor):
+            got = value.dtype
+        else:
+            got = type(value).__name__
         raise TypeError(f"{op}: {name} must be a floating-point tensor, got {got}")
     if value.shape != current.shape:
         raise ValueError(
@@ -427,7 +458,9 @@ def _sequences_there(
 ) -> torch.Tensor | None:
     """Return `sequences_of` on the device of the log-probabilities."""
     sequence = sequences_of(OP, scope, trajectory_ids, num_rows)
-    return None if sequence is None else _backend.to_device_of(sequence, current)
+    if sequence is None:
+        return None
+    return _backend.to_device_of(sequence, current)
 
 
 def _sequence_delta(
@@ -439,7 +472,10 @@ def _sequence_delta(
     use_triton: bool,
 ) -> torch.Tensor:
     """Return (N,) float64: the mean of d over the trained tokens of each row's sequence."""
-    denominator = current if old is None else old
+    if old is None:
+        denominator = current
+    else:
+        denominator = old
     # A constant of each token, whose gradient flows through its own log-probability.
     sums = torch.ops.skyrl_fast.delta_sums(
         current.detach(), denominator.detach(), mask, cu_seqlens, use_triton
@@ -480,4 +516,6 @@ def _torch(
 
 
 def _flat(x: torch.Tensor | None) -> torch.Tensor | None:
-    return None if x is None else x.reshape(-1)
+    if x is None:
+        return None
+    return x.reshape(-1)

@@ -200,6 +200,8 @@ class LossSpec:
             mini-batch.
         ratio_to: the log-probabilities in the denominator of the ratio.
         zero_where_advantage_is_zero: whether value and gradient vanish with the advantage.
+        jumps_at_old: whether the gradient jumps where a log-probability equals the old one, so that
+            rounding decides it where the two come from passes of the same weights.
     """
 
     name: str
@@ -208,6 +210,7 @@ class LossSpec:
     scope: LossScope = "token"
     ratio_to: RatioTo = "old"
     zero_where_advantage_is_zero: bool = True
+    jumps_at_old: bool = False
 
     @property
     def needs_advantages(self) -> bool:
@@ -238,6 +241,7 @@ POLICY_LOSSES: dict[str, LossSpec] = {
             {"kl_cov": 6},
             scope="mini_batch",
             zero_where_advantage_is_zero=False,
+            jumps_at_old=True,
         ),
         LossSpec("sapo", Sapo, {"sapo": 7}),
         LossSpec("dppo", Dppo, {"dppo_tv": 8, "dppo_kl": 9}, ratio_to="rollout_where_given"),
@@ -268,7 +272,10 @@ def loss_and_settings(op: str, loss: str | LossSettings) -> tuple[LossSpec, Loss
     """Return the spec of a loss, and its settings with their limits checked."""
     if isinstance(loss, str) and loss in POLICY_LOSSES:
         return POLICY_LOSSES[loss], _DEFAULTS[loss]
-    spec = None if isinstance(loss, str) else _SPEC_BY_CLASS.get(type(loss))
+    if isinstance(loss, str):
+        spec = None
+    else:
+        spec = _SPEC_BY_CLASS.get(type(loss))
     if spec is None or isinstance(loss, str):
         raise ValueError(
             f"{op}: loss must be one of {tuple(POLICY_LOSSES)} or the settings of one, got {loss!r}"

@@ -115,22 +115,40 @@ def off_policy_correction(
         if value not in allowed:
             raise ValueError(f"{OP}: {name} must be one of {tuple(allowed)}, got {value!r}")
     low, high = SEQUENCE_MASK_BOUNDS.get(sequence_mask or "", (0.0, 0.0))
+    if tis_cap is None:
+        cap = TIS_CAPS.get(tis_ratio_type or "", 0.0)
+    else:
+        cap = tis_cap
+    if sequence_mask_low is None:
+        mask_low = low
+    else:
+        mask_low = sequence_mask_low
+    if sequence_mask_high is None:
+        mask_high = high
+    else:
+        mask_high = sequence_mask_high
     rules = reference.Rules(
         outlier_low=outlier_low,
         outlier_high=outlier_high,
         token_low=token_mask_low,
         token_high=token_mask_high,
         tis=tis_ratio_type,
-        cap=TIS_CAPS.get(tis_ratio_type or "", 0.0) if tis_cap is None else tis_cap,
+        cap=cap,
         sequence_mask=sequence_mask,
-        mask_low=low if sequence_mask_low is None else sequence_mask_low,
-        mask_high=high if sequence_mask_high is None else sequence_mask_high,
+        mask_low=mask_low,
+        mask_high=mask_high,
     )
     _check_bounds(rules)
     cu_seqlens = offsets_of_cells(OP, old_logprobs, cu_seqlens)
-    num_rows = old_logprobs.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    if cu_seqlens is None:
+        num_rows = old_logprobs.shape[0]
+    else:
+        num_rows = cu_seqlens.numel() - 1
     # 16-bit log-probabilities are widened: the ratio is the exponential of a small difference.
-    dtype = torch.float64 if old_logprobs.dtype == torch.float64 else torch.float32
+    if old_logprobs.dtype == torch.float64:
+        dtype = torch.float64
+    else:
+        dtype = torch.float32
     old = old_logprobs.detach().to(dtype).contiguous()
     rollout = rollout_logprobs.detach().to(dtype).contiguous()
     mask = native_mask(OP, loss_mask)
@@ -174,13 +192,22 @@ def _torch(
     sequence: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, torch.Tensor]]:
     row = cell_row_ids(old, cu_seqlens)
-    num_rows = old.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-    cell_sequences = row if sequence is None else sequence.to(old.device)[row]
+    if cu_seqlens is None:
+        num_rows = old.shape[0]
+    else:
+        num_rows = cu_seqlens.numel() - 1
+    if sequence is None:
+        cell_sequences = row
+    else:
+        cell_sequences = sequence.to(old.device)[row]
     live = mask.reshape(-1) != 0
     weights, keep, metrics = reference.off_policy_correction(
         rules, old.reshape(-1), rollout.reshape(-1), live, cell_sequences, num_rows
     )
-    shaped = None if weights is None else weights.reshape(old.shape)
+    if weights is None:
+        shaped = None
+    else:
+        shaped = weights.reshape(old.shape)
     return shaped, keep.reshape(old.shape) if rules.can_mask else None, metrics
 
 
@@ -193,8 +220,14 @@ def _native(
     sequence: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, torch.Tensor]]:
     starts, order = _rows_by_sequence(sequence)
-    new_mask = _backend.empty(mask.shape, mask.dtype) if rules.can_mask else None
-    weights = _backend.empty(old.shape, old.dtype) if rules.tis is not None else None
+    if rules.can_mask:
+        new_mask = _backend.empty(mask.shape, mask.dtype)
+    else:
+        new_mask = None
+    if rules.tis is not None:
+        weights = _backend.empty(old.shape, old.dtype)
+    else:
+        weights = None
     metrics = torch.empty(len(NATIVE_METRICS), dtype=torch.float64, device="cpu")
     _C.off_policy_correction(
         old,
@@ -223,12 +256,27 @@ def _native(
         _backend.num_threads(),
     )
     applied = {"ratio", f"tis_{rules.tis}"}
-    applied |= {"outlier"} if rules.has_outlier_rule else set()
-    applied |= {"token_mask"} if rules.has_token_mask else set()
-    applied |= {"sequence_mask"} if rules.sequence_mask is not None else set()
-    prefix = "geo" if rules.sequence_mask == "geometric" else "product"
+    if rules.has_outlier_rule:
+        applied |= {"outlier"}
+    else:
+        applied |= set()
+    if rules.has_token_mask:
+        applied |= {"token_mask"}
+    else:
+        applied |= set()
+    if rules.sequence_mask is not None:
+        applied |= {"sequence_mask"}
+    else:
+        applied |= set()
+    if rules.sequence_mask == "geometric":
+        prefix = "geo"
+    else:
+        prefix = "product"
     entries = zip(NATIVE_METRICS, metrics.unbind(), strict=True)
-    named = {name.format(prefix): value for (name, rule), value in entries if rule in applied}
+    named = {}
+    for (name, rule), value in entries:
+        if rule in applied:
+            named[name.format(prefix)] = value
     return weights, new_mask, named
 
 

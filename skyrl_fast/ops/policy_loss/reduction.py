@@ -132,7 +132,10 @@ def native_mask(op: str, loss_mask: torch.Tensor) -> torch.Tensor:
     if not isinstance(loss_mask, torch.Tensor):
         raise TypeError(f"{op}: loss_mask must be a torch tensor, got {type(loss_mask).__name__}")
     # One comparison here instead of a kernel for every dtype.
-    mask = loss_mask if loss_mask.dtype in NATIVE_MASKS else loss_mask != 0
+    if loss_mask.dtype in NATIVE_MASKS:
+        mask = loss_mask
+    else:
+        mask = loss_mask != 0
     return mask.detach().contiguous()
 
 
@@ -150,7 +153,10 @@ def segments_of(
         num_segments = distinct.numel()
     else:
         segment = _rows.dense_ids(op, name, ids)
-        num_segments = int(segment.max()) + 1 if len(segment) else 0
+        if len(segment):
+            num_segments = int(segment.max()) + 1
+        else:
+            num_segments = 0
     if segment.numel() != num_rows:
         raise ValueError(f"{op}: {name} must have {num_rows} entries, got {segment.numel()}")
     return segment, num_segments
@@ -168,7 +174,10 @@ def sequences_of(
 
 
 def _mask_counts(loss_mask: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-    num_rows = loss_mask.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    if cu_seqlens is None:
+        num_rows = loss_mask.shape[0]
+    else:
+        num_rows = cu_seqlens.numel() - 1
     counts = loss_mask.new_zeros(num_rows, dtype=torch.int64)
     _C.mask_counts(loss_mask, cu_seqlens, counts, _backend.num_threads())
     return counts
@@ -183,7 +192,10 @@ def _mask_counts_torch(loss_mask: torch.Tensor, cu_seqlens: torch.Tensor | None)
 
 
 def _mask_counts_fake(loss_mask: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-    num_rows = loss_mask.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if cu_seqlens is None:
+        num_rows = loss_mask.shape[0]
+    else:
+        num_rows = cu_seqlens.shape[0] - 1
     return loss_mask.new_empty(num_rows, dtype=torch.int64)
 
 

@@ -14,7 +14,7 @@ from skyrl_fast.ops.policy_loss.losses import ClipCov, KlCov
 
 MAX_DELTA = 20.0  # |delta| at which a ratio's exponent is clamped
 MAX_K3 = 10.0
-PROBABILITY_EPSILON = 1e-8  # of dppo's binary KL: no log of 0 where a probability is 1
+PROBABILITY_EPSILON = 1e-8  # offset in dppo's binary KL: no log of 0 at probability 1
 METRICS = (
     "loss",
     "policy_loss",
@@ -197,7 +197,7 @@ def _dppo_dropped(
         return old_prob - prob > p["delta_low"], prob - old_prob > p["delta_high"]
     other = 1 - prob + PROBABILITY_EPSILON
     old_other = 1 - old_prob + PROBABILITY_EPSILON
-    # Of two outcomes: this token, or any other.
+    # A distribution of two outcomes: this token, or any other.
     kl = old_prob * (old_logprobs - logprobs) + (1 - old_prob) * torch.log(old_other / other)
     return (prob < old_prob) & (kl > p["delta_low"]), (prob > old_prob) & (kl > p["delta_high"])
 
@@ -232,15 +232,20 @@ def policy_loss(
     """
     stream = policy_stream(live, token_weights, cross_entropy_weights)
     current = mask_values(logprobs, stream)
-    old = current.detach() if old_logprobs is None else mask_values(old_logprobs.detach(), stream)
-    adv = (
-        torch.zeros_like(current)
-        if advantages is None
-        else mask_values(advantages.detach(), stream)
-    )
+    if old_logprobs is None:
+        old = current.detach()
+    else:
+        old = mask_values(old_logprobs.detach(), stream)
+    if advantages is None:
+        adv = torch.zeros_like(current)
+    else:
+        adv = mask_values(advantages.detach(), stream)
     delta = current - old
     if loss == "gspo":
-        segment = row if row_segments is None else row_segments[row]
+        if row_segments is None:
+            segment = row
+        else:
+            segment = row_segments[row]
         sequence = sequence_mean(delta.detach(), stream, segment, row_weights.numel())
         # GSPO-token: the value is the sequence's mean, the gradient the token's own.
         delta = delta - delta.detach() + sequence
@@ -250,11 +255,16 @@ def policy_loss(
         factor = mask_values(token_weights.detach(), stream)
         on = factor != 0  # 0 drops the token, even where its loss is NaN
         # Computed again from zeros: NaN times a weight of 0 is NaN, in the gradient as well.
-        inputs = [mask_values(x, on) for x in (current, old, delta, adv)]
+        inputs = []
+        for x in (current, old, delta, adv):
+            inputs.append(mask_values(x, on))
         value = token_loss(loss, p, inputs[0], inputs[1], inputs[2], inputs[3], selected)[0]
         value = value * factor
     # It has no ratio, whatever log-probabilities are given.
-    shown_delta = torch.zeros_like(delta) if loss == "cross_entropy" else delta.detach()
+    if loss == "cross_entropy":
+        shown_delta = torch.zeros_like(delta)
+    else:
+        shown_delta = delta.detach()
     return weighted_loss(
         value,
         logprobs,

@@ -67,7 +67,7 @@ def off_policy_correction(
     def per_sequence(values: torch.Tensor) -> torch.Tensor:
         return zeros.index_add(0, sequence, values.double())
 
-    # Of the given mask: shares are of these sequences, whatever the rules before have dropped.
+    # Sequences of the given mask: shares are over these, whatever earlier rules have dropped.
     trained = per_sequence(live) > 0
     metrics = _ratio_metrics(delta, ratio, live)
 
@@ -76,8 +76,14 @@ def off_policy_correction(
 
     keep = live
     if rules.has_outlier_rule:
-        high = torch.inf if rules.outlier_high is None else rules.outlier_high
-        low = -torch.inf if rules.outlier_low is None else rules.outlier_low
+        if rules.outlier_high is None:
+            high = torch.inf
+        else:
+            high = rules.outlier_high
+        if rules.outlier_low is None:
+            low = -torch.inf
+        else:
+            low = rules.outlier_low
         # NaN compares as false: it is no outlier, and outside of the token bounds below.
         over = per_sequence(live & (ratio > high)) > 0
         under = per_sequence(live & (ratio < low)) > 0
@@ -87,8 +93,14 @@ def off_policy_correction(
         keep = keep & ~(over | under)[sequence]
     if rules.has_token_mask:
         before = keep.sum().double().clamp(min=1)
-        high = torch.inf if rules.token_high is None else rules.token_high
-        low = -torch.inf if rules.token_low is None else rules.token_low
+        if rules.token_high is None:
+            high = torch.inf
+        else:
+            high = rules.token_high
+        if rules.token_low is None:
+            low = -torch.inf
+        else:
+            low = rules.token_low
         inside = (ratio >= low) & (ratio <= high)
         metrics["token_mask_ratio"] = (keep & ~inside).sum().double() / before
         keep = keep & inside
@@ -105,11 +117,17 @@ def off_policy_correction(
         weights = product.clamp(max=rules.cap).to(old.dtype)[sequence]
     if rules.sequence_mask is not None:
         tokens = per_sequence(keep).clamp(min=1)
-        exponent = log_product / tokens if rules.sequence_mask == "geometric" else log_product
+        if rules.sequence_mask == "geometric":
+            exponent = log_product / tokens
+        else:
+            exponent = log_product
         sequence_ratio = ratio_of(exponent)
         over = sequence_ratio > rules.mask_high
         under = sequence_ratio < rules.mask_low
-        prefix = "geo" if rules.sequence_mask == "geometric" else "product"
+        if rules.sequence_mask == "geometric":
+            prefix = "geo"
+        else:
+            prefix = "product"
         metrics[f"{prefix}_sequence_mask_masked_ratio"] = share(over | under)
         metrics[f"{prefix}_sequence_mask_over_high_ratio"] = share(over)
         metrics[f"{prefix}_sequence_mask_under_low_ratio"] = share(under)

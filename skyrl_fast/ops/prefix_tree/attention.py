@@ -67,7 +67,9 @@ def kind_for(num_nodes: int, device: torch.device | str) -> str:
     place = torch.device(device).type
     if place == "cpu":
         return "tiles"
-    return "flex" if place == "cuda" and num_nodes > SHORT_TREES else "dense"
+    if place == "cuda" and num_nodes > SHORT_TREES:
+        return "flex"
+    return "dense"
 
 
 def padded_size(num_nodes: int, kind: str) -> int:
@@ -77,7 +79,9 @@ def padded_size(num_nodes: int, kind: str) -> int:
         >>> padded_size(1500, "flex"), padded_size(1500, "dense")
         (2048, 1500)
     """
-    return -(-num_nodes // SHORT_TREES) * SHORT_TREES if kind == "flex" else num_nodes
+    if kind == "flex":
+        return -(-num_nodes // SHORT_TREES) * SHORT_TREES
+    return num_nodes
 
 
 def plan_tree_attention(
@@ -100,7 +104,8 @@ def plan_tree_attention(
             ends that are not those of trees.
     """
     num_nodes = parents.shape[0]
-    kind = kind_for(num_nodes, device) if kind is None else kind
+    if kind is None:
+        kind = kind_for(num_nodes, device)
     if kind not in KINDS:
         raise ValueError(f"{OP}: kind must be one of {KINDS} or None, got {kind!r}")
     if kind == "tiles":
@@ -159,9 +164,13 @@ def tree_attention(
     _check(query, key, value, plan)
     _check_options(query, window, chunk, softcap, sinks)
     query, key, value = (autocast(x) for x in (query, key, value))
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if scale is None:
+        scale = 1 / math.sqrt(query.shape[-1])
     # The tiles compute in float32.
-    kind = "dense" if plan.kind == "tiles" and query.dtype == torch.float64 else plan.kind
+    if plan.kind == "tiles" and query.dtype == torch.float64:
+        kind = "dense"
+    else:
+        kind = plan.kind
     mask = plan.mask(kind, window, chunk)
     if kind == "flex":
         return _flex(query, key, value, mask, scale, softcap, sinks)
@@ -282,7 +291,7 @@ def _list_chosen(blocks: Tensor) -> tuple[Tensor, Tensor]:
 # Compiled at the first use, by what a graph depends on; but not by the number of nodes.
 _compiled_flex: dict[tuple[Any, ...], Any] = {}
 COMPILED_DEVICES = ("cuda",)
-FLEX_BACKEND = "inductor"  # of torch.compile
+FLEX_BACKEND = "inductor"  # backend of torch.compile
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:

@@ -74,7 +74,9 @@ def _visit(root: _Node, trees: Trees) -> None:
         trees.ends.append(-1)
         trees.sources.append(node.source)
         waiting.append(node.number)
-        below = [(child, node.number, depth + 1) for child in node.children.values()]
+        below = []
+        for child in node.children.values():
+            below.append((child, node.number, depth + 1))
         waiting.extend(reversed(below))
 
 

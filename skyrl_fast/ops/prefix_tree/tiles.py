@@ -60,7 +60,10 @@ class _TileAttention(torch.autograd.Function):
         query, key, value = (_readable(x) for x in (query, key, value))
         out = _like(query)
         lse = out.new_empty(out.shape[1:3])
-        scores = None if sinks is None else sinks.detach().float().contiguous()
+        if sinks is None:
+            scores = None
+        else:
+            scores = sinks.detach().float().contiguous()
         tiles.forward(query, key, value, scale, softcap, scores, out, lse, num_threads())
         result = out.to(ctx.dtype)
         # Converted to float32 once: the backward reads them several times. Only the result has a
@@ -88,7 +91,9 @@ class _TileAttention(torch.autograd.Function):
 def _readable(tensor: Tensor) -> Tensor:
     """Return the heads as float32, with rows of consecutive elements."""
     tensor = tensor.detach().float()
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    if tensor.stride(-1) == 1:
+        return tensor
+    return tensor.contiguous()
 
 
 def _like(heads: Tensor) -> Tensor:

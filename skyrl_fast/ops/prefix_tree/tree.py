@@ -117,7 +117,9 @@ def build_prefix_tree(
     threads = _backend.num_threads()
     # In two calls: how many nodes there are is known only once the trees are built.
     tree = _C.PrefixTree(tokens.to(torch.int32).contiguous(), rows, label_rows, threads)
-    columns = [_backend.empty((tree.num_nodes,), torch.int32) for _ in range(4)]
+    columns = []
+    for _ in range(4):
+        columns.append(_backend.empty((tree.num_nodes,), torch.int32))
     sources = _backend.empty((tree.num_nodes,), torch.int64)
     row_nodes = _backend.empty((int(row_starts[-1]),), torch.int32)
     group_starts = torch.empty(tree.num_groups + 1, dtype=torch.int32, device="cpu")
@@ -175,7 +177,10 @@ def _check_arguments(
     if tokens.dtype == torch.int64 and len(tokens):
         least, most = (int(bound) for bound in tokens.aminmax())
         if least < -MAX_ID - 1 or most > MAX_ID:
-            wrong = most if most > MAX_ID else least
+            if most > MAX_ID:
+                wrong = most
+            else:
+                wrong = least
             raise ValueError(f"{OP}: tokens must be ids of 32 bits, got {wrong}")
     starts, full = _spans("cu_seqlens", cu_seqlens, tokens.shape[0])
     num_rows = len(full)

@@ -26,7 +26,7 @@ _UNREADABLE = (
     ArithmeticError,
 )
 ROUTE_DIMENSIONS = 3  # tokens, layers, experts per token
-QUOTED_CHARACTERS = 500  # of an answer, in an error
+QUOTED_CHARACTERS = 500  # quoted from an answer in an error
 
 
 @contextmanager
@@ -66,9 +66,10 @@ def kept_ids(
 
 def prompt_logprobs(choice: Mapping[str, Any], token_ids: Sequence[int]) -> list[float]:
     rows = entries(choice["prompt_logprobs"])[1:]
-    return [
-        number(row[str(token)]["logprob"]) for token, row in zip(token_ids[1:], rows, strict=True)
-    ]
+    result: list[float] = []
+    for token, row in zip(token_ids[1:], rows, strict=True):
+        result.append(number(row[str(token)]["logprob"]))
+    return result
 
 
 def routes(choice: Mapping[str, Any]) -> np.ndarray | None:

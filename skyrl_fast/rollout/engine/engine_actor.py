@@ -21,7 +21,7 @@ from skyrl_fast.rollout.engine.serve_vllm import (
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup, check_model_folder
 from skyrl_fast.system.log_tail import log_tail
 
-LOG_LINES = 5  # of the server's log, quoted when it has exited
+LOG_LINES = 5  # last lines of the server's log, quoted when it has exited
 
 
 class EngineActor:

@@ -15,6 +15,7 @@ import torch
 
 from skyrl_fast.config import SamplingParams, settings
 from skyrl_fast.config.model_folder import find_auto_class, model_folder
+from skyrl_fast.config.modes import EnginePlace, EngineWeights
 from skyrl_fast.rollout.engine.api_key import DEFAULT_NAME, engine_key
 from skyrl_fast.rollout.engine.protocol import Engine
 from skyrl_fast.rollout.engine.ray_engine import EngineBundle, RayEngine
@@ -32,9 +33,12 @@ def make_engines(config: settings.Config, model_path: str) -> list[Engine]:
     """Return the engines that the settings ask for, not started."""
     engine = config.generator.inference_engine
     _log_limited_top_k(config.generator.sampling_params)
-    if engine.run_engines_locally:
+    if config.engine_place is not EnginePlace.SERVERS:
         return [VllmEngine(make_vllm_setup(config, model_path))]
-    by = "reload" if engine.weight_sync_backend == "reload" else "file"
+    if engine.weight_sync_backend == "reload":
+        by = "reload"
+    else:
+        by = "file"
     return _make_remote_engines(config, model_path, weight_sync=by)
 
 
@@ -45,25 +49,27 @@ def make_cluster_engines(
     engine = config.generator.inference_engine
     folder = _find_cached_folder(model_path)
     _log_limited_top_k(config.generator.sampling_params)
-    return [
-        RayEngine(
-            number,
-            bundle,
-            partial(_make_setup_on_node, config, model_path, number),
-            weight_sync=choose_cluster_backend(config),
-            trainer=address,
-            weights_folder=engine.weight_sync_path,
-            records_routes=engine.enable_return_routed_experts,
-            vocab_size=_read_vocab_size(folder),
-            adapter=_adapter_config(config, folder),
+    result: list[Engine] = []
+    for number, bundle in enumerate(bundles):
+        result.append(
+            RayEngine(
+                number,
+                bundle,
+                partial(_make_setup_on_node, config, model_path, number),
+                weight_sync=choose_cluster_backend(config),
+                trainer=address,
+                weights_folder=engine.weight_sync_path,
+                records_routes=engine.enable_return_routed_experts,
+                vocab_size=_read_vocab_size(folder),
+                adapter=_adapter_config(config, folder),
+            )
         )
-        for number, bundle in enumerate(bundles)
-    ]
+    return result
 
 
 def make_untrained_engines(config: settings.Config, model_path: str) -> list[Engine]:
     """Return the engines of a model whose weights are not updated, not started."""
-    if config.generator.inference_engine.run_engines_locally:
+    if config.engine_place is not EnginePlace.SERVERS:
         # No adapter is loaded, so that there are no policies to call.
         return [VllmEngine(replace(make_vllm_setup(config, model_path), policies=()))]
     return _make_remote_engines(config, model_path, weight_sync=None)
@@ -81,25 +87,28 @@ def _make_remote_engines(
     engine = config.generator.inference_engine
     key = engine_key(key_file(config))
     folder = _find_cached_folder(model_path)
-    return [
-        RemoteEngine(
-            url,
-            api_key=key,
-            weight_sync=weight_sync,
-            records_routes=engine.enable_return_routed_experts,
-            vocab_size=_read_vocab_size(folder),
-            adapter=None if weight_sync is None else _adapter_config(config, folder),
+    result: list[Engine] = []
+    for url in engine.external_server_urls:
+        result.append(
+            RemoteEngine(
+                url,
+                api_key=key,
+                weight_sync=weight_sync,
+                records_routes=engine.enable_return_routed_experts,
+                vocab_size=_read_vocab_size(folder),
+                adapter=None if weight_sync is None else _adapter_config(config, folder),
+            )
         )
-        for url in engine.external_server_urls
-    ]
+    return result
 
 
 def choose_transport(config: settings.Config) -> Transport:
     engine = config.generator.inference_engine
     backend = engine.weight_sync_backend
-    if config.engines_on_cluster:
+    place = config.engine_place
+    if place is EnginePlace.CLUSTER:
         backend = choose_cluster_backend(config)
-    one_process = config.trainer.placement.num_ranks == 1 and config.engine_in_process
+    one_process = config.trainer.placement.num_ranks == 1 and place.is_here
     in_memory = one_process and sys.platform == "linux"  # has unnamed files, opened by /proc
     names = {
         **dict.fromkeys(BACKENDS, "broadcast"),
@@ -107,7 +116,7 @@ def choose_transport(config: settings.Config) -> Transport:
         "reload": "file",
     }
     transport = TRANSPORTS[names.get(backend, backend)]
-    return transport.send(engine.weight_sync_path, config.engine_in_process)
+    return transport.send(engine.weight_sync_path, place.is_here)
 
 
 def choose_cluster_backend(config: settings.Config) -> str:
@@ -122,7 +131,9 @@ def choose_cluster_backend(config: settings.Config) -> str:
 
 def key_file(config: settings.Config) -> Path:
     file = config.generator.inference_engine.api_key_file
-    return Path(expanduser(file)) if file else Path(config.trainer.run_path) / DEFAULT_NAME
+    if file:
+        return Path(expanduser(file))
+    return Path(config.trainer.run_path) / DEFAULT_NAME
 
 
 def make_vllm_setup(config: settings.Config, model_path: str) -> VllmSetup:
@@ -148,7 +159,7 @@ def make_vllm_setup(config: settings.Config, model_path: str) -> VllmSetup:
 
 def _adapter_config(config: settings.Config, model_path: str) -> dict[str, Any] | None:
     """Return what an engine must know of the adapter that it gets, by PEFT's names; None: none."""
-    if not config.sends_adapter:
+    if config.engine_weights is not EngineWeights.ADAPTER:
         return None
     lora = config.trainer.policy.model.lora
     targets = list(lora.target_modules)
@@ -172,7 +183,7 @@ def _linear_modules(model_path: str) -> list[str]:
         model: Any = find_auto_class(config).from_config(config)
     head = model.get_output_embeddings()
     linear = torch.nn.Linear
-    is_part = config.get_text_config() is not config  # of a vision-language model
+    is_part = config.get_text_config() is not config  # part of a vision-language model
     named = (model.get_decoder() if is_part else model).named_modules()
     return sorted(
         {n.rpartition(".")[2] for n, m in named if isinstance(m, linear) and m is not head}
@@ -180,10 +191,12 @@ def _linear_modules(model_path: str) -> list[str]:
 
 
 def _check_longest_sequence(config: settings.Config, model_path: str) -> int:
-    prompt = settings.max_input_length(config)
+    prompt = config.generator.max_input_length
     response = settings.max_response_length(config)
+    of_training = config.generator.sampling_params.max_generate_length
+    sampling = "sampling_params" if response == of_training else "eval_sampling_params"
     lengths = (
-        f"generator.max_input_length ({prompt}) and sampling_params.max_generate_length "
+        f"generator.max_input_length ({prompt}) and generator.{sampling}.max_generate_length "
         f"({response})"
     )
     others = config.generator.inference_engine.engine_init_kwargs
@@ -214,7 +227,9 @@ def _find_cached_folder(path: str) -> str:
         config = try_to_load_from_cache(path, "config.json")
     except ValueError:  # not a hub name either
         return path
-    return str(Path(config).parent) if isinstance(config, str) else path
+    if isinstance(config, str):
+        return str(Path(config).parent)
+    return path
 
 
 def read_positions(model_path: str) -> int | None:

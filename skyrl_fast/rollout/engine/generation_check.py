@@ -33,7 +33,10 @@ def check_generation(
     Raises:
         EngineError: a value is of another type, not finite or out of range.
     """
-    limit = MAX_TOKEN_ID + 1 if vocab_size is None else vocab_size
+    if vocab_size is None:
+        limit = MAX_TOKEN_ID + 1
+    else:
+        limit = vocab_size
     stops = [stop] if isinstance(stop, str) else stop or ()
     problem = _find_problem(generation, max_tokens, limit, stops)
     if problem:
@@ -60,11 +63,9 @@ def _find_problem(generation: Generation, max_tokens: int, limit: int, stops: Se
                 f"logprob {position}: expected a number from {EXCLUDED_LOGPROB:g} to 0, "
                 f"got {logprob!r:.80}"
             )
-    return (
-        ""
-        if generation.kept_ids is None
-        else _find_problem_of_kept(generation.kept_ids, ids, limit)
-    )
+    if generation.kept_ids is None:
+        return ""
+    return _find_problem_of_kept(generation.kept_ids, ids, limit)
 
 
 def _find_problem_of_kept(kept_ids: list[np.ndarray], ids: list[int], limit: int) -> str:

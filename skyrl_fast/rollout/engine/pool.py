@@ -84,7 +84,7 @@ class EnginePool:
         if not engines:
             raise ValueError("EnginePool: engines: expected at least one, got none")
         self.faults: Counter[str] = Counter()
-        self.reports: dict[int, WeightSyncReport] = {}  # of each engine's last weight update
+        self.reports: dict[int, WeightSyncReport] = {}  # report of each engine's last weight update
         self._members = [_PoolMember(engine) for engine in engines]
         self._max_restarts = max_restarts
         self._transport = transport
@@ -227,7 +227,9 @@ class EnginePool:
     @property
     def weights_dtype(self) -> torch.dtype | None:
         dtypes = {member.engine.weights_dtype for member in self._members}
-        return dtypes.pop() if len(dtypes) == 1 else None
+        if len(dtypes) == 1:
+            return dtypes.pop()
+        return None
 
     async def wait_for_fault(self) -> None:
         """Return when an engine is down that may be restarted, also one that has no requests.
@@ -279,11 +281,13 @@ class EnginePool:
 
     def activity(self) -> list[str]:
         now = time.monotonic()
-        return [
-            f"{m.engine.name} is down for {now - m.down_since:.0f} s: {_first_line(m.error)}"
-            for m in self._members
-            if m.down_since is not None
-        ]
+        result: list[str] = []
+        for m in self._members:
+            if m.down_since is not None:
+                seconds = now - m.down_since
+                reason = _first_line(m.error)
+                result.append(f"{m.engine.name} is down for {seconds:.0f} s: {reason}")
+        return result
 
     def _up(self) -> list[_PoolMember]:
         return [member for member in self._members if member.up]
@@ -414,7 +418,7 @@ class EnginePool:
             except EngineError as error:  # the server answers, but not correctly
                 member.error = EngineDeadError(str(error))
                 continue
-            member.probe = None  # of the process before: nothing is known of this one's logprobs
+            member.probe = None  # it was the last process's: this one's logprobs are not known
             started.append(member)
         return started
 

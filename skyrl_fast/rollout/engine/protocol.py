@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MAX_TIES = 16
 MAX_TOKEN_ID = 2**31 - 1  # that tensors of ids can hold
 EXCLUDED_LOGPROB = -9000.0  # vLLM's servers write -9999 for -inf
-MASS_TOLERANCE = 1e-3  # of the sum of the kept tokens' probabilities
+MASS_TOLERANCE = 1e-3  # tolerance of the sum of the kept tokens' probabilities
 
 
 class EngineError(RunError):
@@ -49,7 +49,10 @@ def vllm_sampling_params(
     limit, and that many log-probabilities are returned, up to the vocabulary (None: unknown).
     """
     limit = sampling.num_kept_tokens
-    top_k = limit if limit is not None and sampling.top_k < 1 else sampling.top_k
+    if limit is not None and sampling.top_k < 1:
+        top_k = limit
+    else:
+        top_k = sampling.top_k
     return {
         "max_tokens": sampling.max_generate_length,
         "temperature": sampling.temperature,

@@ -190,13 +190,18 @@ class RayEngine(RemoteEngine):
 
     def _refuse_ended(self, server: _ActorServer) -> None:
         if server.ended.done():
-            text = "stopped" if server.ended.cancelled() else _describe_end(server.ended)
+            if server.ended.cancelled():
+                text = "stopped"
+            else:
+                text = _describe_end(server.ended)
             raise EngineDeadError(f"{self.name} at {self._url}: {text}")
 
 
 def _describe_end(ended: asyncio.Future[str]) -> str:
     error = ended.exception()
-    return ended.result() if error is None else _shorten(error)
+    if error is None:
+        return ended.result()
+    return _shorten(error)
 
 
 def _watch(method: Any) -> asyncio.Future[Any]:

@@ -73,9 +73,10 @@ HEALTH_SECONDS = 5.0
 CONTROL_SECONDS = 600.0  # for a call that loads weights
 HANDSHAKE_SECONDS = 60.0  # for all calls to a server that has just started
 START_POLL_SECONDS = 1.0
-# Of one answer: routes of a million tokens, or kept tokens of a long response, take hundreds of MB.
+# Limit of one answer: routes of a million tokens, or kept tokens of a long response, take
+# hundreds of MB.
 MAX_ANSWER_BYTES = 1 << 30
-MAX_SENDS = 3  # of a request whose connection broke, or that a healthy server had no time for
+MAX_SENDS = 3  # attempts for a request whose connection broke, or that found no time
 RESEND_SECONDS = 0.2  # after an answer that the server is busy
 CLAIM_BYTES = 16
 EXTENDED = ("file", *BACKENDS)  # need this package's worker extension and guard
@@ -125,7 +126,10 @@ class RemoteEngine(Engine):
             raise EngineDeadError("external servers need httpx: pip install 'skyrl-fast[train]'")
         self.name = f"the server {url}"
         self._url = url.rstrip("/")
-        self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        if api_key is None:
+            self._headers = {}
+        else:
+            self._headers = {"authorization": f"Bearer {api_key}"}
         self._weight_sync = weight_sync
         self._trainer = trainer
         self._sender: BroadcastSender | None = None
@@ -137,10 +141,13 @@ class RemoteEngine(Engine):
         self._client: Any = None
         self._model = ""
         self._adapter = adapter
-        self._adapter_version = 0  # of the last one that was sent; never used again
-        self._adapter_name: str | None = None  # of the one that the server has
+        self._adapter_version = 0  # version of the last one that was sent; never used again
+        self._adapter_name: str | None = None  # name of the one that the server has
         self._interrupted = False
-        self._claim = None if weight_sync is None else secrets.token_hex(CLAIM_BYTES)
+        if weight_sync is None:
+            self._claim = None
+        else:
+            self._claim = secrets.token_hex(CLAIM_BYTES)
         self._has_claimed = False
 
     async def start(self) -> None:
@@ -390,10 +397,15 @@ class RemoteEngine(Engine):
         if answer.status_code == httpx.codes.UNAUTHORIZED:
             return WRONG_KEY
         healthy = answer.status_code == httpx.codes.OK
-        return "" if healthy else f"it answered {answer.status_code} to /health"
+        if healthy:
+            return ""
+        return f"it answered {answer.status_code} to /health"
 
     async def _complete(self, request: dict[str, Any], session_id: str) -> dict[str, Any]:
-        body = {key: value for key, value in request.items() if value is not None}
+        body = {}
+        for key, value in request.items():
+            if value is not None:
+                body[key] = value
         answer = await self._post(
             COMPLETIONS,
             json={"model": self._adapter_name or self._model, **body},
@@ -408,7 +420,9 @@ class RemoteEngine(Engine):
 
     async def _post(self, path: str, **arguments: Any) -> Any:
         answer = await self._send("POST", path, **arguments)
-        return self._json(answer, path) if answer.content else {}
+        if answer.content:
+            return self._json(answer, path)
+        return {}
 
     def _json(self, answer: Any, path: str) -> Any:
         try:
@@ -467,7 +481,7 @@ class RemoteEngine(Engine):
             if answer.status_code in (httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE):
                 await asyncio.sleep(RESEND_SECONDS)
                 continue
-            if answer.status_code == httpx.codes.CONFLICT:  # of the claim
+            if answer.status_code == httpx.codes.CONFLICT:  # the claim was refused
                 raise EngineDeadError(text)
             refused = answer.status_code == httpx.codes.BAD_REQUEST
             raise RefusedRequestError(text) if refused else EngineError(text)

@@ -26,7 +26,9 @@ def find_recorded_routes(
         return None
     previous = [*steps[-1].prompt_token_ids, *steps[-1].response_ids]
     grows = list(prompt_token_ids[: len(previous)]) == previous
-    return steps[-1].expert_indices if grows else None
+    if grows:
+        return steps[-1].expert_indices
+    return None
 
 
 def turn_routes(
@@ -50,4 +52,6 @@ def turn_routes(
         raise EngineError(
             f"the engine's routes do not fit turn {len(steps) + 1}: {error}"
         ) from error
-    return None if routes is None else np.asarray(routes)
+    if routes is None:
+        return None
+    return np.asarray(routes)

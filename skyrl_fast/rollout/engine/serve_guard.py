@@ -41,9 +41,9 @@ CLAIM_FIRST = "first"  # takes the server from another trainer, which may have b
 CLAIM_AGAIN = "again"  # after the server was restarted
 ADAPTER_VARIABLE = "SKYRL_FAST_ADAPTER"
 LOAD_ADAPTER = "/v1/load_lora_adapter"  # as vLLM has it, for an adapter that workers have
-MAX_NAME = 100  # of an adapter: of its trainer and version
+MAX_NAME = 100  # length of an adapter's name: its trainer and version
 MAX_PORT = 2**16
-MAX_MEMBERS = 2**16  # of a process group
+MAX_MEMBERS = 2**16  # members of a process group
 MAX_BODY_BYTES = 64 << 20  # a prompt of millions of token ids
 KWARGS = {"kwargs"}
 UNKNOWN_CALL = "no such method here, or other arguments than a trainer's"
@@ -54,7 +54,9 @@ class EngineGuard(HttpGuard):
     """The guard as vLLM creates it from `--middleware`; its settings are environment variables."""
 
     def __init__(self, app: App) -> None:
-        folders = [Path(text) for text in os.environ[FOLDERS_VARIABLE].split(os.pathsep)]
+        folders = []
+        for text in os.environ[FOLDERS_VARIABLE].split(os.pathsep):
+            folders.append(Path(text))
         trainer, adapter = map(os.environ.get, (TRAINER_VARIABLE, ADAPTER_VARIABLE))
         super().__init__(
             TrainerClaim(app if adapter is None else AdapterNames(app)),
@@ -124,8 +126,14 @@ def guard_environment(
     adapter: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
     """Return the variables that `EngineGuard` reads; `trainer`: address of one that broadcasts."""
-    broadcasts = {} if trainer is None else {TRAINER_VARIABLE: str(ipaddress.ip_address(trainer))}
-    adapts = {} if adapter is None else {ADAPTER_VARIABLE: json.dumps(adapter)}
+    if trainer is None:
+        broadcasts = {}
+    else:
+        broadcasts = {TRAINER_VARIABLE: str(ipaddress.ip_address(trainer))}
+    if adapter is None:
+        adapts = {}
+    else:
+        adapts = {ADAPTER_VARIABLE: json.dumps(adapter)}
     shared = os.pathsep.join(map(str, folders))
     return {KEY_VARIABLE: key, FOLDERS_VARIABLE: shared, **broadcasts, **adapts}
 
@@ -133,7 +141,10 @@ def guard_environment(
 def engine_routes(
     folders: Sequence[Path], *, trainer: str | None = None, adapter: str | None = None
 ) -> list[Route]:
-    names = [] if adapter is None else [Route("POST", LOAD_ADAPTER, check=_check_name)]
+    if adapter is None:
+        names = []
+    else:
+        names = [Route("POST", LOAD_ADAPTER, check=_check_name)]
     return [
         Route("GET", "/health"),
         Route("GET", "/v1/models"),
@@ -171,7 +182,10 @@ def _check_adapter(call: Mapping[Any, Any], adapter: str | None) -> dict[str, An
             not others and not rest and given == adapter and version > 0
         ):
             return {"kwargs": {"adapter": given, "versions": {"": version}}}
-    what = "expected the model's weights" if adapter is None else f"expected the adapter {adapter}"
+    if adapter is None:
+        what = "expected the model's weights"
+    else:
+        what = f"expected the adapter {adapter}"
     raise RefusedError(403, f"{what}: start server and run with the same settings of LoRA")
 
 
@@ -184,7 +198,10 @@ def _check_call(
             method.startswith(LOAD) and rest.keys() <= KWARGS
         ):
             transport = TRANSPORTS.get(method.removeprefix(LOAD))
-            checked = transport.check(arguments, folders, trainer) if transport else None
+            if transport:
+                checked = transport.check(arguments, folders, trainer)
+            else:
+                checked = None
             if checked is None:
                 raise RefusedError(403, UNKNOWN_CALL)
             allowed = {"method": method, "args": checked, **_check_adapter(rest, adapter)}

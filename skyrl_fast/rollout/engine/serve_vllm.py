@@ -89,7 +89,10 @@ def _flag(name: str, value: Any) -> list[str]:
         return [f"--{flag}", ",".join(map(str, value))]
     if isinstance(value, list):
         return [f"--{flag}", *map(str, value)]
-    text = json.dumps(value) if isinstance(value, dict) else str(value)
+    if isinstance(value, dict):
+        text = json.dumps(value)
+    else:
+        text = str(value)
     return [f"--{flag}", text]
 
 

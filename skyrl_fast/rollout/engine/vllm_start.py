@@ -34,14 +34,14 @@ UNSHARED = 0.9  # gpu_memory_utilization of an engine without a trainer; vLLM's 
 # a CPU are more than many prompts have. Its kernels prefer multiples of 32.
 CPU_BLOCK_SIZE = 32
 CPU_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
-CPU_CACHE_GIB = "1"  # of keys and values, where that is not set
+CPU_CACHE_GIB = "1"  # size of keys and values, where that is not set
 # From here on an engine uses the trainer's core as well: between the quickstart's model (2 MB),
 # whose steps gain nothing by a second thread, and SmolLM2-135M (538 MB), whose steps take 0.7 of
 # the time.
 LARGE_MODEL_BYTES = 64 << 20
 # A prefix of these in config.json tells of recurrences or convolutions.
 STATE_KEYS = ("mamba_", "ssm_", "linear_", "conv")
-QUERY_SCALES = "attn_temperature_tuning"  # of Llama 4: larger for later tokens
+QUERY_SCALES = "attn_temperature_tuning"  # setting of Llama 4: larger for later tokens
 NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -213,7 +213,10 @@ def engine_args(setup: VllmSetup) -> dict[str, Any]:
         args["lora_target_modules"] = setup.adapter["target_modules"]  # else the head, too
         # No request is in the engine while the next versions are loaded. With one adapter each
         # request has it, on which `adapter_products` relies: not so next to the reference.
-        args["max_loras"] = max(2, len(setup.policies)) if setup.policies else 1
+        if setup.policies:
+            args["max_loras"] = max(2, len(setup.policies))
+        else:
+            args["max_loras"] = 1
     if (served := setup.served_adapters) is not None:
         args["enable_lora"] = True
         args["max_lora_rank"] = next(most for most in LORA_RANKS if most >= served.max_rank)
@@ -298,7 +301,9 @@ def default_num_threads(setup: VllmSetup) -> int:
     cores = len(os.sched_getaffinity(0))
     files = Path(setup.model).glob("*.safetensors")
     is_large = sum(file.stat().st_size for file in files) >= LARGE_MODEL_BYTES
-    return cores if setup.takes_turns and is_large else max(1, cores - 1)
+    if setup.takes_turns and is_large:
+        return cores
+    return max(1, cores - 1)
 
 
 SOCKETS = "VLLM_RPC_BASE_PATH"  # the folder of the sockets between vLLM's processes
@@ -373,7 +378,8 @@ def let_engine_go_first(yes: bool) -> None:
         return
     usual = os.SCHED_OTHER
     batch = os.SCHED_BATCH
-    before, after = (usual, batch) if yes else (batch, usual)
+    before = usual if yes else batch
+    after = batch if yes else usual
     for thread in map(int, os.listdir("/proc/self/task")):
         with suppress(OSError):  # it has ended, or this is not allowed
             if os.sched_getscheduler(thread) == before:

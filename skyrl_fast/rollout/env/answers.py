@@ -11,7 +11,7 @@ from skyrl_fast.rollout.chat_messages import normalize_message, normalize_messag
 from skyrl_fast.rollout.env.protocol import EnvStep, Message
 from skyrl_fast.rollout.workers.plain import PlainData, plain_repr, type_name
 
-LARGEST_REWARD = 3.4028234663852886e38  # of float32, in which rewards are trained
+LARGEST_REWARD = 3.4028234663852886e38  # the largest float32, in which rewards are trained
 
 
 REWARD = "reward"  # the key of a mapping that is trained
@@ -45,7 +45,9 @@ def messages_of(value: Any, data: PlainData) -> list[Message]:
         return []
     if isinstance(value, str):
         text = data.text(value)
-        return [{"role": "user", "content": text}] if text else []
+        if text:
+            return [{"role": "user", "content": text}]
+        return []
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, list | tuple):
@@ -90,7 +92,9 @@ def answer_of(answer: Any, data: PlainData) -> EnvAnswer:
 def _policy(value: Any, data: PlainData) -> str | None:
     if not isinstance(value, str | None):
         raise AnswerError(f"policy: expected a name, got {plain_repr(value)}")
-    return None if value is None else data.text(value)
+    if value is None:
+        return None
+    return data.text(value)
 
 
 def _policy_rewards(value: Any, data: PlainData) -> dict[str, float]:
@@ -99,14 +103,17 @@ def _policy_rewards(value: Any, data: PlainData) -> dict[str, float]:
     rewards = dict(value or {})
     if not all(isinstance(name, str) for name in rewards):
         raise AnswerError(f"policy_rewards: expected names, got {plain_repr(list(rewards))}")
-    return {data.text(n): read_reward(r, "policy_rewards") for n, r in rewards.items()}
+    result: dict[str, float] = {}
+    for n, r in rewards.items():
+        result[data.text(n)] = read_reward(r, "policy_rewards")
+    return result
 
 
 def read_reward(value: Any, name: str) -> float:
     """Return a number; an AnswerError begins with `name` if it is none or not finite in float32."""
     try:
         reward = float.__float__(float(value))
-    except Exception:  # of any type: an array, a tensor, a huge integer
+    except Exception:  # a value of any type: an array, a tensor, a huge integer
         reward = math.nan
     if not abs(reward) <= LARGEST_REWARD:
         got = plain_repr(value, 100)

@@ -127,11 +127,12 @@ class EnvFactory:
         except TimeoutError as error:
             self.num_abandoned += 1
             failure = f"{what} did not return within {self._timeout:g} s"
-            place_of_call = innermost_place(str(error))
+            trace = str(error)
+            place_of_call = innermost_place(trace)
             if place_of_call:
                 failure += f"; it was at: {place_of_call}"
-                self.log_trace(env_class, failure, str(error))
-            raise EnvTimeoutError(f"environment {env_class}: {failure}") from error
+                self.log_trace(env_class, failure, trace)
+            raise EnvTimeoutError(f"environment {env_class}: {failure}", trace) from error
 
     def log_trace(self, env_class: str, failure: str, trace: str) -> None:
         """Log a failure with its trace, if it is the first one at its place."""
@@ -198,7 +199,7 @@ class EnvSession:
             raise
         if result.failure is not None:
             self._factory.log_trace(self._env_class, result.failure, result.trace)
-            raise EnvError(f"environment {self._env_class}: {result.failure}")
+            raise EnvError(f"environment {self._env_class}: {result.failure}", result.trace)
         return result.value
 
 

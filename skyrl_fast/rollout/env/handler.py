@@ -23,10 +23,10 @@ from skyrl_fast.system.printable import MAX_FAILURE
 
 MakeEnv = Callable[[dict[str, Any]], Env]
 GymSettings = Mapping[str, Mapping[str, Any]]
-METHODS = ("init", "step", "metrics", "close")  # of an Env
+METHODS = ("init", "step", "metrics", "close")  # methods of an Env
 MAX_METRICS_TEXT = 100_000  # characters in the metrics of an episode
-BYTES_PER_CHARACTER = 4  # of UTF-8
-MORE_BYTES = 64 << 20  # of an answer, next to its texts
+BYTES_PER_CHARACTER = 4  # most bytes of a character in UTF-8
+MORE_BYTES = 64 << 20  # memory of an answer, next to its texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,9 @@ class EnvHandler:
     def call(self, what: str, argument: Any) -> CallResult:
         """Return the outcome of `begin`; the thread waits for it."""
         outcome = self.begin(what, argument)
-        return outcome if isinstance(outcome, CallResult) else loop_thread().run_to_end(outcome)
+        if isinstance(outcome, CallResult):
+            return outcome
+        return loop_thread().run_to_end(outcome)
 
     def begin(self, what: str, argument: Any) -> CallResult | Coroutine[Any, Any, CallResult]:
         """Call the environment, and check and convert what it returns.
@@ -133,7 +135,9 @@ class EnvHandler:
             # The last reference: code that runs when an object is freed runs here, too.
             env = self._env
             self._env = None
-            return None if env is None else env.close()
+            if env is None:
+                return None
+            return env.close()
         assert self._env is not None
         argument = copy_row({what: argument})[what]  # the context reads messages and calls later
         if what == "init":
@@ -187,7 +191,10 @@ def create_env(
     if make_env is None:
         return skyrl_gym_env.make(env_class, copy_row(skyrl_gym.get(env_class, {})), extras)
     env = make_env(extras)
-    absent = [name for name in METHODS if not callable(getattr(env, name, None))]
+    absent = []
+    for name in METHODS:
+        if not callable(getattr(env, name, None)):
+            absent.append(name)
     if absent:
         raise TypeError(
             f"expected an Env, got {type_name(env)} without {', '.join(absent)}; a subclass "

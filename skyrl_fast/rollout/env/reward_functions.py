@@ -66,7 +66,9 @@ class RewardFunctions:
                 check_reward_function(_name(function), function, names | _ARGUMENTS)
 
     def __call__(self, row: dict[str, Any]) -> Env:
-        return _GroupEnv(self, row) if ANSWERS in row else _AnswerEnv(row)
+        if ANSWERS in row:
+            return _GroupEnv(self, row)
+        return _AnswerEnv(row)
 
 
 class _AnswerEnv(Env):
@@ -87,7 +89,10 @@ class _GroupEnv(Env):
         self._found: dict[str, Any] = {}
 
     def init(self, messages: list[Message]) -> list[Message]:
-        self._prompt = messages[0]["content"] if self._row.get(TEXT_PROMPT) else messages
+        if self._row.get(TEXT_PROMPT):
+            self._prompt = messages[0]["content"]
+        else:
+            self._prompt = messages
         return messages
 
     def step(self, action: str) -> EnvStep:
@@ -103,7 +108,9 @@ class _GroupEnv(Env):
             "log_metric": self._log_metric,
         }
         rewards = [0.0] * count
-        metrics: list[dict[str, float]] = [{} for _ in texts]
+        metrics: list[dict[str, float]] = []
+        for _ in texts:
+            metrics.append({})
         parent = self._parent
         names = _metric_names(parent.functions)
         for function, name, weight in zip(parent.functions, names, parent.weights, strict=True):
@@ -146,7 +153,10 @@ class GroupRewards:
         self._attempts = attempts
 
     async def __call__(self, prompt: RolloutPrompt, trajectories: Sequence[Trajectory]) -> None:
-        answered = [t for t in trajectories if t.failure is None and t.steps]
+        answered = []
+        for t in trajectories:
+            if t.failure is None and t.steps:
+                answered.append(t)
         if not answered:
             return
         for attempt in range(self._attempts):
@@ -157,6 +167,7 @@ class GroupRewards:
                 if attempt + 1 == self._attempts:
                     for trajectory in answered:
                         trajectory.failure = str(error)
+                        trajectory.failure_trace = error.trace
                         trajectory.stop_reason = ENV_ERROR
                     return
         for trajectory, reward, metrics in zip(
@@ -186,14 +197,20 @@ def _rewards(
     if inspect.isawaitable(found):
         # In a worker, whose thread waits. Clients that the function keeps belong to one loop.
         found = loop_thread().run_to_end(_await_value(found))
-    values = found.tolist() if hasattr(found, "tolist") else found
+    if hasattr(found, "tolist"):
+        values = found.tolist()
+    else:
+        values = found
     if not isinstance(values, list | tuple) or len(values) != count:
         raise ValueError(
             f"reward_funcs: {_name(function)!r}: expected a list of {count} rewards, one for each "
             f"answer of the group, got {found!r:.100}"
         )
     where = f"reward_funcs: {_name(function)!r}"
-    return [None if value is None else read_reward_parts(value, where) for value in values]
+    result: list[tuple[float, dict[str, float]] | None] = []
+    for value in values:
+        result.append(None if value is None else read_reward_parts(value, where))
+    return result
 
 
 async def _await_value(value: Any) -> Any:

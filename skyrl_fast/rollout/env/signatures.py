@@ -19,7 +19,10 @@ def check_environment(name: str, make_env: Callable[..., Any]) -> None:
         make_env: called with a row: a class, or a function that returns an environment.
     """
     _check_call(name, make_env, ("row",))
-    step = getattr(make_env, "step", None) if inspect.isclass(make_env) else None
+    if inspect.isclass(make_env):
+        step = getattr(make_env, "step", None)
+    else:
+        step = None
     if inspect.isfunction(step):
         _check_call(f"{name}.step", step, ("self", "action"))
 
@@ -62,5 +65,5 @@ def _check_call(name: str, function: Callable[..., Any], arguments: tuple[str, .
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(function)
-    except (TypeError, ValueError):  # of some built-in types
+    except (TypeError, ValueError):  # some built-in types have no signature
         return None

@@ -38,7 +38,9 @@ class SkyRLGymEnv(Env):
 
     def metrics(self) -> Mapping[str, Any]:
         get = getattr(self.env, "get_metrics", None)
-        return {} if get is None else get() or {}
+        if get is None:
+            return {}
+        return get() or {}
 
     def close(self) -> None:
         self.env.close()

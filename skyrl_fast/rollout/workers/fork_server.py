@@ -196,4 +196,6 @@ def _receive(link: socket.socket) -> bytes:
         return b""
     (length,) = LENGTH.unpack(head)
     message = receive_exactly(link, length)
-    return message if len(message) == length else b""
+    if len(message) == length:
+        return message
+    return b""

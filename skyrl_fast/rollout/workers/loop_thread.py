@@ -78,7 +78,9 @@ class LoopThread:
         while not reacted.is_set() and time.monotonic() < end:
             await asyncio.sleep(BLOCKED_SECONDS / 20)
         if reacted.is_set():
-            return trace_of_task(tasks[0]) if tasks else ""
+            if tasks:
+                return trace_of_task(tasks[0])
+            return ""
         self._is_blocked = True
         return trace_of_thread(self._thread.ident)
 

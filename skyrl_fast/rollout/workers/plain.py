@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-MAX_DEPTH = 64  # of lists in lists; more is an error, as is a list that contains itself
-MAX_VALUES = 100_000  # of one answer, with its keys
-MAX_BITS = 1_024  # of an integer, as of the largest float
+MAX_DEPTH = 64  # levels of lists in lists; more is an error, as is a list within itself
+MAX_VALUES = 100_000  # values of one answer, with its keys
+MAX_BITS = 1_024  # bits of an integer, as of the largest float
 
 
 class PlainData:
@@ -58,7 +58,7 @@ class PlainData:
             }
         if isinstance(value, list | tuple):
             return [self.of(item, depth + 1) for item in value]
-        if callable(getattr(value, "tolist", None)):  # of NumPy and torch
+        if callable(getattr(value, "tolist", None)):  # numbers of NumPy and torch
             return self.of(value.tolist(), depth + 1)
         if self._unknown_as_text:
             return self.text(str(value))

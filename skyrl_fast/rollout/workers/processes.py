@@ -120,7 +120,10 @@ class ProcessWorker:
         except (OSError, EOFError, ValueError) as error:
             ended = await asyncio.to_thread(self._process.why)
             self._lose()
-            text = f"{what}: its process {ended}" if isinstance(error, EOFError) else f"{error}"
+            if isinstance(error, EOFError):
+                text = f"{what}: its process {ended}"
+            else:
+                text = f"{error}"
             return CallResult(failure=text[:MAX_FAILURE])
 
     def release(self) -> None:

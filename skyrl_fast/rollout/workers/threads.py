@@ -29,7 +29,7 @@ class ThreadWorkers:
 
     def __init__(self, settings: EnvSettings) -> None:
         self._settings = settings
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.Lock()  # guards all below
         self._waiting: deque[_ThreadCall] = deque()
         self._idle: list[_Thread] = []
         self._num_working = 0
@@ -72,7 +72,10 @@ class ThreadWorkers:
     def _wake(self, number: int) -> None:
         """Let so many more threads work; with the lock."""
         for _ in range(number):
-            worker = self._idle.pop() if self._idle else _Thread()
+            if self._idle:
+                worker = self._idle.pop()
+            else:
+                worker = _Thread()
             self._num_working += 1
             worker.wake(self)
 
@@ -81,7 +84,10 @@ class ThreadWorkers:
         with self._lock:
             waiting = len(self._waiting)
             self._wake(min(waiting, max(1, self._num_working)))
-        self._joining = loop.call_later(JOIN_SECONDS, self._join, loop) if waiting else None
+        if waiting:
+            self._joining = loop.call_later(JOIN_SECONDS, self._join, loop)
+        else:
+            self._joining = None
 
     def _give_up(self, call: _ThreadCall) -> None:
         """Forget a call whose caller has left; its thread ends after it."""
@@ -138,7 +144,10 @@ class _ThreadCall:
     def expire(self) -> None:
         """Raise TimeoutError for the caller, unless the result is on its way."""
         if not self.returned and not self.future.done():
-            ident = None if self.worker is None else self.worker.ident
+            if self.worker is None:
+                ident = None
+            else:
+                ident = self.worker.ident
             self.future.set_exception(TimeoutError(trace_of_thread(ident)))
 
 

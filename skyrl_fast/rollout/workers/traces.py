@@ -12,26 +12,34 @@ from typing import Any
 
 from skyrl_fast.system.printable import MAX_FAILURE, shorten
 
-MAX_FRAMES = 20  # of a trace, the innermost ones
+MAX_FRAMES = 20  # frames of a trace, the innermost ones
 _CALLER = Path(__file__).parents[1]  # `rollout`: its handlers and workers call environments
 
 _LIBRARIES = tuple(f'File "{sysconfig.get_path(name)}/' for name in ("stdlib", "platlib"))
 
 
-def trace_of_error(error: BaseException) -> str:
+def trace_of_error(error: BaseException, *, caller: Path = _CALLER) -> str:
     """Return the calls of the environment's code that ended in the error, the innermost last.
 
     The lines are those of a Python traceback; "" if the environment's code was not reached.
+
+    Args:
+        caller: file or folder of the code that calls the environment.
     """
     # Not error.__traceback__, which a class of the environment may define.
     found: TracebackType | None = BaseException.__dict__["__traceback__"].__get__(error)
-    return _text(traceback.extract_tb(found, limit=-MAX_FRAMES))
+    return _text(traceback.extract_tb(found, limit=-MAX_FRAMES), caller)
 
 
 def trace_of_thread(ident: int | None) -> str:
     """Return the calls of the environment's code that a thread is in now, the innermost last."""
-    frame = None if ident is None else sys._current_frames().get(ident)
-    return "" if frame is None else _text(traceback.extract_stack(frame, limit=MAX_FRAMES))
+    if ident is None:
+        frame = None
+    else:
+        frame = sys._current_frames().get(ident)
+    if frame is None:
+        return ""
+    return _text(traceback.extract_stack(frame, limit=MAX_FRAMES))
 
 
 def trace_of_task(task: asyncio.Task[Any]) -> str:
@@ -57,8 +65,15 @@ def innermost_place(trace: str) -> str:
     return next(outside, places[0] if places else "")
 
 
-def _text(calls: traceback.StackSummary) -> str:
+def _text(calls: traceback.StackSummary, caller: Path = _CALLER) -> str:
     """Return the calls after the last one of the code that calls environments."""
-    callers = [n for n, call in enumerate(calls) if _CALLER in Path(call.filename).parents]
-    inner = calls[callers[-1] + 1 :] if callers else calls
+    files = [Path(call.filename) for call in calls]
+    callers = []
+    for number, file in enumerate(files):
+        if caller in (file, *file.parents):
+            callers.append(number)
+    if callers:
+        inner = calls[callers[-1] + 1 :]
+    else:
+        inner = calls
     return shorten("".join(traceback.format_list(inner)), MAX_FAILURE)

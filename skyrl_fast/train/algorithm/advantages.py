@@ -93,9 +93,13 @@ def _rows_of_samples(batch: StepBatch) -> StepBatch:
 
 
 def _inputs(batch: StepBatch, spec: EstimatorSpec) -> EstimatorInputs:
+    if spec.level == "token":
+        token_rewards = _token_rewards(batch)
+    else:
+        token_rewards = batch.rewards
     return EstimatorInputs(
         rewards=batch.row_rewards,
-        token_rewards=_token_rewards(batch) if spec.level == "token" else batch.rewards,
+        token_rewards=token_rewards,
         group_ids=batch.group_ids,
         trajectory_ids=batch.trajectory_ids,
         is_last_step=batch.is_last_step,

@@ -24,6 +24,9 @@ def anchor_ids(trajectories: Sequence[Trajectory]) -> torch.Tensor:
     # have one row.
     states: list[str | int] = []
     for trajectory in trajectories:
-        steps = recorded_steps(trajectory) if trajectory.has_acted else []
+        if trajectory.has_acted:
+            steps = recorded_steps(trajectory)
+        else:
+            steps = []
         states += [START if step.state is None else step.state for step in steps] or [START]
     return torch.from_numpy(dense_ids(states)).to(torch.int32)

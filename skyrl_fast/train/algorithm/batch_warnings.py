@@ -18,9 +18,9 @@ MAX_SHOWN = 8  # rewards of the example
 def unread_rewards(config: Config, trajectories: Sequence[Trajectory]) -> str | None:
     """Return what to set if steps before the last one have rewards that are not read, else None."""
     # An estimator of level "outcome" reads the last row's reward. A row of a full trajectory
-    # (`step_wise_trajectories=false`) has the sum of all.
+    # (`trainer.rows=trajectory`) has the sum of all.
     spec = estimator_spec(config.trainer.algorithm)
-    if spec.level != "outcome" or not config.generator.step_wise_trajectories:
+    if spec.level != "outcome" or config.trainer.rows == "trajectory":
         return None
     for trajectory in trajectories:
         rewards = [step.reward for step in trajectory.steps]
@@ -35,8 +35,9 @@ def unread_rewards(config: Config, trajectories: Sequence[Trajectory]) -> str | 
         "last step only, so rewards of earlier steps are ignored: sample "
         f"{trajectory.repetition_id} of prompt {trajectory.uid!r} has "
         f"{'..., ' if len(rewards) > MAX_SHOWN else ''}{shown} and counts as {rewards[-1]:g}. "
-        "Return the sum with the last step, or set generator.step_wise_trajectories=false (one "
-        f"row per trajectory, with the sum), or choose an estimator that reads all: {others}"
+        "That is right where the last reward is that of the whole trajectory; else return the sum "
+        "with the last step, or set trainer.rows=trajectory (one row per trajectory, with the "
+        f"sum), or choose an estimator that reads all: {others}"
     )
 
 
@@ -70,12 +71,13 @@ def all_too_long(config: Config, trajectories: Sequence[Trajectory]) -> str | No
     if not _all_end_by(trajectories, LENGTH):
         return None
     # The answer was cut, or else the next prompt, which no step has, was too long.
-    cut = [t for t in trajectories if t.steps and _was_cut(config, t)]
+    cut = []
+    for t in trajectories:
+        if t.steps and _was_cut(config, t):
+            cut.append(t)
     generator = config.generator
     answers = f"generator.sampling_params.max_generate_length={_answer_limit(config)}"
     prompts = f"generator.max_input_length={generator.max_input_length}"
-    if generator.max_input_length is None:
-        prompts = f"trainer.max_prompt_length={config.trainer.max_prompt_length}"
     if len(cut) == len(trajectories):
         return f"every answer that ended a trajectory of a batch was cut at {answers}"
     if not cut:
@@ -142,7 +144,10 @@ class BatchWarnings:
         trajectories: Sequence[Trajectory],
     ) -> None:
         for check in checks:
-            message = None if check in self._warned else check(self._config, trajectories)
+            if check in self._warned:
+                message = None
+            else:
+                message = check(self._config, trajectories)
             if message is not None:
                 self._warned.add(check)
                 logger.warning("%s", message)

@@ -121,7 +121,10 @@ class GroupSampling:
         groups: dict[str, SampledGroup] = {}
         for trajectory in trajectories:
             if trajectory.uid not in groups:
-                place = None if rows is None else GroupRows(rows, len(groups))
+                if rows is None:
+                    place = None
+                else:
+                    place = GroupRows(rows, len(groups))
                 groups[trajectory.uid] = SampledGroup([], place)
             groups[trajectory.uid].trajectories.append(trajectory)
         self.sampled.extend(trajectories)
@@ -149,8 +152,13 @@ class GroupSampling:
 
     def rows(self) -> SampledRows | None:
         """Return the rows of these trajectories; None unless all were built when judging."""
-        places = {uid: group.rows for uid, group in self._kept.items() if group.rows is not None}
-        return join_groups(places) if places and len(places) == len(self._kept) else None
+        places = {}
+        for uid, group in self._kept.items():
+            if group.rows is not None:
+                places[uid] = group.rows
+        if places and len(places) == len(self._kept):
+            return join_groups(places)
+        return None
 
     def metrics(self) -> dict[str, float]:
         """Return counts of sampled and dropped groups, and of failures, dropped groups included."""
@@ -209,7 +217,10 @@ class GroupSampling:
     def _too_few(self, limit: int) -> str:
         kind = self._config.type
         share = self._config.min_replace_ratio
-        need = "" if kind == "filter" else f" (replace needs more than {share:g} of one batch)"
+        if kind == "filter":
+            need = ""
+        else:
+            need = f" (replace needs more than {share:g} of one batch)"
         return (
             f"dynamic sampling ({kind}): after {limit} batches of prompts {self.shortfall()}{need}."
             " The prompts are too easy or too hard for this policy: change the data, or raise "

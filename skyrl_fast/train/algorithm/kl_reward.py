@@ -35,9 +35,12 @@ def kl_in_reward(
     # rows is subtracted there too, on the last token: the score is then the outcome minus the
     # penalty of all tokens of the trajectory. Other estimators read every row with its penalty.
     if batch.old_logprobs is None or batch.ref_logprobs is None:
-        missing = "old_logprobs" if batch.old_logprobs is None else "ref_logprobs"
+        if batch.old_logprobs is None:
+            missing = "old_logprobs"
+        else:
+            missing = "ref_logprobs"
         raise ValueError(f"kl_in_reward: batch must have {missing}, got None")
-    # Of the policy before the update: a part of the reward has no gradient.
+    # Log-probabilities of the policy before the update: a part of the reward has no gradient.
     kl = kl_penalty(
         batch.old_logprobs, batch.ref_logprobs, estimator=estimator, loss_mask=batch.loss_mask
     )
@@ -84,7 +87,7 @@ def next_kl_coef(coef: float, kl: float, num_trajectories: int, control: KlCtrlC
     """
     # Ziegler et al. 2019, arXiv:1909.08593, section 2.2: it changes by at most 20 % per `horizon`
     # trajectories.
-    # Of these, not of rows: a trajectory of many turns counts once.
+    # The mean of trajectories, not of rows: a trajectory of many turns counts once.
     if control.type == "fixed":
         return coef
     # One batch far from the target must not move the coefficient far.

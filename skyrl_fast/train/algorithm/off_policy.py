@@ -53,9 +53,14 @@ def apply_off_policy_correction(
         trajectory_ids=batch.trajectory_ids,
         cu_seqlens=batch.cu_responses,
     )
-    logged = {f"policy/{name}": float(value) for name, value in metrics.items()}
+    logged = {}
+    for name, value in metrics.items():
+        logged[f"policy/{name}"] = float(value)
     # Without importance weights the mask is the weight.
-    kept = mask.to(batch.old_logprobs.dtype) if weights is None else weights
+    if weights is None:
+        kept = mask.to(batch.old_logprobs.dtype)
+    else:
+        kept = weights
     return batch.with_(token_weights=kept), logged
 
 

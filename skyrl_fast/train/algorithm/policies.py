@@ -62,4 +62,6 @@ def _last_reward(
         return trajectory.policy_rewards.get(name, total) - earlier
     outcome = trajectory.policy_rewards.get(name, of_all.reward)
     # In another step than the trajectory's last one the outcome is not in its reward yet.
-    return outcome if last is of_all else last.reward + outcome
+    if last is of_all:
+        return outcome
+    return last.reward + outcome

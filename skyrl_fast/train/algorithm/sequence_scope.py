@@ -49,7 +49,10 @@ def sequences(batch: StepBatch, scope: str, *, sums_rewards: bool = False) -> Se
         sequence_ids = batch.trajectory_ids.numpy().astype(np.int64)
         last_rows = np.flatnonzero(batch.is_last_step.numpy())
     rewards = batch.row_rewards.numpy().astype(np.float64)
-    scores = np.bincount(sequence_ids, weights=rewards) if sums_rewards else rewards[last_rows]
+    if sums_rewards:
+        scores = np.bincount(sequence_ids, weights=rewards)
+    else:
+        scores = rewards[last_rows]
     trained = segment_sums(batch.loss_mask.numpy(), batch.cu_responses.numpy(), np.int64)
     return Sequences(
         sequence_ids=sequence_ids,

@@ -24,7 +24,9 @@ class SampledRows:
 
     @property
     def trained(self) -> StepBatch:
-        return self.steps if self.merged is None else self.merged
+        if self.merged is None:
+            return self.steps
+        return self.merged
 
 
 def with_records(batch: StepBatch, trajectories: Sequence[Trajectory]) -> StepBatch:
@@ -81,7 +83,7 @@ def training_rows(
     steps: StepBatch,
     generator: GeneratorConfig,
     *,
-    merge: bool | None = None,
+    form: str = "step",
     keep_rewards: bool = False,
     observations: bool = False,
     trajectories: Sequence[Trajectory] = (),
@@ -93,18 +95,17 @@ def training_rows(
     `keep_rewards`, for estimators that read all rewards.
 
     Args:
-        merge: merge steps; None: `generator.merge_stepwise_output`.
+        form: "step", "merged" or "trajectory", as in `trainer.rows`.
         observations: give the tokens between the steps of a merged row cross-entropy weight 1.
         trajectories: of the rows; what their prompts have of other answers, such as another
             policy's, has cross-entropy weight 0.
 
     Raises:
-        ValueError: `step_wise_trajectories` is false and a trajectory's context did not only grow.
+        ValueError: `form` is "trajectory" and a context did not only grow.
     """
-    one_row = not generator.step_wise_trajectories
-    merge = generator.merge_stepwise_output if merge is None else merge
-    if not (one_row or merge):
+    if form == "step":
         return steps
+    one_row = form == "trajectory"
     drift = generator.merge_drift
     most = generator.merge_max_drift_tokens
     rewards = "token" if one_row or keep_rewards else None
@@ -142,7 +143,9 @@ def _without_answers(
     numbers = rows.step_numbers.tolist()
     prompts = (rows.lengths - rows.response_lengths).tolist()
     begins = rows.cu_responses.tolist()
-    steps = [{s.number: s for s in recorded_steps(t)} if t.has_acted else {} for t in trajectories]
+    steps = []
+    for t in trajectories:
+        steps.append({s.number: s for s in recorded_steps(t)} if t.has_acted else {})
     for row, (trajectory, number) in enumerate(zip(trajectory_ids, numbers, strict=True)):
         # The prompt of a row's last step is the row up to its response: it has all answers, also
         # those of other policies, and those whose end was written again in other tokens.
@@ -161,9 +164,8 @@ def _not_one_row(steps: StepBatch, plan: MergePlan) -> str:
     first = int(np.flatnonzero(trajectories == trajectories[row])[0])
     sample = trajectories[row] - trajectories[groups == groups[row]][0]
     return (
-        "generator.step_wise_trajectories: false trains one row per trajectory, which needs "
-        f"contexts that only grow, but in sample {sample} of prompt "
+        "trainer.rows: expected step or merged, as trajectory trains one row per trajectory, which "
+        f"needs contexts that only grow, but in sample {sample} of prompt "
         f"{steps.uids[groups[row]]!r} the prompt of turn {row - first + 1} does not begin with the "
-        f"tokens before it (they agree on {plan.overlaps[row]}); set it to true (and "
-        "generator.merge_stepwise_output to join what can be joined)"
+        f"tokens before it (they agree on {plan.overlaps[row]})"
     )

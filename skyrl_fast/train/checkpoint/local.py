@@ -149,7 +149,9 @@ def latest_checkpoint(folder: Path) -> Path | None:
     """Return the newest complete checkpoint, or None; undo an interrupted replacement."""
     _undo_replacements(folder)
     found = checkpoints(folder)
-    return found[-1][1] if found else None
+    if found:
+        return found[-1][1]
+    return None
 
 
 def _undo_replacements(folder: Path) -> None:
@@ -215,13 +217,18 @@ def damage_error(path: Path, reason: str) -> CheckpointError:
     """Return the error of a damaged file of a checkpoint, with the step and what to do."""
     checkpoint = next((p for p in path.parents if _step_of_name(p) is not None), path.parent)
     step = _step_of_name(checkpoint)
-    of_step = "" if step is None else f"of step {step} "
+    if step is None:
+        of_step = ""
+    else:
+        of_step = f"of step {step} "
     return CheckpointError(f"checkpoint {of_step}is damaged: {path}: {reason}{ADVICE}")
 
 
 def _step_of_name(checkpoint: Path) -> int | None:
     match = _NAME.match(checkpoint.name)  # also of one that was set aside
-    return None if match is None else int(match[1])
+    if match is None:
+        return None
+    return int(match[1])
 
 
 def set_aside(checkpoint: Path, suffix: str) -> Path:
@@ -302,7 +309,7 @@ def _owner(written: bytes) -> str:
     except ProcessLookupError:
         return f"a process on another machine, or one that process {pid} (which has ended) started"
     except (OSError, OverflowError):
-        pass  # of another user
+        pass  # it belongs to another user
     return f"process {pid}"
 
 
@@ -329,7 +336,10 @@ def _says_disk_full(error: BaseException) -> bool:
 def _write_advice(folder: Path, step: int, error: BaseException) -> str:
     full = _says_disk_full(error) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
     before = latest_checkpoint(folder)
-    kept = f"the checkpoint {before} is intact" if before else "there is no earlier checkpoint"
+    if before:
+        kept = f"the checkpoint {before} is intact"
+    else:
+        kept = "there is no earlier checkpoint"
     cause = "the disk is full" if full else str(error)
     todo = "free space" if full else "make the folder writable"
     return f"checkpoint of step {step} not written to {folder}: {cause}; {kept}; {todo} and resume"

@@ -20,13 +20,16 @@ _PIECE = 2**24  # bytes
 _BUFFER = 2**20  # bytes; fits in a core's cache
 _MAX_THREADS = 8  # together as fast as a disk
 
-Entries = dict[str, dict[str, Any]]  # of the manifest, by path relative to its folder
+Entries = dict[str, dict[str, Any]]  # entries of the manifest, by path relative to its folder
 
 
 def make_manifest(folder: Path, known: Entries | None = None) -> dict[str, Any]:
     """Return the manifest of all files below the folder; `known` entries are not computed again."""
     known = known or {}
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    paths = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            paths.append(path)
     # Ranks have sent the entries of the files that they wrote.
     files = entries(folder, [p for p in paths if p.relative_to(folder).as_posix() not in known])
     files = dict(sorted((files | known).items()))
@@ -48,10 +51,14 @@ def entries(folder: Path, paths: Sequence[Path]) -> Entries:
 def list_files(manifest: bytes) -> list[str]:
     """Return the files that a manifest lists; none if `find_damage` will not accept it."""
     try:
-        names = [str(name) for name in json.loads(manifest)["files"]]
+        names = []
+        for name in json.loads(manifest)["files"]:
+            names.append(str(name))
     except (ValueError, LookupError, TypeError, RecursionError):
         return []
-    return [] if any(map(_is_outside, names)) else names
+    if any(map(_is_outside, names)):
+        return []
+    return names
 
 
 def _is_outside(name: str) -> bool:
@@ -138,4 +145,6 @@ def _digest_of_table(files: dict[str, Any]) -> str:
 
 
 def _unreadable(error: OSError) -> str:
-    return "missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
+    if isinstance(error, FileNotFoundError):
+        return "missing"
+    return f"cannot be read: {error}"

@@ -47,7 +47,10 @@ def export_model(run: Path, out: Path, *, adapter: bool, name: str | None = None
     checkpoint, config = find_checkpoint(run)
     names = config.policies
     if name not in (names or (None,)):
-        known = f"one of {', '.join(names)}" if names else "no name in a run of one policy"
+        if names:
+            known = f"one of {', '.join(names)}"
+        else:
+            known = "no name in a run of one policy"
         raise ValueError(f"--policy: expected {known}, got {name or 'none'}")
     policy = checkpoint / "policy" / (name or "")
     has_adapter = (policy / ADAPTER_CONFIG).is_file()
@@ -164,7 +167,10 @@ def _model_card(config: Config, step: int, base: str, *, adapter: bool) -> str:
         "Versions": ", ".join(_versions()),
     }
     rows = read_metrics(Path(trainer.run_path) / "metrics.jsonl")
-    curve = [row for row in rows if EVAL_REWARD in row and row["step"] <= step]
+    curve = []
+    for row in rows:
+        if EVAL_REWARD in row and row["step"] <= step:
+            curve.append(row)
     lines = ["---", *_yaml(front), "---", "", f"# {trainer.run_name}", ""]
     lines += ["Trained with skyrl-fast.", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in facts.items()]
@@ -176,15 +182,22 @@ def _model_card(config: Config, step: int, base: str, *, adapter: bool) -> str:
 
 def _public_name(data: str) -> str:
     """Return a data set's name on the hub, or that of its file, without folders of this machine."""
-    return Path(data).name if Path(data).suffix else data
+    if Path(data).suffix:
+        return Path(data).name
+    return data
 
 
 def _yaml(values: dict[str, Any]) -> list[str]:
-    return [f"{name}: {json.dumps(value)}" for name, value in values.items()]
+    result: list[str] = []
+    for name, value in values.items():
+        result.append(f"{name}: {json.dumps(value)}")
+    return result
 
 
 def _cell(row: dict[str, Any], name: str) -> str:
-    return f"{row[name]:.3f}" if name in row else ""
+    if name in row:
+        return f"{row[name]:.3f}"
+    return ""
 
 
 def _versions() -> Iterator[str]:

@@ -146,7 +146,9 @@ def _read_steps(path: Path) -> tuple[int, dict[str, float], set[str]]:
     """Return the step count, the steps of each parameter, and those without a state."""
     try:
         counts = json.loads(path.read_text(encoding="utf-8"))
-        steps = {str(name): float(step) for name, step in counts["steps"].items()}
+        steps = {}
+        for name, step in counts["steps"].items():
+            steps[str(name)] = float(step)
         step_count = int(counts["step_count"])
         unmoved = set(counts["without_gradient"])
     except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:

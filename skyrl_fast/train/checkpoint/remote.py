@@ -38,7 +38,7 @@ from skyrl_fast.train.checkpoint.manifest import MANIFEST, list_files
 logger = logging.getLogger(__name__)
 
 CLAIM = "run.json"  # names the run that writes at the URL, while it does
-ASIDE = "manifest.aside.json"  # of a checkpoint that is not to be read any more
+ASIDE = "manifest.aside.json"  # manifest of a checkpoint that is not to be read any more
 DOWNLOADS = 8  # at a time
 WAITS = (1.0, 4.0, 16.0)  # seconds before a request is repeated
 _NAME = re.compile(r"step_(\d{6,})(?:-(\d+))?")
@@ -90,7 +90,10 @@ class CheckpointStore:
 
     def list_saved(self) -> list[tuple[int, str]]:
         """Return the complete checkpoints as (step, URL), oldest first."""
-        return [(step, f"{self.url}/{name}") for step, name in _newest(self._files()).items()]
+        result: list[tuple[int, str]] = []
+        for step, name in _newest(self._files()).items():
+            result.append((step, f"{self.url}/{name}"))
+        return result
 
     def upload(self, checkpoint: Path) -> None:
         """Upload a complete local checkpoint, the manifest last; delete old ones.
@@ -123,7 +126,11 @@ class CheckpointStore:
         return later
 
     def _files(self) -> dict[str, list[str]]:
-        return {n: _list(f"{self.url}/{n}") for n in _list(self.url) if _NAME.fullmatch(n)}
+        result: dict[str, list[str]] = {}
+        for n in _list(self.url):
+            if _NAME.fullmatch(n):
+                result[n] = _list(f"{self.url}/{n}")
+        return result
 
     def _remove_old(self, *, keep: int) -> None:
         """Delete incomplete and replaced checkpoints, and complete ones that are not kept."""
@@ -173,7 +180,7 @@ def _request(url: str, request: Callable[[Any, str], Any], *, missing: Any = ...
             # fsspec keeps listings, which another process may have changed since.
             fs.invalidate_cache()
             return request(fs, path)
-        except Exception as error:  # of botocore, aiohttp, ...
+        except Exception as error:  # raised by botocore, aiohttp, ...
             if missing is not ... and isinstance(error, FileNotFoundError):
                 return missing
             reason = f"{url}: {type(error).__name__}: {error}"

@@ -60,7 +60,10 @@ def find_changed_settings(saved: Any, now: Mapping[str, Any]) -> dict[str, tuple
         now: those of the resumed run. Settings that one of them does not have are ignored; keys of
             a setting that is a mapping are None where they are missing.
     """
-    before = dict(_leaves(saved)) if isinstance(saved, Mapping) else {}
+    if isinstance(saved, Mapping):
+        before = dict(_leaves(saved))
+    else:
+        before = {}
     after = dict(_leaves(now))
     changed = {}
     for key in {**after, **before}:
@@ -81,11 +84,10 @@ def warn_of_changed_settings(saved: Any, now: Mapping[str, Any]) -> None:
         (False, "resume: settings differ from the checkpoint's and apply from here on: %s"),
         (True, "resume: settings differ from the checkpoint's, whose values stay: %s"),
     ):
-        listed = [
-            f"{key}: {old!r} -> {new!r}"
-            for key, (old, new) in changed.items()
-            if key.startswith(kept) == stays
-        ]
+        listed = []
+        for key, (old, new) in changed.items():
+            if key.startswith(kept) == stays:
+                listed.append(f"{key}: {old!r} -> {new!r}")
         if listed:
             logger.warning(text, log_line(", ".join(listed)))
 

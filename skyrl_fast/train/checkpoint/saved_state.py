@@ -7,7 +7,7 @@ from typing import Any
 
 from skyrl_fast.system.printable import shorten
 
-_MT19937_WORDS = 624  # of the generators of Python and NumPy
+_MT19937_WORDS = 624  # words of the generators of Python and NumPy
 _MAX_SHOWN = 60  # characters of a wrong value: a line of a terminal
 _LARGEST = 2**53  # above, JSON readers and float64 metrics round integers
 
@@ -17,7 +17,7 @@ def check_state(state: Any) -> None:
     _integer(state, "step")
     _integer(state, "epochs_used_up", optional=True)
     if "kl_coef" in state:
-        value = state["kl_coef"]  # of one policy, or of each by its name
+        value = state["kl_coef"]  # a number, or one for each policy by name
         for name, coef in (value if isinstance(value, dict) else {"": value}).items():
             _finite(coef, f"kl_coef.{name}".rstrip("."))
     if state.get("unreported") is not None:
@@ -34,7 +34,7 @@ def check_state(state: Any) -> None:
 def _check_sampler(sampler: dict[str, Any]) -> None:
     num_prompts = _integer(sampler, "num_prompts", least=1)
     batch_size = _integer(sampler, "batch_size", least=1, most=num_prompts)
-    used = num_prompts // batch_size * batch_size  # of an epoch
+    used = num_prompts // batch_size * batch_size  # number and order of an epoch
     _integer(sampler, "position", most=used - 1)
     _integer(sampler, "epoch")
     _integer(sampler, "seed", least=-_LARGEST)
@@ -43,7 +43,7 @@ def _check_sampler(sampler: dict[str, Any]) -> None:
 def _check_random(random: dict[str, Any]) -> None:
     # NumPy trusts what it gets: a wrong position makes it read beyond its array.
     version, words, gauss = _list(random.get("python"), "random.python", length=3)
-    _require(version == 3, "random.python[0]", "3", version)  # of random.getstate
+    _require(version == 3, "random.python[0]", "3", version)  # version of random.getstate
     _words(words, "random.python[1]", length=_MT19937_WORDS + 1)
     _position(words[-1], "random.python[1][-1]")
     if gauss is not None:

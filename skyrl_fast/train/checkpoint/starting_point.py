@@ -97,7 +97,10 @@ def starting_point(
         return StartingPoint(chosen, state, [(other, "later", reason) for other in later])
     if settings.resume_mode == "latest":
         newest, damaged = _newest(folder, store)
-        state = {} if newest is None else read_state(newest)
+        if newest is None:
+            state = {}
+        else:
+            state = read_state(newest)
         return StartingPoint(newest, state, [(path, "damaged", why) for path, why in damaged])
     # A new run in an old folder would mix two runs' files.
     logged = read_metrics(run_path / "metrics.jsonl")
@@ -125,7 +128,10 @@ def _newest(
     except CheckpointError as error:  # all are damaged
         newest = None
         damaged = [(path, str(error)) for _, path in checkpoints(folder)]
-    last = -1 if newest is None else read_state(newest)["step"]
+    if newest is None:
+        last = -1
+    else:
+        last = read_state(newest)["step"]
     errors = []
     for step, url in reversed(store.list_saved()):
         # The local one is at least as new, and needs no download.
@@ -152,10 +158,9 @@ def set_checkpoints_aside(
     start: StartingPoint, store: CheckpointStore | None, display: ProgressDisplay
 ) -> None:
     """Rename the checkpoints that the run must not read, and say so."""
-    notes = [
-        f"{checkpoint.name} was renamed to {set_aside(checkpoint, suffix)}: {reason}"
-        for checkpoint, suffix, reason in start.aside
-    ]
+    notes = []
+    for checkpoint, suffix, reason in start.aside:
+        notes.append(f"{checkpoint.name} was renamed to {set_aside(checkpoint, suffix)}: {reason}")
     if store is not None:
         notes += [
             f"{url}/{MANIFEST} was renamed to {ASIDE}: the run resumes from step {start.step}"

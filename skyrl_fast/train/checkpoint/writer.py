@@ -57,7 +57,10 @@ class CheckpointWriter:
                 self._ranks.files.start(temporary)
                 # The manifest has the size and digest of every file, also of those of other ranks.
                 complete.keywords["written"] = self._ranks.files.wait
-        path = complete() if self._ranks.size == 1 else None
+        if self._ranks.size == 1:
+            path = complete()
+        else:
+            path = None
         self._writing = step, _in_background(partial(self._finish, complete, path))
         # With one rank nothing is left to write; the thread only makes both cases alike.
         if path is not None and self._upload is None:

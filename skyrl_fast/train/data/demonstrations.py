@@ -12,7 +12,7 @@ from skyrl_fast.rollout.context import ContextError, begin_context, render_answe
 from skyrl_fast.rollout.stop_reason import STOP
 from skyrl_fast.rollout.trajectory import Step
 
-# Of a message, by which data sets exclude answers.
+# Keys of a message by which data sets exclude answers.
 FLAGS = ("weight", "train", "loss", "trainable", "loss_weight")
 _TRUE = ("1", "1.0", "true")
 _FALSE = ("0", "0.0", "false")
@@ -59,13 +59,17 @@ def chat_of(row: Any, where: str) -> list[Message]:
 def _as_messages(value: Any, role: str) -> list[Any]:
     if isinstance(value, str):
         return [{"role": role, "content": value}]
-    return value if isinstance(value, list) else [value]
+    if isinstance(value, list):
+        return value
+    return [value]
 
 
 def first_answer(messages: Sequence[Message]) -> int:
     """Return the number of messages before the first answer: those of the prompt."""
     roles = [message["role"] for message in messages]
-    return roles.index("assistant") if "assistant" in roles else len(roles)
+    if "assistant" in roles:
+        return roles.index("assistant")
+    return len(roles)
 
 
 def is_trained(message: Message) -> bool:
@@ -96,7 +100,7 @@ def build_demonstration(
     Args:
         messages: the result of `chat_of`.
         tokenizer: with a chat template and an end token.
-        generator: settings with `context`, `chat_template` and `max_input_length` resolved.
+        generator: settings with `chat_template` resolved.
         template_kwargs: the row's, such as `tools`, in place of the settings'.
 
     Raises:
@@ -110,7 +114,10 @@ def build_demonstration(
             # One by one: the number of complete steps tells which message an error is about.
             steps.append(step)
     except (ContextError, ValueError) as error:
-        places = [number for number, m in enumerate(messages) if m["role"] == "assistant"]
+        places = []
+        for number, m in enumerate(messages):
+            if m["role"] == "assistant":
+                places.append(number)
         raise ValueError(f"{where}, message {places[len(steps)]}: {error}") from error
     return steps
 
@@ -118,8 +125,9 @@ def build_demonstration(
 def _steps(
     messages: Sequence[Message], tokenizer: Any, generator: GeneratorConfig, kwargs: dict[str, Any]
 ) -> Iterator[Step]:
-    assert generator.max_input_length is not None
-    plain = [{k: v for k, v in message.items() if k not in FLAGS} for message in messages]
+    plain = []
+    for message in messages:
+        plain.append({k: v for k, v in message.items() if k not in FLAGS})
     place = first_answer(plain)
     options: dict[str, Any] = {
         "chat_template": generator.chat_template,

@@ -100,7 +100,7 @@ class MixtureOrder:
     sources: Mapping[str, Sequence[int]]
     seed: int
     changes: list[tuple[int, dict[str, float]]]
-    _num_applied: int = 0  # of the changes: those at places that have been drawn
+    _num_applied: int = 0  # changes at places that have been drawn
     _shares: dict[str, float] = field(default_factory=dict)
     _drawn: list[int] = field(default_factory=list)
     _credits: dict[str, float] = field(default_factory=dict)
@@ -187,8 +187,8 @@ class MixtureSampler(PromptSampler):
         seed: int,
         digest: str | None = None,
     ) -> None:
-        checked = check_weights(weights, list(sources))
-        self.mixture = MixtureOrder(sources, seed, [(0, checked)])
+        self._chosen = check_weights(weights, list(sources))
+        self.mixture = MixtureOrder(sources, seed, [(0, self._chosen)])
         number = sum(len(prompts) for prompts in sources.values())
         super().__init__(number, batch_size=batch_size, seed=seed, digest=digest)
 
@@ -224,7 +224,11 @@ class MixtureSampler(PromptSampler):
             self.mixture.change(checked)
 
     def state(self) -> dict[str, Any]:
-        return {**super().state(), "mixture": self.mixture.changes}
+        return {
+            **super().state(),
+            "mixture": self.mixture.changes,
+            "mixture_setting": self._chosen,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         changes = state.get("mixture")
@@ -240,13 +244,14 @@ class MixtureSampler(PromptSampler):
                 "the data order would differ"
             )
         super().restore(state)
-        chosen = self.mixture.changes[0][1]
         self.mixture.restore(changes)
-        if chosen != changes[0][1]:
+        # The setting that the saved run had, not its first weights: a change applies once.
+        if self._chosen != state["mixture_setting"]:
             logger.warning(
                 "resume: %s differs from the checkpoint's and applies from here", SETTING
             )
-            self.mixture.change_from(self.epoch * self.prompts_per_epoch + self.position, chosen)
+            place = self.epoch * self.prompts_per_epoch + self.position
+            self.mixture.change_from(place, self._chosen)
 
     def _prompt_at(self, epoch: int, position: int) -> int:
         return self.mixture.prompt(epoch * self.prompts_per_epoch + position)

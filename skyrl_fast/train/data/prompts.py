@@ -101,10 +101,10 @@ def prompts_from(
 def _prompts(
     rows: Iterable[tuple[str, Any]], default_env_class: str, prefix: str, start: int = 0
 ) -> list[Prompt]:
-    return [
-        _prompt(row, f"{prefix}{number}", default_env_class, where)
-        for number, (where, row) in enumerate(rows, start)
-    ]
+    result: list[Prompt] = []
+    for number, (where, row) in enumerate(rows, start):
+        result.append(_prompt(row, f"{prefix}{number}", default_env_class, where))
+    return result
 
 
 def rows_from(source: PromptSource, split: str, name: str) -> Iterator[tuple[str, Any]]:
@@ -137,11 +137,11 @@ def _rows_of(source: Iterable[Any], name: str) -> Iterable[Any]:
         raise ValueError(f"{name}: expected rows, got a mapping with {names}: choose one")
     kind = type(source)
     table: Any = source
-    if callable(getattr(kind, "to_pylist", None)):  # of pyarrow
+    if callable(getattr(kind, "to_pylist", None)):  # tables of pyarrow
         return map(_without_fill, table.to_pylist())
-    if callable(getattr(kind, "to_dicts", None)):  # of polars
+    if callable(getattr(kind, "to_dicts", None)):  # tables of polars
         return map(_without_fill, table.to_dicts())
-    if callable(getattr(kind, "notna", None)):  # of pandas, whose missing values may be NaN
+    if callable(getattr(kind, "notna", None)):  # tables of pandas, whose missing values may be NaN
         values = table.astype(object).where(table.notna(), None)
         return map(_without_fill, values.to_dict("records") if values.ndim > 1 else values)
     if any(base.__module__.partition(".")[0] == "datasets" for base in kind.__mro__):
@@ -264,7 +264,10 @@ def _prompt(row: Any, uid: str, default_env_class: str, where: str) -> Prompt:
         raise ValueError(f"{where}: {error}") from None
     env_class = extras.pop("env_class", None) or default_env_class
     source = extras.get("data_source")
-    source = None if source is None else str(source)
+    if source is None:
+        source = None
+    else:
+        source = str(source)
     return Prompt(uid, messages, str(env_class), extras, source, is_text)
 
 
@@ -283,7 +286,9 @@ def digest_of(prompts: Iterable[Prompt]) -> str:
 
 def _plain(value: Any) -> Any:
     """Return an array as a list; otherwise the name of the type."""
-    return value.tolist() if hasattr(value, "tolist") else type(value).__name__
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return type(value).__name__
 
 
 class PromptSampler:
@@ -312,8 +317,8 @@ class PromptSampler:
         self._num_prompts = num_prompts
         self._batch_size = batch_size
         self._seed = seed
-        self._digest = digest  # of the prompts, to recognise them on resume
-        self._order: tuple[int, list[int]] = (-1, [])  # of an epoch
+        self._digest = digest  # recognises the prompts on resume
+        self._order: tuple[int, list[int]] = (-1, [])  # number and order of an epoch
 
     @property
     def batches_per_epoch(self) -> int:

@@ -10,7 +10,9 @@ def total_steps(config: Config, num_prompts: int) -> int:
     """Return the batches of the run: all epochs, or fewer by max_training_steps."""
     steps = config.trainer.epochs * (num_prompts // config.trainer.train_batch_size)
     limit = config.trainer.max_training_steps
-    return steps if limit is None else min(steps, limit)
+    if limit is None:
+        return steps
+    return min(steps, limit)
 
 
 def total_optimizer_steps(

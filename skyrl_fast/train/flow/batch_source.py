@@ -52,14 +52,17 @@ class BatchSource:
             DynamicSamplingError: the data ran out before the first step, or the limit of sampled
                 batches was reached.
         """
-        # Of the step alone: a resumed run draws the same replacements.
+        # A seed of the step alone: a resumed run draws the same replacements.
         random = np.random.default_rng((self._seed, step))
         sampling = GroupSampling(
             self._dynamic, self._wanted, random, sums_rewards=self._sums_rewards
         )
         ages: Counter[int] = Counter()
         while True:
-            missing = self._wanted if self._full_batches else self._wanted - sampling.num_kept
+            if self._full_batches:
+                missing = self._wanted
+            else:
+                missing = self._wanted - sampling.num_kept
             ready = await wait(flow.take(missing))
             if ready is None and step == 0:
                 self._failures.end()  # the likelier reason

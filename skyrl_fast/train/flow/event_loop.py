@@ -48,7 +48,13 @@ class StopSignals:
         Raises:
             KeyboardInterrupt, SystemExit: a signal was received before `handle_by`.
         """
-        return run_coroutine(self._main(work))
+        try:
+            return run_coroutine(self._main(work))
+        except BaseException:  # such as that of an engine that ended with the signal
+            if self._early is None:
+                raise
+            # Not raised in the coroutine: asyncio would log it as an error that nobody has seen.
+            raise _stop(self._early) from None
 
     def handle_by(self, handle: Callable[[int], None]) -> None:
         """Call `handle(number)` in the event loop's thread from now on."""
@@ -69,10 +75,6 @@ class StopSignals:
         self._loop = asyncio.get_running_loop()
         try:
             return await work
-        except BaseException:  # such as that of an engine that ended with the signal
-            if self._early is None:
-                raise
-            raise _stop(self._early) from None
         finally:
             self._loop = None
 
@@ -126,4 +128,6 @@ class StopSignals:
 
 def _stop(number: int) -> BaseException:
     """Return the exception that ends the process as the signal does."""
-    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+    if number == signal.SIGINT:
+        return KeyboardInterrupt()
+    return SystemExit(128 + number)

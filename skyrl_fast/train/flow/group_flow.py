@@ -220,7 +220,10 @@ class GroupFlow:
                     logger.warning("%s", self._waiting_for())
 
     def _waiting_for(self) -> str:
-        waiting = [g for g in self.schedule.line if g.state not in (READY, TAKEN, DROPPED)]
+        waiting = []
+        for g in self.schedule.line:
+            if g.state not in (READY, TAKEN, DROPPED):
+                waiting.append(g)
         first = waiting[0]
         doing = self._rollouts.activity([group.name for group in waiting])
         return (

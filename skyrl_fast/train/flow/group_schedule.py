@@ -96,7 +96,10 @@ class GroupSchedule:
                 with `max_staleness` 0, where a batch is filled up at its own version.
             limit: groups of this version's batch and of all later ones.
         """
-        most = self.capacity if limit is None else min(self.capacity, limit)
+        if limit is None:
+            most = self.capacity
+        else:
+            most = min(self.capacity, limit)
         untaken = len(self._line) - self.num(TAKEN)
         return max(0, most - len(self._line) - self._leaving, wanted - untaken)
 

@@ -81,7 +81,10 @@ def split_rollout_time(times: dict[str, float], trajectories: Sequence[Trajector
     steps = [step for trajectory in trajectories for step in trajectory.steps]
     environment = sum(step.env_seconds for step in steps)
     both = environment + sum(step.llm_seconds for step in steps)
-    times["environment"] = wall * environment / both if both else 0.0
+    if both:
+        times["environment"] = wall * environment / both
+    else:
+        times["environment"] = 0.0
     times["generate"] = wall - times["environment"]
 
 

@@ -5,10 +5,9 @@ Design: docs/design/018-asynchronous.md.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import cycle, islice
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from skyrl_fast.config import estimator_spec, settings
+from skyrl_fast.config.modes import EnginePlace, EngineWeights
 from skyrl_fast.gateway.start import black_box, gateway_agent
 from skyrl_fast.rollout.chat_template import CHARACTERS_PER_TOKEN, message_text
 from skyrl_fast.rollout.engine.from_settings import (
@@ -50,8 +50,8 @@ from skyrl_fast.rollout.reasoning import ReasoningParser
 from skyrl_fast.rollout.tool_calls import ToolCallParser
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.system.network_interface import LOOPBACK
-from skyrl_fast.system.torch_threads import end_torch_threads
 from skyrl_fast.train.data.prompts import Prompt
+from skyrl_fast.train.flow.gpu_sharing import make_gpu_sharing
 from skyrl_fast.train.model.policy import Policy, load_tokenizer
 from skyrl_fast.train.parallel.sharding import weights_of
 
@@ -102,25 +102,33 @@ async def start_rollouts(
         EngineDeadError: vLLM is missing or did not start; the message says what to do.
         ValueError: an environment's module cannot be imported, or a setting is out of range.
     """
-    longest_text = CHARACTERS_PER_TOKEN * (settings.max_input_length(config) + 1)
+    longest_text = CHARACTERS_PER_TOKEN * (config.generator.max_input_length + 1)
     environments = EnvFactory(config.environment, make_env=make_env, longest_text=longest_text)
     settings_of_engine = config.generator.inference_engine
     if not trained:
         started = make_untrained_engines(config, model_path)
-    elif config.engines_on_cluster:
+    elif config.engine_place is EnginePlace.CLUSTER:
         started = make_cluster_engines(config, model_path, address, bundles)
     else:
         started = make_engines(config, model_path)
     transport = choose_transport(config)
+    if config.engine_place is EnginePlace.CLUSTER:
+        wait_seconds = WAIT_SECONDS
+    else:
+        wait_seconds = None
     pool = EnginePool(
         started,
         max_restarts=settings_of_engine.max_restarts,
         transport=transport,
-        wait_seconds=WAIT_SECONDS if config.engines_on_cluster else None,
+        wait_seconds=wait_seconds,
     )
     on_group = None
     if isinstance(make_env, RewardFunctions):
         on_group = GroupRewards(environments, attempts=config.generator.max_retries + 1)
+    if isinstance(transport, SharedMemory):
+        memory = transport
+    else:
+        memory = None
     rollouts = VllmRollouts(
         config,
         tokenizer,
@@ -128,7 +136,7 @@ async def start_rollouts(
         environments,
         prompts,
         on_group=on_group,
-        memory=transport if isinstance(transport, SharedMemory) else None,
+        memory=memory,
     )
     await rollouts.start()
     return rollouts
@@ -208,7 +216,7 @@ class VllmRollouts:
         self.board = self._runner.board
         self._interrupted = 0
         self._updated = False
-        self._sleeps = bool(config.generator.inference_engine.enable_sleep_mode)
+        self._sharing = make_gpu_sharing(config, pool)
         # By policy, of the probe with the weights of the last update: once for all engines.
         self._expected: dict[str | None, Logprobs] = {}
         self._asking = threading.Lock()
@@ -229,16 +237,17 @@ class VllmRollouts:
         self, prompts: Sequence[Prompt], *, step: int, phase: str
     ) -> list[Trajectory]:
         # For the seeds, which must not depend on when an update of the weights comes.
-        version = step if phase == "train" else self._gate.version
+        if phase == "train":
+            version = step
+        else:
+            version = self._gate.version
         return await run_groups(self._runner, prompts, phase=phase, policy_version=version)
 
     async def sleep(self, policy: Policy) -> None:
-        if not self._sleeps:
+        if not self._sharing.sleeps:
             return
         async with self._gate.hold_closed(self._pool.release):
-            await self._pool.sleep()
-        if self._config.offloads_base:
-            await asyncio.to_thread(policy.load_base)
+            await self._sharing.begin_update(policy)
 
     async def update_weights(self, policy: Policy, *, version: int) -> dict[str, float]:
         def make_probe(engine: Engine) -> Probe:
@@ -246,12 +255,12 @@ class VllmRollouts:
 
         self._expected.clear()
         in_flight = self._config.trainer.fully_async.weight_update == "in_flight"
-        interrupt = self._pool.interrupt if in_flight else self._pool.release
+        if in_flight:
+            interrupt = self._pool.interrupt
+        else:
+            interrupt = self._pool.release
         async with self._gate.hold_closed(interrupt) as inside:
-            if self._config.offloads_base:
-                # The trainer's copy of the base needs the memory that the engine holds.
-                await self._pool.sleep()  # at the start of a run the engine is awake
-                await asyncio.to_thread(self._leave_device, policy)
+            await self._sharing.before_sync(policy, lambda: self._compute_probe(policy))
             if self._updated or self._starts_without_policy:
                 report = await self._pool.update(
                     self._weights(policy), make_probe, frozen=policy.frozen_parts
@@ -305,15 +314,9 @@ class VllmRollouts:
         await self._pool.close()
         await self._environments.close()
 
-    def _leave_device(self, policy: Policy) -> None:
-        policy.load_base()
-        try:
-            # Now, as the probe is compared when the engine has the GPU's memory.
-            for name, one in self._policies(policy).items():
-                self._trainer_logprobs(one, name)
-        finally:
-            end_torch_threads()
-        policy.offload_base()
+    def _compute_probe(self, policy: Policy) -> None:
+        for name, one in self._policies(policy).items():
+            self._trainer_logprobs(one, name)
 
     @property
     def _starts_without_policy(self) -> bool:
@@ -322,19 +325,11 @@ class VllmRollouts:
 
     def _weights(self, policy: Policy) -> Weights:
         """Return the policy's weights, which can be read several times."""
-        # Where an engine sleeps they are an iterator, which makes room for it at its end: the
-        # engine wakes up on a GPU of the policy when all have been read.
         if self._memory is not None and policy.device.type == "cpu" and not policy.has_adapter:
             self._memory.adopt(tensor for _, tensor in weights_of(policy.model))
-        adapter = self._config.sends_adapter
-        weights = policy.named_weights(self._pool.weights_dtype, adapter=adapter)
-        return self._then_make_room(weights, policy) if self._sleeps else weights
-
-    def _then_make_room(
-        self, weights: Iterable[tuple[str, torch.Tensor]], policy: Policy
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from weights
-        policy.free_cached_memory()
+        is_adapter = self._config.engine_weights is EngineWeights.ADAPTER
+        weights = policy.named_weights(self._pool.weights_dtype, adapter=is_adapter)
+        return self._sharing.weights(policy, weights)
 
     def _policies(self, policy: Policy) -> dict[str | None, Policy]:
         return {name: policy.with_adapter(name) for name in self._config.policies} or {None: policy}
@@ -346,23 +341,35 @@ class VllmRollouts:
             return self._expected[name]
 
     def _make_probe(self, engine: Engine, policy: Policy) -> Probe:
-        probes = [
-            self._make_policy_probe(engine, one, name)
-            for name, one in self._policies(policy).items()
-        ]
-        return PolicyProbes(probes) if self._config.policies else probes[0]
+        probes = []
+        for name, one in self._policies(policy).items():
+            probes.append(self._make_policy_probe(engine, one, name))
+        if self._config.policies:
+            return PolicyProbes(probes)
+        return probes[0]
 
     def _make_policy_probe(self, engine: Engine, policy: Policy, name: str | None) -> WeightProbe:
         chosen = self._config.generator.inference_engine.model_dtype
-        dtype = policy.dtype if chosen == "auto" else getattr(torch, chosen)
+        if chosen == "auto":
+            dtype = policy.dtype
+        else:
+            dtype = getattr(torch, chosen)
         tolerance = self._config.trainer.sync_tolerance
+        if policy.router_replay:
+            replayed_logprobs = policy.sequence_logprobs
+        else:
+            replayed_logprobs = None
+        if tolerance:
+            limits = ProbeLimits(maximum=tolerance)
+        else:
+            limits = None
         return WeightProbe(
             engine,
             probe=self._probe,
             trainer_logprobs=lambda _: self._trainer_logprobs(policy, name),
-            replayed_logprobs=policy.sequence_logprobs if policy.router_replay else None,
+            replayed_logprobs=replayed_logprobs,
             dtype=dtype,
-            limits=ProbeLimits(maximum=tolerance) if tolerance else None,
+            limits=limits,
             policy=name,
         )
 
@@ -370,7 +377,7 @@ class VllmRollouts:
     def _probe(self) -> list[list[int]]:
         """Token ids of the first prompts, truncated; the engine samples one token after them."""
         sampling = self._config.generator.sampling_params
-        longest = settings.max_input_length(self._config) + sampling.max_generate_length - 1
+        longest = self._config.generator.max_input_length + sampling.max_generate_length - 1
         probe = []
         for prompt in self._probe_prompts:
             # Without the chat template: any text shows a stale layer.
@@ -385,11 +392,10 @@ class VllmRollouts:
 def _sync_metrics(
     report: WeightSyncReport, of_engines: Mapping[int, WeightSyncReport]
 ) -> dict[str, float]:
-    each = {
-        f"sync/{name}_of_engine_{engine}": float(value)
-        for engine, one in of_engines.items()
-        for name, value in (("update_seconds", one.update_seconds), ("num_bytes", one.num_bytes))
-    }
+    each = {}
+    for engine, one in of_engines.items():
+        for name, value in (("update_seconds", one.update_seconds), ("num_bytes", one.num_bytes)):
+            each[f"sync/{name}_of_engine_{engine}"] = float(value)
     return {
         **(each if len(each) > 2 else {}),  # with one engine they are those of the report
         "sync/update_seconds": report.update_seconds,

@@ -130,5 +130,5 @@ async def until_stopped(
     finally:
         for pending in (task, stopped, fault):
             pending.cancel()
-        # Nothing of the work may run on after the caller has gone on.
+        # Nothing of the work may run on after the caller has continued.
         await asyncio.gather(task, stopped, fault, return_exceptions=True)

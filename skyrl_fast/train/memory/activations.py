@@ -151,7 +151,9 @@ def model_size(config: Any, lora: LoraConfig | None = None) -> ModelSize:
     with _fake_tensors():
         model = _make_fake(find_auto_class(config), config, torch.float32, lora)
         layers = layers_of(backbone(model))
-        of_layers = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+        of_layers = []
+        for layer in layers:
+            of_layers.append(sum(p.numel() for p in layer.parameters()))
         sizes = [parameter.numel() for parameter in model.parameters()]
         vocab, hidden = model.get_output_embeddings().weight.shape
         kv_values = _kv_values(config.get_text_config())
@@ -179,7 +181,7 @@ def _kv_values(text: Any) -> int:
 def _layer_kv_values(layer: Any) -> int:
     head_dim = getattr(layer, "head_dim", None)
     if getattr(layer, "kv_lora_rank", None) is not None:  # MLA
-        if layer.model_type != "minicpm3":  # of which vLLM stores the heads
+        if layer.model_type != "minicpm3":  # vLLM stores its heads
             return layer.kv_lora_rank + layer.qk_rope_head_dim
         head_dim = layer.qk_nope_head_dim + layer.qk_rope_head_dim
     heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
@@ -240,7 +242,7 @@ def _measure(
     dtype: torch.dtype,
     residual_dtype: torch.dtype,
 ) -> tuple[PassMemory, PassMemory]:
-    """Return the saved bytes, and those beyond them at the peak, with only these layers."""
+    """Return (bytes saved for backward, extra peak bytes) of a model cut to these layers."""
     dtypes = dtype, residual_dtype
     one, two = (_pass_bytes(backbone, numbers, n, length, *dtypes) for n in (1, 2))
     pairs = zip(one, two, strict=True)

@@ -36,7 +36,10 @@ class DevicePlan:
     def __str__(self) -> str:
         lines = [f"{self.name}: {gib(self.total)} of {gib(self.capacity)} GiB"]
         for item in self.items:
-            by = f"  ({', '.join(item.settings)})" if item.settings else ""
+            if item.settings:
+                by = f"  ({', '.join(item.settings)})"
+            else:
+                by = ""
             lines.append(f"  {gib(item.num_bytes):>8} GiB  {item.name}{by}")
         return "\n".join(lines)
 
@@ -60,6 +63,11 @@ class Remedies:
     tried: tuple[str, ...] = ()
     nearest: str = ""
     lacking_bytes: int = 0
+
+    @property
+    def proposals(self) -> tuple[str, ...]:
+        """All that fits, what changes least first."""
+        return self.settings + self.by_lora + self.shorter
 
     def __str__(self) -> str:
         groups = {
@@ -114,13 +122,19 @@ class MemoryPlan:
             lines.append(f"main memory: {gib(self.host_bytes)} GiB for copies of the weights")
         if self.fits:
             engine = self.engine_share
-            share = "" if engine is None else f"; gpu_memory_utilization={engine:.2f}"
+            if engine is None:
+                share = ""
+            else:
+                share = f"; gpu_memory_utilization={engine:.2f}"
             spare = []
             if self.held_gradient_bytes:
                 spare.append(f"{gib(self.held_gradient_bytes)} GiB of gradients to reduce")
             if self.saved_logits_bytes:
                 spare.append(f"up to {gib(self.saved_logits_bytes)} GiB of saved logits")
-            rest = f"; the rest holds {' and '.join(spare)}" if spare else ""
+            if spare:
+                rest = f"; the rest holds {' and '.join(spare)}"
+            else:
+                rest = ""
             return "\n".join([*lines, f"fits{share}{rest}"])
         lines += [
             f"does not fit: {device.name} lacks {gib(device.total - device.capacity)} GiB"

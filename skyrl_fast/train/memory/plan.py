@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from skyrl_fast.config import Config, max_input_length, policy_loss_spec
+from skyrl_fast.config import Config, policy_loss_spec
+from skyrl_fast.config.modes import EnginePlace, EngineWeights
 from skyrl_fast.config.settings import LoraConfig, OptimizerConfig, max_response_length
 from skyrl_fast.ops.logprob.linear_rows import COLUMN_MULTIPLE, default_chunk_rows
 from skyrl_fast.rollout.engine.vllm_start import CPU_CACHE_GIB, CPU_CACHE_VARIABLE
@@ -44,23 +45,23 @@ from skyrl_fast.train.parallel.sequence_ranks import check_heads
 from skyrl_fast.train.placement import EnginePlacement, engine_placement
 
 WEIGHT_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 4, 4, 8  # per parameter; AdamW has two moments
-BLOCK_VALUES = 256  # of torchao's 8-bit moments, which share a float32 scale
+BLOCK_VALUES = 256  # block of torchao's 8-bit moments, which share a float32 scale
 # FSDP2 gathers a layer's weights, and reduces its gradients, through buffers of the same size, for
 # one layer while the next one arrives. Weights outside the layers stay gathered during a pass, and
 # their gradients are reduced at its end, when the activations are freed.
 LAYER_BYTES, ROOT_BYTES = 12, 8  # per gathered parameter: weights, gradients, a layer's buffer
 GATHERED_LAYERS = 2
 CONTEXT_BYTES = GIB  # a process's CUDA context and libraries
-# Of a process without a GPU: what a trainer and an engine of a tiny model were measured to need.
+# Memory of a process without a GPU, as measured for a trainer and an engine of a tiny model.
 CPU_TRAINER_BYTES = 800 << 20
 CPU_ENGINE_BYTES = 900 << 20
-# Of a broadcast that exist at a time: one on its way, and one being packed; one being received, one
-# being loaded, and one of whose layer not all was loaded.
+# Buckets of a broadcast that exist at a time: one on its way, and one being packed; one being
+# received, one being loaded, and one of whose layer not all was loaded.
 SENT_BUCKETS = 2
 RECEIVED_BUCKETS = 3
-ASLEEP_BYTES = 2 * GIB  # of a sleeping engine: its context, CUDA graphs, libraries
-# Of activations: blocks that the caching allocator cannot reuse, and the holes of a CPU's heap,
-# which were measured as 0.03 to 0.6.
+ASLEEP_BYTES = 2 * GIB  # memory of a sleeping engine: its context, CUDA graphs, libraries
+# Share of activations: blocks that the caching allocator cannot reuse, and the holes of a CPU's
+# heap, which were measured as 0.03 to 0.6.
 FRAGMENTATION = 0.1
 CPU_FRAGMENTATION = 0.3
 ENGINE_LIMIT = 0.9  # largest share that is computed for the engine; vLLM's default
@@ -90,7 +91,9 @@ def memory_in_use(config: Config, *, with_engine: bool = True) -> int:
     for gpu, memory in used:
         free = torch.cuda.mem_get_info(gpu)[0] + torch.cuda.memory_reserved(gpu)
         shares.append(max(0, memory - free) / memory)
-    return math.ceil(max(shares) * min(memory for _, memory in used)) if used else 0
+    if used:
+        return math.ceil(max(shares) * min(memory for _, memory in used))
+    return 0
 
 
 def _memory_of_used_gpus(config: Config, with_engine: bool) -> list[tuple[int, int]]:
@@ -99,7 +102,7 @@ def _memory_of_used_gpus(config: Config, with_engine: bool) -> list[tuple[int, i
         return []
     num_gpus = torch.cuda.device_count()
     used = set(range(config.trainer.placement.policy_num_gpus_per_node))
-    if with_engine and config.engine_in_process:
+    if with_engine and config.engine_place.is_here:
         used |= set(engine_placement(config, num_gpus).gpu_ids)
     found = [gpu for gpu in sorted(used) if gpu < num_gpus]
     return [(gpu, int(torch.cuda.get_device_properties(gpu).total_memory)) for gpu in found]
@@ -150,7 +153,10 @@ def plan_with_remedies(
     if plan.fits:
         return plan
     given = config.trainer.placement.policy_num_gpus_per_node
-    max_gpus = MAX_GPUS if num_gpus is None else max(num_gpus, given)
+    if num_gpus is None:
+        max_gpus = MAX_GPUS
+    else:
+        max_gpus = max(num_gpus, given)
     remedies = find_remedies(
         config,
         list(_axes(config, with_engine, max_gpus)),
@@ -172,16 +178,20 @@ class _Planner:
 
     def plan(self, config: Config) -> MemoryPlan:
         measure = self._measure
-        local = self._with_engine and config.engine_in_process
+        local = self._with_engine and config.engine_place.is_here
         if _device(config).type == "cpu":
             return _plan_main_memory(_with_dtypes_of_cpu(config), measure, self._capacity, local)
         gpus = max(self._num_gpus, config.trainer.placement.policy_num_gpus_per_node)
         policy = config.trainer.policy
         text = measure.config(str(policy.model.path)).get_text_config()
         check_heads(text, policy.sequence_parallel_size)
-        engine = engine_placement(config, gpus) if local else None
+        if local:
+            engine = engine_placement(config, gpus)
+        else:
+            engine = None
         by = config.generator.inference_engine.weight_sync_backend
-        on_cluster = self._with_engine and config.engines_on_cluster and by in ("auto", "nccl")
+        is_on_cluster = self._with_engine and config.engine_place is EnginePlace.CLUSTER
+        on_cluster = is_on_cluster and by in ("auto", "nccl")
         return _plan(
             config, measure, self._capacity, engine, in_use=self._in_use, on_cluster=on_cluster
         )
@@ -240,7 +250,10 @@ def _plan(
     in_use: int,
     on_cluster: bool,
 ) -> MemoryPlan:
-    before = [Item("in use before the run", in_use)] if in_use else []
+    if in_use:
+        before = [Item("in use before the run", in_use)]
+    else:
+        before = []
     size = measure.policy_size(config)
     resident = _resident_items(config, measure)
     trainer = [*resident, *_largest_update(config, measure)]
@@ -261,8 +274,11 @@ def _plan(
     if not engine.shared:
         trainer = [*readers, *trainer]
     # On the engine's fullest GPU.
-    together = [*trainer, *readers, context] if engine.shared else [context]
-    offloads = engine.sleeps and config.can_offload_base
+    if engine.shared:
+        together = [*trainer, *readers, context]
+    else:
+        together = [context]
+    offloads = engine.sleeps and config.offloads_base(EnginePlace.HERE_ASLEEP)
     if engine.sleeps:
         together = [*resident, _probe_item(config, size), *readers, context]
     if offloads:  # the probe's side of the trainer is computed before the engine wakes up
@@ -283,7 +299,10 @@ def _plan(
         asleep = Item("sleeping engine: CUDA context and graphs", ASLEEP_BYTES)
         update = [*before, *trainer, *readers, asleep]
         devices = [*_devices(shared, update, capacity, ", update"), *devices]
-    updates = [device for device in devices if trainer[-1] in device.items]
+    updates = []
+    for device in devices:
+        if trainer[-1] in device.items:
+            updates.append(device)
     host = _host_bytes(config, size, engine)
     if offloads:
         host += _dtype(config.trainer.policy.dtype).itemsize * size.frozen_parameters
@@ -292,7 +311,10 @@ def _plan(
 
 def _reader_items(engine: EnginePlacement) -> list[Item]:
     """Return the contexts on the trainer's GPU of workers that compute on others, and read it."""
-    num_readers = sum(gpu != 0 for gpu in engine.gpu_ids) if engine.weight_sync == "ipc" else 0
+    if engine.weight_sync == "ipc":
+        num_readers = sum(gpu != 0 for gpu in engine.gpu_ids)
+    else:
+        num_readers = 0
     if not num_readers:
         return []
     name = f"engine: CUDA contexts of {num_readers} workers on other GPUs"
@@ -305,12 +327,14 @@ def _plan_main_memory(
     """Return the plan of a run on this machine's processor: its ranks, and its engine."""
     size = measure.policy_size(config)
     ranks = config.trainer.placement.policy_num_gpus_per_node
-    whose = "trainer" if ranks == 1 else f"{ranks} ranks"
+    if ranks == 1:
+        whose = "trainer"
+    else:
+        whose = f"{ranks} ranks"
     parts = [*_resident_items(config, measure), *_largest_update(config, measure)]
-    items = [
-        replace(part, name=f"{whose}: {part.name}", num_bytes=ranks * part.num_bytes)
-        for part in parts
-    ]
+    items = []
+    for part in parts:
+        items.append(replace(part, name=f"{whose}: {part.name}", num_bytes=ranks * part.num_bytes))
     if with_engine:
         items += _cpu_engine_items(config, size)
     return MemoryPlan((DevicePlan("main memory", tuple(items), capacity),), None, 0)
@@ -318,7 +342,10 @@ def _plan_main_memory(
 
 def _cpu_engine_items(config: Config, size: ModelSize) -> Iterator[Item]:
     item = _dtype(config.generator.inference_engine.model_dtype).itemsize
-    base = size.frozen_parameters if config.trains_adapter else size.parameters
+    if config.trains_adapter:
+        base = size.frozen_parameters
+    else:
+        base = size.parameters
     yield Item("engine: libraries", CPU_ENGINE_BYTES)
     yield Item("engine: weights, and their copy in the kernels' layout", 2 * item * base)
     gibs = os.environ.get(CPU_CACHE_VARIABLE, CPU_CACHE_GIB)
@@ -327,7 +354,7 @@ def _cpu_engine_items(config: Config, size: ModelSize) -> Iterator[Item]:
     by_seqs = ("generator.inference_engine.max_num_seqs",)
     yield Item("engine: logits", LOGIT_COPIES * logits, by_seqs)
     in_memory = config.trainer.placement.num_ranks == 1 and not config.trains_adapter
-    if not in_memory and not config.sends_adapter:
+    if not in_memory and config.engine_weights is not EngineWeights.ADAPTER:
         yield Item("weights for the engine, and their file", 2 * item * base)
 
 
@@ -348,7 +375,8 @@ def _device(config: Config) -> torch.device:
 def _host_bytes(config: Config, size: ModelSize, engine: EnginePlacement) -> int:
     """Return the main memory of a file's weights, and of those of a sleeping engine."""
     item = _dtype(config.generator.inference_engine.model_dtype).itemsize
-    sent = size.trained_parameters if config.sends_adapter else size.parameters
+    sends_adapter = config.engine_weights is EngineWeights.ADAPTER
+    sent = size.trained_parameters if sends_adapter else size.parameters
     # By a file: a copy in this process, and the file in shared memory.
     return item * (2 * (engine.weight_sync == "file") * sent + engine.sleeps * size.parameters)
 
@@ -358,7 +386,10 @@ def _devices(
 ) -> Iterator[DevicePlan]:
     if gpus:
         each = [f"GPU {number}" for number in gpus]
-        name = each[0] if len(each) == 1 else f"each of {', '.join(each)}"
+        if len(each) == 1:
+            name = each[0]
+        else:
+            name = f"each of {', '.join(each)}"
         yield DevicePlan(name + phase, tuple(items), capacity)
 
 
@@ -407,7 +438,10 @@ def _weight_items(config: Config, size: ModelSize) -> list[Item]:
         return [_share_bytes(config, "weights, float32", size.parameters, WEIGHT_BYTES)]
     dtype = _dtype(config.trainer.policy.dtype)
     frozen = size.frozen_parameters
-    kind = f"{len(config.policies)} adapters" if config.policies else "adapter"
+    if config.policies:
+        kind = f"{len(config.policies)} adapters"
+    else:
+        kind = "adapter"
     return [
         _share_bytes(config, f"frozen weights, {dtype_name(dtype)}", frozen, dtype.itemsize),
         _share_bytes(config, f"{kind}, float32", size.trained_parameters, WEIGHT_BYTES),
@@ -415,7 +449,9 @@ def _weight_items(config: Config, size: ModelSize) -> list[Item]:
 
 
 def _lora(config: Config) -> LoraConfig | None:
-    return config.trainer.policy.model.lora if config.trains_adapter else None
+    if config.trains_adapter:
+        return config.trainer.policy.model.lora
+    return None
 
 
 def _largest_update(config: Config, measure: _Measurements) -> list[Item]:
@@ -426,7 +462,9 @@ def _largest_update(config: Config, measure: _Measurements) -> list[Item]:
     paths = [str(trainer.policy.model.path)]
     if trainer.critic.model.path is not None and not config.shares_critic:
         paths.append(trainer.critic.model.path)
-    updates = [_update_items(config, measure, path, path == paths[0]) for path in paths]
+    updates = []
+    for path in paths:
+        updates.append(_update_items(config, measure, path, path == paths[0]))
     largest = max(updates, key=_total)
     context = CONTEXT_BYTES
     share = FRAGMENTATION
@@ -454,7 +492,10 @@ def _update_items(
     checkpointing = recomputes_activations(trainer, device)
     length = _row_length(config)
     tokens, by_tokens = _pass_tokens(config, length)
-    residual = dtype if trainer.residual_dtype == "auto" else torch.float32
+    if trainer.residual_dtype == "auto":
+        residual = dtype
+    else:
+        residual = torch.float32
     memory = measure.activations(
         path,
         length,
@@ -468,7 +509,11 @@ def _update_items(
     items = [_share_bytes(config, f"{whose}gradients", size.trained_parameters, GRADIENT_BYTES)]
     if trainer.placement.num_ranks > 1:
         # A frozen weight has no gradient: it and a layer's buffer, in its own dtype.
-        of_layer, of_root = (LAYER_BYTES, ROOT_BYTES) if lora is None else (2 * dtype.itemsize,) * 2
+        of_layer = LAYER_BYTES
+        of_root = ROOT_BYTES
+        if lora is not None:
+            of_layer = 2 * dtype.itemsize
+            of_root = of_layer
         layers = of_layer * GATHERED_LAYERS * size.layer_parameters
         gathered = layers + of_root * size.root_parameters
         items.append(Item(f"{whose}gathered weights and gradients", gathered))
@@ -502,8 +547,8 @@ def head_bytes(
         torch.empty(vocab, 1, dtype=dtype, device="meta"), tokens, on_gpu=on_gpu
     )
     logits = max(min(rows, tokens) * vocab, min(COLUMN_MULTIPLE, vocab) * tokens) * item
-    copied = 0 if dtype == torch.float32 else vocab * hidden * item  # of the weight
-    gradient = vocab * hidden * (item + FLOAT32_BYTES)  # of the weight, then in its dtype
+    copied = 0 if dtype == torch.float32 else vocab * hidden * item  # copy of the weight
+    gradient = vocab * hidden * (item + FLOAT32_BYTES)  # gradient of the weight, then in its dtype
     # Selected and converted hidden states, their float32 gradient and its conversion.
     states = tokens * hidden * 2 * (FLOAT32_BYTES + item)
     # A frozen weight is in the dtype of the product, and has no gradient.
@@ -572,7 +617,10 @@ def broadcast_bytes(config: Config, size: ModelSize) -> int:
 
 
 def _dtype(name: str) -> torch.dtype:
-    dtype = torch.bfloat16 if name == "auto" else getattr(torch, name)
+    if name == "auto":
+        dtype = torch.bfloat16
+    else:
+        dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
 
@@ -584,7 +632,7 @@ def _head_dtype(config: Config) -> torch.dtype:
 
 def _row_length(config: Config) -> int:
     """Return the tokens of the longest row: prompt and response."""
-    return max_input_length(config) + config.generator.sampling_params.max_generate_length
+    return config.generator.max_input_length + config.generator.sampling_params.max_generate_length
 
 
 def _engine_length(config: Config) -> int:
@@ -592,7 +640,7 @@ def _engine_length(config: Config) -> int:
     chosen = config.generator.inference_engine.engine_init_kwargs.get("max_model_len")
     if isinstance(chosen, int):
         return chosen
-    return max_input_length(config) + max_response_length(config)
+    return config.generator.max_input_length + max_response_length(config)
 
 
 def _pass_tokens(config: Config, length: int) -> tuple[int, str]:
@@ -614,8 +662,8 @@ def _pass_tokens(config: Config, length: int) -> tuple[int, str]:
     if longest > trainer.max_tokens_per_microbatch:
         return longest, "generator.max_input_length"
     # A pass has rows of one mini-batch; a tree of answers has their prompt once.
-    if trainer.rows == "tree" and grows and generator.turn_limit == 1:
-        mini_batch -= prompts * (samples - 1) * max_input_length(config)
+    if trainer.row_layout == "tree" and grows and generator.turn_limit == 1:
+        mini_batch -= prompts * (samples - 1) * config.generator.max_input_length
     if mini_batch < trainer.max_tokens_per_microbatch:
         return mini_batch, "trainer.policy_mini_batch_size"
     return trainer.max_tokens_per_microbatch, "trainer.max_tokens_per_microbatch"
@@ -641,7 +689,10 @@ def _axes(config: Config, with_engine: bool, max_gpus: int) -> Iterator[Axis]:
     budget = trainer.max_tokens_per_microbatch
     # Shorter rows, which are tried last, take smaller micro-batches.
     least = max(1, length // max(SHORTER))
-    smaller = [budget >> n for n in range(1, budget.bit_length()) if budget >> n >= least]
+    smaller = []
+    for n in range(1, budget.bit_length()):
+        if budget >> n >= least:
+            smaller.append(budget >> n)
     if smaller:
         values = one_setting("trainer.max_tokens_per_microbatch", smaller)
         yield Axis("smaller micro-batches", [*values])
@@ -649,12 +700,9 @@ def _axes(config: Config, with_engine: bool, max_gpus: int) -> Iterator[Axis]:
         yield Axis("residual_dtype", [*one_setting("trainer.residual_dtype", ["auto"])])
     if on_gpus:
         yield from _axes_of_gpus(config, with_engine, max_gpus)
-    if with_engine and engine.run_engines_locally:
-        servers = {
-            f"{ENGINE}.run_engines_locally": False,
-            f"{ENGINE}.external_server_urls": [SERVER],
-        }
-        yield Axis("engines on servers", [servers], is_last=True)
+    if with_engine and config.engine_place is not EnginePlace.SERVERS:
+        values = one_setting(f"{ENGINE}.external_server_urls", [[SERVER]])
+        yield Axis("engines on servers", [*values], is_last=True)
 
 
 def _axes_of_gpus(config: Config, with_engine: bool, max_gpus: int) -> Iterator[Axis]:
@@ -667,7 +715,7 @@ def _axes_of_gpus(config: Config, with_engine: bool, max_gpus: int) -> Iterator[
     more = [n for n in powers if n > trainer.placement.policy_num_gpus_per_node]
     if more:
         yield Axis("more GPUs", [*one_setting(PLACEMENT, more)])
-    if with_engine and config.engine_in_process:
+    if with_engine and config.engine_place.is_here:
         sizes = [n for n in powers if n > engine.tensor_parallel_size]
         if sizes:
             values = one_setting(f"{ENGINE}.tensor_parallel_size", sizes)

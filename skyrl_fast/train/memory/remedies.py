@@ -14,7 +14,7 @@ from typing import Any
 from skyrl_fast.config import Config
 from skyrl_fast.train.memory.device_plan import MemoryPlan, Remedies
 
-PROPOSED_RANK = 16  # of LoRA
+PROPOSED_RANK = 16  # rank of a proposed adapter
 SHORTER = (2, 4, 8)  # divisors of the lengths of prompts and answers
 SERVER = "http://HOST:8000"
 ENGINE = "generator.inference_engine"
@@ -131,7 +131,7 @@ def _with_shorter_rows(
 ) -> list[Settings]:
     """Return what fits with the longest rows that fit."""
     generator = config.generator
-    prompt = generator.max_input_length or config.trainer.max_prompt_length
+    prompt = generator.max_input_length
     answer = generator.sampling_params.max_generate_length
     bases: list[Settings] = [{}]
     if by_lora:
@@ -176,7 +176,10 @@ def with_settings(config: Config, settings: Settings) -> Config:
 
     def change(section: Any, names: list[str], value: Any) -> Any:
         first, *rest = names
-        inner = change(getattr(section, first), rest, value) if rest else value
+        if rest:
+            inner = change(getattr(section, first), rest, value)
+        else:
+            inner = value
         return replace(section, **{first: inner})
 
     for key, value in settings.items():

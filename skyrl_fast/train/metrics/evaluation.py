@@ -50,7 +50,10 @@ def prompt_scores(
     for trajectory in trajectories:
         outcome = trajectory.outcome(sums_rewards=sums_rewards)
         outcomes.setdefault(trajectory.uid, []).append(outcome)
-    return {uid: sum(values) / len(values) for uid, values in outcomes.items()}
+    result: dict[str, float] = {}
+    for uid, values in outcomes.items():
+        result[uid] = sum(values) / len(values)
+    return result
 
 
 def estimate(scores: Mapping[str, float]) -> Estimate:

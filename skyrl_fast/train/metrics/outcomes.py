@@ -74,7 +74,9 @@ def outcomes_of_batch(batch: StepBatch, *, sums_rewards: bool = False) -> Outcom
     trajectory_ids = batch.trajectory_ids.numpy()
 
     def per_trajectory(values: np.ndarray) -> np.ndarray:
-        return np.bincount(trajectory_ids, weights=values) if sums_rewards else values[last_rows]
+        if sums_rewards:
+            return np.bincount(trajectory_ids, weights=values)
+        return values[last_rows]
 
     return Outcomes(
         trajectory_ids=trajectory_ids,
@@ -102,4 +104,6 @@ def outcomes_of_samples(batch: StepBatch, *, sums_rewards: bool = False) -> Outc
 
 def mean(values: np.ndarray) -> float:
     """Return the mean; 0 of nothing."""
-    return float(values.mean()) if values.size else 0.0
+    if values.size:
+        return float(values.mean())
+    return 0.0

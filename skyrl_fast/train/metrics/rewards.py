@@ -133,11 +133,11 @@ def source_metrics(statistics: Mapping[str, Mapping[str, float]]) -> dict[str, f
     """Return the statistics as metrics, where a batch has several sources."""
     if len(statistics) < 2:
         return {}
-    return {
-        f"data/{metric_name(source)}/{name}": value
-        for source, values in statistics.items()
-        for name, value in values.items()
-    }
+    result: dict[str, float] = {}
+    for source, values in statistics.items():
+        for name, value in values.items():
+            result[f"data/{metric_name(source)}/{name}"] = value
+    return result
 
 
 def metric_name(source: str | None) -> str:

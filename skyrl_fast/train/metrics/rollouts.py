@@ -20,9 +20,9 @@ from skyrl_fast.train.metrics.outcomes import mean, outcomes_of_batch
 
 log = logging.getLogger(__name__)
 
-MAX_WARNINGS = 20  # of metrics that are left out
+MAX_WARNINGS = 20  # warnings about metrics that are left out
 _LEFT_OUT: set[str] = set()  # their names
-SLOW_PERCENTILE = 90  # of completion times
+SLOW_PERCENTILE = 90  # percentile of completion times
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,10 @@ def _stop_metrics(reports: Reports) -> dict[str, float]:
         return {}
     counts = Counter(reports.stop_reasons)
     total = len(reports.stop_reasons)
-    return {f"generate/stop_reason/{reason}": n / total for reason, n in sorted(counts.items())}
+    result: dict[str, float] = {}
+    for reason, n in sorted(counts.items()):
+        result[f"generate/stop_reason/{reason}"] = n / total
+    return result
 
 
 def _time_metrics(reports: Reports) -> dict[str, float]:
@@ -177,10 +180,16 @@ def _warn_of_metric(name: str, value: str) -> None:
 
 def prefix_cache_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Return the share of prompt tokens that were in the engine's prefix cache, if it is known."""
-    steps = [s for t in trajectories for s in t.steps if s.num_cached_tokens is not None]
+    steps = []
+    for t in trajectories:
+        for s in t.steps:
+            if s.num_cached_tokens is not None:
+                steps.append(s)
     total = sum(len(step.prompt_token_ids) for step in steps)
     cached = sum(step.num_cached_tokens or 0 for step in steps)
-    return {"generate/prefix_cache_share": cached / total} if total else {}
+    if total:
+        return {"generate/prefix_cache_share": cached / total}
+    return {}
 
 
 def truncation_metrics(
@@ -212,7 +221,10 @@ def batch_metrics(
     """Return the size of the batch by form of its rows, and the share of padding if padded."""
     num_rows = batch.num_rows
     lengths = batch.lengths.numpy()
-    width = int(lengths.max()) if num_rows else 0
+    if num_rows:
+        width = int(lengths.max())
+    else:
+        width = 0
     cells = num_rows * width
     trained = float(np.count_nonzero(batch.loss_mask.numpy()))  # uint8: faster than torch's sum
     metrics = {

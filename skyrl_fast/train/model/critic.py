@@ -22,6 +22,7 @@ from skyrl_fast.config import Config, OptimizerConfig
 from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.ops import _backend
 from skyrl_fast.train.data.schedule import total_optimizer_steps
+from skyrl_fast.train.metrics.aggregate import Part, add_up_mini_batches
 from skyrl_fast.train.model.lm_head import backbone as backbone_of
 from skyrl_fast.train.model.lora import (
     CRITIC,
@@ -83,7 +84,10 @@ class ValueModel(torch.nn.Module):
         super().__init__()
         self.backbone = backbone
         shared = getattr(backbone, VALUE_HEAD, None)
-        self.value_head = make_value_head(backbone, folder) if shared is None else shared
+        if shared is None:
+            self.value_head = make_value_head(backbone, folder)
+        else:
+            self.value_head = shared
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return (n, L) values of (n, L) sequences: of the state after each token."""
@@ -125,7 +129,6 @@ def add_to_base(model: Any, lora: LoraConfig, *, base: str, folder: Path | None 
 
 
 _STEP = ("critic_loss", "values_mean", "values_clipfrac")
-_TOKEN_MEANS = ("critic/values_mean", "critic/values_clipfrac")
 
 
 class Critic:
@@ -196,7 +199,10 @@ class Critic:
         def values_of() -> torch.Tensor:
             with self._autocast():
                 # A backward pass in a backward pass gathers no shards.
-                most = self.max_tokens_per_microbatch if self.ranks.size == 1 else None
+                if self.ranks.size == 1:
+                    most = self.max_tokens_per_microbatch
+                else:
+                    most = None
                 hidden = last_hidden_states(
                     self.model.backbone, micro, self.device, most_nodes=most
                 )
@@ -210,10 +216,9 @@ class Critic:
     def batch_values(self, batch: StepBatch) -> torch.Tensor:
         """Return (A,) float32 values of the trained tokens, without gradients; 0 elsewhere."""
         with torch.no_grad():
-            local = [
-                (response_positions(batch, micro), self.values(micro).cpu())
-                for micro in self._micro_batches(batch)
-            ]
+            local = []
+            for micro in self._micro_batches(batch):
+                local.append((response_positions(batch, micro), self.values(micro).cpu()))
         result = torch.zeros(batch.loss_mask.shape[0])
         for positions, values in self.ranks.gather(local):
             result[positions] = values
@@ -222,12 +227,12 @@ class Critic:
     def update(self, batch: StepBatch) -> dict[str, float]:
         """Take optimizer steps towards the batch's returns; return their mean metrics."""
         minis = batch.mini_batches(self.mini_batch_size)
-        steps = [self._step(mini) for _ in range(self.update_epochs) for mini in minis]
-        metrics = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
-        counts = [int((mini.loss_mask != 0).sum()) for mini in minis] * self.update_epochs
-        for name in _TOKEN_MEANS:  # mini-batches differ in tokens
-            total = sum(step[name] * n for step, n in zip(steps, counts, strict=True))
-            metrics[name] = total / max(1, sum(counts))
+        steps = []
+        for _ in range(self.update_epochs):
+            for mini in minis:
+                tokens = int((mini.loss_mask != 0).sum())
+                steps.append(Part(self._step(mini), tokens=tokens))
+        metrics = add_up_mini_batches(steps)
         metrics["critic/optimizer_steps"] = float(len(steps))
         trained = batch.loss_mask != 0
         assert batch.values is not None and batch.returns is not None
@@ -241,7 +246,11 @@ class Critic:
         if self._policy is None:
             return trained
         head = self.model.value_head.weight
-        return [(n, value) for n, value in trained if adapter_of(n) == CRITIC or value is head]
+        result: list[tuple[str, torch.Tensor]] = []
+        for n, value in trained:
+            if adapter_of(n) == CRITIC or value is head:
+                result.append((n, value))
+        return result
 
     @property
     def pretrained(self) -> Any:
@@ -262,7 +271,9 @@ class Critic:
             save_pretrained(self, folder)
         else:
             weights = full_tensors(weights_of(self.model.backbone), self.ranks)
-            backbone = {name: value.cpu() for name, value in weights.items()}
+            backbone = {}
+            for name, value in weights.items():
+                backbone[name] = value.cpu()
             self.model.backbone.save_pretrained(folder, state_dict=backbone)
         self.optimizer.save(folder)
 
@@ -397,7 +408,7 @@ def make_critic(
         value_clip=trainer.algorithm.value_clip,
         max_tokens_per_microbatch=trainer.max_tokens_per_microbatch,
         dtype=dtype,
-        tree=uses_trees(trainer.rows),
+        tree=uses_trees(trainer.row_layout),
         ranks=ranks,
         policy=policy,
     )

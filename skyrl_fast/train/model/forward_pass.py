@@ -54,7 +54,9 @@ class MicroBatch:
         """Return the values of all trained tokens, from those of the entries computed here."""
         if self.part is not None:
             values = self.part.joined(values)
-        return values if self.copies is None else values[_backend.to_device_of(self.copies, values)]
+        if self.copies is None:
+            return values
+        return values[_backend.to_device_of(self.copies, values)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,9 +27,9 @@ CHUNK_BYTES = 128 << 20  # of logits, as `linear_logprob` has on a CPU
 MIN_CHUNK_ROWS = 64
 PROBE_TOKENS = 8
 PROBE_TOLERANCE = 1e-3  # relative; float32 noise is below 1e-5
-SMALL = 2.0**-13  # of a head's output, where no cap shows: exact in every dtype
+SMALL = 2.0**-13  # scale of a head's output where no cap shows: exact in every dtype
 LARGE = 2.0**20  # where every cap does
-SPREAD = 100.0  # of the outputs between, which the fit has to meet
+SPREAD = 100.0  # range of the outputs between, which the fit has to meet
 FIT_TOLERANCE = 1e-5
 LOGITS = 30.0  # the largest of the probe: as of trained models; fresh ones have small logits
 
@@ -51,7 +51,9 @@ class LmHead:
         weight, bias = self._operands(hidden.dtype)
         logits = torch.nn.functional.linear(hidden, weight, bias) * self.logit_scale
         cap = self.soft_cap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        if cap is None:
+            return logits
+        return cap * torch.tanh(logits / cap)
 
     def logprobs(self, hidden: torch.Tensor, target_ids: torch.Tensor, **options: Any) -> Any:
         """Return `linear_logprob` of (..., H) hidden states; options are its own."""
@@ -89,7 +91,10 @@ class LmHead:
 
 def layers_of(backbone: Any) -> torch.nn.ModuleList:
     """Return the list of a backbone's layers: the module list with the most parameters."""
-    lists = [module for module in backbone.modules() if isinstance(module, torch.nn.ModuleList)]
+    lists = []
+    for module in backbone.modules():
+        if isinstance(module, torch.nn.ModuleList):
+            lists.append(module)
     return max(lists, key=lambda found: sum(p.numel() for p in found.parameters()))
 
 
@@ -269,7 +274,10 @@ def _fit(model: Any, head: Any, ids: torch.Tensor) -> tuple[torch.Tensor, float,
     outputs = outputs.double()
     scale = logits[0, 0].median().item() / SMALL
     highest = logits[0, 1].median().item()
-    soft_cap = highest if 0 < highest < scale * LARGE / 2 else None
+    if 0 < highest < scale * LARGE / 2:
+        soft_cap = highest
+    else:
+        soft_cap = None
     fitted = outputs * scale
     if soft_cap is not None:
         fitted = soft_cap * torch.tanh(fitted / soft_cap)
@@ -284,10 +292,15 @@ def _hidden_scale(model: Any, inputs: torch.Tensor, hidden: torch.Tensor) -> flo
     hidden = hidden.double()
     # Quotients of small states are rounding.
     large = hidden.abs() >= hidden.abs().median()
-    scale = (inputs[large] / hidden[large]).median().item() if inputs.shape == hidden.shape else 0
+    if inputs.shape == hidden.shape:
+        scale = (inputs[large] / hidden[large]).median().item()
+    else:
+        scale = 0
     if not scale > 0 or not torch.allclose(inputs, hidden * scale, rtol=1e-4, atol=1e-5):
         _refuse(model, "by a change of the hidden states before it")
-    return 1.0 if abs(scale - 1) < FIT_TOLERANCE else scale
+    if abs(scale - 1) < FIT_TOLERANCE:
+        return 1.0
+    return scale
 
 
 def _check(

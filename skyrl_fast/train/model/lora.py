@@ -32,15 +32,15 @@ logger = logging.getLogger(__name__)
 SETTING = "trainer.policy.model.lora"
 INSTALL_HINT = f"{SETTING}: PEFT is not installed: pip install 'skyrl-fast[train]'"
 NAME = "default"  # PEFT's name of a model's only adapter, if it is of no named policy
-CRITIC = "@critic"  # of a critic on the policy's base; no name of a policy
-PREFIX = "base_model.model."  # of names in PEFT's files
+CRITIC = "@critic"  # adapter of a critic on the policy's base; no name of a policy
+PREFIX = "base_model.model."  # prefix of names in PEFT's files
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
-BASE_DIGEST = "base_weights"  # of the weights file's metadata
+BASE_DIGEST = "base_weights"  # key of the weights file's metadata
 SMALL_PART = 1 << 20  # bytes of a pinned copy that may be rounded up
 _BASE = ".base_layer."
 _MATRIX = re.compile(r"\.lora_(?P<matrix>[AB])\.(?P<adapter>[^.]+)\.")
-# Of an adapter's config: what the layers' forward pass here and in the engine does not have.
+# Fields of an adapter's config: what the layers' forward pass here and in the engine does not have.
 _UNSUPPORTED = {
     "use_dora": False,
     "bias": "none",
@@ -53,7 +53,7 @@ _UNSUPPORTED = {
     "lora_bias": False,
     "lora_dropout": 0.0,
 }
-_KEEP_BASE = (True, False, "gaussian", "orthogonal", "eva")  # initial values of A and B alone
+_KEEP_BASE = (True, False, "gaussian", "orthogonal", "eva")  # leave the base unchanged
 
 
 def add_adapters(model: Any, lora: LoraConfig, *, base: str, folder: Path | None = None) -> None:
@@ -62,7 +62,10 @@ def add_adapters(model: Any, lora: LoraConfig, *, base: str, folder: Path | None
         add_adapter(model, lora, base=base, folder=folder)
     for name in lora.policies:
         # A checkpoint has a folder for each named policy's adapter.
-        of_policy = None if folder is None else folder / name
+        if folder is None:
+            of_policy = None
+        else:
+            of_policy = folder / name
         add_adapter(model, lora, base=base, folder=of_policy, name=name)
     if lora.policies:
         use_adapter(model, lora.policies[0])
@@ -103,7 +106,11 @@ def add_adapter(
             warnings.filterwarnings("ignore", "Already found a `peft_config`")
             peft.inject_adapter_in_model(config, model, name)
     except ValueError as error:  # no module has such a name
-        raise ValueError(f"{SETTING}.target_modules: {error}") from error
+        known = ", ".join(_linear_names(model))
+        raise ValueError(
+            f"{SETTING}.target_modules: expected names of linear modules ({known}) or "
+            f"{ALL_LINEAR}, got {', '.join(lora.target_modules)}"
+        ) from error
     _check_targets(model, lora, name)
     for layer in _adapted_layers(model):
         layer.forward = MethodType(_forward, layer)
@@ -152,7 +159,9 @@ def adapter_of(name: str) -> str | None:
         'planner'
     """
     match = _MATRIX.search(name)
-    return None if match is None else match["adapter"]
+    if match is None:
+        return None
+    return match["adapter"]
 
 
 def adapters_of(model: Any) -> tuple[str, ...]:
@@ -174,11 +183,11 @@ def remove_adapter(model: Any, name: str) -> None:
 
 def adapter_names(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the matrices of one adapter under their names in PEFT's files."""
-    return {
-        PREFIX + _MATRIX.sub(r".lora_\g<matrix>.", name): value
-        for name, value in weights.items()
-        if is_adapter(name)
-    }
+    result: dict[str, torch.Tensor] = {}
+    for name, value in weights.items():
+        if is_adapter(name):
+            result[PREFIX + _MATRIX.sub(r".lora_\g<matrix>.", name)] = value
+    return result
 
 
 def merge(
@@ -246,20 +255,25 @@ class FrozenBase:
 
 def _view_frozen_bytes(model: Any) -> list[torch.Tensor]:
     """Return the bytes of each storage of frozen weights; a rank's are its shards."""
-    tensors = [local_tensor(p).detach() for p in model.parameters() if not p.requires_grad]
-    storages = {id(s): s for s in (tensor.untyped_storage() for tensor in tensors)}
-    return [
-        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        for storage in storages.values()
-    ]
+    tensors = []
+    for p in model.parameters():
+        if not p.requires_grad:
+            tensors.append(local_tensor(p).detach())
+    storages = {}
+    for s in (tensor.untyped_storage() for tensor in tensors):
+        storages[id(s)] = s
+    result: list[torch.Tensor] = []
+    for storage in storages.values():
+        result.append(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+    return result
 
 
 def _copy_to_host(tensor: torch.Tensor) -> list[torch.Tensor]:
     pinned = tensor.device.type == "cuda"
-    return [
-        torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned).copy_(part)
-        for part in tensor.split(_part_sizes(tensor))
-    ]
+    result: list[torch.Tensor] = []
+    for part in tensor.split(_part_sizes(tensor)):
+        result.append(torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned).copy_(part))
+    return result
 
 
 def _part_sizes(tensor: torch.Tensor) -> list[int]:
@@ -350,13 +364,18 @@ def _make_config(lora: LoraConfig, base: str, frozen_parts: Sequence[str]) -> An
     excluded: Any = list(lora.exclude_modules) or None
     if frozen_parts:  # names there may be those of the language model
         of_parts = [f"{re.escape(part)}\\..*" for part in frozen_parts]
-        named = [f"(.*\\.)?{re.escape(name)}" for name in lora.exclude_modules]
+        named = []
+        for name in lora.exclude_modules:
+            named.append(f"(.*\\.)?{re.escape(name)}")
         excluded = "|".join([*of_parts, *named])  # for PEFT a regular expression
     init: Any = True if lora.init_method == "kaiming" else lora.init_method
+    target_modules: str | list[str] = list(lora.target_modules)
+    if everywhere:
+        target_modules = ALL_LINEAR
     return PeftConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
-        target_modules=ALL_LINEAR if everywhere else list(lora.target_modules),
+        target_modules=target_modules,
         exclude_modules=excluded,
         init_lora_weights=init,
         use_rslora=lora.use_rslora,
@@ -396,7 +415,10 @@ def _read_config(folder: Path, lora: LoraConfig, base: str) -> Any:
         raise ValueError(f"{folder}: no PEFT adapter: {error}") from error
     if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
         raise ValueError(f"{folder}/{CONFIG}: peft_type: expected LORA, got {config.peft_type}")
-    variants = [field.name for field in fields(config) if field.metadata.get("is_lora_variant")]
+    variants = []
+    for field in fields(config):
+        if field.metadata.get("is_lora_variant"):
+            variants.append(field.name)
     for name, supported in (dict.fromkeys(variants) | _UNSUPPORTED).items():
         got = getattr(config, name, supported)
         if got != supported and (got or supported):
@@ -446,6 +468,16 @@ def _metadata(path: Path) -> dict[str, str]:
             return file.metadata() or {}
     except (OSError, SafetensorError):
         return {}  # `_load` says why
+
+
+def _linear_names(model: Any) -> list[str]:
+    """Return the last parts of the names of the layers' linear modules."""
+    names: set[str] = set()
+    for _, layer in layers_of(model):
+        for name, module in layer.named_modules():
+            if type(module) is torch.nn.Linear:
+                names.add(name.rpartition(".")[2])
+    return sorted(names)
 
 
 def _check_targets(model: Any, lora: LoraConfig, adapter: str) -> None:
@@ -504,7 +536,10 @@ def _load(model: Any, folder: Path, name: str) -> None:
         tensors = load_file(str(path))
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path}: no PEFT adapter: {error}") from error
-    own = {n: p.data for n, p in model.named_parameters() if adapter_of(n) == name}
+    own = {}
+    for n, p in model.named_parameters():
+        if adapter_of(n) == name:
+            own[n] = p.data
     parameters = adapter_names(own)
     if different := sorted(parameters.keys() ^ tensors.keys()):
         raise ValueError(

@@ -46,7 +46,10 @@ class MicroBatches:
         self._batch = batch
         self._plan = plan
         self._replay = replay
-        self._numbers = np.arange(len(plan)) if numbers is None else numbers
+        if numbers is None:
+            self._numbers = np.arange(len(plan))
+        else:
+            self._numbers = numbers
         self._kept = None
         if batch.num_kept is not None:
             assert batch.kept_ids is not None and batch.cu_kept is not None
@@ -190,12 +193,20 @@ def _idle(batch: StepBatch, replay: bool) -> MicroBatch:
     """Return a micro-batch of one untrained token, with routes if the batch's are replayed."""
     nothing = torch.zeros(0, dtype=torch.int64)
     routes = batch.expert_indices if replay else None
+    if routes is None:
+        expert_indices = None
+    else:
+        expert_indices = routes.new_zeros((1, 1, *routes.shape[1:]))
+    if routes is None:
+        router_padding_mask = None
+    else:
+        router_padding_mask = torch.ones((1, 1), dtype=torch.bool)
     return MicroBatch(
         input_ids=torch.zeros((1, 1), dtype=torch.int64),
         hidden_index=nothing,
         target_ids=nothing,
         response_index=nothing,
         rows=nothing,
-        expert_indices=None if routes is None else routes.new_zeros((1, 1, *routes.shape[1:])),
-        router_padding_mask=None if routes is None else torch.ones((1, 1), dtype=torch.bool),
+        expert_indices=expert_indices,
+        router_padding_mask=router_padding_mask,
     )

@@ -55,6 +55,11 @@ class Models:
     reference: Reference | None
     critic: Critic | None
 
+    @property
+    def policy(self) -> Policy:
+        """The first policy, whose model all share."""
+        return next(iter(self.trained.values())).policy
+
 
 def make_models(
     config: Config,
@@ -102,7 +107,10 @@ def make_models(
     }
     critic = None
     if settings.critic.model.path is not None:
-        source = settings.critic.model.path if checkpoint is None else str(checkpoint / "critic")
+        if checkpoint is None:
+            source = settings.critic.model.path
+        else:
+            source = str(checkpoint / "critic")
         critic = make_critic(
             config,
             source,
@@ -198,14 +206,18 @@ def _policy_of(
     settings = config.trainer
     dtype = _dtype(settings)
     head = settings.policy.lm_head_dtype
+    if head == "auto":
+        head_dtype = dtype
+    else:
+        head_dtype = getattr(torch, head)
     return Policy(
         model,
         temperature=config.generator.sampling_params.temperature,
         max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
         dtype=dtype,
-        head_dtype=dtype if head == "auto" else getattr(torch, head),
+        head_dtype=head_dtype,
         router_replay=router_replay,
-        tree=uses_trees(settings.rows),
+        tree=uses_trees(settings.row_layout),
         saved_logits_bytes=saved_logits_bytes,
         ranks=ranks,
     )
@@ -219,13 +231,19 @@ def uses_reference(config: Config) -> bool:
 
 def _add_adapters(model: Any, config: Config, checkpoint: Path | None) -> None:
     lora = config.trainer.policy.model.lora
-    folder = checkpoint / "policy" if checkpoint is not None else None
+    if checkpoint is not None:
+        folder = checkpoint / "policy"
+    else:
+        folder = None
     if folder is None and lora.path is not None:
         folder = Path(expanduser(lora.path))
     base = model_path(config, None)
     add_adapters(model, lora, base=base, folder=folder)
     if config.shares_critic:
-        of_critic = None if checkpoint is None else checkpoint / "critic"
+        if checkpoint is None:
+            of_critic = None
+        else:
+            of_critic = checkpoint / "critic"
         add_to_base(model, lora, base=base, folder=of_critic)
 
 

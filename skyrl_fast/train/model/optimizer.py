@@ -1,6 +1,7 @@
 """AdamW with warm-up, schedule and gradient clipping; its state is saved by parameter name.
 
-Moments are float32, or torchao's 8-bit blocks of 256 values: a code for each, a scale for all.
+Moments are float32, or torchao's 8-bit blocks of 256 values: one code per value, one scale per
+block.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # AdamW's state of a parameter
 ANOTHER = "of another model or optimizer?"
-FILE, SHARDS = "optimizer.safetensors", "optimizer"  # of one rank, of several
+FILE, SHARDS = "optimizer.safetensors", "optimizer"  # names for one rank, and for several
 INSTALL_HINT = (
     "optimizer_config.optimizer=adamw_8bit: expected a torchao for torch "
     f"{torch.__version__}: pip install 'skyrl-fast[torchao]'"
@@ -102,8 +103,14 @@ class Optimizer:
         Args:
             numbers: of this step and those after it, in place of the settings' and the schedule's.
         """
-        parameters = [p for _, p in self._named if p.grad is not None]
-        limit = (self._config if numbers is None else numbers).max_grad_norm or math.inf
+        parameters = []
+        for _, p in self._named:
+            if p.grad is not None:
+                parameters.append(p)
+        if numbers is None:
+            limit = self._config.max_grad_norm or math.inf
+        else:
+            limit = numbers.max_grad_norm or math.inf
         norm = 0.0
         if parameters:
             norm = float(full_tensor(torch.nn.utils.clip_grad_norm_(parameters, limit)))
@@ -150,7 +157,9 @@ class Optimizer:
             (folder / SHARDS).mkdir()
             self._queue_shards(folder / SHARDS)
             return
-        tensors = {name: value.cpu().contiguous() for name, value in self._local_tensors()}
+        tensors = {}
+        for name, value in self._local_tensors():
+            tensors[name] = value.cpu().contiguous()
         save_file(tensors, str(folder / FILE), metadata=self._metadata())
 
     @run_on_all_ranks
@@ -191,7 +200,9 @@ class Optimizer:
             queue_shards(folder, self.step_count, dict(self._states()), self._unmoved(), self.ranks)
             return
         # Blocks of one number of ranks are none of another's, so that each rank has a file.
-        tensors = {name: value.to("cpu", copy=True) for name, value in self._local_tensors()}
+        tensors = {}
+        for name, value in self._local_tensors():
+            tensors[name] = value.to("cpu", copy=True)
         path = self._local_file(folder.parent)
         metadata = self._metadata()
 
@@ -255,7 +266,11 @@ class Optimizer:
                 yield name, self._adamw.state[parameter]
 
     def _unmoved(self) -> list[str]:
-        return [name for name, parameter in self._named if parameter not in self._adamw.state]
+        result: list[str] = []
+        for name, parameter in self._named:
+            if parameter not in self._adamw.state:
+                result.append(name)
+        return result
 
 
 def _make_adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> Any:

@@ -110,7 +110,10 @@ def _is_exact(backbone: Any) -> bool:
 def short_reach(backbone: Any, lengths: Mapping[str, int]) -> Iterator[int]:
     """Shorten settings of all layers to these lengths; yield how many changed."""
     modules = list(backbone.modules())
-    configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}
+    configs = {}
+    for m in modules:
+        if hasattr(m, "config"):
+            configs[id(m.config)] = m.config
     before = [
         (owner, name, value)
         # Modules copy settings of their config when they are made.
@@ -140,7 +143,7 @@ def pack_rows(backbone: Any, micro: MicroBatch) -> PackedRows | None:
         return None
     order = np.argsort(parts, kind="stable")
     ends = np.cumsum(lengths[order])
-    starts = np.empty(count, dtype=np.int64)  # of each sequence in its packed row
+    starts = np.empty(count, dtype=np.int64)  # start of each sequence in its packed row
     starts[order] = ends - lengths[order]
     first = np.zeros(packed_count, dtype=np.int64)
     np.add.at(first, parts, lengths)

@@ -74,7 +74,7 @@ PROCESSOR_FILES = (
     "chat_template.json",
     "chat_template.jinja",
 )
-RANDOM_PASSES = 16  # of the check that nothing is random: a layer is seldom dropped
+RANDOM_PASSES = 16  # passes of the check that nothing is random: a layer is seldom dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,10 @@ class NamedWeights:
         model = self.policy.model
         if self.adapter:
             for name in policy.adapters:
-                of_policy = "" if name == NAME else f"{name}{OF_POLICY}"
+                if name == NAME:
+                    of_policy = ""
+                else:
+                    of_policy = f"{name}{OF_POLICY}"
                 weights = policy.adapter_weights(name, self.dtype)
                 for key, value in adapter_names(weights).items():
                     yield of_policy + key, value
@@ -148,7 +151,7 @@ class Policy:
         adapters = adapters_of(model)
         self.adapters = tuple(name for name in adapters if name != CRITIC)
         self._switches_adapters = len(adapters) > 1
-        self.adapter = self.adapters[0] if self.adapters else None  # of the passes
+        self.adapter = self.adapters[0] if self.adapters else None  # adapter of the passes
         self.backbone = backbone(model)
         self.frozen_parts = freeze_other_parts(model)
         self.refused_tokens = placeholder_tokens(model.config)
@@ -157,9 +160,14 @@ class Policy:
         self.temperature = temperature
         self.max_tokens_per_microbatch = max_tokens_per_microbatch
         self.dtype = dtype
-        is_double = model.dtype == torch.float64  # of tests
-        self.head_dtype = torch.float64 if is_double else head_dtype or dtype
-        self._replay = RouterReplay(model) if router_replay else None
+        is_double = model.dtype == torch.float64  # models in tests
+        if is_double:
+            self.head_dtype = torch.float64
+        else:
+            self.head_dtype = head_dtype or dtype
+        self._replay: RouterReplay | None = None
+        if router_replay:
+            self._replay = RouterReplay(model)
         if self._replay is not None and _checkpoints_gradients(model):
             checkpoint_gradients(model, context_fn=self._replay.checkpoint_contexts)
         # Checks call parts of the model, whose weights are not gathered there once they are
@@ -252,19 +260,25 @@ class Policy:
         there = partial(_backend.to_device, device=self.device)
 
         def distinct() -> Any:
+            if micro.kept_ids is None:
+                kept_ids = None
+            else:
+                kept_ids = there(micro.kept_ids)
             return self.head.logprobs(
                 self._predicting_states(micro),
                 there(micro.target_ids),
                 temperature=self.temperature,
-                kept_ids=None if micro.kept_ids is None else there(micro.kept_ids),
+                kept_ids=kept_ids,
                 cu_kept=micro.cu_kept,
                 return_entropy=return_entropy,
                 saved_logits_bytes=self.saved_logits_bytes,
             )
 
         result = with_full_params(self.model, distinct)
-        values, entropy = result if return_entropy else (result, None)
-        return micro.joined(values), None if entropy is None else micro.joined(entropy)
+        if not return_entropy:
+            return micro.joined(result), None
+        values, entropy = result
+        return micro.joined(values), micro.joined(entropy)
 
     def gathered_logprobs(self, micro: MicroBatch, target_ids: torch.Tensor) -> torch.Tensor:
         """Return (M, K) log-probabilities of these (M, K) ids in place of the trained tokens.
@@ -324,10 +338,11 @@ class Policy:
 
     def _batch_logprobs(self, batch: StepBatch) -> torch.Tensor:
         with torch.no_grad():
-            local = [
-                (response_positions(batch, micro), self.logprobs(micro)[0].float().cpu())
-                for micro in self.passes(batch)
-            ]
+            local = []
+            for micro in self.passes(batch):
+                local.append(
+                    (response_positions(batch, micro), self.logprobs(micro)[0].float().cpu())
+                )
         result = torch.zeros(batch.loss_mask.shape[0])
         for positions, values in self.ranks.gather(local):
             result[positions] = values
@@ -367,7 +382,11 @@ class Policy:
 
     def trained_parameters(self) -> list[tuple[str, torch.Tensor]]:
         trained = trained_parameters(self.model)
-        return [(name, value) for name, value in trained if adapter_of(name) == self.adapter]
+        result: list[tuple[str, torch.Tensor]] = []
+        for name, value in trained:
+            if adapter_of(name) == self.adapter:
+                result.append((name, value))
+        return result
 
     def named_weights(
         self, dtype: torch.dtype | None = None, *, adapter: bool = False
@@ -389,7 +408,10 @@ class Policy:
     ) -> dict[str, torch.Tensor]:
         """Return an adapter's full matrices, by the model's names."""
         # Not of the state dict: to read it reshards the model, in which another call may compute.
-        names = [key for key, _ in self.model.named_parameters() if adapter_of(key) == name]
+        names = []
+        for key, _ in self.model.named_parameters():
+            if adapter_of(key) == name:
+                names.append(key)
         return full_state_dict(self, dtype, names)
 
     @run_on_all_ranks
@@ -416,7 +438,10 @@ class Policy:
         """
         if self.has_adapter:
             for name in self.adapters:
-                of_policy = folder if name == NAME else folder / name
+                if name == NAME:
+                    of_policy = folder
+                else:
+                    of_policy = folder / name
                 save_adapter(self.model, self.adapter_weights(name), of_policy, name)
         elif self.ranks.size > 1:
             save_pretrained(self, folder)
@@ -475,7 +500,7 @@ class WithoutAdapter:
         return self.policy.batch_logprobs(batch, adapter=False)
 
 
-Reference = Policy | WithoutAdapter  # of a KL term
+Reference = Policy | WithoutAdapter  # the reference of a KL term
 
 
 def load_model(
@@ -552,7 +577,10 @@ def read_processor_files(model: Any) -> dict[str, bytes]:
 
 def placeholder_tokens(config: Any) -> tuple[int, ...]:
     """Return the token ids that stand for images, videos and sounds."""
-    names = [f"{kind}_token_{of}" for kind in ("image", "video", "audio") for of in ("id", "index")]
+    names = []
+    for kind in ("image", "video", "audio"):
+        for of in ("id", "index"):
+            names.append(f"{kind}_token_{of}")
     ids = {getattr(config, name, None) for name in names}
     return tuple(sorted(id for id in ids if id is not None))
 
@@ -560,7 +588,9 @@ def placeholder_tokens(config: Any) -> tuple[int, ...]:
 def recomputes_activations(trainer: TrainerConfig, device: torch.device) -> bool:
     """Return whether the layers of trained models are checkpointed: by default on a GPU."""
     chosen = trainer.gradient_checkpointing
-    return device.type == "cuda" if chosen is None else chosen
+    if chosen is None:
+        return device.type == "cuda"
+    return chosen
 
 
 def _checkpoints_gradients(model: Any) -> bool:
@@ -615,7 +645,9 @@ def refuse_random_passes(
     device = next(model.parameters()).device
 
     def random_state() -> torch.Tensor:
-        return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+        if device.type == "cuda":
+            return torch.cuda.get_rng_state(device)
+        return torch.get_rng_state()
 
     def hidden() -> Any:
         return getattr(base(**_probe_inputs(model)), "last_hidden_state", None)
@@ -628,10 +660,14 @@ def refuse_random_passes(
         is_random = any(not torch.equal(first, hidden()) for _ in range(RANDOM_PASSES))
     if is_random:
         numbers = model.config.get_text_config().to_dict().items()
-        names = [
-            n for n, v in numbers if isinstance(v, float) and v and ("drop" in n or "jitter" in n)
-        ]
-        hint = f": set {', '.join(names)} to 0 in its config.json" if names else ""
+        names = []
+        for n, v in numbers:
+            if isinstance(v, float) and v and ("drop" in n or "jitter" in n):
+                names.append(n)
+        if names:
+            hint = f": set {', '.join(names)} to 0 in its config.json"
+        else:
+            hint = ""
         raise ValueError(
             f"{type(model).__name__} is random in training mode, which gradient checkpointing "
             f"needs, and the sampler is not{hint}, or trainer.gradient_checkpointing=false"

@@ -43,4 +43,6 @@ def _rounded(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
 
 
 def _widened(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
-    return output.float() if torch.is_autocast_enabled(output.device.type) else output
+    if torch.is_autocast_enabled(output.device.type):
+        return output.float()
+    return output

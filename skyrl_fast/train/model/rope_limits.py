@@ -31,7 +31,7 @@ def rope_limits(config: Any) -> tuple[RopeLimit, ...]:
         >>> rope_limits(LlamaConfig(max_position_embeddings=64, rope_scaling=scaling))
         (RopeLimit(kind='dynamic', length=64),)
     """
-    config = config.get_text_config()  # of a model with several parts
+    config = config.get_text_config()  # settings of the part that reads text
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     nested = [value for value in rope.values() if isinstance(value, dict)]
     found = set()

@@ -174,13 +174,18 @@ class _GateRule:
 
     def weights(self, logits: Tensor, experts: Tensor) -> Tensor:
         """Return (T, K) weights of the experts, from (T, E) logits; differentiable."""
-        scores = logits.float().softmax(-1) if self.score == "softmax" else logits.float().sigmoid()
+        if self.score == "softmax":
+            scores = logits.float().softmax(-1)
+        else:
+            scores = logits.float().sigmoid()
         weights = scores.gather(-1, experts)
         if self.normalised:
             # Scores of experts that the router would no longer choose can all be 0.
             tiny = torch.finfo(weights.dtype).tiny
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(tiny)
-        return weights if self.scale == 1.0 else weights * self.scale
+        if self.scale == 1.0:
+            return weights
+        return weights * self.scale
 
 
 def _gate_rule(router: Any, output: Any) -> _GateRule:
@@ -194,12 +199,11 @@ def _gate_rule(router: Any, output: Any) -> _GateRule:
     logits, weights, experts = (value.detach() for value in output)
     normalised = getattr(router, "norm_topk_prob", None)
     scale = float(getattr(router, "routed_scaling_factor", 1.0))
-    rules = [
-        _GateRule(score, choice, scale)
-        for score, choice in product(
-            SCORES, (True, False) if normalised is None else (bool(normalised),)
-        )
-    ]
+    rules = []
+    for score, choice in product(
+        SCORES, (True, False) if normalised is None else (bool(normalised),)
+    ):
+        rules.append(_GateRule(score, choice, scale))
     errors = [_largest_difference(rule, logits, weights, experts) for rule in rules]
     best = min(range(len(rules)), key=errors.__getitem__)
     low = weights.dtype in (torch.bfloat16, torch.float16)
@@ -215,7 +219,9 @@ def _largest_difference(rule: _GateRule, logits: Tensor, weights: Tensor, expert
     if weights.shape != experts.shape:
         return float("inf")
     difference = rule.weights(logits, experts).to(weights.dtype) - weights
-    return float(difference.abs().max()) if difference.numel() else 0.0
+    if difference.numel():
+        return float(difference.abs().max())
+    return 0.0
 
 
 def _find_routers(model: Any) -> list[tuple[int, int, Any]]:

@@ -43,7 +43,7 @@ class TrainedModel(Protocol):
     """What a policy and a critic have in common."""
 
     model: Any
-    dtype: torch.dtype  # of the forward pass
+    dtype: torch.dtype  # dtype of the forward pass
     max_tokens_per_microbatch: int
     ranks: Ranks
 
@@ -68,12 +68,15 @@ class LayoutCosts:
     tree_segment: float = 0.0
 
     def metrics(self) -> dict[str, float]:
-        return {f"policy/{name}_ns": 1e9 * cost for name, cost in asdict(self).items()}
+        result: dict[str, float] = {}
+        for name, cost in asdict(self).items():
+            result[f"policy/{name}_ns"] = 1e9 * cost
+        return result
 
 
-def uses_trees(rows: str) -> bool | None:
-    """Return the setting `trainer.rows` as the argument `tree` of a policy or critic."""
-    return {"tree": True, "auto": None}.get(rows, False)
+def uses_trees(layout: str) -> bool | None:
+    """Return the setting `trainer.row_layout` as the argument `tree` of a policy or critic."""
+    return {"tree": True, "auto": None, "sequence": False}[layout]
 
 
 def supports_trees(backbone: Any, tree: bool | None, sequence: SequenceRanks = SINGLE) -> bool:
@@ -131,7 +134,7 @@ def cheapest_layout(
                 # Each pass gathers the weights, which a backward pass frees.
                 gathered=partial(with_full_params, owner.model),
             )
-    except RuntimeError as error:  # of a compiler or a kernel
+    except RuntimeError as error:  # raised by a compiler or a kernel
         log.warning("rows are computed as sequences: trees failed on %s: %s", device, error)
     # Ranks measure different times, and must plan the same passes.
     costs = owner.ranks.agree(costs)
@@ -161,7 +164,10 @@ def measured_costs(
         clock: seconds; None: on a CPU those of the processor, as other processes may be running.
     """
     if clock is None:
-        clock = time.process_time if device.type == "cpu" else time.perf_counter
+        if device.type == "cpu":
+            clock = time.process_time
+        else:
+            clock = time.perf_counter
     positions = getattr(backbone.config, "max_position_embeddings", None) or most_tokens
     total = min(MEASURED_TOKENS.get(device.type, 1024), most_tokens, positions)
     short = min(SHORT_SEQUENCE, total // 2)
@@ -186,20 +192,33 @@ def measured_costs(
 
     # As many tokens, but more pairs in one row: so the costs of both can be told apart.
     shapes = [(total // short, short), (1, total)]  # rows, tokens
-    makes = [_sequences] if same_kernels else [_sequences, _forest]
+    if same_kernels:
+        makes = [_sequences]
+    else:
+        makes = [_sequences, _forest]
     micros = [make(*shape, vocabulary) for make in makes for shape in shapes]
-    forks = _forks(total, vocabulary) if has_states(backbone) else None
+    if has_states(backbone):
+        forks = _forks(total, vocabulary)
+    else:
+        forks = None
     if forks is not None:
         micros.append(forks[0])
     # The first round compiles and allocates; other processes can only add to the later ones. Shapes
     # take turns: a machine that gets slower would make the last ones look dear, and what a segment
     # costs is a small difference.
-    rounds = [[seconds(micro) for micro in micros] for _ in range(1 + REPEATS)]
-    least = [min(times) for times in zip(*rounds[1:], strict=True)]
+    rounds = []
+    for _ in range(1 + REPEATS):
+        rounds.append([seconds(micro) for micro in micros])
+    least = []
+    for times in zip(*rounds[1:], strict=True):
+        least.append(min(times))
     tokens = [float(rows * length) for rows, length in shapes]
     pairs = [rows * length * (length + 1) / 2 for rows, length in shapes]
     sequence = _per_token_and_pair(tokens, pairs, least[:2])
-    tree = sequence if same_kernels else _per_token_and_pair(tokens, pairs, least[2:4])
+    if same_kernels:
+        tree = sequence
+    else:
+        tree = _per_token_and_pair(tokens, pairs, least[2:4])
     costs = LayoutCosts(*sequence, *tree)
     if forks is None:
         return costs

@@ -29,13 +29,21 @@ def part_of(micro: MicroBatch, ranks: SequenceRanks) -> MicroBatch:
     micro = padded(micro, padding)
     routes = micro.expert_indices
     mask = micro.router_padding_mask
+    if routes is None:
+        expert_indices = None
+    else:
+        expert_indices = routes[:, here]
+    if mask is None:
+        router_padding_mask = None
+    else:
+        router_padding_mask = mask[:, here]
     return replace(
         micro,
         input_ids=micro.input_ids[:, here],
         hidden_index=(sequence * size + position - first)[places],
         target_ids=micro.target_ids[places],
-        expert_indices=None if routes is None else routes[:, here],
-        router_padding_mask=None if mask is None else mask[:, here],
+        expert_indices=expert_indices,
+        router_padding_mask=router_padding_mask,
         **_kept_tokens(micro, places),
         part=SequencePart(ranks, first, places, len(micro.hidden_index)),
     )
@@ -46,11 +54,19 @@ def padded(micro: MicroBatch, extra: int) -> MicroBatch:
     pad = torch.nn.functional.pad
     routes = micro.expert_indices
     mask = micro.router_padding_mask
+    if routes is None:
+        expert_indices = None
+    else:
+        expert_indices = pad(routes, (0, 0, 0, 0, 0, extra))
+    if mask is None:
+        router_padding_mask = None
+    else:
+        router_padding_mask = pad(mask, (0, extra), value=True)
     return replace(
         micro,
         input_ids=pad(micro.input_ids, (0, extra)),
-        expert_indices=None if routes is None else pad(routes, (0, 0, 0, 0, 0, extra)),
-        router_padding_mask=None if mask is None else pad(mask, (0, extra), value=True),
+        expert_indices=expert_indices,
+        router_padding_mask=router_padding_mask,
     )
 
 

@@ -66,7 +66,7 @@ HARMLESS_OPTIONS = frozenset({"is_causal", "position_ids", "cache_position"})
 
 def prepare_for_trees(backbone: Any, *, shares_tokens: bool = False) -> None:
     """Make a transformers backbone accept trees; its results without trees are unchanged."""
-    refusal = f"trainer.rows: {_name(backbone)} cannot be trained as trees: "
+    refusal = f"trainer.row_layout: {_name(backbone)} cannot be trained as trees: "
     has_states = replace_state_functions(backbone)
     if has_states and shares_tokens:
         raise ValueError(f"{refusal}ranks cannot share the tokens of layers with a state")
@@ -128,8 +128,14 @@ def last_hidden_states(
     units = _units_beyond(micro, most_nodes)
     if len(units) > 1:
         return depth_first_states(backbone, micro, units, device)
-    ranks = SINGLE if micro.part is None else micro.part.ranks
-    first = 0 if micro.part is None else micro.part.first
+    if micro.part is None:
+        ranks = SINGLE
+    else:
+        ranks = micro.part.ranks
+    if micro.part is None:
+        first = 0
+    else:
+        first = micro.part.first
     here = torch.arange(first, first + ids.shape[1])
     if micro.tree is None:
         plan = None
@@ -178,7 +184,10 @@ def _with_attention(
     ranks: SequenceRanks = SINGLE,
 ) -> Tensor:
     """Return (n, L, H) last hidden states of (n, L) tokens or nodes at (n, L) positions."""
-    segments = None if plan is None else TreeSegments(plan.parents, ids.device)
+    if plan is None:
+        segments = None
+    else:
+        segments = TreeSegments(plan.parents, ids.device)
     # A mask of four dimensions keeps transformers from building its own.
     no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
     result: Tensor = backbone(
@@ -243,18 +252,21 @@ def _settings_read_in_passes(backbone: Any, refusal: str) -> dict[str, int]:
 
 def _largest_window(config: Any, others: Container[str]) -> tuple[str, int] | None:
     """Return name and value of the largest setting that may limit attention, but for `others`."""
-    settings = {
-        name: value
-        for name, value in config.to_dict().items()
-        if type(value) is int
-        and value > 0
-        and any(word in name for word in WINDOW_WORDS)
-        and not name.endswith(NO_WINDOWS)
-        and name not in others
-    }
+    settings = {}
+    for name, value in config.to_dict().items():
+        if (
+            type(value) is int
+            and value > 0
+            and any(word in name for word in WINDOW_WORDS)
+            and not name.endswith(NO_WINDOWS)
+            and name not in others
+        ):
+            settings[name] = value
     if getattr(config, "use_sliding_window", True) is False:
         settings.pop("sliding_window", None)
-    return max(settings.items(), key=lambda item: item[1]) if settings else None
+    if settings:
+        return max(settings.items(), key=lambda item: item[1])
+    return None
 
 
 def _register() -> None:
@@ -296,13 +308,19 @@ def _attention(
     window = options.pop("sliding_window", None)
     chunk = _chunk_of(module)
     _check_supported(key, value, options)
-    scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
+    if scaling is None:
+        scale = 1 / math.sqrt(query.shape[-1])
+    else:
+        scale = scaling
     if ranks.size > 1:
         if key.shape[1] % ranks.size:  # fewer heads than ranks: each rank's queries need a copy
             repeats = query.shape[1] // key.shape[1]
             key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
         query, key, value = map(ranks.heads_for_tokens, (query, key, value))
-        sinks = None if sinks is None else sinks.chunk(ranks.size)[ranks.rank]
+        if sinks is None:
+            sinks = None
+        else:
+            sinks = sinks.chunk(ranks.size)[ranks.rank]
     if path is not None:
         key, value = path.extended(key, value)
         query, key, value = (autocast(x) for x in (query, key, value))

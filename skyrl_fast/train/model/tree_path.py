@@ -77,7 +77,10 @@ class LayerPath:
     def after_tail(self, values: Tensor, width: int) -> Tensor:
         """Return (1, C, width + U), a convolution's input after the last `width` nodes above."""
         above = self._next_call()
-        tail = above[-1][0] if above else values.new_zeros(*values.shape[:2], width)
+        if above:
+            tail = above[-1][0]
+        else:
+            tail = values.new_zeros(*values.shape[:2], width)
         result = torch.cat([tail, values], -1)
         self._keep(result[..., result.shape[-1] - width :])
         return result
@@ -85,7 +88,9 @@ class LayerPath:
     def state_above(self) -> Tensor | None:
         """Return (1, ...) the last state above; None at roots. `keep_state` may follow."""
         above = self._next_call()
-        return above[-1][0] if above else None
+        if above:
+            return above[-1][0]
+        return None
 
     def keep_state(self, state: Tensor) -> None:
         self._keep(state)
@@ -97,7 +102,10 @@ class LayerPath:
     def _next_call(self) -> list[tuple[Tensor, ...]]:
         # A layer's calls have the same order in all units, so that their numbers name what is kept.
         self._calls += 1
-        return [kept[self._number, self._calls] for kept in self._path.above]
+        result: list[tuple[Tensor, ...]] = []
+        for kept in self._path.above:
+            result.append(kept[self._number, self._calls])
+        return result
 
     def _keep(self, *tensors: Tensor) -> None:
         if self._path.continues:  # those of the first run, if there are two

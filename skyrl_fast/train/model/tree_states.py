@@ -27,8 +27,8 @@ from skyrl_fast.train.model.tree_path import PATH, LayerPath
 
 SEGMENTS = "skyrl_fast_segments"  # keyword argument of a pass
 CONVOLUTION = "causal_conv1d_fn"
-# Does the work of both where a package brings it, and then takes no initial state; its callers do
-# without if it returns None.
+# Convolution and scan fused by mamba-ssm, without an initial state; where it returns None,
+# transformers calls the two functions.
 FUSED = "mamba2_split_conv1d_scan_combined"
 CHUNK = "chunk_size"  # an argument of recurrences: they pad sequences to multiples of it
 # Nodes: segments are padded to this or a power of two times it, which is then the chunk. GPU
@@ -166,7 +166,7 @@ class TreeSegments:
         # Sorted by depth first: groups of parents come before those of their children.
         _, group_of, counts = np.unique(keys, axis=1, return_inverse=True, return_counts=True)
         order = np.argsort(group_of.ravel(), kind="stable")
-        number = np.empty_like(order)  # of each segment in the order of all groups
+        number = np.empty_like(order)  # place of each segment in the order of all groups
         number[order] = np.arange(len(order))
         groups = []
         nodes = []
@@ -177,7 +177,10 @@ class TreeSegments:
             columns = np.arange(lengths.max())
             nodes.append((self._first[segments, None] + np.minimum(columns, lengths - 1)).ravel())
             padding.append((columns >= lengths).ravel())
-            parents = number[above].tolist() if above[0] >= 0 else ()
+            if above[0] >= 0:
+                parents = number[above].tolist()
+            else:
+                parents = ()
             needed = bool(has_children[segments].any())
             groups.append(SegmentGroup(len(segments), len(columns), parents, needed))
         all_nodes = np.concatenate(nodes)
@@ -293,7 +296,10 @@ def _convolve(
     nodes, places = segments.with_tails(width)
     # What is above roots is 0.
     pad = torch.nn.functional.pad
-    extended = pad(values, (width, 0)) if path is None else path.after_tail(values, width)
+    if path is None:
+        extended = pad(values, (width, 0))
+    else:
+        extended = path.after_tail(values, width)
     rows = extended.index_select(-1, nodes + width)
     return function(rows, weight, *args, **options).index_select(-1, places)
 
@@ -327,7 +333,10 @@ def _recur(
     outputs: list[Tensor] = []
     states: list[Any] = []
     chunk = arguments.get(CHUNK)
-    above_roots = None if path is None else path.state_above()
+    if path is None:
+        above_roots = None
+    else:
+        above_roots = path.state_above()
     continues = path is not None and path.continues
     for number, group in enumerate(padded.groups):
         shape = group.count, group.length
@@ -342,14 +351,22 @@ def _recur(
         arguments[recurrence.initial] = initial
         arguments[recurrence.final] = group.has_children or continues
         result = function(**arguments)
-        output, last = result if isinstance(result, tuple) else (result, None)
+        output = result
+        last: Any = None
+        if isinstance(result, tuple):
+            output, last = result
         outputs.append(output.flatten(0, 1))
-        states += [None] * group.count if last is None else last.unbind(0)
+        if last is None:
+            states += [None] * group.count
+        else:
+            states += last.unbind(0)
         if path is not None and continues:  # a chain is one segment
             path.keep_state(last)
     output = torch.cat(outputs).index_select(0, padded.places)[None]
     # As the function returns without a last state.
-    return (output, None) if recurrence is _DELTA else output
+    if recurrence is _DELTA:
+        return (output, None)
+    return output
 
 
 def _chunk_for(length: int, least: int) -> int:

@@ -156,7 +156,10 @@ class JsonlLogger:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             # The steps after the checkpoint are trained, and reported, again.
-            kept = [line for line, row in _rows(path) if row["step"] <= run.last_step]
+            kept = []
+            for line, row in _rows(path):
+                if row["step"] <= run.last_step:
+                    kept.append(line)
             temporary = path.with_name(path.name + ".partial")
             temporary.write_bytes(b"".join(kept))
             os.replace(temporary, path)
@@ -164,11 +167,10 @@ class JsonlLogger:
 
     def write(self, step: int, metrics: Metrics) -> None:
         row: dict[str, Any] = {"step": step, **metrics}
-        missing = {
-            name: str(value)
-            for name, value in row.items()
-            if isinstance(value, float) and not math.isfinite(value)
-        }
+        missing = {}
+        for name, value in row.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                missing[name] = str(value)
         if missing:
             row |= dict.fromkeys(missing) | {NON_FINITE: missing}
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
@@ -240,9 +242,10 @@ class MlflowLogger:
         kept = _kept_id(id_file)
         if kept is None:
             found = self._client.get_experiment_by_name(run.project)
-            experiment = (
-                found.experiment_id if found else self._client.create_experiment(run.project)
-            )
+            if found:
+                experiment = found.experiment_id
+            else:
+                experiment = self._client.create_experiment(run.project)
             kept = self._client.create_run(experiment, run_name=run.run_name).info.run_id
             id_file.write_text(kept, encoding="utf-8")
             self._client.log_dict(kept, run.config, "config.json")
@@ -292,12 +295,16 @@ def _import(module: str, package: str | None = None) -> Any:
 
 
 def _kept_id(file: Path) -> str | None:
-    return file.read_text(encoding="utf-8").strip() if file.exists() else None
+    if file.exists():
+        return file.read_text(encoding="utf-8").strip()
+    return None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return all valid lines of a metrics.jsonl, in order; others are skipped with a warning."""
-    return [_with_non_finite(row) for _, row in _rows(path)] if path.exists() else []
+    if path.exists():
+        return [_with_non_finite(row) for _, row in _rows(path)]
+    return []
 
 
 def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:

@@ -30,7 +30,10 @@ def plot_learning_curve(rows: Sequence[dict[str, Any]], path: Path, *, title: st
             {"color": "#c33", "linewidth": 2, "marker": "o"},
         ),
     ):
-        points = [(row["step"], row[name]) for row in rows if name in row]
+        points = []
+        for row in rows:
+            if name in row:
+                points.append((row["step"], row[name]))
         if points:
             rewards.plot(*zip(*points, strict=True), label=label, **style)
     rewards.set(xlabel="step", ylabel="mean reward per trajectory")

@@ -21,7 +21,7 @@ from skyrl_fast.config.progress import ProgressColumn, progress_columns
 
 _SHOWN_STEPS = 12
 _PADDING = 2  # between two columns of the table
-_LOG_WIDTH = 120  # of a line in a file or a pipe
+_LOG_WIDTH = 120  # width of a line in a file or a pipe
 
 
 class ProgressDisplay:
@@ -101,7 +101,10 @@ class ProgressDisplay:
     def _render(self) -> Group:
         table = Table(box=None, padding=(0, _PADDING // 2))
         table.add_column("step", justify="right")
-        latest = self._rows[-1][1] if self._rows else {}
+        if self._rows:
+            latest = self._rows[-1][1]
+        else:
+            latest = {}
         columns = _of_policies(self._columns, latest)
         if not self._chosen:
             columns = self._fitting(columns)
@@ -130,7 +133,10 @@ def _of_policies(
     divided: list[ProgressColumn] = []
     for column in columns:
         end = f"/{column.metric}"
-        policies = [name.removesuffix(end) for name in metrics if name.endswith(end)]
+        policies = []
+        for name in metrics:
+            if name.endswith(end):
+                policies.append(name.removesuffix(end))
         divided += [
             ProgressColumn(f"{policy} {column.label}", policy + end, column.format)
             for policy in policies
@@ -142,7 +148,15 @@ def _cell(column: ProgressColumn, metrics: Mapping[str, float]) -> str:
     """Return the column's value as text, "" if the metric is missing."""
     stem = column.metric.removesuffix("*")
     if stem != column.metric:
-        values = [value for name, value in metrics.items() if name.startswith(stem)]
+        values = []
+        for name, value in metrics.items():
+            if name.startswith(stem):
+                values.append(value)
     else:
-        values = [metrics[stem]] if stem in metrics else []
-    return column.format.format(values[0]) if values else ""
+        if stem in metrics:
+            values = [metrics[stem]]
+        else:
+            values = []
+    if values:
+        return column.format.format(values[0])
+    return ""

@@ -31,7 +31,7 @@ class Timeline:
         self._board = board
         self._events: list[dict[str, Any]] | None = None  # None: no step is recorded
         self._tracks: dict[tuple[str, int], int] = {}
-        self._changes: list[tuple[float, str, int]] = []  # of the numbers of trajectories
+        self._changes: list[tuple[float, str, int]] = []  # changes of the numbers of trajectories
         self._started = 0.0
 
     @contextmanager

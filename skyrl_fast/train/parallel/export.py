@@ -52,7 +52,9 @@ def _queue_weights(owner: Any, folder: Path) -> list[tuple[str, str, int]]:
     def write() -> list[Path]:
         if not mine:
             return []
-        tensors = {name: value.contiguous() for name, value in mine.items()}
+        tensors = {}
+        for name, value in mine.items():
+            tensors[name] = value.contiguous()
         path = folder / file
         save_file(tensors, str(path), metadata={"format": "pt"})
         return [path]

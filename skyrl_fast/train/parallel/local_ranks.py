@@ -21,7 +21,7 @@ from skyrl_fast.system.parent_watch import children_exit_with_this_process
 from skyrl_fast.train.parallel.rank_processes import RankPlace, follow
 from skyrl_fast.train.parallel.ranks import Ranks
 
-LOG_LINES = 5  # of a rank's log, shown in the error when it has exited
+LOG_LINES = 5  # last lines of a rank's log, shown when it has exited
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class LocalRanks:
                 "trainer.placement.policy_num_gpus_per_node: wanted at most the GPUs that are "
                 f"visible ({torch.cuda.device_count()}), got {size}"
             )
-        places = [
-            RankPlace(r, size, self.address, port, r if cuda else None) for r in range(1, size)
-        ]
+        places = []
+        for r in range(1, size):
+            places.append(RankPlace(r, size, self.address, port, r if cuda else None))
         logs = [self.folder / f"rank_{place.rank}.log" for place in places]
         spawn = multiprocessing.get_context("spawn")
         ranks = [
@@ -80,7 +80,10 @@ class LocalRank:
         if code is None:
             return None
         lines = log_tail(self.log).splitlines()[-LOG_LINES:]
-        tail = f", which ends: {' | '.join(lines)}" if lines else ""
+        if lines:
+            tail = f", which ends: {' | '.join(lines)}"
+        else:
+            tail = ""
         return f"{self.process.name} exited with code {code}; its log is {self.log}{tail}"
 
     def join(self, seconds: float) -> None:

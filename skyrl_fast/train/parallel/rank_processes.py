@@ -191,7 +191,10 @@ def _wait_for_all(store: Any, processes: Sequence[RankProcess]) -> None:
     while not store.check([_ready(rank + 1) for rank in range(len(processes))]):
         dead = [message for process in processes if (message := process.exit_message())]
         if dead or time.monotonic() > deadline:
-            what = dead[0] if dead else f"no answer in {START_SECONDS:.0f} s"
+            if dead:
+                what = dead[0]
+            else:
+                what = f"no answer in {START_SECONDS:.0f} s"
             raise RankError(f"trainer.placement: the ranks did not start: {what}")
         time.sleep(0.05)
 

@@ -46,7 +46,9 @@ def _shortest(
     total = int(plans[0].num_tokens.sum())
     rounds = -(-len(plans[0]) // size)
     if divisible and total:
-        budgets = {min(token_budget, int(slack * total / (rounds * size)) + 1) for slack in SLACK}
+        budgets = set()
+        for slack in SLACK:
+            budgets.add(min(token_budget, int(slack * total / (rounds * size)) + 1))
         plans += [plan(budget) for budget in sorted(budgets)]
     # Ties go to the first plan, which has the fewest passes.
     return min(plans, key=lambda micros: _total_time(micros.num_tokens, size))

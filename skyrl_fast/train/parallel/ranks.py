@@ -89,7 +89,10 @@ class Ranks:
             return local
         if self.rank > 0:
             # Ranks that share sequences have the same items, which count once.
-            sent = local if self.sequence.rank == 0 else []
+            if self.sequence.rank == 0:
+                sent = local
+            else:
+                sent = []
             # Pickled here, so that rank 0 can count the bytes.
             dist.gather_object(pickle.dumps(sent), dst=0, group=self._messages)
             return local

@@ -120,13 +120,20 @@ def weights_of(model: Any) -> list[tuple[str, torch.Tensor]]:
     """Return the model's parameters (tied ones once) and persistent buffers, by name."""
     # Buffers that are not persistent are computed by the model, not stored.
     saved = set(model.state_dict())
-    buffers = [(name, value) for name, value in model.named_buffers() if name in saved]
+    buffers = []
+    for name, value in model.named_buffers():
+        if name in saved:
+            buffers.append((name, value))
     return [*model.named_parameters(remove_duplicate=True), *buffers]
 
 
 def trained_parameters(model: Any) -> list[tuple[str, torch.Tensor]]:
     """Return the parameters that optimizer steps change, by name; tied ones once."""
-    return [(name, value) for name, value in model.named_parameters() if value.requires_grad]
+    result: list[tuple[str, torch.Tensor]] = []
+    for name, value in model.named_parameters():
+        if value.requires_grad:
+            result.append((name, value))
+    return result
 
 
 def full_tensors(
@@ -147,7 +154,10 @@ def full_tensors(
         value = full_weight(tensor, ranks, ENGINE)
         if ranks.rank == 0:
             # On the GPU, so that fewer bytes are copied to main memory.
-            cast = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+            if dtype is not None and value.is_floating_point():
+                cast = value.to(dtype)
+            else:
+                cast = value
             found[name] = cast.cpu()
     return found
 
@@ -207,4 +217,6 @@ def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def _run(work: Callable[[], Any]) -> Any:
     result = work()  # FSDP2 attaches hooks to it, which views can lose
-    return tuple(x.clone() for x in result) if isinstance(result, tuple) else result.clone()
+    if isinstance(result, tuple):
+        return tuple(x.clone() for x in result)
+    return result.clone()

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-CALLS = "calls"  # of methods on all ranks, with their arguments: one message to each rank
-RESULTS = "results"  # of calls, from the other ranks to rank 0
+CALLS = "calls"  # calls of methods on all ranks, with arguments: one message to each
+RESULTS = "results"  # results of calls, from the other ranks to rank 0
 LAYERS = "layers"  # weights of a layer, gathered for a pass
-GRADIENTS = "gradients"  # of a layer, reduced after a backward pass
+GRADIENTS = "gradients"  # gradients of a layer, reduced after a backward pass
 ENGINE = "engine"  # weights, gathered for a weight sync
 CHECKPOINT = "checkpoint"  # weights, gathered for a checkpoint
 SEQUENCES = "sequences"  # tokens and heads, exchanged by ranks that share a pass

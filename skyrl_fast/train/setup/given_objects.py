@@ -27,7 +27,7 @@ from skyrl_fast.train.setup.errors import SetupError
 
 @dataclass(frozen=True, slots=True)
 class GivenObjects:
-    """What a caller gives beside the settings; the arguments are those of `train_agent`.
+    """What a caller gives next to the settings; the arguments are those of `train_agent`.
 
     Args:
         op: the function that was called, for messages.
@@ -72,7 +72,9 @@ class GivenObjects:
             return None
         if self.reward is not None:
             return _named(config, self.reward, partial(RewardEnv, self.reward))
-        return None if self.env is None else _named(config, self.env, self.env)
+        if self.env is None:
+            return None
+        return _named(config, self.env, self.env)
 
     def _error(self, text: str) -> SetupError:
         return SetupError(f"{self.op}: {text}")
@@ -109,7 +111,10 @@ class GivenObjects:
         for function in listed:
             if not callable(function):
                 raise self._error(f"reward_funcs: expected functions, got {function!r:.100}")
-        weights = [1.0] * len(listed) if weights is None else list(weights)
+        if weights is None:
+            weights = [1.0] * len(listed)
+        else:
+            weights = list(weights)
         if not listed or len(weights) != len(listed):
             raise self._error(
                 "reward_funcs: expected some, each with a weight, "
@@ -144,7 +149,9 @@ def _named(config: Config, given: Any, make_env: MakeEnv) -> MakeEnv:
 
 def _register(register: Callable[..., Any], given: Callable[..., Any] | str) -> str:
     """Return the name of a loss or an estimator; register it if it is a function."""
-    return given if isinstance(given, str) else register(given)
+    if isinstance(given, str):
+        return given
+    return register(given)
 
 
 def is_url(path: str) -> bool:

@@ -34,7 +34,10 @@ def check_models(config: Config, checkpoint: Path | None) -> Path:
         ValueError: a model is missing, or has another vocabulary than the policy.
     """
     trainer = config.trainer
-    others = [("ref", trainer.ref.model.path)] if uses_reference(config) else []
+    if uses_reference(config):
+        others = [("ref", trainer.ref.model.path)]
+    else:
+        others = []
     if checkpoint is None:
         others.append(("critic", trainer.critic.model.path))
     folder = model_folder(model_path(config, checkpoint))
@@ -110,11 +113,14 @@ def plan_run_memory(
     if not config.shares_reference:
         planned.trainer.ref.model.path = config.trainer.ref.model.path or model_path(config, None)
     planned.trainer.policy.model.path = model_path(config, checkpoint)
-    in_process = with_engine and config.engine_in_process
+    in_process = with_engine and config.engine_place.is_here
     if in_process:
         placement = engine_placement(config, num_gpus)
         if placement.weight_sync == "ipc" and engine.weight_sync_backend == "auto":
-            fault = find_ipc_fault() if torch.cuda.is_available() else ""
+            if torch.cuda.is_available():
+                fault = find_ipc_fault()
+            else:
+                fault = ""
             if fault:
                 logger.warning(
                     "weight_sync_backend=auto: weights go to the engine by file, as CUDA does not "

@@ -33,10 +33,12 @@ class RunData:
 
 def text_marked(prompts: Sequence[Prompt]) -> list[Prompt]:
     """Return the prompts with a word to their environments of which were text, not chats."""
-    return [
-        replace(prompt, env_extras={**prompt.env_extras, TEXT_PROMPT: prompt.is_text})
-        for prompt in prompts
-    ]
+    result: list[Prompt] = []
+    for prompt in prompts:
+        result.append(
+            replace(prompt, env_extras={**prompt.env_extras, TEXT_PROMPT: prompt.is_text})
+        )
+    return result
 
 
 def run_data(
@@ -91,7 +93,9 @@ def _load(
     else:
         found = prompts_from(given, default_env_class=env_class, prefix=prefix, split=split)
     # One factory makes the environments of all rows, whatever their own `env_class`.
-    return [replace(prompt, env_class=env_class) for prompt in found] if one_env else found
+    if one_env:
+        return [replace(prompt, env_class=env_class) for prompt in found]
+    return found
 
 
 def _warn_of_row_environments(config: Config, data: RunData) -> None:

@@ -45,6 +45,7 @@
           { class: "failure", role: "note" },
           SF.el("strong", {}, "Failed. "),
           SF.textBlock(details.failure),
+          details.failure_trace ? traceback(details.failure_trace) : null,
         ),
       );
     } else if (SF.value("filtered", index)) {
@@ -230,6 +231,16 @@
     details.open = number === 0;
     fill();
     return details;
+  }
+
+  /** Create the folded calls in the user's code that ended in a failure. */
+  function traceback(text) {
+    return SF.el(
+      "details",
+      { class: "traceback" },
+      SF.el("summary", {}, "traceback, innermost call last"),
+      SF.textBlock(text),
+    );
   }
 
   /** Create the folded text of a call that is not trained: of another model. */

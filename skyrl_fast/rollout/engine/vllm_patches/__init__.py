@@ -24,7 +24,7 @@ Design: docs/design/007-rollout-and-weight-sync.md.
 
 from collections.abc import Mapping, Sequence
 
-# Of the sampler of model runner V1; vLLM takes V2 on GPUs by default.
+# Patches the sampler of model runner V1; vLLM takes V2 on GPUs by default.
 SAMPLER_PATCHES = ("kept_logprobs", "seeded_sampling")
 
 

@@ -30,10 +30,13 @@ def _make_operation(compute: Callable[..., None], number: int) -> Callable[..., 
     def run(inputs: torch.Tensor, matrices: torch.Tensor, output: torch.Tensor, *rest: Any) -> None:
         names = rest[:number]
         options = rest[number:]
-        if len(matrices) == 1:  # of an engine in which every request has it
+        if len(matrices) == 1:  # every request of the engine has it
             _multiply(compute, inputs, matrices, 0, output, options)
             return
-        adapters = names[0] if number == _BY_TOKEN else names[2].repeat_interleave(names[1])
+        if number == _BY_TOKEN:
+            adapters = names[0]
+        else:
+            adapters = names[2].repeat_interleave(names[1])
         for adapter in adapters.unique().tolist():
             if adapter < 0:
                 continue

@@ -43,10 +43,9 @@ class EncodedLogprobs:
         """Return what `LogprobsLists.slice_request` returns, encoded."""
         raw = _raw_view()
         end = req_idx + num_positions
-        encoded = [
-            (dtype, (num_positions, *shape), raw(data[req_idx * size : end * size]))
-            for dtype, shape, size, data in self._arrays
-        ]
+        encoded = []
+        for dtype, shape, size, data in self._arrays:
+            encoded.append((dtype, (num_positions, *shape), raw(data[req_idx * size : end * size])))
         return (*encoded, None)
 
 
@@ -67,7 +66,9 @@ def _encoding() -> Any:
         def tolists(self, cu_num_generated_tokens: list[int] | None = None) -> Any:
             lists = super().tolists(cu_num_generated_tokens)
             by_request = lists.cu_num_generated_tokens is None
-            return EncodedLogprobs(lists[:3]) if by_request else lists
+            if by_request:
+                return EncodedLogprobs(lists[:3])
+            return lists
 
     return EncodingTensors
 
@@ -101,7 +102,9 @@ def return_kept_only(sampler: Any) -> bool:
             most = int((logprobs > EXCLUDED_LOGPROB).sum(dim=-1).max())
             num_logprobs = min(num_logprobs, max(most, 1))
         tensors = gather(logprobs, num_logprobs, token_ids=token_ids)
-        return _encoding()(*tensors) if is_encoded else tensors
+        if is_encoded:
+            return _encoding()(*tensors)
+        return tensors
 
     sampler.gather_logprobs = gather_kept
     return True
@@ -125,7 +128,7 @@ def store_ids_and_values() -> None:
         def _update_sample_logprobs(self, logprobs_lists: Any) -> None:
             token_ids, logprobs, *_ = logprobs_lists
             for ids, values in zip(token_ids, logprobs, strict=True):
-                self.cumulative_logprob += float(values[0])  # of the sampled token
+                self.cumulative_logprob += float(values[0])  # log-probability of the sampled token
                 if len(values) > 1:
                     kept = values > EXCLUDED_LOGPROB
                     ids = ids[kept]

@@ -20,9 +20,9 @@ from skyrl_fast.rollout.engine.weights.receipt import dtype_name
 # Name, dtype and shape of a tensor.
 TensorInfo = Sequence[Any]
 
-BUCKET_BYTES = 128 << 20  # of a bucket; a larger tensor is one by itself
+BUCKET_BYTES = 128 << 20  # size of a bucket; a larger tensor is one by itself
 ALIGNMENT = 16  # bytes; of the tensors in a bucket
-MAX_DIMENSIONS = 8  # of a tensor
+MAX_DIMENSIONS = 8  # dimensions of a tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,10 @@ def _group_tensors(
     group: list[tuple[TensorInfo, torch.Tensor]] = []
     total = 0
     for name, tensor in weights:
-        sent = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        if dtype is not None and tensor.is_floating_point():
+            sent = dtype
+        else:
+            sent = tensor.dtype
         info = [name, dtype_name(sent), list(tensor.shape)]
         size = _num_bytes(info)
         if group and total + size > most_bytes:

@@ -23,7 +23,7 @@ JOIN_SECONDS = 120.0  # for all members to come
 WAIT_SECONDS = 300.0  # for all to be ready for a bucket: the workers load the one before
 # The same of a worker, longer: the trainer may wait for the workers of another engine first.
 WORKER_WAIT_SECONDS = 2 * WAIT_SECONDS
-MOVE_SECONDS = 30.0  # for members that are ready to connect, or to send a bucket; for the store
+MOVE_SECONDS = 30.0  # timeout of one operation once all members are ready, and of the store
 POLL_SECONDS = 0.002  # between two checks whether all are ready, or a bucket was sent
 GIVEN_UP = "given up"  # key of the store: the others need not wait
 
@@ -118,7 +118,8 @@ class WeightsGroup:
             TimeoutError: some members did not come in time, `wait_seconds` unless given.
             RuntimeError: a member gave up or is gone.
         """
-        seconds = self.wait_seconds if seconds is None else seconds
+        if seconds is None:
+            seconds = self.wait_seconds
         self._meetings += 1
         here = [f"{rank} at {self._meetings}" for rank in range(self._size)]
         self._store.set(here[self._rank], text)

@@ -32,7 +32,7 @@ class Prefetch(Generic[T]):
         self._thread: threading.Thread | None = None
         self._ended = False
         self.error: BaseException | None = None  # what the iterator raised
-        self.changed = threading.Condition()  # of anything here or in a reader
+        self.changed = threading.Condition()  # notified of changes here or in a reader
         self.readers = [Reader(self) for _ in range(num_readers)]
 
     def close(self) -> None:
@@ -52,7 +52,9 @@ class Prefetch(Generic[T]):
                 raise RuntimeError("the reader was closed")
             if self.error is not None and not reader.pending:
                 raise RuntimeError(f"{type(self.error).__name__}: {self.error}") from self.error
-            return reader.pending[0] if reader.pending else THE_END
+            if reader.pending:
+                return reader.pending[0]
+            return THE_END
 
     def _run(self) -> None:
         try:

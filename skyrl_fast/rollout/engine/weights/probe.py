@@ -98,7 +98,11 @@ class ProbeLimits:
             ("mean", difference.mean, self.mean, unit),
             ("90 % quantile", difference.quantile, self.quantile, unit),
         ]
-        return [(name, got, limit * scale) for name, got, limit, scale in rows if limit is not None]
+        result: list[tuple[str, float, float]] = []
+        for name, got, limit, scale in rows:
+            if limit is not None:
+                result.append((name, got, limit * scale))
+        return result
 
 
 # In float32 the engine is 1e-6 to 1e-5 away from the trainer, whatever the model. With 8 or 11 bits
@@ -127,7 +131,7 @@ class WeightSyncReport:
     num_bytes: int = 0
 
 
-# Of each probe sequence: logprobs of all tokens but the first, and the logits' standard deviation.
+# For each probe sequence: logprobs of all tokens but the first, and the logits' standard deviation.
 Logprobs = Sequence[tuple[Sequence[float], float]]
 
 
@@ -181,9 +185,12 @@ class WeightProbe:
         self._replayed_logprobs = replayed_logprobs
         self._dtype = dtype
         self._policy = policy
-        # Of the engine's requests.
+        # Samples of the engine's requests.
         self._options: dict[str, Any] = {} if policy is None else {"policy": policy}
-        self._limits = LIMITS[dtype] if limits is None else limits
+        if limits is None:
+            self._limits = LIMITS[dtype]
+        else:
+            self._limits = limits
         # Logprobs of all tokens of the probe; None: not verified yet.
         self._engine_before: np.ndarray | None = None
         self._trainer_before: np.ndarray | None = None
@@ -219,7 +226,10 @@ class WeightProbe:
         distances = _measure_distances(engine, trainer)
         difference = ProbeDifference.of(distances, logit_std)
         before = self._engine_before
-        change = 0.0 if before is None else float(_measure_distances(engine, before).max())
+        if before is None:
+            change = 0.0
+        else:
+            change = float(_measure_distances(engine, before).max())
         seconds = time.perf_counter() - started
         report = WeightSyncReport(update_seconds, seconds, difference, change, num_bytes)
         if not self._limits.allow(difference):
@@ -273,7 +283,10 @@ class WeightProbe:
             for position in range(1, len(sequence))
         ]
         sequence, position, token = tokens[worst]
-        of_policy = "" if self._policy is None else f" of policy {self._policy}"
+        if self._policy is None:
+            of_policy = ""
+        else:
+            of_policy = f" of policy {self._policy}"
         at_start = self._engine_before is None and not report.update_seconds
         text = (
             f"{'before any update ' * at_start}"

@@ -82,7 +82,10 @@ def record_digests(
     """
     for number, (name, tensor) in enumerate(weights):
         is_own = number % num_sharing == rank % num_sharing
-        digests[name] = tensor_digest(tensor) if is_own else RECEIVED
+        if is_own:
+            digests[name] = tensor_digest(tensor)
+        else:
+            digests[name] = RECEIVED
         yield name, tensor
 
 
@@ -90,14 +93,16 @@ def read_receipts(answers: Any) -> list[Receipt]:
     """Return the workers' receipts; raise TypeError, KeyError or the like for other answers."""
     if not isinstance(answers, list):
         raise TypeError(f"expected a list, got {type(answers).__name__}")
-    return [
-        Receipt(
-            digests={str(name): str(digest) for name, digest in answer["digests"].items()},
-            unloaded=[str(name) for name in answer["unloaded"]],
-            dtype=str(answer["dtype"]),
+    result: list[Receipt] = []
+    for answer in answers:
+        result.append(
+            Receipt(
+                digests={str(name): str(digest) for name, digest in answer["digests"].items()},
+                unloaded=[str(name) for name in answer["unloaded"]],
+                dtype=str(answer["dtype"]),
+            )
         )
-        for answer in answers
-    ]
+    return result
 
 
 def check_receipts(
@@ -146,15 +151,24 @@ def check_receipts(
 def _refuse(what: str, names: Iterable[str], *, hint: str = "") -> None:
     ordered = sorted(names)
     if ordered:
-        more = f" and {len(ordered) - MAX_NAMES} more" if len(ordered) > MAX_NAMES else ""
+        if len(ordered) > MAX_NAMES:
+            more = f" and {len(ordered) - MAX_NAMES} more"
+        else:
+            more = ""
         raise WeightSyncError(f"{what}: {', '.join(ordered[:MAX_NAMES])}{more}{hint}")
 
 
 def find_common_dtype(names: Iterable[Any]) -> torch.dtype | None:
     """Return the dtype that all workers name; None: they name several, or something else."""
     distinct = set(names)
-    name = distinct.pop() if len(distinct) == 1 else None
-    dtype = getattr(torch, name) if name in FLOATS else None
+    if len(distinct) == 1:
+        name = distinct.pop()
+    else:
+        name = None
+    if name in FLOATS:
+        dtype = getattr(torch, name)
+    else:
+        dtype = None
     assert dtype is None or isinstance(dtype, torch.dtype)
     return dtype
 
@@ -197,7 +211,10 @@ def _chunk_sums(words: torch.Tensor) -> list[int]:
     """Return the sums of all chunks, by two launches per slab and one transfer."""
     places = _odd_places(words.device)
     whole = words.numel() // _CHUNK * _CHUNK
-    slabs = words[:whole].view(-1, _CHUNK).split(_SLAB) if whole else ()
+    if whole:
+        slabs = words[:whole].view(-1, _CHUNK).split(_SLAB)
+    else:
+        slabs = ()
     sums = [(chunks * places).sum(1) for chunks in slabs]  # int64 wraps around
     rest = words[whole:]
     if rest.numel() or not sums:

@@ -32,7 +32,7 @@ class WeightUpdateExtension:
     model_runner: Any
     model_config: Any
     parallel_config: Any
-    rank: int  # of the engine's workers
+    rank: int  # number among the engine's workers
     device: torch.device
     weights_group: WeightsGroup
     patches: dict[str, bool] | None = None  # by name: whether it is in use
@@ -65,11 +65,16 @@ class WeightUpdateExtension:
         """
         parameters = self.model_runner.get_model().parameters()
         dtypes = {dtype_name(parameter.dtype) for parameter in parameters}
-        return dtypes.pop() if len(dtypes) == 1 else None
+        if len(dtypes) == 1:
+            return dtypes.pop()
+        return None
 
     def join_weights_group(self, backend: str, address: str, port: int, size: int) -> None:
         """Connect with the trainer, for `load_weights_broadcast`."""
-        device = self.device if backend == "nccl" else torch.device("cpu")
+        if backend == "nccl":
+            device = self.device
+        else:
+            device = torch.device("cpu")
         group = WeightsGroup(backend, rank=self.rank + 1, size=size, device=device, trainer=address)
         group.connect(store_at(address, port))
         self.weights_group = group
@@ -102,7 +107,10 @@ class WeightUpdateExtension:
 
         model.load_weights = load_and_record
         try:
-            share = {"rank": self.rank, "num_sharing": num_sharing} if num_sharing > 1 else {}
+            if num_sharing > 1:
+                share = {"rank": self.rank, "num_sharing": num_sharing}
+            else:
+                share = {}
             recorded = record_digests(weights, digests, **share)
             with renew_packed_weights(model):
                 # The worker's method, not the runner's: it sets the config that kernels ask for.
@@ -150,13 +158,17 @@ class WeightUpdateExtension:
 
         manager = self.model_runner.lora_manager._adapter_manager
         mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+        if mapper is None:
+            weights_mapper = None
+        else:
+            weights_mapper = mapper.get_rename_mapper()
         lora = LoRAModel.from_lora_tensors(
             version,
             matrices,
             PEFTHelper.from_dict(config),
             device="cpu",
             dtype=manager.lora_config.lora_dtype,
-            weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+            weights_mapper=weights_mapper,
         )
         manager.add_adapter(lora)
         manager.activate_adapter(version)

@@ -80,14 +80,17 @@ def receive_by_broadcast(group: WeightsGroup) -> Iterator[tuple[str, torch.Tenso
         RuntimeError: the trainer does not send in time, is gone, or sends something else.
     """
     # Of the caller: a bucket that it has freed is used again only after what it has queued.
-    stream = torch.cuda.current_stream(group.device) if group.device.type == "cuda" else None
+    if group.device.type == "cuda":
+        stream = torch.cuda.current_stream(group.device)
+    else:
+        stream = None
     received = Prefetch(partial(_receive_buckets, group, stream))
     (reader,) = received.readers
     try:
         for bucket in reader:
             yield from bucket.tensors()
             del bucket
-    except BaseException:  # of the loader, too
+    except BaseException:  # raised by the loader, too
         group.abort()
         raise
     finally:
@@ -97,7 +100,9 @@ def receive_by_broadcast(group: WeightsGroup) -> Iterator[tuple[str, torch.Tenso
 def check_broadcast_call(
     arguments: list[Any], folders: Sequence[Path], trainer: str | None
 ) -> list[Any] | None:
-    return None if arguments or trainer is None else []
+    if arguments or trainer is None:
+        return None
+    return []
 
 
 def _receive_buckets(group: WeightsGroup, stream: Any) -> Iterator[Bucket]:
@@ -166,10 +171,10 @@ class BucketSource:
         self.close()
         # From the start: engines that are restarted have nothing of an earlier pass.
         self._pass = Prefetch(self._make_buckets, number)
-        return [
-            BroadcastCall("broadcast", [], self._sent, self, reader)
-            for reader in self._pass.readers
-        ]
+        result: list[BroadcastCall] = []
+        for reader in self._pass.readers:
+            result.append(BroadcastCall("broadcast", [], self._sent, self, reader))
+        return result
 
     def raise_error(self) -> None:
         """Raise the error of the weights' iterator, if there was one."""
@@ -211,7 +216,7 @@ class BroadcastSender:
             device=torch.device(device),
             trainer=address,
         )
-        # Of the workers' `join_weights_group`.
+        # Arguments of the workers' `join_weights_group`.
         self.join_arguments = (backend, address, port, num_workers + 1)
 
     async def connect(self, answer: Coroutine[Any, Any, object]) -> None:
@@ -278,7 +283,7 @@ def _run_in_thread(function: Callable[[], None]) -> asyncio.Future[None]:
     def run() -> None:
         try:
             function()
-        except BaseException as error:  # of CUDA, too; it is raised where it is awaited
+        except BaseException as error:  # raised by CUDA, too; raised again where it is awaited
             future.set_exception(error)
         else:
             future.set_result(None)

@@ -84,7 +84,9 @@ def write_adapter_folder(path: Path, config: Mapping[str, Any]) -> Path:
 
 
 def weights_folders(folder: str | None) -> list[Path]:
-    return [Path(folder)] if folder else [SHARED_MEMORY, Path(tempfile.gettempdir())]
+    if folder:
+        return [Path(folder)]
+    return [SHARED_MEMORY, Path(tempfile.gettempdir())]
 
 
 def check_file_call(
@@ -100,7 +102,7 @@ def check_path(text: str, folders: Sequence[Path]) -> Path:
     """Return the path, without links, of a file of `send_by_file` in one of these folders.
 
     Raises:
-        RefusedError: it is of another user, or none; not told is whether such a file exists.
+        RefusedError: it is of another user, or missing; the error does not reveal which.
     """
     try:
         path = Path(text).resolve(strict=True)

@@ -40,7 +40,7 @@ def send_by_ipc(weights: Weights, dtype: torch.dtype | None = None) -> Iterator[
     torch.cuda.synchronize()  # the engine does not wait for this process's streams
     try:
         handles = [[name, *_make_handle(tensor)] for name, tensor in tensors.items()]
-    except RuntimeError as error:  # of CUDA
+    except RuntimeError as error:  # raised by CUDA
         raise WeightSyncError(
             "weight_sync_backend: ipc: CUDA does not share the memory of this process with others: "
             f"{_first_line(error)}. Set it to file"

@@ -1,0 +1,95 @@
+"""Who has the GPUs when: what engines and trainer do before and after an update of the weights.
+
+The order of a step where engines sleep: `begin_update`, the optimizer steps, `before_sync`, and the
+engines wake up when they have read `weights` to the end.
+
+Design: docs/design/018-asynchronous.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+import torch
+
+from skyrl_fast.config import Config
+from skyrl_fast.config.modes import EnginePlace
+from skyrl_fast.rollout.engine.pool import EnginePool
+from skyrl_fast.system.torch_threads import end_torch_threads
+from skyrl_fast.train.model.policy import Policy
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+class GpuSharing:
+    """Engines with memory of their own: nothing makes room for anything."""
+
+    sleeps = False
+
+    async def begin_update(self, policy: Policy) -> None:
+        """Give the trainer the GPUs; no trajectory is running."""
+
+    async def before_sync(self, policy: Policy, compute_probe: Callable[[], None]) -> None:
+        """Let engines load new weights.
+
+        Args:
+            compute_probe: computes the policy's side of the comparison after the sync, and keeps
+                it.
+        """
+
+    def weights(self, policy: Policy, weights: NamedTensors) -> NamedTensors:
+        """Return the weights as they are sent: name and tensor of each."""
+        return weights
+
+
+class SleepingEngines(GpuSharing):
+    """Engines that free their memory during updates."""
+
+    sleeps = True
+
+    def __init__(self, pool: EnginePool) -> None:
+        self._pool = pool
+
+    async def begin_update(self, policy: Policy) -> None:
+        await self._pool.sleep()
+
+    def weights(self, policy: Policy, weights: NamedTensors) -> NamedTensors:
+        # An iterator that makes room at its end: an engine wakes up when all have been read.
+        return self._then_make_room(policy, weights)
+
+    def _then_make_room(self, policy: Policy, weights: NamedTensors) -> NamedTensors:
+        yield from weights
+        policy.free_cached_memory()
+
+
+class EnginesInPlaceOfBase(SleepingEngines):
+    """Sleeping engines on GPUs that cannot hold both copies of an adapter's base at once."""
+
+    async def begin_update(self, policy: Policy) -> None:
+        await super().begin_update(policy)
+        await asyncio.to_thread(policy.load_base)
+
+    async def before_sync(self, policy: Policy, compute_probe: Callable[[], None]) -> None:
+        # The trainer's copy of the base needs the memory that engines hold.
+        await self._pool.sleep()  # at the start of a run they are awake
+        await asyncio.to_thread(self._leave_device, policy, compute_probe)
+
+    def _leave_device(self, policy: Policy, compute_probe: Callable[[], None]) -> None:
+        policy.load_base()
+        try:
+            # Now, as the probe is compared when the engine has the GPU's memory.
+            compute_probe()
+        finally:
+            end_torch_threads()
+        policy.offload_base()
+
+
+def make_gpu_sharing(config: Config, pool: EnginePool) -> GpuSharing:
+    """Return how the engines of a pool and the trainer share GPUs, by the settings."""
+    place = config.engine_place
+    if place is not EnginePlace.HERE_ASLEEP:
+        return GpuSharing()
+    if config.offloads_base(place):
+        return EnginesInPlaceOfBase(pool)
+    return SleepingEngines(pool)

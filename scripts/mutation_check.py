@@ -605,14 +605,14 @@ FAULTS = (
     ),
     Fault(
         "a second model may have fewer token ids than the policy",
-        "skyrl_fast/train/setup/gpu_sharing.py",
+        "skyrl_fast/train/setup/model_checks.py",
         "if size is not None and size <= max(ids.values(), default=0):",
         "if False:",
         ("train/test_second_models.py::test_another_vocabulary_is_refused",),
     ),
     Fault(
         "a second model may have another tokenizer",
-        "skyrl_fast/train/setup/gpu_sharing.py",
+        "skyrl_fast/train/setup/model_checks.py",
         "if known != number or names.get(number, token) != token:",
         "if False:",
         ("train/test_second_models.py::test_another_vocabulary_is_refused",),

@@ -8,7 +8,7 @@ import pytest
 
 from skyrl_fast.config import as_config
 from skyrl_fast.train.run import _warn_of_the_reference
-from skyrl_fast.train.setup.gpu_sharing import check_vocabulary
+from skyrl_fast.train.setup.model_checks import check_vocabulary
 
 SETTING = "trainer.ref.model.path"
 

@@ -79,7 +79,7 @@ from skyrl_fast.train.parallel.ranks import Ranks
 from skyrl_fast.train.run_progress import RunProgress
 from skyrl_fast.train.setup.errors import SetupError, as_setup_error
 from skyrl_fast.train.setup.given_objects import GivenObjects, with_absolute_paths
-from skyrl_fast.train.setup.gpu_sharing import check_models, plan_run_memory
+from skyrl_fast.train.setup.model_checks import check_models, plan_run_memory
 from skyrl_fast.train.setup.run_data import RunData, run_data
 from skyrl_fast.train.trainer import Components, Trainer
 from skyrl_fast.trajectory_store.words import readable

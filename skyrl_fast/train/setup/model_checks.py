@@ -1,4 +1,4 @@
-"""Whether a run's models are there, and how they share the GPUs with the engine."""
+"""Whether a run's models are there and fit each other, and whether they fit into the memory."""
 
 from __future__ import annotations
 

@@ -1,11 +1,14 @@
 """Saved adapters on a disk that fills up, and paths that lead elsewhere."""
 
+import os
 from datetime import UTC, datetime, timedelta
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
 from skyrl_fast.tinker.checkpoints import (
+    ASIDE,
     SAMPLER,
     TRAINING,
     CheckpointStore,
@@ -75,6 +78,41 @@ def test_a_checkpoint_is_there_complete_or_not_at_all(tmp_path: Path) -> None:
     assert (store.folder(path) / "weights").read_text() == "x"
     write(store, path, "other", overwrite=True)
     assert (store.folder(path) / "weights").read_text() == "other"
+
+
+@pytest.mark.spec("tinker.paths")
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_a_server_that_dies_while_it_overwrites_leaves_the_old_or_the_new(
+    renames: int, tmp_path: Path
+) -> None:
+    """It moves the old one aside, then gives the new one its name: it dies around each."""
+    path = TinkerPath("run", TRAINING, "first")
+    write(CheckpointStore(tmp_path), path, "old")
+    rename = Path.rename
+
+    def overwrite() -> None:
+        calls = iter(range(renames))
+
+        def dying(self: Path, target: Path) -> Path:
+            if next(calls, None) is None:
+                os._exit(9)
+            return rename(self, target)
+
+        Path.rename = dying  # type: ignore[assignment, method-assign]
+        write(CheckpointStore(tmp_path), path, "new", overwrite=True)
+
+    process = get_context("fork").Process(target=overwrite)
+    process.start()
+    process.join()
+    assert process.exitcode == (0 if renames == 2 else 9)
+    store = CheckpointStore(tmp_path)
+    assert store.find(path).rank == 8
+    text = (store.folder(path) / "weights").read_text()
+    assert text == ("new" if renames == 2 else "old")
+    names = [folder.name for folder in store.folder(path).parent.iterdir()]
+    assert not any(name.endswith(ASIDE) for name in names)
+    write(store, path, "newer", overwrite=True)
+    assert (store.folder(path) / "weights").read_text() == "newer"
 
 
 def test_damage_is_found(tmp_path: Path) -> None:

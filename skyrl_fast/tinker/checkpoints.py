@@ -4,7 +4,8 @@
     RUNS/<training run>/sampler_weights/<name>   an adapter, to sample from
 
 Each is written under a hidden name, flushed, and renamed: a reader, or a server that was killed,
-never sees half of one. The adapter's files are PEFT's.
+never sees half of one. One that is overwritten is moved aside first, and put back at the next start
+if the server was killed before the new one had its name. The adapter's files are PEFT's.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ TRAINING = "weights"
 SAMPLER = "sampler_weights"
 KINDS = {TRAINING: "training", SAMPLER: "sampler"}  # by the SDK's name in a checkpoint's record
 STATE = "tinker.json"
+ASIDE = ".old"  # of one that is being overwritten
 CONFIG = "adapter_config.json"  # PEFT's files
 WEIGHTS = "adapter_model.safetensors"
 EXAMPLE = f"{SCHEME}RUN/{TRAINING}/NAME or {SCHEME}RUN/{SAMPLER}/NAME"
@@ -122,6 +124,17 @@ class CheckpointStore:
     def __init__(self, folder: Path, clock: Callable[[], datetime] | None = None) -> None:
         self._folder = folder
         self._clock = clock or (lambda: datetime.now(UTC))
+        self._recover()
+
+    def _recover(self) -> None:
+        """Put back what a server that was killed had moved aside to overwrite it."""
+        for kind in KINDS:
+            for old in self._folder.glob(f"*/{kind}/.*{ASIDE}"):
+                final = old.with_name(old.name.removeprefix(".").removesuffix(ASIDE))
+                if final.exists():
+                    shutil.rmtree(old, ignore_errors=True)
+                else:
+                    old.rename(final)
 
     def folder(self, path: TinkerPath) -> Path:
         return self._folder / path.run / path.kind / path.name
@@ -169,7 +182,7 @@ class CheckpointStore:
 
     def _rename(self, hidden: Path, final: Path) -> None:
         if final.exists():
-            old = final.with_name(f".{final.name}.old")
+            old = final.with_name(f".{final.name}{ASIDE}")
             shutil.rmtree(old, ignore_errors=True)
             final.rename(old)
             hidden.rename(final)

@@ -442,6 +442,32 @@ def test_unknown_paths_and_broken_bodies_are_answered(server: RunningServer) -> 
     assert session.get("healthz", headers={"Origin": "http://a.page"}).status_code == 403
 
 
+@pytest.mark.spec("tinker.refusals")
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rank": None}, "lora_config.rank: expected a whole number, got None"),
+        ({"rank": "8"}, "lora_config.rank: expected a whole number, got 8"),
+        ({"rank": 8, "seed": 1.5}, "lora_config.seed: expected a whole number, got 1.5"),
+    ],
+)
+def test_values_of_another_type_are_the_callers_error(
+    server: RunningServer, tiny_model_folder: Path, values: dict[str, Any], message: str
+) -> None:
+    """As of a client that is not the SDK, which checks types itself."""
+    session = tinker_session(server)
+    opened = session.post("create_session", json={"sdk_version": tinker.__version__}).json()
+    body = {
+        "session_id": opened["session_id"],
+        "model_seq_id": 0,
+        "base_model": str(tiny_model_folder),
+        "lora_config": {"train_unembed": False, **values},
+    }
+    future = session.post("create_model", json=body).json()
+    failed = session.post("retrieve_future", json=future).json()
+    assert (failed["category"], failed["error"]) == ("user", message)
+
+
 @pytest.mark.spec("tinker.heartbeats")
 def test_a_silent_session_ends_and_others_go_on(
     server: RunningServer, client: Any, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -117,25 +117,25 @@ def read_sample_call(body: Mapping[str, Any], *, vocab_size: int, max_length: in
             f"prompt: expected at most {max_length - 1} tokens, got {len(prompt)}"
         )
     asked = params.get("max_tokens")
-    max_tokens = _whole("max_tokens", room if asked is None else asked, 1, None)
+    max_tokens = whole_number("max_tokens", room if asked is None else asked, 1, None)
     last_n = body.get("prompt_logprobs_last_n")
     if last_n is not None:
-        last_n = _whole("prompt_logprobs_last_n", last_n, 1, max(1, len(prompt) - 1))
+        last_n = whole_number("prompt_logprobs_last_n", last_n, 1, max(1, len(prompt) - 1))
     seed = params.get("seed")
     return SampleCall(
         prompt=prompt,
-        num_samples=_whole("num_samples", body.get("num_samples", 1), 1, MAX_SAMPLES),
+        num_samples=whole_number("num_samples", body.get("num_samples", 1), 1, MAX_SAMPLES),
         max_tokens=min(max_tokens, room),
         temperature=_number("temperature", params.get("temperature", 1.0), 0.0, None),
-        top_k=_whole("top_k", params.get("top_k", -1), -1, None),
+        top_k=whole_number("top_k", params.get("top_k", -1), -1, None),
         top_p=_number("top_p", params.get("top_p", 1.0), 0.0, 1.0),
-        seed=None if seed is None else _whole("seed", seed, None, None) % MAX_SEED,
+        seed=None if seed is None else whole_number("seed", seed, None, None) % MAX_SEED,
         **_read_stop(params.get("stop"), vocab_size),
         prompt_logprobs=bool(body.get("prompt_logprobs")),
-        topk_prompt=_whole(
+        topk_prompt=whole_number(
             "topk_prompt_logprobs", body.get("topk_prompt_logprobs", 0), 0, MAX_TOPK
         ),
-        topk_sample=_whole(
+        topk_sample=whole_number(
             "topk_sample_logprobs", body.get("topk_sample_logprobs", 0), 0, MAX_TOPK
         ),
         last_n=last_n,
@@ -157,7 +157,7 @@ def _read_prompt(prompt: Any, vocab_size: int) -> list[int]:
     if not tokens:
         raise RefusedCallError("prompt: expected at least one token, got none")
     for token in tokens:
-        _whole("prompt", token, 0, vocab_size - 1)
+        whole_number("prompt", token, 0, vocab_size - 1)
     return tokens
 
 
@@ -172,10 +172,11 @@ def _read_stop(stop: Any, vocab_size: int) -> dict[str, Any]:
         return {"ignores_end": True}
     if all(isinstance(one, str) and one for one in stop):
         return {"stop_strings": tuple(stop)}
-    return {"stop_ids": tuple(_whole("stop", one, 0, vocab_size - 1) for one in stop)}
+    return {"stop_ids": tuple(whole_number("stop", one, 0, vocab_size - 1) for one in stop)}
 
 
-def _whole(name: str, value: Any, least: int | None, most: int | None) -> int:
+def whole_number(name: str, value: Any, least: int | None, most: int | None) -> int:
+    """Return a whole number of a request; RefusedCallError if it is none, or out of range."""
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     is_inside = is_whole and (least is None or value >= least) and (most is None or value <= most)
     if not is_inside:

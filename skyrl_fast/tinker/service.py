@@ -29,7 +29,13 @@ from skyrl_fast.tinker.checkpoints import (
     checkpoint_record,
 )
 from skyrl_fast.tinker.futures import SAMPLING, CallAnswer, CallFuture, Futures, OrderedCalls
-from skyrl_fast.tinker.sampling import SampleCall, Snapshot, SnapshotSampler, read_sample_call
+from skyrl_fast.tinker.sampling import (
+    SampleCall,
+    Snapshot,
+    SnapshotSampler,
+    read_sample_call,
+    whole_number,
+)
 from skyrl_fast.tinker.sessions import ClientSessions, SamplingSession, ServedModel
 from skyrl_fast.tinker.training import AdapterForm, AdapterTrainer, TrainedAdapter
 from skyrl_fast.tinker.wire import (
@@ -225,12 +231,16 @@ class TinkerService:
         _check_adamw(body.get("optimizer_config"))
         if config.get("train_unembed", True):
             self._warn_of_head()
+        rank = config.get("rank")
+        seed = config.get("seed")
+        if seed is not None:
+            seed = whole_number("lora_config.seed", seed, None, None)
         form = AdapterForm(
-            rank=int(config.get("rank", 0)),
+            rank=whole_number("lora_config.rank", rank, None, None),
             train_attn=bool(config.get("train_attn", True)),
             train_mlp=bool(config.get("train_mlp", True)),
         )
-        model.adapter = self._trainer.create(form, seed=config.get("seed"))
+        model.adapter = self._trainer.create(form, seed=seed)
         model.form = form
         return CallAnswer.of_json({"type": "create_model", "model_id": model.model_id})
 
@@ -292,7 +302,10 @@ class TinkerService:
         model = self.sessions.model(body.get("model_id"))
         model.last_request = self._store.now()
         run = partial(self._in_thread, partial(work, model))
-        return model.calls.submit(body.get("seq_id"), digest or _digest(body), run)
+        number = body.get("seq_id")
+        if number is not None:
+            number = whole_number("seq_id", number, 0, None)
+        return model.calls.submit(number, digest or _digest(body), run)
 
     def forward_backward(self, content: bytes) -> CallFuture:
         message = parse_forward_backward(content)

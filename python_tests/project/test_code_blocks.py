@@ -26,7 +26,7 @@ from skyrl_fast.config.loading import as_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PATTERNS = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/**/README.md")
-COUNTS = {"python": 35, "bash": 43, "yaml": 8, "json": 2, "toml": 1, "text": 12}
+COUNTS = {"python": 35, "bash": 46, "yaml": 8, "json": 2, "toml": 1, "text": 12}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 
 # Blocks that another test takes from their page and runs.
@@ -101,7 +101,11 @@ WITH_PACKAGES = {
 }
 MARKED_TEST = "CONTRIBUTING.md 0"  # the first lines of a test of the suite
 OTHER_PROGRAMS = {"ray", "export", "git", "cd", "cp", "pytest", "curl", "hf"}
-OTHER_MODULES = {"verl.trainer.main_ppo", "skyrl.train.entrypoints.main_base"}
+OTHER_MODULES = {
+    "verl.trainer.main_ppo",
+    "skyrl.train.entrypoints.main_base",
+    "tinker_cookbook.recipes.rl_loop",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from examples.tinker.run import write_model
 tinker = pytest.importorskip("tinker", reason="the Tinker SDK is not installed")
 types = pytest.importorskip("tinker.types")
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.ci, pytest.mark.timeout(600)]
 
 # Float32 in two engines with other orders of sums.
 CLOSE = 1e-5

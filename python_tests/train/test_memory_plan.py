@@ -41,7 +41,7 @@ from skyrl_fast.train.memory.plan import (
     plan_with_remedies,
 )
 from skyrl_fast.train.model.policy import Policy, recomputes_activations
-from skyrl_fast.train.setup import gpu_sharing
+from skyrl_fast.train.setup import model_checks
 from skyrl_fast.train.setup.errors import SetupError
 from skyrl_fast.train.setup.given_objects import with_absolute_paths
 
@@ -306,12 +306,12 @@ def test_memory_in_use_is_not_planned_for_the_engine(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: card)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (free[gpu], 24 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda gpu: GIB)
-    monkeypatch.setattr(gpu_sharing, "find_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(gpu_sharing, "find_ipc_fault", lambda: "")
+    monkeypatch.setattr(model_checks, "find_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(model_checks, "find_ipc_fault", lambda: "")
     awake = "generator.inference_engine.enable_sleep_mode=false"
     config = config_of(small, awake)
     assert memory_in_use(config) == 3 * GIB  # less what torch holds here
-    plan = gpu_sharing.plan_run_memory(config, None, with_engine=True)
+    plan = model_checks.plan_run_memory(config, None, with_engine=True)
     assert plan is not None
     (device,) = plan.devices
     assert device.items[0] == Item("in use before the run", 3 * GIB)
@@ -357,9 +357,9 @@ def test_workers_on_other_gpus_have_contexts_on_the_trainers(small: Path) -> Non
 def test_without_cuda_ipc_weights_go_by_file(
     small: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(gpu_sharing, "find_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(gpu_sharing, "gpu_memory", lambda config, with_engine: GPU)
-    monkeypatch.setattr(gpu_sharing, "memory_in_use", lambda config, with_engine: 0)
+    monkeypatch.setattr(model_checks, "find_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(model_checks, "gpu_memory", lambda config, with_engine: GPU)
+    monkeypatch.setattr(model_checks, "memory_in_use", lambda config, with_engine: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
@@ -367,7 +367,7 @@ def test_without_cuda_ipc_weights_go_by_file(
     monkeypatch.setattr(torch, "zeros", lambda *size, device: torch.ones(*size))
     monkeypatch.setattr(ipc, "_make_handle", lambda tensor: ["handle"])
     works = config_of(small)
-    gpu_sharing.plan_run_memory(works, None, with_engine=True)
+    model_checks.plan_run_memory(works, None, with_engine=True)
     assert works.generator.inference_engine.weight_sync_backend == "ipc"
 
     def refuse(tensor: torch.Tensor) -> list[str]:
@@ -375,13 +375,13 @@ def test_without_cuda_ipc_weights_go_by_file(
 
     monkeypatch.setattr(ipc, "_make_handle", refuse)
     config = config_of(small)
-    plan = gpu_sharing.plan_run_memory(config, None, with_engine=True)
+    plan = model_checks.plan_run_memory(config, None, with_engine=True)
     assert plan is not None and plan.host_bytes > 0
     assert config.generator.inference_engine.weight_sync_backend == "file"
     assert "by file, as CUDA does not share" in caplog.text
     assert "here: CUDA error: operation not supported\n" in caplog.text + "\n"
     asked = config_of(small, "generator.inference_engine.weight_sync_backend=ipc")
-    gpu_sharing.plan_run_memory(asked, None, with_engine=True)
+    model_checks.plan_run_memory(asked, None, with_engine=True)
     assert asked.generator.inference_engine.weight_sync_backend == "ipc"
     weights = {"a": SimpleNamespace(device=torch.device("cuda"))}
     refused = "ipc: CUDA does not share .*: CUDA error: operation not supported. Set it to file"
@@ -450,7 +450,7 @@ def test_what_makes_a_run_fit_into_main_memory(
     assert main([*command, "--device-memory", "20GiB"]) == 1
     printed = capsys.readouterr().out
     assert printed.startswith("main memory: ")
-    remedies = printed.split("it would fit with:\n")[1].split()
+    remedies = printed.split("it would fit with:\n")[1].partition("for example:")[0].split()
     assert remedies == ["trainer.gradient_checkpointing=true"]
     assert main([*command, *remedies, "--device-memory", "20GiB"]) == 0
     main(command)
@@ -525,8 +525,8 @@ def test_ranks_hold_full_gradients_where_an_update_leaves_room(small: Path) -> N
 
 @pytest.mark.spec("memory.saved-logits")
 def test_train_saves_the_logits_of_the_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_sharing, "find_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(gpu_sharing, "gpu_memory", lambda config, with_engine=True: GPU)
+    monkeypatch.setattr(model_checks, "find_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(model_checks, "gpu_memory", lambda config, with_engine=True: GPU)
     found: list[Any] = []
 
     def stop(*arguments: Any, saved_logits_bytes: int | None, **options: bool) -> None:
@@ -540,7 +540,7 @@ def test_train_saves_the_logits_of_the_plan(folder: Path, monkeypatch: pytest.Mo
     with pytest.raises(SetupError, match="stop here"):
         skyrl_fast.train_agent(chosen, reward=lambda answer, row: 0.0)
     config = with_absolute_paths(as_config(chosen))
-    plan = gpu_sharing.plan_run_memory(config, None, with_engine=True)
+    plan = model_checks.plan_run_memory(config, None, with_engine=True)
     assert plan is not None and found == [plan.saved_logits_bytes] and found[0] > 0
 
 
@@ -728,8 +728,8 @@ def test_command(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.spec("memory.refused")
 def test_train_refuses_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_sharing, "find_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(gpu_sharing, "gpu_memory", lambda config, with_engine: num_bytes("1MiB"))
+    monkeypatch.setattr(model_checks, "find_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(model_checks, "gpu_memory", lambda config, with_engine: num_bytes("1MiB"))
     monkeypatch.setattr(run_module, "make_models", lambda *a: pytest.fail("models were loaded"))
     monkeypatch.setattr(run_module, "_check_rollouts", lambda *a: None)
     with pytest.raises(SetupError, match=r"(?s)more memory than its GPUs have.*lacks .* GiB"):
@@ -738,10 +738,10 @@ def test_train_refuses_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.spec("memory.engine-share")
 def test_engine_gets_what_the_trainer_leaves(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_sharing, "find_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(gpu_sharing, "gpu_memory", lambda config, with_engine: GPU)
+    monkeypatch.setattr(model_checks, "find_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(model_checks, "gpu_memory", lambda config, with_engine: GPU)
     config = config_of(small)
-    plan = gpu_sharing.plan_run_memory(config, None, with_engine=True)
+    plan = model_checks.plan_run_memory(config, None, with_engine=True)
     engine = config.generator.inference_engine
     share = engine.gpu_memory_utilization
     assert share is not None and plan is not None
@@ -750,16 +750,16 @@ def test_engine_gets_what_the_trainer_leaves(small: Path, monkeypatch: pytest.Mo
     trainer = generation.total - generation.items[-1].num_bytes
     assert 0 <= GPU - trainer - share * GPU < 0.01 * GPU
     asynchronous = config_of(small, "trainer.fully_async.enabled=true")
-    assert gpu_sharing.plan_run_memory(asynchronous, None, with_engine=True) is not None
+    assert model_checks.plan_run_memory(asynchronous, None, with_engine=True) is not None
     assert asynchronous.generator.inference_engine.enable_sleep_mode is False
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     apart = config_of(small)
-    gpu_sharing.plan_run_memory(apart, None, with_engine=True)
+    model_checks.plan_run_memory(apart, None, with_engine=True)
     engine = apart.generator.inference_engine
     chosen = (engine.enable_sleep_mode, engine.gpu_ids, engine.gpu_memory_utilization)
     assert chosen == (False, [1], 0.9)
     without = config_of(small)
-    assert gpu_sharing.plan_run_memory(without, None, with_engine=False) is not None
+    assert model_checks.plan_run_memory(without, None, with_engine=False) is not None
     assert without.generator.inference_engine.gpu_memory_utilization is None
 
 
@@ -786,8 +786,8 @@ def test_sleep_mode_ipc_and_nccl_need_a_gpu(small: Path) -> None:
         asked = config_of(small, f"generator.inference_engine.{name}={value}")
         wanted = f"{name}: expected .*, as the trainer computes on the CPU, got {value}"
         with pytest.raises(SetupError, match=wanted):
-            gpu_sharing.plan_run_memory(asked, None, with_engine=True)
-    assert gpu_sharing.plan_run_memory(config_of(small), None, with_engine=True) is None
+            model_checks.plan_run_memory(asked, None, with_engine=True)
+    assert model_checks.plan_run_memory(config_of(small), None, with_engine=True) is None
 
 
 @pytest.mark.spec("memory.unmeasurable")
@@ -800,11 +800,11 @@ def test_a_model_that_reads_values_is_trained_without_a_plan(
         return hidden if float(hidden.sum()) > 0 else -hidden
 
     monkeypatch.setattr(Qwen2MLP, "forward", reads_a_value)
-    monkeypatch.setattr(gpu_sharing, "find_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(gpu_sharing, "gpu_memory", lambda config, with_engine: GPU)
+    monkeypatch.setattr(model_checks, "find_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(model_checks, "gpu_memory", lambda config, with_engine: GPU)
     # No other test measures this.
     config = config_of(small, "generator.max_input_length=333")
-    assert gpu_sharing.plan_run_memory(config, None, with_engine=True) is None
+    assert model_checks.plan_run_memory(config, None, with_engine=True) is None
     assert config.generator.inference_engine.gpu_memory_utilization == 0.5
     assert "no memory plan: the model's memory cannot be measured" in caplog.text
 
@@ -813,10 +813,10 @@ def test_a_resumed_run_is_planned_from_its_checkpoint(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model_folder(tmp_path / "policy", "Qwen/Qwen2.5-0.5B-Instruct")
-    monkeypatch.setattr(gpu_sharing, "find_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(gpu_sharing, "gpu_memory", lambda config, with_engine: GPU)
+    monkeypatch.setattr(model_checks, "find_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(model_checks, "gpu_memory", lambda config, with_engine: GPU)
     config = config_of(tmp_path / "deleted")
-    assert gpu_sharing.plan_run_memory(config, tmp_path, with_engine=True) is not None
+    assert model_checks.plan_run_memory(config, tmp_path, with_engine=True) is not None
     assert config.trainer.policy.model.path == str(tmp_path / "deleted")
     assert config.trainer.ref.model.path is None
 

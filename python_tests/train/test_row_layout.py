@@ -213,5 +213,5 @@ def test_a_kernel_that_fails_leaves_sequences(
 
 @pytest.mark.spec("tree.rows-setting")
 def test_setting() -> None:
-    found = {rows: uses_trees(rows) for rows in ("auto", "step", "merged", "tree")}
-    assert found == {"auto": None, "step": False, "merged": False, "tree": True}
+    found = {layout: uses_trees(layout) for layout in ("auto", "sequence", "tree")}
+    assert found == {"auto": None, "sequence": False, "tree": True}

@@ -18,7 +18,9 @@ from skyrl_fast.train.setup.errors import SetupError
 from skyrl_fast.train.setup.run_data import run_data
 
 __all__ = ["folder"]  # a fixture
-TOO_LONG = "generator.max_input_length (512) and sampling_params.max_generate_length (1024): "
+TOO_LONG = (
+    "generator.max_input_length (512) and generator.sampling_params.max_generate_length (1024): "
+)
 
 
 @pytest.fixture

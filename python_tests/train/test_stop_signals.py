@@ -74,7 +74,8 @@ def test_signal_while_the_engine_starts_ends_the_run(
     with stopped_by(signal.SIGTERM), signals.install():
         signals.run(work())  # type: ignore[arg-type]
     gc.collect()
-    assert not caplog.records  # such as a task whose exception was never retrieved
+    # Such as a task whose exception was never retrieved; clients of other tests may log, too.
+    assert not [record for record in caplog.records if record.name == "asyncio"]
     assert time.monotonic() - started < BLOCKED_SECONDS / 2
 
 

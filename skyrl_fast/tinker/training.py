@@ -26,10 +26,9 @@ from skyrl_fast.tinker.datums import batch_of_datums, check_datums, with_targets
 from skyrl_fast.tinker.losses import LossInputs, TokenLoss, find_loss, gather_inputs
 from skyrl_fast.tinker.wire import Datum, ForwardBackward, LossOutputs, RefusedCallError
 from skyrl_fast.train.model.forward_pass import MicroBatch, response_positions
-from skyrl_fast.train.model.lora import NAME, save_adapter
+from skyrl_fast.train.model.lora import NAME, linear_modules, save_adapter
 from skyrl_fast.train.model.optimizer import Optimizer, StepNumbers
 from skyrl_fast.train.model.policy import Policy
-from skyrl_fast.train.parallel.sharding import layers_of
 
 ATTENTION = re.compile(r"attn|attention")  # in the path of a module inside a layer
 LOSS_SUM = "loss:sum"  # the client reads it
@@ -299,10 +298,7 @@ def _gradients_kept(parameters: Sequence[torch.Tensor], *, enabled: bool) -> Ite
 def _modules_by_kind(model: Any) -> dict[str, list[str]]:
     """Return the linear modules of the layers by kind, attn or mlp, as PEFT's target modules."""
     kinds: dict[str, list[str]] = {"attn": [], "mlp": []}
-    for path, layer in layers_of(model):
-        for inside, module in layer.named_modules():
-            if type(module) is not torch.nn.Linear:
-                continue
-            kind = "attn" if ATTENTION.search(inside) else "mlp"
-            kinds[kind].append(f"{path}.{inside}")
+    for layer, path in linear_modules(model):
+        kind = "attn" if ATTENTION.search(path) else "mlp"
+        kinds[kind].append(f"{layer}.{path}")
     return {kind: list(dict.fromkeys(names)) for kind, names in kinds.items()}

@@ -304,14 +304,12 @@ def _is_run(path: Path) -> bool:
 def _read_lora(folder: Path) -> LoraConfig:
     saved = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     targets = saved.get("target_modules")
-    if not isinstance(targets, str):
-        # PEFT may write full names; an engine joins modules by the last parts of theirs.
-        targets = sorted({name.rpartition(".")[2] for name in targets})
     excluded = saved.get("exclude_modules")
     if isinstance(targets, str):
         target_modules = [targets]
     else:
-        target_modules = targets
+        # PEFT may write full names; an engine joins modules by the last parts of theirs.
+        target_modules = sorted({name.rpartition(".")[2] for name in targets})
     return LoraConfig(
         rank=int(saved["r"]),
         alpha=int(saved["lora_alpha"]),

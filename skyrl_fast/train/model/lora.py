@@ -106,7 +106,8 @@ def add_adapter(
             warnings.filterwarnings("ignore", "Already found a `peft_config`")
             peft.inject_adapter_in_model(config, model, name)
     except ValueError as error:  # no module has such a name
-        known = ", ".join(_linear_names(model))
+        names = {path.rpartition(".")[2] for _, path in linear_modules(model)}
+        known = ", ".join(sorted(names))
         raise ValueError(
             f"{SETTING}.target_modules: expected names of linear modules ({known}) or "
             f"{ALL_LINEAR}, got {', '.join(lora.target_modules)}"
@@ -470,14 +471,14 @@ def _metadata(path: Path) -> dict[str, str]:
         return {}  # `_load` says why
 
 
-def _linear_names(model: Any) -> list[str]:
-    """Return the last parts of the names of the layers' linear modules."""
-    names: set[str] = set()
-    for _, layer in layers_of(model):
-        for name, module in layer.named_modules():
+def linear_modules(model: Any) -> list[tuple[str, str]]:
+    """Return the linear modules of a model's layers: the layer's path, and the path inside it."""
+    found = []
+    for layer_path, layer in layers_of(model):
+        for path, module in layer.named_modules():
             if type(module) is torch.nn.Linear:
-                names.add(name.rpartition(".")[2])
-    return sorted(names)
+                found.append((layer_path, path))
+    return found
 
 
 def _check_targets(model: Any, lora: LoraConfig, adapter: str) -> None:

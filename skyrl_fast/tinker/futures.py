@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 JSON = "application/json"
 KEPT_SECONDS = 600.0  # of a fetched answer: the client repeats a lost one for five minutes
-ABANDONED_SECONDS = 3600.0  # of an answer that nobody has fetched
+ABANDONED_SECONDS = 3600.0  # of an answer that was never fetched
 TRAINING = "train"
 SAMPLING = "sample"
 

@@ -53,7 +53,7 @@ class StopSignals:
         except BaseException:  # such as that of an engine that ended with the signal
             if self._early is None:
                 raise
-            # Not raised in the coroutine: asyncio would log it as an error that nobody has seen.
+            # Not raised in the coroutine: asyncio would log an exception that was never retrieved.
             raise _stop(self._early) from None
 
     def handle_by(self, handle: Callable[[int], None]) -> None:

@@ -226,9 +226,7 @@ def is_trusted(op: str, device: torch.device, backend: str) -> bool:
         index = torch.cuda.current_device()
     else:
         index = None
-    if index is None:
-        device = device
-    else:
+    if index is not None:
         device = torch.device("cuda", index)
     key = (op, device, backend)
     if key not in _reasons:

@@ -189,9 +189,7 @@ def check_trajectories(rows: Rows, group_ids: torch.Tensor | None = None) -> Non
 def check_finite(rows: Rows, sums: torch.Tensor, where: torch.Tensor | None = None) -> None:
     """Refuse row sums that are NaN or infinite; `where`: (N,) bool, rows that count."""
     bad = ~torch.isfinite(sums)
-    if where is None:
-        bad = bad
-    else:
+    if where is not None:
         bad = bad & where
     if bool(bad.any()):
         row = int(bad.nonzero()[0])

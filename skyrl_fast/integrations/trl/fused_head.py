@@ -60,9 +60,7 @@ class FusedHead:
             return result
         if not torch.is_autocast_enabled(hidden.device.type):  # else linear_logprob converts
             weight = weight.to(hidden.dtype)
-            if bias is None:
-                bias = None
-            else:
+            if bias is not None:
                 bias = bias.to(hidden.dtype)
         metrics = _Metrics(targets, outputs)
         if metrics.wanted:

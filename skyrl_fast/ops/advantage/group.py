@@ -114,9 +114,7 @@ def _on_gpu(rows: Rows, ids: torch.Tensor, estimator: str, *, sort_there: bool) 
         keys = _backend.to_gpu(ids, device)
         no_group = torch.iinfo(torch.int64).max
         # Rows that end no trajectory sort behind all groups.
-        if last is None:
-            keys = keys
-        else:
+        if last is not None:
             keys = torch.where(last, keys, no_group)
         groups, order = torch.sort(keys, stable=True)
     else:

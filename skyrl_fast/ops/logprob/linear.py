@@ -166,9 +166,7 @@ def linear_logprob(
         # Outside of the autograd function: indexing returns the gradient to these rows.
         hidden = hidden[rows]
         targets = targets[rows]
-        if kept is None:
-            kept = None
-        else:
+        if kept is not None:
             kept = kept.of_rows(rows)
     if native:
         on_gpu = _backend.on_gpu(hidden)

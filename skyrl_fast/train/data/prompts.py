@@ -264,9 +264,7 @@ def _prompt(row: Any, uid: str, default_env_class: str, where: str) -> Prompt:
         raise ValueError(f"{where}: {error}") from None
     env_class = extras.pop("env_class", None) or default_env_class
     source = extras.get("data_source")
-    if source is None:
-        source = None
-    else:
+    if source is not None:
         source = str(source)
     return Prompt(uid, messages, str(env_class), extras, source, is_text)
 

@@ -317,9 +317,7 @@ def _attention(
             repeats = query.shape[1] // key.shape[1]
             key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
         query, key, value = map(ranks.heads_for_tokens, (query, key, value))
-        if sinks is None:
-            sinks = None
-        else:
+        if sinks is not None:
             sinks = sinks.chunk(ranks.size)[ranks.rank]
     if path is not None:
         key, value = path.extended(key, value)

@@ -20,8 +20,9 @@ from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weights.probe import PolicyProbes, WeightProbe
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
+from skyrl_fast.train.model.loading import load_model
 from skyrl_fast.train.model.lora import add_adapter, add_adapters
-from skyrl_fast.train.model.policy import Policy, load_model
+from skyrl_fast.train.model.policy import Policy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 UPDATES = 40

@@ -40,7 +40,8 @@ from skyrl_fast.train.memory.plan import (
     plan_memory,
     plan_with_remedies,
 )
-from skyrl_fast.train.model.policy import Policy, recomputes_activations
+from skyrl_fast.train.model.loading import recomputes_activations
+from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.setup import model_checks
 from skyrl_fast.train.setup.errors import SetupError
 from skyrl_fast.train.setup.given_objects import with_absolute_paths

@@ -33,10 +33,11 @@ from skyrl_fast.rollout.engine.from_settings import (
 )
 from skyrl_fast.train.memory.activations import activation_memory, model_size
 from skyrl_fast.train.model.critic import load_value_model
+from skyrl_fast.train.model.loading import load_model
 from skyrl_fast.train.model.lora import add_adapter
 from skyrl_fast.train.model.micro_batch import plan_micro_batches, response_positions
 from skyrl_fast.train.model.optimizer import Optimizer
-from skyrl_fast.train.model.policy import Policy, load_model
+from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.update import update_policy
 
 CPU = torch.device("cpu")

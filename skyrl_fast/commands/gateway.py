@@ -143,7 +143,7 @@ async def _serve(config: Config) -> None:
     from skyrl_fast.rollout.engine.from_settings import make_untrained_engines
     from skyrl_fast.rollout.engine.pool import EnginePool
     from skyrl_fast.train.flow.frozen_heap import freeze_heap
-    from skyrl_fast.train.model.policy import load_tokenizer
+    from skyrl_fast.train.model.loading import load_tokenizer
 
     folder = str(model_folder(str(config.trainer.policy.model.path)))
     run = Path(config.trainer.run_path)

@@ -237,7 +237,7 @@ async def _run_sampled(config: Config, prompt: Prompt) -> _Attempt:
 
 
 def _tokenizer(config: Config) -> Any:
-    from skyrl_fast.train.model.policy import load_tokenizer
+    from skyrl_fast.train.model.loading import load_tokenizer
 
     return load_tokenizer(str(config.trainer.policy.model.path))
 

@@ -24,8 +24,8 @@ from skyrl_fast.tinker.sampling import SnapshotSampler, VllmSampler
 from skyrl_fast.tinker.service import ServedBase, TinkerService
 from skyrl_fast.tinker.training import AdapterTrainer
 from skyrl_fast.tinker.wire import messages
+from skyrl_fast.train.model.loading import hide_progress_bars
 from skyrl_fast.train.model.models import load_base_policy
-from skyrl_fast.train.model.policy import hide_progress_bars
 
 MAX_CONTEXT = 32_768  # of a model that is trained for longer ones, whose caches are larger
 RUNS = "runs"  # in the server's folder

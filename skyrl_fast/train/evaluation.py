@@ -44,9 +44,9 @@ from skyrl_fast.train.metrics.evaluation import (
     paired_difference,
     prompt_scores,
 )
+from skyrl_fast.train.model.loading import load_tokenizer
 from skyrl_fast.train.model.lora import CONFIG as ADAPTER_CONFIG
 from skyrl_fast.train.model.models import load_policy, model_path
-from skyrl_fast.train.model.policy import load_tokenizer
 from skyrl_fast.train.output.loggers import JsonlLogger, RunInfo
 from skyrl_fast.train.setup.errors import SetupError, as_setup_error
 from skyrl_fast.train.setup.given_objects import GivenObjects, with_absolute_paths

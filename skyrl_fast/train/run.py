@@ -55,6 +55,7 @@ from skyrl_fast.train.flow.event_loop import StopSignals
 from skyrl_fast.train.flow.frozen_heap import freeze_heap
 from skyrl_fast.train.flow.rollouts import MakeRollouts, Rollouts
 from skyrl_fast.train.memory.device_plan import MemoryPlan
+from skyrl_fast.train.model.loading import load_tokenizer
 from skyrl_fast.train.model.models import (
     Models,
     find_device,
@@ -62,7 +63,6 @@ from skyrl_fast.train.model.models import (
     model_path,
     uses_reference,
 )
-from skyrl_fast.train.model.policy import load_tokenizer
 from skyrl_fast.train.output.loggers import (
     Logger,
     RunInfo,

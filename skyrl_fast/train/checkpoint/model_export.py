@@ -116,8 +116,8 @@ def _write_merged(config: Config, policy: Path, tokenizer: Path, out: Path) -> N
     from transformers.utils import logging as transformers_logging
 
     from skyrl_fast.train.memory.activations import load_model_config
+    from skyrl_fast.train.model.loading import load_model, read_processor_files
     from skyrl_fast.train.model.lora import add_adapter, merge
-    from skyrl_fast.train.model.policy import load_model, read_processor_files
 
     transformers_logging.disable_progress_bar()
     source = config.trainer.policy.model

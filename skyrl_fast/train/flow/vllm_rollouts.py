@@ -52,7 +52,8 @@ from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.system.network_interface import LOOPBACK
 from skyrl_fast.train.data.prompts import Prompt
 from skyrl_fast.train.flow.gpu_sharing import make_gpu_sharing
-from skyrl_fast.train.model.policy import Policy, load_tokenizer
+from skyrl_fast.train.model.loading import load_tokenizer
+from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.parallel.sharding import weights_of
 
 log = logging.getLogger(__name__)

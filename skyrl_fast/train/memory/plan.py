@@ -40,7 +40,7 @@ from skyrl_fast.train.memory.remedies import (
     one_setting,
     with_settings,
 )
-from skyrl_fast.train.model.policy import recomputes_activations
+from skyrl_fast.train.model.loading import recomputes_activations
 from skyrl_fast.train.parallel.sequence_ranks import check_heads
 from skyrl_fast.train.placement import EnginePlacement, engine_placement
 

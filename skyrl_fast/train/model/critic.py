@@ -24,6 +24,7 @@ from skyrl_fast.ops import _backend
 from skyrl_fast.train.data.schedule import total_optimizer_steps
 from skyrl_fast.train.metrics.aggregate import Part, add_up_mini_batches
 from skyrl_fast.train.model.lm_head import backbone as backbone_of
+from skyrl_fast.train.model.loading import load_model, recomputes_activations
 from skyrl_fast.train.model.lora import (
     CRITIC,
     adapter_of,
@@ -39,12 +40,8 @@ from skyrl_fast.train.model.micro_batch import (
     response_positions,
 )
 from skyrl_fast.train.model.optimizer import Optimizer
-from skyrl_fast.train.model.policy import (
-    Policy,
-    load_model,
-    recomputes_activations,
-    refuse_random_passes,
-)
+from skyrl_fast.train.model.policy import Policy
+from skyrl_fast.train.model.random_passes import refuse_random_passes
 from skyrl_fast.train.model.residual_stream import round_residual_stream
 from skyrl_fast.train.model.rope_limits import rope_limits
 from skyrl_fast.train.model.row_layout import (

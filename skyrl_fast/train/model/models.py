@@ -15,16 +15,10 @@ from skyrl_fast.config.settings import TrainerConfig
 from skyrl_fast.train.data.random_state import seed_everything
 from skyrl_fast.train.data.schedule import total_optimizer_steps
 from skyrl_fast.train.model.critic import Critic, add_to_base, make_critic
+from skyrl_fast.train.model.loading import hide_progress_bars, load_model, recomputes_activations
 from skyrl_fast.train.model.lora import add_adapters
 from skyrl_fast.train.model.optimizer import Optimizer
-from skyrl_fast.train.model.policy import (
-    Policy,
-    Reference,
-    WithoutAdapter,
-    hide_progress_bars,
-    load_model,
-    recomputes_activations,
-)
+from skyrl_fast.train.model.policy import Policy, Reference, WithoutAdapter
 from skyrl_fast.train.model.residual_stream import round_residual_stream, widen_residual_stream
 from skyrl_fast.train.model.row_layout import uses_trees
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK, Ranks

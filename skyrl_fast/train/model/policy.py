@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,22 +18,22 @@ import numpy as np
 import torch
 
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.config.model_folder import POLICY, find_auto_class, model_folder
-from skyrl_fast.config.settings import LoraConfig, TrainerConfig
+from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.ops import _backend
 from skyrl_fast.rollout.engine.weights.transfer import OF_POLICY
 from skyrl_fast.train.model.lm_head import (
-    PROBE_TOKENS,
     backbone,
     find_head,
     freeze_other_parts,
-    is_vision_language,
 )
-from skyrl_fast.train.model.lora import CONFIG as ADAPTER_CONFIG
+from skyrl_fast.train.model.loading import (
+    checkpoint_gradients,
+    checkpoints_gradients,
+    read_processor_files,
+)
 from skyrl_fast.train.model.lora import (
     CRITIC,
     NAME,
-    SETTING,
     FrozenBase,
     adapter_names,
     adapter_of,
@@ -52,6 +52,11 @@ from skyrl_fast.train.model.micro_batch import (
     plan_micro_batches,
     response_positions,
 )
+from skyrl_fast.train.model.random_passes import (
+    keep_random_state,
+    probe_inputs,
+    refuse_random_passes,
+)
 from skyrl_fast.train.model.rope_limits import rope_limits
 from skyrl_fast.train.model.router_replay import RouterReplay
 from skyrl_fast.train.model.row_layout import LayoutCosts, cheapest_layout, supports_trees
@@ -66,15 +71,6 @@ from skyrl_fast.train.parallel.sharding import (
     weight_names,
     with_full_params,
 )
-
-PROCESSOR_FILES = (
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-    "chat_template.json",
-    "chat_template.jinja",
-)
-RANDOM_PASSES = 16  # passes of the check that nothing is random: a layer is seldom dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,16 +164,16 @@ class Policy:
         self._replay: RouterReplay | None = None
         if router_replay:
             self._replay = RouterReplay(model)
-        if self._replay is not None and _checkpoints_gradients(model):
+        if self._replay is not None and checkpoints_gradients(model):
             checkpoint_gradients(model, context_fn=self._replay.checkpoint_contexts)
         # Checks call parts of the model, whose weights are not gathered there once they are
         # sharded: so they come first.
         refuse_random_passes(model, self._autocast)
-        with _random_state_kept(self.device):
+        with keep_random_state(self.device):
             self.head = find_head(model, self._autocast)
             if adapters:
                 with torch.no_grad(), self._autocast():
-                    check_adapters_called(model, partial(self.backbone, **_probe_inputs(model)))
+                    check_adapters_called(model, partial(self.backbone, **probe_inputs(model)))
         self.saved_logits_bytes = saved_logits_bytes
         self.rope_limits = rope_limits(model.config)
         self.tree = supports_trees(self.backbone, tree, ranks.sequence)
@@ -503,78 +499,6 @@ class WithoutAdapter:
 Reference = Policy | WithoutAdapter  # the reference of a KL term
 
 
-def load_model(
-    path: str,
-    *,
-    device: torch.device,
-    dtype: torch.dtype = torch.float32,
-    gradient_checkpointing: bool = False,
-    with_head: bool = True,
-    setting: str = POLICY,
-) -> Any:
-    """Return the causal LM of a local folder or hub name, or the model that it is a part of.
-
-    Args:
-        with_head: False: return only the backbone.
-        setting: the setting of the path, for messages.
-
-    Raises:
-        ValueError: there is no usable model; the message says what was tried.
-    """
-    from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModel
-
-    folder = str(model_folder(path, setting=setting))
-    if (Path(folder) / ADAPTER_CONFIG).is_file():  # transformers would add it
-        raise ValueError(
-            f"{setting}: expected a model alone, got {path}, which has an adapter, too "
-            f"({ADAPTER_CONFIG}): a run starts from an adapter by {SETTING}.path"
-        )
-    trust = {"trust_remote_code": False}  # by default transformers asks on the terminal
-    try:
-        config = AutoConfig.from_pretrained(folder, **trust)
-        auto = find_auto_class(config) if with_head else AutoModel
-        model: Any = auto.from_pretrained(folder, config=config, dtype=dtype, **trust)
-    except SafetensorError as error:
-        raise ValueError(
-            f"{setting}: {path} cannot be loaded: {_damaged_files(Path(folder)) or error}"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{setting}: {path} cannot be loaded: {error}") from error
-    if getattr(model.config, "quantization_config", None) is not None:
-        raise ValueError(f"{setting}: expected weights of 16 or 32 bits, got those of {path}")
-    if not with_head:
-        model = backbone(model)
-    if gradient_checkpointing:
-        checkpoint_gradients(model)
-        # transformers recomputes layers in training mode only.
-        remove_dropout(model.train())
-    return model.to(device)
-
-
-def _damaged_files(folder: Path) -> str:
-    """Return which files of weights cannot be opened, such as those of an interrupted copy."""
-    from safetensors import SafetensorError, safe_open
-
-    damaged = []
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, "pt"):
-                pass
-        except SafetensorError as error:
-            damaged.append(f"{file.name}: {error}")
-    return "; ".join(damaged)
-
-
-def read_processor_files(model: Any) -> dict[str, bytes]:
-    """Return the files of a vision-language model's processor by name, of the folder it is from."""
-    if not is_vision_language(model):
-        return {}
-    # Read now: the folder may be a checkpoint that is deleted during the run. They are small.
-    files = (Path(model.name_or_path) / name for name in PROCESSOR_FILES)
-    return {file.name: file.read_bytes() for file in files if file.is_file()}
-
-
 def placeholder_tokens(config: Any) -> tuple[int, ...]:
     """Return the token ids that stand for images, videos and sounds."""
     names = []
@@ -583,110 +507,3 @@ def placeholder_tokens(config: Any) -> tuple[int, ...]:
             names.append(f"{kind}_token_{of}")
     ids = {getattr(config, name, None) for name in names}
     return tuple(sorted(id for id in ids if id is not None))
-
-
-def recomputes_activations(trainer: TrainerConfig, device: torch.device) -> bool:
-    """Return whether the layers of trained models are checkpointed: by default on a GPU."""
-    chosen = trainer.gradient_checkpointing
-    if chosen is None:
-        return device.type == "cuda"
-    return chosen
-
-
-def _checkpoints_gradients(model: Any) -> bool:
-    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-
-
-def checkpoint_gradients(model: Any, **options: Any) -> None:
-    """Recompute the layers' activations in the backward pass; options are `checkpoint`'s."""
-    renamed = getattr(model, "activation_checkpointing_enable", None)  # in newer transformers
-    enable = renamed or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False, **options})
-
-
-def hide_progress_bars() -> None:
-    from transformers.utils import logging as transformers_logging
-
-    # Those of loading and saving would disturb the run's own display.
-    transformers_logging.disable_progress_bar()
-
-
-def remove_dropout(model: Any) -> None:
-    """Remove all that is random in training mode: checkpointing needs it, the sampler has none."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        for name, value in list(vars(module).items()):
-            # Models have numbers of many names: `activation_dropout`, `layerdrop`.
-            if isinstance(value, float) and "drop" in name:
-                setattr(module, name, 0.0)
-            # Phi-3.5-MoE reads its jitter without training, too: as a threshold of its experts.
-            if isinstance(value, float) and "jitter" in name:
-                module.training = False
-
-
-def _random_state_kept(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return torch.random.fork_rng([device] if device.type == "cuda" else [])
-
-
-def _probe_inputs(model: Any) -> dict[str, Any]:
-    vocabulary = backbone(model).config.get_text_config().vocab_size
-    ids = torch.arange(PROBE_TOKENS, device=next(model.parameters()).device)[None] % vocabulary
-    return {"input_ids": ids, "use_cache": False}
-
-
-def refuse_random_passes(
-    model: Any, autocast: Callable[[], contextlib.AbstractContextManager[Any]]
-) -> None:
-    """Raise ValueError for a model in training mode whose passes differ."""
-    if not any(module.training for module in model.modules()):
-        return
-    base = backbone(model)
-    device = next(model.parameters()).device
-
-    def random_state() -> torch.Tensor:
-        if device.type == "cuda":
-            return torch.cuda.get_rng_state(device)
-        return torch.get_rng_state()
-
-    def hidden() -> Any:
-        return getattr(base(**_probe_inputs(model)), "last_hidden_state", None)
-
-    with _random_state_kept(device), torch.no_grad(), autocast():
-        before = random_state()
-        first = hidden()
-        if first is None or torch.equal(before, random_state()):  # no random number was drawn
-            return
-        is_random = any(not torch.equal(first, hidden()) for _ in range(RANDOM_PASSES))
-    if is_random:
-        numbers = model.config.get_text_config().to_dict().items()
-        names = []
-        for n, v in numbers:
-            if isinstance(v, float) and v and ("drop" in n or "jitter" in n):
-                names.append(n)
-        if names:
-            hint = f": set {', '.join(names)} to 0 in its config.json"
-        else:
-            hint = ""
-        raise ValueError(
-            f"{type(model).__name__} is random in training mode, which gradient checkpointing "
-            f"needs, and the sampler is not{hint}, or trainer.gradient_checkpointing=false"
-        )
-
-
-def load_tokenizer(path: str) -> Any:
-    """Return the tokenizer of a model.
-
-    Args:
-        path: folder of the model, or its name on the hub.
-
-    Raises:
-        ValueError: there is none.
-    """
-    from transformers import AutoTokenizer
-
-    folder = model_folder(path, with_weights=False)
-    try:
-        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{POLICY}: no tokenizer in {path}: {error}") from error

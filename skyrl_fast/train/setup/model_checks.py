@@ -16,8 +16,8 @@ from skyrl_fast.rollout.engine.weights.transports.ipc import find_ipc_fault
 from skyrl_fast.train.memory.activations import UnmeasurableError
 from skyrl_fast.train.memory.device_plan import MemoryPlan
 from skyrl_fast.train.memory.plan import gpu_memory, memory_in_use, plan_with_remedies
+from skyrl_fast.train.model.loading import load_tokenizer
 from skyrl_fast.train.model.models import find_device, model_path, uses_reference
-from skyrl_fast.train.model.policy import load_tokenizer
 from skyrl_fast.train.placement import engine_placement
 from skyrl_fast.train.setup.errors import SetupError
 

@@ -167,7 +167,7 @@ def full_state_dict(
     owner: Any, dtype: torch.dtype | None = None, names: Sequence[str] | None = None
 ) -> dict[str, torch.Tensor]:
     """Return full weights of a policy's or critic's model, under the names of `weights_of`."""
-    items = weights_of(owner.model)
+    items = weights_of(owner.root)
     if names is not None:
         weights = dict(items)
         items = [(name, weights[name]) for name in names]

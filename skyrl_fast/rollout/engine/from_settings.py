@@ -15,6 +15,7 @@ import torch
 
 from skyrl_fast.config import SamplingParams, settings
 from skyrl_fast.config.model_folder import find_auto_class, model_folder
+from skyrl_fast.config.model_layers import linear_names
 from skyrl_fast.config.modes import EnginePlace, EngineWeights
 from skyrl_fast.rollout.engine.api_key import DEFAULT_NAME, engine_key
 from skyrl_fast.rollout.engine.protocol import Engine
@@ -164,7 +165,7 @@ def _adapter_config(config: settings.Config, model_path: str) -> dict[str, Any] 
     lora = config.trainer.policy.model.lora
     targets = list(lora.target_modules)
     if targets == [settings.ALL_LINEAR]:
-        targets = _linear_modules(model_path)
+        targets = _read_linear_names(model_path)
     return {
         "r": lora.rank,
         "lora_alpha": lora.alpha,
@@ -174,20 +175,13 @@ def _adapter_config(config: settings.Config, model_path: str) -> dict[str, Any] 
     }
 
 
-def _linear_modules(model_path: str) -> list[str]:
-    """Return the last part of the names of a language model's linear modules, without its head."""
+def _read_linear_names(model_path: str) -> list[str]:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model_path)
     with torch.device("meta"):
-        model: Any = find_auto_class(config).from_config(config)
-    head = model.get_output_embeddings()
-    linear = torch.nn.Linear
-    is_part = config.get_text_config() is not config  # part of a vision-language model
-    named = (model.get_decoder() if is_part else model).named_modules()
-    return sorted(
-        {n.rpartition(".")[2] for n, m in named if isinstance(m, linear) and m is not head}
-    )
+        model = find_auto_class(config).from_config(config)
+    return linear_names(model)
 
 
 def _check_longest_sequence(config: settings.Config, model_path: str) -> int:

@@ -249,9 +249,13 @@ def _set_threads(chosen: int | None, ranks: Ranks) -> None:
         torch.set_num_threads(chosen)
 
 
-def find_device(name: str) -> torch.device:
-    """Return the device of `trainer.device`; ValueError if it is "cuda" and there is no GPU."""
-    available = torch.cuda.is_available()
+def find_device(name: str, *, has_gpu: bool | None = None) -> torch.device:
+    """Return the device of `trainer.device`; ValueError if it is "cuda" and there is no GPU.
+
+    Args:
+        has_gpu: whether there is one; None: as torch says.
+    """
+    available = torch.cuda.is_available() if has_gpu is None else has_gpu
     if name == "cuda" and not available:
         raise ValueError("trainer.device: wanted cuda, but torch finds no GPU")
     return torch.device("cuda" if name != "cpu" and available else "cpu")

@@ -826,16 +826,16 @@ def test_a_resumed_run_is_planned_from_its_checkpoint(small: Path, tmp_path: Pat
 
 
 @pytest.mark.spec("memory.device-defaults")
-def test_defaults_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defaults_by_device() -> None:
     trainer = Config().trainer
     assert recomputes_activations(trainer, torch.device("cuda"))
     assert not recomputes_activations(trainer, torch.device("cpu"))
     for chosen in (True, False):
         fixed = dataclasses.replace(trainer, gradient_checkpointing=chosen)
         assert recomputes_activations(fixed, torch.device("cuda")) is chosen
-    setup = vllm_start.VllmSetup("model", max_model_len=64)
+    setup = vllm_start.VllmSetup("model", max_model_len=64, on_cpu=True)
     assert vllm_start.engine_args(setup)["enforce_eager"] is True
-    monkeypatch.setattr(vllm_start, "_on_cpu", lambda: False)
+    setup = dataclasses.replace(setup, on_cpu=False)
     on_gpu = vllm_start.engine_args(setup)
     assert on_gpu["enforce_eager"] is False
     assert on_gpu["gpu_memory_utilization"] == 0.9

@@ -174,3 +174,38 @@ def make_datum(
 def call_of(datums: Any, loss: str = "cross_entropy", **options: Any) -> ForwardBackward:
     forward_only = options.pop("forward_only", False)
     return ForwardBackward("model", 1, loss, options, list(datums), forward_only)
+
+
+# --- a client of the SDK
+
+RATE = 1e-2
+
+
+def new_model(client: Any, model: Path | str, rank: int = 8, seed: int = 1) -> Any:
+    """Return a training client."""
+    return client.create_lora_training_client(
+        base_model=str(model), rank=rank, seed=seed, train_unembed=False
+    ).result()
+
+
+def datum(*tokens: int, weights: Any = None, **inputs: Any) -> Any:
+    """Return the SDK's datum of a sequence, by default with weights of 1."""
+    from tinker import types
+
+    if not inputs:
+        inputs = {"weights": np.ones(len(tokens) - 1, np.float32) if weights is None else weights}
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(list(tokens[:-1])),
+        loss_fn_inputs={"target_tokens": np.array(tokens[1:]), **inputs},
+    )
+
+
+def train(model: Any, steps: int, *tokens: int) -> torch.Tensor:
+    """Take steps on one sequence; return its log-probabilities before the last one."""
+    from tinker import types
+
+    for _ in range(steps):
+        future = model.forward_backward([datum(*tokens)], "cross_entropy")
+        model.optim_step(types.AdamParams(learning_rate=RATE)).result()
+    values: torch.Tensor = future.result().loss_fn_outputs[0]["logprobs"].to_torch()
+    return values

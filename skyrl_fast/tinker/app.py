@@ -19,6 +19,7 @@ from starlette.routing import Route, Router
 from skyrl_fast.gateway.messages import ApiError
 from skyrl_fast.gateway.server import key_of, read_body
 from skyrl_fast.system.printable import log_line
+from skyrl_fast.tinker.chat import ChatDoor
 from skyrl_fast.tinker.futures import TRAINING, CallAnswer, CallFuture, GoneError
 from skyrl_fast.tinker.service import NO_HEAD, TinkerService
 from skyrl_fast.tinker.sessions import UnknownSessionError
@@ -96,7 +97,8 @@ class TinkerApp:
             self._get("samplers/{sampler}", self._sampler),
         ]
         checkpoint = "training_runs/{run}/checkpoints/{kind}/{name}"
-        return [*routes, self._route(checkpoint, self._delete, "DELETE")]
+        chat = ChatDoor(service, self._check_key)
+        return [*routes, self._route(checkpoint, self._delete, "DELETE"), *chat.routes()]
 
     def _post(self, path: str, handle: Handler) -> Route:
         return self._route(path, handle, "POST")
@@ -112,8 +114,7 @@ class TinkerApp:
 
     async def _answer(self, request: Request, handle: Handler) -> Response:
         try:
-            if not hmac.compare_digest(key_of(request).encode(), self._key.encode()):
-                raise ApiError(401, "wrong API key: TINKER_API_KEY is the one that was printed")
+            self._check_key(request)
             return await handle(request)
         except RefusedCallError as error:
             failure = ApiError(400, str(error))
@@ -125,6 +126,10 @@ class TinkerApp:
             return Response(status_code=499)
         log.info("%s: %d: %s", request.url.path, failure.status, log_line(failure.message))
         return JSONResponse({"detail": failure.message}, failure.status)
+
+    def _check_key(self, request: Request) -> None:
+        if not hmac.compare_digest(key_of(request).encode(), self._key.encode()):
+            raise ApiError(401, "wrong API key: TINKER_API_KEY is the one that was printed")
 
     async def _refuse_path(self, scope: Any, receive: Any, send: Any) -> None:
         path = log_line(scope["path"])

@@ -531,6 +531,19 @@ def test_strict_servers_refuse_what_they_would_leave_out(
         one.close("success").result()
 
 
+def test_only_the_first_client_is_warned_of_the_head(
+    tiny_model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running_server(tiny_model_folder, tmp_path) as server:
+        session = tinker_session(server)
+        body = {"sdk_version": tinker.__version__}
+        opened = [session.post("create_session", json=body).json() for _ in range(3)]
+    warnings = [one["warning_message"] for one in opened]
+    assert "train_unembed" in warnings[0] and warnings[1:] == [None, None]
+    logged = [one for one in caplog.messages if "train_unembed" in one]
+    assert len(logged) == 1
+
+
 def test_tuning_numbers_of_a_step_are_checked() -> None:
     for name, value in (("learning_rate", -1.0), ("beta1", 1.0), ("eps", float("nan"))):
         with pytest.raises(

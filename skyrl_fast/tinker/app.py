@@ -21,7 +21,7 @@ from skyrl_fast.gateway.server import key_of, read_body
 from skyrl_fast.system.printable import log_line
 from skyrl_fast.tinker.chat import ChatDoor
 from skyrl_fast.tinker.futures import TRAINING, CallAnswer, CallFuture, GoneError
-from skyrl_fast.tinker.service import NO_HEAD, TinkerService
+from skyrl_fast.tinker.service import TinkerService
 from skyrl_fast.tinker.sessions import UnknownSessionError
 from skyrl_fast.tinker.wire import RefusedCallError
 
@@ -164,7 +164,7 @@ class TinkerApp:
     def _create_session(self, body: dict[str, Any]) -> dict[str, Any]:
         answer = self._service.create_session(body)
         answer["info_message"] = f"skyrl-fast tinker serves {self._service.base.names[0]}"
-        answer["warning_message"] = NO_HEAD
+        answer["warning_message"] = self._service.next_warning()
         return answer
 
     async def _config(self, request: Request) -> Response:

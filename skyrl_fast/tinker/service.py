@@ -106,7 +106,7 @@ class TinkerService:
         self._snapshot_numbers = itertools.count(1)
         self._snapshots: dict[tuple[str, str], Snapshot] = {}
         self._sampling: dict[str, asyncio.Task[None]] = {}
-        self._warned_of_head = False
+        self._warnings = [NO_HEAD]
 
     async def start(self) -> None:
         """Start the sampler."""
@@ -142,6 +142,14 @@ class TinkerService:
     def create_session(self, body: Json) -> Json:
         session = self.sessions.open(str(body.get("sdk_version", "")), self._store.now())
         return {"type": "create_session", "session_id": session.name}
+
+    def next_warning(self) -> str | None:
+        """Return what the first client of this server is told, and no later one."""
+        if not self._warnings:
+            return None
+        warning = self._warnings.pop()
+        log.warning("%s", warning)
+        return warning
 
     def heartbeat(self, body: Json) -> Json:
         self.sessions.hear(body.get("session_id"))
@@ -231,8 +239,8 @@ class TinkerService:
         if not isinstance(config, Mapping):
             raise RefusedCallError("lora_config: expected one: only adapters are trained")
         _check_adamw(body.get("optimizer_config"))
-        if config.get("train_unembed", True):
-            self._warn_of_head()
+        if config.get("train_unembed", True) and self.base.strict:
+            raise RefusedCallError(f"lora_config.train_unembed: {NO_HEAD} (--strict)")
         rank = config.get("rank")
         seed = config.get("seed")
         if seed is not None:
@@ -266,13 +274,6 @@ class TinkerService:
                 f"base_model: this server has {known}, got {name!r:.200}: start one with it, or "
                 "give this model its name, too, with --name"
             )
-
-    def _warn_of_head(self) -> None:
-        if self.base.strict:
-            raise RefusedCallError(f"lora_config.train_unembed: {NO_HEAD} (--strict)")
-        if not self._warned_of_head:
-            log.warning("lora_config.train_unembed: %s", NO_HEAD)
-        self._warned_of_head = True
 
     async def unload_model(self, body: Json) -> Json:
         model = self.sessions.model(body.get("model_id"))

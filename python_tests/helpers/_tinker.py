@@ -103,17 +103,22 @@ class RunningServer:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
 
 
-@contextmanager
-def running_server(
-    model: Path, folder: Path, end_token: int = 0, *overrides: str, **options: Any
-) -> Iterator[RunningServer]:
-    """Serve a model in another thread."""
+def make_tiny_service(
+    model: Path, folder: Path, sampler: TorchSampler, **options: Any
+) -> TinkerService:
+    """Return the service of a model that is sampled by transformers."""
     config = as_config({"trainer.policy.model.path": str(model)})
     config.trainer.policy.model.lora.alpha = 32
     config.generator.sampling_params.temperature = 1.0
-    service = make_service(
-        config, TinkerOptions(folder=folder, **options), TorchSampler(model, end_token)
-    )
+    return make_service(config, TinkerOptions(folder=folder, **options), sampler)
+
+
+@contextmanager
+def running_server(
+    model: Path, folder: Path, end_token: int = 0, **options: Any
+) -> Iterator[RunningServer]:
+    """Serve a model in another thread."""
+    service = make_tiny_service(model, folder, TorchSampler(model, end_token), **options)
     started = threading.Event()
     stop = asyncio.Event()
     found: list[RunningServer] = []

@@ -30,6 +30,7 @@ from skyrl_fast.tinker.checkpoints import (
     checkpoint_record,
 )
 from skyrl_fast.tinker.futures import SAMPLING, CallAnswer, CallFuture, Futures, OrderedCalls
+from skyrl_fast.tinker.recording import DatumRecorder
 from skyrl_fast.tinker.sampling import (
     SampleCall,
     Snapshot,
@@ -84,6 +85,7 @@ class TinkerService:
     """Sessions, models, samplers and their calls.
 
     Args:
+        recorder: keeps what was trained, for the viewer; None: nothing is kept.
         clock: returns seconds.
     """
 
@@ -94,6 +96,7 @@ class TinkerService:
         sampler: SnapshotSampler,
         store: CheckpointStore,
         *,
+        recorder: DatumRecorder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.base = base
@@ -102,6 +105,7 @@ class TinkerService:
         self._trainer = trainer
         self._sampler = sampler
         self._store = store
+        self._recorder = recorder
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinker-train")
         self._snapshot_numbers = itertools.count(1)
         self._snapshots: dict[tuple[str, str], Snapshot] = {}
@@ -133,6 +137,8 @@ class TinkerService:
         for task in list(self._sampling.values()):
             task.cancel()
         self._thread.shutdown()
+        if self._recorder is not None:
+            self._recorder.close()
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -180,6 +186,8 @@ class TinkerService:
             adapter = model.adapter
             model.adapter = None
             await self._in_thread(partial(self._trainer.remove, adapter))
+        if self._recorder is not None:
+            self._recorder.forget(model.model_id)
 
     def capabilities(self) -> Json:
         common = {
@@ -316,6 +324,8 @@ class TinkerService:
         def compute(model: ServedModel) -> CallAnswer:
             call = read_forward_backward(message)
             outputs = self._trainer.forward_backward(model.get_adapter(), call)
+            if self._recorder is not None:
+                self._recorder.add(model.model_id, call, outputs)
             return CallAnswer.of_message(write_loss_outputs(outputs))
 
         address = {"model_id": message.model_id, "seq_id": message.seq_id or None}
@@ -324,7 +334,10 @@ class TinkerService:
     def optim_step(self, body: Json) -> CallFuture:
         def step(model: ServedModel) -> CallAnswer:
             numbers = read_step_numbers(body)
-            metrics = self._trainer.optim_step(model.get_adapter(), numbers)
+            adapter = model.get_adapter()
+            metrics = self._trainer.optim_step(adapter, numbers)
+            if self._recorder is not None:
+                self._recorder.step(model.model_id, adapter.num_steps)
             return CallAnswer.of_json({"metrics": metrics})
 
         return self._submit(body, step)

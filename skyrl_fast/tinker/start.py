@@ -20,6 +20,7 @@ from skyrl_fast.rollout.engine.vllm_start import ServedAdapters, VllmSetup
 from skyrl_fast.system.network_interface import LOOPBACK, http_url, listen_at
 from skyrl_fast.tinker.app import TinkerApp
 from skyrl_fast.tinker.checkpoints import CheckpointStore
+from skyrl_fast.tinker.recording import DatumRecorder
 from skyrl_fast.tinker.sampling import SnapshotSampler, VllmSampler
 from skyrl_fast.tinker.service import ServedBase, TinkerService
 from skyrl_fast.tinker.training import AdapterTrainer
@@ -88,7 +89,10 @@ def make_service(
         adapters = ServedAdapters(options.max_rank, trainer.target_modules)
         setup = _engine_setup(config, folder, longest, options, adapters)
         sampler = VllmSampler(VllmEngine(setup))
-    return TinkerService(base, trainer, sampler, store)
+    recorder = None
+    if config.trainer.dump_trajectories:
+        recorder = DatumRecorder(options.folder / RUNS, folder)
+    return TinkerService(base, trainer, sampler, store, recorder=recorder)
 
 
 def _engine_setup(

@@ -74,10 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     log_to_stderr()
+    with needs_extra("train"), as_usage_error(ValueError):
+        config = _config(options)
     with needs_extra("train,gateway"):
         import skyrl_fast.gateway.server  # noqa: F401
     with as_usage_error(ValueError, ImportError):
-        config = _config(options)
         run_coroutine(_serve(config))
     return 0
 
@@ -112,6 +113,7 @@ def _config(options: argparse.Namespace) -> Config:
         engine = "generator.inference_engine"
         given += [as_override(f"{engine}.external_server_urls", options.engine)]
     if path is None:
+        as_config(read_yaml(None, [*given, *overrides]))  # typos, before the model is looked for
         given = [*_lengths(options.model), *given]
     values = read_yaml(path, [*given, *overrides])
     agent = values.setdefault("agent", {})

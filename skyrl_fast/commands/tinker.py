@@ -80,13 +80,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     log_to_stderr()
+    with needs_extra("train"), as_usage_error(ValueError):
+        config = make_config(options.model, options.overrides)
     with needs_extra("train,tinker"):
         import skyrl_fast.gateway.server  # noqa: F401
         from skyrl_fast.tinker.wire import messages
 
         messages()
     with as_usage_error(ValueError, ImportError):
-        run_coroutine(_serve(make_config(options.model, options.overrides), _options(options)))
+        run_coroutine(_serve(config, _options(options)))
     return 0
 
 

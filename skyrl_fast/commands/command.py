@@ -6,6 +6,7 @@ import argparse
 import importlib.metadata
 import json
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
@@ -113,6 +114,12 @@ def as_usage_error(*kinds: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         raise UsageError(str(error)) from error
+
+
+def say(line: str) -> None:
+    """Write a line of progress to standard error."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def log_to_stderr(level: int = logging.WARNING, form: str = "%(message)s") -> None:

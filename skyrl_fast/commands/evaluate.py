@@ -18,6 +18,7 @@ from skyrl_fast.commands.command import (
     load_settings,
     log_to_stderr,
     needs_extra,
+    say,
 )
 
 if TYPE_CHECKING:
@@ -66,17 +67,13 @@ def run(options: argparse.Namespace) -> int:
     with needs_extra("train"):
         from skyrl_fast.train.evaluation import evaluate
     out = options.out or _next_folder(Path(config.trainer.run_path) / "evaluations")
-    results = evaluate(config, targets, out=out, say=_say)
+    results = evaluate(config, targets, out=out, say=say)
     sys.stdout.write(_table(results))
     sys.stdout.write(f"\n{'results:':10}{out}\n")
     for result in results:
         folder = quote(str(result.folder))
         sys.stdout.write(f"{'view it:':10}skyrl-fast view {folder}\n")
     return 0
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
 
 
 def _divide(words: Sequence[str]) -> tuple[list[str], list[str]]:

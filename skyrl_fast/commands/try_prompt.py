@@ -22,6 +22,7 @@ from skyrl_fast.commands.command import (
     load_settings,
     log_to_stderr,
     needs_extra,
+    say,
 )
 from skyrl_fast.system.event_loop import run_coroutine
 from skyrl_fast.system.printable import printable
@@ -232,6 +233,7 @@ async def _run_sampled(config: Config, prompt: Prompt) -> _Attempt:
         str(model_folder(str(config.trainer.policy.model.path))),
         prompts=[prompt],
         make_env=_make_observed(config, prompt, observed),
+        say=say,
     )
     try:
         trajectories = await rollouts.generate([prompt], step=0, phase="train")

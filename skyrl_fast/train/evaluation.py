@@ -201,6 +201,7 @@ def evaluate(
             prompts=prompts,
             make_env=make_env,
             trained=target.has_adapter,
+            say=say,
         )
         trajectories = run_coroutine(_sample(target, tokenizer, prompts, start))
         result = _result(target, trajectories, run_path)

@@ -63,6 +63,7 @@ from skyrl_fast.train.model.models import (
     uses_reference,
 )
 from skyrl_fast.train.model.policy import load_tokenizer
+from skyrl_fast.train.output.failure import record_failure
 from skyrl_fast.train.output.loggers import (
     Logger,
     RunInfo,
@@ -294,6 +295,7 @@ class RunRequest:
             offloads_base=with_engine and config.offloads_base(config.engine_place),
         )
         output = _open_output(config, start, data, plan, stack, store)
+        stack.enter_context(record_failure(Path(config.trainer.run_path)))
         ranks = start_ranks(
             config.trainer.placement.num_ranks,
             make,
@@ -302,7 +304,11 @@ class RunRequest:
         )
         models = make(stack.enter_context(ranks))
         make_rollouts = self.make_rollouts or partial(
-            _vllm_rollouts, prompts=data.train, make_env=self.make_env, starter=starter
+            _vllm_rollouts,
+            prompts=data.train,
+            make_env=self.make_env,
+            starter=starter,
+            say=output.display.say,
         )
         return _PreparedRun(
             config, start, data, models, output, self.callbacks, make_rollouts, signals
@@ -461,7 +467,6 @@ async def _run_loop(
     checkpoint = run.start.checkpoint
     display = run.output.display
     display.say(_limits_text(config))
-    display.say("starting the engine ...")
     # What loading and measuring have left is the engine's by the memory plan.
     run.models.policy.free_cached_memory()
     with as_setup_error():
@@ -554,6 +559,7 @@ async def _vllm_rollouts(
     prompts: Sequence[Prompt],
     make_env: MakeEnv | None,
     starter: RankStarter,
+    say: Callable[[str], None],
 ) -> Rollouts:
     from skyrl_fast.train.flow.vllm_rollouts import start_rollouts
 
@@ -565,6 +571,7 @@ async def _vllm_rollouts(
         make_env=make_env,
         address=starter.address,
         bundles=starter.engine_bundles,
+        say=say,
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import cycle, islice
 from typing import Any
@@ -20,6 +20,7 @@ from skyrl_fast.gateway.start import black_box, gateway_agent
 from skyrl_fast.rollout.chat_template import CHARACTERS_PER_TOKEN, message_text
 from skyrl_fast.rollout.engine.from_settings import (
     choose_transport,
+    describe_start,
     make_cluster_engines,
     make_engines,
     make_untrained_engines,
@@ -28,6 +29,7 @@ from skyrl_fast.rollout.engine.from_settings import (
 from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.engine.protocol import Engine
 from skyrl_fast.rollout.engine.ray_engine import EngineBundle
+from skyrl_fast.rollout.engine.start_report import report_start
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.engine.weights.probe import (
     Logprobs,
@@ -85,6 +87,7 @@ async def start_rollouts(
     address: str = LOOPBACK,
     bundles: Sequence[EngineBundle] = (),
     trained: bool = True,
+    say: Callable[[str], None] | None = None,
 ) -> VllmRollouts:
     """Start vLLM on a model folder, or connect to its servers, and start the environments' threads.
 
@@ -97,6 +100,8 @@ async def start_rollouts(
         address: address of this machine, which engines on a cluster reach.
         bundles: places of the engines of a cluster.
         trained: False: the engines' weights are never updated; servers need no road for them.
+        say: called with a line when the engine begins to start, every 15 s until it has, and when
+            it is ready; None: they are logged.
 
     Raises:
         EngineDeadError: vLLM is missing or did not start; the message says what to do.
@@ -138,7 +143,9 @@ async def start_rollouts(
         on_group=on_group,
         memory=memory,
     )
-    await rollouts.start()
+    begin, engine_log = describe_start(config, model_path)
+    with report_start(begin, engine_log, say or log.info):
+        await rollouts.start()
     return rollouts
 
 

@@ -48,7 +48,7 @@ from skyrl_fast.train.model.lora import CONFIG as ADAPTER_CONFIG
 from skyrl_fast.train.model.models import load_policy, model_path
 from skyrl_fast.train.model.policy import load_tokenizer
 from skyrl_fast.train.output.loggers import JsonlLogger, RunInfo
-from skyrl_fast.train.setup.errors import SetupError, as_setup_error
+from skyrl_fast.train.setup.errors import SetupError, as_setup_error, with_short_errors
 from skyrl_fast.train.setup.given_objects import GivenObjects, with_absolute_paths
 from skyrl_fast.train.setup.run_data import eval_data, text_marked
 from skyrl_fast.trajectory_store.writer import TrajectoryWriter
@@ -115,6 +115,7 @@ class _Target:
         return model_path(self.config, self.checkpoint)
 
 
+@with_short_errors
 def evaluate(
     config: ConfigSource,
     targets: Sequence[str | Path] = (),

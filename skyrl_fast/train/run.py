@@ -78,7 +78,7 @@ from skyrl_fast.train.parallel.local_ranks import LocalRanks
 from skyrl_fast.train.parallel.rank_processes import RankStarter, start_ranks
 from skyrl_fast.train.parallel.ranks import Ranks
 from skyrl_fast.train.run_progress import RunProgress
-from skyrl_fast.train.setup.errors import SetupError, as_setup_error
+from skyrl_fast.train.setup.errors import SetupError, as_setup_error, with_short_errors
 from skyrl_fast.train.setup.given_objects import GivenObjects, with_absolute_paths
 from skyrl_fast.train.setup.model_checks import check_models, plan_run_memory
 from skyrl_fast.train.setup.run_data import RunData, run_data
@@ -131,6 +131,7 @@ class TrainResult:
         return self.evaluations[last] if last else None
 
 
+@with_short_errors
 def train_agent(
     config: ConfigSource,
     *,

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 
+import skyrl_fast
 from skyrl_fast.config import Config, as_config
 from skyrl_fast.rollout.engine.from_settings import describe_start
+from skyrl_fast.rollout.engine.remote import find_silent_servers
 from skyrl_fast.rollout.engine.start_report import MAX_LINE, REPORT_SECONDS, report_start
+from skyrl_fast.train import SetupError
+from skyrl_fast.train.flow.vllm_rollouts import check_parsers_and_servers
 
 
 class FakeTime:
@@ -92,3 +98,31 @@ def test_what_starts_is_said_by_place() -> None:
     urls = ["http://a:1", "http://b:2"]
     servers = config(external_server_urls=urls)
     assert describe_start(servers, "m") == ("connecting to http://a:1, http://b:2", None)
+
+
+def test_servers_that_cannot_be_reached_are_found() -> None:
+    def reply(request: httpx.Request) -> httpx.Response:
+        if request.url.port == 1:
+            raise httpx.ConnectError("All connection attempts failed")
+        return httpx.Response(404)
+
+    urls = ["http://a:1", "http://b:2"]
+    silent = find_silent_servers(urls, httpx.MockTransport(reply))
+    assert silent == {"http://a:1": "ConnectError: All connection attempts failed"}
+    assert find_silent_servers([]) == {}
+
+
+@pytest.mark.spec("run.parsers-and-servers")
+def test_a_dead_server_and_a_misspelled_parser_are_named_first(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    address = "http://127.0.0.1:9"
+    with caplog.at_level(logging.WARNING):
+        check_parsers_and_servers(config(external_server_urls=[address]))
+    (record,) = caplog.records
+    setting = "generator.inference_engine.external_server_urls"
+    assert record.getMessage().startswith(f"{setting}: {address} cannot be reached (ConnectError")
+    settings = {"data.train_data": ["nowhere.jsonl"], "generator.tool_parser": "hermess"}
+    given = {**settings, "trainer.policy.model.path": "org/none"}
+    with pytest.raises(SetupError, match=r"tool_parser: expected null .*did you mean 'hermes'\?"):
+        skyrl_fast.train_agent(given)

@@ -35,7 +35,11 @@ from skyrl_fast.train.checkpoint.local import STATE, read_state, write_json
 from skyrl_fast.train.checkpoint.model_export import find_checkpoint
 from skyrl_fast.train.data.prompts import Prompt, PromptSource
 from skyrl_fast.train.flow.rollouts import MakeRollouts, Rollouts
-from skyrl_fast.train.flow.vllm_rollouts import check_rollouts, start_rollouts
+from skyrl_fast.train.flow.vllm_rollouts import (
+    check_parsers_and_servers,
+    check_rollouts,
+    start_rollouts,
+)
 from skyrl_fast.train.flow.waiting import until_stopped
 from skyrl_fast.train.metrics.evaluation import (
     Estimate,
@@ -176,6 +180,8 @@ def evaluate(
     if folder.exists():
         raise SetupError(f"evaluate: out: expected no such file or folder, got {folder}")
     with as_setup_error():
+        if make_rollouts is None:
+            check_parsers_and_servers(config)
         prompts = eval_data(config, eval_prompts, one_env=make_env is not None)
         if isinstance(make_env, RewardFunctions):
             prompts = text_marked(prompts)

@@ -282,6 +282,8 @@ class RunRequest:
     ) -> _PreparedRun:
         """Check data, model and memory, and load the models; the engine starts later."""
         check_loggers(config.trainer.logger)  # before data and models are downloaded
+        if self.make_rollouts is None:
+            _check_parsers_and_servers(config)
         data = self._load_data(config)
         self._check(config, start, data)
         with_engine = self.make_rollouts is None
@@ -336,6 +338,12 @@ def _check_callbacks(callbacks: Sequence[Callback]) -> None:
         raise SetupError(
             f"train_agent: callbacks: expected a list of Callback, got {callbacks!r:.100}"
         )
+
+
+def _check_parsers_and_servers(config: Config) -> None:
+    from skyrl_fast.train.flow.vllm_rollouts import check_parsers_and_servers
+
+    check_parsers_and_servers(config)
 
 
 def _check_rollouts(config: Config, folder: Path, data: RunData, make_env: MakeEnv | None) -> None:

@@ -29,6 +29,7 @@ from skyrl_fast.rollout.engine.from_settings import (
 from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.engine.protocol import Engine
 from skyrl_fast.rollout.engine.ray_engine import EngineBundle
+from skyrl_fast.rollout.engine.remote import find_silent_servers
 from skyrl_fast.rollout.engine.start_report import report_start
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.engine.weights.probe import (
@@ -149,6 +150,30 @@ async def start_rollouts(
     return rollouts
 
 
+def check_parsers_and_servers(config: settings.Config) -> None:
+    """Look up the parsers of vLLM, and warn of servers that cannot be reached.
+
+    It comes first of a start's checks: data and models have nothing to do with these, and a server
+    may be started while they are loaded.
+
+    Raises:
+        ValueError: vLLM is missing or has no such parser.
+    """
+    generator = config.generator
+    if generator.tool_parser is not None:
+        ToolCallParser.find_class(generator.tool_parser)
+    if generator.reasoning_parser is not None:
+        ReasoningParser.find_class(generator.reasoning_parser)
+    urls = generator.inference_engine.external_server_urls
+    for url, reason in find_silent_servers(urls).items():
+        log.warning(
+            "generator.inference_engine.external_server_urls: %s cannot be reached (%s); the run "
+            "waits for it once its models are loaded",
+            url,
+            reason,
+        )
+
+
 def check_rollouts(
     config: settings.Config,
     model_path: str,
@@ -161,13 +186,9 @@ def check_rollouts(
     Raises:
         ValueError: there is no tokenizer or chat template, sequences can be too long for model or
             engine, an environment cannot be imported or called, a reward function needs an argument
-            that it will not get, or there is no environment of a row's name or no such tool parser.
+            that it will not get, or there is no environment of a row's name.
     """
     make_vllm_setup(config, model_path)
-    if config.generator.tool_parser is not None:
-        ToolCallParser.find_class(config.generator.tool_parser)
-    if config.generator.reasoning_parser is not None:
-        ReasoningParser.find_class(config.generator.reasoning_parser)
     EnvFactory(config.environment, make_env=make_env)
     if config.agent.is_set:
         black_box(config.agent)

@@ -14,7 +14,7 @@ from skyrl_fast.config import Config
 from skyrl_fast.config.model_folder import model_folder
 from skyrl_fast.gateway.connections import Connection
 from skyrl_fast.gateway.server import BACKLOG, KEEP_ALIVE_SECONDS, QuietServer
-from skyrl_fast.rollout.engine.from_settings import read_positions
+from skyrl_fast.rollout.engine.from_settings import ENGINE_LOG, read_positions
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import ServedAdapters, VllmSetup
 from skyrl_fast.system.network_interface import LOOPBACK, http_url, listen_at
@@ -107,7 +107,7 @@ def _engine_setup(
         engine=config.generator.inference_engine,
         max_model_len=longest,
         seed=config.trainer.seed,
-        log_file=str(options.folder / "engine.log"),
+        log_file=str(options.folder / ENGINE_LOG),
         served_adapters=adapters,
     )
 

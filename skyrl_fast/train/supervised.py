@@ -23,10 +23,11 @@ from skyrl_fast.train.data.prompts import Prompt, PromptSource, read_rows, rows_
 from skyrl_fast.train.model.loading import load_tokenizer
 from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.run import TrainResult, train_agent
-from skyrl_fast.train.setup.errors import SetupError
+from skyrl_fast.train.setup.errors import SetupError, with_short_errors
 from skyrl_fast.train.setup.run_data import EVAL_UID
 
 
+@with_short_errors
 def sft(
     config: ConfigSource,
     *,

@@ -29,6 +29,8 @@ from skyrl_fast.rollout.engine.weights.transports import TRANSPORTS
 
 log = logging.getLogger(__name__)
 
+ENGINE_LOG = "engine.log"  # in the run folder
+
 
 def make_engines(config: settings.Config, model_path: str) -> list[Engine]:
     """Return the engines that the settings ask for, not started."""
@@ -103,6 +105,19 @@ def _make_remote_engines(
     return result
 
 
+def describe_start(config: settings.Config, model_path: str) -> tuple[str, Path | None]:
+    """Return what starting the engines does, in words, and the log that grows meanwhile, if any."""
+    folder = Path(config.trainer.run_path)
+    place = config.engine_place
+    if place is EnginePlace.SERVERS:
+        urls = config.generator.inference_engine.external_server_urls
+        return f"connecting to {', '.join(urls)}", None
+    if place is EnginePlace.CLUSTER:
+        return f"vLLM starts on the cluster; logs on its nodes: {folder}/engine_0.log, ...", None
+    log = folder / ENGINE_LOG
+    return f"vLLM starts and loads {model_path}; its log: {log}", log
+
+
 def choose_transport(config: settings.Config) -> Transport:
     engine = config.generator.inference_engine
     backend = engine.weight_sync_backend
@@ -150,7 +165,7 @@ def make_vllm_setup(config: settings.Config, model_path: str) -> VllmSetup:
         engine=config.generator.inference_engine,
         max_model_len=_check_longest_sequence(config, model_path),
         seed=config.trainer.seed,
-        log_file=str(Path(config.trainer.run_path) / "engine.log"),
+        log_file=str(Path(config.trainer.run_path) / ENGINE_LOG),
         reasoning_parser=config.generator.reasoning_parser,
         takes_turns=config.max_staleness == 0,
         adapter=_adapter_config(config, model_path),

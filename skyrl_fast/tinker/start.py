@@ -16,13 +16,7 @@ from skyrl_fast.gateway.connections import Connection
 from skyrl_fast.gateway.server import BACKLOG, KEEP_ALIVE_SECONDS, QuietServer
 from skyrl_fast.rollout.engine.from_settings import read_positions
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
-from skyrl_fast.rollout.engine.vllm_start import (
-    NUM_EXPERTS_KEYS,
-    ServedAdapters,
-    VllmSetup,
-    on_cpu,
-    read_model_config,
-)
+from skyrl_fast.rollout.engine.vllm_start import ServedAdapters, VllmSetup
 from skyrl_fast.system.network_interface import LOOPBACK, http_url, listen_at
 from skyrl_fast.tinker.app import TinkerApp
 from skyrl_fast.tinker.checkpoints import CheckpointStore
@@ -74,8 +68,6 @@ def make_service(
     hide_progress_bars()
     path = str(config.trainer.policy.model.path)
     folder = str(model_folder(path))
-    if sampler is None:
-        check_engine(folder)
     longest = min(read_positions(folder) or MAX_CONTEXT, MAX_CONTEXT)
     base_policy = load_base_policy(config)
     trainer = AdapterTrainer(
@@ -101,21 +93,6 @@ def make_service(
     if config.trainer.dump_trajectories:
         recorder = DatumRecorder(options.folder / RUNS, folder)
     return TinkerService(base, trainer, sampler, store, recorder=recorder)
-
-
-def check_engine(folder: str) -> None:
-    """Raise ValueError for a model that vLLM cannot sample with adapters here.
-
-    With adapters on any module vLLM computes a mixture's experts by Triton, which a CPU has not:
-    its engine would start, and die at the first request.
-    """
-    config = read_model_config(folder)
-    text_config = config.get("text_config") or config
-    if on_cpu() and any(text_config.get(key) for key in NUM_EXPERTS_KEYS):
-        raise ValueError(
-            f"{folder}: expected a dense model, or a GPU, got a mixture of experts, which vLLM "
-            "cannot compute with adapters on a CPU"
-        )
 
 
 def _engine_setup(

@@ -165,8 +165,7 @@ def check_model_folder(setup: VllmSetup) -> None:
             )
 
 
-def on_cpu() -> bool:
-    """Return whether engines of this process run on the CPU."""
+def _on_cpu() -> bool:
     return not torch.cuda.is_available()
 
 
@@ -176,7 +175,7 @@ def engine_args(setup: VllmSetup) -> dict[str, Any]:
     text_config = model_config.get("text_config") or model_config
     dtype = engine.model_dtype
     if dtype == "auto":
-        dtype = "float32" if on_cpu() else "bfloat16"
+        dtype = "float32" if _on_cpu() else "bfloat16"
     args: dict[str, Any] = {
         "model": setup.model,
         "dtype": dtype,
@@ -184,7 +183,7 @@ def engine_args(setup: VllmSetup) -> dict[str, Any]:
         "max_num_seqs": engine.max_num_seqs,
         "max_num_batched_tokens": engine.max_num_batched_tokens,
         "enable_prefix_caching": engine.enable_prefix_caching,
-        "enforce_eager": on_cpu() if engine.enforce_eager is None else engine.enforce_eager,
+        "enforce_eager": _on_cpu() if engine.enforce_eager is None else engine.enforce_eager,
         "seed": setup.seed,
         "worker_extension_cls": WORKER_EXTENSION,
         # Logprobs of the sampling distribution: after temperature.
@@ -226,7 +225,7 @@ def engine_args(setup: VllmSetup) -> dict[str, Any]:
         args["max_loras"] = max(2, served.at_once)
         args["max_cpu_loras"] = max(served.in_memory, args["max_loras"])
         args["logprobs_mode"] = "raw_logprobs"
-    if on_cpu():
+    if _on_cpu():
         # A prompt prefilled in chunks, by a request with a seed, kills vLLM 0.30 on CPU
         # ("CPU Generator does not use offset"). Unchunked, a prompt must fit into one step.
         longest = setup.max_model_len or text_config.get("max_position_embeddings", 0)
@@ -279,7 +278,7 @@ def engine_environment(setup: VllmSetup) -> dict[str, str]:
     if setup.log_file is not None:
         result["VLLM_LOGGING_LEVEL"] = "INFO"
         result[LOGGING_VARIABLE] = _logging_config(setup.log_file)
-    if on_cpu():
+    if _on_cpu():
         result[CPU_CACHE_VARIABLE] = CPU_CACHE_GIB
         # The worker runs in the engine core's process: a third process costs seconds at the start,
         # and the two would poll each other on the cores that the trainer needs.
@@ -375,7 +374,7 @@ def let_engine_go_first(yes: bool) -> None:
     wait for a core when they wake up, and do not take the engine's in the middle of a step. Threads
     with another policy than the default keep it.
     """
-    if not on_cpu() or sys.platform != "linux":
+    if not _on_cpu() or sys.platform != "linux":
         return
     usual = os.SCHED_OTHER
     batch = os.SCHED_BATCH

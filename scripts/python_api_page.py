@@ -165,9 +165,17 @@ def named(body: str) -> list[tuple[str, str]]:
 
 
 def methods(kind: type) -> Iterator[str]:
-    """Yield a list of the public methods that the class itself defines."""
-    for name, value in vars(kind).items():
-        if inspect.isfunction(value) and not name.startswith("_"):
+    """Yield a list of the public methods of the class, those of the package's base classes last."""
+    listed: set[str] = set()
+    for owner in kind.__mro__:
+        is_ours = owner.__module__.startswith("skyrl_fast.")
+        is_protocol = owner is not kind and getattr(owner, "_is_protocol", False)
+        if not is_ours or is_protocol:
+            continue
+        for name, value in vars(owner).items():
+            if not inspect.isfunction(value) or name.startswith("_") or name in listed:
+                continue
+            listed.add(name)
             given = ", ".join(list(parameters(value))[1:])
             first = prose(SECTION.split(inspect.getdoc(value) or "")[0])
             yield f"- `{name}({given})`: {first}"

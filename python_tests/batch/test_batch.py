@@ -326,7 +326,7 @@ def test_mini_batch_has_exactly_the_given_number_of_prompts(sizes, mini_batch_si
 
 @pytest.mark.spec("update.bad-sizes")
 def test_non_contiguous_prompts_are_refused():
-    with pytest.raises(ValueError, match=r"adjacent, but prompt 'p' returns in row 2"):
+    with pytest.raises(ValueError, match=r"next to each other, got prompt 'p' again in row 2"):
         mini_batch_boundaries(["p", "q", "p"], 1)
 
 
@@ -429,7 +429,7 @@ def test_load_refuses_other_files(tmp_path):
 
 def test_inconsistent_batch_is_refused():
     batch = with_everything()
-    with pytest.raises(ValueError, match=r"advantages must be of shape \(7,\), got \(6,\)"):
+    with pytest.raises(ValueError, match=r"advantages: expected shape \(7,\), got \(6,\)"):
         batch.with_(advantages=torch.zeros(6))
-    with pytest.raises(ValueError, match=r"rewards must be torch.float32, got torch.float64"):
+    with pytest.raises(ValueError, match=r"rewards: expected torch.float32, got torch.float64"):
         batch.with_(rewards=torch.zeros(7, dtype=torch.float64))

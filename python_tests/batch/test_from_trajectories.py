@@ -67,7 +67,7 @@ def test_batch_and_metrics_equal_those_of_the_generator_output(
     try:
         output = generator_output_from_trajectories(trajectories)
     except ValueError as error:
-        with pytest.raises(ValueError, match="rollout_logprobs must be there in every step"):
+        with pytest.raises(ValueError, match="rollout_logprobs: expected them in every step"):
             batch_from_trajectories(trajectories)
         assert "rollout_logprobs" in str(error)  # from placeholders only, next to steps without any
         return
@@ -94,18 +94,18 @@ def test_metrics_of_several_groups_are_over_all_trajectories() -> None:
 @pytest.mark.parametrize(
     ("trajectories", "message"),
     [
-        ([], "trajectories must not be empty"),
+        ([], "trajectories: expected at least one"),
         (
             [one_step("a", 0), one_step("a", 1), one_step("a", 0)],
-            r"must differ in uid or repetition_id, but trajectory 2 is \('a', 0\) again",
+            r"another uid or repetition_id for each, got \('a', 0\) again in trajectory 2",
         ),
         (
             [one_step("a", 0), one_step("b", 0), one_step("a", 1)],
-            "one group must be adjacent, but uid 'a' returns in trajectory 2",
+            "a group next to each other, got uid 'a' again in trajectory 2",
         ),
         (
             [one_step("a", 0), one_step("a", 1, rollout_logprobs=None)],
-            "rollout_logprobs must be there in every step or in none, but row 1 has none",
+            "rollout_logprobs: expected them in every step or in none, got none in row 1",
         ),
         (
             [one_step("a", 0), one_step("a", 1, rollout_logprobs=[-1.0])],
@@ -120,7 +120,7 @@ def test_metrics_of_several_groups_are_over_all_trajectories() -> None:
         ([make_trajectory("a", 0, [make_step([1], [2**31])])], "response_ids"),
         (
             [one_step("a", 0, expert_indices=np.zeros((5, 1, 1), np.uint8))],
-            r"expert_indices must have at most one entry per token \(4\) in row 0, got 5",
+            r"expert_indices: expected at most one entry per token \(4\) in row 0, got 5",
         ),
     ],
 )

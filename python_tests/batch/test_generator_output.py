@@ -64,7 +64,7 @@ def test_both_step_wise_fields_are_required(field, missing):
     output = broken(**{field: None})
     if missing:
         del output[field]
-    with pytest.raises(ValueError, match=f"{field} must be there for step-wise"):
+    with pytest.raises(ValueError, match=f"{field}: expected it for step-wise"):
         check(output, step_wise=True)
 
 
@@ -73,22 +73,23 @@ LISTS = ("prompt_token_ids", "loss_masks", "rewards", "rollout_logprobs", *TEXTS
 T, F = True, False
 ROUTES = [np.zeros((k, 1, 2), np.uint8) for k in (2, 5, 3, 3, 0)]
 REFUSED = [
-    *({name: step_wise_output()[name][:-1], "said": rf"{name} must have one .*\(5\), got 4"}
+    *({name: step_wise_output()[name][:-1], "said": rf"{name}: expected one .*\(5\), got 4"}
       for name in LISTS),
     {"trajectory_time_splits": {"llm": [1.0] * 5, "env": [1.0]},
-     "said": r"trajectory_time_splits\['env'\] .*\(5\), got 1"},
-    {"is_last_step": [F, T, T, F, F], "said": r"is_last_step must be True in the last row \(4\)"},
-    {"is_last_step": [F, T, F, F, T], "said": "is_last_step must be True in row 2.*got False"},
-    {"is_last_step": [T, T, T, F, T], "said": "is_last_step must be False in row 0.*got True"},
+     "said": r"trajectory_time_splits\['env'\]: .*\(5\), got 1"},
+    {"is_last_step": [F, T, T, F, F], "said": r"is_last_step: expected True in the last row \(4\)"},
+    {"is_last_step": [F, T, F, F, T], "said": "is_last_step: expected True in row 2.*got False"},
+    {"is_last_step": [T, T, T, F, T], "said": "is_last_step: expected False in row 0.*got True"},
     {"is_last_step": [F, 1, T, F, T], "said": "is_last_step: expected bools, got 1 in row 1"},
     {"trajectory_ids": [("a", 0), ("a", 1), ("a", 0), ("b", 0), ("b", 0)],
-     "is_last_step": [T, T, T, F, T], "said": "trajectory must be .*'a', 0.*returns in row 2"},
+     "is_last_step": [T, T, T, F, T],
+     "said": "a trajectory next to each other, got .*'a', 0.*again in row 2"},
     {"trajectory_ids": [("a", 0), ("a", 0), ("b", 1), ("a", 1), ("a", 1)],
-     "said": "group must be adjacent.*'a' returns in row 3"},
+     "said": "rows of a group next to each other, got 'a' again in row 3"},
     *({"trajectory_ids": [("a", 0), ("a", 0), bad, ("b", 0), ("b", 0)],
        "said": "trajectory_ids: expected .* row 2"} for bad in ("a0", ("a",), ("a", "0"), None)),
-    {"rollout_expert_indices": ROUTES, "said": r"rollout_expert_indices .*\(2\) in row 3, got 3"},
-    *({"rewards": rewards, "said": rf"rewards must be one float per row.*row {row} a "}
+    {"rollout_expert_indices": ROUTES, "said": r"rollout_expert_indices: .*\(2\) in row 3, got 3"},
+    *({"rewards": rewards, "said": rf"rewards: expected one float per row.*in row {row}"}
       for row, rewards in [(1, [0.0, [0.0, 1.0], 0.0, 0.0, 1.0]),
                            (3, [[0.0], [0.0, 1.0], [0.0, 0.0], 0.0, [1.0]]),
                            (2, [0.0, 1.0, None, 0.0, 1.0]), (3, [0.0, 1.0, 0.0, "1", 1.0])]),
@@ -122,7 +123,9 @@ def test_token_lists_must_be_as_long_as_their_response(field):
         output["rewards"] = [[0.0] * len(row) for row in output["response_ids"]]
     output[field] = [list(row) for row in output[field]]
     output[field][2].append(1)
-    with pytest.raises(ValueError, match=rf"{field} must be as long .*2 tokens\) in row 2, got 3"):
+    with pytest.raises(
+        ValueError, match=rf"{field}: expected as many .*2 tokens\) in row 2, got 3"
+    ):
         check(output)
 
 
@@ -162,9 +165,9 @@ def test_all_zero_masks_are_a_warning(caplog):
 
 
 def test_no_rows_and_missing_fields_are_refused():
-    with pytest.raises(ValueError, match="response_ids must have at least one row"):
+    with pytest.raises(ValueError, match="response_ids: expected at least one row"):
         check({**default_output(), "response_ids": []})
-    with pytest.raises(ValueError, match="rewards must be there"):
+    with pytest.raises(ValueError, match="rewards: expected it"):
         check({**default_output(), "rewards": None})
 
 
@@ -211,7 +214,7 @@ def test_flipping_any_is_last_step_is_detected(output, data):
     check(output)
     row = data.draw(st.integers(0, len(output["is_last_step"]) - 1))
     output["is_last_step"][row] ^= True
-    with pytest.raises(ValueError, match=rf"is_last_step .*row( \(|\s){row}|last row \({row}\)"):
+    with pytest.raises(ValueError, match=rf"is_last_step: .*row( \(|\s){row}|last row \({row}\)"):
         check(output)
 
 
@@ -305,7 +308,7 @@ def test_batch_of_empty_trajectories_only():
 def test_logprobs_in_some_steps_only_are_refused():
     none = generator_output_from_trajectories([trajectory("a", 0, [step([3], logprobs=False)])])
     assert none["rollout_logprobs"] is None
-    with pytest.raises(ValueError, match=r"rollout_logprobs .* row 1 has none"):
+    with pytest.raises(ValueError, match=r"rollout_logprobs: .* got none in row 1"):
         generator_output_from_trajectories(
             [trajectory("a", 0, [step([3]), step([4], logprobs=False)])]
         )
@@ -320,5 +323,5 @@ def test_routes_are_copied_and_missing_ones_are_empty():
 
 
 def test_empty_list_of_trajectories_is_refused():
-    with pytest.raises(ValueError, match="trajectories must not be empty"):
+    with pytest.raises(ValueError, match="trajectories: expected at least one"):
         generator_output_from_trajectories([])

@@ -400,7 +400,7 @@ def test_skyrl_that_needs_another_python_is_an_error_in_one_line(
 def test_functions_act_next_to_a_skyrl_that_cannot_be_imported(fake_skyrl: Path) -> None:
     (fake_skyrl / "skyrl/train/dataset/preprocess.py").write_text(PYDANTIC)
     assert skyrl.compute_prompt_boundaries(["a", "a", "b"]) == [(0, 2), (2, 3)]
-    with pytest.raises(ValueError, match="rows of a prompt must be adjacent"):
+    with pytest.raises(ValueError, match="rows: expected those of a prompt next to each other"):
         skyrl.compute_prompt_boundaries(["a", "b", "a"])
 
 

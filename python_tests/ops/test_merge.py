@@ -315,14 +315,14 @@ def test_additional_token_columns_are_merged() -> None:
 
 def test_step_wise_fields_are_required() -> None:
     for field in ("trajectory_ids", "is_last_step"):
-        with pytest.raises(ValueError, match=f"{field} must be there"):
+        with pytest.raises(ValueError, match=f"{field}: expected it"):
             merge_stepwise_output({**worked_output(), field: None})
 
 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"pixel_values": [None] * 6}, ValueError, "pixel_values must be None"),
+        ({"pixel_values": [None] * 6}, ValueError, "pixel_values: expected None"),
         ({"extra": [1, 2]}, ValueError, "extra: expected a list with one entry for each of 6 rows"),
         ({"extra": "text"}, ValueError, "extra: expected a list"),
         ({"response_ids": [["x"], [4, 5], [6], [3], [6], []]}, TypeError, "response_ids|responses"),
@@ -352,9 +352,9 @@ def test_invalid_options_error_names_the_option() -> None:
     with pytest.raises(ValueError, match="drift must be one of"):
         StepBatch.from_generator_output(output, merge="bend")
     steps = StepBatch.from_generator_output(output)
-    with pytest.raises(ValueError, match="rewards must be 'token', 'last' or None"):
+    with pytest.raises(ValueError, match="rewards: expected 'token', 'last' or None"):
         steps.merged(rewards="mean")
-    with pytest.raises(ValueError, match="advantages must be None"):
+    with pytest.raises(ValueError, match="advantages: expected None"):
         steps.with_(advantages=compute_advantages(steps).advantages).merged()
     with pytest.raises(ValueError, match="loss_masks must be given"):
         merge_steps([[1]], [[2]], [0], drift="realign")

@@ -154,7 +154,7 @@ def test_trajectories_and_generator_outputs_carry_the_sets() -> None:
     ],
 )
 def test_sets_for_only_some_tokens_are_refused(kept_ids: Any, got: str) -> None:
-    with pytest.raises(ValueError, match="kept_ids must have one entry per response token") as e:
+    with pytest.raises(ValueError, match="kept_ids: expected one entry per response token") as e:
         batch_from_trajectories([trajectory(kept_ids)])
     assert got in str(e.value)
 

@@ -30,7 +30,7 @@ def generator_output_from_trajectories(trajectories: Sequence[Trajectory]) -> Ge
         ValueError: no trajectories, or log-probabilities in only some steps.
     """
     if not trajectories:
-        raise ValueError(f"{OP}: trajectories must not be empty")
+        raise ValueError(f"{OP}: trajectories: expected at least one, got none")
     steps = [t.steps_or_placeholder() for t in trajectories]
     rows = list(chain.from_iterable(steps))
     owners = [t for t, turns in zip(trajectories, steps, strict=True) for _ in turns]

@@ -40,7 +40,8 @@ def columns_of_output(
     validate_generator_output(output, num_prompts=num_prompts, step_wise=step_wise)
     index = row_index(OP, output, uids, step_wise=step_wise)
     names = _token_fields(output)
-    fields = _ragged.read_fields(OP, {name: output[name] for name in names})
+    of_steps = {name: output[name] for name in names}
+    fields = _ragged.read_fields(OP, of_steps)
     plan = None
     # First and last step of each row; without merging a row is both.
     every = np.arange(len(index.group_ids))
@@ -52,11 +53,14 @@ def columns_of_output(
     if merge:
         # The tokens of a merged row are the prompt and response of its last step: earlier prompts,
         # which are most of all tokens, are compared and never copied.
-        plan = merge_steps(output["prompt_token_ids"], output["response_ids"], index.trajectory_ids)
+        prompts = output["prompt_token_ids"]
+        responses = output["response_ids"]
+        plan = merge_steps(prompts, responses, index.trajectory_ids)
         heads = plan.heads
         ends = plan.ends
         cu_responses = offsets(torch.from_numpy(plan.merged_response_lengths))
-        response_starts = cu_responses[plan.merged_rows] + torch.from_numpy(plan.starts)
+        row_starts = cu_responses[plan.merged_rows]
+        response_starts = row_starts + torch.from_numpy(plan.starts)
         last_steps = {}
         for name in TOKENS:
             last_steps[name] = _at(output[name], ends)
@@ -69,18 +73,23 @@ def columns_of_output(
     scalars = None
     if "rewards" not in flat:
         scalars = _at(output["rewards"], ends)
-    rewards, row_rewards = _rewards(scalars, flat.get("rewards"), cu_responses)
+    per_token = flat.get("rewards")
+    rewards, row_rewards = _rewards(scalars, per_token, cu_responses)
     versions = torch.zeros(len(ends), dtype=torch.int32, device="cpu")
     given_versions = output.get("policy_versions")
     if given_versions is not None:
         each = np.array(given_versions, np.int32)
-        versions = torch.from_numpy(_oldest(each, heads))
+        oldest = _oldest(each, heads)
+        versions = torch.from_numpy(oldest)
     stop_reasons = None
     given_reasons = output.get("stop_reasons")
     if given_reasons is not None:
-        stop_reasons = tuple(_at(given_reasons, ends))
-    experts, cu_experts = flat_experts(OP, output.get("rollout_expert_indices"), plan)
-    num_kept, kept_ids, cu_kept = flat_kept_ids(OP, output.get("rollout_kept_ids"), cu_responses)
+        of_ends = _at(given_reasons, ends)
+        stop_reasons = tuple(of_ends)
+    routes = output.get("rollout_expert_indices")
+    experts, cu_experts = flat_experts(OP, routes, plan)
+    kept_rows = output.get("rollout_kept_ids")
+    num_kept, kept_ids, cu_kept = flat_kept_ids(OP, kept_rows, cu_responses)
     return {
         "tokens": flat["tokens"],
         "cu_seqlens": cu_seqlens,
@@ -140,7 +149,8 @@ def flat_values(
         response_starts: (N,) offset of each row's values per response token.
         gaps: some of the A elements belong to no row and are set to 0.
     """
-    tokens = _backend.empty((int(cu_seqlens[-1]),), torch.int32)
+    num_tokens = int(cu_seqlens[-1])
+    tokens = _backend.empty((num_tokens,), torch.int32)
     # A row is its prompt, then its response. All fields are copied by one call, which checks every
     # value as it goes.
     prompt_starts = cu_seqlens[:-1].to(torch.int64)
@@ -179,14 +189,17 @@ def _rewards(
     """Return (A,) rewards per token and (N,) per row, from either form."""
     if per_token is not None:
         sums = segment_sums(per_token.numpy(), cu_responses.numpy(), np.float64)
-        return per_token, torch.from_numpy(sums.astype(np.float32))
-    per_row = torch.from_numpy(np.array(rewards, dtype=np.float32))
+        rounded = sums.astype(np.float32)
+        return per_token, torch.from_numpy(rounded)
+    values = np.array(rewards, dtype=np.float32)
+    per_row = torch.from_numpy(values)
     return rewards_on_last_tokens(per_row, cu_responses), per_row
 
 
 def rewards_on_last_tokens(per_row: torch.Tensor, cu_responses: torch.Tensor) -> torch.Tensor:
     """Return (A,) float32: each row's reward on its last response token, 0 elsewhere."""
-    flat = torch.zeros(int(cu_responses[-1]), dtype=torch.float32, device="cpu")
+    num_responses = int(cu_responses[-1])
+    flat = torch.zeros(num_responses, dtype=torch.float32, device="cpu")
     filled = cu_responses.diff() > 0
     ends = cu_responses[1:]
     last_tokens = ends[filled].long() - 1
@@ -202,8 +215,10 @@ def flat_experts(
         return None, None
     arrays: list[np.ndarray | None] = []
     for row in rows:
-        is_empty = row is None or len(row) == 0
-        arrays.append(None if is_empty else np.asarray(row))
+        if row is None or len(row) == 0:
+            arrays.append(None)
+        else:
+            arrays.append(np.asarray(row))
     recorded = [array for array in arrays if array is not None]
     if not recorded:
         return None, None
@@ -211,14 +226,15 @@ def flat_experts(
     for row, array in enumerate(arrays):
         if array is None:
             continue
-        if array.ndim != 3 or array.shape[1:] != shape or array.dtype.kind not in "iu":
+        is_integer = array.dtype.kind in "iu"
+        if not is_integer or array.ndim != 3 or array.shape[1:] != shape:
             raise ValueError(
-                f"{op}: rollout_expert_indices must be integers [tokens, {shape[0]}, "
+                f"{op}: rollout_expert_indices: expected integers [tokens, {shape[0]}, "
                 f"{shape[-1]}] in row {row}, got {array.dtype} {list(array.shape)}"
             )
     # Routes are the largest column: layers times experts for each token.
-    largest = max(int(array.max()) for array in recorded)
-    dtype = routes_dtype(largest)
+    largest = [int(array.max()) for array in recorded]
+    dtype = routes_dtype(max(largest))
     counts = np.zeros(len(arrays), dtype=np.int64)
     for number, array in enumerate(arrays):
         if array is not None:
@@ -227,14 +243,18 @@ def flat_experts(
     ends = counts
     if plan is not None:
         begins, ends = plan.route_pieces(op, counts)
-        counts = np.add.reduceat(ends - begins, plan.heads)
+        of_steps = ends - begins
+        counts = np.add.reduceat(of_steps, plan.heads)
     pieces = []
-    for array, begin, end in zip(arrays, begins.tolist(), ends.tolist(), strict=True):
+    for number, array in enumerate(arrays):
         if array is not None:
+            begin = begins[number]
+            end = ends[number]
             piece = array[begin:end]
             pieces.append(piece.astype(dtype, copy=False))
-    flat = np.concatenate(pieces)
-    return torch.from_numpy(flat), offsets(torch.from_numpy(counts))
+    routes = torch.from_numpy(np.concatenate(pieces))
+    cu_experts = offsets(torch.from_numpy(counts))
+    return routes, cu_experts
 
 
 def routes_dtype(largest: int) -> type[np.integer[Any]]:
@@ -257,12 +277,13 @@ def flat_kept_ids(
     if rows is None:
         return None, None, None
     lengths = cu_responses.diff().tolist()
-    if not any(map(len, (row or () for row in rows))):
+    has_ids = any(row is not None and len(row) > 0 for row in rows)
+    if not has_ids:
         return None, None, None
     for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         if row and len(row) != length:
             raise ValueError(
-                f"{op}: kept_ids must have one entry per response token ({length}) in row "
+                f"{op}: kept_ids: expected one entry per response token ({length}) in row "
                 f"{number}, got {len(row)}"
             )
     vocabulary = np.zeros(0, np.int32)
@@ -273,7 +294,8 @@ def flat_kept_ids(
             continue
         for one in row:
             flat.append(np.asarray(one, dtype=np.int32))
-    num_kept = np.fromiter(map(len, flat), np.int32, len(flat))
+    counts = [len(one) for one in flat]
+    num_kept = np.array(counts, dtype=np.int32)
     sums = np.cumsum(num_kept, dtype=np.int64)
     cu_tokens = np.concatenate([[0], sums])
     cu_rows = cu_tokens[cu_responses.numpy()]

@@ -28,7 +28,8 @@ def concatenate(batches: Sequence[StepBatch]) -> StepBatch:
     if not batches:
         raise ValueError(f"{OP}: batches: expected at least one, got none")
     if len(batches) == 1:
-        return batches[0].with_(**_routes(batches, batches[0].expert_indices))
+        (only,) = batches
+        return only.with_(**_routes(batches, only.expert_indices))
     uids: dict[str, None] = {}
     for batch in batches:
         for uid in batch.uids:
@@ -38,11 +39,14 @@ def concatenate(batches: Sequence[StepBatch]) -> StepBatch:
     columns: dict[str, Any] = {}
     for name in COLUMNS:
         columns[name] = _join_column(batches, name)
-    columns["group_ids"] += _numbers_before(batches, [batch.num_groups for batch in batches])
+    num_groups = [batch.num_groups for batch in batches]
+    columns["group_ids"] += _numbers_before(batches, num_groups)
     counts = [batch.num_trajectories for batch in batches]
     columns["trajectory_ids"] += _numbers_before(batches, counts)
     for name in ("cu_seqlens", "cu_responses"):
-        lengths = [getattr(batch, name).diff() for batch in batches]
+        lengths = []
+        for batch in batches:
+            lengths.append(getattr(batch, name).diff())
         columns[name] = offsets(torch.cat(lengths))
     columns |= _routes(batches, columns["expert_indices"])
     if columns["kept_ids"] is not None:
@@ -68,7 +72,8 @@ def concatenate(batches: Sequence[StepBatch]) -> StepBatch:
 def _numbers_before(batches: Sequence[StepBatch], counts: Sequence[int]) -> torch.Tensor:
     """Return (N,) int32, for each row the sum of the counts of all batches before its own."""
     sums = np.cumsum(counts)
-    before = np.array([0, *sums[:-1]], dtype=np.int32)
+    earlier = sums[:-1]
+    before = np.array([0, *earlier], dtype=np.int32)
     num_rows = [batch.num_rows for batch in batches]
     return torch.from_numpy(before.repeat(num_rows))
 
@@ -76,10 +81,12 @@ def _numbers_before(batches: Sequence[StepBatch], counts: Sequence[int]) -> torc
 def _join_column(batches: Sequence[StepBatch], name: str) -> torch.Tensor | None:
     """Return one column of all rows, or None if no batch has it."""
     values = [getattr(batch, name) for batch in batches]
-    if name == "num_kept" and any(value is not None for value in values):
+    is_given = any(value is not None for value in values)
+    if name == "num_kept" and is_given:
         for place, batch in enumerate(batches):
             if values[place] is None:  # 0: the vocabulary
-                values[place] = torch.zeros_like(batch.loss_mask, dtype=torch.int32)
+                vocabulary = torch.zeros_like(batch.loss_mask, dtype=torch.int32)
+                values[place] = vocabulary
     if name == "rollout_logprobs":
         values = _logprobs(batches, values)
     # A batch without elements for it, e.g. of empty responses only, may lack the column.
@@ -114,7 +121,8 @@ def _logprobs(
         filled: list[torch.Tensor | None] = []
         for batch, value in pairs:
             if value is None and not batch.loss_mask.any():
-                filled.append(torch.zeros_like(batch.loss_mask, dtype=torch.float32))
+                nothing = torch.zeros_like(batch.loss_mask, dtype=torch.float32)
+                filled.append(nothing)
             else:
                 filled.append(value)
         return filled
@@ -141,8 +149,9 @@ def _routes(batches: Sequence[StepBatch], routes: torch.Tensor | None) -> dict[s
     if routes is None or not len(routes):
         return {"expert_indices": None, "cu_experts": None}
     dtype = routes_dtype(int(routes.max()))
+    narrowed = routes.numpy().astype(dtype, copy=False)
     return {
-        "expert_indices": torch.from_numpy(routes.numpy().astype(dtype, copy=False)),
+        "expert_indices": torch.from_numpy(narrowed),
         "cu_experts": _row_offsets(batches, "cu_experts"),
     }
 
@@ -153,7 +162,8 @@ def _row_offsets(batches: Sequence[StepBatch], name: str) -> torch.Tensor:
     for batch in batches:
         cu = getattr(batch, name)
         if cu is None:
-            counts.append(torch.zeros(batch.num_rows, dtype=torch.int64, device="cpu"))
+            nothing = torch.zeros(batch.num_rows, dtype=torch.int64, device="cpu")
+            counts.append(nothing)
         else:
             counts.append(cu.diff())
     return offsets(torch.cat(counts))

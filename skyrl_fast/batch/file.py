@@ -19,7 +19,8 @@ def write_batch_file(
     from safetensors.torch import save_file  # only these two functions need the package
 
     target = Path(path)
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    name = f"{target.name}.{os.getpid()}.partial"
+    partial = target.with_name(name)
     try:
         columns: dict[str, torch.Tensor] = {}
         written: set[int] = set()  # safetensors refuses memory that two columns share
@@ -30,7 +31,8 @@ def write_batch_file(
             else:
                 columns[name] = column
             written.add(column.data_ptr())
-        save_file(columns, partial, metadata={"format": FORMAT, "facts": json.dumps(others)})
+        header = {"format": FORMAT, "facts": json.dumps(others)}
+        save_file(columns, partial, metadata=header)
         os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)
@@ -43,15 +45,20 @@ def read_batch_file(path: str | os.PathLike[str], names: set[str]) -> dict[str, 
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
-            if header.get("format") != FORMAT:
-                given = header.get("format")
+            given = header.get("format")
+            if given != FORMAT:
                 raise ValueError(f"StepBatch.load: {path}: expected format {FORMAT}, got {given!r}")
-            found: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            found: dict[str, Any] = {}
+            for name in file.keys():  # noqa: SIM118
+                found[name] = file.get_tensor(name)
     except SafetensorError as error:
         raise ValueError(f"StepBatch.load: {path} is not a safetensors file: {error}") from error
     others = json.loads(header["facts"])
     for name, value in others.items():
-        found[name] = tuple(value) if isinstance(value, list) else value
+        if isinstance(value, list):
+            found[name] = tuple(value)
+        else:
+            found[name] = value
     unknown = found.keys() - names
     if unknown:
         raise ValueError(

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from itertools import chain
 from operator import is_
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,24 +45,26 @@ def batch_from_trajectories(trajectories: Sequence[Trajectory]) -> StepBatch:
             some response tokens of a step.
     """
     if not trajectories:
-        raise ValueError(f"{OP}: trajectories must not be empty")
+        raise ValueError(f"{OP}: trajectories: expected at least one, got none")
     group_ids = _group_ids(trajectories)
     steps = [t.steps_or_placeholder() for t in trajectories]
-    num_steps = np.fromiter(map(len, steps), np.int64, len(steps))
+    num_steps = np.array([len(one) for one in steps], dtype=np.int64)
     rows = list(chain.from_iterable(steps))
     logprobs = logprobs_in_all_or_none(OP, rows)
-    lists = {
+    lists: dict[str, list[Any]] = {
         "prompt_token_ids": _contiguous([row.prompt_token_ids for row in rows]),
         "response_ids": [row.response_ids for row in rows],
         "loss_masks": [row.loss_mask for row in rows],
-        **({} if logprobs is None else {"rollout_logprobs": logprobs}),
     }
+    if logprobs is not None:
+        lists["rollout_logprobs"] = logprobs
     fields = _ragged.read_fields(OP, lists)
     for name in fields.keys() - {"prompt_token_ids", "response_ids"}:
         _ragged.check_aligned(OP, fields["response_ids"], fields[name])
-    lengths = fields["prompt_token_ids"].lengths + fields["response_ids"].lengths
+    response_lengths = fields["response_ids"].lengths
+    lengths = fields["prompt_token_ids"].lengths + response_lengths
     cu_seqlens = offsets(lengths)
-    cu_responses = offsets(fields["response_ids"].lengths)
+    cu_responses = offsets(response_lengths)
     starts = cu_responses[:-1].to(torch.int64)
     num_responses = int(cu_responses[-1])
     flat = flat_values(OP, fields, cu_seqlens, starts, num_responses)
@@ -75,11 +78,13 @@ def batch_from_trajectories(trajectories: Sequence[Trajectory]) -> StepBatch:
     is_last_step[last_rows] = True
     numbers = np.arange(len(trajectories), dtype=np.int32)
     trajectory_ids = np.repeat(numbers, num_steps)
-    row_groups = np.repeat(group_ids, num_steps).astype(np.int32)
+    groups = group_ids.astype(np.int32)
+    row_groups = np.repeat(groups, num_steps)
     uids = []
     for first in first_appearances(group_ids).tolist():
         uids.append(str(trajectories[first].uid))
-    experts, cu_experts = flat_experts(OP, _routes(rows, lengths))
+    routes = _routes(rows, lengths)
+    experts, cu_experts = flat_experts(OP, routes)
     sets = [row.kept_ids for row in rows]
     num_kept, kept_ids, cu_kept = flat_kept_ids(OP, sets, cu_responses)
     return StepBatch(
@@ -119,13 +124,18 @@ def stop_reasons_of(
 def logprobs_in_all_or_none(op: str, rows: Sequence[Step]) -> list[list[float]] | None:
     """Return the rollout log-probabilities of N rows, or None if no response has any."""
     values = [row.rollout_logprobs for row in rows]
-    given = [v is not None for v, row in zip(values, rows, strict=True) if row.response_ids]
-    if not any(given) and (given or all(v is None for v in values)):
+    missing = [row for row, value in enumerate(values) if value is None]
+    given = []
+    for row, value in zip(rows, values, strict=True):
+        if row.response_ids:
+            given.append(value is not None)
+    has_none = not any(given)
+    if has_none and (given or len(missing) == len(values)):
         return None
     if not all(given):
-        row = next(i for i, v in enumerate(values) if v is None)
         raise ValueError(
-            f"{op}: rollout_logprobs must be there in every step or in none, but row {row} has none"
+            f"{op}: rollout_logprobs: expected them in every step or in none, got none in row "
+            f"{missing[0]}"
         )
     return [[] if v is None else v for v in values]
 
@@ -141,10 +151,14 @@ def _contiguous(prompts: Sequence[Sequence[int]]) -> list[Sequence[int] | np.nda
             parts = prompt.parts
         else:
             parts = ()
-        if before and len(parts) >= len(before) and all(map(is_, before, parts)):
-            result.append(np.concatenate([result[-1], *parts[len(before) :]]))
+        continues = bool(before) and len(parts) >= len(before) and all(map(is_, before, parts))
+        if continues:
+            added = parts[len(before) :]
+            result.append(np.concatenate([result[-1], *added]))
+        elif isinstance(prompt, TokenIds):
+            result.append(prompt.array())
         else:
-            result.append(prompt.array() if isinstance(prompt, TokenIds) else prompt)
+            result.append(prompt)
         before = parts
     return result
 
@@ -156,17 +170,19 @@ def _group_ids(trajectories: Sequence[Trajectory]) -> np.ndarray:
     keys = trajectory_keys(uids, repetitions)
     firsts = np.unique(keys, return_index=True)[1]
     if len(firsts) < len(keys):
-        twice = int(np.setdiff1d(np.arange(len(keys)), firsts)[0])
+        numbers = np.arange(len(keys))
+        twice = int(np.setdiff1d(numbers, firsts)[0])
+        again = (uids[twice], int(repetitions[twice]))
         raise ValueError(
-            f"{OP}: trajectories must differ in uid or repetition_id, but trajectory {twice} is "
-            f"{(uids[twice], int(repetitions[twice]))!r} again"
+            f"{OP}: trajectories: expected another uid or repetition_id for each, got {again!r} "
+            f"again in trajectory {twice}"
         )
     group_ids = dense_ids(uids)
     returned = first_return(group_ids)
     if returned is not None:
         raise ValueError(
-            f"{OP}: trajectories of one group must be adjacent, but uid {uids[returned]!r} returns "
-            f"in trajectory {returned}"
+            f"{OP}: trajectories: expected those of a group next to each other, got uid "
+            f"{uids[returned]!r} again in trajectory {returned}"
         )
     return group_ids
 
@@ -175,10 +191,12 @@ def _routes(rows: Sequence[Step], lengths: torch.Tensor) -> list[np.ndarray | No
     routes = [row.expert_indices for row in rows]
     if all(r is None for r in routes):
         return None
-    for row, (captured, length) in enumerate(zip(routes, lengths.tolist(), strict=True)):
+    limits = lengths.tolist()
+    for row, captured in enumerate(routes):
+        length = limits[row]
         if captured is not None and len(captured) > length:
             raise ValueError(
-                f"{OP}: expert_indices must have at most one entry per token ({length}) in row "
+                f"{OP}: expert_indices: expected at most one entry per token ({length}) in row "
                 f"{row}, got {len(captured)}"
             )
     return routes

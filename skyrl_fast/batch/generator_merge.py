@@ -59,7 +59,7 @@ def merge_stepwise_output(
     validate_generator_output(output, step_wise=True)
     for field in IMAGES:
         if output.get(field) is not None:
-            raise ValueError(f"{OP}: {field} must be None: steps with images cannot be merged")
+            raise ValueError(f"{OP}: {field}: expected None, as steps with images cannot be merged")
     plan = merge_steps(
         output["prompt_token_ids"],
         output["response_ids"],
@@ -72,9 +72,11 @@ def merge_stepwise_output(
     ends = plan.ends.tolist()
     prompts = output["prompt_token_ids"]
     merged: dict[str, Any] = {}
+    responses = output["response_ids"]
+    masks = output["loss_masks"]
     merged["prompt_token_ids"] = [_copy_row(prompts[head]) for head in heads]
-    merged["response_ids"] = _responses(prompts, output["response_ids"], plan)
-    merged["loss_masks"] = _per_token("loss_masks", output["loss_masks"], plan, 0)
+    merged["response_ids"] = _responses(prompts, responses, plan)
+    merged["loss_masks"] = _per_token("loss_masks", masks, plan, 0)
     if output.get("rollout_logprobs") is not None:
         merged["rollout_logprobs"] = _per_token(
             "rollout_logprobs", output["rollout_logprobs"], plan, 0.0
@@ -90,10 +92,12 @@ def merge_stepwise_output(
         versions = np.array(output["policy_versions"], np.int64)
         oldest = np.minimum.reduceat(versions, plan.heads)
         merged["policy_versions"] = oldest.tolist()
+    num_rows = len(plan.joins)
     for field, value in output.items():
         if field not in merged:
-            merged[field] = _last_step_values(field, value, ends, len(plan.joins))
-    return cast(GeneratorOutput, {field: merged[field] for field in output})
+            merged[field] = _last_step_values(field, value, ends, num_rows)
+    in_order = {field: merged[field] for field in output}
+    return cast(GeneratorOutput, in_order)
 
 
 def _copy_row(row: Any) -> Any:
@@ -148,8 +152,8 @@ def _join(
         merged.append(np.zeros(length, dtype))
     numbers = [piece.tolist() for piece in pieces]
     for array, begin, count, start, target in zip(arrays, *numbers, strict=True):
-        values = array[begin : begin + count]
-        merged[target][start : start + count] = values
+        row = merged[target]
+        row[start : start + count] = array[begin : begin + count]
     return merged
 
 
@@ -161,30 +165,41 @@ def _keep_sums(merged: Sequence[Any], rewards: Sequence[Any], plan: MergePlan) -
     is_cut = kept < plan.response_lengths
     for row in np.flatnonzero(is_cut).tolist():
         # Exact sums: merging must not change a return by a rounding error.
-        moved = math.fsum(rewards[row][kept[row] :])
+        cut = rewards[row][kept[row] :]
+        moved = math.fsum(cut)
         target = merged[targets[row]]
         target[places[row]] += moved
 
 
 def _routes(rows: Sequence[Any], plan: MergePlan) -> list[Any]:
     """Return the recorded routes of each merged row, None if no step of it has any."""
-    arrays = []
+    arrays: list[np.ndarray | None] = []
     counts = []
     for recorded in rows:
-        array = None if recorded is None else np.asarray(recorded)
-        arrays.append(array)
-        counts.append(0 if array is None else len(array))
-    begins, ends = plan.route_pieces(OP, np.array(counts, dtype=np.int64))
+        if recorded is None:
+            arrays.append(None)
+            counts.append(0)
+        else:
+            routes = np.asarray(recorded)
+            arrays.append(routes)
+            counts.append(len(routes))
+    num_routes = np.array(counts, dtype=np.int64)
+    begins, ends = plan.route_pieces(OP, num_routes)
     merged: list[Any] = []
-    for head, last in zip(plan.heads.tolist(), plan.ends.tolist(), strict=True):
+    heads = plan.heads.tolist()
+    lasts = plan.ends.tolist()
+    for head, last in zip(heads, lasts, strict=True):
         pieces = []
         for row in range(head, last + 1):
             array = arrays[row]
             if array is not None:
-                pieces.append(array[begins[row] : ends[row]])
+                begin = begins[row]
+                end = ends[row]
+                pieces.append(array[begin:end])
         filled = [piece for piece in pieces if len(piece)]
         if pieces:
-            merged.append(np.concatenate(filled or pieces[:1]))
+            joined = filled or pieces[:1]
+            merged.append(np.concatenate(joined))
         else:
             merged.append(None)
     return merged
@@ -201,7 +216,8 @@ def _kept_ids(rows: Sequence[Any], plan: MergePlan) -> list[list[Any]]:
     counts = plan.kept.tolist()
     for row, target, start, count in zip(rows, targets, starts, counts, strict=True):
         values = list(row)
-        merged[target][start : start + count] = values[:count]
+        of_target = merged[target]
+        of_target[start : start + count] = values[:count]
     return merged
 
 
@@ -209,7 +225,8 @@ def _last_step_values(field: str, value: Any, ends: Sequence[int], num_rows: int
     if field == TIME_SPLITS and value is not None:
         splits = {}
         for name, rows in value.items():
-            splits[name] = _last_step_values(f"{field}[{name!r}]", rows, ends, num_rows)
+            place = f"{field}[{name!r}]"
+            splits[name] = _last_step_values(place, rows, ends, num_rows)
         return splits
     if value is None or isinstance(value, Mapping):
         return value

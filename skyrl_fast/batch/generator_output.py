@@ -99,17 +99,17 @@ def validate_generator_output(
         step_wise = is_step_wise(output)
     for field in REQUIRED_FIELDS:
         if output.get(field) is None:
-            raise ValueError(f"{op}: {field} must be there, got none")
+            raise ValueError(f"{op}: {field}: expected it in the output, got none")
     num_rows = len(output["response_ids"])
     if num_rows == 0:
-        raise ValueError(f"{op}: response_ids must have at least one row, got none")
+        raise ValueError(f"{op}: response_ids: expected at least one row, got none")
     if step_wise:
         for field in ("is_last_step", "trajectory_ids"):
             if output.get(field) is None:
-                raise ValueError(f"{op}: {field} must be there for step-wise training, got none")
+                raise ValueError(f"{op}: {field}: expected it for step-wise training, got none")
     elif num_prompts is not None and num_rows != num_prompts:
         raise ValueError(
-            f"{op}: response_ids must have one row per prompt ({num_prompts}), got {num_rows}"
+            f"{op}: response_ids: expected one row per prompt ({num_prompts}), got {num_rows}"
         )
     _check_row_counts(op, output, num_rows)
     if step_wise:
@@ -122,11 +122,12 @@ def validate_generator_output(
 def _check_row_counts(op: str, output: Mapping[str, Any], num_rows: int) -> None:
     counted = {field: output.get(field) for field in PER_ROW_FIELDS}
     splits = output.get(TIME_SPLITS) or {}
-    counted.update({f"{TIME_SPLITS}[{name!r}]": v for name, v in splits.items()})
+    for name, values in splits.items():
+        counted[f"{TIME_SPLITS}[{name!r}]"] = values
     for field, values in counted.items():
         if values is not None and len(values) != num_rows:
             raise ValueError(
-                f"{op}: {field} must have one entry per row of response_ids ({num_rows}), "
+                f"{op}: {field}: expected one entry per row of response_ids ({num_rows}), "
                 f"got {len(values)}"
             )
 
@@ -136,7 +137,7 @@ def _check_step_wise(op: str, output: Mapping[str, Any]) -> None:
     last = bool_array(op, "is_last_step", output["is_last_step"])
     if not last[-1]:
         raise ValueError(
-            f"{op}: is_last_step must be True in the last row ({len(last) - 1}), got False"
+            f"{op}: is_last_step: expected True in the last row ({len(last) - 1}), got False"
         )
     instances, repetitions = split_trajectory_ids(op, trajectory_ids)
     keys = trajectory_keys(instances, repetitions)
@@ -144,8 +145,8 @@ def _check_step_wise(op: str, output: Mapping[str, Any]) -> None:
     row = first_return(keys)
     if row is not None:
         raise ValueError(
-            f"{op}: rows of one trajectory must be adjacent, but trajectory_ids "
-            f"{trajectory_ids[row]!r} returns in row {row}"
+            f"{op}: trajectory_ids: expected rows of a trajectory next to each other, got "
+            f"{trajectory_ids[row]!r} again in row {row}"
         )
     ends = np.append(starts[1:], True)
     wrong = np.flatnonzero(last != ends)
@@ -156,15 +157,15 @@ def _check_step_wise(op: str, output: Mapping[str, Any]) -> None:
         else:
             why = "the trajectory continues"
         raise ValueError(
-            f"{op}: is_last_step must be {bool(ends[row])} in row {row}, because {why}, "
+            f"{op}: is_last_step: expected {bool(ends[row])} in row {row}, because {why}, "
             f"got {bool(last[row])}"
         )
     group_ids = keys >> 32
     row = first_return(group_ids)
     if row is not None:
         raise ValueError(
-            f"{op}: rows of one group must be adjacent, but instance_id {instances[row]!r} "
-            f"returns in row {row}"
+            f"{op}: instance_id: expected rows of a group next to each other, got "
+            f"{instances[row]!r} again in row {row}"
         )
 
 
@@ -182,8 +183,8 @@ def _check_token_lists(op: str, output: Mapping[str, Any]) -> None:
         if wrong.size:
             row = int(wrong[0])
             raise ValueError(
-                f"{op}: {field} must be as long as the response ({lengths[row]} tokens) in row "
-                f"{row}, got {got[row]}"
+                f"{op}: {field}: expected as many entries as the response has "
+                f"({lengths[row]} tokens) in row {row}, got {got[row]}"
             )
     if output.get("rollout_expert_indices") is not None:
         captured = []
@@ -194,7 +195,7 @@ def _check_token_lists(op: str, output: Mapping[str, Any]) -> None:
         if wrong.size:
             row = int(wrong[0])
             raise ValueError(
-                f"{op}: rollout_expert_indices must have at most one entry per token "
+                f"{op}: rollout_expert_indices: expected at most one entry per token "
                 f"({prompts[row] + lengths[row]}) in row {row}, got {got[row]}"
             )
 
@@ -207,12 +208,16 @@ def rewards_are_per_token(op: str, rewards: Sequence[Any]) -> bool:
     if kinds <= {list, tuple}:
         return True
     ranks = [_reward_rank(r) for r in rewards]
-    if set(ranks) <= {0} or set(ranks) <= {1}:
-        return ranks[0] == 1
-    row = next(i for i, rank in enumerate(ranks) if rank not in (0, 1) or rank != ranks[0])
+    first = ranks[0]
+    wrong = [row for row, rank in enumerate(ranks) if rank not in (0, 1) or rank != first]
+    if not wrong:
+        return first == 1
+    row = wrong[0]
+    kind = type(rewards[0]).__name__
+    other = type(rewards[row]).__name__
     raise ValueError(
-        f"{op}: rewards must be one float per row or one list of floats per row, never a mixture; "
-        f"row 0 is a {type(rewards[0]).__name__}, row {row} a {type(rewards[row]).__name__}"
+        f"{op}: rewards: expected one float per row or one list of floats per row, got a "
+        f"{kind} in row 0 and a {other} in row {row}"
     )
 
 
@@ -225,6 +230,11 @@ def _reward_rank(reward: Any) -> int:
 
 
 def _any_trained(loss_masks: Iterable[Any]) -> bool:
-    return any(
-        any(mask) if isinstance(mask, (list, tuple)) else bool(mask.any()) for mask in loss_masks
-    )
+    for mask in loss_masks:
+        if isinstance(mask, (list, tuple)):
+            is_trained = any(mask)
+        else:
+            is_trained = bool(mask.any())
+        if is_trained:
+            return True
+    return False

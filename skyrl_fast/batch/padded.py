@@ -106,10 +106,14 @@ def pad_routes(
     num_rows = len(lengths)
     width = int(lengths.max())
     dummy = torch.arange(top_k, dtype=routes.dtype, device=routes.device)
-    out = dummy.expand(num_rows + pad_size, width, num_layers, top_k).clone()
-    starts = torch.arange(num_rows, device=lengths.device) * width + (width - lengths.long())
+    shape = (num_rows + pad_size, width, num_layers, top_k)
+    out = dummy.expand(shape).clone()
+    rows = torch.arange(num_rows, device=lengths.device)
+    padding = width - lengths.long()
+    starts = rows * width + padding
     captured = cu_experts.diff().long()
-    shift = torch.repeat_interleave(starts - cu_experts[:-1].long(), captured)
+    before = cu_experts[:-1].long()
+    shift = torch.repeat_interleave(starts - before, captured)
     cells = torch.arange(num_routes, device=shift.device) + shift
     out.view(-1, num_layers, top_k)[cells] = routes
     mask = torch.ones(out.shape[:2], dtype=torch.bool, device=out.device)

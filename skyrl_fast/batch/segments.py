@@ -12,10 +12,14 @@ from skyrl_fast.ops.pack.cell_rows import sum_rows
 
 def segment_sums(values: np.ndarray, offsets: np.ndarray, dtype: Any) -> np.ndarray:
     """Return (N,) sums of `values[offsets[i] : offsets[i + 1]]`; 0 for an empty segment."""
-    if (values.dtype, offsets.dtype, dtype) == (np.float32, np.int32, np.float64):
-        return sum_rows(torch.from_numpy(values), torch.from_numpy(offsets)).numpy()
-    sums = np.zeros(len(offsets) - 1, dtype=dtype)
-    filled = np.flatnonzero(offsets[1:] > offsets[:-1])
+    dtypes = (values.dtype, offsets.dtype, dtype)
+    if dtypes == (np.float32, np.int32, np.float64):
+        rows = sum_rows(torch.from_numpy(values), torch.from_numpy(offsets))
+        return rows.numpy()
+    num_rows = len(offsets) - 1
+    sums = np.zeros(num_rows, dtype=dtype)
+    is_filled = offsets[1:] > offsets[:-1]
+    filled = np.flatnonzero(is_filled)
     if filled.size:  # reduceat returns the next segment's value for an empty one
         values = values[: offsets[-1]]
         sums[filled] = np.add.reduceat(values, offsets[filled], dtype=dtype)

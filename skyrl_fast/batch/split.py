@@ -25,20 +25,21 @@ def mini_batch_boundaries(
     """
     op = "mini_batch_boundaries"
     if mini_batch_size < 1:
-        raise ValueError(f"{op}: mini_batch_size must be at least 1, got {mini_batch_size}")
+        raise ValueError(f"{op}: mini_batch_size: expected at least 1, got {mini_batch_size}")
     ids = dense_ids(group_ids)
     heads = np.flatnonzero(run_starts(ids))
-    returned = np.flatnonzero(np.diff(ids[heads]) < 0)  # numbered by first appearance
+    changes = np.diff(ids[heads])
+    returned = np.flatnonzero(changes < 0)  # numbered by first appearance
     if returned.size:
         row = int(heads[returned[0] + 1])
         raise ValueError(
-            f"{op}: rows of a prompt must be adjacent, but prompt {group_ids[row]!r} returns in "
-            f"row {row}"
+            f"{op}: rows: expected those of a prompt next to each other, got prompt "
+            f"{group_ids[row]!r} again in row {row}"
         )
     if len(heads) % mini_batch_size:
         raise ValueError(
             f"{op}: mini_batch_size must divide the number of prompts ({len(heads)}), "
             f"got {mini_batch_size}"
         )
-    cuts = [*heads[::mini_batch_size].tolist(), len(ids)]
-    return list(pairwise(cuts))
+    starts = heads[::mini_batch_size].tolist()
+    return list(pairwise([*starts, len(ids)]))

@@ -156,7 +156,7 @@ class StepBatch:
         }
         if num_rows < 0 or self.cu_responses.shape != self.cu_seqlens.shape:
             raise ValueError(
-                f"StepBatch: cu_responses must be of shape {tuple(self.cu_seqlens.shape)} like "
+                f"StepBatch: cu_responses: expected shape {tuple(self.cu_seqlens.shape)} like "
                 f"cu_seqlens, got {tuple(self.cu_responses.shape)}"
             )
         for name, (per, dtype) in COLUMNS.items():
@@ -164,16 +164,19 @@ class StepBatch:
             if value is None and name in OPTIONAL:
                 continue
             if not isinstance(value, torch.Tensor):
-                raise TypeError(f"StepBatch: {name} must be a tensor, got {type(value).__name__}")
+                kind = type(value).__name__
+                raise TypeError(f"StepBatch: {name}: expected a tensor, got {kind}")
             if dtype is not None and value.dtype != dtype:
-                raise ValueError(f"StepBatch: {name} must be {dtype}, got {value.dtype}")
-            if value.shape[:1] != (sizes[per],) or (dtype is not None and value.dim() != 1):
+                raise ValueError(f"StepBatch: {name}: expected {dtype}, got {value.dtype}")
+            size = sizes[per]
+            is_flat = dtype is None or value.dim() == 1
+            if value.shape[:1] != (size,) or not is_flat:
                 raise ValueError(
-                    f"StepBatch: {name} must be of shape ({sizes[per]},), got {tuple(value.shape)}"
+                    f"StepBatch: {name}: expected shape ({size},), got {tuple(value.shape)}"
                 )
         if self.stop_reasons is not None and len(self.stop_reasons) != num_rows:
             raise ValueError(
-                f"StepBatch: stop_reasons must have one entry per row ({num_rows}), "
+                f"StepBatch: stop_reasons: expected one entry per row ({num_rows}), "
                 f"got {len(self.stop_reasons)}"
             )
 
@@ -219,8 +222,12 @@ class StepBatch:
 
     def columns(self, per: Per) -> dict[str, torch.Tensor]:
         """Return the batch's columns of one kind, e.g. those per response token."""
-        kind = [name for name, (kind, _) in COLUMNS.items() if kind == per]
-        return {name: getattr(self, name) for name in kind if getattr(self, name) is not None}
+        found = {}
+        for name, (kind, _) in COLUMNS.items():
+            column = getattr(self, name)
+            if kind == per and column is not None:
+                found[name] = column
+        return found
 
     @classmethod
     def from_generator_output(
@@ -250,7 +257,8 @@ class StepBatch:
         """
         if merge is not None:
             check_drift("StepBatch", merge, max_drift_tokens)
-        merge_lists = merge == "fork" and output.get("rollout_kept_ids") is None
+        has_kept_ids = output.get("rollout_kept_ids") is not None
+        merge_lists = merge == "fork" and not has_kept_ids
         columns = columns_of_output(
             output,
             uids=uids,
@@ -338,9 +346,9 @@ class StepBatch:
         op = "StepBatch.merged"
         for name in ("advantages", "token_weights"):
             if getattr(self, name) is not None:
-                raise ValueError(f"{op}: {name} must be None: merge first, then compute them")
+                raise ValueError(f"{op}: {name}: expected None, as they are computed after merging")
         if rewards not in (None, "token", "last"):
-            raise ValueError(f"{op}: rewards must be 'token', 'last' or None, got {rewards!r}")
+            raise ValueError(f"{op}: rewards: expected 'token', 'last' or None, got {rewards!r}")
         plan = merge_flat_steps(
             self.tokens,
             self.cu_seqlens,
@@ -354,10 +362,12 @@ class StepBatch:
             return self.with_()
         ends = torch.from_numpy(plan.ends)
         cu_seqlens = offsets(self.lengths[ends])
-        tokens = _backend.empty((int(cu_seqlens[-1]),), torch.int32)
+        num_tokens = int(cu_seqlens[-1])
+        tokens = _backend.empty((num_tokens,), torch.int32)
         starts = self.cu_seqlens[ends].numpy()
+        targets = cu_seqlens[:-1].numpy()
         lengths = self.lengths[ends].numpy()
-        copy_segments(op, self.tokens, starts, tokens, cu_seqlens[:-1].numpy(), lengths)
+        copy_segments(op, self.tokens, starts, tokens, targets, lengths)
         cu_responses = offsets(torch.from_numpy(plan.merged_response_lengths))
         changes: dict[str, Any] = {
             name: merge_values(op, values, self.cu_responses, plan, cu_responses)
@@ -372,7 +382,8 @@ class StepBatch:
             if (values := getattr(self, name)) is not None
         }
         if self.owners is not None:  # merging fills with 0, which is a step's number
-            merged = merge_values(op, self.owners + 1, self.cu_responses, plan, cu_responses)
+            numbers = self.owners + 1
+            merged = merge_values(op, numbers, self.cu_responses, plan, cu_responses)
             changes["owners"] = merged - 1
         for name in ("is_placeholder", "is_alone", "step_numbers"):
             if (values := getattr(self, name)) is not None:
@@ -392,7 +403,8 @@ class StepBatch:
             )
             changes["reward_per_row"] = False
         if self.stop_reasons is not None:
-            changes["stop_reasons"] = tuple(self.stop_reasons[end] for end in plan.ends.tolist())
+            last_steps = plan.ends.tolist()
+            changes["stop_reasons"] = tuple(self.stop_reasons[step] for step in last_steps)
         if self.expert_indices is not None and self.cu_experts is not None:
             changes["expert_indices"], changes["cu_experts"] = merge_routes(
                 op, self.expert_indices, self.cu_experts, plan
@@ -401,7 +413,8 @@ class StepBatch:
             changes["kept_ids"], changes["cu_kept"] = merge_kept_ids(
                 op, self.num_kept, self.kept_ids, self.cu_responses, plan
             )
-        versions = np.minimum.reduceat(self.policy_version.numpy(), plan.heads)
+        of_steps = self.policy_version.numpy()
+        versions = np.minimum.reduceat(of_steps, plan.heads)
         return self.with_(
             tokens=tokens,
             cu_seqlens=cu_seqlens,
@@ -477,15 +490,19 @@ class StepBatch:
         return self._row_choice(row_numbers(index, self.num_rows))
 
     def _row_range(self, start: int, stop: int) -> StepBatch:
-        changes: dict[str, Any] = {n: v[start:stop] for n, v in self.columns("row").items()}
+        changes: dict[str, Any] = {}
+        for name, values in self.columns("row").items():
+            changes[name] = values[start:stop]
         for per, name_of_offsets in OFFSETS.items():
             cu = getattr(self, name_of_offsets)
             if cu is None:
                 continue
             first = int(cu[start])
             last = int(cu[stop])
-            changes |= {n: v[first:last] for n, v in self.columns(per).items()}
-            changes[name_of_offsets] = cu[start : stop + 1] - first
+            for name, values in self.columns(per).items():
+                changes[name] = values[first:last]
+            of_range = cu[start : stop + 1]
+            changes[name_of_offsets] = of_range - first
         if self.stop_reasons is not None:
             changes["stop_reasons"] = self.stop_reasons[start:stop]
         return self._renumber(changes)
@@ -510,10 +527,12 @@ class StepBatch:
                     changes[name] = torch.from_numpy(np.concatenate(pieces))
                 else:
                     changes[name] = values[:0]
-            sums = (cu[rows + 1] - cu[rows]).cumsum(0).to(cu.dtype)
+            lengths = cu[rows + 1] - cu[rows]
+            sums = lengths.cumsum(0).to(cu.dtype)
             changes[name_of_offsets] = torch.cat([cu[:1], sums])
         if self.stop_reasons is not None:
-            changes["stop_reasons"] = tuple(self.stop_reasons[row] for row in rows.tolist())
+            reasons = [self.stop_reasons[row] for row in rows.tolist()]
+            changes["stop_reasons"] = tuple(reasons)
         return self._renumber(changes)
 
     def _renumber(self, changes: dict[str, Any]) -> StepBatch:
@@ -522,7 +541,8 @@ class StepBatch:
         _, trajectory_ids = torch.unique(changes["trajectory_ids"], return_inverse=True)
         changes["group_ids"] = group_ids.to(torch.int32)
         changes["trajectory_ids"] = trajectory_ids.to(torch.int32)
-        changes["uids"] = tuple(self.uids[group] for group in groups.tolist())
+        uids = [self.uids[group] for group in groups.tolist()]
+        changes["uids"] = tuple(uids)
         return self.with_(**changes)
 
     def mini_batches(self, mini_batch_size: int) -> list[StepBatch]:
@@ -538,7 +558,8 @@ class StepBatch:
 
 
 # Columns that a batch may lack.
-OPTIONAL = {f.name for f in dataclasses.fields(StepBatch) if f.default is None} & COLUMNS.keys()
+_MAY_BE_NONE = {field.name for field in dataclasses.fields(StepBatch) if field.default is None}
+OPTIONAL = _MAY_BE_NONE & COLUMNS.keys()
 
 
 def row_numbers(index: Sequence[int] | np.ndarray | torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -547,14 +568,17 @@ def row_numbers(index: Sequence[int] | np.ndarray | torch.Tensor, num_rows: int)
     if rows.dtype == torch.bool:
         if rows.shape != (num_rows,):
             raise ValueError(
-                f"StepBatch.rows: a bool index must be of shape ({num_rows},), "
+                f"StepBatch.rows: a bool index: expected shape ({num_rows},), "
                 f"got {tuple(rows.shape)}"
             )
         return rows.nonzero()[:, 0]
     rows = rows.to(torch.int64).reshape(-1)
-    if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= num_rows):
+    if not rows.numel():
+        return rows
+    first = int(rows.min())
+    last = int(rows.max())
+    if first < 0 or last >= num_rows:
         raise ValueError(
-            f"StepBatch.rows: row numbers must be from 0 to {num_rows - 1}, got "
-            f"{int(rows.min())} to {int(rows.max())}"
+            f"StepBatch.rows: row numbers: expected 0 to {num_rows - 1}, got {first} to {last}"
         )
     return rows

@@ -132,11 +132,13 @@ def _override(text: str) -> Any:
     key, _, value = text.partition("=")
     names = key.split(".")
     is_text = _without_none(_hint_at(Config, names)) is str
-    if is_text and value[:1] not in ("'", '"') and " #" in f" {value}":
+    is_quoted = value.startswith(("'", '"'))
+    if is_text and not is_quoted and " #" in f" {value}":
         value = json.dumps(value, ensure_ascii=False)  # a name, no comment
     node = yaml.compose(value, Loader=yaml.SafeLoader)
     for name in reversed(names):
-        node = yaml.MappingNode(_MAPPING, [(yaml.ScalarNode(_TEXT, name), node)])
+        item = (yaml.ScalarNode(_TEXT, name), node)
+        node = yaml.MappingNode(_MAPPING, [item])
     return _as_sections(OmegaConf.from_dotlist([f"{key}={value}"]), node)
 
 
@@ -251,9 +253,10 @@ def _build(cls: type, values: Any, prefix: str) -> Any:
     for key in values:
         if key not in known:
             raise ConfigError(_unknown_key(_join(prefix, str(key)), known))
-    return cls(
-        **{key: _convert(hints[key], value, _join(prefix, key)) for key, value in values.items()}
-    )
+    converted = {}
+    for key, value in values.items():
+        converted[key] = _convert(hints[key], value, _join(prefix, key))
+    return cls(**converted)
 
 
 def _by_section(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -267,7 +270,8 @@ def _by_section(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
                 to_dict(one, resolved=True) if dataclasses.is_dataclass(one) else one
                 for one in (result[name], new)
             )
-            if not isinstance(old, Mapping) or not isinstance(new, Mapping) or old.keys() & new:
+            are_sections = isinstance(old, Mapping) and isinstance(new, Mapping)
+            if not are_sections or old.keys() & new:
                 raise ConfigError(f"{_join(prefix, str(key))}: given twice")
             new = {**old, **new}
         result[name] = new
@@ -293,21 +297,26 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
             items = [value]
         if value is None or isinstance(value, Mapping):
             raise ConfigError(f"{key}: expected a list, got {value!r}")
-        return [_convert(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(items)]
+        converted = []
+        for number, item in enumerate(items):
+            converted.append(_convert(arguments[0], item, f"{key}[{number}]"))
+        return converted
     if origin is dict:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{key}: expected a section with keys, got {value!r}")
         return dict(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is float and is_number and not isinstance(value, float):
         try:
             return float(value)
         except OverflowError:
             raise ConfigError(f"{key}: expected a number that a float can hold") from None
-    if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
+    if hint is str and is_number:
         return str(value)
     if hint is str and isinstance(value, os.PathLike):
         return os.fspath(value)
-    if type(value) is not hint and not (hint is str and isinstance(value, EnvironmentValue)):
+    is_text = hint is str and isinstance(value, EnvironmentValue)
+    if type(value) is not hint and not is_text:
         raise ConfigError(f"{key}: expected {_article(hint)}, got {_describe(value)}")
     return value
 
@@ -316,8 +325,11 @@ def _describe(value: Any) -> str:
     """Return a value with its type; for an interpolation also how to get another type."""
     if not isinstance(value, EnvironmentValue):
         return f"{value!r} ({type(value).__name__})"
-    is_one = value.written.startswith("${") and value.written.find("}") == len(value.written) - 1
-    return f"{value!r} (str)" + (f": write ${{oc.decode:{value.written}}}" if is_one else "")
+    written = value.written
+    is_one = written.startswith("${") and written.find("}") == len(written) - 1
+    if is_one:
+        return f"{value!r} (str): write ${{oc.decode:{written}}}"
+    return f"{value!r} (str)"
 
 
 def _article(hint: type) -> str:
@@ -343,9 +355,11 @@ def _unknown_key(key: str, siblings: set[str]) -> str:
     advice = None if near else advice_by_name(name)
     if advice is not None:
         return f"{key}: unknown setting; SkyRL has one of this name: {advice}"
-    for candidate in near or [places[other] for other in _near(name, places)]:
-        return f"{key}: unknown setting (did you mean {candidate}?)"
-    return f"{key}: unknown setting; {section or 'the top level'} has {', '.join(sorted(siblings))}"
+    candidates = near or [places[other] for other in _near(name, places)]
+    if candidates:
+        return f"{key}: unknown setting (did you mean {candidates[0]}?)"
+    where = section or "the top level"
+    return f"{key}: unknown setting; {where} has {', '.join(sorted(siblings))}"
 
 
 def _near(name: str, known: Iterable[str]) -> list[str]:

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import time
 import warnings
@@ -62,15 +63,23 @@ class KernelCase:
             inputs[name] = value.to(device)
         # A reference in float64 has no rounding error that would have to be allowed for.
         if self.widens:
-            inputs = {n: v.double() if v.is_floating_point() else v for n, v in inputs.items()}
+            for name, value in inputs.items():
+                if value.is_floating_point():
+                    inputs[name] = value.double()
         return self.call(inputs, "torch")
 
     def compare(
         self, device: torch.device, backend: str, expected: Mapping[str, torch.Tensor]
     ) -> float:
         """Return the largest error as a multiple of the tolerance; above 1: AssertionError."""
-        results = self.call({name: v.to(device) for name, v in self.inputs.items()}, backend)
-        return max(_error(name, results[name], want, self.atol) for name, want in expected.items())
+        inputs = {}
+        for name, value in self.inputs.items():
+            inputs[name] = value.to(device)
+        results = self.call(inputs, backend)
+        errors = []
+        for name, want in expected.items():
+            errors.append(_error(name, results[name], want, self.atol))
+        return max(errors)
 
 
 def cases(op: str) -> Iterator[KernelCase]:
@@ -86,7 +95,8 @@ def run_cases(op: str, device: torch.device, backend: str) -> str:
         except torch.OutOfMemoryError:
             raise  # which says nothing about the kernel
         except Exception as error:  # a kernel that fails is as untrusted as one that differs
-            return f"{case.name}: {' '.join(str(error).split())[:300]}"
+            text = " ".join(str(error).split())
+            return f"{case.name}: {text[:300]}"
     return ""
 
 
@@ -259,12 +269,14 @@ def _selected_cases() -> Iterator[KernelCase]:
             rows = 5
         yield KernelCase(op, name, _random_logits(rows, vocab, dtype), _call_selected)
     # As where logits are shifted against their targets: `logits[:, :-1]`.
-    strided = _random_logits(6, 101, torch.bfloat16)
-    strided = {name: value.view(2, 3, *value.shape[1:]) for name, value in strided.items()}
+    strided = {}
+    for name, value in _random_logits(6, 101, torch.bfloat16).items():
+        strided[name] = value.view(2, 3, *value.shape[1:])
     yield KernelCase(op, "rows in two strides", strided, _call_selected_strided)
     kept = _random_logits(5, 1003, torch.float32)
     first = kept["target_ids"].clamp(max=1003 - KEPT)
-    kept["kept_ids"] = (first[:, None] + torch.arange(KEPT)).reshape(-1).to(torch.int32)
+    ids = first[:, None] + torch.arange(KEPT)
+    kept["kept_ids"] = ids.reshape(-1).to(torch.int32)
     kept["cu_kept"] = torch.arange(0, 5 * KEPT + 1, KEPT)
     yield KernelCase(op, "kept sets", kept, _call_selected)
 
@@ -301,9 +313,8 @@ def _call_selected_strided(inputs: Tensors, backend: str) -> Tensors:
         backend=backend,
     )
     assert isinstance(logprob, torch.Tensor)
-    (
-        logprob * torch.arange(1, logprob.numel() + 1, device=logprob.device).view_as(logprob)
-    ).sum().backward()
+    weight = torch.arange(1, logprob.numel() + 1, device=logprob.device)
+    (logprob * weight.view_as(logprob)).sum().backward()
     return _results(backend, leaf, inputs["loss_mask"], logprob=logprob)
 
 
@@ -314,9 +325,12 @@ def _results(
     assert leaf.grad is not None
     gradient = leaf.grad
     if backend == "torch":
-        is_masked = (mask == 0).view(*mask.shape, *(1,) * (leaf.dim() - mask.dim()))
+        num_new = leaf.dim() - mask.dim()
+        is_masked = (mask == 0).view(*mask.shape, *[1] * num_new)
         gradient = torch.where(is_masked & gradient.isnan(), 0, gradient)
-    return {**{name: value.detach() for name, value in values.items()}, "gradient": gradient}
+    results = {name: value.detach() for name, value in values.items()}
+    results["gradient"] = gradient
+    return results
 
 
 def _linear_cases() -> Iterator[KernelCase]:
@@ -374,7 +388,9 @@ def _masked_loss_cases() -> Iterator[KernelCase]:
     for number, loss in enumerate(TOKEN_LOSSES):
         name, dtype, vocab = LOGIT_CASES[number % len(LOGIT_CASES)]
         # The large vocabulary once: how a row is held does not depend on the loss.
-        inputs = _random_logits(5, vocab if vocab != LARGE_VOCAB or number < 5 else 64, dtype)
+        if vocab == LARGE_VOCAB and number >= len(LOGIT_CASES):
+            vocab = 64
+        inputs = _random_logits(5, vocab, dtype)
         cells = _cells(5, number)
         cells.pop("logprobs")
         for value in cells.values():
@@ -420,13 +436,15 @@ def _policy_loss_cases() -> Iterator[KernelCase]:
             value[~mask] = torch.nan
         weights = torch.linspace(0.5, 1.5, len(ROW_LENGTHS), dtype=torch.float32)
         cells |= {"loss_mask": mask, "row_weights": weights}
-        offsets = torch.tensor([0, *ROW_LENGTHS]).cumsum(0).to(torch.int32)
+        sums = torch.tensor([0, *ROW_LENGTHS]).cumsum(0)
+        offsets = sums.to(torch.int32)
         ragged = cells | {"cu_seqlens": offsets}
         call = functools.partial(_call_policy_loss, loss=loss)
         yield KernelCase("policy_loss", f"{loss}, ragged", ragged, call)
         if number == 0:
-            padded = {name: value[:765].view(5, -1) for name, value in cells.items()}
-            padded["row_weights"] = cells["row_weights"]
+            padded = {"row_weights": cells.pop("row_weights")}
+            for name, value in cells.items():
+                padded[name] = value.view(5, -1)
             yield KernelCase("policy_loss", f"{loss}, padded", padded, call)
 
 
@@ -469,9 +487,8 @@ def _call_kl(inputs: Tensors, backend: str, *, estimator: str) -> Tensors:
         estimator=estimator,
         backend=backend,
     )
-    (
-        out * torch.linspace(-1, 1.5, out.numel(), dtype=out.dtype, device=out.device)
-    ).sum().backward()
+    weight = torch.linspace(-1, 1.5, out.numel(), dtype=out.dtype, device=out.device)
+    (out * weight).sum().backward()
     return _results(backend, leaf, inputs["loss_mask"], penalty=out)
 
 
@@ -479,7 +496,8 @@ def _advantage_cases() -> Iterator[KernelCase]:
     from skyrl_fast.ops.advantage.group import ESTIMATORS
 
     rewards = torch.tensor([9.0, 1, 0, 9, 0.5, 3, 3, 9, -1], dtype=torch.float32)
-    mask = (torch.arange(9 * 70).view(9, 70) % 4 != 1).to(torch.uint8)
+    numbers = torch.arange(9 * 70).view(9, 70)
+    mask = (numbers % 4 != 1).to(torch.uint8)
     for estimator in ESTIMATORS:
         call = functools.partial(_call_advantage, estimator=estimator)
         inputs = {"rewards": rewards, "response_mask": mask}
@@ -506,11 +524,12 @@ def _pack_cases(op: str) -> Iterator[KernelCase]:
         (torch.uint8, ()),
     )
     for dtype, rest in shapes:
-        count = 5 * 40
-        padded = torch.arange(count * (rest[0] if rest else 1)).view(5, 40, *rest)
+        shape = (5, 40, *rest)
+        padded = torch.arange(math.prod(shape)).view(shape)
         # Values that fit a byte, and differ from cell to cell.
         inputs = {"padded": (padded % 251).to(dtype)}
-        name = f"{str(dtype).removeprefix('torch.')}, {len(rest) + 2} dimensions"
+        kind = str(dtype).removeprefix("torch.")
+        name = f"{kind}, {len(shape)} dimensions"
         yield KernelCase(op, name, inputs, _call_pack, widens=False)
 
 
@@ -527,9 +546,9 @@ def _call_pack(inputs: Tensors, backend: str) -> Tensors:
     results = {"values": packed.values, "positions": packed.position_ids, "padded": back}
     if leaf.requires_grad:
         # Another weight for each column: a gradient in a wrong cell shows.
-        (
-            back * torch.arange(41, device=back.device).view(1, 41, *(1,) * (back.dim() - 2))
-        ).sum().backward()
+        weight = torch.arange(41, device=back.device)
+        weight = weight.view(1, 41, *[1] * (back.dim() - 2))
+        (back * weight).sum().backward()
         assert leaf.grad is not None
         results["gradient"] = leaf.grad
     return results
@@ -546,4 +565,7 @@ _CASES: dict[str, Callable[[], Iterator[KernelCase]]] = {
     "varlen_to_padded": functools.partial(_pack_cases, "varlen_to_padded"),
 }
 _NATIVE_ONLY = ("group_advantage", "padded_to_varlen", "varlen_to_padded")
-BACKENDS_ON_GPU = {op: ("native",) if op in _NATIVE_ONLY else ("native", "triton") for op in _CASES}
+BACKENDS_ON_GPU: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(_CASES, ("native", "triton")),
+    **dict.fromkeys(_NATIVE_ONLY, ("native",)),
+}

@@ -63,14 +63,19 @@ def get_metrics_from_generator_output(generator_output: Any, uids: Sequence[str]
     """Return mean reward, pass@n and mean positive reward; `uids`: N, the prompt of each row."""
     rewards = generator_output["rewards"]
     original = ORIGINALS.require(REWARD)
-    require(len(rewards) > 0 and set(map(type, rewards)) == {list}, "rewards that are one per row")
+    require(set(map(type, rewards)) == {list}, "rewards that are one per row")
     values, offsets = flat(rewards, "rewards", torch.float32)
     filled = np.diff(offsets) > 0
     require(bool(filled.all()), "a row without rewards")
     # If all rewards of a row but the last are 0, the row's sum is its last reward.
-    others = np.add.reduceat(values != 0, offsets[:-1]) - (values[offsets[1:] - 1] != 0)
+    is_set = values != 0
+    in_row = np.add.reduceat(is_set, offsets[:-1])
+    is_last_set = is_set[offsets[1:] - 1]
+    others = in_row - is_last_set
     if others.any():
-        short = [row if n else row[-1:] for row, n in zip(rewards, others.tolist(), strict=True)]
+        short = []
+        for row, count in zip(rewards, others.tolist(), strict=True):
+            short.append(row if count else row[-1:])
         return original({"rewards": short}, uids)
     last = [row[-1] for row in rewards]
     require(set(map(type, last)) <= {float, int}, "rewards of unsupported type")
@@ -87,11 +92,11 @@ def get_metrics_from_generator_output(generator_output: Any, uids: Sequence[str]
 
 def flat(rows: Any, what: str, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
     """Return (A,) values of all rows, and their (N + 1,) offsets."""
-    require(
-        isinstance(rows, list) and set(map(type, rows)) <= {list}, f"{what} of unsupported type"
-    )
+    is_listed = isinstance(rows, list) and set(map(type, rows)) <= {list}
+    require(is_listed, f"{what} of unsupported type")
     packed = pack_steps({"rows": rows}, dtypes={"rows": dtype})["rows"]
-    return packed.values.numpy(), packed.cu_seqlens.numpy().astype(np.int64)
+    offsets = packed.cu_seqlens.numpy()
+    return packed.values.numpy(), offsets.astype(np.int64)
 
 
 def _row_rewards(rewards: Any, add: Any) -> list[float]:
@@ -105,7 +110,8 @@ def _row_rewards(rewards: Any, add: Any) -> list[float]:
     row_of = np.searchsorted(offsets, places, side="right") - 1
     counts = np.bincount(row_of, minlength=len(rewards))
     sums: list[float] = [0.0] * len(rewards)
-    for row, place in zip(row_of.tolist(), (places - offsets[row_of]).tolist(), strict=True):
+    in_row = places - offsets[row_of]
+    for row, place in zip(row_of.tolist(), in_row.tolist(), strict=True):
         if counts[row] == 1:
             sums[row] = float(rewards[row][place])
     for row in np.flatnonzero(counts > 1).tolist():
@@ -121,14 +127,16 @@ def _measure_trained(masks: np.ndarray, offsets: np.ndarray) -> dict[str, Any]:
     ends = trained.copy()
     begins[1:] &= ~trained[:-1]
     ends[:-1] &= ~trained[1:]
-    filled = offsets[:-1][np.diff(offsets) > 0]
-    begins[filled] = trained[filled]
-    last = offsets[1:][np.diff(offsets) > 0] - 1
+    is_filled = np.diff(offsets) > 0
+    first = offsets[:-1][is_filled]
+    begins[first] = trained[first]
+    last = offsets[1:][is_filled] - 1
     ends[last] = trained[last]
     first_of_turn = np.flatnonzero(begins)
     per_turn = np.flatnonzero(ends) - first_of_turn + 1
     row_of_turn = np.searchsorted(offsets, first_of_turn, side="right") - 1
-    per_row = np.bincount(row_of_turn, per_turn, len(offsets) - 1).astype(np.int64)
+    sums = np.bincount(row_of_turn, per_turn, len(offsets) - 1)
+    per_row = sums.astype(np.int64)
     metrics = {
         "generate/avg_assistant_tokens": np.mean(per_row).item(),
         "generate/min_assistant_tokens": np.min(per_row).item(),

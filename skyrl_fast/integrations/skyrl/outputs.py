@@ -54,7 +54,8 @@ def validate_generator_output(
 def _check(num_prompts: int, output: Any, step_wise: bool) -> None:
     """Return if SkyRL would accept the output; otherwise raise, and SkyRL's function decides."""
     require("rollout_logprobs" in output, "no rollout_logprobs key")
-    require(all(output.get(field) is None for field in IMAGES), "images")
+    for field in IMAGES:
+        require(output.get(field) is None, "images")
     listed = [output[field] for field in ALWAYS]
     logprobs = output["rollout_logprobs"]
     if logprobs is not None:
@@ -81,22 +82,24 @@ def check_side_channels(output: Any, step_wise: bool) -> None:
     is_newest = ORIGINALS.function(VALIDATE) and ORIGINALS.label(VALIDATE) == NEWEST
     if not is_newest or fields == [None, None]:
         return
+    num_rows = len(output["prompt_token_ids"])
     for rows in fields:
-        listed = rows is None or (isinstance(rows, list) and len(rows) == len(output[ALWAYS[0]]))
-        require(listed, "routes or support of unsupported form")
+        if rows is not None:
+            is_listed = isinstance(rows, list) and len(rows) == num_rows
+            require(is_listed, "routes or support of unsupported form")
     ORIGINALS.namespace(VALIDATE)["_validate_per_token_side_channels"](output, step_wise)
 
 
 def _check_ids(output: Any) -> None:
     last = output.get("is_last_step")
-    require(isinstance(last, list) and set(map(type, last)) <= {bool}, "is_last_step of non-bools")
+    require(isinstance(last, list), "is_last_step that is no list")
+    require(set(map(type, last)) <= {bool}, "is_last_step of non-bools")
     ids = output.get("trajectory_ids")
     require(isinstance(ids, list), "trajectory_ids that are no list")
-    require(
-        all(hasattr(kind, "to_string") for kind in set(map(type, ids))), "ids of unsupported type"
-    )
-    kinds = set(map(type, map(attrgetter("instance_id"), ids)))
-    require(kinds <= {str}, "instance ids that are no strings")
+    for kind in set(map(type, ids)):
+        require(hasattr(kind, "to_string"), "ids of unsupported type")
+    instances = map(attrgetter("instance_id"), ids)
+    require(set(map(type, instances)) <= {str}, "instance ids that are no strings")
 
 
 @replaces(CONCATENATE)
@@ -112,11 +115,11 @@ def concatenate_generator_outputs(
     for field in optional:
         parts = [output.get(field) for output in outputs]
         given = [part is not None for part in parts]
-        require(all(given) or not any(given), f"{field} in some outputs only")
-        if all(given):
-            result[field] = _join(parts)
-        else:
+        if not any(given):
             result[field] = None
+            continue
+        require(all(given), f"{field} in some outputs only")
+        result[field] = _join(parts)
     for field, value in outputs[0].items():
         if field not in result and isinstance(value, list):
             result[field] = _join([output[field] for output in outputs])
@@ -125,16 +128,21 @@ def concatenate_generator_outputs(
     if step_wise and result.get("is_last_step"):
         times = _last_step_values(times, result["is_last_step"])
         splits = _last_step_values(splits, result["is_last_step"])
+    split_times = {}
+    if TIME_SPLITS in optional:
+        split_times[TIME_SPLITS] = splits
     metrics = output_metrics.get_rollout_metrics(
         result["response_ids"],
         result["rewards"],
         loss_masks=result["loss_masks"],
         trajectory_completion_times=times,
-        **({TIME_SPLITS: splits} if TIME_SPLITS in optional else {}),
+        **split_times,
     )
     metrics.update(_extra_metrics(outputs, metrics))
     result["rollout_metrics"] = metrics
-    expected = {"routes_expected": True} if routes_expected else {}  # older versions lack it
+    expected = {}
+    if routes_expected:  # older versions lack it
+        expected["routes_expected"] = True
     validate_generator_output(
         len(result["prompt_token_ids"]), result, step_wise=step_wise, **expected
     )
@@ -143,8 +151,12 @@ def concatenate_generator_outputs(
 
 def _join(parts: list[Any]) -> Any:
     if isinstance(parts[0], dict):
-        return {name: list(chain.from_iterable(p[name] for p in parts)) for name in parts[0]}
-    require(all(isinstance(part, list) for part in parts), "a field that is no list")
+        groups = {}
+        for name in parts[0]:
+            groups[name] = list(chain.from_iterable(part[name] for part in parts))
+        return groups
+    for part in parts:
+        require(isinstance(part, list), "a field that is no list")
     return list(chain.from_iterable(parts))
 
 
@@ -192,14 +204,22 @@ def merge_stepwise_output(generator_output: Any) -> dict[str, Any]:
                 require(isinstance(rows, list), f"{field} that is no list")
                 require(len(rows) == size, f"{field} of different length")
     for field in ("prompt_token_ids", "response_ids"):  # a tuple never equals a list's beginning
-        require(set(map(type, output[field])) <= {list}, f"{field} of unsupported type")
+        kinds = set(map(type, output[field]))
+        require(kinds <= {list}, f"{field} of unsupported type")
     given = {"rollout_logprobs": None, **output}
     _check(size, given, step_wise=True)
-    steps = {field: given[field] for field in MERGED if given.get(field) is not None}
+    steps = {}
+    for field in MERGED:
+        if given.get(field) is not None:
+            steps[field] = given[field]
     for field in LISTED:
-        if field in steps and set(map(type, steps[field])) != {list}:
+        kinds = set(map(type, steps.get(field, ())))
+        if kinds - {list}:
             steps[field] = [list(row) for row in steps[field]]
-    merged = merge_steps_and_support(steps, output.get(SUPPORT) if SUPPORT in optional else None)
+    support = None
+    if SUPPORT in optional:
+        support = output.get(SUPPORT)
+    merged = merge_steps_and_support(steps, support)
     merged = {**dict.fromkeys(optional), **merged}
     merged["rollout_metrics"] = output_metrics.get_rollout_metrics(
         merged["response_ids"], merged["rewards"], loss_masks=merged["loss_masks"]
@@ -219,7 +239,9 @@ def merge_steps_and_support(steps: dict[str, Any], support: Any) -> dict[str, An
     for rows in support:
         kinds.add((type(rows), rows.dtype.str, rows.shape[1:]))
     require(len(kinds) == 1, "support of several forms")
-    require(support[0].ndim == 2 and support[0].dtype == np.int32, "support of unsupported form")
+    first = support[0]
+    require(first.ndim == 2 and first.dtype == np.int32, "support of unsupported form")
+    width = first.shape[1]
     numbered = {**steps, "row": [*range(len(support))]}
     merged: dict[str, Any] = dict(generator_merge.merge_stepwise_output(numbered))
     prompts = steps["prompt_token_ids"]
@@ -229,9 +251,13 @@ def merge_steps_and_support(steps: dict[str, Any], support: Any) -> dict[str, An
     for last in merged.pop("row"):
         pieces = [support[head]]
         for row in range(head + 1, last + 1):
-            gap = len(prompts[row]) - len(prompts[row - 1]) - len(responses[row - 1])
-            unsampled = np.full((gap, support[0].shape[1]), NO_TOKEN, support[0].dtype)
+            known = len(prompts[row - 1]) + len(responses[row - 1])
+            gap = len(prompts[row]) - known
+            unsampled = np.full((gap, width), NO_TOKEN, first.dtype)
             pieces += [unsampled, support[row]]
-        joined.append(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
+        if len(pieces) == 1:
+            joined.append(pieces[0])
+        else:
+            joined.append(np.concatenate(pieces))
         head = last + 1
     return {**merged, SUPPORT: joined}

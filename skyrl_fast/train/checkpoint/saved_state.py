@@ -18,12 +18,17 @@ def check_state(state: Any) -> None:
     _integer(state, "epochs_used_up", optional=True)
     if "kl_coef" in state:
         value = state["kl_coef"]  # a number, or one for each policy by name
-        for name, coef in (value if isinstance(value, dict) else {"": value}).items():
-            _finite(coef, f"kl_coef.{name}".rstrip("."))
+        if isinstance(value, dict):
+            for name, coef in value.items():
+                _finite(coef, f"kl_coef.{name}")
+        else:
+            _finite(value, "kl_coef")
     if state.get("unreported") is not None:
-        for name, value in _mapping(state["unreported"], "unreported").items():
+        unreported = _mapping(state["unreported"], "unreported")
+        for name, value in unreported.items():
             _number(value, f"unreported.{name}")
-    trainer = _mapping(_mapping(state.get("config", {}), "config").get("trainer", {}), "trainer")
+    config = _mapping(state.get("config", {}), "config")
+    trainer = _mapping(config.get("trainer", {}), "trainer")
     _integer(trainer, "epochs", least=1, optional=True)
     if trainer.get("max_training_steps") is not None:
         _integer(trainer, "max_training_steps", least=1)
@@ -48,7 +53,8 @@ def _check_random(random: dict[str, Any]) -> None:
     _position(words[-1], "random.python[1][-1]")
     if gauss is not None:
         _finite(gauss, "random.python[2]")
-    kind, words, position, has_gauss, cached = _list(random.get("numpy"), "random.numpy", length=5)
+    of_numpy = _list(random.get("numpy"), "random.numpy", length=5)
+    kind, words, position, has_gauss, cached = of_numpy
     _require(kind == "MT19937", "random.numpy[0]", "MT19937", kind)
     _words(words, "random.numpy[1]", length=_MT19937_WORDS)
     _position(position, "random.numpy[2]")
@@ -67,18 +73,17 @@ def _integer(
     if optional and name not in values:
         return 0
     value = values.get(name)
-    _require(
-        isinstance(value, int) and not isinstance(value, bool) and least <= value <= most,
-        name,
-        f"an integer from {least} to {most}",
-        value,
-    )
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    wanted = f"an integer from {least} to {most}"
+    _require(is_integer, name, wanted, value)
     assert isinstance(value, int)
+    _require(least <= value <= most, name, wanted, value)
     return value
 
 
 def _number(value: Any, name: str) -> None:
-    valid = isinstance(value, float) or (isinstance(value, int) and abs(value) <= _LARGEST)
+    is_exact = isinstance(value, int) and abs(value) <= _LARGEST
+    valid = isinstance(value, float) or is_exact
     _require(valid, name, "a number", value)  # NaN is a metric's value where there is no token
 
 
@@ -88,18 +93,15 @@ def _finite(value: Any, name: str) -> None:
 
 
 def _position(value: Any, name: str) -> None:
-    _require(
-        isinstance(value, int) and 0 <= value <= _MT19937_WORDS,
-        name,
-        f"an integer from 0 to {_MT19937_WORDS}",
-        value,
-    )
+    is_place = isinstance(value, int) and 0 <= value <= _MT19937_WORDS
+    _require(is_place, name, f"an integer from 0 to {_MT19937_WORDS}", value)
 
 
 def _words(value: Any, name: str, *, length: int) -> None:
     words = _list(value, name, length=length)
-    valid = all(isinstance(word, int) and 0 <= word < 2**32 for word in words)
-    _require(valid, name, "integers of 32 bits", value)
+    for word in words:
+        is_word = isinstance(word, int) and 0 <= word < 2**32
+        _require(is_word, name, "integers of 32 bits", value)
 
 
 def _mapping(value: Any, name: str) -> dict[str, Any]:
@@ -109,13 +111,13 @@ def _mapping(value: Any, name: str) -> dict[str, Any]:
 
 
 def _list(value: Any, name: str, *, length: int) -> list[Any]:
-    _require(
-        isinstance(value, list) and len(value) == length, name, f"a list of {length} values", value
-    )
+    is_list = isinstance(value, list) and len(value) == length
+    _require(is_list, name, f"a list of {length} values", value)
     assert isinstance(value, list)
     return value
 
 
 def _require(valid: bool, name: str, wanted: str, got: Any) -> None:
     if not valid:
-        raise ValueError(f"{name}: expected {wanted}, got {shorten(repr(got), _MAX_SHOWN)}")
+        shown = shorten(repr(got), _MAX_SHOWN)
+        raise ValueError(f"{name}: expected {wanted}, got {shown}")

@@ -95,7 +95,8 @@ def memory_in_use(config: Config, *, with_engine: bool = True, gpus: Gpus = HERE
     for gpu in used:
         in_use = max(0, sizes[gpu] - gpus.free_bytes(gpu))
         shares.append(in_use / sizes[gpu])
-    return math.ceil(max(shares) * min(sizes[gpu] for gpu in used))
+    smallest = min(sizes[gpu] for gpu in used)
+    return math.ceil(max(shares) * smallest)
 
 
 def _find_used_gpus(config: Config, gpus: Gpus, with_engine: bool) -> list[int]:
@@ -233,7 +234,8 @@ class _Measurements:
         return self._sizes[key]
 
     def policy_size(self, config: Config) -> ModelSize:
-        return self.size(str(config.trainer.policy.model.path), _lora(config))
+        path = str(config.trainer.policy.model.path)
+        return self.size(path, _lora(config))
 
     def activations(self, path: str, length: int, **options: Any) -> ActivationMemory:
         key = (path, length, *map(repr, options.values()))
@@ -289,12 +291,12 @@ def _plan(
     part, share = _engine_item(config, size, len(engine.gpu_ids), capacity, used)
     shared = engine.shared
     phase = ", generation" if engine.sleeps else ""
+    of_trainer = [gpu for gpu in ranks if gpu not in shared]
+    of_engine = [gpu for gpu in engine.gpu_ids if gpu not in ranks]
     devices = [
         *_devices(shared, [*before, *together, part], capacity, phase),
-        *_devices([gpu for gpu in ranks if gpu not in shared], [*before, *trainer], capacity),
-        *_devices(
-            [gpu for gpu in engine.gpu_ids if gpu not in ranks], [*before, context, part], capacity
-        ),
+        *_devices(of_trainer, [*before, *trainer], capacity),
+        *_devices(of_engine, [*before, context, part], capacity),
     ]
     if engine.sleeps:
         asleep = Item("sleeping engine: CUDA context and graphs", ASLEEP_BYTES)
@@ -306,8 +308,10 @@ def _plan(
             updates.append(device)
     host = _host_bytes(config, size, engine)
     if offloads:
-        host += _dtype(config.trainer.policy.dtype).itemsize * size.frozen_parameters
-    return MemoryPlan(tuple(devices), share, host, *_spare_bytes(config, measure, updates))
+        dtype = _dtype(config.trainer.policy.dtype)
+        host += dtype.itemsize * size.frozen_parameters
+    held, logits = _spare_bytes(config, measure, updates)
+    return MemoryPlan(tuple(devices), share, host, held, logits)
 
 
 def _reader_items(engine: EnginePlacement) -> list[Item]:
@@ -335,7 +339,8 @@ def _plan_main_memory(
     parts = [*_resident_items(config, measure), *_largest_update(config, measure)]
     items = []
     for part in parts:
-        items.append(replace(part, name=f"{whose}: {part.name}", num_bytes=ranks * part.num_bytes))
+        name = f"{whose}: {part.name}"
+        items.append(replace(part, name=name, num_bytes=ranks * part.num_bytes))
     if with_engine:
         items += _cpu_engine_items(config, size)
     return MemoryPlan((DevicePlan("main memory", tuple(items), capacity),), None, 0)
@@ -350,7 +355,8 @@ def _cpu_engine_items(config: Config, size: ModelSize) -> Iterator[Item]:
     yield Item("engine: libraries", CPU_ENGINE_BYTES)
     yield Item("engine: weights, and their copy in the kernels' layout", 2 * item * base)
     gibs = os.environ.get(CPU_CACHE_VARIABLE, CPU_CACHE_GIB)
-    yield Item(f"engine: KV cache ({CPU_CACHE_VARIABLE})", round(float(gibs) * GIB))
+    cache = round(float(gibs) * GIB)
+    yield Item(f"engine: KV cache ({CPU_CACHE_VARIABLE})", cache)
     logits = FLOAT32_BYTES * config.generator.inference_engine.max_num_seqs * size.vocab_size
     by_seqs = ("generator.inference_engine.max_num_seqs",)
     yield Item("engine: logits", LOGIT_COPIES * logits, by_seqs)
@@ -365,7 +371,11 @@ def _with_dtypes_of_cpu(config: Config) -> Config:
         "trainer.policy.dtype": config.trainer.policy.dtype,
         "generator.inference_engine.model_dtype": config.generator.inference_engine.model_dtype,
     }
-    return with_settings(config, {n: "float32" for n, dtype in chosen.items() if dtype == "auto"})
+    defaults = {}
+    for name, dtype in chosen.items():
+        if dtype == "auto":
+            defaults[name] = "float32"
+    return with_settings(config, defaults)
 
 
 def _device(config: Config) -> torch.device:
@@ -378,8 +388,12 @@ def _host_bytes(config: Config, size: ModelSize, engine: EnginePlacement) -> int
     item = _dtype(config.generator.inference_engine.model_dtype).itemsize
     sends_adapter = config.engine_weights is EngineWeights.ADAPTER
     sent = size.trained_parameters if sends_adapter else size.parameters
-    # By a file: a copy in this process, and the file in shared memory.
-    return item * (2 * (engine.weight_sync == "file") * sent + engine.sleeps * size.parameters)
+    parameters = 0
+    if engine.weight_sync == "file":  # a copy in this process, and the file in shared memory
+        parameters += 2 * sent
+    if engine.sleeps:
+        parameters += size.parameters
+    return item * parameters
 
 
 def _devices(
@@ -401,7 +415,8 @@ def _total(items: Iterable[Item]) -> int:
 def _share_bytes(config: Config, name: str, parameters: int, each: float) -> Item:
     """Return a part of `each` bytes a parameter, of which every rank has its share."""
     by_gpus = ("trainer.placement.policy_num_gpus_per_node",)
-    return Item(name, math.ceil(parameters * each / config.trainer.placement.num_ranks), by_gpus)
+    num_ranks = config.trainer.placement.num_ranks
+    return Item(name, math.ceil(parameters * each / num_ranks), by_gpus)
 
 
 def _resident_items(config: Config, measure: _Measurements) -> list[Item]:
@@ -422,7 +437,8 @@ def _resident_items(config: Config, measure: _Measurements) -> list[Item]:
             weights = size.trained_parameters + size.hidden_size
             name = "adapter, head"
         each = WEIGHT_BYTES + moment_bytes(trainer.critic.optimizer_config)
-        items.append(_share_bytes(config, f"critic's {name} and moments", weights, each))
+        name = f"critic's {name} and moments"
+        items.append(_share_bytes(config, name, weights, each))
     return items
 
 
@@ -465,7 +481,8 @@ def _largest_update(config: Config, measure: _Measurements) -> list[Item]:
         paths.append(trainer.critic.model.path)
     updates = []
     for path in paths:
-        updates.append(_update_items(config, measure, path, path == paths[0]))
+        is_policy = path == paths[0]
+        updates.append(_update_items(config, measure, path, is_policy))
     largest = max(updates, key=_total)
     context = CONTEXT_BYTES
     share = FRAGMENTATION
@@ -474,7 +491,8 @@ def _largest_update(config: Config, measure: _Measurements) -> list[Item]:
         context = CPU_TRAINER_BYTES
         share = CPU_FRAGMENTATION
         kind = "libraries"
-    slack = context + math.ceil(share * _total(largest[1:]))
+    passes = _total(largest[1:])
+    slack = context + math.ceil(share * passes)
     return [*largest, Item(f"{kind}, and blocks that the allocator cannot reuse", slack)]
 
 
@@ -547,7 +565,9 @@ def head_bytes(
     rows = default_chunk_rows(
         torch.empty(vocab, 1, dtype=dtype, device="meta"), tokens, on_gpu=on_gpu
     )
-    logits = max(min(rows, tokens) * vocab, min(COLUMN_MULTIPLE, vocab) * tokens) * item
+    by_rows = min(rows, tokens) * vocab
+    by_columns = min(COLUMN_MULTIPLE, vocab) * tokens
+    logits = max(by_rows, by_columns) * item
     copied = 0 if dtype == torch.float32 else vocab * hidden * item  # copy of the weight
     gradient = vocab * hidden * (item + FLOAT32_BYTES)  # gradient of the weight, then in its dtype
     # Selected and converted hidden states, their float32 gradient and its conversion.
@@ -573,8 +593,10 @@ def _spare_bytes(
         held = GRADIENT_BYTES * max(model.trained_parameters for model in models)
     held = held if held <= left else 0
     tokens, _ = _pass_tokens(config, _row_length(config))
-    most = tokens * measure.size(policy).vocab_size * _head_dtype(config).itemsize
-    return held, max(0, min(most, math.floor((left - held) / (1 + FRAGMENTATION))))
+    vocab = measure.size(policy).vocab_size
+    most = tokens * vocab * _head_dtype(config).itemsize
+    spare = math.floor((left - held) / (1 + FRAGMENTATION))
+    return held, max(0, min(most, spare))
 
 
 def _probe_item(config: Config, size: ModelSize) -> Item:
@@ -591,14 +613,17 @@ def _engine_item(
     chosen = engine.engine_init_kwargs.get("gpu_memory_utilization", engine.gpu_memory_utilization)
     if chosen is None:
         left = max(0, capacity - used)
-        share = min(ENGINE_LIMIT, math.floor(100 * left / capacity) / 100)
+        percent = math.floor(100 * left / capacity)
+        share = min(ENGINE_LIMIT, percent / 100)
         if share * capacity >= least:
             return Item("engine: weights and KV cache", math.floor(share * capacity)), share
         return Item("engine, at least", least), share
     given = math.ceil(chosen * capacity)
     if given >= least:
-        return Item(f"engine: {chosen:.2f} of the GPU", given, (key,)), chosen
-    return Item(f"engine, at least (more than {key}={chosen:g})", least, (key,)), chosen
+        item = Item(f"engine: {chosen:.2f} of the GPU", given, (key,))
+    else:
+        item = Item(f"engine, at least (more than {key}={chosen:g})", least, (key,))
+    return item, chosen
 
 
 def engine_bytes(config: Config, size: ModelSize) -> int:
@@ -697,7 +722,8 @@ def _axes(config: Config, with_engine: bool, max_gpus: int) -> Iterator[Axis]:
     if smaller:
         values = one_setting("trainer.max_tokens_per_microbatch", smaller)
         yield Axis("smaller micro-batches", [*values])
-    if trainer.residual_dtype == "float32" and _dtype(trainer.policy.dtype) != torch.float32:
+    is_rounded = _dtype(trainer.policy.dtype) != torch.float32
+    if trainer.residual_dtype == "float32" and is_rounded:
         yield Axis("residual_dtype", [*one_setting("trainer.residual_dtype", ["auto"])])
     if on_gpus:
         yield from _axes_of_gpus(config, with_engine, max_gpus)
@@ -724,7 +750,8 @@ def _axes_of_gpus(config: Config, with_engine: bool, max_gpus: int) -> Iterator[
     shared = trainer.policy.sequence_parallel_size
     if _row_length(config) > trainer.max_tokens_per_microbatch * shared:
         nodes = trainer.placement.policy_num_nodes
-        sizes = [n for n in (2, 4, MAX_GPUS) if shared < n <= max_gpus * nodes]
+        most = max_gpus * nodes
+        sizes = [n for n in (2, 4, MAX_GPUS) if shared < n <= most]
         if sizes:
             values = one_setting("trainer.policy.sequence_parallel_size", sizes)
             yield Axis("sequence parallelism", [*values])

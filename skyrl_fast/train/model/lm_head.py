@@ -85,8 +85,11 @@ class LmHead:
         return torch.cat([checkpoint(of_chunk, *one, use_reentrant=False) for one in chunks])
 
     def _operands(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        weight = self.module.weight.to(dtype)
         bias = getattr(self.module, "bias", None)
-        return self.module.weight.to(dtype), None if bias is None else bias.to(dtype)
+        if bias is not None:
+            bias = bias.to(dtype)
+        return weight, bias
 
 
 def layers_of(backbone: Any) -> torch.nn.ModuleList:
@@ -95,7 +98,11 @@ def layers_of(backbone: Any) -> torch.nn.ModuleList:
     for module in backbone.modules():
         if isinstance(module, torch.nn.ModuleList):
             lists.append(module)
-    return max(lists, key=lambda found: sum(p.numel() for p in found.parameters()))
+
+    def num_parameters(layers: torch.nn.ModuleList) -> int:
+        return sum(parameter.numel() for parameter in layers.parameters())
+
+    return max(lists, key=num_parameters)
 
 
 def backbone(model: Any) -> Any:
@@ -118,8 +125,11 @@ def freeze_other_parts(model: Any) -> tuple[str, ...]:
     # Rows are text, which only the language model sees.
     language_model = backbone(model)
     head = model.get_output_embeddings()
-    kept = {*language_model.parameters(), *(() if head is None else head.parameters())}
-    (path,) = (name for name, module in model.named_modules() if module is language_model)
+    kept = {*language_model.parameters()}
+    if head is not None:
+        kept |= {*head.parameters()}
+    paths = {module: name for name, module in model.named_modules()}
+    path = paths[language_model]
     parts = []
     for name, parameter in model.named_parameters():
         if parameter not in kept:
@@ -132,8 +142,12 @@ def _part_outside(name: str, path: str) -> str:
     """Return the largest part of a parameter's path that does not contain the one of `path`."""
     names = name.split(".")
     others = path.split(".")
-    same = next(n for n, one in enumerate(names) if [one] != others[n : n + 1])
-    return ".".join(names[: same + 1])
+    num_same = 0
+    for one, other in zip(names, others, strict=False):
+        if one != other:
+            break
+        num_same += 1
+    return ".".join(names[: num_same + 1])
 
 
 @contextlib.contextmanager
@@ -186,7 +200,8 @@ def find_head(model: Any, autocast: Callable[[], contextlib.AbstractContextManag
     others = [name for name, _ in head.named_parameters() if name not in ("weight", "bias")]
     if others:
         _refuse(model, f"by {name}.{others[0]}, which would not be trained")
-    ids = torch.arange(PROBE_TOKENS, device=head.weight.device)[None] % head.weight.shape[0]
+    vocabulary = head.weight.shape[0]
+    ids = torch.arange(PROBE_TOKENS, device=head.weight.device)[None] % vocabulary
     with _in_eval_mode(model):
         return _probe_head(model, head, ids, autocast)
 
@@ -238,11 +253,13 @@ def _check_causal(model: Any, ids: torch.Tensor, hidden: torch.Tensor) -> None:
     """Raise ValueError if states depend on later tokens: rows share their common beginnings."""
     # Beyond a limit of its rotary embedding a row's states depend on its length.
     limits = (limit.length for limit in rope_limits(backbone(model).config))
-    shortest = max((limit for limit in limits if limit < ids.shape[1]), default=0)
-    for length in range(1 + shortest, ids.shape[1]):
+    num_tokens = ids.shape[1]
+    shortest = max((limit for limit in limits if limit < num_tokens), default=0)
+    largest = hidden.abs().max().item()
+    for length in range(1 + shortest, num_tokens):
         alone = _last_hidden_states(model, ids[:, :length])
         difference = (alone - hidden[:, :length]).abs().max().item()
-        if not difference <= PROBE_TOLERANCE * max(1.0, hidden.abs().max().item()):
+        if not difference <= PROBE_TOLERANCE * max(1.0, largest):
             raise ValueError(
                 f"policy: expected a causal LM, got {type(model).__name__}, whose hidden states "
                 f"depend on later tokens (largest difference {difference:.3g})"
@@ -296,7 +313,8 @@ def _hidden_scale(model: Any, inputs: torch.Tensor, hidden: torch.Tensor) -> flo
         scale = (inputs[large] / hidden[large]).median().item()
     else:
         scale = 0
-    if not scale > 0 or not torch.allclose(inputs, hidden * scale, rtol=1e-4, atol=1e-5):
+    is_scaled = torch.allclose(inputs, hidden * scale, rtol=1e-4, atol=1e-5)
+    if not scale > 0 or not is_scaled:
         _refuse(model, "by a change of the hidden states before it")
     if abs(scale - 1) < FIT_TOLERANCE:
         return 1.0
@@ -317,18 +335,23 @@ def _check(
 
     with torch.enable_grad(), autocast():
         hidden = _last_hidden_states(model, ids).detach()
-        largest = head.logit_scale * (hidden @ head.module.weight.detach().to(hidden.dtype).T)
-        hidden = hidden * (LOGITS / max(largest.abs().max().item(), 1e-6))
+        weight = head.module.weight.detach().to(hidden.dtype)
+        logits = head.logit_scale * (hidden @ weight.T)
+        largest = logits.abs().max().item()
+        hidden = hidden * (LOGITS / max(largest, 1e-6))
         hidden.requires_grad_()
         with head.module.register_forward_pre_hook(replace):
             expected = model(input_ids=ids, use_cache=False).logits.float()
         got = head.logits(hidden).float()
-        direction = torch.linspace(0, 1, got.shape[-1], device=got.device).expand_as(got)
-        pairs = [(got, expected)]
-        pairs.append(tuple(torch.autograd.grad(x, hidden, direction)[0] for x in pairs[0]))
-    for what, (actual, target) in zip(("logits", "gradients"), pairs, strict=True):
+        by_column = torch.linspace(0, 1, got.shape[-1], device=got.device)
+        direction = by_column.expand_as(got)
+        (gradient,) = torch.autograd.grad(got, hidden, direction)
+        (wanted_gradient,) = torch.autograd.grad(expected, hidden, direction)
+    compared = {"logits": (got, expected), "gradients": (gradient, wanted_gradient)}
+    for what, (actual, target) in compared.items():
         difference = (actual - target).abs().max().item()
-        if not difference <= PROBE_TOLERANCE * max(1.0, target.abs().max().item()):
+        largest = target.abs().max().item()
+        if not difference <= PROBE_TOLERANCE * max(1.0, largest):
             _refuse(model, f"(largest difference of its {what}: {difference:.3g})")
 
 

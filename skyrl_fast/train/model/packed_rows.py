@@ -21,6 +21,7 @@ from torch import Tensor
 from skyrl_fast.ops.passes.plan import balance_parts
 from skyrl_fast.train.model.forward_pass import MicroBatch
 from skyrl_fast.train.model.lm_head import PROBE_TOLERANCE, in_float32
+from skyrl_fast.train.model.random_passes import keep_random_state
 
 # Attention with a mask computes all pairs of a row, causal attention half of them.
 MASKED_PAIRS = 1.0
@@ -76,12 +77,17 @@ def _is_exact(backbone: Any) -> bool:
     """Return whether the states of the probe's second sequences are those of each alone."""
     device = next(backbone.parameters()).device
     vocabulary = backbone.config.get_text_config().vocab_size
-    ids = torch.arange(8 * len(PROBE)).view(-1, 8) % vocabulary
-    positions = torch.tensor([[*range(a), *range(b)][:8] + [0] * (8 - a - b) for a, b in PROBE])
-    second = [slice(a, a + b) for a, b in PROBE]
+    width = 8
+    ids = torch.arange(width * len(PROBE)).view(-1, width) % vocabulary
+    rows = []
+    second = []
     others = ids.clone()
-    for row, part in enumerate(second):
-        others[row, : part.start] = (others[row, : part.start] + 1) % vocabulary
+    for row, (length, next_length) in enumerate(PROBE):
+        padding = width - length - next_length
+        rows.append([*range(length), *range(next_length), *[0] * padding])
+        second.append(slice(length, length + next_length))
+        others[row, :length] = (ids[row, :length] + 1) % vocabulary
+    positions = torch.tensor(rows)
 
     def states(tokens: Tensor, **options: Any) -> Tensor:
         output = backbone(input_ids=tokens.to(device), use_cache=False, **options)
@@ -90,18 +96,25 @@ def _is_exact(backbone: Any) -> bool:
 
     try:
         # Routers of some models draw noise.
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-            packed, changed = (states(x, position_ids=positions.to(device)) for x in (ids, others))
-            alone = [states(ids[row : row + 1, part])[0] for row, part in enumerate(second)]
+        with keep_random_state(device), torch.no_grad():
+            there = positions.to(device)
+            packed = states(ids, position_ids=there)
+            changed = states(others, position_ids=there)
+            alone = []
+            for row, part in enumerate(second):
+                sequence = ids[row : row + 1, part]
+                alone.append(states(sequence)[0])
     except (RuntimeError, ValueError, TypeError):  # it takes no positions, or not these
         return False
     for row, part in enumerate(second):
         # The same bits whatever else is in the row and, up to rounding, those of the sequence
         # alone: not so where a layer's state runs on.
-        if not torch.equal(packed[row, part], changed[row, part]):
+        here = packed[row, part]
+        if not torch.equal(here, changed[row, part]):
             return False
-        error = (packed[row, part] - alone[row]).abs().max().item()
-        if not error <= PROBE_TOLERANCE * max(1.0, alone[row].abs().max().item()):
+        error = (here - alone[row]).abs().max().item()
+        largest = alone[row].abs().max().item()
+        if not error <= PROBE_TOLERANCE * max(1.0, largest):
             return False
     return True
 

@@ -125,15 +125,18 @@ class TreeSegments:
         self._tails: dict[int, tuple[Tensor, Tensor]] = {}
         self._padded: dict[bool, PaddedSegments] = {}
         places = np.arange(len(self._parents))
-        children = np.bincount(self._parents[self._parents >= 0], minlength=len(places))
+        has_parent = self._parents >= 0
+        children = np.bincount(self._parents[has_parent], minlength=len(places))
         continues = (self._parents == places - 1) & (places > 0)
         continues &= np.where(continues, children[self._parents], 0) == 1
         # Nobody reads the states of a tree of one node, such as padding: those at the end are one.
-        lone = (self._parents < 0) & (children == 0)
-        trailing = np.logical_and.accumulate(lone[::-1])[::-1] & has_padding
+        lone = ~has_parent & (children == 0)
+        from_end = np.logical_and.accumulate(lone[::-1])
+        trailing = from_end[::-1] & has_padding
         continues[1:] |= trailing[1:] & trailing[:-1]
         self._first = np.flatnonzero(~continues)
-        self._lengths = np.diff(np.append(self._first, len(places)))
+        borders = np.append(self._first, len(places))
+        self._lengths = np.diff(borders)
         above = self._parents[self._first]
         segment_of = np.cumsum(~continues) - 1
         self._above = np.where(above >= 0, segment_of[above], -1)  # the segment of each parent
@@ -175,7 +178,10 @@ class TreeSegments:
             lengths = self._lengths[segments, None]
             above = self._above[segments]
             columns = np.arange(lengths.max())
-            nodes.append((self._first[segments, None] + np.minimum(columns, lengths - 1)).ravel())
+            # Padding repeats the last node.
+            in_segment = np.minimum(columns, lengths - 1)
+            padded = self._first[segments, None] + in_segment
+            nodes.append(padded.ravel())
             padding.append((columns >= lengths).ravel())
             if above[0] >= 0:
                 parents = number[above].tolist()
@@ -197,7 +203,8 @@ class TreeSegments:
     def _sizes(self, depth: np.ndarray, exact: np.ndarray) -> np.ndarray:
         """Return the length that each segment may be padded to."""
         least = self.least_chunk
-        exponents = np.ceil(np.log2(np.maximum(self._lengths / least, 1))).astype(np.int64)
+        chunks = np.maximum(self._lengths / least, 1)
+        exponents = np.ceil(np.log2(chunks)).astype(np.int64)
         kinds, kind_of, counts = np.unique(
             np.stack([depth, exact, least << exponents]),
             axis=1,
@@ -208,7 +215,8 @@ class TreeSegments:
         target = np.arange(len(counts))
         for i, j in pairwise(range(len(sizes))):  # shortest first: join the next of the depth
             same = (kinds[:2, i] == kinds[:2, j]).all()
-            if same and counts[i] * (sizes[j] - sizes[i]) <= CALL_TOKENS:
+            added = counts[i] * (sizes[j] - sizes[i])
+            if same and added <= CALL_TOKENS:
                 counts[j] += counts[i]
                 target[i] = j
         for i in reversed(range(len(sizes))):
@@ -230,13 +238,15 @@ class TreeSegments:
             above = self._parents[self._first]
             for column in reversed(range(width)):
                 tails[:, column] = above
-                above = np.where(above >= 0, self._parents[np.maximum(above, 0)], above - 1)
+                parents = self._parents[np.maximum(above, 0)]
+                above = np.where(above >= 0, parents, above - 1)
             places = np.arange(len(self._parents))
-            places += np.repeat(np.arange(1, len(tails) + 1) * width, self._lengths)
+            shifts = np.arange(1, len(tails) + 1) * width
+            places += np.repeat(shifts, self._lengths)
             nodes = np.empty(len(places) + tails.size, dtype=np.int64)
             nodes[places] = np.arange(len(places))
-            starts = places[self._first, None] - width + np.arange(width)
-            nodes[starts] = tails
+            firsts = places[self._first, None]
+            nodes[firsts - width + np.arange(width)] = tails
             self._tails[width] = self._tensor(nodes), self._tensor(places)
         return self._tails[width]
 
@@ -320,14 +330,16 @@ def _recur(
         raise ValueError(f"prefix trees: expected {function.__name__} without a cache")
     values = {name: arguments[name] for name in recurrence.tokens}
     limits = arguments.get(recurrence.limits)
-    padded = segments.padded(pads_parents=limits is None or limits[0] <= 0)
+    has_neutral_step = limits is None or limits[0] <= 0
+    padded = segments.padded(pads_parents=has_neutral_step)
     sizes = [group.count * group.length for group in padded.groups]
     parts: dict[str, Sequence[Tensor]] = {}
     for name, value in values.items():
         # For all groups at once: the gradient of each such read is as large as the pass.
         every = value[0].index_select(0, padded.nodes)
         if padded.padding is not None and name in recurrence.neutral:
-            mask = padded.padding.view(-1, *[1] * (every.dim() - 1))
+            inner = [1] * (every.dim() - 1)
+            mask = padded.padding.view(-1, *inner)
             every = every.masked_fill(mask, recurrence.neutral[name])
         parts[name] = every.split(sizes)
     outputs: list[Tensor] = []
@@ -340,7 +352,8 @@ def _recur(
     continues = path is not None and path.continues
     for number, group in enumerate(padded.groups):
         shape = group.count, group.length
-        arguments |= {name: part[number].unflatten(0, shape) for name, part in parts.items()}
+        for name, part in parts.items():
+            arguments[name] = part[number].unflatten(0, shape)
         if chunk is not None:
             # A recurrence pads to its chunk, which changes no value, only how many are computed.
             arguments[CHUNK] = min(chunk, _chunk_for(group.length, segments.least_chunk))

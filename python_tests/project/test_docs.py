@@ -57,7 +57,7 @@ NOT_ABOUT_OUR_CODE = (
 )
 EXCEPTIONS = WRITTEN_BY_A_RUN | MATHEMATICS | OF_OTHER_PACKAGES
 FOLDERS = "csrc|skyrl_fast|python_tests|bench|docs|scripts|examples"
-WRITTEN = (".json", ".jsonl", ".png", ".html", ".md")
+WRITTEN = (".json", ".jsonl", ".png", ".html", ".md", ".txt")
 IS_PATH = rf"[\w.<>*/-]+\.({SUFFIXES})|({FOLDERS})/[\w.<>*/-]*"
 
 

@@ -1,5 +1,6 @@
 """The documentation site: links of its pages, and the list for language models."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,51 @@ def test_a_search_finds_guides_and_not_the_design(
         "contributing.md",
     }
     assert "guide/is_it_learning.md" in texts.keys() - hidden
+
+
+# What people type, and the page that answers it.
+SEARCHES = {
+    "KL coefficient": "guide/is_it_learning.md",
+    "reward flat": "guide/is_it_learning.md",
+    "8 GPUs": "guide/clusters.md",
+    "thinking": "guide/thinking_models.md",
+    "mismatch": "guide/is_it_learning.md",
+    "W&B": "guide/training.md",
+    "resume": "guide/training.md",
+    "telemetry": "guide/security.md",
+    "OOM": "guide/training.md",
+    "out of memory": "guide/training.md",
+    "save model": "guide/training.md",
+    "validation": "guide/troubleshooting.md",
+    "learning rate": "guide/is_it_learning.md",
+    "chat template": "guide/training.md",
+    "tool parser": "guide/environments.md",
+    "LoRA rank": "guide/training.md",
+    "pass@k": "reference/commands.md",
+    "entropy": "guide/is_it_learning.md",
+    "truncated": "guide/is_it_learning.md",
+    "asynchronous staleness": "guide/asynchronous.md",
+    "several data sets": "guide/training.md",
+    "own environment": "guide/environments.md",
+    "custom loss": "guide/custom_algorithms.md",
+    "engine starts": "guide/installation.md",
+}
+
+
+def test_pages_have_a_section_with_the_words_that_people_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Words only: the order of hits is that of the browser's index, which is not built here."""
+    monkeypatch.setattr(site, "PAGES", tmp_path)
+    texts = site.write_pages()
+    unanswered = []
+    for query, page in SEARCHES.items():
+        assert not page.startswith(site.UNSEARCHED)
+        words = query.lower().split()
+        sections = re.split(r"^(?=#+ )", texts[page].lower(), flags=re.MULTILINE)
+        if not any(all(word in section for word in words) for section in sections):
+            unanswered.append(query)
+    assert unanswered == []
 
 
 def test_all_pages_of_the_repository_have_a_place_and_a_title() -> None:

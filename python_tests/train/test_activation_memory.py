@@ -7,6 +7,7 @@ import torch
 from _memory import ARCHITECTURES, config_of, peak_bytes, saved_bytes
 
 from skyrl_fast.config.settings import LoraConfig
+from skyrl_fast.train.memory import activations
 from skyrl_fast.train.memory.activations import activation_memory, model_size
 
 LENGTH = 128
@@ -54,6 +55,35 @@ def test_peak_is_that_of_the_allocator(
     measured = peak_bytes(config_of(name), sequences=4, length=LENGTH, **options)
     total = planned.saved.of(4) + planned.workspace.of(4)
     assert total == pytest.approx(measured, rel=PEAK_TOLERANCE if checkpointing else TOLERANCE)
+
+
+def test_shared_backbones_are_made_once_and_change_no_measurement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make = activations._make_fake
+    made: list[Any] = []
+
+    def count(*arguments: Any) -> Any:
+        made.append(arguments)
+        return make(*arguments)
+
+    monkeypatch.setattr(activations, "_make_fake", count)
+    config = config_of("llama")
+    shared = activations.FakeBackbones()
+    for lora in (None, LoraConfig(rank=4)):
+        for length in (64, LENGTH):
+            for residual in RESIDUALS:
+                options: dict[str, Any] = {
+                    "dtype": torch.bfloat16,
+                    "gradient_checkpointing": True,
+                    "residual_dtype": residual,
+                    "lora": lora,
+                }
+                alone = activation_memory(config_of("llama"), length, **options)
+                del made[-1]
+                together = activation_memory(config, length, backbones=shared, **options)
+                assert together == alone
+    assert len(made) == 2  # with and without the adapter
 
 
 @pytest.mark.spec("memory.plan")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from skyrl_fast.commands.command import needs_extra
 
-HELP = "train a tiny agent here, in two minutes on two cores"
+HELP = "train a tiny agent here, in two minutes on two idle cores"
 DESCRIPTION = (
     "Create a tiny model and a text-to-SQL task in the folder quickstart, and train it: what "
     "`make train` does, without a clone."

@@ -109,6 +109,8 @@ class StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.ops.prim.device.default and hasattr(args[0], "fake_device"):
+            return _fake_device(args[0])  # two of three calls, which allocate nothing
         output = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(output):
             if isinstance(tensor, torch.Tensor):
@@ -129,6 +131,14 @@ class StorageTracker(TorchDispatchMode):
     def _forget(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.live -= size
+
+
+def _fake_device(tensor: Any) -> torch.device:
+    """Return the device of a fake tensor, as its mode does, without another dispatch."""
+    if tensor.fake_mode.in_kernel_invocation:
+        return torch.device("meta")
+    device: torch.device = tensor.fake_device
+    return device
 
 
 def load_model_config(path: str) -> Any:
@@ -188,6 +198,39 @@ def _layer_kv_values(layer: Any) -> int:
     return 2 * heads * (head_dim or layer.hidden_size // layer.num_attention_heads)
 
 
+class FakeBackbones:
+    """Models without LM head on fake tensors, which take seconds to make, each made once."""
+
+    def __init__(self) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._made: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+
+    def fake_tensors(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which tensors are fake, and may meet those of the models."""
+        return _fake_tensors(self._mode)
+
+    def get(
+        self, config: Any, dtype: torch.dtype, checkpointed: bool, lora: LoraConfig | None
+    ) -> Any:
+        """Return the backbone of a transformers config, whose LM head `linear_logprob` decides."""
+        from transformers import AutoModel
+
+        key = (id(config), dtype, checkpointed, repr(lora))
+        if key not in self._made:
+            model = _make_fake(AutoModel, config, dtype, lora)
+            owner = backbone(model)
+            if checkpointed:
+                checkpoint_gradients(owner)
+                # As when it is trained: layers are recomputed in training mode only.
+                remove_dropout(owner.train())
+            else:
+                owner.eval()
+            self._made[key] = config, owner  # kept, as its id is a part of the key
+        return self._made[key][1]
+
+
 def activation_memory(
     config: Any,
     length: int,
@@ -197,6 +240,7 @@ def activation_memory(
     residual_dtype: torch.dtype = torch.float32,
     lora: LoraConfig | None = None,
     on_gpu: bool = False,
+    backbones: FakeBackbones | None = None,
 ) -> ActivationMemory:
     """Return the memory of the backbone's passes over sequences of `length` tokens.
 
@@ -204,22 +248,15 @@ def activation_memory(
         dtype: dtype of autocast; float32: none. Also of the weights below an adapter.
         residual_dtype: dtype of the embeddings' output and the sums that follow.
         on_gpu: count attention as a GPU's kernels compute it.
+        backbones: of earlier measurements, which share them; None: it is made.
 
     Raises:
         UnmeasurableError: the model's code does not run on fake tensors.
     """
-    from transformers import AutoModel
-
-    with _fake_tensors(), _trace_like_real_tensors(on_gpu):
-        # Without the LM head, whose memory `linear_logprob` decides.
-        model = _make_fake(AutoModel, config, torch.float32 if lora is None else dtype, lora)
-        layers_owner = backbone(model)
-        if gradient_checkpointing:
-            checkpoint_gradients(layers_owner)
-            # As when it is trained: layers are recomputed in training mode only.
-            remove_dropout(layers_owner.train())
-        else:
-            layers_owner.eval()
+    shared = backbones or FakeBackbones()
+    weights_dtype = torch.float32 if lora is None else dtype
+    with shared.fake_tensors(), _trace_like_real_tensors(on_gpu):
+        layers_owner = shared.get(config, weights_dtype, gradient_checkpointing, lora)
         kinds = _kinds_of_layers(layers_owner)
         numbers = list(kinds.values())
         shortest = [layers[0] for layers in numbers]
@@ -340,11 +377,11 @@ def _make_fake(kind: Any, config: Any, dtype: torch.dtype, lora: LoraConfig | No
 
 
 @contextlib.contextmanager
-def _fake_tensors() -> Iterator[None]:
+def _fake_tensors(mode: Any = None) -> Iterator[None]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with mode or FakeTensorMode(allow_non_fake_inputs=True):
             yield
     except Exception as error:
         name = type(error).__name__

@@ -24,6 +24,7 @@ from skyrl_fast.rollout.engine.weights.receipt import dtype_name
 from skyrl_fast.train.memory.activations import (
     FLOAT32_BYTES,
     ActivationMemory,
+    FakeBackbones,
     ModelSize,
     activation_memory,
     load_model_config,
@@ -221,6 +222,7 @@ class _Measurements:
     _configs: dict[str, Any] = field(default_factory=dict)
     _sizes: dict[tuple[str, str], ModelSize] = field(default_factory=dict)
     _activations: dict[tuple[Any, ...], ActivationMemory] = field(default_factory=dict)
+    _backbones: FakeBackbones = field(default_factory=FakeBackbones)
 
     def config(self, path: str) -> Any:
         if path not in self._configs:
@@ -240,7 +242,9 @@ class _Measurements:
     def activations(self, path: str, length: int, **options: Any) -> ActivationMemory:
         key = (path, length, *map(repr, options.values()))
         if key not in self._activations:
-            self._activations[key] = activation_memory(self.config(path), length, **options)
+            self._activations[key] = activation_memory(
+                self.config(path), length, backbones=self._backbones, **options
+            )
         return self._activations[key]
 
 

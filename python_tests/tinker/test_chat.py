@@ -10,6 +10,7 @@ import pytest
 from _tinker import KEY, RunningServer, new_model, running_server, train
 
 from skyrl_fast.rollout.chat_template import ChatTemplate
+from skyrl_fast.tinker import checkpoints
 
 tinker = pytest.importorskip("tinker", reason="the Tinker SDK is not installed")
 
@@ -135,6 +136,24 @@ def test_what_is_not_served_is_refused(
     answer = http.post("/v1/chat/completions", json=chat(snapshot, **options))
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
+
+
+def test_files_of_a_snapshot_are_verified_once(
+    http: httpx.Client, snapshot: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in each call: an adapter of a large model has hundreds of megabytes."""
+    verified: list[Path] = []
+    find = checkpoints.find_damage
+
+    def counting(folder: Path) -> Any:
+        verified.append(folder)
+        return find(folder)
+
+    monkeypatch.setattr(checkpoints, "find_damage", counting)
+    for _ in range(3):
+        answer = http.post("/v1/chat/completions", json=chat(snapshot, max_tokens=1))
+        assert answer.status_code == 200
+    assert len(verified) <= 1
 
 
 def test_another_key_is_refused(server: RunningServer, snapshot: str) -> None:

@@ -199,12 +199,21 @@ class CheckpointStore:
         Raises:
             RefusedCallError: there is none, it has expired, or its files are damaged.
         """
-        if not self._is_there(path):
-            raise RefusedCallError(f"path: there is no {path} (deleted, expired, or never saved)")
+        saved = self.read(path)
         damage = find_damage(self.folder(path))
         if damage is not None:
             name, reason = damage
             raise RefusedCallError(f"{path}: {name} is damaged: {reason}")
+        return saved
+
+    def read(self, path: TinkerPath) -> SavedAdapter:
+        """Return the record of a saved adapter without reading its other files.
+
+        Raises:
+            RefusedCallError: there is none, or it has expired.
+        """
+        if not self._is_there(path):
+            raise RefusedCallError(f"path: there is no {path} (deleted, expired, or never saved)")
         return self._read(path)
 
     def _is_there(self, path: TinkerPath) -> bool:

@@ -497,12 +497,13 @@ class TinkerService:
             return None
         try:
             path = TinkerPath.parse(name)
-            return self._snapshot(path, self._store.find(path))
+            known = self._snapshots.get((name, self._store.read(path).time))
+            return known or self._snapshot(path, self._store.find(path))
         except RefusedCallError as error:
-            known = ", ".join(self.base.names)
+            names = ", ".join(self.base.names)
             raise ApiError(
                 404,
-                f"The model `{name:.200}` does not exist here; known: {known}, and what clients "
+                f"The model `{name:.200}` does not exist here; known: {names}, and what clients "
                 f"have saved, as GET /v1/models lists it. {error}",
                 code="model_not_found",
             ) from None
@@ -516,7 +517,7 @@ class TinkerService:
         """Raise RefusedCallError if a sampler's checkpoint was deleted or replaced."""
         if sampler.path is None or _is_ephemeral(sampler.path):
             return
-        if self._store.find(sampler.path).time != sampler.saved_at:
+        if self._store.read(sampler.path).time != sampler.saved_at:
             raise RefusedCallError(
                 f"{sampler.path} was saved again since this sampling client was created: create "
                 "another one"

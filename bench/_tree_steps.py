@@ -24,8 +24,9 @@ from bench._agents import agents
 from bench.baselines.padded_rows import padded_micro_batches
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.train.model.forward_pass import MicroBatch, response_positions
+from skyrl_fast.train.model.loading import checkpoint_gradients
 from skyrl_fast.train.model.micro_batch import plan_micro_batches
-from skyrl_fast.train.model.policy import Policy, checkpoint_gradients
+from skyrl_fast.train.model.policy import Policy
 
 CONTENDERS = ("padded", "packed", "merged", "prompt", "sequences", "tree", "skyrl_fast")
 GROUPS = {"search": 4, "agentic": 1, "sql": 1}

@@ -17,7 +17,13 @@ import pytest
 import torch
 
 from bench.baselines import logprob as baselines
-from skyrl_fast import _C, linear_logprob, masked_logprob_loss, selected_logprob
+from skyrl_fast import (
+    _C,
+    gathered_logprob,
+    linear_logprob,
+    masked_logprob_loss,
+    selected_logprob,
+)
 
 SIZES = {"4096x151936": (4096, 151_936), "1024x32000": (1024, 32_000)}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -47,6 +53,18 @@ FORWARD: dict[str, Function] = {
     "logsumexp_rows": baselines.logsumexp_rows,
     "logsumexp_whole": baselines.logsumexp_whole,
     "read_floor": read_floor,
+}
+
+
+@functools.cache
+def compiled_several() -> Function:
+    return torch.compile(baselines.log_softmax_gather_several, dynamic=True)
+
+
+GATHERED: dict[str, Function] = {
+    "skyrl_fast": gathered_logprob,
+    "torch.compile": lambda x, ids: compiled_several()(x, ids),
+    "log_softmax_gather": baselines.log_softmax_gather_several,
 }
 BACKWARD = [
     "skyrl_fast",
@@ -193,6 +211,36 @@ def test_kept_sets(benchmark, dtype: str, how: str, kept: int | None) -> None:
             ours(leaf, targets, inplace_backward=True, **sets).sum().backward()
 
     timed(benchmark, run, size, dtype, 1, True, {"forward": 1, "one pass": 2}.get(how, 3))
+
+
+GATHERED_IDS = 20  # of each row, as top-k distillation has
+
+
+@pytest.mark.parametrize("contender", ["skyrl_fast", "torch.compile", "log_softmax_gather"])
+@pytest.mark.parametrize("how", ["forward", "forward+backward"])
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_gathered(benchmark, dtype: str, how: str, contender: str) -> None:
+    """Time several ids per row: the floors are those of one id, whose lines add little."""
+    size = "1024x32000"
+    benchmark.group = f"gathered_logprob {how} {size}, {GATHERED_IDS} ids, {dtype} 1T"
+    rows, vocab = SIZES[size]
+    ids = torch.randint(vocab, (rows, GATHERED_IDS), generator=torch.Generator().manual_seed(6))
+    function = GATHERED[contender]
+    few = fresh(size, dtype)[0][:3]
+    exact = baselines.log_softmax_gather_several(few.double(), ids[:3])
+    # Contenders that compute in bfloat16 have errors of up to 2^-8 of 16.
+    tolerance = 0.07 if dtype == "bf16" else 1e-4
+    torch.testing.assert_close(function(few, ids[:3]).double(), exact, rtol=0, atol=tolerance)
+
+    def run(logits: torch.Tensor, targets: torch.Tensor) -> None:
+        if how == "forward":
+            with torch.no_grad():
+                function(logits, ids)
+        else:
+            function(logits.detach().requires_grad_(), ids).sum().backward()
+
+    copies = 1 if how == "forward" else 3
+    timed(benchmark, run, size, dtype, 1, contender == "skyrl_fast", copies)
 
 
 @pytest.mark.parametrize("level", ["avx512", "avx2", "baseline"])

@@ -24,8 +24,9 @@ from bench._tree_steps import gradient, policy
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.train.memory.activations import StorageTracker
 from skyrl_fast.train.model.forward_pass import response_positions
+from skyrl_fast.train.model.loading import checkpoint_gradients
 from skyrl_fast.train.model.micro_batch import plan_micro_batches
-from skyrl_fast.train.model.policy import Policy, checkpoint_gradients
+from skyrl_fast.train.model.policy import Policy
 
 ALL = 1 << 40
 TOLERANCE = 1e-4  # float32: different orders of summation

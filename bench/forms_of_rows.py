@@ -28,7 +28,8 @@ import torch
 from bench._tree_steps import step as training_step
 from skyrl_fast.batch import StepBatch, batch_from_trajectories
 from skyrl_fast.rollout.trajectory import Step, Trajectory
-from skyrl_fast.train.model.policy import Policy, hide_progress_bars, load_model
+from skyrl_fast.train.model.loading import hide_progress_bars, load_model
+from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.trajectory_store import read_index
 from skyrl_fast.trajectory_store.recorded import read_recorded
 

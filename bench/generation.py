@@ -33,7 +33,7 @@ from skyrl_fast.rollout.engine.vllm_start import engine_args, engine_environment
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.data.prompts import Prompt, PromptSampler, digest_of, load_prompts
 from skyrl_fast.train.flow.vllm_rollouts import VllmRollouts, start_rollouts
-from skyrl_fast.train.model.policy import load_tokenizer
+from skyrl_fast.train.model.loading import load_tokenizer
 
 WARM_UP = 2  # batches
 

@@ -31,8 +31,9 @@ from python_tests.helpers._vision_language import FAMILIES, language_model_of
 from scripts.tiny_models import BUDGET, agent_rows, tiny_model
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.train.model import packed_rows
+from skyrl_fast.train.model.loading import load_model
 from skyrl_fast.train.model.micro_batch import plan_micro_batches, response_positions
-from skyrl_fast.train.model.policy import Policy, load_model
+from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.model.tree_states import RECURRENCES
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/reference/models.md"

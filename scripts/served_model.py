@@ -30,8 +30,9 @@ from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weights.probe import WeightProbe
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 from skyrl_fast.train.flow.vllm_rollouts import PROBE_SEQUENCES, PROBE_TOKENS
+from skyrl_fast.train.model.loading import load_model
 from skyrl_fast.train.model.micro_batch import plan_micro_batches, response_positions
-from skyrl_fast.train.model.policy import Policy, load_model
+from skyrl_fast.train.model.policy import Policy
 
 UPDATES = 3
 LEARNING_RATE = 1e-2

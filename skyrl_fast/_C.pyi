@@ -31,6 +31,8 @@ __all__: list[str] = [
     "flags",
     "flat_to_padded",
     "flat_to_padded_cuda",
+    "gathered_logprob",
+    "gathered_logprob_backward",
     "gigpo_advantage",
     "group_advantage",
     "group_advantage_cuda",
@@ -224,6 +226,25 @@ def flat_to_padded_cuda(
     pattern: bytes,
     padded: typing.Any,
     stream: int,
+) -> None: ...
+def gathered_logprob(
+    logits: typing.Any,
+    target_ids: typing.Any,
+    mask: typing.Any,
+    temperature: float,
+    logprobs: typing.Any,
+    lse: typing.Any,
+    num_threads: int,
+) -> None: ...
+def gathered_logprob_backward(
+    logits: typing.Any,
+    target_ids: typing.Any,
+    mask: typing.Any,
+    temperature: float,
+    lse: typing.Any,
+    grad_logprobs: typing.Any,
+    grad: typing.Any,
+    num_threads: int,
 ) -> None: ...
 def gigpo_advantage(
     rewards: typing.Any,

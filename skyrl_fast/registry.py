@@ -1,4 +1,7 @@
-"""Registries: built-in entries by name, registered ones, and `module:function`."""
+"""Registries: built-in entries by name, registered ones, and `module:function`.
+
+Settings are checked by them, so torch is imported only where a user's function is called.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
-
-import torch
 
 from skyrl_fast.setting import did_you_mean
 from skyrl_fast.system.importing import load_object, name_of
@@ -159,6 +160,8 @@ def call_function(
         RuntimeError: the function raised.
         TypeError: it returned something else.
     """
+    import torch
+
     try:
         result = function(inputs, **settings)
     # Whatever it is: a run must say whose code failed.
@@ -174,6 +177,8 @@ def call_function(
 
 def check_result(op: str, name: str, values: object, *shapes: tuple[int, ...]) -> None:
     """Raise TypeError or ValueError unless a user's values are floats of one of these shapes."""
+    import torch
+
     if not isinstance(values, torch.Tensor) or not values.is_floating_point():
         got = values.dtype if isinstance(values, torch.Tensor) else type(values).__name__
         raise TypeError(f"{op}: {name} must be a floating-point tensor, got {got}")

@@ -10,6 +10,11 @@ def log_softmax_gather(logits: torch.Tensor, target_ids: torch.Tensor) -> torch.
     return torch.log_softmax(logits, -1).gather(1, target_ids[:, None]).squeeze(1)
 
 
+def log_softmax_gather_several(logits: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
+    """The textbook formulation of target_ids (M, K)."""
+    return torch.log_softmax(logits, -1).gather(1, target_ids)
+
+
 def logsumexp_rows(logits: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
     """TRL's selective_log_softmax and SkyRL's and verl's logprobs_from_logits.
 

@@ -18,8 +18,9 @@ from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import Config
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.train.memory.plan import plan_memory
+from skyrl_fast.train.model.loading import checkpoint_gradients
 from skyrl_fast.train.model.optimizer import Optimizer
-from skyrl_fast.train.model.policy import Policy, checkpoint_gradients
+from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.update import update_policy
 
 SHAPES = {

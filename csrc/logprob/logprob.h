@@ -67,6 +67,34 @@ void selected_logprob_backward_cpu(const LogitRows& logits, const Selection& sel
                                    const float* grad_logprob, const float* grad_entropy,
                                    const LogitRows& grad, int num_threads);
 
+// Several tokens of each row.
+//   target_ids  int64 [num_rows, per_row]; in [0, vocab) where the mask is not 0; an id may be
+//               there several times
+//   mask        uint8 [num_rows], or null: all ones. Rows of mask 0 are never read.
+struct GatheredIds {
+  const int64_t* target_ids = nullptr;
+  int64_t per_row = 0;
+  const uint8_t* mask = nullptr;
+  double temperature = 1.0;
+  SKYRL_HD bool has(int64_t row) const { return mask == nullptr || mask[row] != 0; }
+  SKYRL_HD const int64_t* of_row(int64_t row) const { return target_ids + row * per_row; }
+};
+
+// Rows of mask 0 give 0.
+//   logprob  float [num_rows, per_row]
+//   lse      double [num_rows], log sum exp
+// Throws invalid_argument where a target is out of range, before any row is read.
+void gathered_logprob_cpu(const LogitRows& logits, const GatheredIds& ids, float* logprob,
+                          double* lse, int num_threads);
+
+// Gradient with respect to the logits; those of equal ids of a row add. Rows of mask 0, and rows
+// whose incoming gradients are all 0, are set to 0 and not read. `grad` is not `logits`.
+//   lse           output of the forward
+//   grad_logprob  float [num_rows, per_row]
+void gathered_logprob_backward_cpu(const LogitRows& logits, const GatheredIds& ids,
+                                   const double* lse, const float* grad_logprob,
+                                   const LogitRows& grad, int num_threads);
+
 // The policy loss of each row's token; arrays are float [num_rows].
 struct TokenLossInputs {
   LossKind loss = LossKind::kRegular;  // a loss of single tokens: not kGspo, kClipCov, kKlCov

@@ -18,6 +18,7 @@ namespace skyrl_fast {
 namespace {
 
 constexpr char kOp[] = "selected_logprob";
+constexpr char kGatheredOp[] = "gathered_logprob";
 constexpr char kLossOp[] = "masked_logprob_loss";
 constexpr double kMaxTemperature = std::numeric_limits<double>::max();
 
@@ -78,6 +79,12 @@ class Kept {
   std::optional<Borrowed> ids_, ranges_;
 };
 
+void check_temperature(const char* op, double temperature) {
+  if (temperature > 0.0 && temperature <= kMaxTemperature) return;
+  throw std::invalid_argument(std::string(op) + ": temperature must be positive and finite, got " +
+                              std::to_string(temperature));
+}
+
 // The arguments shared by forward and backward, borrowed and checked.
 struct Inputs {
   Inputs(const char* op, py::handle logits_obj, py::handle targets_obj, py::handle mask_obj,
@@ -92,11 +99,7 @@ struct Inputs {
     selection.mask = mask.per_row_or_null<uint8_t>(DType::kUInt8, rows.num_rows);
     selection.kept = kept.of_rows(rows.num_rows);
     selection.temperature = temperature;
-    if (!(temperature > 0.0) || temperature > kMaxTemperature) {
-      throw std::invalid_argument(std::string(op) +
-                                  ": temperature must be positive and finite, got " +
-                                  std::to_string(temperature));
-    }
+    check_temperature(op, temperature);
   }
   Borrowed logits, targets;
   MaybeBorrowed mask;
@@ -106,7 +109,8 @@ struct Inputs {
 };
 
 // Rows for the gradient: shape and dtype of the logits.
-LogitRows rows_like(const TensorView& grad, const Inputs& in) {
+template <typename In>
+LogitRows rows_like(const TensorView& grad, const In& in) {
   const LogitRows rows = rows_of(grad);
   check_dtype(grad, in.rows.dtype);
   if (rows.num_rows != in.rows.num_rows || rows.vocab != in.rows.vocab) {
@@ -154,6 +158,61 @@ void selected_logprob_backward(py::handle logits, py::handle targets, py::handle
   py::gil_scoped_release release;
   selected_logprob_backward_cpu(in.rows, in.selection, lse_data, entropy_data, grad_logprob_data,
                                 grad_entropy_data, grad_rows, num_threads);
+}
+
+// The same of several tokens per row.
+struct GatheredInputs {
+  GatheredInputs(py::handle logits_obj, py::handle targets_obj, py::handle mask_obj,
+                 double temperature)
+      : logits(logits_obj, kGatheredOp, "logits"),
+        targets(targets_obj, kGatheredOp, "target_ids"),
+        mask(mask_obj, kGatheredOp, "loss_mask"),
+        rows(rows_of(*logits)) {
+    check_cpu_array(*targets, DType::kInt64, 2);
+    check_size(*targets, 0, rows.num_rows);
+    check_temperature(kGatheredOp, temperature);
+    ids.target_ids = targets->ptr<int64_t>();
+    ids.per_row = targets->shape[1];
+    ids.mask = mask.per_row_or_null<uint8_t>(DType::kUInt8, rows.num_rows);
+    ids.temperature = temperature;
+  }
+  template <typename T>
+  T* per_id(const Borrowed& borrowed, DType dtype) const {
+    check_cpu_array(*borrowed, dtype, 2);
+    check_size(*borrowed, 0, rows.num_rows);
+    check_size(*borrowed, 1, ids.per_row);
+    return borrowed->ptr<T>();
+  }
+  Borrowed logits, targets;
+  MaybeBorrowed mask;
+  LogitRows rows;
+  GatheredIds ids;
+};
+
+void gathered_logprob(py::handle logits, py::handle targets, py::handle mask, double temperature,
+                      py::handle logprob_obj, py::handle lse_obj, int num_threads) {
+  const GatheredInputs in(logits, targets, mask, temperature);
+  const Borrowed logprob(logprob_obj, kGatheredOp, "logprob");
+  const Borrowed lse(lse_obj, kGatheredOp, "lse");
+  float* logprob_data = in.per_id<float>(logprob, DType::kFloat32);
+  double* lse_data = per_row<double>(lse, DType::kFloat64, in.rows.num_rows);
+  py::gil_scoped_release release;
+  gathered_logprob_cpu(in.rows, in.ids, logprob_data, lse_data, num_threads);
+}
+
+void gathered_logprob_backward(py::handle logits, py::handle targets, py::handle mask,
+                               double temperature, py::handle lse_obj, py::handle grad_logprob_obj,
+                               py::handle grad_obj, int num_threads) {
+  const GatheredInputs in(logits, targets, mask, temperature);
+  const Borrowed grad(grad_obj, kGatheredOp, "grad");
+  const Borrowed lse(lse_obj, kGatheredOp, "lse");
+  const Borrowed grad_logprob(grad_logprob_obj, kGatheredOp, "grad_logprob");
+  const LogitRows grad_rows = rows_like(*grad, in);
+  const double* lse_data = per_row<double>(lse, DType::kFloat64, in.rows.num_rows);
+  const float* grad_logprob_data = in.per_id<float>(grad_logprob, DType::kFloat32);
+  py::gil_scoped_release release;
+  gathered_logprob_backward_cpu(in.rows, in.ids, lse_data, grad_logprob_data, grad_rows,
+                                num_threads);
 }
 
 void masked_logprob_loss(py::handle logits, py::handle targets, py::handle mask,
@@ -227,6 +286,12 @@ void bind_logprob(py::module_& m) {
         py::arg("target_ids"), py::arg("mask"), py::arg("kept_ids"), py::arg("kept_ranges"),
         py::arg("temperature"), py::arg("lse"), py::arg("entropy"), py::arg("grad_logprobs"),
         py::arg("grad_entropy"), py::arg("grad"), py::arg("num_threads"));
+  m.def("gathered_logprob", &gathered_logprob, py::arg("logits"), py::arg("target_ids"),
+        py::arg("mask"), py::arg("temperature"), py::arg("logprobs"), py::arg("lse"),
+        py::arg("num_threads"));
+  m.def("gathered_logprob_backward", &gathered_logprob_backward, py::arg("logits"),
+        py::arg("target_ids"), py::arg("mask"), py::arg("temperature"), py::arg("lse"),
+        py::arg("grad_logprobs"), py::arg("grad"), py::arg("num_threads"));
   m.def("masked_logprob_loss", &masked_logprob_loss, py::arg("logits"), py::arg("target_ids"),
         py::arg("mask"), py::arg("kept_ids"), py::arg("kept_ranges"), py::arg("temperature"),
         py::arg("loss"), py::arg("kl"), py::arg("params"), py::arg("old_logprobs"),

@@ -8,6 +8,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "core/element.h"
 #include "core/parallel.h"
 #include "core/simd.h"
 #include "logprob/logprob.h"
@@ -33,12 +34,17 @@ const RowKernels& row_kernels(DType dtype) {
                               std::to_string(row));
 }
 
+[[noreturn]] void fail_at_target(const char* op, int64_t vocab, int64_t target, int64_t row) {
+  Selection selection;
+  selection.op = op;
+  fail_at(selection, "target_ids must be in [0, " + std::to_string(vocab) + ")", target, row);
+}
+
 void check_targets(const LogitRows& logits, const Selection& selection) {
   for (int64_t r = 0; r < logits.num_rows; ++r) {
     const int64_t target = selection.target_ids[r];
     if (selection.has(r) && (target < 0 || target >= logits.vocab)) {
-      fail_at(selection, "target_ids must be in [0, " + std::to_string(logits.vocab) + ")", target,
-              r);
+      fail_at_target(selection.op, logits.vocab, target, r);
     }
   }
 }
@@ -154,6 +160,53 @@ void write_gradient(const RowKernels& kernels, const RowLogits& row, double temp
   });
 }
 
+// A gradient of a row's token.
+struct TargetGrad {
+  int64_t id;
+  double value;
+};
+
+// Collects the gradients that are not 0, in the order of their ids; returns their sum.
+double collect_gradients(const int64_t* ids, const float* gradients, int64_t count,
+                         std::vector<TargetGrad>* collected) {
+  collected->clear();
+  double sum = 0.0;
+  for (int64_t k = 0; k < count; ++k) {
+    if (gradients[k] == 0.0f) continue;
+    collected->push_back({ids[k], gradients[k]});
+    sum += gradients[k];
+  }
+  // Stable: those of equal ids add in the same order every time.
+  std::stable_sort(collected->begin(), collected->end(),
+                   [](const TargetGrad& a, const TargetGrad& b) { return a.id < b.id; });
+  return sum;
+}
+
+// Calls fn(id, sum of its gradients) for each id once.
+template <typename Fn>
+void for_each_id(const std::vector<TargetGrad>& collected, const Fn& fn) {
+  size_t k = 0;
+  while (k < collected.size()) {
+    const int64_t id = collected[k].id;
+    double sum = 0.0;
+    for (; k < collected.size() && collected[k].id == id; ++k) sum += collected[k].value;
+    fn(id, sum);
+  }
+}
+
+// Calls fn(pointer to an element of the dtype).
+template <typename Fn>
+void with_element(DType dtype, const Fn& fn) {
+  if (dtype == DType::kFloat32) return fn(static_cast<float*>(nullptr));
+  if (dtype == DType::kBFloat16) return fn(static_cast<Bf16*>(nullptr));
+  return fn(static_cast<Fp16*>(nullptr));
+}
+
+// The factor of a logit in the exponents of powers of two, as the row kernels have it.
+double logit_scale(double temperature) {
+  return static_cast<float>(1.4426950408889634 / temperature) * 0.6931471805599453;
+}
+
 }  // namespace
 
 void check_kept_sets(const Selection& selection, int64_t num_rows, int64_t vocab) {
@@ -237,6 +290,75 @@ void masked_logprob_loss_cpu(const LogitRows& logits, const Selection& selection
       write_gradient(kernels, row, selection.temperature, stats, {loss_grad, 0.0}, *grad, r,
                      gathered);
     }
+  });
+}
+
+void gathered_logprob_cpu(const LogitRows& logits, const GatheredIds& ids, float* logprob,
+                          double* lse, int num_threads) {
+  if (logits.num_rows == 0 || ids.per_row == 0) return;
+  for (int64_t r = 0; r < logits.num_rows; ++r) {
+    if (!ids.has(r)) continue;
+    for (int64_t k = 0; k < ids.per_row; ++k) {
+      const int64_t target = ids.of_row(r)[k];
+      if (target < 0 || target >= logits.vocab) {
+        fail_at_target("gathered_logprob", logits.vocab, target, r);
+      }
+    }
+  }
+  const RowKernels& kernels = row_kernels(logits.dtype);
+  const double scale = logit_scale(ids.temperature);
+  for_each_row(logits, num_threads, [&](int64_t r, Gathered*) {
+    float* out = logprob + r * ids.per_row;
+    lse[r] = 0.0;
+    if (!ids.has(r)) {
+      std::memset(out, 0, ids.per_row * sizeof(float));
+      return;
+    }
+    const int64_t* targets = ids.of_row(r);
+    RowStats stats;
+    kernels.forward(logits.row(r), logits.vocab, targets[0], ids.temperature, false, &stats);
+    lse[r] = stats.lse;
+    with_element(logits.dtype, [&](auto* null) {
+      const auto* row =
+          reinterpret_cast<const std::remove_pointer_t<decltype(null)>*>(logits.row(r));
+      for (int64_t k = 0; k < ids.per_row; ++k) {
+        const double value = to_float(row[targets[k]]) * scale - stats.lse;
+        out[k] = static_cast<float>(value > 0.0 ? 0.0 : value);
+      }
+    });
+  });
+}
+
+void gathered_logprob_backward_cpu(const LogitRows& logits, const GatheredIds& ids,
+                                   const double* lse, const float* grad_logprob,
+                                   const LogitRows& grad, int num_threads) {
+  if (logits.num_rows == 0) return;
+  const RowKernels& kernels = row_kernels(logits.dtype);
+  const double scale = logit_scale(ids.temperature);
+  for_each_row(logits, num_threads, [&](int64_t r, Gathered*) {
+    // Of this thread: rows need no allocation each.
+    thread_local std::vector<TargetGrad> collected;
+    const float* gradients = grad_logprob + r * ids.per_row;
+    double sum = 0.0;
+    collected.clear();
+    if (ids.has(r)) sum = collect_gradients(ids.of_row(r), gradients, ids.per_row, &collected);
+    if (collected.empty()) {
+      std::memset(grad.row(r), 0, row_bytes(grad));
+      return;
+    }
+    const RowStats stats = {0.0, lse[r], 0.0};
+    kernels.backward(logits.row(r), logits.vocab, -1, ids.temperature, stats, {sum, 0.0},
+                     grad.row(r));
+    // The targets' gradients again, in double: one rounding to the dtype.
+    with_element(logits.dtype, [&](auto* null) {
+      using T = std::remove_pointer_t<decltype(null)>;
+      const T* row = reinterpret_cast<const T*>(logits.row(r));
+      T* out = reinterpret_cast<T*>(grad.row(r));
+      for_each_id(collected, [&](int64_t id, double of_id) {
+        const double p = std::exp(to_float(row[id]) * scale - lse[r]);
+        out[id] = from_float<T>(static_cast<float>((of_id - p * sum) / ids.temperature));
+      });
+    });
   });
 }
 

@@ -38,8 +38,9 @@ from skyrl_fast.rollout.engine.vllm_start import VllmSetup  # noqa: E402
 from skyrl_fast.rollout.env.factory import EnvFactory  # noqa: E402
 from skyrl_fast.rollout.groups import rollout  # noqa: E402
 from skyrl_fast.train.data.prompts import Prompt  # noqa: E402
+from skyrl_fast.train.model.loading import hide_progress_bars, load_model  # noqa: E402
 from skyrl_fast.train.model.micro_batch import plan_micro_batches  # noqa: E402
-from skyrl_fast.train.model.policy import Policy, hide_progress_bars, load_model  # noqa: E402
+from skyrl_fast.train.model.policy import Policy  # noqa: E402
 
 NOISE_LEVELS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3)
 TURNS, MAX_GENERATE_LENGTH, MAX_INPUT_LENGTH = 3, 32, 400

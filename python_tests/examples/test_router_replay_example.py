@@ -13,7 +13,8 @@ pytest.importorskip("skyrl_gym")
 from examples.router_replay import run
 from examples.router_replay.make_model import NUM_LAYERS, TOP_K, make_model
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.train.model.policy import Policy, load_model
+from skyrl_fast.train.model.loading import load_model
+from skyrl_fast.train.model.policy import Policy
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from skyrl_fast.train.model.policy import checkpoint_gradients
+from skyrl_fast.train.model.loading import checkpoint_gradients
 from skyrl_fast.train.model.residual_stream import round_residual_stream
 
 COMMON = {

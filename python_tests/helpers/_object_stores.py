@@ -72,6 +72,22 @@ def flaky_store() -> Iterator[type[FlakyStore]]:
     FlakyStore.store.clear()
 
 
+@contextmanager
+def failing(name: str, error: Exception, *, ending: str = "") -> Iterator[None]:
+    """Let requests of this name fail in the block, those for paths with this ending."""
+
+    def fail(request_name: str, path: str, request: Callable[[], Any]) -> Any:
+        if request_name == name and path.endswith(ending):
+            raise error
+        return request()
+
+    FlakyStore.around = staticmethod(fail)
+    try:
+        yield
+    finally:
+        FlakyStore.around = staticmethod(plain)
+
+
 class KilledError(BaseException):
     """The process is killed: no request is made any more."""
 

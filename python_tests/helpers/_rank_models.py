@@ -12,8 +12,9 @@ from _moe import tiny_moe
 
 from skyrl_fast.config import OptimizerConfig
 from skyrl_fast.train.model.critic import Critic, ValueModel, load_value_model
+from skyrl_fast.train.model.loading import load_model
 from skyrl_fast.train.model.optimizer import Optimizer
-from skyrl_fast.train.model.policy import Policy, load_model
+from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
 from skyrl_fast.train.parallel.sharding import full_tensors, shard_like, weights_of
 

@@ -11,9 +11,10 @@ from _vision_language import vision_language_model
 from skyrl_fast.config import OptimizerConfig
 from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.train.model.critic import Critic, ValueModel, add_to_base
+from skyrl_fast.train.model.loading import checkpoint_gradients
 from skyrl_fast.train.model.lora import add_adapter
 from skyrl_fast.train.model.optimizer import Optimizer
-from skyrl_fast.train.model.policy import Policy, checkpoint_gradients
+from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
 
 BUDGET = 40  # tokens of a micro-batch: several for each rank

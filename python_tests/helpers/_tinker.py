@@ -103,17 +103,22 @@ class RunningServer:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
 
 
-@contextmanager
-def running_server(
-    model: Path, folder: Path, end_token: int = 0, *overrides: str, **options: Any
-) -> Iterator[RunningServer]:
-    """Serve a model in another thread."""
+def make_tiny_service(
+    model: Path, folder: Path, sampler: TorchSampler, **options: Any
+) -> TinkerService:
+    """Return the service of a model that is sampled by transformers."""
     config = as_config({"trainer.policy.model.path": str(model)})
     config.trainer.policy.model.lora.alpha = 32
     config.generator.sampling_params.temperature = 1.0
-    service = make_service(
-        config, TinkerOptions(folder=folder, **options), TorchSampler(model, end_token)
-    )
+    return make_service(config, TinkerOptions(folder=folder, **options), sampler)
+
+
+@contextmanager
+def running_server(
+    model: Path, folder: Path, end_token: int = 0, **options: Any
+) -> Iterator[RunningServer]:
+    """Serve a model in another thread."""
+    service = make_tiny_service(model, folder, TorchSampler(model, end_token), **options)
     started = threading.Event()
     stop = asyncio.Event()
     found: list[RunningServer] = []
@@ -174,3 +179,38 @@ def make_datum(
 def call_of(datums: Any, loss: str = "cross_entropy", **options: Any) -> ForwardBackward:
     forward_only = options.pop("forward_only", False)
     return ForwardBackward("model", 1, loss, options, list(datums), forward_only)
+
+
+# --- a client of the SDK
+
+RATE = 1e-2
+
+
+def new_model(client: Any, model: Path | str, rank: int = 8, seed: int = 1) -> Any:
+    """Return a training client."""
+    return client.create_lora_training_client(
+        base_model=str(model), rank=rank, seed=seed, train_unembed=False
+    ).result()
+
+
+def datum(*tokens: int, weights: Any = None, **inputs: Any) -> Any:
+    """Return the SDK's datum of a sequence, by default with weights of 1."""
+    from tinker import types
+
+    if not inputs:
+        inputs = {"weights": np.ones(len(tokens) - 1, np.float32) if weights is None else weights}
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(list(tokens[:-1])),
+        loss_fn_inputs={"target_tokens": np.array(tokens[1:]), **inputs},
+    )
+
+
+def train(model: Any, steps: int, *tokens: int) -> torch.Tensor:
+    """Take steps on one sequence; return its log-probabilities before the last one."""
+    from tinker import types
+
+    for _ in range(steps):
+        future = model.forward_backward([datum(*tokens)], "cross_entropy")
+        model.optim_step(types.AdamParams(learning_rate=RATE)).result()
+    values: torch.Tensor = future.result().loss_fn_outputs[0]["logprobs"].to_torch()
+    return values

@@ -13,7 +13,8 @@ from skyrl_fast.config import InferenceEngineConfig, SamplingParams
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weights.probe import WeightProbe
-from skyrl_fast.train.model.policy import Policy, load_model
+from skyrl_fast.train.model.loading import load_model
+from skyrl_fast.train.model.policy import Policy
 
 PROMPT = [1, 2, 3]
 

@@ -20,7 +20,7 @@ from skyrl_fast.config import InferenceEngineConfig
 from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.rollout.engine.protocol import Engine
 from skyrl_fast.rollout.engine.remote import COMPLETIONS, LOAD_ADAPTER, RemoteEngine
-from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
+from skyrl_fast.rollout.engine.vllm_engine import Vllm, VllmEngine
 from skyrl_fast.rollout.engine.vllm_patches.packed_weights import renew_packed_weights
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weights.probe import WeightProbe, WeightSyncReport
@@ -126,10 +126,11 @@ class ScriptedEngine(VllmEngine):
         self.llms: list[Llm] = []
 
     async def start(self) -> None:
-        self._llm = Llm()
-        self.llms.append(self._llm)
+        llm = Llm()
+        self.llms.append(llm)
+        self.vllm = Vllm(llm, dict, dict, None, (ValueError,), KeyError)
         if self._setup.engine.weight_sync_backend == "gloo":
-            await self._join_workers(len(self._llm.workers))
+            await self._join_workers(len(llm.workers))
 
     async def prompt_logprobs(self, token_ids: Any) -> list[float]:
         return [0.0] * (len(token_ids) - 1)

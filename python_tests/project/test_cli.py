@@ -34,9 +34,15 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def yaml(tmp_path: Path) -> str:
+    data = tmp_path / "a.jsonl"
+    data.touch()
+    model = tmp_path / "m"
+    model.mkdir()
+    (model / "config.json").touch()
     path = tmp_path / "config.yaml"
     path.write_text(
-        "data: {train_data: [a.jsonl]}\ntrainer: {policy: {model: {path: m}}, run_path: runs/x}\n"
+        f"data: {{train_data: [{data}]}}\n"
+        f"trainer: {{policy: {{model: {{path: {model}}}}}, run_path: runs/x}}\n"
     )
     return str(path)
 
@@ -189,6 +195,62 @@ def test_unexpected_errors_keep_their_traceback(yaml: str, monkeypatch: pytest.M
 def test_wrong_setting_is_reported(yaml: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", yaml, "trainer.sead=3"]) == 2
     assert "did you mean trainer.seed?" in capsys.readouterr().err
+
+
+REFUSED_WITHOUT_TORCH = (
+    ("train YAML trainer.sead=3", "did you mean trainer.seed?"),
+    ("train YAML trainer.seed=x", "trainer.seed: expected an integer"),
+    ("train YAML trainer.seed", "expected dotted.key=value"),
+    ("train no.yaml", "config file not found: no.yaml"),
+    ("train YAML data.train_data=[no.jsonl]", "data.train_data: data file not found: no.jsonl"),
+    ("train YAML trainer.policy.model.path=./no", "model folder not found: ./no"),
+    ("train YAML trainer.algorithm.policy_loss_type=no", "expected one of regular,"),
+    ("train YAML trainer.algorithm.advantage_estimator=no", "expected one of grpo,"),
+    ("sft YAML trainer.sead=3", "did you mean trainer.seed?"),
+    ("plan YAML trainer.sead=3", "did you mean trainer.seed?"),
+    ("plan YAML trainer.policy.model.path=./no", "model folder not found: ./no"),
+    ("evaluate YAML trainer.sead=3", "did you mean trainer.seed?"),
+    ("evaluate YAML data.val_data=[no.jsonl]", "data.val_data: data file not found: no.jsonl"),
+    ("try YAML trainer.sead=3", "did you mean trainer.seed?"),
+    ("engine YAML trainer.sead=3", "did you mean trainer.seed?"),
+    ("gateway YAML trainer.sead=3", "did you mean trainer.seed?"),
+    ("gateway --model m trainer.sead=3", "did you mean trainer.seed?"),
+    ("tinker m trainer.sead=3", "did you mean trainer.seed?"),
+    ("quickstart trainer.sead=3", "did you mean trainer.seed?"),
+    ("view .", "no trajectories in trajectories"),
+    ("compare .", "expected a run folder, got one without metrics.jsonl"),
+)
+COMMANDS = """
+import shlex, sys
+from contextlib import suppress
+from skyrl_fast.cli import main
+for line in sys.stdin:
+    print("command:", line.strip(), file=sys.stderr)
+    code = 0
+    with suppress(SystemExit):
+        code = main(shlex.split(line))
+    print(f"code {code}, torch: {'torch' in sys.modules}", file=sys.stderr)
+"""
+
+
+def test_commands_refuse_before_they_import_torch(yaml: str, tmp_path: Path) -> None:
+    lines = ["--help", "init --help", "doctor --help", "settings lr"]
+    lines += [command.replace("YAML", yaml) for command, _ in REFUSED_WITHOUT_TORCH]
+    done = subprocess.run(
+        [sys.executable, "-c", COMMANDS],
+        cwd=tmp_path,
+        input="\n".join(lines),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    _, *reports = done.stderr.split("command: ")
+    assert [report.splitlines()[0] for report in reports] == lines
+    for report in reports[:4]:
+        assert "code 0, torch: False" in report
+    for report, (_, message) in zip(reports[4:], REFUSED_WITHOUT_TORCH, strict=True):
+        assert message in report
+        assert "code 2, torch: False" in report
 
 
 def test_run_as_a_module(tmp_path: Path) -> None:

@@ -80,6 +80,40 @@ if __name__ == "__main__":
 """
 
 
+LOCKING = """
+import multiprocessing, time
+from skyrl_fast.system.parent_watch import children_exit_with_this_process
+
+def child(pipe):
+    lock = multiprocessing.Lock()  # of a spawned process: it has a name, as vLLM's and tqdm's
+    pipe.send(lock._semlock.name)
+    time.sleep(100)
+
+if __name__ == "__main__":
+    spawn = multiprocessing.get_context("spawn")
+    mine, other = spawn.Pipe()
+    with children_exit_with_this_process():
+        process = spawn.Process(target=child, args=(other,))
+        process.start()
+    print(mine.recv())
+    process.kill()
+    process.join()
+"""
+
+
+def test_semaphores_of_a_killed_process_are_removed_without_a_warning(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(LOCKING)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, env=environment
+    )
+    name = done.stdout.strip()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert name.startswith("/mp-")
+    assert not Path(f"/dev/shm/sem.{name.removeprefix('/')}").exists()
+
+
 def test_signals_of_the_terminal_do_not_reach_children(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(BLOCKED)

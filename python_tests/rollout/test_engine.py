@@ -8,9 +8,8 @@ import signal
 import sys
 import tempfile
 from dataclasses import replace
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +19,8 @@ from _weights import file_call, update_engine
 
 from examples.asynchronous.soak import children
 from skyrl_fast.config import InferenceEngineConfig, SamplingParams
-from skyrl_fast.rollout.engine import vllm_engine, vllm_start
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, Generation
-from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
+from skyrl_fast.rollout.engine.vllm_engine import Vllm, VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import (
     LARGE_MODEL_BYTES,
     VllmSetup,
@@ -102,9 +100,8 @@ def test_engine_of_a_large_model_has_all_cores_while_nothing_is_trained(
     def threads(setup: VllmSetup) -> str:
         return engine_environment(setup)["OMP_NUM_THREADS"]
 
-    monkeypatch.setattr(vllm_start, "_on_cpu", lambda: True)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
-    model = VllmSetup(str(tmp_path))
+    model = VllmSetup(str(tmp_path), on_cpu=True)
     with (tmp_path / "model-00001-of-00001.safetensors").open("wb") as file:
         for size, wanted in ((LARGE_MODEL_BYTES - 1, "3"), (LARGE_MODEL_BYTES, "4")):
             file.truncate(size)
@@ -143,18 +140,17 @@ class FakeLlm:
         yield SimpleNamespace(outputs=[answer])
 
 
-def fake_engine(monkeypatch: pytest.MonkeyPatch) -> VllmEngine:
-    """Return the engine with an empty package in place of vLLM."""
-    for name in ("vllm", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.exceptions"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    sys.modules["vllm.v1.engine.exceptions"].EngineDeadError = KeyError  # type: ignore
-    engine = VllmEngine(VllmSetup("anything"))
-    engine._llm = FakeLlm()
-    return engine
+def running(llm: Any, sampling_params: Any = None) -> Vllm:
+    """Return vLLM's parts without vLLM."""
+    return Vllm(llm, sampling_params, dict, "final", (TypeError, ValueError), KeyError)
+
+
+def fake_engine(llm: FakeLlm, sampling_params: Any) -> VllmEngine:
+    return VllmEngine(VllmSetup("anything"), running=running(llm, sampling_params))
 
 
 @pytest.mark.spec("async.engine-silence")
-async def test_a_process_that_dies_at_the_start_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_dies_at_the_start_is_noticed() -> None:
     class Dead(FakeLlm):
         model_config = SimpleNamespace(get_vocab_size=lambda: 10)
         errored = True
@@ -162,13 +158,7 @@ async def test_a_process_that_dies_at_the_start_is_noticed(monkeypatch: pytest.M
         async def collective_rpc(self, *_: Any) -> None:
             await asyncio.Event().wait()
 
-    engine = fake_engine(monkeypatch)
-    engine._llm = None
-    sys.modules["vllm"].__spec__ = ModuleSpec("vllm", None)
-    for name, value in (("missing_library", ""), ("check_model_folder", None),
-                        ("check_can_spawn", None), ("engine_environment", {})):  # fmt: skip
-        monkeypatch.setattr(vllm_engine, name, lambda *_, value=value: value)
-    monkeypatch.setattr(engine, "_build", Dead)
+    engine = VllmEngine(VllmSetup("anything"), start=lambda setup: running(Dead()))
     async with asyncio.timeout(20):
         with pytest.raises(EngineDeadError, match=r"vLLM engine for anything did not start"):
             await engine.start()
@@ -181,20 +171,14 @@ async def test_a_process_that_dies_at_the_start_is_noticed(monkeypatch: pytest.M
 async def test_a_script_without_a_guard_is_named_in_the_last_line(
     script: str, is_named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail() -> None:
+    def fail(setup: VllmSetup) -> Vllm:
         raise RuntimeError("Engine core initialization failed")
 
     (tmp_path / "script.py").write_text(script)
     (tmp_path / "vllm.log").write_text("INFO the last line of the log\n")
     main = SimpleNamespace(__file__=str(tmp_path / "script.py"))
-    engine = fake_engine(monkeypatch)
-    engine._setup = VllmSetup("anything", log_file=str(tmp_path / "vllm.log"))
-    engine._llm = None
-    sys.modules["vllm"].__spec__ = ModuleSpec("vllm", None)
-    monkeypatch.setattr(vllm_engine, "missing_library", lambda: "")
-    monkeypatch.setattr(vllm_engine, "check_model_folder", lambda _: None)
-    monkeypatch.setattr(vllm_engine, "engine_environment", lambda _: {})
-    monkeypatch.setattr(engine, "_build", fail)
+    setup = VllmSetup("anything", log_file=str(tmp_path / "vllm.log"))
+    engine = VllmEngine(setup, start=fail)
     monkeypatch.setitem(sys.modules, "__main__", main)
     with pytest.raises(EngineDeadError) as caught:
         await engine.start()
@@ -204,12 +188,10 @@ async def test_a_script_without_a_guard_is_named_in_the_last_line(
 
 
 @pytest.mark.spec("rollout.one-sample", "rollout.cache-salt")
-async def test_requests_have_a_session_and_a_cache_salt_per_version(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = fake_engine(monkeypatch)
+async def test_requests_have_a_session_and_a_cache_salt_per_version() -> None:
     wanted: list[dict[str, Any]] = []
-    engine._sampling_params = lambda **kw: wanted.append(kw)
+    llm = FakeLlm()
+    engine = fake_engine(llm, lambda **kw: wanted.append(kw))
 
     sampling = SamplingParams(stop=["</a>"], temperature=0.5)
     for session_id, version in (("a", 3), ("b", 3), ("a", 4)):
@@ -217,18 +199,15 @@ async def test_requests_have_a_session_and_a_cache_salt_per_version(
             [1, 2], sampling, session_id=session_id, policy_version=version, seed=5
         )
         assert (got.token_ids, got.logprobs, got.stop_string) == ([7], [-0.5], "</a>")
-    assert [session for _, session in engine._llm.asked] == ["a", "b", "a"]
-    salts = [prompt["cache_salt"] for prompt, _ in engine._llm.asked]
+    assert [session for _, session in llm.asked] == ["a", "b", "a"]
+    salts = [prompt["cache_salt"] for prompt, _ in llm.asked]
     assert salts[0] == salts[1] != salts[2]
     assert all(w["stop"] == ["</a>"] and w["include_stop_str_in_output"] for w in wanted)
     assert [(w["seed"], w["temperature"], w["logprobs"]) for w in wanted] == [(5, 0.5, 0)] * 3
 
 
 @pytest.mark.spec("rollout.engine-error")
-def test_additional_sampling_parameters_take_precedence_and_invalid_ones_fail_the_request(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = fake_engine(monkeypatch)
+def test_additional_sampling_parameters_take_precedence_and_invalid_ones_fail_the_request() -> None:
     wanted: list[dict[str, Any]] = []
 
     def params(**kw: Any) -> None:
@@ -236,7 +215,7 @@ def test_additional_sampling_parameters_take_precedence_and_invalid_ones_fail_th
             raise TypeError("Unexpected keyword argument 'nonsense'")
         wanted.append(kw)
 
-    engine._sampling_params = params
+    engine = fake_engine(FakeLlm(), params)
 
     async def ask(extra: dict[str, Any]) -> None:
         sampling = SamplingParams(stop=["</a>"], additional_kwargs=extra)
@@ -266,11 +245,12 @@ def test_additional_sampling_parameters_take_precedence_and_invalid_ones_fail_th
     ],
 )
 def test_answers_of_the_local_engine_are_checked(
-    tokens: list[int], logprob: float, wanted: str, monkeypatch: pytest.MonkeyPatch
+    tokens: list[int], logprob: float, wanted: str
 ) -> None:
-    engine = fake_engine(monkeypatch)
-    engine._sampling_params = lambda **kw: None
-    engine._llm.tokens, engine._llm.logprob = tokens, logprob
+    llm = FakeLlm()
+    llm.tokens = tokens
+    llm.logprob = logprob
+    engine = fake_engine(llm, lambda **kw: None)
     sampling = SamplingParams(max_generate_length=2, stop=["</a>"])
     with pytest.raises(EngineError, match=wanted):
         asyncio.run(engine.generate([1], sampling, session_id="a", policy_version=0))
@@ -293,8 +273,7 @@ def test_call_ends_if_a_killed_engine_never_answers(
 
         pause_generation = collective_rpc = reset_prefix_cache = never
 
-    engine = VllmEngine(VllmSetup("anything"))
-    engine._llm = Killed()
+    engine = VllmEngine(VllmSetup("anything"), running=running(Killed()))
     arguments = [file_call(tmp_path)] if call == "load_weights" else []
     with pytest.raises(EngineDeadError, match="the vLLM engine for anything"):
         asyncio.run(asyncio.wait_for(getattr(engine, call)(*arguments), 5))

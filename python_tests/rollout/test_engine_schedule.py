@@ -7,7 +7,6 @@ import pytest
 
 SCRIPT = """
 import os, subprocess, sys, threading
-from unittest.mock import patch
 from skyrl_fast.rollout.engine import vllm_start
 
 NAMES = {os.SCHED_OTHER: "other", os.SCHED_BATCH: "batch", os.SCHED_IDLE: "idle"}
@@ -32,10 +31,9 @@ idle = threading.Thread(target=wait)
 idle.start()
 ready.wait()
 for device in ("cpu", "gpu"):
-    with patch.object(vllm_start, "_on_cpu", lambda: device == "cpu"):
-        for first in (False, True, False):
-            vllm_start.let_engine_go_first(first)
-            print(*policies())
+    for first in (False, True, False):
+        vllm_start.let_engine_go_first(first, on_cpu=device == "cpu")
+        print(*policies())
 end.set()
 """
 USUAL, BATCH = "other idle other other", "batch idle batch batch"

@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -199,27 +199,28 @@ def test_sleep_mode_is_refused_where_the_engine_cannot_sleep(
 
 
 @pytest.mark.spec("memory.engine-gpus")
-def test_arguments_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_on_a_gpu() -> None:
     engine = InferenceEngineConfig(enable_sleep_mode=True, gpu_ids=[3])
     setup = VllmSetup("model", engine, max_model_len=64)
-    assert not {"enable_sleep_mode", "device_ids"} & set(vllm_start.engine_args(setup))
-    monkeypatch.setattr(vllm_start, "_on_cpu", lambda: False)
+    on_cpu = vllm_start.engine_args(replace(setup, on_cpu=True))
+    assert not {"enable_sleep_mode", "device_ids"} & set(on_cpu)
+    setup = replace(setup, on_cpu=False)
     arguments = vllm_start.engine_args(setup)
     assert (arguments["enable_sleep_mode"], arguments["device_ids"]) == (True, [3])
     command = serve_command(setup, host="127.0.0.1", port=1)
     assert command[command.index("--device-ids") + 1] == "3"
-    plain = vllm_start.engine_args(VllmSetup("model", max_model_len=64))
+    plain = vllm_start.engine_args(VllmSetup("model", max_model_len=64, on_cpu=False))
     assert not {"enable_sleep_mode", "device_ids"} & set(plain)
 
 
 @pytest.mark.vllm
-def test_vllm_has_these_arguments_and_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_has_these_arguments_and_calls() -> None:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    monkeypatch.setattr(vllm_start, "_on_cpu", lambda: False)
     engine = InferenceEngineConfig(enable_sleep_mode=True, gpu_ids=[0])
-    arguments = vllm_start.engine_args(VllmSetup("model", engine, max_model_len=64))
+    setup = VllmSetup("model", engine, max_model_len=64, on_cpu=False)
+    arguments = vllm_start.engine_args(setup)
     assert set(arguments) <= {field.name for field in fields(AsyncEngineArgs)}
     inspect.signature(AsyncLLM.sleep).bind(None, level=1, mode="abort")
     inspect.signature(AsyncLLM.wake_up).bind(None, tags=["weights"])
@@ -250,14 +251,14 @@ async def test_real_vllm_serves_after_sleeping(
         assert engine.weights_dtype == torch.float32
         before = await engine.prompt_logprobs([1, 2, 3])
         await engine.sleep()
-        assert await engine._llm.is_sleeping()
+        assert await engine.vllm.llm.is_sleeping()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.02 * torch.randn_like(parameter))
         weights = dict(model.named_parameters())
         with send_by_file(weights, torch.float32, unnamed=True) as call:
             await engine.load_weights(call)
-        assert not await engine._llm.is_sleeping()
+        assert not await engine.vllm.llm.is_sleeping()
         after = await engine.prompt_logprobs([1, 2, 3])
         ids = torch.tensor([[1, 2, 3]])
         logits = model(ids).logits[0, :-1].log_softmax(-1)

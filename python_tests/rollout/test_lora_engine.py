@@ -20,8 +20,9 @@ from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weights.probe import PolicyProbes, WeightProbe
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
+from skyrl_fast.train.model.loading import load_model
 from skyrl_fast.train.model.lora import add_adapter, add_adapters
-from skyrl_fast.train.model.policy import Policy, load_model
+from skyrl_fast.train.model.policy import Policy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 UPDATES = 40
@@ -116,11 +117,11 @@ async def test_adapters_are_exact_and_wrong_ones_are_refused(
         engine._lora_requests = current
         for fault in ADAPTER_FAULTS:
             change_adapter(policy)
-            await engine._llm.collective_rpc("set_fault", args=(fault,))
+            await engine.vllm.llm.collective_rpc("set_fault", args=(fault,))
             with pytest.raises(WeightSyncError, match="logprobs") as caught:
                 await update_engine(engine, probe, policy.named_weights(adapter=True))
             print(f"{fault}: {str(caught.value)[:150]}")
-            await engine._llm.collective_rpc("set_fault", args=("",))
+            await engine.vllm.llm.collective_rpc("set_fault", args=("",))
             await update_engine(engine, probe, policy.named_weights(adapter=True))
         # The files load in vLLM as `--lora-modules` does.
         policy.save(tmp_path / "adapter")
@@ -190,7 +191,7 @@ async def test_each_request_is_answered_by_its_policy(
         # One policy that keeps its old adapter is found, whatever the others do.
         change_adapter(policies["planner"])
         change_adapter(policies["worker"])
-        await engine._llm.collective_rpc("set_fault", args=("stale adapter",))
+        await engine.vllm.llm.collective_rpc("set_fault", args=("stale adapter",))
         with pytest.raises(WeightSyncError, match="of policy planner"):
             await update_engine(engine, probe, trained.named_weights(adapter=True))
 

@@ -91,7 +91,8 @@ def test_weight_updates_without_recorded_routes(moe_folder: Path, tmp_path: Path
 
 
 async def _update(folder: Path, tmp_path: Path) -> None:
-    from skyrl_fast.train.model.policy import Policy, load_model
+    from skyrl_fast.train.model.loading import load_model
+    from skyrl_fast.train.model.policy import Policy
 
     policy = Policy(load_model(str(folder), device=torch.device("cpu")))
     config = VllmSetup(str(folder), max_model_len=300, log_file=str(tmp_path / "vllm.log"))
@@ -127,7 +128,8 @@ def test_real_routes_over_two_turns_replay_and_weight_updates(
 
 
 async def _drive(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
-    from skyrl_fast.train.model.policy import Policy, load_model
+    from skyrl_fast.train.model.loading import load_model
+    from skyrl_fast.train.model.policy import Policy
 
     model = load_model(str(folder), device=torch.device("cpu"))
     policy = Policy(model, router_replay=True)

@@ -101,11 +101,11 @@ async def _drive(model: Any, folder: Path) -> None:
             _step(model, optimizer, 1e-6)
             reports.append(await update_engine(engine, probe, policy.named_weights()))
             _step(model, optimizer, 1e-6)
-            await engine._llm.collective_rpc("set_fault", args=(place, name))
+            await engine.vllm.llm.collective_rpc("set_fault", args=(place, name))
             with pytest.raises(WeightSyncError) as caught:
                 await update_engine(engine, probe, policy.named_weights())
             print(f"{place}: {name}: {str(caught.value)[:150]}")
-            await engine._llm.collective_rpc("set_fault", args=(None,))
+            await engine.vllm.llm.collective_rpc("set_fault", args=(None,))
         reports.append(await update_engine(engine, probe, policy.named_weights()))
     for name in ("mean", "quantile", "maximum"):
         worst = max(getattr(r.difference, name) / r.difference.logit_std for r in reports)

@@ -13,7 +13,8 @@ from _weights import update_engine
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup, engine_args, keeps_states
 from skyrl_fast.rollout.engine.weights.probe import WeightProbe
-from skyrl_fast.train.model.policy import Policy, load_model
+from skyrl_fast.train.model.loading import load_model
+from skyrl_fast.train.model.policy import Policy
 
 pytest.importorskip("transformers", minversion="5.0")
 

@@ -11,15 +11,22 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from _tinker import KEY, RunningServer, load_adapted, running_server
+from _tinker import (
+    KEY,
+    RATE,
+    RunningServer,
+    datum,
+    load_adapted,
+    new_model,
+    running_server,
+    train,
+)
 
 from skyrl_fast.tinker import app
 from skyrl_fast.tinker.service import read_step_numbers
 
 tinker = pytest.importorskip("tinker", reason="the Tinker SDK is not installed")
 types = pytest.importorskip("tinker.types")
-
-RATE = 1e-2
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,30 +58,8 @@ def rest(server: RunningServer) -> Any:
     return tinker.RestClient(base_url=server.url, api_key=KEY)
 
 
-def new_model(client: Any, model: Path, rank: int = 8, seed: int = 1) -> Any:
-    return client.create_lora_training_client(
-        base_model=str(model), rank=rank, seed=seed, train_unembed=False
-    ).result()
-
-
-def datum(*tokens: int, weights: Any = None, **inputs: Any) -> Any:
-    if not inputs:
-        inputs = {"weights": np.ones(len(tokens) - 1, np.float32) if weights is None else weights}
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(list(tokens[:-1])),
-        loss_fn_inputs={"target_tokens": np.array(tokens[1:]), **inputs},
-    )
-
-
 def prompt(*tokens: int) -> Any:
     return types.ModelInput.from_ints(list(tokens))
-
-
-def train(model: Any, steps: int, *tokens: int) -> Any:
-    for _ in range(steps):
-        future = model.forward_backward([datum(*tokens)], "cross_entropy")
-        model.optim_step(types.AdamParams(learning_rate=RATE)).result()
-    return future.result().loss_fn_outputs[0]["logprobs"].to_torch()
 
 
 def logprobs(model: Any, *tokens: int) -> torch.Tensor:
@@ -546,7 +531,22 @@ def test_strict_servers_refuse_what_they_would_leave_out(
         one.close("success").result()
 
 
+def test_only_the_first_client_is_warned_of_the_head(
+    tiny_model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running_server(tiny_model_folder, tmp_path) as server:
+        session = tinker_session(server)
+        body = {"sdk_version": tinker.__version__}
+        opened = [session.post("create_session", json=body).json() for _ in range(3)]
+    warnings = [one["warning_message"] for one in opened]
+    assert "train_unembed" in warnings[0] and warnings[1:] == [None, None]
+    logged = [one for one in caplog.messages if "train_unembed" in one]
+    assert len(logged) == 1
+
+
 def test_tuning_numbers_of_a_step_are_checked() -> None:
     for name, value in (("learning_rate", -1.0), ("beta1", 1.0), ("eps", float("nan"))):
-        with pytest.raises(ValueError, match=f"adam_params.{name}: expected a number >= 0"):
+        with pytest.raises(
+            ValueError, match=f"adam_params.{name}: expected a number (of at least|from) 0"
+        ):
             read_step_numbers({"adam_params": {name: value}})

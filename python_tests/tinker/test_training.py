@@ -268,7 +268,7 @@ def test_a_resumed_run_is_the_undisturbed_one(tiny_model_folder: Path, tmp_path:
     assert not torch.equal(matrices(undisturbed)[0], matrices(fresh)[0])
 
 
-def test_an_exported_adapter_opens_in_peft(
+def test_an_exported_adapter_opens_in_peft_and_merged_in_transformers(
     tiny_model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = make_trainer(tiny_model_folder, torch.float32)
@@ -286,9 +286,17 @@ def test_an_exported_adapter_opens_in_peft(
     np.testing.assert_allclose(got.detach().numpy(), expected, atol=1e-5)
     assert main(["export", saved, out, "--to", "adapter"]) == 2
     assert "which exists" in capsys.readouterr().err
-    assert main(["export", saved, str(tmp_path / "m"), "--to", "model"]) == 2
+    assert main(["export", saved, str(tmp_path / "model"), "--to", "model"]) == 0
+    merged = load_adapted(tmp_path / "model", None)
+    assert not any("lora" in name for name, _ in merged.named_parameters())
+    got = logprobs_by_hand(merged, datum)
+    np.testing.assert_allclose(got.detach().numpy(), expected, atol=1e-5)
+    usual = (tmp_path / "model/config.json").stat().st_mode
+    assert {file.stat().st_mode for file in (tmp_path / "model").iterdir()} == {usual}
+    assert (tmp_path / "model/tokenizer.json").is_file()
     (store.folder(path) / WEIGHTS).write_bytes(b"x")
-    assert main(["export", saved, str(tmp_path / "d"), "--to", "adapter"]) == 2
+    for form in ("adapter", "model"):
+        assert main(["export", saved, str(tmp_path / "d"), "--to", form]) == 2
     assert "adapter_model.safetensors is damaged" in capsys.readouterr().err
 
 

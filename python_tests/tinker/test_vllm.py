@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
 
 from examples.tinker.run import write_model
+from skyrl_fast.cli import main
 
 tinker = pytest.importorskip("tinker", reason="the Tinker SDK is not installed")
 types = pytest.importorskip("tinker.types")
@@ -23,6 +25,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.ci, pytest.mark.ti
 
 # Float32 in two engines with other orders of sums.
 CLOSE = 1e-5
+MODEL = ("--to", "model")
 IN_MEMORY = 16  # adapters that the engine keeps; others are loaded again
 
 
@@ -156,4 +159,33 @@ def test_a_real_engine_samples_what_was_trained_and_survives_its_server(
         kept = client.create_sampling_client(model_path=sampler).result()
         values = kept.compute_logprobs(prompt(1, 2, 3, 4, 5)).result()
         assert values[1:] == pytest.approx(expected, abs=CLOSE)
+        check_chat(address, sampler)
         client.close("success").result(60)
+    run, _, checkpoint = sampler.removeprefix("tinker://").partition("/")
+    merged = tmp_path / "merged"
+    assert main(["export", str(tmp_path / "runs" / run / checkpoint), str(merged), *MODEL]) == 0
+    with serving(merged, tmp_path / "other") as (address, _):
+        client = tinker.ServiceClient(**address)
+        base = client.create_sampling_client(base_model=str(merged)).result()
+        values = base.compute_logprobs(prompt(1, 2, 3, 4, 5)).result()
+        assert values[1:] == pytest.approx(expected, abs=CLOSE)
+        client.close("success").result(60)
+
+
+def check_chat(address: dict[str, str], model: str) -> None:
+    """Check the chat API: a stop string ends the text of a greedy answer before itself."""
+    url = f"{address['base_url']}/v1/chat/completions"
+    headers = {"Authorization": f"Bearer {address['api_key']}"}
+    question = [{"role": "user", "content": "Which?"}]
+
+    def ask(**options: Any) -> Any:
+        body = {"model": model, "messages": question, "temperature": 0, "max_tokens": 12}
+        answer = httpx.post(url, json={**body, **options}, headers=headers, timeout=60)
+        return answer.json()["choices"][0]
+
+    full = ask()
+    text = full["message"]["content"]
+    assert len(text) > 2 and ask() == full
+    stopped = ask(stop=[text[2]])
+    assert stopped["message"]["content"] == text[: text.index(text[2])]
+    assert stopped["finish_reason"] == "stop"

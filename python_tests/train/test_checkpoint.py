@@ -18,6 +18,8 @@ import torch
 from _checkpoints import write_checkpoint
 from safetensors.torch import load_file, save_file
 
+from skyrl_fast.system.file_lock import lock_file
+from skyrl_fast.train.checkpoint import local
 from skyrl_fast.train.checkpoint.local import (
     CheckpointError,
     RunInUseError,
@@ -205,6 +207,48 @@ def test_two_runs_never_share_a_checkpoint_folder(tmp_path: Path) -> None:
     with lock_run(tmp_path / "b", tmp_path / "a/checkpoints"):
         pass
     with lock_run(tmp_path / "b", tmp_path / "b"):  # one folder for both
+        pass
+
+
+@pytest.mark.spec("run.failure")
+@pytest.mark.parametrize("checkpoints", ["runs/a/checkpoints", "runs/a", "other/b"])
+def test_folders_of_a_run_that_wrote_nothing_are_removed(tmp_path: Path, checkpoints: str) -> None:
+    (tmp_path / "other").mkdir()
+    with (
+        pytest.raises(ValueError, match="refused"),
+        lock_run(tmp_path / "runs/a", tmp_path / checkpoints),
+    ):
+        raise ValueError("refused")
+    assert [path.name for path in tmp_path.rglob("*")] == ["other"]
+
+
+def test_folders_with_files_or_of_others_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    for name, file in (("old", None), ("new", "engine.log")):
+        with (
+            pytest.raises(ValueError, match="failed"),
+            lock_run(tmp_path / name, tmp_path / name / "checkpoints"),
+        ):
+            if file is not None:
+                (tmp_path / name / file).write_text("loading")
+            raise ValueError("failed")
+    assert (tmp_path / "old/run.lock").exists()
+    assert (tmp_path / "new/engine.log").exists()
+    assert (tmp_path / "new/checkpoints").is_dir()
+
+
+def test_a_lock_whose_file_was_removed_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lock_late(descriptor: int) -> None:
+        (tmp_path / "run.lock").unlink()
+        lock_file(descriptor)
+
+    monkeypatch.setattr(local, "lock_file", lock_late)
+    with (
+        pytest.raises(RunInUseError, match="was just removed by another run"),
+        lock_run(tmp_path, tmp_path / "checkpoints"),
+    ):
         pass
 
 

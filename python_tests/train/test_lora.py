@@ -35,6 +35,7 @@ from skyrl_fast.train.model import lora as lora_module
 from skyrl_fast.train.model import models as models_module
 from skyrl_fast.train.model.base_weights import base_weights_digest
 from skyrl_fast.train.model.critic import Critic, ValueModel, add_to_base
+from skyrl_fast.train.model.loading import load_model
 from skyrl_fast.train.model.lora import (
     CRITIC,
     NAME,
@@ -47,7 +48,7 @@ from skyrl_fast.train.model.lora import (
 )
 from skyrl_fast.train.model.micro_batch import plan_micro_batches, response_positions
 from skyrl_fast.train.model.models import make_models
-from skyrl_fast.train.model.policy import Policy, WithoutAdapter, load_model
+from skyrl_fast.train.model.policy import Policy, WithoutAdapter
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK
 from skyrl_fast.train.setup.errors import SetupError
 from skyrl_fast.train.setup.given_objects import with_absolute_paths

@@ -1,6 +1,7 @@
 """The memory plan: sums, what does not fit, what to set, and the published recipes."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,7 +41,8 @@ from skyrl_fast.train.memory.plan import (
     plan_memory,
     plan_with_remedies,
 )
-from skyrl_fast.train.model.policy import Policy, recomputes_activations
+from skyrl_fast.train.model.loading import recomputes_activations
+from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.setup import model_checks
 from skyrl_fast.train.setup.errors import SetupError
 from skyrl_fast.train.setup.given_objects import with_absolute_paths
@@ -48,6 +50,33 @@ from skyrl_fast.train.setup.given_objects import with_absolute_paths
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 GPU = num_bytes("79GiB")  # of an "80 GB" GPU
 RECIPES = [path for path in sorted(EXAMPLES.glob("*/*.yaml")) if "Qwen/" in path.read_text()]
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeGpus:
+    """GPUs of these sizes, all free by default."""
+
+    sizes: tuple[int, ...] = (GPU,)
+    free: tuple[int, ...] | None = None
+    fault: str = ""
+
+    def free_bytes(self, gpu: int) -> int:
+        return (self.free or self.sizes)[gpu]
+
+    def ipc_fault(self) -> str:
+        return self.fault
+
+
+def plan_on(
+    gpus: FakeGpus, config: Config, checkpoint: Path | None = None, *, with_engine: bool = True
+) -> MemoryPlan | None:
+    return model_checks.plan_run_memory(config, checkpoint, with_engine=with_engine, gpus=gpus)
+
+
+def on_gpus(monkeypatch: pytest.MonkeyPatch, gpus: FakeGpus) -> None:
+    """Let runs plan for these GPUs."""
+    plan = functools.partial(model_checks.plan_run_memory, gpus=gpus)
+    monkeypatch.setattr(run_module, "plan_run_memory", plan)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -277,41 +306,29 @@ def test_an_engine_with_a_gpu_of_its_own_has_its_own_part(small: Path) -> None:
     assert names == ["GPU 0, update", "GPU 0, generation", "GPU 1"]  # no third GPU: shared
 
 
-def test_the_smallest_gpu_in_use_counts(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cards = [80, 40, 24]  # GiB
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
-    monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda gpu: SimpleNamespace(total_memory=cards[gpu] * GIB),
-    )
+def test_the_smallest_gpu_in_use_counts(small: Path) -> None:
+    gpus = FakeGpus((80 * GIB, 40 * GIB, 24 * GIB))
+
+    def smallest(*overrides: str, with_engine: bool = True) -> int | None:
+        return gpu_memory(config_of(small, *overrides), with_engine=with_engine, gpus=gpus)
+
     key = "generator.inference_engine"
-    assert gpu_memory(config_of(small)) == 24 * GIB  # the engine gets the last one
-    assert gpu_memory(config_of(small, f"{key}.gpu_ids=[1]")) == 40 * GIB
-    assert gpu_memory(config_of(small, f"{key}.gpu_ids=[0]")) == 80 * GIB
-    assert gpu_memory(config_of(small), with_engine=False) == 80 * GIB
+    assert smallest() == 24 * GIB  # the engine gets the last one
+    assert smallest(f"{key}.gpu_ids=[1]") == 40 * GIB
+    assert smallest(f"{key}.gpu_ids=[0]") == 80 * GIB
+    assert smallest(with_engine=False) == 80 * GIB
     servers = f"{key}.external_server_urls=[http://127.0.0.1:1]"
-    assert gpu_memory(config_of(small, f"{key}.run_engines_locally=false", servers)) == 80 * GIB
+    assert smallest(f"{key}.run_engines_locally=false", servers) == 80 * GIB
 
 
 @pytest.mark.spec("memory.free")
-def test_memory_in_use_is_not_planned_for_the_engine(
-    small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    free = {0: 20 * GIB, 1: 22 * GIB}
-    card = SimpleNamespace(total_memory=24 * GIB)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: card)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (free[gpu], 24 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda gpu: GIB)
-    monkeypatch.setattr(model_checks, "find_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(model_checks, "find_ipc_fault", lambda: "")
+def test_memory_in_use_is_not_planned_for_the_engine(small: Path) -> None:
+    size = 24 * GIB
+    gpus = FakeGpus((size,), free=(21 * GIB,))
     awake = "generator.inference_engine.enable_sleep_mode=false"
     config = config_of(small, awake)
-    assert memory_in_use(config) == 3 * GIB  # less what torch holds here
-    plan = model_checks.plan_run_memory(config, None, with_engine=True)
+    assert memory_in_use(config, gpus=gpus) == 3 * GIB
+    plan = plan_on(gpus, config)
     assert plan is not None
     (device,) = plan.devices
     assert device.items[0] == Item("in use before the run", 3 * GIB)
@@ -327,10 +344,10 @@ def test_memory_in_use_is_not_planned_for_the_engine(
     frozen = ("trainer.policy.model.lora.rank=8", "trainer.policy.optimizer_config.lr=1e-4")
     adapted = plan_memory(config_of(small, *frozen), capacity=24 * GIB, in_use=3 * GIB)
     assert [part.items[0].num_bytes for part in adapted.devices] == [3 * GIB] * 2
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     apart = plan_memory(config_of(small), capacity=24 * GIB, in_use=3 * GIB, num_gpus=2)
     assert [part.items[0].num_bytes for part in apart.devices] == [3 * GIB] * 2
-    assert memory_in_use(config_of(small)) == 3 * GIB  # of the fuller one
+    two = FakeGpus((size, size), free=(21 * GIB, 23 * GIB))
+    assert memory_in_use(config_of(small), gpus=two) == 3 * GIB  # of the fuller one
 
     assert "3.0 GiB  in use before the run" in str(plan)
 
@@ -354,35 +371,33 @@ def test_workers_on_other_gpus_have_contexts_on_the_trainers(small: Path) -> Non
 
 
 @pytest.mark.spec("sync.ipc-missing")
-def test_without_cuda_ipc_weights_go_by_file(
-    small: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(model_checks, "find_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(model_checks, "gpu_memory", lambda config, with_engine: GPU)
-    monkeypatch.setattr(model_checks, "memory_in_use", lambda config, with_engine: 0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch, "zeros", lambda *size, device: torch.ones(*size))
-    monkeypatch.setattr(ipc, "_make_handle", lambda tensor: ["handle"])
+def test_without_cuda_ipc_weights_go_by_file(small: Path, caplog: pytest.LogCaptureFixture) -> None:
+    key = "generator.inference_engine.weight_sync_backend"
     works = config_of(small)
-    model_checks.plan_run_memory(works, None, with_engine=True)
+    plan_on(FakeGpus(), works)
     assert works.generator.inference_engine.weight_sync_backend == "ipc"
-
-    def refuse(tensor: torch.Tensor) -> list[str]:
-        raise RuntimeError("CUDA error: operation not supported\nCUDA kernel errors might be ...")
-
-    monkeypatch.setattr(ipc, "_make_handle", refuse)
+    without = FakeGpus(fault="CUDA error: operation not supported")
     config = config_of(small)
-    plan = model_checks.plan_run_memory(config, None, with_engine=True)
+    plan = plan_on(without, config)
     assert plan is not None and plan.host_bytes > 0
     assert config.generator.inference_engine.weight_sync_backend == "file"
     assert "by file, as CUDA does not share" in caplog.text
     assert "here: CUDA error: operation not supported\n" in caplog.text + "\n"
-    asked = config_of(small, "generator.inference_engine.weight_sync_backend=ipc")
-    model_checks.plan_run_memory(asked, None, with_engine=True)
+    asked = config_of(small, f"{key}=ipc")
+    plan_on(without, asked)
     assert asked.generator.inference_engine.weight_sync_backend == "ipc"
+
+
+@pytest.mark.spec("sync.ipc-missing")
+def test_a_fault_of_cuda_ipc_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise RuntimeError("CUDA error: operation not supported\nCUDA kernel errors might be ...")
+
+    assert ipc.find_ipc_fault(lambda: None) == ""
+    assert ipc.find_ipc_fault(refuse) == "CUDA error: operation not supported"
+    monkeypatch.setattr(ipc, "_make_handle", refuse)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
     weights = {"a": SimpleNamespace(device=torch.device("cuda"))}
     refused = "ipc: CUDA does not share .*: CUDA error: operation not supported. Set it to file"
     with pytest.raises(WeightSyncError, match=refused), ipc.send_by_ipc(weights):
@@ -525,8 +540,7 @@ def test_ranks_hold_full_gradients_where_an_update_leaves_room(small: Path) -> N
 
 @pytest.mark.spec("memory.saved-logits")
 def test_train_saves_the_logits_of_the_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_checks, "find_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(model_checks, "gpu_memory", lambda config, with_engine=True: GPU)
+    on_gpus(monkeypatch, FakeGpus())
     found: list[Any] = []
 
     def stop(*arguments: Any, saved_logits_bytes: int | None, **options: bool) -> None:
@@ -540,7 +554,7 @@ def test_train_saves_the_logits_of_the_plan(folder: Path, monkeypatch: pytest.Mo
     with pytest.raises(SetupError, match="stop here"):
         skyrl_fast.train_agent(chosen, reward=lambda answer, row: 0.0)
     config = with_absolute_paths(as_config(chosen))
-    plan = model_checks.plan_run_memory(config, None, with_engine=True)
+    plan = plan_on(FakeGpus(), config)
     assert plan is not None and found == [plan.saved_logits_bytes] and found[0] > 0
 
 
@@ -728,8 +742,7 @@ def test_command(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.spec("memory.refused")
 def test_train_refuses_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_checks, "find_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(model_checks, "gpu_memory", lambda config, with_engine: num_bytes("1MiB"))
+    on_gpus(monkeypatch, FakeGpus((num_bytes("1MiB"),)))
     monkeypatch.setattr(run_module, "make_models", lambda *a: pytest.fail("models were loaded"))
     monkeypatch.setattr(run_module, "_check_rollouts", lambda *a: None)
     with pytest.raises(SetupError, match=r"(?s)more memory than its GPUs have.*lacks .* GiB"):
@@ -737,11 +750,9 @@ def test_train_refuses_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.spec("memory.engine-share")
-def test_engine_gets_what_the_trainer_leaves(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_checks, "find_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(model_checks, "gpu_memory", lambda config, with_engine: GPU)
+def test_engine_gets_what_the_trainer_leaves(small: Path) -> None:
     config = config_of(small)
-    plan = model_checks.plan_run_memory(config, None, with_engine=True)
+    plan = plan_on(FakeGpus(), config)
     engine = config.generator.inference_engine
     share = engine.gpu_memory_utilization
     assert share is not None and plan is not None
@@ -750,16 +761,15 @@ def test_engine_gets_what_the_trainer_leaves(small: Path, monkeypatch: pytest.Mo
     trainer = generation.total - generation.items[-1].num_bytes
     assert 0 <= GPU - trainer - share * GPU < 0.01 * GPU
     asynchronous = config_of(small, "trainer.fully_async.enabled=true")
-    assert model_checks.plan_run_memory(asynchronous, None, with_engine=True) is not None
+    assert plan_on(FakeGpus(), asynchronous) is not None
     assert asynchronous.generator.inference_engine.enable_sleep_mode is False
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     apart = config_of(small)
-    model_checks.plan_run_memory(apart, None, with_engine=True)
+    plan_on(FakeGpus((GPU, GPU)), apart)
     engine = apart.generator.inference_engine
     chosen = (engine.enable_sleep_mode, engine.gpu_ids, engine.gpu_memory_utilization)
     assert chosen == (False, [1], 0.9)
     without = config_of(small)
-    assert model_checks.plan_run_memory(without, None, with_engine=False) is not None
+    assert plan_on(FakeGpus(), without, with_engine=False) is not None
     assert without.generator.inference_engine.gpu_memory_utilization is None
 
 
@@ -786,8 +796,8 @@ def test_sleep_mode_ipc_and_nccl_need_a_gpu(small: Path) -> None:
         asked = config_of(small, f"generator.inference_engine.{name}={value}")
         wanted = f"{name}: expected .*, as the trainer computes on the CPU, got {value}"
         with pytest.raises(SetupError, match=wanted):
-            model_checks.plan_run_memory(asked, None, with_engine=True)
-    assert model_checks.plan_run_memory(config_of(small), None, with_engine=True) is None
+            plan_on(FakeGpus(()), asked)
+    assert plan_on(FakeGpus(()), config_of(small)) is None
 
 
 @pytest.mark.spec("memory.unmeasurable")
@@ -800,38 +810,32 @@ def test_a_model_that_reads_values_is_trained_without_a_plan(
         return hidden if float(hidden.sum()) > 0 else -hidden
 
     monkeypatch.setattr(Qwen2MLP, "forward", reads_a_value)
-    monkeypatch.setattr(model_checks, "find_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(model_checks, "gpu_memory", lambda config, with_engine: GPU)
     # No other test measures this.
     config = config_of(small, "generator.max_input_length=333")
-    assert model_checks.plan_run_memory(config, None, with_engine=True) is None
+    assert plan_on(FakeGpus(), config) is None
     assert config.generator.inference_engine.gpu_memory_utilization == 0.5
     assert "no memory plan: the model's memory cannot be measured" in caplog.text
 
 
-def test_a_resumed_run_is_planned_from_its_checkpoint(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_is_planned_from_its_checkpoint(small: Path, tmp_path: Path) -> None:
     model_folder(tmp_path / "policy", "Qwen/Qwen2.5-0.5B-Instruct")
-    monkeypatch.setattr(model_checks, "find_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(model_checks, "gpu_memory", lambda config, with_engine: GPU)
     config = config_of(tmp_path / "deleted")
-    assert model_checks.plan_run_memory(config, tmp_path, with_engine=True) is not None
+    assert plan_on(FakeGpus(), config, tmp_path) is not None
     assert config.trainer.policy.model.path == str(tmp_path / "deleted")
     assert config.trainer.ref.model.path is None
 
 
 @pytest.mark.spec("memory.device-defaults")
-def test_defaults_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defaults_by_device() -> None:
     trainer = Config().trainer
     assert recomputes_activations(trainer, torch.device("cuda"))
     assert not recomputes_activations(trainer, torch.device("cpu"))
     for chosen in (True, False):
         fixed = dataclasses.replace(trainer, gradient_checkpointing=chosen)
         assert recomputes_activations(fixed, torch.device("cuda")) is chosen
-    setup = vllm_start.VllmSetup("model", max_model_len=64)
+    setup = vllm_start.VllmSetup("model", max_model_len=64, on_cpu=True)
     assert vllm_start.engine_args(setup)["enforce_eager"] is True
-    monkeypatch.setattr(vllm_start, "_on_cpu", lambda: False)
+    setup = dataclasses.replace(setup, on_cpu=False)
     on_gpu = vllm_start.engine_args(setup)
     assert on_gpu["enforce_eager"] is False
     assert on_gpu["gpu_memory_utilization"] == 0.9

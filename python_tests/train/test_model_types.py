@@ -17,7 +17,8 @@ from scripts.models_page import (
     wrong,
 )
 from scripts.tiny_models import tiny_model
-from skyrl_fast.train.model.policy import Policy, remove_dropout
+from skyrl_fast.train.model.loading import remove_dropout
+from skyrl_fast.train.model.policy import Policy
 
 RESULTS = read_page(PAGE.read_text(encoding="utf-8"))
 # A window, a vision-language model, a state, a decoder of an encoder-decoder.

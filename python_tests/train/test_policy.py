@@ -19,15 +19,15 @@ from skyrl_fast.config import AlgorithmConfig, Config, OptimizerConfig
 from skyrl_fast.train.algorithm.advantages import compute_advantages
 from skyrl_fast.train.model import lm_head
 from skyrl_fast.train.model.critic import Critic, ValueModel
-from skyrl_fast.train.model.micro_batch import plan_micro_batches
-from skyrl_fast.train.model.optimizer import Optimizer, learning_rate
-from skyrl_fast.train.model.policy import (
-    Policy,
+from skyrl_fast.train.model.loading import (
     checkpoint_gradients,
     load_model,
     load_tokenizer,
     remove_dropout,
 )
+from skyrl_fast.train.model.micro_batch import plan_micro_batches
+from skyrl_fast.train.model.optimizer import Optimizer, learning_rate
+from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.update import accumulate_gradient, contributing_rows, update_policy
 
 

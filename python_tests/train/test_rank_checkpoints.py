@@ -29,7 +29,7 @@ from skyrl_fast.train.checkpoint.local import (
 )
 from skyrl_fast.train.checkpoint.remote import CheckpointStore, download
 from skyrl_fast.train.checkpoint.writer import CheckpointWriter
-from skyrl_fast.train.model.policy import load_model
+from skyrl_fast.train.model.loading import load_model
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.parallel.export import writers
 from skyrl_fast.train.parallel.local_ranks import LocalRanks

@@ -21,7 +21,8 @@ from skyrl_fast.config import AlgorithmConfig
 from skyrl_fast.rollout.engine.weights.transfer import distinct_tensors
 from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
 from skyrl_fast.train.model import policy as policy_module
-from skyrl_fast.train.model.policy import Policy, WithoutAdapter, load_model
+from skyrl_fast.train.model.loading import load_model
+from skyrl_fast.train.model.policy import Policy, WithoutAdapter
 from skyrl_fast.train.parallel.local_ranks import LocalRanks
 from skyrl_fast.train.parallel.rank_processes import start_ranks
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK

@@ -58,7 +58,7 @@ def errors(*, rounded: bool) -> tuple[float, float]:
             round_residual_stream(model)
         policy = Policy(model, dtype=dtype)
         ids = torch.arange(64)[None] * 7 % 500
-        with policy._autocast():
+        with policy.autocast():
             hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         logits = hidden.float() @ model.lm_head.weight.T
         found = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])

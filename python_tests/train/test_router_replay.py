@@ -13,8 +13,9 @@ from _moe import NUM_EXPERTS, NUM_LAYERS, TOP_K, block_by_hand, own_routes, tiny
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import AlgorithmConfig
+from skyrl_fast.train.model.loading import checkpoint_gradients
 from skyrl_fast.train.model.micro_batch import plan_micro_batches
-from skyrl_fast.train.model.policy import Policy, checkpoint_gradients
+from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.model.router_replay import RouterReplay
 from skyrl_fast.train.update import accumulate_gradient
 

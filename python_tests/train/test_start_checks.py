@@ -156,12 +156,14 @@ def answer_to(folder: Path, override: str) -> str:
 
 
 @pytest.mark.spec("settings.one-line-errors")
+@pytest.mark.spec("run.failure")
 @pytest.mark.usefixtures("no_models")
 def test_mistakes_are_answered_in_a_line_before_a_model_is_loaded(mistakes: Path) -> None:
     pytest.importorskip("skyrl_gym")
     for override, wanted in MISTAKES.items():
         message = answer_to(mistakes, override)
         assert wanted in message and "\n" not in message, (override, message)
+        assert not (mistakes / "run").exists(), override
 
 
 @pytest.mark.usefixtures("no_models")
@@ -169,6 +171,8 @@ def test_settings_without_a_mistake_reach_the_models(mistakes: Path) -> None:
     pytest.importorskip("skyrl_gym")
     with pytest.raises(AssertionError, match="models were loaded"):
         answer_to(mistakes, "generator.chat_template=plain")
+    reason = mistakes / "run/failure.txt"
+    assert reason.read_text() == "AssertionError: models were loaded\n"
 
 
 @pytest.mark.spec("run.checks-before-models")
@@ -186,6 +190,7 @@ def test_logger_without_a_key_is_one_line(folder: Path, monkeypatch: pytest.Monk
         "trainer.logger: wandb did not start: RuntimeError: api_key not configured (no-tty). "
         "Call wandb.login(key=...)"
     )
+    assert not (folder / "run").exists()
 
 
 @pytest.mark.spec("run.row-environments")

@@ -28,13 +28,9 @@ from skyrl_fast.ops.prefix_tree.tree import build_prefix_tree
 from skyrl_fast.train.model import micro_batch
 from skyrl_fast.train.model.critic import Critic, ValueModel
 from skyrl_fast.train.model.forward_pass import MicroBatch, NodeTree
+from skyrl_fast.train.model.loading import checkpoint_gradients, load_model, remove_dropout
 from skyrl_fast.train.model.micro_batch import plan_micro_batches, response_positions
-from skyrl_fast.train.model.policy import (
-    Policy,
-    checkpoint_gradients,
-    load_model,
-    remove_dropout,
-)
+from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.model.tree_forward import last_hidden_states, prepare_for_trees
 from skyrl_fast.train.model.tree_states import TreeSegments
 from skyrl_fast.train.update import accumulate_gradient

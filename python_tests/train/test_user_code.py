@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 from _torch_engine import torch_engine as torch_engine  # a fixture
 
 import skyrl_fast
-from skyrl_fast.train import Callback, Env, EnvStep, RunInfo
+from skyrl_fast.config import ConfigError
+from skyrl_fast.train import Callback, Env, EnvStep, RunInfo, SetupError
 
 ROOT = Path(__file__).parents[2]
 WORDS = ("sun", "moon", "rain", "snow", "wind", "star", "tide", "fog")
@@ -190,3 +192,57 @@ def test_notebook_cell_trains_on_vllm(settings: dict[str, Any]) -> None:
     assert ended.returncode == 0, ended.stderr
     last = ended.stdout.splitlines()[-1]
     assert last == f"1 {settings['trainer.run_path']}/checkpoints/step_000001"
+
+
+def traceback_of(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+class SilentStep(Env):
+    def step(self) -> EnvStep:  # type: ignore[override]
+        raise AssertionError
+
+
+@pytest.mark.spec("run.checks-before-models")
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"reward": lambda answer: 1.0},
+            "train_agent: reward: expected a function that can be called as reward(answer, row), "
+            "got reward(answer): too many positional arguments",
+        ),
+        (
+            {"env": SilentStep},
+            "train_agent: env.step: expected a function that can be called as env.step(action), "
+            "got env.step(self) -> skyrl_fast.rollout.env.protocol.EnvStep: too many positional",
+        ),
+        (
+            {"reward_funcs": lambda completions, answers: [1.0]},
+            "reward_funcs: <lambda>: expected arguments named",
+        ),
+        ({"loss": "nope"}, "trainer.algorithm.policy_loss_type: expected one of regular, "),
+        ({"estimator": "nope"}, "trainer.algorithm.advantage_estimator: expected one of grpo, "),
+    ],
+)
+def test_code_that_cannot_be_called_is_a_short_error(
+    settings: dict[str, Any], given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((SetupError, ConfigError)) as caught:
+        skyrl_fast.train_agent(settings, prompts=ROWS, **given)
+    text = traceback_of(caught.value)
+    assert message in text.splitlines()[-1]
+    assert len(text.splitlines()) <= 8, text
+    assert "During handling" not in text and "direct cause" not in text
+
+
+def test_a_short_error_keeps_the_traceback_of_the_code_that_it_names(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    module = tmp_path / "broken_losses.py"
+    module.write_text("raise KeyError('no such table')\n")
+    with pytest.raises(ConfigError) as caught:
+        skyrl_fast.train_agent(settings, prompts=ROWS, loss=f"{module}:loss")
+    text = traceback_of(caught.value)
+    assert f'File "{module}", line 1' in text
+    assert "KeyError: 'no such table'" in text

@@ -27,16 +27,17 @@ from skyrl_fast.config import AlgorithmConfig, OptimizerConfig
 from skyrl_fast.config.model_folder import find_auto_class
 from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.rollout.engine.from_settings import (
-    _linear_modules,
+    _read_linear_names,
     _read_vocab_size,
     read_positions,
 )
 from skyrl_fast.train.memory.activations import activation_memory, model_size
 from skyrl_fast.train.model.critic import load_value_model
+from skyrl_fast.train.model.loading import load_model
 from skyrl_fast.train.model.lora import add_adapter
 from skyrl_fast.train.model.micro_batch import plan_micro_batches, response_positions
 from skyrl_fast.train.model.optimizer import Optimizer
-from skyrl_fast.train.model.policy import Policy, load_model
+from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.update import update_policy
 
 CPU = torch.device("cpu")
@@ -281,4 +282,4 @@ def test_settings_of_an_engine_are_those_of_the_language_model(tmp_path: Path) -
     assert read_positions(folder) == TEXT["max_position_embeddings"]
     assert _read_vocab_size(folder) == TEXT["vocab_size"]
     names = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
-    assert _linear_modules(folder) == names  # the tower has others, too
+    assert _read_linear_names(folder) == names  # the tower has others, too

@@ -6,11 +6,16 @@ import argparse
 import importlib.metadata
 import json
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 from skyrl_fast.errors import RunError
 from skyrl_fast.system.printable import PrintableFormatter
+
+if TYPE_CHECKING:
+    from skyrl_fast.config import Config
 
 EXIT_USAGE = 2  # the settings, or what is installed, must be changed first
 SIGNAL_EXIT = 128  # plus the signal number, as in shells
@@ -35,6 +40,21 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, is_required: bool =
         metavar="key=value",
         help="overrides such as trainer.seed=7, or further YAML files",
     )
+
+
+def load_settings(path: str, overrides: Sequence[str], *, has_prompts: bool = False) -> Config:
+    """Return the checked settings of a command; the arguments are those of `load_config`.
+
+    A command calls it before it imports torch, so that a mistake in the settings costs no time.
+
+    Raises:
+        ConfigError: as `load_config` does.
+        UsageError: a package that reads settings is missing.
+    """
+    with needs_extra("train"):
+        from skyrl_fast.config.loading import load_config
+
+        return load_config(path, overrides, has_prompts=has_prompts)
 
 
 def as_override(key: str, value: str | Sequence[str]) -> str:
@@ -94,6 +114,12 @@ def as_usage_error(*kinds: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         raise UsageError(str(error)) from error
+
+
+def say(line: str) -> None:
+    """Write a line of progress to standard error."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def log_to_stderr(level: int = logging.WARNING, form: str = "%(message)s") -> None:

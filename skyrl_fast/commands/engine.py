@@ -5,7 +5,12 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from skyrl_fast.commands.command import add_config_arguments, as_usage_error, needs_extra
+from skyrl_fast.commands.command import (
+    add_config_arguments,
+    as_usage_error,
+    load_settings,
+    needs_extra,
+)
 
 HELP = "serve a model to trainers"
 DESCRIPTION = (
@@ -23,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Replace this process by the server."""
+    config = load_settings(options.config, options.overrides)
     with needs_extra("train,vllm"):
-        from skyrl_fast.config.loading import load_config
         from skyrl_fast.config.model_folder import model_folder
         from skyrl_fast.rollout.engine.api_key import engine_key
         from skyrl_fast.rollout.engine.from_settings import key_file, make_vllm_setup
@@ -32,7 +37,6 @@ def run(options: argparse.Namespace) -> int:
         from skyrl_fast.rollout.engine.serve_vllm import serve
         from skyrl_fast.rollout.engine.vllm_start import check_model_folder
     with as_usage_error(ValueError, EngineDeadError):
-        config = load_config(options.config, options.overrides)
         setup = make_vllm_setup(config, str(model_folder(str(config.trainer.policy.model.path))))
         check_model_folder(setup)
         key = engine_key(key_file(config))

@@ -12,7 +12,14 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from skyrl_fast.commands.command import count, log_to_stderr, needs_extra
+from skyrl_fast.commands.command import (
+    as_override,
+    count,
+    load_settings,
+    log_to_stderr,
+    needs_extra,
+    say,
+)
 
 if TYPE_CHECKING:
     from skyrl_fast.train.evaluation import Evaluation
@@ -47,10 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    with needs_extra("train"):
-        from skyrl_fast.train.evaluation import evaluate
-    from skyrl_fast.commands.command import as_override
-    from skyrl_fast.config.loading import load_config
+    from skyrl_fast.config.files import check_data_files
 
     log_to_stderr()
     overrides, targets = _divide([*options.targets, *options.overrides])
@@ -58,19 +62,18 @@ def run(options: argparse.Namespace) -> int:
         overrides.append(as_override("data.val_data", options.data))
     if options.samples is not None:
         overrides.append(f"generator.eval_n_samples_per_prompt={options.samples}")
-    config = load_config(options.config, overrides, has_prompts=True)
+    config = load_settings(options.config, overrides, has_prompts=True)
+    check_data_files("data.val_data", config.data.val_data)
+    with needs_extra("train"):
+        from skyrl_fast.train.evaluation import evaluate
     out = options.out or _next_folder(Path(config.trainer.run_path) / "evaluations")
-    results = evaluate(config, targets, out=out, say=_say)
+    results = evaluate(config, targets, out=out, say=say)
     sys.stdout.write(_table(results))
     sys.stdout.write(f"\n{'results:':10}{out}\n")
     for result in results:
         folder = quote(str(result.folder))
         sys.stdout.write(f"{'view it:':10}skyrl-fast view {folder}\n")
     return 0
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
 
 
 def _divide(words: Sequence[str]) -> tuple[list[str], list[str]]:

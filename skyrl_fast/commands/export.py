@@ -111,9 +111,7 @@ def _write_model(options: argparse.Namespace) -> str:
     if options.min_reward is not None:
         raise ValueError(f"--min-reward: expected trajectories to export, got --to {options.to}")
     if is_saved_adapter(options.run):
-        if options.to != ADAPTER:
-            raise ValueError(f"--to: expected {ADAPTER} of what a Tinker client saved, got {MODEL}")
-        checkpoint = export_saved(options.run, options.out)
+        checkpoint = export_saved(options.run, options.out, merged=options.to == MODEL)
     else:
         checkpoint = export_model(
             options.run, options.out, adapter=options.to == ADAPTER, name=options.policy

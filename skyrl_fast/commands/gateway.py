@@ -20,6 +20,7 @@ from skyrl_fast.commands.command import (
     as_usage_error,
     log_to_stderr,
     needs_extra,
+    say,
 )
 from skyrl_fast.system.event_loop import run_coroutine
 
@@ -74,10 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     log_to_stderr()
+    with needs_extra("train"), as_usage_error(ValueError):
+        config = _config(options)
     with needs_extra("train,gateway"):
         import skyrl_fast.gateway.server  # noqa: F401
     with as_usage_error(ValueError, ImportError):
-        config = _config(options)
         run_coroutine(_serve(config))
     return 0
 
@@ -112,6 +114,7 @@ def _config(options: argparse.Namespace) -> Config:
         engine = "generator.inference_engine"
         given += [as_override(f"{engine}.external_server_urls", options.engine)]
     if path is None:
+        as_config(read_yaml(None, [*given, *overrides]))  # typos, before the model is looked for
         given = [*_lengths(options.model), *given]
     values = read_yaml(path, [*given, *overrides])
     agent = values.setdefault("agent", {})
@@ -140,10 +143,11 @@ def _lengths(model: str) -> list[str]:
 
 async def _serve(config: Config) -> None:
     from skyrl_fast.config.model_folder import model_folder
-    from skyrl_fast.rollout.engine.from_settings import make_untrained_engines
+    from skyrl_fast.rollout.engine.from_settings import describe_start, make_untrained_engines
     from skyrl_fast.rollout.engine.pool import EnginePool
+    from skyrl_fast.rollout.engine.start_report import report_start
     from skyrl_fast.train.flow.frozen_heap import freeze_heap
-    from skyrl_fast.train.model.policy import load_tokenizer
+    from skyrl_fast.train.model.loading import load_tokenizer
 
     folder = str(model_folder(str(config.trainer.policy.model.path)))
     run = Path(config.trainer.run_path)
@@ -154,7 +158,13 @@ async def _serve(config: Config) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with serving(config, pool, load_tokenizer(folder), run=run) as sessions:
-        starting = asyncio.create_task(pool.start())
+
+        async def start() -> None:
+            begin, log = describe_start(config, folder)
+            with report_start(begin, log, say):
+                await pool.start()
+
+        starting = asyncio.create_task(start())
         stopped = asyncio.create_task(stop.wait())
         watching = None
         try:

@@ -7,7 +7,13 @@ import re
 import shlex
 import sys
 
-from skyrl_fast.commands.command import add_config_arguments, as_usage_error, count, needs_extra
+from skyrl_fast.commands.command import (
+    add_config_arguments,
+    as_usage_error,
+    count,
+    load_settings,
+    needs_extra,
+)
 
 UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}
 DEFAULT_MEMORY = "79GiB"  # what torch reports of an "80 GB" A100 or H100
@@ -58,14 +64,16 @@ def num_bytes(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
+    config = load_settings(options.config, options.overrides)
+    from skyrl_fast.config.files import check_local_model
+
+    check_local_model(config)
     with needs_extra("train"):
         import torch
 
-        from skyrl_fast.config.loading import load_config
         from skyrl_fast.ops._backend import main_memory
         from skyrl_fast.train.memory.plan import gpu_memory, memory_in_use, plan_with_remedies
     with as_usage_error(ValueError):
-        config = load_config(options.config, options.overrides)
         found = main_memory() if config.trainer.device == "cpu" else gpu_memory(config)
         capacity = options.device_memory or found or num_bytes(DEFAULT_MEMORY)
         num_gpus = options.num_gpus or torch.cuda.device_count() or None

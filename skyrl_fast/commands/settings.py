@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from skyrl_fast.config.listing import setting_entries  # imports torch
+    from skyrl_fast.config.listing import setting_entries
 
     text = " ".join(options.words)
     words = text.lower().split()

@@ -16,6 +16,7 @@ from skyrl_fast.commands.command import (
     count,
     log_to_stderr,
     needs_extra,
+    say,
 )
 from skyrl_fast.system.event_loop import run_coroutine
 
@@ -80,13 +81,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     log_to_stderr()
+    with needs_extra("train"), as_usage_error(ValueError):
+        config = make_config(options.model, options.overrides)
     with needs_extra("train,tinker"):
         import skyrl_fast.gateway.server  # noqa: F401
         from skyrl_fast.tinker.wire import messages
 
         messages()
     with as_usage_error(ValueError, ImportError):
-        run_coroutine(_serve(make_config(options.model, options.overrides), _options(options)))
+        run_coroutine(_serve(config, _options(options)))
     return 0
 
 
@@ -128,6 +131,8 @@ def _options(options: argparse.Namespace) -> TinkerOptions:
 
 async def _serve(config: Config, options: TinkerOptions) -> None:
     from skyrl_fast.rollout.engine.api_key import read_or_create_key
+    from skyrl_fast.rollout.engine.from_settings import ENGINE_LOG
+    from skyrl_fast.rollout.engine.start_report import report_start
     from skyrl_fast.tinker.start import make_service, serving
 
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -137,7 +142,9 @@ async def _serve(config: Config, options: TinkerOptions) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     service = make_service(config, options)
     try:
-        await service.start()
+        log = options.folder / ENGINE_LOG
+        with report_start(f"vLLM starts; its log: {log}", log, say):
+            await service.start()
         async with serving(service, key, host=options.host, port=options.port) as url:
             sys.stdout.write(_greeting(service.base.names[0], url, key))
             sys.stdout.flush()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from skyrl_fast.commands.command import (
     SIGNAL_EXIT,
     add_config_arguments,
+    load_settings,
     log_to_stderr,
     needs_extra,
 )
@@ -37,18 +38,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train; return 0, or the exit code of the signal that stopped the run."""
+    config = load_run_settings(options)
     with needs_extra("train"):
         from skyrl_fast.train.run import train_agent
-    return run_with(train_agent, options)
+    return run_with(train_agent, config)
 
 
-def run_with(train: Callable[[Config], TrainResult], options: argparse.Namespace) -> int:
-    """Train by a function and print the summary; return as `run` does."""
-    from skyrl_fast.config.loading import load_config
-
+def load_run_settings(options: argparse.Namespace) -> Config:
+    """Return the settings of a run, whose files and local model are there; start the log."""
     log_to_stderr(logging.INFO if options.verbose else logging.WARNING, LOG_FORM)
     overrides = [*options.overrides, *(["trainer.resume_mode=latest"] if options.resume else [])]
-    result = train(load_config(options.config, overrides))
+    config = load_settings(options.config, overrides)
+    from skyrl_fast.config.files import check_data_files, check_local_model
+
+    check_data_files("data.train_data", config.data.train_data)
+    check_data_files("data.val_data", config.data.val_data)
+    check_local_model(config)
+    return config
+
+
+def run_with(train: Callable[[Config], TrainResult], config: Config) -> int:
+    """Train by a function and print the summary; return as `run` does."""
+    result = train(config)
     sys.stdout.write(summary(result))
     if result.signal is None:
         return 0

@@ -19,8 +19,10 @@ from skyrl_fast.commands.command import (
     add_config_arguments,
     as_usage_error,
     count,
+    load_settings,
     log_to_stderr,
     needs_extra,
+    say,
 )
 from skyrl_fast.system.event_loop import run_coroutine
 from skyrl_fast.system.printable import printable
@@ -74,14 +76,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     log_to_stderr()
-    with needs_extra("train"):
-        from skyrl_fast.config.loading import check_without_adapter, load_config
-        from skyrl_fast.train.algorithm.batch_warnings import unread_rewards
     _divide_words(options)
+    config = _limit_attempts(load_settings(options.config, options.overrides), options)
+    from skyrl_fast.config.files import check_data_files
+    from skyrl_fast.config.loading import check_without_adapter
+
+    if options.engine:
+        check_without_adapter(config, "skyrl-fast try --engine")
+    check_data_files("data.train_data", config.data.train_data)
+    with needs_extra("train"):
+        from skyrl_fast.train.algorithm.batch_warnings import unread_rewards
     with as_usage_error(ValueError, OSError, ImportError):
-        config = _limit_attempts(load_config(options.config, options.overrides), options)
-        if options.engine:
-            check_without_adapter(config, "skyrl-fast try --engine")
         if options.engine:
             play = _run_sampled
         else:
@@ -228,6 +233,7 @@ async def _run_sampled(config: Config, prompt: Prompt) -> _Attempt:
         str(model_folder(str(config.trainer.policy.model.path))),
         prompts=[prompt],
         make_env=_make_observed(config, prompt, observed),
+        say=say,
     )
     try:
         trajectories = await rollouts.generate([prompt], step=0, phase="train")
@@ -237,7 +243,7 @@ async def _run_sampled(config: Config, prompt: Prompt) -> _Attempt:
 
 
 def _tokenizer(config: Config) -> Any:
-    from skyrl_fast.train.model.policy import load_tokenizer
+    from skyrl_fast.train.model.loading import load_tokenizer
 
     return load_tokenizer(str(config.trainer.policy.model.path))
 

@@ -76,7 +76,7 @@ def check_policy_loss(algorithm: AlgorithmConfig) -> None:
     try:
         loss = policy_loss_spec(algorithm)
     except ValueError as error:
-        raise ConfigError(f"{key}_type: {error}") from error
+        raise ConfigError(f"{key}_type: {error}") from error.__cause__
     if not isinstance(loss, CustomLoss):
         if algorithm.policy_loss_kwargs:
             raise ConfigError(
@@ -87,7 +87,7 @@ def check_policy_loss(algorithm: AlgorithmConfig) -> None:
     try:
         check_settings(algorithm.policy_loss_type, loss.function, algorithm.policy_loss_kwargs)
     except ValueError as error:
-        raise ConfigError(f"{key}_kwargs: {error}") from error
+        raise ConfigError(f"{key}_kwargs: {error}") from None
 
 
 def check_estimator(algorithm: AlgorithmConfig) -> None:
@@ -97,7 +97,7 @@ def check_estimator(algorithm: AlgorithmConfig) -> None:
     try:
         spec = estimator_spec(algorithm)
     except ValueError as error:
-        raise ConfigError(f"{key}: {error}") from error
+        raise ConfigError(f"{key}: {error}") from error.__cause__
     if spec.name in ADVANTAGE_ESTIMATORS:
         if kwargs:
             raise ConfigError(
@@ -108,4 +108,4 @@ def check_estimator(algorithm: AlgorithmConfig) -> None:
     try:
         check_settings(algorithm.advantage_estimator, spec.function, estimator_settings(algorithm))
     except ValueError as error:
-        raise ConfigError(f"{key}_kwargs: {error}") from error
+        raise ConfigError(f"{key}_kwargs: {error}") from None

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from torch.nn import ModuleDict
-
 from skyrl_fast.config.agent import check_agent_names
 from skyrl_fast.config.algorithm import check_estimator, check_policy_loss
 from skyrl_fast.config.corrections import MAX_KL_STEP
@@ -156,6 +154,10 @@ def _check_lora(config: Config) -> None:
 
 def _check_policy_names(names: Sequence[str], upstreams: Mapping[str, Any]) -> None:
     key = "trainer.policy.model.lora"
+    if not names:
+        return
+    from torch.nn import ModuleDict
+
     for name in names:
         if not _POLICY_NAME.fullmatch(name) or names.count(name) > 1:
             raise ConfigError(
@@ -164,7 +166,7 @@ def _check_policy_names(names: Sequence[str], upstreams: Mapping[str, Any]) -> N
             )
         if name in _TAKEN_NAMES or hasattr(ModuleDict(), name):  # torch keeps adapters by name
             raise ConfigError(f"{key}.policies: expected another name than {name}, which has a use")
-    if names and REFERENCE in upstreams:
+    if REFERENCE in upstreams:
         raise ConfigError(
             f"agent.upstreams: expected another name than {REFERENCE}, which is that of the model "
             f"without an adapter in a run with {key}.policies"

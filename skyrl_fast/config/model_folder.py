@@ -28,6 +28,21 @@ def model_folder(path: str, *, setting: str = POLICY, with_weights: bool = True)
         ValueError: there is no such folder, it has no config.json, or the hub does not have it or
             cannot be reached; one line.
     """
+    folder = find_local_model(path, setting=setting)
+    if folder is not None:
+        return folder
+    cached = _find_cached(path)
+    if cached is not None and (_has_weights(cached) or not with_weights):
+        return cached
+    return _download(path, setting, with_weights)
+
+
+def find_local_model(path: str, *, setting: str = POLICY) -> Path | None:
+    """Return the folder of a local model, or None for a name on the hub.
+
+    Raises:
+        ValueError: neither; one line.
+    """
     folder = Path(expanduser(path))  # unlike Path's, no error for an unknown user
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -38,10 +53,7 @@ def model_folder(path: str, *, setting: str = POLICY, with_weights: bool = True)
         raise ValueError(f"{setting}: expected a folder or a name on the hub, got the URL {path}")
     if "/" not in path or path.startswith((".", "/", "~")):
         raise ValueError(f"{setting}: model folder not found: {path}")
-    cached = _find_cached(path)
-    if cached is not None and (_has_weights(cached) or not with_weights):
-        return cached
-    return _download(path, setting, with_weights)
+    return None
 
 
 def find_auto_class(config: Any) -> Any:

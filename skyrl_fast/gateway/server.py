@@ -285,7 +285,7 @@ class Gateway:
         return JsonAnswer(dialect.response(answer, parsed, tokens))
 
     async def _until_done(self, running: RunningCall, request: Request) -> None:
-        gone = asyncio.ensure_future(_wait_for_disconnect(request))
+        gone = asyncio.ensure_future(wait_for_disconnect(request))
         try:
             await asyncio.wait([running.task, gone], return_when=asyncio.FIRST_COMPLETED)
             if not running.task.done():
@@ -352,13 +352,13 @@ class Gateway:
     async def _models(self, request: Request, session: Session, dialect: Dialect) -> Response:
         policy = session.policy
         names = [*policy.sampled, *policy.upstreams]
-        return JsonAnswer({"object": "list", "data": [_model_entry(name) for name in names]})
+        return JsonAnswer({"object": "list", "data": [model_entry(name) for name in names]})
 
     async def _model(self, request: Request, session: Session, dialect: Dialect) -> Response:
         name = request.path_params["name"]
         if name not in session.policy.upstreams:
             session.policy.check_model(name)
-        return JsonAnswer(_model_entry(name))
+        return JsonAnswer(model_entry(name))
 
     async def _reward(self, request: Request, session: Session, dialect: Dialect) -> Response:
         if not session.policy.takes_rewards:
@@ -462,7 +462,8 @@ def _failure(task: asyncio.Task[Any]) -> ApiError | None:
     return None
 
 
-async def _wait_for_disconnect(request: Request) -> None:
+async def wait_for_disconnect(request: Request) -> None:
+    """Return when a client, whose body was read, has disconnected."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -471,5 +472,6 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def _model_entry(name: str) -> dict[str, Any]:
+def model_entry(name: str) -> dict[str, Any]:
+    """Return what OpenAI's list of models has of one."""
     return {"id": name, "object": "model", "created": 0, "owned_by": "skyrl_fast"}

@@ -7,6 +7,8 @@ import logging
 from functools import cached_property
 from typing import Any, ClassVar
 
+from skyrl_fast.setting import did_you_mean
+
 _TRITON_CHECK = "vllm.triton_utils.importing"
 
 
@@ -73,9 +75,10 @@ class VllmParser:
         try:
             return getattr(registered, get)(name)
         except KeyError:
-            known = ", ".join(registered.list_registered())
+            known = registered.list_registered()
             raise ValueError(
-                f"{cls.setting}: expected null or one of {known}, got {name!r}"
+                f"{cls.setting}: expected null or one of {', '.join(known)}, got {name!r}"
+                f"{did_you_mean(name, known)}"
             ) from None
 
 

@@ -24,6 +24,7 @@ POLL_SECONDS = 1.0  # how long a process may outlive its parent where the kernel
 PR_SET_PDEATHSIG = 1  # option of Linux's prctl
 # A terminal sends them to all its processes at once, on Ctrl-C and when it closes.
 TERMINAL_SIGNALS = {signal.SIGINT, signal.SIGHUP}
+QUIET_TRACKER = "ignore:resource_tracker:UserWarning"  # as of `python -W`
 
 
 def watch_parent(parent: int) -> None:
@@ -130,11 +131,17 @@ def _collect_new_objects() -> None:
 
 
 def _start_resource_tracker() -> None:
-    """Start multiprocessing's tracker of semaphores, if it is not running, with SIGHUP blocked."""
+    """Start multiprocessing's tracker of semaphores, if it is not running, with SIGHUP blocked.
+
+    An engine that is killed, as when a run is stopped while it starts, leaves the semaphores of
+    vLLM and tqdm. The tracker removes them, which is no reason for its warning.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)
+    sys.warnoptions.append(QUIET_TRACKER)  # the tracker's process gets them as arguments
     try:
         resource_tracker.ensure_running()
     finally:
+        sys.warnoptions.remove(QUIET_TRACKER)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

@@ -19,8 +19,9 @@ from starlette.routing import Route, Router
 from skyrl_fast.gateway.messages import ApiError
 from skyrl_fast.gateway.server import key_of, read_body
 from skyrl_fast.system.printable import log_line
+from skyrl_fast.tinker.chat import ChatDoor
 from skyrl_fast.tinker.futures import TRAINING, CallAnswer, CallFuture, GoneError
-from skyrl_fast.tinker.service import NO_HEAD, TinkerService
+from skyrl_fast.tinker.service import TinkerService
 from skyrl_fast.tinker.sessions import UnknownSessionError
 from skyrl_fast.tinker.wire import RefusedCallError
 
@@ -96,7 +97,8 @@ class TinkerApp:
             self._get("samplers/{sampler}", self._sampler),
         ]
         checkpoint = "training_runs/{run}/checkpoints/{kind}/{name}"
-        return [*routes, self._route(checkpoint, self._delete, "DELETE")]
+        chat = ChatDoor(service, self._check_key)
+        return [*routes, self._route(checkpoint, self._delete, "DELETE"), *chat.routes()]
 
     def _post(self, path: str, handle: Handler) -> Route:
         return self._route(path, handle, "POST")
@@ -112,8 +114,7 @@ class TinkerApp:
 
     async def _answer(self, request: Request, handle: Handler) -> Response:
         try:
-            if not hmac.compare_digest(key_of(request).encode(), self._key.encode()):
-                raise ApiError(401, "wrong API key: TINKER_API_KEY is the one that was printed")
+            self._check_key(request)
             return await handle(request)
         except RefusedCallError as error:
             failure = ApiError(400, str(error))
@@ -125,6 +126,10 @@ class TinkerApp:
             return Response(status_code=499)
         log.info("%s: %d: %s", request.url.path, failure.status, log_line(failure.message))
         return JSONResponse({"detail": failure.message}, failure.status)
+
+    def _check_key(self, request: Request) -> None:
+        if not hmac.compare_digest(key_of(request).encode(), self._key.encode()):
+            raise ApiError(401, "wrong API key: TINKER_API_KEY is the one that was printed")
 
     async def _refuse_path(self, scope: Any, receive: Any, send: Any) -> None:
         path = log_line(scope["path"])
@@ -159,7 +164,7 @@ class TinkerApp:
     def _create_session(self, body: dict[str, Any]) -> dict[str, Any]:
         answer = self._service.create_session(body)
         answer["info_message"] = f"skyrl-fast tinker serves {self._service.base.names[0]}"
-        answer["warning_message"] = NO_HEAD
+        answer["warning_message"] = self._service.next_warning()
         return answer
 
     async def _config(self, request: Request) -> Response:

@@ -20,6 +20,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from skyrl_fast.config.model_folder import model_folder
+from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.errors import RunError
 from skyrl_fast.tinker.wire import RefusedCallError
 from skyrl_fast.train.checkpoint.local import flush, flush_tree, write_json
@@ -266,11 +268,14 @@ def is_saved_adapter(folder: Path) -> bool:
     return (folder / STATE).is_file()
 
 
-def export_saved(folder: Path, out: Path) -> Path:
+def export_saved(folder: Path, out: Path, *, merged: bool = False) -> Path:
     """Copy PEFT's files of a saved adapter to a new folder; return where they are from.
 
+    Args:
+        merged: write its base model with the adapter merged in instead.
+
     Raises:
-        ValueError: the new folder exists, or the files are damaged.
+        ValueError: the new folder exists, the files are damaged, or there is no base model.
     """
     if out.exists():
         raise ValueError(f"{out}: expected a new folder, which exists")
@@ -280,7 +285,20 @@ def export_saved(folder: Path, out: Path) -> Path:
     hidden = out.with_name(f".{out.name}.partial")
     shutil.rmtree(hidden, ignore_errors=True)
     hidden.mkdir(parents=True)
-    for name in (CONFIG, WEIGHTS):
-        shutil.copyfile(folder / name, hidden / name)
+    if merged:
+        _write_model(folder, hidden)
+    else:
+        for name in (CONFIG, WEIGHTS):
+            shutil.copyfile(folder / name, hidden / name)
     hidden.rename(out)
     return folder
+
+
+def _write_model(folder: Path, out: Path) -> None:
+    from skyrl_fast.train.checkpoint.model_export import take_modes_of, write_merged
+
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    lora = LoraConfig(rank=config["r"], alpha=config["lora_alpha"], use_rslora=config["use_rslora"])
+    base = config["base_model_name_or_path"]
+    write_merged(lora, base, folder, model_folder(base), out)
+    take_modes_of(out / "config.json")

@@ -18,6 +18,7 @@ import numpy as np
 
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.stop_reason import STOP
+from skyrl_fast.tinker.values import number, whole_number
 from skyrl_fast.tinker.wire import EMPTY_TOPK, RefusedCallError, SampledTokens, Samples
 
 MAX_TOPK = 1024
@@ -126,9 +127,9 @@ def read_sample_call(body: Mapping[str, Any], *, vocab_size: int, max_length: in
         prompt=prompt,
         num_samples=whole_number("num_samples", body.get("num_samples", 1), 1, MAX_SAMPLES),
         max_tokens=min(max_tokens, room),
-        temperature=_number("temperature", params.get("temperature", 1.0), 0.0, None),
+        temperature=number("temperature", params.get("temperature", 1.0), 0.0, None),
         top_k=whole_number("top_k", params.get("top_k", -1), -1, None),
-        top_p=_number("top_p", params.get("top_p", 1.0), 0.0, 1.0),
+        top_p=number("top_p", params.get("top_p", 1.0), 0.0, 1.0),
         seed=None if seed is None else whole_number("seed", seed, None, None) % MAX_SEED,
         **_read_stop(params.get("stop"), vocab_size),
         prompt_logprobs=bool(body.get("prompt_logprobs")),
@@ -173,28 +174,6 @@ def _read_stop(stop: Any, vocab_size: int) -> dict[str, Any]:
     if all(isinstance(one, str) and one for one in stop):
         return {"stop_strings": tuple(stop)}
     return {"stop_ids": tuple(whole_number("stop", one, 0, vocab_size - 1) for one in stop)}
-
-
-def whole_number(name: str, value: Any, least: int | None, most: int | None) -> int:
-    """Return a whole number of a request; RefusedCallError if it is none, or out of range."""
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    is_inside = is_whole and (least is None or value >= least) and (most is None or value <= most)
-    if not is_inside:
-        raise RefusedCallError(f"{name}: expected a whole number{_range(least, most)}, got {value}")
-    return int(value)
-
-
-def _number(name: str, value: Any, least: float, most: float | None) -> float:
-    is_number = isinstance(value, int | float) and np.isfinite(value)
-    if not is_number or value < least or (most is not None and value > most):
-        raise RefusedCallError(f"{name}: expected a number{_range(least, most)}, got {value}")
-    return float(value)
-
-
-def _range(least: float | None, most: float | None) -> str:
-    if least is None:
-        return ""
-    return f" of at least {least}" if most is None else f" from {least} to {most}"
 
 
 @dataclass(slots=True)

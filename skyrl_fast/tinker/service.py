@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from skyrl_fast.gateway.messages import ApiError
 from skyrl_fast.tinker.checkpoints import (
     SAMPLER,
     TRAINING,
@@ -29,17 +30,19 @@ from skyrl_fast.tinker.checkpoints import (
     checkpoint_record,
 )
 from skyrl_fast.tinker.futures import SAMPLING, CallAnswer, CallFuture, Futures, OrderedCalls
+from skyrl_fast.tinker.recording import DatumRecorder
 from skyrl_fast.tinker.sampling import (
     SampleCall,
     Snapshot,
     SnapshotSampler,
     read_sample_call,
-    whole_number,
 )
 from skyrl_fast.tinker.sessions import ClientSessions, SamplingSession, ServedModel
 from skyrl_fast.tinker.training import AdapterForm, AdapterTrainer, TrainedAdapter
+from skyrl_fast.tinker.values import number, whole_number
 from skyrl_fast.tinker.wire import (
     RefusedCallError,
+    Samples,
     parse_forward_backward,
     read_forward_backward,
     write_loss_outputs,
@@ -82,6 +85,7 @@ class TinkerService:
     """Sessions, models, samplers and their calls.
 
     Args:
+        recorder: keeps what was trained, for the viewer; None: nothing is kept.
         clock: returns seconds.
     """
 
@@ -92,6 +96,7 @@ class TinkerService:
         sampler: SnapshotSampler,
         store: CheckpointStore,
         *,
+        recorder: DatumRecorder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.base = base
@@ -100,11 +105,12 @@ class TinkerService:
         self._trainer = trainer
         self._sampler = sampler
         self._store = store
+        self._recorder = recorder
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinker-train")
         self._snapshot_numbers = itertools.count(1)
         self._snapshots: dict[tuple[str, str], Snapshot] = {}
         self._sampling: dict[str, asyncio.Task[None]] = {}
-        self._warned_of_head = False
+        self._warnings = [NO_HEAD]
 
     async def start(self) -> None:
         """Start the sampler."""
@@ -131,6 +137,8 @@ class TinkerService:
         for task in list(self._sampling.values()):
             task.cancel()
         self._thread.shutdown()
+        if self._recorder is not None:
+            self._recorder.close()
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -140,6 +148,14 @@ class TinkerService:
     def create_session(self, body: Json) -> Json:
         session = self.sessions.open(str(body.get("sdk_version", "")), self._store.now())
         return {"type": "create_session", "session_id": session.name}
+
+    def next_warning(self) -> str | None:
+        """Return what the first client of this server is told, and no later one."""
+        if not self._warnings:
+            return None
+        warning = self._warnings.pop()
+        log.warning("%s", warning)
+        return warning
 
     def heartbeat(self, body: Json) -> Json:
         self.sessions.hear(body.get("session_id"))
@@ -170,6 +186,8 @@ class TinkerService:
             adapter = model.adapter
             model.adapter = None
             await self._in_thread(partial(self._trainer.remove, adapter))
+        if self._recorder is not None:
+            self._recorder.forget(model.model_id)
 
     def capabilities(self) -> Json:
         common = {
@@ -229,8 +247,8 @@ class TinkerService:
         if not isinstance(config, Mapping):
             raise RefusedCallError("lora_config: expected one: only adapters are trained")
         _check_adamw(body.get("optimizer_config"))
-        if config.get("train_unembed", True):
-            self._warn_of_head()
+        if config.get("train_unembed", True) and self.base.strict:
+            raise RefusedCallError(f"lora_config.train_unembed: {NO_HEAD} (--strict)")
         rank = config.get("rank")
         seed = config.get("seed")
         if seed is not None:
@@ -265,13 +283,6 @@ class TinkerService:
                 "give this model its name, too, with --name"
             )
 
-    def _warn_of_head(self) -> None:
-        if self.base.strict:
-            raise RefusedCallError(f"lora_config.train_unembed: {NO_HEAD} (--strict)")
-        if not self._warned_of_head:
-            log.warning("lora_config.train_unembed: %s", NO_HEAD)
-        self._warned_of_head = True
-
     async def unload_model(self, body: Json) -> Json:
         model = self.sessions.model(body.get("model_id"))
         del self.sessions.find(model.session_id).models[model.model_id]
@@ -302,10 +313,10 @@ class TinkerService:
         model = self.sessions.model(body.get("model_id"))
         model.last_request = self._store.now()
         run = partial(self._in_thread, partial(work, model))
-        number = body.get("seq_id")
-        if number is not None:
-            number = whole_number("seq_id", number, 0, None)
-        return model.calls.submit(number, digest or _digest(body), run)
+        seq_id = body.get("seq_id")
+        if seq_id is not None:
+            seq_id = whole_number("seq_id", seq_id, 0, None)
+        return model.calls.submit(seq_id, digest or _digest(body), run)
 
     def forward_backward(self, content: bytes) -> CallFuture:
         message = parse_forward_backward(content)
@@ -313,6 +324,8 @@ class TinkerService:
         def compute(model: ServedModel) -> CallAnswer:
             call = read_forward_backward(message)
             outputs = self._trainer.forward_backward(model.get_adapter(), call)
+            if self._recorder is not None:
+                self._recorder.add(model.model_id, call, outputs)
             return CallAnswer.of_message(write_loss_outputs(outputs))
 
         address = {"model_id": message.model_id, "seq_id": message.seq_id or None}
@@ -321,7 +334,10 @@ class TinkerService:
     def optim_step(self, body: Json) -> CallFuture:
         def step(model: ServedModel) -> CallAnswer:
             numbers = read_step_numbers(body)
-            metrics = self._trainer.optim_step(model.get_adapter(), numbers)
+            adapter = model.get_adapter()
+            metrics = self._trainer.optim_step(adapter, numbers)
+            if self._recorder is not None:
+                self._recorder.step(model.model_id, adapter.num_steps)
             return CallAnswer.of_json({"metrics": metrics})
 
         return self._submit(body, step)
@@ -395,8 +411,7 @@ class TinkerService:
         return {"type": "create_sampling_session", "sampling_session_id": sampler.name}
 
     def _new_sampler(self, session: str, body: Json, base_model: str) -> SamplingSession:
-        number = int(body.get("sampling_session_seq_id") or 0)
-        name = f"{session}:sample:{number}"
+        name = f"{session}:sample:{int(body.get('sampling_session_seq_id') or 0)}"
         samplers = self.sessions.find(session).samplers
         if name not in samplers:  # else the call was sent again
             samplers[name] = SamplingSession(name, session, base_model)
@@ -405,25 +420,25 @@ class TinkerService:
     def _snapshot(self, path: TinkerPath, saved: SavedAdapter) -> Snapshot:
         key = (str(path), saved.time)
         if key not in self._snapshots:
-            number = next(self._snapshot_numbers)
-            name = f"snapshot-{number}"
-            self._snapshots[key] = Snapshot(name, number, self._store.folder(path))
+            count = next(self._snapshot_numbers)
+            folder = self._store.folder(path)
+            self._snapshots[key] = Snapshot(f"snapshot-{count}", count, folder)
         return self._snapshots[key]
 
     def sample(self, body: Json) -> CallFuture:
         sampler = self._sampler_of(body)
-        number = body.get("seq_id")
+        seq_id = body.get("seq_id")
         digest = _digest(body)
-        if number is not None and (known := sampler.accepted.get(number)) is not None:
+        if seq_id is not None and (known := sampler.accepted.get(seq_id)) is not None:
             if known.digest != digest:
-                raise RefusedCallError(f"seq_id: {number} was another call of this sampler")
+                raise RefusedCallError(f"seq_id: {seq_id} was another call of this sampler")
             return known
         future = self.futures.new(SAMPLING, digest)
         count = body.get("num_samples", 1)
         ids = [f"{future.request_id}-{n}" for n in range(count if isinstance(count, int) else 1)]
         future.extra["sample_sequence_ids"] = ids
-        if number is not None:
-            sampler.accepted[number] = future
+        if seq_id is not None:
+            sampler.accepted[seq_id] = future
         task = asyncio.create_task(self._answer_sample(sampler, body, future))
         self._sampling[future.request_id] = task
         task.add_done_callback(lambda _: self._sampling.pop(future.request_id, None))
@@ -451,8 +466,7 @@ class TinkerService:
             )
             self._check_saved(sampler)
             snapshot = sampler.current_snapshot()
-            space = "base" if snapshot is None else snapshot.name
-            samples = await self._sampler.sample(call, snapshot, f"{space}-{sampler.name}")
+            samples = await self.sample_from(call, snapshot, sampler.name)
             answer = CallAnswer.of_message(write_samples(samples))
         except asyncio.CancelledError:
             error = RefusedCallError("the sample was cancelled, or its session has ended")
@@ -461,6 +475,42 @@ class TinkerService:
         except Exception as error:
             answer = CallAnswer.of_failure(error)
         self.futures.finish(future, answer)
+
+    async def sample_from(
+        self, call: SampleCall, snapshot: Snapshot | None, client: str = ""
+    ) -> Samples:
+        """Return answers of the base model or of a snapshot.
+
+        Args:
+            client: calls of equal names share cached keys and values.
+        """
+        weights = "base" if snapshot is None else snapshot.name
+        return await self._sampler.sample(call, snapshot, f"{weights}-{client}")
+
+    def find_snapshot(self, name: str) -> Snapshot | None:
+        """Return the snapshot of a `tinker://` path; None for a name of the base model.
+
+        Raises:
+            ApiError: there is none, with status 404.
+        """
+        if name in (*self.base.names, self.base.tokenizer):
+            return None
+        try:
+            path = TinkerPath.parse(name)
+            return self._snapshot(path, self._store.find(path))
+        except RefusedCallError as error:
+            known = ", ".join(self.base.names)
+            raise ApiError(
+                404,
+                f"The model `{name:.200}` does not exist here; known: {known}, and what clients "
+                f"have saved, as GET /v1/models lists it. {error}",
+                code="model_not_found",
+            ) from None
+
+    def model_names(self) -> list[str]:
+        """Return the names of the base model, and the paths of what clients have saved."""
+        saved = [path for path, _ in self._store.list() if not _is_ephemeral(path)]
+        return [*self.base.names, *map(str, saved)]
 
     def _check_saved(self, sampler: SamplingSession) -> None:
         """Raise RefusedCallError if a sampler's checkpoint was deleted or replaced."""
@@ -567,25 +617,18 @@ def read_step_numbers(body: Json) -> StepNumbers:
     if not isinstance(params, Mapping):
         _check_adamw(body.get("optimizer_params"))
         raise RefusedCallError("adam_params: expected AdamW's numbers, got none")
-    rate = _number(params, "learning_rate", 1e-4)
-    betas = (_number(params, "beta1", 0.9, below=1.0), _number(params, "beta2", 0.95, below=1.0))
+
+    def read(name: str, default: float, *, below: float | None = None) -> float:
+        value = params.get(name, default)
+        return number(f"adam_params.{name}", value, 0.0, below=below)
+
     return StepNumbers(
-        lr=rate,
-        betas=betas,
-        eps=_number(params, "eps", 1e-12),
-        weight_decay=_number(params, "weight_decay", 0.0),
-        max_grad_norm=_number(params, "grad_clip_norm", 0.0),
+        lr=read("learning_rate", 1e-4),
+        betas=(read("beta1", 0.9, below=1.0), read("beta2", 0.95, below=1.0)),
+        eps=read("eps", 1e-12),
+        weight_decay=read("weight_decay", 0.0),
+        max_grad_norm=read("grad_clip_norm", 0.0),
     )
-
-
-def _number(
-    params: Mapping[str, Any], name: str, default: float, *, below: float = float("inf")
-) -> float:
-    value = params.get(name, default)
-    if not isinstance(value, int | float) or not 0 <= value < below:
-        most = "" if below == float("inf") else f" and below {below:g}"
-        raise RefusedCallError(f"adam_params.{name}: expected a number >= 0{most}, got {value}")
-    return float(value)
 
 
 def _digest(body: Json) -> bytes:

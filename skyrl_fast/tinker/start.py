@@ -14,18 +14,19 @@ from skyrl_fast.config import Config
 from skyrl_fast.config.model_folder import model_folder
 from skyrl_fast.gateway.connections import Connection
 from skyrl_fast.gateway.server import BACKLOG, KEEP_ALIVE_SECONDS, QuietServer
-from skyrl_fast.rollout.engine.from_settings import read_positions
+from skyrl_fast.rollout.engine.from_settings import ENGINE_LOG, read_positions
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import ServedAdapters, VllmSetup
 from skyrl_fast.system.network_interface import LOOPBACK, http_url, listen_at
 from skyrl_fast.tinker.app import TinkerApp
 from skyrl_fast.tinker.checkpoints import CheckpointStore
+from skyrl_fast.tinker.recording import DatumRecorder
 from skyrl_fast.tinker.sampling import SnapshotSampler, VllmSampler
 from skyrl_fast.tinker.service import ServedBase, TinkerService
 from skyrl_fast.tinker.training import AdapterTrainer
 from skyrl_fast.tinker.wire import messages
+from skyrl_fast.train.model.loading import hide_progress_bars
 from skyrl_fast.train.model.models import load_base_policy
-from skyrl_fast.train.model.policy import hide_progress_bars
 
 MAX_CONTEXT = 32_768  # of a model that is trained for longer ones, whose caches are larger
 RUNS = "runs"  # in the server's folder
@@ -88,7 +89,10 @@ def make_service(
         adapters = ServedAdapters(options.max_rank, trainer.target_modules)
         setup = _engine_setup(config, folder, longest, options, adapters)
         sampler = VllmSampler(VllmEngine(setup))
-    return TinkerService(base, trainer, sampler, store)
+    recorder = None
+    if config.trainer.dump_trajectories:
+        recorder = DatumRecorder(options.folder / RUNS, folder)
+    return TinkerService(base, trainer, sampler, store, recorder=recorder)
 
 
 def _engine_setup(
@@ -103,7 +107,7 @@ def _engine_setup(
         engine=config.generator.inference_engine,
         max_model_len=longest,
         seed=config.trainer.seed,
-        log_file=str(options.folder / "engine.log"),
+        log_file=str(options.folder / ENGINE_LOG),
         served_adapters=adapters,
     )
 

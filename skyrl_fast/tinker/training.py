@@ -21,12 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from skyrl_fast.config.model_layers import linear_modules
 from skyrl_fast.config.settings import LoraConfig, OptimizerConfig
 from skyrl_fast.tinker.datums import batch_of_datums, check_datums, with_targets
 from skyrl_fast.tinker.losses import LossInputs, TokenLoss, find_loss, gather_inputs
 from skyrl_fast.tinker.wire import Datum, ForwardBackward, LossOutputs, RefusedCallError
 from skyrl_fast.train.model.forward_pass import MicroBatch, response_positions
-from skyrl_fast.train.model.lora import NAME, linear_modules, save_adapter
+from skyrl_fast.train.model.lora import NAME
 from skyrl_fast.train.model.optimizer import Optimizer, StepNumbers
 from skyrl_fast.train.model.policy import Policy
 
@@ -254,9 +255,7 @@ class AdapterTrainer:
 
     def save(self, adapter: TrainedAdapter, folder: Path, *, optimizer: bool) -> None:
         """Write PEFT's files of an adapter, and its optimizer's moments; no gradients."""
-        policy = adapter.policy
-        weights = policy.adapter_weights(adapter.name)
-        save_adapter(policy.model, weights, folder, adapter.name)
+        adapter.policy.save_adapter(adapter.name, folder)
         if optimizer:
             adapter.optimizer.save(folder)
 

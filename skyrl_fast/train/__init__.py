@@ -66,7 +66,7 @@ _HOMES = {
     "load_config": "skyrl_fast.config.loading",
     "load_policy": "skyrl_fast.train.model.models",
     "load_prompts": "skyrl_fast.train.data.prompts",
-    "load_tokenizer": "skyrl_fast.train.model.policy",
+    "load_tokenizer": "skyrl_fast.train.model.loading",
     "register_advantage_estimator": "skyrl_fast.ops.advantage.estimators",
     "register_policy_loss": "skyrl_fast.ops.policy_loss.custom",
     "response_positions": "skyrl_fast.train.model.forward_pass",

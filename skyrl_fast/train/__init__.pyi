@@ -22,10 +22,10 @@ from skyrl_fast.train.flow.rollouts import Rollouts as Rollouts
 from skyrl_fast.train.flow.vllm_rollouts import start_rollouts as start_rollouts
 from skyrl_fast.train.model.forward_pass import MicroBatch as MicroBatch
 from skyrl_fast.train.model.forward_pass import response_positions as response_positions
+from skyrl_fast.train.model.loading import load_tokenizer as load_tokenizer
 from skyrl_fast.train.model.models import load_policy as load_policy
 from skyrl_fast.train.model.optimizer import Optimizer as Optimizer
 from skyrl_fast.train.model.policy import Policy as Policy
-from skyrl_fast.train.model.policy import load_tokenizer as load_tokenizer
 from skyrl_fast.train.output.loggers import Logger as Logger
 from skyrl_fast.train.output.loggers import RunInfo as RunInfo
 from skyrl_fast.train.run import TrainResult as TrainResult

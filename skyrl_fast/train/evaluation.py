@@ -35,7 +35,11 @@ from skyrl_fast.train.checkpoint.local import STATE, read_state, write_json
 from skyrl_fast.train.checkpoint.model_export import find_checkpoint
 from skyrl_fast.train.data.prompts import Prompt, PromptSource
 from skyrl_fast.train.flow.rollouts import MakeRollouts, Rollouts
-from skyrl_fast.train.flow.vllm_rollouts import check_rollouts, start_rollouts
+from skyrl_fast.train.flow.vllm_rollouts import (
+    check_parsers_and_servers,
+    check_rollouts,
+    start_rollouts,
+)
 from skyrl_fast.train.flow.waiting import until_stopped
 from skyrl_fast.train.metrics.evaluation import (
     Estimate,
@@ -44,11 +48,11 @@ from skyrl_fast.train.metrics.evaluation import (
     paired_difference,
     prompt_scores,
 )
+from skyrl_fast.train.model.loading import load_tokenizer
 from skyrl_fast.train.model.lora import CONFIG as ADAPTER_CONFIG
 from skyrl_fast.train.model.models import load_policy, model_path
-from skyrl_fast.train.model.policy import load_tokenizer
 from skyrl_fast.train.output.loggers import JsonlLogger, RunInfo
-from skyrl_fast.train.setup.errors import SetupError, as_setup_error
+from skyrl_fast.train.setup.errors import SetupError, as_setup_error, with_short_errors
 from skyrl_fast.train.setup.given_objects import GivenObjects, with_absolute_paths
 from skyrl_fast.train.setup.run_data import eval_data, text_marked
 from skyrl_fast.trajectory_store.writer import TrajectoryWriter
@@ -115,6 +119,7 @@ class _Target:
         return model_path(self.config, self.checkpoint)
 
 
+@with_short_errors
 def evaluate(
     config: ConfigSource,
     targets: Sequence[str | Path] = (),
@@ -175,6 +180,8 @@ def evaluate(
     if folder.exists():
         raise SetupError(f"evaluate: out: expected no such file or folder, got {folder}")
     with as_setup_error():
+        if make_rollouts is None:
+            check_parsers_and_servers(config)
         prompts = eval_data(config, eval_prompts, one_env=make_env is not None)
         if isinstance(make_env, RewardFunctions):
             prompts = text_marked(prompts)
@@ -201,6 +208,7 @@ def evaluate(
             prompts=prompts,
             make_env=make_env,
             trained=target.has_adapter,
+            say=say,
         )
         trajectories = run_coroutine(_sample(target, tokenizer, prompts, start))
         result = _result(target, trajectories, run_path)

@@ -55,6 +55,7 @@ from skyrl_fast.train.flow.event_loop import StopSignals
 from skyrl_fast.train.flow.frozen_heap import freeze_heap
 from skyrl_fast.train.flow.rollouts import MakeRollouts, Rollouts
 from skyrl_fast.train.memory.device_plan import MemoryPlan
+from skyrl_fast.train.model.loading import load_tokenizer
 from skyrl_fast.train.model.models import (
     Models,
     find_device,
@@ -62,7 +63,7 @@ from skyrl_fast.train.model.models import (
     model_path,
     uses_reference,
 )
-from skyrl_fast.train.model.policy import load_tokenizer
+from skyrl_fast.train.output.failure import record_failure
 from skyrl_fast.train.output.loggers import (
     Logger,
     RunInfo,
@@ -77,7 +78,7 @@ from skyrl_fast.train.parallel.local_ranks import LocalRanks
 from skyrl_fast.train.parallel.rank_processes import RankStarter, start_ranks
 from skyrl_fast.train.parallel.ranks import Ranks
 from skyrl_fast.train.run_progress import RunProgress
-from skyrl_fast.train.setup.errors import SetupError, as_setup_error
+from skyrl_fast.train.setup.errors import SetupError, as_setup_error, with_short_errors
 from skyrl_fast.train.setup.given_objects import GivenObjects, with_absolute_paths
 from skyrl_fast.train.setup.model_checks import check_models, plan_run_memory
 from skyrl_fast.train.setup.run_data import RunData, run_data
@@ -130,6 +131,7 @@ class TrainResult:
         return self.evaluations[last] if last else None
 
 
+@with_short_errors
 def train_agent(
     config: ConfigSource,
     *,
@@ -280,6 +282,8 @@ class RunRequest:
     ) -> _PreparedRun:
         """Check data, model and memory, and load the models; the engine starts later."""
         check_loggers(config.trainer.logger)  # before data and models are downloaded
+        if self.make_rollouts is None:
+            _check_parsers_and_servers(config)
         data = self._load_data(config)
         self._check(config, start, data)
         with_engine = self.make_rollouts is None
@@ -294,6 +298,7 @@ class RunRequest:
             offloads_base=with_engine and config.offloads_base(config.engine_place),
         )
         output = _open_output(config, start, data, plan, stack, store)
+        stack.enter_context(record_failure(Path(config.trainer.run_path)))
         ranks = start_ranks(
             config.trainer.placement.num_ranks,
             make,
@@ -302,7 +307,11 @@ class RunRequest:
         )
         models = make(stack.enter_context(ranks))
         make_rollouts = self.make_rollouts or partial(
-            _vllm_rollouts, prompts=data.train, make_env=self.make_env, starter=starter
+            _vllm_rollouts,
+            prompts=data.train,
+            make_env=self.make_env,
+            starter=starter,
+            say=output.display.say,
         )
         return _PreparedRun(
             config, start, data, models, output, self.callbacks, make_rollouts, signals
@@ -329,6 +338,12 @@ def _check_callbacks(callbacks: Sequence[Callback]) -> None:
         raise SetupError(
             f"train_agent: callbacks: expected a list of Callback, got {callbacks!r:.100}"
         )
+
+
+def _check_parsers_and_servers(config: Config) -> None:
+    from skyrl_fast.train.flow.vllm_rollouts import check_parsers_and_servers
+
+    check_parsers_and_servers(config)
 
 
 def _check_rollouts(config: Config, folder: Path, data: RunData, make_env: MakeEnv | None) -> None:
@@ -461,7 +476,6 @@ async def _run_loop(
     checkpoint = run.start.checkpoint
     display = run.output.display
     display.say(_limits_text(config))
-    display.say("starting the engine ...")
     # What loading and measuring have left is the engine's by the memory plan.
     run.models.policy.free_cached_memory()
     with as_setup_error():
@@ -554,6 +568,7 @@ async def _vllm_rollouts(
     prompts: Sequence[Prompt],
     make_env: MakeEnv | None,
     starter: RankStarter,
+    say: Callable[[str], None],
 ) -> Rollouts:
     from skyrl_fast.train.flow.vllm_rollouts import start_rollouts
 
@@ -565,6 +580,7 @@ async def _vllm_rollouts(
         make_env=make_env,
         address=starter.address,
         bundles=starter.engine_bundles,
+        say=say,
     )
 
 

@@ -20,12 +20,14 @@ from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.train.callbacks import Callback
 from skyrl_fast.train.data.demonstrations import build_demonstration, chat_of, first_answer
 from skyrl_fast.train.data.prompts import Prompt, PromptSource, read_rows, rows_from
-from skyrl_fast.train.model.policy import Policy, load_tokenizer
+from skyrl_fast.train.model.loading import load_tokenizer
+from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.run import TrainResult, train_agent
-from skyrl_fast.train.setup.errors import SetupError
+from skyrl_fast.train.setup.errors import SetupError, with_short_errors
 from skyrl_fast.train.setup.run_data import EVAL_UID
 
 
+@with_short_errors
 def sft(
     config: ConfigSource,
     *,

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from skyrl_fast.batch import StepBatch
 from skyrl_fast.rollout.token_ids import count_shared, ids_array
 from skyrl_fast.rollout.trajectory import Step, Trajectory, step_numbers
+
+if TYPE_CHECKING:  # runs are viewed and compared without torch
+    import torch
+
+    from skyrl_fast.batch import StepBatch
 
 
 @dataclass(frozen=True, slots=True)

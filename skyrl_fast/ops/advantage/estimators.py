@@ -8,18 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-import torch
-
-from skyrl_fast.ops.advantage.group import ESTIMATORS, group_advantage
-from skyrl_fast.ops.advantage.tokens import gae, reinforce_plus_plus
-from skyrl_fast.ops.advantage.turns import (
-    gigpo_advantage,
-    turn_group_advantage,
-    turn_level_returns,
-)
+import skyrl_fast
 from skyrl_fast.registry import Function, Registry, call_function, check_result
+
+if TYPE_CHECKING:  # the settings name estimators, and are checked before torch is imported
+    import torch
 
 Level = Literal["outcome", "turn", "token"]
 LEVELS = ("outcome", "turn", "token")
@@ -95,17 +90,22 @@ class EstimatorSpec:
     compares_group: bool = False
 
 
-def _on_rows(function: Callable[..., torch.Tensor], *columns: str) -> Callable[..., torch.Tensor]:
-    """Return an estimator that calls an op with these columns of its inputs."""
+def _on_rows(op: str, *columns: str) -> Callable[..., torch.Tensor]:
+    """Return an estimator that calls an op with these columns of its inputs.
+
+    Args:
+        op: its name in `skyrl_fast`, which imports it at the first call.
+    """
 
     def call(inputs: EstimatorInputs, **settings: Any) -> torch.Tensor:
+        function: Callable[..., torch.Tensor] = getattr(skyrl_fast, op)
         values = (getattr(inputs, name) for name in columns)
         return function(*values, is_last_step=inputs.is_last_step, **settings)
 
     return call
 
 
-_group = _on_rows(group_advantage, "rewards", "group_ids")
+_group = _on_rows("group_advantage", "rewards", "group_ids")
 
 
 def _grpo(inputs: EstimatorInputs, *, scale_by_std: bool = True) -> torch.Tensor:
@@ -122,11 +122,15 @@ def _gae(inputs: EstimatorInputs, **settings: Any) -> EstimatorOutput:
     assert inputs.values is not None
     # Normalised as by SkyRL, whatever `advantage_batch_normalize` is.
     options = _tokens(inputs) | settings
-    return EstimatorOutput(*gae(inputs.token_rewards, inputs.values, normalize=True, **options))
+    advantages, returns = skyrl_fast.gae(
+        inputs.token_rewards, inputs.values, normalize=True, **options
+    )
+    return EstimatorOutput(advantages, returns)
 
 
 def _reinforce_plus_plus(inputs: EstimatorInputs, **settings: Any) -> torch.Tensor:
-    return reinforce_plus_plus(inputs.token_rewards, **_tokens(inputs), **settings)
+    options = _tokens(inputs) | settings
+    return skyrl_fast.reinforce_plus_plus(inputs.token_rewards, **options)
 
 
 _GAMMA = {"gamma": "gamma"}
@@ -145,16 +149,15 @@ ADVANTAGE_ESTIMATORS: dict[str, EstimatorSpec] = {
                 needs_others=name == "rloo",
                 compares_group=True,
             )
-            for name in ESTIMATORS
-            if name != "grpo"
+            for name in ("dr_grpo", "rloo", "maxrl")
         ),
         EstimatorSpec(
-            "turn_level_returns", "turn", _on_rows(turn_level_returns, "rewards"), _GAMMA
+            "turn_level_returns", "turn", _on_rows("turn_level_returns", "rewards"), _GAMMA
         ),
         EstimatorSpec(
             "turn_level_group",
             "turn",
-            _on_rows(turn_group_advantage, "rewards", "group_ids"),
+            _on_rows("turn_group_advantage", "rewards", "group_ids"),
             _GAMMA | {"baseline": "turn_level_baseline"},
             needs_others=True,
             compares_group=True,
@@ -162,7 +165,7 @@ ADVANTAGE_ESTIMATORS: dict[str, EstimatorSpec] = {
         EstimatorSpec(
             "gigpo",
             "turn",
-            _on_rows(gigpo_advantage, "rewards", "group_ids", "anchor_ids"),
+            _on_rows("gigpo_advantage", "rewards", "group_ids", "anchor_ids"),
             _GAMMA | {"step_advantage_w": "step_advantage_w", "scale_by_std": "grpo_norm_by_std"},
             needs_anchors=True,
             compares_group=True,
@@ -263,6 +266,8 @@ def estimate(
         ValueError, TypeError: those of the built-in op; a wrong result of a user's function.
         RuntimeError: a user's function raised.
     """
+    import torch
+
     # The ops check their own arguments; `call_function` would turn their errors into those of a
     # user's function.
     if ADVANTAGE_ESTIMATORS.get(spec.name) is spec:
@@ -285,6 +290,8 @@ def estimate(
 
 def _check_finite(op: str, advantages: torch.Tensor, loss_mask: torch.Tensor) -> None:
     """Raise ValueError for advantages, (N,) or (A,), of which a trained one is not finite."""
+    import torch
+
     is_wrong = ~torch.isfinite(advantages)
     if advantages.shape == loss_mask.shape:
         is_wrong &= loss_mask != 0  # masked cells may hold any value

@@ -1,6 +1,7 @@
 """The torch operators of the log-probability functions: kernels, fakes, autograd.
 
-Shapes: M rows, V vocab. Logits are (M, V), or (outer, inner, V) where rows have two strides.
+Shapes: M rows, K ids of a row, V vocab. Logits are (M, V), or (outer, inner, V) where rows have two
+strides.
 """
 
 from __future__ import annotations
@@ -155,4 +156,82 @@ torch.library.register_autograd(
 )
 torch.library.register_autograd(
     "skyrl_fast::selected_logprob_backward", _no_second_derivative, lib=_lib
+)
+
+
+# --- several tokens per row, on CPUs
+
+_lib.define(
+    "gathered_logprob(Tensor logits, Tensor target_ids, Tensor? mask, float temperature) "
+    "-> (Tensor, Tensor)"
+)
+_lib.define(
+    "gathered_logprob_backward(Tensor logits, Tensor target_ids, Tensor? mask, float temperature, "
+    "Tensor lse, Tensor grad_logprob) -> Tensor"
+)
+
+
+def _gathered_impl(
+    logits: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor | None, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (M, K) log-probabilities and (M,) log-sum-exps."""
+    logprob, lse = _gathered_fake(logits, targets, mask, temperature)
+    args = (logits.detach(), targets, mask, temperature, logprob, lse)
+    _backend.run_kernel("gathered_logprob", False, logits, *args)
+    return logprob, lse
+
+
+def _gathered_fake(
+    logits: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor | None, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logprob = logits.new_empty(targets.shape, dtype=torch.float32)
+    return logprob, logits.new_empty(targets.shape[0], dtype=torch.float64)
+
+
+def _gathered_backward_impl(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    mask: torch.Tensor | None,
+    temperature: float,
+    lse: torch.Tensor,
+    grad_logprob: torch.Tensor,
+) -> torch.Tensor:
+    grad = _backend.empty(logits.shape, logits.dtype, logits.device)
+    gradients = grad_logprob.contiguous()  # that of a sum is one number with strides 0
+    args = (logits.detach(), targets, mask, temperature, lse, gradients, grad)
+    _backend.run_kernel("gathered_logprob_backward", False, logits, *args)
+    return grad
+
+
+def _setup_gathered(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    logits, targets, mask, temperature = inputs
+    _, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(logits, targets, mask, lse)
+    ctx.temperature = temperature
+
+
+def _gathered_autograd(
+    ctx: Any, grad_logprob: torch.Tensor, grad_lse: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    logits, targets, mask, lse = ctx.saved_tensors
+    grad = torch.ops.skyrl_fast.gathered_logprob_backward(
+        logits, targets, mask, ctx.temperature, lse, grad_logprob
+    )
+    return grad, None, None, None
+
+
+def _no_second_gathered(ctx: Any, *gradients: torch.Tensor) -> None:
+    raise RuntimeError("gathered_logprob: no second derivative; use backend='torch'")
+
+
+_lib.impl("gathered_logprob", _gathered_impl, "CPU")
+_lib.impl("gathered_logprob_backward", _gathered_backward_impl, "CPU")
+torch.library.register_fake("skyrl_fast::gathered_logprob", _gathered_fake, lib=_lib)
+torch.library.register_fake("skyrl_fast::gathered_logprob_backward", _backward_fake, lib=_lib)
+torch.library.register_autograd(
+    "skyrl_fast::gathered_logprob", _gathered_autograd, setup_context=_setup_gathered, lib=_lib
+)
+torch.library.register_autograd(
+    "skyrl_fast::gathered_logprob_backward", _no_second_gathered, lib=_lib
 )

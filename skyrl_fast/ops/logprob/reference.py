@@ -55,17 +55,27 @@ def selected_logprob(
 
 
 def gathered_logprob(
-    logits: torch.Tensor, target_ids: torch.Tensor, temperature: float = 1.0
+    logits: torch.Tensor,
+    target_ids: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    temperature: float = 1.0,
 ) -> torch.Tensor:
-    """Return (..., K) log-probabilities of the targets, in float32, or float64 for float64 logits.
+    """Return (M, K) log-probabilities of the targets, in float32, or float64 for float64 logits.
 
     Args:
-        logits: (..., V).
-        target_ids: (..., K) int64, in [0, V).
+        logits: (M, V).
+        target_ids: (M, K) int64, in [0, V) where the mask is not 0.
+        mask: (M,), or None: all ones. Rows of mask 0 give 0 and no gradient.
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    scaled = logits.to(dtype) / temperature
-    return torch.log_softmax(scaled, dim=-1).gather(-1, target_ids)
+    if mask is None:
+        scaled = logits.to(dtype) / temperature
+        return torch.log_softmax(scaled, dim=-1).gather(-1, target_ids)
+    # Masked rows take no part: 0 times NaN is NaN, in the gradient too.
+    rows = mask.nonzero().squeeze(1)
+    chosen = gathered_logprob(logits[rows], target_ids[rows], None, temperature)
+    zeros = torch.zeros(target_ids.shape, dtype=dtype, device=logits.device)
+    return zeros.index_put((rows,), chosen)
 
 
 def _find_allowed(kept: KeptSets, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:

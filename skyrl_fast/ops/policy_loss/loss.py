@@ -18,7 +18,8 @@ from skyrl_fast.ops.policy_loss.autograd import (
     PolicyLoss,
     loss_and_metrics,
 )
-from skyrl_fast.ops.policy_loss.custom import CustomLoss, LossInputs, custom_policy_loss
+from skyrl_fast.ops.policy_loss.custom import CustomLoss, LossInputs
+from skyrl_fast.ops.policy_loss.custom_call import custom_policy_loss
 from skyrl_fast.ops.policy_loss.losses import (
     KERNEL_PARAMS,
     KL_ESTIMATORS,

@@ -26,11 +26,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from skyrl_fast.setting import limit_error, setting
+
+if TYPE_CHECKING:  # the settings name losses, and are checked before torch is imported
+    import torch
 
 LossScope = Literal["token", "sequence", "mini_batch"]
 RatioTo = Literal["old", "rollout", "rollout_where_given", "nothing"]

@@ -15,6 +15,7 @@ import torch
 
 from skyrl_fast.config import SamplingParams, settings
 from skyrl_fast.config.model_folder import find_auto_class, model_folder
+from skyrl_fast.config.model_layers import linear_names
 from skyrl_fast.config.modes import EnginePlace, EngineWeights
 from skyrl_fast.rollout.engine.api_key import DEFAULT_NAME, engine_key
 from skyrl_fast.rollout.engine.protocol import Engine
@@ -27,6 +28,8 @@ from skyrl_fast.rollout.engine.weights.transfer import Transport
 from skyrl_fast.rollout.engine.weights.transports import TRANSPORTS
 
 log = logging.getLogger(__name__)
+
+ENGINE_LOG = "engine.log"  # in the run folder
 
 
 def make_engines(config: settings.Config, model_path: str) -> list[Engine]:
@@ -102,6 +105,19 @@ def _make_remote_engines(
     return result
 
 
+def describe_start(config: settings.Config, model_path: str) -> tuple[str, Path | None]:
+    """Return what starting the engines does, in words, and the log that grows meanwhile, if any."""
+    folder = Path(config.trainer.run_path)
+    place = config.engine_place
+    if place is EnginePlace.SERVERS:
+        urls = config.generator.inference_engine.external_server_urls
+        return f"connecting to {', '.join(urls)}", None
+    if place is EnginePlace.CLUSTER:
+        return f"vLLM starts on the cluster; logs on its nodes: {folder}/engine_0.log, ...", None
+    log = folder / ENGINE_LOG
+    return f"vLLM starts and loads {model_path}; its log: {log}", log
+
+
 def choose_transport(config: settings.Config) -> Transport:
     engine = config.generator.inference_engine
     backend = engine.weight_sync_backend
@@ -149,7 +165,7 @@ def make_vllm_setup(config: settings.Config, model_path: str) -> VllmSetup:
         engine=config.generator.inference_engine,
         max_model_len=_check_longest_sequence(config, model_path),
         seed=config.trainer.seed,
-        log_file=str(Path(config.trainer.run_path) / "engine.log"),
+        log_file=str(Path(config.trainer.run_path) / ENGINE_LOG),
         reasoning_parser=config.generator.reasoning_parser,
         takes_turns=config.max_staleness == 0,
         adapter=_adapter_config(config, model_path),
@@ -164,7 +180,7 @@ def _adapter_config(config: settings.Config, model_path: str) -> dict[str, Any] 
     lora = config.trainer.policy.model.lora
     targets = list(lora.target_modules)
     if targets == [settings.ALL_LINEAR]:
-        targets = _linear_modules(model_path)
+        targets = _read_linear_names(model_path)
     return {
         "r": lora.rank,
         "lora_alpha": lora.alpha,
@@ -174,20 +190,13 @@ def _adapter_config(config: settings.Config, model_path: str) -> dict[str, Any] 
     }
 
 
-def _linear_modules(model_path: str) -> list[str]:
-    """Return the last part of the names of a language model's linear modules, without its head."""
+def _read_linear_names(model_path: str) -> list[str]:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model_path)
     with torch.device("meta"):
-        model: Any = find_auto_class(config).from_config(config)
-    head = model.get_output_embeddings()
-    linear = torch.nn.Linear
-    is_part = config.get_text_config() is not config  # part of a vision-language model
-    named = (model.get_decoder() if is_part else model).named_modules()
-    return sorted(
-        {n.rpartition(".")[2] for n, m in named if isinstance(m, linear) and m is not head}
-    )
+        model = find_auto_class(config).from_config(config)
+    return linear_names(model)
 
 
 def _check_longest_sequence(config: settings.Config, model_path: str) -> int:

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
-import torch
 
 from skyrl_fast.config import SamplingParams
 from skyrl_fast.errors import RunError
 from skyrl_fast.rollout.stop_reason import STOP
 
 if TYPE_CHECKING:
+    import torch
+
     from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
 
 # Tokens as likely as the least likely of the top_k, which vLLM keeps, too.

@@ -89,6 +89,24 @@ WRONG_KEY = (
 )
 
 
+def find_silent_servers(urls: Sequence[str], transport: Any = None) -> dict[str, str]:
+    """Return why a server cannot be reached, by URL, for those that cannot be.
+
+    Args:
+        transport: of httpx; None: the network.
+    """
+    import httpx
+
+    silent = {}
+    with httpx.Client(timeout=HEALTH_SECONDS, transport=transport, trust_env=False) as client:
+        for url in urls:
+            try:
+                client.get(url)  # any answer will do
+            except httpx.RequestError as error:
+                silent[url] = f"{type(error).__name__}: {error}"
+    return silent
+
+
 class RemoteEngine(Engine):
     """A `vllm serve` endpoint behind the `Engine` protocol.
 
@@ -164,9 +182,14 @@ class RemoteEngine(Engine):
                 trust_env=False,
             )
         deadline = time.monotonic() + self._start_timeout_seconds
+        has_warned = False
         while reason := await self._unhealthy_reason():
             if reason == WRONG_KEY:
                 raise EngineDeadError(f"{self.name} refuses requests: {reason}")
+            if not has_warned:
+                has_warned = True
+                seconds = self._start_timeout_seconds
+                log.warning("%s does not answer yet, waiting %g s: %s", self.name, seconds, reason)
             if time.monotonic() >= deadline:
                 raise EngineDeadError(
                     f"{self.name} did not answer within {self._start_timeout_seconds:g} s: {reason}"

@@ -11,8 +11,9 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -81,10 +82,69 @@ INSTALL_HINT = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Vllm:
+    """vLLM's engine, and what its requests are made of.
+
+    Args:
+        llm: an AsyncLLM.
+        sampling_params, structured_outputs: vLLM's classes of these names.
+        final_only: output kind of requests whose tokens come all at once.
+        refusals: what a request raises that is the caller's mistake.
+        dead: what it raises once the engine's process has died.
+    """
+
+    llm: Any
+    sampling_params: Callable[..., Any]
+    structured_outputs: Callable[..., Any]
+    final_only: Any
+    refusals: tuple[type[Exception], ...]
+    dead: type[Exception]
+
+
+def start_vllm(setup: VllmSetup) -> Vllm:
+    """Start vLLM's engine, which blocks this thread for seconds.
+
+    Raises:
+        EngineDeadError: what it needs is missing here.
+    """
+    check_can_spawn()
+    if importlib.util.find_spec("vllm") is None:
+        raise EngineDeadError(INSTALL_HINT)
+    if missing := missing_library():
+        raise EngineDeadError(missing)
+    check_model_folder(setup)
+    from vllm import AsyncEngineArgs, SamplingParams
+    from vllm.config import StructuredOutputsConfig
+    from vllm.exceptions import VLLMClientError
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.exceptions import EngineDeadError as VllmDead
+
+    store_ids_and_values()
+    arguments = engine_args(setup)
+    forms = arguments.pop("structured_outputs_config")
+    config = StructuredOutputsConfig(**forms)
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, structured_outputs_config=config))
+    return Vllm(
+        llm,
+        SamplingParams,
+        StructuredOutputsParams,
+        RequestOutputKind.FINAL_ONLY,
+        (TypeError, ValueError, VLLMClientError),
+        VllmDead,
+    )
+
+
 class VllmEngine(Engine):
     """vLLM behind the `Engine` protocol.
 
     Start it under `if __name__ == "__main__":`; vLLM spawns processes that import the main module.
+
+    Args:
+        setup: settings of the start.
+        start: starts vLLM in this process.
+        running: one that runs already; None: `start` starts it.
 
     Example:
         async with VllmEngine(VllmSetup("path/to/model")) as engine:
@@ -92,18 +152,21 @@ class VllmEngine(Engine):
                                         session_id="a", policy_version=0)
     """
 
-    def __init__(self, setup: VllmSetup) -> None:
+    def __init__(
+        self,
+        setup: VllmSetup,
+        *,
+        start: Callable[[VllmSetup], Vllm] = start_vllm,
+        running: Vllm | None = None,
+    ) -> None:
+        self.vllm = running
         self._setup = setup
-        self._llm: Any = None
+        self._start = start
         self._sockets: TemporaryDirectory[str] | None = None
         self._request_ids = itertools.count()
         self._in_flight = 0
         self._interrupted = False
         self._sleeping = False
-        self._sampling_params: Any = None
-        self._structured_outputs: Any = None
-        self._refusals: tuple[type[Exception], ...] = (TypeError, ValueError)
-        self._final_only: Any = None
         self._vocab_size: int | None = None
         self._sender: BroadcastSender | None = None
         self._adapter_version = 0  # the last one of those that it has; 0: none
@@ -115,17 +178,12 @@ class VllmEngine(Engine):
     weights_dtype: torch.dtype | None = None
 
     async def start(self) -> None:
-        if self._llm is not None:
+        if self.vllm is not None:
             return
-        check_can_spawn()
-        if importlib.util.find_spec("vllm") is None:
-            raise EngineDeadError(INSTALL_HINT)
-        if missing := missing_library():
-            raise EngineDeadError(missing)
-        check_model_folder(self._setup)
         started = time.perf_counter()
+        on_cpu = self._setup.computes_on_cpu
         self._sockets = socket_folder()
-        let_engine_go_first(False)  # its process starts with this one's policy
+        let_engine_go_first(False, on_cpu=on_cpu)  # its process starts with this one's policy
         variables = engine_environment(self._setup)
         logging_file = variables.get(LOGGING_VARIABLE)
         if logging_file is not None:  # vLLM reads it after it has been imported, and logs before
@@ -137,18 +195,22 @@ class VllmEngine(Engine):
         ):
             # Building blocks this thread for seconds, while nothing else is running yet.
             try:
-                self._llm = self._build()
+                vllm = self._start(self._setup)
+            except EngineDeadError:  # before anything was started
+                self._sockets.cleanup()
+                raise
             except Exception as error:
                 self._sockets.cleanup()
                 reason = self._explain("did not start", error)
                 # Last, below what its processes have printed and logged.
                 guard = missing_guard()
                 raise EngineDeadError("\n".join(filter(None, (reason, guard)))) from error
-        let_engine_go_first(True)
-        self._vocab_size = self._llm.model_config.get_vocab_size()
+        self.vllm = vllm
+        let_engine_go_first(True, on_cpu=on_cpu)
+        self._vocab_size = vllm.llm.model_config.get_vocab_size()
         with self._explain_failure("did not start"):
-            patches = await self._answer(self._llm.collective_rpc("apply_patches"))
-            dtypes = await self._answer(self._llm.collective_rpc("weights_dtype"))
+            patches = await self._answer(vllm.llm.collective_rpc("apply_patches"))
+            dtypes = await self._answer(vllm.llm.collective_rpc("weights_dtype"))
         self.weights_dtype = find_common_dtype(dtypes)
         if self._setup.engine.weight_sync_backend in BACKENDS:
             await self._join_workers(len(dtypes))
@@ -159,7 +221,7 @@ class VllmEngine(Engine):
         backend = self._setup.engine.weight_sync_backend
         try:
             sender = BroadcastSender(backend, num_workers=num_workers)
-            join = self._llm.collective_rpc("join_weights_group", args=sender.join_arguments)
+            join = self._get_llm().collective_rpc("join_weights_group", args=sender.join_arguments)
             await sender.connect(self._answer(join))
         except Exception as error:
             await self.close()
@@ -169,34 +231,14 @@ class VllmEngine(Engine):
             raise EngineDeadError(self._explain(what, error)) from error
         self._sender = sender
 
-    def _build(self) -> Any:
-        from vllm import AsyncEngineArgs
-        from vllm import SamplingParams as VllmSamplingParams
-        from vllm.config import StructuredOutputsConfig
-        from vllm.exceptions import VLLMClientError
-        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        store_ids_and_values()
-        self._sampling_params = VllmSamplingParams
-        self._structured_outputs = StructuredOutputsParams
-        self._refusals = (TypeError, ValueError, VLLMClientError)
-        self._final_only = RequestOutputKind.FINAL_ONLY
-        arguments = engine_args(self._setup)
-        forms = arguments.pop("structured_outputs_config")
-        config = StructuredOutputsConfig(**forms)
-        return AsyncLLM.from_engine_args(
-            AsyncEngineArgs(**arguments, structured_outputs_config=config)
-        )
-
     async def close(self) -> None:
-        llm = self._llm
-        self._llm = None
+        vllm = self.vllm
+        self.vllm = None
         self._lora_requests = {}
         self._interrupted = self._sleeping = False
-        if llm is not None:
-            await asyncio.to_thread(llm.shutdown, CLOSE_SECONDS)
-            let_engine_go_first(False)
+        if vllm is not None:
+            await asyncio.to_thread(vllm.llm.shutdown, CLOSE_SECONDS)
+            let_engine_go_first(False, on_cpu=self._setup.computes_on_cpu)
         if self._sockets is not None:
             self._sockets.cleanup()
         self._sender = None  # after the workers, whose end ends a broadcast that is stuck
@@ -212,7 +254,7 @@ class VllmEngine(Engine):
         expert_indices_start: int = 0,
         policy: str | None = None,
     ) -> Generation:
-        self._get_llm()
+        vllm = self._get_vllm()
         recording = self._setup.engine.enable_return_routed_experts
         start = expert_indices_start if recording else 0
         route_arguments = {"routed_experts_prompt_start": start} if recording else {}
@@ -220,16 +262,16 @@ class VllmEngine(Engine):
             **vllm_sampling_params(sampling, seed=seed, vocab_size=self._vocab_size),
             "flat_logprobs": True,
             "detokenize": bool(sampling.stop),
-            "output_kind": self._final_only,
+            "output_kind": vllm.final_only,
             **route_arguments,
             **sampling.additional_kwargs,
         }
         try:
             if isinstance(arguments.get("structured_outputs"), dict):
-                form = self._structured_outputs(**arguments["structured_outputs"])
+                form = vllm.structured_outputs(**arguments["structured_outputs"])
                 arguments["structured_outputs"] = form
-            params = self._sampling_params(**arguments)
-        except self._refusals as error:
+            params = vllm.sampling_params(**arguments)
+        except vllm.refusals as error:
             raise RefusedRequestError(f"vLLM refuses the sampling parameters: {error}") from error
         salt = f"policy-{policy_version}"
         adapter = self._find_adapter(policy)
@@ -285,10 +327,10 @@ class VllmEngine(Engine):
         Raises:
             RefusedRequestError: vLLM refuses it. EngineDeadError: all requests will fail.
         """
-        self._get_llm()
+        vllm = self._get_vllm()
         try:
-            params = self._sampling_params(**arguments, output_kind=self._final_only)
-        except self._refusals as error:
+            params = vllm.sampling_params(**arguments, output_kind=vllm.final_only)
+        except vllm.refusals as error:
             raise RefusedRequestError(f"vLLM refuses the sampling parameters: {error}") from error
         return await self._run(prompt_token_ids, params, session_id, cache_salt, adapter)
 
@@ -308,13 +350,13 @@ class VllmEngine(Engine):
     async def _prompt(
         self, token_ids: Sequence[int], policy: str | None
     ) -> tuple[list[float], np.ndarray | None]:
-        self._get_llm()
-        params = self._sampling_params(
+        vllm = self._get_vllm()
+        params = vllm.sampling_params(
             max_tokens=1,
             temperature=0.0,
             prompt_logprobs=0,
             detokenize=False,
-            output_kind=self._final_only,
+            output_kind=vllm.final_only,
         )
         adapter = self._find_adapter(policy)
         output = await self._run(token_ids, params, "probe", "probe", adapter)
@@ -332,9 +374,7 @@ class VllmEngine(Engine):
         cache_salt: str,
         adapter: Any,
     ) -> Any:
-        llm = self._get_llm()
-        from vllm.v1.engine.exceptions import EngineDeadError as VllmDead
-
+        vllm = self._get_vllm()
         request_id = f"{session_id}-{next(self._request_ids)}"
         if isinstance(token_ids, list):
             ids = token_ids
@@ -344,7 +384,7 @@ class VllmEngine(Engine):
         last = None
         self._in_flight += 1
         try:
-            async for output in llm.generate(
+            async for output in vllm.llm.generate(
                 prompt,
                 params,
                 request_id,
@@ -352,16 +392,16 @@ class VllmEngine(Engine):
                 lora_request=adapter,
             ):
                 last = output
-        except VllmDead as error:
+        except vllm.dead as error:
             raise EngineDeadError(self._explain("died", error)) from error
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            if llm.errored:
+            if vllm.llm.errored:
                 raise EngineDeadError(self._explain("died", error)) from error
             reason = str(error) or repr(error)  # some have no text
             text = f"vLLM refused a request of session {session_id}: {reason}"
-            kind = RefusedRequestError if isinstance(error, self._refusals) else EngineError
+            kind = RefusedRequestError if isinstance(error, vllm.refusals) else EngineError
             raise kind(text) from error
         finally:
             self._in_flight -= 1
@@ -468,12 +508,12 @@ class VllmEngine(Engine):
     async def _pause_requests(self) -> AsyncIterator[None]:
         pause = self._in_flight > 0
         if pause:
-            await self._llm.pause_generation(mode="keep", clear_cache=False)
+            await self._get_llm().pause_generation(mode="keep", clear_cache=False)
         try:
             yield
         finally:
             if pause:
-                await self._llm.resume_generation()
+                await self._get_llm().resume_generation()
 
     async def reset_prefix_cache(self) -> None:
         await self._answer(self._get_llm().reset_prefix_cache())
@@ -490,12 +530,15 @@ class VllmEngine(Engine):
         finally:
             task.cancel()
 
-    def _get_llm(self) -> Any:
-        if self._llm is None:
+    def _get_vllm(self) -> Vllm:
+        if self.vllm is None:
             raise EngineDeadError("the vLLM engine is not running: await engine.start() first")
-        if self._llm.errored:
+        if self.vllm.llm.errored:
             raise EngineDeadError(self._explain("died", None))
-        return self._llm
+        return self.vllm
+
+    def _get_llm(self) -> Any:
+        return self._get_vllm().llm
 
     @contextmanager
     def _explain_failure(self, what: str) -> Iterator[None]:

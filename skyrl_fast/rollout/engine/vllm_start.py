@@ -84,6 +84,7 @@ class VllmSetup:
             it gets the model's own weights.
         policies: names of the policies, each with an adapter of this config; empty: one.
         served_adapters: those that come with requests; None: none do.
+        on_cpu: whether it computes on the CPU; None: if torch finds no GPU where it starts.
     """
 
     model: str
@@ -96,6 +97,13 @@ class VllmSetup:
     adapter: dict[str, Any] | None = None
     policies: tuple[str, ...] = ()
     served_adapters: ServedAdapters | None = None
+    on_cpu: bool | None = None
+
+    @property
+    def computes_on_cpu(self) -> bool:
+        if self.on_cpu is None:
+            return not torch.cuda.is_available()
+        return self.on_cpu
 
 
 GUARD = (
@@ -165,17 +173,16 @@ def check_model_folder(setup: VllmSetup) -> None:
             )
 
 
-def _on_cpu() -> bool:
-    return not torch.cuda.is_available()
-
-
 def engine_args(setup: VllmSetup) -> dict[str, Any]:
     engine = setup.engine
     model_config = read_model_config(setup.model)
     text_config = model_config.get("text_config") or model_config
     dtype = engine.model_dtype
     if dtype == "auto":
-        dtype = "float32" if _on_cpu() else "bfloat16"
+        dtype = "float32" if setup.computes_on_cpu else "bfloat16"
+    eager = engine.enforce_eager
+    if eager is None:
+        eager = setup.computes_on_cpu
     args: dict[str, Any] = {
         "model": setup.model,
         "dtype": dtype,
@@ -183,7 +190,7 @@ def engine_args(setup: VllmSetup) -> dict[str, Any]:
         "max_num_seqs": engine.max_num_seqs,
         "max_num_batched_tokens": engine.max_num_batched_tokens,
         "enable_prefix_caching": engine.enable_prefix_caching,
-        "enforce_eager": _on_cpu() if engine.enforce_eager is None else engine.enforce_eager,
+        "enforce_eager": eager,
         "seed": setup.seed,
         "worker_extension_cls": WORKER_EXTENSION,
         # Logprobs of the sampling distribution: after temperature.
@@ -225,7 +232,7 @@ def engine_args(setup: VllmSetup) -> dict[str, Any]:
         args["max_loras"] = max(2, served.at_once)
         args["max_cpu_loras"] = max(served.in_memory, args["max_loras"])
         args["logprobs_mode"] = "raw_logprobs"
-    if _on_cpu():
+    if setup.computes_on_cpu:
         # A prompt prefilled in chunks, by a request with a seed, kills vLLM 0.30 on CPU
         # ("CPU Generator does not use offset"). Unchunked, a prompt must fit into one step.
         longest = setup.max_model_len or text_config.get("max_position_embeddings", 0)
@@ -278,7 +285,7 @@ def engine_environment(setup: VllmSetup) -> dict[str, str]:
     if setup.log_file is not None:
         result["VLLM_LOGGING_LEVEL"] = "INFO"
         result[LOGGING_VARIABLE] = _logging_config(setup.log_file)
-    if _on_cpu():
+    if setup.computes_on_cpu:
         result[CPU_CACHE_VARIABLE] = CPU_CACHE_GIB
         # The worker runs in the engine core's process: a third process costs seconds at the start,
         # and the two would poll each other on the cores that the trainer needs.
@@ -367,14 +374,14 @@ def end_on_signals() -> Iterator[None]:
             signal.signal(number, handlers[number])
 
 
-def let_engine_go_first(yes: bool) -> None:
+def let_engine_go_first(yes: bool, *, on_cpu: bool) -> None:
     """Let the engine's process run before this one's threads on a CPU that they share, or not.
 
     On Linux, this process is scheduled as SCHED_BATCH, and so is what it starts then: its threads
     wait for a core when they wake up, and do not take the engine's in the middle of a step. Threads
     with another policy than the default keep it.
     """
-    if not _on_cpu() or sys.platform != "linux":
+    if not on_cpu or sys.platform != "linux":
         return
     usual = os.SCHED_OTHER
     batch = os.SCHED_BATCH

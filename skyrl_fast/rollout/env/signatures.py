@@ -7,13 +7,17 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 
+class SignatureError(ValueError):
+    """User code cannot be called as it will be; the message has its signature and ours."""
+
+
 def check_reward(reward: Callable[..., Any]) -> None:
-    """Raise ValueError if a reward function cannot be called as reward(answer, row)."""
+    """Raise SignatureError if a reward function cannot be called as reward(answer, row)."""
     _check_call("reward", reward, ("answer", "row"))
 
 
 def check_environment(name: str, make_env: Callable[..., Any]) -> None:
-    """Raise ValueError if an environment, or its `step`, cannot be called as it will be.
+    """Raise SignatureError if an environment, or its `step`, cannot be called as it will be.
 
     Args:
         make_env: called with a row: a class, or a function that returns an environment.
@@ -28,7 +32,7 @@ def check_environment(name: str, make_env: Callable[..., Any]) -> None:
 
 
 def check_reward_function(name: str, function: Callable[..., Any], known: Collection[str]) -> None:
-    """Raise ValueError if a function of a group requires an argument that it will not get.
+    """Raise SignatureError if a function of a group requires an argument that it will not get.
 
     Args:
         known: names of the arguments that it can have.
@@ -42,7 +46,7 @@ def check_reward_function(name: str, function: Callable[..., Any], known: Collec
         if is_variable or parameter.default is not parameter.empty:
             continue
         if parameter.kind not in by_name or parameter.name not in known:
-            raise ValueError(
+            raise SignatureError(
                 f"reward_funcs: {name}: expected arguments named {', '.join(sorted(known))}, got "
                 f"{name}{signature}"
             )
@@ -56,10 +60,10 @@ def _check_call(name: str, function: Callable[..., Any], arguments: tuple[str, .
         signature.bind(*arguments)
     except TypeError as error:
         called = ", ".join(argument for argument in arguments if argument != "self")
-        raise ValueError(
+        raise SignatureError(
             f"{name}: expected a function that can be called as {name}({called}), got "
             f"{name}{signature}: {error}"
-        ) from error
+        ) from None
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:

@@ -19,9 +19,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ from skyrl_fast.train.checkpoint.manifest import MANIFEST, Entries, find_damage,
 from skyrl_fast.train.checkpoint.saved_state import check_state
 
 STATE = "state.json"
+_RUN_LOCK = "run.lock"
+_CHECKPOINT_LOCK = "checkpoints.lock"
 ADVICE = (
     "; choose another checkpoint (trainer.resume_path), or the newest intact one with --resume "
     "(trainer.resume_mode=latest)"
@@ -256,16 +258,51 @@ def write_json(path: Path, value: Any) -> None:
 def lock_run(run_path: Path, checkpoint_folder: Path) -> Iterator[None]:
     """Lock a run's folders; the locks are released when the process exits, however it exits.
 
+    Folders that did not exist are removed where the block raises before it has written anything.
+
     Raises:
         RunInUseError: another process holds one of them; the message names its pid.
     """
+    process = os.getpid()
+    new_folders = _missing_folders(run_path, checkpoint_folder)
     # A lock of its own: the folder may be inside another run's.
-    lock = checkpoint_folder / "checkpoints.lock"
+    lock = checkpoint_folder / _CHECKPOINT_LOCK
     with (
-        _lock(run_path / "run.lock", "run folder", "trainer.run_path"),
+        _lock(run_path / _RUN_LOCK, "run folder", "trainer.run_path"),
         _lock(lock, "checkpoint folder", "trainer.ckpt_path"),
     ):
-        yield
+        try:
+            yield
+        except BaseException:
+            if os.getpid() == process:  # not in a forked child
+                _remove_unused(new_folders)
+            raise
+
+
+def _missing_folders(*folders: Path) -> list[Path]:
+    """Return the folders and their parents that do not exist, each before its parent."""
+    missing = {path for folder in folders for path in (folder, *folder.parents)}
+    missing = {path for path in missing if not path.exists()}
+    return sorted(missing, key=lambda path: len(path.parts), reverse=True)
+
+
+def _remove_unused(folders: Sequence[Path]) -> None:
+    """Remove folders, each before its parent, unless one has more than locks and empty files."""
+    files = []
+    for folder in folders:
+        for file in folder.iterdir() if folder.is_dir() else ():
+            if file in folders:
+                continue
+            is_lock = file.name in (_RUN_LOCK, _CHECKPOINT_LOCK)
+            if not is_lock and (file.is_dir() or file.stat().st_size > 0):
+                return
+            files.append(file)
+    # Another process that waits for a lock finds the file gone, and is refused.
+    for file in files:
+        file.unlink()
+    for folder in folders:
+        with suppress(OSError):  # another run has begun there
+            folder.rmdir()
 
 
 @contextmanager
@@ -288,6 +325,11 @@ def _lock(path: Path, what: str, setting: str) -> Iterator[None]:
     except OSError as error:
         os.close(lock)
         raise RunInUseError(f"{what} {path.parent} cannot be locked: {error}") from error
+    if not path.exists() or not os.path.samestat(os.fstat(lock), path.stat()):
+        close_locked(lock)
+        raise RunInUseError(
+            f"{what} {path.parent} was just removed by another run, which did not start: try again"
+        )
     try:
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)

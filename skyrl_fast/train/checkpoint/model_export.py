@@ -14,6 +14,7 @@ import torch
 
 from skyrl_fast.config import Config
 from skyrl_fast.config.loading import as_config
+from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.train.checkpoint.local import (
     STATE,
     CheckpointError,
@@ -68,16 +69,16 @@ def export_model(run: Path, out: Path, *, adapter: bool, name: str | None = None
     step = int(read_state(checkpoint)["step"])
     card = _model_card(config, step, _base_model(config, policy), adapter=adapter)
     (partial / "README.md").write_text(card, "utf-8")
-    _take_usual_modes(partial)
+    take_modes_of(partial / "README.md")
     # A reader never sees half a model.
     partial.rename(out)
     return checkpoint
 
 
-def _take_usual_modes(folder: Path) -> None:
-    """Give all files the mode of a new one: safetensors writes weights for their owner alone."""
-    usual = stat.S_IMODE((folder / "README.md").stat().st_mode)
-    for file in filter(Path.is_file, folder.rglob("*")):
+def take_modes_of(new: Path) -> None:
+    """Give the files of a new file's folder its mode: safetensors writes for the owner alone."""
+    usual = stat.S_IMODE(new.stat().st_mode)
+    for file in filter(Path.is_file, new.parent.rglob("*")):
         file.chmod(usual)
 
 
@@ -112,26 +113,38 @@ def find_checkpoint(run: Path) -> tuple[Path, Config]:
 
 
 def _write_merged(config: Config, policy: Path, tokenizer: Path, out: Path) -> None:
+    source = config.trainer.policy.model
+    # The tokenizer is that of the run, in a folder without a model's config.
+    write_merged(source.lora, _base_model(config, policy), policy, tokenizer, out)
+
+
+def write_merged(lora: LoraConfig, base: str, adapter: Path, tokenizer: Path, out: Path) -> None:
+    """Write a base model with an adapter merged in, and a tokenizer, to a new folder.
+
+    Args:
+        lora: settings of the adapter, which its folder must have too.
+        base: folder or hub name of the base model, whose dtype the model has.
+
+    Raises:
+        ValueError: there is no such base model, or the adapter does not fit it.
+    """
     from transformers import AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
     from skyrl_fast.train.memory.activations import load_model_config
+    from skyrl_fast.train.model.loading import load_model, read_processor_files
     from skyrl_fast.train.model.lora import add_adapter, merge
-    from skyrl_fast.train.model.policy import load_model, read_processor_files
 
     transformers_logging.disable_progress_bar()
-    source = config.trainer.policy.model
-    base = _base_model(config, policy)
     dtype = getattr(load_model_config(base), "dtype", None) or torch.float32
     model = load_model(base, device=torch.device("cpu"), dtype=dtype)
     # Some weights have float32 in any model, such as biases of routers.
     dtypes = {name: value.dtype for name, value in model.state_dict().items()}
-    add_adapter(model, source.lora, base=base, folder=policy)
+    add_adapter(model, lora, base=base, folder=adapter)
     merged = merge(model, model.state_dict())
     model.save_pretrained(out, state_dict={n: value.to(dtypes[n]) for n, value in merged.items()})
     for name, content in read_processor_files(model).items():
         (out / name).write_bytes(content)
-    # That of the run, in a folder without a model's config.
     AutoTokenizer.from_pretrained(str(tokenizer)).save_pretrained(out)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from skyrl_fast.config.files import DATA_SUFFIXES
 from skyrl_fast.rollout.chat_messages import (
     normalize_messages,
     parse_json,
@@ -27,7 +28,6 @@ from skyrl_fast.rollout.chat_messages import (
 )
 
 PromptSource = str | os.PathLike[str] | Iterable[Any]
-SUFFIXES = (".jsonl", ".json", ".parquet")
 CHATS = ("prompt", "messages", "completion")  # columns of messages
 TEMPLATE_KWARGS = ("tools", "chat_template_kwargs")  # columns
 
@@ -171,13 +171,13 @@ def _chat_without_fill(chat: Any) -> Any:
 
 
 def _is_file_name(item: Any) -> bool:
-    return isinstance(item, str) and item.endswith(SUFFIXES) and not set(item) & set(" \n")
+    return isinstance(item, str) and item.endswith(DATA_SUFFIXES) and not set(item) & set(" \n")
 
 
 def read_rows(path: str, split: str) -> Iterator[tuple[str, Any]]:
     """Yield each row of a file, or of a dataset on the hub, as `rows_from` does."""
     file = Path(expanduser(path))  # unlike Path's, no error for an unknown user
-    rows = _rows(file) if file.suffix in SUFFIXES or file.exists() else _hub_rows(path, split)
+    rows = _rows(file) if file.suffix in DATA_SUFFIXES or file.exists() else _hub_rows(path, split)
     for number, row in enumerate(rows):
         yield f"{path}, row {number}", row
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import cycle, islice
 from typing import Any
@@ -20,6 +20,7 @@ from skyrl_fast.gateway.start import black_box, gateway_agent
 from skyrl_fast.rollout.chat_template import CHARACTERS_PER_TOKEN, message_text
 from skyrl_fast.rollout.engine.from_settings import (
     choose_transport,
+    describe_start,
     make_cluster_engines,
     make_engines,
     make_untrained_engines,
@@ -28,6 +29,8 @@ from skyrl_fast.rollout.engine.from_settings import (
 from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.engine.protocol import Engine
 from skyrl_fast.rollout.engine.ray_engine import EngineBundle
+from skyrl_fast.rollout.engine.remote import find_silent_servers
+from skyrl_fast.rollout.engine.start_report import report_start
 from skyrl_fast.rollout.engine.weights.gate import WeightGate
 from skyrl_fast.rollout.engine.weights.probe import (
     Logprobs,
@@ -52,7 +55,8 @@ from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.system.network_interface import LOOPBACK
 from skyrl_fast.train.data.prompts import Prompt
 from skyrl_fast.train.flow.gpu_sharing import make_gpu_sharing
-from skyrl_fast.train.model.policy import Policy, load_tokenizer
+from skyrl_fast.train.model.loading import load_tokenizer
+from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.parallel.sharding import weights_of
 
 log = logging.getLogger(__name__)
@@ -85,6 +89,7 @@ async def start_rollouts(
     address: str = LOOPBACK,
     bundles: Sequence[EngineBundle] = (),
     trained: bool = True,
+    say: Callable[[str], None] | None = None,
 ) -> VllmRollouts:
     """Start vLLM on a model folder, or connect to its servers, and start the environments' threads.
 
@@ -97,6 +102,8 @@ async def start_rollouts(
         address: address of this machine, which engines on a cluster reach.
         bundles: places of the engines of a cluster.
         trained: False: the engines' weights are never updated; servers need no road for them.
+        say: called with a line when the engine begins to start, every 15 s until it has, and when
+            it is ready; None: they are logged.
 
     Raises:
         EngineDeadError: vLLM is missing or did not start; the message says what to do.
@@ -138,8 +145,34 @@ async def start_rollouts(
         on_group=on_group,
         memory=memory,
     )
-    await rollouts.start()
+    begin, engine_log = describe_start(config, model_path)
+    with report_start(begin, engine_log, say or log.info):
+        await rollouts.start()
     return rollouts
+
+
+def check_parsers_and_servers(config: settings.Config) -> None:
+    """Look up the parsers of vLLM, and warn of servers that cannot be reached.
+
+    It comes first of a start's checks: data and models have nothing to do with these, and a server
+    may be started while they are loaded.
+
+    Raises:
+        ValueError: vLLM is missing or has no such parser.
+    """
+    generator = config.generator
+    if generator.tool_parser is not None:
+        ToolCallParser.find_class(generator.tool_parser)
+    if generator.reasoning_parser is not None:
+        ReasoningParser.find_class(generator.reasoning_parser)
+    urls = generator.inference_engine.external_server_urls
+    for url, reason in find_silent_servers(urls).items():
+        log.warning(
+            "generator.inference_engine.external_server_urls: %s cannot be reached (%s); the run "
+            "waits for it once its models are loaded",
+            url,
+            reason,
+        )
 
 
 def check_rollouts(
@@ -154,13 +187,9 @@ def check_rollouts(
     Raises:
         ValueError: there is no tokenizer or chat template, sequences can be too long for model or
             engine, an environment cannot be imported or called, a reward function needs an argument
-            that it will not get, or there is no environment of a row's name or no such tool parser.
+            that it will not get, or there is no environment of a row's name.
     """
     make_vllm_setup(config, model_path)
-    if config.generator.tool_parser is not None:
-        ToolCallParser.find_class(config.generator.tool_parser)
-    if config.generator.reasoning_parser is not None:
-        ReasoningParser.find_class(config.generator.reasoning_parser)
     EnvFactory(config.environment, make_env=make_env)
     if config.agent.is_set:
         black_box(config.agent)

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from skyrl_fast.config.model_folder import find_auto_class, model_folder
 from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.train.model.lm_head import backbone, freeze_other_parts, layers_of
+from skyrl_fast.train.model.loading import checkpoint_gradients, remove_dropout
 from skyrl_fast.train.model.lora import add_adapters
-from skyrl_fast.train.model.policy import checkpoint_gradients, remove_dropout
 from skyrl_fast.train.parallel.sharding import trained_parameters
 
 FLOAT32_BYTES = 4

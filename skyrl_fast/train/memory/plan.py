@@ -30,6 +30,7 @@ from skyrl_fast.train.memory.activations import (
     model_size,
 )
 from skyrl_fast.train.memory.device_plan import GIB, DevicePlan, Item, MemoryPlan
+from skyrl_fast.train.memory.gpus import HERE, Gpus
 from skyrl_fast.train.memory.remedies import (
     ENGINE,
     PLACEMENT,
@@ -40,7 +41,7 @@ from skyrl_fast.train.memory.remedies import (
     one_setting,
     with_settings,
 )
-from skyrl_fast.train.model.policy import recomputes_activations
+from skyrl_fast.train.model.loading import recomputes_activations
 from skyrl_fast.train.parallel.sequence_ranks import check_heads
 from skyrl_fast.train.placement import EnginePlacement, engine_placement
 
@@ -70,42 +71,42 @@ LOGIT_COPIES = 4  # float32 logits of one engine step: sorted, their probabiliti
 MAX_GPUS = 8  # to propose
 
 
-def gpu_memory(config: Config, *, with_engine: bool = True) -> int | None:
+def gpu_memory(config: Config, *, with_engine: bool = True, gpus: Gpus = HERE) -> int | None:
     """Return the bytes of the smallest GPU that the trainer or its engine uses; None without one.
 
     Raises:
         ValueError: the engine cannot be placed.
     """
-    sizes = [memory for _, memory in _memory_of_used_gpus(config, with_engine)]
-    return min(sizes) if sizes else None
+    used = _find_used_gpus(config, gpus, with_engine)
+    return min((gpus.sizes[gpu] for gpu in used), default=None)
 
 
-def memory_in_use(config: Config, *, with_engine: bool = True) -> int:
+def memory_in_use(config: Config, *, with_engine: bool = True, gpus: Gpus = HERE) -> int:
     """Return the bytes of each such GPU that are not free before the run, at most; 0 without one.
 
     Of other processes, a display, and this process's CUDA contexts; what torch's allocator holds
     here counts as free. On GPUs of several sizes it is the largest share, of the smallest GPU.
     """
-    used = _memory_of_used_gpus(config, with_engine)
+    sizes = gpus.sizes
+    used = _find_used_gpus(config, gpus, with_engine)
+    if not used:
+        return 0
     shares = []
-    for gpu, memory in used:
-        free = torch.cuda.mem_get_info(gpu)[0] + torch.cuda.memory_reserved(gpu)
-        shares.append(max(0, memory - free) / memory)
-    if used:
-        return math.ceil(max(shares) * min(memory for _, memory in used))
-    return 0
+    for gpu in used:
+        in_use = max(0, sizes[gpu] - gpus.free_bytes(gpu))
+        shares.append(in_use / sizes[gpu])
+    return math.ceil(max(shares) * min(sizes[gpu] for gpu in used))
 
 
-def _memory_of_used_gpus(config: Config, with_engine: bool) -> list[tuple[int, int]]:
-    """Return number and bytes of each GPU that the trainer or its engine uses."""
-    if not torch.cuda.is_available():
+def _find_used_gpus(config: Config, gpus: Gpus, with_engine: bool) -> list[int]:
+    """Return the numbers of the GPUs that the trainer or its engine uses."""
+    num_gpus = len(gpus.sizes)
+    if num_gpus == 0:
         return []
-    num_gpus = torch.cuda.device_count()
     used = set(range(config.trainer.placement.policy_num_gpus_per_node))
     if with_engine and config.engine_place.is_here:
         used |= set(engine_placement(config, num_gpus).gpu_ids)
-    found = [gpu for gpu in sorted(used) if gpu < num_gpus]
-    return [(gpu, int(torch.cuda.get_device_properties(gpu).total_memory)) for gpu in found]
+    return [gpu for gpu in sorted(used) if gpu < num_gpus]
 
 
 def plan_memory(

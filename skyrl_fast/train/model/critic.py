@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from functools import partial
 from os.path import expanduser
 from pathlib import Path
 from typing import Any
@@ -24,47 +23,32 @@ from skyrl_fast.ops import _backend
 from skyrl_fast.train.data.schedule import total_optimizer_steps
 from skyrl_fast.train.metrics.aggregate import Part, add_up_mini_batches
 from skyrl_fast.train.model.lm_head import backbone as backbone_of
+from skyrl_fast.train.model.loading import load_model, recomputes_activations
 from skyrl_fast.train.model.lora import (
     CRITIC,
-    adapter_of,
     adapters_of,
     add_adapter,
-    save_adapter,
     use_adapter,
 )
 from skyrl_fast.train.model.micro_batch import (
     MicroBatch,
     MicroBatches,
-    plan_micro_batches,
     response_positions,
 )
 from skyrl_fast.train.model.optimizer import Optimizer
-from skyrl_fast.train.model.policy import (
-    Policy,
-    load_model,
-    recomputes_activations,
-    refuse_random_passes,
-)
+from skyrl_fast.train.model.policy import Policy
+from skyrl_fast.train.model.random_passes import refuse_random_passes
 from skyrl_fast.train.model.residual_stream import round_residual_stream
-from skyrl_fast.train.model.rope_limits import rope_limits
 from skyrl_fast.train.model.row_layout import (
-    LayoutCosts,
-    cheapest_layout,
-    supports_trees,
     uses_trees,
 )
-from skyrl_fast.train.model.tree_forward import last_hidden_states, padded_trees
-from skyrl_fast.train.parallel.export import save_pretrained
-from skyrl_fast.train.parallel.rank_shares import local_micro_batches
+from skyrl_fast.train.model.trained_model import TrainedModel
+from skyrl_fast.train.model.tree_forward import padded_trees
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK, Ranks, run_on_all_ranks
 from skyrl_fast.train.parallel.sharding import (
     VALUE_HEAD,
-    full_tensors,
     full_weight,
     reduce_at_last,
-    shard,
-    trained_parameters,
-    weights_of,
     with_full_params,
 )
 from skyrl_fast.train.parallel.traffic import CHECKPOINT
@@ -131,7 +115,7 @@ def add_to_base(model: Any, lora: LoraConfig, *, base: str, folder: Path | None 
 _STEP = ("critic_loss", "values_mean", "values_clipfrac")
 
 
-class Critic:
+class Critic(TrainedModel):
     """Value model with its optimizer: values of trained tokens, and training on returns.
 
     Args:
@@ -162,67 +146,47 @@ class Critic:
         ranks: Ranks = SINGLE_RANK,
         policy: Policy | None = None,
     ) -> None:
+        super().__init__(
+            model if policy is None else policy.root,
+            pretrained=model.backbone,
+            backbone=model.backbone,
+            max_tokens_per_microbatch=max_tokens_per_microbatch,
+            dtype=dtype,
+            ranks=ranks,
+            adapter=None if policy is None else CRITIC,
+        )
         self.model = model
-        self.ranks = ranks
-        self.max_tokens_per_microbatch = max_tokens_per_microbatch
-        self.dtype = dtype
-        self.rope_limits = rope_limits(model.backbone.config)
-        self._policy = policy
-        self._root: Any = model if policy is None else policy.model  # whose weights are sharded
-        self.layout_costs: LayoutCosts | None = None
-        if policy is not None:
-            self.tree = policy.tree
-            self.layout_costs = policy.layout_costs
+        if policy is None:
+            refuse_random_passes(model.backbone, self.autocast)
+            self.distribute(tree)
         else:
-            # Before the weights are sharded: the checks call the backbone, which gathers none.
-            self.tree = supports_trees(model.backbone, tree, ranks.sequence)
-            refuse_random_passes(model.backbone, self._autocast)
-            shard(model, ranks)
-        ranks.register(self)
-        if policy is None and self.tree and tree is None:
-            self.tree, self.layout_costs = cheapest_layout(self, model.backbone, self._autocast)
+            self.share(policy)
         self.optimizer = Optimizer(self, optimizer_config, total_steps=total_steps)
         self.mini_batch_size = mini_batch_size
         self.update_epochs = update_epochs
         self.value_clip = value_clip
 
-    @property
-    def device(self) -> torch.device:
-        return self.model.value_head.weight.device
-
     def values(self, micro: MicroBatch) -> torch.Tensor:
         """Return (M,) float32, the values of the states in which the tokens were sampled."""
         micro = padded_trees(micro, self.device, self.ranks.sequence)
-        if self._policy is not None:
-            use_adapter(self._policy.model, CRITIC)
+        self.use_adapter()
 
         def values_of() -> torch.Tensor:
-            with self._autocast():
-                # A backward pass in a backward pass gathers no shards.
-                if self.ranks.size == 1:
-                    most = self.max_tokens_per_microbatch
-                else:
-                    most = None
-                hidden = last_hidden_states(
-                    self.model.backbone, micro, self.device, most_nodes=most
-                )
-                return self.model.head(hidden)
+            with self.autocast():
+                return self.model.head(self.hidden_states(micro))
 
-        values = with_full_params(self._root, values_of)
+        values = with_full_params(self.root, values_of)
         values = values.index_select(0, _backend.to_device_of(micro.hidden_index, values)).float()
         return micro.joined(values)
 
     @run_on_all_ranks
     def batch_values(self, batch: StepBatch) -> torch.Tensor:
         """Return (A,) float32 values of the trained tokens, without gradients; 0 elsewhere."""
-        with torch.no_grad():
-            local = []
-            for micro in self._micro_batches(batch):
-                local.append((response_positions(batch, micro), self.values(micro).cpu()))
-        result = torch.zeros(batch.loss_mask.shape[0])
-        for positions, values in self.ranks.gather(local):
-            result[positions] = values
-        return result
+        return self.per_token(batch, self.values)
+
+    def passes(self, batch: StepBatch) -> MicroBatches:
+        # The environment's tokens are trained by the policy alone.
+        return super().passes(batch.with_(cross_entropy_weights=None))
 
     def update(self, batch: StepBatch) -> dict[str, float]:
         """Take optimizer steps towards the batch's returns; return their mean metrics."""
@@ -241,21 +205,9 @@ class Critic:
         )
         return metrics
 
-    def trained_parameters(self) -> list[tuple[str, torch.Tensor]]:
-        trained = trained_parameters(self._root)
-        if self._policy is None:
-            return trained
-        head = self.model.value_head.weight
-        result: list[tuple[str, torch.Tensor]] = []
-        for n, value in trained:
-            if adapter_of(n) == CRITIC or value is head:
-                result.append((n, value))
-        return result
-
-    @property
-    def pretrained(self) -> Any:
-        """The transformers model that `save` writes."""
-        return self.model.backbone
+    def owns(self, name: str) -> bool:
+        # The head of a critic on the policy's base is a module of that base.
+        return super().owns(name) or f".{VALUE_HEAD}." in name
 
     def save(self, folder: Path) -> None:
         """Write backbone (Hugging Face format) or adapter (PEFT's), head and optimizer.
@@ -264,17 +216,10 @@ class Critic:
         """
         folder.mkdir(parents=True, exist_ok=True)
         save_file({"weight": self._head_weight()}, str(folder / HEAD_FILE))
-        if self._policy is not None:
-            adapter = self._policy.adapter_weights(CRITIC)
-            save_adapter(self._policy.model, adapter, folder, CRITIC)
-        elif self.ranks.size > 1:
-            save_pretrained(self, folder)
+        if self.adapter is not None:
+            self.save_adapter(self.adapter, folder)
         else:
-            weights = full_tensors(weights_of(self.model.backbone), self.ranks)
-            backbone = {}
-            for name, value in weights.items():
-                backbone[name] = value.cpu()
-            self.model.backbone.save_pretrained(folder, state_dict=backbone)
+            self.save_weights(folder)
         self.optimizer.save(folder)
 
     def restore(self, folder: Path) -> None:
@@ -298,7 +243,7 @@ class Critic:
         total = max(1, int((batch.loss_mask != 0).sum()))
         assert batch.values is not None and batch.returns is not None
         results = []
-        for micro in reduce_at_last(self._root, self._micro_batches(batch), self.ranks):
+        for micro in reduce_at_last(self.root, self.passes(batch), self.ranks):
             index = response_positions(batch, micro)
             old = batch.values[index]
             returns = batch.returns[index]
@@ -317,22 +262,6 @@ class Critic:
             named = dict(zip(_STEP, (loss, mean, share), strict=True))
             results.append(_backend.read_numbers(named))
         return self.ranks.gather(results)
-
-    def _micro_batches(self, batch: StepBatch) -> MicroBatches:
-        plan = partial(
-            plan_micro_batches,
-            batch.with_(cross_entropy_weights=None),  # the environment's tokens are the policy's
-            tree=self.tree,
-            costs=self.layout_costs,
-            limits=self.rope_limits,
-        )
-        return local_micro_batches(plan, self.max_tokens_per_microbatch, self.ranks)
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.dtype == torch.float32:
-            return contextlib.nullcontext()
-        # Its cache would keep all weights in that dtype until the pass ends; each is cast once.
-        return torch.autocast(self.device.type, dtype=self.dtype, cache_enabled=False)
 
 
 def value_loss(

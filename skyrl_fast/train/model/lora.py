@@ -22,10 +22,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from skyrl_fast.config.model_layers import linear_modules, linear_names, named_layers
 from skyrl_fast.config.settings import ALL_LINEAR, LoraConfig
 from skyrl_fast.train.model.base_weights import base_weights_digest, sort_metadata
 from skyrl_fast.train.model.lm_head import freeze_other_parts
-from skyrl_fast.train.parallel.sharding import layers_of, local_tensor
+from skyrl_fast.train.parallel.sharding import local_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ def add_adapter(
     if folder is None:
         config = _make_config(lora, base, freeze_other_parts(model))
         if lora.target_modules == [ALL_LINEAR]:
-            _leave_out_experts(config, model)
+            _name_all_linear(config, model)
     else:
         config = _read_config(folder, lora, base)
     digest = base_weights_digest(base)
@@ -106,8 +107,7 @@ def add_adapter(
             warnings.filterwarnings("ignore", "Already found a `peft_config`")
             peft.inject_adapter_in_model(config, model, name)
     except ValueError as error:  # no module has such a name
-        names = {path.rpartition(".")[2] for _, path in linear_modules(model)}
-        known = ", ".join(sorted(names))
+        known = ", ".join(linear_names(model))
         raise ValueError(
             f"{SETTING}.target_modules: expected names of linear modules ({known}) or "
             f"{ALL_LINEAR}, got {', '.join(lora.target_modules)}"
@@ -361,7 +361,6 @@ def save_adapter(
 def _make_config(lora: LoraConfig, base: str, frozen_parts: Sequence[str]) -> Any:
     from peft import LoraConfig as PeftConfig
 
-    everywhere = lora.target_modules == [ALL_LINEAR]
     excluded: Any = list(lora.exclude_modules) or None
     if frozen_parts:  # names there may be those of the language model
         of_parts = [f"{re.escape(part)}\\..*" for part in frozen_parts]
@@ -371,7 +370,7 @@ def _make_config(lora: LoraConfig, base: str, frozen_parts: Sequence[str]) -> An
         excluded = "|".join([*of_parts, *named])  # for PEFT a regular expression
     init: Any = True if lora.init_method == "kaiming" else lora.init_method
     target_modules: str | list[str] = list(lora.target_modules)
-    if everywhere:
+    if target_modules == [ALL_LINEAR]:
         target_modules = ALL_LINEAR
     return PeftConfig(
         r=lora.rank,
@@ -385,26 +384,26 @@ def _make_config(lora: LoraConfig, base: str, frozen_parts: Sequence[str]) -> An
     )
 
 
-def _leave_out_experts(config: Any, model: Any) -> None:
-    """Replace all-linear by names where PEFT takes it for a mixture's experts and routers, too.
+def _name_all_linear(config: Any, model: Any) -> None:
+    """Replace all-linear by the modules that it means here.
 
-    Modules that are named as the experts were in transformers 4 are left out with them: PEFT takes
+    Modules that are named as a mixture's experts were in transformers 4 are left out: PEFT takes
     their names for those of experts, also when it loads the adapter.
     """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
+    paths = {f"{layer}.{path}" for layer, path in linear_modules(model)}
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
     except ImportError:  # an older one
+        config.target_modules = paths
         return
     convert_peft_config_for_transformers(config, model, None)
-    if config.target_parameters:
-        linear = (torch.nn.Linear, BaseTunerLayer)
-        modules = model.named_modules()
-        config.target_modules &= {n.rpartition(".")[2] for n, m in modules if isinstance(m, linear)}
-        config.target_parameters = None
-        config.rank_pattern = {}
-        config.alpha_pattern = {}
+    if not config.target_parameters:
+        config.target_modules = paths
+        return
+    config.target_modules &= set(linear_names(model))
+    config.target_parameters = None
+    config.rank_pattern = {}
+    config.alpha_pattern = {}
 
 
 def _read_config(folder: Path, lora: LoraConfig, base: str) -> Any:
@@ -471,23 +470,13 @@ def _metadata(path: Path) -> dict[str, str]:
         return {}  # `_load` says why
 
 
-def linear_modules(model: Any) -> list[tuple[str, str]]:
-    """Return the linear modules of a model's layers: the layer's path, and the path inside it."""
-    found = []
-    for layer_path, layer in layers_of(model):
-        for path, module in layer.named_modules():
-            if type(module) is torch.nn.Linear:
-                found.append((layer_path, path))
-    return found
-
-
 def _check_targets(model: Any, lora: LoraConfig, adapter: str) -> None:
     """Raise ValueError unless an adapter's modules are those of the settings, in the layers."""
     modules = dict(model.named_modules())
     # Not its matrices: those of an embedding, which is refused, have other names.
     layers_with_it = {layer for layer in _adapted_layers(model) if adapter in layer.r}
     adapted = {n: m for n, m in modules.items() if m in layers_with_it}
-    layers = [f"{name}." for name, _ in layers_of(model)]
+    layers = [f"{name}." for name, _ in named_layers(model)]
     for name, module in adapted.items():
         kind = type(module.get_base_layer())
         if kind is not torch.nn.Linear or not any(map(name.startswith, layers)):

@@ -15,16 +15,10 @@ from skyrl_fast.config.settings import TrainerConfig
 from skyrl_fast.train.data.random_state import seed_everything
 from skyrl_fast.train.data.schedule import total_optimizer_steps
 from skyrl_fast.train.model.critic import Critic, add_to_base, make_critic
+from skyrl_fast.train.model.loading import hide_progress_bars, load_model, recomputes_activations
 from skyrl_fast.train.model.lora import add_adapters
 from skyrl_fast.train.model.optimizer import Optimizer
-from skyrl_fast.train.model.policy import (
-    Policy,
-    Reference,
-    WithoutAdapter,
-    hide_progress_bars,
-    load_model,
-    recomputes_activations,
-)
+from skyrl_fast.train.model.policy import Policy, Reference, WithoutAdapter
 from skyrl_fast.train.model.residual_stream import round_residual_stream, widen_residual_stream
 from skyrl_fast.train.model.row_layout import uses_trees
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK, Ranks
@@ -255,9 +249,13 @@ def _set_threads(chosen: int | None, ranks: Ranks) -> None:
         torch.set_num_threads(chosen)
 
 
-def find_device(name: str) -> torch.device:
-    """Return the device of `trainer.device`; ValueError if it is "cuda" and there is no GPU."""
-    available = torch.cuda.is_available()
+def find_device(name: str, *, has_gpu: bool | None = None) -> torch.device:
+    """Return the device of `trainer.device`; ValueError if it is "cuda" and there is no GPU.
+
+    Args:
+        has_gpu: whether there is one; None: as torch says.
+    """
+    available = torch.cuda.is_available() if has_gpu is None else has_gpu
     if name == "cuda" and not available:
         raise ValueError("trainer.device: wanted cuda, but torch finds no GPU")
     return torch.device("cuda" if name != "cpu" and available else "cpu")

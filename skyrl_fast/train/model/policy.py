@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,63 +18,49 @@ import numpy as np
 import torch
 
 from skyrl_fast.batch import StepBatch
-from skyrl_fast.config.model_folder import POLICY, find_auto_class, model_folder
-from skyrl_fast.config.settings import LoraConfig, TrainerConfig
+from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.ops import _backend
 from skyrl_fast.rollout.engine.weights.transfer import OF_POLICY
 from skyrl_fast.train.model.lm_head import (
-    PROBE_TOKENS,
     backbone,
     find_head,
     freeze_other_parts,
-    is_vision_language,
 )
-from skyrl_fast.train.model.lora import CONFIG as ADAPTER_CONFIG
+from skyrl_fast.train.model.loading import (
+    checkpoint_gradients,
+    checkpoints_gradients,
+    read_processor_files,
+)
 from skyrl_fast.train.model.lora import (
     CRITIC,
     NAME,
-    SETTING,
     FrozenBase,
     adapter_names,
-    adapter_of,
     adapter_off,
     adapters_of,
     add_adapter,
     check_adapters_called,
     merge,
     remove_adapter,
-    save_adapter,
-    use_adapter,
 )
 from skyrl_fast.train.model.micro_batch import (
     MicroBatch,
-    MicroBatches,
-    plan_micro_batches,
-    response_positions,
 )
-from skyrl_fast.train.model.rope_limits import rope_limits
+from skyrl_fast.train.model.random_passes import (
+    keep_random_state,
+    probe_inputs,
+    refuse_random_passes,
+)
 from skyrl_fast.train.model.router_replay import RouterReplay
-from skyrl_fast.train.model.row_layout import LayoutCosts, cheapest_layout, supports_trees
-from skyrl_fast.train.model.tree_forward import last_hidden_states, padded_trees
-from skyrl_fast.train.parallel.export import checkpoint_names, save_pretrained
-from skyrl_fast.train.parallel.rank_shares import local_micro_batches
+from skyrl_fast.train.model.trained_model import TrainedModel
+from skyrl_fast.train.model.tree_forward import padded_trees
+from skyrl_fast.train.parallel.export import checkpoint_names
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK, Ranks, run_on_all_ranks
 from skyrl_fast.train.parallel.sharding import (
     full_state_dict,
-    shard,
-    trained_parameters,
     weight_names,
     with_full_params,
 )
-
-PROCESSOR_FILES = (
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-    "chat_template.json",
-    "chat_template.jinja",
-)
-RANDOM_PASSES = 16  # passes of the check that nothing is random: a layer is seldom dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +99,7 @@ class NamedWeights:
                 yield name, layer.pop(name)
 
 
-class Policy:
+class Policy(TrainedModel):
     """A causal LM with logprobs of trained tokens; an `Optimizer` updates its weights.
 
     Args:
@@ -147,46 +133,41 @@ class Policy:
         saved_logits_bytes: int | None = None,
         ranks: Ranks = SINGLE_RANK,
     ) -> None:
+        names = adapters_of(model)
+        self.adapters = tuple(name for name in names if name != CRITIC)
+        super().__init__(
+            model,
+            pretrained=model,
+            backbone=backbone(model),
+            max_tokens_per_microbatch=max_tokens_per_microbatch,
+            dtype=dtype,
+            ranks=ranks,
+            adapter=self.adapters[0] if self.adapters else None,
+        )
         self.model = model
-        adapters = adapters_of(model)
-        self.adapters = tuple(name for name in adapters if name != CRITIC)
-        self._switches_adapters = len(adapters) > 1
-        self.adapter = self.adapters[0] if self.adapters else None  # adapter of the passes
-        self.backbone = backbone(model)
         self.frozen_parts = freeze_other_parts(model)
         self.refused_tokens = placeholder_tokens(model.config)
         self._processor = read_processor_files(model)
-        self.ranks = ranks
         self.temperature = temperature
-        self.max_tokens_per_microbatch = max_tokens_per_microbatch
-        self.dtype = dtype
         is_double = model.dtype == torch.float64  # models in tests
         if is_double:
             self.head_dtype = torch.float64
         else:
             self.head_dtype = head_dtype or dtype
+        self.saved_logits_bytes = saved_logits_bytes
         self._replay: RouterReplay | None = None
         if router_replay:
             self._replay = RouterReplay(model)
-        if self._replay is not None and _checkpoints_gradients(model):
+        if self._replay is not None and checkpoints_gradients(model):
             checkpoint_gradients(model, context_fn=self._replay.checkpoint_contexts)
-        # Checks call parts of the model, whose weights are not gathered there once they are
-        # sharded: so they come first.
-        refuse_random_passes(model, self._autocast)
-        with _random_state_kept(self.device):
-            self.head = find_head(model, self._autocast)
-            if adapters:
-                with torch.no_grad(), self._autocast():
-                    check_adapters_called(model, partial(self.backbone, **_probe_inputs(model)))
-        self.saved_logits_bytes = saved_logits_bytes
-        self.rope_limits = rope_limits(model.config)
-        self.tree = supports_trees(self.backbone, tree, ranks.sequence)
-        shard(model, ranks)
+        refuse_random_passes(model, self.autocast)
+        with keep_random_state(self.device):
+            self.head = find_head(model, self.autocast)
+            if names:
+                with torch.no_grad(), self.autocast():
+                    check_adapters_called(model, partial(self.backbone, **probe_inputs(model)))
+        self.distribute(tree)
         self.frozen_base = FrozenBase(model)
-        ranks.register(self)
-        self.layout_costs: LayoutCosts | None = None
-        if self.tree and tree is None:
-            self.tree, self.layout_costs = cheapest_layout(self, self.backbone, self._autocast)
         self._by_adapter = dict.fromkeys(self.adapters[:1], self)
         for name in self.adapters[1:]:
             # One model, and what was found out about it; only the adapter of the passes is another.
@@ -221,7 +202,6 @@ class Policy:
         add_adapter(self.model, lora, base=base, folder=folder, name=name)
         added = copy.copy(self)
         added.adapter = name
-        added._switches_adapters = True
         self._by_adapter[name] = added
         return added
 
@@ -231,31 +211,16 @@ class Policy:
         remove_adapter(self.model, name)
 
     @property
-    def _most_nodes(self) -> int | None:
-        # A backward pass in a backward pass gathers no shares of weights, and routes are of passes.
-        undivided = self.ranks.size == 1 and self._replay is None
-        return self.max_tokens_per_microbatch if undivided else None
-
-    @property
     def router_replay(self) -> bool:
         """Whether `logprobs` replays recorded routes."""
         return self._replay is not None
-
-    @property
-    def pretrained(self) -> Any:
-        """The transformers model that `save` writes."""
-        return self.model
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
 
     def logprobs(
         self, micro: MicroBatch, *, return_entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (M,) float32 logprobs of the micro-batch's trained tokens, and their entropies."""
         micro = padded_trees(micro, self.device, self.ranks.sequence)
-        self._use_adapter()
+        self.use_adapter()
         # Without waiting: the host prepares the backward pass while the device computes.
         there = partial(_backend.to_device, device=self.device)
 
@@ -286,17 +251,15 @@ class Policy:
         With one rank only.
         """
         assert self.ranks.size == 1
-        self._use_adapter()
+        self.use_adapter()
         hidden = micro.joined(self._predicting_states(micro))
         ids = _backend.to_device(target_ids, self.device)
         return self.head.gathered_logprobs(hidden, ids, temperature=self.temperature)
 
     def _predicting_states(self, micro: MicroBatch) -> torch.Tensor:
         """Return the hidden states that predict a pass's entries, in the head's dtype."""
-        with self._autocast(), self._replayed(micro):
-            hidden = last_hidden_states(
-                self.backbone, micro, self.device, most_nodes=self._most_nodes
-            )
+        with self._replayed(micro):
+            hidden = self.hidden_states(micro)
         index = _backend.to_device(micro.hidden_index, self.device)
         # Norms return float32 under autocast, which would slow down the largest product.
         return hidden.index_select(0, index).to(self.head_dtype)
@@ -318,35 +281,8 @@ class Policy:
                 self._replay = replay
         return self._batch_logprobs(batch)
 
-    def passes(self, batch: StepBatch) -> MicroBatches:
-        """Return the forward passes, for `logprobs`, that visit every trained token of the batch.
-
-        A pass has at most `max_tokens_per_microbatch` tokens, unless one row is longer;
-        `response_positions(batch, micro)` tells which of the batch's tokens it visits. With several
-        ranks these are this rank's passes, some of which may visit none.
-        """
-        plan = partial(
-            plan_micro_batches,
-            batch,
-            router_replay=self.router_replay,
-            tree=self.tree,
-            costs=self.layout_costs,
-            limits=self.rope_limits,
-            refused_tokens=self.refused_tokens,
-        )
-        return local_micro_batches(plan, self.max_tokens_per_microbatch, self.ranks)
-
     def _batch_logprobs(self, batch: StepBatch) -> torch.Tensor:
-        with torch.no_grad():
-            local = []
-            for micro in self.passes(batch):
-                local.append(
-                    (response_positions(batch, micro), self.logprobs(micro)[0].float().cpu())
-                )
-        result = torch.zeros(batch.loss_mask.shape[0])
-        for positions, values in self.ranks.gather(local):
-            result[positions] = values
-        return result
+        return self.per_token(batch, lambda micro: self.logprobs(micro)[0])
 
     @run_on_all_ranks
     def sequence_logprobs(
@@ -363,10 +299,10 @@ class Policy:
         rows = [torch.tensor(sequence, device=self.device) for sequence in sequences]
         # No token sees the padding, which is after it. One pass reads (and gathers) weights once.
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        self._use_adapter()
+        self.use_adapter()
 
         def values() -> tuple[torch.Tensor, ...]:
-            with self._autocast(), self._at_routes(ids, routes):
+            with self.autocast(), self._at_routes(ids, routes):
                 hidden = self.backbone(input_ids=ids, use_cache=False).last_hidden_state
             hidden = hidden.to(torch.promote_types(self.model.dtype, torch.float32))
             return tuple(of_row(row, states) for row, states in zip(rows, hidden, strict=True))
@@ -379,14 +315,6 @@ class Policy:
         with torch.no_grad():
             results = with_full_params(self.model, values)
         return [(logprobs, deviation) for *logprobs, deviation in map(torch.Tensor.tolist, results)]
-
-    def trained_parameters(self) -> list[tuple[str, torch.Tensor]]:
-        trained = trained_parameters(self.model)
-        result: list[tuple[str, torch.Tensor]] = []
-        for name, value in trained:
-            if adapter_of(name) == self.adapter:
-                result.append((name, value))
-        return result
 
     def named_weights(
         self, dtype: torch.dtype | None = None, *, adapter: bool = False
@@ -402,17 +330,6 @@ class Policy:
                 named policies begin with the name and `OF_POLICY`.
         """
         return NamedWeights(self, dtype, adapter)
-
-    def adapter_weights(
-        self, name: str, dtype: torch.dtype | None = None
-    ) -> dict[str, torch.Tensor]:
-        """Return an adapter's full matrices, by the model's names."""
-        # Not of the state dict: to read it reshards the model, in which another call may compute.
-        names = []
-        for key, _ in self.model.named_parameters():
-            if adapter_of(key) == name:
-                names.append(key)
-        return full_state_dict(self, dtype, names)
 
     @run_on_all_ranks
     def offload_base(self) -> None:
@@ -442,22 +359,13 @@ class Policy:
                     of_policy = folder
                 else:
                     of_policy = folder / name
-                save_adapter(self.model, self.adapter_weights(name), of_policy, name)
-        elif self.ranks.size > 1:
-            save_pretrained(self, folder)
+                self.save_adapter(name, of_policy)
         else:
-            weights = {name: value.cpu() for name, value in full_state_dict(self).items()}
-            self.model.save_pretrained(folder, state_dict=weights)
-        if not self.has_adapter:
+            self.save_weights(folder)
             for name, content in self._processor.items():
                 (folder / name).write_bytes(content)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-
-    def _use_adapter(self) -> None:
-        if self._switches_adapters:
-            assert self.adapter is not None
-            use_adapter(self.model, self.adapter)
 
     def _replayed(self, micro: MicroBatch) -> contextlib.AbstractContextManager[Any]:
         if self._replay is None:
@@ -483,12 +391,6 @@ class Policy:
         padded[~mask] = torch.cat(rows)
         return self._replay.routes(padded.to(ids.device), mask.to(ids.device))
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.dtype == torch.float32 or self.model.dtype == torch.float64:
-            return contextlib.nullcontext()
-        # Its cache would keep all weights in that dtype until the pass ends; each is cast once.
-        return torch.autocast(self.device.type, dtype=self.dtype, cache_enabled=False)
-
 
 @dataclass(frozen=True, slots=True)
 class WithoutAdapter:
@@ -503,78 +405,6 @@ class WithoutAdapter:
 Reference = Policy | WithoutAdapter  # the reference of a KL term
 
 
-def load_model(
-    path: str,
-    *,
-    device: torch.device,
-    dtype: torch.dtype = torch.float32,
-    gradient_checkpointing: bool = False,
-    with_head: bool = True,
-    setting: str = POLICY,
-) -> Any:
-    """Return the causal LM of a local folder or hub name, or the model that it is a part of.
-
-    Args:
-        with_head: False: return only the backbone.
-        setting: the setting of the path, for messages.
-
-    Raises:
-        ValueError: there is no usable model; the message says what was tried.
-    """
-    from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModel
-
-    folder = str(model_folder(path, setting=setting))
-    if (Path(folder) / ADAPTER_CONFIG).is_file():  # transformers would add it
-        raise ValueError(
-            f"{setting}: expected a model alone, got {path}, which has an adapter, too "
-            f"({ADAPTER_CONFIG}): a run starts from an adapter by {SETTING}.path"
-        )
-    trust = {"trust_remote_code": False}  # by default transformers asks on the terminal
-    try:
-        config = AutoConfig.from_pretrained(folder, **trust)
-        auto = find_auto_class(config) if with_head else AutoModel
-        model: Any = auto.from_pretrained(folder, config=config, dtype=dtype, **trust)
-    except SafetensorError as error:
-        raise ValueError(
-            f"{setting}: {path} cannot be loaded: {_damaged_files(Path(folder)) or error}"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{setting}: {path} cannot be loaded: {error}") from error
-    if getattr(model.config, "quantization_config", None) is not None:
-        raise ValueError(f"{setting}: expected weights of 16 or 32 bits, got those of {path}")
-    if not with_head:
-        model = backbone(model)
-    if gradient_checkpointing:
-        checkpoint_gradients(model)
-        # transformers recomputes layers in training mode only.
-        remove_dropout(model.train())
-    return model.to(device)
-
-
-def _damaged_files(folder: Path) -> str:
-    """Return which files of weights cannot be opened, such as those of an interrupted copy."""
-    from safetensors import SafetensorError, safe_open
-
-    damaged = []
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, "pt"):
-                pass
-        except SafetensorError as error:
-            damaged.append(f"{file.name}: {error}")
-    return "; ".join(damaged)
-
-
-def read_processor_files(model: Any) -> dict[str, bytes]:
-    """Return the files of a vision-language model's processor by name, of the folder it is from."""
-    if not is_vision_language(model):
-        return {}
-    # Read now: the folder may be a checkpoint that is deleted during the run. They are small.
-    files = (Path(model.name_or_path) / name for name in PROCESSOR_FILES)
-    return {file.name: file.read_bytes() for file in files if file.is_file()}
-
-
 def placeholder_tokens(config: Any) -> tuple[int, ...]:
     """Return the token ids that stand for images, videos and sounds."""
     names = []
@@ -583,110 +413,3 @@ def placeholder_tokens(config: Any) -> tuple[int, ...]:
             names.append(f"{kind}_token_{of}")
     ids = {getattr(config, name, None) for name in names}
     return tuple(sorted(id for id in ids if id is not None))
-
-
-def recomputes_activations(trainer: TrainerConfig, device: torch.device) -> bool:
-    """Return whether the layers of trained models are checkpointed: by default on a GPU."""
-    chosen = trainer.gradient_checkpointing
-    if chosen is None:
-        return device.type == "cuda"
-    return chosen
-
-
-def _checkpoints_gradients(model: Any) -> bool:
-    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-
-
-def checkpoint_gradients(model: Any, **options: Any) -> None:
-    """Recompute the layers' activations in the backward pass; options are `checkpoint`'s."""
-    renamed = getattr(model, "activation_checkpointing_enable", None)  # in newer transformers
-    enable = renamed or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False, **options})
-
-
-def hide_progress_bars() -> None:
-    from transformers.utils import logging as transformers_logging
-
-    # Those of loading and saving would disturb the run's own display.
-    transformers_logging.disable_progress_bar()
-
-
-def remove_dropout(model: Any) -> None:
-    """Remove all that is random in training mode: checkpointing needs it, the sampler has none."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        for name, value in list(vars(module).items()):
-            # Models have numbers of many names: `activation_dropout`, `layerdrop`.
-            if isinstance(value, float) and "drop" in name:
-                setattr(module, name, 0.0)
-            # Phi-3.5-MoE reads its jitter without training, too: as a threshold of its experts.
-            if isinstance(value, float) and "jitter" in name:
-                module.training = False
-
-
-def _random_state_kept(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return torch.random.fork_rng([device] if device.type == "cuda" else [])
-
-
-def _probe_inputs(model: Any) -> dict[str, Any]:
-    vocabulary = backbone(model).config.get_text_config().vocab_size
-    ids = torch.arange(PROBE_TOKENS, device=next(model.parameters()).device)[None] % vocabulary
-    return {"input_ids": ids, "use_cache": False}
-
-
-def refuse_random_passes(
-    model: Any, autocast: Callable[[], contextlib.AbstractContextManager[Any]]
-) -> None:
-    """Raise ValueError for a model in training mode whose passes differ."""
-    if not any(module.training for module in model.modules()):
-        return
-    base = backbone(model)
-    device = next(model.parameters()).device
-
-    def random_state() -> torch.Tensor:
-        if device.type == "cuda":
-            return torch.cuda.get_rng_state(device)
-        return torch.get_rng_state()
-
-    def hidden() -> Any:
-        return getattr(base(**_probe_inputs(model)), "last_hidden_state", None)
-
-    with _random_state_kept(device), torch.no_grad(), autocast():
-        before = random_state()
-        first = hidden()
-        if first is None or torch.equal(before, random_state()):  # no random number was drawn
-            return
-        is_random = any(not torch.equal(first, hidden()) for _ in range(RANDOM_PASSES))
-    if is_random:
-        numbers = model.config.get_text_config().to_dict().items()
-        names = []
-        for n, v in numbers:
-            if isinstance(v, float) and v and ("drop" in n or "jitter" in n):
-                names.append(n)
-        if names:
-            hint = f": set {', '.join(names)} to 0 in its config.json"
-        else:
-            hint = ""
-        raise ValueError(
-            f"{type(model).__name__} is random in training mode, which gradient checkpointing "
-            f"needs, and the sampler is not{hint}, or trainer.gradient_checkpointing=false"
-        )
-
-
-def load_tokenizer(path: str) -> Any:
-    """Return the tokenizer of a model.
-
-    Args:
-        path: folder of the model, or its name on the hub.
-
-    Raises:
-        ValueError: there is none.
-    """
-    from transformers import AutoTokenizer
-
-    folder = model_folder(path, with_weights=False)
-    try:
-        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{POLICY}: no tokenizer in {path}: {error}") from error

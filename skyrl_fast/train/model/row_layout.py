@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -27,29 +27,16 @@ from skyrl_fast.train.model.tree_forward import last_hidden_states, padded_trees
 from skyrl_fast.train.model.tree_states import TreeSegments, has_states
 from skyrl_fast.train.parallel.ranks import Ranks
 from skyrl_fast.train.parallel.sequence_ranks import SETTING, SINGLE, SequenceRanks, check_heads
-from skyrl_fast.train.parallel.sharding import with_full_params
 
 log = logging.getLogger(__name__)
 
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
+Gathered = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
 
 MEASURED_TOKENS = {"cpu": 1024, "cuda": 4096}
 SHORT_SEQUENCE = 128  # tokens
 SHORT_SEGMENT, FORKED_SAMPLES = 16, 4  # nodes, and trees, of the shape with forks
 REPEATS = 3
-
-
-class TrainedModel(Protocol):
-    """What a policy and a critic have in common."""
-
-    model: Any
-    dtype: torch.dtype  # dtype of the forward pass
-    max_tokens_per_microbatch: int
-    ranks: Ranks
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +98,24 @@ def _log_sequences(backbone: Any) -> None:
 
 
 def cheapest_layout(
-    owner: TrainedModel, backbone: Any, autocast: Autocast
+    backbone: Any,
+    device: torch.device,
+    ranks: Ranks,
+    *,
+    dtype: torch.dtype,
+    most_tokens: int,
+    autocast: Autocast,
+    gathered: Gathered,
 ) -> tuple[bool, LayoutCosts | None]:
     """Return whether rows may be laid out as trees, and the costs that decide for each group.
 
     Without costs all groups are trees. All ranks call this together.
+
+    Args:
+        dtype: dtype of the forward passes.
+        most_tokens, autocast, gathered: see `measured_costs`.
     """
-    device = owner.device
-    same_kernels = device.type == "cpu" and owner.dtype == torch.float32
+    same_kernels = device.type == "cpu" and dtype == torch.float32
     if same_kernels and not has_states(backbone):
         return True, None
     costs = None
@@ -128,16 +125,15 @@ def cheapest_layout(
             costs = measured_costs(
                 backbone,
                 device,
-                most_tokens=owner.max_tokens_per_microbatch,
+                most_tokens=most_tokens,
                 autocast=autocast,
                 same_kernels=same_kernels,
-                # Each pass gathers the weights, which a backward pass frees.
-                gathered=partial(with_full_params, owner.model),
+                gathered=gathered,
             )
     except RuntimeError as error:  # raised by a compiler or a kernel
         log.warning("rows are computed as sequences: trees failed on %s: %s", device, error)
     # Ranks measure different times, and must plan the same passes.
-    costs = owner.ranks.agree(costs)
+    costs = ranks.agree(costs)
     log.info("seconds of the layouts of rows: %s", costs)
     return costs is not None, costs
 
@@ -149,7 +145,7 @@ def measured_costs(
     most_tokens: int,
     autocast: Autocast,
     same_kernels: bool = False,
-    gathered: Callable[[Callable[[], torch.Tensor]], torch.Tensor] = lambda compute: compute(),
+    gathered: Gathered = lambda compute: compute(),
     clock: Callable[[], float] | None = None,
 ) -> LayoutCosts | None:
     """Return the costs of both layouts on this device; None if trees cannot be computed there.

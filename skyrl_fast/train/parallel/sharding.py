@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from skyrl_fast.config.model_layers import named_layers
 from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
 from skyrl_fast.train.parallel.traffic import ENGINE, CountedGather, CountedReduction
 
@@ -47,7 +48,7 @@ def shard(model: Any, ranks: Ranks) -> None:
             "trainer.placement.policy_num_gpus_per_node: several need torch 2.9 or newer, "
             f"got {torch.__version__}"
         )
-    layers = [module for _, module in layers_of(model)]
+    layers = [module for _, module in named_layers(model)]
     for module in (*reversed(layers), model):  # layers may be nested
         fully_shard(module, mesh=ranks.mesh)
         module.set_custom_all_gather(CountedGather(ranks.traffic))
@@ -58,22 +59,6 @@ def shard(model: Any, ranks: Ranks) -> None:
     # A method of the module, so that FSDP's hooks gather its weights around any code.
     setattr(model, METHOD, _run)
     register_fsdp_forward_method(model, METHOD)
-
-
-def layers_of(model: Any) -> list[tuple[str, Any]]:
-    """Return the layers of a model by name, those that contain others first."""
-    # A part of the model may be the transformers model that names its layers.
-    layer_types = {
-        name
-        for module in model.modules()
-        for name in getattr(module, "_no_split_modules", ()) or ()
-    }
-    # FSDP2 gives a module a class of another name.
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if type(module).__name__.removeprefix("FSDP") in layer_types
-    ]
 
 
 def with_full_params(model: Any, work: Callable[[], T]) -> T:
@@ -167,7 +152,7 @@ def full_state_dict(
     owner: Any, dtype: torch.dtype | None = None, names: Sequence[str] | None = None
 ) -> dict[str, torch.Tensor]:
     """Return full weights of a policy's or critic's model, under the names of `weights_of`."""
-    items = weights_of(owner.model)
+    items = weights_of(owner.root)
     if names is not None:
         weights = dict(items)
         items = [(name, weights[name]) for name in names]
@@ -198,7 +183,7 @@ def weight_names(owner: Any) -> list[list[str]]:
 def names_by_layer(model: Any) -> list[list[str]]:
     """Return the names of `weights_of` in groups: of a layer, or one outside the layers."""
     # A layer is not divided, as a weight of a checkpoint may be made from several of the layer.
-    layers = [name for name, _ in layers_of(model)]
+    layers = [name for name, _ in named_layers(model)]
     groups: dict[str, list[str]] = {}
     for name, _ in weights_of(model):
         layer = next((prefix for prefix in layers if name.startswith(f"{prefix}.")), name)

@@ -20,7 +20,7 @@ from skyrl_fast.ops.policy_loss.custom import register_policy_loss
 from skyrl_fast.rollout.env.handler import MakeEnv
 from skyrl_fast.rollout.env.reward_env import Reward, RewardEnv
 from skyrl_fast.rollout.env.reward_functions import RewardFunction, RewardFunctions
-from skyrl_fast.rollout.env.signatures import check_environment, check_reward
+from skyrl_fast.rollout.env.signatures import SignatureError, check_environment, check_reward
 from skyrl_fast.system.importing import absolute_name, load_object, name_of
 from skyrl_fast.train.setup.errors import SetupError
 
@@ -97,8 +97,8 @@ class GivenObjects:
                 check_reward(given)
             else:
                 check_environment(name, given)
-        except ValueError as error:
-            raise self._error(str(error)) from error
+        except SignatureError as error:
+            raise self._error(str(error)) from None
 
     def _reward_functions(self) -> RewardFunctions | None:
         functions = self.reward_funcs

@@ -8,16 +8,14 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from skyrl_fast.config import Config, InferenceEngineConfig
 from skyrl_fast.config.model_folder import model_folder
-from skyrl_fast.rollout.engine.weights.transports.ipc import find_ipc_fault
 from skyrl_fast.train.memory.activations import UnmeasurableError
 from skyrl_fast.train.memory.device_plan import MemoryPlan
+from skyrl_fast.train.memory.gpus import HERE, Gpus
 from skyrl_fast.train.memory.plan import gpu_memory, memory_in_use, plan_with_remedies
+from skyrl_fast.train.model.loading import load_tokenizer
 from skyrl_fast.train.model.models import find_device, model_path, uses_reference
-from skyrl_fast.train.model.policy import load_tokenizer
 from skyrl_fast.train.placement import engine_placement
 from skyrl_fast.train.setup.errors import SetupError
 
@@ -91,7 +89,7 @@ def _vocabulary_size(folder: Path) -> int | None:
 
 
 def plan_run_memory(
-    config: Config, checkpoint: Path | None, *, with_engine: bool
+    config: Config, checkpoint: Path | None, *, with_engine: bool, gpus: Gpus = HERE
 ) -> MemoryPlan | None:
     """Return the plan of a run on GPUs, and place the engine by it; None on a CPU.
 
@@ -102,12 +100,12 @@ def plan_run_memory(
             settings.
     """
     engine = config.generator.inference_engine
-    if find_device(config.trainer.device).type == "cpu":
+    num_gpus = len(gpus.sizes)
+    if find_device(config.trainer.device, has_gpu=num_gpus > 0).type == "cpu":
         _refuse_gpu_settings(engine)
         return None
-    capacity = gpu_memory(config, with_engine=with_engine)
+    capacity = gpu_memory(config, with_engine=with_engine, gpus=gpus)
     assert capacity is not None
-    num_gpus = torch.cuda.device_count()
     # The plan needs folders where settings may have null; the run keeps its settings.
     planned = deepcopy(config)
     if not config.shares_reference:
@@ -117,10 +115,7 @@ def plan_run_memory(
     if in_process:
         placement = engine_placement(config, num_gpus)
         if placement.weight_sync == "ipc" and engine.weight_sync_backend == "auto":
-            if torch.cuda.is_available():
-                fault = find_ipc_fault()
-            else:
-                fault = ""
+            fault = gpus.ipc_fault()
             if fault:
                 logger.warning(
                     "weight_sync_backend=auto: weights go to the engine by file, as CUDA does not "
@@ -136,7 +131,7 @@ def plan_run_memory(
         plan = plan_with_remedies(
             planned,
             capacity=capacity,
-            in_use=memory_in_use(config, with_engine=with_engine),
+            in_use=memory_in_use(config, with_engine=with_engine, gpus=gpus),
             num_gpus=num_gpus,
             with_engine=with_engine,
         )

@@ -7,7 +7,7 @@ Design: docs/design/007-rollout-and-weight-sync.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,13 +52,17 @@ def send_by_ipc(weights: Weights, dtype: torch.dtype | None = None) -> Iterator[
     torch.cuda.ipc_collect()
 
 
-def find_ipc_fault() -> str:
+def _share_a_number() -> None:
+    _make_handle(torch.zeros(1, device="cuda"))
+    torch.cuda.ipc_collect()
+
+
+def find_ipc_fault(share: Callable[[], None] = _share_a_number) -> str:
     """Return why CUDA does not share memory here, as in WSL2 and some containers; "" if it does."""
     try:
-        _make_handle(torch.zeros(1, device="cuda"))
+        share()
     except RuntimeError as error:
         return _first_line(error)
-    torch.cuda.ipc_collect()
     return ""
 
 

@@ -1,0 +1,123 @@
+"""The datums of a run in the store that the viewer reads."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from _tinker import KEY, call_of, make_datum, new_model, running_server, train
+
+from skyrl_fast.cli import main
+from skyrl_fast.tinker.recording import DatumRecorder
+from skyrl_fast.tinker.wire import Datum, LossOutputs
+from skyrl_fast.trajectory_store.reader import read_trajectories
+
+RUN = "abc:train:0"
+
+
+def rl_datum(tokens: list[int], prompt: int, advantage: float) -> Datum:
+    """Return a datum whose first `prompt` tokens are not trained."""
+    length = len(tokens) - 1
+    trained = np.arange(length) >= prompt - 1
+    return Datum(
+        np.array(tokens[:-1], np.int32),
+        {
+            "target_tokens": np.array(tokens[1:]),
+            "advantages": (trained * advantage).astype(np.float32),
+            "logprobs": -np.arange(length, dtype=np.float32),
+        },
+    )
+
+
+@pytest.mark.spec("tinker.record")
+def test_the_datums_of_a_step_are_its_trajectories(tiny_model_folder: Path, tmp_path: Path) -> None:
+    recorder = DatumRecorder(tmp_path, str(tiny_model_folder))
+    datums = [
+        rl_datum([65, 66, 67, 68], 2, 0.5),
+        rl_datum([70, 71, 72], 2, 1.0),
+        rl_datum([65, 66, 69, 70, 71], 2, -0.5),
+    ]
+    outputs = LossOutputs([np.full(len(one.tokens), -2.5, np.float32) for one in datums])
+    for part in ([0, 1], [2]):  # two calls of one step
+        call = call_of([datums[place] for place in part], "ppo")
+        recorder.add(RUN, call, LossOutputs([outputs.logprobs[place] for place in part]))
+        recorder.add(RUN, call_of(datums, "ppo", forward_only=True), outputs)
+    recorder.step(RUN, 1)
+    recorder.step(RUN, 2)  # of nothing
+    recorder.close()
+    stored = list(read_trajectories(tmp_path / RUN))
+    assert {one.entry.step for one in stored} == {1}
+    by_prompt: dict[str, list[list[int]]] = {}
+    for one in stored:
+        (step,) = one.steps
+        by_prompt.setdefault(one.entry.uid, []).append(list(step.response_ids))
+        assert len(step.prompt_token_ids) == 2 and step.loss_mask.all()
+        assert set(step.trainer_logprobs) == {-2.5}
+        assert step.rollout_logprobs.tolist() == [-1.0, -2.0, -3.0][: len(step.response_ids)]
+    assert sorted(by_prompt.values()) == [[[67, 68], [69, 70, 71]], [[72]]]
+    advantages = {float(one.steps[0].advantages[0]) for one in stored}
+    assert advantages == {0.5, 1.0, -0.5}
+    assert main(["view", str(tmp_path / RUN)]) == 0
+    assert (tmp_path / RUN / "view" / "index.html").is_file()
+
+
+def test_weights_and_several_targets_are_shown(tiny_model_folder: Path, tmp_path: Path) -> None:
+    recorder = DatumRecorder(tmp_path, str(tiny_model_folder))
+    random = np.random.default_rng(0)
+    datums = [make_datum(random, 5, width=3), make_datum(random, 4)]
+    shapes = [one.inputs["target_tokens"].shape for one in datums]
+    outputs = LossOutputs([np.zeros(shape, np.float32) for shape in shapes])
+    recorder.add(RUN, call_of(datums), outputs)
+    recorder.step(RUN, 7)
+    recorder.close()
+    stored = {len(one.steps[0].response_ids): one for one in read_trajectories(tmp_path / RUN)}
+    assert sorted(stored) == [4, 5]
+    expected = datums[0].inputs
+    assert stored[5].steps[0].response_ids == expected["target_tokens"][:, 0].tolist()
+    np.testing.assert_allclose(
+        stored[5].steps[0].advantages,
+        expected["weights"][:, 0],
+        atol=1e-3,  # decimals that are stored
+    )
+    assert stored[5].entry.step == 7
+
+
+def test_a_full_disk_costs_the_record_and_not_the_run(
+    tiny_model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / RUN).write_text("a file where the folder would be")
+    recorder = DatumRecorder(tmp_path, str(tiny_model_folder))
+    datum = rl_datum([1, 2, 3], 1, 1.0)
+    for step in (1, 2):
+        recorder.add(RUN, call_of([datum], "ppo"), LossOutputs([np.zeros(2, np.float32)]))
+        recorder.step(RUN, step)
+    recorder.close()
+    warnings = [one for one in caplog.messages if "are not recorded" in one]
+    assert len(warnings) == 1
+
+
+def test_a_server_records_each_step(
+    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tinker = pytest.importorskip("tinker", reason="the Tinker SDK is not installed")
+    monkeypatch.setitem(os.environ, "TINKER_TELEMETRY", "0")
+    with running_server(tiny_model_folder, tmp_path) as server:
+        client = tinker.ServiceClient(base_url=server.url, api_key=KEY)
+        model = new_model(client, tiny_model_folder)
+        values = train(model, 2, 1, 2, 3, 4)
+        client.close("success").result(60)
+    stored = read_trajectories(tmp_path / "runs" / model.model_id)
+    steps = {one.entry.step: one.steps[0] for one in stored}
+    assert sorted(steps) == [1, 2]
+    assert steps[2].response_ids == [2, 3, 4]
+    np.testing.assert_allclose(steps[2].trainer_logprobs, values, atol=1e-3)
+
+
+def test_an_unloaded_model_leaves_nothing_behind(tiny_model_folder: Path, tmp_path: Path) -> None:
+    recorder = DatumRecorder(tmp_path, str(tiny_model_folder))
+    datum = rl_datum([1, 2, 3], 1, 1.0)
+    recorder.add(RUN, call_of([datum], "ppo"), LossOutputs([np.zeros(2, np.float32)]))
+    recorder.forget(RUN)
+    recorder.step(RUN, 1)
+    recorder.close()
+    assert not (tmp_path / RUN).exists()

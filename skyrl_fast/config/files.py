@@ -1,0 +1,34 @@
+"""Files and folders that the settings name, looked for before anything large is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os.path import expanduser
+from pathlib import Path
+
+from skyrl_fast.config.model_folder import find_local_model
+from skyrl_fast.config.settings import Config
+from skyrl_fast.setting import ConfigError
+
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet")  # of files of rows; other names may be on the hub
+
+
+def check_data_files(setting: str, paths: Sequence[str]) -> None:
+    """Raise ConfigError for a file of rows that does not exist."""
+    for path in paths:
+        file = Path(expanduser(path))  # unlike Path's, no error for an unknown user
+        if file.suffix in DATA_SUFFIXES and not file.is_file():
+            raise ConfigError(f"{setting}: data file not found: {path}")
+
+
+def check_local_model(config: Config) -> None:
+    """Raise ConfigError for a policy model that is neither a folder nor a name on the hub.
+
+    A run that resumes reads its checkpoint instead, so it is not checked here.
+    """
+    if config.trainer.resume_mode != "none":
+        return
+    try:
+        find_local_model(str(config.trainer.policy.model.path))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

@@ -1,0 +1,217 @@
+"""What a policy and a critic have in common: a model with forward passes, on one rank or several.
+
+A response tokens of a batch, M trained tokens of a pass, n sequences of length L, T nodes of trees,
+H hidden size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skyrl_fast.batch import StepBatch
+from skyrl_fast.train.model.lora import adapter_of, save_adapter, use_adapter
+from skyrl_fast.train.model.micro_batch import (
+    MicroBatch,
+    MicroBatches,
+    plan_micro_batches,
+    response_positions,
+)
+from skyrl_fast.train.model.rope_limits import rope_limits
+from skyrl_fast.train.model.row_layout import LayoutCosts, cheapest_layout, supports_trees
+from skyrl_fast.train.model.tree_forward import last_hidden_states
+from skyrl_fast.train.parallel.export import save_pretrained
+from skyrl_fast.train.parallel.rank_shares import local_micro_batches
+from skyrl_fast.train.parallel.ranks import Ranks
+from skyrl_fast.train.parallel.sharding import (
+    full_state_dict,
+    shard,
+    trained_parameters,
+    weights_of,
+    with_full_params,
+)
+
+
+class TrainedModel:
+    """A transformers model, the passes that visit a batch, and its files.
+
+    Args:
+        root: module whose weights the ranks share.
+        pretrained: the transformers model in it that `save_weights` writes.
+        backbone: the part of it that computes hidden states.
+        max_tokens_per_microbatch: most padded tokens of one forward pass.
+        dtype: of the forward pass.
+        adapter: adapter of the passes; None: the model has none.
+    """
+
+    tree: bool  # whether rows may be laid out as prefix trees
+    layout_costs: LayoutCosts | None = None  # decide for each group of rows; None: all alike
+    refused_tokens: tuple[int, ...] = ()  # ids that no row may have
+
+    def __init__(
+        self,
+        root: Any,
+        *,
+        pretrained: Any,
+        backbone: Any,
+        max_tokens_per_microbatch: int,
+        dtype: torch.dtype,
+        ranks: Ranks,
+        adapter: str | None = None,
+    ) -> None:
+        self.root = root
+        self.pretrained = pretrained
+        self.backbone = backbone
+        self.max_tokens_per_microbatch = max_tokens_per_microbatch
+        self.dtype = dtype
+        self.ranks = ranks
+        self.adapter = adapter
+        self.rope_limits = rope_limits(pretrained.config)
+
+    def distribute(self, tree: bool | None) -> None:
+        """Prepare the layout of rows, and shard the weights over the ranks, which call this
+        together.
+
+        Checks that call parts of the model come before: afterwards no weights are gathered there.
+
+        Args:
+            tree: rows as prefix trees; None: where the model supports it and it takes less time.
+
+        Raises:
+            ValueError: the model does not support trees.
+        """
+        self.tree = supports_trees(self.backbone, tree, self.ranks.sequence)
+        shard(self.root, self.ranks)
+        self.ranks.register(self)
+        if self.tree and tree is None:
+            self.tree, self.layout_costs = cheapest_layout(
+                self.backbone,
+                self.device,
+                self.ranks,
+                dtype=self.dtype,
+                most_tokens=self.max_tokens_per_microbatch,
+                autocast=self.autocast,
+                # Each pass gathers the weights, which a backward pass frees.
+                gathered=partial(with_full_params, self.root),
+            )
+
+    def share(self, other: TrainedModel) -> None:
+        """Take over layout and shards from another one with the same root, in place of
+        `distribute`.
+        """
+        self.tree = other.tree
+        self.layout_costs = other.layout_costs
+        self.ranks.register(self)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return next(self.root.parameters()).device
+
+    @property
+    def router_replay(self) -> bool:
+        """Whether passes replay recorded routes."""
+        return False
+
+    def passes(self, batch: StepBatch) -> MicroBatches:
+        """Return the forward passes that visit every trained token of the batch.
+
+        A pass has at most `max_tokens_per_microbatch` tokens, unless one row is longer;
+        `response_positions(batch, micro)` tells which of the batch's tokens it visits. With several
+        ranks these are this rank's passes, some of which may visit none.
+        """
+        plan = partial(
+            plan_micro_batches,
+            batch,
+            router_replay=self.router_replay,
+            tree=self.tree,
+            costs=self.layout_costs,
+            limits=self.rope_limits,
+            refused_tokens=self.refused_tokens,
+        )
+        return local_micro_batches(plan, self.max_tokens_per_microbatch, self.ranks)
+
+    def hidden_states(self, micro: MicroBatch) -> torch.Tensor:
+        """Return (n * L, H) last hidden states of sequences, or (T', H) of trees, T' at least T.
+
+        Where the weights are sharded, this is called in `with_full_params`.
+        """
+        # A backward pass in a backward pass gathers no shards of weights, and routes are of passes.
+        undivided = self.ranks.size == 1 and not self.router_replay
+        most_nodes = self.max_tokens_per_microbatch if undivided else None
+        with self.autocast():
+            return last_hidden_states(self.backbone, micro, self.device, most_nodes=most_nodes)
+
+    def per_token(
+        self, batch: StepBatch, compute: Callable[[MicroBatch], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return (A,) float32 values of the trained tokens, without gradients; 0 elsewhere.
+
+        All ranks call this together; rank 0 has the values of all.
+
+        Args:
+            compute: returns the (M,) values of a pass's trained tokens.
+        """
+        with torch.no_grad():
+            local = []
+            for micro in self.passes(batch):
+                values = compute(micro).float().cpu()
+                local.append((response_positions(batch, micro), values))
+        result = torch.zeros(batch.loss_mask.shape[0])
+        for positions, values in self.ranks.gather(local):
+            result[positions] = values
+        return result
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which the layers compute in the dtype of the passes."""
+        if self.dtype == torch.float32 or self.pretrained.dtype == torch.float64:
+            return contextlib.nullcontext()
+        # Its cache would keep all weights in that dtype until the pass ends; each is cast once.
+        return torch.autocast(self.device.type, dtype=self.dtype, cache_enabled=False)
+
+    def use_adapter(self) -> None:
+        """Compute with the adapter of the passes, which another one's may have replaced."""
+        if self.adapter is not None:
+            use_adapter(self.root, self.adapter)
+
+    def trained_parameters(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the parameters that optimizer steps change, by name."""
+        result: list[tuple[str, torch.Tensor]] = []
+        for name, value in trained_parameters(self.root):
+            if self.owns(name):
+                result.append((name, value))
+        return result
+
+    def owns(self, name: str) -> bool:
+        """Return whether a parameter is of this model's adapter; without one all of it are."""
+        return adapter_of(name) == self.adapter
+
+    def adapter_weights(
+        self, name: str, dtype: torch.dtype | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Return an adapter's full matrices, by the model's names."""
+        # Not of the state dict: to read it reshards the model, in which another call may compute.
+        names = []
+        for key, _ in self.root.named_parameters():
+            if adapter_of(key) == name:
+                names.append(key)
+        return full_state_dict(self, dtype, names)
+
+    def save_adapter(self, name: str, folder: Path) -> None:
+        """Write an adapter as PEFT does."""
+        save_adapter(self.root, self.adapter_weights(name), folder, name)
+
+    def save_weights(self, folder: Path) -> None:
+        """Write the model in Hugging Face format; several ranks queue it in `ranks.files`."""
+        if self.ranks.size > 1:
+            save_pretrained(self, folder)
+            return
+        weights = {}
+        for name, value in weights_of(self.pretrained):
+            weights[name] = value.detach().cpu()
+        self.pretrained.save_pretrained(folder, state_dict=weights)

@@ -29,6 +29,10 @@ def facts_text(facts: Facts) -> str:
     return " ".join(f"{name} {thing}" for name, thing in facts)
 
 
+def observation(facts: Facts) -> str:
+    return f"Seen today : {facts_text(facts)} ."
+
+
 def question(name: str) -> str:
     return f"What has {name} ?"
 
@@ -43,7 +47,7 @@ class Ledger(Env):
     def __init__(self, row: Mapping[str, Any]) -> None:
         facts: Facts = [(name, thing) for name, thing in row["facts"]]
         starts = range(0, len(facts), FACTS_PER_TURN)
-        shown = [facts_text(facts[start : start + FACTS_PER_TURN]) for start in starts]
+        shown = [observation(facts[start : start + FACTS_PER_TURN]) for start in starts]
         self._observations = [*shown, *[question(row["asked"])] * ASKS]
         self._answer = dict(facts)[row["asked"]]
         self._turns = 0
@@ -56,9 +60,9 @@ class Ledger(Env):
             return EnvStep(float(said == [self._answer]), done=True)
         if self._turns == len(self._observations):
             return EnvStep(0.0, done=True)
-        observation = self._observations[self._turns]
+        shown = self._observations[self._turns]
         self._turns += 1
-        return EnvStep(0.0, done=False, observations=observation)
+        return EnvStep(0.0, done=False, observations=shown)
 
 
 def drop_history(messages: Sequence[Mapping[str, Any]], num_tokens: int) -> list[Any] | None:

@@ -13,6 +13,7 @@ from examples.compaction.ledger import (
     THINGS,
     Facts,
     facts_text,
+    observation,
     question,
 )
 from examples.tiny_model.jsonl import write_jsonl
@@ -66,7 +67,7 @@ def demonstrate(rng: random.Random) -> list[Chat]:
         shown = left[:FACTS_PER_TURN]
         left = left[FACTS_PER_TURN:]
         known += shown
-        chat.append({"role": "user", "content": facts_text(shown)})
+        chat.append({"role": "user", "content": observation(shown)})
         turns -= 1
         if turns == 0:
             known = [fact for fact in known if rng.random() < KEPT]

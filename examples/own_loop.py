@@ -20,23 +20,24 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # examples/ beside the package
 
 from examples.quickstart.run import prepare
-from skyrl_fast import StepBatch, policy_loss
-from skyrl_fast.batch import batch_from_trajectories
-from skyrl_fast.train import (
+from skyrl_fast import (
     Config,
     MicroBatch,
     Optimizer,
     Policy,
     Prompt,
     Rollouts,
+    StepBatch,
     compute_advantages,
     load_config,
     load_policy,
     load_prompts,
     load_tokenizer,
+    policy_loss,
     response_positions,
     start_rollouts,
 )
+from skyrl_fast.batch import batch_from_trajectories
 
 SETTINGS = Path(__file__).parent / "quickstart" / "config.yaml"
 PROMPTS = 16  # of a step; the settings say how many trajectories each has

@@ -19,7 +19,7 @@ from skyrl_fast.cli import command_parser
 DOCS = Path(__file__).resolve().parent.parent / "docs/reference"
 HEAD = """# Python API of the trainer
 
-Import these names from `skyrl_fast.train`. They are explained in the
+Import these names from `skyrl_fast`; `skyrl_fast.train` has them, too. They are explained in the
 [first agent](../guide/first_agent.md), [environments](../guide/environments.md) and
 [custom losses and estimators](../guide/custom_algorithms.md), those of the last section in
 [examples/own_loop.py](../../examples/own_loop.py); the ops and batches of `skyrl_fast`
@@ -27,7 +27,7 @@ are in the [API](ops_api.md). Generated from the docstrings by `python -m script
 
 ```python
 import skyrl_fast
-from skyrl_fast.train import Callback, Env, EnvStep, LossInputs, register_policy_loss
+from skyrl_fast import Callback, Env, EnvStep, LossInputs, register_policy_loss
 
 
 class Guess(Env):

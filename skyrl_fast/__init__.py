@@ -1,4 +1,7 @@
-"""Step-wise reinforcement learning of language-model agents."""
+"""Step-wise reinforcement learning of language-model agents.
+
+Ops and batches (docs/reference/ops_api.md), and all names of `skyrl_fast.train`.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,8 @@ if _simd_level := os.environ.get("SKYRL_FAST_SIMD"):
 
 __version__ = "0.1.0"
 
+from skyrl_fast.train import _HOMES as _TRAINER_HOMES
+
 # Imported on first use: commands and processes of environments start without torch. Type checkers
 # read __init__.pyi.
 _NAMES = {
@@ -34,11 +39,6 @@ _NAMES = {
     "skyrl_fast.batch.token_counts": ("TokenCounts", "token_counts"),
     "skyrl_fast.ops._backend": ("set_page_pool_limit",),
     "skyrl_fast.ops._ragged": ("Concat", "Ragged"),
-    "skyrl_fast.ops.advantage.estimators": (
-        "EstimatorInputs",
-        "EstimatorOutput",
-        "register_advantage_estimator",
-    ),
     "skyrl_fast.ops.advantage.group": ("group_advantage",),
     "skyrl_fast.ops.advantage.tokens": ("gae", "reinforce_plus_plus"),
     "skyrl_fast.ops.advantage.turns": (
@@ -63,12 +63,7 @@ _NAMES = {
     "skyrl_fast.ops.pack.routed_experts": ("append_rollout_expert_indices",),
     "skyrl_fast.ops.pack.steps": ("pack_steps",),
     "skyrl_fast.ops.pack.varlen": ("Varlen", "padded_to_varlen", "varlen_to_padded"),
-    "skyrl_fast.ops.policy_loss.custom": (
-        "CustomLoss",
-        "LossInputs",
-        "LossOutput",
-        "register_policy_loss",
-    ),
+    "skyrl_fast.ops.policy_loss.custom": ("CustomLoss",),
     "skyrl_fast.ops.policy_loss.loss": (
         "PolicyLoss",
         "kl_penalty",
@@ -95,9 +90,11 @@ _NAMES = {
         "tree_attention",
     ),
     "skyrl_fast.ops.prefix_tree.tree": ("PrefixTree", "build_prefix_tree", "prefix_tree_size"),
-    "skyrl_fast.train.run": ("train_agent",),
 }
-_HOMES = {name: module for module, names in _NAMES.items() for name in names}
+_HOMES = dict(_TRAINER_HOMES)
+for _module, _names in _NAMES.items():
+    for _name in _names:
+        _HOMES[_name] = _module
 
 __all__ = sorted([*_HOMES, "__version__"])
 
@@ -105,7 +102,9 @@ __all__ = sorted([*_HOMES, "__version__"])
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    home = importlib.import_module(_HOMES[name])
+    value = getattr(home, name)
+    globals()[name] = value
     return value
 
 

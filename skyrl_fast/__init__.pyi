@@ -4,6 +4,9 @@ from skyrl_fast.batch import StepBatch as StepBatch
 from skyrl_fast.batch.generator_merge import merge_stepwise_output as merge_stepwise_output
 from skyrl_fast.batch.token_counts import TokenCounts as TokenCounts
 from skyrl_fast.batch.token_counts import token_counts as token_counts
+from skyrl_fast.config import Config as Config
+from skyrl_fast.config.loading import load_config as load_config
+from skyrl_fast.gateway.agents.task import AgentTask as AgentTask
 from skyrl_fast.ops._backend import set_page_pool_limit as set_page_pool_limit
 from skyrl_fast.ops._ragged import Concat as Concat
 from skyrl_fast.ops._ragged import Ragged as Ragged
@@ -58,6 +61,29 @@ from skyrl_fast.ops.prefix_tree.attention import tree_attention as tree_attentio
 from skyrl_fast.ops.prefix_tree.tree import PrefixTree as PrefixTree
 from skyrl_fast.ops.prefix_tree.tree import build_prefix_tree as build_prefix_tree
 from skyrl_fast.ops.prefix_tree.tree import prefix_tree_size as prefix_tree_size
+from skyrl_fast.rollout.env.protocol import Action as Action
+from skyrl_fast.rollout.env.protocol import Env as Env
+from skyrl_fast.rollout.env.protocol import EnvStep as EnvStep
+from skyrl_fast.train.algorithm.advantages import compute_advantages as compute_advantages
+from skyrl_fast.train.callbacks import Callback as Callback
+from skyrl_fast.train.callbacks import CallbackError as CallbackError
+from skyrl_fast.train.data.prompts import Prompt as Prompt
+from skyrl_fast.train.data.prompts import load_prompts as load_prompts
+from skyrl_fast.train.evaluation import Evaluation as Evaluation
+from skyrl_fast.train.evaluation import evaluate as evaluate
+from skyrl_fast.train.flow.rollouts import Rollouts as Rollouts
+from skyrl_fast.train.flow.vllm_rollouts import start_rollouts as start_rollouts
+from skyrl_fast.train.model.forward_pass import MicroBatch as MicroBatch
+from skyrl_fast.train.model.forward_pass import response_positions as response_positions
+from skyrl_fast.train.model.loading import load_tokenizer as load_tokenizer
+from skyrl_fast.train.model.models import load_policy as load_policy
+from skyrl_fast.train.model.optimizer import Optimizer as Optimizer
+from skyrl_fast.train.model.policy import Policy as Policy
+from skyrl_fast.train.output.loggers import Logger as Logger
+from skyrl_fast.train.output.loggers import RunInfo as RunInfo
+from skyrl_fast.train.run import TrainResult as TrainResult
 from skyrl_fast.train.run import train_agent as train_agent
+from skyrl_fast.train.setup.errors import SetupError as SetupError
+from skyrl_fast.train.supervised import sft as sft
 
 __version__: str

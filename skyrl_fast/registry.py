@@ -86,7 +86,9 @@ class Registry(Generic[BuiltIn, Added]):
         make: Callable[[str, Callable[..., Any]], Added],
     ) -> str:
         importable = importable_name(function)
-        chosen = name or importable or str(getattr(function, "__name__", type(function).__name__))
+        type_name = type(function).__name__
+        own_name = str(getattr(function, "__name__", type_name))
+        chosen = name or importable or own_name
         if chosen in self._built_in or (":" in chosen and chosen != importable):
             wanted = f"a name without a colon other than {', '.join(self._built_in)}"
             raise ValueError(f"{self._what}: expected {wanted}, got {chosen!r}")
@@ -180,7 +182,10 @@ def check_result(op: str, name: str, values: object, *shapes: tuple[int, ...]) -
     import torch
 
     if not isinstance(values, torch.Tensor) or not values.is_floating_point():
-        got = values.dtype if isinstance(values, torch.Tensor) else type(values).__name__
+        if isinstance(values, torch.Tensor):
+            got = str(values.dtype)
+        else:
+            got = type(values).__name__
         raise TypeError(f"{op}: {name} must be a floating-point tensor, got {got}")
     if tuple(values.shape) not in shapes:
         wanted = " or ".join(map(str, shapes))

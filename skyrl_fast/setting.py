@@ -99,7 +99,9 @@ def limit_error(limits: Mapping[str, Any], value: Any) -> str | None:
                 return f"expected one of {', '.join(choices)}, got {item!r}{meant}"
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
-    at_least, above, at_most = (limits.get(name) for name in ("at_least", "above", "at_most"))
+    at_least = limits.get("at_least")
+    above = limits.get("above")
+    at_most = limits.get("at_most")
     if value != value:
         return "expected a number, got nan"
     if limits.get("finite") and value in (math.inf, -math.inf):

@@ -98,7 +98,13 @@ def test_api_table_lists_every_public_name() -> None:
     table = page.split("<!-- api:begin -->")[1].split("<!-- api:end -->")[0]
     first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     names = set(re.findall(r"`(\w+)`", " ".join(first_cells)))
-    assert names == set(skyrl_fast.__all__) - {"__version__"}
+    # Those of the trainer are on its page.
+    assert names | set(skyrl_fast.train.__all__) == set(skyrl_fast.__all__) - {"__version__"}
+
+
+def test_every_name_of_the_trainer_is_the_same_in_the_package() -> None:
+    for name in skyrl_fast.train.__all__:
+        assert getattr(skyrl_fast, name) is getattr(skyrl_fast.train, name)
 
 
 def test_readme_benchmark_table_matches_the_benchmarks_page() -> None:

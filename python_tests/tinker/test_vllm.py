@@ -172,6 +172,52 @@ def test_a_real_engine_samples_what_was_trained_and_survives_its_server(
         client.close("success").result(60)
 
 
+def test_a_mixture_has_adapters_on_its_attention(
+    tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a patch vLLM's engine dies at the first request, with adapters or without."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    model = tmp_path / "model"
+    tiny_tokenizer.save_pretrained(model)
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tiny_tokenizer),
+        hidden_size=64,
+        moe_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=256,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=tiny_tokenizer.eos_token_id,
+        pad_token_id=tiny_tokenizer.pad_token_id,
+    )
+    Qwen3MoeForCausalLM(config).float().save_pretrained(model)
+    monkeypatch.setitem(os.environ, "TINKER_TELEMETRY", "0")
+    tokens = (1, 2, 3, 4, 5, 60, 70, 80)
+    with serving(model, tmp_path) as (address, _):
+        client = tinker.ServiceClient(**address)
+        trained = client.create_lora_training_client(
+            str(model), rank=8, seed=1, train_unembed=False
+        ).result()
+        base = client.create_sampling_client(base_model=str(model)).result()
+        before = base.compute_logprobs(prompt(*tokens)).result()[1:]
+        assert before == pytest.approx(trained_logprobs(trained, *tokens), abs=CLOSE)
+        for _ in range(3):
+            train(trained, *tokens)
+        sampler = trained.save_weights_and_get_sampling_client().result()
+        after = sampler.compute_logprobs(prompt(*tokens)).result()[1:]
+        assert after == pytest.approx(trained_logprobs(trained, *tokens), abs=CLOSE)
+        assert max(abs(a - b) for a, b in zip(after, before, strict=True)) > 100 * CLOSE
+        client.close("success").result(60)
+
+
 def check_chat(address: dict[str, str], model: str) -> None:
     """Check the chat API: a stop string ends the text of a greedy answer before itself."""
     url = f"{address['base_url']}/v1/chat/completions"

@@ -43,7 +43,7 @@ from skyrl_fast.tinker.sampling import MAX_SEED, SampleCall
 from skyrl_fast.tinker.service import TinkerService
 from skyrl_fast.tinker.values import number, whole_number
 from skyrl_fast.tinker.wire import RefusedCallError, SampledTokens
-from skyrl_fast.train.model.policy import load_tokenizer
+from skyrl_fast.train.model.loading import load_tokenizer
 
 # Tinker's own address of the API, and that of all others.
 PREFIXES = ("/v1", "/oai/api/v1")

@@ -29,7 +29,7 @@ from skyrl_fast.rollout.stop_reason import STOP
 from skyrl_fast.rollout.tokenization import decode
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.tinker.wire import Datum, ForwardBackward, LossOutputs
-from skyrl_fast.train.model.policy import load_tokenizer
+from skyrl_fast.train.model.loading import load_tokenizer
 from skyrl_fast.trajectory_store.reader import FOLDER
 from skyrl_fast.trajectory_store.trained import TrainedRows
 from skyrl_fast.trajectory_store.writer import StoreError, TrajectoryWriter

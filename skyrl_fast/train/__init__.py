@@ -1,5 +1,7 @@
 """Train agents from Python: `skyrl_fast.train_agent(config, prompts=..., reward=...)`.
 
+`skyrl_fast` has all of these names, too.
+
 Extension points of a run:
 
 - `Env`, `EnvStep`, `Action`: an environment, its answer to one action, and that action

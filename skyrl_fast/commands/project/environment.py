@@ -2,7 +2,7 @@
 
 import re
 
-from skyrl_fast.train import Env, EnvStep
+from skyrl_fast import Env, EnvStep
 
 MAX_TURNS = 4
 

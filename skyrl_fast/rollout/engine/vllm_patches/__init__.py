@@ -16,6 +16,8 @@ Each with the versions that need it, and a test that fails without it:
   `test_seeded_sampling.py::test_top_k_and_requests_without_seeds`.
 - `adapter_products`, for speed with LoRA on a CPU, and for right results where only some requests
   have an adapter, all versions: `test_lora_engine.py::test_adapters_are_multiplied_one_by_one`.
+- `expert_kernels`, with which mixtures of experts run on a CPU next to adapters, 0.30:
+  `tinker/test_vllm.py::test_a_mixture_has_adapters_on_its_attention`.
 - `compiled_norms`, for speed on a CPU, all versions:
   `test_vllm_patches.py::test_norms_on_a_cpu_are_those_of_vllms_library`.
 

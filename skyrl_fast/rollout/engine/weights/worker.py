@@ -14,6 +14,7 @@ import torch
 
 from skyrl_fast.rollout.engine.vllm_patches.adapter_products import multiply_by_adapter
 from skyrl_fast.rollout.engine.vllm_patches.compiled_norms import use_compiled_norms
+from skyrl_fast.rollout.engine.vllm_patches.expert_kernels import use_cpu_experts
 from skyrl_fast.rollout.engine.vllm_patches.kept_logprobs import return_kept_only
 from skyrl_fast.rollout.engine.vllm_patches.packed_weights import renew_packed_weights
 from skyrl_fast.rollout.engine.vllm_patches.seeded_sampling import sample_by_inversion
@@ -54,6 +55,7 @@ class WeightUpdateExtension:
         patches["adapter_products"] = self.model_runner.lora_config is not None
         if patches["adapter_products"]:
             multiply_by_adapter()
+            patches["cpu_experts"] = use_cpu_experts(self.model_runner.get_model())
         patches["compiled_norms"] = bool(self.model_config.enforce_eager)
         if patches["compiled_norms"]:
             use_compiled_norms()

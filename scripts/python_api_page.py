@@ -165,8 +165,12 @@ def named(body: str) -> list[tuple[str, str]]:
 
 
 def methods(kind: type) -> Iterator[str]:
-    """Yield a list of the public methods that the class itself defines."""
-    for name, value in vars(kind).items():
+    """Yield a list of the public methods that the class and the package's bases of it define."""
+    found: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        if base.__module__.startswith("skyrl_fast"):
+            found |= vars(base)
+    for name, value in found.items():
         if inspect.isfunction(value) and not name.startswith("_"):
             given = ", ".join(list(parameters(value))[1:])
             first = prose(SECTION.split(inspect.getdoc(value) or "")[0])

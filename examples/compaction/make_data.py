@@ -76,9 +76,9 @@ def demonstrate(rng: random.Random) -> list[Chat]:
             chat = messages_after(first, summary["content"])
             turns = rng.randint(*TURNS_OF_CONTEXT)
     chat.append({"role": "assistant", "content": ACKNOWLEDGED})
-    # Many questions, so that looking up is learnt soon; what was lost must be guessed.
-    for name in (asked, *rng.sample(NAMES, NUM_QUESTIONS)):
+    # Many questions, so that looking up is learnt soon: of what it knows, but for the first.
+    others = rng.sample(known, min(len(known), NUM_QUESTIONS))
+    for name, thing in [(asked, dict(known).get(asked) or rng.choice(THINGS)), *others]:
         chat.append({"role": "user", "content": question(name)})
-        thing = dict(known).get(name) or rng.choice(THINGS)
         chat.append({"role": "assistant", "content": thing})
     return [*chats, chat]

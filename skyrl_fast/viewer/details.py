@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_fast.rollout.trajectory import ACT
 from skyrl_fast.trajectory_store.forest import forest
 from skyrl_fast.trajectory_store.reader import StoredStep, StoredTrajectory
 from skyrl_fast.viewer.columns import SIGNIFICANT_DIGITS
@@ -72,7 +71,7 @@ def write_details(
                 "stop_reason": step.turn["stop_reason"][:STOP_REASON_CHARACTERS],
                 "policy": step.turn.get("policy") or "",
                 "prompt_shared": tokens["prompt_shared"],
-                "call": step.turn.get("kind", ACT),
+                "call": step.turn.get("kind", "act"),
                 "kind": place.kind,
                 "parent": place.parent,
                 **{

@@ -23,6 +23,7 @@ LAYOUTS = (
 ENGINE = "with vLLM"
 AGENT = "with an agent"
 RANKS = "with several ranks"
+SUMMARIES = "with summaries"
 
 # How an update's metrics add up, over its passes and over its mini-batches.
 Over = Literal[
@@ -170,6 +171,7 @@ METRICS = (
         "mean outcome of trajectories with this number of contexts",
         "",
         "near each other, if nothing that is needed is lost with a context",
+        SUMMARIES,
     ),
     Metric(
         "reward/mean_positive_reward",
@@ -368,6 +370,7 @@ METRICS = (
         "summaries' share of the sum of |advantage * weight| over trained tokens",
         "",
         "what the task needs; long summaries outweigh short actions, see summary_weight",
+        SUMMARIES,
     ),
     Metric(
         "policy/trained_tokens",
@@ -621,17 +624,34 @@ METRICS = (
         "trajectories with summaries that are masked, as they ended at a limit",
         "trajectories",
         "few: raise max_turns or the lengths, or shorten summaries",
+        SUMMARIES,
     ),
     Metric(
         "generate/calls/{kind}",
         "calls of a trajectory by kind: act, summarise, other",
         "calls",
+        "",
+        SUMMARIES,
     ),
-    Metric("generate/calls/{kind}_token_share", "their share of the sampled tokens"),
-    Metric("generate/avg_num_contexts", "contexts of a trajectory", "contexts"),
-    Metric("generate/max_num_contexts", "the most of one trajectory", "contexts"),
-    Metric("generate/avg_peak_prompt_length", "longest prompt of a trajectory", "tokens"),
-    Metric("generate/max_peak_prompt_length", "longest prompt of the batch", "tokens"),
+    Metric(
+        "generate/calls/{kind}_token_share",
+        "their share of the sampled tokens",
+        where=SUMMARIES,
+    ),
+    Metric("generate/avg_num_contexts", "contexts of a trajectory", "contexts", where=SUMMARIES),
+    Metric("generate/max_num_contexts", "the most of one trajectory", "contexts", where=SUMMARIES),
+    Metric(
+        "generate/avg_peak_prompt_length",
+        "longest prompt of a trajectory",
+        "tokens",
+        where=SUMMARIES,
+    ),
+    Metric(
+        "generate/max_peak_prompt_length",
+        "longest prompt of the batch",
+        "tokens",
+        where=SUMMARIES,
+    ),
     Metric(
         "generate/num_zeroed_rewards", "unfinished sequences whose reward is set to 0", "sequences"
     ),

@@ -72,7 +72,6 @@
     const plain = turns.every((turn, n) => (n ? turn.parent === n - 1 && turn.kind === "continues" : true));
     pane.hidden = turns.length < 2 && !others.length;
     if (pane.hidden) return () => {};
-    SF.followSummaries(turns);
     const lanes = SF.lanes(turns);
     const rows = Math.max(...lanes, 0) + 1 + (others.length ? 1 : 0);
     const xs = []; // of turns

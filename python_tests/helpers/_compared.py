@@ -133,6 +133,7 @@ def world_of(config: Config) -> World:
         only_grows=config.trainer.rows == "trajectory",
         is_recorded=config.agent.is_set,
         num_kept=max(0, top_k),
+        summarises=config.agent.is_set or config.generator.context == "compact",
     )
 
 

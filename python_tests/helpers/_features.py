@@ -71,6 +71,10 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     "verifier of a command": {"agent.verifier": ["./verify"]},
     "reward file of a command": {"agent.reward_file": "reward.json"},
     "agents in processes": {"agent.workers": "process"},
+    "compaction": {"generator.context": "compact"},
+    "compaction by a function": {"generator.compaction.policy": "compaction.py:by_age"},
+    "weight of summaries": {f"{ALGORITHM}.summary_weight": 0.5},
+    "mask of overflowed summaries": {f"{ALGORITHM}.mask_overflowed_summaries": True},
     "mixture of sources": {"data.mixture": {"easy": 1.0, "hard": 3.0}},
     "curriculum": {"data.curriculum": "curricula.py:by_reward"},
 }

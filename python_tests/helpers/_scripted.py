@@ -13,7 +13,7 @@ import numpy as np
 from _fakes import FIRST_WORD, OBSERVATION, VOCABULARY
 from reference.rows import Sample
 
-from skyrl_fast.rollout.trajectory import Step, Trajectory
+from skyrl_fast.rollout.trajectory import SUMMARISE, Step, Trajectory
 
 START = 1
 END = 2
@@ -33,6 +33,7 @@ APPENDED_END = 0.3
 GROWS = 0.6
 BEGINS_AGAIN = 0.15
 ENDS_EARLY = 0.1
+ENDS_SUMMARISED = 0.1
 
 # Log-probabilities of the response of (prompt, response, kept ids of its tokens).
 Scores = Callable[[Sequence[tuple[list[int], list[int], list[list[int]]]]], list[list[float]]]
@@ -48,6 +49,7 @@ class World:
         is_recorded: steps have number, parent and state, as an agent's calls have.
         num_kept: ids that a token is sampled from; 0: the vocabulary.
         may_fail: whether trajectories fail, or have no step.
+        summarises: steps after which a context begins again may be summaries.
     """
 
     policies: tuple[str, ...] = ()
@@ -55,6 +57,7 @@ class World:
     is_recorded: bool = False
     num_kept: int = 0
     may_fail: bool = True
+    summarises: bool = False
 
 
 @dataclass(slots=True)
@@ -116,12 +119,18 @@ def _sample(rng: random.Random, world: World, uid: str, number: int, word: int) 
     contexts: list[Context] = []
     for turn in range(rng.choice((1, 2, 2, 3, 4))):
         if turn:
-            context = _next_context(rng, world, contexts[-1], trajectory.steps[-1])
+            before = trajectory.steps[-1]
+            context = _next_context(rng, world, contexts[-1], before)
+            begins_again = len(context.tokens) < len(contexts[-1].tokens)
+            if world.summarises and begins_again and before.response_ids:
+                before.kind = SUMMARISE
         step = _step(rng, world, context)
         if world.is_recorded:
             _record(rng, step, turn)
         contexts.append(context)
         trajectory.steps.append(step)
+    if world.summarises and trajectory.steps[-1].response_ids and rng.random() < ENDS_SUMMARISED:
+        trajectory.steps[-1].kind = SUMMARISE
     trajectory.steps[-1].stop_reason = trajectory.stop_reason
     if world.may_fail and WITHOUT_STEPS <= fate < WITHOUT_STEPS + FAILED:
         trajectory.failure = "broken"
@@ -144,7 +153,11 @@ def _next_context(rng: random.Random, world: World, before: Context, step: Step)
         return context.extended(observation, is_answer=False)
     if way < GROWS + BEGINS_AGAIN:  # begins again
         start = Context(before.tokens[:2], before.is_answer[:2])
-        return start.extended([OBSERVATION, *words], is_answer=False)
+        again = start.extended([OBSERVATION, *words], is_answer=False)
+        # Where the answer was, its tokens would be taken for it.
+        if again.tokens[: len(before.tokens)] == before.tokens:
+            again = start.extended([OBSERVATION], is_answer=False)
+        return again
     kept = len(context.tokens) - rng.randint(1, DRIFT)
     shorter = Context(context.tokens[:kept], context.is_answer[:kept])
     if way < GROWS + BEGINS_AGAIN + ENDS_EARLY:  # ends early

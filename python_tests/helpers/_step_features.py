@@ -31,6 +31,7 @@ SPARE_BATCHES = 3
 
 Settings = Mapping[str, Any]
 NONE: Settings = {}
+COMPACT: Settings = {"generator.context": "compact"}
 
 
 @skyrl_fast.register_policy_loss(REGISTERED)
@@ -248,6 +249,20 @@ FACTORS: dict[str, dict[str, Sequence[Settings]]] = {
         "of the loop": [NONE],
         "of a function": [{"agent.function": "agents:act"}],
         "of a command": [{"agent.command": ["./agent"]}],
+        "with summaries": [COMPACT],
+        "with weighted summaries": [
+            {**COMPACT, f"{ALGORITHM}.summary_weight": 0.0},
+            {**COMPACT, f"{ALGORITHM}.summary_weight": 0.5},
+            {"agent.function": "agents:act", f"{ALGORITHM}.summary_weight": 3.0},
+        ],
+        "with overflowed summaries": [
+            {**COMPACT, f"{ALGORITHM}.mask_overflowed_summaries": True},
+            {
+                "agent.command": ["./agent"],
+                f"{ALGORITHM}.mask_overflowed_summaries": True,
+                f"{ALGORITHM}.summary_weight": 0.5,
+            },
+        ],
     },
     "schedule": {
         "constant": [NONE],
@@ -293,6 +308,7 @@ NOT_COVERED = {
     "verifier of a command": _PLAY,
     "reward file of a command": _PLAY,
     "agents in processes": _PLAY,
+    "compaction by a function": _PLAY,
     "curriculum": "changes the order of prompts that come after a step",
 }
 

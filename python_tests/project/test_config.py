@@ -258,7 +258,10 @@ def test_other_names_of_skyrl_choose_the_setting(
     [
         ({STEP_WISE: False, MERGE: True}, f"{MERGE}: expected false with {STEP_WISE}=false"),
         ({MERGE: True, "trainer.rows": "step"}, f"trainer.rows: expected merged with {MERGE}=true"),
-        ({MULTI_TURN: True, "generator.context": "single"}, "expected append or retemplate with"),
+        (
+            {MULTI_TURN: True, "generator.context": "single"},
+            "expected append or retemplate or compact with",
+        ),
         ({LOCAL: False}, f"{URLS}: expected at least one address with {LOCAL}=false, got []"),
         ({LOCAL: True, URLS: ["http://a:1"]}, f"{URLS}: expected none with {LOCAL}=true"),
         ({STEP_WISE: "x"}, f"{STEP_WISE}: expected true or false, got 'x'"),

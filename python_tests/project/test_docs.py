@@ -35,6 +35,7 @@ WRITTEN_BY_A_RUN = {
     "runs/router_replay/results.json",
     "step_000012.jsonl",
     "eval_step_000010.jsonl",
+    "failure.txt",
 }
 MATHEMATICS = {"s_j", "n_g", "g_h", "T_j", "dW", "dH", "score_j", "v_old"}
 OF_OTHER_PACKAGES = {

@@ -281,6 +281,38 @@ def test_calls_are_drawn_as_a_forest(opened: Open, tmp_path: Path) -> None:
     assert forest.is_hidden()
 
 
+@pytest.mark.spec("viewer.summaries")
+def test_a_context_after_a_summary_has_a_lane_of_its_own(opened: Open, tmp_path: Path) -> None:
+    steps = [
+        make_step([10, 11], [20]),
+        make_step([10, 11, 20, 30], [21], kind="summarise"),
+        make_step([10, 12], [22]),
+        make_step([10, 12, 22, 31], [23], kind="summarise"),
+        make_step([10, 13], [24]),
+    ]
+    trajectories = [make_trajectory("a", 0, steps), two_turns("a", 1, 1.0)]
+    writer = TrajectoryWriter(tmp_path / "trajectories", WordTokenizer(), last_step=0)
+    writer.write(
+        1, "train", trajectories, trained=[TrainedRows(trajectories, batch_of(trajectories))]
+    )
+    tab = opened("#/0", page=build_view(tmp_path).page)
+    forest = tab.locator("#forest")
+    label = forest.locator(".trees svg").get_attribute("aria-label")
+    assert label == "5 calls, 2 replaced contexts"
+    calls = forest.locator(".trees circle")
+    rows = calls.evaluate_all("all => all.map((one) => Number(one.getAttribute('cy')))")
+    assert rows[0] == rows[1] < rows[2] == rows[3] < rows[4]
+    classes = calls.evaluate_all("all => all.map((one) => one.getAttribute('class'))")
+    assert [name.split()[2:] for name in classes][1] == ["summary"]
+    assert forest.locator(".trees path.replaces").count() == 2
+    assert "summary, with which the next context begins" in forest.inner_text()
+    headers = tab.locator("#body section.turn header").all_inner_texts()
+    assert "summary" in headers[1] and "summary" not in headers[0]
+    assert "begins with the summary of turn 2" in headers[2]
+    show(tab, 1)
+    assert forest.locator("p span").first.inner_text() == "2 calls in a line"
+
+
 @pytest.mark.spec("viewer.token-colors")
 def test_trained_tokens_are_coloured_by_value(opened: Open) -> None:
     tab = opened("#/4")

@@ -26,6 +26,7 @@ from skyrl_fast.batch.merge import (
     merge_values,
 )
 from skyrl_fast.batch.padded import PaddedBatch, pad_routes, pad_to_tensors
+from skyrl_fast.batch.segments import segment_sums
 from skyrl_fast.batch.split import mini_batch_boundaries
 from skyrl_fast.ops import _backend
 from skyrl_fast.ops._offsets import check_offsets
@@ -58,6 +59,7 @@ COLUMNS: dict[str, tuple[Per, torch.dtype | None]] = {
     "is_alone": ("row", torch.bool),
     "step_numbers": ("row", torch.int32),
     "owners": ("response", torch.int32),
+    "is_summary": ("response", torch.uint8),
     "rollout_logprobs": ("response", torch.float32),
     "old_logprobs": ("response", torch.float32),
     "ref_logprobs": ("response", torch.float32),
@@ -101,6 +103,7 @@ class StepBatch:
         step_numbers: (N,) int32, `Step.number` of the row's last step, or None.
         owners: (A,) int32, `Step.number` of the step that sampled the token, -1 where none did, or
             None.
+        is_summary: (A,) uint8, 1 = token of a call that summarised, or None: none.
         expert_indices: (E, L, K) integers, recorded routes of all rows, or None.
         cu_experts: (N + 1,) int32, offsets into `expert_indices`; None with it.
         num_kept: (A,) int32, number of tokens that each response token was sampled from; 0: the
@@ -138,6 +141,7 @@ class StepBatch:
     is_alone: torch.Tensor | None = None
     step_numbers: torch.Tensor | None = None
     owners: torch.Tensor | None = None
+    is_summary: torch.Tensor | None = None
     expert_indices: torch.Tensor | None = None
     cu_experts: torch.Tensor | None = None
     num_kept: torch.Tensor | None = None
@@ -207,6 +211,14 @@ class StepBatch:
     def response_lengths(self) -> torch.Tensor:
         """(N,) response tokens of each row."""
         return self.cu_responses.diff()
+
+    @property
+    def summary_rows(self) -> torch.Tensor:
+        """(N,) bool, rows with a token of a summary; of rows of steps, the summaries."""
+        if self.is_summary is None:
+            return torch.zeros(self.num_rows, dtype=torch.bool)
+        counts = segment_sums(self.is_summary.numpy(), self.cu_responses.numpy(), np.int64)
+        return torch.from_numpy(counts > 0)
 
     @property
     def row_uids(self) -> list[str]:
@@ -378,6 +390,7 @@ class StepBatch:
                 "ref_logprobs",
                 "num_kept",
                 "cross_entropy_weights",
+                "is_summary",
             )
             if (values := getattr(self, name)) is not None
         }

@@ -74,7 +74,7 @@ def _rows(given: Mapping[str, Any]) -> Meaning:
 
 def _context(given: Mapping[str, Any]) -> Meaning:
     if given[MULTI_TURN]:
-        return _one_of("append", "retemplate")
+        return _one_of("append", "retemplate", "compact")
     return _one_of("single")
 
 
@@ -102,7 +102,7 @@ ALIASES = (
         bool,
         "generator.context",
         _context,
-        "true: append or retemplate; false: single",
+        "true: append, retemplate or compact; false: single",
     ),
     Alias(
         (PROMPT_LENGTH,),

@@ -337,7 +337,8 @@ _LOSSES = (
         off="0",
         is_on=lambda config: _algorithm(config, "observation_loss_coef") > 0,
         excludes={
-            "rows of steps": "a row per step has no tokens of the environment (merged rows have)"
+            "compaction": "no environment has shown the request for a summary",
+            "rows of steps": "a row per step has no tokens of the environment (merged rows have)",
         },
     ),
     Feature(
@@ -636,6 +637,47 @@ _AGENTS = (
     ),
 )
 
+_AGENTS_OR_COMPACTION = ("compaction", "agent function", "agent command")
+
+_COMPACTION = (
+    Feature(
+        name="compaction",
+        setting="generator.context",
+        on="compact",
+        off="append, retemplate or single",
+        is_on=lambda config: config.generator.context == "compact",
+        excludes={
+            "one row per trajectory": "its contexts do not grow only",
+            "agent function": "an agent at the gateway replaces its context itself",
+            "agent command": "an agent at the gateway replaces its context itself",
+        },
+    ),
+    Feature(
+        name="compaction by a function",
+        setting="generator.compaction.policy",
+        on="module:function",
+        off="null",
+        is_on=lambda config: config.generator.compaction.policy is not None,
+        needs=(Need(("compaction",), "no other context is replaced"),),
+    ),
+    Feature(
+        name="weight of summaries",
+        setting=f"{ALGORITHM}.summary_weight",
+        on="another number than 1",
+        off="1",
+        is_on=lambda config: _algorithm(config, "summary_weight") != 1,
+        needs=(Need(_AGENTS_OR_COMPACTION, "no other run has summaries"),),
+    ),
+    Feature(
+        name="mask of overflowed summaries",
+        setting=f"{ALGORITHM}.mask_overflowed_summaries",
+        on="true",
+        off="false",
+        is_on=lambda config: _algorithm(config, "mask_overflowed_summaries"),
+        needs=(Need(_AGENTS_OR_COMPACTION, "no other run has summaries"),),
+    ),
+)
+
 _DATA = (
     Feature(
         name="mixture of sources",
@@ -654,8 +696,15 @@ _DATA = (
     ),
 )
 
-FEATURES: dict[str, Feature] = {
-    feature.name: feature
-    for group in (_ROWS, _ADVANTAGES, _LOSSES, _FILTERS, _MODELS, _ENGINES, _AGENTS, _DATA)
-    for feature in group
-}
+_GROUPS = (
+    _ROWS,
+    _ADVANTAGES,
+    _LOSSES,
+    _FILTERS,
+    _MODELS,
+    _ENGINES,
+    _AGENTS,
+    _COMPACTION,
+    _DATA,
+)
+FEATURES: dict[str, Feature] = {feature.name: feature for group in _GROUPS for feature in group}

@@ -113,6 +113,12 @@ def check_config(config: Config, *, has_prompts: bool = False) -> None:
     _check_algorithm(config)
     check_agent_names(config)
     _check_server_addresses(generator.inference_engine.external_server_urls)
+    budget = generator.compaction.budget
+    if budget is not None and budget > generator.max_input_length:
+        raise ConfigError(
+            "generator.compaction.budget: expected at most generator.max_input_length="
+            f"{generator.max_input_length}, the longest prompt, got {budget}"
+        )
     wrong = tools_error(generator.chat_template_kwargs.get("tools"))
     if wrong is not None:
         raise ConfigError(f"generator.chat_template_kwargs.tools: {wrong}")

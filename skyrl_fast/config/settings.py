@@ -14,6 +14,7 @@ from typing import Any
 
 from skyrl_fast.config.agent import AgentConfig
 from skyrl_fast.config.asynchronous import FullyAsyncConfig
+from skyrl_fast.config.compaction import CompactionConfig
 from skyrl_fast.config.corrections import (
     DynamicSamplingConfig,
     KlCtrlConfig,
@@ -228,6 +229,18 @@ class AlgorithmConfig:
     )
     step_advantage_w: float = setting(
         1.0, "weight of gigpo's step advantage", at_least=0, finite=True
+    )
+    summary_weight: float = setting(
+        1.0,
+        "weight of the policy loss on the tokens of summaries, which do not act themselves; 0: "
+        "they are not trained",
+        at_least=0,
+        finite=True,
+    )
+    mask_overflowed_summaries: bool = setting(
+        False,
+        "whether to mask trajectories with a summary that ended at a limit (length, turns, time), "
+        "and summaries that were truncated (SUPO)",
     )
     turn_level_baseline: str = setting(
         "turn",
@@ -458,9 +471,11 @@ class GeneratorConfig:
         "append",
         "how the prompt of the next turn is built. append: the previous tokens and the "
         "observation's; retemplate: the chat template on the full history; single: all turns and "
-        "observations in one assistant message",
-        choices=("append", "retemplate", "single"),
+        "observations in one assistant message; compact: as append, and a context that has become "
+        "too long is replaced by the first prompt and the model's summary",
+        choices=("append", "retemplate", "single", "compact"),
     )
+    compaction: CompactionConfig = setting(CompactionConfig, "settings of context=compact")
     append_eos_token_after_stop_str_in_multi_turn: bool = setting(
         True, "whether to append the EOS token after a stop string"
     )
@@ -516,6 +531,14 @@ class GeneratorConfig:
         if self.max_turns is None:
             return TURN_LIMIT
         return self.max_turns
+
+    @property
+    def compaction_budget(self) -> int:
+        """Longest prompt, in tokens, before `context=compact` asks for a summary."""
+        budget = self.compaction.budget
+        if budget is None:
+            return self.max_input_length * 3 // 4
+        return budget
 
     def samples(self, phase: str) -> int:
         """Return the trajectories per prompt in "train" or "eval"."""

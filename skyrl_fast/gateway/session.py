@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import xxhash
@@ -26,8 +27,10 @@ from skyrl_fast.gateway.request_body import RequestBodies, parse_json
 from skyrl_fast.gateway.rewards import Rewards
 from skyrl_fast.rollout.activity import ACTING, GENERATING, Activity
 from skyrl_fast.rollout.chat_template import CHARACTERS_PER_TOKEN, ContextError, message_text
+from skyrl_fast.rollout.contexts import name_calls
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, RefusedRequestError
 from skyrl_fast.rollout.stop_reason import LENGTH, MAX_TURNS, STOP
+from skyrl_fast.rollout.tokenization import decode
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.system.printable import log_line
 from skyrl_fast.system.tasks import gather_or_cancel, ignore_result
@@ -403,6 +406,7 @@ class Session:
                 text = f"policy_rewards: expected names of {', '.join(names) or 'no policy'}"
                 raise ApiError(400, f"{text}, got {name}")
         self._trajectory.policy_rewards = dict(outcome.policy_rewards)
+        name_calls(self._trajectory, partial(decode, self.policy.calls.tokenizer))
         self.rewards.apply(outcome, steps[-1])
         self._finished = True
         if self._num_running == 0:

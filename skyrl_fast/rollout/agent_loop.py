@@ -18,7 +18,8 @@ from skyrl_fast.rollout.activity import ACTING, GENERATING, Activity, ActivityBo
 from skyrl_fast.rollout.answer_parser import AnswerParser
 from skyrl_fast.rollout.chat_messages import template_kwargs_of
 from skyrl_fast.rollout.chat_template import ChatTemplate, Message, message_text
-from skyrl_fast.rollout.context import Context, begin_context
+from skyrl_fast.rollout.compaction import Compaction, messages_after
+from skyrl_fast.rollout.context import CompactContext, Context, begin_context
 from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.rollout.engine.route_record import find_recorded_routes, turn_routes
 from skyrl_fast.rollout.env.answers import EnvAnswer
@@ -30,7 +31,7 @@ from skyrl_fast.rollout.policy_calls import PolicyCalls
 from skyrl_fast.rollout.stop_reason import LENGTH, MAX_TURNS
 from skyrl_fast.rollout.token_ids import TokenIds, grown_ids
 from skyrl_fast.rollout.tool_calls import ParsedAnswer, ToolCallParser
-from skyrl_fast.rollout.trajectory import Step, Trajectory
+from skyrl_fast.rollout.trajectory import SUMMARISE, Step, Trajectory
 from skyrl_fast.rollout.turn import decode_response, end_to_append
 
 T = TypeVar("T")
@@ -57,6 +58,10 @@ class AgentLoop:
         self.max_input_length = config.max_input_length
         self.board = board
         self.parser = AnswerParser(tool_parser)
+        if config.context == "compact":
+            self.compaction: Compaction | None = Compaction(config)
+        else:
+            self.compaction = None
         chosen = config.skip_special_tokens
         if chosen is None:
             self.skip_special_tokens = tool_parser is None
@@ -95,6 +100,8 @@ class _EnvEpisode:
     unparsed: int = 0  # answers with a failed call
     reward_parts: Counter[str] = field(default_factory=Counter)  # each summed over the steps
     policy: str | None = None  # policy of the next answer, where policies have names
+    first_messages: Sequence[Message] = ()
+    begins: int = 0  # number of the step that begins the context
 
     async def play(self) -> str:
         loop = self.loop
@@ -106,14 +113,18 @@ class _EnvEpisode:
             # The environment ends the episode at its own max_turns: pass it our limit.
             extras["max_turns"] = loop.config.max_turns
         self.env = await loop.env_factory.make(self.prompt.env_class, extras)
-        messages = await self.env.init(self.prompt.messages)
-        template = loop.chat_template(self.prompt)
-        make = partial(begin_context, loop.config.context, template, messages)
-        characters = _characters(messages)
-        context = await _off_loop(characters, make)
-        return await self._turns(context, characters, messages, self.env)
+        self.first_messages = await self.env.init(self.prompt.messages)
+        characters = _characters(self.first_messages)
+        context = await self._begin_context(loop.chat_template(self.prompt), self.first_messages)
+        return await self._turns(context, characters, self.first_messages, self.env)
+
+    async def _begin_context(self, template: ChatTemplate, messages: Sequence[Message]) -> Context:
+        self.begins = len(self.trajectory.steps)
+        make = partial(begin_context, self.loop.config.context, template, messages)
+        return await _off_loop(_characters(messages), make)
 
     async def close(self) -> None:
+        _move_last_reward(self.trajectory.steps)
         if self.env is not None:
             if self.trajectory.failure is None:
                 found: dict[str, Any] = dict(self.reward_parts)
@@ -135,6 +146,8 @@ class _EnvEpisode:
         before: list[int] = []  # the last prompt
         kept = TokenIds([])  # the same, as its step has it
         for turn in range(loop.config.turn_limit):
+            if isinstance(context, CompactContext) and len(steps) > self.begins:
+                context = await self._compact(context, kept, turn, shown)
             prompt_token_ids = await _off_loop(
                 characters if renders_all else 0, context.prompt_token_ids
             )
@@ -155,10 +168,6 @@ class _EnvEpisode:
             last = answer.done or turn + 1 == loop.config.turn_limit
             # Prompts share their parts: a copy in each step would be quadratic in the turns.
             before, kept = prompt_token_ids, grown_ids(prompt_token_ids, before, kept)
-            if turn:
-                parent = turn - 1
-            else:
-                parent = None
             step = Step.from_generation(
                 kept,
                 generation,
@@ -169,8 +178,8 @@ class _EnvEpisode:
                 env_seconds=answer.seconds,
                 expert_indices=routes,
                 policy=self.policy,
-                number=turn,
-                parent=parent,
+                number=len(steps),
+                parent=self._parent(),
                 state=shown,
             )
             shown = step.observation
@@ -190,6 +199,78 @@ class _EnvEpisode:
             characters += new if renders_all else 0
         raise AssertionError("unreachable: the last turn returns")
 
+    def _parent(self) -> int | None:
+        """Return the number of the step that the next call continues, if it continues one."""
+        last = len(self.trajectory.steps) - 1
+        if last < self.begins:
+            return None
+        return last
+
+    async def _compact(
+        self, context: CompactContext, before: TokenIds, turn: int, shown: str
+    ) -> CompactContext:
+        """Return the context of the next turn: this one, or one that replaces it.
+
+        Args:
+            before: prompt of the last turn.
+            shown: what the environment has shown since.
+        """
+        loop = self.loop
+        assert loop.compaction is not None
+        steps = self.trajectory.steps
+        num_tokens = len(context.prompt_token_ids())
+        wanted = await loop.compaction.decide(
+            context.messages,
+            num_tokens,
+            num_summaries=sum(step.kind == SUMMARISE for step in steps),
+        )
+        if wanted is None:
+            return context
+        if isinstance(wanted, str):
+            prompt_token_ids = context.request_token_ids(wanted)
+            if len(prompt_token_ids) > loop.max_input_length:
+                return context
+            summary = await self._summarise(context, prompt_token_ids, before, turn, shown)
+            messages = messages_after(
+                self.first_messages, context.template.without_control_tokens(summary)
+            )
+        else:
+            messages = wanted
+        replaced = await self._begin_context(context.template, messages)
+        assert isinstance(replaced, CompactContext)
+        return replaced
+
+    async def _summarise(
+        self,
+        context: CompactContext,
+        prompt_token_ids: list[int],
+        before: TokenIds,
+        turn: int,
+        shown: str,
+    ) -> str:
+        """Append the step of a summary; return its text."""
+        loop = self.loop
+        entry = self.entry
+        loop.board.set_phase(entry, GENERATING, attempt=entry.attempt, turn=turn)
+        generation = await self._generate(prompt_token_ids, place=f"summary-{turn}")
+        text = decode_response(
+            context.template, generation, skip_special_tokens=loop.skip_special_tokens
+        )
+        step = Step.from_generation(
+            grown_ids(prompt_token_ids, before[:], before),
+            generation,
+            text=text,
+            appended_end=self._end_token(context.template, generation, is_last=False),
+            expert_indices=turn_routes(self._own_steps(), prompt_token_ids, generation),
+            policy=self.policy,
+            number=len(self.trajectory.steps),
+            parent=self._parent(),
+            state=shown,
+            kind=SUMMARISE,
+        )
+        self.trajectory.steps.append(step)
+        return text
+
     def _name_policies(self, next_policy: Any, *rewarded: str) -> None:
         """Let a policy give the next answer, if one is named."""
         calls = self.loop.calls
@@ -202,7 +283,7 @@ class _EnvEpisode:
                 raise EnvError(f"policy: expected {expected}, got {name!r:.100}")
         self.policy = next_policy or self.policy
 
-    async def _generate(self, prompt_token_ids: list[int]) -> Generation:
+    async def _generate(self, prompt_token_ids: list[int], place: str | None = None) -> Generation:
         known = find_recorded_routes(self._own_steps(), prompt_token_ids)
         if known is None:
             expert_indices_start = 0
@@ -214,7 +295,7 @@ class _EnvEpisode:
             self.loop.config.sampling(self.trajectory.phase),
             policy_version=self.policy_version,
             attempt=self.entry.attempt,
-            place=self.entry.turn,
+            place=self.entry.turn if place is None else place,
             expert_indices_start=expert_indices_start,
             policy=self.policy,
         )
@@ -241,6 +322,14 @@ class _EnvEpisode:
         if append:
             return end_to_append(template, generation, sampling)
         return None
+
+
+def _move_last_reward(steps: Sequence[Step]) -> None:
+    """Give the last turn's reward to a summary after it, which then ends the trajectory."""
+    # The outcome of a trajectory is its last step's reward.
+    if len(steps) > 1 and steps[-1].kind == SUMMARISE:
+        steps[-1].reward = steps[-2].reward
+        steps[-2].reward = 0.0
 
 
 def _shown_text(messages: Sequence[Message]) -> str:

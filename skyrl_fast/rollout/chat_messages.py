@@ -7,7 +7,7 @@ conversation in several ways; see docs/spec.md, section 3.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from skyrl_fast.rollout.env.protocol import Message
@@ -68,6 +68,22 @@ def normalize_message(message: Mapping[str, Any]) -> Message:
     }
     plain.pop("reasoning", None)
     return _order_keys(plain, _MESSAGE_KEYS)
+
+
+def with_text(messages: Sequence[Message], text: str) -> list[Message]:
+    """Return the messages with a text of the user's at their end.
+
+    It is added to the last message where that is the user's: many chat templates want an answer
+    between two of them.
+
+    Example:
+        >>> with_text([{"role": "user", "content": "one"}], "two")
+        [{'role': 'user', 'content': 'one\\n\\ntwo'}]
+    """
+    if messages and messages[-1].get("role") == "user":
+        last = messages[-1]
+        return [*messages[:-1], {**last, "content": f"{last['content']}\n\n{text}"}]
+    return [*messages, {"role": "user", "content": text}]
 
 
 def _text_of(content: Any) -> str:

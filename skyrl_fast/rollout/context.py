@@ -1,6 +1,6 @@
 """The model's context from turn to turn: appended token by token, or rendered again.
 
-Three kinds with one interface: `prompt_token_ids` returns a turn's prompt; `add_response` and
+Four kinds with one interface: `prompt_token_ids` returns a turn's prompt; `add_response` and
 `add_observation` add the response and the observation.
 """
 
@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from skyrl_fast.rollout.chat_messages import with_text
 from skyrl_fast.rollout.chat_template import (
     MARKER,
     ChatTemplate,
@@ -52,7 +53,7 @@ def begin_context(kind: str, template: ChatTemplate, messages: Sequence[Message]
         kind: "append": tokens are only appended, so that the trained tokens are the sampled ones.
             "retemplate": the complete history is rendered by the chat template every turn, for
             models whose template rewrites it. "single": observations are plain text inside one
-            answer.
+            answer. "compact": as "append", until a `CompactContext` is replaced.
 
     Raises:
         ValueError: unknown kind. ContextError: the chat template refuses the messages.
@@ -242,20 +243,24 @@ class _AppendContext(_GrowingContext):
         self._ended = not replaced and self.template.ends_turn(token_ids, stopped=stopped)
 
     def add_observation(self, messages: Sequence[Message]) -> None:
+        self._token_ids += self._observation_ids(messages, self._token_ids)
+
+    def _observation_ids(self, messages: Sequence[Message], before: Sequence[int]) -> list[int]:
+        """Return the tokens of an observation after the last answer, with which `before` ends."""
         template = self.template
         observation = template.without_control_tokens(messages)
         if self._ended:
-            end = template.control_token_names.get(self._token_ids[-1], "")
+            end = template.control_token_names.get(before[-1], "")
         else:
             end = ""
         text = _after_answer(template, self._messages, self._answer, observation, end)
-        ids = template.token_ids(text, after=self._token_ids)
+        ids = template.token_ids(text, after=before)
         index = template.first_added(ids)
         if index is not None:
             is_end = self._ended and template.ends_turn(ids[: index + 1], stopped=False)
-            if is_end or [ids[index]] == self._token_ids[-1:]:  # the answer has its end already
+            if is_end or [ids[index]] == list(before[-1:]):  # the answer has its end already
                 ids = ids[index + 1 :]
-        self._token_ids += ids
+        return ids
 
 
 class _RetemplateContext:
@@ -302,8 +307,39 @@ class _SingleContext(_GrowingContext):
         self._token_ids += self.template.token_ids(text, after=self._token_ids)
 
 
+class CompactContext(_AppendContext):
+    """A context that is appended to, and knows the messages that it consists of."""
+
+    def __init__(self, template: ChatTemplate, messages: Sequence[Message]) -> None:
+        super().__init__(template, messages)
+        self.messages = [*messages]
+        self._observation: Sequence[Message] = ()
+        self._num_before = 0  # tokens before that observation
+
+    def add_response(
+        self, token_ids: Sequence[int], message: Message, *, replaced: bool, stopped: bool = True
+    ) -> None:
+        super().add_response(token_ids, message, replaced=replaced, stopped=stopped)
+        self.messages.append(self._answer)
+
+    def add_observation(self, messages: Sequence[Message]) -> None:
+        self._num_before = len(self._token_ids)
+        self._observation = messages
+        super().add_observation(messages)
+        self.messages += self.template.without_control_tokens(messages)
+
+    def request_token_ids(self, request: str) -> list[int]:
+        """Return the prompt that asks for something after the last observation.
+
+        The context itself stays as it is.
+        """
+        before = self._token_ids[: self._num_before]
+        return before + self._observation_ids(with_text(self._observation, request), before)
+
+
 CONTEXTS: dict[str, Callable[[ChatTemplate, Sequence[Message]], Context]] = {
     "append": _AppendContext,
     "retemplate": _RetemplateContext,
     "single": _SingleContext,
+    "compact": CompactContext,
 }

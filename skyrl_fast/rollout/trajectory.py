@@ -12,6 +12,11 @@ from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.rollout.stop_reason import STOP
 from skyrl_fast.rollout.token_ids import count_shared, ids_array
 
+ACT = "act"  # kinds of calls: the agent acts in its environment
+SUMMARISE = "summarise"  # its answer begins the context that replaces this one
+OTHER = "other"  # of an agent at the gateway, with nothing in its answers that is used later
+KINDS = (ACT, SUMMARISE, OTHER)
+
 PLACEHOLDER_PROMPT = (0,)  # the one attended token of a trajectory without steps
 
 
@@ -44,6 +49,7 @@ class Step:
             answer in its prompt; None: not recorded.
         answers: begin and end of each earlier answer in its prompt, whichever policy gave it;
             None: not determined yet.
+        kind: what the call was for, one of `KINDS`.
     """
 
     prompt_token_ids: Sequence[int]
@@ -66,6 +72,7 @@ class Step:
     parent: int | None = None
     state: str | None = None
     answers: tuple[tuple[int, int], ...] | None = None
+    kind: str = ACT
 
     @classmethod
     def from_generation(
@@ -83,6 +90,7 @@ class Step:
         number: int | None = None,
         parent: int | None = None,
         state: str | None = None,
+        kind: str = ACT,
     ) -> Step:
         """Return the step of a call of the policy; other arguments as of `Step`.
 
@@ -130,6 +138,7 @@ class Step:
             number=number,
             parent=parent,
             state=state,
+            kind=kind,
         )
 
     @property

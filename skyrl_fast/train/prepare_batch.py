@@ -27,7 +27,7 @@ from skyrl_fast.train.algorithm.filters import filter_groups, filter_rollouts
 from skyrl_fast.train.algorithm.kl_reward import kl_in_reward, next_kl_coef
 from skyrl_fast.train.algorithm.sequence_scope import Sequences, sequences
 from skyrl_fast.train.algorithm.training_rows import SampledRows, training_rows, with_records
-from skyrl_fast.train.metrics import rewards, rollouts
+from skyrl_fast.train.metrics import calls, rewards, rollouts
 from skyrl_fast.train.model.critic import Critic
 from skyrl_fast.train.model.policy import Policy, Reference
 
@@ -56,6 +56,7 @@ def training_batch(
     rewarded, units, changed = filter_rollouts(rows.trained, config)
     trained, units, dropped = filter_groups(rewarded, units, config)
     trained, alone = _mark_alone(trained, config)
+    trained = _weigh_summaries(trained, config.trainer.algorithm.summary_weight)
     report = _report(trajectories, rows, rewarded, config)
     return trained, units, report | changed | dropped | alone
 
@@ -90,6 +91,13 @@ def _mark_alone(batch: StepBatch, config: Config) -> tuple[StepBatch, dict[str, 
     return batch.with_(is_alone=alone[batch.group_ids.long()]), metrics
 
 
+def _weigh_summaries(batch: StepBatch, weight: float) -> StepBatch:
+    if weight == 1 or batch.is_summary is None:
+        return batch
+    weights = torch.ones(batch.is_summary.shape)
+    return batch.with_(token_weights=weights.masked_fill(batch.is_summary != 0, weight))
+
+
 def _with_anchors(
     rows: SampledRows, trajectories: Sequence[Trajectory], config: Config
 ) -> SampledRows:
@@ -113,6 +121,9 @@ def _report(
         **rollouts.trajectory_metrics(trajectories, rows.steps, sums_rewards=sums),
         **rollouts.truncation_metrics(trajectories, generator.sampling_params.max_generate_length),
         **rollouts.prefix_cache_metrics(trajectories),
+        **calls.call_metrics(
+            trajectories, always=generator.context == "compact", sums_rewards=sums
+        ),
         **rollouts.batch_metrics(
             rows.trained,
             num_rows_before_merge=None if rows.merged is None else rows.steps.num_rows,
@@ -179,6 +190,7 @@ def with_advantages(
         normalize=algorithm.advantage_batch_normalize,
         **estimator_settings(algorithm),
     )
+    metrics |= calls.loss_share_of_summaries(batch)
     return batch, metrics, kl_coef
 
 

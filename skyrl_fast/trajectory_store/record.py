@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from skyrl_fast.rollout.token_ids import count_shared, ids_array
-from skyrl_fast.rollout.trajectory import Step, Trajectory
+from skyrl_fast.rollout.trajectory import ACT, Step, Trajectory
 from skyrl_fast.trajectory_store.lines import json_value, round_decimals
 from skyrl_fast.trajectory_store.replay import list_replay_needs, replay_values
 from skyrl_fast.trajectory_store.token_text import TokenText
@@ -95,6 +95,7 @@ def trajectory_record(
                 "llm_seconds": round(item.llm_seconds, _SECOND_DECIMALS),
                 "env_seconds": round(item.env_seconds, _SECOND_DECIMALS),
                 **({} if item.policy is None else {"policy": item.policy}),
+                **({} if item.kind == ACT else {"kind": item.kind}),
                 **place,
             }
             for item, shared, (response, _), value, place in zip(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_fast.rollout.trajectory import OtherCall, Step, Trajectory
+from skyrl_fast.rollout.trajectory import ACT, OtherCall, Step, Trajectory
 from skyrl_fast.system.digests import chain_digest
 from skyrl_fast.trajectory_store.parts import read_lines
 from skyrl_fast.trajectory_store.reader import StoredStep, StoredTrajectory, read_trajectories
@@ -118,6 +118,7 @@ def _step(stored: StoredStep) -> Step:
         number=turn.get("number"),
         parent=turn.get("parent"),
         state=turn.get("state"),
+        kind=turn.get("kind", ACT),
     )
 
 

@@ -71,6 +71,7 @@ def write_details(
                 "stop_reason": step.turn["stop_reason"][:STOP_REASON_CHARACTERS],
                 "policy": step.turn.get("policy") or "",
                 "prompt_shared": tokens["prompt_shared"],
+                "call": step.turn.get("kind", "act"),
                 "kind": place.kind,
                 "parent": place.parent,
                 **{

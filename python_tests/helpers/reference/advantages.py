@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -82,7 +82,7 @@ def _of_rows(rows: Sequence[Row], config: Any) -> list[float]:
     for group in groups_of(acted):
         trajectories = [list(own) for _, own in groupby(group, key=lambda row: row.trajectory)]
         if name in TURN_LEVEL:
-            values = _turn_level(name, trajectories, algorithm)
+            values = _with_summaries(name, trajectories, algorithm)
         else:
             scores = _COMPARISONS[name]([own[-1].reward for own in trajectories])
             values = [[score] * len(own) for score, own in zip(scores, trajectories, strict=True)]
@@ -132,6 +132,35 @@ _COMPARISONS: dict[str, Callable[[Sequence[float]], list[float]]] = {
     "rloo": _rloo,
     "maxrl": _maxrl,
 }
+
+
+def _with_summaries(
+    name: str, trajectories: Sequence[Sequence[Row]], algorithm: Any
+) -> list[list[float]]:
+    """Return the turns' advantages; a summary has that of the turn after it, or else before it."""
+    turns: list[list[Row]] = []
+    turn_of_rows: list[list[int]] = []
+    for own in trajectories:
+        is_turn = [not any(row.is_summary) for row in own]
+        if not any(is_turn):
+            is_turn = [True] * len(own)
+        kept = [row for row, counts in zip(own, is_turn, strict=True) if counts]
+        numbers = [min(sum(is_turn[:place]), len(kept) - 1) for place in range(len(own))]
+        rewards = [0.0] * len(kept)
+        for row, number in zip(own, numbers, strict=True):
+            rewards[number] += row.reward
+        turns.append(
+            [
+                replace(row, rewards=[], leading=0.0, trailing=reward)
+                for row, reward in zip(kept, rewards, strict=True)
+            ]
+        )
+        turn_of_rows.append(numbers)
+    values = _turn_level(name, turns, algorithm)
+    return [
+        [of_turns[number] for number in numbers]
+        for of_turns, numbers in zip(values, turn_of_rows, strict=True)
+    ]
 
 
 def _turn_level(

@@ -46,6 +46,19 @@ def apply_rollout_filters(rows: Sequence[Row], config: Any) -> dict[str, float]:
         counts["generate/num_overlong_filtered"] = float(len(overlong))
         for sequence in overlong:
             _mask(sequence)
+    if config.trainer.algorithm.mask_overflowed_summaries:
+        overflowed = 0
+        for own in sequences_of(rows, "trajectory"):
+            if own[-1].stop != "stop" and any(any(row.is_summary) for row in own):
+                overflowed += 1
+                _mask(own)
+            for row in own:
+                if row.stop == "length" and any(row.is_summary):
+                    row.mask = [
+                        trained * (not summary)
+                        for trained, summary in zip(row.mask, row.is_summary, strict=True)
+                    ]
+        counts["generate/num_overflowed_filtered"] = float(overflowed)
     return counts
 
 

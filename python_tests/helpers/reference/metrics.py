@@ -57,7 +57,10 @@ def rollout_metrics(parts: Sequence[Part], config: Any, *, sums_rewards: bool) -
         "generate/avg_tokens_non_zero_rewards": mean(of_above) if of_above else 0.0,
         "generate/avg_tokens_zero_rewards": mean(of_zero) if of_zero else 0.0,
         **_spread("generate/{}_assistant_tokens", trained),
-        **_spread("generate/{}_num_turns", [len(own) for own in trajectories]),
+        **_spread(
+            "generate/{}_num_turns",
+            [sum(not any(row.is_summary) for row in own) for own in trajectories],
+        ),
         **_spread(
             "generate/{}_final_context_length", [len(own[-1].tokens) for own in trajectories]
         ),
@@ -71,6 +74,37 @@ def rollout_metrics(parts: Sequence[Part], config: Any, *, sums_rewards: bool) -
             for reason in set(reasons)
         },
     }
+
+
+def call_metrics(parts: Sequence[Part], config: Any, *, sums_rewards: bool) -> dict[str, float]:
+    """Return metrics of calls by kind, and of contexts; none where there is nothing to tell."""
+    own = [part for part in parts if part.turns and not part.has_failed]
+    kinds = [turn.step.kind for part in own for turn in part.turns]
+    if not own or (set(kinds) == {"act"} and config.generator.context != "compact"):
+        return {}
+    tokens = [sum(turn.step.loss_mask) for part in own for turn in part.turns]
+    peaks = [max(len(turn.step.prompt_token_ids) for turn in part.turns) for part in own]
+    result = {
+        "generate/avg_peak_prompt_length": mean(peaks),
+        "generate/max_peak_prompt_length": float(max(peaks)),
+    }
+    for kind in ("act", "summarise", "other"):
+        of_kind = [count for count, one in zip(tokens, kinds, strict=True) if one == kind]
+        result[f"generate/calls/{kind}"] = len(of_kind) / len(own)
+        result[f"generate/calls/{kind}_token_share"] = sum(of_kind) / max(1, sum(tokens))
+    return result
+
+
+def summary_share(rows: Sequence[Row], values: Sequence[Sequence[float]], weight: float) -> Any:
+    """Return the summaries' share of the sum of |advantage * weight|; none without summaries."""
+    if not any(any(row.is_summary) for row in rows):
+        return {}
+    sizes = {True: 0.0, False: 0.0}
+    for row, own in zip(rows, values, strict=True):
+        for value, trained, is_summary in zip(own, row.mask, row.is_summary, strict=True):
+            sizes[is_summary] += abs(value) * trained * (weight if is_summary else 1.0)
+    total = sum(sizes.values())
+    return {"policy/summary_loss_share": sizes[True] / total if total else 0.0}
 
 
 def batch_metrics(rows: Sequence[Row], parts: Sequence[Part], config: Any) -> dict[str, float]:

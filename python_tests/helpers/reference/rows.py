@@ -63,6 +63,7 @@ class Row:
         trailing: reward that comes after the last token: of a row without response tokens.
         kept: for each response token the ids that it was sampled from; empty: the vocabulary.
         is_observed: for each response token, whether the environment wrote it.
+        is_summary: for each response token, whether it is one of a summary.
         steps: how many steps were joined.
     """
 
@@ -79,6 +80,7 @@ class Row:
     trailing: float = 0.0
     kept: list[list[int]] = field(default_factory=list)
     is_observed: list[bool] = field(default_factory=list)
+    is_summary: list[bool] = field(default_factory=list)
     is_last: bool = False
     is_placeholder: bool = False
     steps: int = 1
@@ -246,6 +248,7 @@ def _row_of_turn(part: Part, turn: Turn) -> Row:
         state=turn.state,
         kept=kept,
         is_observed=[False] * length,
+        is_summary=[step.kind == "summarise"] * length,
     )
 
 
@@ -284,7 +287,15 @@ def _shared(before: Row, row: Row, most_dropped: int) -> int | None:
 def _append(row: Row, other: Row, turn: Turn, shared: int, *, keeps_rewards: bool) -> None:
     stays = shared - len(row.prompt)
     dropped_reward = sum(row.rewards[stays:])
-    for values in (row.response, row.mask, row.sampled, row.rewards, row.kept, row.is_observed):
+    for values in (
+        row.response,
+        row.mask,
+        row.sampled,
+        row.rewards,
+        row.kept,
+        row.is_observed,
+        row.is_summary,
+    ):
         del values[stays:]
     if row.rewards:
         row.rewards[-1] += dropped_reward
@@ -297,6 +308,7 @@ def _append(row: Row, other: Row, turn: Turn, shared: int, *, keeps_rewards: boo
     row.rewards += [0.0] * len(delta)
     row.kept += [[]] * len(delta)
     row.is_observed += [not answer for answer in turn.is_answer[shared:]]
+    row.is_summary += [False] * len(delta)
     if row.rewards:
         row.rewards[0] += row.leading  # of an empty response with nothing before it
         row.leading = 0.0
@@ -313,6 +325,7 @@ def _append(row: Row, other: Row, turn: Turn, shared: int, *, keeps_rewards: boo
         row.leading = 0.0
     row.kept += other.kept
     row.is_observed += other.is_observed
+    row.is_summary += other.is_summary
     row.stop = other.stop
     row.state = other.state
     row.steps += 1

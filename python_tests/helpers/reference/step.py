@@ -22,7 +22,14 @@ from reference.filters import (
 )
 from reference.kl_reward import KlReport, subtract_kl
 from reference.losses import kl_penalties
-from reference.metrics import batch_metrics, mean, reward_metrics, rollout_metrics
+from reference.metrics import (
+    batch_metrics,
+    call_metrics,
+    mean,
+    reward_metrics,
+    rollout_metrics,
+    summary_share,
+)
 from reference.rows import (
     Part,
     Row,
@@ -82,6 +89,7 @@ def prepare(
     compares = algorithm.advantage_estimator not in WITHOUT_GROUPS and samples > 1
     metrics = rollout_metrics(parts, config, sums_rewards=sums)
     metrics |= batch_metrics(rows, parts, config)
+    metrics |= call_metrics(parts, config, sums_rewards=sums)
     metrics |= apply_rollout_filters(rows, config)
     metrics |= reward_metrics(rows, config, sums_rewards=sums, compares_groups=compares)
     metrics |= apply_zero_variance_filter(rows, config, sums_rewards=sums)
@@ -106,6 +114,7 @@ def prepare(
         )
     of_critic = None if values is None else values(rows)
     advantages = compute_advantages(rows, config, of_critic)
+    metrics |= summary_share(rows, advantages.values, algorithm.summary_weight)
     return Prepared(Batch(rows, advantages, before, of_reference, of_critic), metrics, kl)
 
 

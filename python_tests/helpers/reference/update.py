@@ -197,7 +197,11 @@ def _policy_terms(
     )
     correction = correct(before, sampled, sequences, algorithm.off_policy_correction)
     terms.correction = correction
-    visited = _visited_rows(batch, numbers, places, correction.weights, algorithm)
+    token_weights = [
+        weight * (algorithm.summary_weight if batch.rows[number].is_summary[token] else 1.0)
+        for weight, (number, token) in zip(correction.weights, places, strict=True)
+    ]
+    visited = _visited_rows(batch, numbers, places, token_weights, algorithm)
     terms.is_visited = [number in visited for number, _ in places]
     result = policy_losses(tokens, algorithm, custom)
     terms.is_decided = result.is_decided
@@ -208,7 +212,7 @@ def _policy_terms(
         (number, batch.rows[number].uid, batch.rows[number].trajectory) for number, _ in places
     ]
     weights = _double(reduction_weights(algorithm.loss_reduction, units_of_tokens, counts))
-    policy_loss = (weights * _double(correction.weights) * result.losses).sum()
+    policy_loss = (weights * _double(token_weights) * result.losses).sum()
     policy_loss = algorithm.policy_loss_coef * policy_loss
     terms.sums["policy_loss"] = policy_loss.item()
     parts = [policy_loss]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,8 +66,14 @@ def compute_advantages(
     rows = _rows_of_samples(batch)
     if rows.num_rows == 0:  # all failed, and no row has a token
         return batch.with_(advantages=torch.zeros_like(batch.rewards))
-    output = estimate(spec, _inputs(rows, spec), settings)
+    if spec.level == "turn":
+        turns = _Turns.of_batch(rows)
+    else:
+        turns = None
+    output = estimate(spec, _inputs(rows if turns is None else turns.rows, spec), settings)
     per_token = output.advantages.detach().to(torch.float32)
+    if turns is not None:
+        per_token = turns.spread(per_token, rows)
     is_per_token = per_token.shape == rows.loss_mask.shape
     # Where each row has one token both shapes are equal: the level of the estimator decides.
     if not is_per_token or (spec.level != "token" and len(per_token) == rows.num_rows):
@@ -90,6 +97,53 @@ def _rows_of_samples(batch: StepBatch) -> StepBatch:
         return batch
     assert not bool(batch.response_lengths[batch.is_placeholder].any())
     return batch.rows(~batch.is_placeholder)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """Rows without summaries, and which of them each of all rows belongs to.
+
+    A summary is no turn. It belongs to the turn after it, whose context it begins, or to the one
+    before it where the trajectory ended; its reward is that turn's. Where a policy did nothing else
+    in a trajectory, its summaries are its turns.
+    """
+
+    rows: StepBatch
+    is_turn: np.ndarray  # (N,) bool
+    turn_of_row: np.ndarray  # (N,)
+
+    @classmethod
+    def of_batch(cls, batch: StepBatch) -> _Turns | None:
+        """Return the turns of a batch; None: every row is one."""
+        is_turn = ~batch.summary_rows.numpy()
+        if is_turn.all():
+            return None
+        trajectory_ids = batch.trajectory_ids.numpy()
+        has_turn = np.bincount(trajectory_ids, weights=is_turn) > 0
+        is_turn = is_turn | ~has_turn[trajectory_ids]
+        places = np.flatnonzero(is_turn)
+        after = np.searchsorted(places, np.arange(batch.num_rows)).clip(max=len(places) - 1)
+        is_of_another = trajectory_ids[places[after]] != trajectory_ids
+        turn_of_row = np.where(is_of_another, after - 1, after)
+        own_ids = trajectory_ids[places]
+        ends = np.append(own_ids[1:] != own_ids[:-1], True)
+        rewards = np.bincount(turn_of_row, weights=batch.row_rewards.numpy())
+        rows = batch.rows(torch.from_numpy(is_turn)).with_(
+            is_last_step=torch.from_numpy(ends),
+            row_rewards=torch.from_numpy(rewards.astype(np.float32)),
+        )
+        return cls(rows, is_turn, turn_of_row)
+
+    def spread(self, values: torch.Tensor, batch: StepBatch) -> torch.Tensor:
+        """Return the values of turns, or of their tokens, for all rows; summaries have a turn's."""
+        if len(values) == self.rows.num_rows:
+            return values[torch.from_numpy(self.turn_of_row)]
+        # That of its first token, where a turn has several.
+        first = self.rows.cu_responses[:-1].numpy()[self.turn_of_row]
+        lengths = batch.response_lengths.numpy()
+        begins = np.repeat(batch.cu_responses[:-1].numpy(), lengths)
+        within = (np.arange(len(begins)) - begins) * np.repeat(self.is_turn, lengths)
+        return values[torch.from_numpy(np.repeat(first, lengths) + within)]
 
 
 def _inputs(batch: StepBatch, spec: EstimatorSpec) -> EstimatorInputs:

@@ -1,4 +1,4 @@
-"""Filters: zero reward on non-stop, overlong filter, zero-variance filter.
+"""Filters: zero reward on non-stop, overlong filter, overflowed summaries, zero-variance filter.
 
 Each filter takes a batch and its sequences, and returns changed copies and metrics. N rows, U
 sequences (rows or trajectories, see `sequence_scope`), A response tokens.
@@ -16,6 +16,7 @@ import torch
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import Config, sums_rewards
+from skyrl_fast.rollout.stop_reason import LENGTH, STOP
 from skyrl_fast.train.algorithm.sequence_scope import Sequences, group_spread, sequences
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,10 @@ def filter_rollouts(batch: StepBatch, config: Config) -> Filtered:
         metrics |= counts
     if config.generator.apply_overlong_filtering:
         batch, units, counts = overlong_filter(batch, units)
+        metrics |= counts
+    if config.trainer.algorithm.mask_overflowed_summaries:
+        batch, counts = mask_overflowed_summaries(batch)
+        units = replace(units, live=units.live & sequences(batch, scope).live)
         metrics |= counts
     return batch, units, metrics
 
@@ -96,6 +101,38 @@ def overlong_filter(batch: StepBatch, units: Sequences) -> Filtered:
     overlong = np.array([reason in OVERLONG_REASONS for reason in reasons], dtype=bool)
     metrics = {"generate/num_overlong_filtered": float(overlong.sum())}
     return *_mask_sequences(batch, units, overlong), metrics
+
+
+def mask_overflowed_summaries(batch: StepBatch) -> tuple[StepBatch, dict[str, float]]:
+    """Return the batch with the loss mask 0 where summaries went on beyond a limit; and metrics.
+
+    That is: all rows of a trajectory that has a summary and did not end by itself, the rule of
+    SUPO's overlong masking (arXiv:2510.06727), without which a policy may learn to summarise for
+    ever; and a summary that was truncated. Rewards stay.
+
+    Raises:
+        ValueError: no stop reasons.
+    """
+    if batch.stop_reasons is None:
+        raise ValueError("mask_overflowed_summaries: batch must have stop_reasons, got None")
+    if batch.is_summary is None:
+        return batch, {"generate/num_overflowed_filtered": 0.0}
+    is_summary = batch.is_summary.numpy() != 0
+    has_summary = batch.summary_rows.numpy()
+    reasons = np.array(batch.stop_reasons)
+    trajectory_ids = batch.trajectory_ids.numpy()
+    summarised = np.bincount(trajectory_ids, weights=has_summary) > 0
+    unfinished = reasons[batch.is_last_step.numpy()] != STOP
+    overflowed = summarised & unfinished
+    # A summary ends its context, and so its row.
+    cut_rows = has_summary & (reasons == LENGTH)
+    lengths = batch.response_lengths.numpy()
+    masked = np.repeat(overflowed[trajectory_ids], lengths)
+    masked |= is_summary & np.repeat(cut_rows, lengths)
+    metrics = {"generate/num_overflowed_filtered": float(overflowed.sum())}
+    if not masked.any():
+        return batch, metrics
+    return batch.with_(loss_mask=batch.loss_mask.masked_fill(torch.from_numpy(masked), 0)), metrics
 
 
 def zero_variance_filter(batch: StepBatch, units: Sequences, *, tolerance: float = 0.0) -> Filtered:

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 def apply_off_policy_correction(
     batch: StepBatch, algorithm: AlgorithmConfig
 ) -> tuple[StepBatch, dict[str, float]]:
-    """Return the batch with `token_weights`, and metrics, if a correction is enabled."""
+    """Return the batch with its `token_weights` corrected, and metrics, if that is enabled."""
     # The loss mask is unchanged: a token that the correction drops has weight 0 in the policy loss,
     # but still counts in the reduction, the KL penalty and the entropy term, as in SkyRL.
     settings = algorithm.off_policy_correction
@@ -61,6 +61,8 @@ def apply_off_policy_correction(
         kept = mask.to(batch.old_logprobs.dtype)
     else:
         kept = weights
+    if batch.token_weights is not None:
+        kept = kept * batch.token_weights
     return batch.with_(token_weights=kept), logged
 
 

@@ -12,7 +12,12 @@ import torch
 from skyrl_fast.batch import StepBatch, concatenate
 from skyrl_fast.config import GeneratorConfig
 from skyrl_fast.ops.merge.steps import MergePlan, merge_flat_steps
-from skyrl_fast.rollout.trajectory import Trajectory, recorded_steps, step_numbers
+from skyrl_fast.rollout.trajectory import (
+    SUMMARISE,
+    Trajectory,
+    recorded_steps,
+    step_numbers,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +37,22 @@ class SampledRows:
 def with_records(batch: StepBatch, trajectories: Sequence[Trajectory]) -> StepBatch:
     """Return the rows of the trajectories' steps with what is recorded of these.
 
-    That is: which step sampled a token, and which rows are placeholders.
+    That is: which step sampled a token, which tokens are summaries, and which rows are
+    placeholders.
     """
     numbers: list[int] = []
+    summaries: list[bool] = []
     for trajectory in trajectories:
-        numbers += step_numbers(trajectory.steps_or_placeholder())
+        steps = trajectory.steps_or_placeholder()
+        numbers += step_numbers(steps)
+        summaries += [step.kind == SUMMARISE for step in steps]
     of_rows = np.array(numbers, np.int32)
+    lengths = batch.response_lengths.numpy()
     acted = np.array([trajectory.has_acted for trajectory in trajectories])
     return batch.with_(
         step_numbers=torch.from_numpy(of_rows),
-        owners=torch.from_numpy(np.repeat(of_rows, batch.response_lengths.numpy())),
+        owners=torch.from_numpy(np.repeat(of_rows, lengths)),
+        is_summary=torch.from_numpy(np.repeat(np.array(summaries, np.uint8), lengths)),
         is_placeholder=torch.from_numpy(~acted[batch.trajectory_ids.numpy()]),
     )
 

@@ -99,7 +99,7 @@ def rollout_metrics(
         "generate/avg_tokens_non_zero_rewards": mean(tokens[table.rewards > 0]),
         "generate/avg_tokens_zero_rewards": mean(tokens[table.rewards == 0]),
         **_spread("generate/{}_assistant_tokens", table.per_trajectory(sizes.trained)),
-        **_spread("generate/{}_num_turns", np.bincount(table.trajectory_ids)),
+        **_spread("generate/{}_num_turns", _num_turns(batch, table.trajectory_ids)),
         **_spread("generate/{}_final_context_length", lengths[table.last_rows]),
         **_spread("generate/per_turn/{}_response_length", sizes.response),
         **_spread("generate/per_turn/{}_prompt_length", sizes.prompt),
@@ -108,6 +108,12 @@ def rollout_metrics(
         **_time_metrics(reports),
         **_environment_metrics(reports),
     }
+
+
+def _num_turns(batch: StepBatch, trajectory_ids: np.ndarray) -> np.ndarray:
+    """Return (J,) numbers of turns: rows but for summaries."""
+    summaries = np.bincount(trajectory_ids, weights=batch.summary_rows.numpy())
+    return np.bincount(trajectory_ids) - summaries.astype(np.int64)
 
 
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:

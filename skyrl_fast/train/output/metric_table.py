@@ -23,6 +23,7 @@ LAYOUTS = (
 ENGINE = "with vLLM"
 AGENT = "with an agent"
 RANKS = "with several ranks"
+SUMMARIES = "with summaries"
 
 # How an update's metrics add up, over its passes and over its mini-batches.
 Over = Literal[
@@ -164,6 +165,13 @@ METRICS = (
         "groups of which one trajectory is left, whose advantage is 0",
         "groups",
         "0; see generate/failed_trajectories, or a policy that few samples call",
+    ),
+    Metric(
+        "reward/contexts_{number}",
+        "mean outcome of trajectories with this number of contexts",
+        "",
+        "near each other, if nothing that is needed is lost with a context",
+        SUMMARIES,
     ),
     Metric(
         "reward/mean_positive_reward",
@@ -356,6 +364,13 @@ METRICS = (
     ),
     Metric(
         "policy/policy_tokens", "tokens of the policy loss in a mini-batch", "tokens", over="sum"
+    ),
+    Metric(
+        "policy/summary_loss_share",
+        "summaries' share of the sum of |advantage * weight| over trained tokens",
+        "",
+        "what the task needs; long summaries outweigh short actions, see summary_weight",
+        SUMMARIES,
     ),
     Metric(
         "policy/trained_tokens",
@@ -604,6 +619,39 @@ METRICS = (
     ),
     Metric("generate/trajectory_time/env_share", "the same", _SHARE, "below 0.5"),
     Metric("generate/num_overlong_filtered", "sequences masked as overlong", "sequences"),
+    Metric(
+        "generate/num_overflowed_filtered",
+        "trajectories with summaries that are masked, as they ended at a limit",
+        "trajectories",
+        "few: raise max_turns or the lengths, or shorten summaries",
+        SUMMARIES,
+    ),
+    Metric(
+        "generate/calls/{kind}",
+        "calls of a trajectory by kind: act, summarise, other",
+        "calls",
+        "",
+        SUMMARIES,
+    ),
+    Metric(
+        "generate/calls/{kind}_token_share",
+        "their share of the sampled tokens",
+        where=SUMMARIES,
+    ),
+    Metric("generate/avg_num_contexts", "contexts of a trajectory", "contexts", where=SUMMARIES),
+    Metric("generate/max_num_contexts", "the most of one trajectory", "contexts", where=SUMMARIES),
+    Metric(
+        "generate/avg_peak_prompt_length",
+        "longest prompt of a trajectory",
+        "tokens",
+        where=SUMMARIES,
+    ),
+    Metric(
+        "generate/max_peak_prompt_length",
+        "longest prompt of the batch",
+        "tokens",
+        where=SUMMARIES,
+    ),
     Metric(
         "generate/num_zeroed_rewards", "unfinished sequences whose reward is set to 0", "sequences"
     ),

@@ -209,6 +209,7 @@ def with_absolute_paths(config: Config) -> Config:
         (environment, "env_class"),
         (config.agent, "function"),
         (config.data, "curriculum"),
+        (config.generator.compaction, "policy"),
     ):
         if getattr(section, name) is not None:
             setattr(section, name, absolute_name(getattr(section, name), Path.cwd()))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from skyrl_fast.config import Config, EnvironmentConfig
+from skyrl_fast.rollout.compaction import load_compaction_policy
 from skyrl_fast.rollout.env.reward_functions import TEXT_PROMPT
 from skyrl_fast.train.data.mixture import check_mixture, load_curriculum
 from skyrl_fast.train.data.prompts import Prompt, PromptSource, load_prompts, prompts_from
@@ -57,6 +58,7 @@ def run_data(
     if config.data.mixture:
         check_mixture(data.train, config.data.mixture)
     load_curriculum(config.data.curriculum)
+    load_compaction_policy(config.generator.compaction.policy)
     # An epoch of less than a batch would never train.
     wanted = config.trainer.train_batch_size
     if len(data.train) < wanted:

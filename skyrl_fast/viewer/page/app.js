@@ -43,6 +43,7 @@
     return SF.loadTrajectory(index).then((details) => {
       if (number !== wanted) return; // superseded by a later request
       byId("problem").hidden = true;
+      SF.followSummaries(details.turns);
       shown = SF.showTrajectory(byId("body"), index, details, state.mode, showToken);
       showForest(details);
       SF.showGroup(byId("group"), index, open);

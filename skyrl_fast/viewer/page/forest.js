@@ -5,11 +5,22 @@
   const STEP = 24; // pixels from call to call, and from lane to lane
   const RADIUS = 7;
 
+  const CALLS = { act: "", summarise: "summary", other: "not used later" };
+
   const { svg } = SF;
+
+  SF.callName = (turn) => CALLS[turn.call];
+
+  function callClass(turn) {
+    const trained = turn.trained_tokens ? " trained" : "";
+    const summary = turn.call === "summarise" ? " summary" : "";
+    return `call${trained}${summary}`;
+  }
 
   /** Return how a turn follows from an earlier one, in words. */
   SF.relation = function (turn, number) {
     const parent = turn.parent === null ? "" : `turn ${turn.parent + 1}`;
+    if (turn.after !== undefined) return `begins with the summary of turn ${turn.after + 1}`;
     return {
       starts: number ? "new conversation" : "",
       continues: turn.parent === number - 1 ? "" : `continues ${parent}`,
@@ -19,7 +30,21 @@
     }[turn.kind];
   };
 
-  /** Return the lane of each turn: a conversation that only grows stays in one. */
+  /** Let each turn that begins a context after a summary know that summary's number. */
+  SF.followSummaries = function (turns) {
+    let summary; // the last one that no context has begun with
+    turns.forEach((turn, number) => {
+      if (summary !== undefined && turn.kind !== "continues") {
+        turn.after = summary;
+        summary = undefined;
+      }
+      if (turn.call === "summarise") summary = number;
+    });
+  };
+
+  /** Return the lane of each turn: a conversation that only grows stays in one, and a context that
+   * begins with a summary gets one of its own.
+   */
   SF.lanes = function (turns) {
     const next = turns.map(() => null); // the turn that continues in the same lane
     turns.forEach(({ kind, parent }, number) => {
@@ -27,9 +52,10 @@
     });
     const tips = []; // the last turn of each lane
     const lanes = [];
-    turns.forEach(({ kind, parent }, number) => {
+    turns.forEach(({ kind, parent, after }, number) => {
       let lane = kind === "continues" && next[parent] === number ? lanes[parent] : -1;
       const above = parent === null ? -1 : lanes[parent]; // a branch is below its parent
+      if (after !== undefined) lane = tips.length;
       if (lane < 0) lane = tips.findIndex((tip, at) => at > above && next[tip] === null);
       if (lane < 0) lane = tips.length;
       tips[lane] = number;
@@ -71,15 +97,18 @@
       at += STEP;
       if (turn.parent !== null)
         picture.prepend(edge(turn, place(xs[turn.parent], lanes[turn.parent]), { x, y }));
+      if (turn.after !== undefined)
+        picture.prepend(edge({ kind: "replaces" }, place(xs[turn.after], lanes[turn.after]), { x, y }));
       const words = [
         `turn ${number + 1}`,
+        CALLS[turn.call],
         SF.relation(turn, number),
         turn.trained_tokens ? `${SF.plural(turn.trained_tokens, "trained token")}` : "nothing trained",
       ];
       const title = svg("title", {}, words.filter(Boolean).join(", "));
       const mark = svg(
         "circle",
-        { class: turn.trained_tokens ? "call trained" : "call", cx: x, cy: y, r: RADIUS },
+        { class: callClass(turn), cx: x, cy: y, r: RADIUS },
         title,
       );
       mark.addEventListener("click", () => choose(number));
@@ -110,7 +139,8 @@
 
   function description(turns, others, plain) {
     const calls = SF.plural(turns.length, "call");
-    const count = (kind) => turns.filter((turn, n) => n && turn.kind === kind).length;
+    const after = (turn) => turn.after !== undefined;
+    const count = (kind) => turns.filter((turn, n) => n && turn.kind === kind && !after(turn)).length;
     const seen = new Set();
     const branches = turns.filter(({ kind, parent }) => {
       const again = kind === "continues" && seen.has(parent);
@@ -121,6 +151,7 @@
     const parts = [plain ? `${calls} in a line` : calls];
     if (forks) parts.push(SF.plural(forks, "fork"));
     if (count("starts")) parts.push(SF.plural(count("starts"), "new conversation"));
+    if (turns.some(after)) parts.push(SF.plural(turns.filter(after).length, "replaced context"));
     if (others.length) parts.push(`${SF.plural(others.length, "call")} of other models`);
     return parts.join(", ");
   }
@@ -137,6 +168,8 @@
     const shown = SF.el("p", { class: "note" }, SF.el("span", {}, summary));
     if (turns.some((turn) => turn.trained_tokens)) shown.append(sample("call trained", "trained"));
     if (turns.some((turn) => !turn.trained_tokens)) shown.append(sample("call", "nothing trained"));
+    if (turns.some((turn) => turn.call === "summarise"))
+      shown.append(sample("call summary", "summary, with which the next context begins"));
     if (others.length) shown.append(sample("other", "other model, not trained"));
     return shown;
   }

@@ -168,7 +168,7 @@
       SF.inLine(turn.stop_reason, 40),
       `${SF.plural(turn.response_tokens, "token")}, ${SF.count(turn.trained_tokens)} trained`,
     ];
-    bits.push(...[SF.relation(turn, number)].filter(Boolean));
+    bits.push(...[SF.callName(turn), SF.relation(turn, number)].filter(Boolean));
     const policy = turn.policy ? `policy ${SF.inLine(turn.policy, 40)}` : "policy";
     if (turn.policy_version !== null) bits.push(`${policy} ${turn.policy_version}`);
     section.append(

@@ -18,7 +18,14 @@ MAX_COUNT = 10_000  # of characters, items, properties or repetitions
 MAX_INTEGER = (1 << 63) - 1  # of the messages to vLLM's engine
 REPETITION = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 LOOK_AROUND = re.compile(r"(?<!\\)\(\?<?[=!]")
-_COUNTS = {f"{end}{of}" for end in ("min", "max") for of in ("Length", "Items", "Properties")}
+_COUNTS = {
+    "minLength",
+    "maxLength",
+    "minItems",
+    "maxItems",
+    "minProperties",
+    "maxProperties",
+}
 _DATA = {"const", "default", "enum", "examples"}  # keys of a schema whose values are no schemas
 
 
@@ -53,7 +60,10 @@ class _Walk:
     def check(self, place: str, value: Any, *, depth: int, is_data: bool = False) -> None:
         if depth > MAX_DEPTH:
             raise FormError(f"{place:.200}: expected at most {MAX_DEPTH} levels, got more")
-        self._count(len(value) if isinstance(value, str) else 1)
+        if isinstance(value, str):
+            self._count(len(value))
+        else:
+            self._count(1)
         if isinstance(value, int) and abs(value) > MAX_INTEGER:
             got = f"got one of {value.bit_length():,}"
             raise FormError(f"{place:.200}: expected an integer of 64 bits, {got}")

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from skyrl_fast.config.model_layers import linear_modules
 from skyrl_fast.config.settings import LoraConfig, OptimizerConfig
+from skyrl_fast.rollout.engine.model_layers import linear_modules
 from skyrl_fast.tinker.datums import batch_of_datums, check_datums, with_targets
 from skyrl_fast.tinker.losses import LossInputs, TokenLoss, find_loss, gather_inputs
 from skyrl_fast.tinker.wire import Datum, ForwardBackward, LossOutputs, RefusedCallError

@@ -15,9 +15,9 @@ import torch
 
 from skyrl_fast.config import SamplingParams, settings
 from skyrl_fast.config.model_folder import find_auto_class, model_folder
-from skyrl_fast.config.model_layers import linear_names
 from skyrl_fast.config.modes import EnginePlace, EngineWeights
 from skyrl_fast.rollout.engine.api_key import DEFAULT_NAME, engine_key
+from skyrl_fast.rollout.engine.model_layers import linear_names
 from skyrl_fast.rollout.engine.protocol import Engine
 from skyrl_fast.rollout.engine.ray_engine import EngineBundle, RayEngine
 from skyrl_fast.rollout.engine.remote import RemoteEngine

@@ -22,8 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from skyrl_fast.config.model_layers import linear_modules, linear_names, named_layers
 from skyrl_fast.config.settings import ALL_LINEAR, LoraConfig
+from skyrl_fast.rollout.engine.model_layers import linear_modules, linear_names, named_layers
 from skyrl_fast.train.model.base_weights import base_weights_digest, sort_metadata
 from skyrl_fast.train.model.lm_head import freeze_other_parts
 from skyrl_fast.train.parallel.sharding import local_tensor

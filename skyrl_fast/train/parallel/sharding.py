@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from skyrl_fast.config.model_layers import named_layers
+from skyrl_fast.rollout.engine.model_layers import named_layers
 from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
 from skyrl_fast.train.parallel.traffic import ENGINE, CountedGather, CountedReduction
 

@@ -160,7 +160,8 @@ class _EnvEpisode:
                 context.template, generation, skip_special_tokens=loop.skip_special_tokens
             )
             parsed = await loop.parser.parse(text, tools, place=f"turn-{turn}")
-            if not all(isinstance(c["function"]["arguments"], dict) for c in parsed.tool_calls):
+            arguments = [call["function"]["arguments"] for call in parsed.tool_calls]
+            if not all(isinstance(given, dict) for given in arguments):
                 parsed = ParsedAnswer(text, failed=True)  # environments index the arguments
             self.unparsed += parsed.failed
             loop.board.set_phase(entry, ACTING, attempt=entry.attempt, turn=turn)
@@ -219,10 +220,11 @@ class _EnvEpisode:
         assert loop.compaction is not None
         steps = self.trajectory.steps
         num_tokens = len(context.prompt_token_ids())
+        kinds = [step.kind for step in steps]
         wanted = await loop.compaction.decide(
             context.messages,
             num_tokens,
-            num_summaries=sum(step.kind == SUMMARISE for step in steps),
+            num_summaries=kinds.count(SUMMARISE),
         )
         if wanted is None:
             return context
@@ -231,9 +233,8 @@ class _EnvEpisode:
             if len(prompt_token_ids) > loop.max_input_length:
                 return context
             summary = await self._summarise(context, prompt_token_ids, before, turn, shown)
-            messages = messages_after(
-                self.first_messages, context.template.without_control_tokens(summary)
-            )
+            plain = context.template.without_control_tokens(summary)
+            messages = messages_after(self.first_messages, plain)
         else:
             messages = wanted
         replaced = await self._begin_context(context.template, messages)
@@ -274,7 +275,10 @@ class _EnvEpisode:
     def _name_policies(self, next_policy: Any, *rewarded: str) -> None:
         """Let a policy give the next answer, if one is named."""
         calls = self.loop.calls
-        for name, known in ((next_policy, calls.sampled), *((n, calls.policies) for n in rewarded)):
+        named: list[tuple[Any, tuple[str, ...]]] = [(next_policy, calls.sampled)]
+        for name in rewarded:
+            named.append((name, calls.policies))
+        for name, known in named:
             if name is not None and name not in known:
                 if known:
                     expected = f"one of {', '.join(known)}"
@@ -362,8 +366,10 @@ def _extend_context(
             "tool_calls": parsed.tool_calls,
         }
     replaced = isinstance(action, str)
+    if action is None:
+        action = step.text
     if not isinstance(action, dict):
-        action = {"role": "assistant", "content": step.text if action is None else action}
+        action = {"role": "assistant", "content": action}
     # A dictionary is the same answer as a message, with its tool calls.
     context.add_response(
         step.response_ids, action, replaced=replaced, stopped=generation.stopped_at_token

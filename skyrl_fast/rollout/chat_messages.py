@@ -81,8 +81,9 @@ def with_text(messages: Sequence[Message], text: str) -> list[Message]:
         [{'role': 'user', 'content': 'one\\n\\ntwo'}]
     """
     if messages and messages[-1].get("role") == "user":
-        last = messages[-1]
-        return [*messages[:-1], {**last, "content": f"{last['content']}\n\n{text}"}]
+        last = dict(messages[-1])
+        last["content"] = f"{last['content']}\n\n{text}"
+        return [*messages[:-1], last]
     return [*messages, {"role": "user", "content": text}]
 
 
@@ -94,7 +95,12 @@ def _text_of(content: Any) -> str:
         return str(content)
     if not isinstance(content, list):
         raise ValueError(f"content: expected text, got {content!r:.100}")
-    texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+    texts: list[Any] = []
+    for part in content:
+        if isinstance(part, Mapping):
+            texts.append(part.get("text"))
+        else:
+            texts.append(part)
     for part, text in zip(content, texts, strict=True):
         if not isinstance(text, str):
             if isinstance(part, Mapping):
@@ -190,8 +196,11 @@ def plain_value(value: Any) -> Any:
 def without_nulls(value: Any, keep: Collection[str] = ()) -> Any:
     """Return a plain value without null-valued keys at any depth; outermost ones of `keep` stay."""
     if isinstance(value, dict):
-        items = value.items()
-        return {k: without_nulls(item) for k, item in items if item is not None or k in keep}
+        kept = {}
+        for name, item in value.items():
+            if item is not None or name in keep:
+                kept[name] = without_nulls(item)
+        return kept
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
     return value
@@ -209,5 +218,8 @@ def parse_json(value: Any) -> Any:
 
 def _order_keys(values: Mapping[str, Any], first: Collection[str] = ()) -> dict[str, Any]:
     """Return the values that are not null, those of some keys first."""
-    names = [*(name for name in first if name in values), *(n for n in values if n not in first)]
+    names = [name for name in first if name in values]
+    for name in values:
+        if name not in first:
+            names.append(name)
     return {name: values[name] for name in names if values[name] is not None}

@@ -108,8 +108,11 @@ def _answer_text(
     if not complete.startswith(prompt):
         # The prompt may open what the answer itself begins, such as thoughts: compare up to where
         # they part.
-        pairs = zip(prompt, complete, strict=False)
-        parted = next((n for n, (one, other) in enumerate(pairs) if one != other), len(complete))
+        parted = len(complete)
+        for place, (one, other) in enumerate(zip(prompt, complete, strict=False)):
+            if one != other:
+                parted = place
+                break
         if parted < len(before.rstrip()):
             start = _answer_start(template, prompt, before, messages, complete)
         else:

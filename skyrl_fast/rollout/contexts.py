@@ -70,15 +70,20 @@ def name_calls(trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -
         begun.add(context)
         openings[index] = _squeeze(decode(steps[index].prompt_token_ids))
         for before in reversed(range(index)):
-            is_last = last_calls[contexts[before]] == before
-            is_used = is_last and _shows(openings[index], steps[before])
+            step = steps[before]
+            own_context = contexts[before]
+            is_last = last_calls[own_context] == before
+            is_used = is_last and _shows(openings[index], step)
             if is_used and _has_history(steps, before, decode):
-                steps[before].kind = SUMMARISE
+                step.kind = SUMMARISE
                 break
     for context, index in last_calls.items():
         step = steps[index]
-        is_alone = contexts.count(context) == 1 and index < len(steps) - 1
-        if is_alone and step.kind == ACT and not _is_used(steps, index, openings):
+        is_alone = contexts.count(context) == 1
+        is_final = index == len(steps) - 1
+        if not is_alone or is_final or step.kind != ACT:
+            continue
+        if not _is_used(steps, index, openings):
             step.kind = OTHER
 
 
@@ -93,7 +98,9 @@ def _has_history(steps: Sequence[Step], index: int, decode: Callable[[Sequence[i
 def _is_used(steps: Sequence[Step], index: int, openings: dict[int, str]) -> bool:
     """Return whether a later prompt shows the answer of a call."""
     for later in range(index + 1, len(steps)):
-        shown = openings.get(later) or _squeeze(steps[later].state or "")
+        shown = openings.get(later)
+        if shown is None:
+            shown = _squeeze(steps[later].state or "")
         if _shows(shown, steps[index]):
             return True
     return False

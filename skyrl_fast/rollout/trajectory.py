@@ -292,4 +292,8 @@ def _find_answers(
     shared = count_shared(prompt, context)
     # An answer that comes back in other tokens still has its place: it is no observation.
     places = (*parent.answers, (len(before), len(context)))
-    return tuple((begin, min(end, len(prompt))) for begin, end in places if begin < shared)
+    found = []
+    for begin, end in places:
+        if begin < shared:
+            found.append((begin, min(end, len(prompt))))
+    return tuple(found)

@@ -401,7 +401,9 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
     tools that an environment starts must not inherit those.
     """
     before = dict(os.environ)
-    os.environ.update({name: value for name, value in values.items() if name not in before})
+    for name, value in values.items():
+        if name not in before:
+            os.environ[name] = value
     try:
         yield
     finally:

@@ -37,9 +37,16 @@ def describe_patches(answers: Sequence[Mapping[str, bool]]) -> str:
         >>> describe_patches([{"kept_logprobs": False, "compiled_norms": True}])
         "vLLM's patches in use: compiled_norms; not in use: kept_logprobs"
     """
-    names = list(dict.fromkeys(name for answer in answers for name in answer))
-    used = [name for name in names if all(answer.get(name, False) for answer in answers)]
-    others = [name for name in names if name not in used]
+    names: dict[str, None] = {}
+    for answer in answers:
+        names |= dict.fromkeys(answer)
+    used = []
+    others = []
+    for name in names:
+        if all(answer.get(name, False) for answer in answers):
+            used.append(name)
+        else:
+            others.append(name)
     return (
         f"vLLM's patches in use: {', '.join(used) or 'none'}; not in use: "
         f"{', '.join(others) or 'none'}"

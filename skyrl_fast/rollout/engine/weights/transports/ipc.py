@@ -31,7 +31,10 @@ def send_by_ipc(weights: Weights, dtype: torch.dtype | None = None) -> Iterator[
         WeightSyncError: there are none, some are not on a GPU, or CUDA does not share memory here.
     """
     tensors = dict(weights)  # held until the context ends
-    elsewhere = [name for name, tensor in tensors.items() if tensor.device.type != "cuda"]
+    elsewhere = []
+    for name, tensor in tensors.items():
+        if tensor.device.type != "cuda":
+            elsewhere.append(name)
     if elsewhere or not tensors:
         raise WeightSyncError(
             f"weight_sync_backend: ipc needs all weights on a GPU; not there: {elsewhere[:8]}. "

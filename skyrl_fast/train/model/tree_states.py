@@ -330,8 +330,7 @@ def _recur(
         raise ValueError(f"prefix trees: expected {function.__name__} without a cache")
     values = {name: arguments[name] for name in recurrence.tokens}
     limits = arguments.get(recurrence.limits)
-    has_neutral_step = limits is None or limits[0] <= 0
-    padded = segments.padded(pads_parents=has_neutral_step)
+    padded = segments.padded(pads_parents=limits is None or limits[0] <= 0)
     sizes = [group.count * group.length for group in padded.groups]
     parts: dict[str, Sequence[Tensor]] = {}
     for name, value in values.items():

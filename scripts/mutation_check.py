@@ -75,7 +75,7 @@ FAULTS = (
     Fault(
         "padding changes the state that children start from",
         "skyrl_fast/train/model/tree_states.py",
-        "pads_parents=has_neutral_step",
+        "pads_parents=limits is None or limits[0] <= 0",
         "pads_parents=True",
         ("train/test_tree_training.py",),
     ),

@@ -177,7 +177,8 @@ def test_spin_count_is_set_before_torch_is_imported(tmp_path: Path) -> None:
         "            print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)\n"
         "            raise SystemExit\n"
         "sys.meta_path.insert(0, FirstImport())\n"
-        "recipe = Recipe(Path('any'), Path('any.yaml'), lambda folder: None)\n"
+        "config = Path('examples/quickstart/config.yaml')\n"
+        "recipe = Recipe(Path('any'), config, lambda folder: __import__('torch'))\n"
         "main({'any': recipe}, '', ['--base', sys.argv[1]])"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]

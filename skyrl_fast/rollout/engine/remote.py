@@ -95,6 +95,8 @@ def find_silent_servers(urls: Sequence[str], transport: Any = None) -> dict[str,
     Args:
         transport: of httpx; None: the network.
     """
+    if not urls:
+        return {}  # runs without servers need no httpx
     import httpx
 
     silent = {}

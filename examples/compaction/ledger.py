@@ -14,12 +14,13 @@ LONGEST_PROMPT = 64  # tokens, of `drop_history`
 ASKS = 2  # an agent whose context was replaced after the question is asked again
 
 NAMES = (
-    "Ada", "Bela", "Carl", "Dora", "Emil", "Fay", "Gus", "Hana",
-    "Ivo", "Jana", "Kim", "Leo", "Mia", "Nils", "Ola", "Pia",
+    "Ada", "Bela", "Carl", "Dora", "Emil", "Fay", "Gus", "Hana", "Ivo", "Jana", "Kim", "Leo",
+    "Mia", "Nils", "Ola", "Pia", "Rosa", "Sven", "Tara", "Udo", "Vera", "Wim", "Xenia", "Yara",
 )  # fmt: skip
 THINGS = (
-    "drum", "lamp", "book", "coin", "rope", "harp", "kite", "ring",
-    "vase", "boot", "comb", "fork", "bell", "seed", "mask", "nail",
+    "drum", "lamp", "book", "coin", "rope", "harp", "kite", "ring", "vase", "boot", "comb", "fork",
+    "bell", "seed", "mask", "nail", "oar", "pear", "quilt", "rake", "shell", "torch", "wheel",
+    "yarn",
 )  # fmt: skip
 
 Facts = list[tuple[str, str]]

@@ -23,9 +23,10 @@ from skyrl_fast.rollout.compaction import messages_after
 
 REQUEST = "Summarise ."  # as in config.yaml
 NUM_FACTS = 16
+NUMS_DEMONSTRATED = (2, 4, 8, 16)  # facts of demonstrations: looking up is learnt on few first
 NUM_TRAIN = 1_024
 NUM_EVAL = 128
-NUM_DEMONSTRATIONS = 1_500  # episodes
+NUM_DEMONSTRATIONS = 2_500  # episodes
 NUM_QUESTIONS = 7  # of a demonstration, after the one that is asked
 KEPT = 0.6  # probability that the expert's summary keeps a fact
 TURNS_OF_CONTEXT = (2, 5)  # after which the expert's contexts end
@@ -41,9 +42,9 @@ def make_data(output: Path, *, seed: int = 0) -> None:
     write_jsonl(output / "demonstrations.jsonl", chats)
 
 
-def make_row(rng: random.Random) -> dict[str, object]:
-    names = rng.sample(NAMES, NUM_FACTS)
-    things = rng.sample(THINGS, NUM_FACTS)
+def make_row(rng: random.Random, num_facts: int = NUM_FACTS) -> dict[str, object]:
+    names = rng.sample(NAMES, num_facts)
+    things = rng.sample(THINGS, num_facts)
     facts = [list(pair) for pair in zip(names, things, strict=True)]
     return {
         "prompt": [{"role": "user", "content": TASK}],
@@ -54,7 +55,7 @@ def make_row(rng: random.Random) -> dict[str, object]:
 
 def demonstrate(rng: random.Random) -> list[Chat]:
     """Return the contexts of one episode as chats."""
-    row = make_row(rng)
+    row = make_row(rng, rng.choice(NUMS_DEMONSTRATED))
     left: Facts = [(name, thing) for name, thing in row["facts"]]  # type: ignore[attr-defined]
     asked = str(row["asked"])
     first: Chat = [{"role": "user", "content": TASK}]

@@ -64,7 +64,7 @@ def by_cost(case: str) -> Any:
 
 
 @pytest.mark.spec("update.sequence-ranks")
-@pytest.mark.parametrize("case", map(by_cost, CASES))
+@pytest.mark.parametrize("case", [by_cost(case) for case in CASES])
 def test_update_equals_that_of_one_rank(both: Both, case: str) -> None:
     name, algorithm = CASES[case]
     batch = routed(agent_batch(7, num_groups=4)).with_(old_logprobs=None)

@@ -1,1 +1,0 @@
-"""Compaction: a task whose facts do not fit into the context."""

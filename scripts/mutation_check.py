@@ -96,7 +96,7 @@ FAULTS = (
     Fault(
         "the last summary takes its reward from nowhere",
         "skyrl_fast/rollout/agent_loop.py",
-        "        steps[-1].reward = steps[-2].reward\n",
+        "        last.reward = turn.reward\n",
         "",
         ("rollout/test_compaction.py",),
     ),

@@ -229,7 +229,8 @@ class _EnvEpisode:
         if wanted is None:
             return context
         if isinstance(wanted, str):
-            prompt_token_ids = context.request_token_ids(wanted)
+            ask = partial(context.request_token_ids, wanted)
+            prompt_token_ids = await _off_loop(_characters(context.messages), ask)
             if len(prompt_token_ids) > loop.max_input_length:
                 return context
             summary = await self._summarise(context, prompt_token_ids, before, turn, shown)
@@ -331,9 +332,13 @@ class _EnvEpisode:
 def _move_last_reward(steps: Sequence[Step]) -> None:
     """Give the last turn's reward to a summary after it, which then ends the trajectory."""
     # The outcome of a trajectory is its last step's reward.
-    if len(steps) > 1 and steps[-1].kind == SUMMARISE:
-        steps[-1].reward = steps[-2].reward
-        steps[-2].reward = 0.0
+    if len(steps) < 2:
+        return
+    turn = steps[-2]
+    last = steps[-1]
+    if last.kind == SUMMARISE:
+        last.reward = turn.reward
+        turn.reward = 0.0
 
 
 def _shown_text(messages: Sequence[Message]) -> str:

@@ -12,7 +12,7 @@ from skyrl_fast.config import GeneratorConfig
 from skyrl_fast.rollout.chat_messages import normalize_messages, with_text
 from skyrl_fast.rollout.env.errors import EnvError
 from skyrl_fast.rollout.env.protocol import Message
-from skyrl_fast.system.importing import load_object
+from skyrl_fast.system.importing import load_setting_function
 
 SETTING = "generator.compaction.policy"
 SUMMARY_HEADING = "Summary of the conversation so far:"
@@ -25,15 +25,7 @@ CompactionPolicy = Callable[[Sequence[Message], int], Any]
 
 def load_compaction_policy(name: str | None) -> CompactionPolicy | None:
     """Return the function of `generator.compaction.policy`; ValueError if there is none."""
-    if name is None:
-        return None
-    try:
-        function = load_object(name)
-    except ValueError as error:
-        raise ValueError(f"{SETTING}: {error}") from error
-    if not callable(function):
-        raise ValueError(f"{SETTING}: expected a function, got {function!r:.100}")
-    policy: CompactionPolicy = function
+    policy: CompactionPolicy | None = load_setting_function(SETTING, name)
     return policy
 
 

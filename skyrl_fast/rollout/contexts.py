@@ -9,13 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from skyrl_fast.rollout.trajectory import (
-    ACT,
-    OTHER,
-    SUMMARISE,
-    Step,
-    Trajectory,
-)
+from skyrl_fast.rollout.trajectory import ACT, OTHER, SUMMARISE, Step, Trajectory
 
 MIN_SHARED = 16  # characters without white space of an answer that is found again elsewhere
 _TAG = re.compile(r"</?\w+>")  # around thoughts and parts of answers, which agents take apart
@@ -63,27 +57,29 @@ def name_calls(trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -
         return
     last_calls = {context: index for index, context in enumerate(contexts)}
     begun = {contexts[0]}
-    openings: dict[int, str] = {}  # text of the prompts that begin contexts
+    # What each call saw anew: of one that begins a context, all of its prompt.
+    shown = [_squeeze(step.state or "") for step in steps]
     for index, context in enumerate(contexts):
         if context in begun:
             continue
         begun.add(context)
-        openings[index] = _squeeze(decode(steps[index].prompt_token_ids))
+        shown[index] = _squeeze(decode(steps[index].prompt_token_ids))
         for before in reversed(range(index)):
             step = steps[before]
             own_context = contexts[before]
             is_last = last_calls[own_context] == before
-            is_used = is_last and _shows(openings[index], step)
+            is_used = is_last and _shows(shown[index], step)
             if is_used and _has_history(steps, before, decode):
                 step.kind = SUMMARISE
                 break
     for context, index in last_calls.items():
         step = steps[index]
         is_alone = contexts.count(context) == 1
-        is_final = index == len(steps) - 1
-        if not is_alone or is_final or step.kind != ACT:
+        later = shown[index + 1 :]
+        if not is_alone or not later or step.kind != ACT:
             continue
-        if not _is_used(steps, index, openings):
+        is_used = any(_shows(text, step) for text in later)
+        if not is_used:
             step.kind = OTHER
 
 
@@ -92,18 +88,8 @@ def _has_history(steps: Sequence[Step], index: int, decode: Callable[[Sequence[i
     if steps[index].parent is not None:
         return True
     prompt = _squeeze(decode(steps[index].prompt_token_ids))
-    return any(_shows(prompt, step) for step in steps[:index])
-
-
-def _is_used(steps: Sequence[Step], index: int, openings: dict[int, str]) -> bool:
-    """Return whether a later prompt shows the answer of a call."""
-    for later in range(index + 1, len(steps)):
-        shown = openings.get(later)
-        if shown is None:
-            shown = _squeeze(steps[later].state or "")
-        if _shows(shown, steps[index]):
-            return True
-    return False
+    earlier = steps[:index]
+    return any(_shows(prompt, step) for step in earlier)
 
 
 def _shows(text: str, step: Step) -> bool:

@@ -112,7 +112,9 @@ class Step:
         else:
             appended = [appended_end]
         if kept_ids is not None:
-            kept_ids = [*kept_ids, *(np.zeros(0, np.int32) for _ in appended)]
+            kept_ids = list(kept_ids)
+            for _ in appended:
+                kept_ids.append(np.zeros(0, np.int32))
         is_one_version = versions[0] == versions[-1]
         if is_one_version:
             token_versions = None

@@ -111,3 +111,20 @@ def _load_file(name: str) -> ModuleType:
         del sys.modules[module_name]
         raise
     return module
+
+
+def load_setting_function(setting: str, name: str | None) -> Any:
+    """Return the function that a setting names, or None if it names none.
+
+    Raises:
+        ValueError: there is none of this name, or it is no function; the message names the setting.
+    """
+    if name is None:
+        return None
+    try:
+        function = load_object(name)
+    except ValueError as error:
+        raise ValueError(f"{setting}: {error}") from error
+    if not callable(function):
+        raise ValueError(f"{setting}: expected a function, got {function!r:.100}")
+    return function

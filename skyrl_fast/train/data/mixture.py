@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from skyrl_fast.errors import RunError
-from skyrl_fast.system.importing import load_object
+from skyrl_fast.system.importing import load_setting_function
 from skyrl_fast.train.data.prompts import Prompt, PromptSampler
 
 logger = logging.getLogger(__name__)
@@ -275,13 +275,5 @@ def make_sampler(
 
 def load_curriculum(name: str | None) -> Curriculum | None:
     """Return the function of `data.curriculum`; ValueError if there is none of this name."""
-    if name is None:
-        return None
-    try:
-        function = load_object(name)
-    except ValueError as error:
-        raise ValueError(f"{CURRICULUM}: {error}") from error
-    if not callable(function):
-        raise ValueError(f"{CURRICULUM}: expected a function, got {function!r:.100}")
-    curriculum: Curriculum = function
+    curriculum: Curriculum | None = load_setting_function(CURRICULUM, name)
     return curriculum

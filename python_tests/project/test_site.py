@@ -1,12 +1,20 @@
 """The documentation site: links of its pages, and the list for language models."""
 
+import functools
 import re
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import quote_plus
 
 import pytest
 import yaml
 
 from scripts import site
+from scripts.browser import NoBrowserError, headless_browser
 
 TARGETS = {"README.md": "index.md", "docs/guide/a.md": "guide/a.md", "docs/b.md": "b.md"}
 
@@ -56,20 +64,20 @@ def test_a_search_finds_guides_and_not_the_design(
 
 # What people type, and the page that answers it.
 SEARCHES = {
-    "KL coefficient": "guide/is_it_learning.md",
+    "KL coefficient": "guide/troubleshooting.md",
     "reward flat": "guide/is_it_learning.md",
     "8 GPUs": "guide/clusters.md",
     "thinking": "guide/thinking_models.md",
     "mismatch": "guide/is_it_learning.md",
-    "W&B": "guide/training.md",
+    "wandb": "guide/troubleshooting.md",
     "resume": "guide/training.md",
     "telemetry": "guide/security.md",
-    "OOM": "guide/training.md",
-    "out of memory": "guide/training.md",
-    "save model": "guide/training.md",
+    "OOM": "guide/troubleshooting.md",
+    "out of memory": "guide/troubleshooting.md",
+    "save model": "guide/troubleshooting.md",
     "validation": "guide/troubleshooting.md",
-    "learning rate": "guide/is_it_learning.md",
-    "chat template": "guide/training.md",
+    "learning rate": "guide/training.md",
+    "chat template": "guide/troubleshooting.md",
     "tool parser": "guide/environments.md",
     "LoRA rank": "guide/training.md",
     "pass@k": "reference/commands.md",
@@ -79,14 +87,16 @@ SEARCHES = {
     "several data sets": "guide/training.md",
     "own environment": "guide/environments.md",
     "custom loss": "guide/custom_algorithms.md",
-    "engine starts": "guide/installation.md",
+    "jupyter notebook": "guide/troubleshooting.md",
+    "tinker": "guide/tinker.md",
+    "compaction": "guide/long_agents.md",
 }
+READ_HITS = 3  # pages of an answer that people read
 
 
 def test_pages_have_a_section_with_the_words_that_people_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Words only: the order of hits is that of the browser's index, which is not built here."""
     monkeypatch.setattr(site, "PAGES", tmp_path)
     texts = site.write_pages()
     unanswered = []
@@ -97,6 +107,69 @@ def test_pages_have_a_section_with_the_words_that_people_search(
         if not any(all(word in section for word in words) for section in sections):
             unanswered.append(query)
     assert unanswered == []
+
+
+@pytest.mark.slow
+def test_the_page_that_answers_is_among_the_first_hits() -> None:
+    """In the site's own search, in a browser: needs Zensical, which `make site` installs."""
+    if not (site.ROOT / "build" / "site-venv").exists():
+        pytest.skip("needs Zensical: make site")
+    subprocess.run(["make", "site"], cwd=site.ROOT, check=True, capture_output=True)
+    late = {}
+    with served_folder(site.SITE) as url, open_search(url) as hits:
+        for query, page in SEARCHES.items():
+            found = hits(query)
+            if page.replace(".md", ".html") not in found[:READ_HITS]:
+                late[query] = found[: 2 * READ_HITS]
+    assert late == {}
+
+
+@contextmanager
+def served_folder(folder: Path) -> Iterator[str]:
+    """Yield the address at which a folder is served."""
+    handler = functools.partial(QuietHandler, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing."""
+
+
+OPEN_SHADOWS = """
+const attach = Element.prototype.attachShadow;
+Element.prototype.attachShadow = function (options) {
+    return attach.call(this, {...options, mode: "open"});
+};
+"""
+OF_THE_SEARCH = "links => links.filter(a => a.getRootNode() !== document).map(a => a.href)"
+
+
+@contextmanager
+def open_search(url: str) -> Iterator[Callable[[str], list[str]]]:
+    """Yield a function that types a query into the site's search, and returns the pages found."""
+    try:
+        with headless_browser() as browser:
+            page = browser.new_page()
+            page.add_init_script(OPEN_SHADOWS)
+            page.goto(f"{url}/index.html")
+            page.keyboard.press("/")
+            box = page.locator("input[type=text], input:not([type])").last
+            links = page.locator("li a")
+
+            def hits(query: str) -> list[str]:
+                box.fill(query)
+                shown = f"h={quote_plus(query)}"
+                page.locator(f"li a[href*='{shown}']").first.wait_for(state="attached")
+                found = [link.split("?")[0] for link in links.evaluate_all(OF_THE_SEARCH)]
+                return list(dict.fromkeys(link.removeprefix(f"{url}/") for link in found))
+
+            yield hits
+    except NoBrowserError as error:
+        pytest.skip(str(error))
 
 
 def test_all_pages_of_the_repository_have_a_place_and_a_title() -> None:

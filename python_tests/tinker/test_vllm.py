@@ -42,11 +42,12 @@ def serving(model: Path, folder: Path) -> Iterator[tuple[Any, subprocess.Popen[s
     try:
         assert process.stdout is not None
         printed = ""
-        while "TINKER_API_KEY" not in printed:
+        while "tinker://" not in printed:
             line = process.stdout.readline()
             assert line, printed
             printed += line
         url, key = re.findall(r"export TINKER_\w+=(\S+)", printed)
+        assert f" {url}/v1 for OpenAI's" in printed
         yield {"base_url": url, "api_key": key}, process
     finally:
         if process.poll() is None:

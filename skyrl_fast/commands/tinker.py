@@ -158,4 +158,6 @@ def _greeting(name: str, url: str, key: str) -> str:
         f"serving {name} to programs that use the Tinker SDK; for each, set\n"
         f"  export TINKER_BASE_URL={url}\n"
         f"  export TINKER_API_KEY={key}\n"
+        f"chat clients, with that key: {url}/v1 for OpenAI's, {url} for Anthropic's; "
+        f"their model is {name} or a tinker:// path\n"
     )

@@ -11,6 +11,8 @@ from reference.rows import Part, Row, merges_steps, rows_of_turns
 from reference.update import Terms
 from skyrl_fast.rollout.trajectory import Trajectory
 
+ROUNDING = 1e-9  # of an advantage that is 0 in exact arithmetic
+
 
 def mean(values: Sequence[float]) -> float:
     """Return the mean; 0 of nothing."""
@@ -96,13 +98,17 @@ def call_metrics(parts: Sequence[Part], config: Any, *, sums_rewards: bool) -> d
 
 
 def summary_share(rows: Sequence[Row], values: Sequence[Sequence[float]], weight: float) -> Any:
-    """Return the summaries' share of the sum of |advantage * weight|; none without summaries."""
+    """Return the summaries' share of the sum of |advantage * weight|; none without summaries.
+
+    Equal advantages that are normalized are 0 but for rounding, of which there is no share.
+    """
     if not any(any(row.is_summary) for row in rows):
         return {}
     sizes = {True: 0.0, False: 0.0}
     for row, own in zip(rows, values, strict=True):
         for value, trained, is_summary in zip(own, row.mask, row.is_summary, strict=True):
-            sizes[is_summary] += abs(value) * trained * (weight if is_summary else 1.0)
+            if abs(value) > ROUNDING:
+                sizes[is_summary] += abs(value) * trained * (weight if is_summary else 1.0)
     total = sum(sizes.values())
     return {"policy/summary_loss_share": sizes[True] / total if total else 0.0}
 

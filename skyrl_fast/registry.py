@@ -186,7 +186,7 @@ def check_result(op: str, name: str, values: object, *shapes: tuple[int, ...]) -
             got = str(values.dtype)
         else:
             got = type(values).__name__
-        raise TypeError(f"{op}: {name} must be a floating-point tensor, got {got}")
+        raise TypeError(f"{op}: {name}: expected a floating-point tensor, got {got}")
     if tuple(values.shape) not in shapes:
         wanted = " or ".join(map(str, shapes))
-        raise ValueError(f"{op}: {name} must be of shape {wanted}, got {tuple(values.shape)}")
+        raise ValueError(f"{op}: {name}: expected shape {wanted}, got {tuple(values.shape)}")

@@ -53,7 +53,7 @@ void dense_ids(py::handle labels_obj, py::handle out_obj, const std::string& op,
   const std::string what = op + ": " + name;
   check_cpu_array(*out, DType::kInt64, 1);
   py::object labels = py::reinterpret_steal<py::object>(
-      PySequence_Fast(labels_obj.ptr(), (what + " must be a sequence").c_str()));
+      PySequence_Fast(labels_obj.ptr(), (what + ": expected a sequence").c_str()));
   if (!labels) throw py::error_already_set();
   const Py_ssize_t n = PySequence_Fast_GET_SIZE(labels.ptr());
   check_size(*out, 0, n);
@@ -69,7 +69,7 @@ void dense_ids(py::handle labels_obj, py::handle out_obj, const std::string& op,
       continue;
     }
     if (!PyUnicode_Check(label.ptr()) && !PyLong_Check(label.ptr())) {
-      throw py::type_error(what + " must be strings or ints, but entry " + std::to_string(i) +
+      throw py::type_error(what + ": expected strings or ints, but entry " + std::to_string(i) +
                            " is a " + Py_TYPE(label.ptr())->tp_name);
     }
     if (previous && equal_strings(label.ptr(), previous.ptr())) {
@@ -92,7 +92,7 @@ void flags(py::handle values_obj, py::handle out_obj, const std::string& name,
   const std::string what = op + ": " + name;
   check_cpu_array(*out, DType::kBool, 1);
   py::object values = py::reinterpret_steal<py::object>(
-      PySequence_Fast(values_obj.ptr(), (what + " must be a sequence").c_str()));
+      PySequence_Fast(values_obj.ptr(), (what + ": expected a sequence").c_str()));
   if (!values) throw py::error_already_set();
   const Py_ssize_t n = PySequence_Fast_GET_SIZE(values.ptr());
   check_size(*out, 0, n);
@@ -106,7 +106,7 @@ void flags(py::handle values_obj, py::handle out_obj, const std::string& name,
     }
     const auto value = py::reinterpret_borrow<py::object>(item);
     if (!PyNumber_Check(item)) {
-      throw py::type_error(what + " must be bools, but entry " + std::to_string(i) + " is a " +
+      throw py::type_error(what + ": expected bools, but entry " + std::to_string(i) + " is a " +
                            Py_TYPE(item)->tp_name);
     }
     const int truth = PyObject_IsTrue(item);

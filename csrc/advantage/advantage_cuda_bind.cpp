@@ -75,7 +75,7 @@ void group_advantage(py::handle rewards_obj, py::handle ids_obj, py::handle orde
     check_same_device(**mask, *rewards);
     check_contiguous(**mask);
     if ((*mask)->shape_string() != out->shape_string()) {
-      fail(**mask, "of shape " + out->shape_string(), (*mask)->shape_string());
+      fail(**mask, "shape " + out->shape_string(), (*mask)->shape_string());
     }
     job.mask = (*mask)->data;
     job.mask_type = mask_dtype(**mask);

@@ -196,7 +196,7 @@ template <typename Mask>
     for (int64_t t = offset; c.values && t < offset + c.layout.length(row); ++t) {
       if (is_trained(c.mask, t) && !std::isfinite(c.values[t])) {
         throw std::invalid_argument(std::string(c.op) +
-                                    ": values of trained tokens must be finite, but row " +
+                                    ": values: expected finite ones for trained tokens, but row " +
                                     std::to_string(row) + " has " + std::to_string(c.values[t]));
       }
     }

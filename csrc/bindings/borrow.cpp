@@ -33,7 +33,7 @@ DType dtype_of(const DLDataType& t) {
 
 void fill(const DLTensor& t, TensorView* view) {
   if (t.ndim > kMaxDims)
-    fail(*view, "at most 8-dimensional", std::to_string(t.ndim) + " dimensions");
+    fail(*view, "at most 8 dimensions", std::to_string(t.ndim) + " dimensions");
   view->data = static_cast<char*>(t.data) + t.byte_offset;
   view->dtype = dtype_of(t.dtype);
   view->device = t.device.device_type == kDLCPU || t.device.device_type == kDLCUDAHost
@@ -114,7 +114,7 @@ Borrowed::Borrowed(py::handle object, const char* op, const char* name) {
   if (from_buffer(object)) return;  // numpy; tensors have no buffer
   if (!from_exchange_table(object) && !from_capsule(object)) {
     throw py::type_error(std::string(op) + ": " + name +
-                         " must be a torch tensor or a numpy array, got " +
+                         ": expected a torch tensor or a numpy array, got " +
                          Py_TYPE(object.ptr())->tp_name);
   }
   if (view_.data == nullptr && view_.numel() > 0) {
@@ -136,7 +136,7 @@ bool Borrowed::from_exchange_table(py::handle object) {
   if (table->dltensor_from_py_object_no_sync(object.ptr(), &t) != 0) {
     const py::error_already_set error;
     const std::string reason = py::str(error.value());
-    PyErr_Format(error.type().ptr(), "%s: %s must be a tensor that DLPack can share, got: %s",
+    PyErr_Format(error.type().ptr(), "%s: %s: expected a tensor that DLPack can share, got: %s",
                  view_.op, view_.name, reason.substr(0, reason.find('\n')).c_str());
     throw py::error_already_set();
   }
@@ -165,7 +165,7 @@ bool Borrowed::from_buffer(py::handle object) {
     return false;
   }
   has_buffer_ = true;
-  if (buffer_.ndim > kMaxDims) fail(view_, "at most 8-dimensional", "more dimensions");
+  if (buffer_.ndim > kMaxDims) fail(view_, "at most 8 dimensions", "more dimensions");
   const char* f = buffer_.format != nullptr ? buffer_.format : "B";
   if (*f == '@' || *f == '=') ++f;
   const int64_t size = buffer_.itemsize;

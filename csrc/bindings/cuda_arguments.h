@@ -16,12 +16,12 @@ constexpr Device kCudaDevice = Device::kCuda;
 #endif
 
 inline void check_cuda(const TensorView& t) {
-  if (t.device != kCudaDevice) fail(t, "on a CUDA device", "a tensor on another device");
+  if (t.device != kCudaDevice) fail(t, "a tensor on a CUDA device", "a tensor on another device");
 }
 
 inline void check_same_device(const TensorView& t, const TensorView& like) {
   if (t.device != like.device || t.device_index != like.device_index) {
-    fail(t, std::string("on the device of ") + like.name, "a tensor on another device");
+    fail(t, std::string("a tensor on the device of ") + like.name, "a tensor on another device");
   }
 }
 

@@ -17,7 +17,7 @@ namespace py = pybind11;
 class PageBlock {
  public:
   explicit PageBlock(int64_t num_bytes) : num_bytes_(num_bytes) {
-    if (num_bytes <= 0) throw std::invalid_argument("PageBlock: num_bytes must be positive");
+    if (num_bytes <= 0) throw std::invalid_argument("PageBlock: num_bytes: expected at least 1");
     pages_ = page_pool().take(num_bytes);
   }
   ~PageBlock() { page_pool().give(pages_); }

@@ -97,7 +97,7 @@ std::string describe(PyObject* item) {
     throw py::error_already_set();
   }
   PyErr_Clear();
-  throw py::type_error(place.at(position) + " must be " + wanted + ", got " + describe(item));
+  throw py::type_error(place.at(position) + ": expected " + wanted + ", got " + describe(item));
 }
 
 std::string bounds_text(Bounds bounds) {
@@ -106,7 +106,7 @@ std::string bounds_text(Bounds bounds) {
 
 [[noreturn]] void refuse_value(const ListPlace& place, int64_t position, Bounds bounds,
                                PyObject* item) {
-  throw std::invalid_argument(place.at(position) + " must be " + bounds_text(bounds) + ", got " +
+  throw std::invalid_argument(place.at(position) + ": expected " + bounds_text(bounds) + ", got " +
                               describe(item));
 }
 
@@ -323,7 +323,7 @@ bool equal_ids(PyObject* a, PyObject* b, const ListPlace& place_a, int64_t posit
       refuse_value(place, i, bounds, items[i]);
     }
   }
-  throw std::invalid_argument(place.at(0) + " and on must be " + bounds_text(bounds));
+  throw std::invalid_argument(place.at(0) + " and on: expected " + bounds_text(bounds));
 }
 
 template <typename Out>

@@ -26,7 +26,7 @@ void check_cu_seqlens(const TensorView& cu, int64_t num_rows, int64_t num_cells)
   }
   for (int64_t i = 0; i < num_rows; ++i) {
     if (p[i + 1] < p[i]) {
-      fail(cu, "non-decreasing", "a step back at row " + std::to_string(i));
+      fail(cu, "non-decreasing offsets", "a step back at row " + std::to_string(i));
     }
   }
 }
@@ -44,7 +44,7 @@ RowLayout layout_of(const TensorView& t, const TensorView* cu, int64_t num_rows)
 
 void check_same_shape(const TensorView& t, const TensorView& out) {
   if (t.shape_string() != out.shape_string()) {
-    fail(t, "of shape " + out.shape_string(), t.shape_string());
+    fail(t, "shape " + out.shape_string(), t.shape_string());
   }
 }
 

@@ -19,7 +19,7 @@ Rows::Rows(std::string op, std::string field, py::handle rows)
   py::object sequence = py::reinterpret_steal<py::object>(PySequence_Fast(rows.ptr(), ""));
   if (!sequence || PyUnicode_Check(rows.ptr()) || PyBytes_Check(rows.ptr())) {
     PyErr_Clear();
-    throw py::type_error(where() + " must be a list of rows, got " + type_name(rows));
+    throw py::type_error(where() + ": expected a list of rows, got " + type_name(rows));
   }
   // The list itself may change while a row's buffer is requested: read its size and items each
   // time.
@@ -66,7 +66,7 @@ Rows::Rows(std::string op, std::string field, py::handle values, py::handle cu_s
                                       : cu->ptr<int64_t>()[i * cu->stride[0]];
   };
   const int64_t num_offsets = cu->shape[0];
-  if (num_offsets == 0) fail(*cu, "one offset longer than the rows", "no offset at all");
+  if (num_offsets == 0) fail(*cu, "one offset more than rows", "no offset at all");
   if (offset(0) != 0 || offset(num_offsets - 1) != flat.shape[0]) {
     fail(*cu, "offsets from 0 to the " + std::to_string(flat.shape[0]) + " values of " + field_,
          "offsets from " + std::to_string(offset(0)) + " to " +
@@ -76,7 +76,7 @@ Rows::Rows(std::string op, std::string field, py::handle values, py::handle cu_s
   for (int64_t i = 0; i + 1 < num_offsets; ++i) {
     const int64_t begin = offset(i), end = offset(i + 1);
     if (begin < 0 || end < begin || end > flat.shape[0]) {
-      fail(*cu, "non-decreasing", "a step back at row " + std::to_string(i));
+      fail(*cu, "non-decreasing offsets", "a step back at row " + std::to_string(i));
     }
     Row row;
     row.array.data =
@@ -86,7 +86,7 @@ Rows::Rows(std::string op, std::string field, py::handle values, py::handle cu_s
     row.array.dtype = flat.dtype;
     rows_.push_back(std::move(row));
   }
-  if (flat.dtype == DType::kOther) fail(flat, "of integers or floats", dtype_name(flat.dtype));
+  if (flat.dtype == DType::kOther) fail(flat, "integers or floats", dtype_name(flat.dtype));
 }
 
 void Rows::lengths(py::handle out_obj) const {
@@ -118,7 +118,7 @@ void Rows::check_convertible(DType out) const {
     const DType in = rows_[i].array.dtype;
     if (out == DType::kFloat32 && (is_integer(in) || is_floating(in))) continue;
     if (out != DType::kFloat32 && is_integer(in) && !(is_id && in == DType::kBool)) continue;
-    throw py::type_error(where() + ", row " + std::to_string(i) + " must be of " +
+    throw py::type_error(where() + ", row " + std::to_string(i) + ": expected " +
                          (out == DType::kFloat32 ? "numbers" : "integers") + ", got " +
                          dtype_name(in));
   }
@@ -152,7 +152,7 @@ int64_t Rows::copy_array(int64_t row, DType dtype, void* out, Bounds bounds) con
 
 void Rows::refuse(int64_t row, int64_t position, Bounds bounds) const {
   throw std::invalid_argument(ListPlace{op_.c_str(), field_.c_str(), row}.at(position) +
-                              " must be an integer from " + std::to_string(bounds.low) + " to " +
+                              ": expected an integer from " + std::to_string(bounds.low) + " to " +
                               std::to_string(bounds.high));
 }
 
@@ -162,7 +162,7 @@ void Rows::add(py::object object) {
     if (PyUnicode_Check(object.ptr()) || PyBytes_Check(object.ptr()) ||
         PyDict_Check(object.ptr()) || !PySequence_Check(object.ptr())) {
       throw py::type_error(where() + ", row " + std::to_string(num_rows()) +
-                           " must be a list of numbers or a 1-D array, got " + type_name(object));
+                           ": expected a list of numbers or a 1-D array, got " + type_name(object));
     }
     object = py::list(object);
     ran_python_ = true;
@@ -185,7 +185,7 @@ bool Rows::add_array(py::object* object_ptr) {
   const TensorView& view = **borrowed;
   if (view.device != Device::kCpu || view.ndim != 1) {
     throw std::invalid_argument(where() + ", row " + std::to_string(num_rows()) +
-                                " must be a 1-D array on the CPU, got shape " +
+                                ": expected a 1-D array on the CPU, got shape " +
                                 view.shape_string());
   }
   if (view.dtype == DType::kOther) {

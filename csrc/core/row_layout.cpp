@@ -16,12 +16,12 @@ void check_trajectories(const char* op, const int64_t* group_ids, const uint8_t*
   if (is_last_step == nullptr || num_rows == 0) return;
   if (!is_last_step[num_rows - 1]) {
     throw std::invalid_argument(std::string(op) +
-                                ": is_last_step must be True in the last row, got False");
+                                ": is_last_step: expected True in the last row, got False");
   }
   for (int64_t row = 0; group_ids != nullptr && row + 1 < num_rows; ++row) {
     if (!is_last_step[row] && group_ids[row + 1] != group_ids[row]) {
       throw std::invalid_argument(std::string(op) +
-                                  ": group_ids must be equal within a trajectory, but row " +
+                                  ": group_ids: expected one id within a trajectory, but row " +
                                   std::to_string(row) + " (not a last step) and row " +
                                   std::to_string(row + 1) + " differ");
     }
@@ -29,7 +29,8 @@ void check_trajectories(const char* op, const int64_t* group_ids, const uint8_t*
 }
 
 void refuse_rewards(const char* op, int64_t row, double sum) {
-  throw std::invalid_argument(std::string(op) + ": rewards must be finite, but those of row " +
+  throw std::invalid_argument(std::string(op) +
+                              ": rewards: expected finite numbers, but those of row " +
                               std::to_string(row) + " sum to " + std::to_string(sum));
 }
 

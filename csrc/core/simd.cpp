@@ -42,13 +42,13 @@ void set_simd_level(const std::string& name) {
   for (const SimdLevel level : {SimdLevel::kBaseline, SimdLevel::kAvx2, SimdLevel::kAvx512}) {
     if (name != simd_level_name(level)) continue;
     if (level > highest_level()) {
-      throw std::invalid_argument("set_simd_level: level must be one this CPU has, at most " +
+      throw std::invalid_argument("set_simd_level: level: expected one this CPU has, at most " +
                                   std::string(simd_level_name(highest_level())) + ", got " + name);
     }
     level_in_force().store(level, std::memory_order_relaxed);
     return;
   }
-  throw std::invalid_argument("set_simd_level: level must be baseline, avx2 or avx512, got " +
+  throw std::invalid_argument("set_simd_level: level: expected baseline, avx2 or avx512, got " +
                               name);
 }
 

@@ -90,8 +90,8 @@ struct TensorView {
 // Every message names the op, the argument, the wanted and the actual value.
 [[noreturn]] inline void fail(const TensorView& t, const std::string& wanted,
                               const std::string& got) {
-  throw std::invalid_argument(std::string(t.op) + ": " + t.name + " must be " + wanted + ", got " +
-                              got);
+  throw std::invalid_argument(std::string(t.op) + ": " + t.name + ": expected " + wanted +
+                              ", got " + got);
 }
 
 inline void check_dtype(const TensorView& t, DType want) {
@@ -104,17 +104,18 @@ inline void check_ndim(const TensorView& t, int want) {
 
 inline void check_size(const TensorView& t, int dim, int64_t want) {
   if (t.shape[dim] != want) {
-    fail(t, "of size " + std::to_string(want) + " in dimension " + std::to_string(dim),
+    fail(t, "size " + std::to_string(want) + " in dimension " + std::to_string(dim),
          "shape " + t.shape_string());
   }
 }
 
 inline void check_contiguous(const TensorView& t) {
-  if (!t.is_contiguous()) fail(t, "contiguous", "strided memory of shape " + t.shape_string());
+  if (!t.is_contiguous())
+    fail(t, "contiguous memory", "strided memory of shape " + t.shape_string());
 }
 
 inline void check_cpu(const TensorView& t) {
-  if (t.device != Device::kCpu) fail(t, "on the CPU", "a tensor on another device");
+  if (t.device != Device::kCpu) fail(t, "a tensor on the CPU", "a tensor on another device");
 }
 
 // The common case: a dense CPU array of one dtype and rank.

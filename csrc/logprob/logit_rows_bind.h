@@ -14,11 +14,11 @@ inline LogitRows logit_rows(const TensorView& t) {
   if (t.dtype != DType::kFloat32 && t.dtype != DType::kBFloat16 && t.dtype != DType::kFloat16) {
     fail(t, "float32, bfloat16 or float16", dtype_name(t.dtype));
   }
-  if (t.ndim != 2 && t.ndim != 3) fail(t, "2- or 3-dimensional", "shape " + t.shape_string());
+  if (t.ndim != 2 && t.ndim != 3) fail(t, "2 or 3 dimensions", "shape " + t.shape_string());
   const int last = t.ndim - 1;
-  if (t.shape[last] < 1) fail(t, "at least one column wide", "shape " + t.shape_string());
+  if (t.shape[last] < 1) fail(t, "at least one column", "shape " + t.shape_string());
   if (t.stride[last] != 1 && t.shape[last] != 1) {
-    fail(t, "contiguous in the last dimension", "stride " + std::to_string(t.stride[last]));
+    fail(t, "a contiguous last dimension", "stride " + std::to_string(t.stride[last]));
   }
   LogitRows rows;
   rows.data = t.data;

@@ -366,7 +366,7 @@ void with_element(const char* op, const LogitRows& rows, const Fn& fn) {
     case DType::kBFloat16: return fn(static_cast<Bf16*>(nullptr));
     default:
       throw std::invalid_argument(std::string(op) +
-                                  ": logits must be float32, float16 or bfloat16, got " +
+                                  ": logits: expected float32, float16 or bfloat16, got " +
                                   dtype_name(rows.dtype));
   }
 }

@@ -54,8 +54,7 @@ class Kept {
  public:
   Kept(const char* op, py::handle ids_obj, py::handle ranges_obj) {
     if (ids_obj.is_none() != ranges_obj.is_none()) {
-      throw std::invalid_argument(std::string(op) +
-                                  ": kept_ids and kept_ranges must be given together");
+      throw std::invalid_argument(std::string(op) + ": expected kept_ids and kept_ranges together");
     }
     if (ids_obj.is_none()) return;
     ids_.emplace(ids_obj, op, "kept_ids");
@@ -81,7 +80,8 @@ class Kept {
 
 void check_temperature(const char* op, double temperature) {
   if (temperature > 0.0 && temperature <= kMaxTemperature) return;
-  throw std::invalid_argument(std::string(op) + ": temperature must be positive and finite, got " +
+  throw std::invalid_argument(std::string(op) +
+                              ": temperature: expected a positive and finite number, got " +
                               std::to_string(temperature));
 }
 
@@ -114,7 +114,7 @@ LogitRows rows_like(const TensorView& grad, const In& in) {
   const LogitRows rows = rows_of(grad);
   check_dtype(grad, in.rows.dtype);
   if (rows.num_rows != in.rows.num_rows || rows.vocab != in.rows.vocab) {
-    fail(grad, "of shape " + in.logits->shape_string(), "shape " + grad.shape_string());
+    fail(grad, "shape " + in.logits->shape_string(), "shape " + grad.shape_string());
   }
   return rows;
 }

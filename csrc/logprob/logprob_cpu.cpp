@@ -37,7 +37,7 @@ const RowKernels& row_kernels(DType dtype) {
 [[noreturn]] void fail_at_target(const char* op, int64_t vocab, int64_t target, int64_t row) {
   Selection selection;
   selection.op = op;
-  fail_at(selection, "target_ids must be in [0, " + std::to_string(vocab) + ")", target, row);
+  fail_at(selection, "target_ids: expected ids in [0, " + std::to_string(vocab) + ")", target, row);
 }
 
 void check_targets(const LogitRows& logits, const Selection& selection) {
@@ -58,13 +58,13 @@ void check_ids(const Selection& selection, const KeptIds& kept, int64_t vocab, i
     int64_t i = 1;
     while (kept.ids[i - 1] < kept.ids[i]) ++i;
     fail_at(selection,
-            "kept_ids must be above " + std::to_string(kept.ids[i - 1]) +
+            "kept_ids: expected one above " + std::to_string(kept.ids[i - 1]) +
                 ", the id before (ascending, none twice)",
             kept.ids[i], row);
   }
   for (const int32_t id : {kept.ids[0], kept.ids[kept.size - 1]}) {
     if (id >= 0 && id < vocab) continue;
-    fail_at(selection, "kept_ids must be in [0, " + std::to_string(vocab) + ")", id, row);
+    fail_at(selection, "kept_ids: expected ids in [0, " + std::to_string(vocab) + ")", id, row);
   }
 }
 

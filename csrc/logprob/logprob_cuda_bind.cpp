@@ -35,8 +35,7 @@ struct Inputs {
     selection.mask = mask.array<uint8_t>(DType::kUInt8, rows.num_rows, *logits);
     selection.op = op;
     if (kept_ids_obj.is_none() != kept_ranges_obj.is_none()) {
-      throw std::invalid_argument(std::string(op) +
-                                  ": kept_ids and kept_ranges must be given together");
+      throw std::invalid_argument(std::string(op) + ": expected kept_ids and kept_ranges together");
     }
     if (!kept_ids_obj.is_none()) {
       kept_ids.emplace(kept_ids_obj, op, "kept_ids");
@@ -45,7 +44,8 @@ struct Inputs {
     }
     selection.temperature = temperature;
     if (!(temperature > 0.0)) {
-      throw std::invalid_argument(std::string(op) + ": temperature must be positive, got " +
+      throw std::invalid_argument(std::string(op) +
+                                  ": temperature: expected a positive number, got " +
                                   std::to_string(temperature));
     }
   }
@@ -87,7 +87,7 @@ LogitRows rows_like(const TensorView& grad, const Inputs& in) {
   check_same_device(grad, *in.logits);
   check_dtype(grad, in.rows.dtype);
   if (rows.num_rows != in.rows.num_rows || rows.vocab != in.rows.vocab) {
-    fail(grad, "of shape " + in.logits->shape_string(), "shape " + grad.shape_string());
+    fail(grad, "shape " + in.logits->shape_string(), "shape " + grad.shape_string());
   }
   return rows;
 }

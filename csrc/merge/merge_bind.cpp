@@ -274,7 +274,7 @@ py::list join_lists(const std::string& op, const std::string& field, const py::l
       PyObject* list = PyList_GET_ITEM(rows.ptr(), row);
       if (begin < 0 || count < 0 || start < filled || count > length - start ||
           list_size(list) < begin + count) {
-        fail(*lengths, "of lists that hold their pieces", "no room for row " + std::to_string(row));
+        fail(*lengths, "lists that hold their pieces", "no room for row " + std::to_string(row));
       }
       filled = start + count;
       parts.push_back({{list, begin, {op.c_str(), field.c_str(), row}}, count, start});

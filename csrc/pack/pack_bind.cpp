@@ -168,13 +168,13 @@ class Fill {
     fill_job.layout.lengths = lengths->ptr<int64_t>();
     fill_job.is_mask = job[2].is_none();
     if (!fill_job.is_mask) fill_job.value = py::cast<double>(job[2]);
-    if (out->shape[0] < lengths->shape[0]) fail(*out, "of one row per length", out->shape_string());
+    if (out->shape[0] < lengths->shape[0]) fail(*out, "one row per length", out->shape_string());
     if (fill_job.is_mask || out->dtype != DType::kFloat32) check_dtype(*out, DType::kInt64);
     int64_t cells = 0;
     for (int64_t row = 0; row < fill_job.layout.num_rows; ++row) {
       const int64_t length = fill_job.layout.lengths[row];
       if (length < 0 || length > fill_job.layout.width) {
-        fail(*lengths, "from 0 to " + std::to_string(fill_job.layout.width),
+        fail(*lengths, "0 to " + std::to_string(fill_job.layout.width),
              std::to_string(length) + " at row " + std::to_string(row));
       }
       cells += fill_job.is_mask ? fill_job.layout.width : fill_job.layout.num_pads(row);
@@ -281,7 +281,7 @@ BlockLayout checked_layout(const Borrowed& starts, const Borrowed& lengths, int6
   for (int64_t row = 0; row < num_rows; ++row) {
     const int64_t length = layout.lengths[row], start = layout.starts[row];
     if (length < 0 || length > width) {
-      fail(*lengths, "from 0 to " + std::to_string(width),
+      fail(*lengths, "0 to " + std::to_string(width),
            std::to_string(length) + " at row " + std::to_string(row));
     }
     if (start < 0 || start > width - length) {
@@ -312,14 +312,14 @@ class SKYRL_HIDDEN FlatRows {
     for (int64_t row = 0; row < num_rows; ++row) {
       const int64_t length = cu()[row + 1] - cu()[row];
       if (length < 0 || length > width || starts[row] < 0 || starts[row] > width - length) {
-        fail(*starts_, "of rows within " + std::to_string(width) + " columns",
+        fail(*starts_, "rows within " + std::to_string(width) + " columns",
              std::to_string(length) + " from " + std::to_string(starts[row]) + " on at row " +
                  std::to_string(row));
       }
       lengths_.push_back(length);
     }
     if (cu()[0] != 0 || cu()[num_rows] != flat.shape[0]) {
-      fail(*cu_, "from 0 to " + std::to_string(flat.shape[0]), std::to_string(cu()[num_rows]));
+      fail(*cu_, "0 to " + std::to_string(flat.shape[0]), std::to_string(cu()[num_rows]));
     }
     layout_ = {num_rows, width, starts, lengths_.data()};
   }
@@ -395,7 +395,7 @@ void fill_around(py::handle out_obj, py::handle starts_obj, py::handle lengths_o
   check_cpu(*cell);
   check_contiguous(*cell);
   const int64_t num_rows = lengths->shape[0];
-  if (out->shape[0] < num_rows) fail(*out, "of one row per length", out->shape_string());
+  if (out->shape[0] < num_rows) fail(*out, "one row per length", out->shape_string());
   const int64_t cell_bytes = cell_bytes_of(*out, 2);
   check_like(*cell, *out, cell_bytes_of(*cell, 0), cell_bytes);
   const BlockLayout layout = checked_layout(starts, lengths, num_rows, out->shape[1]);

@@ -123,7 +123,7 @@ class SKYRL_HIDDEN BoundPassPlan {
     const uint8_t* mask = trained->ptr<const uint8_t>();
     trained_.assign(mask, mask + trained->numel());
     if (token_budget < 1) {
-      throw std::invalid_argument("plan_micro_batches: token_budget must be at least 1, got " +
+      throw std::invalid_argument("plan_micro_batches: token_budget: expected at least 1, got " +
                                   std::to_string(token_budget));
     }
     std::optional<RouteCells> cells;
@@ -183,7 +183,7 @@ class SKYRL_HIDDEN BoundPassPlan {
     if (!routes.is_none()) {
       cells.emplace(routes);
       if (cells->bytes() != route_bytes_ || cells->count() < cu_routes_.back()) {
-        throw std::invalid_argument(std::string(kOp) + ": routes must be those of the plan");
+        throw std::invalid_argument(std::string(kOp) + ": routes: expected those of the plan");
       }
     }
     const PassRows rows = view_of(tokens->ptr<const int32_t>(), cells ? cells->data() : nullptr);
@@ -197,7 +197,7 @@ class SKYRL_HIDDEN BoundPassPlan {
       check_dtype(view, dtype);
       check_contiguous(view);
       if (view.numel() != numel) {
-        fail(view, "of " + std::to_string(numel) + " elements", "shape " + view.shape_string());
+        fail(view, std::to_string(numel) + " elements", "shape " + view.shape_string());
       }
       return view.data;
     };

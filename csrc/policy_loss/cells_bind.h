@@ -17,7 +17,7 @@ inline void check_like(const TensorView& t, DType dtype, const TensorView& like)
   check_dtype(t, dtype);
   check_contiguous(t);
   if (t.shape_string() != like.shape_string()) {
-    fail(t, "of shape " + like.shape_string(), "shape " + t.shape_string());
+    fail(t, "shape " + like.shape_string(), "shape " + t.shape_string());
   }
 }
 
@@ -43,7 +43,8 @@ inline RowLayout layout_of(const TensorView& t, const Optional& cu) {
              : "offsets from " + std::to_string(p[0]) + " to " + std::to_string(p[num_rows]));
   }
   for (int64_t i = 0; i < num_rows; ++i) {
-    if (p[i + 1] < p[i]) fail(**cu, "non-decreasing", "a step back at row " + std::to_string(i));
+    if (p[i + 1] < p[i])
+      fail(**cu, "non-decreasing offsets", "a step back at row " + std::to_string(i));
   }
   rows.num_rows = num_rows;
   rows.cu = p;

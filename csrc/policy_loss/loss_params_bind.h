@@ -15,7 +15,7 @@ template <typename T>
 LossParams<T> loss_params(const char* op, const std::vector<double>& values) {
   constexpr size_t kNumParams = 9;
   if (values.size() != kNumParams) {
-    throw std::invalid_argument(std::string(op) + ": params must be 9 numbers, got " +
+    throw std::invalid_argument(std::string(op) + ": params: expected 9 numbers, got " +
                                 std::to_string(values.size()));
   }
   LossParams<T> p;

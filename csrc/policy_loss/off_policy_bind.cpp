@@ -19,7 +19,7 @@ OffPolicyRules rules_of(bool outliers, bool bounded, int tis, int sequence_mask,
                         const std::vector<double>& numbers) {
   constexpr size_t kNumNumbers = 7;
   if (numbers.size() != kNumNumbers) {
-    throw std::invalid_argument("off_policy_correction: bounds must be 7 numbers, got " +
+    throw std::invalid_argument("off_policy_correction: bounds: expected 7 numbers, got " +
                                 std::to_string(numbers.size()));
   }
   if (tis < 0 || tis > static_cast<int>(TisKind::kSequence) || sequence_mask < 0 ||

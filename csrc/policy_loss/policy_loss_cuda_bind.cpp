@@ -24,7 +24,7 @@ T* cells(const TensorView& t, DType dtype, const TensorView& like) {
   check_dtype(t, dtype);
   check_contiguous(t);
   if (t.shape_string() != like.shape_string()) {
-    fail(t, "of shape " + like.shape_string(), "shape " + t.shape_string());
+    fail(t, "shape " + like.shape_string(), "shape " + t.shape_string());
   }
   return t.ptr<T>();
 }

@@ -47,7 +47,7 @@ AttentionShape checked_attention_shape(const TreeTiles& tiles, const BorrowedHea
   const int64_t heads = query->shape[1], kv_heads = key->shape[1], size = query->shape[3];
   query.check_shape(heads, tiles.num_nodes(), size);
   if (kv_heads == 0 || heads % kv_heads != 0) {
-    fail(*key, "of a number of heads that divides " + std::to_string(heads),
+    fail(*key, "a number of heads that divides " + std::to_string(heads),
          "shape " + key->shape_string());
   }
   key.check_shape(kv_heads, tiles.num_nodes(), size);

@@ -127,7 +127,7 @@ std::vector<int64_t> shares_of_tiles(const TreeTiles& tiles, int64_t num_shares)
 
 [[noreturn]] void fail_at(int64_t node, const std::string& wanted, int64_t got) {
   throw std::invalid_argument(
-      "tree_attention: parents and ends must be of trees in depth-first "
+      "tree_attention: parents and ends: expected trees in depth-first "
       "order, wanted " +
       wanted + " at node " + std::to_string(node) + ", got " + std::to_string(got));
 }

@@ -112,7 +112,9 @@ def test_reward_of_an_empty_response_is_kept_and_refused_by_padded_tensors():
     output["rewards"][4] = 3.0
     batch = StepBatch.from_generator_output(output)
     assert compute_advantages(batch, estimator="rloo").advantages.tolist() == [-2.0] * 3 + [2.0] * 3
-    with pytest.raises(ValueError, match=r"rewards must be 0 for an empty response.*3.0 in row 4"):
+    with pytest.raises(
+        ValueError, match=r"rewards: expected 0 for an empty response.*3.0 in row 4"
+    ):
         batch.padded(0)
 
 
@@ -406,10 +408,12 @@ def test_offsets_that_do_not_end_at_the_last_element_are_refused(name, tmp_path)
     wrong = getattr(batch, name).clone()
     wrong[-1] -= 1
     batch.with_(**{name: wrong}).save(tmp_path / "batch")
-    with pytest.raises(ValueError, match=f"StepBatch.load: {name} must be non-decreasing offsets"):
+    with pytest.raises(
+        ValueError, match=f"StepBatch.load: {name}: expected non-decreasing offsets"
+    ):
         StepBatch.load(tmp_path / "batch")
     if name != "cu_experts":
-        with pytest.raises(ValueError, match=f"{name} must be non-decreasing offsets"):
+        with pytest.raises(ValueError, match=f"{name}: expected non-decreasing offsets"):
             batch.with_(**{name: wrong}, advantages=None).merged()
 
 

@@ -109,11 +109,13 @@ def test_metrics_of_several_groups_are_over_all_trajectories() -> None:
         ),
         (
             [one_step("a", 0), one_step("a", 1, rollout_logprobs=[-1.0])],
-            "rollout_logprobs must be as long as response_ids in every row, got 1 and 2 in row 1",
+            "rollout_logprobs: expected as many entries as response_ids in every row, got 1 and "
+            "2 in row 1",
         ),
         (
             [one_step("a", 0, loss_mask=[1, 1, 1])],
-            "loss_masks must be as long as response_ids in every row, got 3 and 2 in row 0",
+            "loss_masks: expected as many entries as response_ids in every row, got 3 and 2 in "
+            "row 0",
         ),
         ([one_step("a", 0, loss_mask=[1, 2])], "loss_masks"),
         ([make_trajectory("a", 0, [make_step([-1], [2])])], "prompt_token_ids"),

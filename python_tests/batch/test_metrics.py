@@ -144,7 +144,7 @@ def test_eval_metrics(trajectories):
     assert metrics["eval/all/pass_at_1"] == 0.25  # the mean of 1/2 and 0, over groups
     assert metrics["eval/x_1/pass_at_1"] == 0.5
     assert metrics["eval/unknown/pass_at_1"] == 0.0
-    with pytest.raises(ValueError, match="k must be from 1 to the smallest group"):
+    with pytest.raises(ValueError, match="k: expected 1 to the smallest group"):
         eval_metrics(trajectories, ks=(2,))
 
 

@@ -131,9 +131,9 @@ def test_non_finite_score_affects_only_its_group(gpu: str) -> None:
 
 def test_inputs_refused_on_the_cpu_are_errors(gpu: str) -> None:
     rewards = torch.zeros(2, device=gpu)
-    with pytest.raises(ValueError, match="is_last_step must be True in the last row"):
+    with pytest.raises(ValueError, match="is_last_step: expected True in the last row"):
         group_advantage(rewards, ["a", "a"], is_last_step=[True, False])
-    with pytest.raises(ValueError, match="group_ids must be equal within a trajectory"):
+    with pytest.raises(ValueError, match="group_ids: expected one id within a trajectory"):
         group_advantage(rewards, ["a", "b"], is_last_step=[False, True])
 
 

@@ -264,7 +264,6 @@ def test_without_a_gpu_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_rehearsal_where_only_torch_triton_and_transformers_are_installed(tmp_path: Path) -> None:
     """As on a GPU machine without a network, with the wheels that training needs."""
     from skyrl_fast import _C
@@ -320,7 +319,6 @@ def make_environment(folder: Path, *groups: list[str]) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_every_file_with_a_test_for_a_gpu_is_part_of_the_check() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "gpu", "python_tests"]
     done = subprocess.run(command, cwd=parts.ROOT, capture_output=True, text=True)

@@ -268,8 +268,8 @@ def test_second_backward_recomputes_the_gradient(gpu: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"row_weights": torch.zeros(3)}, "row_weights must be of shape"),
-        ({"advantages": torch.zeros(2, 5)}, "advantages must be of shape"),
+        ({"row_weights": torch.zeros(3)}, "row_weights: expected shape"),
+        ({"advantages": torch.zeros(2, 5)}, "advantages: expected shape"),
         ({"old_logprobs": None, "loss": "gspo", "advantages": None}, "needs advantages"),
     ],
 )
@@ -289,7 +289,7 @@ def test_invalid_arguments(gpu: str, change: dict[str, Any], message: str) -> No
 def test_tokens_without_rows_are_refused(gpu: str) -> None:
     cells, weights = torch.zeros(4, device=gpu), torch.zeros(0, device=gpu)
     cu = torch.zeros(1, dtype=torch.int32, device=gpu)
-    with pytest.raises(ValueError, match="cu_seqlens must be offsets of rows"):
+    with pytest.raises(ValueError, match="cu_seqlens: expected offsets of rows"):
         policy_loss(cells, cells, cells, cells, cu_seqlens=cu, row_weights=weights)
 
 

@@ -159,17 +159,17 @@ def test_non_contiguous_rewards(backend: str) -> None:
 BAD = [
     ({"estimator": "gae"}, "temporal"),
     ({"estimator": "reinforce++"}, "temporal"),
-    ({"estimator": "ppo"}, "estimator must be one of"),
+    ({"estimator": "ppo"}, "estimator: expected one of"),
     ({"group_ids": ["a", "a"]}, "rewards must have one row per group id"),
     ({"group_ids": ["a", "b", "b"], "is_last_step": [False, True, True]}, "row 0"),
-    ({"is_last_step": [True, True, False]}, "is_last_step must be True in the last row"),
-    ({"is_last_step": [True, True]}, "is_last_step must be of shape"),
+    ({"is_last_step": [True, True, False]}, "is_last_step: expected True in the last row"),
+    ({"is_last_step": [True, True]}, "is_last_step: expected shape"),
     ({"rewards": torch.tensor([1.0, float("nan"), 0.0])}, "row 1"),
     ({"rewards": torch.tensor([1.0, 0.0, float("-inf")])}, "row 2"),
-    ({"rewards": torch.tensor([1, 0, 0])}, "rewards must be floating point"),
-    ({"response_mask": torch.ones(2, 5)}, "response_mask must be"),
-    ({"backend": "cuda"}, "backend must be one of"),
-    ({"cu_seqlens": torch.tensor([0, 2, 1, 3])}, "cu_seqlens must be"),
+    ({"rewards": torch.tensor([1, 0, 0])}, "rewards: expected a floating-point tensor"),
+    ({"response_mask": torch.ones(2, 5)}, "response_mask: expected"),
+    ({"backend": "cuda"}, "backend: expected one of"),
+    ({"cu_seqlens": torch.tensor([0, 2, 1, 3])}, "cu_seqlens: expected"),
 ]
 
 

@@ -243,7 +243,11 @@ def test_large_batch_uses_threads_and_equals_the_reference() -> None:
         ({"prompts": [[1]]}, ValueError, "equally many rows"),
         ({"rewards": [[1.0]]}, ValueError, "rewards must have one entry per row .2., got 1"),
         ({"rewards": [1.0]}, ValueError, "rewards must have one entry per row .2., got 1"),
-        ({"rewards": [[1.0], [1.0]]}, ValueError, "rewards must be as long as responses .* row 1"),
+        (
+            {"rewards": [[1.0], [1.0]]},
+            ValueError,
+            "rewards: expected as many entries as responses .* row 1",
+        ),
         ({"rewards": [[1.0], 2.0]}, TypeError, "rewards, row 1"),
         ({"rewards": [1.0, [2.0]]}, TypeError, "rewards, row 0, position 1"),
         ({"rewards": None}, TypeError, "rewards"),
@@ -251,7 +255,7 @@ def test_large_batch_uses_threads_and_equals_the_reference() -> None:
         (
             {"loss_masks": [[1, 1], [1, 1, 1]]},
             ValueError,
-            "loss_masks must be as long as responses",
+            "loss_masks: expected as many entries as responses",
         ),
         ({"logprobs": [[0.0], None]}, TypeError, "logprobs, row 1"),
         ({"prompts": [[1, -2], [3]]}, ValueError, "prompts, row 0, position 1 .* got int -2"),
@@ -261,11 +265,11 @@ def test_large_batch_uses_threads_and_equals_the_reference() -> None:
         (
             {"vocab_size": 7},
             ValueError,
-            "responses, row 1, position 2 must be an integer from 0 to 6",
+            "responses, row 1, position 2: expected an integer from 0 to 6",
         ),
         ({"pad_token_id": None}, TypeError, "pad_token_id"),
         ({"pad_token_id": 2**40}, ValueError, "pad_token_id"),
-        ({"pad_size": -1}, ValueError, "pad_size must be at least 0, got -1"),
+        ({"pad_size": -1}, ValueError, "pad_size: expected at least 0, got -1"),
         ({"pad_mode": "free"}, ValueError, "'free'"),
     ],
 )
@@ -279,7 +283,7 @@ def test_invalid_input_error_names_the_argument(
 @pytest.mark.spec("output.reward-of-empty-response")
 def test_reward_of_an_empty_response_is_kept() -> None:
     rows = ([[1], [2]], [[3], []], [0.0, 1.0], [[1], []])
-    with pytest.raises(ValueError, match=r"rewards must be 0 for an empty response .* row 1"):
+    with pytest.raises(ValueError, match=r"rewards: expected 0 for an empty response .* row 1"):
         convert_prompts_responses_to_batch_tensors(0, *rows)
 
 

@@ -52,7 +52,7 @@ def test_sum_rows(num_rows: int) -> None:
 
 @pytest.mark.parametrize("offsets", [[-1, 2], [0, 2, 1], [0, 4], [1, 0]])
 def test_sum_rows_with_invalid_offsets_is_refused(offsets: list[int]) -> None:
-    with pytest.raises(ValueError, match="sum_rows: cu_seqlens must be non-decreasing offsets"):
+    with pytest.raises(ValueError, match="sum_rows: cu_seqlens: expected non-decreasing offsets"):
         sum_rows(torch.ones(3), torch.tensor(offsets, dtype=torch.int32))
     with pytest.raises(ValueError, match="cu_seqlens"):
         sum_rows(torch.ones(3), torch.zeros(0, dtype=torch.int32))

@@ -183,5 +183,5 @@ def test_linear_operator_passes_torchs_checks() -> None:
 def test_compiled_linear_logprob_names_a_target_out_of_range() -> None:
     data = linear_inputs(5, torch.float32)
     call = torch.compile(linear_logprob, fullgraph=True, backend="aot_eager")
-    with pytest.raises(ValueError, match=r"linear_logprob: target_ids must be in \[0, 33\)"):
+    with pytest.raises(ValueError, match=r"linear_logprob: target_ids: expected ids in \[0, 33\)"):
         call(data["hidden"], data["weight"], data["targets"].fill_(33))

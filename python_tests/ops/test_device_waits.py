@@ -73,7 +73,7 @@ def leaf(*shape: int) -> torch.Tensor:
 def test_advantages(launched: list[str], flags: list[bool] | None) -> None:
     group_advantage(there(3, 4), ["a", "a", "b"], is_last_step=flags, response_mask=there(3, 4))
     assert launched == ["group_advantage"]
-    with pytest.raises(ValueError, match="must be equal within a trajectory"):
+    with pytest.raises(ValueError, match="expected one id within a trajectory"):
         group_advantage(there(3), ["a", "b", "b"], is_last_step=[False, True, True])
 
 

@@ -184,24 +184,24 @@ def test_unusual_rows(backend: str) -> None:
 @pytest.mark.parametrize(
     ("logits", "ids", "options", "message"),
     [
-        (torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), {}, "target_ids must be of shape"),
+        (torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), {}, "target_ids: expected shape"),
         (
             torch.zeros(2, 3),
             torch.zeros(3, 1, dtype=torch.int64),
             {},
-            "target_ids must be of shape",
+            "target_ids: expected shape",
         ),
         (torch.zeros(2, 3), torch.zeros(2, 1), {}, "integers"),
-        (torch.zeros(2, 3), torch.full((2, 1), 3), {}, r"must be in \[0, 3\).*got 3"),
+        (torch.zeros(2, 3), torch.full((2, 1), 3), {}, r"expected ids in \[0, 3\).*got 3"),
         (torch.zeros(2, 3), torch.full((2, 1), -1), {}, "got -1"),
-        (torch.zeros(2, 3).int(), torch.zeros(2, 1, dtype=torch.int64), {}, "must be float32"),
+        (torch.zeros(2, 3).int(), torch.zeros(2, 1, dtype=torch.int64), {}, "expected float32"),
         (torch.zeros(3, 2).T, torch.zeros(2, 1, dtype=torch.int64), {}, "contiguous"),
         (torch.zeros(2, 3), torch.zeros(2, 1, dtype=torch.int64), {"temperature": 0.0}, "positive"),
         (
             torch.zeros(2, 3),
             torch.zeros(2, 1, dtype=torch.int64),
             {"loss_mask": torch.ones(3)},
-            r"loss_mask must be of shape \(2,\), got \(3,\)",
+            r"loss_mask: expected shape \(2,\), got \(3,\)",
         ),
         (
             torch.zeros(2, 3),
@@ -216,5 +216,5 @@ def test_wrong_arguments_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         gathered_logprob(logits, ids, **options)
-    with pytest.raises(TypeError, match="target_ids must be a torch tensor"):
+    with pytest.raises(TypeError, match="target_ids: expected a torch tensor"):
         gathered_logprob(torch.zeros(2, 3), [[0]])  # type: ignore[arg-type]

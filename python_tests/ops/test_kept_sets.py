@@ -188,16 +188,20 @@ def ids(*values: int) -> torch.Tensor:
 
 CU = torch.tensor([0, 2, 4])
 BAD = {
-    "out of range": (ids(1, 3, 2, 9), CU, r"kept_ids must be in \[0, 5\).*got 9 in row 1"),
-    "below": (ids(-1, 3, 2, 3), CU, r"kept_ids must be in \[0, 5\).*got -1 in row 0"),
-    "twice": (ids(1, 3, 3, 3), CU, "kept_ids must be above 3.*got 3 in row 1"),
-    "falls": (ids(3, 1, 3, 4), CU, "kept_ids must be above 3.*got 1 in row 0"),
+    "out of range": (ids(1, 3, 2, 9), CU, r"kept_ids: expected ids in \[0, 5\).*got 9 in row 1"),
+    "below": (ids(-1, 3, 2, 3), CU, r"kept_ids: expected ids in \[0, 5\).*got -1 in row 0"),
+    "twice": (ids(1, 3, 3, 3), CU, "kept_ids: expected one above 3.*got 3 in row 1"),
+    "falls": (ids(3, 1, 3, 4), CU, "kept_ids: expected one above 3.*got 1 in row 0"),
     "no target": (ids(1, 3, 1, 2), CU, "wanted 3 in row 1, got 2 other ids"),
-    "rows": (ids(1, 3), torch.tensor([0, 2]), r"cu_kept must be \(3,\)"),
+    "rows": (ids(1, 3), torch.tensor([0, 2]), r"cu_kept: expected \(3,\)"),
     "wraps": (ids(1, 3, 2, 3), CU + 2**32, "cu_kept"),
-    "floats": (ids(1, 3, 2, 3), CU.float(), "cu_kept must be a 1-D vector of ints"),
-    "falling offsets": (ids(1, 3, 2, 3), torch.tensor([0, 5, 4]), "cu_kept must be non-decreasing"),
-    "int64 ids": (ids(1, 3, 2, 3).long(), CU, r"kept_ids must be \(K,\) int32"),
+    "floats": (ids(1, 3, 2, 3), CU.float(), "cu_kept: expected a 1-D vector of ints"),
+    "falling offsets": (
+        ids(1, 3, 2, 3),
+        torch.tensor([0, 5, 4]),
+        "cu_kept: expected non-decreasing",
+    ),
+    "int64 ids": (ids(1, 3, 2, 3).long(), CU, r"kept_ids: expected \(K,\) int32"),
     "no offsets": (ids(1, 3, 2, 3), None, "together"),
     "no ids": (None, CU, "together"),
 }

@@ -119,13 +119,13 @@ def test_linear_never_materializes_all_logits(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weight": torch.zeros(5, 3)}, r"lm_head_weight must be \(V, 4\)"),
-        ({"weight": torch.zeros(5, 4).bfloat16()}, "lm_head_weight must be"),
+        ({"weight": torch.zeros(5, 3)}, r"lm_head_weight: expected \(V, 4\)"),
+        ({"weight": torch.zeros(5, 4).bfloat16()}, "lm_head_weight: expected"),
         ({"weight": torch.zeros(4)}, "V >= 1"),
-        ({"targets": torch.tensor([0, 5])}, r"target_ids must be in \[0, 5\)"),
-        ({"targets": torch.tensor([0])}, "target_ids must be of shape"),
-        ({"chunk_rows": 0}, "chunk_rows must be positive"),
-        ({"temperature": 0.0}, "temperature must be positive"),
+        ({"targets": torch.tensor([0, 5])}, r"target_ids: expected ids in \[0, 5\)"),
+        ({"targets": torch.tensor([0])}, "target_ids: expected shape"),
+        ({"chunk_rows": 0}, "chunk_rows: expected at least 1"),
+        ({"temperature": 0.0}, "temperature: expected a positive"),
     ],
 )
 def test_linear_invalid_arguments(change, message):
@@ -237,13 +237,19 @@ def test_autocast_converts_operands_as_linear_does(kinds):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"bias": torch.zeros(3)}, r"bias must be \(61,\) torch.float32, got \(3,\)"),
-        ({"bias": torch.zeros(61).double()}, r"bias must be \(61,\) torch.float32, got .*float64"),
-        ({"bias": [0.0]}, "bias must be a torch tensor or None, got list"),
-        ({"logit_scale": 0.0}, "logit_scale must be positive"),
-        ({"logit_scale": math.nan}, "logit_scale must be positive"),
-        ({"soft_cap": -1.0}, "soft_cap must be positive"),
-        ({"soft_cap": 1e9}, "soft_cap must be positive, with temperature / soft_cap from 1e-06"),
+        ({"bias": torch.zeros(3)}, r"bias: expected \(61,\) torch.float32, got \(3,\)"),
+        (
+            {"bias": torch.zeros(61).double()},
+            r"bias: expected \(61,\) torch.float32, got .*float64",
+        ),
+        ({"bias": [0.0]}, "bias: expected a torch tensor or None, got list"),
+        ({"logit_scale": 0.0}, "logit_scale: expected a positive number"),
+        ({"logit_scale": math.nan}, "logit_scale: expected a positive number"),
+        ({"soft_cap": -1.0}, "soft_cap: expected a positive number"),
+        (
+            {"soft_cap": 1e9},
+            "soft_cap: expected a positive number, with temperature / soft_cap from 1e-06",
+        ),
     ],
 )
 def test_invalid_head_is_named(change, message):

@@ -367,26 +367,26 @@ def test_half_conversions_round_like_torch(simd):
 
 @pytest.mark.parametrize("target", [-1, -100, 5, 2**40])
 def test_target_out_of_range(target, backend):
-    with pytest.raises(ValueError, match=r"target_ids must be in \[0, 5\).*row 1"):
+    with pytest.raises(ValueError, match=r"target_ids: expected ids in \[0, 5\).*row 1"):
         selected_logprob(torch.zeros(2, 5), torch.tensor([0, target]), backend=backend)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"logits": torch.zeros(2, 5, dtype=torch.int64)}, "logits must be float32"),
+        ({"logits": torch.zeros(2, 5, dtype=torch.int64)}, "logits: expected float32"),
         ({"logits": torch.zeros(5, 2).T}, "contiguous in the last dimension"),
         ({"logits": torch.zeros(2, 0)}, "V >= 1"),
-        ({"target_ids": torch.zeros(3, dtype=torch.int64)}, "target_ids must be of shape"),
-        ({"target_ids": torch.zeros(2)}, "target_ids must be integers"),
-        ({"loss_mask": torch.ones(3)}, "mask must be of shape"),
-        ({"temperature": 0.0}, "temperature must be positive"),
-        ({"temperature": -1.0}, "temperature must be positive"),
-        ({"temperature": math.nan}, "temperature must be positive"),
-        ({"temperature": math.inf}, "temperature must be positive"),
-        ({"temperature": 1e-300}, "temperature must be .* from 1e-06 to 1e\\+30, got 1e-300"),
-        ({"temperature": 1e300}, "temperature must be .* from 1e-06 to 1e\\+30, got 1e\\+300"),
-        ({"backend": "fpga"}, "backend must be one of"),
+        ({"target_ids": torch.zeros(3, dtype=torch.int64)}, "target_ids: expected shape"),
+        ({"target_ids": torch.zeros(2)}, "target_ids: expected integers"),
+        ({"loss_mask": torch.ones(3)}, "mask: expected shape"),
+        ({"temperature": 0.0}, "temperature: expected a positive"),
+        ({"temperature": -1.0}, "temperature: expected a positive"),
+        ({"temperature": math.nan}, "temperature: expected a positive"),
+        ({"temperature": math.inf}, "temperature: expected a positive"),
+        ({"temperature": 1e-300}, "temperature: expected .* from 1e-06 to 1e\\+30, got 1e-300"),
+        ({"temperature": 1e300}, "temperature: expected .* from 1e-06 to 1e\\+30, got 1e\\+300"),
+        ({"backend": "fpga"}, "backend: expected one of"),
         ({"logits": torch.zeros(1, 5).expand(2, 5), "inplace_backward": True}, "not overlap"),
     ],
 )
@@ -430,9 +430,9 @@ def test_in_place_accepts_rows_in_either_order(strides):
 
 
 def test_arguments_that_are_not_tensors():
-    with pytest.raises(TypeError, match="logits must be a torch tensor, got list"):
+    with pytest.raises(TypeError, match="logits: expected a torch tensor, got list"):
         selected_logprob([[0.0]], torch.zeros(1, dtype=torch.int64))
-    with pytest.raises(TypeError, match="target_ids must be a torch tensor, got list"):
+    with pytest.raises(TypeError, match="target_ids: expected a torch tensor, got list"):
         selected_logprob(torch.zeros(1, 2), [0])
 
 

@@ -345,20 +345,20 @@ def test_non_integer_ids_error_names_the_row() -> None:
 @pytest.mark.spec("merge.before-advantages")
 def test_invalid_options_error_names_the_option() -> None:
     output = worked_output()
-    with pytest.raises(ValueError, match=r"drift must be one of .* got 'bend'"):
+    with pytest.raises(ValueError, match=r"drift: expected one of .* got 'bend'"):
         merge_stepwise_output(output, drift="bend")
-    with pytest.raises(ValueError, match="max_drift_tokens must be at least 0, got -1"):
+    with pytest.raises(ValueError, match="max_drift_tokens: expected at least 0, got -1"):
         merge_stepwise_output(output, max_drift_tokens=-1)
-    with pytest.raises(ValueError, match="drift must be one of"):
+    with pytest.raises(ValueError, match="drift: expected one of"):
         StepBatch.from_generator_output(output, merge="bend")
     steps = StepBatch.from_generator_output(output)
     with pytest.raises(ValueError, match="rewards: expected 'token', 'last' or None"):
         steps.merged(rewards="mean")
     with pytest.raises(ValueError, match="advantages: expected None"):
         steps.with_(advantages=compute_advantages(steps).advantages).merged()
-    with pytest.raises(ValueError, match="loss_masks must be given"):
+    with pytest.raises(ValueError, match="loss_masks: expected them"):
         merge_steps([[1]], [[2]], [0], drift="realign")
-    with pytest.raises(ValueError, match="trajectory_ids must be 1 integers"):
+    with pytest.raises(ValueError, match="trajectory_ids: expected 1 integers"):
         merge_steps([[1]], [[2]], [0, 1])
 
 

@@ -165,13 +165,13 @@ def test_all_masked(backend: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tis_ratio_type": "tokens"}, r"tis_ratio_type must be one of .*got 'tokens'"),
-        ({"sequence_mask": "mean"}, r"sequence_mask must be one of .*got 'mean'"),
-        ({"scope": "group"}, r"scope must be one of .*got 'group'"),
+        ({"tis_ratio_type": "tokens"}, r"tis_ratio_type: expected one of .*got 'tokens'"),
+        ({"sequence_mask": "mean"}, r"sequence_mask: expected one of .*got 'mean'"),
+        ({"scope": "group"}, r"scope: expected one of .*got 'group'"),
         ({"scope": "trajectory"}, "scope='trajectory' needs trajectory_ids, got None"),
         ({"trajectory_ids": [0]}, "trajectory_ids must have 2 entries, got 1"),
-        ({"rollout_logprobs": torch.zeros(2, 4)}, r"rollout_logprobs must be of shape \(2, 3\)"),
-        ({"loss_mask": torch.zeros(3)}, r"loss_mask must be of shape \(2, 3\)"),
+        ({"rollout_logprobs": torch.zeros(2, 4)}, r"rollout_logprobs: expected shape \(2, 3\)"),
+        ({"loss_mask": torch.zeros(3)}, r"loss_mask: expected shape \(2, 3\)"),
     ],
 )
 def test_errors_name_op_and_argument(change: dict[str, Any], message: str) -> None:

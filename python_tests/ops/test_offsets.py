@@ -60,7 +60,7 @@ def test_bad_offsets_are_refused(op: str, bad: str) -> None:
 @pytest.mark.parametrize("op", ["policy_loss", "reduction_weights", "off_policy_correction"])
 def test_the_torch_backend_refuses_offsets_beyond_the_cells(op: str, bad: list[int]) -> None:
     cu = torch.tensor(bad, dtype=torch.int32)
-    message = f"{op}: cu_seqlens must be non-decreasing offsets from 0 to 4, got"
+    message = f"{op}: cu_seqlens: expected non-decreasing offsets from 0 to 4, got"
     with pytest.raises(ValueError, match=message):
         if op == "policy_loss":
             weights = torch.ones(len(bad) - 1)
@@ -83,14 +83,18 @@ def test_offsets_of_any_integer_dtype_become_int32(dtype: torch.dtype) -> None:
 
 
 def test_offsets_name_op_argument_wanted_and_got() -> None:
-    message = "op: cu_seqlens must be offsets from 0 to 2147483647, got 4294967298"
+    message = "op: cu_seqlens: expected offsets from 0 to 2147483647, got 4294967298"
     with pytest.raises(ValueError, match=message):
         check_offsets("op", "cu_seqlens", BAD["wraps to 2"])
-    with pytest.raises(ValueError, match="op: cu must be non-decreasing offsets from 0 to 5, got"):
+    with pytest.raises(
+        ValueError, match="op: cu: expected non-decreasing offsets from 0 to 5, got"
+    ):
         check_offsets("op", "cu", torch.tensor([0, 2, 4]), total=5)
-    with pytest.raises(ValueError, match="op: cu must be non-decreasing offsets from 0 to 4, got"):
+    with pytest.raises(
+        ValueError, match="op: cu: expected non-decreasing offsets from 0 to 4, got"
+    ):
         check_offsets("op", "cu", torch.tensor([0, 3, 2, 4]), total=4)
-    with pytest.raises(TypeError, match="op: cu must be integers, got list"):
+    with pytest.raises(TypeError, match="op: cu: expected integers, got list"):
         check_offsets("op", "cu", ["a"])
     with pytest.raises(ValueError, match="op: cu must hold values, got a tensor on the meta"):
         check_offsets("op", "cu", torch.zeros(2, dtype=torch.int64, device="meta"))
@@ -103,7 +107,7 @@ def test_compiled_policy_loss_refuses_offsets_that_int32_cannot_hold() -> None:
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     right = torch.tensor([0, 2, 4])
     torch.testing.assert_close(compiled(CELLS, right), loss(CELLS, right))
-    with pytest.raises(ValueError, match="cu_seqlens must be"):
+    with pytest.raises(ValueError, match="cu_seqlens: expected"):
         compiled(CELLS, BAD["wraps to 2"])
 
 
@@ -118,7 +122,7 @@ LENGTHS: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("bad", [[2.9], torch.tensor([2.0]), torch.tensor([True])])
 @pytest.mark.parametrize("op", LENGTHS)
 def test_lengths_that_are_not_integers_are_refused(op: str, bad: object) -> None:
-    with pytest.raises(ValueError, match=f"{op}: lengths must be a 1-D vector of ints, got"):
+    with pytest.raises(ValueError, match=f"{op}: lengths: expected a 1-D vector of ints, got"):
         LENGTHS[op](bad)
 
 

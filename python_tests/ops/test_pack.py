@@ -274,27 +274,35 @@ def test_no_rows_give_empty_tensors(backend: str) -> None:
         ([[1, 2**64]], ValueError, "ids, row 0, position 1 .* got int 18446744073709551616"),
         ([[1, -(2**64)]], ValueError, "ids, row 0, position 1"),
         ([[0] * 50 + [2**31] + [0] * 50], ValueError, "position 50"),
-        ([[1], 5], TypeError, "ids, row 1 must be a list of numbers or a 1-D array, got int"),
+        ([[1], 5], TypeError, "ids, row 1: expected a list of numbers or a 1-D array, got int"),
         ([[1], "ab"], TypeError, "ids, row 1 .* got str"),
         ([[1], {2: 3}], TypeError, "ids, row 1 .* got dict"),
-        ("abc", TypeError, "ids must be a list of rows, got str"),
-        ([np.zeros((2, 2), np.int64)], ValueError, "ids, row 0 must be a 1-D array"),
-        ([[1], np.array([1.5])], TypeError, "ids, row 1 must be of integers, got float64"),
-        ([[1], np.array([1, 2**40])], ValueError, "ids, row 1, position 1 must be an integer from"),
+        ("abc", TypeError, "ids: expected a list of rows, got str"),
+        ([np.zeros((2, 2), np.int64)], ValueError, "ids, row 0: expected a 1-D array"),
+        ([[1], np.array([1.5])], TypeError, "ids, row 1: expected integers, got float64"),
+        (
+            [[1], np.array([1, 2**40])],
+            ValueError,
+            "ids, row 1, position 1: expected an integer from",
+        ),
         ([[1], np.array([2**63], np.uint64)], ValueError, "ids, row 1, position 0"),
         ([[1], np.array(["a"])], TypeError, "ids, row 1"),
         ([[1], np.array([1j])], TypeError, "ids, row 1"),
         (
             (torch.arange(3), torch.tensor([0, 2])),
             ValueError,
-            "cu_seqlens must be offsets from 0 to",
+            "cu_seqlens: expected offsets from 0 to",
         ),
-        ((torch.arange(3), torch.tensor([0, 3, 2, 3])), ValueError, "cu_seqlens must be non-decr"),
-        ((torch.arange(3), torch.tensor([0, -5, 3])), ValueError, "cu_seqlens must be non-decr"),
+        (
+            (torch.arange(3), torch.tensor([0, 3, 2, 3])),
+            ValueError,
+            "cu_seqlens: expected non-decr",
+        ),
+        ((torch.arange(3), torch.tensor([0, -5, 3])), ValueError, "cu_seqlens: expected non-decr"),
         (
             (torch.arange(3), torch.tensor([0.0, 3.0])),
             ValueError,
-            "cu_seqlens must be int32 or int64",
+            "cu_seqlens: expected int32 or int64",
         ),
     ],
 )
@@ -318,7 +326,7 @@ def test_invalid_options_error_names_the_option() -> None:
         (
             lambda: pack_steps(rows, aligned=[("a", "b")]),
             ValueError,
-            "b must be as long as a .* row 0",
+            "b: expected as many entries as a .* row 0",
         ),
         (lambda: pack_steps(rows, aligned=[("a", "c")]), ValueError, "'c'"),
         (
@@ -368,7 +376,7 @@ def test_invalid_options_error_names_the_option() -> None:
                     ONE_ROW, lengths=[1], starts=[start], side="both"
                 ),
                 ValueError,
-                f"starts must be from 0 to 3 minus .*, got {start} in row 0",
+                f"starts: expected 0 to 3 minus .*, got {start} in row 0",
             )
             for start in (-1, 3, 2**40, -(2**63))
         ),
@@ -380,7 +388,7 @@ def test_invalid_options_error_names_the_option() -> None:
         (
             lambda: padded_to_varlen(ONE_ROW, lengths=[1], starts=[0, 0], side="both"),
             ValueError,
-            "starts must be .1,. integers",
+            "starts: expected .1,. integers",
         ),
         (lambda: varlen_to_padded(torch.zeros(3), torch.tensor([0, 2])), ValueError, "from 0 to 3"),
         (
@@ -472,10 +480,10 @@ def test_first_error_in_large_lists_is_reported(two_threads: None) -> None:
     rows: list[Any] = [[1] * 3000 for _ in range(150)]
     rows[149][5] = "x"
     rows[60][2999] = 2**31
-    with pytest.raises(ValueError, match=r"row 60, position 2999 must be an integer from"):
+    with pytest.raises(ValueError, match=r"row 60, position 2999: expected an integer from"):
         pack_steps({"tokens": rows})
     rows[60][2999] = 1
-    with pytest.raises(TypeError, match=r"row 149, position 5 must be an integer, got str 'x'"):
+    with pytest.raises(TypeError, match=r"row 149, position 5: expected an integer, got str 'x'"):
         pack_steps({"tokens": rows})
 
 

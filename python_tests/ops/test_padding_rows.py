@@ -98,11 +98,17 @@ def test_original_is_unchanged() -> None:
 @pytest.mark.parametrize(
     ("batch", "pad_size", "mode", "error", "message"),
     [
-        (small_batch(), -1, "repeat", ValueError, "pad_batch: pad_size must be at least 0, got -1"),
-        (small_batch(), True, "repeat", TypeError, "pad_size must be an int"),
+        (
+            small_batch(),
+            -1,
+            "repeat",
+            ValueError,
+            "pad_batch: pad_size: expected at least 0, got -1",
+        ),
+        (small_batch(), True, "repeat", TypeError, "pad_size: expected an int"),
         (small_batch(), 1, "free", ValueError, "'free'"),
         ({"x": torch.empty(0, 2)}, 1, "repeat", ValueError, "x must have a row to repeat"),
-        ({"x": 5.0}, 1, "repeat", TypeError, "x must be a tensor, .* got float"),
+        ({"x": 5.0}, 1, "repeat", TypeError, "x: expected a tensor, .* got float"),
     ],
 )
 def test_invalid_input_error_names_the_argument(

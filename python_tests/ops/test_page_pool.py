@@ -54,7 +54,7 @@ def test_idle_memory_stays_under_the_limit() -> None:
 
 
 def test_negative_limit_is_refused() -> None:
-    with pytest.raises(ValueError, match="set_page_pool_limit: num_bytes must be at least 0"):
+    with pytest.raises(ValueError, match="set_page_pool_limit: num_bytes: expected at least 0"):
         set_page_pool_limit(-1)
 
 

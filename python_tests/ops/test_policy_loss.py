@@ -436,7 +436,7 @@ def test_non_contiguous(backend: str) -> None:
 
 X = torch.zeros(2, 3)
 BAD = [
-    (dict(loss="ppo"), ValueError, "policy_loss: loss must be one of"),
+    (dict(loss="ppo"), ValueError, "policy_loss: loss: expected one of"),
     (dict(kl_estimator="k4", ref_logprobs=X), ValueError, "kl_estimator"),
     (dict(kl_estimator="k3"), ValueError, "needs ref_logprobs"),
     (dict(loss="rollout_is"), ValueError, "needs rollout_logprobs"),
@@ -449,18 +449,18 @@ BAD = [
     (dict(scope="group"), ValueError, "scope"),
     (dict(loss="gspo", scope="trajectory"), ValueError, "needs trajectory_ids"),
     (dict(loss="gspo", trajectory_ids=[0]), ValueError, "trajectory_ids must have 2 entries"),
-    (dict(old_logprobs=torch.zeros(2, 4)), ValueError, "old_logprobs must be of shape"),
+    (dict(old_logprobs=torch.zeros(2, 4)), ValueError, "old_logprobs: expected shape"),
     (dict(old_logprobs=torch.zeros(2, 3, dtype=torch.int64)), TypeError, "old_logprobs"),
     (dict(advantages=None), ValueError, "needs advantages"),
-    (dict(loss_mask=torch.zeros(3, 2)), ValueError, "loss_mask must be of shape"),
-    (dict(loss_mask=[[1, 1, 1]]), TypeError, "loss_mask must be a torch tensor"),
-    (dict(row_weights=torch.zeros(3)), ValueError, "row_weights must be of shape"),
+    (dict(loss_mask=torch.zeros(3, 2)), ValueError, "loss_mask: expected shape"),
+    (dict(loss_mask=[[1, 1, 1]]), TypeError, "loss_mask: expected a torch tensor"),
+    (dict(row_weights=torch.zeros(3)), ValueError, "row_weights: expected shape"),
     (dict(reduction="mean"), ValueError, "reduction"),
     (dict(reduction="prompt_mean"), ValueError, "needs group_ids"),
     (dict(reduction="seq_mean_token_sum_norm"), ValueError, "needs max_seq_len"),
-    (dict(cu_seqlens=torch.tensor([0, 6])), ValueError, r"data must be \(A,\)"),
+    (dict(cu_seqlens=torch.tensor([0, 6])), ValueError, r"data: expected \(A,\)"),
     (dict(logprobs=torch.zeros(6)), ValueError, "without cu_seqlens"),
-    (dict(logprobs=torch.zeros(2, 3, dtype=torch.int64)), TypeError, "logprobs must be"),
+    (dict(logprobs=torch.zeros(2, 3, dtype=torch.int64)), TypeError, "logprobs: expected"),
     (dict(backend="triton"), ValueError, "triton"),
 ]
 

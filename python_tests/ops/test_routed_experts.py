@@ -80,8 +80,8 @@ def test_engine_may_return_only_new_rows() -> None:
         (rows(1), rows(1, 2, top_k=1), r"\(L, K\) = \(2, 2\), got \(2, 1\)"),
         (rows(1, 2), rows(1), r"as far as recorded \(2 rows\), got 1"),
         (rows(1, 2), rows(), r"as far as recorded \(2 rows\), got 0"),
-        (None, np.zeros((2, 2), np.uint8), r"new must be of shape \(tokens, L, K\), got \(2, 2\)"),
-        (np.zeros(3, np.uint8), rows(1, 2, 3), r"recorded must be of shape"),
+        (None, np.zeros((2, 2), np.uint8), r"new: expected shape \(tokens, L, K\), got \(2, 2\)"),
+        (np.zeros(3, np.uint8), rows(1, 2, 3), r"recorded: expected shape"),
     ],
 )
 def test_mismatch_errors(recorded: Any, new: Any, message: str) -> None:

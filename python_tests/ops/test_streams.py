@@ -185,9 +185,9 @@ def test_wrong_weights_are_refused(backend):
     cells = (d["logprobs"], d["old"], d["advantages"], d["mask"])
     with pytest.raises(ValueError, match="kl_weights need kl_estimator"):
         policy_loss(*cells, kl_weights=d["old"], backend=backend)
-    with pytest.raises(ValueError, match=r"cross_entropy_weights must be of shape \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"cross_entropy_weights: expected shape \(2, 3\)"):
         policy_loss(*cells, cross_entropy_weights=d["old"][0], backend=backend)
-    with pytest.raises(ValueError, match=r"kl_weights must be of shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"kl_weights: expected shape \(2,\)"):
         masked_logprob_loss(
             torch.zeros(2, 4), torch.zeros(2).long(), None, torch.ones(2), backend=backend,
             kl_weights=torch.ones(3), kl_estimator="k1", ref_logprobs=torch.ones(2),

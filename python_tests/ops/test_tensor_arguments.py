@@ -191,7 +191,7 @@ def test_the_torch_backend_has_the_transforms_that_errors_recommend() -> None:
 
 
 def test_tensors_that_dlpack_cannot_share_name_op_and_argument() -> None:
-    with pytest.raises(RuntimeError, match="group_advantage: is_last_step must be a tensor that"):
+    with pytest.raises(RuntimeError, match="group_advantage: is_last_step: expected a tensor that"):
         sf.group_advantage(ONES, [0, 0], is_last_step=META.bool())
 
 

@@ -214,26 +214,29 @@ def test_mask_dtypes_and_strided_input(dtype: torch.dtype, backend: str) -> None
 
 
 BAD = [
-    ({"is_last_step": [True, True, False]}, "is_last_step must be True in the last row"),
-    ({"is_last_step": [True]}, r"is_last_step must be of shape \(3,\)"),
-    ({"rewards": torch.tensor([1.0, NAN, 0.0])}, "rewards must be finite, but those of row 1"),
+    ({"is_last_step": [True, True, False]}, "is_last_step: expected True in the last row"),
+    ({"is_last_step": [True]}, r"is_last_step: expected shape \(3,\)"),
+    (
+        {"rewards": torch.tensor([1.0, NAN, 0.0])},
+        "rewards: expected finite numbers, but those of row 1",
+    ),
     ({"rewards": torch.tensor([1.0, 0.0, float("-inf")])}, "those of row 2 sum to -inf"),
-    ({"rewards": torch.tensor([1, 0, 0])}, "rewards must be floating point"),
-    ({"rewards": torch.ones(4)}, "must be"),
-    ({"gamma": -0.1}, "gamma must be from 0 to 1, got -0.1"),
-    ({"loss_mask": torch.ones(2)}, "loss_mask must be"),
-    ({"cu_seqlens": torch.tensor([0, 2, 1, 3])}, "cu_seqlens must be"),
-    ({"backend": "cuda"}, "backend must be one of"),
+    ({"rewards": torch.tensor([1, 0, 0])}, "rewards: expected a floating-point tensor"),
+    ({"rewards": torch.ones(4)}, "expected"),
+    ({"gamma": -0.1}, "gamma: expected a number from 0 to 1, got -0.1"),
+    ({"loss_mask": torch.ones(2)}, "loss_mask: expected"),
+    ({"cu_seqlens": torch.tensor([0, 2, 1, 3])}, "cu_seqlens: expected"),
+    ({"backend": "cuda"}, "backend: expected one of"),
 ]
 BAD_GAE = [
     ({"values": torch.tensor([1.0, 0.0, NAN])}, "values of trained tokens .* row 2 has nan"),
     ({"values": torch.tensor([float("inf"), 0.0, 1.0])}, "values of trained tokens .* row 0"),
-    ({"values": torch.ones(3, dtype=torch.int64)}, "values must be a floating point tensor"),
-    ({"values": torch.ones(3, 2), "loss_mask": torch.ones(3)}, r"values must be of shape \(3,\)"),
-    ({"lambd": 1.1}, "lambd must be from 0 to 1, got 1.1"),
+    ({"values": torch.ones(3, dtype=torch.int64)}, "values: expected a floating-point tensor"),
+    ({"values": torch.ones(3, 2), "loss_mask": torch.ones(3)}, r"values: expected shape \(3,\)"),
+    ({"lambd": 1.1}, "lambd: expected a number from 0 to 1, got 1.1"),
     (
         {"rewards": torch.ones(3, 2), "values": torch.ones(3, 4)},
-        r"rewards must be \(3,\) or \(3, 4\), got \(3, 2\)",
+        r"rewards: expected \(3,\) or \(3, 4\), got \(3, 2\)",
     ),
 ]
 

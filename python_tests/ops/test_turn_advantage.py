@@ -325,16 +325,16 @@ def test_mask_dtypes_and_strided_input(name: str, dtype: torch.dtype, backend: s
 
 
 BAD = [
-    ({"is_last_step": [True, True, False]}, "is_last_step must be True in the last row"),
-    ({"is_last_step": [True]}, r"is_last_step must be of shape \(3,\)"),
+    ({"is_last_step": [True, True, False]}, "is_last_step: expected True in the last row"),
+    ({"is_last_step": [True]}, r"is_last_step: expected shape \(3,\)"),
     ({"rewards": torch.tensor([1.0, float("nan"), 0.0])}, "those of row 1 sum to"),
     ({"rewards": torch.tensor([1.0, 0.0, float("inf")])}, "those of row 2 sum to"),
-    ({"rewards": torch.tensor([1, 0, 0])}, "rewards must be floating point"),
-    ({"gamma": 1.5}, "gamma must be from 0 to 1, got 1.5"),
-    ({"gamma": float("nan")}, "gamma must be from 0 to 1"),
-    ({"response_mask": torch.ones(2, 5)}, "response_mask must be"),
-    ({"cu_seqlens": torch.tensor([0, 2, 1, 3])}, "cu_seqlens must be"),
-    ({"backend": "cuda"}, "backend must be one of"),
+    ({"rewards": torch.tensor([1, 0, 0])}, "rewards: expected a floating-point tensor"),
+    ({"gamma": 1.5}, "gamma: expected a number from 0 to 1, got 1.5"),
+    ({"gamma": float("nan")}, "gamma: expected a number from 0 to 1"),
+    ({"response_mask": torch.ones(2, 5)}, "response_mask: expected"),
+    ({"cu_seqlens": torch.tensor([0, 2, 1, 3])}, "cu_seqlens: expected"),
+    ({"backend": "cuda"}, "backend: expected one of"),
 ]
 
 
@@ -349,7 +349,7 @@ def test_bad_input_is_refused_by_name(name: str, change: dict, message: str, bac
 
 @pytest.mark.parametrize("name", ["turn_group_advantage", "gigpo_advantage"])
 def test_two_groups_in_one_trajectory(name: str, backend: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}: group_ids must be equal .* row 0"):
+    with pytest.raises(ValueError, match=f"{name}: group_ids: expected one id .* row 0"):
         OPS[name](
             torch.ones(2), ["a", "b"], ["s", "s"], is_last_step=[False, True], backend=backend
         )
@@ -357,13 +357,15 @@ def test_two_groups_in_one_trajectory(name: str, backend: str) -> None:
 
 def test_ids_of_other_types_and_options_out_of_range() -> None:
     ones = torch.ones(2)
-    with pytest.raises(TypeError, match="gigpo_advantage: anchor_ids must be strings or ints, but"):
+    with pytest.raises(
+        TypeError, match="gigpo_advantage: anchor_ids: expected strings or ints, but"
+    ):
         gigpo_advantage(ones, ["a", "a"], [1.5, 2.5])  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"anchor_ids must have one id per row \(2\), got 3"):
         gigpo_advantage(ones, ["a", "a"], [1, 2, 3])
-    with pytest.raises(ValueError, match="step_advantage_w must be at least 0, got -1"):
+    with pytest.raises(ValueError, match="step_advantage_w: expected at least 0, got -1"):
         gigpo_advantage(ones, ["a", "a"], [1, 2], step_advantage_w=-1)
-    with pytest.raises(ValueError, match="baseline must be one of"):
+    with pytest.raises(ValueError, match="baseline: expected one of"):
         turn_group_advantage(ones, ["a", "a"], baseline="mean")
 
 

@@ -168,13 +168,13 @@ def test_masked_and_dropped_tokens_do_not_contribute() -> None:
 BAD = [
     (lambda inputs: inputs.logprobs.mean(), ValueError, r"bad: .*of shape \(15,\).*got \(\)"),
     (lambda inputs: 3.0, TypeError, "bad must return LossOutput or a tensor, got float"),
-    (lambda inputs: inputs.loss_mask, TypeError, "bad: token_losses must be a floating-point"),
-    (lambda inputs: LossOutput(None), TypeError, "bad: token_losses must be .*got NoneType"),
+    (lambda inputs: inputs.loss_mask, TypeError, "bad: token_losses: expected a floating-point"),
+    (lambda inputs: LossOutput(None), TypeError, "bad: token_losses: expected .*got NoneType"),
     (lambda inputs: 1 / 0, RuntimeError, "bad raised ZeroDivisionError: division by zero"),
     (
         lambda inputs: LossOutput(inputs.logprobs, {"x": torch.zeros(3)}),
         ValueError,
-        r"bad: metric 'x' must be one number or of shape \(15,\), got \(3,\)",
+        r"bad: metric 'x': expected one number or shape \(15,\), got \(3,\)",
     ),
     (
         lambda inputs: LossOutput(inputs.logprobs, {"loss": 1.0}),
@@ -238,7 +238,7 @@ def test_registering_returns_the_name_for_the_settings() -> None:
     for name in ("regular", "a:b"):
         with pytest.raises(ValueError, match=f"expected a name without a colon .*got '{name}'"):
             skyrl_fast.register_policy_loss(inner, name=name)
-    with pytest.raises(ValueError, match="scope must be one of"):
+    with pytest.raises(ValueError, match="scope: expected one of"):
         skyrl_fast.register_policy_loss(inner, scope="batch")
 
 
@@ -296,9 +296,13 @@ def test_several_ranks_require_an_importable_name(folder: Path) -> None:
         (
             lambda inputs: torch.zeros(99),
             ValueError,
-            r"test_bad: advantages must be of shape \(16,\) or \(\d+,\), got \(99,\)",
+            r"test_bad: advantages: expected shape \(16,\) or \(\d+,\), got \(99,\)",
         ),
-        (lambda inputs: inputs.group_ids, TypeError, "advantages must be a floating-point tensor"),
+        (
+            lambda inputs: inputs.group_ids,
+            TypeError,
+            "advantages: expected a floating-point tensor",
+        ),
         (lambda inputs: 1 / 0, RuntimeError, "test_bad raised ZeroDivisionError"),
     ],
 )

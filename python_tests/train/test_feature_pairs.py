@@ -164,6 +164,7 @@ def test_pairs_equal_the_reference(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # the first makes the array
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_triples_equal_the_reference(shard: int, models: StepModels) -> None:
     report = Report()

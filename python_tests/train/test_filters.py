@@ -204,7 +204,7 @@ def test_filters_require_stop_reasons() -> None:
     for function in (overlong_filter, zero_reward_on_non_stop):
         with pytest.raises(ValueError, match=f"{function.__name__}: batch must have stop_reasons"):
             function(batch)
-    with pytest.raises(ValueError, match="scope must be one of"):
+    with pytest.raises(ValueError, match="scope: expected one of"):
         overlong_filter(batch, scope="group")
 
 

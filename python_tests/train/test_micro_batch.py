@@ -224,7 +224,7 @@ def test_rows_beyond_a_dynamic_limit_are_refused() -> None:
 
 
 def test_a_budget_below_one_token_is_refused() -> None:
-    with pytest.raises(ValueError, match="token_budget must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="token_budget: expected at least 1, got 0"):
         plan_micro_batches(agent_batch(0), 0)
 
 

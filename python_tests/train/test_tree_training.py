@@ -855,5 +855,5 @@ def test_dropout_is_refused() -> None:
         layer.self_attn.attention_dropout = 0.5
     policy.model.train()
     (micro,) = plan_micro_batches(agent_batch(0), 10_000, tree=True)
-    with pytest.raises(ValueError, match="dropout must be 0"):
+    with pytest.raises(ValueError, match="dropout: expected 0"):
         policy.logprobs(micro)

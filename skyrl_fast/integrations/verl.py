@@ -231,7 +231,7 @@ def _estimator(estimator: str) -> Callable[..., Pair]:
         """
         _counts[PREFIX + estimator].calls += 1
         if epsilon != 1e-6:
-            raise ValueError(f"{PREFIX}{estimator}: epsilon must be 1e-6, got {epsilon}")
+            raise ValueError(f"{PREFIX}{estimator}: epsilon: expected 1e-6, got {epsilon}")
         plain = estimator == "grpo" and not norm_adv_by_std_in_grpo
         out = group_advantage(
             token_level_rewards,

@@ -67,7 +67,7 @@ def select(
             given.append(t)
     devices = check_device(op, *given)
     if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"{op}: backend must be one of {BACKENDS} or None, got {backend!r}")
+        raise ValueError(f"{op}: backend: expected one of {BACKENDS} or None, got {backend!r}")
     if devices:
         device = devices.pop()
     else:
@@ -115,7 +115,7 @@ def check_device(op: str, *tensors: torch.Tensor) -> set[torch.device]:
     devices = {t.device for t in tensors}
     if len(devices) > 1:
         raise ValueError(
-            f"{op}: all tensors must be on one device, got {sorted(map(str, devices))}"
+            f"{op}: expected all tensors on one device, got {sorted(map(str, devices))}"
         )
     return devices
 
@@ -409,7 +409,7 @@ def set_page_pool_limit(num_bytes: int) -> None:
     the machine or its container.
     """
     if num_bytes < 0:
-        raise ValueError(f"set_page_pool_limit: num_bytes must be at least 0, got {num_bytes}")
+        raise ValueError(f"set_page_pool_limit: num_bytes: expected at least 0, got {num_bytes}")
     _C.set_page_pool_limit(num_bytes)
 
 

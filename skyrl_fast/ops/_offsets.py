@@ -21,13 +21,13 @@ def integer_vector(op: str, name: str, values: Any) -> torch.Tensor:
         device = values.device if isinstance(values, torch.Tensor) else "cpu"
         vector = torch.as_tensor(values, device=device).detach()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{op}: {name} must be integers, got {type(values).__name__}") from error
+        raise TypeError(f"{op}: {name}: expected integers, got {type(values).__name__}") from error
     if not isinstance(values, torch.Tensor) and vector.numel() == 0:
         vector = vector.to(torch.int64)  # torch reads an empty list as float32
     is_integer = not (vector.is_floating_point() or vector.is_complex())
     if vector.dim() != 1 or not is_integer or vector.dtype == torch.bool:
         raise ValueError(
-            f"{op}: {name} must be a 1-D vector of ints, got {vector.dtype} of shape "
+            f"{op}: {name}: expected a 1-D vector of ints, got {vector.dtype} of shape "
             f"{tuple(vector.shape)}"
         )
     if vector.is_meta:
@@ -57,10 +57,10 @@ def check_offsets(
     """
     cu = integer_vector(op, name, offsets)
     if cu.numel() == 0:
-        raise ValueError(f"{op}: {name} must be (N + 1,) offsets, got none")
+        raise ValueError(f"{op}: {name}: expected (N + 1,) offsets, got none")
     if num_rows is not None and cu.numel() != num_rows + 1:
         raise ValueError(
-            f"{op}: {name} must be ({num_rows + 1},) offsets, one more than the rows, "
+            f"{op}: {name}: expected ({num_rows + 1},) offsets, one more than the rows, "
             f"got ({cu.numel()},)"
         )
     most = torch.iinfo(dtype).max
@@ -78,12 +78,12 @@ def check_offsets(
             wrong = values.min()
         else:
             wrong = values.max()
-        raise ValueError(f"{op}: {name} must be offsets from 0 to {most}, got {wrong}")
+        raise ValueError(f"{op}: {name}: expected offsets from 0 to {most}, got {wrong}")
     if total is None:
         total = int(values[-1])
     if values[0] != 0 or values[-1] != total or (values[1:] < values[:-1]).any():
         raise ValueError(
-            f"{op}: {name} must be non-decreasing offsets from 0 to {total}, got "
+            f"{op}: {name}: expected non-decreasing offsets from 0 to {total}, got "
             f"{values[:8].tolist()}"
         )
     return cu.to(dtype).contiguous()

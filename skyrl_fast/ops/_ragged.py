@@ -78,7 +78,7 @@ def _source(op: str, name: str, rows: Rows) -> _C.Rows:
     if is_array(rows):
         if rows.ndim != 2:
             raise ValueError(
-                f"{op}: {name} must be a list of rows, a 2-D array or (values, cu_seqlens), got "
+                f"{op}: {name}: expected a list of rows, a 2-D array or (values, cu_seqlens), got "
                 f"an array of shape {tuple(rows.shape)}"
             )
         # Views of the rows.
@@ -115,7 +115,7 @@ def read_fields(op: str, fields: Mapping[str, Rows]) -> dict[str, Field]:
             got = "an empty one"
         else:
             got = type(fields).__name__
-        raise TypeError(f"{op}: fields must be a non-empty mapping of name to rows, got {got}")
+        raise TypeError(f"{op}: fields: expected a non-empty mapping of name to rows, got {got}")
     read = {}
     for name, rows in fields.items():
         read[name] = read_field(op, name, rows)
@@ -135,7 +135,7 @@ def check_aligned(op: str, first: Field, other: Field) -> None:
         return
     row = int((first.lengths != other.lengths).nonzero()[0])
     raise ValueError(
-        f"{op}: {other.name} must be as long as {first.name} in every row, got "
+        f"{op}: {other.name}: expected as many entries as {first.name} in every row, got "
         f"{int(other.lengths[row])} and {int(first.lengths[row])} in row {row}"
     )
 
@@ -149,7 +149,7 @@ def choose_dtype(
         by_kind = {"bool": torch.uint8, "uint8": torch.uint8, "float": torch.float32}
         dtype = by_kind.get(field.kind or "int", integer)
     if dtype not in DTYPES:
-        raise ValueError(f"{op}: the dtype of {field.name} must be one of {DTYPES}, got {dtype}")
+        raise ValueError(f"{op}: {field.name}: expected a dtype of {DTYPES}, got {dtype}")
     return dtype
 
 

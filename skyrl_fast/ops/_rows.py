@@ -103,12 +103,14 @@ def check_rows(
         num_rows: N where known from the group ids; None: taken from the other arguments.
     """
     if not isinstance(rewards, torch.Tensor):
-        raise TypeError(f"{op}: rewards must be a torch tensor, got {type(rewards).__name__}")
+        raise TypeError(f"{op}: rewards: expected a torch tensor, got {type(rewards).__name__}")
     if not rewards.is_floating_point():
-        raise ValueError(f"{op}: rewards must be floating point, got {rewards.dtype}")
+        raise ValueError(f"{op}: rewards: expected a floating-point tensor, got {rewards.dtype}")
     # (N,) and (A,) both have one dimension; which of them it is follows from the offsets below.
     if rewards.dim() not in (1, 2):
-        raise ValueError(f"{op}: rewards must be (N,), (N, R) or (A,), got {tuple(rewards.shape)}")
+        raise ValueError(
+            f"{op}: rewards: expected (N,), (N, R) or (A,), got {tuple(rewards.shape)}"
+        )
     if cu_seqlens is not None:
         cu_seqlens = check_offsets(op, "cu_seqlens", cu_seqlens, num_rows=num_rows)
     if num_rows is None:
@@ -146,12 +148,12 @@ def check_row_ids(
     if isinstance(ids, torch.Tensor):
         if ids.is_floating_point() or ids.dim() != 1:
             raise ValueError(
-                f"{op}: {name} must be (N,) ints, got {ids.dtype} of shape {tuple(ids.shape)}"
+                f"{op}: {name}: expected (N,) ints, got {ids.dtype} of shape {tuple(ids.shape)}"
             )
         return ids.to(torch.int64).contiguous()
     # It is a sequence of strings, too: each character would be the id of a row.
     if isinstance(ids, str):
-        raise TypeError(f"{op}: {name} must be one id per row, got a single string")
+        raise TypeError(f"{op}: {name}: expected one id per row, got a single string")
     return dense_ids(op, name, ids)
 
 
@@ -173,7 +175,7 @@ def check_trajectories(rows: Rows, group_ids: torch.Tensor | None = None) -> Non
     if last is None or rows.num_rows == 0:  # without flags each row is a trajectory
         return
     if not bool(last[-1]):
-        raise ValueError(f"{rows.op}: is_last_step must be True in the last row, got False")
+        raise ValueError(f"{rows.op}: is_last_step: expected True in the last row, got False")
     if group_ids is None:
         return
     ids = group_ids.to(last.device)
@@ -181,7 +183,7 @@ def check_trajectories(rows: Rows, group_ids: torch.Tensor | None = None) -> Non
     if bool(split.any()):
         row = int(split.nonzero()[0])
         raise ValueError(
-            f"{rows.op}: group_ids must be equal within a trajectory, but row {row} (not a last "
+            f"{rows.op}: group_ids: expected one id within a trajectory, but row {row} (not a last "
             f"step) and row {row + 1} differ"
         )
 
@@ -194,13 +196,14 @@ def check_finite(rows: Rows, sums: torch.Tensor, where: torch.Tensor | None = No
     if bool(bad.any()):
         row = int(bad.nonzero()[0])
         raise ValueError(
-            f"{rows.op}: rewards must be finite, but those of row {row} sum to {float(sums[row])}"
+            f"{rows.op}: rewards: expected finite numbers, but those of row {row} sum to "
+            f"{float(sums[row])}"
         )
 
 
 def check_discount(op: str, name: str, value: float) -> None:
     if not 0.0 <= value <= 1.0:
-        raise ValueError(f"{op}: {name} must be from 0 to 1, got {value}")
+        raise ValueError(f"{op}: {name}: expected a number from 0 to 1, got {value}")
 
 
 def _result_shape(
@@ -225,7 +228,8 @@ def _result_shape(
             shape = torch.Size([int(cu_seqlens[-1])])
         if rewards.shape not in (shape, (num_rows,)):
             raise ValueError(
-                f"{op}: rewards must be ({num_rows},) or {tuple(shape)}, got {tuple(rewards.shape)}"
+                f"{op}: rewards: expected ({num_rows},) or {tuple(shape)}, got "
+                f"{tuple(rewards.shape)}"
             )
         wanted = str(tuple(shape))
     else:
@@ -243,7 +247,7 @@ def _result_shape(
             got = tuple(mask.shape)
         else:
             got = tuple(shape)
-        raise ValueError(f"{op}: {mask_name} must be of shape {wanted}, got {got}")
+        raise ValueError(f"{op}: {mask_name}: expected shape {wanted}, got {got}")
     return shape
 
 
@@ -260,6 +264,6 @@ def _check_last(
         last = torch.as_tensor(is_last_step, dtype=torch.bool, device=device).contiguous()
     if last.shape != (num_rows,):
         raise ValueError(
-            f"{op}: is_last_step must be of shape ({num_rows},), got {tuple(last.shape)}"
+            f"{op}: is_last_step: expected shape ({num_rows},), got {tuple(last.shape)}"
         )
     return last

@@ -48,7 +48,8 @@ def runtime_env(mode: str = "compat", base: Mapping[str, Any] | None = None) -> 
     if hook is not None and hook != AUTOINSTALL:
         if not isinstance(hook, str):
             raise ValueError(
-                f"runtime_env: {HOOK} must be an import path to run after ours, got {hook!r}; call "
+                f"runtime_env: {HOOK}: expected an import path to run after ours, got {hook!r}; "
+                "call "
                 f"{AUTOINSTALL} in it and pass ray_workers=False to install"
             )
         variables[NEXT_HOOK] = hook

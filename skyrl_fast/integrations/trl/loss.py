@@ -63,18 +63,20 @@ def grpo_loss(
             of this call.
     """
     if loss_type not in REDUCTIONS:
-        raise ValueError(f"grpo_loss: loss_type must be one of {list(REDUCTIONS)}, got {loss_type}")
+        raise ValueError(
+            f"grpo_loss: loss_type: expected one of {list(REDUCTIONS)}, got {loss_type}"
+        )
     if beta and ref_per_token_logps is None:
         raise ValueError("grpo_loss: beta needs ref_per_token_logps, got None")
     levels = ("token", "sequence") if loss_type in SEQUENCE_LEVEL else ("token",)
     if importance_sampling_level not in levels:
         raise ValueError(
-            f"grpo_loss: importance_sampling_level must be one of {levels} for {loss_type}, got "
+            f"grpo_loss: importance_sampling_level: expected one of {levels} for {loss_type}, got "
             f"{importance_sampling_level!r}"
         )
     if importance_sampling_level == "sequence" and advantages.dim() != 1:
         raise ValueError(
-            f"grpo_loss: advantages must be ({len(mask)},) at level 'sequence', got "
+            f"grpo_loss: advantages: expected ({len(mask)},) at level 'sequence', got "
             f"{tuple(advantages.shape)}"
         )
     loss: LossSettings = Regular(epsilon_low, epsilon_high)

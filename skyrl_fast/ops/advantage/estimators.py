@@ -241,7 +241,7 @@ def register_advantage_estimator(
     """
     if level not in LEVELS:
         raise ValueError(
-            f"register_advantage_estimator: level must be one of {LEVELS}, got {level!r}"
+            f"register_advantage_estimator: level: expected one of {LEVELS}, got {level!r}"
         )
 
     def make(name: str, function: Callable[..., Any]) -> EstimatorSpec:
@@ -282,7 +282,7 @@ def estimate(
     check_result(op, "advantages", output.advantages, per_row, per_token)
     _check_finite(op, output.advantages, inputs.loss_mask)
     if spec.needs_values and output.returns is None:
-        raise TypeError(f"{op}: returns must be of shape {per_token} (needs_values), got None")
+        raise TypeError(f"{op}: returns: expected shape {per_token} (needs_values), got None")
     if output.returns is not None:
         check_result(op, "returns", output.returns, per_token)
     return output

@@ -171,7 +171,9 @@ def _check_estimator(estimator: str) -> None:
             f"{sorted(ESTIMATORS)}"
         )
     if estimator not in ESTIMATORS:
-        raise ValueError(f"{OP}: estimator must be one of {sorted(ESTIMATORS)}, got {estimator!r}")
+        raise ValueError(
+            f"{OP}: estimator: expected one of {sorted(ESTIMATORS)}, got {estimator!r}"
+        )
 
 
 def _torch(rows: Rows, ids: torch.Tensor, estimator: str) -> torch.Tensor:

@@ -150,7 +150,7 @@ def _check(
                 got = values.dtype
             else:
                 got = type(values).__name__
-            raise ValueError(f"{op}: values must be a floating point tensor, got {got}")
+            raise ValueError(f"{op}: values: expected a floating-point tensor, got {got}")
         if loss_mask is None:
             # The mask gives the result its shape.
             loss_mask = torch.ones(values.shape, dtype=torch.bool, device=rewards.device)
@@ -166,12 +166,12 @@ def _check(
     )
     if values is not None and values.shape != rows.shape:
         raise ValueError(
-            f"{op}: values must be of shape {tuple(rows.shape)}, got {tuple(values.shape)}"
+            f"{op}: values: expected shape {tuple(rows.shape)}, got {tuple(values.shape)}"
         )
     # `check_rows` takes rewards of any width, for ops that only sum them.
     if not rows.ragged_rewards and rows.rewards.dim() == 2 and rows.rewards.shape != rows.shape:
         raise ValueError(
-            f"{op}: rewards must be ({rows.num_rows},) or {tuple(rows.shape)}, "
+            f"{op}: rewards: expected ({rows.num_rows},) or {tuple(rows.shape)}, "
             f"got {tuple(rows.rewards.shape)}"
         )
     return rows
@@ -211,7 +211,8 @@ def _torch(
     if bad.numel():
         cell = int(bad[0])
         raise ValueError(
-            f"{rows.op}: values of trained tokens must be finite, but row {int(row_ids[cell])} "
+            f"{rows.op}: values: expected finite ones for trained tokens, but row "
+            f"{int(row_ids[cell])} "
             f"has {float(flat[cell])}"
         )
     trajectory = trajectory_numbers(rows.last_or_all().cpu())[row_ids]

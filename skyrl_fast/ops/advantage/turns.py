@@ -134,7 +134,7 @@ def turn_group_advantage(
     op = "turn_group_advantage"
     check_discount(op, "gamma", gamma)
     if baseline not in BASELINES:
-        raise ValueError(f"{op}: baseline must be one of {sorted(BASELINES)}, got {baseline!r}")
+        raise ValueError(f"{op}: baseline: expected one of {sorted(BASELINES)}, got {baseline!r}")
     ids = check_row_ids(op, "group_ids", group_ids)
     rows = check_rows(op, rewards, ids.numel(), is_last_step, response_mask, cu_seqlens)
     if _backend.select(op, rows.rewards, backend=backend) == "torch":
@@ -205,7 +205,7 @@ def gigpo_advantage(
     op = "gigpo_advantage"
     check_discount(op, "gamma", gamma)
     if not (math.isfinite(step_advantage_w) and step_advantage_w >= 0):
-        raise ValueError(f"{op}: step_advantage_w must be at least 0, got {step_advantage_w}")
+        raise ValueError(f"{op}: step_advantage_w: expected at least 0, got {step_advantage_w}")
     ids = check_row_ids(op, "group_ids", group_ids)
     anchors = check_row_ids(op, "anchor_ids", anchor_ids)
     if anchors.shape != ids.shape:

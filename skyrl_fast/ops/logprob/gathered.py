@@ -66,10 +66,12 @@ def gathered_logprob(
     """
     check_logits(OP, logits)
     if not isinstance(target_ids, torch.Tensor):
-        raise TypeError(f"{OP}: target_ids must be a torch tensor, got {type(target_ids).__name__}")
+        raise TypeError(
+            f"{OP}: target_ids: expected a torch tensor, got {type(target_ids).__name__}"
+        )
     if target_ids.dim() != logits.dim() or target_ids.shape[:-1] != logits.shape[:-1]:
         raise ValueError(
-            f"{OP}: target_ids must be of shape {tuple(logits.shape[:-1])} and K, got "
+            f"{OP}: target_ids: expected shape {tuple(logits.shape[:-1])} and K, got "
             f"{tuple(target_ids.shape)}"
         )
     if target_ids.shape[-1] == 0:

@@ -57,15 +57,15 @@ def kept_sets(
         return None
     if kept_ids is None or cu_kept is None:
         raise ValueError(
-            f"{op}: kept_ids and cu_kept must be given together, got kept_ids="
+            f"{op}: expected kept_ids and cu_kept together, got kept_ids="
             f"{'None' if kept_ids is None else 'ids'} and cu_kept="
             f"{'None' if cu_kept is None else 'offsets'}"
         )
     if not isinstance(kept_ids, Tensor):
-        raise TypeError(f"{op}: kept_ids must be a torch tensor, got {type(kept_ids).__name__}")
+        raise TypeError(f"{op}: kept_ids: expected a torch tensor, got {type(kept_ids).__name__}")
     if kept_ids.dim() != 1 or kept_ids.dtype != torch.int32:
         raise ValueError(
-            f"{op}: kept_ids must be (K,) int32, got {tuple(kept_ids.shape)} {kept_ids.dtype}"
+            f"{op}: kept_ids: expected (K,) int32, got {tuple(kept_ids.shape)} {kept_ids.dtype}"
         )
     total = kept_ids.shape[0]
     num_rows = target_ids.numel()

@@ -284,26 +284,26 @@ def _check_linear(
 ) -> None:
     for name, tensor in (("hidden", hidden), ("lm_head_weight", lm_head_weight)):
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{OP}: {name} must be a torch tensor, got {type(tensor).__name__}")
+            raise TypeError(f"{OP}: {name}: expected a torch tensor, got {type(tensor).__name__}")
     if hidden.dim() < 1 or lm_head_weight.dim() != 2 or lm_head_weight.shape[0] < 1:
         raise ValueError(
-            f"{OP}: hidden must be (..., H) and lm_head_weight (V, H) with V >= 1, got "
+            f"{OP}: hidden: expected (..., H) and lm_head_weight (V, H) with V >= 1, got "
             f"{tuple(hidden.shape)} and {tuple(lm_head_weight.shape)}"
         )
     if hidden.shape[-1] != lm_head_weight.shape[1] or hidden.dtype != lm_head_weight.dtype:
         raise ValueError(
-            f"{OP}: lm_head_weight must be (V, {hidden.shape[-1]}) {hidden.dtype} like "
+            f"{OP}: lm_head_weight: expected (V, {hidden.shape[-1]}) {hidden.dtype} like "
             f"hidden, got {tuple(lm_head_weight.shape)} {lm_head_weight.dtype}"
         )
     if bias is not None and not isinstance(bias, torch.Tensor):
-        raise TypeError(f"{OP}: bias must be a torch tensor or None, got {type(bias).__name__}")
+        raise TypeError(f"{OP}: bias: expected a torch tensor or None, got {type(bias).__name__}")
     vocab = lm_head_weight.shape[0]
     if bias is not None and (bias.shape != (vocab,) or bias.dtype != hidden.dtype):
         raise ValueError(
-            f"{OP}: bias must be ({vocab},) {hidden.dtype}, got {tuple(bias.shape)} {bias.dtype}"
+            f"{OP}: bias: expected ({vocab},) {hidden.dtype}, got {tuple(bias.shape)} {bias.dtype}"
         )
     if chunk_rows is not None and chunk_rows < 1:
-        raise ValueError(f"{OP}: chunk_rows must be positive, got {chunk_rows}")
+        raise ValueError(f"{OP}: chunk_rows: expected at least 1, got {chunk_rows}")
     check_selection(OP, hidden, "hidden", target_ids, loss_mask, temperature)
 
 
@@ -314,7 +314,7 @@ def _check_scaling(temperature: float, logit_scale: float, soft_cap: float | Non
         # What the kernels divide by must be in the range of a temperature.
         if not (value and value > 0 and MIN_TEMPERATURE <= temperature / value <= MAX_TEMPERATURE):
             raise ValueError(
-                f"{OP}: {name} must be positive, with temperature / {name} from "
+                f"{OP}: {name}: expected a positive number, with temperature / {name} from "
                 f"{MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}, got {value} at temperature "
                 f"{temperature}"
             )

@@ -257,7 +257,7 @@ def _weights(
     if row_weights.shape != (num_rows,):
         wanted = f"{tuple(shape)}" + ("" if num_rows is None else f" or ({num_rows},)")
         raise ValueError(
-            f"{OP}: row_weights must be of shape {wanted}, got {tuple(row_weights.shape)}"
+            f"{OP}: row_weights: expected shape {wanted}, got {tuple(row_weights.shape)}"
         )
     weights = row_weights.detach().to(dtype)
     if cu_seqlens is None:
@@ -283,7 +283,7 @@ def _check_loss(
         )
     if kl_estimator is not None and kl_estimator not in KL_ESTIMATORS:
         raise ValueError(
-            f"{OP}: kl_estimator must be one of {tuple(KL_ESTIMATORS)} or None, "
+            f"{OP}: kl_estimator: expected one of {tuple(KL_ESTIMATORS)} or None, "
             f"got {kl_estimator!r}"
         )
     if kl_estimator is not None and ref_logprobs is None:
@@ -300,8 +300,8 @@ def _cells(
     if value is None:
         return None
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{OP}: {name} must be a torch tensor, got {type(value).__name__}")
+        raise TypeError(f"{OP}: {name}: expected a torch tensor, got {type(value).__name__}")
     if value.shape != shape:
-        raise ValueError(f"{OP}: {name} must be of shape {tuple(shape)}, got {tuple(value.shape)}")
+        raise ValueError(f"{OP}: {name}: expected shape {tuple(shape)}, got {tuple(value.shape)}")
     # A constant of the loss: only the logits have a gradient.
     return value.detach().to(dtype).reshape(-1).contiguous()

@@ -115,12 +115,12 @@ def selected_logprob(
 
 def check_logits(op: str, logits: torch.Tensor) -> None:
     if not isinstance(logits, torch.Tensor):
-        raise TypeError(f"{op}: logits must be a torch tensor, got {type(logits).__name__}")
+        raise TypeError(f"{op}: logits: expected a torch tensor, got {type(logits).__name__}")
     if logits.dim() < 1 or logits.shape[-1] < 1:
-        raise ValueError(f"{op}: logits must be (..., V) with V >= 1, got {tuple(logits.shape)}")
+        raise ValueError(f"{op}: logits: expected (..., V) with V >= 1, got {tuple(logits.shape)}")
     if logits.stride(-1) != 1 and logits.shape[-1] != 1:
         raise ValueError(
-            f"{op}: logits must be contiguous in the last dimension, got stride {logits.stride(-1)}"
+            f"{op}: logits: expected a contiguous last dimension, got stride {logits.stride(-1)}"
         )
 
 
@@ -135,23 +135,26 @@ def check_selection(
     """Check the arguments shared by ops on logits (..., V) and hidden states (..., H): `scores`."""
     if scores.dtype not in (*KERNEL_DTYPES, torch.float64):
         raise ValueError(
-            f"{op}: {name} must be float32, bfloat16, float16 or float64, got {scores.dtype}"
+            f"{op}: {name}: expected float32, bfloat16, float16 or float64, got {scores.dtype}"
         )
     for argument, tensor in (("target_ids", target_ids), ("loss_mask", loss_mask)):
         if tensor is None and argument == "loss_mask":
             continue
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{op}: {argument} must be a torch tensor, got {type(tensor).__name__}")
+            raise TypeError(
+                f"{op}: {argument}: expected a torch tensor, got {type(tensor).__name__}"
+            )
         if tensor.shape != scores.shape[:-1]:
             raise ValueError(
-                f"{op}: {argument} must be of shape {tuple(scores.shape[:-1])}, got "
+                f"{op}: {argument}: expected shape {tuple(scores.shape[:-1])}, got "
                 f"{tuple(tensor.shape)}"
             )
     if target_ids.is_floating_point() or target_ids.is_complex() or target_ids.dtype == torch.bool:
-        raise ValueError(f"{op}: target_ids must be integers, got {target_ids.dtype}")
+        raise ValueError(f"{op}: target_ids: expected integers, got {target_ids.dtype}")
     if not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
         raise ValueError(
-            f"{op}: temperature must be positive and finite, from {MIN_TEMPERATURE:g} to "
+            f"{op}: temperature: expected a positive and finite number, from {MIN_TEMPERATURE:g} "
+            "to "
             f"{MAX_TEMPERATURE:g}, got {temperature}"
         )
 
@@ -175,7 +178,7 @@ def check_targets(op: str, targets: torch.Tensor, keep: torch.Tensor | None, voc
     if bool(bad.any()):
         row = int(bad.nonzero()[0])
         raise ValueError(
-            f"{op}: target_ids must be in [0, {vocab}) where the mask is 1, got "
+            f"{op}: target_ids: expected ids in [0, {vocab}) where the mask is 1, got "
             f"{int(targets[row])} in row {row}"
         )
 

@@ -159,7 +159,7 @@ def merge_steps(
     fields = {"prompts": prompts, "responses": responses}
     if max_drift:
         if loss_masks is None:
-            raise ValueError(f"{OP}: loss_masks must be given for drift 'realign', got none")
+            raise ValueError(f"{OP}: loss_masks: expected them for drift 'realign', got none")
         fields["loss_masks"] = loss_masks
     read = _ragged.read_fields(OP, fields)
     # The plan compares whole prompts with whole rows.
@@ -225,7 +225,7 @@ def merge_flat_steps(
     cu_responses = check_offsets(op, "cu_responses", cu_responses, total=num_responses, dtype=wide)
     if cu_responses.shape != cu_seqlens.shape:
         raise ValueError(
-            f"{op}: cu_responses must be of shape {tuple(cu_seqlens.shape)} like cu_seqlens, got "
+            f"{op}: cu_responses: expected shape {tuple(cu_seqlens.shape)} like cu_seqlens, got "
             f"{tuple(cu_responses.shape)}"
         )
     responses = cu_responses.diff().numpy()
@@ -239,9 +239,9 @@ def merge_flat_steps(
 
 def check_drift(op: str, drift: str, max_drift_tokens: int) -> None:
     if drift not in DRIFTS:
-        raise ValueError(f"{op}: drift must be one of {DRIFTS}, got {drift!r}")
+        raise ValueError(f"{op}: drift: expected one of {DRIFTS}, got {drift!r}")
     if max_drift_tokens < 0:
-        raise ValueError(f"{op}: max_drift_tokens must be at least 0, got {max_drift_tokens}")
+        raise ValueError(f"{op}: max_drift_tokens: expected at least 0, got {max_drift_tokens}")
 
 
 def copy_segments(
@@ -298,7 +298,7 @@ def _ids(trajectory_ids: np.ndarray | torch.Tensor | Sequence[int], num_rows: in
     ids = np.ascontiguousarray(trajectory_ids)
     if ids.shape != (num_rows,) or (num_rows and ids.dtype.kind not in "iu"):
         raise ValueError(
-            f"{OP}: trajectory_ids must be {num_rows} integers, one per row, got {ids.dtype} of "
+            f"{OP}: trajectory_ids: expected {num_rows} integers, one per row, got {ids.dtype} of "
             f"shape {ids.shape}"
         )
     if num_rows and (ids.min() < -(2**31) or ids.max() > INT32_MAX):

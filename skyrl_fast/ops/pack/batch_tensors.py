@@ -202,7 +202,7 @@ def _is_scalar_per_row(rewards: Any) -> bool:
     if _ragged.is_array(rewards):
         return rewards.ndim == 1
     if rewards is None:
-        raise TypeError(f"{OP}: rewards must be given, got None")
+        raise TypeError(f"{OP}: rewards: expected them, got None")
     return len(rewards) > 0 and not hasattr(rewards[0], "__len__")
 
 
@@ -264,7 +264,7 @@ def check_rewards_of_empty(
     if bool(lost.any()):
         row = int(lost.nonzero()[0])
         raise ValueError(
-            f"{op}: rewards must be 0 for an empty response (there is no token to hold it), got "
+            f"{op}: rewards: expected 0 for an empty response (there is no token to hold it), got "
             f"{float(row_rewards[row])} in row {row}"
         )
 
@@ -322,7 +322,7 @@ def _route_array(row: int, entry: Any) -> np.ndarray | None:
         array = np.asarray(entry)
     if array.ndim != 3 or array.dtype.kind not in "iu":
         raise ValueError(
-            f"{OP}: rollout_expert_indices must be integers of shape (tokens, L, K), got "
+            f"{OP}: rollout_expert_indices: expected integers of shape (tokens, L, K), got "
             f"{array.dtype} of shape {array.shape} in row {row}"
         )
     return array
@@ -356,7 +356,7 @@ def _check_pad_token(pad_token_id: Any) -> int:
     is_number = isinstance(pad_token_id, (int, np.integer)) and not isinstance(pad_token_id, bool)
     if not is_number:
         raise TypeError(
-            f"{OP}: pad_token_id must be an int or a tokenizer that has one, got {pad_token_id!r}"
+            f"{OP}: pad_token_id: expected an int or a tokenizer that has one, got {pad_token_id!r}"
         )
     if not -(2**31) <= pad_token_id < 2**31:
         raise ValueError(f"{OP}: pad_token_id must fit in 32 bits, got {pad_token_id}")

@@ -103,11 +103,11 @@ def _deep_copy(value: Any) -> Any:
 
 def check_pad_mode(op: str, pad_size: int, mode: str) -> None:
     if isinstance(pad_size, bool) or not isinstance(pad_size, int):
-        raise TypeError(f"{op}: pad_size must be an int, got {pad_size!r}")
+        raise TypeError(f"{op}: pad_size: expected an int, got {pad_size!r}")
     if pad_size < 0:
-        raise ValueError(f"{op}: pad_size must be at least 0, got {pad_size}")
+        raise ValueError(f"{op}: pad_size: expected at least 0, got {pad_size}")
     if mode not in PAD_MODES:
-        raise ValueError(f"{op}: the pad mode must be one of {PAD_MODES}, got {mode!r}")
+        raise ValueError(f"{op}: pad mode: expected one of {PAD_MODES}, got {mode!r}")
 
 
 def dummy_route(routes: torch.Tensor) -> torch.Tensor:
@@ -151,7 +151,8 @@ def pad_field(name: str, value: Any, pad_size: int, mode: str) -> Any:
     tensors = value if isinstance(value, (list, tuple)) else getattr(value, "tensors", None)
     if tensors is None:
         raise TypeError(
-            f"{OP}: {name} must be a tensor, a list of tensors or None, got {type(value).__name__}"
+            f"{OP}: {name}: expected a tensor, a list of tensors or None, got "
+            f"{type(value).__name__}"
         )
     _check_has_rows(name, tensors)
     return type(value)([*tensors, *(copy.deepcopy(tensors[0]) for _ in range(pad_size))])

@@ -50,7 +50,7 @@ def append_rollout_expert_indices(recorded: Any, new: Any, *, start: int = 0) ->
         [[[3]], [[1]], [[2]]]
     """
     if isinstance(start, bool) or not isinstance(start, (int, np.integer)) or start < 0:
-        raise ValueError(f"{OP}: start must be an int of at least 0, got {start!r}")
+        raise ValueError(f"{OP}: start: expected an int of at least 0, got {start!r}")
     if new is None:
         if recorded is None:
             return None
@@ -62,7 +62,7 @@ def append_rollout_expert_indices(recorded: Any, new: Any, *, start: int = 0) ->
         num_recorded = len(recorded)
     if start > num_recorded:
         raise ValueError(
-            f"{OP}: start must be at most the number of recorded rows ({num_recorded}), got "
+            f"{OP}: start: expected at most the number of recorded rows ({num_recorded}), got "
             f"{start}: rows are missing between"
         )
     if num_recorded == 0:
@@ -97,5 +97,5 @@ def _routes(name: str, rows: Any) -> Routes:
     if not integers:
         raise TypeError(f"{OP}: {name} must hold integers, got {array.dtype}")
     if array.ndim != 3:
-        raise ValueError(f"{OP}: {name} must be of shape (tokens, L, K), got {tuple(array.shape)}")
+        raise ValueError(f"{OP}: {name}: expected shape (tokens, L, K), got {tuple(array.shape)}")
     return array

@@ -84,13 +84,13 @@ def padded_to_varlen(
     op = "padded_to_varlen"
     _check_side(op, side)
     if padded.dim() < 2:
-        raise ValueError(f"{op}: padded must be (N, W, ...), got shape {tuple(padded.shape)}")
+        raise ValueError(f"{op}: padded: expected (N, W, ...), got shape {tuple(padded.shape)}")
     if (attention_mask is None) == (lengths is None):
         raise ValueError(f"{op}: give either attention_mask or lengths")
     if attention_mask is not None:
         if attention_mask.shape != padded.shape[:2]:
             raise ValueError(
-                f"{op}: attention_mask must be of shape {tuple(padded.shape[:2])}, got "
+                f"{op}: attention_mask: expected shape {tuple(padded.shape[:2])}, got "
                 f"{tuple(attention_mask.shape)}"
             )
         if starts is not None:
@@ -145,13 +145,13 @@ def varlen_to_padded(
     op = "varlen_to_padded"
     _check_side(op, side)
     if values.dim() < 1:
-        raise ValueError(f"{op}: values must be (S, ...), got shape {tuple(values.shape)}")
+        raise ValueError(f"{op}: values: expected (S, ...), got shape {tuple(values.shape)}")
     # By torch, not `check_offsets`: inside torch.func.grad they are no plain array.
     cu = integer_vector(op, "cu_seqlens", cu_seqlens).cpu().to(torch.int64)
     lengths = cu.diff()
     if len(cu) == 0 or cu[0] != 0 or cu[-1] != len(values) or bool((lengths < 0).any()):
         raise ValueError(
-            f"{op}: cu_seqlens must be non-decreasing offsets from 0 to {len(values)}, got "
+            f"{op}: cu_seqlens: expected non-decreasing offsets from 0 to {len(values)}, got "
             f"{cu[:8].tolist()}"
         )
     if len(lengths):
@@ -255,7 +255,7 @@ def _select(op: str, values: torch.Tensor, backend: str | None) -> bool:
 
 def _check_side(op: str, side: str) -> None:
     if side not in SIDES:
-        raise ValueError(f"{op}: side must be 'left', 'right' or 'both', got {side!r}")
+        raise ValueError(f"{op}: side: expected 'left', 'right' or 'both', got {side!r}")
 
 
 def _mask_blocks(op: str, mask: torch.Tensor, side: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -278,7 +278,7 @@ def _mask_blocks(op: str, mask: torch.Tensor, side: str) -> tuple[torch.Tensor, 
             side, "1 in each row's cells and 0 in the padding on the right"
         )
         raise ValueError(
-            f"{op}: attention_mask must be {where}, got something else in row "
+            f"{op}: attention_mask: expected {where}, got something else in row "
             f"{int(is_bad.nonzero()[0])}; for padding on both sides: side='both'"
         )
     return expected, lengths
@@ -297,7 +297,7 @@ def _mask_blocks_on_gpu(op: str, mask: torch.Tensor) -> tuple[torch.Tensor, torc
     starts, lengths, is_bad = torch.stack([starts, lengths, is_bad.to(lengths.dtype)]).cpu()
     if bool(is_bad.any()):
         raise ValueError(
-            f"{op}: attention_mask must be 0 but for one block of 1 in each row, got something "
+            f"{op}: attention_mask: expected 0 but for one block of 1 in each row, got something "
             f"else in row {int(is_bad.nonzero()[0])}"
         )
     return starts.contiguous(), lengths.contiguous()
@@ -323,13 +323,13 @@ def _check_starts(
     starts = integer_vector(op, "starts", starts).cpu().to(torch.int64).contiguous()
     if starts.shape != lengths.shape:
         raise ValueError(
-            f"{op}: starts must be ({len(lengths)},) integers, got shape {tuple(starts.shape)}"
+            f"{op}: starts: expected ({len(lengths)},) integers, got shape {tuple(starts.shape)}"
         )
     is_bad = (starts < 0) | (starts > width - lengths)
     if bool(is_bad.any()):
         row = int(is_bad.nonzero()[0])
         raise ValueError(
-            f"{op}: starts must be from 0 to {width} minus the row's length "
+            f"{op}: starts: expected 0 to {width} minus the row's length "
             f"({int(lengths[row])}), got {int(starts[row])} in row {row}"
         )
     return starts
@@ -339,11 +339,11 @@ def _check_lengths(op: str, lengths: Any, num_rows: int, width: int) -> torch.Te
     lengths = integer_vector(op, "lengths", lengths).cpu().to(torch.int64).contiguous()
     if lengths.shape != (num_rows,):
         raise ValueError(
-            f"{op}: lengths must be ({num_rows},) integers, got shape {tuple(lengths.shape)}"
+            f"{op}: lengths: expected ({num_rows},) integers, got shape {tuple(lengths.shape)}"
         )
     if num_rows and not 0 <= int(lengths.min()) <= int(lengths.max()) <= width:
         raise ValueError(
-            f"{op}: lengths must be from 0 to {width}, got {int(lengths.min())} to "
+            f"{op}: lengths: expected 0 to {width}, got {int(lengths.min())} to "
             f"{int(lengths.max())}"
         )
     return lengths

@@ -142,7 +142,9 @@ def register_policy_loss(
             return -inputs.advantages * inputs.logprobs
     """
     if scope not in LOSS_SCOPES:
-        raise ValueError(f"register_policy_loss: scope must be one of {LOSS_SCOPES}, got {scope!r}")
+        raise ValueError(
+            f"register_policy_loss: scope: expected one of {LOSS_SCOPES}, got {scope!r}"
+        )
 
     def make(name: str, function: Callable[..., Any]) -> CustomLoss:
         return CustomLoss(name, function, scope, zero_where_advantage_is_zero)

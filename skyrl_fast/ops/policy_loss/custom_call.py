@@ -43,7 +43,8 @@ def custom_policy_loss(
     check_result(op, "token_losses", output.token_losses, tuple(logprobs.shape))
     if output.token_losses.device != logprobs.device:
         raise ValueError(
-            f"{op}: token_losses must be on {logprobs.device}, got {output.token_losses.device}"
+            f"{op}: token_losses: expected a tensor on {logprobs.device}, got "
+            f"{output.token_losses.device}"
         )
     # A masked cell may hold NaN, which a product with 0 would keep.
     value = mask_values(output.token_losses.to(logprobs.dtype), stream)
@@ -113,7 +114,7 @@ def _metric(loss: str, name: str, values: torch.Tensor | float, live: torch.Tens
         return values.reshape(())
     if values.shape != live.shape:
         raise ValueError(
-            f"policy_loss: {loss}: metric {name!r} must be one number or of shape "
+            f"policy_loss: {loss}: metric {name!r}: expected one number or shape "
             f"{tuple(live.shape)}, got {tuple(values.shape)}"
         )
     trained = values[live]

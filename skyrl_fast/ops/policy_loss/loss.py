@@ -158,7 +158,7 @@ def policy_loss(
             got = logprobs.dtype
         else:
             got = type(logprobs).__name__
-        raise TypeError(f"{OP}: logprobs must be a floating-point tensor, got {got}")
+        raise TypeError(f"{OP}: logprobs: expected a floating-point tensor, got {got}")
     cu_seqlens = offsets_of_cells(OP, logprobs, cu_seqlens)
     if cu_seqlens is not None:
         cu_seqlens = _backend.to_device_of(cu_seqlens, logprobs)
@@ -175,7 +175,7 @@ def policy_loss(
     mask = native_mask(OP, loss_mask)
     if mask.shape != current.shape:
         raise ValueError(
-            f"{OP}: loss_mask must be of shape {tuple(current.shape)}, got {tuple(mask.shape)}"
+            f"{OP}: loss_mask: expected shape {tuple(current.shape)}, got {tuple(mask.shape)}"
         )
     chosen = _backend.select(
         OP, current, mask, backend=backend, available_on_gpu=ON_GPU, transforms=("vmap",)
@@ -195,7 +195,7 @@ def policy_loss(
     weights = row_weights.detach().to(current.device, current.dtype).contiguous()
     if weights.shape != (num_rows,):
         raise ValueError(
-            f"{OP}: row_weights must be of shape ({num_rows},), got {tuple(weights.shape)}"
+            f"{OP}: row_weights: expected shape ({num_rows},), got {tuple(weights.shape)}"
         )
     cells = _Cells(
         current,
@@ -400,9 +400,9 @@ def kl_penalty(
     _one_of(op, "estimator", estimator, KL_ESTIMATORS)
     for name, value in (("logprobs", logprobs), ("ref_logprobs", ref_logprobs)):
         if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{op}: {name} must be a torch tensor, got {type(value).__name__}")
+            raise TypeError(f"{op}: {name}: expected a torch tensor, got {type(value).__name__}")
         if not value.is_floating_point():
-            raise ValueError(f"{op}: {name} must be floating point, got {value.dtype}")
+            raise ValueError(f"{op}: {name}: expected a floating-point tensor, got {value.dtype}")
     if logprobs.dtype == torch.float64:
         current = logprobs
     else:
@@ -415,7 +415,7 @@ def kl_penalty(
     mask = native_mask(op, loss_mask)
     if mask.shape != current.shape:
         raise ValueError(
-            f"{op}: loss_mask must be of shape {tuple(current.shape)}, got {tuple(mask.shape)}"
+            f"{op}: loss_mask: expected shape {tuple(current.shape)}, got {tuple(mask.shape)}"
         )
     chosen = _backend.select(op, current, ref, mask, backend=backend, available_on_gpu=ON_GPU)
     if chosen == "torch":
@@ -425,7 +425,7 @@ def kl_penalty(
 
 def _one_of(op: str, name: str, value: object, allowed: Any) -> None:
     if value not in allowed:
-        raise ValueError(f"{op}: {name} must be one of {tuple(allowed)}, got {value!r}")
+        raise ValueError(f"{op}: {name}: expected one of {tuple(allowed)}, got {value!r}")
 
 
 def _require(by: str, name: str, value: object) -> None:
@@ -443,13 +443,13 @@ def _like(
             got = value.dtype
         else:
             got = type(value).__name__
-        raise TypeError(f"{op}: {name} must be a floating-point tensor, got {got}")
+        raise TypeError(f"{op}: {name}: expected a floating-point tensor, got {got}")
     if value.shape != current.shape:
         raise ValueError(
-            f"{op}: {name} must be of shape {tuple(current.shape)}, got {tuple(value.shape)}"
+            f"{op}: {name}: expected shape {tuple(current.shape)}, got {tuple(value.shape)}"
         )
     if value.device != current.device:
-        raise ValueError(f"{op}: {name} must be on {current.device}, got {value.device}")
+        raise ValueError(f"{op}: {name}: expected a tensor on {current.device}, got {value.device}")
     # A constant of the loss: only the current log-probabilities have a gradient.
     return value.detach().to(current.dtype).contiguous()
 

@@ -279,7 +279,8 @@ def loss_and_settings(op: str, loss: str | LossSettings) -> tuple[LossSpec, Loss
         spec = _SPEC_BY_CLASS.get(type(loss))
     if spec is None or isinstance(loss, str):
         raise ValueError(
-            f"{op}: loss must be one of {tuple(POLICY_LOSSES)} or the settings of one, got {loss!r}"
+            f"{op}: loss: expected one of {tuple(POLICY_LOSSES)} or the settings of one, got "
+            f"{loss!r}"
         )
     # Settings made in code have not passed the configuration's checks.
     for item in fields(loss):

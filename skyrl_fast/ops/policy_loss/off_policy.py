@@ -113,7 +113,7 @@ def off_policy_correction(
         ("sequence_mask", sequence_mask, SEQUENCE_MASK_KINDS),
     ):
         if value not in allowed:
-            raise ValueError(f"{OP}: {name} must be one of {tuple(allowed)}, got {value!r}")
+            raise ValueError(f"{OP}: {name}: expected one of {tuple(allowed)}, got {value!r}")
     low, high = SEQUENCE_MASK_BOUNDS.get(sequence_mask or "", (0.0, 0.0))
     if tis_cap is None:
         cap = TIS_CAPS.get(tis_ratio_type or "", 0.0)
@@ -155,7 +155,7 @@ def off_policy_correction(
     for name, cells in (("rollout_logprobs", rollout), ("loss_mask", mask)):
         if cells.shape != old.shape:
             raise ValueError(
-                f"{OP}: {name} must be of shape {tuple(old.shape)}, got {tuple(cells.shape)}"
+                f"{OP}: {name}: expected shape {tuple(old.shape)}, got {tuple(cells.shape)}"
             )
     sequence = sequences_of(OP, scope, trajectory_ids, num_rows)
     if _backend.select(OP, old, rollout, mask, backend=backend) == "native":
@@ -180,7 +180,9 @@ def _check_bounds(rules: reference.Rules) -> None:
             if value is not None and not value >= 0:
                 raise ValueError(f"{OP}: {name}: expected a number of at least 0, got {value}")
         if low is not None and high is not None and low > high:
-            raise ValueError(f"{OP}: {name}_low must be at most {name}_high, got {low} and {high}")
+            raise ValueError(
+                f"{OP}: {name}_low: expected at most {name}_high, got {low} and {high}"
+            )
 
 
 def _torch(

@@ -83,7 +83,7 @@ def reduction_weights(
         tensor([0.1667, 0.5000])
     """
     if reduction not in REDUCTIONS:
-        raise ValueError(f"{OP}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
+        raise ValueError(f"{OP}: reduction: expected one of {REDUCTIONS}, got {reduction!r}")
     if reduction == "seq_mean_token_sum_norm" and (max_seq_len is None or max_seq_len <= 0):
         raise ValueError(f"{OP}: {reduction} needs max_seq_len > 0, got {max_seq_len}")
     cu_seqlens = offsets_of_cells(OP, loss_mask, cu_seqlens)
@@ -112,17 +112,17 @@ def offsets_of_cells(
 ) -> torch.Tensor | None:
     """Return checked offsets as contiguous int32; None for padded cells."""
     if not isinstance(cells, torch.Tensor):
-        raise TypeError(f"{op}: data must be torch tensors, got {type(cells).__name__}")
+        raise TypeError(f"{op}: data: expected torch tensors, got {type(cells).__name__}")
     if cu_seqlens is None:
         if cells.dim() != 2:
             raise ValueError(
-                f"{op}: data must be (N, R), or (A,) with cu_seqlens, got shape "
+                f"{op}: data: expected (N, R), or (A,) with cu_seqlens, got shape "
                 f"{tuple(cells.shape)} without cu_seqlens"
             )
         return None
     if cells.dim() != 1:
         raise ValueError(
-            f"{op}: with cu_seqlens, data must be (A,), got shape {tuple(cells.shape)}"
+            f"{op}: data: expected (A,) with cu_seqlens, got shape {tuple(cells.shape)}"
         )
     return check_offsets(op, "cu_seqlens", cu_seqlens, total=cells.shape[0])
 
@@ -130,7 +130,7 @@ def offsets_of_cells(
 def native_mask(op: str, loss_mask: torch.Tensor) -> torch.Tensor:
     """Return the mask, contiguous and of a dtype that the kernels read."""
     if not isinstance(loss_mask, torch.Tensor):
-        raise TypeError(f"{op}: loss_mask must be a torch tensor, got {type(loss_mask).__name__}")
+        raise TypeError(f"{op}: loss_mask: expected a torch tensor, got {type(loss_mask).__name__}")
     # One comparison here instead of a kernel for every dtype.
     if loss_mask.dtype in NATIVE_MASKS:
         mask = loss_mask
@@ -147,7 +147,7 @@ def segments_of(
         raise ValueError(f"{op}: {needed_by} needs {name}, got None")
     if isinstance(ids, torch.Tensor):
         if ids.is_floating_point():
-            raise ValueError(f"{op}: {name} must be ints or strings, got {ids.dtype}")
+            raise ValueError(f"{op}: {name}: expected ints or strings, got {ids.dtype}")
         segment = ids.reshape(-1).to(torch.int64)
         distinct, segment = torch.unique(segment, return_inverse=True)
         num_segments = distinct.numel()
@@ -167,7 +167,7 @@ def sequences_of(
 ) -> torch.Tensor | None:
     """Return (N,) int64, the sequence of each row; None where rows are (no ids, or scope "row")."""
     if scope not in (None, *SCOPES):
-        raise ValueError(f"{op}: scope must be one of {(None, *SCOPES)}, got {scope!r}")
+        raise ValueError(f"{op}: scope: expected one of {(None, *SCOPES)}, got {scope!r}")
     if scope == "row" or (scope is None and trajectory_ids is None):
         return None
     return segments_of(op, "trajectory_ids", trajectory_ids, num_rows, "scope='trajectory'")[0]

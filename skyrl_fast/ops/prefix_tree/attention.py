@@ -107,7 +107,7 @@ def plan_tree_attention(
     if kind is None:
         kind = kind_for(num_nodes, device)
     if kind not in KINDS:
-        raise ValueError(f"{OP}: kind must be one of {KINDS} or None, got {kind!r}")
+        raise ValueError(f"{OP}: kind: expected one of {KINDS} or None, got {kind!r}")
     if kind == "tiles":
         if torch.device(device).type != "cpu":
             raise ValueError(f"{OP}: kind 'tiles' runs on the CPU, got {device}")
@@ -352,12 +352,13 @@ def _flex(
 def _check(query: Tensor, key: Tensor, value: Tensor, plan: TreeAttention) -> None:
     if query.dim() != 4 or query.shape[0] != 1 or query.shape[2] != plan.num_nodes:
         raise ValueError(
-            f"{OP}: query must be (1, H, {plan.num_nodes}, D) as the plan, got {tuple(query.shape)}"
+            f"{OP}: query: expected (1, H, {plan.num_nodes}, D) as the plan, got "
+            f"{tuple(query.shape)}"
         )
     wanted = (1, key.shape[1] if key.dim() == 4 else 0, *query.shape[2:])
     if key.shape != wanted or value.shape != wanted or query.shape[1] % max(1, wanted[1]):
         raise ValueError(
-            f"{OP}: key and value must be (1, G, {plan.num_nodes}, {query.shape[3]}) with "
+            f"{OP}: key and value: expected (1, G, {plan.num_nodes}, {query.shape[3]}) with "
             f"{query.shape[1]} a multiple of G, got {tuple(key.shape)} and {tuple(value.shape)}"
         )
 
@@ -372,15 +373,17 @@ def _check_options(
     for name, size in (("window", window), ("chunk", chunk)):
         # Not isinstance: a bool is an int.
         if size is not None and (type(size) is not int or size < 1):
-            raise ValueError(f"{OP}: {name} must be a positive int or None, got {size!r}")
+            raise ValueError(f"{OP}: {name}: expected a positive int or None, got {size!r}")
     if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"{OP}: softcap must be positive and finite or None, got {softcap!r}")
+        raise ValueError(
+            f"{OP}: softcap: expected a positive and finite number or None, got {softcap!r}"
+        )
     if sinks is None:
         return
     wanted = (query.shape[1],)
     if sinks.shape != wanted or not sinks.is_floating_point() or sinks.device != query.device:
         raise ValueError(
-            f"{OP}: sinks must be {wanted} floats on {query.device}, got {tuple(sinks.shape)} "
+            f"{OP}: sinks: expected {wanted} floats on {query.device}, got {tuple(sinks.shape)} "
             f"{sinks.dtype} on {sinks.device}"
         )
 

@@ -168,11 +168,11 @@ def _check_arguments(
     """Return the rows' starts, lengths and groups, and the labels with starts and counts."""
     if tokens.dim() != 1 or tokens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"{OP}: tokens must be (S,) int32 or int64, got {tokens.dtype} of shape "
+            f"{OP}: tokens: expected (S,) int32 or int64, got {tokens.dtype} of shape "
             f"{tuple(tokens.shape)}"
         )
     if tokens.device.type != "cpu":
-        raise ValueError(f"{OP}: tokens must be on the CPU, got {tokens.device}")
+        raise ValueError(f"{OP}: tokens: expected a tensor on the CPU, got {tokens.device}")
     # Nodes hold 32 bits.
     if tokens.dtype == torch.int64 and len(tokens):
         least, most = (int(bound) for bound in tokens.aminmax())
@@ -181,32 +181,34 @@ def _check_arguments(
                 wrong = most
             else:
                 wrong = least
-            raise ValueError(f"{OP}: tokens must be ids of 32 bits, got {wrong}")
+            raise ValueError(f"{OP}: tokens: expected ids of 32 bits, got {wrong}")
     starts, full = _spans("cu_seqlens", cu_seqlens, tokens.shape[0])
     num_rows = len(full)
     groups = torch.zeros(num_rows, dtype=torch.int64, device="cpu")
     if group_ids is not None:
         groups = check_row_ids(OP, "group_ids", group_ids)
     if groups.shape[0] != num_rows:
-        raise ValueError(f"{OP}: group_ids must be {num_rows}, one per row, got {groups.shape[0]}")
+        raise ValueError(
+            f"{OP}: group_ids: expected {num_rows}, one per row, got {groups.shape[0]}"
+        )
     inserted = full
     if lengths is not None:
         inserted = integer_vector(OP, "lengths", lengths).to(torch.int64).contiguous().numpy()
         if inserted.shape != full.shape or np.any((inserted < 0) | (inserted > full)):
             raise ValueError(
-                f"{OP}: lengths must be {num_rows} numbers from 0 to the rows' lengths, got "
+                f"{OP}: lengths: expected {num_rows} numbers from 0 to the rows' lengths, got "
                 f"{inserted.tolist()[:8]} ..."
             )
     rows = (starts, inserted, groups.numpy())
     if labels is None or cu_labels is None:
         if (labels is None) != (cu_labels is None):
-            raise ValueError(f"{OP}: labels and cu_labels must be given together")
+            raise ValueError(f"{OP}: expected labels and cu_labels together")
         return rows, None
     if labels.dim() < 1 or math.prod(labels.shape[1:]) == 0:
-        raise ValueError(f"{OP}: labels must be (E, ...) of cells, got {tuple(labels.shape)}")
+        raise ValueError(f"{OP}: labels: expected (E, ...) of cells, got {tuple(labels.shape)}")
     label_starts, counts = _spans("cu_labels", cu_labels, labels.shape[0])
     if len(counts) != num_rows:
-        raise ValueError(f"{OP}: cu_labels must be of {num_rows} rows, got {len(counts)}")
+        raise ValueError(f"{OP}: cu_labels: expected those of {num_rows} rows, got {len(counts)}")
     return rows, (labels.contiguous(), label_starts, counts)
 
 

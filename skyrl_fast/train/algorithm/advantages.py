@@ -200,7 +200,7 @@ def normalize_advantages(advantages: torch.Tensor, mask: torch.Tensor) -> torch.
     """
     if advantages.shape != mask.shape:
         raise ValueError(
-            f"normalize_advantages: mask must be of shape {tuple(advantages.shape)}, "
+            f"normalize_advantages: mask: expected shape {tuple(advantages.shape)}, "
             f"got {tuple(mask.shape)}"
         )
     kept = mask != 0

@@ -41,7 +41,7 @@ def sequences(batch: StepBatch, scope: str, *, sums_rewards: bool = False) -> Se
     With `sums_rewards` the outcome of a trajectory is the sum of its rows' rewards.
     """
     if scope not in SCOPES:
-        raise ValueError(f"sequences: scope must be one of {SCOPES}, got {scope!r}")
+        raise ValueError(f"sequences: scope: expected one of {SCOPES}, got {scope!r}")
     if scope == "row":
         sequence_ids = last_rows = np.arange(batch.num_rows)
     else:

@@ -163,9 +163,7 @@ def pass_at_k(num_samples: np.ndarray, num_passed: np.ndarray, k: int) -> np.nda
     n = np.asarray(num_samples, dtype=np.float64)
     c = np.asarray(num_passed, dtype=np.float64)
     if n.size and not 1 <= k <= n.min():
-        raise ValueError(
-            f"pass_at_k: k must be from 1 to the smallest group ({n.min():.0f}), got {k}"
-        )
+        raise ValueError(f"pass_at_k: k: expected 1 to the smallest group ({n.min():.0f}), got {k}")
     draws = np.arange(k)[:, None]
     failing = np.clip(n - c - draws, 0.0, None) / (n - draws)  # the i-th draw fails too
     return 1.0 - failing.prod(axis=0)

@@ -82,7 +82,7 @@ class RouterReplay:
     def _checked(self, expert_indices: Tensor, router_padding_mask: Tensor) -> _Routes:
         if expert_indices.shape[:-2] != router_padding_mask.shape:
             raise ValueError(
-                "RouterReplay: expert_indices must be of shape (*router_padding_mask.shape, L, K), "
+                "RouterReplay: expert_indices: expected shape (*router_padding_mask.shape, L, K), "
                 f"got {tuple(expert_indices.shape)} and {tuple(router_padding_mask.shape)}"
             )
         columns = self._columns(expert_indices.shape[-2])
@@ -95,7 +95,7 @@ class RouterReplay:
             highest = int(names.max())
             if lowest < 0 or highest >= num_experts:
                 raise ValueError(
-                    f"RouterReplay: expert_indices must be from 0 to {num_experts - 1}, got "
+                    f"RouterReplay: expert_indices: expected 0 to {num_experts - 1}, got "
                     f"{lowest} to {highest}: routes of another model?"
                 )
             # An engine that recorded nothing leaves zeros.

@@ -304,7 +304,7 @@ def _attention(
         )
         return out, None
     if dropout > 0:
-        raise ValueError(f"tree attention: dropout must be 0, got {dropout}")
+        raise ValueError(f"tree attention: dropout: expected 0, got {dropout}")
     window = options.pop("sliding_window", None)
     chunk = _chunk_of(module)
     _check_supported(key, value, options)

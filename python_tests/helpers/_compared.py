@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from _driven import DrivenStep, OptimizerStep, TrainedBatch, drive, uids_of_run
 from _fakes import tiny_model
-from _scripted import LONGEST_ANSWER, World, fill_logprobs, random_samples
+from _scripted import LONGEST_ANSWER, World, fill_logprobs, random_samples, report_parts
 from reference.losses import CustomLoss
 from reference.metrics import mean, source_metrics, update_metrics
 from reference.network import Adapter, split_by_rows, token_distributions, token_values
@@ -172,6 +172,8 @@ def compare(
     """
     uids = uids_of_run(num_prompts)
     samples = random_samples(rng, world_of(config), uids, config.generator.n_samples_per_prompt)
+    if config.trainer.algorithm.gdpo_weights:
+        report_parts(rng, samples)
     temperature = config.generator.sampling_params.temperature
     fill_logprobs(rng, samples, lambda steps: _scores(steps, folders, temperature))
     by_uid = {uid: [one.trajectory for one in samples if one.trajectory.uid == uid] for uid in uids}

@@ -21,6 +21,8 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     "advantages from values": {f"{ALGORITHM}.advantage_estimator": "gae"},
     "critic": {"trainer.critic.model.path": "critic"},
     "baseline of the other samples": {f"{ALGORITHM}.advantage_estimator": "rloo"},
+    "advantages of reward parts": {f"{ALGORITHM}.advantage_estimator": "gdpo"},
+    "weights of reward parts": {f"{ALGORITHM}.gdpo_weights": {"correct": 1.0}},
     "one sample per prompt": {"generator.n_samples_per_prompt": 1},
     "normalized advantages": {f"{ALGORITHM}.advantage_batch_normalize": True},
     "loss by covariances of a mini-batch": {f"{ALGORITHM}.policy_loss_type": "clip_cov"},

@@ -69,6 +69,10 @@ FACTORS: dict[str, dict[str, Sequence[Settings]]] = {
             {f"{ALGORITHM}.grpo_norm_by_std": False},
         ],
         "rloo": [{ESTIMATOR: "rloo"}],
+        "parts": [
+            {ESTIMATOR: "gdpo", f"{ALGORITHM}.gdpo_weights": weights}
+            for weights in ({"correct": 1.0, "short": -0.5}, {"reward": 1.0, "correct": 0.3})
+        ],
         "turns": [
             {ESTIMATOR: "turn_level_returns", f"{ALGORITHM}.gamma": 0.7},
             {ESTIMATOR: "turn_level_group", f"{ALGORITHM}.gamma": 0.7},

@@ -254,6 +254,22 @@ _ADVANTAGES = (
         is_on=lambda config: estimator_spec(config.trainer.algorithm).needs_others,
     ),
     Feature(
+        name="advantages of reward parts",
+        setting=f"{ALGORITHM}.advantage_estimator",
+        on="gdpo",
+        off="another estimator",
+        is_on=lambda config: estimator_spec(config.trainer.algorithm).needs_parts,
+        needs=(Need(("weights of reward parts",), "it compares parts by name"),),
+    ),
+    Feature(
+        name="weights of reward parts",
+        setting=f"{ALGORITHM}.gdpo_weights",
+        on="a weight for each part",
+        off="{}",
+        is_on=lambda config: bool(_algorithm(config, "gdpo_weights")),
+        needs=(Need(("advantages of reward parts",), "no other estimator reads the parts"),),
+    ),
+    Feature(
         name="one sample per prompt",
         setting="generator.n_samples_per_prompt",
         on="1",
@@ -269,6 +285,9 @@ _ADVANTAGES = (
         on="true",
         off="false",
         is_on=lambda config: _algorithm(config, "advantage_batch_normalize"),
+        excludes={
+            "advantages of reward parts": "they are normalized over the batch's trajectories",
+        },
     ),
 )
 
@@ -321,7 +340,10 @@ _LOSSES = (
         on="true",
         off="false",
         is_on=lambda config: _algorithm(config, "use_kl_in_reward"),
-        excludes={"KL in the loss": "the KL would be counted twice"},
+        excludes={
+            "KL in the loss": "the KL would be counted twice",
+            "advantages of reward parts": "no part of the reward has the penalty",
+        },
     ),
     Feature(
         name="entropy loss",

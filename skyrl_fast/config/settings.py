@@ -213,6 +213,11 @@ class AlgorithmConfig:
     grpo_norm_by_std: bool = setting(
         True, "whether grpo and gigpo divide by the group's std; false: Dr. GRPO"
     )
+    gdpo_weights: dict[str, float] = setting(
+        dict,
+        "weight of each part of the reward in gdpo, by the name under which environments, agents "
+        "and reward functions report it as a metric; reward: the outcome",
+    )
     advantage_batch_normalize: bool = setting(
         False,
         "whether to normalise to mean 0 and variance 1 over the batch's trained tokens; gae and "

@@ -25,6 +25,7 @@ from skyrl_fast.train.algorithm.anchor_states import anchor_ids
 from skyrl_fast.train.algorithm.dynamic_sampling import informative_groups
 from skyrl_fast.train.algorithm.filters import filter_groups, filter_rollouts
 from skyrl_fast.train.algorithm.kl_reward import kl_in_reward, next_kl_coef
+from skyrl_fast.train.algorithm.reward_parts import with_reward_parts
 from skyrl_fast.train.algorithm.sequence_scope import Sequences, sequences
 from skyrl_fast.train.algorithm.training_rows import SampledRows, training_rows, with_records
 from skyrl_fast.train.metrics import calls, rewards, rollouts
@@ -53,7 +54,9 @@ def training_batch(
     """Return the rows to train on, their sequences, and rollout, reward and filter metrics."""
     # Dynamic sampling has built them already, to judge the groups.
     rows = _with_anchors(rows or build_rows(trajectories, config), trajectories, config)
-    rewarded, units, changed = filter_rollouts(rows.trained, config)
+    weights = config.trainer.algorithm.gdpo_weights
+    trained = with_reward_parts(rows.trained, trajectories, list(weights))
+    rewarded, units, changed = filter_rollouts(trained, config)
     trained, units, dropped = filter_groups(rewarded, units, config)
     trained, alone = _mark_alone(trained, config)
     trained = _weigh_summaries(trained, config.trainer.algorithm.summary_weight)

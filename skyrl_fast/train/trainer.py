@@ -27,6 +27,7 @@ from skyrl_fast.train.algorithm.batch_warnings import BatchWarnings
 from skyrl_fast.train.algorithm.dynamic_sampling import GroupSampling
 from skyrl_fast.train.algorithm.off_policy import warn_of_stale_tokens
 from skyrl_fast.train.algorithm.policies import split_by_policy
+from skyrl_fast.train.algorithm.reward_parts import RewardParts
 from skyrl_fast.train.algorithm.sequence_scope import Sequences
 from skyrl_fast.train.algorithm.training_rows import SampledRows
 from skyrl_fast.train.callbacks import Callback, CallbackList
@@ -163,6 +164,7 @@ class Trainer:
         self._divergence = {name: DivergenceWatch() for name in components.trained}
         self._memory = PeakMemory(components.policy.device)
         self._batch_warnings = BatchWarnings(config)
+        self._reward_parts = RewardParts(config.trainer.algorithm.gdpo_weights)
         self._source = BatchSource(config, self._failures)
         self._flow: GroupFlow | None = None
 
@@ -380,6 +382,7 @@ class Trainer:
     ) -> tuple[list[_TrainedPart], dict[str, float]]:
         """Train each policy on its own steps; return what was trained, and metrics."""
         self._batch_warnings.see_batch(trajectories)
+        self._reward_parts.see_batch(trajectories)
         names = [name for name in self._components.trained if name is not None]
         if not names:
             part, metrics = await self._train_policy(None, trajectories, find_rows, times)

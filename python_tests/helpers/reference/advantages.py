@@ -49,7 +49,7 @@ def compute_advantages(
     if name in TOKEN_LEVEL:
         result = _token_level(rows, algorithm, values)
     else:
-        of_row = _of_rows(rows, config)
+        of_row = _of_parts(rows, config) if name == "gdpo" else _of_rows(rows, config)
         if name not in WITHOUT_GROUPS and config.generator.n_samples_per_prompt > 1:
             alone = {group[0].uid for group in groups_of(rows) if has_no_baseline(group)}
         spread = [
@@ -89,6 +89,31 @@ def _of_rows(rows: Sequence[Row], config: Any) -> list[float]:
         for own, given in zip(trajectories, values, strict=True):
             of_row |= {id(row): value for row, value in zip(own, given, strict=True)}
     return [of_row.get(id(row), 0.0) for row in rows]
+
+
+def _of_parts(rows: Sequence[Row], config: Any) -> list[float]:
+    """Return GDPO's advantage of each row; 0 of placeholders, and of what is compared with none."""
+    acted = [row for row in rows if not row.is_placeholder]
+    totals: dict[tuple[str, int], float] = {}
+    for group in groups_of(acted):
+        last = {row.trajectory: row for row in group}
+        if len(last) == 1:
+            continue
+        totals |= dict.fromkeys(last, 0.0)
+        for name, weight in config.trainer.algorithm.gdpo_weights.items():
+            scores = [
+                row.reward if name == "reward" else row.reported.get(name, 0.0)
+                for row in last.values()
+            ]
+            for trajectory, value in zip(last, _grpo(scores), strict=True):
+                totals[trajectory] += weight * value
+    if not totals:
+        return [0.0] * len(rows)
+    mean = _mean(list(totals.values()))
+    scale = _std(list(totals.values())) + EPSILON
+    return [
+        (totals[row.trajectory] - mean) / scale if row.trajectory in totals else 0.0 for row in rows
+    ]
 
 
 def _mean(values: Sequence[float]) -> float:

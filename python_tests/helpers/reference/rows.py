@@ -51,6 +51,7 @@ class Part:
     stop: str
     has_failed: bool
     first_prompt: list[int]
+    reported: dict[str, float] = field(default_factory=dict)  # numbers by name
 
 
 @dataclass(slots=True)
@@ -65,6 +66,7 @@ class Row:
         is_observed: for each response token, whether the environment wrote it.
         is_summary: for each response token, whether it is one of a summary.
         steps: how many steps were joined.
+        reported: numbers of the trajectory by name, which may be parts of its reward.
     """
 
     uid: str
@@ -84,6 +86,7 @@ class Row:
     is_last: bool = False
     is_placeholder: bool = False
     steps: int = 1
+    reported: dict[str, float] = field(default_factory=dict)
 
     @property
     def reward(self) -> float:
@@ -178,6 +181,7 @@ def _part(sample: Sample, steps: Sequence[Step]) -> Part:
         stop=trajectory.stop_reason,
         has_failed=trajectory.failure is not None,
         first_prompt=first,
+        reported=dict(trajectory.env_metrics),
     )
 
 
@@ -249,6 +253,7 @@ def _row_of_turn(part: Part, turn: Turn) -> Row:
         kept=kept,
         is_observed=[False] * length,
         is_summary=[step.kind == "summarise"] * length,
+        reported=dict(part.reported),
     )
 
 

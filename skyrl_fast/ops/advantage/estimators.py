@@ -35,6 +35,8 @@ class EstimatorInputs:
         anchor_ids: (N,) ints, equal where rows acted in the same state; None unless
             `needs_anchors`.
         values: (A,) float32, the critic's; None without a critic.
+        reward_parts: (N, K) float32, the parts of the trajectory's reward that `gdpo_weights`
+            names, on each of its rows; None with another estimator than gdpo.
     """
 
     rewards: torch.Tensor
@@ -46,6 +48,7 @@ class EstimatorInputs:
     cu_seqlens: torch.Tensor
     anchor_ids: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    reward_parts: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,7 @@ class EstimatorSpec:
         settings: keyword argument -> key of `trainer.algorithm` that it is read from.
         needs_anchors: reads `anchor_ids`.
         needs_values: reads `values` and returns `returns`, which requires a critic.
+        needs_parts: reads `reward_parts`.
         always_normalized: already normalises over the batch.
         needs_others: 0 in a group of one.
         compares_group: the baseline is that of the prompt's group, so a group of one has none.
@@ -85,6 +89,7 @@ class EstimatorSpec:
     settings: Mapping[str, str] = field(default_factory=dict)
     needs_anchors: bool = False
     needs_values: bool = False
+    needs_parts: bool = False
     always_normalized: bool = False
     needs_others: bool = False
     compares_group: bool = False
@@ -111,6 +116,16 @@ _group = _on_rows("group_advantage", "rewards", "group_ids")
 def _grpo(inputs: EstimatorInputs, *, scale_by_std: bool = True) -> torch.Tensor:
     # Without the division by the deviation, GRPO's advantage is Dr. GRPO's.
     return _group(inputs, estimator="grpo" if scale_by_std else "dr_grpo")
+
+
+def _gdpo(inputs: EstimatorInputs, *, weights: Mapping[str, float]) -> torch.Tensor:
+    assert inputs.reward_parts is not None
+    return skyrl_fast.gdpo_advantage(
+        inputs.reward_parts,
+        inputs.group_ids,
+        weights=list(weights.values()),
+        is_last_step=inputs.is_last_step,
+    )
 
 
 def _tokens(inputs: EstimatorInputs) -> dict[str, Any]:
@@ -150,6 +165,16 @@ ADVANTAGE_ESTIMATORS: dict[str, EstimatorSpec] = {
                 compares_group=True,
             )
             for name in ("dr_grpo", "rloo", "maxrl")
+        ),
+        EstimatorSpec(
+            "gdpo",
+            "outcome",
+            _gdpo,
+            {"weights": "gdpo_weights"},
+            needs_parts=True,
+            always_normalized=True,
+            needs_others=True,
+            compares_group=True,
         ),
         EstimatorSpec(
             "turn_level_returns", "turn", _on_rows("turn_level_returns", "rewards"), _GAMMA

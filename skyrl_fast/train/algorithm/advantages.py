@@ -43,17 +43,18 @@ def compute_advantages(
     """Return the batch with advantages, and with the returns of an estimator that reads values.
 
     Args:
-        batch: all rows of each group; with `anchor_ids` or `values` where the estimator needs them.
+        batch: all rows of each group; with `anchor_ids`, `values` or `reward_parts` where the
+            estimator needs them.
             Placeholders of trajectories that failed are no members of their group: the estimator
             does not see them. Rows that are alone have advantage 0 where it compares a group.
         estimator: a name of `ops.advantage.estimators.ADVANTAGE_ESTIMATORS`, a registered one, or
             `module:function`.
         normalize: centre and scale over the batch's trained tokens, see `normalize_advantages`;
-            "gae" and "reinforce++" always do.
+            "gae" and "reinforce++" always do, and "gdpo" over trajectories.
         settings: keyword arguments of the estimator, such as `gamma`.
 
     Raises:
-        ValueError: an unknown estimator, missing values or anchor ids, or an error of its op.
+        ValueError: an unknown estimator, a missing column that it needs, or an error of its op.
         TypeError, RuntimeError: a user's estimator returned an unexpected result, or raised.
     """
     spec = find_advantage_estimator(estimator)
@@ -63,6 +64,8 @@ def compute_advantages(
         )
     if spec.needs_anchors and batch.anchor_ids is None:
         raise ValueError(f"advantages: {spec.name} needs the batch's anchor_ids, got None")
+    if spec.needs_parts and batch.reward_parts is None:
+        raise ValueError(f"advantages: {spec.name} needs the batch's reward_parts, got None")
     rows = _rows_of_samples(batch)
     if rows.num_rows == 0:  # all failed, and no row has a token
         return batch.with_(advantages=torch.zeros_like(batch.rewards))
@@ -161,6 +164,7 @@ def _inputs(batch: StepBatch, spec: EstimatorSpec) -> EstimatorInputs:
         cu_seqlens=batch.cu_responses,
         anchor_ids=batch.anchor_ids,
         values=batch.values,
+        reward_parts=batch.reward_parts,
     )
 
 

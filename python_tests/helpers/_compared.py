@@ -15,11 +15,12 @@ from _scripted import LONGEST_ANSWER, World, fill_logprobs, random_samples, repo
 from reference.losses import CustomLoss
 from reference.metrics import mean, source_metrics, update_metrics
 from reference.network import Adapter, split_by_rows, token_distributions, token_values
-from reference.rows import Row, Sample
+from reference.rows import Row, Sample, parts_of_policy
 from reference.step import (
     Prepared,
     complete_metrics,
     informative_uids,
+    part_metrics,
     parts_of,
     prepare,
     sampling_metrics,
@@ -54,6 +55,14 @@ CLIP_METRICS = {
     "policy/clip_ratio_low",
     "policy/clip_ratio_high",
     "policy/chosen_ratio",
+}
+
+
+# Of the rows that all roles are trained on.
+OF_ROLES = {
+    "policy/summary_loss_share",
+    "reward/num_groups_without_baseline",
+    "reward/num_zero_variance_filtered",
 }
 
 
@@ -129,7 +138,7 @@ def world_of(config: Config) -> World:
     """Return a world whose trajectories the settings can train."""
     top_k = config.generator.sampling_params.top_k
     return World(
-        policies=config.policies,
+        policies=config.call_names,
         only_grows=config.trainer.rows == "trajectory",
         is_recorded=config.agent.is_set,
         num_kept=max(0, top_k),
@@ -237,7 +246,7 @@ class _Comparison:
                 weights = self.config.data.mixture
                 shares = {f"data/{name}/weight": share for name, share in weights.items()}
                 self._compare_metrics(f"step {number}", metrics | shares, step, prefix="")
-            if self.config.policies:
+            if self.config.call_names:
                 metrics = complete_metrics(samples, self.config)
                 self._compare_metrics(f"step {number}", metrics, step, prefix="")
             for name in names:
@@ -357,6 +366,10 @@ class _Comparison:
         self._compare_rows(where, prepared, trained)
         terms, norms, rates = self._compare_update(where, name, prepared, trained)
         metrics = dict(prepared.metrics)
+        if self.config.roles:
+            self._compare_roles(where, samples, step)
+            # Others without a role's name are of the complete trajectories.
+            metrics = {key: metrics[key] for key in OF_ROLES & metrics.keys()}
         is_decided = all(one.is_decided for one in terms) and _have_same_zeros(prepared, trained)
         if terms and is_decided:
             corrects = self.algorithm.off_policy_correction.enabled
@@ -381,6 +394,15 @@ class _Comparison:
         if self.config.trainer.critic.model.path is not None:
             metrics |= self._compare_critic(where, prepared, trained)
         self._compare_metrics(where, metrics, step, prefix="" if name is None else f"{name}/")
+
+    def _compare_roles(self, where: str, samples: Sequence[Sample], step: DrivenStep) -> None:
+        """Compare the outcomes of each role alone."""
+        sums = sums_rewards(self.config)
+        for role in self.config.roles:
+            parts = parts_of_policy(samples, role, sums_rewards=sums)
+            if parts:
+                metrics = part_metrics(parts, self.config)
+                self._compare_metrics(where, metrics, step, prefix=f"{role}/")
 
     def _compare_metrics(
         self, where: str, metrics: Mapping[str, float], step: DrivenStep, *, prefix: str
@@ -479,7 +501,8 @@ class _Comparison:
     ) -> tuple[list[Terms], list[float], list[float]]:
         trainer = self.config.trainer
         rows = prepared.batch.rows
-        minis = mini_batches(rows, trainer.policy_mini_batch_size)
+        groups_per_prompt = len({row.uid.partition("/")[2] for row in rows})  # by role
+        minis = mini_batches(rows, trainer.policy_mini_batch_size * groups_per_prompt)
         minis = minis * trainer.update_epochs_per_batch
         self.found.same(f"{where}: optimizer steps", len(trained.steps), len(minis))
         settings = trainer.policy.optimizer_config

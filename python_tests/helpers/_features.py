@@ -44,6 +44,7 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     "start from an adapter": {f"{LORA}.path": "adapter"},
     "merged adapter": {f"{LORA}.rank": 4, f"{LORA}.weight_sync": "merged"},
     "several policies": {f"{LORA}.policies": ["planner", "worker"]},
+    "roles of one policy": {"trainer.policy.roles": ["white", "black"]},
     "router replay": {"trainer.policy.moe_enable_routing_replay": True},
     "recorded experts": {f"{ENGINE}.enable_return_routed_experts": True},
     "several ranks": {"trainer.placement.policy_num_gpus_per_node": 2},

@@ -220,6 +220,10 @@ FACTORS: dict[str, dict[str, Sequence[Settings]]] = {
         "trained adapter": [{f"{LORA}.rank": 4, f"{LORA}.path": "{adapter}"}],
         "merged adapter": [{f"{LORA}.rank": 4, f"{LORA}.weight_sync": "merged"}],
         "policies": [{f"{LORA}.rank": 4, f"{LORA}.policies": ["planner", "worker"]}],
+        "roles": [
+            {"trainer.policy.roles": ["white", "black"]},
+            {"trainer.policy.roles": ["white", "black"], f"{LORA}.rank": 4},
+        ],
     },
     "reduction": {
         name: [{f"{ALGORITHM}.loss_reduction": name}]

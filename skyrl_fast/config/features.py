@@ -465,6 +465,17 @@ _MODELS = (
         },
     ),
     Feature(
+        name="roles of one policy",
+        setting="trainer.policy.roles",
+        on="names",
+        off="[]",
+        is_on=lambda config: bool(config.roles),
+        excludes={
+            "several policies": "each policy has one role, its name",
+            "critic": "a critic's mini-batches do not have the groups of roles",
+        },
+    ),
+    Feature(
         name="router replay",
         setting="trainer.policy.moe_enable_routing_replay",
         on="true",

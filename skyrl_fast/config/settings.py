@@ -146,6 +146,11 @@ class PolicyConfig:
     """The trained model."""
 
     model: PolicyModelConfig = setting(PolicyModelConfig, "trained model")
+    roles: list[str] = setting(
+        [],
+        "names of the roles that the one policy plays, such as the sides of a game: calls name "
+        "theirs, and each is compared with itself alone. Empty: one role",
+    )
     optimizer_config: OptimizerConfig = setting(OptimizerConfig, "its optimizer")
     dtype: str = setting(
         "auto",
@@ -640,6 +645,16 @@ class Config:
     def policies(self) -> tuple[str, ...]:
         """Names of the run's policies, each with an adapter; empty: one policy."""
         return tuple(self.trainer.policy.model.lora.policies)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Names of the roles of the one policy; empty: one role."""
+        return tuple(self.trainer.policy.roles)
+
+    @property
+    def call_names(self) -> tuple[str, ...]:
+        """Names of calls that are trained: those of policies or of roles; empty: one has none."""
+        return self.policies or self.roles
 
     @property
     def shares_reference(self) -> bool:

@@ -75,9 +75,9 @@ def rollout_metrics(
 
 def _complete_rows(trajectories: Sequence[Trajectory], config: Config) -> SampledRows:
     """Return the rows of complete trajectories, which are those that are trained of one policy."""
-    if not config.trainer.policy.model.lora.policies:
+    if not config.call_names:
         return build_rows(trajectories, config)
-    # Each policy's own steps are merged: a row of all policies' steps is trained by none of them.
+    # Each policy's or role's own steps are merged: a row of all of them is trained by none.
     return SampledRows(with_records(batch_from_trajectories(trajectories), trajectories), None)
 
 

@@ -18,6 +18,7 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     "prefix trees": {"trainer.row_layout": "tree"},
     "realigned tokens": {"generator.merge_drift": "realign"},
     "advantages of turns": {f"{ALGORITHM}.advantage_estimator": "gigpo"},
+    "advantages of contexts": {f"{ALGORITHM}.advantage_estimator": "context_level_group"},
     "advantages from values": {f"{ALGORITHM}.advantage_estimator": "gae"},
     "critic": {"trainer.critic.model.path": "critic"},
     "baseline of the other samples": {f"{ALGORITHM}.advantage_estimator": "rloo"},

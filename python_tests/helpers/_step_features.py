@@ -78,6 +78,14 @@ FACTORS: dict[str, dict[str, Sequence[Settings]]] = {
             {ESTIMATOR: "turn_level_group", f"{ALGORITHM}.gamma": 0.7},
             {ESTIMATOR: "turn_level_group", f"{ALGORITHM}.turn_level_baseline": "episode"},
         ],
+        "contexts": [
+            {**COMPACT, ESTIMATOR: "context_level_group", f"{ALGORITHM}.gamma": 0.7},
+            {
+                **COMPACT,
+                ESTIMATOR: "context_level_group",
+                f"{ALGORITHM}.turn_level_baseline": "episode",
+            },
+        ],
         "states": [
             {ESTIMATOR: "gigpo", f"{ALGORITHM}.step_advantage_w": 0.5},
             {ESTIMATOR: "gigpo", f"{ALGORITHM}.grpo_norm_by_std": False},

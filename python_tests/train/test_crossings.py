@@ -201,12 +201,16 @@ WITH_FAILURES = {
     "gdpo": [-1, 0, 1],  # as grpo, of the batch's deviation 1
     "turn_level_returns": [2, 3, 4],
     "turn_level_group": [-1.5, 0, 1.5],  # as rloo
+    "context_level_group": [-1.5, 0, 1.5],  # of one context each
     "gigpo": [-2, 0, 2],  # of the trajectory, and of the turn
     "reinforce++": [-(1.5**0.5), 0, 1.5**0.5],  # the batch's variance is 2 / 3
 }
 
 
-OF_ESTIMATOR = {"gdpo": ["trainer.algorithm.gdpo_weights={reward: 1.0}"]}  # what one needs
+OF_ESTIMATOR = {  # what one needs
+    "gdpo": ["trainer.algorithm.gdpo_weights={reward: 1.0}"],
+    "context_level_group": ["generator.context=compact"],
+}
 
 
 @pytest.mark.spec("advantage.failed")
@@ -221,11 +225,11 @@ def test_advantages_next_to_failures_by_hand() -> None:
         assert found == pytest.approx(wanted, abs=1e-5), estimator
 
 
-GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "maxrl", "gdpo", "turn_level_group", "gigpo")
+GROUP_ESTIMATORS = WITH_FAILURES.keys() - {"turn_level_returns", "reinforce++"}
 
 
 @pytest.mark.spec("advantage.failed", "advantage.alone")
-@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+@pytest.mark.parametrize("estimator", sorted(GROUP_ESTIMATORS))
 def test_failures_are_no_members_of_their_group(estimator: str) -> None:
     needed = OF_ESTIMATOR.get(estimator, [])
     settings = config(f"{ESTIMATOR}={estimator}", "generator.n_samples_per_prompt=4", *needed)

@@ -283,6 +283,7 @@ def test_every_estimator_trains(folder: Path, estimator: str) -> None:
     needed = {
         "gae": gae_settings(folder),
         "gdpo": ["trainer.algorithm.gdpo_weights={reward: 1.0}"],
+        "context_level_group": ["generator.context=compact"],
     }
     extra = needed.get(estimator, [])
     name = f"trainer.algorithm.advantage_estimator={estimator}"

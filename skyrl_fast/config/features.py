@@ -176,6 +176,8 @@ def _replicas(config: Config) -> int:
     return int(_engine(config, "engine_init_kwargs").get("data_parallel_size", 1))
 
 
+_AGENTS_OR_COMPACTION = ("compaction", "agent function", "agent command")
+
 _ROWS = (
     Feature(
         name="rows of steps",
@@ -228,6 +230,18 @@ _ADVANTAGES = (
         excludes={
             "one row per trajectory": "its advantages are per turn and need a row for each turn",
             "merged rows": "its advantages are per turn and need a row for each turn",
+        },
+    ),
+    Feature(
+        name="advantages of contexts",
+        setting=f"{ALGORITHM}.advantage_estimator",
+        on="context_level_group, or another estimator per context",
+        off="an estimator per outcome, turn or token",
+        is_on=lambda config: estimator_spec(config.trainer.algorithm).level == "context",
+        needs=(Need(_AGENTS_OR_COMPACTION, "no other run has several contexts"),),
+        excludes={
+            "several policies": "a policy's calls are parts of contexts",
+            "roles of one policy": "a role's calls are parts of contexts",
         },
     ),
     Feature(
@@ -669,8 +683,6 @@ _AGENTS = (
         needs=(Need(("agent function", "agent command"), "there is no other agent"),),
     ),
 )
-
-_AGENTS_OR_COMPACTION = ("compaction", "agent function", "agent command")
 
 _COMPACTION = (
     Feature(

@@ -209,7 +209,7 @@ class AlgorithmConfig:
 
     advantage_estimator: str = setting(
         "grpo",
-        "how advantages are computed: per outcome, turn or token. One of "
+        "how advantages are computed: per outcome, turn, context or token. One of "
         f"{', '.join(ADVANTAGE_ESTIMATORS)}, a registered one, or module:function",
     )
     advantage_estimator_kwargs: dict[str, Any] = setting(
@@ -229,7 +229,10 @@ class AlgorithmConfig:
         "reinforce++ always do",
     )
     gamma: float = setting(
-        1.0, "discount per turn; in gae and reinforce++ per token", at_least=0, at_most=1
+        1.0,
+        "discount per turn; in context_level_group per context, in gae and reinforce++ per token",
+        at_least=0,
+        at_most=1,
     )
     lambd: float = setting(1.0, "lambda of gae", at_least=0, at_most=1)
     value_clip: float | None = setting(
@@ -254,7 +257,8 @@ class AlgorithmConfig:
     )
     turn_level_baseline: str = setting(
         "turn",
-        "baseline of turn_level_group: the others' returns at the same turn, or of the episode",
+        "baseline of turn_level_group: the others' returns at the same turn, or of the episode; of "
+        "context_level_group, with contexts as turns",
         choices=("turn", "episode"),
     )
     policy_loss_type: str = setting(

@@ -27,7 +27,12 @@ from skyrl_fast.train.algorithm.filters import filter_groups, filter_rollouts
 from skyrl_fast.train.algorithm.kl_reward import kl_in_reward, next_kl_coef
 from skyrl_fast.train.algorithm.reward_parts import with_reward_parts
 from skyrl_fast.train.algorithm.sequence_scope import Sequences, sequences
-from skyrl_fast.train.algorithm.training_rows import SampledRows, training_rows, with_records
+from skyrl_fast.train.algorithm.training_rows import (
+    SampledRows,
+    training_rows,
+    with_contexts,
+    with_records,
+)
 from skyrl_fast.train.metrics import calls, rewards, rollouts
 from skyrl_fast.train.model.critic import Critic
 from skyrl_fast.train.model.policy import Policy, Reference
@@ -56,6 +61,8 @@ def training_batch(
     rows = _with_anchors(rows or build_rows(trajectories, config), trajectories, config)
     weights = config.trainer.algorithm.gdpo_weights
     trained = with_reward_parts(rows.trained, trajectories, list(weights))
+    if estimator_spec(config.trainer.algorithm).level == "context":
+        trained = with_contexts(trained, trajectories)
     rewarded, units, changed = filter_rollouts(trained, config)
     trained, units, dropped = filter_groups(rewarded, units, config)
     trained, alone = _mark_alone(trained, config)

@@ -58,6 +58,7 @@ _RECORDS = (
     "owners",
     "is_summary",
     "step_numbers",
+    "context_numbers",
     "reward_parts",
     "is_placeholder",
     "is_alone",

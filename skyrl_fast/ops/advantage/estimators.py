@@ -16,13 +16,16 @@ from skyrl_fast.registry import Function, Registry, call_function, check_result
 if TYPE_CHECKING:  # the settings name estimators, and are checked before torch is imported
     import torch
 
-Level = Literal["outcome", "turn", "token"]
-LEVELS = ("outcome", "turn", "token")
+Level = Literal["outcome", "turn", "context", "token"]
+LEVELS = ("outcome", "turn", "context", "token")
 
 
 @dataclass(frozen=True, slots=True)
 class EstimatorInputs:
     """The inputs of an estimator; rows of a trajectory are adjacent and in order.
+
+    For estimators of level "context" a row is that of a context's last call, with the sum of the
+    context's rewards.
 
     Args:
         rewards: (N,) float32, each row's reward; the outcome is that of a trajectory's last row.
@@ -71,8 +74,8 @@ class EstimatorSpec:
     Args:
         name: in `advantages` and `trainer.algorithm.advantage_estimator`.
         level: the unit of an advantage. "outcome": the trajectory, by its last row's reward;
-            "turn": each turn, so rows must be turns; "token": each token, from the rewards of all
-            rows.
+            "turn": each turn, so rows must be turns; "context": all calls of a context; "token":
+            each token, from the rewards of all rows.
         function: gets `EstimatorInputs` and the settings; returns `EstimatorOutput` or a tensor.
         settings: keyword argument -> key of `trainer.algorithm` that it is read from.
         needs_anchors: reads `anchor_ids`.
@@ -182,6 +185,14 @@ ADVANTAGE_ESTIMATORS: dict[str, EstimatorSpec] = {
         EstimatorSpec(
             "turn_level_group",
             "turn",
+            _on_rows("turn_group_advantage", "rewards", "group_ids"),
+            _GAMMA | {"baseline": "turn_level_baseline"},
+            needs_others=True,
+            compares_group=True,
+        ),
+        EstimatorSpec(
+            "context_level_group",
+            "context",
             _on_rows("turn_group_advantage", "rewards", "group_ids"),
             _GAMMA | {"baseline": "turn_level_baseline"},
             needs_others=True,

@@ -31,7 +31,9 @@ def unread_rewards(config: Config, trajectories: Sequence[Trajectory]) -> str | 
             break
     else:
         return None
-    others = ", ".join(n for n, other in ADVANTAGE_ESTIMATORS.items() if other.level != "outcome")
+    # Those of contexts are for runs that have several.
+    levels = ("turn", "token")
+    others = ", ".join(n for n, other in ADVANTAGE_ESTIMATORS.items() if other.level in levels)
     shown = ", ".join(f"{reward:g}" for reward in rewards[-MAX_SHOWN:])
     return (
         f"trainer.algorithm.advantage_estimator={spec.name} reads the reward of a trajectory's "

@@ -45,6 +45,9 @@ from skyrl_fast.config import Config
 
 # The trainer computes in float32: seven digits, less what sums and exponentials lose.
 ADVANTAGES = 5e-5  # divided by standard deviations of what is rounded
+# Of rewards with a KL, whose rounding is that of log-probabilities: 3e-6, divided by the deviation
+# of a group with equal outcomes, which is down to a hundredth.
+ADVANTAGES_OF_KL = 5e-4
 GRADIENTS = 2e-4  # of the largest element
 # Of a difference of log-probabilities, which is their rounding where it is small itself.
 DIFFERENCE = 5e-6
@@ -451,6 +454,7 @@ class _Comparison:
         masks = [part.tolist() for part in batch.loss_mask.split(responses)]
         sampled = [part.tolist() for part in batch.rollout_logprobs.split(responses)]
         advantages = [part.tolist() for part in batch.advantages.split(responses)]
+        tolerance = ADVANTAGES_OF_KL if self.algorithm.use_kl_in_reward else ADVANTAGES
         for number, row in enumerate(rows):
             of_row = f"{where}, row {number}"
             found.same(f"{of_row}: tokens", tokens[number], row.tokens)
@@ -471,7 +475,7 @@ class _Comparison:
                 )
                 if trained
             ]
-            found.close(f"{of_row}: advantages", own, expected, ADVANTAGES)
+            found.close(f"{of_row}: advantages", own, expected, tolerance)
         if batch.returns is not None:
             own = batch.returns[batch.loss_mask != 0]
             returns = [

@@ -30,7 +30,6 @@ def test_the_worked_example(backend: str) -> None:
     assert of_sums.tolist() == pytest.approx([-0.70711, 0.70711, -0.70711, 0.70711], abs=1e-5)
 
 
-@pytest.mark.spec("advantage.gdpo")
 def test_weights_are_those_of_the_parts_advantages(backend: str) -> None:
     """Equation 7: the sums of "b" are (2 - 1) * 0.707 with the second part as a cost of 1."""
     got = gdpo_advantage(PARTS, UIDS, weights=[2.0, -1.0], backend=backend)

@@ -93,7 +93,6 @@ def test_merged_rows_have_the_same_advantages() -> None:
     assert advantages(group, merged) == advantages(group, config())
 
 
-@pytest.mark.spec("advantage.contexts")
 def test_a_reward_of_any_call_is_its_contexts() -> None:
     """Rewards at other calls of the same contexts, the summary among them, are the same."""
     other: Calls = [

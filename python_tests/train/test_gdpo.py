@@ -1,5 +1,6 @@
 """GDPO in the trainer: named parts of rewards, from what trajectories report to advantages."""
 
+import asyncio
 import math
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,17 @@ from _gateway import USER, played
 from _settings import NEEDED
 from _training import Recorder, settings, train
 from _training import folder as folder
+from fake_envs import FakePrompt, ScriptedEngine, loop_config, says
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.concatenation import concatenate
-from skyrl_fast.config import Config, ConfigError, load_config
+from skyrl_fast.config import Config, ConfigError, EnvironmentConfig, load_config
+from skyrl_fast.rollout.engine.weights.gate import WeightGate
+from skyrl_fast.rollout.env.factory import EnvFactory
+from skyrl_fast.rollout.env.protocol import Action, Env, EnvStep
+from skyrl_fast.rollout.env.reward_functions import GroupRewards, RewardFunctions
+from skyrl_fast.rollout.groups import environment_runner, run_groups
+from skyrl_fast.rollout.policy_calls import PolicyCalls
 from skyrl_fast.rollout.trajectory import Step, Trajectory
 from skyrl_fast.train.algorithm.advantages import compute_advantages
 from skyrl_fast.train.algorithm.batch_warnings import all_rewards_equal, unread_rewards
@@ -88,7 +96,7 @@ A = 0.54772  # of the worked example
 B = 1.09545
 
 
-@pytest.mark.spec("advantage.gdpo-parts", "advantage.gdpo-worked-example")
+@pytest.mark.spec("advantage.gdpo-worked-example")
 @pytest.mark.parametrize("rows", ["step", "merged", "trajectory"])
 @pytest.mark.parametrize("turns", [1, 3])
 def test_parts_are_compared_one_by_one_whatever_the_rows(rows: str, turns: int) -> None:
@@ -106,7 +114,6 @@ def test_weights_by_name_and_their_order() -> None:
         assert of_trajectories(advantages(worked(), one)) == pytest.approx([-B, B, -A, A], abs=1e-5)
 
 
-@pytest.mark.spec("advantage.gdpo-parts")
 def test_the_outcome_is_a_part_of_the_name_reward() -> None:
     group = worked()
     for trajectory, reward in zip(group, [3.0, 3.0, 0.0, 1.0], strict=True):
@@ -117,7 +124,6 @@ def test_the_outcome_is_a_part_of_the_name_reward() -> None:
     assert of_trajectories(found) == pytest.approx([0.0, 0.0, -value, value], abs=1e-5)
 
 
-@pytest.mark.spec("advantage.gdpo-parts")
 @pytest.mark.parametrize("absent", [{"correct": 1.0}, {"correct": 1.0, "format": None}])
 def test_a_part_that_is_not_reported_is_0(absent: dict[str, Any]) -> None:
     group = worked()
@@ -286,6 +292,58 @@ def test_an_agents_metrics_are_parts(tiny_tokenizer: Any) -> None:
     assert batch.reward_parts.tolist() == [[0.5, 1.0]] * len(out.trajectories)
 
 
+class Graded(Env):
+    """Two turns, of which each reports a part; the last one another."""
+
+    turns = 0
+
+    def step(self, action: Action) -> EnvStep:
+        self.turns += 1
+        if self.turns == 1:
+            return EnvStep({"reward": 0.0, "tools": 1.0}, done=False, observations="more")
+        return EnvStep({"reward": 1.0, "tools": 0.5, "format": 0.25}, done=True)
+
+    def metrics(self) -> dict[str, Any]:
+        return {"bonus": 2}
+
+
+def graded(completions: list[Any], **columns: Any) -> list[Any]:
+    """Grade all answers of a group but the second one, which it does not apply to."""
+    return [{"reward": 3.0, "format": 0.5}, None]
+
+
+def in_environments(tokenizer: Any, make_env: Any, **options: Any) -> list[Trajectory]:
+    engine = ScriptedEngine(lambda call, n: says(tokenizer, f"a{n}"))
+
+    async def go() -> list[Trajectory]:
+        factory = EnvFactory(EnvironmentConfig(), make_env=make_env, longest_text=1000)
+        calls = PolicyCalls(engine, WeightGate(), tokenizer, 0)
+        loop = loop_config(max_turns=9, n_samples_per_prompt=2)
+        on_group = GroupRewards(factory) if options.get("of_groups") else None
+        runner = environment_runner(calls, factory, loop, on_group=on_group)
+        try:
+            return await run_groups(runner, [FakePrompt("a")], phase="train", policy_version=0)
+        finally:
+            await factory.close()
+
+    return asyncio.run(go())
+
+
+@pytest.mark.spec("advantage.gdpo-parts")
+def test_parts_of_environments_and_of_reward_functions(tiny_tokenizer: Any) -> None:
+    names = "{tools: 1.0, format: 1.0, bonus: 1.0, reward: 1.0}"
+    group = in_environments(tiny_tokenizer, lambda row: Graded())
+    batch, _, _ = training_batch(group, config(f"{ALGORITHM}.gdpo_weights={names}"))
+    # Parts are summed over the turns; the outcome is that of the last row.
+    assert batch.reward_parts.tolist() == [[1.5, 0.25, 2, 0], [1.5, 0.25, 2, 1]] * 2
+    names = "{reward_graded: 1.0, reward_graded/format: 1.0, reward: 1.0}"
+    functions = RewardFunctions([graded], [0.5])
+    group = in_environments(tiny_tokenizer, functions, of_groups=True)
+    batch, _, _ = training_batch(group, config(f"{ALGORITHM}.gdpo_weights={names}"))
+    # A part has the function's own unit, the outcome its weight.
+    assert batch.reward_parts.tolist() == [[3.0, 0.5, 1.5], [0.0, 0.0, 0.0]]
+
+
 # --- full runs ---------------------------------------------------------------------------------
 
 
@@ -314,7 +372,6 @@ def test_a_run_trains_on_its_parts(folder: Path, staleness: int) -> None:
         assert row["environment/length"] > 0
 
 
-@pytest.mark.spec("advantage.gdpo-names")
 def test_a_run_with_a_misspelled_part_ends_before_it_trains(folder: Path) -> None:
     weights = f"{ALGORITHM}.gdpo_weights={{siad: 1.0}}"
     chosen = settings(folder, "run", "trainer.epochs=1", "data.val_data=[]", GDPO, weights)

@@ -39,6 +39,7 @@ _NAMES = {
     "skyrl_fast.batch.token_counts": ("TokenCounts", "token_counts"),
     "skyrl_fast.ops._backend": ("set_page_pool_limit",),
     "skyrl_fast.ops._ragged": ("Concat", "Ragged"),
+    "skyrl_fast.ops.advantage.decoupled": ("gdpo_advantage",),
     "skyrl_fast.ops.advantage.group": ("group_advantage",),
     "skyrl_fast.ops.advantage.tokens": ("gae", "reinforce_plus_plus"),
     "skyrl_fast.ops.advantage.turns": (

@@ -10,6 +10,7 @@ from skyrl_fast.gateway.agents.task import AgentTask as AgentTask
 from skyrl_fast.ops._backend import set_page_pool_limit as set_page_pool_limit
 from skyrl_fast.ops._ragged import Concat as Concat
 from skyrl_fast.ops._ragged import Ragged as Ragged
+from skyrl_fast.ops.advantage.decoupled import gdpo_advantage as gdpo_advantage
 from skyrl_fast.ops.advantage.estimators import EstimatorInputs as EstimatorInputs
 from skyrl_fast.ops.advantage.estimators import EstimatorOutput as EstimatorOutput
 from skyrl_fast.ops.advantage.estimators import register_advantage_estimator as register_advantage_estimator

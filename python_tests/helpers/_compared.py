@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from _driven import DrivenStep, OptimizerStep, TrainedBatch, drive, uids_of_run
 from _fakes import tiny_model
-from _scripted import LONGEST_ANSWER, World, fill_logprobs, random_samples
+from _scripted import LONGEST_ANSWER, World, fill_logprobs, random_samples, report_parts
 from reference.losses import CustomLoss
 from reference.metrics import mean, source_metrics, update_metrics
 from reference.network import Adapter, split_by_rows, token_distributions, token_values
-from reference.rows import Row, Sample
+from reference.rows import Row, Sample, parts_of_policy
 from reference.step import (
     Prepared,
     complete_metrics,
     informative_uids,
+    part_metrics,
     parts_of,
     prepare,
     sampling_metrics,
@@ -44,6 +45,9 @@ from skyrl_fast.config import Config
 
 # The trainer computes in float32: seven digits, less what sums and exponentials lose.
 ADVANTAGES = 5e-5  # divided by standard deviations of what is rounded
+# Of rewards with a KL, whose rounding is that of log-probabilities: 3e-6, divided by the deviation
+# of a group with equal outcomes, which is down to a hundredth.
+ADVANTAGES_OF_KL = 5e-4
 GRADIENTS = 2e-4  # of the largest element
 # Of a difference of log-probabilities, which is their rounding where it is small itself.
 DIFFERENCE = 5e-6
@@ -54,6 +58,14 @@ CLIP_METRICS = {
     "policy/clip_ratio_low",
     "policy/clip_ratio_high",
     "policy/chosen_ratio",
+}
+
+
+# Of the rows that all roles are trained on.
+OF_ROLES = {
+    "policy/summary_loss_share",
+    "reward/num_groups_without_baseline",
+    "reward/num_zero_variance_filtered",
 }
 
 
@@ -129,7 +141,7 @@ def world_of(config: Config) -> World:
     """Return a world whose trajectories the settings can train."""
     top_k = config.generator.sampling_params.top_k
     return World(
-        policies=config.policies,
+        policies=config.call_names,
         only_grows=config.trainer.rows == "trajectory",
         is_recorded=config.agent.is_set,
         num_kept=max(0, top_k),
@@ -172,6 +184,8 @@ def compare(
     """
     uids = uids_of_run(num_prompts)
     samples = random_samples(rng, world_of(config), uids, config.generator.n_samples_per_prompt)
+    if config.trainer.algorithm.gdpo_weights:
+        report_parts(rng, samples)
     temperature = config.generator.sampling_params.temperature
     fill_logprobs(rng, samples, lambda steps: _scores(steps, folders, temperature))
     by_uid = {uid: [one.trajectory for one in samples if one.trajectory.uid == uid] for uid in uids}
@@ -235,7 +249,7 @@ class _Comparison:
                 weights = self.config.data.mixture
                 shares = {f"data/{name}/weight": share for name, share in weights.items()}
                 self._compare_metrics(f"step {number}", metrics | shares, step, prefix="")
-            if self.config.policies:
+            if self.config.call_names:
                 metrics = complete_metrics(samples, self.config)
                 self._compare_metrics(f"step {number}", metrics, step, prefix="")
             for name in names:
@@ -355,6 +369,10 @@ class _Comparison:
         self._compare_rows(where, prepared, trained)
         terms, norms, rates = self._compare_update(where, name, prepared, trained)
         metrics = dict(prepared.metrics)
+        if self.config.roles:
+            self._compare_roles(where, samples, step)
+            # Others without a role's name are of the complete trajectories.
+            metrics = {key: metrics[key] for key in OF_ROLES & metrics.keys()}
         is_decided = all(one.is_decided for one in terms) and _have_same_zeros(prepared, trained)
         if terms and is_decided:
             corrects = self.algorithm.off_policy_correction.enabled
@@ -379,6 +397,15 @@ class _Comparison:
         if self.config.trainer.critic.model.path is not None:
             metrics |= self._compare_critic(where, prepared, trained)
         self._compare_metrics(where, metrics, step, prefix="" if name is None else f"{name}/")
+
+    def _compare_roles(self, where: str, samples: Sequence[Sample], step: DrivenStep) -> None:
+        """Compare the outcomes of each role alone."""
+        sums = sums_rewards(self.config)
+        for role in self.config.roles:
+            parts = parts_of_policy(samples, role, sums_rewards=sums)
+            if parts:
+                metrics = part_metrics(parts, self.config)
+                self._compare_metrics(where, metrics, step, prefix=f"{role}/")
 
     def _compare_metrics(
         self, where: str, metrics: Mapping[str, float], step: DrivenStep, *, prefix: str
@@ -427,6 +454,7 @@ class _Comparison:
         masks = [part.tolist() for part in batch.loss_mask.split(responses)]
         sampled = [part.tolist() for part in batch.rollout_logprobs.split(responses)]
         advantages = [part.tolist() for part in batch.advantages.split(responses)]
+        tolerance = ADVANTAGES_OF_KL if self.algorithm.use_kl_in_reward else ADVANTAGES
         for number, row in enumerate(rows):
             of_row = f"{where}, row {number}"
             found.same(f"{of_row}: tokens", tokens[number], row.tokens)
@@ -447,7 +475,7 @@ class _Comparison:
                 )
                 if trained
             ]
-            found.close(f"{of_row}: advantages", own, expected, ADVANTAGES)
+            found.close(f"{of_row}: advantages", own, expected, tolerance)
         if batch.returns is not None:
             own = batch.returns[batch.loss_mask != 0]
             returns = [
@@ -477,7 +505,8 @@ class _Comparison:
     ) -> tuple[list[Terms], list[float], list[float]]:
         trainer = self.config.trainer
         rows = prepared.batch.rows
-        minis = mini_batches(rows, trainer.policy_mini_batch_size)
+        groups_per_prompt = len({row.uid.partition("/")[2] for row in rows})  # by role
+        minis = mini_batches(rows, trainer.policy_mini_batch_size * groups_per_prompt)
         minis = minis * trainer.update_epochs_per_batch
         self.found.same(f"{where}: optimizer steps", len(trained.steps), len(minis))
         settings = trainer.policy.optimizer_config

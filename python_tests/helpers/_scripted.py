@@ -20,6 +20,8 @@ END = 2
 WORDS = range(FIRST_WORD, VOCABULARY)
 SIGHTS = ("left", "right")
 REWARDS = (0.0, 0.0, 1.0, 1.0, 0.5, -0.25)
+PARTS = ("correct", "short")  # of rewards, by name
+UNREPORTED = 0.2  # share of parts that a trajectory does not report
 ENDS = ("stop", "stop", "stop", "length", "max_turns", "timeout")
 LONGEST_ANSWER = 4
 DRIFT = 2  # most tokens that come back as others
@@ -70,6 +72,14 @@ class Context:
     def extended(self, tokens: Sequence[int], *, is_answer: bool) -> "Context":
         marks = [is_answer] * len(tokens)
         return Context([*self.tokens, *tokens], [*self.is_answer, *marks])
+
+
+def report_parts(rng: random.Random, samples: Sequence[Sample]) -> None:
+    """Let the trajectories report named parts of their rewards."""
+    for sample in samples:
+        for name in PARTS:
+            if rng.random() >= UNREPORTED:
+                sample.trajectory.env_metrics[name] = rng.choice(REWARDS)
 
 
 def random_samples(

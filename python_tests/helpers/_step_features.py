@@ -69,10 +69,22 @@ FACTORS: dict[str, dict[str, Sequence[Settings]]] = {
             {f"{ALGORITHM}.grpo_norm_by_std": False},
         ],
         "rloo": [{ESTIMATOR: "rloo"}],
+        "parts": [
+            {ESTIMATOR: "gdpo", f"{ALGORITHM}.gdpo_weights": weights}
+            for weights in ({"correct": 1.0, "short": -0.5}, {"reward": 1.0, "correct": 0.3})
+        ],
         "turns": [
             {ESTIMATOR: "turn_level_returns", f"{ALGORITHM}.gamma": 0.7},
             {ESTIMATOR: "turn_level_group", f"{ALGORITHM}.gamma": 0.7},
             {ESTIMATOR: "turn_level_group", f"{ALGORITHM}.turn_level_baseline": "episode"},
+        ],
+        "contexts": [
+            {**COMPACT, ESTIMATOR: "context_level_group", f"{ALGORITHM}.gamma": 0.7},
+            {
+                **COMPACT,
+                ESTIMATOR: "context_level_group",
+                f"{ALGORITHM}.turn_level_baseline": "episode",
+            },
         ],
         "states": [
             {ESTIMATOR: "gigpo", f"{ALGORITHM}.step_advantage_w": 0.5},
@@ -216,6 +228,10 @@ FACTORS: dict[str, dict[str, Sequence[Settings]]] = {
         "trained adapter": [{f"{LORA}.rank": 4, f"{LORA}.path": "{adapter}"}],
         "merged adapter": [{f"{LORA}.rank": 4, f"{LORA}.weight_sync": "merged"}],
         "policies": [{f"{LORA}.rank": 4, f"{LORA}.policies": ["planner", "worker"]}],
+        "roles": [
+            {"trainer.policy.roles": ["white", "black"]},
+            {"trainer.policy.roles": ["white", "black"], f"{LORA}.rank": 4},
+        ],
     },
     "reduction": {
         name: [{f"{ALGORITHM}.loss_reduction": name}]

@@ -26,6 +26,7 @@ OPS: dict[str, Callable[[Any], object]] = {
         CELLS, CELLS, CELLS, tis_ratio_type="sequence", cu_seqlens=cu
     ),
     "group_advantage": lambda cu: sf.group_advantage(CELLS, IDS, cu_seqlens=cu),
+    "gdpo_advantage": lambda cu: sf.gdpo_advantage(torch.ones(2, 3), IDS, cu_seqlens=cu),
     "turn_level_returns": lambda cu: sf.turn_level_returns(CELLS, cu_seqlens=cu),
     "turn_group_advantage": lambda cu: sf.turn_group_advantage(CELLS, IDS, cu_seqlens=cu),
     "gigpo_advantage": lambda cu: sf.gigpo_advantage(CELLS, IDS, IDS, cu_seqlens=cu),

@@ -198,10 +198,18 @@ WITH_FAILURES = {
     "dr_grpo": [-1, 0, 1],
     "rloo": [-1.5, 0, 1.5],  # to the mean of the others: 3.5, 3, 2.5
     "maxrl": [-1 / 3, 0, 1 / 3],  # divided by the mean
+    "gdpo": [-1, 0, 1],  # as grpo, of the batch's deviation 1
     "turn_level_returns": [2, 3, 4],
     "turn_level_group": [-1.5, 0, 1.5],  # as rloo
+    "context_level_group": [-1.5, 0, 1.5],  # of one context each
     "gigpo": [-2, 0, 2],  # of the trajectory, and of the turn
     "reinforce++": [-(1.5**0.5), 0, 1.5**0.5],  # the batch's variance is 2 / 3
+}
+
+
+OF_ESTIMATOR = {  # what one needs
+    "gdpo": ["trainer.algorithm.gdpo_weights={reward: 1.0}"],
+    "context_level_group": ["generator.context=compact"],
 }
 
 
@@ -211,18 +219,20 @@ def test_advantages_next_to_failures_by_hand() -> None:
     played = [Trajectory("a", n, [step([1], [5], r)]) for n, r in enumerate([2.0, 3.0, 4.0])]
     failed = [Trajectory("a", 3 + n, [step([1], [5], 1.0)], failure="gone") for n in range(2)]
     for estimator, wanted in WITH_FAILURES.items():
-        settings = config(f"{ESTIMATOR}={estimator}", "generator.n_samples_per_prompt=5")
+        needed = OF_ESTIMATOR.get(estimator, [])
+        settings = config(f"{ESTIMATOR}={estimator}", "generator.n_samples_per_prompt=5", *needed)
         found = advantages([*played, *failed], settings).advantages.tolist()
         assert found == pytest.approx(wanted, abs=1e-5), estimator
 
 
-GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "maxrl", "turn_level_group", "gigpo")
+GROUP_ESTIMATORS = WITH_FAILURES.keys() - {"turn_level_returns", "reinforce++"}
 
 
 @pytest.mark.spec("advantage.failed", "advantage.alone")
-@pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
+@pytest.mark.parametrize("estimator", sorted(GROUP_ESTIMATORS))
 def test_failures_are_no_members_of_their_group(estimator: str) -> None:
-    settings = config(f"{ESTIMATOR}={estimator}", "generator.n_samples_per_prompt=4")
+    needed = OF_ESTIMATOR.get(estimator, [])
+    settings = config(f"{ESTIMATOR}={estimator}", "generator.n_samples_per_prompt=4", *needed)
 
     def group(rewards: list[float], num_failed: int) -> list[Trajectory]:
         played = [Trajectory("a", n, [step([1], [5], r)]) for n, r in enumerate(rewards)]

@@ -280,7 +280,12 @@ def gae_settings(folder: Path) -> list[str]:
 @pytest.mark.spec("advantage.trainer-names")
 @pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS)
 def test_every_estimator_trains(folder: Path, estimator: str) -> None:
-    extra = gae_settings(folder) if estimator == "gae" else []
+    needed = {
+        "gae": gae_settings(folder),
+        "gdpo": ["trainer.algorithm.gdpo_weights={reward: 1.0}"],
+        "context_level_group": ["generator.context=compact"],
+    }
+    extra = needed.get(estimator, [])
     name = f"trainer.algorithm.advantage_estimator={estimator}"
     rows = read_metrics(run(folder, "run", name, *extra).metrics)
     assert [row["step"] for row in rows] == [1, 2]

@@ -88,6 +88,18 @@ def test_outcomes_of_the_worked_example() -> None:
         assert [one for (one,) in found] == pytest.approx(signs, abs=1e-5), estimator
 
 
+def test_parts_of_the_worked_example() -> None:
+    reports = [("a", 0.0, 0.0), ("a", 1.0, 0.0), ("b", 0.0, 0.0), ("b", 1.0, 1.0)]
+    rows = [
+        dataclasses.replace(row(number, 0.0), uid=uid, reported={"first": first, "second": second})
+        for number, (uid, first, second) in enumerate(reports)
+    ]
+    settings = algorithm("gdpo", gdpo_weights={"first": 1.0, "second": 1.0})
+    found = compute_advantages(rows, settings).values
+    expected = [-0.54772, 0.54772, -1.09545, 1.09545]
+    assert [one for (one,) in found] == pytest.approx(expected, abs=1e-5)
+
+
 def test_turns_of_the_worked_example() -> None:
     rewards = [[1, 2], [4], [0, 0, 6]]
     rows = [

@@ -55,6 +55,8 @@ COLUMNS: dict[str, tuple[Per, torch.dtype | None]] = {
     "is_last_step": ("row", torch.bool),
     "policy_version": ("row", torch.int32),
     "anchor_ids": ("row", torch.int32),
+    "context_numbers": ("row", torch.int32),
+    "reward_parts": ("row", None),
     "is_placeholder": ("row", torch.bool),
     "is_alone": ("row", torch.bool),
     "step_numbers": ("row", torch.int32),
@@ -97,6 +99,8 @@ class StepBatch:
         token_weights: (A,) float32 of the off-policy correction, 0 on dropped tokens, or None.
         cross_entropy_weights: (A,) float32, of each token in the cross-entropy, or None: zeros.
         anchor_ids: (N,) int32, equal where rows acted in the same state, or None.
+        context_numbers: (N,) int32, the context of the row's last step in its trajectory, or None.
+        reward_parts: (N, K) float32, named parts of the reward of the row's trajectory, or None.
         is_placeholder: (N,) bool, rows of trajectories that failed or have no step, or None: none.
         is_alone: (N,) bool, rows of the only trajectory that is left of its group, which has no
             baseline, or None: none.
@@ -137,6 +141,8 @@ class StepBatch:
     token_weights: torch.Tensor | None = None
     cross_entropy_weights: torch.Tensor | None = None
     anchor_ids: torch.Tensor | None = None
+    context_numbers: torch.Tensor | None = None
+    reward_parts: torch.Tensor | None = None
     is_placeholder: torch.Tensor | None = None
     is_alone: torch.Tensor | None = None
     step_numbers: torch.Tensor | None = None
@@ -398,7 +404,14 @@ class StepBatch:
             numbers = self.owners + 1
             merged = merge_values(op, numbers, self.cu_responses, plan, cu_responses)
             changes["owners"] = merged - 1
-        for name in ("is_placeholder", "is_alone", "step_numbers"):
+        of_last_steps = (
+            "context_numbers",
+            "reward_parts",
+            "is_placeholder",
+            "is_alone",
+            "step_numbers",
+        )
+        for name in of_last_steps:
             if (values := getattr(self, name)) is not None:
                 changes[name] = values[ends]
         if (rewards or ("last" if self.reward_per_row else "token")) == "last":

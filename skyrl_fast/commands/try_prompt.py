@@ -187,7 +187,14 @@ async def _run_scripted(config: Config, prompt: Prompt, *, options: argparse.Nam
     else:
         tokenizer = PlainTokenizer()
     model = ScriptedModel(_answers(options.answers), tokenizer)
-    calls = PolicyCalls(model, WeightGate(), tokenizer, config.trainer.seed, config.policies)
+    calls = PolicyCalls(
+        model,
+        WeightGate(),
+        tokenizer,
+        config.trainer.seed,
+        config.call_names,
+        are_roles=bool(config.roles),
+    )
     if config.agent.is_set:
         trajectories = await _run_agent(config, calls, prompt)
         return _Attempt(prompt, tokenizer, trajectories, observed=[])

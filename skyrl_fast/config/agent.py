@@ -66,7 +66,7 @@ class AgentConfig:
 def check_agent_names(config: Any) -> None:
     """Raise ConfigError if a name under which models are called has two meanings."""
     agent = config.agent
-    policies = config.policies
+    policies = config.call_names
     for name in upstreams_of(agent.upstreams):
         if name in (policies or [agent.model]) or name in agent.untrained_models:
             raise ConfigError(
@@ -77,5 +77,5 @@ def check_agent_names(config: Any) -> None:
         if name in (policies or [agent.model]):
             raise ConfigError(
                 "agent.untrained_models: expected other names than agent.model and those of "
-                f"trainer.policy.model.lora.policies, got {name!r}"
+                f"trainer.policy.model.lora.policies and trainer.policy.roles, got {name!r}"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields, replace
 from typing import Any
 
@@ -98,6 +99,13 @@ def check_estimator(algorithm: AlgorithmConfig) -> None:
         spec = estimator_spec(algorithm)
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from error.__cause__
+    for name, weight in algorithm.gdpo_weights.items():
+        is_number = isinstance(weight, float | int) and not isinstance(weight, bool)
+        if not is_number or not 0 < abs(weight) < math.inf:
+            raise ConfigError(
+                f"trainer.algorithm.gdpo_weights.{name}: expected a finite number other than 0, "
+                f"got {weight}"
+            )
     if spec.name in ADVANTAGE_ESTIMATORS:
         if kwargs:
             raise ConfigError(

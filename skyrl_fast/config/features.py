@@ -176,6 +176,8 @@ def _replicas(config: Config) -> int:
     return int(_engine(config, "engine_init_kwargs").get("data_parallel_size", 1))
 
 
+_AGENTS_OR_COMPACTION = ("compaction", "agent function", "agent command")
+
 _ROWS = (
     Feature(
         name="rows of steps",
@@ -231,6 +233,18 @@ _ADVANTAGES = (
         },
     ),
     Feature(
+        name="advantages of contexts",
+        setting=f"{ALGORITHM}.advantage_estimator",
+        on="context_level_group, or another estimator per context",
+        off="an estimator per outcome, turn or token",
+        is_on=lambda config: estimator_spec(config.trainer.algorithm).level == "context",
+        needs=(Need(_AGENTS_OR_COMPACTION, "no other run has several contexts"),),
+        excludes={
+            "several policies": "a policy's calls are parts of contexts",
+            "roles of one policy": "a role's calls are parts of contexts",
+        },
+    ),
+    Feature(
         name="advantages from values",
         setting=f"{ALGORITHM}.advantage_estimator",
         on="gae, or another estimator that reads values,",
@@ -254,6 +268,22 @@ _ADVANTAGES = (
         is_on=lambda config: estimator_spec(config.trainer.algorithm).needs_others,
     ),
     Feature(
+        name="advantages of reward parts",
+        setting=f"{ALGORITHM}.advantage_estimator",
+        on="gdpo",
+        off="another estimator",
+        is_on=lambda config: estimator_spec(config.trainer.algorithm).needs_parts,
+        needs=(Need(("weights of reward parts",), "it compares parts by name"),),
+    ),
+    Feature(
+        name="weights of reward parts",
+        setting=f"{ALGORITHM}.gdpo_weights",
+        on="a weight for each part",
+        off="{}",
+        is_on=lambda config: bool(_algorithm(config, "gdpo_weights")),
+        needs=(Need(("advantages of reward parts",), "no other estimator reads the parts"),),
+    ),
+    Feature(
         name="one sample per prompt",
         setting="generator.n_samples_per_prompt",
         on="1",
@@ -269,6 +299,9 @@ _ADVANTAGES = (
         on="true",
         off="false",
         is_on=lambda config: _algorithm(config, "advantage_batch_normalize"),
+        excludes={
+            "advantages of reward parts": "they are normalized over the batch's trajectories",
+        },
     ),
 )
 
@@ -321,7 +354,10 @@ _LOSSES = (
         on="true",
         off="false",
         is_on=lambda config: _algorithm(config, "use_kl_in_reward"),
-        excludes={"KL in the loss": "the KL would be counted twice"},
+        excludes={
+            "KL in the loss": "the KL would be counted twice",
+            "advantages of reward parts": "no part of the reward has the penalty",
+        },
     ),
     Feature(
         name="entropy loss",
@@ -440,6 +476,17 @@ _MODELS = (
             "merged adapter": "the engine gets the adapters alone",
             "engines on servers": "servers get one policy's weights",
             "engines on a cluster": "engines of a cluster get one policy's weights",
+        },
+    ),
+    Feature(
+        name="roles of one policy",
+        setting="trainer.policy.roles",
+        on="names",
+        off="[]",
+        is_on=lambda config: bool(config.roles),
+        excludes={
+            "several policies": "each policy has one role, its name",
+            "critic": "a critic's mini-batches do not have the groups of roles",
         },
     ),
     Feature(
@@ -636,8 +683,6 @@ _AGENTS = (
         needs=(Need(("agent function", "agent command"), "there is no other agent"),),
     ),
 )
-
-_AGENTS_OR_COMPACTION = ("compaction", "agent function", "agent command")
 
 _COMPACTION = (
     Feature(

@@ -145,6 +145,7 @@ def _check_lora(config: Config) -> None:
     lora = config.trainer.policy.model.lora
     key = "trainer.policy.model.lora"
     _check_policy_names(config.policies, config.agent.upstreams)
+    _check_roles(config.roles)
     if config.engine_weights is EngineWeights.ADAPTER and lora.rank > LORA_RANKS[-1]:
         raise ConfigError(
             f"{key}.rank: expected at most {LORA_RANKS[-1]}, vLLM's limit, unless "
@@ -170,6 +171,16 @@ def _check_policy_names(names: Sequence[str], upstreams: Mapping[str, Any]) -> N
         raise ConfigError(
             f"agent.upstreams: expected another name than {REFERENCE}, which is that of the model "
             f"without an adapter in a run with {key}.policies"
+        )
+
+
+def _check_roles(names: Sequence[str]) -> None:
+    are_names = all(_POLICY_NAME.fullmatch(name) for name in names)
+    is_several = len(names) != 1 and len(set(names)) == len(names)
+    if not are_names or not is_several:
+        raise ConfigError(
+            "trainer.policy.roles: expected none, or several different names of letters, digits, - "
+            f"and _, got {', '.join(map(repr, names))}"
         )
 
 

@@ -146,6 +146,11 @@ class PolicyConfig:
     """The trained model."""
 
     model: PolicyModelConfig = setting(PolicyModelConfig, "trained model")
+    roles: list[str] = setting(
+        [],
+        "names of the roles that the one policy plays, such as the sides of a game: calls name "
+        "theirs, and each is compared with itself alone. Empty: one role",
+    )
     optimizer_config: OptimizerConfig = setting(OptimizerConfig, "its optimizer")
     dtype: str = setting(
         "auto",
@@ -204,7 +209,7 @@ class AlgorithmConfig:
 
     advantage_estimator: str = setting(
         "grpo",
-        "how advantages are computed: per outcome, turn or token. One of "
+        "how advantages are computed: per outcome, turn, context or token. One of "
         f"{', '.join(ADVANTAGE_ESTIMATORS)}, a registered one, or module:function",
     )
     advantage_estimator_kwargs: dict[str, Any] = setting(
@@ -213,13 +218,21 @@ class AlgorithmConfig:
     grpo_norm_by_std: bool = setting(
         True, "whether grpo and gigpo divide by the group's std; false: Dr. GRPO"
     )
+    gdpo_weights: dict[str, float] = setting(
+        dict,
+        "weight of each part of the reward in gdpo, by the name under which environments, agents "
+        "and reward functions report it as a metric; reward: the outcome",
+    )
     advantage_batch_normalize: bool = setting(
         False,
         "whether to normalise to mean 0 and variance 1 over the batch's trained tokens; gae and "
         "reinforce++ always do",
     )
     gamma: float = setting(
-        1.0, "discount per turn; in gae and reinforce++ per token", at_least=0, at_most=1
+        1.0,
+        "discount per turn; in context_level_group per context, in gae and reinforce++ per token",
+        at_least=0,
+        at_most=1,
     )
     lambd: float = setting(1.0, "lambda of gae", at_least=0, at_most=1)
     value_clip: float | None = setting(
@@ -244,7 +257,8 @@ class AlgorithmConfig:
     )
     turn_level_baseline: str = setting(
         "turn",
-        "baseline of turn_level_group: the others' returns at the same turn, or of the episode",
+        "baseline of turn_level_group: the others' returns at the same turn, or of the episode; of "
+        "context_level_group, with contexts as turns",
         choices=("turn", "episode"),
     )
     policy_loss_type: str = setting(
@@ -635,6 +649,16 @@ class Config:
     def policies(self) -> tuple[str, ...]:
         """Names of the run's policies, each with an adapter; empty: one policy."""
         return tuple(self.trainer.policy.model.lora.policies)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Names of the roles of the one policy; empty: one role."""
+        return tuple(self.trainer.policy.roles)
+
+    @property
+    def call_names(self) -> tuple[str, ...]:
+        """Names of calls that are trained: those of policies or of roles; empty: one has none."""
+        return self.policies or self.roles
 
     @property
     def shares_reference(self) -> bool:

@@ -63,11 +63,13 @@ class ServedPolicy:
         return (*(self.calls.sampled or (self.model,)), *self.untrained_models)
 
     def find_policy(self, name: str) -> str | None:
-        """Return the policy that answers calls of a name, as `Sampler.generate` takes it."""
+        """Return the policy or role that answers calls of a name, as `PolicyCalls` takes it."""
         if not self.calls.policies:
             return None
         if name in self.calls.policies:
             return name
+        if self.calls.are_roles:
+            return None
         return REFERENCE
 
     def check_model(self, name: str) -> None:

@@ -235,7 +235,7 @@ class Session:
                 raise ApiError(
                     400,
                     "calls of one trajectory must follow each other: the run's advantage estimator "
-                    "is per turn or token (trainer.algorithm.advantage_estimator)",
+                    "is per turn, context or token (trainer.algorithm.advantage_estimator)",
                 )
             self._end_left_calls()  # the agent has given them up, and makes another one
         self._warn_of_ignored(call)

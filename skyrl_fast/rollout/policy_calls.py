@@ -18,16 +18,26 @@ from skyrl_fast.rollout.turn import request_seed
 
 @dataclass(frozen=True, slots=True)
 class PolicyCalls:
-    """The engine as all trajectories of a run call it; `seed` is the run's, for `request_seed`."""
+    """The engine as all trajectories of a run call it.
+
+    Args:
+        seed: the run's, for `request_seed`.
+        policies: names of the policies that are trained, or of the roles of one; empty: one
+            without a name.
+        are_roles: the names are those of roles, of which the engine knows nothing.
+    """
 
     engine: Sampler
     gate: WeightGate
     tokenizer: Any
     seed: int
     policies: tuple[str, ...] = ()
+    are_roles: bool = False
 
     @property
     def sampled(self) -> tuple[str, ...]:
+        if self.are_roles:
+            return self.policies
         if self.policies:
             return (*self.policies, REFERENCE)
         return ()
@@ -78,7 +88,7 @@ class PolicyCalls:
             session_id=f"{name}-{attempt}",
             part_seed=part_seed,
             expert_indices_start=expert_indices_start,
-            policy=policy,
+            policy=None if self.are_roles else policy,
         )
         if not generation.token_ids:
             raise EngineError(f"the engine returned no tokens for session {name}-{attempt}")

@@ -41,7 +41,7 @@ class Step:
             vocabulary.
         num_cached_tokens: leading prompt tokens that were in the engine's prefix cache; None:
             unknown.
-        policy: name of the policy that sampled it; None: the run has one policy.
+        policy: name of the policy that sampled it, or of its role; None: the run has one policy.
         number: name of the step in its trajectory, which it keeps where others are left out; None:
             not recorded, see `recorded_steps`.
         parent: number of the step that its prompt continues; None: of none.

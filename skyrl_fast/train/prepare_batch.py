@@ -25,8 +25,14 @@ from skyrl_fast.train.algorithm.anchor_states import anchor_ids
 from skyrl_fast.train.algorithm.dynamic_sampling import informative_groups
 from skyrl_fast.train.algorithm.filters import filter_groups, filter_rollouts
 from skyrl_fast.train.algorithm.kl_reward import kl_in_reward, next_kl_coef
+from skyrl_fast.train.algorithm.reward_parts import with_reward_parts
 from skyrl_fast.train.algorithm.sequence_scope import Sequences, sequences
-from skyrl_fast.train.algorithm.training_rows import SampledRows, training_rows, with_records
+from skyrl_fast.train.algorithm.training_rows import (
+    SampledRows,
+    training_rows,
+    with_contexts,
+    with_records,
+)
 from skyrl_fast.train.metrics import calls, rewards, rollouts
 from skyrl_fast.train.model.critic import Critic
 from skyrl_fast.train.model.policy import Policy, Reference
@@ -53,7 +59,11 @@ def training_batch(
     """Return the rows to train on, their sequences, and rollout, reward and filter metrics."""
     # Dynamic sampling has built them already, to judge the groups.
     rows = _with_anchors(rows or build_rows(trajectories, config), trajectories, config)
-    rewarded, units, changed = filter_rollouts(rows.trained, config)
+    weights = config.trainer.algorithm.gdpo_weights
+    trained = with_reward_parts(rows.trained, trajectories, list(weights))
+    if estimator_spec(config.trainer.algorithm).level == "context":
+        trained = with_contexts(trained, trajectories)
+    rewarded, units, changed = filter_rollouts(trained, config)
     trained, units, dropped = filter_groups(rewarded, units, config)
     trained, alone = _mark_alone(trained, config)
     trained = _weigh_summaries(trained, config.trainer.algorithm.summary_weight)
@@ -72,9 +82,9 @@ def rollout_metrics(
 
 def _complete_rows(trajectories: Sequence[Trajectory], config: Config) -> SampledRows:
     """Return the rows of complete trajectories, which are those that are trained of one policy."""
-    if not config.trainer.policy.model.lora.policies:
+    if not config.call_names:
         return build_rows(trajectories, config)
-    # Each policy's own steps are merged: a row of all policies' steps is trained by none of them.
+    # Each policy's or role's own steps are merged: a row of all of them is trained by none.
     return SampledRows(with_records(batch_from_trajectories(trajectories), trajectories), None)
 
 

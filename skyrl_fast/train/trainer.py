@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +26,8 @@ from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.algorithm.batch_warnings import BatchWarnings
 from skyrl_fast.train.algorithm.dynamic_sampling import GroupSampling
 from skyrl_fast.train.algorithm.off_policy import warn_of_stale_tokens
-from skyrl_fast.train.algorithm.policies import split_by_policy
+from skyrl_fast.train.algorithm.policies import join_roles, split_by_policy
+from skyrl_fast.train.algorithm.reward_parts import RewardParts
 from skyrl_fast.train.algorithm.sequence_scope import Sequences
 from skyrl_fast.train.algorithm.training_rows import SampledRows
 from skyrl_fast.train.callbacks import Callback, CallbackList
@@ -60,6 +61,7 @@ from skyrl_fast.train.output.progress import ProgressDisplay
 from skyrl_fast.train.output.time_shares import time_shares
 from skyrl_fast.train.output.timeline import Timeline
 from skyrl_fast.train.prepare_batch import (
+    build_rows,
     judge_groups,
     rollout_metrics,
     training_batch,
@@ -163,6 +165,7 @@ class Trainer:
         self._divergence = {name: DivergenceWatch() for name in components.trained}
         self._memory = PeakMemory(components.policy.device)
         self._batch_warnings = BatchWarnings(config)
+        self._reward_parts = RewardParts(config.trainer.algorithm.gdpo_weights)
         self._source = BatchSource(config, self._failures)
         self._flow: GroupFlow | None = None
 
@@ -378,9 +381,10 @@ class Trainer:
         find_rows: Callable[[], SampledRows | None],
         times: dict[str, float],
     ) -> tuple[list[_TrainedPart], dict[str, float]]:
-        """Train each policy on its own steps; return what was trained, and metrics."""
+        """Train each policy on its own steps, or those of its roles; return these, and metrics."""
         self._batch_warnings.see_batch(trajectories)
-        names = [name for name in self._components.trained if name is not None]
+        self._reward_parts.see_batch(trajectories)
+        names = self._config.call_names
         if not names:
             part, metrics = await self._train_policy(None, trajectories, find_rows, times)
             return [part], metrics
@@ -389,9 +393,12 @@ class Trainer:
         )
         metrics = await self._timed("batch", times, report)
         parts = []
-        for name, own in split_by_policy(
-            trajectories, names, sums_rewards=sums_rewards(self._config)
-        ).items():
+        sums = sums_rewards(self._config)
+        of_names = split_by_policy(trajectories, names, sums_rewards=sums)
+        if self._config.roles and of_names:
+            part, of_roles = await self._train_roles(of_names, times)
+            return [part], of_roles | metrics
+        for name, own in of_names.items():
             # Without `find_rows`, whose rows are of the complete trajectories.
             part, of_policy = await self._train_policy(name, own, lambda: None, times)
             parts.append(part)
@@ -401,12 +408,30 @@ class Trainer:
             logger.warning("no policy was called for this batch: no weight changes")
         return parts, metrics
 
+    async def _train_roles(
+        self, of_roles: Mapping[str, Sequence[Trajectory]], times: dict[str, float]
+    ) -> tuple[_TrainedPart, dict[str, float]]:
+        """Train the policy on the steps of all its roles, each compared with itself alone."""
+        joined, uids = join_roles(of_roles)
+        num_roles = len(of_roles)
+        part, metrics = await self._train_policy(None, joined, lambda: None, times, num_roles)
+        for role, own in of_roles.items():
+            work = self._compute(
+                lambda own=own: rollout_metrics(own, self._config, build_rows(own, self._config)),
+            )
+            report = await self._timed("batch", times, work)
+            metrics |= {f"{role}/{key}": value for key, value in report.items()}
+        # Stored with the steps of their trajectories, under the names of the prompts.
+        own_uids = [replace(one, uid=uid) for one, uid in zip(joined, uids, strict=True)]
+        return replace(part, rows=replace(part.rows, trajectories=own_uids)), metrics
+
     async def _train_policy(
         self,
         name: str | None,
         trajectories: Sequence[Trajectory],
         find_rows: Callable[[], SampledRows | None],
         times: dict[str, float],
+        groups_per_prompt: int = 1,
     ) -> tuple[_TrainedPart, dict[str, float]]:
         self._batch_warnings.see_policy(trajectories)
         # In the thread, too: `find_rows` joins the rows that dynamic sampling has built.
@@ -419,7 +444,9 @@ class Trainer:
         # NaN: not computed. The update fills in what it computes anyway.
         trained = TrainedRows(trajectories, batch, torch.full_like(batch.rewards, float("nan")))
         updated = await self._timed(
-            "forward_backward", times, self._compute(self._update, name, trained)
+            "forward_backward",
+            times,
+            self._compute(self._update, name, trained, groups_per_prompt),
         )
         steps = updated["policy/optimizer_steps"]
         skipped = updated["policy/nonfinite_steps_skipped"] * steps  # the metric is their share
@@ -439,7 +466,9 @@ class Trainer:
             kl_coef=self._kl_coefs[name],
         )
 
-    def _update(self, name: str | None, trained: TrainedRows) -> dict[str, float]:
+    def _update(
+        self, name: str | None, trained: TrainedRows, groups_per_prompt: int
+    ) -> dict[str, float]:
         settings = self._config.trainer
         critic = self._components.critic
         if critic is None:
@@ -452,7 +481,7 @@ class Trainer:
             one.optimizer,
             trained.batch,
             algorithm=settings.algorithm,
-            mini_batch_size=settings.policy_mini_batch_size,
+            mini_batch_size=settings.policy_mini_batch_size * groups_per_prompt,
             update_epochs=settings.update_epochs_per_batch,
             max_seq_len=settings.algorithm.max_seq_len
             or self._config.generator.max_input_length

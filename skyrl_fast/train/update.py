@@ -54,7 +54,15 @@ _MISMATCH = "policy/rollout_train_logprobs_abs_diff"
 _UPDATE_DIFFERENCE = "policy/rollout_update_logprobs_abs_diff"
 _FORWARD_ONLY = ("expert_indices", "cu_experts", "num_kept", "kept_ids", "cu_kept")
 # Columns that no loss reads.
-_RECORDS = ("owners", "is_summary", "step_numbers", "is_placeholder", "is_alone")
+_RECORDS = (
+    "owners",
+    "is_summary",
+    "step_numbers",
+    "context_numbers",
+    "reward_parts",
+    "is_placeholder",
+    "is_alone",
+)
 _RECOMPUTED = {"loss", "num_tokens"}  # values of a micro-batch; recomputed for the mini-batch
 
 _OF_REFERENCE = {"kl", "kl_loss"}  # 0 without a reference

@@ -16,6 +16,7 @@ EPSILON = 1e-6
 LEAST_VARIANCE = 1e-8
 TOKEN_LEVEL = ("gae", "reinforce++")
 TURN_LEVEL = ("turn_level_returns", "turn_level_group", "gigpo")
+CONTEXT_LEVEL = ("context_level_group",)
 WITHOUT_GROUPS = ("gae", "reinforce++", "turn_level_returns")
 
 
@@ -32,7 +33,7 @@ class Advantages:
 
 
 def reads_all_rewards(estimator: str) -> bool:
-    return estimator in TOKEN_LEVEL + TURN_LEVEL
+    return estimator in TOKEN_LEVEL + TURN_LEVEL + CONTEXT_LEVEL
 
 
 def compute_advantages(
@@ -49,7 +50,7 @@ def compute_advantages(
     if name in TOKEN_LEVEL:
         result = _token_level(rows, algorithm, values)
     else:
-        of_row = _of_rows(rows, config)
+        of_row = _of_parts(rows, config) if name == "gdpo" else _of_rows(rows, config)
         if name not in WITHOUT_GROUPS and config.generator.n_samples_per_prompt > 1:
             alone = {group[0].uid for group in groups_of(rows) if has_no_baseline(group)}
         spread = [
@@ -83,12 +84,39 @@ def _of_rows(rows: Sequence[Row], config: Any) -> list[float]:
         trajectories = [list(own) for _, own in groupby(group, key=lambda row: row.trajectory)]
         if name in TURN_LEVEL:
             values = _with_summaries(name, trajectories, algorithm)
+        elif name in CONTEXT_LEVEL:
+            values = _of_contexts(trajectories, algorithm)
         else:
             scores = _COMPARISONS[name]([own[-1].reward for own in trajectories])
             values = [[score] * len(own) for score, own in zip(scores, trajectories, strict=True)]
         for own, given in zip(trajectories, values, strict=True):
             of_row |= {id(row): value for row, value in zip(own, given, strict=True)}
     return [of_row.get(id(row), 0.0) for row in rows]
+
+
+def _of_parts(rows: Sequence[Row], config: Any) -> list[float]:
+    """Return GDPO's advantage of each row; 0 of placeholders, and of what is compared with none."""
+    acted = [row for row in rows if not row.is_placeholder]
+    totals: dict[tuple[str, int], float] = {}
+    for group in groups_of(acted):
+        last = {row.trajectory: row for row in group}
+        if len(last) == 1:
+            continue
+        totals |= dict.fromkeys(last, 0.0)
+        for name, weight in config.trainer.algorithm.gdpo_weights.items():
+            scores = [
+                row.reward if name == "reward" else row.reported.get(name, 0.0)
+                for row in last.values()
+            ]
+            for trajectory, value in zip(last, _grpo(scores), strict=True):
+                totals[trajectory] += weight * value
+    if not totals:
+        return [0.0] * len(rows)
+    mean = _mean(list(totals.values()))
+    scale = _std(list(totals.values())) + EPSILON
+    return [
+        (totals[row.trajectory] - mean) / scale if row.trajectory in totals else 0.0 for row in rows
+    ]
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -161,6 +189,25 @@ def _with_summaries(
         [of_turns[number] for number in numbers]
         for of_turns, numbers in zip(values, turn_of_rows, strict=True)
     ]
+
+
+def _of_contexts(trajectories: Sequence[Sequence[Row]], algorithm: Any) -> list[list[float]]:
+    """Return the contexts' advantages, of each row that of its context."""
+    returns = []
+    for own in trajectories:
+        rewards: dict[int, float] = {}
+        latest = 0  # the context that has begun last
+        for row in own:
+            latest = max(latest, row.context)
+            rewards[latest] = rewards.get(latest, 0.0) + row.reward
+        in_order = [rewards[number] for number in sorted(rewards)]
+        returns.append(_returns(in_order, algorithm.gamma))
+    values = _above_the_others(returns, algorithm.turn_level_baseline)
+    result = []
+    for own, of_contexts in zip(trajectories, values, strict=True):
+        numbers = sorted({row.context for row in own})
+        result.append([of_contexts[numbers.index(row.context)] for row in own])
+    return result
 
 
 def _turn_level(

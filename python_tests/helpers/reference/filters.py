@@ -41,6 +41,7 @@ def apply_rollout_filters(rows: Sequence[Row], config: Any) -> dict[str, float]:
             for row in sequence:
                 row.leading = row.trailing = 0.0
                 row.rewards = [0.0] * len(row.rewards)
+                row.reported = {}
     if config.generator.apply_overlong_filtering:
         overlong = [one for one in sequences if one[-1].stop == "length"]
         counts["generate/num_overlong_filtered"] = float(len(overlong))

@@ -39,6 +39,7 @@ class Turn:
     state: str
     reward: float
     stop: str
+    context: int = 0
 
 
 @dataclass(slots=True)
@@ -51,6 +52,7 @@ class Part:
     stop: str
     has_failed: bool
     first_prompt: list[int]
+    reported: dict[str, float] = field(default_factory=dict)  # numbers by name
 
 
 @dataclass(slots=True)
@@ -65,6 +67,8 @@ class Row:
         is_observed: for each response token, whether the environment wrote it.
         is_summary: for each response token, whether it is one of a summary.
         steps: how many steps were joined.
+        reported: numbers of the trajectory by name, which may be parts of its reward.
+        context: number of its last step's context in the trajectory.
     """
 
     uid: str
@@ -84,6 +88,8 @@ class Row:
     is_last: bool = False
     is_placeholder: bool = False
     steps: int = 1
+    reported: dict[str, float] = field(default_factory=dict)
+    context: int = 0
 
     @property
     def reward(self) -> float:
@@ -113,6 +119,27 @@ def states_of(trajectory: Trajectory) -> list[str]:
             states.append(FIRST_PROMPT if before is None else before.observation)
         before = step
     return states
+
+
+def contexts_of(trajectory: Trajectory) -> list[int]:
+    """Return the number of each step's context.
+
+    One begins with a step that continues no other, or whose prompt is shorter than that of the one
+    it continues.
+    """
+    found: list[int] = []
+    place_of: dict[int | None, int] = {}
+    for place, step in enumerate(trajectory.steps):
+        before = place_of.get(step.parent)
+        if step.number is None:
+            before = place - 1 if place else None
+        continues = before is not None
+        if continues:
+            length = len(trajectory.steps[before].prompt_token_ids)
+            continues = len(step.prompt_token_ids) >= length
+        found.append(found[before] if continues else max(found, default=-1) + 1)
+        place_of[place if step.number is None else step.number] = place
+    return found
 
 
 def complete_parts(samples: Iterable[Sample]) -> list[Part]:
@@ -165,9 +192,12 @@ def _set_outcome(part: Part, trajectory: Trajectory, name: str, *, sums_rewards:
 def _part(sample: Sample, steps: Sequence[Step]) -> Part:
     trajectory = sample.trajectory
     states = states_of(trajectory)
+    contexts = contexts_of(trajectory)
     turns = [
-        Turn(step, is_answer, state, step.reward, step.stop_reason)
-        for step, is_answer, state in zip(trajectory.steps, sample.is_answer, states, strict=True)
+        Turn(step, is_answer, state, step.reward, step.stop_reason, context)
+        for step, is_answer, state, context in zip(
+            trajectory.steps, sample.is_answer, states, contexts, strict=True
+        )
         if any(step is one for one in steps)
     ]
     first = list(steps[0].prompt_token_ids) if steps else [0]
@@ -178,6 +208,7 @@ def _part(sample: Sample, steps: Sequence[Step]) -> Part:
         stop=trajectory.stop_reason,
         has_failed=trajectory.failure is not None,
         first_prompt=first,
+        reported=dict(trajectory.env_metrics),
     )
 
 
@@ -249,6 +280,8 @@ def _row_of_turn(part: Part, turn: Turn) -> Row:
         kept=kept,
         is_observed=[False] * length,
         is_summary=[step.kind == "summarise"] * length,
+        reported=dict(part.reported),
+        context=turn.context,
     )
 
 
@@ -328,6 +361,7 @@ def _append(row: Row, other: Row, turn: Turn, shared: int, *, keeps_rewards: boo
     row.is_summary += other.is_summary
     row.stop = other.stop
     row.state = other.state
+    row.context = other.context
     row.steps += 1
     if not keeps_rewards:
         _set_reward(row, turn.reward)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,9 +60,27 @@ def sums_rewards(config: Any) -> bool:
 
 
 def parts_of(samples: Sequence[Sample], config: Any, policy: str | None) -> list[Part]:
+    roles = config.trainer.policy.roles
+    if roles:
+        return _parts_of_roles(samples, roles, sums_rewards=sums_rewards(config))
     if policy is None:
         return complete_parts(samples)
     return parts_of_policy(samples, policy, sums_rewards=sums_rewards(config))
+
+
+def _parts_of_roles(
+    samples: Sequence[Sample], roles: Sequence[str], *, sums_rewards: bool
+) -> list[Part]:
+    """Return what each role did, by prompt, then role; a prompt and a role are a group."""
+    found = {role: parts_of_policy(samples, role, sums_rewards=sums_rewards) for role in roles}
+    prompts = dict.fromkeys(sample.trajectory.uid for sample in samples)
+    return [
+        replace(part, uid=f"{uid}/{role}")
+        for uid in prompts
+        for role, parts in found.items()
+        for part in parts
+        if part.uid == uid
+    ]
 
 
 def prepare(
@@ -118,6 +136,19 @@ def prepare(
     return Prepared(Batch(rows, advantages, before, of_reference, of_critic), metrics, kl)
 
 
+def part_metrics(parts: Sequence[Part], config: Any) -> dict[str, float]:
+    """Return the metrics of what one role did, before it is trained with the others."""
+    sums = sums_rewards(config)
+    rows = build_rows(parts, config, sums_rewards=sums)
+    metrics = rollout_metrics(parts, config, sums_rewards=sums)
+    metrics |= apply_rollout_filters(rows, config)
+    samples_per_prompt = config.generator.n_samples_per_prompt
+    compares = config.trainer.algorithm.advantage_estimator not in WITHOUT_GROUPS
+    return metrics | reward_metrics(
+        rows, config, sums_rewards=sums, compares_groups=compares and samples_per_prompt > 1
+    )
+
+
 def complete_metrics(samples: Sequence[Sample], config: Any) -> dict[str, float]:
     """Return the metrics of complete trajectories, which several policies train in parts."""
     sums = sums_rewards(config)
@@ -153,7 +184,7 @@ def informative_uids(groups: Sequence[Sequence[Sample]], config: Any) -> list[st
     found = []
     for group in groups:
         parts = complete_parts(group)
-        if config.trainer.policy.model.lora.policies:
+        if config.trainer.policy.model.lora.policies or config.trainer.policy.roles:
             rows = rows_of_turns(parts)
         else:
             rows = build_rows(parts, config, sums_rewards=sums)

@@ -16,13 +16,16 @@ from skyrl_fast.registry import Function, Registry, call_function, check_result
 if TYPE_CHECKING:  # the settings name estimators, and are checked before torch is imported
     import torch
 
-Level = Literal["outcome", "turn", "token"]
-LEVELS = ("outcome", "turn", "token")
+Level = Literal["outcome", "turn", "context", "token"]
+LEVELS = ("outcome", "turn", "context", "token")
 
 
 @dataclass(frozen=True, slots=True)
 class EstimatorInputs:
     """The inputs of an estimator; rows of a trajectory are adjacent and in order.
+
+    For estimators of level "context" a row is that of a context's last call, with the sum of the
+    context's rewards.
 
     Args:
         rewards: (N,) float32, each row's reward; the outcome is that of a trajectory's last row.
@@ -35,6 +38,8 @@ class EstimatorInputs:
         anchor_ids: (N,) ints, equal where rows acted in the same state; None unless
             `needs_anchors`.
         values: (A,) float32, the critic's; None without a critic.
+        reward_parts: (N, K) float32, the parts of the trajectory's reward that `gdpo_weights`
+            names, on each of its rows; None with another estimator than gdpo.
     """
 
     rewards: torch.Tensor
@@ -46,6 +51,7 @@ class EstimatorInputs:
     cu_seqlens: torch.Tensor
     anchor_ids: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    reward_parts: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +74,13 @@ class EstimatorSpec:
     Args:
         name: in `advantages` and `trainer.algorithm.advantage_estimator`.
         level: the unit of an advantage. "outcome": the trajectory, by its last row's reward;
-            "turn": each turn, so rows must be turns; "token": each token, from the rewards of all
-            rows.
+            "turn": each turn, so rows must be turns; "context": all calls of a context; "token":
+            each token, from the rewards of all rows.
         function: gets `EstimatorInputs` and the settings; returns `EstimatorOutput` or a tensor.
         settings: keyword argument -> key of `trainer.algorithm` that it is read from.
         needs_anchors: reads `anchor_ids`.
         needs_values: reads `values` and returns `returns`, which requires a critic.
+        needs_parts: reads `reward_parts`.
         always_normalized: already normalises over the batch.
         needs_others: 0 in a group of one.
         compares_group: the baseline is that of the prompt's group, so a group of one has none.
@@ -85,6 +92,7 @@ class EstimatorSpec:
     settings: Mapping[str, str] = field(default_factory=dict)
     needs_anchors: bool = False
     needs_values: bool = False
+    needs_parts: bool = False
     always_normalized: bool = False
     needs_others: bool = False
     compares_group: bool = False
@@ -111,6 +119,16 @@ _group = _on_rows("group_advantage", "rewards", "group_ids")
 def _grpo(inputs: EstimatorInputs, *, scale_by_std: bool = True) -> torch.Tensor:
     # Without the division by the deviation, GRPO's advantage is Dr. GRPO's.
     return _group(inputs, estimator="grpo" if scale_by_std else "dr_grpo")
+
+
+def _gdpo(inputs: EstimatorInputs, *, weights: Mapping[str, float]) -> torch.Tensor:
+    assert inputs.reward_parts is not None
+    return skyrl_fast.gdpo_advantage(
+        inputs.reward_parts,
+        inputs.group_ids,
+        weights=list(weights.values()),
+        is_last_step=inputs.is_last_step,
+    )
 
 
 def _tokens(inputs: EstimatorInputs) -> dict[str, Any]:
@@ -152,11 +170,29 @@ ADVANTAGE_ESTIMATORS: dict[str, EstimatorSpec] = {
             for name in ("dr_grpo", "rloo", "maxrl")
         ),
         EstimatorSpec(
+            "gdpo",
+            "outcome",
+            _gdpo,
+            {"weights": "gdpo_weights"},
+            needs_parts=True,
+            always_normalized=True,
+            needs_others=True,
+            compares_group=True,
+        ),
+        EstimatorSpec(
             "turn_level_returns", "turn", _on_rows("turn_level_returns", "rewards"), _GAMMA
         ),
         EstimatorSpec(
             "turn_level_group",
             "turn",
+            _on_rows("turn_group_advantage", "rewards", "group_ids"),
+            _GAMMA | {"baseline": "turn_level_baseline"},
+            needs_others=True,
+            compares_group=True,
+        ),
+        EstimatorSpec(
+            "context_level_group",
+            "context",
             _on_rows("turn_group_advantage", "rewards", "group_ids"),
             _GAMMA | {"baseline": "turn_level_baseline"},
             needs_others=True,

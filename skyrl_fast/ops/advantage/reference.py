@@ -6,6 +6,8 @@ functions `rewards` are (N,), one per turn, ids (N,) int64, and `is_last_step` i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 EPSILON = 1e-6  # keeps a constant group finite
@@ -52,6 +54,31 @@ def group_advantage(
             "maxrl": centred / (s.mean() + EPSILON),
         }[estimator]
     return advantage[trajectory_numbers(is_last_step)]
+
+
+def gdpo_advantage(
+    part_rewards: torch.Tensor,
+    group_ids: torch.Tensor,
+    is_last_step: torch.Tensor,
+    weights: Sequence[float],
+) -> torch.Tensor:
+    """Return (N,) float64, the weighted sum of the parts' advantages, normalized over the batch.
+
+    Args:
+        part_rewards: (N, K); only last steps count.
+        weights: K numbers.
+    """
+    total = torch.zeros(len(group_ids), dtype=torch.float64)
+    for part, weight in zip(part_rewards.unbind(1), weights, strict=True):
+        total += weight * group_advantage(part, group_ids, is_last_step, "grpo")
+    of_last = group_ids[is_last_step]
+    sizes = [int((of_last == group).sum()) for group in group_ids]
+    is_compared = torch.tensor(sizes) > 1
+    counted = total[is_last_step & is_compared]
+    if not len(counted):
+        return torch.zeros_like(total)
+    normalized = (total - counted.mean()) / (counted.std(correction=1) + EPSILON)
+    return torch.where(is_compared, normalized, 0.0)
 
 
 def turn_level_returns(

@@ -51,8 +51,9 @@ class EnvStep:
             message); empty for none.
         postprocessed_action: text that replaces the action in the history; or an assistant message
             that holds the same action with its tool calls; or None.
-        policy: name of the policy that answers next, in a run of several; None: as before.
-        policy_rewards: outcomes by the policy's name, in place of `reward`, with the last step.
+        policy: name of the policy that answers next, in a run of several, or of its role, in a run
+            of `trainer.policy.roles`; None: as before.
+        policy_rewards: outcomes by that name, in place of `reward`, with the last step.
 
     Example:
         >>> EnvStep(0.0, done=False, observations="higher").observations

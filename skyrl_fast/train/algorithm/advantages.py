@@ -43,17 +43,18 @@ def compute_advantages(
     """Return the batch with advantages, and with the returns of an estimator that reads values.
 
     Args:
-        batch: all rows of each group; with `anchor_ids` or `values` where the estimator needs them.
+        batch: all rows of each group; with `anchor_ids`, `values`, `reward_parts` or
+            `context_numbers` where the estimator needs them.
             Placeholders of trajectories that failed are no members of their group: the estimator
             does not see them. Rows that are alone have advantage 0 where it compares a group.
         estimator: a name of `ops.advantage.estimators.ADVANTAGE_ESTIMATORS`, a registered one, or
             `module:function`.
         normalize: centre and scale over the batch's trained tokens, see `normalize_advantages`;
-            "gae" and "reinforce++" always do.
+            "gae" and "reinforce++" always do, and "gdpo" over trajectories.
         settings: keyword arguments of the estimator, such as `gamma`.
 
     Raises:
-        ValueError: an unknown estimator, missing values or anchor ids, or an error of its op.
+        ValueError: an unknown estimator, a missing column that it needs, or an error of its op.
         TypeError, RuntimeError: a user's estimator returned an unexpected result, or raised.
     """
     spec = find_advantage_estimator(estimator)
@@ -63,17 +64,22 @@ def compute_advantages(
         )
     if spec.needs_anchors and batch.anchor_ids is None:
         raise ValueError(f"advantages: {spec.name} needs the batch's anchor_ids, got None")
+    if spec.needs_parts and batch.reward_parts is None:
+        raise ValueError(f"advantages: {spec.name} needs the batch's reward_parts, got None")
+    if spec.level == "context" and batch.context_numbers is None:
+        raise ValueError(f"advantages: {spec.name} needs the batch's context_numbers, got None")
     rows = _rows_of_samples(batch)
     if rows.num_rows == 0:  # all failed, and no row has a token
         return batch.with_(advantages=torch.zeros_like(batch.rewards))
+    units = None
     if spec.level == "turn":
-        turns = _Turns.of_batch(rows)
-    else:
-        turns = None
-    output = estimate(spec, _inputs(rows if turns is None else turns.rows, spec), settings)
+        units = _Units.of_turns(rows)
+    elif spec.level == "context":
+        units = _Units.of_contexts(rows)
+    output = estimate(spec, _inputs(rows if units is None else units.rows, spec), settings)
     per_token = output.advantages.detach().to(torch.float32)
-    if turns is not None:
-        per_token = turns.spread(per_token, rows)
+    if units is not None:
+        per_token = units.spread(per_token, rows)
     is_per_token = per_token.shape == rows.loss_mask.shape
     # Where each row has one token both shapes are equal: the level of the estimator decides.
     if not is_per_token or (spec.level != "token" and len(per_token) == rows.num_rows):
@@ -100,21 +106,27 @@ def _rows_of_samples(batch: StepBatch) -> StepBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class _Turns:
-    """Rows without summaries, and which of them each of all rows belongs to.
+class _Units:
+    """What an estimator compares, turns or contexts: a row of each, and the unit of all rows.
 
-    A summary is no turn. It belongs to the turn after it, whose context it begins, or to the one
-    before it where the trajectory ended; its reward is that turn's. Where a policy did nothing else
-    in a trajectory, its summaries are its turns.
+    Args:
+        rows: one of each unit, with the sum of the unit's rewards.
+        is_own: (N,) bool, whether a row is that of its unit.
+        unit_of_row: (N,) ints.
     """
 
     rows: StepBatch
-    is_turn: np.ndarray  # (N,) bool
-    turn_of_row: np.ndarray  # (N,)
+    is_own: np.ndarray
+    unit_of_row: np.ndarray
 
     @classmethod
-    def of_batch(cls, batch: StepBatch) -> _Turns | None:
-        """Return the turns of a batch; None: every row is one."""
+    def of_turns(cls, batch: StepBatch) -> _Units | None:
+        """Return the turns of a batch; None: every row is one.
+
+        A summary is no turn. It belongs to the turn after it, whose context it begins, or to the
+        one before it where the trajectory ended; its reward is that turn's. Where a policy did
+        nothing else in a trajectory, its summaries are its turns.
+        """
         is_turn = ~batch.summary_rows.numpy()
         if is_turn.all():
             return None
@@ -124,25 +136,56 @@ class _Turns:
         places = np.flatnonzero(is_turn)
         after = np.searchsorted(places, np.arange(batch.num_rows)).clip(max=len(places) - 1)
         is_of_another = trajectory_ids[places[after]] != trajectory_ids
-        turn_of_row = np.where(is_of_another, after - 1, after)
-        own_ids = trajectory_ids[places]
+        unit_of_row = np.where(is_of_another, after - 1, after)
+        return cls._of_rows(batch, places, unit_of_row, unit_of_reward=unit_of_row)
+
+    @classmethod
+    def of_contexts(cls, batch: StepBatch) -> _Units:
+        """Return the contexts of a batch; the row of one is that of its last call.
+
+        Its rewards are those from its first call to the first one of the next context: where
+        another one began and ended within it, as a sub-agent's, what came after is due to both.
+        """
+        assert batch.context_numbers is not None
+        numbers = batch.context_numbers.numpy().astype(np.int64)
+        # In the order of trajectories, then of contexts: of their first calls.
+        keys = batch.trajectory_ids.numpy() * (numbers.max() + 1) + numbers
+        contexts, unit_of_row = np.unique(keys, return_inverse=True)
+        places = np.zeros(len(contexts), dtype=np.int64)
+        np.maximum.at(places, unit_of_row, np.arange(batch.num_rows))
+        latest = np.searchsorted(contexts, np.maximum.accumulate(keys))
+        return cls._of_rows(batch, places, unit_of_row, unit_of_reward=latest)
+
+    @classmethod
+    def _of_rows(
+        cls,
+        batch: StepBatch,
+        places: np.ndarray,
+        unit_of_row: np.ndarray,
+        *,
+        unit_of_reward: np.ndarray,
+    ) -> _Units:
+        """Return the units whose rows are at these places, in the order of the trajectories."""
+        own_ids = batch.trajectory_ids.numpy()[places]
         ends = np.append(own_ids[1:] != own_ids[:-1], True)
-        rewards = np.bincount(turn_of_row, weights=batch.row_rewards.numpy())
-        rows = batch.rows(torch.from_numpy(is_turn)).with_(
+        rewards = np.bincount(unit_of_reward, weights=batch.row_rewards.numpy())
+        rows = batch.rows(torch.from_numpy(places)).with_(
             is_last_step=torch.from_numpy(ends),
             row_rewards=torch.from_numpy(rewards.astype(np.float32)),
         )
-        return cls(rows, is_turn, turn_of_row)
+        is_own = np.zeros(batch.num_rows, dtype=bool)
+        is_own[places] = True
+        return cls(rows, is_own, unit_of_row)
 
     def spread(self, values: torch.Tensor, batch: StepBatch) -> torch.Tensor:
-        """Return the values of turns, or of their tokens, for all rows; summaries have a turn's."""
+        """Return the values of units, or of their rows' tokens, for all rows."""
         if len(values) == self.rows.num_rows:
-            return values[torch.from_numpy(self.turn_of_row)]
-        # That of its first token, where a turn has several.
-        first = self.rows.cu_responses[:-1].numpy()[self.turn_of_row]
+            return values[torch.from_numpy(self.unit_of_row)]
+        # Other rows have that of the first token, where a unit's row has several.
+        first = self.rows.cu_responses[:-1].numpy()[self.unit_of_row]
         lengths = batch.response_lengths.numpy()
         begins = np.repeat(batch.cu_responses[:-1].numpy(), lengths)
-        within = (np.arange(len(begins)) - begins) * np.repeat(self.is_turn, lengths)
+        within = (np.arange(len(begins)) - begins) * np.repeat(self.is_own, lengths)
         return values[torch.from_numpy(np.repeat(first, lengths) + within)]
 
 
@@ -161,6 +204,7 @@ def _inputs(batch: StepBatch, spec: EstimatorSpec) -> EstimatorInputs:
         cu_seqlens=batch.cu_responses,
         anchor_ids=batch.anchor_ids,
         values=batch.values,
+        reward_parts=batch.reward_parts,
     )
 
 

@@ -9,6 +9,7 @@ from skyrl_fast.config import Config, estimator_spec, sums_rewards
 from skyrl_fast.ops.advantage.estimators import ADVANTAGE_ESTIMATORS
 from skyrl_fast.rollout.stop_reason import LENGTH, MAX_TURNS
 from skyrl_fast.rollout.trajectory import Trajectory
+from skyrl_fast.train.algorithm.reward_parts import OUTCOME
 
 logger = logging.getLogger(__name__)
 
@@ -22,13 +23,17 @@ def unread_rewards(config: Config, trajectories: Sequence[Trajectory]) -> str | 
     spec = estimator_spec(config.trainer.algorithm)
     if spec.level != "outcome" or config.trainer.rows == "trajectory":
         return None
+    if spec.needs_parts and OUTCOME not in config.trainer.algorithm.gdpo_weights:
+        return None
     for trajectory in trajectories:
         rewards = [step.reward for step in trajectory.steps]
         if trajectory.failure is None and any(rewards[:-1]):
             break
     else:
         return None
-    others = ", ".join(n for n, other in ADVANTAGE_ESTIMATORS.items() if other.level != "outcome")
+    # Those of contexts are for runs that have several.
+    levels = ("turn", "token")
+    others = ", ".join(n for n, other in ADVANTAGE_ESTIMATORS.items() if other.level in levels)
     shown = ", ".join(f"{reward:g}" for reward in rewards[-MAX_SHOWN:])
     return (
         f"trainer.algorithm.advantage_estimator={spec.name} reads the reward of a trajectory's "
@@ -96,7 +101,9 @@ def all_rewards_equal(config: Config, trajectories: Sequence[Trajectory]) -> str
     # A reward that is not read is another warning's subject.
     earlier = any(step.reward for t in acted for step in t.steps[:-1])
     is_several = len(acted) > 1 and config.generator.n_samples_per_prompt > 1
-    if not (spec.compares_group and is_several and len(rewards) == 1) or earlier:
+    # Parts may differ where their sum does not.
+    is_compared = spec.compares_group and not spec.needs_parts
+    if not (is_compared and is_several and len(rewards) == 1) or earlier:
         return None
     return (
         f"all {len(acted)} trajectories of a batch have the reward {rewards.pop():g}, so that "

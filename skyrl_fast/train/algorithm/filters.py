@@ -69,7 +69,7 @@ def zero_reward_on_non_stop(batch: StepBatch, units: Sequences) -> Filtered:
     """Return the batch with reward 0 for every unfinished sequence.
 
     A sequence is unfinished if its last row's stop reason is neither "stop" nor "max_turns". All
-    rewards of all its rows become 0, per row and per token.
+    rewards of all its rows become 0, per row, per token and per part.
 
     Raises:
         ValueError: no stop reasons.
@@ -81,11 +81,14 @@ def zero_reward_on_non_stop(batch: StepBatch, units: Sequences) -> Filtered:
     if not cut.any():
         return batch, units, metrics
     rows = torch.from_numpy(cut[units.sequence_ids])
-    # Both forms, as estimators read rewards of tokens or of rows.
+    # All forms, as estimators read rewards of tokens or of rows, or named parts.
     filtered = batch.with_(
         rewards=batch.rewards.masked_fill(_response_tokens(batch, rows), 0.0),
         row_rewards=batch.row_rewards.masked_fill(rows, 0.0),
     )
+    if batch.reward_parts is not None:
+        parts = batch.reward_parts.masked_fill(rows[:, None], 0.0)
+        filtered = filtered.with_(reward_parts=parts)
     return filtered, replace(units, scores=np.where(cut, 0.0, units.scores)), metrics
 
 

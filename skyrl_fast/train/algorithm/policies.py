@@ -1,11 +1,11 @@
-"""The trajectories of each policy, in a run of several.
+"""The trajectories of each policy in a run of several, or of each role of one policy.
 
 Design: docs/design/007-rollout-and-weight-sync.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -37,6 +37,33 @@ def split_by_policy(
             groups = groupby(part, key=lambda trajectory: trajectory.uid)
             parts[name] = [t for _, group in groups for t in _samples(list(group))]
     return parts
+
+
+def join_roles(parts: Mapping[str, Sequence[Trajectory]]) -> tuple[list[Trajectory], list[str]]:
+    """Return the trajectories of all roles, in groups of a prompt and a role, and their prompts.
+
+    The uid of a group is that of its prompt and the role; groups of a prompt are adjacent.
+
+    Args:
+        parts: by role, as of `split_by_policy`, which has the same prompts for all of them.
+
+    Example:
+        >>> both = {"white": [Trajectory("a", 0)], "black": [Trajectory("a", 0)]}
+        >>> trajectories, uids = join_roles(both)
+        >>> [one.uid for one in trajectories], uids
+        (['a/white', 'a/black'], ['a', 'a'])
+    """
+    by_prompt: dict[str, list[Trajectory]] = {}
+    for role, part in parts.items():
+        for trajectory in part:
+            group = replace(trajectory, uid=f"{trajectory.uid}/{role}")
+            by_prompt.setdefault(trajectory.uid, []).append(group)
+    joined: list[Trajectory] = []
+    uids: list[str] = []
+    for uid, trajectories in by_prompt.items():
+        joined += trajectories
+        uids += [uid] * len(trajectories)
+    return joined, uids
 
 
 def _samples(group: list[Trajectory]) -> list[Trajectory]:

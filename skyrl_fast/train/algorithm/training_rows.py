@@ -12,6 +12,7 @@ import torch
 from skyrl_fast.batch import StepBatch, concatenate
 from skyrl_fast.config import GeneratorConfig
 from skyrl_fast.ops.merge.steps import MergePlan, merge_flat_steps
+from skyrl_fast.rollout.contexts import context_numbers
 from skyrl_fast.rollout.trajectory import (
     SUMMARISE,
     Trajectory,
@@ -55,6 +56,25 @@ def with_records(batch: StepBatch, trajectories: Sequence[Trajectory]) -> StepBa
         is_summary=torch.from_numpy(np.repeat(np.array(summaries, np.uint8), lengths)),
         is_placeholder=torch.from_numpy(~acted[batch.trajectory_ids.numpy()]),
     )
+
+
+def with_contexts(batch: StepBatch, trajectories: Sequence[Trajectory]) -> StepBatch:
+    """Return the rows with the number of their last step's context; 0 of placeholders.
+
+    Args:
+        batch: rows of steps or merged ones, with `step_numbers`.
+        trajectories: those of the batch, in order.
+    """
+    contexts: list[dict[int, int]] = []
+    for trajectory in trajectories:
+        numbers = step_numbers(trajectory.steps)
+        contexts.append(dict(zip(numbers, context_numbers(trajectory), strict=True)))
+    assert batch.step_numbers is not None
+    found = np.zeros(batch.num_rows, np.int32)
+    places = zip(batch.trajectory_ids.tolist(), batch.step_numbers.tolist(), strict=True)
+    for row, (trajectory_id, number) in enumerate(places):
+        found[row] = contexts[trajectory_id].get(number, 0)
+    return batch.with_(context_numbers=torch.from_numpy(found))
 
 
 class GroupRows(NamedTuple):

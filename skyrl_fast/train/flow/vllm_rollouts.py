@@ -230,7 +230,14 @@ class VllmRollouts:
         self._environments = environments
         self._probe_prompts = list(islice(cycle(prompts), PROBE_SEQUENCES))
         self._gate = WeightGate()
-        calls = PolicyCalls(pool, self._gate, tokenizer, config.trainer.seed, config.policies)
+        calls = PolicyCalls(
+            pool,
+            self._gate,
+            tokenizer,
+            config.trainer.seed,
+            config.call_names,
+            are_roles=bool(config.roles),
+        )
         loop = loop_settings(config)
         self._agent = None
         if config.agent.is_set:

@@ -22,7 +22,7 @@ WORKED = [-LOW, LOW, -2 * LOW, 2 * LOW]
 
 @pytest.mark.spec("advantage.gdpo", "advantage.gdpo-worked-example")
 def test_the_worked_example(backend: str) -> None:
-    """Equation 4 gives 0.707 for each part that differs, 5 their sums, 6 the deviation."""
+    """0.707 for each part that differs, the sums, and these over their deviation."""
     got = gdpo_advantage(PARTS, UIDS, backend=backend)
     assert got.tolist() == pytest.approx(WORKED, abs=1e-5)
     assert got.tolist() == pytest.approx([-0.54772, 0.54772, -1.09545, 1.09545], abs=1e-5)
@@ -31,7 +31,7 @@ def test_the_worked_example(backend: str) -> None:
 
 
 def test_weights_are_those_of_the_parts_advantages(backend: str) -> None:
-    """Equation 7: the sums of "b" are (2 - 1) * 0.707 with the second part as a cost of 1."""
+    """With weights: the sums of "b" are (2 - 1) * 0.707 with the second part as a cost of 1."""
     got = gdpo_advantage(PARTS, UIDS, weights=[2.0, -1.0], backend=backend)
     # Sums -1.414, 1.414, -0.707, 0.707.
     assert got.tolist() == pytest.approx([-2 * LOW, 2 * LOW, -LOW, LOW], abs=1e-5)
@@ -110,16 +110,19 @@ def test_empty_batch(backend: str) -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"part_rewards": torch.ones(4)}, r"part_rewards must be \(4, K\), K >= 1, got \(4,\)"),
-    ({"part_rewards": torch.ones(4, 0)}, r"part_rewards must be \(4, K\), K >= 1, got \(4, 0\)"),
-    ({"part_rewards": torch.ones(3, 2)}, r"part_rewards must be \(4, K\), K >= 1, got \(3, 2\)"),
-    ({"part_rewards": torch.ones(4, 2, dtype=torch.int64)}, "part_rewards must be floating point"),
+    ({"part_rewards": torch.ones(4)}, r"part_rewards: expected \(4, K\), K >= 1, got \(4,\)"),
+    ({"part_rewards": torch.ones(4, 0)}, r"part_rewards: expected \(4, K\), K >= 1, got \(4, 0\)"),
+    ({"part_rewards": torch.ones(3, 2)}, r"part_rewards: expected \(4, K\), K >= 1, got \(3, 2\)"),
+    (
+        {"part_rewards": torch.ones(4, 2, dtype=torch.int64)},
+        "part_rewards: expected a floating-point tensor",
+    ),
     ({"part_rewards": PARTS.masked_fill(PARTS > 0, torch.inf)}, "those of row 1 sum to inf"),
-    ({"weights": [1.0]}, "weights must be 2 finite numbers, one for each part, got"),
-    ({"weights": [1.0, math.nan]}, "weights must be 2 finite numbers, one for each part, got"),
-    ({"is_last_step": [True, True, True, False]}, "is_last_step must be True in the last row"),
-    ({"is_last_step": [True, False, True, True]}, "group_ids must be equal within a trajectory"),
-    ({"response_mask": torch.ones(2, 5)}, "response_mask must be"),
+    ({"weights": [1.0]}, "weights: expected 2 finite numbers, one for each part, got"),
+    ({"weights": [1.0, math.nan]}, "weights: expected 2 finite numbers, one for each part, got"),
+    ({"is_last_step": [True, True, True, False]}, "is_last_step: expected True in the last row"),
+    ({"is_last_step": [True, False, True, True]}, "group_ids: expected one id within a trajectory"),
+    ({"response_mask": torch.ones(2, 5)}, "response_mask: expected"),
     ({"backend": "triton"}, "backend"),
 ]
 
@@ -132,7 +135,7 @@ def test_bad_input_is_refused_by_name(change: dict[str, Any], message: str, back
 
 
 def test_parts_that_are_no_tensor() -> None:
-    with pytest.raises(TypeError, match="part_rewards must be a torch tensor, got list"):
+    with pytest.raises(TypeError, match="part_rewards: expected a torch tensor, got list"):
         gdpo_advantage([[1.0]], ["a"])  # type: ignore[arg-type]
 
 

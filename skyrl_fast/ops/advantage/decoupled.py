@@ -37,7 +37,7 @@ def gdpo_advantage(
 ) -> torch.Tensor:
     """Return each row's advantage by GDPO: of every part in its group, added, then normalized.
 
-    Liu et al. 2026, arXiv:2601.05242, equations 4 to 6, with the weights of equation 7:
+    Liu et al. 2026, arXiv:2601.05242, where each reward is normalized before they are added:
     A_k = (r_k - mean) / (std + 1e-6), r_k the part k of a trajectory, over its group;
     A = sum over k of w_k A_k;
     the result is (A - mean) / (std + 1e-6) over the trajectories of all groups.
@@ -121,13 +121,13 @@ def _added_and_normalized(
 
 def _check_parts(parts: torch.Tensor, num_rows: int) -> None:
     if not isinstance(parts, torch.Tensor):
-        raise TypeError(f"{OP}: part_rewards must be a torch tensor, got {type(parts).__name__}")
+        raise TypeError(f"{OP}: part_rewards: expected a torch tensor, got {type(parts).__name__}")
     if not parts.is_floating_point():
-        raise ValueError(f"{OP}: part_rewards must be floating point, got {parts.dtype}")
+        raise ValueError(f"{OP}: part_rewards: expected a floating-point tensor, got {parts.dtype}")
     is_table = parts.dim() == 2 and parts.shape[1] > 0
     if not is_table or parts.shape[0] != num_rows:
         raise ValueError(
-            f"{OP}: part_rewards must be ({num_rows}, K), K >= 1, got {tuple(parts.shape)}"
+            f"{OP}: part_rewards: expected ({num_rows}, K), K >= 1, got {tuple(parts.shape)}"
         )
 
 
@@ -137,6 +137,6 @@ def _check_weights(weights: Sequence[float] | None, num_parts: int) -> list[floa
     shares = [float(weight) for weight in weights]
     if len(shares) != num_parts or not all(math.isfinite(share) for share in shares):
         raise ValueError(
-            f"{OP}: weights must be {num_parts} finite numbers, one for each part, got {shares}"
+            f"{OP}: weights: expected {num_parts} finite numbers, one for each part, got {shares}"
         )
     return shares

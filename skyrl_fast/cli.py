@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from io import TextIOWrapper
 from typing import Any
@@ -51,8 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if isinstance(sys.stdout, TextIOWrapper):  # a model's text, where the terminal has no such sign
         sys.stdout.reconfigure(errors="backslashreplace")
+    return run_command(import_module(COMMANDS[options.command]).run, options)
+
+
+def run_command(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """Run a command and return the exit code; say on standard error why it failed or stopped."""
     try:
-        code: int = import_module(COMMANDS[options.command]).run(options)
+        return command(options)
     except RunError as error:
         sys.stderr.write(f"skyrl-fast: {printable(str(error), MAX_FAILURE)}\n")
         return error.exit_code
@@ -64,7 +69,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         sys.stderr.write(f"skyrl-fast: stopped by {STOPS[stop.code]}\n")
         return SIGNAL_EXIT + signal.Signals[STOPS[stop.code]]
-    return code
 
 
 def command_parser() -> argparse.ArgumentParser:

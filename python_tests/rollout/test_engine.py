@@ -258,11 +258,8 @@ def test_answers_of_the_local_engine_are_checked(
 
 @pytest.mark.spec("async.engine-silence")
 @pytest.mark.parametrize("call", ["interrupt", "load_weights", "reset_prefix_cache"])
-def test_call_ends_if_a_killed_engine_never_answers(
-    call: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_call_ends_if_a_killed_engine_never_answers(call: str, tmp_path: Path) -> None:
     """vLLM fails the requests of an engine that died, and leaves other calls without answer."""
-    monkeypatch.setattr("skyrl_fast.rollout.engine.vllm_engine.POLL_SECONDS", 0.01)
 
     class Killed:
         errored = False
@@ -273,7 +270,8 @@ def test_call_ends_if_a_killed_engine_never_answers(
 
         pause_generation = collective_rpc = reset_prefix_cache = never
 
-    engine = VllmEngine(VllmSetup("anything"), running=running(Killed()))
+    setup = VllmSetup("anything")
+    engine = VllmEngine(setup, running=running(Killed()), poll_seconds=0.01)
     arguments = [file_call(tmp_path)] if call == "load_weights" else []
     with pytest.raises(EngineDeadError, match="the vLLM engine for anything"):
         asyncio.run(asyncio.wait_for(getattr(engine, call)(*arguments), 5))

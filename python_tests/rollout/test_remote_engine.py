@@ -19,10 +19,9 @@ from safetensors.torch import load_file
 from skyrl_fast import cli
 from skyrl_fast.config import ConfigError, InferenceEngineConfig, SamplingParams
 from skyrl_fast.config.loading import load_config
-from skyrl_fast.rollout.engine import remote
 from skyrl_fast.rollout.engine.from_settings import make_engines, make_vllm_setup
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, Generation
-from skyrl_fast.rollout.engine.remote import RemoteEngine
+from skyrl_fast.rollout.engine.remote import RemoteEngine, ServerLimits
 from skyrl_fast.rollout.engine.serve_guard import CLAIM_FIRST, CLAIM_HEADER, TRAINER_HEADER
 from skyrl_fast.rollout.engine.serve_vllm import serve_command, serve_environment
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
@@ -412,8 +411,8 @@ def test_answer_that_is_no_receipt_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("status", [200, 400, 500])
-def test_answer_without_end_fails_its_request(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "MAX_ANSWER_BYTES", 1_000_000, raising=False)
+def test_answer_without_end_fails_its_request(status: int) -> None:
+    limits = ServerLimits(answer_bytes=1_000_000)
     sent = 0
 
     async def parts() -> AsyncIterator[bytes]:
@@ -424,7 +423,7 @@ def test_answer_without_end_fails_its_request(status: int, monkeypatch: pytest.M
 
     server = Server(lambda body: httpx.Response(status, content=parts()))
     with pytest.raises(EngineError, match="answered /v1/completions with more than 1,000,000 byt"):
-        with_engine(server, ask)
+        with_engine(server, ask, limits=limits)
     assert sent == 16
 
 
@@ -458,9 +457,9 @@ def test_missing_endpoints_of_another_server_are_named() -> None:
     ],
 )
 def test_server_that_is_not_vllm_is_named(
-    path: str, answer: httpx.Response | None, wanted: str, monkeypatch: pytest.MonkeyPatch
+    path: str, answer: httpx.Response | None, wanted: str
 ) -> None:
-    monkeypatch.setattr("skyrl_fast.rollout.engine.remote.HANDSHAKE_SECONDS", 0.05)
+    options = {"start_timeout_seconds": 0.0, "limits": ServerLimits(handshake=0.05)}
     server = Server()
 
     async def reply(request: httpx.Request) -> httpx.Response:
@@ -471,7 +470,7 @@ def test_server_that_is_not_vllm_is_named(
         return answer
 
     with pytest.raises(EngineError, match=wanted):
-        with_engine(reply, ask, start_timeout_seconds=0.0)  # type: ignore[arg-type]
+        with_engine(reply, ask, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("weight_sync", ["file", "reload", "gloo"])
@@ -715,10 +714,8 @@ async def test_two_trainers_do_not_share_a_server() -> None:
 
 
 @pytest.mark.spec("async.failed-update")
-def test_a_busy_server_is_asked_again_and_a_paused_one_resumes_at_the_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(remote, "RESEND_SECONDS", 0.0)
+def test_a_busy_server_is_asked_again_and_a_paused_one_resumes_at_the_end() -> None:
+    limits = ServerLimits(resend=0.0)
     statuses = [503, 502]
     server = Server(
         lambda body: httpx.Response(statuses.pop()) if statuses else choice([5], [-0.5])
@@ -729,8 +726,8 @@ def test_a_busy_server_is_asked_again_and_a_paused_one_resumes_at_the_end(
         await engine.interrupt()
         return got.token_ids
 
-    assert with_engine(server, work) == [5]
+    assert with_engine(server, work, limits=limits) == [5]
     assert [path for path, _ in server.asked][-2:] == ["/pause", "/resume"]
     statuses += [503] * 3
     with pytest.raises(EngineError, match="answered 503 to /v1/completions"):
-        with_engine(server, ask)
+        with_engine(server, ask, limits=limits)

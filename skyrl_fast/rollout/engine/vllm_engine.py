@@ -52,7 +52,7 @@ from skyrl_fast.rollout.engine.vllm_start import (
     missing_library,
     socket_folder,
 )
-from skyrl_fast.rollout.engine.weights.group import BACKENDS
+from skyrl_fast.rollout.engine.weights.group import BACKENDS, SECONDS, GroupSeconds
 from skyrl_fast.rollout.engine.weights.receipt import (
     WeightSyncError,
     check_receipts,
@@ -68,7 +68,6 @@ from skyrl_fast.system.parent_watch import children_exit_with_this_process, conf
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-POLL_SECONDS = 0.5  # between two checks whether the engine died before it answered
 CLOSE_SECONDS = 10.0  # for the engine's processes to end by themselves
 # Level 1 restores every byte. Level 2 restores only the model's buffers: other tensors of its code,
 # such as slopes of ALiBi, would stay undefined, since the weight sync does not replace them. With
@@ -145,6 +144,8 @@ class VllmEngine(Engine):
         setup: settings of the start.
         start: starts vLLM in this process.
         running: one that runs already; None: `start` starts it.
+        poll_seconds: between two checks whether the engine died before it answered.
+        group_seconds: how long a broadcast of weights waits for the workers.
 
     Example:
         async with VllmEngine(VllmSetup("path/to/model")) as engine:
@@ -158,8 +159,12 @@ class VllmEngine(Engine):
         *,
         start: Callable[[VllmSetup], Vllm] = start_vllm,
         running: Vllm | None = None,
+        poll_seconds: float = 0.5,
+        group_seconds: GroupSeconds = SECONDS,
     ) -> None:
         self.vllm = running
+        self._poll_seconds = poll_seconds
+        self._group_seconds = group_seconds
         self._setup = setup
         self._start = start
         self._sockets: TemporaryDirectory[str] | None = None
@@ -220,7 +225,8 @@ class VllmEngine(Engine):
     async def _join_workers(self, num_workers: int) -> None:
         backend = self._setup.engine.weight_sync_backend
         try:
-            sender = BroadcastSender(backend, num_workers=num_workers)
+            seconds = self._group_seconds
+            sender = BroadcastSender(backend, num_workers=num_workers, seconds=seconds)
             join = self._get_llm().collective_rpc("join_weights_group", args=sender.join_arguments)
             await sender.connect(self._answer(join))
         except Exception as error:
@@ -523,7 +529,7 @@ class VllmEngine(Engine):
         task = asyncio.create_task(call)
         try:
             while not task.done():
-                await asyncio.wait({task}, timeout=POLL_SECONDS)
+                await asyncio.wait({task}, timeout=self._poll_seconds)
                 if not task.done():
                     self._get_llm()
             return task.result()

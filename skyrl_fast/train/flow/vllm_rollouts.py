@@ -26,7 +26,7 @@ from skyrl_fast.rollout.engine.from_settings import (
     make_untrained_engines,
     make_vllm_setup,
 )
-from skyrl_fast.rollout.engine.pool import EnginePool
+from skyrl_fast.rollout.engine.pool import EnginePool, PoolSeconds
 from skyrl_fast.rollout.engine.protocol import Engine
 from skyrl_fast.rollout.engine.ray_engine import EngineBundle
 from skyrl_fast.rollout.engine.remote import find_silent_servers
@@ -120,14 +120,14 @@ async def start_rollouts(
         started = make_engines(config, model_path)
     transport = choose_transport(config)
     if config.engine_place is EnginePlace.CLUSTER:
-        wait_seconds = WAIT_SECONDS
+        seconds = PoolSeconds(back=WAIT_SECONDS)
     else:
-        wait_seconds = None
+        seconds = PoolSeconds()
     pool = EnginePool(
         started,
         max_restarts=settings_of_engine.max_restarts,
         transport=transport,
-        wait_seconds=wait_seconds,
+        seconds=seconds,
     )
     on_group = None
     if isinstance(make_env, RewardFunctions):

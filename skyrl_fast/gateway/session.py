@@ -38,8 +38,6 @@ from skyrl_fast.system.tasks import gather_or_cancel, ignore_result
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# How long an answer waits for a client that has disconnected: SDKs call again after up to 8 s.
-RETRY_SECONDS = 10.0
 MAX_BODIES = 8  # bodies of the last calls, kept until they are delivered
 LONG_BODY = 1 << 20  # bytes; fewer are parsed in some milliseconds, others in a thread
 LONG_TEXT = 5_000  # characters; fewer are tokenised in two milliseconds, others in a thread
@@ -358,8 +356,11 @@ class Session:
     # --- delivery
 
     @contextmanager
-    def waiting(self, running: RunningCall) -> Iterator[None]:
-        """Count a client that waits; if the last one leaves without an answer, it may come back."""
+    def waiting(self, running: RunningCall, retry_seconds: float) -> Iterator[None]:
+        """Count a client that waits.
+
+        If the last one leaves without an answer, it may come back within these seconds.
+        """
         running.waiting += 1
         running.meet_client()
         try:
@@ -368,7 +369,7 @@ class Session:
             running.waiting -= 1
             if running.waiting == 0 and not running.delivered and not _has_failed(running.task):
                 later = asyncio.get_running_loop().call_later
-                running.left = later(RETRY_SECONDS, running.task.cancel)
+                running.left = later(retry_seconds, running.task.cancel)
 
     def deliver(self, running: RunningCall) -> Answer:
         """Return the answer of a call whose task is done, and record its steps."""

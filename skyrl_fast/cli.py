@@ -51,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if isinstance(sys.stdout, TextIOWrapper):  # a model's text, where the terminal has no such sign
         sys.stdout.reconfigure(errors="backslashreplace")
-    return run_command(import_module(COMMANDS[options.command]).run, options)
+    command = import_module(COMMANDS[options.command])
+    return run_command(command.run, options)
 
 
 def run_command(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:

@@ -121,7 +121,9 @@ def test_comparison_is_free_of_the_callers_modes(untrusted: Path) -> None:
 def test_doctor_counts_and_measures(untrusted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_use, "gpus", lambda: [CPU])
     monkeypatch.setattr(first_use, "LOGIT_CASES", first_use.LOGIT_CASES[:4])  # emulated
-    monkeypatch.setattr(first_use, "_milliseconds", partial(first_use._milliseconds, rounds=1))
+    monkeypatch.setattr(
+        first_use, "measure_milliseconds", partial(first_use.measure_milliseconds, rounds=1)
+    )
     monkeypatch.setattr(_backend, "HAS_TRITON", False)
     native = _C.kl_penalty_cuda
     monkeypatch.setattr(_C, "kl_penalty_cuda", faulty(native, "kl_penalty", "mask"))

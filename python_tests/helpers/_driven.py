@@ -188,7 +188,7 @@ def _recording(trainer: Trainer, models: Models) -> Iterator[list[DrivenStep]]:
         before = _weights(optimizer)
         gradient = {
             name: parameter.grad.detach().double().clone()
-            for name, parameter in optimizer._named
+            for name, parameter in optimizer.named_parameters
             if parameter.grad is not None
         }
         result = step_of(optimizer)
@@ -202,12 +202,12 @@ def _recording(trainer: Trainer, models: Models) -> Iterator[list[DrivenStep]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "_train_policies", begin)
         patch.setattr(trainer, "_train_policy", train)
-        patch.setattr(trainer._saver, "save", lambda: None)
-        patch.setattr(trainer._saver, "save_last", lambda: None)
+        patch.setattr(trainer.saver, "save", lambda: None)
+        patch.setattr(trainer.saver, "save_last", lambda: None)
         patch.setattr(trainer_module, "with_advantages", advantages)
         patch.setattr(Optimizer, "step", step)
         yield steps
 
 
 def _weights(optimizer: Optimizer) -> Tensors:
-    return {name: value.detach().double().clone() for name, value in optimizer._named}
+    return {name: value.detach().double().clone() for name, value in optimizer.named_parameters}

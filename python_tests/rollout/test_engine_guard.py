@@ -28,8 +28,9 @@ from skyrl_fast.rollout.engine.serve_guard import (
 )
 from skyrl_fast.rollout.engine.serve_vllm import serve_command
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
+from skyrl_fast.rollout.engine.weights.transports.file import check_path
 from skyrl_fast.system.child_environment import KEY_VARIABLE
-from skyrl_fast.system.http_guard import HttpGuard
+from skyrl_fast.system.http_guard import HttpGuard, RefusedError
 
 KEY = "k" * 32
 HEADERS = {"authorization": f"Bearer {KEY}"}
@@ -313,16 +314,18 @@ def test_only_weights_in_the_shared_folder_are_loaded(
 
 
 def test_weights_that_other_users_could_have_written_are_refused(
-    guard: HttpGuard, app: Recorder, shared: Path, monkeypatch: pytest.MonkeyPatch
+    guard: HttpGuard, app: Recorder, shared: Path
 ) -> None:
     folder = shared / "skyrl_fast-weights-1"
     body = {"method": "load_weights_file", "args": [str(folder / "weights.safetensors")]}
     folder.chmod(0o777)
     assert call(guard, body) == 403
-    folder.chmod(0o700)
-    monkeypatch.setattr("os.getuid", lambda: folder.stat().st_uid + 1)
-    assert call(guard, body) == 403
     assert app.passed == []
+    folder.chmod(0o700)
+    path = str(folder / "weights.safetensors")
+    assert check_path(path, [shared]) == Path(path)
+    with pytest.raises(RefusedError):
+        check_path(path, [shared], user=folder.stat().st_uid + 1)
 
 
 def test_links_are_resolved_before_weights_are_loaded(

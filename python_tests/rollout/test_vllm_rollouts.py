@@ -66,11 +66,11 @@ def test_probe_is_created_once_and_fits_the_engine(tmp_path: Path, tiny_tokenize
     prompts = load_prompts([str(data)], default_env_class="")
     pool = EnginePool([NoEngine()])  # type: ignore[list-item]
     rollouts = VllmRollouts(config, tiny_tokenizer, pool, EnvFactory(EnvironmentConfig()), prompts)
-    probe = rollouts._probe
+    probe = rollouts.probe_sequences
     assert [len(ids) for ids in probe] == [11, 9, 11, 9]  # with the next token 12, the limit
     assert tiny_tokenizer.decode(probe[0]) == "a prompt th"
     data.unlink()  # an update long after the start reads nothing
-    assert rollouts._probe is probe
+    assert rollouts.probe_sequences is probe
 
 
 @pytest.mark.spec("sync.tolerance")
@@ -103,8 +103,8 @@ def test_tolerance_replaces_the_limits_of_the_dtype(
     environments = EnvFactory(EnvironmentConfig())
     rollouts = VllmRollouts(config, tiny_tokenizer, EnginePool([engine]), environments, prompts)
     policy: Any = SimpleNamespace(dtype=torch.float32, router_replay=False)
-    probe = rollouts._make_probe(engine, policy)
-    assert (probe._dtype, probe._limits) == (dtype, limits)
+    probe = rollouts.make_probe(engine, policy)
+    assert (probe.dtype, probe.limits) == (dtype, limits)
 
 
 def test_sequences_that_change_each_other_in_the_engine_are_noticed(
@@ -123,7 +123,7 @@ def test_sequences_that_change_each_other_in_the_engine_are_noticed(
         sequence_logprobs=lambda rows: [([-1.0] * (len(ids) - 1), 1.0) for ids in rows],
     )
     with pytest.raises(WeightSyncError, match=r"before any update .* by up to 0\.5"):
-        asyncio.run(rollouts._make_probe(engine, policy).verify())
+        asyncio.run(rollouts.make_probe(engine, policy).verify())
 
 
 @pytest.mark.parametrize("path", ["~/model", "org/model"])

@@ -11,10 +11,10 @@ from skyrl_fast.rollout.engine.weights import receipt as receipt_module
 from skyrl_fast.rollout.engine.weights.receipt import (
     Receipt,
     WeightSyncError,
-    _chunk_sums,
-    _chunk_sums_on_cpu,
-    _odd_places,
     check_receipts,
+    chunk_sums,
+    chunk_sums_on_cpu,
+    odd_places,
     read_receipts,
     record_digests,
     tensor_digest,
@@ -76,10 +76,10 @@ class CountOps(TorchDispatchMode):
 def test_a_gpu_sums_as_a_cpu_in_two_launches_per_slab(size: int) -> None:
     """300 chunks are three slabs of 64 MiB; launches were four per chunk."""
     words = torch.randint(-(2**63), 2**63 - 1, (size,))
-    expected = [x % 2**64 for x in _chunk_sums_on_cpu(words)]
-    _odd_places(words.device)  # made once per device
+    expected = [x % 2**64 for x in chunk_sums_on_cpu(words)]
+    odd_places(words.device)  # made once per device
     with CountOps() as counted:
-        sums = _chunk_sums(words)
+        sums = chunk_sums(words)
     assert [x % 2**64 for x in sums] == expected
     slabs = -(-(size // 65_536) // 128) + (size % 65_536 > 0)
     launches = [name for name in counted.names if name in ("mul", "sum")]

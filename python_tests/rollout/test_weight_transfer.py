@@ -28,9 +28,13 @@ from skyrl_fast.rollout.engine.weights.receipt import (
     read_receipts,
 )
 from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
-from skyrl_fast.rollout.engine.weights.transports import file as weights_file
 from skyrl_fast.rollout.engine.weights.transports.broadcast import send_by_broadcast
-from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
+from skyrl_fast.rollout.engine.weights.transports.file import (
+    SHARED_MEMORY,
+    WeightPlaces,
+    free_bytes,
+    send_by_file,
+)
 from skyrl_fast.rollout.engine.weights.transports.ipc import receive_by_ipc, send_by_ipc
 from skyrl_fast.rollout.engine.weights.worker import WeightUpdateExtension
 from skyrl_fast.train.parallel.ranks import Ranks
@@ -86,35 +90,29 @@ print(sum(float(value.sum()) for value in load_file(sys.argv[1]).values()))
 """
 
 
-@pytest.fixture
-def small_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container: too small for any weights."""
-    usage = weights_file.shutil.disk_usage
-
-    def disk_usage(path: Any) -> Any:
-        small = Path(path) == weights_file.SHARED_MEMORY
-        return SimpleNamespace(free=10) if small else usage(path)
-
-    monkeypatch.setattr(weights_file.shutil, "disk_usage", disk_usage)
+def free_of_a_container(folder: Path) -> int:
+    """Shared memory is too small for any weights."""
+    return 10 if folder == SHARED_MEMORY else free_bytes(folder)
 
 
-@pytest.mark.usefixtures("small_shared_memory")
 def test_small_shared_memory_is_replaced_by_an_unnamed_file(tmp_path: Path) -> None:
-    with send_by_file({"w": torch.ones(1000)}, unnamed=True) as call:
+    places = WeightPlaces(free_bytes=free_of_a_container)
+    with send_by_file({"w": torch.ones(1000)}, unnamed=True, places=places) as call:
         assert call.arguments[0].startswith("/proc/")
         command = [sys.executable, "-c", READ, call.arguments[0]]
         assert subprocess.run(command, capture_output=True, check=True).stdout == b"1000.0\n"
     assert not Path(call.arguments[0]).exists()
-    with send_by_file({"w": torch.ones(1000)}, folder=str(tmp_path), unnamed=True) as call:
+    options: dict[str, Any] = {"folder": str(tmp_path), "unnamed": True, "places": places}
+    with send_by_file({"w": torch.ones(1000)}, **options) as call:
         assert Path(call.arguments[0]).is_relative_to(tmp_path)  # as asked for
 
 
-@pytest.mark.usefixtures("small_shared_memory")
 def test_servers_get_a_file_on_disk_and_the_log_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(weights_file.tempfile, "tempdir", str(tmp_path))
-    with caplog.at_level(logging.WARNING), send_by_file({"w": torch.ones(1 << 20)}, None) as call:
+    places = WeightPlaces(temporary=tmp_path, free_bytes=free_of_a_container)
+    sending = send_by_file({"w": torch.ones(1 << 20)}, places=places)
+    with caplog.at_level(logging.WARNING), sending as call:
         assert Path(call.arguments[0]).is_relative_to(tmp_path)
     assert (
         f"/dev/shm has no room for 0.0 GiB of weights: every update writes them to {tmp_path}"

@@ -443,7 +443,7 @@ def test_what_is_not_trained_is_neither_optimized_nor_sent() -> None:
 
 def test_optimizer_state_of_another_model_is_refused(tmp_path: Path) -> None:
     optimizer = Optimizer(Policy(tiny_model()), OptimizerConfig(), total_steps=1)
-    for _, parameter in optimizer._named:
+    for _, parameter in optimizer.named_parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     optimizer.save(tmp_path)

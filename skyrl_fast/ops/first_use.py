@@ -139,8 +139,8 @@ def measure_cases(device: torch.device, backend: str) -> Iterator[dict[str, Any]
                 row: dict[str, Any] = {"op": op, "case": case.name, "backend": backend}
                 try:
                     row["error"] = case.compare(device, backend, case.expected(device))
-                    row |= {"ms": _milliseconds(case, device, backend)}
-                    row |= {"torch_ms": _milliseconds(case, device, "torch")}
+                    row |= {"ms": measure_milliseconds(case, device, backend)}
+                    row |= {"torch_ms": measure_milliseconds(case, device, "torch")}
                 except Exception as error:  # one case must not end the table
                     row["failure"] = " ".join(str(error).split())[:200]
                 yield row
@@ -223,7 +223,9 @@ def _error(name: str, got: torch.Tensor, want: torch.Tensor, atol: float) -> flo
     return float(((got - want).abs() / bound).nan_to_num().max())
 
 
-def _milliseconds(case: KernelCase, device: torch.device, backend: str, rounds: int = 5) -> float:
+def measure_milliseconds(
+    case: KernelCase, device: torch.device, backend: str, rounds: int = 5
+) -> float:
     inputs = {}
     for name, value in case.inputs.items():
         inputs[name] = value.to(device)

@@ -214,7 +214,7 @@ def train_agent(
     check_config(config, has_prompts=prompts is not None)
     _check_callbacks(callbacks)
     warn_without_baseline(config)
-    _warn_of_the_reference(config)
+    warn_of_the_reference(config)
     run_here = RunRequest(
         prompts, eval_prompts, make_env, callbacks, make_rollouts, check_rollouts
     ).run_here
@@ -227,7 +227,7 @@ def train_agent(
     return run_here(config, StopSignals(), LocalRanks(Path(config.trainer.run_path)))
 
 
-def _warn_of_the_reference(config: Config) -> None:
+def warn_of_the_reference(config: Config) -> None:
     lora = config.trainer.policy.model.lora
     if lora.path is not None and uses_reference(config) and config.shares_reference:
         logger.warning(

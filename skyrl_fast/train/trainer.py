@@ -126,7 +126,7 @@ class Trainer:
         self._display = display
         self._run_path = Path(settings.run_path)
         self._callbacks = CallbackList(components.callbacks)
-        self._saver = RunSaver(
+        self.saver = RunSaver(
             self.progress,
             CheckpointWriter(
                 checkpoint_folder(config),
@@ -152,7 +152,7 @@ class Trainer:
         self._used_up = 0  # epochs that ended without a full batch
         self._writer: TrajectoryWriter | None = None  # None: dump_trajectories is off
         if settings.eval_before_train and components.eval_prompts:
-            self._saver.unreported = {}  # step 0 has only an evaluation
+            self.saver.unreported = {}  # step 0 has only an evaluation
         self._compute = Compute()
         self._background = BackgroundWriter(components.clock)  # writes trajectories
         self._timeline = Timeline(
@@ -178,7 +178,7 @@ class Trainer:
             self.progress.stopped = True
             self.progress.stopped_by = self._callbacks.stopped_by
         except Exception:
-            self._saver.rescue()
+            self.saver.rescue()
             raise
         finally:
             if self._flow is not None:
@@ -186,11 +186,11 @@ class Trainer:
             self._compute.close()
             self._background.close()
         try:
-            self._saver.save_last()
+            self.saver.save_last()
         except CheckpointError:
             # The error may be of an earlier checkpoint, written in the background: the last step
             # needs one, too.
-            self._saver.rescue()
+            self.saver.rescue()
             raise
         self._background.wait()
         return self.progress
@@ -216,7 +216,7 @@ class Trainer:
             self._components.critic.restore(checkpoint / "critic")
         load_random_state(checkpoint / "random.safetensors", state["random"])
         self.progress.step = state["step"]
-        self._saver.resume(checkpoint, state.get("unreported"))
+        self.saver.resume(checkpoint, state.get("unreported"))
 
     # --- the loop ---------------------------------------------------------------------------
 
@@ -244,7 +244,7 @@ class Trainer:
             last_version=self.total_steps,
             clock=self._components.clock,
         )
-        unreported = self._saver.unreported
+        unreported = self.saver.unreported
         if unreported is not None:
             await self._conclude(synced | unreported if self.progress.step else {})
         while not self._over():
@@ -261,7 +261,7 @@ class Trainer:
     async def _step(self, flow: GroupFlow) -> bool:
         """Train one batch; return False if the prompts ran out before it was full."""
         # Several ranks, and uploads, complete a checkpoint during a later step.
-        self._saver.report_finished()
+        self.saver.report_finished()
         components = self._components
         started = components.clock()
         generating = components.rollouts.board.generating_seconds()
@@ -285,7 +285,7 @@ class Trainer:
         self._kl_coefs |= {part.policy: part.kl_coef for part in parts}
         self.progress.step += 1
         metrics["trainer/epoch"] = float(self._sampler.epoch)
-        self._saver.complete_step(metrics)
+        self.saver.complete_step(metrics)
         # Before anything that can fail: every checkpoint of this step has its trajectories.
         storing = self._store("train", trajectories, [part.rows for part in parts])
         await self._timed("store", times, storing)
@@ -334,18 +334,18 @@ class Trainer:
         if "timing/step" in metrics:
             metrics |= time_shares(metrics)
         self._report(metrics)
-        self._saver.end_report()
+        self.saver.end_report()
         if not first:
             self._callbacks.on_step(step, metrics)
         if evaluation:
             self._callbacks.on_eval(step, evaluation)
         # The step's checkpoint was written before the step was reported.
-        is_outdated = self._saver.is_saved
+        is_outdated = self.saver.is_saved
         if is_outdated or (not first and self._due(self._config.trainer.ckpt_interval)):
-            await self._compute(self._saver.wait)  # the one before
-            self._saver.report_finished()
-            await self._compute(self._saver.save)  # generation continues meanwhile
-            self._saver.report_finished()
+            await self._compute(self.saver.wait)  # the one before
+            self.saver.report_finished()
+            await self._compute(self.saver.save)  # generation continues meanwhile
+            self.saver.report_finished()
         if self._callbacks.stopped_by is not None and not self._over():
             raise StopRequested
 
@@ -415,7 +415,7 @@ class Trainer:
         batch, kl_metrics, kl_coef = await self._timed(
             "advantages", times, self._compute(self._with_advantages, name, batch, units)
         )
-        self._saver.begin_update()
+        self.saver.begin_update()
         # NaN: not computed. The update fills in what it computes anyway.
         trained = TrainedRows(trajectories, batch, torch.full_like(batch.rewards, float("nan")))
         updated = await self._timed(
@@ -473,7 +473,7 @@ class Trainer:
     def _note_end(self) -> None:
         """Let the next checkpoint say that no further batch can be filled."""
         self._used_up = self._config.trainer.epochs
-        self._saver.discard()
+        self.saver.discard()
 
     async def _sync(self, metrics: dict[str, Any], times: dict[str, float]) -> None:
         work = self._components.rollouts.update_weights(
@@ -540,7 +540,7 @@ class Trainer:
             "step": self.progress.step,
             "sampler": self._sampler.state(),
             "kl_coef": self._kl_coefs.get(None, self._kl_coefs),
-            "unreported": self._saver.unreported,
+            "unreported": self.saver.unreported,
             "epochs_used_up": self._used_up,
             "random": save_random_state(folder / "random.safetensors"),
             "config": to_dict(self._config),

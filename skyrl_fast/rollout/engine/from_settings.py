@@ -63,7 +63,7 @@ def make_cluster_engines(
                 trainer=address,
                 weights_folder=engine.weight_sync_path,
                 records_routes=engine.enable_return_routed_experts,
-                vocab_size=_read_vocab_size(folder),
+                vocab_size=read_vocab_size(folder),
                 adapter=_adapter_config(config, folder),
             )
         )
@@ -98,7 +98,7 @@ def _make_remote_engines(
                 api_key=key,
                 weight_sync=weight_sync,
                 records_routes=engine.enable_return_routed_experts,
-                vocab_size=_read_vocab_size(folder),
+                vocab_size=read_vocab_size(folder),
                 adapter=None if weight_sync is None else _adapter_config(config, folder),
             )
         )
@@ -180,7 +180,7 @@ def _adapter_config(config: settings.Config, model_path: str) -> dict[str, Any] 
     lora = config.trainer.policy.model.lora
     targets = list(lora.target_modules)
     if targets == [settings.ALL_LINEAR]:
-        targets = _read_linear_names(model_path)
+        targets = read_linear_names(model_path)
     return {
         "r": lora.rank,
         "lora_alpha": lora.alpha,
@@ -190,7 +190,7 @@ def _adapter_config(config: settings.Config, model_path: str) -> dict[str, Any] 
     }
 
 
-def _read_linear_names(model_path: str) -> list[str]:
+def read_linear_names(model_path: str) -> list[str]:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model_path)
@@ -250,7 +250,7 @@ def read_positions(model_path: str) -> int | None:
     return None if is_scaled else model.get("max_position_embeddings")
 
 
-def _read_vocab_size(model_path: str) -> int | None:
+def read_vocab_size(model_path: str) -> int | None:
     model = read_model_config(model_path)
     text = model.get("text_config") or {}
     return model.get("vocab_size", text.get("vocab_size"))

@@ -175,7 +175,7 @@ class VllmEngine(Engine):
         self._vocab_size: int | None = None
         self._sender: BroadcastSender | None = None
         self._adapter_version = 0  # the last one of those that it has; 0: none
-        self._lora_requests: dict[str, Any] = {}  # by policy; "": the one without a name
+        self.lora_requests: dict[str, Any] = {}  # by policy; "": the one without a name
         self.compute_dtype: torch.dtype | None = None
 
     name = "the engine of this process"
@@ -240,7 +240,7 @@ class VllmEngine(Engine):
     async def close(self) -> None:
         vllm = self.vllm
         self.vllm = None
-        self._lora_requests = {}
+        self.lora_requests = {}
         self._interrupted = self._sleeping = False
         if vllm is not None:
             await asyncio.to_thread(vllm.llm.shutdown, CLOSE_SECONDS)
@@ -288,7 +288,7 @@ class VllmEngine(Engine):
         token_ids = list(answer.token_ids)
         keeps = sampling.num_kept_tokens is not None
         with parsing("vLLM answered"):
-            logprobs, kept_ids = _read_sampled_logprobs(token_ids, answer.logprobs, keeps=keeps)
+            logprobs, kept_ids = read_sampled_logprobs(token_ids, answer.logprobs, keeps=keeps)
         reason = answer.finish_reason or "abort"
         if reason == "abort" and self._interrupted:
             reason = INTERRUPTED
@@ -447,7 +447,7 @@ class VllmEngine(Engine):
             raise RefusedRequestError(
                 f"policy: expected one of {', '.join((*names, REFERENCE))}, got {policy}"
             )
-        return self._lora_requests.get(policy or "")
+        return self.lora_requests.get(policy or "")
 
     async def _load_adapters(self, call: WorkerCall) -> Any:
         """Load adapters under names of their own, as vLLM caches keys and values by name."""
@@ -463,7 +463,7 @@ class VllmEngine(Engine):
         options = {"adapter": json.dumps(self._setup.adapter), "versions": versions}
         answers = await self._call_workers(call, kwargs=options)
         self._adapter_version += len(versions)
-        self._lora_requests = {
+        self.lora_requests = {
             name: LoRARequest(f"policy-{version}", version, IN_MEMORY)
             for name, version in versions.items()
         }
@@ -564,7 +564,7 @@ class VllmEngine(Engine):
         return text
 
 
-def _read_sampled_logprobs(
+def read_sampled_logprobs(
     token_ids: Sequence[int], flat: Any, *, keeps: bool
 ) -> tuple[list[float], list[np.ndarray] | None]:
     ids = flat.token_ids

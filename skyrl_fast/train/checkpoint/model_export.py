@@ -65,9 +65,13 @@ def export_model(run: Path, out: Path, *, adapter: bool, name: str | None = None
             for file in filter(Path.is_file, policy.parent.iterdir()):
                 shutil.copy(file, partial)
     else:
-        _write_merged(config, policy, policy.parent if name else policy, partial)
+        lora = config.trainer.policy.model.lora
+        base = read_base_model(config, policy)
+        # That of the run, in a folder without a model's config.
+        tokenizer = policy.parent if name else policy
+        write_merged(lora, base, policy, tokenizer, partial)
     step = int(read_state(checkpoint)["step"])
-    card = _model_card(config, step, _base_model(config, policy), adapter=adapter)
+    card = _model_card(config, step, read_base_model(config, policy), adapter=adapter)
     (partial / "README.md").write_text(card, "utf-8")
     take_modes_of(partial / "README.md")
     # A reader never sees half a model.
@@ -112,12 +116,6 @@ def find_checkpoint(run: Path) -> tuple[Path, Config]:
     return checkpoint, config
 
 
-def _write_merged(config: Config, policy: Path, tokenizer: Path, out: Path) -> None:
-    source = config.trainer.policy.model
-    # The tokenizer is that of the run, in a folder without a model's config.
-    write_merged(source.lora, _base_model(config, policy), policy, tokenizer, out)
-
-
 def write_merged(lora: LoraConfig, base: str, adapter: Path, tokenizer: Path, out: Path) -> None:
     """Write a base model with an adapter merged in, and a tokenizer, to a new folder.
 
@@ -148,7 +146,7 @@ def write_merged(lora: LoraConfig, base: str, adapter: Path, tokenizer: Path, ou
     AutoTokenizer.from_pretrained(str(tokenizer)).save_pretrained(out)
 
 
-def _base_model(config: Config, policy: Path) -> str:
+def read_base_model(config: Config, policy: Path) -> str:
     """Return the model that was trained; stored settings may have a variable in its place."""
     adapter = policy / ADAPTER_CONFIG
     if adapter.is_file():

@@ -48,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if hasattr(options, "overrides"):
         options.overrides += rest  # overrides after an option, which argparse does not assign
     elif rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        unknown = " ".join(rest)
+        parser.error(f"unrecognized arguments: {unknown}")
     if isinstance(sys.stdout, TextIOWrapper):  # a model's text, where the terminal has no such sign
         sys.stdout.reconfigure(errors="backslashreplace")
     command = import_module(COMMANDS[options.command])
@@ -60,7 +61,8 @@ def run_command(command: Callable[[argparse.Namespace], int], options: argparse.
     try:
         return command(options)
     except RunError as error:
-        sys.stderr.write(f"skyrl-fast: {printable(str(error), MAX_FAILURE)}\n")
+        reason = printable(str(error), MAX_FAILURE)
+        sys.stderr.write(f"skyrl-fast: {reason}\n")
         return error.exit_code
     except KeyboardInterrupt:  # training ends with a checkpoint instead, once it has begun
         sys.stderr.write("skyrl-fast: stopped\n")
@@ -68,8 +70,9 @@ def run_command(command: Callable[[argparse.Namespace], int], options: argparse.
     except SystemExit as stop:
         if stop.code not in STOPS:
             raise
-        sys.stderr.write(f"skyrl-fast: stopped by {STOPS[stop.code]}\n")
-        return SIGNAL_EXIT + signal.Signals[STOPS[stop.code]]
+        name = STOPS[stop.code]
+        sys.stderr.write(f"skyrl-fast: stopped by {name}\n")
+        return SIGNAL_EXIT + signal.Signals[name]
 
 
 def command_parser() -> argparse.ArgumentParser:

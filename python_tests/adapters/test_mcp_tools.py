@@ -67,7 +67,7 @@ def test_an_agent_uses_the_tools_of_a_server(tmp_path: Path, tiny_tokenizer: Any
             assert tool["function"]["parameters"]["required"] == ["city"]
             seen.extend(await tools.loop(task, task.row["prompt"]))
             with pytest.raises(ValueError, match="two servers have a tool 'weather'"):
-                await tools.add(next(iter(tools._sessions.values())))
+                await tools.add(next(iter(tools.sessions.values())))
         return 1.0
 
     t = played(

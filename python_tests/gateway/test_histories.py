@@ -120,7 +120,7 @@ async def answer(session: Session, messages: list[dict[str, str]], number: int) 
     prompt = await session.prompt(call)
     body = f"{len(session._calls)}".encode()
     running = session.start(call, prompt, "/", body, is_retry=False, span=None)
-    with session.waiting(running):
+    with session.waiting(running, 10.0):
         await running.task
         return session.deliver(running).choices[0].text
 
@@ -155,7 +155,7 @@ def check_history(tokenizer: Any, answers: list[list[int]], done: list[Any]) -> 
         return session
 
     session = asyncio.run(go())
-    steps = session._trajectory.steps
+    steps = session.trajectory.steps
     assert Counter(
         (tuple(s.prompt_token_ids), tuple(s.response_ids[: sum(s.loss_mask)])) for s in steps
     ) == Counter(model.sampled)
@@ -219,7 +219,7 @@ def test_a_conversation_that_only_grows_is_continued_token_by_token(
         return session
 
     session = asyncio.run(go())
-    steps = session._trajectory.steps
+    steps = session.trajectory.steps
     for before, after in itertools.pairwise(steps):
         together = before.prompt_token_ids + before.response_ids
         assert after.prompt_token_ids[: len(together)] == together

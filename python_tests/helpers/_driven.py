@@ -163,8 +163,8 @@ def drive(
 def _recording(trainer: Trainer, models: Models) -> Iterator[list[DrivenStep]]:
     steps: list[DrivenStep] = []
     critic = models.critic
-    train_policies = trainer._train_policies
-    train_policy = trainer._train_policy
+    train_policies = trainer.train_policies
+    train_policy = trainer.train_policy
     with_advantages = trainer_module.with_advantages
     step_of = Optimizer.step
 
@@ -200,8 +200,8 @@ def _recording(trainer: Trainer, models: Models) -> Iterator[list[DrivenStep]]:
 
     current: str | None = None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "_train_policies", begin)
-        patch.setattr(trainer, "_train_policy", train)
+        patch.setattr(trainer, "train_policies", begin)
+        patch.setattr(trainer, "train_policy", train)
         patch.setattr(trainer.saver, "save", lambda: None)
         patch.setattr(trainer.saver, "save_last", lambda: None)
         patch.setattr(trainer_module, "with_advantages", advantages)

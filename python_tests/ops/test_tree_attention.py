@@ -1,6 +1,7 @@
 """Tree attention: every kind equals per-row attention, in values and gradients."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest

@@ -17,6 +17,7 @@ from _weights import ADAPTER, MODULES
 from safetensors.torch import load_file
 
 from skyrl_fast import cli
+from skyrl_fast.commands import engine as engine_command
 from skyrl_fast.config import ConfigError, InferenceEngineConfig, SamplingParams
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.rollout.engine.from_settings import make_engines, make_vllm_setup
@@ -562,26 +563,29 @@ def test_engine_command_serves_the_policy_model_on_loopback(
     model.mkdir()
     (model / "config.json").write_text("{}")
     (model / "model.safetensors").write_text("")
-    served: list[Any] = []
+    served: list[list[str]] = []
 
     class Served(Exception):  # noqa: N818
         pass
 
-    def serve(config: VllmSetup, *, host: str, port: int, **guard: Any) -> None:
-        served.append((config.model, config.max_model_len, host, port))
+    def execute(program: str, command: list[str], variables: Any) -> None:
+        served.append(command)
         raise Served
 
-    monkeypatch.setattr("skyrl_fast.rollout.engine.serve_vllm.serve", serve)
     yaml = tmp_path / "c.yaml"
     yaml.write_text(f"data: {{train_data: [a]}}\ntrainer: {{policy: {{model: {{path: {model}}}}}}}")
+    words = [
+        "engine",
+        str(yaml),
+        "generator.max_input_length=76",
+        f"trainer.run_path={tmp_path}/run",
+    ]
+    options = cli.command_parser().parse_args([*words, "--port", "8003"])
     with pytest.raises(Served):
-        cli.main(
-            [
-                *("engine", str(yaml), "--port", "8003", "generator.max_input_length=76"),
-                f"trainer.run_path={tmp_path}/run",
-            ]
-        )
-    assert served == [(str(model), 1100, "127.0.0.1", 8003)]
+        engine_command.run(options, execute=execute)
+    (command,) = served
+    assert command[3:9] == ["serve", str(model), "--host", "127.0.0.1", "--port", "8003"]
+    assert command[command.index("--max-model-len") + 1] == "1100"
 
 
 @pytest.mark.parametrize(
@@ -696,7 +700,7 @@ def test_vocabulary_of_a_server_is_that_of_the_policy(
     ]
     (engine,) = make_engines(load_config(None, overrides), str(tmp_path))
     assert isinstance(engine, RemoteEngine)
-    assert engine._vocab_size == wanted
+    assert engine.vocab_size == wanted
 
 
 @pytest.mark.spec("engine.claim")

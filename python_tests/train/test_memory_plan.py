@@ -389,18 +389,23 @@ def test_without_cuda_ipc_weights_go_by_file(small: Path, caplog: pytest.LogCapt
 
 
 @pytest.mark.spec("sync.ipc-missing")
-def test_a_fault_of_cuda_ipc_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_cuda_ipc_is_one_line() -> None:
     def refuse(*arguments: object) -> None:
         raise RuntimeError("CUDA error: operation not supported\nCUDA kernel errors might be ...")
 
+    class Refusing(ipc.CudaIpc):
+        def synchronize(self) -> None:
+            """There is no GPU."""
+
+        def reduce(self, tensor: torch.Tensor) -> None:
+            refuse()
+
     assert ipc.find_ipc_fault(lambda: None) == ""
     assert ipc.find_ipc_fault(refuse) == "CUDA error: operation not supported"
-    monkeypatch.setattr(ipc, "_make_handle", refuse)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
-    weights = {"a": SimpleNamespace(device=torch.device("cuda"))}
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), detach=lambda: None)
     refused = "ipc: CUDA does not share .*: CUDA error: operation not supported. Set it to file"
-    with pytest.raises(WeightSyncError, match=refused), ipc.send_by_ipc(weights):
+    sending = ipc.send_by_ipc({"a": on_gpu}, cuda=Refusing())  # type: ignore[dict-item]
+    with pytest.raises(WeightSyncError, match=refused), sending:
         pass
 
 

@@ -135,7 +135,7 @@ class Trainer:
                 upload=components.upload,
             ),
             prepare=self._prepare_checkpoint,
-            write_state=self._write_state,
+            write_state=self.write_state,
             on_checkpoint=self._callbacks.on_checkpoint,
         )
         self._curriculum = load_curriculum(config.data.curriculum)
@@ -276,7 +276,7 @@ class Trainer:
         times["trainer_idle"] = times["wait" if self._config.max_staleness else "rollout"]
         if not self._config.max_staleness:  # otherwise generation does not wait for the trainer
             split_rollout_time(times, groups.sampled)
-        parts, metrics = await self._train_policies(trajectories, groups.rows, times)
+        parts, metrics = await self.train_policies(trajectories, groups.rows, times)
         metrics |= groups.metrics() | ages
         # Only now, so that an interrupted step is repeated from its beginning.
         self._sampler = flow.consume()
@@ -372,7 +372,7 @@ class Trainer:
         faults = self._components.rollouts.faults() | flow.faults
         return sampling, metrics | {f"faults/{name}": float(n) for name, n in faults.items()}
 
-    async def _train_policies(
+    async def train_policies(
         self,
         trajectories: Sequence[Trajectory],
         find_rows: Callable[[], SampledRows | None],
@@ -382,7 +382,7 @@ class Trainer:
         self._batch_warnings.see_batch(trajectories)
         names = [name for name in self._components.trained if name is not None]
         if not names:
-            part, metrics = await self._train_policy(None, trajectories, find_rows, times)
+            part, metrics = await self.train_policy(None, trajectories, find_rows, times)
             return [part], metrics
         report = self._compute(
             lambda: rollout_metrics(trajectories, self._config, find_rows()),
@@ -393,7 +393,7 @@ class Trainer:
             trajectories, names, sums_rewards=sums_rewards(self._config)
         ).items():
             # Without `find_rows`, whose rows are of the complete trajectories.
-            part, of_policy = await self._train_policy(name, own, lambda: None, times)
+            part, of_policy = await self.train_policy(name, own, lambda: None, times)
             parts.append(part)
             # Metrics without a policy's name are of the complete trajectories.
             metrics |= {f"{name}/{key}": value for key, value in of_policy.items()}
@@ -401,7 +401,7 @@ class Trainer:
             logger.warning("no policy was called for this batch: no weight changes")
         return parts, metrics
 
-    async def _train_policy(
+    async def train_policy(
         self,
         name: str | None,
         trajectories: Sequence[Trajectory],
@@ -524,7 +524,7 @@ class Trainer:
         self._display.phase("checkpoint")
         self._background.wait()  # the store must hold all steps up to the checkpoint's
 
-    def _write_state(self, folder: Path) -> None:
+    def write_state(self, folder: Path) -> None:
         components = self._components
         components.policy.save(folder / "policy", components.tokenizer)
         for name, one in components.trained.items():

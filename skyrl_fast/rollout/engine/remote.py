@@ -168,14 +168,14 @@ class RemoteEngine(Engine):
         self._limits = limits
         self._url = url.rstrip("/")
         if api_key is None:
-            self._headers = {}
+            self.headers = {}
         else:
-            self._headers = {"authorization": f"Bearer {api_key}"}
+            self.headers = {"authorization": f"Bearer {api_key}"}
         self._weight_sync = weight_sync
         self._trainer = trainer
         self._sender: BroadcastSender | None = None
         self._records_routes = records_routes
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self.compute_dtype: torch.dtype | None = None
         self._start_timeout_seconds = start_timeout_seconds
         self._transport = transport
@@ -183,7 +183,7 @@ class RemoteEngine(Engine):
         self._model = ""
         self._adapter = adapter
         self._adapter_version = 0  # version of the last one that was sent; never used again
-        self._adapter_name: str | None = None  # name of the one that the server has
+        self.adapter_name: str | None = None  # name of the one that the server has
         self._interrupted = False
         if weight_sync is None:
             self._claim = None
@@ -197,7 +197,7 @@ class RemoteEngine(Engine):
         if self._client is None:
             self._client = httpx.AsyncClient(
                 base_url=self._url,
-                headers=self._headers | ({TRAINER_HEADER: self._claim} if self._claim else {}),
+                headers=self.headers | ({TRAINER_HEADER: self._claim} if self._claim else {}),
                 # A response may take as long as its trajectory's deadline, which cancels it.
                 timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
                 limits=httpx.Limits(max_connections=None),
@@ -268,7 +268,7 @@ class RemoteEngine(Engine):
         client = self._client
         self._client = None
         self._interrupted = False
-        self._sender = self._adapter_name = None
+        self._sender = self.adapter_name = None
         if client is not None:
             await client.aclose()
 
@@ -287,7 +287,7 @@ class RemoteEngine(Engine):
         start = expert_indices_start if self._records_routes else 0
         request = {
             "prompt": list(prompt_token_ids),
-            **vllm_sampling_params(sampling, seed=seed, vocab_size=self._vocab_size),
+            **vllm_sampling_params(sampling, seed=seed, vocab_size=self.vocab_size),
             "return_token_ids": True,
             "return_tokens_as_token_ids": None if sampling.num_kept_tokens is None else True,
             "cache_salt": f"policy-{policy_version}",
@@ -317,7 +317,7 @@ class RemoteEngine(Engine):
         return check_generation(
             generation,
             max_tokens=request["max_tokens"],
-            vocab_size=self._vocab_size,
+            vocab_size=self.vocab_size,
             stop=request["stop"],
             source=f"{self.name}, session {session_id}",
         )
@@ -390,13 +390,13 @@ class RemoteEngine(Engine):
             await self.interrupt()  # requests of others, too: their adapter is replaced
         self._adapter_version = version = self._adapter_version + 1
         name = f"policy-{self._claim}-{version}"
-        before = self._adapter_name
+        before = self.adapter_name
         if self._weight_sync == "reload":
             folder = write_adapter_folder(Path(call.arguments[0]), adapter)
             request = {"lora_name": name, "lora_path": str(folder)}
             # vLLM refuses to load a name again, and to unload one that it does not have.
             await self._send("POST", LOAD_ADAPTER, json=request, timeout=CONTROL_SECONDS, once=True)
-            self._adapter_name = name
+            self.adapter_name = name
             answer = None
             if before is not None:
                 await self._send("POST", UNLOAD_ADAPTER, json={"lora_name": before}, once=True)
@@ -404,7 +404,7 @@ class RemoteEngine(Engine):
             answer = await self._load(call, adapter=json.dumps(adapter), versions={"": version})
             named = {"lora_name": name, "version": version}
             await self._send("POST", LOAD_ADAPTER, json=named, once=True)
-            self._adapter_name = name
+            self.adapter_name = name
         return answer
 
     async def reset_prefix_cache(self) -> None:
@@ -436,7 +436,7 @@ class RemoteEngine(Engine):
                 asyncio.timeout(HEALTH_SECONDS),  # httpx restarts its own with each byte
                 httpx.AsyncClient(
                     base_url=self._url,
-                    headers=self._headers,
+                    headers=self.headers,
                     timeout=HEALTH_SECONDS,
                     transport=self._transport,
                     trust_env=False,
@@ -460,7 +460,7 @@ class RemoteEngine(Engine):
                 body[key] = value
         answer = await self._post(
             COMPLETIONS,
-            json={"model": self._adapter_name or self._model, **body},
+            json={"model": self.adapter_name or self._model, **body},
             headers={"x-session-id": session_id},
         )
         with self._parsing(COMPLETIONS):

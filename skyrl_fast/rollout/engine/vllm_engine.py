@@ -40,6 +40,7 @@ from skyrl_fast.rollout.engine.vllm_patches.kept_logprobs import store_ids_and_v
 from skyrl_fast.rollout.engine.vllm_start import (
     LOGGING_VARIABLE,
     SOCKETS,
+    MainModule,
     VllmSetup,
     check_can_spawn,
     check_model_folder,
@@ -48,6 +49,7 @@ from skyrl_fast.rollout.engine.vllm_start import (
     engine_environment,
     environment,
     let_engine_go_first,
+    main_module,
     missing_guard,
     missing_library,
     socket_folder,
@@ -101,17 +103,22 @@ class Vllm:
     dead: type[Exception]
 
 
+def check_installed(package: str = "vllm") -> None:
+    """Raise EngineDeadError unless vLLM can be imported."""
+    if importlib.util.find_spec(package) is None:
+        raise EngineDeadError(INSTALL_HINT)
+    if missing := missing_library():
+        raise EngineDeadError(missing)
+
+
 def start_vllm(setup: VllmSetup) -> Vllm:
     """Start vLLM's engine, which blocks this thread for seconds.
 
     Raises:
         EngineDeadError: what it needs is missing here.
     """
-    check_can_spawn()
-    if importlib.util.find_spec("vllm") is None:
-        raise EngineDeadError(INSTALL_HINT)
-    if missing := missing_library():
-        raise EngineDeadError(missing)
+    check_can_spawn(main_module())
+    check_installed()
     check_model_folder(setup)
     from vllm import AsyncEngineArgs, SamplingParams
     from vllm.config import StructuredOutputsConfig
@@ -146,6 +153,7 @@ class VllmEngine(Engine):
         running: one that runs already; None: `start` starts it.
         poll_seconds: between two checks whether the engine died before it answered.
         group_seconds: how long a broadcast of weights waits for the workers.
+        main: the module that vLLM's processes import; None: this process's.
 
     Example:
         async with VllmEngine(VllmSetup("path/to/model")) as engine:
@@ -161,7 +169,9 @@ class VllmEngine(Engine):
         running: Vllm | None = None,
         poll_seconds: float = 0.5,
         group_seconds: GroupSeconds = SECONDS,
+        main: MainModule | None = None,
     ) -> None:
+        self._main = main
         self.vllm = running
         self._poll_seconds = poll_seconds
         self._group_seconds = group_seconds
@@ -208,7 +218,7 @@ class VllmEngine(Engine):
                 self._sockets.cleanup()
                 reason = self._explain("did not start", error)
                 # Last, below what its processes have printed and logged.
-                guard = missing_guard()
+                guard = missing_guard(self._main or main_module())
                 raise EngineDeadError("\n".join(filter(None, (reason, guard)))) from error
         self.vllm = vllm
         let_engine_go_first(True, on_cpu=on_cpu)

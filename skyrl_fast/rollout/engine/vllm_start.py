@@ -112,33 +112,48 @@ GUARD = (
 )
 
 
-def check_can_spawn() -> None:
+@dataclass(frozen=True, slots=True)
+class MainModule:
+    """The module that the processes of vLLM import.
+
+    Args:
+        file: None: it has none, as in a notebook.
+        is_imported_by_child: whether this process is one that imports it.
+    """
+
+    file: str | None
+    is_imported_by_child: bool = False
+
+
+def main_module() -> MainModule:
+    """Return the main module of this process."""
+    is_child = getattr(multiprocessing.current_process(), "_inheriting", False)
+    return MainModule(getattr(sys.modules.get("__main__"), "__file__", None), is_child)
+
+
+def check_can_spawn(main: MainModule) -> None:
     """Raise EngineDeadError unless vLLM can spawn: its processes import the main module.
 
     That module must exist, and must not start an engine when it is imported.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
+    if main.is_imported_by_child:
         raise EngineDeadError(
             f"the engine was started while a child process was importing: {GUARD}"
         )
-    main_file = _main_file()
+    main_file = main.file
     if main_file is not None and not os.path.exists(main_file):
         raise EngineDeadError(f"the main module {main_file!r} is no file: {GUARD}")
 
 
-def missing_guard() -> str:
+def missing_guard(main: MainModule) -> str:
     """Return what a script lacks that never asks for its `__name__`, else ""."""
-    main_file = _main_file()
+    main_file = main.file
     if main_file is None or not main_file.endswith(".py"):
         return ""
     with suppress(OSError, UnicodeDecodeError):
         if "__name__" not in Path(main_file).read_text(encoding="utf-8"):
             return f"{main_file} starts it without a guard. {GUARD}"
     return ""
-
-
-def _main_file() -> str | None:
-    return getattr(sys.modules.get("__main__"), "__file__", None)
 
 
 def missing_library(library: str = CPU_LIBRARY, *, is_cpu_build: bool | None = None) -> str:
@@ -286,8 +301,13 @@ def read_model_config(model_path: str) -> dict[str, Any]:
 LOGGING_VARIABLE = "VLLM_LOGGING_CONFIG_PATH"
 
 
-def engine_environment(setup: VllmSetup) -> dict[str, str]:
-    """Return the environment variables that vLLM and its processes read at their start."""
+def engine_environment(setup: VllmSetup, *, num_cores: int | None = None) -> dict[str, str]:
+    """Return the environment variables that vLLM and its processes read at their start.
+
+    Args:
+        setup: of the engine.
+        num_cores: that it may use; None: those of this process.
+    """
     result = {
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
@@ -309,17 +329,19 @@ def engine_environment(setup: VllmSetup) -> dict[str, str]:
         result["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "256"
         # A waiting OpenMP thread sleeps instead of spinning, for the same reason.
         result["OMP_WAIT_POLICY"] = "PASSIVE"
-        result["OMP_NUM_THREADS"] = str(setup.engine.num_threads or default_num_threads(setup))
+        result["OMP_NUM_THREADS"] = str(
+            setup.engine.num_threads or default_num_threads(setup, num_cores)
+        )
     return result
 
 
-def default_num_threads(setup: VllmSetup) -> int:
+def default_num_threads(setup: VllmSetup, num_cores: int | None = None) -> int:
     """Return an engine's threads on a CPU: all cores but one, which the trainer's event loop has.
 
     All cores for a large model while nothing is trained. The steps of a small one are so short that
     another thread is waited for longer than it computes.
     """
-    cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if num_cores is None else num_cores
     files = Path(setup.model).glob("*.safetensors")
     is_large = sum(file.stat().st_size for file in files) >= LARGE_MODEL_BYTES
     if setup.takes_turns and is_large:

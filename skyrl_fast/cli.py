@@ -43,21 +43,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: success. 1: it failed. 2: bad configuration or environment. 129, 130, 143: stopped by a
     signal, with a checkpoint if training had begun.
     """
+    options = parse_arguments(arguments)
+    home = COMMANDS[options.command]
+    command = import_module(home)
+    return run_command(command.run, options)
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options of a command; exit with its usage if they are wrong."""
     parser = command_parser()
     options, rest = parser.parse_known_args(arguments)
-    if hasattr(options, "overrides"):
+    takes_overrides = hasattr(options, "overrides")
+    if takes_overrides:
         options.overrides += rest  # overrides after an option, which argparse does not assign
     elif rest:
         unknown = " ".join(rest)
         parser.error(f"unrecognized arguments: {unknown}")
-    if isinstance(sys.stdout, TextIOWrapper):  # a model's text, where the terminal has no such sign
-        sys.stdout.reconfigure(errors="backslashreplace")
-    command = import_module(COMMANDS[options.command])
-    return run_command(command.run, options)
+    return options
 
 
 def run_command(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
     """Run a command and return the exit code; say on standard error why it failed or stopped."""
+    if isinstance(sys.stdout, TextIOWrapper):  # a model's text, where the terminal has no such sign
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return command(options)
     except RunError as error:
@@ -72,14 +80,16 @@ def run_command(command: Callable[[argparse.Namespace], int], options: argparse.
             raise
         name = STOPS[stop.code]
         sys.stderr.write(f"skyrl-fast: stopped by {name}\n")
-        return SIGNAL_EXIT + signal.Signals[name]
+        number = signal.Signals[name]
+        return SIGNAL_EXIT + number
 
 
 def command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="skyrl-fast", description="Step-wise reinforcement learning of language-model agents."
     )
-    parser.add_argument("--version", action="version", version=f"skyrl-fast {__version__}")
+    version = f"skyrl-fast {__version__}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, home in COMMANDS.items():
         command = import_module(home)

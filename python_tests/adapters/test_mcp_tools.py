@@ -122,9 +122,8 @@ class ProtocolError(Exception):
 
 
 @pytest.mark.spec("gateway.mcp")
-async def test_tools_of_all_pages_and_results_of_all_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mcp_module, "_protocol_error", lambda: ProtocolError)
-    tools = mcp_module.McpTools()
+async def test_tools_of_all_pages_and_results_of_all_kinds() -> None:
+    tools = mcp_module.McpTools(error_type=ProtocolError)
     await tools.add(Pages())
     assert len(tools.tools) == 6
     wanted = {

@@ -115,10 +115,13 @@ async def act(session: Session, history: list[dict[str, str]], operation: Any) -
         history[index]["content"] = history[index]["content"].strip()
 
 
+BODIES = itertools.count()  # a body that was sent before would be a repeated call
+
+
 async def answer(session: Session, messages: list[dict[str, str]], number: int) -> str:
     call = Call(model=MODEL, messages=messages)
     prompt = await session.prompt(call)
-    body = f"{len(session._calls)}".encode()
+    body = f"{next(BODIES)}".encode()
     running = session.start(call, prompt, "/", body, is_retry=False, span=None)
     with session.waiting(running, 10.0):
         await running.task

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from skyrl_fast.commands import quickstart
+
 pytest.importorskip("omegaconf")
 pytest.importorskip("transformers")
 
@@ -131,18 +133,17 @@ def test_a_new_project_learns_and_is_viewed(project: Path) -> None:
     assert "trajectories in" in run_in(project, "skyrl_fast.cli", "view", "run")
 
 
-def test_quickstart_trains_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quickstart_trains_the_recipe(tmp_path: Path) -> None:
     from examples.tiny_model import recipe
 
     calls: list[Any] = []
 
-    def run(chosen: recipe.Recipe, base: Path, overrides: Sequence[str], **how: bool) -> int:
+    def start(chosen: recipe.Recipe, base: Path, overrides: Sequence[str], **how: bool) -> int:
         calls.append((chosen.config.name, base, list(overrides), how))
         return 7
 
-    monkeypatch.setattr(recipe, "run", run)
     arguments = ["quickstart", "trainer.seed=7", "--base", str(tmp_path), "--resume"]
-    assert cli.main(arguments) == 7
+    assert quickstart.run(cli.command_parser().parse_args(arguments), start=start) == 7
     assert calls == [("config.yaml", tmp_path, ["trainer.seed=7"], {"is_resumed": True})]
 
 

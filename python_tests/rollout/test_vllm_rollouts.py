@@ -11,6 +11,7 @@ import torch
 
 from skyrl_fast.config import Config, ConfigError, EnvironmentConfig
 from skyrl_fast.config.loading import load_config
+from skyrl_fast.config.model_folder import ModelHub
 from skyrl_fast.rollout.engine.from_settings import (
     choose_cluster_backend,
     make_cluster_engines,
@@ -130,7 +131,8 @@ def test_sequences_that_change_each_other_in_the_engine_are_noticed(
 def test_engine_and_trainer_use_the_same_model_path(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub = pytest.importorskip("huggingface_hub")
+    pytest.importorskip("huggingface_hub")
+    hub = ModelHub(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     folder = tmp_path / "model"
     if path == "org/model":  # as stored by a download
@@ -138,7 +140,6 @@ def test_engine_and_trainer_use_the_same_model_path(
         refs = tmp_path / "models--org--model/refs"
         refs.mkdir(parents=True)
         (refs / "main").write_text("abc")
-        monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"max_position_embeddings": 64}')
     needed = ["data.train_data=[a.jsonl]", f"trainer.policy.model.path={path}"]
@@ -146,10 +147,10 @@ def test_engine_and_trainer_use_the_same_model_path(
         None,
         [*needed, "trainer.max_prompt_length=8", "generator.sampling_params.max_generate_length=8"],
     )
-    assert make_vllm_setup(config, path).model == str(folder)
+    assert make_vllm_setup(config, path, hub=hub).model == str(folder)
     config.generator.max_input_length = 60  # its max_position_embeddings is read from there, too
     with pytest.raises(ValueError, match="expected at most the 64 positions"):
-        make_vllm_setup(config, path)
+        make_vllm_setup(config, path, hub=hub)
 
 
 @pytest.mark.spec("async.engine-threads")
@@ -203,12 +204,12 @@ def on_cluster(*overrides: str) -> Config:
 
 
 @pytest.mark.spec("async.cluster-weights")
-def test_engines_on_a_cluster_get_weights_by_a_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_on_a_cluster_get_weights_by_a_broadcast() -> None:
     key = "generator.inference_engine"
-    assert choose_cluster_backend(on_cluster("trainer.device=cpu")) == "gloo"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose_cluster_backend(on_cluster("trainer.device=cpu"), has_gpu=True) == "gloo"
     ranks = "trainer.placement.policy_num_gpus_per_node=4"
-    assert choose_cluster_backend(on_cluster(ranks)) == "nccl"
+    assert choose_cluster_backend(on_cluster(ranks), has_gpu=True) == "nccl"
+    assert choose_cluster_backend(on_cluster(ranks), has_gpu=False) == "gloo"
     shared = [f"{key}.weight_sync_backend=file", f"{key}.weight_sync_path=/shared"]
     assert choose_cluster_backend(on_cluster(*shared)) == "file"
 

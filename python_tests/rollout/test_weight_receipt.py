@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from skyrl_fast.rollout.engine.weights import receipt as receipt_module
 from skyrl_fast.rollout.engine.weights.receipt import (
     Receipt,
     WeightSyncError,
@@ -104,20 +103,17 @@ def test_what_the_loader_took_is_recorded_and_confirmed() -> None:
 
 
 @pytest.mark.spec("sync.ipc-digests")
-def test_workers_that_read_the_same_memory_divide_its_digests(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_workers_that_read_the_same_memory_divide_its_digests() -> None:
     taken: list[torch.Tensor] = []
 
     def count(tensor: torch.Tensor) -> str:
         taken.append(tensor)
         return tensor_digest(tensor)
 
-    monkeypatch.setattr(receipt_module, "tensor_digest", count)
     receipts = []
     for rank in range(2):
         digests: dict[str, str] = {}
-        list(record_digests(WEIGHTS.items(), digests, rank, 2))
+        list(record_digests(WEIGHTS.items(), digests, rank, 2, digest_of=count))
         receipts.append(replace(RECEIPT, digests=digests))
     assert len(taken) == len(WEIGHTS)
     assert check_receipts(receipts, SENT) == torch.bfloat16

@@ -5,10 +5,13 @@ import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+
+from skyrl_fast.commands import export
 
 pytest.importorskip("peft")
 
@@ -689,13 +692,14 @@ def test_a_run_is_exported_as_adapter_and_as_merged_model(
     assert "| LoRA | rank 4, alpha 16 |" in card and f"torch {torch.__version__}" in card
 
     uploads: list[dict[str, str]] = []
-    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda *_, **__: "https://hub/me/a")
-    monkeypatch.setattr(
-        "huggingface_hub.HfApi.upload_folder", lambda _, **options: uploads.append(options)
+    hub = SimpleNamespace(
+        create_repo=lambda name, exist_ok: f"https://hub/{name}",
+        upload_folder=lambda **options: uploads.append(options),
     )
     target = out / "pushed"
     arguments = ["export", str(outcome.checkpoint), str(target), "--to", "adapter"]
-    assert cli.main([*arguments, "--push", "me/a"]) == 0
+    parsed = cli.command_parser().parse_args([*arguments, "--push", "me/a"])
+    assert export.run(parsed, hub=hub) == 0
     assert uploads == [{"repo_id": "me/a", "folder_path": str(target)}]
     assert "uploaded to https://hub/me/a" in capsys.readouterr().out
 

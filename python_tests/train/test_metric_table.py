@@ -106,10 +106,13 @@ def test_entries_of_an_agent_are_its_metrics() -> None:
     assert {metric.name for metric in METRICS if metric.where == AGENT} == names
 
 
-def test_entries_of_a_gpu_are_its_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
-    names = PeakMemory(torch.device("cuda")).metrics().keys()
+def test_entries_of_a_gpu_are_its_metrics() -> None:
+    counters = SimpleNamespace(
+        max_memory_allocated=lambda device: 0,
+        max_memory_reserved=lambda device: 0,
+        reset_peak_memory_stats=lambda device: None,
+    )
+    names = PeakMemory(torch.device("cuda"), counters=counters).metrics().keys()
     assert {metric.name for metric in METRICS if metric.where == GPU} == names
 
 

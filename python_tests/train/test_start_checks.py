@@ -15,11 +15,12 @@ import skyrl_fast
 from skyrl_fast import cli
 from skyrl_fast.commands import engine
 from skyrl_fast.commands.command import UsageError
-from skyrl_fast.config import ConfigError, EnvironmentConfig
+from skyrl_fast.config import Config, ConfigError, EnvironmentConfig
 from skyrl_fast.config.model_folder import ModelHub, model_folder
 from skyrl_fast.rollout.env.factory import check_env_classes
-from skyrl_fast.train import run as run_module
+from skyrl_fast.train.run import RunParts, RunRequest, run_request
 from skyrl_fast.train.setup.errors import SetupError
+from skyrl_fast.train.setup.given_objects import GivenObjects
 from skyrl_fast.train.setup.run_data import run_data
 
 __all__ = ["folder"]  # a fixture
@@ -28,16 +29,17 @@ TOO_LONG = (
 )
 
 
-@pytest.fixture
-def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make_models(*_: Any, **__: Any) -> None:
-        raise AssertionError("models were loaded")
+def make_no_models(*_: Any, **__: Any) -> Any:
+    raise AssertionError("models were loaded")
 
-    monkeypatch.setattr(run_module, "make_models", make_models)
+
+def run_without_models(config: Config, **request: Any) -> None:
+    """Run as `train_agent` does, up to the loading of models."""
+    parts = RunParts(make_models=make_no_models)
+    run_request(config, GivenObjects("train_agent"), RunRequest(parts=parts, **request))
 
 
 @pytest.mark.spec("run.checks-before-models")
-@pytest.mark.usefixtures("no_models")
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -60,7 +62,7 @@ def test_environments_and_lengths(folder: Path, overrides: list[str], message: s
     short = ["generator.max_input_length=32", "generator.sampling_params.max_generate_length=16"]
     chosen = overrides if "max_input_length" in str(overrides) else [*short, *overrides]
     with pytest.raises(SetupError) as caught:
-        skyrl_fast.train_agent(settings(folder, "run", *chosen))
+        run_without_models(settings(folder, "run", *chosen))
     assert message in str(caught.value)
 
 
@@ -156,13 +158,12 @@ def answer_to(folder: Path, override: str) -> str:
         override.replace("HERE", str(folder)),
     ]
     with pytest.raises((ConfigError, SetupError)) as caught:
-        skyrl_fast.train_agent(settings(folder, "run", *given))
+        run_without_models(settings(folder, "run", *given))
     return str(caught.value).replace(str(folder), "HERE")
 
 
 @pytest.mark.spec("settings.one-line-errors")
 @pytest.mark.spec("run.failure")
-@pytest.mark.usefixtures("no_models")
 def test_mistakes_are_answered_in_a_line_before_a_model_is_loaded(mistakes: Path) -> None:
     pytest.importorskip("skyrl_gym")
     for override, wanted in MISTAKES.items():
@@ -171,7 +172,6 @@ def test_mistakes_are_answered_in_a_line_before_a_model_is_loaded(mistakes: Path
         assert not (mistakes / "run").exists(), override
 
 
-@pytest.mark.usefixtures("no_models")
 def test_settings_without_a_mistake_reach_the_models(mistakes: Path) -> None:
     pytest.importorskip("skyrl_gym")
     with pytest.raises(AssertionError, match="models were loaded"):
@@ -181,14 +181,13 @@ def test_settings_without_a_mistake_reach_the_models(mistakes: Path) -> None:
 
 
 @pytest.mark.spec("run.checks-before-models")
-@pytest.mark.usefixtures("no_models")
 def test_logger_without_a_key_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def init(**_: Any) -> None:
         raise RuntimeError("api_key not configured (no-tty).\n  Call wandb.login(key=...)")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     with pytest.raises(SetupError) as caught:
-        skyrl_fast.train_agent(
+        run_without_models(
             settings(folder, "run", "trainer.logger=[jsonl,wandb]"), make_rollouts=Recorder()
         )
     assert str(caught.value) == (

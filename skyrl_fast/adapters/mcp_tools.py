@@ -48,9 +48,14 @@ CONNECTION_CLOSED = -32000  # a code of JSON-RPC errors
 
 
 class McpTools:
-    """The tools of several servers, as OpenAI's clients take them."""
+    """The tools of several servers, as OpenAI's clients take them.
 
-    def __init__(self) -> None:
+    Args:
+        error_type: class of JSON-RPC errors; None: the installed package's.
+    """
+
+    def __init__(self, *, error_type: type[Exception] | None = None) -> None:
+        self._error_type = error_type
         self.tools: list[dict[str, Any]] = []
         self.sessions: dict[str, Any] = {}  # by the name of a tool
 
@@ -104,9 +109,10 @@ class McpTools:
             return f"error: the arguments are no JSON: {error}"
         if not isinstance(values, dict):
             return "error: the arguments are no JSON object"
+        errors = self._error_type or _protocol_error()
         try:
             result = await self.sessions[name].call_tool(name, values)
-        except _protocol_error() as error:
+        except errors as error:
             if _error_code(error) == CONNECTION_CLOSED:
                 raise  # no fault of the model
             return f"error: {error}"

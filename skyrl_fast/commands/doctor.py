@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skyrl_fast.commands.command import (
     VersionOf,
@@ -23,6 +23,9 @@ from skyrl_fast.errors import RunError
 OK = "ok"
 OPTIONAL = "optional"
 PROBLEM = "problem"
+if TYPE_CHECKING:
+    import torch
+
 ROOT = Path(__file__).parents[2]  # of the source tree, if the package is in one
 KERNELS = ("all", "native", "triton")  # that are compared on a GPU
 
@@ -136,11 +139,13 @@ def _torch(version_of: VersionOf) -> list[Finding]:
 
     lines = [Finding("torch", OK, f"{torch.__version__}, {torch.get_num_threads()} threads")]
     if torch.cuda.is_available():
+        from skyrl_fast.ops.first_use import gpus
+
         for i in range(torch.cuda.device_count()):
             p = torch.cuda.get_device_properties(i)
             text = f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB"
             lines.append(Finding(f"GPU {i}", OK, text))
-        lines += gpu_kernels()
+        lines += gpu_kernels(gpus())
     elif torch.version.cuda is not None:
         advice = "torch is a CUDA build but sees no GPU: check the driver with nvidia-smi"
         lines.append(Finding("GPU", OPTIONAL, "none visible", advice))
@@ -154,12 +159,12 @@ def _torch(version_of: VersionOf) -> list[Finding]:
     return lines
 
 
-def gpu_kernels() -> list[Finding]:
+def gpu_kernels(devices: Sequence[torch.device]) -> list[Finding]:
     """Return for each GPU what is known from the first uses of its kernels."""
     from skyrl_fast.ops import first_use
 
     lines = []
-    for number, device in enumerate(first_use.gpus()):
+    for number, device in enumerate(devices):
         known = first_use.records(device)
         backends = first_use.usable_backends(device)
         wanted = {
@@ -190,21 +195,25 @@ def gpu_kernels() -> list[Finding]:
     return lines
 
 
-def gpu_table(kernels: str = "all") -> Iterator[str]:
+def gpu_table(
+    devices: Sequence[torch.device], kernels: str = "all", **options: Any
+) -> Iterator[str]:
     """Compare kernels with torch on each GPU; yield errors and times as lines of Markdown.
 
     Args:
+        devices: the GPUs.
         kernels: one of `KERNELS`; Triton's are compiled first, which takes a minute.
+        options: of `first_use.measure_cases`.
     """
     from skyrl_fast.ops import first_use
 
-    for number, device in enumerate(first_use.gpus()):
+    for number, device in enumerate(devices):
         yield from ["", f"GPU {number}. Error: the largest, as a share of the tolerance.", ""]
         yield "| op | case | backend | error | ms | torch's ms |"
         yield "|---|---|---|---|---|---|"
         usable = first_use.usable_backends(device)
         for backend in usable if kernels == "all" else [b for b in usable if b == kernels]:
-            for row in first_use.measure_cases(device, backend):
+            for row in first_use.measure_cases(device, backend, **options):
                 cells = f"| {row['op']} | {row['case']} | {row['backend']} |"
                 if "failure" in row:
                     yield f"{cells} differs: {row['failure']} | | |"
@@ -285,9 +294,10 @@ def run(options: argparse.Namespace) -> int:
     if options.gpu:
         from skyrl_fast.ops import first_use
 
-        if not first_use.gpus():
+        devices = first_use.gpus()
+        if not devices:
             raise RunError("doctor: expected a GPU for --gpu, got none that torch sees")
-        for line in gpu_table(options.gpu):  # line by line: an interrupted table is of use
+        for line in gpu_table(devices, options.gpu):  # line by line: an interrupted table is of use
             wrong |= "| differs" in line
             sys.stdout.write(line + "\n")
             sys.stdout.flush()

@@ -31,7 +31,7 @@ _trusting = threading.local()
 # One thread compares; others that call the same op wait for its answer.
 _first_use_lock = threading.Lock()
 # By op, device and backend: "", or why its kernels are not used.
-_reasons: dict[tuple[str, torch.device, str], str] = {}
+first_use_reasons: dict[tuple[str, torch.device, str], str] = {}
 FIRST_DRIVERS = {12: 525, 13: 580}  # by the runtime's major version
 HUGE_PAGE_MIN_BYTES = 2 << 20  # smaller blocks come from memory that malloc has already mapped
 
@@ -233,7 +233,7 @@ def is_trusted(op: str, device: torch.device, backend: str) -> bool:
     if index is not None:
         device = torch.device("cuda", index)
     key = (op, device, backend)
-    if key not in _reasons:
+    if key not in first_use_reasons:
         # While a CUDA graph is captured nothing can be compared: what is not known is not used.
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False
@@ -242,9 +242,9 @@ def is_trusted(op: str, device: torch.device, backend: str) -> bool:
 
         with _first_use_lock:
             # Another thread may have compared while this one waited for the lock.
-            if key not in _reasons:
-                _reasons[key] = first_use.check_first_use(op, device, backend)
-    return not _reasons[key]
+            if key not in first_use_reasons:
+                first_use_reasons[key] = first_use.check_first_use(op, device, backend)
+    return not first_use_reasons[key]
 
 
 @contextmanager

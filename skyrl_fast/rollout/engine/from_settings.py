@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from skyrl_fast.config import SamplingParams, settings
-from skyrl_fast.config.model_folder import find_auto_class, model_folder
+from skyrl_fast.config.model_folder import HUB, ModelHub, find_auto_class, model_folder
 from skyrl_fast.config.modes import EnginePlace, EngineWeights
 from skyrl_fast.rollout.engine.api_key import DEFAULT_NAME, engine_key
 from skyrl_fast.rollout.engine.model_layers import linear_names
@@ -135,14 +135,21 @@ def choose_transport(config: settings.Config) -> Transport:
     return transport.send(engine.weight_sync_path, place.is_here)
 
 
-def choose_cluster_backend(config: settings.Config) -> str:
-    """Return how engines of a cluster get new weights; without a shared disk a file cannot."""
+def choose_cluster_backend(config: settings.Config, *, has_gpu: bool | None = None) -> str:
+    """Return how engines of a cluster get new weights; without a shared disk a file cannot.
+
+    Args:
+        config: of the run.
+        has_gpu: whether this machine has one; None: as torch says.
+    """
     backend = config.generator.inference_engine.weight_sync_backend
     if backend != "auto":
         return backend
     # The trainer sends from its GPU if it has one.
-    has_gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
-    return "nccl" if has_gpu else "gloo"
+    if has_gpu is None:
+        has_gpu = torch.cuda.is_available()
+    sends_from_gpu = has_gpu and config.trainer.device != "cpu"
+    return "nccl" if sends_from_gpu else "gloo"
 
 
 def key_file(config: settings.Config) -> Path:
@@ -152,14 +159,19 @@ def key_file(config: settings.Config) -> Path:
     return Path(config.trainer.run_path) / DEFAULT_NAME
 
 
-def make_vllm_setup(config: settings.Config, model_path: str) -> VllmSetup:
+def make_vllm_setup(config: settings.Config, model_path: str, *, hub: ModelHub = HUB) -> VllmSetup:
     """Return the start-up settings of the engine, from generator.inference_engine.
+
+    Args:
+        config: of the run.
+        model_path: a folder, or a name in the hub's cache.
+        hub: whose cache may have the model.
 
     Raises:
         ValueError: prompt and response can exceed the model's `max_position_embeddings` or a
             `max_model_len` in engine_init_kwargs, or its config.json is invalid.
     """
-    model_path = _find_cached_folder(model_path)
+    model_path = _find_cached_folder(model_path, hub)
     return VllmSetup(
         model=model_path,
         engine=config.generator.inference_engine,
@@ -225,20 +237,13 @@ def _check_longest_sequence(config: settings.Config, model_path: str) -> int:
     return prompt + response
 
 
-def _find_cached_folder(path: str) -> str:
+def _find_cached_folder(path: str, hub: ModelHub = HUB) -> str:
     """Return the folder of a model's files, as the trainer finds it; else `path` itself."""
-    from huggingface_hub import try_to_load_from_cache
-
     folder = Path(expanduser(path))
     if folder.is_dir():
         return str(folder)
-    try:
-        config = try_to_load_from_cache(path, "config.json")
-    except ValueError:  # not a hub name either
-        return path
-    if isinstance(config, str):
-        return str(Path(config).parent)
-    return path
+    cached = hub.find_cached(path)
+    return path if cached is None else str(cached)
 
 
 def read_positions(model_path: str) -> int | None:

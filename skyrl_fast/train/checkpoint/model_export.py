@@ -86,11 +86,18 @@ def take_modes_of(new: Path) -> None:
         file.chmod(usual)
 
 
-def push_model(folder: Path, name: str) -> str:
-    """Upload an exported folder to the Hugging Face Hub; return its address."""
-    from huggingface_hub import HfApi
+def push_model(folder: Path, name: str, api: Any = None) -> str:
+    """Upload an exported folder to the Hugging Face Hub; return its address.
 
-    api = HfApi()
+    Args:
+        folder: what to upload.
+        name: repository, such as org/model.
+        api: huggingface_hub's; None: an `HfApi`.
+    """
+    if api is None:
+        from huggingface_hub import HfApi
+
+        api = HfApi()
     address = api.create_repo(name, exist_ok=True)
     api.upload_folder(repo_id=name, folder_path=str(folder))
     return str(address)

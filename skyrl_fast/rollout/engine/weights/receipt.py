@@ -9,7 +9,7 @@ Design: docs/design/007-rollout-and-weight-sync.md.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -74,16 +74,19 @@ def record_digests(
     digests: dict[str, str],
     rank: int = 0,
     num_sharing: int = 1,
+    *,
+    digest_of: Callable[[torch.Tensor], str] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights, and add the digests of those that were taken.
 
     Of workers that read the same memory each takes the digests of its share, by `rank`; the others
-    are `RECEIVED`.
+    are `RECEIVED`. Without `digest_of` it is `tensor_digest`.
     """
+    digest_of = tensor_digest if digest_of is None else digest_of
     for number, (name, tensor) in enumerate(weights):
         is_own = number % num_sharing == rank % num_sharing
         if is_own:
-            digests[name] = tensor_digest(tensor)
+            digests[name] = digest_of(tensor)
         else:
             digests[name] = RECEIVED
         yield name, tensor

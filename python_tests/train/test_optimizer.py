@@ -111,7 +111,7 @@ def test_moments_take_the_bytes_of_the_plan() -> None:
 
     optimizer, named = make()
     steps(optimizer, named, 0)
-    tensors = dict(optimizer.local_tensors())
+    tensors = dict(optimizer._local_tensors())
     of_matrix = [t for name, t in tensors.items() if name.startswith("matrix.exp_avg")]
     assert sum(t.nbytes for t in of_matrix) == moment_bytes(CONFIG) * named["matrix"].numel()
     assert tensors["odd.exp_avg"].dtype == torch.float32  # no multiple of a block

@@ -158,7 +158,7 @@ class Optimizer:
             self._queue_shards(folder / SHARDS)
             return
         tensors = {}
-        for name, value in self.local_tensors():
+        for name, value in self._local_tensors():
             tensors[name] = value.cpu().contiguous()
         save_file(tensors, str(folder / FILE), metadata=self._metadata())
 
@@ -205,7 +205,7 @@ class Optimizer:
             return
         # Blocks of one number of ranks are none of another's, so that each rank has a file.
         tensors = {}
-        for name, value in self.local_tensors():
+        for name, value in self._local_tensors():
             tensors[name] = value.to("cpu", copy=True)
         path = self._local_file(folder.parent)
         metadata = self._metadata()
@@ -250,7 +250,7 @@ class Optimizer:
             return folder / FILE
         return folder / SHARDS / f"rank-{rank + 1:05d}-of-{size:05d}.safetensors"
 
-    def local_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _local_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, state in self._states():
             for key in MOMENTS:
                 for part, value in _local_parts(key, state[key]):

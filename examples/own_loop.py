@@ -46,7 +46,7 @@ EPOCHS = 1  # passes over each batch
 MINI_BATCHES = 2  # optimizer steps of an epoch
 
 
-async def train(config: Config) -> list[float]:
+async def train(config: Config, steps: int = STEPS) -> list[float]:
     """Return the mean reward of each step."""
     path = config.trainer.policy.model.path
     tokenizer = load_tokenizer(path)
@@ -55,13 +55,13 @@ async def train(config: Config) -> list[float]:
     optimizer = Optimizer(
         policy,
         config.trainer.policy.optimizer_config,
-        total_steps=STEPS * EPOCHS * MINI_BATCHES,
+        total_steps=steps * EPOCHS * MINI_BATCHES,
     )
     choose = random.Random(config.trainer.seed)
     curve = []
     rollouts = await start_rollouts(config, tokenizer, path, prompts=prompts)
     try:
-        for step in range(STEPS):
+        for step in range(steps):
             # The engine loads the weights, and a probe verifies that it samples from them.
             await rollouts.update_weights(policy, version=step)
             sampled = choose.sample(prompts, PROMPTS)

@@ -23,7 +23,9 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from scripts import sass, sass_memory
@@ -97,7 +99,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     jobs = parser.parse_args().jobs
-    nvcc = find_nvcc()
+    check(find_nvcc(), jobs)
+
+
+def check(nvcc: str | None, jobs: int) -> None:
+    """Compile changed sources by this nvcc and check all kernels; exit with what is wrong."""
     if nvcc is None:
         print("cuda-check: skipped, no nvcc found (CUDA toolkit 13 or newer is needed)")
         return
@@ -106,11 +112,15 @@ def main() -> None:
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         logs = dict(zip(sources, pool.map(lambda s: compiled(nvcc, s), sources), strict=True))
     faults: list[str] = []
+    cuobjdump = find_cuobjdump()
     for source, log in logs.items():
         kernels = read_log(log.read_text())
         print(summary(source, kernels))
         faults += judged(source, kernels) + missing_architectures(log.with_suffix(".fatbin"))
-        faults += print_counts(source.stem, kernels, log.with_suffix(".fatbin"))
+        counted = [kernel for kernel in COUNTED if kernel.source == source.stem]
+        if counted and cuobjdump is not None:
+            list_code = partial(machine_code, cuobjdump, log.with_suffix(".fatbin"))
+            faults += print_counts(counted, kernels, list_code)
     print(f"cuda-check: {len(sources)} files in {time.monotonic() - start:.0f} s")
     if faults:
         sys.exit("\n".join(["cuda-check failed:", *faults]))
@@ -235,18 +245,25 @@ def summary(source: Path, kernels: list[Kernel]) -> str:
     )
 
 
-def print_counts(stem: str, kernels: list[Kernel], binary: Path) -> list[str]:
-    """Print instructions and accesses of the counted kernels of one source; return its faults."""
-    counted = [kernel for kernel in COUNTED if kernel.source == stem]
-    cuobjdump = find_cuobjdump()
-    if cuobjdump is None or not counted:
-        return []
+def machine_code(cuobjdump: str, binary: Path, architecture: str) -> str:
+    """Return cuobjdump's listing of a binary's machine code."""
+    command = [cuobjdump, "-sass", "-arch", f"sm_{architecture}", str(binary)]
+    return subprocess.check_output(command, text=True)
+
+
+def print_counts(
+    counted: Sequence[CountedKernel], kernels: list[Kernel], list_code: Callable[[str], str]
+) -> list[str]:
+    """Print instructions and accesses of the counted kernels of one source; return its faults.
+
+    Args:
+        counted: those to print.
+        kernels: all kernels of the source, as compiled.
+        list_code: returns the listing of the machine code of an architecture.
+    """
     faults: list[str] = []
     for architecture in COUNTED_ARCHITECTURES:
-        listing = subprocess.check_output(
-            [cuobjdump, "-sass", "-arch", f"sm_{architecture}", str(binary)], text=True
-        )
-        code = sass.functions(listing)
+        code = sass.functions(list_code(architecture))
         of_one = [k for k in kernels if k.architecture == f"sm_{architecture}"]
         registers = {k.name: k.registers for k in of_one}
         for kernel in counted:

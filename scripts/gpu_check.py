@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,13 +60,13 @@ GROUPS = {
 }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the parts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_options(parser)
     parser.add_argument("-k", default="", help="selection of tests, as pytest's -k")
     parser.add_argument("--results", type=Path, help=f"folder of the results; default: {RESULTS}")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if not (options.dry or options.list or has_gpu()):
         sys.exit("gpu-check: there is no GPU here; nothing was checked or measured")
     folder = BUILD / "dry" if options.dry else BUILD

@@ -320,7 +320,7 @@ FAULTS = (
     Fault(
         "a checkpoint's files are not compared with its manifest",
         "skyrl_fast/train/checkpoint/manifest.py",
-        "same = _digest(folder / name, pool) == digest",
+        "same = digest_file(folder / name, pool) == digest",
         "same = True",
         ("train/test_checkpoint.py", "train/test_checkpoint_damage.py"),
     ),

@@ -77,6 +77,7 @@ def run_parts(
     *,
     results: Path | None = None,
     clock: Callable[[], float] = time.monotonic,
+    sources: str | None = None,
 ) -> int:
     """Run the parts that have not passed; print a summary; return the exit status.
 
@@ -87,6 +88,7 @@ def run_parts(
         options: parsed `add_options`.
         results: folder of the results; None: `folder`. Its `gpu_parts.json` says what has passed.
         clock: in seconds.
+        sources: their state, whose results are kept; None: `commit()`.
 
     Raises:
         SystemExit: a name in `--parts` is unknown.
@@ -104,7 +106,8 @@ def run_parts(
         return 0
     folder.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join([str(folder / SITE), os.environ.get("PYTHONPATH", str(ROOT))])
-    record = _Results(folder if results is None else results)
+    sources = commit() if sources is None else sources
+    record = _Results(folder if results is None else results, sources)
     end = clock() + options.seconds if options.seconds else float("inf")
     todo = [p for p in parts if p.name in chosen and (options.again or not record.passed(p.name))]
     for part in todo:
@@ -124,14 +127,15 @@ def run_parts(
 class _Results:
     """Results by part, of one state of the sources, in two files that are written after each."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, sources: str) -> None:
+        self._sources = sources
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "gpu_parts.json"
         self._log = folder / "gpu_log.txt"
         self._results: dict[str, dict[str, Any]] = {}
         if self._path.exists():
             stored = json.loads(self._path.read_text())
-            if stored["commit"] == commit():
+            if stored["commit"] == sources:
                 self._results = stored["parts"]
         if not self._results:
             self._log.unlink(missing_ok=True)
@@ -148,7 +152,7 @@ class _Results:
 
     def add(self, part: Part, result: dict[str, Any], log: Path) -> None:
         self._results[part.name] = result | {"predicted": part.predicted}
-        content = {"commit": commit(), "parts": self._results}
+        content = {"commit": self._sources, "parts": self._results}
         self._path.write_text(json.dumps(content, indent=1) + "\n")
         lines = log.read_text(errors="replace").splitlines() if log.exists() else []
         with self._log.open("a") as out:
@@ -156,28 +160,28 @@ class _Results:
             out.writelines(f"{line}\n" for line in lines[-KEPT_LINES:])
 
 
-def commit() -> str:
+def commit(root: Path = ROOT) -> str:
     """Return the last commit of the sources, marked if they differ; outside of git, a digest."""
-    git = ("git", "-C", str(ROOT))
+    git = ("git", "-C", str(root))
     last = (*git, "log", "-1", "--format=%h", "--", ".", NOT_SOURCES)
     changed = (*git, "status", "--porcelain", "--untracked-files=no", "--", ".", NOT_SOURCES)
     try:
         found = [subprocess.run(command, capture_output=True) for command in (last, changed)]
     except FileNotFoundError:
-        return source_digest()
+        return source_digest(root)
     if any(done.returncode for done in found) or not found[0].stdout.strip():
-        return source_digest()
+        return source_digest(root)
     mark = "-dirty" if found[1].stdout.strip() else ""
     return found[0].stdout.decode().strip() + mark
 
 
-def source_digest() -> str:
+def source_digest(root: Path) -> str:
     """Return a digest of the files of `SOURCES`, without compiled ones."""
     digest = hashlib.sha256()
     for folder in SOURCES:
-        for path in sorted((ROOT / folder).rglob("*")):
+        for path in sorted((root / folder).rglob("*")):
             if path.is_file() and path.suffix not in (".pyc", ".so"):
-                digest.update(f"{path.relative_to(ROOT)} {path.stat().st_size}\n".encode())
+                digest.update(f"{path.relative_to(root)} {path.stat().st_size}\n".encode())
                 digest.update(path.read_bytes())
     return f"sources-{digest.hexdigest()[:12]}"
 

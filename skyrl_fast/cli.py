@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from io import TextIOWrapper
 from typing import Any
@@ -43,18 +43,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: success. 1: it failed. 2: bad configuration or environment. 129, 130, 143: stopped by a
     signal, with a checkpoint if training had begun.
     """
+    options = parse_arguments(arguments)
+    home = COMMANDS[options.command]
+    command = import_module(home)
+    return run_command(command.run, options)
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options of a command; exit with its usage if they are wrong."""
     parser = command_parser()
     options, rest = parser.parse_known_args(arguments)
-    if hasattr(options, "overrides"):
+    takes_overrides = hasattr(options, "overrides")
+    if takes_overrides:
         options.overrides += rest  # overrides after an option, which argparse does not assign
     elif rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        unknown = " ".join(rest)
+        parser.error(f"unrecognized arguments: {unknown}")
+    return options
+
+
+def run_command(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """Run a command and return the exit code; say on standard error why it failed or stopped."""
     if isinstance(sys.stdout, TextIOWrapper):  # a model's text, where the terminal has no such sign
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        code: int = import_module(COMMANDS[options.command]).run(options)
+        return command(options)
     except RunError as error:
-        sys.stderr.write(f"skyrl-fast: {printable(str(error), MAX_FAILURE)}\n")
+        reason = printable(str(error), MAX_FAILURE)
+        sys.stderr.write(f"skyrl-fast: {reason}\n")
         return error.exit_code
     except KeyboardInterrupt:  # training ends with a checkpoint instead, once it has begun
         sys.stderr.write("skyrl-fast: stopped\n")
@@ -62,16 +78,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         if stop.code not in STOPS:
             raise
-        sys.stderr.write(f"skyrl-fast: stopped by {STOPS[stop.code]}\n")
-        return SIGNAL_EXIT + signal.Signals[STOPS[stop.code]]
-    return code
+        name = STOPS[stop.code]
+        sys.stderr.write(f"skyrl-fast: stopped by {name}\n")
+        number = signal.Signals[name]
+        return SIGNAL_EXIT + number
 
 
 def command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="skyrl-fast", description="Step-wise reinforcement learning of language-model agents."
     )
-    parser.add_argument("--version", action="version", version=f"skyrl-fast {__version__}")
+    version = f"skyrl-fast {__version__}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, home in COMMANDS.items():
         command = import_module(home)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -47,9 +47,15 @@ def padded_micro_batches(batch: StepBatch, budget: int) -> list[MicroBatch]:
 
 
 @contextlib.contextmanager
-def varlen_attention() -> Iterator[None]:
-    """Compute rows without shared prefixes by torch's varlen flash attention; CUDA only."""
-    from torch.nn.attention.varlen import varlen_attn
+def varlen_attention(
+    kernel: Callable[..., torch.Tensor] | None = None,
+) -> Iterator[None]:
+    """Compute rows without shared prefixes by a kernel with the arguments of torch's `varlen_attn`.
+
+    None is that one, which runs only on CUDA.
+    """
+    if kernel is None:
+        from torch.nn.attention.varlen import varlen_attn as kernel
 
     before = tree_forward.tree_attention
     known: list[tuple[TreeAttention, torch.Tensor, int]] = []  # of the current forward pass
@@ -64,7 +70,7 @@ def varlen_attention() -> Iterator[None]:
         repeats = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
         rows = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-        out = varlen_attn(*rows, cu, cu, longest, longest, window_size=(-1, 0))  # causal
+        out = kernel(*rows, cu, cu, longest, longest, window_size=(-1, 0))  # causal
         return out.transpose(0, 1)[None]
 
     tree_forward.tree_attention = row_attention

@@ -42,7 +42,13 @@ def packing_cases(shape: BatchShape, device: str, group: str) -> Iterator[Case]:
         yield Case(group, name, call, num_bytes, check=unequal)
 
 
-def advantage_cases(shape: BatchShape, device: str, group: str) -> Iterator[Case]:
+def advantage_cases(
+    shape: BatchShape,
+    device: str,
+    group: str,
+    *,
+    compute: Callable[..., torch.Tensor] = group_advantage,
+) -> Iterator[Case]:
     """Yield cases of rewards to advantages in groups of eight.
 
     Floor: rewards and mask read, advantages written.
@@ -52,7 +58,7 @@ def advantage_cases(shape: BatchShape, device: str, group: str) -> Iterator[Case
     rewards = torch.randn(num_rows, width, generator=g, device=device)
     mask = torch.ones_like(rewards)
     ids = torch.arange(num_rows, device=device) // 8
-    advantage = functools.partial(group_advantage, rewards, ids, response_mask=mask)
+    advantage = functools.partial(compute, rewards, ids, response_mask=mask)
 
     def difference() -> float:
         native, plain = (advantage(backend=backend) for backend in ("native", "torch"))

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 
+from bench._agents import SHAPES
 from bench.gpu import batch_cases, linear_cases, logit_cases
 from bench.gpu.case import Case
 from bench.gpu.linear_cases import Head
@@ -28,12 +29,15 @@ class Size:
     hidden: int
     batch: batch_cases.BatchShape
     lengths: tuple[int, ...]  # tokens of the plot over tokens, and of the test of many lengths
-    large_model: bool  # that trains
+    is_measured: bool  # the model that trains is large, each case is timed often
+    tree_shapes: tuple[str, ...] = tuple(SHAPES)
+    tree_divisor: int = 1  # divides the lengths of prefix trees
 
 
 FULL = Size(8192, (32_000, 128_256, 151_936, 262_144), 4096, (17_006, 3500, 500),
             (512, 1024, 2048, 4096, 6144, 8192, 12_288, 16_384), True)  # fmt: skip
-TINY = Size(6, (50, 64), 8, (5, 7, 4), (2, 6), False)
+TINY = Size(6, (50, 64), 8, (5, 7, 4), (2, 6), False,
+            tree_divisor=100)  # fmt: skip
 
 
 Work = TypeVar("Work")
@@ -101,5 +105,11 @@ def all_cases(size: Size, device: str, dtype: torch.dtype, only: str = "") -> It
     yield from of_logits(size, device, dtype, only)
     yield from of_hidden(size, device, dtype, only)
     yield from of_batches(size, device, only)
-    yield from step_cases(device, large=size.large_model, only=only)
-    yield from tree_cases(device, large=size.large_model, only=only)
+    yield from step_cases(device, large=size.is_measured, only=only)
+    yield from tree_cases(
+        device,
+        large=size.is_measured,
+        only=only,
+        shapes=size.tree_shapes,
+        divisor=size.tree_divisor,
+    )

@@ -40,13 +40,18 @@ def needs(module: str, attribute: str) -> Any:
 
 
 def compiled(function: Callable[Inputs, Output]) -> Callable[Inputs, Output]:
-    """Return torch.compile of a function, for any lengths.
+    """Return torch.compile of a function, for any lengths."""
+    backend = compile_backend(has_gpu=torch.cuda.is_available())
+    return torch.compile(function, dynamic=True, backend=backend)
+
+
+def compile_backend(*, has_gpu: bool) -> str:
+    """Return the backend of torch.compile.
 
     Without a GPU nothing is measured: the function is traced, and no C++ compiler called, which
     would take most of a rehearsal's time.
     """
-    backend = "inductor" if torch.cuda.is_available() else "aot_eager"
-    return torch.compile(function, dynamic=True, backend=backend)
+    return "inductor" if has_gpu else "aot_eager"
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import datetime
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -38,7 +38,7 @@ COPY_BYTES = 4 << 30
 FAILS = "fails"
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="substring of the names of the groups to run")
@@ -46,21 +46,26 @@ def main() -> None:
     parser.add_argument("--ours", action="store_true", help="only this package")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, for a smoke test")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of gpu.json and gpu.md")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("gpu report: there is no GPU here; nothing was measured")
     saves = options.device == "cuda" and not options.tiny
     report: dict[str, Any] = {}
-    chosen = {"tiny": options.tiny, "only": options.only, "ours": options.ours}
-    for report in measured(options.device, **chosen):
+    size = cases.TINY if options.tiny else cases.FULL
+    for report in measured(options.device, size, only=options.only, ours=options.ours):
         if saves:  # after every case: an interrupted run keeps its results
             save(report, options.out)
     if not report:
         sys.exit(f"gpu report: no group's name contains {options.only!r}")
     print(table(report))
+    exit_if_ours_failed(report["entries"])
+
+
+def exit_if_ours_failed(entries: list[dict[str, Any]]) -> None:
+    """Exit with the cases of this package that failed, if there are any."""
     failed = [
         f"{e['group']}, {e['contender']}"
-        for e in report["entries"]
+        for e in entries
         if e["contender"].startswith(OURS) and e.get("skipped", "").startswith(FAILS)
     ]
     if failed:
@@ -83,16 +88,15 @@ def save(report: dict[str, Any], folder: Path) -> None:
 
 def measured(
     device: str,
+    size: cases.Size,
     *,
-    tiny: bool,
     only: str = "",
     ours: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Iterator[dict[str, Any]]:
     """Yield machine, ceilings and the entries of all cases so far, one case after another."""
-    size = cases.TINY if tiny else cases.FULL
-    watch = Stopwatch(device, **({"rounds": 2, "flush_bytes": 1024} if tiny else {}))
-    ceilings = watch.ceilings(4096 if tiny else COPY_BYTES)
+    watch = Stopwatch(device, **({} if size.is_measured else {"rounds": 2, "flush_bytes": 1024}))
+    ceilings = watch.ceilings(COPY_BYTES if size.is_measured else 4096)
     report: dict[str, Any] = {"machine": machine(device), "ceilings": asdict(ceilings)}
     report["entries"] = []
     for case in cases.all_cases(size, device, dtype, only):

@@ -8,11 +8,11 @@ of variable lengths, which does not support trees.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from bench._agents import HISTORIES, SHAPES
+from bench._agents import HISTORIES
 from bench._tree_steps import (
     CONTENDERS,
     LARGE,
@@ -27,20 +27,25 @@ from bench.baselines.padded_rows import varlen_attention
 from bench.gpu.case import OURS, Case, within
 
 BUDGET = 32_768  # tokens of a forward pass
-TRIAL_DIVISOR = 100  # divides the lengths of a smoke test
 TOLERANCE = 0.15  # of gradients by their norm: bfloat16 through 28 layers in other orders of sums
 
 
-def tree_cases(device: str, *, large: bool, only: str) -> Iterator[Case]:
-    """One group per shape and history of agents; "packed" is the reference of the others."""
-    sizes, divisor, what = (
-        (LARGE, 1, "Qwen2.5-1.5B's shape, bfloat16")
-        if large
-        else (SMALL, TRIAL_DIVISOR, "a small model")
-    )
+def tree_cases(
+    device: str, *, large: bool, only: str, shapes: Sequence[str], divisor: int
+) -> Iterator[Case]:
+    """One group per shape and history of agents; "packed" is the reference of the others.
+
+    Args:
+        device: of the model.
+        large: a model whose times say something.
+        only: part of the names of the groups to run.
+        shapes: of the agents, of `SHAPES`.
+        divisor: of the lengths, above 1 for a smoke test.
+    """
+    sizes, what = (LARGE, "Qwen2.5-1.5B's shape, bfloat16") if large else (SMALL, "a small model")
     groups = {
         f"prefix tree: agents {shape} {history}, {what}": (shape, history)
-        for shape in SHAPES
+        for shape in shapes
         for history in HISTORIES
     }
     groups = {group: names for group, names in groups.items() if only in group}

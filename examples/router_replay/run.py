@@ -159,7 +159,7 @@ def rerouted_share(model: Any, batch: StepBatch) -> float:
     moved = cells = 0
     for micro in plan_micro_batches(batch, 16384, router_replay=True):
         assert micro.expert_indices is not None and micro.router_padding_mask is not None
-        chosen = _chosen_experts(model, micro.input_ids).sort(-1).values
+        chosen = chosen_experts(model, micro.input_ids).sort(-1).values
         recorded = micro.expert_indices.flatten(0, 1).long().sort(-1).values
         has_route = ~micro.router_padding_mask.flatten()
         moved += int((chosen != recorded).any(-1)[has_route].sum())
@@ -167,7 +167,7 @@ def rerouted_share(model: Any, batch: StepBatch) -> float:
     return moved / cells
 
 
-def _chosen_experts(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
+def chosen_experts(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
     """Return the experts that the model chooses: (tokens, layers, experts per token)."""
     chosen: list[torch.Tensor] = []
     hooks = [

@@ -67,7 +67,7 @@ def test_an_agent_uses_the_tools_of_a_server(tmp_path: Path, tiny_tokenizer: Any
             assert tool["function"]["parameters"]["required"] == ["city"]
             seen.extend(await tools.loop(task, task.row["prompt"]))
             with pytest.raises(ValueError, match="two servers have a tool 'weather'"):
-                await tools.add(next(iter(tools._sessions.values())))
+                await tools.add(next(iter(tools.sessions.values())))
         return 1.0
 
     t = played(
@@ -122,9 +122,8 @@ class ProtocolError(Exception):
 
 
 @pytest.mark.spec("gateway.mcp")
-async def test_tools_of_all_pages_and_results_of_all_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mcp_module, "_protocol_error", lambda: ProtocolError)
-    tools = mcp_module.McpTools()
+async def test_tools_of_all_pages_and_results_of_all_kinds() -> None:
+    tools = mcp_module.McpTools(error_type=ProtocolError)
     await tools.add(Pages())
     assert len(tools.tools) == 6
     wanted = {

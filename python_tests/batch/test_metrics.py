@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.batch.segments import segment_sums
 from skyrl_fast.train.metrics.rewards import eval_metrics, pass_at_k, reward_metrics
-from skyrl_fast.train.metrics.rollouts import Reports, _environment_metrics, batch_metrics
+from skyrl_fast.train.metrics.rollouts import Reports, batch_metrics, environment_metrics
 
 
 def output():
@@ -104,7 +104,7 @@ def test_only_finite_numbers_of_environments_have_a_part_in_means(
 ) -> None:
     odd = [float("nan"), float("inf"), 10**400, [1.0], "2", {"a": 1.0}, 1j, None]
     reported = [{"hits": 1}, {"hits": np.float32(3)}, *({"hits": value} for value in odd)]
-    got = _environment_metrics(Reports(None, None, {}, reported))
+    got = environment_metrics(Reports(None, None, {}, reported))
     assert got == {"environment/hits": 2.0}
     assert caplog.messages == ["environment/hits: expected finite numbers, left out nan"]
 

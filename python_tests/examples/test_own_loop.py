@@ -22,9 +22,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(SECONDS)]
 
 def curve_of(folder: Path, monkeypatch: pytest.MonkeyPatch, *, steps: int) -> list[float]:
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(own_loop, "STEPS", steps)
     config = load_config(own_loop.SETTINGS, [f"trainer.run_path={folder / 'own_loop'}"])
-    return asyncio.run(own_loop.train(config))
+    return asyncio.run(own_loop.train(config, steps))
 
 
 @pytest.mark.ci

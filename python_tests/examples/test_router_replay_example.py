@@ -30,7 +30,7 @@ def sampled_batch(model: Any) -> StepBatch:
     prompts = [random.integers(4, 100, 12).tolist() for _ in range(8)]
     responses = [random.integers(4, 100, 10).tolist() for _ in range(8)]
     ids = torch.tensor([p + r for p, r in zip(prompts, responses, strict=True)])
-    routes = run._chosen_experts(model, ids).unflatten(0, tuple(ids.shape))
+    routes = run.chosen_experts(model, ids).unflatten(0, tuple(ids.shape))
     output: dict[str, Any] = {
         "prompt_token_ids": prompts,
         "response_ids": responses,

@@ -1,6 +1,5 @@
 """The example of the Tinker SDK learns."""
 
-import os
 import re
 import subprocess
 import sys
@@ -20,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 def test_ten_steps_learn_and_none_without_a_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: float, gain: float | None
 ) -> None:
-    monkeypatch.setitem(os.environ, "TINKER_TELEMETRY", "0")
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
     model = write_model(tmp_path / "model")
     with running_server(model, tmp_path) as server:
         client = tinker.ServiceClient(base_url=server.url, api_key=KEY)

@@ -52,31 +52,28 @@ def test_rows_are_those_of_a_query_in_this_process(database: Path, sql: str) -> 
 
 
 @pytest.mark.spec("run.own-files")
-def test_lock_in_a_folder_of_others_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(query_process.tempfile, "gettempdir", lambda: str(tmp_path))
+def test_lock_in_a_folder_of_others_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / f"skyrl_fast-{os.getuid()}"
-    file = Path(query_process._lock_file())
+    file = Path(query_process.lock_path(tmp_path))
     assert (file.parent, file.parent.stat().st_mode & 0o777) == (folder, 0o700)
     assert file.stat().st_mode & 0o777 == 0o600
     folder.chmod(0o755)
     with pytest.raises(RuntimeError, match="expected a folder that only this user can open"):
-        query_process._lock_file()
+        query_process.lock_path(tmp_path)
     folder.chmod(0o700)
     folder.rename(tmp_path / "real")
     folder.symlink_to(tmp_path / "real")
     with pytest.raises(RuntimeError, match="expected a folder that only this user can open"):
-        query_process._lock_file()
+        query_process.lock_path(tmp_path)
 
 
 @pytest.mark.spec("engine.key")
 def test_processes_do_not_inherit_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKYRL_FAST_ENGINE_KEY", "k" * 32)
-    process = query_process._QueryProcess()
+    process = query_process.QueryProcess()
     try:
         process.send({"path": "", "queries": [], "limits": [1, 1, 1, False], "lock": None}, 30.0)
-        variables = Path(f"/proc/{process._child.pid}/environ").read_bytes()
+        variables = Path(f"/proc/{process.pid}/environ").read_bytes()
     finally:
         process.end()
     assert b"PATH=" in variables
@@ -184,11 +181,11 @@ def test_rows_are_compared_as_sets(database: Path) -> None:
 def test_process_ends_with_its_parent_in_the_middle_of_a_query(database: Path) -> None:
     code = (
         "import sys, time\n"
-        "from skyrl_fast.extras.text2sql.query_process import _QueryProcess\n"
+        "from skyrl_fast.extras.text2sql.query_process import QueryProcess\n"
         "request = {'path': sys.argv[1], 'queries': [sys.argv[2]], 'lock': None}\n"
-        "process = _QueryProcess()\n"
+        "process = QueryProcess()\n"
         "process.send({**request, 'limits': [600.0, 10, 1000, False]}, 30.0)\n"
-        "print(process._child.pid, flush=True)\n"
+        "print(process.pid, flush=True)\n"
         "time.sleep(600)\n"
     )
     sql = f"SELECT trim({LONG}, printf('%.*c', 900000, 'b') || 'a')"

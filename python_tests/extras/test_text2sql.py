@@ -4,14 +4,21 @@ import hashlib
 import sqlite3
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
-from skyrl_fast.extras.text2sql.env import KEPT_TEXTS, LONGEST_KEPT, Text2SqlEnv, render_rows
+from skyrl_fast.extras.text2sql.env import (
+    KEPT_TEXTS,
+    LONGEST_KEPT,
+    TableTexts,
+    Text2SqlEnv,
+    render_rows,
+)
 from skyrl_fast.extras.text2sql.query import (
     QueryError,
     QueryLimits,
@@ -149,10 +156,12 @@ def test_file_that_is_not_a_database_is_an_error(tmp_path: Path) -> None:
 # --- the environment ---------------------------------------------------------------------------
 
 
-def make(database: Path, **extras: Any) -> Text2SqlEnv:
+def make(
+    database: Path, *, options: Mapping[str, Any] = MappingProxyType({}), **extras: Any
+) -> Text2SqlEnv:
     row = {"db_id": database.stem, "data": "spider", "reward_spec": {"ground_truth": GOLD}}
     root = database.parents[3]
-    return Text2SqlEnv({"db_path": str(root)}, {**row, "max_turns": 3, **extras})
+    return Text2SqlEnv({"db_path": str(root)}, {**row, "max_turns": 3, **extras}, **options)
 
 
 @pytest.mark.spec("rollout.sql-db-id")
@@ -182,11 +191,10 @@ def test_errors_are_shown_without_local_paths(database: Path) -> None:
     assert str(database.parent) not in seen
 
 
-def test_solution_beyond_the_limits_gets_no_reward(
-    database: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("skyrl_fast.extras.text2sql.env.JUDGE", SHORT)
-    answer = make(database).step(f"<think>a</think><solution>{ENDLESS}</solution>")
+def test_solution_beyond_the_limits_gets_no_reward(database: Path) -> None:
+    answer = make(database, options={"limits": SHORT}).step(
+        f"<think>a</think><solution>{ENDLESS}</solution>"
+    )
     assert (answer["done"], answer["reward"]) == (True, 0.0)
 
 
@@ -212,15 +220,13 @@ def both(database: Path, **extras: Any) -> list[Callable[[str], dict[str, Any]]]
     ],
 )
 def test_solution_that_cannot_be_judged_is_an_error(
-    database: Path, monkeypatch: pytest.MonkeyPatch, gold: str, sql: str, message: str
+    database: Path, gold: str, sql: str, message: str
 ) -> None:
-    if gold == GOLD:
+    def without_memory(*_: Any) -> bool:
+        raise QueryMemoryError("out of memory")
 
-        def without_memory(*_: Any) -> bool:
-            raise QueryMemoryError("out of memory")
-
-        monkeypatch.setattr("skyrl_fast.extras.text2sql.env.same_rows", without_memory)
-    env = make(database, reward_spec={"ground_truth": gold})
+    options = {"compare": without_memory} if gold == GOLD else {}
+    env = make(database, options=options, reward_spec={"ground_truth": gold})
     with pytest.raises(RuntimeError, match=message):
         env.step(f"<think>a</think><solution>{sql}</solution>")
 
@@ -269,44 +275,35 @@ def test_many_wide_cells_do_not_make_a_large_observation() -> None:
     assert len(render_rows(rows)) < 2_000_000
 
 
-@pytest.fixture
-def no_texts(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The texts of tables that are kept; none so far."""
-    texts: dict[str, str] = {}
-    monkeypatch.setattr("skyrl_fast.extras.text2sql.env._texts", texts)
-    return texts
-
-
-def test_equal_numbers_of_other_types_have_texts_of_their_own(no_texts: dict[str, str]) -> None:
-    shown = [render_rows([(value,)]).split() for value in (1, 1.0, "1.00", -0.0, 0, 0.0, None)]
+def test_equal_numbers_of_other_types_have_texts_of_their_own() -> None:
+    texts = TableTexts()
+    shown = [texts.render([(value,)]).split() for value in (1, 1.0, "1.00", -0.0, 0, 0.0, None)]
     assert shown == [["0", text] for text in ("1", "1.0", "1.00", "-0.0", "0", "0.0", "None")]
-    assert len(no_texts) == len(shown)
-    assert [render_rows([(value,)]).split() for value in (1, 1.0)] == shown[:2]
-    assert len(no_texts) == len(shown)
+    assert len(texts) == len(shown)
+    assert [texts.render([(value,)]).split() for value in (1, 1.0)] == shown[:2]
+    assert len(texts) == len(shown)
 
 
-def test_only_short_tables_are_kept_and_not_many(no_texts: dict[str, str]) -> None:
+def test_only_short_tables_are_kept_and_not_many() -> None:
+    texts = TableTexts()
     wide = [("x" * 3000,), *[(number,) for number in range(9)]]
     for rows in ([("x" * LONGEST_KEPT,)], [(number,) for number in range(51)], wide):
-        assert render_rows(rows) == render_rows(rows)
-        assert not no_texts
+        assert texts.render(rows) == texts.render(rows)
+        assert len(texts) == 0
     sizes = []
     for number in range(KEPT_TEXTS + 2):
-        assert str(number) in render_rows([(number,)])
-        sizes.append(len(no_texts))
+        assert str(number) in texts.render([(number,)])
+        sizes.append(len(texts))
     assert (max(sizes), sizes[-1]) == (KEPT_TEXTS, 2)
 
 
-def test_tables_of_several_threads_are_complete(
-    no_texts: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_of_several_threads_are_complete() -> None:
     """pandas cuts cells at 50 characters where another thread writes a table at the same time."""
     import pandas
 
-    monkeypatch.setattr("skyrl_fast.extras.text2sql.env.LONGEST_KEPT", 0)  # each call writes one
-
+    texts = TableTexts(longest=0)  # each call writes one
     rows = [("CREATE TABLE parks (depth INT, weight INT, speed INT, age INT)",)]
-    wanted = render_rows(rows)
+    wanted = texts.render(rows)
     assert rows[0][0] in wanted
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
@@ -315,7 +312,7 @@ def test_tables_of_several_threads_are_complete(
             seen = set()
             for _ in range(200):
                 pandas.reset_option("display.max_colwidth")  # one failure would hide the next
-                seen |= set(threads.map(lambda _: render_rows(rows), range(4)))
+                seen |= set(threads.map(lambda _: texts.render(rows), range(4)))
     finally:
         sys.setswitchinterval(interval)
         pandas.reset_option("display.max_colwidth")

@@ -4,7 +4,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -135,10 +134,7 @@ LEFT_BEHIND = {  # what a command does to its folder, and what is said of the re
 
 @pytest.mark.spec("gateway.command-left-behind")
 @pytest.mark.parametrize("verified", [False, True])
-def test_what_a_command_leaves_behind_ends_in_a_named_error(
-    verified: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_what_a_command_leaves_behind_ends_in_a_named_error(verified: bool, tmp_path: Path) -> None:
     verifier = python("pass") if verified else ()
     task = AgentTask({"prompt": []}, "http://nowhere", "key", "model")
 
@@ -147,6 +143,7 @@ def test_what_a_command_leaves_behind_ends_in_a_named_error(
             python(f"import os\nprint('bye', flush=True)\n{code}"),
             verifier=verifier,
             reward_file="r",
+            parent=tmp_path,
         )
         with pytest.raises(EnvError) as caught:
             await asyncio.wait_for(agent.run(task), 60)
@@ -254,12 +251,10 @@ def test_commands_and_their_folders_end_with_a_killed_trainer(tmp_path: Path) ->
     assert list(folders.iterdir()) == []
 
 
-def test_each_task_has_a_folder_of_its_own(
-    tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_each_task_has_a_folder_of_its_own(tiny_tokenizer: Any, tmp_path: Path) -> None:
     here = CALL + "\nassert sorted(os.listdir()) == ['.agent_output', 'answer.txt', 'task.json']"
     prompts = [FakePrompt(str(n), env_extras={"n": n}) for n in range(3)]
-    out = played(CommandAgent(python(here)), tiny_tokenizer, prompts=prompts)
+    agent = CommandAgent(python(here), parent=tmp_path)
+    out = played(agent, tiny_tokenizer, prompts=prompts)
     assert [t.steps[0].reward for t in out.trajectories] == [1.0] * 3
     assert list(tmp_path.iterdir()) == []

@@ -1,12 +1,10 @@
 """Commands that leave anything in place of their files and folders, from a generated table."""
 
 import asyncio
-import contextvars
 import os
 import random
 import shutil
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -25,7 +23,6 @@ SAMPLE = 40  # of the default run; another one for each seed
 SECONDS = 20.0  # that an end may take: the command's deadline and 5 s for the leash, on slow cores
 GAP_SECONDS = 1.0
 AT_ONCE = 8
-_parent: contextvars.ContextVar[str] = contextvars.ContextVar("parent of the command's folder")
 
 
 @dataclass(frozen=True)
@@ -63,8 +60,8 @@ async def end_of(case: Leftover, root: Path) -> End:
     parent.mkdir(parents=True)
     out.mkdir()
     (out / "kept").write_text("1")
-    _parent.set(str(parent))
-    agent = CommandAgent([sys.executable, "-I", "-S", "-c", case.code, str(out)], reward_file="d/r")
+    command = [sys.executable, "-I", "-S", "-c", case.code, str(out)]
+    agent = CommandAgent(command, reward_file="d/r", parent=parent)
     running = asyncio.create_task(agent.run(AgentTask({}, "http://nowhere", "key", "model")))
     while not running.done() and not (out / "ready").exists():
         await asyncio.sleep(0.01)
@@ -150,10 +147,8 @@ def sample() -> list[Leftover]:
     ],
 )
 def test_each_behaviour_of_a_command_ends_by_name_and_leaves_nothing(
-    cases: list[Leftover], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cases: list[Leftover], tmp_path: Path
 ) -> None:
-    make = tempfile.mkdtemp
-    monkeypatch.setattr(tempfile, "mkdtemp", lambda prefix: make(prefix=prefix, dir=_parent.get()))
     heart = Heart()
     ends = ends_of(cases, tmp_path, heart)
     wrong = [

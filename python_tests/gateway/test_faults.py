@@ -14,12 +14,11 @@ from _gateway import MODEL, USER, chat, gateways, played, with_waits
 from fake_envs import FakePrompt, says
 
 from skyrl_fast.config import SamplingParams
-from skyrl_fast.gateway import connections, server
-from skyrl_fast.gateway import session as session_module
-from skyrl_fast.gateway.agent import GatewayAgent
+from skyrl_fast.gateway import connections
 from skyrl_fast.gateway.messages import ApiError, Outcome
 from skyrl_fast.gateway.prompt_ids import PromptIds
 from skyrl_fast.gateway.rewards import Rewards
+from skyrl_fast.gateway.server import GatewayLimits
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError
 from skyrl_fast.rollout.trajectory import Step
 
@@ -89,10 +88,8 @@ def test_a_client_that_returns_gets_the_answer_of_its_first_call(
 @pytest.mark.spec("gateway.lost-clients")
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_no_client_waits_for_is_aborted_and_not_trained(
-    stream: bool, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    stream: bool, tiny_tokenizer: Any
 ) -> None:
-    monkeypatch.setattr(session_module, "RETRY_SECONDS", 0.05)
-
     def answer(call: Any, n: int) -> Any:
         return None if n == 0 else says(tiny_tokenizer, "a")  # the first never ends
 
@@ -100,27 +97,19 @@ def test_an_answer_that_no_client_waits_for_is_aborted_and_not_trained(
         body = {"model": MODEL, "messages": [USER], "stream": stream}
         async with client_of(task) as client:
             post = asyncio.create_task(client.post("/chat/completions", json=body))
-            while engine.running == 0:
+            while box.engine.running == 0:
                 await asyncio.sleep(0.01)
             post.cancel()
-            while engine.running:
+            while box.engine.running:
                 await asyncio.sleep(0.01)
         await chat(task, [{"role": "user", "content": "other"}])
         return 1.0
 
-    engine: Any = None
+    async def at_once() -> None:
+        """Let the engine answer."""
 
-    def remembered(call: Any, n: int) -> Any:
-        return answer(call, n)
-
-    def grab(self: Any, *arguments: Any, **options: Any) -> Any:
-        nonlocal engine
-        engine = self.policy.calls.engine
-        return episode(self, *arguments, **options)
-
-    episode = GatewayAgent.episode
-    monkeypatch.setattr(GatewayAgent, "episode", grab)
-    out = played(agent, tiny_tokenizer, answer=remembered)
+    box = with_waits(agent, at_once)
+    out = played(box, tiny_tokenizer, answer=answer, limits=GatewayLimits(retry=0.05))
     assert [s.text for s in out.only.steps] == ["a"]
     assert out.only.env_metrics["undelivered_calls"] == 1
     assert out.faults["gateway_lost_clients"] == 1
@@ -172,10 +161,8 @@ SILENT = {
 
 @pytest.mark.spec("gateway.connections")
 @pytest.mark.parametrize("name", SILENT)
-def test_a_connection_without_a_request_is_closed(
-    name: str, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.2)
+def test_a_connection_without_a_request_is_closed(name: str, tiny_tokenizer: Any) -> None:
+    limits = GatewayLimits(request=0.2)
 
     async def agent(task: Any) -> float:
         reader, writer = await send_raw(task, b"")
@@ -189,14 +176,12 @@ def test_a_connection_without_a_request_is_closed(
         await chat(task, [USER])
         return 1.0
 
-    assert [s.text for s in played(agent, tiny_tokenizer).only.steps] == ["a0"]
+    assert [s.text for s in played(agent, tiny_tokenizer, limits=limits).only.steps] == ["a0"]
 
 
 @pytest.mark.spec("gateway.connections")
-def test_connections_beyond_half_of_the_descriptors_are_closed(
-    tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connections, "max_connections", lambda: 3)
+def test_connections_beyond_the_limit_are_closed(tiny_tokenizer: Any) -> None:
+    limits = GatewayLimits(connections=3)
 
     async def agent(task: Any) -> float:
         silent = [await send_raw(task, b"") for _ in range(3)]
@@ -209,7 +194,7 @@ def test_connections_beyond_half_of_the_descriptors_are_closed(
         await chat(task, [USER])
         return 1.0
 
-    assert [s.text for s in played(agent, tiny_tokenizer).only.steps] == ["a0"]
+    assert [s.text for s in played(agent, tiny_tokenizer, limits=limits).only.steps] == ["a0"]
 
 
 def test_connections_may_have_half_of_the_descriptors() -> None:
@@ -219,9 +204,9 @@ def test_connections_may_have_half_of_the_descriptors() -> None:
 
 @pytest.mark.spec("gateway.streams")
 def test_a_stream_shows_signs_of_life_and_ends_with_the_answer_or_an_error(
-    tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_tokenizer: Any,
 ) -> None:
-    monkeypatch.setattr(server, "PING_SECONDS", 0.01)
+    limits = GatewayLimits(ping=0.01)
     gate = asyncio.Event()
     lines: list[str] = []
 
@@ -243,7 +228,8 @@ def test_a_stream_shows_signs_of_life_and_ends_with_the_answer_or_an_error(
     def answer(call: Any, n: int) -> Any:
         return EngineError("out of memory") if n == 1 else says(tiny_tokenizer, "one two")
 
-    out = played(with_waits(agent, gate.wait), tiny_tokenizer, answer=answer, max_retries=0)
+    box = with_waits(agent, gate.wait)
+    out = played(box, tiny_tokenizer, answer=answer, max_retries=0, limits=limits)
     assert lines[0] == ": waiting"
     assert lines[-2:] == ["data: [DONE]", ""]
     chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
@@ -553,10 +539,8 @@ def test_equal_requests_at_once_are_two_calls_also_where_one_is_tried_again(
 
 
 @pytest.mark.spec("gateway.lost-clients")
-def test_a_client_that_comes_back_is_waited_for_anew(
-    tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(session_module, "RETRY_SECONDS", 1.5)
+def test_a_client_that_comes_back_is_waited_for_anew(tiny_tokenizer: Any) -> None:
+    limits = GatewayLimits(retry=1.5)
 
     async def agent(task: Any) -> float:
         async with client_of(task) as client:
@@ -565,7 +549,7 @@ def test_a_client_that_comes_back_is_waited_for_anew(
                     await client.post("/chat/completions", content=BODY, timeout=timeout)
         return 1.0
 
-    out = played(with_waits(agent, waits_of([3.0])), tiny_tokenizer)
+    out = played(with_waits(agent, waits_of([3.0])), tiny_tokenizer, limits=limits)
     assert (len(out.engine.calls), out.only.env_metrics["repeated_calls"]) == (1, 2)
 
 

@@ -115,12 +115,15 @@ async def act(session: Session, history: list[dict[str, str]], operation: Any) -
         history[index]["content"] = history[index]["content"].strip()
 
 
+BODIES = itertools.count()  # a body that was sent before would be a repeated call
+
+
 async def answer(session: Session, messages: list[dict[str, str]], number: int) -> str:
     call = Call(model=MODEL, messages=messages)
     prompt = await session.prompt(call)
-    body = f"{len(session._calls)}".encode()
+    body = f"{next(BODIES)}".encode()
     running = session.start(call, prompt, "/", body, is_retry=False, span=None)
-    with session.waiting(running):
+    with session.waiting(running, 10.0):
         await running.task
         return session.deliver(running).choices[0].text
 
@@ -155,7 +158,7 @@ def check_history(tokenizer: Any, answers: list[list[int]], done: list[Any]) -> 
         return session
 
     session = asyncio.run(go())
-    steps = session._trajectory.steps
+    steps = session.trajectory.steps
     assert Counter(
         (tuple(s.prompt_token_ids), tuple(s.response_ids[: sum(s.loss_mask)])) for s in steps
     ) == Counter(model.sampled)
@@ -219,7 +222,7 @@ def test_a_conversation_that_only_grows_is_continued_token_by_token(
         return session
 
     session = asyncio.run(go())
-    steps = session._trajectory.steps
+    steps = session.trajectory.steps
     for before, after in itertools.pairwise(steps):
         together = before.prompt_token_ids + before.response_ids
         assert after.prompt_token_ids[: len(together)] == together

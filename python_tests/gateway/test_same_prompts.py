@@ -19,7 +19,7 @@ from skyrl_fast.rollout.chat_messages import normalize_messages, template_kwargs
 from skyrl_fast.rollout.env.protocol import Env, EnvStep
 from skyrl_fast.train.data.demonstrations import build_demonstration, chat_of
 from skyrl_fast.train.data.prompts import Prompt, prompts_from
-from skyrl_fast.trajectory_store.recorded import _rows
+from skyrl_fast.trajectory_store.recorded import rows_of_calls
 
 # Writes all that it gets: keys in their order, nulls, and types.
 TEMPLATE = (
@@ -192,7 +192,7 @@ def test_a_conversation_has_one_prompt_by_every_source(
         got = tiny_tokenizer.decode(list(trajectory.steps[1].prompt_token_ids))
         assert got == wanted, name
     # As demonstrations: the export of what the gateway recorded, and the same rows.
-    (exported,) = _rows(json.loads(json.dumps(transcript.records)))
+    (exported,) = rows_of_calls(json.loads(json.dumps(transcript.records)))
     rows = [exported]
     rows += [{"messages": [*p.messages, OK], **p.env_extras} for p in sources.values()]
     for demonstration in rows:

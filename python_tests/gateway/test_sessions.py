@@ -32,7 +32,7 @@ from skyrl_fast.rollout.engine.protocol import Generation
 from skyrl_fast.system.network_interface import listen_at
 from skyrl_fast.train.data.demonstrations import chat_of
 from skyrl_fast.trajectory_store import read_index, read_trajectories
-from skyrl_fast.trajectory_store.recorded import _rows, read_recorded, sft_rows
+from skyrl_fast.trajectory_store.recorded import read_recorded, rows_of_calls, sft_rows
 from skyrl_fast.trajectory_store.writer import StoreError
 
 USER = {"role": "user", "content": "task"}
@@ -57,12 +57,12 @@ class Client:
 
     def __init__(self, sessions: Sessions, run: Path) -> None:
         self.sessions = sessions
-        self._http = httpx.AsyncClient(base_url=sessions.url, trust_env=False)
+        self.http = httpx.AsyncClient(base_url=sessions.url, trust_env=False)
         self.key = (run / KEY_FILE).read_text().strip()
 
     async def post(self, path: str, key: str | None, body: Any = None) -> Any:
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        return await self._http.post(path, json=body, headers=headers)
+        return await self.http.post(path, json=body, headers=headers)
 
     async def open(self, **fields: Any) -> Any:
         answer = await self.post("/sessions", self.key, fields)
@@ -201,7 +201,7 @@ def test_sessions_are_opened_with_the_gateways_key(tmp_path: Path, tiny_tokenize
             assert answer.json()["error"]["code"] == "invalid_api_key"
         for path in ("/sessions/end", "/chat/completions"):
             assert (await client.post(path, client.key, {})).status_code == 401
-        page = await client._http.post(
+        page = await client.http.post(
             "/sessions", headers={"authorization": f"Bearer {client.key}", "origin": "http://a"}
         )
         assert page.status_code == 403
@@ -212,7 +212,7 @@ def test_sessions_are_opened_with_the_gateways_key(tmp_path: Path, tiny_tokenize
             "/chat/completions", opened["api_key"], {"model": "policy", "messages": [USER]}
         )
         relayed = {"authorization": "Bearer EMPTY", "x-api-key": opened["api_key"]}
-        assert (await client._http.get("/models", headers=relayed)).status_code == 200
+        assert (await client.http.get("/models", headers=relayed)).status_code == 200
         for number in (1e39, -1e39, 10**400):
             for path in ("/sessions/end", "/rewards"):
                 bad = await client.post(path, opened["api_key"], {"reward": number})
@@ -308,7 +308,10 @@ def test_another_offer_of_tools_begins_another_row_of_the_export() -> None:
     calls = [call(0, "a", "b"), call(2, "c", "d", **tools), call(4, "e", "f", **tools)]
     first = [user("a"), said("b")]
     more = [{**said("b"), "weight": 0}, user("c"), said("d"), user("e"), said("f")]
-    assert list(_rows(calls)) == [{"messages": first}, {"messages": [user("a"), *more], **tools}]
+    assert list(rows_of_calls(calls)) == [
+        {"messages": first},
+        {"messages": [user("a"), *more], **tools},
+    ]
 
 
 @pytest.mark.spec("gateway.export")
@@ -404,14 +407,14 @@ def test_each_answer_is_trained_in_one_conversation(
 def test_a_model_or_a_configuration_file_is_needed(
     tmp_path: Path, tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from skyrl_fast.commands.gateway import _config
+    from skyrl_fast.commands.gateway import config_of
 
     assert cli.main(["gateway", "--record", str(tmp_path)]) == 2
     assert "expected a configuration file or --model" in capsys.readouterr().err
     parsed = cli.command_parser().parse_args(
         ["gateway", "trainer.seed=7", "--model", str(tiny_model_folder), "--engine", "http://a:1"]
     )
-    config = _config(parsed)
+    config = config_of(parsed)
     assert config.trainer.seed == 7
     assert (config.generator.max_input_length, config.generator.max_turns) == (768, 10_000)
     assert config.generator.sampling_params.max_generate_length == 256
@@ -432,7 +435,7 @@ def test_a_model_or_a_configuration_file_is_needed(
 def test_the_gateways_options_override_the_file(
     words: list[str], wanted: tuple[str, int, str], tmp_path: Path
 ) -> None:
-    from skyrl_fast.commands.gateway import _config
+    from skyrl_fast.commands.gateway import config_of
 
     path = tmp_path / "config.yaml"
     path.write_text(
@@ -440,7 +443,7 @@ def test_the_gateways_options_override_the_file(
         "agent: {host: '::1', port: 0}\n"
     )
     options = ["gateway", str(path), *words, "--engine", "http://[::1]:8000", "http://b:1"]
-    config = _config(cli.command_parser().parse_args(options))
+    config = config_of(cli.command_parser().parse_args(options))
     assert (config.agent.host, config.agent.port, config.trainer.run_path) == wanted
     servers = config.generator.inference_engine.external_server_urls
     assert servers == ["http://[::1]:8000", "http://b:1"]

@@ -13,6 +13,9 @@ from _http_server import serving
 from _stored import WordTokenizer
 from fake_envs import says
 
+from skyrl_fast.gateway.messages import Answer, Call
+from skyrl_fast.rollout.trajectory import Trajectory
+
 pytest.importorskip("openai")
 pytest.importorskip("starlette")
 
@@ -100,7 +103,7 @@ def test_texts_of_events_may_have_line_ends_of_unicode(end: str) -> None:
     text = "a\u2028b\u0085c\u2029d\x0be"
     event = {"choices": [{"delta": {"content": text}}]}
     lines = ["event: x", f"data: {json.dumps(event, ensure_ascii=False)}", "", "data: [DONE]", ""]
-    assert other_calls._text_of_events(end.join(lines).encode()) == text
+    assert other_calls.text_of_events(end.join(lines).encode()) == text
 
 
 @pytest.mark.spec("gateway.upstreams")
@@ -195,14 +198,9 @@ def test_a_stream_ends_with_its_client_or_its_trajectory(leaves: bool, tiny_toke
 
 
 @pytest.mark.spec("gateway.untrained")
-def test_untrained_names_of_the_policy_are_shown(
-    tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(other_calls, "MAX_TEXT", 20)
-    monkeypatch.setattr(other_calls, "MAX_KEPT", 2)
-
+def test_untrained_names_of_the_policy_are_shown(tiny_tokenizer: Any) -> None:
     async def agent(task: Any) -> float:
-        for text in ("t", "long " * 10, "third"):
+        for text in ("t", "another"):
             await task.async_openai.chat.completions.create(
                 model="title", messages=[{"role": "user", "content": text}]
             )
@@ -215,9 +213,20 @@ def test_untrained_names_of_the_policy_are_shown(
         untrained_models=("title",),
         answer=lambda call, n: says(tiny_tokenizer, f"a{n}"),
     ).only
-    assert [step.text for step in t.steps] == ["a3"]
-    first, second = t.other_calls  # at most MAX_KEPT
+    assert [step.text for step in t.steps] == ["a2"]
+    first, second = t.other_calls
     assert (first.model, first.request, first.response) == ("title", "user: t", "a0")
+    assert (second.request, second.response) == ("user: another", "a1")
+
+
+@pytest.mark.spec("gateway.untrained")
+def test_long_texts_are_shortened_and_further_calls_left_out() -> None:
+    trajectory = Trajectory("uid", 0)
+    others = other_calls.OtherCalls(trajectory, max_text=20, max_kept=2)
+    for number, text in enumerate(("t", "user: " + "long " * 10, "third")):
+        others.add_sampled(Call("title", prompt=text), Answer(f"{number}", 0, "title", 1, []))
+    first, second = trajectory.other_calls
+    assert first.request == "t"
     assert second.request == "user: long long long ... (36 more characters)"
 
 

@@ -6,8 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,23 +16,21 @@ import torch
 import torch.nn.functional as F
 
 from bench.baselines.padded_rows import row_bounds, varlen_attention
-from bench.gpu import batch_cases, cases, peers, report, tree_cases
+from bench.gpu import batch_cases, cases, peers, report
 from bench.gpu.case import OURS, Case, within
 from bench.gpu.timing import Ceilings, Stopwatch
+from skyrl_fast import group_advantage
 from skyrl_fast.ops.prefix_tree.attention import plan_tree_attention, tree_attention
 from skyrl_fast.train.model import tree_forward
 
 ROOT = Path(__file__).resolve().parents[2]
 CEILINGS = Ceilings(1e12, 1e10, 0.005)
+WATCH = Stopwatch("cpu", rounds=1, flush_bytes=8)
 
 
-def test_peers_are_not_compiled_by_inductor_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    backends: list[object] = []
-    monkeypatch.setattr(torch, "compile", lambda f, **options: backends.append(options["backend"]))
-    for has_gpu in (False, True):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
-        peers.compiled(torch.add)
-    assert backends == ["aot_eager", "inductor"]
+def test_peers_are_not_compiled_by_inductor_without_a_gpu() -> None:
+    assert peers.compile_backend(has_gpu=False) == "aot_eager"
+    assert peers.compile_backend(has_gpu=True) == "inductor"
 
 
 @pytest.mark.slow
@@ -42,9 +39,8 @@ def test_every_case_runs(emulated_gpu: ModuleType, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(peers, "LOGPROB", keep)  # no compiling here
     for losses in (peers.PPO, peers.PPO_K3):
         monkeypatch.delitem(losses, "torch.compile TRL formulation")
-    monkeypatch.setattr(tree_cases, "SHAPES", ("search",))
-    monkeypatch.setattr(tree_cases, "TRIAL_DIVISOR", 300)
-    *_, found = report.measured("cpu", tiny=True)
+    size = replace(cases.TINY, tree_shapes=("search",), tree_divisor=300)
+    *_, found = report.measured("cpu", size)
     ours = [e for e in found["entries"] if e["contender"] == OURS]
     groups = {e["group"] for e in found["entries"]}
     assert len(ours) == len(groups) and all("median_ms" in e for e in ours)
@@ -69,39 +65,37 @@ def test_every_case_runs(emulated_gpu: ModuleType, monkeypatch: pytest.MonkeyPat
         assert any(work in group for group in groups)
 
 
-def test_wrong_advantage_in_any_row_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = batch_cases.group_advantage
-
+def test_wrong_advantage_in_any_row_is_detected() -> None:
     def wrong(*arguments: Any, backend: str, **options: Any) -> torch.Tensor:
-        result = right(*arguments, backend=backend, **options)
+        result = group_advantage(*arguments, backend=backend, **options)
         if backend == "native":
             result[-1, -1] += 0.01
         return result
 
-    monkeypatch.setattr(batch_cases, "group_advantage", wrong)
-    *_, found = report.measured("cpu", tiny=True, only="group_advantage")
-    assert all("wrong by 0.01" in entry["skipped"] for entry in found["entries"])
+    made = list(batch_cases.advantage_cases(cases.TINY.batch, "cpu", "g", compute=wrong))
+    entries = [report.entry(case, WATCH, CEILINGS) for case in made]
+    assert len(entries) == 2 and all("wrong by 0.01" in entry["skipped"] for entry in entries)
 
 
-def test_own_failure_sets_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_failure_sets_the_exit_status() -> None:
     def wrong() -> None:
         raise ValueError("x")
 
-    def all_cases(*_: object) -> Iterator[Case]:
-        yield Case("g", "peer", wrong, 0.0)
-        yield Case("g", OURS, wrong, 0.0)
-        yield Case("g", f"{OURS} Triton", lambda: None, 0.0)
-
-    monkeypatch.setattr(cases, "all_cases", all_cases)
-    monkeypatch.setattr("sys.argv", ["report", "--device", "cpu", "--tiny"])
+    made = (
+        Case("g", "peer", wrong, 0.0),
+        Case("g", OURS, wrong, 0.0),
+        Case("g", f"{OURS} Triton", lambda: None, 0.0),
+    )
+    entries = [report.entry(case, WATCH, CEILINGS) for case in made]
     with pytest.raises(SystemExit, match=r"ours failed: g, skyrl_fast$"):
-        report.main()
+        report.exit_if_ours_failed(entries)
+    report.exit_if_ours_failed([entries[0], entries[2]])
 
 
 @pytest.mark.parametrize("wrong", [0.1, float("nan")])
 def test_wrong_result_is_not_timed(wrong: float) -> None:
     case = Case("g", "peer", lambda: None, 0.0, check=lambda: within(wrong, 0.01))
-    found = report.entry(case, Stopwatch("cpu", rounds=1, flush_bytes=8), CEILINGS)
+    found = report.entry(case, WATCH, CEILINGS)
     assert found["skipped"].startswith("fails: ValueError: wrong by") and "median_ms" not in found
 
 
@@ -147,27 +141,23 @@ def test_installed_peers_agree() -> None:
 
 PEERS_PROGRAM = """
 import contextlib, json, torch
-from bench.gpu import report
+from bench.gpu import cases, report
 torch.cuda.device = lambda index: contextlib.nullcontext()  # flash-attn names its device
-*_, found = report.measured("cpu", tiny=True, dtype=torch.float32)  # it does not support bfloat16
+*_, found = report.measured("cpu", cases.TINY, dtype=torch.float32)  # it does not support bfloat16
 print(json.dumps(found["entries"]))
 """
 
 
-def test_without_a_gpu_nothing_is_measured_or_saved(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_a_gpu_nothing_is_measured_or_saved(tmp_path: Path) -> None:
     if report.torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    monkeypatch.setattr("sys.argv", ["report"])
     with pytest.raises(SystemExit, match="nothing was measured"):
-        report.main()
+        report.main(["--out", str(tmp_path)])
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_varlen_attention_of_rows_without_shared_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_varlen_attention_of_rows_without_shared_prefixes() -> None:
     """One row at a time replaces torch's kernel, which runs only on a GPU."""
 
     def row_by_row(
@@ -181,9 +171,7 @@ def test_varlen_attention_of_rows_without_shared_prefixes(monkeypatch: pytest.Mo
             rows.append(F.scaled_dot_product_attention(*parts, is_causal=True).transpose(0, 1))
         return torch.cat(rows)
 
-    module = pytest.importorskip("torch.nn.attention.varlen", reason="torch before 2.10")
-    monkeypatch.setattr(module, "varlen_attn", row_by_row)
-    with varlen_attention():
+    with varlen_attention(row_by_row):
         for kind, lengths in (("flex", [100, 1, 155]), ("dense", [3, 1, 2]), ("dense", [1, 4, 1])):
             ends = torch.tensor(lengths).cumsum(0)
             parents = torch.arange(int(ends[-1])) - 1

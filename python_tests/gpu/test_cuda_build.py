@@ -36,12 +36,8 @@ def test_spills_and_missing_architectures_are_reported() -> None:
     ]
 
 
-def test_check_without_nvcc_is_skipped_with_a_message(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cuda_check, "find_nvcc", lambda: None)
-    monkeypatch.setattr("sys.argv", ["cuda_check.py"])
-    cuda_check.main()
+def test_check_without_nvcc_is_skipped_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:
+    cuda_check.check(None, jobs=1)
     assert "skipped, no nvcc found" in capsys.readouterr().out
 
 

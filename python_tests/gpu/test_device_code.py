@@ -41,9 +41,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(_backend, "device_kind", lambda device: "cuda")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(_backend, "is_trusted", lambda *_: True)  # there are no kernels to compare
-    _backend._capability.cache_clear()
+    _backend.device_capability.cache_clear()
     yield indices
-    _backend._capability.cache_clear()
+    _backend.device_capability.cache_clear()
 
 
 def answer(
@@ -93,7 +93,7 @@ def test_native_by_name_on_a_device_without_code_is_an_error(
     ],
 )
 def test_architectures_of_other_builds(built: str, capability: tuple[int, int], runs: bool) -> None:
-    assert _backend._has_code(built, capability) is runs
+    assert _backend.has_code(built, capability) is runs
 
 
 @pytest.mark.spec("tensors.compile")
@@ -162,11 +162,9 @@ OLD_DRIVER = (13000, 12080)  # a runtime of CUDA 13.0, a driver of the series 57
     ],
 )
 def test_a_driver_runs_kernels_of_its_major_version_and_older_ones(
-    monkeypatch: pytest.MonkeyPatch, runtime: int, driver: int, runs: bool
+    runtime: int, driver: int, runs: bool
 ) -> None:
-    monkeypatch.setattr(_C, "cuda_archs", BUILT)
-    monkeypatch.setattr(_C, "cuda_versions", lambda: (runtime, driver), raising=False)
-    assert (_backend.driver_fault() == "") == runs
+    assert (_backend.fault_of_versions(runtime, driver) == "") == runs
 
 
 def test_a_driver_that_is_too_old_is_named_once_and_triton_runs(
@@ -178,7 +176,7 @@ def test_a_driver_that_is_too_old_is_named_once_and_triton_runs(
         r"the CUDA kernels were compiled with CUDA 13\.0 and need a driver for CUDA 13 \(580 or "
         r"newer\); this one is for CUDA 12\.8\. They are not used: Triton's are, or torch"
     )
-    _backend._driver_runs_kernels.cache_clear()
+    _backend.driver_runs_kernels.cache_clear()
     try:
         with pytest.warns(RuntimeWarning, match=said) as warned:
             for _ in range(2):
@@ -190,4 +188,4 @@ def test_a_driver_that_is_too_old_is_named_once_and_triton_runs(
         assert kernels.status == doctor.PROBLEM and "is for CUDA 12.8" in kernels.found
         assert "update the driver" in kernels.advice
     finally:
-        _backend._driver_runs_kernels.cache_clear()
+        _backend.driver_runs_kernels.cache_clear()

@@ -2,7 +2,6 @@
 
 import json
 import warnings
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -15,6 +14,7 @@ from skyrl_fast.commands import doctor
 from skyrl_fast.ops import _backend, first_use
 
 CPU = torch.device("cpu")
+SMALL = first_use.LOGIT_CASES[:4]  # for emulated kernels
 LOGITS = torch.tensor([[0.0, 0.0], [0.0, 50.0]])
 TARGETS = torch.tensor([1, 1])
 
@@ -23,7 +23,7 @@ TARGETS = torch.tensor([1, 1])
 def untrusted(emulated_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An emulated GPU on which nothing has been compared, with an empty cache folder."""
     monkeypatch.setattr(_backend, "is_trusted", IS_TRUSTED)
-    monkeypatch.setattr(_backend, "_reasons", {})
+    monkeypatch.setattr(_backend, "first_use_reasons", {})
     monkeypatch.setattr(_backend, "cache_folder", lambda: tmp_path)
     return tmp_path / "first_use"
 
@@ -77,12 +77,12 @@ def test_results_are_remembered_by_device_and_build(
     assert len(calls) > 1
     (record,) = untrusted.iterdir()
     assert json.loads(record.read_text())["reason"] == ""
-    _backend._reasons.clear()  # as in another process
+    _backend.first_use_reasons.clear()  # as in another process
     calls.clear()
     selected_logprob(LOGITS, TARGETS)
     assert len(calls) == 1
     monkeypatch.setattr(first_use, "_fingerprint", lambda device: "another build")
-    _backend._reasons.clear()
+    _backend.first_use_reasons.clear()
     selected_logprob(LOGITS, TARGETS)
     assert len(calls) > 2
 
@@ -101,13 +101,12 @@ def test_failure_of_the_reference_is_not_blamed_on_the_kernel(
     assert first_use.run_cases("selected_logprob", CPU, "native") == ""
 
 
-def test_comparison_is_free_of_the_default_dtype(
-    untrusted: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(first_use, "LOGIT_CASES", first_use.LOGIT_CASES[:4])  # emulated
+def test_comparison_is_free_of_the_default_dtype(untrusted: Path) -> None:
     torch.set_default_dtype(torch.float64)
     try:
-        reasons = [first_use.run_cases(op, CPU, "native") for op in first_use.BACKENDS_ON_GPU]
+        reasons = [
+            first_use.run_cases(op, CPU, "native", SMALL) for op in first_use.BACKENDS_ON_GPU
+        ]
     finally:
         torch.set_default_dtype(torch.float32)
     assert reasons == [""] * len(reasons)
@@ -119,19 +118,16 @@ def test_comparison_is_free_of_the_callers_modes(untrusted: Path) -> None:
 
 
 def test_doctor_counts_and_measures(untrusted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_use, "gpus", lambda: [CPU])
-    monkeypatch.setattr(first_use, "LOGIT_CASES", first_use.LOGIT_CASES[:4])  # emulated
-    monkeypatch.setattr(first_use, "_milliseconds", partial(first_use._milliseconds, rounds=1))
     monkeypatch.setattr(_backend, "HAS_TRITON", False)
     native = _C.kl_penalty_cuda
     monkeypatch.setattr(_C, "kl_penalty_cuda", faulty(native, "kl_penalty", "mask"))
     with pytest.warns(RuntimeWarning, match="kl_penalty"):
         assert not _backend.is_trusted("kl_penalty", CPU, "native")
     assert _backend.is_trusted("selected_logprob", CPU, "native")
-    (kernels,) = doctor.gpu_kernels()
+    (kernels,) = doctor.gpu_kernels([CPU])
     assert kernels.status == doctor.PROBLEM
     assert kernels.found == "1 of 8 ops equal to torch, 1 different, 6 not used yet"
     assert "kl_penalty (native)" in kernels.advice
-    table = "\n".join(doctor.gpu_table())
+    table = "\n".join(doctor.gpu_table([CPU], logits=SMALL, rounds=1))
     assert "| kl_penalty | k3 | native | differs" in table
     assert "| selected_logprob | kept sets | native | 0." in table

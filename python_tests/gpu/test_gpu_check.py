@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -30,15 +31,10 @@ def python(name: str, program: str, limit: float = 60, **options: Any) -> Part:
     return Part(name, (sys.executable, "-c", program), limit, **options)
 
 
-def run(folder: Path, made: Sequence[Part], *arguments: str) -> int:
+def run(folder: Path, made: Sequence[Part], *arguments: str, sources: str = "v1") -> int:
     parser = argparse.ArgumentParser()
     parts.add_options(parser)
-    return run_parts("check", made, folder, parser.parse_args(arguments))
-
-
-@pytest.fixture(autouse=True)
-def fixed_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "commit", lambda: "v1")
+    return run_parts("check", made, folder, parser.parse_args(arguments), sources=sources)
 
 
 def test_every_part_runs_and_failures_set_the_exit_status(
@@ -58,9 +54,7 @@ def test_every_part_runs_and_failures_set_the_exit_status(
     assert run(tmp_path, made, "--parts", "good") == 0
 
 
-def test_parts_that_passed_are_not_run_again_at_the_same_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_that_passed_are_not_run_again_at_the_same_commit(tmp_path: Path) -> None:
     counts = tmp_path / "counts"
     program = f"open({str(counts)!r}, 'a').write(NAME); raise SystemExit(NAME == 'b')"
     made = [python(name, program.replace("NAME", repr(name))) for name in ("a", "b")]
@@ -69,8 +63,7 @@ def test_parts_that_passed_are_not_run_again_at_the_same_commit(
     assert counts.read_text() == "abb"
     run(folder, made, "--again", "--parts", "a")
     assert counts.read_text() == "abba"
-    monkeypatch.setattr(parts, "commit", lambda: "v2")
-    run(folder, made)
+    run(folder, made, sources="v2")
     assert counts.read_text() == "abbaab"
 
 
@@ -105,7 +98,8 @@ def test_what_does_not_fit_into_the_seconds_is_left_for_the_next_call(
     parser = argparse.ArgumentParser()
     parts.add_options(parser)
     options = parser.parse_args(["--seconds", "100"])
-    assert run_parts("check", made, tmp_path, options, clock=lambda: next(clock)) == 1
+    timed = partial(run_parts, clock=lambda: next(clock), sources="v1")
+    assert timed("check", made, tmp_path, options) == 1
     said = capsys.readouterr().out
     assert "  second: not run yet\n" in said and "  third: passed" in said
     assert "check: 1 of 3 parts are left; the same command runs them" in said
@@ -177,20 +171,16 @@ def test_a_part_without_its_modules_says_so_and_the_next_one_runs(
     assert "  next: passed" in said
 
 
-def test_sources_are_known_by_their_bytes_where_there_is_no_git(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
-    monkeypatch.setattr(parts, "ROOT", tmp_path)
+def test_sources_are_known_by_their_bytes_where_there_is_no_git(tmp_path: Path) -> None:
     source = tmp_path / "csrc" / "pack.cu"
     source.parent.mkdir()
     source.write_text("1")
-    first = parts.commit()
+    first = parts.commit(tmp_path)
     (tmp_path / "bench" / "results").mkdir(parents=True)
     (tmp_path / "bench" / "results" / "gpu.json").write_text("{}")
-    assert parts.commit() == first and first.startswith("sources-")
+    assert parts.commit(tmp_path) == first and first.startswith("sources-")
     source.write_text("2")
-    assert parts.commit() != first
+    assert parts.commit(tmp_path) != first
 
 
 def test_training_and_figures_come_within_one_call_of_540_seconds() -> None:
@@ -255,12 +245,11 @@ def test_every_benchmark_group_belongs_to_a_part() -> None:
     )
 
 
-def test_without_a_gpu_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_nothing_is_claimed() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    monkeypatch.setattr("sys.argv", ["gpu_check"])
     with pytest.raises(SystemExit, match="there is no GPU here; nothing was"):
-        gpu_check.main()
+        gpu_check.main([])
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def versions() -> tuple[str, str]:
     runtime, _ = _C.cuda_versions()
     if runtime // 1000 <= VERSION // 1000:
         pytest.skip(f"this build's runtime ({runtime}) runs with the driver")
-    return f"CUDA {_backend._cuda_name(runtime)}", f"CUDA {_backend._cuda_name(VERSION)}"
+    return f"CUDA {_backend.cuda_name(runtime)}", f"CUDA {_backend.cuda_name(VERSION)}"
 
 
 def test_import_works_and_knows_both_versions(folder: Path) -> None:

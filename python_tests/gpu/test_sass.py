@@ -76,20 +76,15 @@ def test_widths_of_loads_and_stores() -> None:
     assert sass.widths(code) == "LDG 2x128, STG 1x16+1x128"
 
 
-def test_counted_kernels_are_printed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_counted_kernels_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     loop = sass.Work(in_loop=True, per_load=1)
     other = sass.Work(in_loop=True, per_load=1, marks=3)
     kernels = tuple(cuda_check.CountedKernel("loop", "x", "_Zloop", work) for work in (loop, other))
-    monkeypatch.setattr(cuda_check, "COUNTED", kernels)
-    monkeypatch.setattr(cuda_check, "find_cuobjdump", lambda: "cuobjdump")
-    monkeypatch.setattr(cuda_check.subprocess, "check_output", lambda *_, **__: LISTING)
     compiled = [
         cuda_check.Kernel("_Zloop", "sm_90a", 40, 0, 0),
         cuda_check.Kernel("_Zloop", "sm_100", 48, 0, 0),
     ]
-    assert cuda_check.print_counts("x", compiled, cuda_check.ROOT / "x.o") == []
+    assert cuda_check.print_counts(kernels, compiled, lambda architecture: LISTING) == []
     first, second, newer, _ = capsys.readouterr().out.splitlines()
     counted = "4.0 to 7.0 instructions an element and 5 a thread"
     memory = "LDG 2x128, STG 1x16+1x128, 32 bytes in flight"

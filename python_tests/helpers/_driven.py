@@ -163,8 +163,8 @@ def drive(
 def _recording(trainer: Trainer, models: Models) -> Iterator[list[DrivenStep]]:
     steps: list[DrivenStep] = []
     critic = models.critic
-    train_policies = trainer._train_policies
-    train_policy = trainer._train_policy
+    train_policies = trainer.train_policies
+    train_policy = trainer.train_policy
     with_advantages = trainer_module.with_advantages
     step_of = Optimizer.step
 
@@ -188,7 +188,7 @@ def _recording(trainer: Trainer, models: Models) -> Iterator[list[DrivenStep]]:
         before = _weights(optimizer)
         gradient = {
             name: parameter.grad.detach().double().clone()
-            for name, parameter in optimizer._named
+            for name, parameter in optimizer.named_parameters
             if parameter.grad is not None
         }
         result = step_of(optimizer)
@@ -200,14 +200,14 @@ def _recording(trainer: Trainer, models: Models) -> Iterator[list[DrivenStep]]:
 
     current: str | None = None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "_train_policies", begin)
-        patch.setattr(trainer, "_train_policy", train)
-        patch.setattr(trainer._saver, "save", lambda: None)
-        patch.setattr(trainer._saver, "save_last", lambda: None)
+        patch.setattr(trainer, "train_policies", begin)
+        patch.setattr(trainer, "train_policy", train)
+        patch.setattr(trainer.saver, "save", lambda: None)
+        patch.setattr(trainer.saver, "save_last", lambda: None)
         patch.setattr(trainer_module, "with_advantages", advantages)
         patch.setattr(Optimizer, "step", step)
         yield steps
 
 
 def _weights(optimizer: Optimizer) -> Tensors:
-    return {name: value.detach().double().clone() for name, value in optimizer._named}
+    return {name: value.detach().double().clone() for name, value in optimizer.named_parameters}

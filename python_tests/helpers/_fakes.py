@@ -106,7 +106,7 @@ class FakeRollouts:
         rows = [(prompt, repetition) for prompt in prompts for repetition in range(samples)]
         turns = self._turns(rows, step, phase)
         return [
-            self._trajectory(prompt, repetition, phase, answers)
+            self.build_trajectory(prompt, repetition, phase, answers)
             for (prompt, repetition), answers in zip(rows, turns, strict=True)
         ]
 
@@ -183,7 +183,7 @@ class FakeRollouts:
         values = torch.log_softmax(logits.float().nan_to_num(), -1)
         return dict(zip(contexts, values, strict=True))
 
-    def _trajectory(
+    def build_trajectory(
         self,
         prompt: Prompt,
         repetition: int,

@@ -16,7 +16,7 @@ from skyrl_fast.gateway.agent import GatewayAgent
 from skyrl_fast.gateway.agents.function import FunctionAgent
 from skyrl_fast.gateway.agents.task import BlackBox
 from skyrl_fast.gateway.policy import ServedPolicy
-from skyrl_fast.gateway.server import Gateway
+from skyrl_fast.gateway.server import LIMITS, Gateway, GatewayLimits
 from skyrl_fast.rollout.activity import ActivityBoard
 from skyrl_fast.rollout.chat_template import ChatTemplate
 from skyrl_fast.rollout.engine.protocol import Generation
@@ -77,6 +77,7 @@ def played(
     engine: Any = None,
     one_line: bool = False,
     takes_rewards: bool = True,
+    limits: GatewayLimits = LIMITS,
     **config: Any,
 ) -> Played:
     """Run an agent, a function or a `BlackBox`, on each prompt.
@@ -84,6 +85,7 @@ def played(
     Args:
         answer: of the scripted engine; None: a0, a1, ... as its calls are.
         engine: in place of the scripted one; started and closed here.
+        limits: of the gateway.
         config: of the generator.
     """
     if answer is None:
@@ -110,7 +112,7 @@ def played(
             one_line=one_line,
             takes_rewards=takes_rewards,
         )
-        gateway = Gateway()
+        gateway = Gateway(limits=limits)
         gateways.append(gateway)
         box = agent if hasattr(agent, "run") else FunctionAgent(agent)
         player = GatewayAgent(gateway, policy, box)
@@ -159,6 +161,7 @@ class with_waits(BlackBox):  # noqa: N801 - used like a function
         return await FunctionAgent(self._agent).run(task)
 
     def patch(self, engine: Any) -> None:
+        self.engine = engine
         generate = engine.generate
 
         async def waiting(*arguments: Any, **options: Any) -> Any:

@@ -243,7 +243,7 @@ def _run_model(
         with send_by_file(policy.named_weights()) as call:
             for place, name, faulty in _faulty_engines(engine, choice):
                 other = copy.copy(sync)
-                other._engine = faulty  # type: ignore[assignment]
+                other.engine = faulty  # type: ignore[assignment]
                 yield place, name, *_refusals(other, call)
             yield "none", "update", *_refusals(sync, call)
 
@@ -276,7 +276,7 @@ def _refusals(
     refused = set()
     if call is not None:
         try:
-            sync._engine.load_weights_file(call)  # type: ignore[attr-defined]
+            sync.engine.load_weights_file(call)  # type: ignore[attr-defined]
         except WeightSyncError:
             refused.add("receipts")
     try:
@@ -287,7 +287,7 @@ def _refusals(
         if "probe" not in refused:
             return refused, None
         unlimited = copy.copy(sync)
-        unlimited._limits = ProbeLimits()
+        unlimited.limits = ProbeLimits()
         report = asyncio.run(unlimited.verify())
     return refused, report.difference
 

@@ -60,10 +60,14 @@ class Saved:
         """Return all weights and moments on rank 0."""
         found = {}
         for number, (owner, optimizer) in enumerate(self._models()):
-            states = optimizer._adamw.state
+            states = optimizer.adamw.state
             items = [
                 *weights_of(owner.model),
-                *((f"{n}.{k}", v) for n, p in optimizer._named for k, v in states[p].items()),
+                *(
+                    (f"{n}.{k}", v)
+                    for n, p in optimizer.named_parameters
+                    for k, v in states[p].items()
+                ),
             ]
             values = full_tensors(items, self.ranks)
             found |= {f"{number}.{name}": value.clone() for name, value in values.items()}

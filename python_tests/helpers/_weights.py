@@ -19,10 +19,11 @@ from examples.asynchronous.soak import children, command_of
 from skyrl_fast.config import InferenceEngineConfig
 from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.rollout.engine.protocol import Engine
-from skyrl_fast.rollout.engine.remote import COMPLETIONS, LOAD_ADAPTER, RemoteEngine
+from skyrl_fast.rollout.engine.remote import COMPLETIONS, LOAD_ADAPTER, RemoteEngine, ServerLimits
 from skyrl_fast.rollout.engine.vllm_engine import Vllm, VllmEngine
 from skyrl_fast.rollout.engine.vllm_patches.packed_weights import renew_packed_weights
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
+from skyrl_fast.rollout.engine.weights.group import GroupSeconds
 from skyrl_fast.rollout.engine.weights.probe import WeightProbe, WeightSyncReport
 from skyrl_fast.rollout.engine.weights.receipt import SentWeights
 from skyrl_fast.rollout.engine.weights.transfer import Weights, WorkerCall, transfer_weights
@@ -118,18 +119,23 @@ class Llm:
         self.calls.append("shutdown")
 
 
+FEW_SECONDS = GroupSeconds(notice=2.0)
+
+
 class ScriptedEngine(VllmEngine):
     """An engine of such workers, connected for real."""
 
-    def __init__(self, backend: str = "gloo") -> None:
-        super().__init__(VllmSetup("model", InferenceEngineConfig(weight_sync_backend=backend)))
+    def __init__(self, backend: str = "gloo", *, seconds: GroupSeconds = FEW_SECONDS) -> None:
+        setup = VllmSetup("model", InferenceEngineConfig(weight_sync_backend=backend))
+        super().__init__(setup, group_seconds=seconds)
+        self.backend = backend
         self.llms: list[Llm] = []
 
     async def start(self) -> None:
         llm = Llm()
         self.llms.append(llm)
         self.vllm = Vllm(llm, dict, dict, None, (ValueError,), KeyError)
-        if self._setup.engine.weight_sync_backend == "gloo":
+        if self.backend == "gloo":
             await self._join_workers(len(llm.workers))
 
     async def prompt_logprobs(self, token_ids: Any) -> list[float]:
@@ -152,8 +158,10 @@ class Server(RemoteEngine):
         dtype: str = "float32",
         weight_sync: str = "gloo",
         adapter: dict[str, Any] | None = None,
+        seconds: GroupSeconds = FEW_SECONDS,
     ) -> None:
         options: dict[str, Any] = {"weight_sync": weight_sync, "adapter": adapter}
+        options["limits"] = ServerLimits(group=seconds)
         transport = httpx.MockTransport(self.respond)
         super().__init__(url, trainer="127.0.0.1", transport=transport, **options)
         self.adapters: list[str] = []

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def untrusted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An empty cache folder; the CPU counts as a GPU without compiled kernels."""
-    monkeypatch.setattr(_backend, "_reasons", {})
+    monkeypatch.setattr(_backend, "first_use_reasons", {})
     monkeypatch.setattr(_backend, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(_backend, "device_kind", lambda device: "cuda")
     monkeypatch.setattr(_backend, "runs_native", lambda device: False)

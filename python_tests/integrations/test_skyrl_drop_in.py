@@ -1,6 +1,5 @@
 """Installation in SkyRL, tested on a small fake package of its name: SkyRL is not needed."""
 
-import dataclasses
 import functools
 import importlib
 import os
@@ -18,9 +17,10 @@ import pytest
 import torch
 
 from skyrl_fast.integrations import skyrl
+from skyrl_fast.integrations.calls import Row
 from skyrl_fast.integrations.skyrl import ray_workers, replacement, switch
 from skyrl_fast.integrations.skyrl.names import KEPT, PPO, TARGETS, Target
-from skyrl_fast.integrations.source import fingerprint_with_calls, normalize_source
+from skyrl_fast.integrations.source import UNKNOWN_SOURCE, fingerprint_with_calls, normalize_source
 
 PREPROCESS = '''
 from skyrl.train.checks import check_uids
@@ -152,11 +152,9 @@ def test_function_is_kept_if_one_that_it_calls_has_changed(
     assert (trainer.boundaries(["a"]) == "original") == (state == "kept")
 
 
-def test_function_is_kept_if_one_that_it_calls_is_a_users(
-    fake_skyrl: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kinds = importlib.import_module("skyrl.train.kinds")
-    monkeypatch.setattr(kinds, "is_list", lambda uids: isinstance(uids, list | str))
+def test_function_is_kept_if_one_that_it_calls_is_a_users(fake_skyrl: Path) -> None:
+    kinds: Any = importlib.import_module("skyrl.train.kinds")
+    kinds.is_list = lambda uids: isinstance(uids, list | str)  # as a user's program does
     with pytest.warns(skyrl.SkyRLFastWarning, match="compute_prompt_boundaries"):
         skyrl.install(ray_workers=False)
     trainer = importlib.import_module("skyrl.train.trainer")
@@ -165,26 +163,20 @@ def test_function_is_kept_if_one_that_it_calls_is_a_users(
 
 @pytest.mark.spec("dropin.known-source")
 @pytest.mark.parametrize(
-    ("known", "heavy", "words"),
+    ("replaced", "words"),
     [
-        ({}, "compute_prompt_boundaries", "NOTHING IS REPLACED"),
-        (None, "logprobs_from_logits", "ALMOST NOTHING BECOMES FASTER"),
-        (None, "compute_prompt_boundaries", "not everything could be replaced"),
+        ([], "NOTHING IS REPLACED"),
+        (["compute_prompt_boundaries"], "ALMOST NOTHING BECOMES FASTER"),
+        (["logprobs_from_logits"], "not everything could be replaced"),
     ],
 )
-def test_warning_is_loudest_where_nothing_becomes_faster(
-    fake_skyrl: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    known: dict[str, str] | None,
-    heavy: str,
-    words: str,
-) -> None:
-    monkeypatch.setattr(switch, "HEAVY", (heavy,))
-    if known is not None:
-        targets = [dataclasses.replace(target, fingerprints=known) for target in switch.TARGETS]
-        monkeypatch.setattr(switch, "TARGETS", tuple(targets))
-    with pytest.warns(skyrl.SkyRLFastWarning, match=f"SkyRL 9.9: {words}"):
-        skyrl.install(ray_workers=False)
+def test_warning_is_loudest_where_nothing_becomes_faster(replaced: list[str], words: str) -> None:
+    rows = [Row("make_router_padding_mask", "kept", UNKNOWN_SOURCE)]
+    rows += [Row(name, "replaced", version="9.9") for name in replaced]
+    text = switch.describe_kept(rows, "9.9", [])
+    assert text.startswith(f"SkyRL 9.9: {words}")
+    assert "the source is unknown: make_router_padding_mask." in text
+    assert switch.describe_kept(rows[1:], "9.9", []) == ""
 
 
 @pytest.mark.spec("dropin.report")
@@ -211,17 +203,15 @@ def test_calls_are_counted_and_summed_up_at_the_end(fake_skyrl: Path) -> None:
 
 
 @pytest.mark.spec("dropin.wrappers")
-def test_user_wrapper_around_a_known_function_is_kept(
-    fake_skyrl: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    home = importlib.import_module("skyrl.train.dataset.preprocess")
+def test_user_wrapper_around_a_known_function_is_kept(fake_skyrl: Path) -> None:
+    home: Any = importlib.import_module("skyrl.train.dataset.preprocess")
     original = home.compute_prompt_boundaries
 
     @functools.wraps(original)
     def mine(uids: list[str]) -> str:
         return "mine, then " + original(uids)
 
-    monkeypatch.setattr(home, "compute_prompt_boundaries", mine)
+    home.compute_prompt_boundaries = mine
     with pytest.warns(skyrl.SkyRLFastWarning, match="compute_prompt_boundaries"):
         report = skyrl.install(ray_workers=False)
     assert report.row("compute_prompt_boundaries").state == "kept"
@@ -324,19 +314,26 @@ def test_worker_replaces_what_is_imported_later(fake_skyrl: Path) -> None:
 
 
 def test_worker_installs_what_the_environment_variable_lists(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fake_skyrl: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(switch, "install_on_import", asked.append)
+    modes = []
     for value in ("1", "compat", "0", ""):
         monkeypatch.setenv(ray_workers.VARIABLE, value)
         skyrl.autoinstall()
-    assert asked == ["compat", "compat"]
-    monkeypatch.undo()
+        modes.append(skyrl.report().mode)
+        skyrl.uninstall()
+    assert modes == ["compat", "compat", "", ""]
     monkeypatch.setenv(ray_workers.VARIABLE, "fixed:a,b")
     skyrl.autoinstall()
     assert "nothing was installed" in caplog.text and skyrl.report().mode == ""
     assert "expected mode 'compat', got 'fixed:a,b', which was removed" in caplog.text
+
+
+hook_calls: list[int] = []
+
+
+def users_hook() -> None:
+    hook_calls.append(1)
 
 
 def test_existing_user_hook_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,11 +342,9 @@ def test_existing_user_hook_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert env["env_vars"] == {
         "SKYRL_FAST_AUTOINSTALL": "compat", "SKYRL_FAST_NEXT_SETUP_HOOK": "gc.collect",
     }  # fmt: skip
-    called: list[int] = []
-    monkeypatch.setattr("gc.collect", lambda: called.append(1))
-    monkeypatch.setenv("SKYRL_FAST_NEXT_SETUP_HOOK", "gc.collect")
+    monkeypatch.setenv("SKYRL_FAST_NEXT_SETUP_HOOK", f"{__name__}.users_hook")
     skyrl.autoinstall()
-    assert called == [1]
+    assert hook_calls == [1]
     with pytest.raises(ValueError, match="import path"):
         skyrl.runtime_env(base={"worker_process_setup_hook": print})
 
@@ -378,10 +373,12 @@ raise PydanticUserError("Please use typing_extensions.TypedDict on Python < 3.12
 @pytest.mark.spec("dropin.import-error")
 @pytest.mark.parametrize("name", ["train/trainer", "train/dataset/preprocess", "__init__"])
 def test_skyrl_that_needs_another_python_is_an_error_in_one_line(
-    fake_skyrl: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    fake_skyrl: Path, name: str
 ) -> None:
     (fake_skyrl / f"skyrl/{name}.py").write_text(PYDANTIC)
-    monkeypatch.setattr(switch.metadata, "metadata", lambda _: {"Requires-Python": "==3.12.*"})
+    installed = fake_skyrl / "skyrl-9.9.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Name: skyrl\nVersion: 9.9\nRequires-Python: ==3.12.*\n")
     with pytest.raises(ImportError) as caught:
         skyrl.install(ray_workers=False)
     message = str(caught.value)

@@ -131,13 +131,14 @@ def test_verl_logprobs_and_packing() -> None:
 def test_logits_with_strides_that_kernels_do_not_read_are_handed_back(
     permuted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(for_verl._originals, "logprobs_from_logits", lambda *arguments: "verl's")
+    monkeypatch.setitem(for_verl.originals, "logprobs_from_logits", lambda *arguments: "verl's")
     strided = torch.zeros(3, 7, 5).transpose(1, 2)
     if permuted:
         strided = torch.zeros(2, 3, 4, 7).permute(1, 0, 2, 3)[:, :, ::2]
     labels = torch.zeros(strided.shape[:-1], dtype=torch.int64)
     assert for_verl.logprobs_from_logits(strided, labels) == "verl's"
-    assert "logits with strides" in for_verl._counts["logprobs_from_logits"].last_reason
+    counts = for_verl.report().row("logprobs_from_logits").counts
+    assert "logits with strides" in counts.last_reason
 
 
 PROGRAM = """

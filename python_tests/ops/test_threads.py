@@ -214,7 +214,7 @@ def test_loops_of_all_threads_take_those_of_torch(printed: list[str]) -> None:
     assert printed[0].split() == ["0", "0", "True"]
 
 
-@pytest.mark.skipif(torch_threads._gnu_openmp() is None, reason="no libgomp, or one before 9")
+@pytest.mark.skipif(torch_threads.gnu_openmp() is None, reason="no libgomp, or one before 9")
 def test_torch_threads_of_one_thread_end_and_start_again(printed: list[str]) -> None:
     more = 2  # PARTS and the calling thread
     assert printed[1].splitlines() == [str([more, more, 0, 0, more]), "0"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from skyrl_fast import _C
-from skyrl_fast.ops.prefix_tree import attention, tiles
+from skyrl_fast.ops.prefix_tree import attention
 from skyrl_fast.ops.prefix_tree.attention import (
     FLEX_BLOCK,
     flex_block_mask,
@@ -316,9 +316,8 @@ def test_tiles_match_a_dense_mask(
     threads: int,
     length: int,
     simd_level: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tiles, "num_threads", lambda: threads)
+    torch.set_num_threads(threads)
     tree = forest(length, num_groups=2, size=length)
     low = tensors(tree.num_nodes, torch.float32, size, heads)
     scale = None if size > 1 else 3.0  # scores far apart
@@ -339,9 +338,8 @@ def test_options_of_layers_in_tiles_match_a_dense_mask(
     threads: int,
     length: int,
     options: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tiles, "num_threads", lambda: threads)
+    torch.set_num_threads(threads)
     tree = forest(length, num_groups=2, size=length)
     low = tensors(tree.num_nodes, torch.float32, size, heads)
     options = dict(options)
@@ -381,15 +379,13 @@ def test_tiles_of_unusual_trees() -> None:
             torch.testing.assert_close(one.double(), two, atol=2e-5, rtol=2e-5)
 
 
-def test_tiles_take_strided_heads_and_do_not_depend_on_the_number_of_threads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_tiles_take_strided_heads_and_do_not_depend_on_the_number_of_threads() -> None:
     tree = forest(3, size=200)
     heads = [x.detach() for x in tensors(tree.num_nodes, torch.float32)]
     wanted = results(tree, heads, "tiles")
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in heads]
     last = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in heads]
-    monkeypatch.setattr(tiles, "num_threads", lambda: KEY_HEADS)
+    torch.set_num_threads(KEY_HEADS)
     for inputs in (strided, last):
         assert all(map(torch.equal, results(tree, inputs, "tiles"), wanted))
 

@@ -5,10 +5,13 @@ import shlex
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from skyrl_fast.commands import train as train_command
 
 pytest.importorskip("omegaconf")
 pytest.importorskip("transformers")
@@ -22,7 +25,6 @@ from skyrl_fast.errors import RunError
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 from skyrl_fast.rollout.failures import RolloutError
-from skyrl_fast.train import run as run_module
 from skyrl_fast.train.callbacks import CallbackError
 from skyrl_fast.train.checkpoint.local import CheckpointError, RunInUseError
 from skyrl_fast.train.run import TrainResult
@@ -63,19 +65,23 @@ def outcome(**changes: Any) -> TrainResult:
     return TrainResult(**(values | changes))
 
 
-def fake_training(
-    monkeypatch: pytest.MonkeyPatch, result: TrainResult | BaseException
-) -> list[Config]:
-    seen: list[Config] = []
+class FakeTraining:
+    """Returns or raises the result, and remembers the settings."""
 
-    def train(config: Config) -> TrainResult:
-        seen.append(config)
-        if isinstance(result, BaseException):
-            raise result
-        return result
+    def __init__(self, result: TrainResult | BaseException) -> None:
+        self.result = result
+        self.seen: list[Config] = []
 
-    monkeypatch.setattr(run_module, "train_agent", train)
-    return seen
+    def __call__(self, config: Config) -> TrainResult:
+        self.seen.append(config)
+        if isinstance(self.result, BaseException):
+            raise self.result
+        return self.result
+
+
+def run_train(training: FakeTraining, *words: str) -> int:
+    command = partial(train_command.run, train=training)
+    return cli.run_command(command, cli.parse_arguments(["train", *words]))
 
 
 def test_train_prints_output_paths(
@@ -86,9 +92,10 @@ def test_train_prints_output_paths(
         Path("runs/x", folder).mkdir(parents=True)
     for file in ("metrics.jsonl", "learning_curve.png"):
         Path("runs/x", file).touch()
-    seen = fake_training(monkeypatch, outcome())
-    assert cli.main(["train", yaml, "trainer.seed=3"]) == 0
-    assert (seen[0].trainer.seed, seen[0].trainer.resume_mode) == (3, "none")
+    training = FakeTraining(outcome())
+    assert run_train(training, yaml, "trainer.seed=3") == 0
+    (config,) = training.seen
+    assert (config.trainer.seed, config.trainer.resume_mode) == (3, "none")
     printed = capsys.readouterr().out
     for text in (
         "finished: 40 of 40 steps",
@@ -106,9 +113,8 @@ def test_train_prints_output_paths(
 def test_signs_that_the_terminal_does_not_have_are_escaped(
     yaml: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake_training(monkeypatch, outcome(sample="agent, turn 1: 日"))
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-    assert cli.main(["train", yaml]) == 0
+    assert run_train(FakeTraining(outcome(sample="agent, turn 1: 日")), yaml) == 0
     sys.stdout.flush()
     assert b"agent, turn 1: \\u65e5" in sys.stdout.buffer.getvalue()
 
@@ -135,22 +141,21 @@ def test_missing_evaluation_is_not_shown(rewards: Any, line: str | None) -> None
     assert line is None or line in text
 
 
-def test_resume_uses_the_newest_checkpoint(yaml: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = fake_training(monkeypatch, outcome())
-    assert cli.main(["train", yaml, "--resume", "trainer.seed=4"]) == 0
-    assert (seen[0].trainer.resume_mode, seen[0].trainer.seed) == ("latest", 4)
+def test_resume_uses_the_newest_checkpoint(yaml: str) -> None:
+    training = FakeTraining(outcome())
+    assert run_train(training, yaml, "--resume", "trainer.seed=4") == 0
+    (config,) = training.seen
+    assert (config.trainer.resume_mode, config.trainer.seed) == ("latest", 4)
 
 
 @pytest.mark.parametrize(("signal", "code"), [(2, 130), (15, 143)])
 def test_stopped_runs_say_how_to_continue(
     yaml: str,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     signal: int,
     code: int,
 ) -> None:
-    fake_training(monkeypatch, outcome(step=7, signal=signal))
-    assert cli.main(["train", yaml]) == code
+    assert run_train(FakeTraining(outcome(step=7, signal=signal)), yaml) == code
     printed = capsys.readouterr().out
     assert "stopped: 7 of 40 steps" in printed
     assert "with --resume to continue" in printed
@@ -173,23 +178,20 @@ def test_stopped_runs_say_how_to_continue(
 )
 def test_expected_errors_are_one_line(
     yaml: str,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     error: BaseException,
     code: int,
 ) -> None:
-    fake_training(monkeypatch, error)
-    assert cli.main(["train", yaml]) == code
+    assert run_train(FakeTraining(error), yaml) == code
     said = capsys.readouterr().err
     assert said.startswith("skyrl-fast: ")
     assert str(error) in said
     assert "Traceback" not in said
 
 
-def test_unexpected_errors_keep_their_traceback(yaml: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_training(monkeypatch, ZeroDivisionError())
+def test_unexpected_errors_keep_their_traceback(yaml: str) -> None:
     with pytest.raises(ZeroDivisionError):
-        cli.main(["train", yaml])
+        run_train(FakeTraining(ZeroDivisionError()), yaml)
 
 
 def test_wrong_setting_is_reported(yaml: str, capsys: pytest.CaptureFixture[str]) -> None:

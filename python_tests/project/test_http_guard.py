@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from _asgi import Recorder
 
-from skyrl_fast.system import http_guard
 from skyrl_fast.system.http_guard import HttpGuard, RefusedError, Route, keep_body
 
 pytestmark = pytest.mark.spec("http.guard")
@@ -156,10 +155,8 @@ def test_query_strings_are_exact(guard: HttpGuard, app: Recorder) -> None:
     assert app.passed == []
 
 
-def test_body_that_never_ends_times_out(
-    guard: HttpGuard, app: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_guard, "BODY_SECONDS", 0.01)
+def test_body_that_never_ends_times_out(app: Recorder) -> None:
+    guard = HttpGuard(app, ROUTES, key=KEY, max_body_bytes=20, body_seconds=0.01)
     assert ask(guard, "POST", "/any", BEARER, JSON, length(b"{}"), parts=()) == 408
     assert app.passed == []
 

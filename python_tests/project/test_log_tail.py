@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
+from skyrl_fast.rollout.engine.protocol import EngineDeadError
+from skyrl_fast.rollout.engine.vllm_engine import Vllm, VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.system.log_tail import TAIL_BYTES, log_tail
 from skyrl_fast.train.parallel.local_ranks import LocalRank
@@ -33,8 +34,12 @@ def test_end_of_a_file(tmp_path: Path, huge: Path) -> None:
     assert log_tail(huge).endswith("\nthe reason\ufffd\n")
 
 
-def test_errors_quote_the_end_of_a_huge_log(huge: Path) -> None:
-    engine = VllmEngine(VllmSetup("model", log_file=str(huge)))
-    assert "the reason" in engine._explain("died", None)
+async def test_errors_quote_the_end_of_a_huge_log(huge: Path) -> None:
+    def fail(setup: VllmSetup) -> Vllm:
+        raise RuntimeError("it did not start")
+
+    engine = VllmEngine(VllmSetup("model", log_file=str(huge)), start=fail)
+    with pytest.raises(EngineDeadError, match="the reason"):
+        await engine.start()
     process = SimpleNamespace(name="rank 1", exitcode=1)
     assert (LocalRank(process, huge).exit_message() or "").endswith("the reason\ufffd")

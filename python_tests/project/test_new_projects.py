@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from skyrl_fast.commands import quickstart
+
 pytest.importorskip("omegaconf")
 pytest.importorskip("transformers")
 
 from skyrl_fast import cli
-from skyrl_fast.commands import init
+from skyrl_fast.commands import compare, init
 from skyrl_fast.commands.train import draw_curve
 from skyrl_fast.config.loading import load_config
 from skyrl_fast.train.output import plot
@@ -81,26 +84,37 @@ def test_a_project_of_a_pretrained_model_has_its_lengths_and_several_numbers(
 
 
 def test_init_that_fails_or_is_interrupted_leaves_no_project(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
     assert cli.main(["init", str(tmp_path / "file/agent")]) == 2
     assert str(tmp_path / "file") in capsys.readouterr().err
 
-    def stop(*_: Any, **__: Any) -> None:
+    def stop(folder: Path, model: str | None) -> None:
+        folder.mkdir()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(init.shutil, "copytree", stop)
-    assert cli.main(["init", str(tmp_path / "agent")]) == 130
-    assert capsys.readouterr().err == "skyrl-fast: stopped\n"
-
-    def terminate(*_: Any, **__: Any) -> None:
-        raise SystemExit(143)  # as a run raises for SIGTERM before it trains
-
-    monkeypatch.setattr(init.shutil, "copytree", terminate)
-    assert cli.main(["init", str(tmp_path / "agent")]) == 143
-    assert capsys.readouterr().err == "skyrl-fast: stopped by SIGTERM\n"
+    with pytest.raises(KeyboardInterrupt):
+        init.create_project(tmp_path / "agent", None, write=stop)
     assert not (tmp_path / "agent").exists()
+
+
+@pytest.mark.parametrize(
+    ("stop", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, "skyrl-fast: stopped\n"),
+        # As a run raises for SIGTERM before it trains.
+        (SystemExit(143), 143, "skyrl-fast: stopped by SIGTERM\n"),
+    ],
+)
+def test_a_stopped_command_says_so(
+    stop: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(options: argparse.Namespace) -> int:
+        raise stop
+
+    assert cli.run_command(command, argparse.Namespace()) == code
+    assert capsys.readouterr().err == said
 
 
 def test_init_replaces_nothing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,18 +133,17 @@ def test_a_new_project_learns_and_is_viewed(project: Path) -> None:
     assert "trajectories in" in run_in(project, "skyrl_fast.cli", "view", "run")
 
 
-def test_quickstart_trains_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quickstart_trains_the_recipe(tmp_path: Path) -> None:
     from examples.tiny_model import recipe
 
     calls: list[Any] = []
 
-    def run(chosen: recipe.Recipe, base: Path, overrides: Sequence[str], **how: bool) -> int:
+    def start(chosen: recipe.Recipe, base: Path, overrides: Sequence[str], **how: bool) -> int:
         calls.append((chosen.config.name, base, list(overrides), how))
         return 7
 
-    monkeypatch.setattr(recipe, "run", run)
     arguments = ["quickstart", "trainer.seed=7", "--base", str(tmp_path), "--resume"]
-    assert cli.main(arguments) == 7
+    assert quickstart.run(cli.command_parser().parse_args(arguments), start=start) == 7
     assert calls == [("config.yaml", tmp_path, ["trainer.seed=7"], {"is_resumed": True})]
 
 
@@ -165,22 +178,17 @@ def test_names_with_dollars_are_no_formulas(tmp_path: Path) -> None:
     plot.plot_learning_curve([{"step": 0, EVAL: 0.5}], picture, title=r"$\frac$")
 
 
-def test_compare_keeps_runs_of_one_folder_name_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    drawn: list[Any] = []
-    monkeypatch.setattr(plot, "plot_runs", lambda curves, *_: drawn.append(curves))
+def test_compare_keeps_runs_of_one_folder_name_apart(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / f"lr={n}/run", {0: float(n), 1: 0.5}) for n in range(2)]
     (tmp_path / "lr=1/run/metrics.jsonl").write_text(
         json.dumps({"step": 0, EVAL: None, "non_finite": {EVAL: "nan"}})
         + "\n" + json.dumps({"step": 1, EVAL: 0.5}) + "\n"
     )  # fmt: skip
-    arguments = [*runs, f"rate=1={runs[1]}", "--out", str(tmp_path / "runs.png")]
-    assert cli.main(["compare", *arguments]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    table, curves = compare.read_curves([*runs, f"rate=1={runs[1]}"], EVAL)
+    lines = [line.split() for line in table.splitlines()]
     assert lines[2][:4] == ["0", "0.5", "0.5", "1"]
     assert lines[3][:4] == ["nan", "0.5", "0.5", "1"]
-    assert list(drawn[0]) == [*runs, "rate=1"]
+    assert list(curves) == [*runs, "rate=1"]
 
 
 @pytest.mark.parametrize("metric", [EVAL, "policy/los"])
@@ -218,16 +226,12 @@ def test_a_curve_has_a_bar_for_each_value() -> None:
     assert draw_curve([1.0]) == ""
 
 
-def test_runs_without_a_label_are_curves_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    curves: list[str] = []
-    monkeypatch.setattr(plot, "plot_runs", lambda found, *_: curves.extend(found))
+def test_runs_without_a_label_are_curves_of_their_own(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     runs = [write_run(tmp_path / name / "seed0", {0: 0.5}) for name in ("a", "b")]
-    assert cli.main(["compare", *runs, "--out", str(tmp_path / "runs.png")]) == 0
-    assert curves == runs
+    _, curves = compare.read_curves(runs, EVAL)
+    assert list(curves) == runs
 
 
 @pytest.mark.parametrize(

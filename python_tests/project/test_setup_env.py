@@ -2,8 +2,8 @@
 
 import re
 import sys
-import sysconfig
 import venv
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,36 +12,48 @@ from packaging.utils import canonicalize_name
 
 from scripts import setup_env
 
+INDEXED = setup_env.Machine(setup_env.MIN_PYTHON, "x86_64", False, Path("/usr/include"))
 
-def test_incomplete_environment_is_recreated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+
+class RecordedInstaller(setup_env.Installer):
+    """Installs nothing, and keeps the arguments."""
+
+    def __init__(self) -> None:
+        super().__init__(Path(sys.executable))
+        self.commands: list[str] = []
+
+    def pip(self, *arguments: str) -> str:
+        self.commands.append(" ".join(arguments))
+        return ""
+
+    def uv(self, *arguments: str, check: bool = True) -> bool:
+        self.commands.append(" ".join(arguments))
+        return True
+
+
+def test_environment_without_pip_is_incomplete(tmp_path: Path) -> None:
     folder = tmp_path / "environment"
-    made: list[tuple[str, ...]] = []
-    monkeypatch.setattr(sys, "argv", ["setup_env.py", "--venv", str(folder)])
-    monkeypatch.setattr(setup_env, "run", lambda *command: made.append(command))
-    monkeypatch.setattr(setup_env, "install_dependencies", lambda *arguments: None)
-    monkeypatch.setattr(setup_env, "install_package", lambda python, gpu: None)
+    assert not setup_env.is_complete(folder)
     venv.create(folder, with_pip=False)  # as left by an interruption before pip is installed
-    setup_env.main()
-    assert made == [(sys.executable, "-m", "venv", str(folder))]
+    assert not setup_env.is_complete(folder)
     (folder / "bin/pip").touch()
-    setup_env.main()
-    assert len(made) == 1
+    assert setup_env.is_complete(folder)
 
 
 def test_missing_headers_and_libraries_end_the_setup_before_anything_is_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    machine = replace(INDEXED, headers=tmp_path)
     with pytest.raises(SystemExit, match=rf"^No Python\.h in {tmp_path}\. .* python3-dev$"):
-        setup_env.check_machine(gpu=False)
+        setup_env.check_machine(machine)
     (tmp_path / "Python.h").touch()
-    setup_env.check_machine(gpu=False)
-    monkeypatch.setattr(setup_env, "NUMA", "libnuma.so.404")
+    setup_env.check_machine(machine)
+    machine = replace(machine, numa="libnuma.so.404")
     with pytest.raises(SystemExit, match=r"^libnuma\.so\.404: .*: apt-get install libnuma1$"):
-        setup_env.check_machine(gpu=False)
-    setup_env.check_machine(gpu=True)
+        setup_env.check_machine(machine)
+    setup_env.check_machine(replace(machine, gpu=True))
+    with pytest.raises(SystemExit, match=r"^Python 3\.11 or newer is needed"):
+        setup_env.check_machine(replace(machine, python=(3, 10)))
 
 
 def test_missing_requirement_is_named_with_what_to_set(tmp_path: Path) -> None:
@@ -49,7 +61,7 @@ def test_missing_requirement_is_named_with_what_to_set(tmp_path: Path) -> None:
     empty.mkdir()
     options = ("install", "--no-index", "--find-links", str(empty), "skyrl-fast-absent==1")
     with pytest.raises(SystemExit) as error:
-        setup_env.pip(Path(sys.executable), *options)
+        setup_env.Installer(Path(sys.executable)).pip(*options)
     advice = str(error.value).splitlines()[-1]
     assert advice.startswith(
         "No package index in reach has skyrl-fast-absent==1. Set PIP_INDEX_URL"
@@ -101,41 +113,33 @@ def test_lock_has_a_hash_of_each_requirement_and_no_address() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "machine", "gpu", "is_locked"),
+    ("machine", "version", "is_locked"),
     [
-        ([], "x86_64", False, True),
-        (["--latest"], "x86_64", False, False),
-        (["--vllm", "0.32.0"], "x86_64", False, False),
-        ([], "aarch64", False, False),
-        ([], "x86_64", True, False),
+        (INDEXED, None, True),
+        (INDEXED, "0.32.0", False),
+        (replace(INDEXED, processor="aarch64"), None, False),
+        (replace(INDEXED, gpu=True), None, False),
+        (replace(INDEXED, python=(3, 12)), None, False),
     ],
 )
-def test_lock_is_installed_where_it_applies(
-    options: list[str],
-    machine: str,
-    gpu: bool,
-    is_locked: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_lock_applies_to_the_machine_it_was_resolved_on(
+    machine: setup_env.Machine, version: str | None, is_locked: bool
 ) -> None:
-    commands: list[str] = []
+    vllm = setup_env.vllm_requirement(machine.gpu, version)
+    assert setup_env.lock_applies(machine, vllm) == is_locked
 
-    def record(python: Path, *arguments: str, check: bool = True) -> bool:
-        commands.append(" ".join(arguments))
-        return True
 
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/pip").touch()
-    monkeypatch.setattr(sys, "argv", ["setup_env.py", "--venv", str(tmp_path), *options])
-    monkeypatch.setattr(sys, "version_info", (3, 11, 7))
-    monkeypatch.setattr(setup_env.platform, "machine", lambda: machine)
-    monkeypatch.setattr(setup_env, "has_gpu", lambda: gpu)
-    monkeypatch.setattr(setup_env, "check_machine", lambda *, gpu: None)
-    monkeypatch.setattr(setup_env, "pip", record)
-    monkeypatch.setattr(setup_env, "uv", record)
-    setup_env.main()
-    assert any("--require-hashes" in command for command in commands) == is_locked
+@pytest.mark.parametrize(("lock", "gpu"), [(setup_env.LOCK, False), (None, False), (None, True)])
+def test_requirements_are_installed_once_with_the_lock_or_the_newest(
+    lock: Path | None, gpu: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    installer = RecordedInstaller()
+    vllm = setup_env.vllm_requirement(gpu, None)
+    setup_env.install_all(tmp_path, installer, gpu=gpu, vllm=vllm, lock=lock)
+    commands = [*installer.commands]
+    assert any("--require-hashes" in command for command in commands) == (lock is not None)
     assert any(setup_env.TORCH_CPU in command for command in commands) != gpu
     said = "newest versions within the tested window (requirements.lock is for Python 3.11"
-    assert (said in capsys.readouterr().out) != is_locked
+    assert (said in capsys.readouterr().out) == (lock is None)
+    setup_env.install_all(tmp_path, installer, gpu=gpu, vllm=vllm, lock=lock)
+    assert installer.commands == commands

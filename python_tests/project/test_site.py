@@ -47,11 +47,8 @@ def test_page_without_a_title_is_refused() -> None:
         site.llms_text({"b.md": "text"})
 
 
-def test_a_search_finds_guides_and_not_the_design(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(site, "PAGES", tmp_path)
-    texts = site.write_pages()
+def test_a_search_finds_guides_and_not_the_design(tmp_path: Path) -> None:
+    texts = site.write_pages(tmp_path)
     hidden = {page for page in texts if (tmp_path / page).read_text().startswith("---\nsearch:")}
     assert {page.partition("/")[0] for page in hidden} == {
         "design",
@@ -94,11 +91,8 @@ SEARCHES = {
 READ_HITS = 3  # pages of an answer that people read
 
 
-def test_pages_have_a_section_with_the_words_that_people_search(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(site, "PAGES", tmp_path)
-    texts = site.write_pages()
+def test_pages_have_a_section_with_the_words_that_people_search(tmp_path: Path) -> None:
+    texts = site.write_pages(tmp_path)
     unanswered = []
     for query, page in SEARCHES.items():
         assert not page.startswith(site.UNSEARCHED)

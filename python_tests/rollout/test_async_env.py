@@ -148,7 +148,7 @@ async def test_a_late_call_is_cancelled_and_its_place_named() -> None:
     session = await factory.make("env", {"seconds": 60.0})
     with pytest.raises(EnvTimeoutError, match=r"within 0.3 s; it was at: .*test_async_env.* step$"):
         await session.step("x")
-    tasks = asyncio.run_coroutine_threadsafe(_running_tasks(), loops.loop_thread()._loop)
+    tasks = asyncio.run_coroutine_threadsafe(_running_tasks(), loops.loop_thread().loop)
     assert await asyncio.wrap_future(tasks) == 1
     await factory.close()
 

@@ -4,7 +4,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from skyrl_fast.rollout.env.reward_functions import _rewards
+from skyrl_fast.rollout.env.reward_functions import call_reward_function
 
 kept: dict[str, asyncio.Semaphore] = {}
 
@@ -24,5 +24,5 @@ def test_what_a_function_keeps_belongs_to_the_loop_of_all_calls() -> None:
     kept.clear()
     arguments = {"completions": ["a", "b"]}
     with ThreadPoolExecutor(4) as threads:
-        calls = [threads.submit(_rewards, judge, arguments, 2) for _ in range(8)]
+        calls = [threads.submit(call_reward_function, judge, arguments, 2) for _ in range(8)]
         assert [call.result() for call in calls] == [[(0.5, {}), (0.5, {})]] * 8

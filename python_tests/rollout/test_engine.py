@@ -1,11 +1,9 @@
 """The vLLM engine: clear refusals without vLLM, and real generation with it."""
 
 import asyncio
-import importlib.util
 import json
 import os
 import signal
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +18,12 @@ from _weights import file_call, update_engine
 from examples.asynchronous.soak import children
 from skyrl_fast.config import InferenceEngineConfig, SamplingParams
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, Generation
-from skyrl_fast.rollout.engine.vllm_engine import Vllm, VllmEngine
+from skyrl_fast.rollout.engine.vllm_engine import Vllm, VllmEngine, check_installed
 from skyrl_fast.rollout.engine.vllm_start import (
     LARGE_MODEL_BYTES,
+    MainModule,
     VllmSetup,
+    check_can_spawn,
     engine_environment,
     environment,
 )
@@ -35,10 +35,9 @@ def start(config: VllmSetup) -> None:
     asyncio.run(VllmEngine(config).start())
 
 
-def test_missing_vllm_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+def test_missing_vllm_error_says_what_to_install() -> None:
     with pytest.raises(EngineDeadError, match=r"pip install '\.\[vllm\]'"):
-        start(VllmSetup("anything"))
+        check_installed("no_such_package")
 
 
 @pytest.mark.vllm
@@ -52,20 +51,16 @@ def test_missing_model_folder_is_named(tmp_path: Path) -> None:
         start(VllmSetup(str(tmp_path)))
 
 
-def test_start_during_main_import_error_asks_for_a_main_guard(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    import multiprocessing
-
-    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+def test_start_during_main_import_error_asks_for_a_main_guard() -> None:
     with pytest.raises(EngineDeadError, match="__main__"):
-        start(VllmSetup("anything"))
+        check_can_spawn(MainModule(None, is_imported_by_child=True))
 
 
-def test_main_module_that_is_not_a_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/nowhere/<stdin>", raising=False)
+def test_main_module_that_is_not_a_file_is_refused() -> None:
     with pytest.raises(EngineDeadError, match="is no file"):
-        start(VllmSetup("anything"))
+        check_can_spawn(MainModule("/nowhere/<stdin>"))
+    check_can_spawn(MainModule(None))
+    check_can_spawn(MainModule(__file__))
 
 
 def test_request_to_an_unstarted_engine_is_an_error() -> None:
@@ -94,13 +89,10 @@ def test_restarted_engine_leaves_nothing_behind(
 
 
 @pytest.mark.spec("async.engine-threads")
-def test_engine_of_a_large_model_has_all_cores_while_nothing_is_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def threads(setup: VllmSetup) -> str:
-        return engine_environment(setup)["OMP_NUM_THREADS"]
+def test_engine_of_a_large_model_has_all_cores_while_nothing_is_trained(tmp_path: Path) -> None:
+    def threads(setup: VllmSetup, num_cores: int = 4) -> str:
+        return engine_environment(setup, num_cores=num_cores)["OMP_NUM_THREADS"]
 
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
     model = VllmSetup(str(tmp_path), on_cpu=True)
     with (tmp_path / "model-00001-of-00001.safetensors").open("wb") as file:
         for size, wanted in ((LARGE_MODEL_BYTES - 1, "3"), (LARGE_MODEL_BYTES, "4")):
@@ -109,8 +101,7 @@ def test_engine_of_a_large_model_has_all_cores_while_nothing_is_trained(
             assert threads(model) == "3"
     chosen = replace(model, engine=InferenceEngineConfig(num_threads=2), takes_turns=True)
     assert threads(chosen) == "2"
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
-    assert threads(model) == threads(replace(model, takes_turns=True)) == "1"
+    assert threads(model, 1) == threads(replace(model, takes_turns=True), 1) == "1"
 
 
 class FakeLlm:
@@ -169,17 +160,16 @@ async def test_a_process_that_dies_at_the_start_is_noticed() -> None:
     [("train()\n", True), ('if __name__ == "__main__":\n    train()\n', False)],
 )
 async def test_a_script_without_a_guard_is_named_in_the_last_line(
-    script: str, is_named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: str, is_named: bool, tmp_path: Path
 ) -> None:
     def fail(setup: VllmSetup) -> Vllm:
         raise RuntimeError("Engine core initialization failed")
 
     (tmp_path / "script.py").write_text(script)
     (tmp_path / "vllm.log").write_text("INFO the last line of the log\n")
-    main = SimpleNamespace(__file__=str(tmp_path / "script.py"))
+    main = MainModule(str(tmp_path / "script.py"))
     setup = VllmSetup("anything", log_file=str(tmp_path / "vllm.log"))
-    engine = VllmEngine(setup, start=fail)
-    monkeypatch.setitem(sys.modules, "__main__", main)
+    engine = VllmEngine(setup, start=fail, main=main)
     with pytest.raises(EngineDeadError) as caught:
         await engine.start()
     last = str(caught.value).splitlines()[-1]
@@ -258,11 +248,8 @@ def test_answers_of_the_local_engine_are_checked(
 
 @pytest.mark.spec("async.engine-silence")
 @pytest.mark.parametrize("call", ["interrupt", "load_weights", "reset_prefix_cache"])
-def test_call_ends_if_a_killed_engine_never_answers(
-    call: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_call_ends_if_a_killed_engine_never_answers(call: str, tmp_path: Path) -> None:
     """vLLM fails the requests of an engine that died, and leaves other calls without answer."""
-    monkeypatch.setattr("skyrl_fast.rollout.engine.vllm_engine.POLL_SECONDS", 0.01)
 
     class Killed:
         errored = False
@@ -273,7 +260,8 @@ def test_call_ends_if_a_killed_engine_never_answers(
 
         pause_generation = collective_rpc = reset_prefix_cache = never
 
-    engine = VllmEngine(VllmSetup("anything"), running=running(Killed()))
+    setup = VllmSetup("anything")
+    engine = VllmEngine(setup, running=running(Killed()), poll_seconds=0.01)
     arguments = [file_call(tmp_path)] if call == "load_weights" else []
     with pytest.raises(EngineDeadError, match="the vLLM engine for anything"):
         asyncio.run(asyncio.wait_for(getattr(engine, call)(*arguments), 5))

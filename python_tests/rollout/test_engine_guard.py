@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,11 @@ from typing import Any
 import httpx
 import pytest
 from _asgi import Recorder
+from _weights import CHOICE, file_call
 
 from skyrl_fast import cli
+from skyrl_fast.commands import engine as engine_command
+from skyrl_fast.config import SamplingParams
 from skyrl_fast.rollout.engine.api_key import engine_key
 from skyrl_fast.rollout.engine.protocol import EngineDeadError
 from skyrl_fast.rollout.engine.remote import RemoteEngine
@@ -28,8 +32,9 @@ from skyrl_fast.rollout.engine.serve_guard import (
 )
 from skyrl_fast.rollout.engine.serve_vllm import serve_command
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
+from skyrl_fast.rollout.engine.weights.transports.file import check_path
 from skyrl_fast.system.child_environment import KEY_VARIABLE
-from skyrl_fast.system.http_guard import HttpGuard
+from skyrl_fast.system.http_guard import HttpGuard, RefusedError
 
 KEY = "k" * 32
 HEADERS = {"authorization": f"Bearer {KEY}"}
@@ -108,29 +113,34 @@ def test_requests_of_a_trainer_pass(guard: HttpGuard, app: Recorder, shared: Pat
             await engine.interrupt()
             await engine.resume()
             await engine.reset_prefix_cache()
-            await engine._post(
-                "/collective_rpc", json={"method": "load_weights_file", "args": [weights]}
-            )
-            await engine._complete({"prompt": [1]}, "s")
+            await engine.load_weights(file_call(weights))
+            await engine.generate([1], SamplingParams(), session_id="s", policy_version=0)
 
     def transport() -> Any:
+        receipt = {"digests": {}, "unloaded": [], "dtype": "float32"}
         answers = {
             "/v1/models": {"data": [{"id": "m"}]},
-            "/v1/completions": {"choices": [{}]},
-            "/collective_rpc": {"results": [[]]},
+            "/v1/completions": {"choices": [CHOICE]},
+            "apply_patches": {"results": [None]},
+            "weights_dtype": {"results": ["float32"]},
+            "load_weights_file": {"results": [receipt]},
         }
 
         async def answer(request: httpx.Request) -> httpx.Response:
             passed = await httpx.ASGITransport(guard).handle_async_request(request)
             assert passed.status_code == 200, request.url
-            return httpx.Response(200, json=answers.get(request.url.path, {}))
+            name = request.url.path
+            if name == "/collective_rpc":
+                name = json.loads(request.content)["method"]
+            return httpx.Response(200, json=answers.get(name, {}))
 
         return httpx.MockTransport(answer)
 
     asyncio.run(go())
     assert [path for _, path, _ in app.passed] == [
         *("/health", "/v1/models", "/resume", "/collective_rpc", "/collective_rpc", "/pause"),
-        *("/resume", "/reset_prefix_cache", "/collective_rpc", "/v1/completions"),
+        *("/resume", "/reset_prefix_cache", "/collective_rpc", "/reset_prefix_cache"),
+        "/v1/completions",
     ]
 
 
@@ -313,16 +323,18 @@ def test_only_weights_in_the_shared_folder_are_loaded(
 
 
 def test_weights_that_other_users_could_have_written_are_refused(
-    guard: HttpGuard, app: Recorder, shared: Path, monkeypatch: pytest.MonkeyPatch
+    guard: HttpGuard, app: Recorder, shared: Path
 ) -> None:
     folder = shared / "skyrl_fast-weights-1"
     body = {"method": "load_weights_file", "args": [str(folder / "weights.safetensors")]}
     folder.chmod(0o777)
     assert call(guard, body) == 403
-    folder.chmod(0o700)
-    monkeypatch.setattr("os.getuid", lambda: folder.stat().st_uid + 1)
-    assert call(guard, body) == 403
     assert app.passed == []
+    folder.chmod(0o700)
+    path = str(folder / "weights.safetensors")
+    assert check_path(path, [shared]) == Path(path)
+    with pytest.raises(RefusedError):
+        check_path(path, [shared], user=folder.stat().st_uid + 1)
 
 
 def test_links_are_resolved_before_weights_are_loaded(
@@ -450,19 +462,20 @@ def test_server_and_trainer_use_the_key_of_the_run(
     ]
     started: list[dict[str, str]] = []
 
-    def execve(program: str, command: list[str], environment: dict[str, str]) -> None:
+    def execve(program: str, command: list[str], environment: Mapping[str, str]) -> None:
         assert not any(key in " ".join(command) for key in environment.values() if len(key) == 43)
-        started.append(environment)
+        started.append({**environment})
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("os.execve", execve)
     (tmp_path / "c.yaml").write_text("{}")
-    assert cli.main(["engine", str(tmp_path / "c.yaml"), *overrides]) == 130
+    options = cli.command_parser().parse_args(["engine", str(tmp_path / "c.yaml"), *overrides])
+    with pytest.raises(KeyboardInterrupt):
+        engine_command.run(options, execute=execve)
     key = (tmp_path / "run/engine_key").read_text().strip()
     assert started[0][KEY_VARIABLE] == key
     (engine,) = make_engines(load_config(None, overrides), str(model))
     assert isinstance(engine, RemoteEngine)
-    assert engine._headers == {"authorization": f"Bearer {key}"}
+    assert engine.headers == {"authorization": f"Bearer {key}"}
 
 
 def test_server_is_started_with_the_guard() -> None:

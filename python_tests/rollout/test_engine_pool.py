@@ -4,13 +4,13 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from skyrl_fast.rollout.engine import pool as engine_pool
-from skyrl_fast.rollout.engine.pool import EnginePool
+from skyrl_fast.rollout.engine.pool import EnginePool, PoolSeconds
 from skyrl_fast.rollout.engine.protocol import (
     Engine,
     EngineDeadError,
@@ -24,10 +24,7 @@ from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
 from skyrl_fast.rollout.stop_reason import INTERRUPTED
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_pool, "POLL_SECONDS", 0.01)
+QUICK = PoolSeconds(poll=0.01)
 
 
 class OneWeight:
@@ -146,7 +143,7 @@ async def test_the_trainer_computes_its_logprobs_while_engines_load() -> None:
 
     trainer = Trainer()
 
-    pool = EnginePool([Loading("a"), Loading("b")])  # type: ignore[list-item]
+    pool = EnginePool([Loading("a"), Loading("b")], seconds=QUICK)  # type: ignore[list-item]
     await pool.start()
     trainer.weight = 2.0
     report = await pool.update(
@@ -157,8 +154,14 @@ async def test_the_trainer_computes_its_logprobs_while_engines_load() -> None:
     await pool.close()
 
 
-async def started(*engines: OneWeight, max_restarts: int = 3) -> tuple[EnginePool, Trainer]:
-    pool = EnginePool(engines, max_restarts=max_restarts)  # type: ignore[arg-type]
+async def started(
+    *engines: OneWeight, max_restarts: int = 3, seconds: PoolSeconds = QUICK
+) -> tuple[EnginePool, Trainer]:
+    pool = EnginePool(
+        engines,  # type: ignore[arg-type]
+        max_restarts=max_restarts,
+        seconds=seconds,
+    )
     await pool.start()
     trainer = Trainer()
     await pool.verify(trainer.make_probe)
@@ -168,11 +171,11 @@ async def started(*engines: OneWeight, max_restarts: int = 3) -> tuple[EnginePoo
 @pytest.mark.spec("update.engine-lost")
 async def test_an_engine_that_dies_before_the_first_comparison_is_left_out() -> None:
     first, second = OneWeight("a"), OneWeight("b")
-    pool = EnginePool([first, second])  # type: ignore[arg-type]
+    pool = EnginePool([first, second], seconds=QUICK)  # type: ignore[arg-type]
     await pool.start()
     first.alive = False
     assert (await pool.verify(Trainer().make_probe)).difference.maximum == 0
-    assert [member.up for member in pool._members] == [False, True]
+    assert [line.partition(" is down")[0] for line in pool.activity()] == ["a"]
     second.alive = False
     with pytest.raises(EngineDeadError, match="no engine is left; the first one: a died"):
         await pool.verify(Trainer().make_probe)
@@ -437,11 +440,8 @@ async def test_requests_waiting_for_an_engine_do_not_block_an_update() -> None:
 
 
 @pytest.mark.spec("async.engine-silence")
-async def test_hanging_engine_is_treated_as_dead_by_an_update(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_hanging_engine_is_treated_as_dead_by_an_update() -> None:
     """It serves no requests and answers no pause, but blocks neither requests nor the update."""
-    monkeypatch.setattr(engine_pool, "PAUSE_SECONDS", 0.5)  # of both
 
     class Hangs(OneWeight):
         hangs = False
@@ -452,7 +452,7 @@ async def test_hanging_engine_is_treated_as_dead_by_an_update(
             await super().interrupt()
 
     engines = [Hangs("a"), OneWeight("b")]
-    pool, trainer = await started(*engines)
+    pool, trainer = await started(*engines, seconds=replace(QUICK, pause=0.5))  # of both
     for engine in engines:
         engine.hold = asyncio.Event()
     asked = [asyncio.create_task(ask(pool, f"s{i}")) for i in range(20)]
@@ -501,13 +501,9 @@ async def test_cancelled_request_stays_cancelled() -> None:
     assert pool.faults == {}
 
 
-async def test_waiting_for_any_engine_is_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(engine_pool, "LOG_SECONDS", 0.05)
-
+async def test_waiting_for_any_engine_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     engine = OneWeight("a", comes_back=False)
-    pool, trainer = await started(engine)
+    pool, trainer = await started(engine, seconds=replace(QUICK, log=0.05))
     engine.alive = False
     update = asyncio.create_task(pool.update(trainer.weights, trainer.make_probe))
     await asyncio.sleep(0.2)
@@ -586,7 +582,7 @@ def test_room_for_no_engine_is_an_error() -> None:
 def test_a_run_whose_engines_stay_away_ends(waits: str) -> None:
     async def go() -> None:
         engine = OneWeight("a", comes_back=False)
-        pool = EnginePool([engine], wait_seconds=0.05)  # type: ignore[list-item]
+        pool = EnginePool([engine], seconds=replace(QUICK, back=0.05))  # type: ignore[list-item]
         await pool.start()
         trainer = Trainer()
         engine.alive = False

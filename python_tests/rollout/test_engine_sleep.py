@@ -20,8 +20,7 @@ from skyrl_fast.rollout.engine.serve_vllm import serve_command
 from skyrl_fast.rollout.engine.vllm_engine import VllmEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.rollout.engine.weights.probe import ProbeDifference, WeightSyncReport
-from skyrl_fast.rollout.engine.weights.transports import file as weights_file
-from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
+from skyrl_fast.rollout.engine.weights.transports.file import WeightPlaces, send_by_file
 from skyrl_fast.train.data.prompts import Prompt
 from skyrl_fast.train.flow.vllm_rollouts import PROBE_SEQUENCES, VllmRollouts
 
@@ -229,15 +228,11 @@ def test_vllm_has_these_arguments_and_calls() -> None:
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
-async def test_real_vllm_serves_after_sleeping(
-    tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_real_vllm_serves_after_sleeping(tiny_model_folder: Path, tmp_path: Path) -> None:
     """On a CPU its worker keeps the memory, but the engine pauses, and waits for both tags.
 
     The weights come as a file in memory that has no name.
     """
-    monkeypatch.setattr(weights_file, "SHARED_MEMORY", tmp_path / "absent")
-
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder, dtype=torch.float32)
@@ -256,7 +251,8 @@ async def test_real_vllm_serves_after_sleeping(
             for parameter in model.parameters():
                 parameter.add_(0.02 * torch.randn_like(parameter))
         weights = dict(model.named_parameters())
-        with send_by_file(weights, torch.float32, unnamed=True) as call:
+        places = WeightPlaces(shared_memory=tmp_path / "absent")
+        with send_by_file(weights, torch.float32, unnamed=True, places=places) as call:
             await engine.load_weights(call)
         assert not await engine.vllm.llm.is_sleeping()
         after = await engine.prompt_logprobs([1, 2, 3])

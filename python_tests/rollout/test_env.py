@@ -2,6 +2,7 @@
 
 import asyncio
 import sqlite3
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -17,15 +18,18 @@ from skyrl_fast.rollout.env.answers import AnswerError, EnvAnswer, answer_of, me
 from skyrl_fast.rollout.env.errors import EnvError, EnvTimeoutError
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.env.handler import EnvSettings
+from skyrl_fast.rollout.env.protocol import Env, EnvStep
 from skyrl_fast.rollout.workers.plain import PlainData
 from skyrl_fast.rollout.workers.threads import ThreadWorkers
 
 register_fakes()
 
 
-def with_factory(config: EnvironmentConfig, use: Callable[[EnvFactory], Awaitable[Any]]) -> Any:
+def with_factory(
+    config: EnvironmentConfig, use: Callable[[EnvFactory], Awaitable[Any]], **options: Any
+) -> Any:
     async def go() -> Any:
-        factory = EnvFactory(config)
+        factory = EnvFactory(config, **options)
         try:
             return await use(factory)
         finally:
@@ -77,15 +81,32 @@ def test_text2sql_runs_a_query_and_scores_the_solution(tmp_path: Path) -> None:
     assert (solved.done, solved.reward, solved.messages) == (True, 1.0, [])
 
 
-def test_settings_reach_the_environment_as_attributes() -> None:
-    async def use(factory: EnvFactory) -> Any:
-        env = await factory.make("counting", {"max_turns": 1})
-        return env._worker._handler._env.env.env_config
+def test_settings_reach_the_environment_as_attributes(tmp_path: Path) -> None:
+    path = tmp_path / "with_settings.py"
+    path.write_text(
+        "import skyrl_gym\n"
+        "from skyrl_gym.envs.base_text_env import BaseTextEnv\n"
+        "class WithSettings(BaseTextEnv):\n"
+        "    def __init__(self, env_config=None, extras=None):\n"
+        "        super().__init__()\n"
+        "        self.settings = env_config\n"
+        "    def step(self, action):\n"
+        "        value = getattr(self.settings, action) + self.settings['db_path']\n"
+        "        text = [{'role': 'user', 'content': value}]\n"
+        "        return dict(observations=text, reward=0, done=False, metadata={})\n"
+        "skyrl_gym.register('with_settings', entry_point=WithSettings)\n"
+    )
 
-    settings = with_factory(gym(counting={"db_path": "x"}), use)
-    assert settings.db_path == settings["db_path"] == "x"
-    with pytest.raises(AttributeError, match="no 'db_pth'; it has \\['db_path'\\]"):
-        _ = settings.db_pth
+    async def use(factory: EnvFactory) -> str:
+        env = await factory.make("with_settings", {})
+        answer = await env.step("db_path")
+        with pytest.raises(EnvError, match="no 'db_pth'; it has \\['db_path'\\]"):
+            await env.step("db_pth")
+        return answer.messages[0]["content"]
+
+    config = gym(with_settings={"db_path": "x"})
+    config.register = [str(path)]
+    assert with_factory(config, use) == "xx"
 
 
 def test_settings_left_out_take_the_environments_defaults() -> None:
@@ -244,13 +265,10 @@ def test_quick_calls_share_a_thread_and_calls_that_block_get_more() -> None:
     assert sorted(in_threads(barrier.wait, number=16)) == list(range(16))
 
 
-async def test_cancelled_calls_are_not_made_and_free_their_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("skyrl_fast.rollout.workers.threads.JOIN_SECONDS", 60.0)
+async def test_cancelled_calls_are_not_made_and_free_their_thread() -> None:
     made = []
 
-    threads = ThreadWorkers(EnvSettings({}, None, 1_000))
+    threads = ThreadWorkers(EnvSettings({}, None, 1_000), join_seconds=60.0)
     release = threading.Event()
     hung = asyncio.create_task(threads.run(release.wait, 20.0))
     await asyncio.sleep(0)
@@ -315,15 +333,25 @@ def test_waiting_for_a_worker_does_not_count_against_the_deadline() -> None:
     assert [a.done for a in answers] == [True] * 6
 
 
+class Exits(Env):
+    def __init__(self, row: Any) -> None:
+        self.row = row
+
+    def step(self, action: str) -> EnvStep:
+        sys.exit(3)
+
+    def metrics(self) -> dict[str, Any]:
+        return {"turns": 0}
+
+
 def test_sys_exit_in_an_environment_fails_only_its_call() -> None:
     async def use(factory: EnvFactory) -> None:
-        env = await factory.make("counting", {"max_turns": 1})
-        env._worker._handler._env.env.step = lambda action: exit(3)
+        env = await factory.make("exits", {})
         with pytest.raises(EnvError, match="SystemExit: 3"):
             await env.step("a")
-        assert await env.metrics() == {"turns": 0, "last_action": ""}
+        assert await env.metrics() == {"turns": 0}
 
-    with_factory(EnvironmentConfig(), use)
+    with_factory(EnvironmentConfig(), use, make_env=Exits)
 
 
 GOOD = {"observations": [], "reward": 1, "done": False}

@@ -16,7 +16,7 @@ from skyrl_fast.rollout.engine.protocol import (
     kept_tokens,
     vllm_sampling_params,
 )
-from skyrl_fast.rollout.engine.vllm_engine import _read_sampled_logprobs
+from skyrl_fast.rollout.engine.vllm_engine import read_sampled_logprobs
 from skyrl_fast.rollout.engine.vllm_patches.kept_logprobs import (
     return_kept_only,
     store_ids_and_values,
@@ -273,9 +273,9 @@ def test_logprobs_are_stored_without_texts(flat: bool) -> None:
 def test_logprobs_of_other_tokens_are_refused() -> None:
     flat = SimpleNamespace(token_ids=[5, 6], logprobs=[-0.1, -0.2])
     flat.start_indices, flat.end_indices = [0, 1], [1, 2]
-    assert _read_sampled_logprobs([5, 6], flat, keeps=False) == ([-0.1, -0.2], None)
+    assert read_sampled_logprobs([5, 6], flat, keeps=False) == ([-0.1, -0.2], None)
     with pytest.raises(ValueError, match="of the 1 sampled tokens, got those of 2 others"):
-        _read_sampled_logprobs([5], flat, keeps=False)
+        read_sampled_logprobs([5], flat, keeps=False)
     flat.start_indices, flat.end_indices = [0, 2], [2, 2]  # the second has none
     with pytest.raises(IndexError):
-        _read_sampled_logprobs([5, 6], flat, keeps=True)
+        read_sampled_logprobs([5, 6], flat, keeps=True)

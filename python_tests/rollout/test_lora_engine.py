@@ -87,7 +87,7 @@ async def test_adapters_are_exact_and_wrong_ones_are_refused(
     setup = make_setup(model, tmp_path, worker_extension_cls=extension)
     async with VllmEngine(setup) as engine:
         probe = make_probe(engine, policy)
-        base = await engine.prompt_logprobs(probe._probe[0])
+        base = await engine.prompt_logprobs(probe.sequences[0])
         await refuse_another_base(engine, model)
         reports = [await update_engine(engine, probe, policy.named_weights(adapter=True))]
         assert reports[0].num_bytes == sum(4 * p.numel() for _, p in policy.trained_parameters())
@@ -112,9 +112,9 @@ async def test_adapters_are_exact_and_wrong_ones_are_refused(
             [(expected, _)] = policy.sequence_logprobs([[*prompt, *answer.token_ids]])
             assert answer.logprobs == pytest.approx(expected[39:], abs=TOLERANCE)
         # Requests without an adapter would still see the base model.
-        engine._lora_requests, current = {}, engine._lora_requests
-        assert await engine.prompt_logprobs(probe._probe[0]) == pytest.approx(base, abs=1e-6)
-        engine._lora_requests = current
+        engine.lora_requests, current = {}, engine.lora_requests
+        assert await engine.prompt_logprobs(probe.sequences[0]) == pytest.approx(base, abs=1e-6)
+        engine.lora_requests = current
         for fault in ADAPTER_FAULTS:
             change_adapter(policy)
             await engine.vllm.llm.collective_rpc("set_fault", args=(fault,))
@@ -127,12 +127,12 @@ async def test_adapters_are_exact_and_wrong_ones_are_refused(
         policy.save(tmp_path / "adapter")
         from vllm.lora.request import LoRARequest
 
-        current = engine._lora_requests
-        engine._lora_requests = {"": LoRARequest("saved", 1000, str(tmp_path / "adapter"))}
-        tokens = probe._probe[0]
+        current = engine.lora_requests
+        engine.lora_requests = {"": LoRARequest("saved", 1000, str(tmp_path / "adapter"))}
+        tokens = probe.sequences[0]
         [(expected, _)] = policy.sequence_logprobs([tokens])
         assert await engine.prompt_logprobs(tokens) == pytest.approx(expected, abs=TOLERANCE)
-        engine._lora_requests = current
+        engine.lora_requests = current
         # What vLLM has no layer for is refused by its receipt.
         weights = dict(policy.named_weights(adapter=True))
         first = next(name for name in weights if "lora_A" in name)

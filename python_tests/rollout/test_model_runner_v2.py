@@ -147,11 +147,10 @@ def test_patches_of_the_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert describe_patches(answers) == said  # of all workers
 
 
-def test_doctor_names_the_patches_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
+def test_doctor_names_the_patches_of_the_machine() -> None:
+    versions = {"vllm": "0.30.0"}
     for has_gpu, text in ((False, "in use, with model runner V1"), (True, "not in use with model")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
-        (finding,) = doctor._vllm_patches()
+        (finding,) = doctor.vllm_patches(versions.get, has_gpu=has_gpu)
         assert finding.found.startswith("kept_logprobs, seeded_sampling: ")
         assert text in finding.found
 

@@ -9,20 +9,16 @@ import httpx
 import pytest
 
 from skyrl_fast.config import SamplingParams
-from skyrl_fast.rollout.engine import pool as engine_pool
-from skyrl_fast.rollout.engine import ray_engine
-from skyrl_fast.rollout.engine.pool import EnginePool
+from skyrl_fast.rollout.engine.pool import EnginePool, PoolSeconds
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, NoRoomError
-from skyrl_fast.rollout.engine.ray_engine import EngineBundle, RayEngine, _ActorServer
+from skyrl_fast.rollout.engine.ray_engine import ActorServer, EngineBundle, RayEngine
+from skyrl_fast.rollout.engine.remote import ServerLimits
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 
 CHOICE = {"token_ids": [3], "logprobs": {"token_logprobs": [-0.5]}, "finish_reason": "stop"}
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_engine, "START_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(engine_pool, "POLL_SECONDS", 0.01)
+QUICK = PoolSeconds(poll=0.01)
 
 
 class Engine(RayEngine):
@@ -40,17 +36,19 @@ class Engine(RayEngine):
             trainer="127.0.0.1",
             start_seconds=start_seconds,
             transport=httpx.MockTransport(self.respond),
+            limits=ServerLimits(start_poll=0.01),
         )
         self.comes = comes
-        self.requested: list[_ActorServer] = []
-        self.killed: list[_ActorServer] = []
+        self.requested: list[ActorServer] = []
+        self.killed: list[ActorServer] = []
         self.asked: list[str] = []
+        self.keys: set[str] = set()
         self.stuck = asyncio.Event()  # set while a completion gets no answer
         self.healthy = True
 
-    def _request_actor(self) -> _ActorServer:
+    def _request_actor(self) -> ActorServer:
         loop = asyncio.get_running_loop()
-        server = _ActorServer(None, loop.create_future(), loop.create_future())
+        server = ActorServer(None, loop.create_future(), loop.create_future())
         self.requested.append(server)
         if self.comes:
             server.url.set_result(f"http://server-{len(self.requested)}")
@@ -66,6 +64,7 @@ class Engine(RayEngine):
         if path == "/health":
             return httpx.Response(200 if self.healthy else 503)
         self.asked.append(f"{request.url.host} {path}")
+        self.keys.add(request.headers["authorization"])
         if path == "/v1/completions":
             while self.stuck.is_set():
                 await asyncio.sleep(0.01)
@@ -83,7 +82,7 @@ async def test_a_request_ends_with_its_server_and_goes_to_the_next_one() -> None
     """A node that is lost closes no connection, so only Ray says that it is gone."""
 
     engine = Engine()
-    pool = EnginePool([engine])
+    pool = EnginePool([engine], seconds=QUICK)
     await pool.start()
     engine.stuck.set()
     waiting = asyncio.create_task(ask(pool))
@@ -106,11 +105,10 @@ async def test_a_request_ends_with_its_server_and_goes_to_the_next_one() -> None
 
 async def test_an_engine_that_is_given_up_leaves_no_server() -> None:
     engine = Engine()
-    pool = EnginePool([engine], max_restarts=1)
+    pool = EnginePool([engine], max_restarts=1, seconds=QUICK)
     await pool.start()
     for _ in range(2):
         engine.requested[-1].ended.set_result("its server exited with code -9")
-        await pool._mark_dead(pool._members[0], EngineDeadError("its server exited"))
         await asyncio.wait_for(pool.wait_for_fault(), 5)
         if len(engine.requested) < 3:
             await pool.restart()
@@ -157,6 +155,11 @@ def test_a_server_that_does_not_start_says_why(reason: str) -> None:
 
 
 async def test_each_engine_has_a_new_key() -> None:
-    one, other = Engine(), Engine()
-    assert one._arguments["key"] != other._arguments["key"]
-    assert one._headers == {"authorization": f"Bearer {one._arguments['key']}"}
+    keys = set()
+    for engine in (Engine(), Engine()):
+        await engine.start()
+        await ask(engine)
+        assert engine.keys == {f"Bearer {engine.actor_arguments['key']}"}
+        keys |= engine.keys
+        await engine.close()
+    assert len(keys) == 2

@@ -17,12 +17,12 @@ from _weights import ADAPTER, MODULES
 from safetensors.torch import load_file
 
 from skyrl_fast import cli
+from skyrl_fast.commands import engine as engine_command
 from skyrl_fast.config import ConfigError, InferenceEngineConfig, SamplingParams
 from skyrl_fast.config.loading import load_config
-from skyrl_fast.rollout.engine import remote
 from skyrl_fast.rollout.engine.from_settings import make_engines, make_vllm_setup
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, EngineError, Generation
-from skyrl_fast.rollout.engine.remote import RemoteEngine
+from skyrl_fast.rollout.engine.remote import RemoteEngine, ServerLimits
 from skyrl_fast.rollout.engine.serve_guard import CLAIM_FIRST, CLAIM_HEADER, TRAINER_HEADER
 from skyrl_fast.rollout.engine.serve_vllm import serve_command, serve_environment
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
@@ -412,8 +412,8 @@ def test_answer_that_is_no_receipt_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("status", [200, 400, 500])
-def test_answer_without_end_fails_its_request(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "MAX_ANSWER_BYTES", 1_000_000, raising=False)
+def test_answer_without_end_fails_its_request(status: int) -> None:
+    limits = ServerLimits(answer_bytes=1_000_000)
     sent = 0
 
     async def parts() -> AsyncIterator[bytes]:
@@ -424,7 +424,7 @@ def test_answer_without_end_fails_its_request(status: int, monkeypatch: pytest.M
 
     server = Server(lambda body: httpx.Response(status, content=parts()))
     with pytest.raises(EngineError, match="answered /v1/completions with more than 1,000,000 byt"):
-        with_engine(server, ask)
+        with_engine(server, ask, limits=limits)
     assert sent == 16
 
 
@@ -458,9 +458,9 @@ def test_missing_endpoints_of_another_server_are_named() -> None:
     ],
 )
 def test_server_that_is_not_vllm_is_named(
-    path: str, answer: httpx.Response | None, wanted: str, monkeypatch: pytest.MonkeyPatch
+    path: str, answer: httpx.Response | None, wanted: str
 ) -> None:
-    monkeypatch.setattr("skyrl_fast.rollout.engine.remote.HANDSHAKE_SECONDS", 0.05)
+    options = {"start_timeout_seconds": 0.0, "limits": ServerLimits(handshake=0.05)}
     server = Server()
 
     async def reply(request: httpx.Request) -> httpx.Response:
@@ -471,7 +471,7 @@ def test_server_that_is_not_vllm_is_named(
         return answer
 
     with pytest.raises(EngineError, match=wanted):
-        with_engine(reply, ask, start_timeout_seconds=0.0)  # type: ignore[arg-type]
+        with_engine(reply, ask, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("weight_sync", ["file", "reload", "gloo"])
@@ -563,26 +563,29 @@ def test_engine_command_serves_the_policy_model_on_loopback(
     model.mkdir()
     (model / "config.json").write_text("{}")
     (model / "model.safetensors").write_text("")
-    served: list[Any] = []
+    served: list[list[str]] = []
 
     class Served(Exception):  # noqa: N818
         pass
 
-    def serve(config: VllmSetup, *, host: str, port: int, **guard: Any) -> None:
-        served.append((config.model, config.max_model_len, host, port))
+    def execute(program: str, command: list[str], variables: Any) -> None:
+        served.append(command)
         raise Served
 
-    monkeypatch.setattr("skyrl_fast.rollout.engine.serve_vllm.serve", serve)
     yaml = tmp_path / "c.yaml"
     yaml.write_text(f"data: {{train_data: [a]}}\ntrainer: {{policy: {{model: {{path: {model}}}}}}}")
+    words = [
+        "engine",
+        str(yaml),
+        "generator.max_input_length=76",
+        f"trainer.run_path={tmp_path}/run",
+    ]
+    options = cli.command_parser().parse_args([*words, "--port", "8003"])
     with pytest.raises(Served):
-        cli.main(
-            [
-                *("engine", str(yaml), "--port", "8003", "generator.max_input_length=76"),
-                f"trainer.run_path={tmp_path}/run",
-            ]
-        )
-    assert served == [(str(model), 1100, "127.0.0.1", 8003)]
+        engine_command.run(options, execute=execute)
+    (command,) = served
+    assert command[3:9] == ["serve", str(model), "--host", "127.0.0.1", "--port", "8003"]
+    assert command[command.index("--max-model-len") + 1] == "1100"
 
 
 @pytest.mark.parametrize(
@@ -697,7 +700,7 @@ def test_vocabulary_of_a_server_is_that_of_the_policy(
     ]
     (engine,) = make_engines(load_config(None, overrides), str(tmp_path))
     assert isinstance(engine, RemoteEngine)
-    assert engine._vocab_size == wanted
+    assert engine.vocab_size == wanted
 
 
 @pytest.mark.spec("engine.claim")
@@ -715,10 +718,8 @@ async def test_two_trainers_do_not_share_a_server() -> None:
 
 
 @pytest.mark.spec("async.failed-update")
-def test_a_busy_server_is_asked_again_and_a_paused_one_resumes_at_the_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(remote, "RESEND_SECONDS", 0.0)
+def test_a_busy_server_is_asked_again_and_a_paused_one_resumes_at_the_end() -> None:
+    limits = ServerLimits(resend=0.0)
     statuses = [503, 502]
     server = Server(
         lambda body: httpx.Response(statuses.pop()) if statuses else choice([5], [-0.5])
@@ -729,8 +730,8 @@ def test_a_busy_server_is_asked_again_and_a_paused_one_resumes_at_the_end(
         await engine.interrupt()
         return got.token_ids
 
-    assert with_engine(server, work) == [5]
+    assert with_engine(server, work, limits=limits) == [5]
     assert [path for path, _ in server.asked][-2:] == ["/pause", "/resume"]
     statuses += [503] * 3
     with pytest.raises(EngineError, match="answered 503 to /v1/completions"):
-        with_engine(server, ask)
+        with_engine(server, ask, limits=limits)

@@ -74,7 +74,7 @@ def test_adapters_reach_a_server(tiny_model_folder: Path, tmp_path: Path, weight
                 report = await update_engine(engine, probe, versions.weights())
                 assert report.difference.maximum < TOLERANCE
                 assert report.num_bytes == sum(t.nbytes for _, t in versions.weights())
-                names.append(str(engine._adapter_name))
+                names.append(str(engine.adapter_name))
                 for _ in range(2):
                     # the salt stays, as that of two trainers' versions may be the same
                     got = await engine.generate(
@@ -83,7 +83,8 @@ def test_adapters_reach_a_server(tiny_model_folder: Path, tmp_path: Path, weight
                     exact = versions.logprobs(version, [*prompt, *got.token_ids])
                     exact = exact[len(prompt) - 1 :].tolist()
                     assert got.logprobs == pytest.approx(exact, abs=TOLERANCE)
-            models = await engine._get("/v1/models")
+            async with httpx.AsyncClient(base_url=url, headers=engine.headers) as client:
+                models = (await client.get("/v1/models")).json()
             served = {model["id"] for model in models["data"][1:]}
             assert served & {*names} == {names[-1]}
             assert len(served) == 1 or weight_sync == "reload"  # which keeps another trainer's
@@ -137,7 +138,7 @@ def test_attacks_on_a_real_server_are_refused(tiny_model_folder: Path, tmp_path:
         async with RemoteEngine(url, api_key=KEY) as engine:
             async with httpx.AsyncClient(base_url=url) as other:
                 await attack(other)
-            async with httpx.AsyncClient(base_url=url, headers=engine._headers) as trainer:
+            async with httpx.AsyncClient(base_url=url, headers=engine.headers) as trainer:
                 for method in ("save_sharded_state", "__class__"):
                     call = {"method": method, "args": [str(stolen)]}
                     answer = await trainer.post("/collective_rpc", json=call)

@@ -26,27 +26,17 @@ def log_probabilities(*rows: list[float]) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.float64).log().float()
 
 
-class Drawing:
-    """torch.rand that returns given numbers."""
-
-    def __init__(self, *numbers: float) -> None:
-        self.numbers = list(numbers)
-
-    def __call__(self, *size: int, generator: Any = None, **_: Any) -> torch.Tensor:
-        number = 0.5 if generator is None else self.numbers.pop(0)
-        return torch.full(size, number, dtype=torch.float64)
-
-
 @pytest.mark.parametrize(
     ("drawn", "token"), [(0.0, 1), (0.2499, 1), (0.25, 3), (0.7499, 3), (0.75, 4), (1 - 2**-53, 4)]
 )
-def test_a_number_becomes_the_word_whose_share_it_falls_into(
-    drawn: float, token: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_number_becomes_the_word_whose_share_it_falls_into(drawn: float, token: int) -> None:
     """By hand: shares 0, 1/4, 0, 1/2, 1/4, 0; words without a share are never sampled."""
-    monkeypatch.setattr(torch, "rand", Drawing(drawn))
     shares = log_probabilities([0, 0.25, 0, 0.5, 0.25, 0])
-    assert draw_tokens(shares, generators(0), Numbers()).tolist() == [token]
+
+    def draw(size: int, **_: Any) -> torch.Tensor:
+        return torch.full((size,), drawn, dtype=torch.float64)
+
+    assert draw_tokens(shares, generators(0), Numbers(draw)).tolist() == [token]
 
 
 def test_frequencies_are_the_probabilities() -> None:
@@ -99,7 +89,7 @@ def test_a_generators_numbers_are_its_own_one_by_one() -> None:
     ]
     del one, other
     gc.collect()
-    assert not numbers._drawn  # those of requests that have ended are gone
+    assert len(numbers) == 0  # those of requests that have ended are gone
 
 
 def test_nan_is_a_word_of_the_vocabulary() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from _weights import ADAPTER, Server, make_probe, no_sending_thread
+from _weights import ADAPTER, FEW_SECONDS, Server, make_probe, no_sending_thread
 
 from skyrl_fast.config import SamplingParams
 from skyrl_fast.rollout.engine.pool import EnginePool
@@ -19,18 +19,12 @@ from skyrl_fast.rollout.engine.protocol import EngineDeadError
 from skyrl_fast.rollout.engine.remote import COMPLETIONS, LOAD_ADAPTER
 from skyrl_fast.rollout.engine.weights import receipt
 from skyrl_fast.rollout.engine.weights.buckets import Bucket
-from skyrl_fast.rollout.engine.weights.group import WeightsGroup
+from skyrl_fast.rollout.engine.weights.group import GroupSeconds, WeightsGroup
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError, tensor_digest
 from skyrl_fast.rollout.engine.weights.transports import broadcast as broadcast
 from skyrl_fast.rollout.engine.weights.transports.broadcast import send_by_broadcast
 from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
 from skyrl_fast.train.parallel.ranks import RankError
-
-
-@pytest.fixture(autouse=True)
-def few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broadcast, "NOTICE_SECONDS", 2.0)
-
 
 SENT = {
     "w": torch.ones(1),
@@ -40,6 +34,8 @@ SENT = {
 
 
 BUCKET = 1024  # each tensor is sent alone
+READY = replace(FEW_SECONDS, ready=20.0)  # the first load of a process takes more than one
+FAULTY = GroupSeconds(ready=1.0, notice=0.1)  # of a server that is to fail
 
 
 @pytest.mark.vllm
@@ -65,8 +61,6 @@ async def test_each_server_has_a_group_of_its_own() -> None:
 async def loaded(engine: Server, fault: str = "") -> None:
     await engine.start()
     engine.llm.fault = fault
-    assert engine._sender is not None
-    engine._sender._group.wait_seconds = 20.0  # the first load of a process takes more than one
     with send_by_broadcast(SENT, None, bucket_bytes=BUCKET) as call:
         await asyncio.wait_for(engine.load_weights(call), 60)
 
@@ -75,7 +69,7 @@ async def loaded(engine: Server, fault: str = "") -> None:
 def test_an_error_of_a_servers_loader_ends_the_broadcast() -> None:
     wanted = "the server http://a:1 could not load the new weights: .* unknown layer"
     with pytest.raises(WeightSyncError, match=wanted):
-        asyncio.run(loaded(Server(), "refuses"))
+        asyncio.run(loaded(Server(seconds=READY), "refuses"))
     assert no_sending_thread()
 
 
@@ -115,7 +109,7 @@ def test_a_broken_transfer_is_named(fault: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(broadcast, "send_buckets", send_broken)
     wanted = "did not receive|loaded other values than the trainer's: (also )?large"
     with pytest.raises((WeightSyncError, EngineDeadError), match=wanted):
-        asyncio.run(loaded(Server()))
+        asyncio.run(loaded(Server(seconds=READY)))
     assert no_sending_thread()
 
 
@@ -146,8 +140,6 @@ def update_of(
     async def go() -> None:
         await pool.start()
         if fault:
-            assert servers[0]._sender is not None
-            servers[0]._sender._group.wait_seconds = 1.0
             servers[0].llm.fault = fault
         for _ in range(updates):
             await asyncio.wait_for(pool.update(weights, make_probe), 60)
@@ -185,10 +177,9 @@ def test_each_bucket_is_made_once_for_all_engines(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.vllm
 @pytest.mark.parametrize("fault", ["hangs", "dies in a bucket"])
 def test_an_engine_that_stops_in_an_update_holds_up_no_other(
-    fault: str, monkeypatch: pytest.MonkeyPatch
+    fault: str,
 ) -> None:
-    monkeypatch.setattr(broadcast, "NOTICE_SECONDS", 0.1)
-    servers = [Server(f"http://{name}:1") for name in "abc"]
+    servers = [Server("http://a:1", seconds=FAULTY), Server("http://b:1"), Server("http://c:1")]
     pool = update_of(servers, Gathered(), fault)
     assert [received(server) for server in servers[1:]] == [True, True]
     assert {*pool.reports} == {1, 2}
@@ -198,7 +189,7 @@ def test_an_engine_that_stops_in_an_update_holds_up_no_other(
 
 @pytest.mark.vllm
 def test_all_engines_that_come_back_get_the_weights_from_the_start() -> None:
-    weights, server = Gathered(), Server()
+    weights, server = Gathered(), Server(seconds=FAULTY)
     pool = update_of([server], weights, "dies in a bucket")
     assert received(server)
     assert weights.reads == 2
@@ -237,9 +228,10 @@ SLOW = pytest.mark.slow
 async def test_a_server_with_a_fault_at_a_call_of_an_update_is_left_out_until_it_is_repaired(
     calls: tuple[str, ...], call: int, fault: str, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(broadcast, "NOTICE_SECONDS", 0.1)
     adapter = ADAPTER if calls is OF_ADAPTERS else None
-    servers = [Server(f"http://{name}:1", weight_sync=transport, adapter=adapter) for name in "ab"]
+    options: dict[str, Any] = {"weight_sync": transport, "adapter": adapter}
+    seconds = GroupSeconds(notice=0.1)
+    servers = [Server(f"http://{name}:1", seconds=seconds, **options) for name in "ab"]
     send = send_by_file if transport == "file" else send_by_broadcast
     engines = EnginePool(servers, transport=send)
     wait = engines._call
@@ -277,7 +269,7 @@ async def test_a_server_with_a_fault_at_a_call_of_an_update_is_left_out_until_it
     for server in servers:
         names = server.adapters
         assert len({*names}) == len(names) and (len(names) > 2) == (adapter is not None)
-        assert server._adapter_name == (names[-1] if names else None)
+        assert server.serves == (names[-1] if names else None)
     await engines.close()
     assert no_sending_thread()
 

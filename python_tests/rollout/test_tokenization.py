@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from bench._tokenizer import byte_level_tokenizer
-from skyrl_fast.rollout import chat_template
 from skyrl_fast.rollout.chat_template import ChatTemplate, ContextError
 from skyrl_fast.rollout.tokenization import decode, encode
 
@@ -87,7 +86,7 @@ def test_rendered_without_copies_is_the_same(tiny_tokenizer: Any, chat: Any, too
             seen = [template.prepare_message(message) for message in messages]
             parts = template.render_parts(seen, tools=tools, **options)
             assert "".join(parts) == wanted
-    assert template._direct
+    assert template.renders_directly
 
 
 def test_arguments_of_transformers_are_no_variables(tiny_tokenizer: Any) -> None:
@@ -99,15 +98,12 @@ def test_arguments_of_transformers_are_no_variables(tiny_tokenizer: Any) -> None
     assert template.text(chat, **options).endswith("and")
 
 
-def test_transformers_renders_if_its_first_prompt_is_another(
-    tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transformers_renders_if_its_first_prompt_is_another(tiny_tokenizer: Any) -> None:
     class Other:
         def generate(self, _: Any) -> list[str]:
             return ["other"]
 
-    monkeypatch.setattr(chat_template, "_compile", lambda template: Other())
-    template = ChatTemplate(tiny_tokenizer)
+    template = ChatTemplate(tiny_tokenizer, compile_template=lambda template: Other())
     for chat in CHATS[:2]:
         assert template.render_parts(chat) == [template.text(chat)] != ["other"]
 

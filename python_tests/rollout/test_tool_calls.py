@@ -14,7 +14,7 @@ from _tools import HOSTILE, TEMPLATE, SlowParser
 from fake_envs import FakePrompt, ScriptedEngine, loop_config, says
 
 from skyrl_fast.config import EnvironmentConfig, SamplingParams
-from skyrl_fast.rollout import answer_parser, groups
+from skyrl_fast.rollout import groups
 from skyrl_fast.rollout.answer_parser import AnswerParser
 from skyrl_fast.rollout.env.factory import EnvFactory
 from skyrl_fast.rollout.env.protocol import Action, Env, EnvStep
@@ -208,12 +208,11 @@ def test_ids_of_calls_follow_from_their_place() -> None:
 
 
 @pytest.mark.spec("rollout.long-answers")
-async def test_a_late_parser_neither_stops_the_loop_nor_hangs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    parser, beats = AnswerParser(SlowParser()), 0  # type: ignore[arg-type]
-    quick = await parser.parse("b" * 1_000, None, place="0")
-    monkeypatch.setattr(answer_parser, "PARSE_SECONDS", 0.2)
+async def test_a_late_parser_neither_stops_the_loop_nor_hangs() -> None:
+    slow: Any = SlowParser()
+    beats = 0
+    quick = await AnswerParser(slow).parse("b" * 1_000, None, place="0")
+    parser = AnswerParser(slow, parse_seconds=0.2)
     late = asyncio.ensure_future(parser.parse(HOSTILE, None, place="0"))
     while not late.done():
         await asyncio.sleep(0.001)

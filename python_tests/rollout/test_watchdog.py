@@ -182,7 +182,7 @@ def test_stuck_trajectory_releases_its_slot(tiny_tokenizer: Any) -> None:
     runner, got = asyncio.run(run_deaf(tiny_tokenizer, {0: 1}, slots=1))
     assert isinstance(got, list)
     assert [t.failure for t in got] == [None] * 3
-    assert not runner._slots.locked()
+    assert not runner.slots.locked()
 
 
 @pytest.mark.spec("async.slow-phase")

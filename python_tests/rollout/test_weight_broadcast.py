@@ -24,6 +24,7 @@ from skyrl_fast.rollout.engine.weights import group as weights_group
 from skyrl_fast.rollout.engine.weights.buckets import Bucket, pack_buckets, read_header
 from skyrl_fast.rollout.engine.weights.group import (
     LOOPBACK,
+    GroupSeconds,
     WeightsGroup,
     listening_store,
     store_at,
@@ -157,8 +158,7 @@ def test_tied_weights_are_sent_once() -> None:
 
 
 def test_a_worker_that_does_not_receive_is_an_error_in_time() -> None:
-    trainer, worker = connected(2)
-    trainer.wait_seconds = 0.5  # to connect may take longer
+    trainer, worker = connected(2, seconds=GroupSeconds(ready=0.5))
     large = {"w": torch.zeros(4 << 20)}  # more than the sockets hold
     with pytest.raises(
         TimeoutError, match=r"weight_sync_backend=gloo: ranks \[1\] of 2 .* within 0\.5 s"
@@ -190,11 +190,11 @@ def test_nccl_raises_before_its_watchdog_ends_the_process(monkeypatch: pytest.Mo
             events.append("abort")
 
     monkeypatch.setattr(weights_group.dist, "ProcessGroupNCCL", Nccl, raising=False)
-    group = WeightsGroup("nccl", rank=0, size=3, device=CPU)
+    seconds = GroupSeconds(move=0.1)
+    group = WeightsGroup("nccl", rank=0, size=3, device=CPU, seconds=seconds)
     group.connect(store)
     # With a time-out, or it would not wait for the GPU.
-    assert events == [(store, 0, 3, 60.0), torch.uint8, 0, timedelta(seconds=30)]
-    monkeypatch.setattr(weights_group, "MOVE_SECONDS", 0.1)
+    assert events == [(store, 0, 3, 0.2), torch.uint8, 0, timedelta(seconds=0.1)]
     with pytest.raises(TimeoutError, match=r"weight_sync_backend=nccl: .* within 0\.1 s"):
         send_buckets(group, all_buckets(WEIGHTS))
     assert events[-1] == "abort"
@@ -206,24 +206,24 @@ def test_nccl_raises_before_its_watchdog_ends_the_process(monkeypatch: pytest.Mo
 # --- members that do not come ---------------------------------------------------------------------
 
 
-def test_members_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_group, "JOIN_SECONDS", 0.1)
+def test_members_that_do_not_come_are_named() -> None:
+    soon = GroupSeconds(join=0.1)
     store, _ = listening_store()
     store.set("2 at 1", "")
     with pytest.raises(
         TimeoutError, match=r"=gloo: ranks \[1, 3\] of 4 .* not ready .* within 0\.1 s"
     ):
-        WeightsGroup("gloo", rank=0, size=4, device=CPU).connect(store)
+        WeightsGroup("gloo", rank=0, size=4, device=CPU, seconds=soon).connect(store)
     with pytest.raises(RuntimeError, match="aborted"):  # one that comes later
-        WeightsGroup("gloo", rank=1, size=4, device=CPU).connect(store)
+        WeightsGroup("gloo", rank=1, size=4, device=CPU, seconds=soon).connect(store)
 
 
-def test_a_member_that_dies_while_it_connects_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_group, "MOVE_SECONDS", 0.5)
+def test_a_member_that_dies_while_it_connects_is_an_error() -> None:
+    seconds = GroupSeconds(move=0.5)
     store = torch.distributed.HashStore()
     store.set("1 at 1", "")
     with pytest.raises(RuntimeError, match="timeout"):
-        WeightsGroup("gloo", rank=0, size=2, device=CPU).connect(store)
+        WeightsGroup("gloo", rank=0, size=2, device=CPU, seconds=seconds).connect(store)
 
 
 def test_a_worker_that_refuses_ends_the_wait_of_all() -> None:
@@ -284,26 +284,17 @@ def test_a_process_ends_after_a_join_that_failed() -> None:
 SENT = {"w": torch.ones(1), "large": torch.linspace(0, 1, 8 << 20)}
 
 
-@pytest.fixture(autouse=True)
-def few_seconds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(broadcast, "NOTICE_SECONDS", 2.0)
-    yield
-
-
 async def load(engine: ScriptedEngine) -> None:
     await engine.start()
     with send_by_broadcast(SENT) as call:
         await engine.load_weights(call)
 
 
-def test_workers_that_hang_count_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broadcast, "NOTICE_SECONDS", 0.1)
-    engine = ScriptedEngine()
+def test_workers_that_hang_count_as_dead() -> None:
+    engine = ScriptedEngine(seconds=GroupSeconds(ready=0.5, notice=0.1))
 
     async def go() -> None:
         await engine.start()
-        assert engine._sender is not None
-        engine._sender._group.wait_seconds = 0.5
         engine.llms[0].fault = "hangs"
         with send_by_broadcast(SENT, None) as call:
             await engine.load_weights(call)
@@ -324,7 +315,7 @@ def test_an_engine_without_a_group_refuses_a_broadcast() -> None:
 
 def receive_one_bucket(port: int, kill: bool, results: Any) -> None:
     """Receive as a worker in another process, which may die in the middle."""
-    group = WeightsGroup("gloo", rank=1, size=2, device=CPU, wait_seconds=60)
+    group = WeightsGroup("gloo", rank=1, size=2, device=CPU)
     group.connect(store_at(LOOPBACK, port))
     found = {}
     for name, tensor in receive_by_broadcast(group):
@@ -345,10 +336,11 @@ def test_two_processes(kill: bool) -> None:
         process = spawn.Process(target=receive_one_bucket, args=arguments, daemon=True)
         process.start()
         there.close()
-        group = WeightsGroup("gloo", rank=0, size=2, device=CPU, wait_seconds=60)
+        # If it is killed: there is no engine that notices the death.
+        seconds = GroupSeconds(ready=1.0 if kill else 60.0)
+        group = WeightsGroup("gloo", rank=0, size=2, device=CPU, seconds=seconds)
         group.connect(store)
         if kill:
-            group.wait_seconds = 1.0  # without an engine that notices the death
             with pytest.raises((RuntimeError, TimeoutError), match=r"by peer|ranks \[1\]"):
                 send_buckets(group, call.buckets)
         else:

@@ -7,14 +7,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from skyrl_fast.rollout.engine.weights import receipt as receipt_module
 from skyrl_fast.rollout.engine.weights.receipt import (
     Receipt,
     WeightSyncError,
-    _chunk_sums,
-    _chunk_sums_on_cpu,
-    _odd_places,
     check_receipts,
+    chunk_sums,
+    chunk_sums_on_cpu,
+    odd_places,
     read_receipts,
     record_digests,
     tensor_digest,
@@ -76,10 +75,10 @@ class CountOps(TorchDispatchMode):
 def test_a_gpu_sums_as_a_cpu_in_two_launches_per_slab(size: int) -> None:
     """300 chunks are three slabs of 64 MiB; launches were four per chunk."""
     words = torch.randint(-(2**63), 2**63 - 1, (size,))
-    expected = [x % 2**64 for x in _chunk_sums_on_cpu(words)]
-    _odd_places(words.device)  # made once per device
+    expected = [x % 2**64 for x in chunk_sums_on_cpu(words)]
+    odd_places(words.device)  # made once per device
     with CountOps() as counted:
-        sums = _chunk_sums(words)
+        sums = chunk_sums(words)
     assert [x % 2**64 for x in sums] == expected
     slabs = -(-(size // 65_536) // 128) + (size % 65_536 > 0)
     launches = [name for name in counted.names if name in ("mul", "sum")]
@@ -104,20 +103,17 @@ def test_what_the_loader_took_is_recorded_and_confirmed() -> None:
 
 
 @pytest.mark.spec("sync.ipc-digests")
-def test_workers_that_read_the_same_memory_divide_its_digests(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_workers_that_read_the_same_memory_divide_its_digests() -> None:
     taken: list[torch.Tensor] = []
 
     def count(tensor: torch.Tensor) -> str:
         taken.append(tensor)
         return tensor_digest(tensor)
 
-    monkeypatch.setattr(receipt_module, "tensor_digest", count)
     receipts = []
     for rank in range(2):
         digests: dict[str, str] = {}
-        list(record_digests(WEIGHTS.items(), digests, rank, 2))
+        list(record_digests(WEIGHTS.items(), digests, rank, 2, digest_of=count))
         receipts.append(replace(RECEIPT, digests=digests))
     assert len(taken) == len(WEIGHTS)
     assert check_receipts(receipts, SENT) == torch.bfloat16

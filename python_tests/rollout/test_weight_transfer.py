@@ -6,7 +6,6 @@ import inspect
 import logging
 import subprocess
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,10 +27,14 @@ from skyrl_fast.rollout.engine.weights.receipt import (
     read_receipts,
 )
 from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
-from skyrl_fast.rollout.engine.weights.transports import file as weights_file
 from skyrl_fast.rollout.engine.weights.transports.broadcast import send_by_broadcast
-from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
-from skyrl_fast.rollout.engine.weights.transports.ipc import receive_by_ipc, send_by_ipc
+from skyrl_fast.rollout.engine.weights.transports.file import (
+    SHARED_MEMORY,
+    WeightPlaces,
+    free_bytes,
+    send_by_file,
+)
+from skyrl_fast.rollout.engine.weights.transports.ipc import CudaIpc, receive_by_ipc, send_by_ipc
 from skyrl_fast.rollout.engine.weights.worker import WeightUpdateExtension
 from skyrl_fast.train.parallel.ranks import Ranks
 from skyrl_fast.train.parallel.sharding import full_tensors
@@ -86,35 +89,29 @@ print(sum(float(value.sum()) for value in load_file(sys.argv[1]).values()))
 """
 
 
-@pytest.fixture
-def small_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container: too small for any weights."""
-    usage = weights_file.shutil.disk_usage
-
-    def disk_usage(path: Any) -> Any:
-        small = Path(path) == weights_file.SHARED_MEMORY
-        return SimpleNamespace(free=10) if small else usage(path)
-
-    monkeypatch.setattr(weights_file.shutil, "disk_usage", disk_usage)
+def free_of_a_container(folder: Path) -> int:
+    """Shared memory is too small for any weights."""
+    return 10 if folder == SHARED_MEMORY else free_bytes(folder)
 
 
-@pytest.mark.usefixtures("small_shared_memory")
 def test_small_shared_memory_is_replaced_by_an_unnamed_file(tmp_path: Path) -> None:
-    with send_by_file({"w": torch.ones(1000)}, unnamed=True) as call:
+    places = WeightPlaces(free_bytes=free_of_a_container)
+    with send_by_file({"w": torch.ones(1000)}, unnamed=True, places=places) as call:
         assert call.arguments[0].startswith("/proc/")
         command = [sys.executable, "-c", READ, call.arguments[0]]
         assert subprocess.run(command, capture_output=True, check=True).stdout == b"1000.0\n"
     assert not Path(call.arguments[0]).exists()
-    with send_by_file({"w": torch.ones(1000)}, folder=str(tmp_path), unnamed=True) as call:
+    options: dict[str, Any] = {"folder": str(tmp_path), "unnamed": True, "places": places}
+    with send_by_file({"w": torch.ones(1000)}, **options) as call:
         assert Path(call.arguments[0]).is_relative_to(tmp_path)  # as asked for
 
 
-@pytest.mark.usefixtures("small_shared_memory")
 def test_servers_get_a_file_on_disk_and_the_log_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(weights_file.tempfile, "tempdir", str(tmp_path))
-    with caplog.at_level(logging.WARNING), send_by_file({"w": torch.ones(1 << 20)}, None) as call:
+    places = WeightPlaces(temporary=tmp_path, free_bytes=free_of_a_container)
+    sending = send_by_file({"w": torch.ones(1 << 20)}, places=places)
+    with caplog.at_level(logging.WARNING), sending as call:
         assert Path(call.arguments[0]).is_relative_to(tmp_path)
     assert (
         f"/dev/shm has no room for 0.0 GiB of weights: every update writes them to {tmp_path}"
@@ -168,42 +165,43 @@ class OnGpu:
         return self.on_cpu.nbytes
 
 
-@contextmanager
-def fake_cuda(monkeypatch: pytest.MonkeyPatch, events: list[Any]) -> Any:
-    """Replace torch's calls; `events` gets their names, or the arguments of a rebuilt tensor."""
+class FakeCuda(CudaIpc):
+    """`events` gets the names of calls, or the arguments of a rebuilt tensor."""
 
-    def reduce(tensor: OnGpu) -> Any:
-        events.append("handle")
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def synchronize(self) -> None:
+        self.events.append("synchronize")
+
+    def reduce(self, tensor: Any) -> Any:
+        self.events.append("handle")
         of = tensor.on_cpu
         shape = (torch.Tensor, of.size(), of.stride(), of.storage_offset())
         arguments = (*shape, torch.TypedStorage, of.dtype, *STORAGE.values())
         assert [*SIGNATURE.bind(*arguments).arguments][6:] == [*STORAGE]
         return None, arguments
 
-    def rebuild(*arguments: Any) -> Any:
+    def rebuild(self, *arguments: Any) -> Any:
         bound = SIGNATURE.bind(*arguments).arguments
-        events.append(bound)
+        self.events.append(bound)
         return torch.zeros(bound["tensor_size"], dtype=bound["dtype"])
 
-    monkeypatch.setattr(reductions, "reduce_tensor", reduce)
-    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", rebuild)
-    for module in (torch.cuda, torch.accelerator):
-        monkeypatch.setattr(module, "synchronize", lambda: events.append("synchronize"))
-    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: events.append("collect"))
-    yield
+    def collect(self) -> None:
+        self.events.append("collect")
 
 
-def send_from_gpu(events: list[Any], monkeypatch: pytest.MonkeyPatch) -> WorkerCall:
+def send_from_gpu(cuda: FakeCuda) -> WorkerCall:
     weights: Any = {"model.a": OnGpu((2, 3)), "model.b": OnGpu((4,))}
-    with fake_cuda(monkeypatch, events), send_by_ipc(weights, torch.bfloat16) as call:
-        events.append("loaded")
+    with send_by_ipc(weights, torch.bfloat16, cuda=cuda) as call:
+        cuda.events.append("loaded")
     return call
 
 
-def test_ipc_sends_handles_after_the_weights_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[Any] = []
-    call = send_from_gpu(events, monkeypatch)
-    assert events == ["synchronize", "handle", "handle", "loaded", "collect"]
+def test_ipc_sends_handles_after_the_weights_are_complete() -> None:
+    cuda = FakeCuda()
+    call = send_from_gpu(cuda)
+    assert cuda.events == ["synchronize", "handle", "handle", "loaded", "collect"]
     assert call.method == "load_weights_ipc"
     assert call.arguments[0] == [
         ["model.a", [2, 3], [3, 1], 0, "float32", *STORAGE.values()],
@@ -211,11 +209,10 @@ def test_ipc_sends_handles_after_the_weights_are_complete(monkeypatch: pytest.Mo
     ]
 
 
-def test_the_engine_rebuilds_what_was_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[Any] = []
-    call = send_from_gpu([], monkeypatch)
-    with fake_cuda(monkeypatch, events):
-        names = [name for name, _ in receive_by_ipc(call.arguments[0])]
+def test_the_engine_rebuilds_what_was_handed_over() -> None:
+    call = send_from_gpu(FakeCuda())
+    cuda = FakeCuda()
+    names = [name for name, _ in receive_by_ipc(call.arguments[0], cuda)]
     assert names == ["model.a", "model.b"]
     tensor = {
         "tensor_cls": torch.Tensor,
@@ -225,7 +222,7 @@ def test_the_engine_rebuilds_what_was_handed_over(monkeypatch: pytest.MonkeyPatc
         "storage_cls": torch.TypedStorage,
         "dtype": torch.float32,
     }
-    assert events[0] == {**tensor, **STORAGE}
+    assert cuda.events[0] == {**tensor, **STORAGE}
 
 
 @pytest.mark.vllm
@@ -233,21 +230,20 @@ def test_vllm_sends_handles_without_pickle(monkeypatch: pytest.MonkeyPatch) -> N
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
     monkeypatch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION", raising=False)
-    call = send_from_gpu([], monkeypatch)
+    call = send_from_gpu(FakeCuda())
     sent = MsgpackDecoder().decode(MsgpackEncoder().encode((call.method, call.arguments)))
     assert sent == [call.method, call.arguments]
 
 
 @pytest.mark.vllm
-def test_the_engine_has_read_all_before_the_trainer_continues(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    events: list[Any] = []
-    call = send_from_gpu([], monkeypatch)
-    with fake_cuda(monkeypatch, events):
-        (receipt,) = read_receipts([Worker(dtype=torch.bfloat16).load_weights_ipc(*call.arguments)])
+def test_the_engine_has_read_all_before_the_trainer_continues() -> None:
+    call = send_from_gpu(FakeCuda())
+    cuda = FakeCuda()
+    worker = Worker(dtype=torch.bfloat16)
+    worker.cuda_ipc = cuda
+    (receipt,) = read_receipts([worker.load_weights_ipc(*call.arguments)])
     assert receipt == Receipt(dict(call.sent.digests), ["w"], "bfloat16")
-    assert [event if isinstance(event, str) else "read" for event in events] == [
+    assert [event if isinstance(event, str) else "read" for event in cuda.events] == [
         *("read", "read", "synchronize", "collect")
     ]
 

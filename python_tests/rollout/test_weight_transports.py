@@ -1,7 +1,6 @@
 """Each transport to the same pair of scripted workers: order, restarts, errors, dtypes."""
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from _weights import ScriptedEngine, make_probe, no_sending_thread
 
 from skyrl_fast.rollout.engine.pool import EnginePool
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
-from skyrl_fast.rollout.engine.weights.transports import broadcast
 from skyrl_fast.rollout.engine.weights.transports.broadcast import send_by_broadcast
 from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
 
@@ -19,12 +17,6 @@ TRANSPORTS: dict[str, Any] = {"file": send_by_file, "gloo": send_by_broadcast}
 LOADS = {"file": "load_weights_file", "gloo": "load_weights_broadcast"}
 STARTS = {"file": [], "gloo": ["join_weights_group"]}
 SENT = {"w": torch.ones(1), "large": torch.linspace(0, 1, 8 << 20)}
-
-
-@pytest.fixture(autouse=True)
-def few_seconds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(broadcast, "NOTICE_SECONDS", 2.0)
-    yield
 
 
 def make_pool(*engines: ScriptedEngine, backend: str) -> EnginePool:
@@ -90,7 +82,7 @@ async def load(
 ) -> None:
     await engine.start()
     engine.llms[0].fault = fault
-    with TRANSPORTS[engine._setup.engine.weight_sync_backend](weights, None) as call:
+    with TRANSPORTS[engine.backend](weights, None) as call:
         async with asyncio.timeout(seconds):
             await engine.load_weights(call)
 

@@ -20,8 +20,7 @@ from safetensors.torch import load_file
 from skyrl_fast.rollout.engine.weights.probe import LIMITS, Logprobs, ProbeDifference, WeightProbe
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 from skyrl_fast.rollout.engine.weights.transfer import WorkerCall
-from skyrl_fast.rollout.engine.weights.transports import file as weights_file
-from skyrl_fast.rollout.engine.weights.transports.file import send_by_file
+from skyrl_fast.rollout.engine.weights.transports.file import WeightPlaces, send_by_file
 from skyrl_fast.system import temporary_folder
 
 PROBE = [[1, 2, 3], [4, 5]]
@@ -72,9 +71,7 @@ def make(trainer: OneNumberModel, engine: FakeEngine) -> WeightProbe:
 def push(probe: WeightProbe, trainer: OneNumberModel, change: float):
     trainer.weight += change
     return asyncio.run(
-        update_engine(
-            probe._engine, probe, {"w": torch.tensor(trainer.weight, dtype=torch.float64)}
-        )
+        update_engine(probe.engine, probe, {"w": torch.tensor(trainer.weight, dtype=torch.float64)})
     )
 
 
@@ -265,15 +262,12 @@ def test_next_update_deletes_the_files_of_a_killed_process(tmp_path: Path) -> No
 
 
 @pytest.mark.spec("run.own-files")
-def test_names_of_other_users_are_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_of_other_users_are_left_alone(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "skyrl_fast-weights-fifo")  # opening it would wait for ever
     (tmp_path / "skyrl_fast-weights-file").write_text("")
     folder = tmp_path / "skyrl_fast-weights-folder"
     folder.mkdir()
-    monkeypatch.setattr(temporary_folder.os, "getuid", lambda: folder.stat().st_uid + 1)
-    arguments = (tmp_path, "skyrl_fast-weights-")
+    arguments = (tmp_path, "skyrl_fast-weights-", folder.stat().st_uid + 1)
     clean = threading.Thread(target=temporary_folder.remove_stale_folders, args=arguments)
     clean.daemon = True
     clean.start()
@@ -282,21 +276,15 @@ def test_names_of_other_users_are_left_alone(
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_no_weights_and_no_space_are_errors(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_no_weights_and_no_space_are_errors() -> None:
     with pytest.raises(WeightSyncError, match="no weights"):
         send_by_file({}).__enter__()
-    full = type("Usage", (), {"free": 10})
-    monkeypatch.setattr(weights_file.shutil, "disk_usage", lambda path: full)
+    full = WeightPlaces(free_bytes=lambda folder: 10)
     with pytest.raises(WeightSyncError, match="no room to hand over 48 bytes"):
-        send_by_file({"a": torch.zeros(3, 4)}).__enter__()
+        send_by_file({"a": torch.zeros(3, 4)}, places=full).__enter__()
 
 
-def test_temporary_folder_is_used_without_shared_memory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(weights_file, "SHARED_MEMORY", tmp_path / "absent")
-    monkeypatch.setattr(weights_file.tempfile, "tempdir", str(tmp_path))
-    with send_by_file({"a": torch.zeros(3)}) as call:
+def test_temporary_folder_is_used_without_shared_memory(tmp_path: Path) -> None:
+    places = WeightPlaces(shared_memory=tmp_path / "absent", temporary=tmp_path)
+    with send_by_file({"a": torch.zeros(3)}, places=places) as call:
         assert Path(call.arguments[0]).is_relative_to(tmp_path)

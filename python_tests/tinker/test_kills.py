@@ -1,6 +1,5 @@
 """Servers that are killed at any moment, and answers that are cut off."""
 
-import os
 import random
 import socket
 import time
@@ -25,7 +24,7 @@ BY_DEFAULT = ("forward_backward inside", "optim_step inside", "save_state after"
 
 @pytest.fixture
 def no_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(os.environ, "TINKER_TELEMETRY", "0")
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
 
 
 def client_of(server: Any) -> Any:

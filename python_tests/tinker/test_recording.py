@@ -1,6 +1,5 @@
 """The datums of a run in the store that the viewer reads."""
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -100,7 +99,7 @@ def test_a_server_records_each_step(
     tiny_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tinker = pytest.importorskip("tinker", reason="the Tinker SDK is not installed")
-    monkeypatch.setitem(os.environ, "TINKER_TELEMETRY", "0")
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
     with running_server(tiny_model_folder, tmp_path) as server:
         client = tinker.ServiceClient(base_url=server.url, api_key=KEY)
         model = new_model(client, tiny_model_folder)

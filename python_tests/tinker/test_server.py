@@ -1,6 +1,5 @@
 """The real SDK's client over HTTP."""
 
-import os
 import re
 import threading
 from collections.abc import Iterator
@@ -32,7 +31,7 @@ types = pytest.importorskip("tinker.types")
 @pytest.fixture(scope="module", autouse=True)
 def no_telemetry() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(os.environ, "TINKER_TELEMETRY", "0")
+        patch.setenv("TINKER_TELEMETRY", "0")
         yield
 
 
@@ -74,8 +73,8 @@ def test_the_guide_runs(
     (code,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     (name,) = set(re.findall(r'base_model="([^"]+)"', code))
     with running_server(tiny_model_folder, tmp_path, names=(name,)) as server:
-        monkeypatch.setitem(os.environ, "TINKER_BASE_URL", server.url)
-        monkeypatch.setitem(os.environ, "TINKER_API_KEY", KEY)
+        monkeypatch.setenv("TINKER_BASE_URL", server.url)
+        monkeypatch.setenv("TINKER_API_KEY", KEY)
         names: dict[str, Any] = {}
         exec(code, names)
         assert names["sampler"].compute_logprobs(prompt(1, 2)).result()[0] is None

@@ -329,9 +329,9 @@ def test_a_removed_adapter_frees_its_place(tiny_model_folder: Path) -> None:
     kept = new_adapter(trainer)
     expected = trainer.forward_backward(kept, call_of(datums_with_prefixes(), forward_only=True))
     other = new_adapter(trainer, rank=4, seed=3)
-    count = sum(1 for _ in trainer._base.model.parameters())
+    count = sum(1 for _ in trainer.base.model.parameters())
     trainer.remove(other)
-    assert sum(1 for _ in trainer._base.model.parameters()) < count
+    assert sum(1 for _ in trainer.base.model.parameters()) < count
     got = trainer.forward_backward(kept, call_of(datums_with_prefixes(), forward_only=True))
     assert all(map(np.array_equal, expected.logprobs, got.logprobs))
 

@@ -1,6 +1,5 @@
 """The command with a real engine, in a process that is killed and started again."""
 
-import os
 import re
 import signal
 import subprocess
@@ -81,7 +80,7 @@ def test_a_real_engine_samples_what_was_trained_and_survives_its_server(
 ) -> None:
     # Of Qwen3, as vLLM would take its head for a module with adapters.
     model = write_model(tmp_path / "model")
-    monkeypatch.setitem(os.environ, "TINKER_TELEMETRY", "0")
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
     name = str(model)
     with serving(model, tmp_path) as (address, process):
         client = tinker.ServiceClient(**address)
@@ -200,7 +199,7 @@ def test_a_mixture_has_adapters_on_its_attention(
         pad_token_id=tiny_tokenizer.pad_token_id,
     )
     Qwen3MoeForCausalLM(config).float().save_pretrained(model)
-    monkeypatch.setitem(os.environ, "TINKER_TELEMETRY", "0")
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
     tokens = (1, 2, 3, 4, 5, 60, 70, 80)
     with serving(model, tmp_path) as (address, _):
         client = tinker.ServiceClient(**address)

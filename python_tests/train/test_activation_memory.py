@@ -57,17 +57,7 @@ def test_peak_is_that_of_the_allocator(
     assert total == pytest.approx(measured, rel=PEAK_TOLERANCE if checkpointing else TOLERANCE)
 
 
-def test_shared_backbones_are_made_once_and_change_no_measurement(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    make = activations._make_fake
-    made: list[Any] = []
-
-    def count(*arguments: Any) -> Any:
-        made.append(arguments)
-        return make(*arguments)
-
-    monkeypatch.setattr(activations, "_make_fake", count)
+def test_shared_backbones_are_made_once_and_change_no_measurement() -> None:
     config = config_of("llama")
     shared = activations.FakeBackbones()
     for lora in (None, LoraConfig(rank=4)):
@@ -80,10 +70,9 @@ def test_shared_backbones_are_made_once_and_change_no_measurement(
                     "lora": lora,
                 }
                 alone = activation_memory(config_of("llama"), length, **options)
-                del made[-1]
                 together = activation_memory(config, length, backbones=shared, **options)
                 assert together == alone
-    assert len(made) == 2  # with and without the adapter
+    assert shared.num_made == 2  # with and without the adapter
 
 
 @pytest.mark.spec("memory.plan")

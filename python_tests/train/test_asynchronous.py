@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import _training
@@ -30,7 +29,7 @@ from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.checkpoint.local import checkpoints
 from skyrl_fast.train.checkpoint.run_saver import RunSaver
 from skyrl_fast.train.data.prompts import Prompt, PromptSampler
-from skyrl_fast.train.flow.group_flow import GroupFlow
+from skyrl_fast.train.flow.group_flow import wait_for_change
 from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.output.loggers import read_metrics
 from skyrl_fast.train.run import TrainResult
@@ -398,8 +397,8 @@ def test_group_that_ends_as_a_wait_times_out_is_not_waited_for() -> None:
     def none_is_left() -> str:
         raise AssertionError("there is nothing to wait for")
 
-    flow: Any = SimpleNamespace(_changed=Changed(), _waiting_for=none_is_left)
-    asyncio.run(GroupFlow._wait(flow))
+    changed: Any = Changed()
+    asyncio.run(wait_for_change(changed, none_is_left, 60.0))
 
 
 @pytest.mark.spec("async.wait-log")

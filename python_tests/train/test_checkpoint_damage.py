@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from skyrl_fast.train.checkpoint.local import (
     set_aside,
     verify_checkpoint,
 )
-from skyrl_fast.train.checkpoint.manifest import make_manifest
+from skyrl_fast.train.checkpoint.manifest import PieceSizes, digest_file, make_manifest
 from skyrl_fast.train.data.random_state import load_random_state, save_random_state
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import Policy
@@ -191,17 +192,21 @@ def test_damaged_resume_path_is_refused(finished: tuple[Path, TrainResult]) -> N
     assert (folder / "chosen/checkpoints/step_000006").is_dir()
 
 
-def test_digest_of_a_file_of_several_pieces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("skyrl_fast.train.checkpoint.manifest._PIECE", 4)
-    monkeypatch.setattr("skyrl_fast.train.checkpoint.manifest._BUFFER", 3)
-    (tmp_path / "file").write_bytes(b"abcdefghij")
+def digest_of_pieces(*pieces: bytes) -> str:
+    digests = b"".join(xxhash.xxh3_128(piece).digest() for piece in pieces)
+    return xxhash.xxh3_128(digests).hexdigest()
+
+
+def test_digest_of_a_file_of_several_pieces(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"abcdefghij")
     (tmp_path / "none").write_bytes(b"")
+    with ThreadPoolExecutor(2) as pool:
+        digest = digest_file(file, pool, PieceSizes(piece=4, buffer=3))
+    assert digest == digest_of_pieces(b"abcd", b"efgh", b"ij")
     files = make_manifest(tmp_path)["files"]
-    pieces = b"".join(xxhash.xxh3_128(piece).digest() for piece in (b"abcd", b"efgh", b"ij"))
-    assert files["file"] == {"bytes": 10, "digest": xxhash.xxh3_128(pieces).hexdigest()}
-    assert files["none"] == {"bytes": 0, "digest": xxhash.xxh3_128(b"").hexdigest()}
+    assert files["file"] == {"bytes": 10, "digest": digest_of_pieces(b"abcdefghij")}
+    assert files["none"] == {"bytes": 0, "digest": digest_of_pieces()}
 
 
 def test_set_aside_never_replaces(tmp_path: Path) -> None:

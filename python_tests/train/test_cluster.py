@@ -18,8 +18,7 @@ from ray.cluster_utils import Cluster
 
 from skyrl_fast.config import Config
 from skyrl_fast.errors import RunError
-from skyrl_fast.train import cluster as cluster_module
-from skyrl_fast.train.cluster import run_on_cluster
+from skyrl_fast.train.cluster import SECONDS, ClusterSeconds, run_on_cluster
 from skyrl_fast.train.run import TrainResult
 
 # Each starts a cluster.
@@ -32,9 +31,12 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
         yield cluster
 
 
-def run(folder: Path, name: str, here: Here, *overrides: str) -> tuple[Config, TrainResult]:
+def run(
+    folder: Path, name: str, here: Here, *overrides: str, seconds: ClusterSeconds = SECONDS
+) -> tuple[Config, TrainResult]:
     config = settings(folder, name, TWO_NODES, "trainer.ckpt_interval=1", *overrides)
-    return config, run_on_cluster(config, here, folder / name / "checkpoints")
+    checkpoints = folder / name / "checkpoints"
+    return config, run_on_cluster(config, here, checkpoints, seconds=seconds)
 
 
 @pytest.mark.spec("update.ranks-equal")
@@ -46,17 +48,14 @@ def test_two_nodes_train_as_one_process(folder: Path, nodes: Cluster) -> None:
 
 
 @pytest.mark.spec("update.nodes")
-def test_too_few_nodes_are_an_error(
-    folder: Path, nodes: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cluster_module, "PLACE_SECONDS", 0.5)
-    monkeypatch.setattr(cluster_module, "SETTLE_SECONDS", 0.5)
+def test_too_few_nodes_are_an_error(folder: Path, nodes: Cluster) -> None:
+    soon = ClusterSeconds(place=0.5, settle=0.5)
     once = Here(folder / "once")
     with pytest.raises(RunError, match=r"expected room for a node with .*'CPU': 3"):
-        run(folder, "run", once, "trainer.placement.policy_num_gpus_per_node=3")
+        run(folder, "run", once, "trainer.placement.policy_num_gpus_per_node=3", seconds=soon)
     engine = ["trainer.placement.colocate_all=false", "generator.inference_engine.num_threads=3"]
     with pytest.raises(RunError, match=r"'CPU': 1.* and an engine with {'CPU': 3.0} free"):
-        run(folder, "run", once, *engine)
+        run(folder, "run", once, *engine, seconds=soon)
 
 
 def test_signal_ends_the_run_with_a_checkpoint(folder: Path, nodes: Cluster) -> None:

@@ -304,7 +304,8 @@ def test_a_lost_engine_comes_back_with_the_current_adapter(
 def test_an_engine_joins_when_a_node_does(
     folder: Path, tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_module, "PLACE_SECONDS", 5.0)
+    soon = partial(cluster_module.run_on_cluster, seconds=cluster_module.ClusterSeconds(place=5.0))
+    monkeypatch.setattr(cluster_module, "run_on_cluster", soon)
     run_path = folder / "joined"
     with cluster_of([1, 1], monkeypatch) as cluster:
         during = partial(after_step_2, run_path, partial(cluster.add_node, num_cpus=1))

@@ -23,8 +23,7 @@ from _training import assert_same_curves, settings, train
 from _training import folder as folder
 from ray.cluster_utils import Cluster
 
-from skyrl_fast.train import cluster as cluster_module
-from skyrl_fast.train.cluster import run_on_cluster
+from skyrl_fast.train.cluster import ClusterSeconds, run_on_cluster
 
 # Each starts a cluster.
 pytestmark = [
@@ -91,7 +90,7 @@ def kill_workers(name: str) -> None:
 def test_a_loss_at_any_moment_changes_nothing(
     folder: Path, alone: Path, lost: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_module, "PLACE_SECONDS", 5.0)
+    soon = ClusterSeconds(place=5.0)
     with cluster_of([2, 2], monkeypatch) as cluster:
         kill = (lambda: lose_a_node(cluster)) if lost == "node" else (lambda: kill_workers(lost))
         for number, seconds in enumerate(moments(lost)):
@@ -101,7 +100,8 @@ def test_a_loss_at_any_moment_changes_nothing(
             )
             killer.start()
             config = settings(folder, run.name, *overrides(TWO_NODES))
-            outcome = run_on_cluster(config, Here(folder / "never"), run / "checkpoints")
+            here = Here(folder / "never")
+            outcome = run_on_cluster(config, here, run / "checkpoints", seconds=soon)
             killer.join()
             assert outcome.step == outcome.total_steps == STEPS
             assert_same_curves(alone, run)

@@ -10,7 +10,8 @@ from _fakes import TURNS, FakeRollouts, FakeTokenizer, tiny_model
 from _training import folder as folder  # a fixture
 from _training import settings, train
 
-from skyrl_fast.cli import main
+from skyrl_fast.cli import command_parser, main
+from skyrl_fast.commands import evaluate as evaluate_command
 from skyrl_fast.config import Config
 from skyrl_fast.rollout.failures import RolloutError
 from skyrl_fast.rollout.trajectory import Trajectory
@@ -207,20 +208,16 @@ def test_one_prompt_has_no_standard_error() -> None:
 
 
 def test_the_command_prints_a_row_for_each_target(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def start(config: Config, tokenizer: Any, path: str, **options: Any) -> Started:
-        return await Started.make(config, tokenizer, path)
-
-    monkeypatch.setattr(evaluation, "start_rollouts", start)
-    monkeypatch.setattr(evaluation, "check_rollouts", lambda *args, **options: None)
     tiny_model(seed=2).save_pretrained(folder / "better")
     (folder / "config.yaml").write_text(
         f"trainer: {{policy: {{model: {{path: {folder}/model}}}}, run_path: {folder}/run}}\n"
     )
     command = ["evaluate", f"{folder}/config.yaml", f"{folder}/model", f"{folder}/better"]
-    options = ["--data", f"{folder}/val.jsonl", "--samples", "2", "trainer.seed=3"]
-    assert main([*command, *options]) == 0
+    options = ["trainer.seed=3", "--data", f"{folder}/val.jsonl", "--samples", "2"]
+    parsed = command_parser().parse_args([*command, *options])
+    assert evaluate_command.run(parsed, make_rollouts=Started.make) == 0
     printed = capsys.readouterr()
     header, base, better = printed.out.splitlines()[:3]
     assert header.split()[:4] == ["model", "score", "error", "pass@1"]
@@ -236,5 +233,6 @@ def test_the_command_prints_a_row_for_each_target(
     folders = [f"{folder}/run/evaluations/1/{name}" for name in ("model", "better")]
     assert main(["compare", *folders]) == 0
     assert f"{scores[0]:.4g}" in capsys.readouterr().out
-    assert main([*command, *options]) == 0
+    parsed = command_parser().parse_args([*command, *options])
+    assert evaluate_command.run(parsed, make_rollouts=Started.make) == 0
     assert (folder / "run" / "evaluations" / "2").is_dir()

@@ -98,12 +98,12 @@ def test_a_micro_batch_of_the_critic(tree: bool, monkeypatch: pytest.MonkeyPatch
         )
 
     critic = critic_of()
-    expected = critic._gradient(batch)
+    expected = critic.accumulate_gradient(batch)
     wanted = gradients(critic.model)
     critic = critic_of()
     with pretended_device(monkeypatch) as counts:
         move_model(critic.model)
-        results = critic._gradient(batch)
+        results = critic.accumulate_gradient(batch)
     reads = 1  # for its metrics
     assert_few_waits(counts, reads if tree else reads + READS_OF_ROWS)
     assert results == [pytest.approx(one, rel=1e-4, abs=1e-6) for one in expected]

@@ -5,10 +5,13 @@ import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+
+from skyrl_fast.commands import export
 
 pytest.importorskip("peft")
 
@@ -29,9 +32,8 @@ from skyrl_fast.config import OptimizerConfig, as_config, load_config
 from skyrl_fast.config.modes import EngineWeights
 from skyrl_fast.config.settings import LoraConfig, to_dict
 from skyrl_fast.rollout.engine.weights.receipt import tensor_digest
-from skyrl_fast.train.checkpoint.model_export import _base_model, _write_merged
+from skyrl_fast.train.checkpoint.model_export import read_base_model, write_merged
 from skyrl_fast.train.model import critic as critic_module
-from skyrl_fast.train.model import lora as lora_module
 from skyrl_fast.train.model import models as models_module
 from skyrl_fast.train.model.base_weights import base_weights_digest
 from skyrl_fast.train.model.critic import Critic, ValueModel, add_to_base
@@ -39,6 +41,7 @@ from skyrl_fast.train.model.loading import load_model
 from skyrl_fast.train.model.lora import (
     CRITIC,
     NAME,
+    FrozenBase,
     adapter_of,
     add_adapter,
     add_adapters,
@@ -215,11 +218,9 @@ def test_sums_between_layers_of_a_frozen_base(
 
 @pytest.mark.spec("memory.frozen-base")
 @pytest.mark.parametrize(("tied", "small_part"), [(False, 1 << 20), (True, 64)])
-def test_the_frozen_base_leaves_its_device_and_comes_back(
-    tied: bool, small_part: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lora_module, "SMALL_PART", small_part)
+def test_the_frozen_base_leaves_its_device_and_comes_back(tied: bool, small_part: int) -> None:
     policy, batch = Policy(make_model(dtype=torch.float32, tied=tied), tree=True), mixed_batch()
+    policy.frozen_base = FrozenBase(policy.model, small_part=small_part)
 
     def digests() -> dict[str, str]:  # of copies, as NumPy's views cannot be resized
         return {n: tensor_digest(p.detach().clone()) for n, p in policy.model.named_parameters()}
@@ -235,7 +236,7 @@ def test_the_frozen_base_leaves_its_device_and_comes_back(
             policy.batch_logprobs(batch)
         adapter = {n: tensor_digest(p.clone()) for n, p in policy.adapter_weights(NAME).items()}
         assert adapter == {name: before[name] for name in adapter}
-        parts = [part for copy in policy.frozen_base._copies for part in copy[:-1]]
+        parts = [part for copy in policy.frozen_base.copies for part in copy[:-1]]
         assert bool(parts) == (small_part == 64)
         assert all(part.numel().bit_count() == 1 for part in parts)
         policy.load_base()
@@ -488,7 +489,7 @@ def with_returns(batch: StepBatch) -> StepBatch:
 def test_gradients_of_a_critic_on_the_base_are_those_of_peft(tree: bool) -> None:
     policy, critic = with_critic(make_model(), tree=tree)
     batch = with_returns(mixed_batch())
-    critic._gradient(batch)
+    critic.accumulate_gradient(batch)
     base = tiny_model().double().base_model
     config = peft.LoraConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules="all-linear")
     theirs = peft.get_peft_model(base, config)
@@ -633,13 +634,11 @@ def test_the_base_of_an_adapter_is_named_by_the_adapter(
     key = "trainer.policy.model.path"
     config = as_config(to_dict(as_config({key: "${oc.env:MODEL}"})))
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/tiny"}')
-    assert _base_model(config, tmp_path) == "org/tiny"
-    assert _base_model(as_config({key: "org/other"}), tmp_path / "none") == "org/other"
+    assert read_base_model(config, tmp_path) == "org/tiny"
+    assert read_base_model(as_config({key: "org/other"}), tmp_path / "none") == "org/other"
 
 
-def test_a_merged_model_has_the_dtypes_of_its_base(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_merged_model_has_the_dtypes_of_its_base(tmp_path: Path, tiny_tokenizer: Any) -> None:
     """A router's bias is float32 among weights of 16 bits."""
     lora, base = replace(LORA, target_modules=["q_proj"]), tmp_path / "base"
     tiny_type("glm4_moe").bfloat16().save_pretrained(base)
@@ -649,11 +648,8 @@ def test_a_merged_model_has_the_dtypes_of_its_base(
     model.save_pretrained(base)
     add_adapter(model, lora, base=str(base))
     save_adapter(model, matrices(model), tmp_path / "adapter")
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda _: FakeTokenizer())
-    key = "trainer.policy.model"
-    changes = [f"{key}.path={base}", f"{key}.lora.rank=3", f"{key}.lora.alpha=4"]
-    config = load_config(None, [*NEEDED, *changes, f"{key}.lora.target_modules=[q_proj]"])
-    _write_merged(config, tmp_path / "adapter", tmp_path, tmp_path / "out")
+    tiny_tokenizer.save_pretrained(tmp_path / "tokenizer")
+    write_merged(lora, str(base), tmp_path / "adapter", tmp_path / "tokenizer", tmp_path / "out")
     before, after = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "out"))
     assert {str(value.dtype) for value in before.values()} == {"torch.bfloat16", "torch.float32"}
     assert before.keys() == after.keys()
@@ -696,13 +692,14 @@ def test_a_run_is_exported_as_adapter_and_as_merged_model(
     assert "| LoRA | rank 4, alpha 16 |" in card and f"torch {torch.__version__}" in card
 
     uploads: list[dict[str, str]] = []
-    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda *_, **__: "https://hub/me/a")
-    monkeypatch.setattr(
-        "huggingface_hub.HfApi.upload_folder", lambda _, **options: uploads.append(options)
+    hub = SimpleNamespace(
+        create_repo=lambda name, exist_ok: f"https://hub/{name}",
+        upload_folder=lambda **options: uploads.append(options),
     )
     target = out / "pushed"
     arguments = ["export", str(outcome.checkpoint), str(target), "--to", "adapter"]
-    assert cli.main([*arguments, "--push", "me/a"]) == 0
+    parsed = cli.command_parser().parse_args([*arguments, "--push", "me/a"])
+    assert export.run(parsed, hub=hub) == 0
     assert uploads == [{"repo_id": "me/a", "folder_path": str(target)}]
     assert "uploaded to https://hub/me/a" in capsys.readouterr().out
 

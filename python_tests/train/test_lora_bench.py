@@ -1,12 +1,13 @@
 """bench.lora: its runs, the peak memory of a command, and its tables."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import growth, lora
+from bench import lora
 from bench.generation import refuse_failures
 from bench.growth import Sizes, measure, table, trajectories_of
 from bench.lora import Measured, Run, memory_table, reward_table, train
@@ -32,21 +33,18 @@ ROWS: list[dict[str, Any]] = [
 PEAKS = {"trainer": 3 << 29, "engine": 1 << 30, "both": 1 << 31}
 
 
-def test_a_finished_run_is_read_and_tables_leave_the_first_step_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_run_is_read_and_tables_leave_the_first_step_out(tmp_path: Path) -> None:
     commands: list[list[str]] = []
     run = Run("quickstart", lora=True, seed=7, frozen=True)
     folder = tmp_path / "lora" / "quickstart_lora_7_lr_0"
 
-    def measure(command: list[str]) -> dict[str, int]:
-        commands.append(command)
+    def measure_run(command: Sequence[str]) -> dict[str, int]:
+        commands.append([*command])
         folder.mkdir(parents=True)
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
         return PEAKS
 
-    monkeypatch.setattr(lora, "measure_peaks", measure)
-    first, second = (train(run, tmp_path, 4) for _ in range(2))
+    first, second = (train(run, tmp_path, 4, measure=measure_run) for _ in range(2))
     assert first == second == Measured(ROWS, PEAKS)
     (command,) = commands
     assert {"trainer.policy.optimizer_config.lr=0", "trainer.max_training_steps=4"} < {*command}
@@ -72,11 +70,14 @@ def test_sizes() -> None:
     assert 400 < len(sampled[0].steps[-1].prompt_token_ids) <= 600
 
 
-def test_every_phase_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growth, "REPEATS", 1)
-    monkeypatch.setattr(growth.gc, "collect", lambda: None)  # of all that the tests have imported
+def test_every_phase_is_measured() -> None:
     cases = {
-        size: measure(Sizes(trajectories=size, turns=2, tokens=64, group=2)) for size in (4, 8)
+        size: measure(
+            Sizes(trajectories=size, turns=2, tokens=64, group=2),
+            repeats=1,
+            collect=lambda: None,  # garbage of all that the tests have imported
+        )
+        for size in (4, 8)
     }
     lines = table("trajectories", cases).splitlines()
     assert len(lines) == 3 + len(cases[4].seconds) == 10

@@ -15,7 +15,6 @@ from _memory import config_of as architecture_of
 from _training import folder as folder
 from _training import settings
 
-import skyrl_fast
 from scripts import hardware_page
 from scripts.published_models import BILLIONS, model_folder
 from skyrl_fast.cli import main
@@ -28,7 +27,6 @@ from skyrl_fast.rollout.engine import vllm_start
 from skyrl_fast.rollout.engine.from_settings import make_vllm_setup
 from skyrl_fast.rollout.engine.weights.receipt import WeightSyncError
 from skyrl_fast.rollout.engine.weights.transports import ipc
-from skyrl_fast.train import run as run_module
 from skyrl_fast.train.flow.vllm_rollouts import VllmRollouts
 from skyrl_fast.train.memory import plan as memory_plan
 from skyrl_fast.train.memory.activations import ModelSize, load_model_config, model_size
@@ -43,9 +41,10 @@ from skyrl_fast.train.memory.plan import (
 )
 from skyrl_fast.train.model.loading import recomputes_activations
 from skyrl_fast.train.model.policy import Policy
+from skyrl_fast.train.run import RunParts, RunRequest, run_request
 from skyrl_fast.train.setup import model_checks
 from skyrl_fast.train.setup.errors import SetupError
-from skyrl_fast.train.setup.given_objects import with_absolute_paths
+from skyrl_fast.train.setup.given_objects import GivenObjects, with_absolute_paths
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 GPU = num_bytes("79GiB")  # of an "80 GB" GPU
@@ -73,10 +72,16 @@ def plan_on(
     return model_checks.plan_run_memory(config, checkpoint, with_engine=with_engine, gpus=gpus)
 
 
-def on_gpus(monkeypatch: pytest.MonkeyPatch, gpus: FakeGpus) -> None:
-    """Let runs plan for these GPUs."""
+def run_with(config: Config, parts: RunParts, *, reward: Any = None) -> None:
+    """Run as `train_agent` does, with these parts."""
+    given = GivenObjects("train_agent", reward=reward)
+    run_request(config, given, RunRequest(parts=parts))
+
+
+def on_gpus(gpus: FakeGpus, make_models: Any) -> RunParts:
+    """Return the parts of a run that plans for these GPUs."""
     plan = functools.partial(model_checks.plan_run_memory, gpus=gpus)
-    monkeypatch.setattr(run_module, "plan_run_memory", plan)
+    return RunParts(plan, make_models, check_rollouts=lambda *_: None)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -389,18 +394,23 @@ def test_without_cuda_ipc_weights_go_by_file(small: Path, caplog: pytest.LogCapt
 
 
 @pytest.mark.spec("sync.ipc-missing")
-def test_a_fault_of_cuda_ipc_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_cuda_ipc_is_one_line() -> None:
     def refuse(*arguments: object) -> None:
         raise RuntimeError("CUDA error: operation not supported\nCUDA kernel errors might be ...")
 
+    class Refusing(ipc.CudaIpc):
+        def synchronize(self) -> None:
+            """There is no GPU."""
+
+        def reduce(self, tensor: torch.Tensor) -> None:
+            refuse()
+
     assert ipc.find_ipc_fault(lambda: None) == ""
     assert ipc.find_ipc_fault(refuse) == "CUDA error: operation not supported"
-    monkeypatch.setattr(ipc, "_make_handle", refuse)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
-    weights = {"a": SimpleNamespace(device=torch.device("cuda"))}
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), detach=lambda: None)
     refused = "ipc: CUDA does not share .*: CUDA error: operation not supported. Set it to file"
-    with pytest.raises(WeightSyncError, match=refused), ipc.send_by_ipc(weights):
+    sending = ipc.send_by_ipc({"a": on_gpu}, cuda=Refusing())  # type: ignore[dict-item]
+    with pytest.raises(WeightSyncError, match=refused), sending:
         pass
 
 
@@ -414,11 +424,11 @@ def test_unused_memory_is_returned_before_the_engine_starts(
     async def start(*arguments: object) -> None:
         raise AssertionError("the engine started first")
 
-    monkeypatch.setattr(run_module, "_check_rollouts", lambda *a: None)
     monkeypatch.setattr(Policy, "free_cached_memory", stop)
     monkeypatch.setattr(VllmRollouts, "start", start)
+    parts = RunParts(check_rollouts=lambda *_: None)
     with pytest.raises(LookupError, match="no engine yet"):
-        skyrl_fast.train_agent(settings(folder, "run"), reward=lambda answer, row: 0.0)
+        run_with(settings(folder, "run"), parts, reward=lambda answer, row: 0.0)
 
 
 @pytest.mark.spec("memory.main-memory")
@@ -539,8 +549,7 @@ def test_ranks_hold_full_gradients_where_an_update_leaves_room(small: Path) -> N
 
 
 @pytest.mark.spec("memory.saved-logits")
-def test_train_saves_the_logits_of_the_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_gpus(monkeypatch, FakeGpus())
+def test_train_saves_the_logits_of_the_plan(folder: Path) -> None:
     found: list[Any] = []
 
     def stop(*arguments: Any, saved_logits_bytes: int | None, **options: bool) -> None:
@@ -548,11 +557,10 @@ def test_train_saves_the_logits_of_the_plan(folder: Path, monkeypatch: pytest.Mo
         assert not any(options.values())  # of one rank, without an adapter
         raise ValueError("stop here")
 
-    monkeypatch.setattr(run_module, "make_models", stop)
     short = ("generator.max_input_length=40", "generator.sampling_params.max_generate_length=16")
     chosen = settings(folder, "run", *short, "generator.chat_template=plain")
     with pytest.raises(SetupError, match="stop here"):
-        skyrl_fast.train_agent(chosen, reward=lambda answer, row: 0.0)
+        run_with(chosen, on_gpus(FakeGpus(), stop), reward=lambda answer, row: 0.0)
     config = with_absolute_paths(as_config(chosen))
     plan = plan_on(FakeGpus(), config)
     assert plan is not None and found == [plan.saved_logits_bytes] and found[0] > 0
@@ -741,12 +749,10 @@ def test_command(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.spec("memory.refused")
-def test_train_refuses_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_gpus(monkeypatch, FakeGpus((num_bytes("1MiB"),)))
-    monkeypatch.setattr(run_module, "make_models", lambda *a: pytest.fail("models were loaded"))
-    monkeypatch.setattr(run_module, "_check_rollouts", lambda *a: None)
+def test_train_refuses_on_a_gpu(folder: Path) -> None:
+    parts = on_gpus(FakeGpus((num_bytes("1MiB"),)), lambda *_: pytest.fail("models were loaded"))
     with pytest.raises(SetupError, match=r"(?s)more memory than its GPUs have.*lacks .* GiB"):
-        skyrl_fast.train_agent(settings(folder, "run"))
+        run_with(settings(folder, "run"), parts)
 
 
 @pytest.mark.spec("memory.engine-share")

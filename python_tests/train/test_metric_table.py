@@ -82,8 +82,8 @@ def test_entries_of_an_engine_are_its_metrics() -> None:
     )
     faults = vllm_rollouts.VllmRollouts.faults(state)  # type: ignore[arg-type]
     report = WeightSyncReport(0.1, 0.2, ProbeDifference(0.0, 0.0, 0.0, 1.0), 0.0)
-    sync = vllm_rollouts._sync_metrics(report, {0: report, 1: report})
-    assert sync.keys() - vllm_rollouts._sync_metrics(report, {0: report}).keys() == {
+    sync = vllm_rollouts.sync_metrics(report, {0: report, 1: report})
+    assert sync.keys() - vllm_rollouts.sync_metrics(report, {0: report}).keys() == {
         f"sync/{name}_of_engine_{n}" for name in ("update_seconds", "num_bytes") for n in (0, 1)
     }
     names = {f"faults/{name}" for name in faults} | {re.sub(r"_\d$", "_{n}", name) for name in sync}
@@ -106,10 +106,13 @@ def test_entries_of_an_agent_are_its_metrics() -> None:
     assert {metric.name for metric in METRICS if metric.where == AGENT} == names
 
 
-def test_entries_of_a_gpu_are_its_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
-    names = PeakMemory(torch.device("cuda")).metrics().keys()
+def test_entries_of_a_gpu_are_its_metrics() -> None:
+    counters = SimpleNamespace(
+        max_memory_allocated=lambda device: 0,
+        max_memory_reserved=lambda device: 0,
+        reset_peak_memory_stats=lambda device: None,
+    )
+    names = PeakMemory(torch.device("cuda"), counters=counters).metrics().keys()
     assert {metric.name for metric in METRICS if metric.where == GPU} == names
 
 

@@ -182,13 +182,13 @@ def test_the_same_rows_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.spec("update.planned-once")
 def test_plans_end_with_their_tokens() -> None:
     gc.collect()
-    before = len(micro_batch._PLANS)
+    before = len(micro_batch.PASS_PLANS)
     batch = agent_batch(0)
     plan_micro_batches(batch, 100)
-    assert len(micro_batch._PLANS) == before + 1
+    assert len(micro_batch.PASS_PLANS) == before + 1
     del batch
     gc.collect()
-    assert len(micro_batch._PLANS) == before
+    assert len(micro_batch.PASS_PLANS) == before
 
 
 @pytest.mark.spec("update.micro-batches")

@@ -1,8 +1,6 @@
 """The GPUs of the run's own engine, and whether it sleeps; the nodes of a cluster run."""
 
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,18 +95,18 @@ def test_a_cluster_run_goes_on_with_as_many_nodes_as_its_ranks_allow(
     overrides: dict[str, Any], counts: list[int]
 ) -> None:
     config = as_config({"trainer.placement.policy_num_gpus_per_node": 2, **overrides})
-    assert list(cluster._possible_counts(config, 4)) == counts
+    assert list(cluster.possible_counts(config, 4)) == counts
 
 
 @pytest.mark.spec("update.node-lost")
 @pytest.mark.parametrize("writes", [False, True])
 def test_a_cluster_run_begins_again_with_the_checkpoint_that_it_was_given(
-    writes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    writes: bool, tmp_path: Path
 ) -> None:
     (tmp_path / "step_000003").mkdir()  # of an earlier run in this folder
     tried: list[Any] = []
 
-    def attempt(_ray: Any, _reserved: Any, config: Config, _run: Any) -> str:
+    def attempt(config: Config) -> str:
         tried.append(config.trainer.resume_mode)
         if len(tried) == 1:
             if writes:
@@ -116,12 +114,6 @@ def test_a_cluster_run_begins_again_with_the_checkpoint_that_it_was_given(
             raise RankError("rank 1 has ended")
         return "done"
 
-    ray = SimpleNamespace(exceptions=SimpleNamespace(RayActorError=OSError, NodeDiedError=OSError))
-    reserved = SimpleNamespace(nodes=2, release=lambda _: None)
-    monkeypatch.setattr(cluster, "_ray", lambda: ray)
-    monkeypatch.setattr(cluster, "connect_ray", lambda _: nullcontext(False))
-    monkeypatch.setattr(cluster, "_reserve", lambda *_: reserved)
-    monkeypatch.setattr(cluster, "_attempt", attempt)
     config = as_config({"trainer.resume_mode": "from_path", "trainer.resume_path": "other"})
-    assert cluster.run_on_cluster(config, lambda *_: None, tmp_path) == "done"
+    assert cluster.run_attempts(config, attempt, tmp_path, lost=(RankError,)) == "done"
     assert tried == ["from_path", "latest" if writes else "from_path"]

@@ -177,7 +177,9 @@ class TwoPolicies(FakeRollouts):
         self.version = version
         return {}
 
-    def _trajectory(self, prompt: Prompt, repetition: int, phase: str, turns: Any) -> Trajectory:
+    def build_trajectory(
+        self, prompt: Prompt, repetition: int, phase: str, turns: Any
+    ) -> Trajectory:
         seed = f"{self.config.trainer.seed} {self.version} {phase} {prompt.uid} {repetition}"
         generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
         context = start_of(prompt)
@@ -250,8 +252,8 @@ def test_a_batch_of_the_reference_alone_is_warned_of(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class OfReference(TwoPolicies):
-        def _trajectory(self, *arguments: Any) -> Trajectory:
-            one = super()._trajectory(*arguments)
+        def build_trajectory(self, *arguments: Any) -> Trajectory:
+            one = super().build_trajectory(*arguments)
             return replace(one, steps=[replace(step, policy=REFERENCE) for step in one.steps])
 
     async def make(config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:

@@ -296,23 +296,20 @@ def test_number_of_optimizer_steps(mini: int, epochs: int, steps: int) -> None:
 
 
 @pytest.mark.spec("update.old-logprobs")
-def test_the_first_mini_batch_needs_no_pass_for_old_logprobs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_first_mini_batch_needs_no_pass_for_old_logprobs() -> None:
     computed: list[int] = []
-    batch_logprobs = Policy.batch_logprobs
 
-    def counted(policy: Policy, batch: StepBatch) -> torch.Tensor:
-        computed.append(batch.num_groups)
-        return batch_logprobs(policy, batch)
+    class Counted(Policy):
+        def batch_logprobs(self, batch: StepBatch) -> torch.Tensor:
+            computed.append(batch.num_groups)
+            return super().batch_logprobs(batch)
 
-    monkeypatch.setattr(Policy, "batch_logprobs", counted)
     batch = rollout_batch(tiny_model())
     batch = batch.with_(advantages=torch.linspace(-1.0, 1.0, len(batch.rewards)))
     found = []
     for given in (False, True):
-        policy = Policy(tiny_model())
-        old = batch_logprobs(policy, batch)
+        policy = Counted(tiny_model())
+        old = Policy(tiny_model()).batch_logprobs(batch)
         optimizer = Optimizer(policy, OptimizerConfig(lr=1e-2), total_steps=4)
         seen = torch.full_like(batch.rewards, float("nan"))
         metrics = update_policy(
@@ -330,7 +327,7 @@ def test_the_first_mini_batch_needs_no_pass_for_old_logprobs(
     assert found[0] == pytest.approx(found[1], abs=1e-6)  # rounding of other passes
     computed.clear()
     for options in ({"update_epochs": 2}, {"mini_batch_size": batch.num_groups}):
-        policy = Policy(tiny_model())
+        policy = Counted(tiny_model())
         optimizer = Optimizer(policy, OptimizerConfig(lr=1e-2), total_steps=8)
         update_policy(
             policy,
@@ -443,7 +440,7 @@ def test_what_is_not_trained_is_neither_optimized_nor_sent() -> None:
 
 def test_optimizer_state_of_another_model_is_refused(tmp_path: Path) -> None:
     optimizer = Optimizer(Policy(tiny_model()), OptimizerConfig(), total_steps=1)
-    for _, parameter in optimizer._named:
+    for _, parameter in optimizer.named_parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     optimizer.save(tmp_path)

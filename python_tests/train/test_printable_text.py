@@ -7,7 +7,7 @@ from _fakes import FakeTokenizer
 
 from skyrl_fast.rollout.failures import FailureWatch, RolloutError, log_failures
 from skyrl_fast.rollout.trajectory import Step, Trajectory
-from skyrl_fast.rollout.trajectory_runner import _end
+from skyrl_fast.rollout.trajectory_runner import end_trajectory
 from skyrl_fast.system.printable import (
     MAX_FAILURE,
     MAX_LOGGED,
@@ -74,7 +74,7 @@ def test_failure_in_the_log_is_one_short_printable_line(caplog: pytest.LogCaptur
 
 def test_failure_that_a_trajectory_keeps_is_cut() -> None:
     failed = trajectory("")
-    _end(failed, "env_error", "x" * 10_000_000)
+    end_trajectory(failed, "env_error", "x" * 10_000_000)
     assert (
         failed.failure == "x" * MAX_FAILURE + f" ... ({10_000_000 - MAX_FAILURE} more characters)"
     )

@@ -155,7 +155,7 @@ def test_each_rank_holds_its_shard_of_weights_and_moments(both: Both) -> None:
     update(both.alone, "untied", agent_batch(6, num_groups=2))
     update(both.shared, "untied", agent_batch(6, num_groups=2))
     for parameter in both.shared.policies["untied"].model.parameters():
-        moments = both.shared.optimizers["untied"]._adamw.state[parameter]
+        moments = both.shared.optimizers["untied"].adamw.state[parameter]
         for tensor in (parameter, moments["exp_avg"], moments["exp_avg_sq"]):
             rows = -(-tensor.shape[0] // size)
             assert tensor.to_local().shape == (rows, *tensor.shape[1:])

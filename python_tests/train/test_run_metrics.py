@@ -19,7 +19,7 @@ from skyrl_fast.train.memory.peak import PeakMemory
 from skyrl_fast.train.metrics.rewards import reward_spread
 from skyrl_fast.train.metrics.rollouts import prefix_cache_metrics, truncation_metrics
 from skyrl_fast.train.output.loggers import read_metrics
-from skyrl_fast.train.output.plot import _stack_times
+from skyrl_fast.train.output.plot import stack_times
 from skyrl_fast.train.output.progress import ProgressDisplay
 from skyrl_fast.train.output.time_shares import time_shares
 from skyrl_fast.train.output.timeline import ROLLOUTS, TRAINER, Timeline
@@ -56,14 +56,22 @@ def test_kl_is_absent_without_a_kl_loss(folder: Path) -> None:
 
 
 @pytest.mark.spec("metrics.absent")
-def test_peak_memory_is_that_since_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    peak = [3 << 30]
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak[0])
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 2 * peak[0])
-    monkeypatch.setattr(
-        torch.cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, 1 << 30)
-    )
-    memory = PeakMemory(torch.device("cuda"))
+def test_peak_memory_is_that_since_the_last_call() -> None:
+    class Counters:
+        """As torch.cuda's: of a GPU with 1 GiB in use after a peak of 3."""
+
+        peak = 3 << 30
+
+        def max_memory_allocated(self, device: torch.device) -> int:
+            return self.peak
+
+        def max_memory_reserved(self, device: torch.device) -> int:
+            return 2 * self.peak
+
+        def reset_peak_memory_stats(self, device: torch.device) -> None:
+            self.peak = 1 << 30
+
+    memory = PeakMemory(torch.device("cuda"), counters=Counters())
     assert memory.metrics() == {"memory/peak_allocated_gib": 3.0, "memory/peak_reserved_gib": 6.0}
     assert memory.metrics()["memory/peak_allocated_gib"] == 1.0
     assert PeakMemory(torch.device("cpu")).metrics() == {}
@@ -125,7 +133,7 @@ def test_the_plot_of_times_has_the_phases_of_the_run() -> None:
         set=lambda **_: None,
     )
     row = {"step": 1, "timing/step": 9.7, "timing/wait": 8.0, "timing/advantages": 1.6}
-    _stack_times(axes, [{"step": 0}, row, {**row, "step": 2, "timing/sync": 0.1}])
+    stack_times(axes, [{"step": 0}, row, {**row, "step": 2, "timing/sync": 0.1}])
     assert plotted == {"wait": [8.0, 8.0], "advantages": [1.6, 1.6], "sync": [0.0, 0.1]}
 
 
@@ -195,11 +203,17 @@ STEP = {
 }
 
 
-def shown(width: int, *, columns: list[str] | None = None, terminal: bool = True) -> str:
+def shown(
+    width: int,
+    *,
+    columns: list[str] | None = None,
+    terminal: bool = True,
+    step: dict[str, float] = STEP,
+) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None)
     display = ProgressDisplay(total_steps=9, start_step=0, columns=columns, console=console)
     with display:
-        display.step(1, STEP)
+        display.step(1, step)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -225,13 +239,11 @@ def test_narrow_terminal_shows_the_first_columns_that_fit() -> None:
 
 
 @pytest.mark.parametrize("columns", [None, ["loss", "entropy"]])
-def test_each_policy_has_columns(
-    columns: list[str] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_policy_has_columns(columns: list[str] | None) -> None:
     step = {"reward/avg_raw_reward": 0.5, "planner/policy/loss": 0.25, "solver/policy/loss": 2.0}
-    monkeypatch.setattr(f"{__name__}.STEP", step)
-    assert "planner loss 0.25  solver loss 2" in shown(80, columns=columns, terminal=False)
-    table = shown(80, columns=columns)
+    line = shown(80, columns=columns, terminal=False, step=step)
+    assert "planner loss 0.25  solver loss 2" in line
+    table = shown(80, columns=columns, step=step)
     assert "planner loss" in table and "solver loss" in table
 
 

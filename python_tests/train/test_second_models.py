@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from skyrl_fast.config import as_config
-from skyrl_fast.train.run import _warn_of_the_reference
+from skyrl_fast.train.run import warn_of_the_reference
 from skyrl_fast.train.setup.model_checks import check_vocabulary
 
 SETTING = "trainer.ref.model.path"
@@ -49,7 +49,7 @@ def test_another_vocabulary_is_refused(tmp_path: Path, tiny_tokenizer: Any) -> N
 
 def test_the_reference_of_a_continued_adapter_is_named(caplog: pytest.LogCaptureFixture) -> None:
     settings = {"trainer.algorithm.use_kl_loss": True, "trainer.policy.model.lora.rank": 4}
-    _warn_of_the_reference(as_config(settings))
+    warn_of_the_reference(as_config(settings))
     assert not caplog.text
-    _warn_of_the_reference(as_config({**settings, "trainer.policy.model.lora.path": "adapter"}))
+    warn_of_the_reference(as_config({**settings, "trainer.policy.model.lora.path": "adapter"}))
     assert "the reference model of the KL term is the base" in caplog.text

@@ -113,13 +113,9 @@ def test_template_arguments_of_a_row(
 
 
 @pytest.mark.spec("sft.refused-rows")
-def test_rows_that_the_template_refuses_are_named_before_a_model_is_loaded(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise AssertionError("a model is loaded")
-
-    monkeypatch.setattr("skyrl_fast.train.run.make_models", fail)
+def test_rows_that_the_template_refuses_are_named_before_a_model_is_loaded(folder: Path) -> None:
+    for weights in (folder / "model").glob("*.safetensors"):
+        weights.unlink()  # so that loading it would be another error
     refusing = "{{ raise_exception('no b') if 'b' in messages[-1].content }}"
     rows = [{"prompt": "a", "completion": "c"}] * 3 + [{"prompt": "b", "completion": "c"}]
     options = settings(folder, "run", **{"generator.chat_template": refusing})

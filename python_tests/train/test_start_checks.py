@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,15 @@ import pytest
 from _training import Recorder, folder, settings
 
 import skyrl_fast
-from skyrl_fast.config import ConfigError, EnvironmentConfig
+from skyrl_fast import cli
+from skyrl_fast.commands import engine
+from skyrl_fast.commands.command import UsageError
+from skyrl_fast.config import Config, ConfigError, EnvironmentConfig
+from skyrl_fast.config.model_folder import ModelHub, model_folder
 from skyrl_fast.rollout.env.factory import check_env_classes
-from skyrl_fast.train import run as run_module
+from skyrl_fast.train.run import RunParts, RunRequest, run_request
 from skyrl_fast.train.setup.errors import SetupError
+from skyrl_fast.train.setup.given_objects import GivenObjects
 from skyrl_fast.train.setup.run_data import run_data
 
 __all__ = ["folder"]  # a fixture
@@ -23,16 +29,17 @@ TOO_LONG = (
 )
 
 
-@pytest.fixture
-def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make_models(*_: Any, **__: Any) -> None:
-        raise AssertionError("models were loaded")
+def make_no_models(*_: Any, **__: Any) -> Any:
+    raise AssertionError("models were loaded")
 
-    monkeypatch.setattr(run_module, "make_models", make_models)
+
+def run_without_models(config: Config, **request: Any) -> None:
+    """Run as `train_agent` does, up to the loading of models."""
+    parts = RunParts(make_models=make_no_models)
+    run_request(config, GivenObjects("train_agent"), RunRequest(parts=parts, **request))
 
 
 @pytest.mark.spec("run.checks-before-models")
-@pytest.mark.usefixtures("no_models")
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -55,7 +62,7 @@ def test_environments_and_lengths(folder: Path, overrides: list[str], message: s
     short = ["generator.max_input_length=32", "generator.sampling_params.max_generate_length=16"]
     chosen = overrides if "max_input_length" in str(overrides) else [*short, *overrides]
     with pytest.raises(SetupError) as caught:
-        skyrl_fast.train_agent(settings(folder, "run", *chosen))
+        run_without_models(settings(folder, "run", *chosen))
     assert message in str(caught.value)
 
 
@@ -151,13 +158,12 @@ def answer_to(folder: Path, override: str) -> str:
         override.replace("HERE", str(folder)),
     ]
     with pytest.raises((ConfigError, SetupError)) as caught:
-        skyrl_fast.train_agent(settings(folder, "run", *given))
+        run_without_models(settings(folder, "run", *given))
     return str(caught.value).replace(str(folder), "HERE")
 
 
 @pytest.mark.spec("settings.one-line-errors")
 @pytest.mark.spec("run.failure")
-@pytest.mark.usefixtures("no_models")
 def test_mistakes_are_answered_in_a_line_before_a_model_is_loaded(mistakes: Path) -> None:
     pytest.importorskip("skyrl_gym")
     for override, wanted in MISTAKES.items():
@@ -166,7 +172,6 @@ def test_mistakes_are_answered_in_a_line_before_a_model_is_loaded(mistakes: Path
         assert not (mistakes / "run").exists(), override
 
 
-@pytest.mark.usefixtures("no_models")
 def test_settings_without_a_mistake_reach_the_models(mistakes: Path) -> None:
     pytest.importorskip("skyrl_gym")
     with pytest.raises(AssertionError, match="models were loaded"):
@@ -176,14 +181,13 @@ def test_settings_without_a_mistake_reach_the_models(mistakes: Path) -> None:
 
 
 @pytest.mark.spec("run.checks-before-models")
-@pytest.mark.usefixtures("no_models")
 def test_logger_without_a_key_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def init(**_: Any) -> None:
         raise RuntimeError("api_key not configured (no-tty).\n  Call wandb.login(key=...)")
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     with pytest.raises(SetupError) as caught:
-        skyrl_fast.train_agent(
+        run_without_models(
             settings(folder, "run", "trainer.logger=[jsonl,wandb]"), make_rollouts=Recorder()
         )
     assert str(caught.value) == (
@@ -245,10 +249,9 @@ def test_group_of_one_has_no_baseline(
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of org/model in the hub's cache, with a part of a model."""
-    hub = pytest.importorskip("huggingface_hub")
-    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+def cache(tmp_path: Path) -> Path:
+    """Return the folder of org/model in a cache of the hub, with a part of a model."""
+    pytest.importorskip("huggingface_hub")
     snapshot = tmp_path / "models--org--model/snapshots/abc"
     snapshot.mkdir(parents=True)
     (tmp_path / "models--org--model/refs").mkdir()
@@ -257,83 +260,72 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return snapshot
 
 
-def unreachable(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let the hub's requests fail; return the names that are asked for."""
-    import huggingface_hub
+class UnreachableHub(ModelHub):
+    """A hub whose requests fail, with the names that are asked for."""
 
-    asked: list[str] = []
+    def __init__(self, cache: Path) -> None:
+        super().__init__(cache)
+        self.asked: list[str] = []
 
-    def model_info(self: Any, name: str, **_: Any) -> None:
-        asked.append(name)
+    def check(self, name: str) -> None:
+        self.asked.append(name)
         logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s [Retry 1/5].")
         raise ConnectionError("[Errno -2] Name or service not known\nmore lines")
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
-    return asked
 
 
 @pytest.mark.spec("run.hub-models")
 def test_unreachable_hub_is_one_line(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from skyrl_fast.config.model_folder import model_folder
-
-    asked = unreachable(monkeypatch)
+    hub = UnreachableHub(tmp_path)
     with pytest.raises(ValueError, match=r"^trainer\.policy\.model\.path: org/other is no") as one:
-        model_folder("org/other")
+        model_folder("org/other", hub=hub)
     assert "ConnectionError: [Errno -2] Name or service not known): check the name" in str(
         one.value
     )
     assert "\n" not in str(one.value)
-    assert (asked, caplog.text) == (["org/other"], "")
+    assert (hub.asked, caplog.text) == (["org/other"], "")
 
 
 @pytest.mark.spec("run.hub-models")
-def test_complete_download_needs_no_network(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from skyrl_fast.config.model_folder import model_folder
-
-    asked = unreachable(monkeypatch)
-    assert model_folder("org/model", with_weights=False) == cache
+def test_complete_download_needs_no_network(cache: Path, tmp_path: Path) -> None:
+    hub = UnreachableHub(tmp_path)
+    assert model_folder("org/model", with_weights=False, hub=hub) == cache
     shards = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (cache / "model.safetensors.index.json").write_text(json.dumps(shards))
     (cache / "model-1.safetensors").touch()
     with pytest.raises(ValueError, match="cannot be downloaded"):
-        model_folder("org/model")
+        model_folder("org/model", hub=hub)
     (cache / "model-2.safetensors").touch()
-    assert model_folder("org/model") == cache
-    assert asked == ["org/model"]
+    assert model_folder("org/model", hub=hub) == cache
+    assert hub.asked == ["org/model"]
 
 
-def test_engine_command_downloads_as_train_does(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import huggingface_hub
+def test_engine_command_downloads_as_train_does(cache: Path, tmp_path: Path) -> None:
+    class Hub(ModelHub):
+        def check(self, name: str) -> None:
+            """It has the model."""
 
-    from skyrl_fast import cli
-    from skyrl_fast.rollout.engine import serve_vllm
-
-    def snapshot_download(name: str, **_: Any) -> str:
-        (cache / "model.safetensors").touch()
-        return str(cache)
+        def download(self, name: str, patterns: Sequence[str]) -> Path:
+            (cache / "model.safetensors").touch()
+            return cache
 
     served: list[str] = []
 
-    def serve(setup: Any, **_: Any) -> None:
-        served.append(setup.model)
+    def execute(program: str, command: list[str], variables: Any) -> None:
+        served.append(command[command.index("serve") + 1])
         raise SystemExit(0)
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, name, **_: None)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    monkeypatch.setattr(serve_vllm, "serve", serve)
     config = tmp_path / "run.yaml"
     config.write_text(
         "data: {train_data: [a.jsonl]}\n"
         f"trainer: {{policy: {{model: {{path: org/model}}}}, run_path: {tmp_path}/run}}\n"
     )
+    options = cli.command_parser().parse_args(["engine", str(config)])
     with pytest.raises(SystemExit):
-        cli.main(["engine", str(config)])
+        engine.run(options, hub=Hub(tmp_path), execute=execute)
     assert served == [str(cache)]
-    unreachable(monkeypatch)
-    assert cli.main(["engine", str(config), "trainer.policy.model.path=org/other"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("skyrl-fast: trainer.policy.model.path: org/other is no folder")
+    options.overrides = ["trainer.policy.model.path=org/other"]
+    wanted = r"^trainer\.policy\.model\.path: org/other is no folder[^\n]*$"
+    with pytest.raises(UsageError, match=wanted):
+        engine.run(options, hub=UnreachableHub(tmp_path), execute=execute)

@@ -12,7 +12,7 @@ from multiprocessing import Process
 import pytest
 
 from skyrl_fast.rollout.engine.vllm_start import end_on_signals
-from skyrl_fast.train.flow.event_loop import StopSignals
+from skyrl_fast.train.flow.event_loop import StopSignals, discard_output
 
 pytestmark = pytest.mark.spec("run.signals")
 
@@ -130,12 +130,10 @@ def test_output_after_the_terminal_has_closed_is_discarded() -> None:
     import pty
 
     keyboard, screen = pty.openpty()
-    signals = StopSignals()
-    signals._terminals = [screen]
     os.close(keyboard)
     with pytest.raises(OSError, match="Input/output"):
         os.write(screen, b"lost")
-    signals._leave_terminal()
+    discard_output([screen])
     assert os.write(screen, b"discarded") == 9
     os.close(screen)
 

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import threading
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from _training import folder as folder  # a fixture
 import skyrl_fast
 from skyrl_fast.config import Config, to_dict
 from skyrl_fast.config.loading import as_config
-from skyrl_fast.train import run as run_module
 from skyrl_fast.train.checkpoint.local import RunInUseError, checkpoints
 from skyrl_fast.train.checkpoint.resumed_settings import (
     find_changed_settings,
@@ -36,7 +34,9 @@ from skyrl_fast.train.checkpoint.resumed_settings import (
 )
 from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.output.loggers import read_metrics
+from skyrl_fast.train.run import RunParts, RunRequest, run_request
 from skyrl_fast.train.setup.errors import SetupError
+from skyrl_fast.train.setup.given_objects import GivenObjects
 from skyrl_fast.trajectory_store import read_index
 
 pytestmark = pytest.mark.ci
@@ -311,9 +311,7 @@ def test_step_interrupted_after_its_update_is_evaluated_and_reported_once(
     assert steady(again.metrics) == steady(expected.metrics)
 
 
-def test_evaluation_time_is_not_part_of_the_step_time(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluation_time_is_not_part_of_the_step_time(folder: Path) -> None:
     now = [0.0]
 
     class Slow(FakeRollouts):
@@ -323,11 +321,9 @@ def test_evaluation_time_is_not_part_of_the_step_time(
     async def make(config: Config, tokenizer: Any, model_path: str) -> FakeRollouts:
         return Slow(config, tiny_model(seed=1))
 
-    components = partial(run_module.Components, clock=lambda: now[0])
-    monkeypatch.setattr(run_module, "Components", components)
-    outcome = skyrl_fast.train_agent(
-        settings(folder, "run", "trainer.epochs=1"), make_rollouts=make
-    )
+    request = RunRequest(make_rollouts=make, parts=RunParts(clock=lambda: now[0]))
+    config = settings(folder, "run", "trainer.epochs=1")
+    outcome = run_request(config, GivenObjects("train_agent"), request)
     row = read_metrics(outcome.metrics)[2]
     assert (row["timing/step"], row["timing/eval"]) == (10.0, 1000.0)
     assert (

@@ -27,9 +27,9 @@ from skyrl_fast.config import AlgorithmConfig, OptimizerConfig
 from skyrl_fast.config.model_folder import find_auto_class
 from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.rollout.engine.from_settings import (
-    _read_linear_names,
-    _read_vocab_size,
+    read_linear_names,
     read_positions,
+    read_vocab_size,
 )
 from skyrl_fast.train.memory.activations import activation_memory, model_size
 from skyrl_fast.train.model.critic import load_value_model
@@ -280,6 +280,6 @@ def test_layers_are_checkpointed(family: str, tmp_path: Path) -> None:
 def test_settings_of_an_engine_are_those_of_the_language_model(tmp_path: Path) -> None:
     folder = str(make_folder("gemma3", tmp_path))
     assert read_positions(folder) == TEXT["max_position_embeddings"]
-    assert _read_vocab_size(folder) == TEXT["vocab_size"]
+    assert read_vocab_size(folder) == TEXT["vocab_size"]
     names = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
-    assert _read_linear_names(folder) == names  # the tower has others, too
+    assert read_linear_names(folder) == names  # the tower has others, too

@@ -39,14 +39,14 @@ def slow_store(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 
 def fill_the_disk(monkeypatch: pytest.MonkeyPatch, at_step: int) -> None:
-    write = TrajectoryWriter._write_part
+    write = TrajectoryWriter.write_part
 
     def full(self: TrajectoryWriter, name: str, records: Any) -> Path:
         if name == f"step_{at_step:06d}.jsonl":
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(self, name, records)
 
-    monkeypatch.setattr(TrajectoryWriter, "_write_part", full)
+    monkeypatch.setattr(TrajectoryWriter, "write_part", full)
 
 
 @pytest.mark.spec("store.background-writing")
@@ -55,13 +55,13 @@ def test_checkpoint_waits_for_earlier_trajectories(
 ) -> None:
     slow_store(monkeypatch, 0.2)
     seen: list[tuple[int, list[int]]] = []
-    write_state = run_module.Trainer._write_state
+    write_state = run_module.Trainer.write_state
 
     def recording(self: Any, path: Path) -> None:
         seen.append((self.progress.step, stored_steps(folder / "run")))
         write_state(self, path)
 
-    monkeypatch.setattr(run_module.Trainer, "_write_state", recording)
+    monkeypatch.setattr(run_module.Trainer, "write_state", recording)
     outcome = train(settings(folder, "run", "trainer.ckpt_interval=3", "trainer.eval_interval=5"))
     assert seen == [(3, [1, 2, 3]), (6, [1, 2, 3, 4, 5, 6])]
     last = read_metrics(outcome.metrics)[-1]

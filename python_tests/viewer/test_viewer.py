@@ -367,9 +367,9 @@ def test_short_trajectories_are_in_one_file_of_items(run: Path, tmp_path: Path) 
 
 def test_rounding_has_four_significant_digits() -> None:
     values = np.array([0, -0.123456, 1234567.0, 9.99996e-7, np.nan, -7.0, 123.45], np.float32)
-    found = details._round_list(values)
+    found = details.round_list(values)
     assert found == [0.0, -0.1235, 1235000.0, 1e-6, None, -7.0, 123.4]
-    assert details._round_list(np.full(3, np.nan, np.float32)) == []
+    assert details.round_list(np.full(3, np.nan, np.float32)) == []
 
 
 @pytest.mark.spec("viewer.static-page")
@@ -387,9 +387,8 @@ def test_view_command_output_and_exit_codes(
     assert "trainer.dump_trajectories=false" in capsys.readouterr().err
 
 
-def test_percentile_comes_from_an_even_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MagnitudeSample, "_MAX_SIZE", 100)
-    sample = MagnitudeSample()
+def test_percentile_comes_from_an_even_sample() -> None:
+    sample = MagnitudeSample(max_size=100)
     for start in range(0, 10_000, 50):
         sample.add(np.arange(start, start + 50, dtype=np.float32) - 5000)
     middle = sample.percentile(50)

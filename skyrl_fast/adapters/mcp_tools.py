@@ -48,18 +48,23 @@ CONNECTION_CLOSED = -32000  # a code of JSON-RPC errors
 
 
 class McpTools:
-    """The tools of several servers, as OpenAI's clients take them."""
+    """The tools of several servers, as OpenAI's clients take them.
 
-    def __init__(self) -> None:
+    Args:
+        error_type: class of JSON-RPC errors; None: the installed package's.
+    """
+
+    def __init__(self, *, error_type: type[Exception] | None = None) -> None:
+        self._error_type = error_type
         self.tools: list[dict[str, Any]] = []
-        self._sessions: dict[str, Any] = {}  # by the name of a tool
+        self.sessions: dict[str, Any] = {}  # by the name of a tool
 
     async def add(self, session: Any) -> None:
         """Add the tools of a server; see `mcp_tools`."""
         for tool in await _list_tools(session):
-            if tool.name in self._sessions:
+            if tool.name in self.sessions:
                 raise ValueError(f"mcp_tools: two servers have a tool {tool.name!r}")
-            self._sessions[tool.name] = session
+            self.sessions[tool.name] = session
             schema = _value(tool, "input_schema", "inputSchema")
             function = {
                 "name": tool.name,
@@ -95,8 +100,8 @@ class McpTools:
         return history
 
     async def _text(self, name: str, arguments: str) -> str:
-        if name not in self._sessions:
-            known = ", ".join(sorted(self._sessions))
+        if name not in self.sessions:
+            known = ", ".join(sorted(self.sessions))
             return f"error: no tool {name!r}; known: {known}"
         try:
             values = json.loads(arguments or "{}")
@@ -104,9 +109,10 @@ class McpTools:
             return f"error: the arguments are no JSON: {error}"
         if not isinstance(values, dict):
             return "error: the arguments are no JSON object"
+        errors = self._error_type or _protocol_error()
         try:
-            result = await self._sessions[name].call_tool(name, values)
-        except _protocol_error() as error:
+            result = await self.sessions[name].call_tool(name, values)
+        except errors as error:
             if _error_code(error) == CONNECTION_CLOSED:
                 raise  # no fault of the model
             return f"error: {error}"

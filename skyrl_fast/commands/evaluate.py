@@ -23,6 +23,7 @@ from skyrl_fast.commands.command import (
 
 if TYPE_CHECKING:
     from skyrl_fast.train.evaluation import Evaluation
+    from skyrl_fast.train.flow.rollouts import MakeRollouts
     from skyrl_fast.train.metrics.evaluation import Estimate
 
 HELP = "evaluate models, checkpoints, adapters or servers"
@@ -53,7 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace, *, make_rollouts: MakeRollouts | None = None) -> int:
+    """Evaluate the targets and print their table.
+
+    Args:
+        options: parsed arguments.
+        make_rollouts: as of `evaluate`.
+    """
     from skyrl_fast.config.files import check_data_files
 
     log_to_stderr()
@@ -67,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     with needs_extra("train"):
         from skyrl_fast.train.evaluation import evaluate
     out = options.out or _next_folder(Path(config.trainer.run_path) / "evaluations")
-    results = evaluate(config, targets, out=out, say=say)
+    results = evaluate(config, targets, out=out, make_rollouts=make_rollouts, say=say)
     sys.stdout.write(_table(results))
     sys.stdout.write(f"\n{'results:':10}{out}\n")
     for result in results:

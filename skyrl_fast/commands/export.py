@@ -49,16 +49,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace, *, hub: Any = None) -> int:
+    """Write the export, and upload it if that is asked for.
+
+    Args:
+        options: parsed arguments.
+        hub: huggingface_hub's API; None: an `HfApi`.
+    """
     with as_usage_error(ValueError, OSError, ImportError):
-        written = _write_output(options)
+        written = _write_output(options, hub)
     sys.stdout.write(f"{written} in {options.out}\n")
     return 0
 
 
-def _write_output(options: argparse.Namespace) -> str:
+def _write_output(options: argparse.Namespace, hub: Any) -> str:
     if options.to in (MODEL, ADAPTER):
-        return _write_model(options)
+        return _write_model(options, hub)
     if options.policy is not None:
         raise ValueError(f"--policy: expected --to {MODEL} or {ADAPTER}, got {options.to}")
     if options.push is not None:
@@ -104,7 +110,7 @@ def _write_output(options: argparse.Namespace) -> str:
     return f"{rows} rows of {len(trajectories)} trajectories in {groups} groups"
 
 
-def _write_model(options: argparse.Namespace) -> str:
+def _write_model(options: argparse.Namespace, hub: Any) -> str:
     from skyrl_fast.tinker.checkpoints import export_saved, is_saved_adapter
     from skyrl_fast.train.checkpoint.model_export import export_model, push_model
 
@@ -119,7 +125,8 @@ def _write_model(options: argparse.Namespace) -> str:
     if options.push is None:
         pushed = ""
     else:
-        pushed = f", uploaded to {push_model(options.out, options.push)}"
+        address = push_model(options.out, options.push, hub)
+        pushed = f", uploaded to {address}"
     return f"the {options.to} of {checkpoint}{pushed}"
 
 

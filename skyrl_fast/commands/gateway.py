@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     log_to_stderr()
     with needs_extra("train"), as_usage_error(ValueError):
-        config = _config(options)
+        config = config_of(options)
     with needs_extra("train,gateway"):
         import skyrl_fast.gateway.server  # noqa: F401
     with as_usage_error(ValueError, ImportError):
@@ -84,7 +84,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _config(options: argparse.Namespace) -> Config:
+def config_of(options: argparse.Namespace) -> Config:
+    """Return the settings of the command line: the file's, and those of its options."""
     from skyrl_fast.config.loading import (
         as_config,
         check_config,

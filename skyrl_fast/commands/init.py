@@ -8,8 +8,7 @@ import runpy
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, islice
 from os.path import expanduser
 from pathlib import Path
@@ -57,13 +56,30 @@ def run(options: argparse.Namespace) -> int:
     folder = options.folder
     if folder.exists():
         raise UsageError(f"init: expected a folder that does not exist, got {folder}")
+    with as_usage_error(OSError):
+        create_project(folder, options.model)
+    sys.stdout.write(f"next:\n  cd {shlex.quote(str(folder))}\n  skyrl-fast train config.yaml\n")
+    return 0
+
+
+def create_project(
+    folder: Path,
+    model: str | None,
+    *,
+    write: Callable[[Path, str | None], None] | None = None,
+) -> None:
+    """Create the project, complete or not at all.
+
+    Args:
+        folder: new.
+        model: pretrained, a folder or a hub name; None: make one.
+        write: fills a folder; default: `write_project`.
+    """
     find_examples()
     from examples.tiny_model.recipe import make_once
 
-    with as_usage_error(OSError):
-        make_once(folder, partial(write_project, model=options.model))
-    sys.stdout.write(f"next:\n  cd {shlex.quote(str(folder))}\n  skyrl-fast train config.yaml\n")
-    return 0
+    fill = write_project if write is None else write
+    make_once(folder, lambda path: fill(path, model))
 
 
 def write_project(folder: Path, model: str | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from skyrl_fast.commands.command import needs_extra
@@ -23,7 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace, *, start: Callable[..., int] | None = None) -> int:
+    """Train the recipe; return the exit code.
+
+    Args:
+        options: parsed arguments.
+        start: runs a recipe; None: `recipe.run`.
+    """
     find_examples()
     with needs_extra("train"):
         from examples.quickstart.run import RECIPES
@@ -31,7 +38,8 @@ def run(options: argparse.Namespace) -> int:
 
         base = options.base
         overrides = options.overrides
-        return recipe.run(RECIPES["quickstart"], base, overrides, is_resumed=options.resume)
+        run_recipe = recipe.run if start is None else start
+        return run_recipe(RECIPES["quickstart"], base, overrides, is_resumed=options.resume)
 
 
 def find_examples() -> None:

@@ -36,12 +36,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verbose", action="store_true", help="log at level INFO")
 
 
-def run(options: argparse.Namespace) -> int:
-    """Train; return 0, or the exit code of the signal that stopped the run."""
+def run(
+    options: argparse.Namespace, *, train: Callable[[Config], TrainResult] | None = None
+) -> int:
+    """Train; return 0, or the exit code of the signal that stopped the run.
+
+    Args:
+        options: parsed arguments.
+        train: in place of `train_agent`.
+    """
     config = load_run_settings(options)
     with needs_extra("train"):
         from skyrl_fast.train.run import train_agent
-    return run_with(train_agent, config)
+    return run_with(train or train_agent, config)
 
 
 def load_run_settings(options: argparse.Namespace) -> Config:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os.path import expanduser
 from pathlib import Path
@@ -16,13 +16,60 @@ _ADAPTER_CONFIG = "adapter_config.json"
 _METADATA = ("*.json", "*.txt", "*.model", "*.jinja")  # configuration and tokenizer
 
 
-def model_folder(path: str, *, setting: str = POLICY, with_weights: bool = True) -> Path:
+class ModelHub:
+    """The Hugging Face hub, and its cache on this machine.
+
+    Args:
+        cache: folder of the cache; None: the user's.
+    """
+
+    def __init__(self, cache: Path | None = None) -> None:
+        self._cache = cache
+
+    def find_cached(self, name: str) -> Path | None:
+        """Return the folder of a model in the cache; None: it is not there."""
+        from huggingface_hub import try_to_load_from_cache
+
+        try:
+            found = try_to_load_from_cache(name, "config.json", cache_dir=self._cache)
+        except ValueError:  # no hub name
+            return None
+        if isinstance(found, str):
+            return Path(found).parent
+        return None
+
+    def check(self, name: str) -> None:
+        """Raise the hub's error unless it has the model: one request, no retries."""
+        from huggingface_hub import HfApi
+
+        HfApi().model_info(name, timeout=HUB_SECONDS)
+
+    def download(self, name: str, patterns: Sequence[str]) -> Path:
+        """Download files of the model's top folder into the cache; return its folder there."""
+        from huggingface_hub import snapshot_download
+
+        folder = snapshot_download(
+            name,
+            cache_dir=self._cache,
+            allow_patterns=list(patterns),
+            ignore_patterns=["*/*"],
+        )
+        return Path(folder)
+
+
+HUB = ModelHub()
+
+
+def model_folder(
+    path: str, *, setting: str = POLICY, with_weights: bool = True, hub: ModelHub = HUB
+) -> Path:
     """Return the folder of a model; one of the hub is downloaded unless the cache has it.
 
     Args:
         path: a folder, or a hub name such as org/model.
         setting: the setting of the path, for messages.
         with_weights: whether the folder must have the weights; else only config and tokenizer.
+        hub: where models are that are no folder.
 
     Raises:
         ValueError: there is no such folder, it has no config.json, or the hub does not have it or
@@ -31,10 +78,10 @@ def model_folder(path: str, *, setting: str = POLICY, with_weights: bool = True)
     folder = find_local_model(path, setting=setting)
     if folder is not None:
         return folder
-    cached = _find_cached(path)
+    cached = hub.find_cached(path)
     if cached is not None and (_has_weights(cached) or not with_weights):
         return cached
-    return _download(path, setting, with_weights)
+    return _download(hub, path, setting, with_weights)
 
 
 def find_local_model(path: str, *, setting: str = POLICY) -> Path | None:
@@ -86,18 +133,12 @@ def _describe_adapter(folder: Path) -> str:
     )
 
 
-def _download(name: str, setting: str, with_weights: bool) -> Path:
-    from huggingface_hub import HfApi, snapshot_download
-
+def _download(hub: ModelHub, name: str, setting: str, with_weights: bool) -> Path:
     weights = ("*.safetensors",) if with_weights else ()
     try:
         with _without_retry_messages():
-            HfApi().model_info(name, timeout=HUB_SECONDS)  # one request, no retries
-            return Path(
-                snapshot_download(
-                    name, allow_patterns=[*_METADATA, *weights], ignore_patterns=["*/*"]
-                )
-            )
+            hub.check(name)
+            return hub.download(name, [*_METADATA, *weights])
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
@@ -105,18 +146,6 @@ def _download(name: str, setting: str, with_weights: bool) -> Path:
             f"cannot be downloaded ({type(error).__name__}: {reason}): check the name, the network "
             "and HF_TOKEN, or give the folder of a model"
         ) from error
-
-
-def _find_cached(name: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    try:
-        found = try_to_load_from_cache(name, "config.json")
-    except ValueError:  # no hub name
-        return None
-    if isinstance(found, str):
-        return Path(found).parent
-    return None
 
 
 def _has_weights(folder: Path) -> bool:

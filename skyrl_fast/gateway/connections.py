@@ -22,13 +22,28 @@ class Connection(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
     """A connection that is closed if there are too many, or if its request does not come.
 
     Between two requests it may be idle for as long as uvicorn's `timeout_keep_alive`.
+
+    Args:
+        arguments, options: uvicorn's.
+        request_seconds: for a request's headers to arrive.
+        most: number of connections; None: `max_connections()`.
     """
 
-    _deadline: asyncio.TimerHandle | None = None
+    def __init__(
+        self,
+        *arguments: Any,
+        request_seconds: float = REQUEST_SECONDS,
+        most: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self._request_seconds = request_seconds
+        self._most = most
+        self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        limit = max_connections()
+        limit = max_connections() if self._most is None else self._most
         if len(self.connections) > limit:
             log.warning("the gateway has its %d connections: it closes another one", limit)
             transport.abort()
@@ -48,7 +63,7 @@ class Connection(AutoHTTPProtocol):  # type: ignore[valid-type, misc]
         if self.cycle is not None and not self.cycle.response_complete:
             self._end_deadline()
         elif self._deadline is None:
-            self._deadline = self.loop.call_later(REQUEST_SECONDS, self.transport.close)
+            self._deadline = self.loop.call_later(self._request_seconds, self.transport.close)
 
     def _end_deadline(self) -> None:
         if self._deadline is not None:

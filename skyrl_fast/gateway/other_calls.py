@@ -19,16 +19,26 @@ from skyrl_fast.system.printable import log_line, shorten
 if TYPE_CHECKING:
     import httpx
 
-MAX_TEXT = 20_000  # characters of a request, and of an answer, that are kept
-MAX_KEPT = 1_000  # calls of a trajectory that are kept
+MAX_TEXT = 20_000
+MAX_KEPT = 1_000
 MAX_ANSWER_BYTES = 64 << 20
 BAD_GATEWAY = 502
 
 
 class OtherCalls:
-    """Forward calls to other models; the trajectory gets them in the order of their answers."""
+    """Forward calls to other models; the trajectory gets them in the order of their answers.
 
-    def __init__(self, trajectory: Trajectory) -> None:
+    Args:
+        trajectory: gets the calls.
+        max_text: characters of a request, and of an answer, that are kept.
+        max_kept: calls of a trajectory that are kept.
+    """
+
+    def __init__(
+        self, trajectory: Trajectory, *, max_text: int = MAX_TEXT, max_kept: int = MAX_KEPT
+    ) -> None:
+        self._max_text = max_text
+        self._max_kept = max_kept
         self._trajectory = trajectory
         self._sending: set[asyncio.Task[httpx.Response]] = set()
         self._streaming: set[httpx.Response] = set()
@@ -88,7 +98,7 @@ class OtherCalls:
             return  # it broke, or the trajectory has ended: the client sees a cut stream
         finally:
             self._streaming.discard(answer)
-            self._record_answer(body, _text_of_events(bytes(kept)), started)
+            self._record_answer(body, text_of_events(bytes(kept)), started)
             await asyncio.shield(answer.aclose())  # also where the client has left
 
     def _record_answer(self, body: Mapping[str, Any], said: str, started: float) -> None:
@@ -97,12 +107,12 @@ class OtherCalls:
 
     def _keep(self, model: str, asked: Any, said: str, seconds: float) -> None:
         calls = self._trajectory.other_calls
-        if len(calls) < MAX_KEPT:
+        if len(calls) < self._max_kept:
             calls.append(
                 OtherCall(
                     model,
-                    shorten(_text_of_prompt(asked), MAX_TEXT),
-                    shorten(said, MAX_TEXT),
+                    shorten(_text_of_prompt(asked), self._max_text),
+                    shorten(said, self._max_text),
                     len(self._trajectory.steps),
                     seconds,
                 )
@@ -150,7 +160,7 @@ def _text_of(content: bytes) -> str:
     return _said(values) or _plain(values)
 
 
-def _text_of_events(content: bytes) -> str:
+def text_of_events(content: bytes) -> str:
     parts = []
     # JSON may contain U+2028 and others at which str.splitlines divides, too.
     for line in re.split("\r\n|\r|\n", content.decode("utf-8", "replace")):

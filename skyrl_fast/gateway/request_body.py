@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -59,7 +60,7 @@ def parse_json(body: bytes) -> Any:
 def _check_size(body: bytes) -> None:
     excess = _excess(np.frombuffer(body, np.uint8))  # with what texts contain
     if excess and json.detect_encoding(body).startswith("utf-8"):
-        excess = _excess(_without_texts(body))
+        excess = _excess(without_texts(body))
     if excess:
         raise ApiError(413, f"the body has more than {excess}")
 
@@ -77,7 +78,7 @@ def _excess(characters: np.ndarray) -> str:
     return ""
 
 
-def _without_texts(body: bytes) -> np.ndarray:
+def without_texts(body: bytes) -> np.ndarray:
     """Return the characters of a JSON text that are outside its strings."""
     plain = body.replace(rb"\\", b"").replace(rb"\"", b"")  # only delimiters are quotes now
     characters = np.frombuffer(plain, np.uint8)
@@ -95,9 +96,14 @@ class _Beginning:
 
 
 class RequestBodies:
-    """Reads the requests of one session."""
+    """Reads the requests of one session.
 
-    def __init__(self) -> None:
+    Args:
+        parse: returns the value of a JSON text.
+    """
+
+    def __init__(self, parse: Callable[[bytes], Any] = parse_json) -> None:
+        self._parse = parse
         self._beginnings: dict[type[Fields], deque[_Beginning]] = {}
 
     def fields(self, body: bytes, model: type[F], conversation: str) -> F:
@@ -120,10 +126,10 @@ class RequestBodies:
         if known is None or rest is None or place is None or place[0] != len(known.head):
             known = None
             rest = body
-            value = parse_json(body)
+            value = self._parse(body)
             place = _items_place(body, conversation)
         else:
-            value = parse_json(rest)
+            value = self._parse(rest)
             value[conversation] = known.items + value[conversation]
         fields = check_fields(model, value)
         if place is not None:

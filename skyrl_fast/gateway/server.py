@@ -16,6 +16,7 @@ import zlib
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route, Router
 
 from skyrl_fast.config.upstream import Upstream
-from skyrl_fast.gateway.connections import Connection
+from skyrl_fast.gateway.connections import REQUEST_SECONDS, Connection
 from skyrl_fast.gateway.dialects.anthropic_messages import AnthropicMessages
 from skyrl_fast.gateway.dialects.dialect import Dialect, ParsedCall, event, json_text
 from skyrl_fast.gateway.dialects.openai_chat import OpenAIChat
@@ -70,6 +71,27 @@ ENDS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class GatewayLimits:
+    """How long the gateway waits for clients, and how many it serves.
+
+    Args:
+        retry: seconds for which an answer waits for a client that has disconnected: SDKs call again
+            after up to 8 s.
+        ping: seconds between signs of life in a stream that waits for its answer.
+        request: seconds for a request's headers to arrive.
+        connections: at once; None: half of the descriptors that the process may open.
+    """
+
+    retry: float = 10.0
+    ping: float = PING_SECONDS
+    request: float = REQUEST_SECONDS
+    connections: int | None = None
+
+
+LIMITS = GatewayLimits()
+
+
 class RewardRequest(Fields):
     """A posted reward."""
 
@@ -90,6 +112,7 @@ class Gateway:
 
     Args:
         host: address to listen at; None: that of `start`.
+        limits: of clients and connections.
 
     `routes`, more of them, and `on_answer`, called with each answer that was delivered, may be set
     before the start.
@@ -103,10 +126,13 @@ class Gateway:
         await gateway.close()
     """
 
-    def __init__(self, *, host: str | None = None, port: int = 0) -> None:
+    def __init__(
+        self, *, host: str | None = None, port: int = 0, limits: GatewayLimits = LIMITS
+    ) -> None:
         self.faults: Counter[str] = Counter(dict.fromkeys(FAULTS, 0))
         self.routes: list[Route] = []
         self.on_answer: Callable[[Session, Call, Answer], None] = lambda session, call, answer: None
+        self._limits = limits
         self._host = host or LOOPBACK
         self._port = port
         self._sessions: dict[bytes, Session] = {}  # by digest of the key
@@ -130,9 +156,14 @@ class Gateway:
                 f"agent.host, agent.port: cannot listen at {place}: {error}"
             ) from error
         self._port = listening.getsockname()[1]
+        connection: Any = partial(
+            Connection,
+            request_seconds=self._limits.request,
+            most=self._limits.connections,
+        )
         config = uvicorn.Config(
             self.app(),
-            http=Connection,
+            http=connection,
             log_config=None,
             log_level="warning",
             lifespan="off",
@@ -276,7 +307,7 @@ class Gateway:
                 media_type="text/event-stream",
                 headers={"cache-control": "no-cache"},
             )
-        with session.waiting(running):
+        with session.waiting(running, self._limits.retry):
             await self._until_done(running, request)
             if await request.is_disconnected():  # before its answer, however fast that was
                 raise ClientDisconnect
@@ -306,10 +337,10 @@ class Gateway:
     ) -> AsyncIterator[str]:
         """Yield the events of an answer; comments while it is sampled."""
         complete = False
-        with session.waiting(running):
+        with session.waiting(running, self._limits.retry):
             try:
                 while not running.task.done():
-                    await asyncio.wait([running.task], timeout=PING_SECONDS)
+                    await asyncio.wait([running.task], timeout=self._limits.ping)
                     if not running.task.done():
                         yield ": waiting\n\n"
                 failure = _failure(running.task)

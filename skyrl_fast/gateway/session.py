@@ -38,8 +38,6 @@ from skyrl_fast.system.tasks import gather_or_cancel, ignore_result
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# How long an answer waits for a client that has disconnected: SDKs call again after up to 8 s.
-RETRY_SECONDS = 10.0
 MAX_BODIES = 8  # bodies of the last calls, kept until they are delivered
 LONG_BODY = 1 << 20  # bytes; fewer are parsed in some milliseconds, others in a thread
 LONG_TEXT = 5_000  # characters; fewer are tokenised in two milliseconds, others in a thread
@@ -106,7 +104,7 @@ class Session:
         self.engine_failure: EngineError | None = None  # why the last call failed, if it did
         self.engine_died = asyncio.Event()
         self.others = OtherCalls(trajectory)
-        self._trajectory = trajectory
+        self.trajectory = trajectory
         self._entry = entry
         self._prompts = PromptIds(policy.template)
         self._choices = Choices(policy, trajectory, self._prompts, self.counts, policy_version)
@@ -358,8 +356,11 @@ class Session:
     # --- delivery
 
     @contextmanager
-    def waiting(self, running: RunningCall) -> Iterator[None]:
-        """Count a client that waits; if the last one leaves without an answer, it may come back."""
+    def waiting(self, running: RunningCall, retry_seconds: float) -> Iterator[None]:
+        """Count a client that waits.
+
+        If the last one leaves without an answer, it may come back within these seconds.
+        """
         running.waiting += 1
         running.meet_client()
         try:
@@ -368,7 +369,7 @@ class Session:
             running.waiting -= 1
             if running.waiting == 0 and not running.delivered and not _has_failed(running.task):
                 later = asyncio.get_running_loop().call_later
-                running.left = later(RETRY_SECONDS, running.task.cancel)
+                running.left = later(retry_seconds, running.task.cancel)
 
     def deliver(self, running: RunningCall) -> Answer:
         """Return the answer of a call whose task is done, and record its steps."""
@@ -376,7 +377,7 @@ class Session:
         if not running.delivered:
             running.delivered = True
             if running.trained:
-                self._trajectory.steps += steps
+                self.trajectory.steps += steps
                 self.rewards.add_answer(answer.id, steps, running.span)
         return answer
 
@@ -390,29 +391,29 @@ class Session:
             if self.rewards.withdraw(answer.id, steps):
                 running.delivered = False
                 kept = []
-                for s in self._trajectory.steps:
+                for s in self.trajectory.steps:
                     if all(s is not step for step in steps):
                         kept.append(s)
-                self._trajectory.steps[:] = kept
+                self.trajectory.steps[:] = kept
 
     # --- end
 
     def finish(self, outcome: Outcome) -> str:
         """Set rewards and metrics; return the stop reason. ApiError: unknown call or policy."""
-        steps = self._trajectory.steps
+        steps = self.trajectory.steps
         names = self.policy.calls.policies
         for name in outcome.policy_rewards:
             if name not in names:
                 text = f"policy_rewards: expected names of {', '.join(names) or 'no policy'}"
                 raise ApiError(400, f"{text}, got {name}")
-        self._trajectory.policy_rewards = dict(outcome.policy_rewards)
-        name_calls(self._trajectory, partial(decode, self.policy.calls.tokenizer))
+        self.trajectory.policy_rewards = dict(outcome.policy_rewards)
+        name_calls(self.trajectory, partial(decode, self.policy.calls.tokenizer))
         self.rewards.apply(outcome, steps[-1])
         self._finished = True
         if self._num_running == 0:
             self._idle_seconds += time.perf_counter() - self._idle_since
         steps[-1].env_seconds = self._idle_seconds
-        self._trajectory.env_metrics = {**self.metrics(), **outcome.metrics}
+        self.trajectory.env_metrics = {**self.metrics(), **outcome.metrics}
         if self.refused is not None:
             return self.refused
         if steps[-1].stop_reason == LENGTH:

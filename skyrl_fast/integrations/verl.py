@@ -55,7 +55,7 @@ KNOWN = {
 VARIABLE = "VERL_USE_EXTERNAL_MODULES"
 BLOCK_CELL_BYTES = 64  # cells smaller than this are written faster by index than found to be blocks
 _counts = {name: Counts() for name in (*(PREFIX + name for name in ESTIMATORS), *FUNCTIONS)}
-_originals: dict[str, Callable[..., Any]] = {}
+originals: dict[str, Callable[..., Any]] = {}
 _unknown: set[str] = set()  # functions that are kept, since their source is not known
 _watches: dict[str, ImportWatch] = {}
 _on_gpu = False
@@ -113,9 +113,9 @@ def uninstall() -> None:
     watch = _watches.pop("install", None)
     if watch is not None:
         watch.stop()
-    for name, original in _originals.items():
+    for name, original in originals.items():
         _rebind(name, globals()[name], original)
-    _originals.clear()
+    originals.clear()
     _unknown.clear()
 
 
@@ -125,7 +125,7 @@ def report() -> Report:
         if name not in FUNCTIONS:
             state = "replaced" if _is_registered(name) else "kept"
             why = "an estimator"
-        elif name in _originals:
+        elif name in originals:
             state = "replaced"
             why = ""
         elif name in _unknown:
@@ -167,11 +167,11 @@ def _replace(module_name: str) -> None:
             original = getattr(sys.modules[home], name, None)
         else:
             original = None
-        if original is None or name in _originals:
+        if original is None or name in originals:
             continue
         source = fingerprint_with_calls([original], PACKAGE, skip=FUNCTIONS)
         if source in KNOWN[name]:
-            _originals[name] = original
+            originals[name] = original
             _rebind(name, original, globals()[name])
         else:
             _unknown.add(name)
@@ -192,7 +192,7 @@ def _count_calls(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         counts = _counts[name]
-        original = _originals.get(name)
+        original = originals.get(name)
         counts.calls += 1
         reason = ""
         try:

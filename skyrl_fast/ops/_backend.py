@@ -31,7 +31,7 @@ _trusting = threading.local()
 # One thread compares; others that call the same op wait for its answer.
 _first_use_lock = threading.Lock()
 # By op, device and backend: "", or why its kernels are not used.
-_reasons: dict[tuple[str, torch.device, str], str] = {}
+first_use_reasons: dict[tuple[str, torch.device, str], str] = {}
 FIRST_DRIVERS = {12: 525, 13: 580}  # by the runtime's major version
 HUGE_PAGE_MIN_BYTES = 2 << 20  # smaller blocks come from memory that malloc has already mapped
 
@@ -165,43 +165,47 @@ def _usable(
 
 def runs_native(device: torch.device) -> bool:
     """Return whether the compiled CUDA kernels run on a GPU; each GPU is asked once."""
-    if _C.cuda_archs is None or not _driver_runs_kernels():
+    if _C.cuda_archs is None or not driver_runs_kernels():
         return False
     if device.index is None:
         index = torch.cuda.current_device()
     else:
         index = device.index
-    return _has_code(_C.cuda_archs, _capability(index))
+    return has_code(_C.cuda_archs, device_capability(index))
 
 
 def driver_fault() -> str:
     """Return why this driver cannot run the compiled CUDA kernels; "" if it can, or is missing."""
     if _C.cuda_archs is None or not hasattr(_C, "cuda_versions"):
         return ""
-    runtime, driver = _C.cuda_versions()
+    return fault_of_versions(*_C.cuda_versions())
+
+
+def fault_of_versions(runtime: int, driver: int) -> str:
+    """Return why a driver cannot run kernels of a CUDA runtime; "" if it can, or is missing."""
     # A driver runs all runtimes of its major version, and those of older ones.
     if driver == 0 or driver // 1000 >= runtime // 1000:
         return ""
     least = FIRST_DRIVERS.get(runtime // 1000)
     wanted = f"a driver for CUDA {runtime // 1000}" + (f" ({least} or newer)" if least else "")
     return (
-        f"the CUDA kernels were compiled with CUDA {_cuda_name(runtime)} and need {wanted}; this "
-        f"one is for CUDA {_cuda_name(driver)}"
+        f"the CUDA kernels were compiled with CUDA {cuda_name(runtime)} and need {wanted}; this "
+        f"one is for CUDA {cuda_name(driver)}"
     )
 
 
-def _cuda_name(version: int) -> str:
+def cuda_name(version: int) -> str:
     """Return a version as NVIDIA writes it.
 
     Example:
-        >>> _cuda_name(12080)
+        >>> cuda_name(12080)
         '12.8'
     """
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
 @functools.cache
-def _driver_runs_kernels() -> bool:
+def driver_runs_kernels() -> bool:
     fault = driver_fault()
     if fault:
         warnings.warn(
@@ -213,7 +217,7 @@ def _driver_runs_kernels() -> bool:
     return not fault
 
 
-_driver_runs_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
+driver_runs_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_trusted(op: str, device: torch.device, backend: str) -> bool:
@@ -229,7 +233,7 @@ def is_trusted(op: str, device: torch.device, backend: str) -> bool:
     if index is not None:
         device = torch.device("cuda", index)
     key = (op, device, backend)
-    if key not in _reasons:
+    if key not in first_use_reasons:
         # While a CUDA graph is captured nothing can be compared: what is not known is not used.
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False
@@ -238,9 +242,9 @@ def is_trusted(op: str, device: torch.device, backend: str) -> bool:
 
         with _first_use_lock:
             # Another thread may have compared while this one waited for the lock.
-            if key not in _reasons:
-                _reasons[key] = first_use.check_first_use(op, device, backend)
-    return not _reasons[key]
+            if key not in first_use_reasons:
+                first_use_reasons[key] = first_use.check_first_use(op, device, backend)
+    return not first_use_reasons[key]
 
 
 @contextmanager
@@ -265,11 +269,11 @@ is_trusted._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
-def _capability(index: int) -> tuple[int, int]:
+def device_capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
-def _has_code(architectures: str, capability: tuple[int, int]) -> bool:
+def has_code(architectures: str, capability: tuple[int, int]) -> bool:
     """Return whether one of CMake's architectures runs on a device of this compute capability."""
     # "80-real" is machine code for 8.0 and later 8.x, "90a-real" for 9.0 alone. Without "-real"
     # there is also PTX, which the driver compiles for later devices. Other names ("native") count

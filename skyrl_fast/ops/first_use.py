@@ -16,7 +16,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,13 +82,33 @@ class KernelCase:
         return max(errors)
 
 
-def cases(op: str) -> Iterator[KernelCase]:
-    yield from _CASES[op]()
+LogitCase = tuple[str, torch.dtype, int]  # name, dtype and vocabulary
+# Every dtype; odd sizes, so that rows begin at any alignment; a row that a cluster of blocks
+# shares.
+LOGIT_CASES: Sequence[LogitCase] = (
+    ("float32, 33", torch.float32, 33),
+    ("float32, 9,001", torch.float32, 9001),
+    ("float16, 1,003", torch.float16, 1003),
+    ("bfloat16, 1,000", torch.bfloat16, 1000),
+    ("bfloat16, 151,936", torch.bfloat16, LARGE_VOCAB),
+)
 
 
-def run_cases(op: str, device: torch.device, backend: str) -> str:
+def cases(op: str, logits: Sequence[LogitCase] | None = None) -> Iterator[KernelCase]:
+    """Yield the cases of an op; those on logits have these dtypes, or those of `LOGIT_CASES`."""
+    if logits is None:
+        logits = LOGIT_CASES
+    if op in _CASES_ON_LOGITS:
+        yield from _CASES_ON_LOGITS[op](logits)
+    else:
+        yield from _CASES[op]()
+
+
+def run_cases(
+    op: str, device: torch.device, backend: str, logits: Sequence[LogitCase] | None = None
+) -> str:
     """Return "", or what differs in the first case that does."""
-    for case in cases(op):
+    for case in cases(op, logits):
         expected = case.expected(device)  # its failure says nothing about the kernel
         try:
             case.compare(device, backend, expected)
@@ -128,19 +148,25 @@ def _run_trusted(op: str, device: torch.device, backend: str) -> str:
         return run_cases(op, device, backend)
 
 
-def measure_cases(device: torch.device, backend: str) -> Iterator[dict[str, Any]]:
+def measure_cases(
+    device: torch.device,
+    backend: str,
+    *,
+    logits: Sequence[LogitCase] | None = None,
+    rounds: int = 5,
+) -> Iterator[dict[str, Any]]:
     """Yield each case with its error, or failure, and the time next to torch's."""
     # The cases are small: a time is mostly that of launches, and no benchmark.
     with _backend.trust_kernels(), _backend.current_device_of(torch.empty(0, device=device)):
-        for op in _CASES:
+        for op in BACKENDS_ON_GPU:
             if backend not in BACKENDS_ON_GPU[op]:
                 continue
-            for case in cases(op):
+            for case in cases(op, logits):
                 row: dict[str, Any] = {"op": op, "case": case.name, "backend": backend}
                 try:
                     row["error"] = case.compare(device, backend, case.expected(device))
-                    row |= {"ms": _milliseconds(case, device, backend)}
-                    row |= {"torch_ms": _milliseconds(case, device, "torch")}
+                    row |= {"ms": _milliseconds(case, device, backend, rounds)}
+                    row |= {"torch_ms": _milliseconds(case, device, "torch", rounds)}
                 except Exception as error:  # one case must not end the table
                     row["failure"] = " ".join(str(error).split())[:200]
                 yield row
@@ -223,7 +249,7 @@ def _error(name: str, got: torch.Tensor, want: torch.Tensor, atol: float) -> flo
     return float(((got - want).abs() / bound).nan_to_num().max())
 
 
-def _milliseconds(case: KernelCase, device: torch.device, backend: str, rounds: int = 5) -> float:
+def _milliseconds(case: KernelCase, device: torch.device, backend: str, rounds: int) -> float:
     inputs = {}
     for name, value in case.inputs.items():
         inputs[name] = value.to(device)
@@ -248,21 +274,12 @@ def _random_logits(rows: int, vocab: int, dtype: torch.dtype) -> Tensors:
     return {"logits": logits, "target_ids": targets, "loss_mask": mask}
 
 
-# Every dtype; odd sizes, so that rows begin at any alignment; a row that a cluster of blocks
-# shares.
-LOGIT_CASES = (
-    ("float32, 33", torch.float32, 33),
-    ("float32, 9,001", torch.float32, 9001),
-    ("float16, 1,003", torch.float16, 1003),
-    ("bfloat16, 1,000", torch.bfloat16, 1000),
-    ("bfloat16, 151,936", torch.bfloat16, LARGE_VOCAB),
-)
 KEPT = 7  # sampled ids of a row, for sets
 
 
-def _selected_cases() -> Iterator[KernelCase]:
+def _selected_cases(logits: Sequence[LogitCase]) -> Iterator[KernelCase]:
     op = "selected_logprob"
-    for name, dtype, vocab in LOGIT_CASES:
+    for name, dtype, vocab in logits:
         if vocab == LARGE_VOCAB:
             rows = 3
         else:
@@ -382,13 +399,13 @@ def _cells(count: int, seed: int) -> Tensors:
     }
 
 
-def _masked_loss_cases() -> Iterator[KernelCase]:
+def _masked_loss_cases(logits: Sequence[LogitCase]) -> Iterator[KernelCase]:
     from skyrl_fast.ops.logprob.masked_loss import TOKEN_LOSSES
 
     for number, loss in enumerate(TOKEN_LOSSES):
-        name, dtype, vocab = LOGIT_CASES[number % len(LOGIT_CASES)]
+        name, dtype, vocab = logits[number % len(logits)]
         # The large vocabulary once: how a row is held does not depend on the loss.
-        if vocab == LARGE_VOCAB and number >= len(LOGIT_CASES):
+        if vocab == LARGE_VOCAB and number >= len(logits):
             vocab = 64
         inputs = _random_logits(5, vocab, dtype)
         cells = _cells(5, number)
@@ -554,10 +571,12 @@ def _call_pack(inputs: Tensors, backend: str) -> Tensors:
     return results
 
 
-_CASES: dict[str, Callable[[], Iterator[KernelCase]]] = {
+_CASES_ON_LOGITS: dict[str, Callable[[Sequence[LogitCase]], Iterator[KernelCase]]] = {
     "selected_logprob": _selected_cases,
-    "linear_logprob": _linear_cases,
     "masked_logprob_loss": _masked_loss_cases,
+}
+_CASES: dict[str, Callable[[], Iterator[KernelCase]]] = {
+    "linear_logprob": _linear_cases,
     "policy_loss": _policy_loss_cases,
     "kl_penalty": _kl_cases,
     "group_advantage": _advantage_cases,
@@ -566,6 +585,6 @@ _CASES: dict[str, Callable[[], Iterator[KernelCase]]] = {
 }
 _NATIVE_ONLY = ("group_advantage", "padded_to_varlen", "varlen_to_padded")
 BACKENDS_ON_GPU: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(_CASES, ("native", "triton")),
+    **dict.fromkeys((*_CASES_ON_LOGITS, *_CASES), ("native", "triton")),
     **dict.fromkeys(_NATIVE_ONLY, ("native",)),
 }

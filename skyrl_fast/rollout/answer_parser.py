@@ -34,13 +34,20 @@ ID_LENGTH = 9
 
 
 class AnswerParser:
-    """Divides answers, with the parsers of the model's family."""
+    """Divides answers, with the parsers of the model's family.
+
+    Args:
+        parse_seconds: for a long answer.
+    """
 
     def __init__(
         self,
         tool_parser: ToolCallParser | None = None,
         reasoning_parser: ReasoningParser | None = None,
+        *,
+        parse_seconds: float = PARSE_SECONDS,
     ) -> None:
+        self._parse_seconds = parse_seconds
         self.tool_parser = tool_parser
         self.reasoning_parser = reasoning_parser
         self._settings = _Parsers(tool_parser, reasoning_parser)
@@ -84,7 +91,7 @@ class AnswerParser:
         return replace(parsed, tool_calls=named, failed=failed)
 
     async def _parse_in_process(self, text: str, arguments: tuple[Any, ...]) -> ParsedAnswer:
-        outcome = await self._calls.call(PARSE, arguments, PARSE_SECONDS)
+        outcome = await self._calls.call(PARSE, arguments, self._parse_seconds)
         if outcome.failure is None:
             parsed: ParsedAnswer = outcome.value
             return parsed

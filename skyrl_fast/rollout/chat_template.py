@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -57,7 +57,15 @@ def message_text(message: Message) -> str:
 
 
 class ChatTemplate:
-    """The tokenizer's chat template."""
+    """The tokenizer's chat template.
+
+    Args:
+        tokenizer: of the model.
+        chat_template: in place of its own.
+        kwargs: variables of each prompt.
+        max_length: of a prompt, in tokens.
+        compile_template: in place of transformers'.
+    """
 
     def __init__(
         self,
@@ -66,14 +74,16 @@ class ChatTemplate:
         kwargs: Mapping[str, Any] | None = None,
         *,
         max_length: int | None = None,
+        compile_template: Callable[[str], Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self._compile = _compile if compile_template is None else compile_template
         self._control = _control_tokens(tokenizer, _vocab_size(tokenizer))
         self._max_length = max_length
         self._chat_template = chat_template
         self._kwargs = dict(kwargs or {})
         # Whether `render_parts` renders without transformers; None: the first prompt shows it.
-        self._direct: bool | None = None if _renders_by_jinja(tokenizer) else False
+        self.renders_directly: bool | None = None if _renders_by_jinja(tokenizer) else False
 
     @property
     def control_tokens(self) -> re.Pattern[str]:
@@ -259,7 +269,7 @@ class ChatTemplate:
     def prepare_message(self, message: Message) -> Message:
         """Return a message of plain values as templates see it, for `render_parts`."""
         # transformers drops and renames some keys, of which a plain message has none.
-        if _is_plain(message) or self._direct is False:
+        if _is_plain(message) or self.renders_directly is False:
             return message
         with _refusals([message]):
             as_json = self.tokenizer.apply_chat_template(
@@ -285,15 +295,15 @@ class ChatTemplate:
         if tools is not None:
             given["tools"] = list(tools)
         messages = self._arrange(messages)
-        may_be_direct = self._direct is not False and _parameters().isdisjoint(given)
-        if may_be_direct and self._direct:
+        may_be_direct = self.renders_directly is not False and _parameters().isdisjoint(given)
+        if may_be_direct and self.renders_directly:
             return self._render(messages, answer_next, given)
         usual = self.text(messages, answer_next=answer_next, tools=tools, **kwargs)
         if may_be_direct:
             try:
-                self._direct = "".join(self._render(messages, answer_next, given)) == usual
+                self.renders_directly = "".join(self._render(messages, answer_next, given)) == usual
             except ContextError:  # a value that only transformers can prepare
-                self._direct = False
+                self.renders_directly = False
         return [usual]
 
     def _render(
@@ -308,7 +318,7 @@ class ChatTemplate:
         }
         with _refusals(messages):
             template = self.tokenizer.get_chat_template(self._chat_template, values["tools"])
-            return [*_compile(template).generate(values)]
+            return [*self._compile(template).generate(values)]
 
     def token_ids(self, text: str, *, after: Sequence[int] = ()) -> list[int]:
         """Return the tokens of rendered text; the template has written its special tokens.

@@ -99,7 +99,7 @@ class GroupRunner:
         self.faults: Counter[str] = Counter()
         self._runner = TrajectoryRunner(agent, config, board=self.board, faults=self.faults)
         self._config = config
-        self._slots = asyncio.Semaphore(config.max_concurrent_trajectories)
+        self.slots = asyncio.Semaphore(config.max_concurrent_trajectories)
         self._abandoned: set[asyncio.Task[Trajectory]] = set()
         self._close_seconds = CLOSE_CALLS * env_timeout_seconds + GRACE_SECONDS
         deadline = config.trajectory_timeout_seconds
@@ -158,7 +158,7 @@ class GroupRunner:
         # Seeds follow from the attempt: a restarted trajectory must not repeat what an abandoned
         # one, which may still be sampling, has said.
         first_attempt = runs * (self._config.max_retries + 1)
-        slot = _Slot(self._slots)
+        slot = _Slot(self.slots)
 
         async def one() -> Trajectory:
             await slot.acquire()

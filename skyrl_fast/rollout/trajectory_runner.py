@@ -117,22 +117,22 @@ class TrajectoryRunner:
             raise
         except EnvError as error:
             self.faults["environment_errors"] += 1
-            _end(trajectory, ENV_ERROR, str(error))
+            end_trajectory(trajectory, ENV_ERROR, str(error))
             trajectory.failure_trace = error.trace
         except ContextError as error:
             self.faults["environment_errors"] += 1
-            _end(trajectory, ENV_ERROR, str(error))
+            end_trajectory(trajectory, ENV_ERROR, str(error))
         except EngineError as error:
             self.faults["engine_errors"] += 1
-            _end(trajectory, ENGINE_ERROR, str(error))
+            end_trajectory(trajectory, ENGINE_ERROR, str(error))
         except TimeoutError as error:
             if not clock.expired():  # the timeout of some connection, not our deadline
-                _end(trajectory, ENGINE_ERROR, f"TimeoutError: {error}")
+                end_trajectory(trajectory, ENGINE_ERROR, f"TimeoutError: {error}")
             elif trajectory.steps:
                 log.info("at its deadline: %s", entry.describe(self.board.clock()))
                 trajectory.stop_reason = TIMEOUT
             else:
-                _end(trajectory, TIMEOUT, self._late(entry))
+                end_trajectory(trajectory, TIMEOUT, self._late(entry))
         finally:
             # Also reached when the complete rollout is cancelled.
             self.board.set_phase(entry, CLOSING, attempt=entry.attempt, turn=entry.turn)
@@ -148,5 +148,5 @@ class TrajectoryRunner:
         )
 
 
-def _end(trajectory: Trajectory, stop_reason: str, failure: str) -> None:
+def end_trajectory(trajectory: Trajectory, stop_reason: str, failure: str) -> None:
     trajectory.stop_reason, trajectory.failure = stop_reason, shorten(failure, MAX_FAILURE)

@@ -70,10 +70,18 @@ class HttpGuard:
 
     Args:
         key: that every request must have; None: no key.
+        max_body_bytes: of a request's body.
+        body_seconds: for a request's body to arrive.
     """
 
     def __init__(
-        self, app: App, routes: Sequence[Route], *, key: str | None, max_body_bytes: int
+        self,
+        app: App,
+        routes: Sequence[Route],
+        *,
+        key: str | None,
+        max_body_bytes: int,
+        body_seconds: float = BODY_SECONDS,
     ) -> None:
         self._app = app
         self._routes = {(route.path, route.method): route for route in routes}
@@ -83,6 +91,7 @@ class HttpGuard:
         else:
             self._authorization = f"Bearer {key}".encode()
         self._max_body_bytes = max_body_bytes
+        self._body_seconds = body_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -148,7 +157,7 @@ class HttpGuard:
             if len(kinds) != 1 or not _is_json(kinds[0]):
                 raise RefusedError(415, "expected Content-Type: application/json")
         try:
-            async with asyncio.timeout(BODY_SECONDS):
+            async with asyncio.timeout(self._body_seconds):
                 return await self._read(receive)
         except TimeoutError as error:
             raise RefusedError(408, "the body did not arrive in time") from error

@@ -19,8 +19,15 @@ def lock_new_folder(where: str | Path, prefix: str) -> tuple[Path, int]:
     return folder.rename(folder.with_name(folder.name[1:])), lock
 
 
-def remove_stale_folders(where: Path, prefix: str) -> None:
-    """Remove the folders of dead processes of this user, which would fill up a disk or memory."""
+def remove_stale_folders(where: Path, prefix: str, user: int | None = None) -> None:
+    """Remove the folders of a user's dead processes, which would fill up a disk or memory.
+
+    Args:
+        where: parent of the folders.
+        prefix: of their names.
+        user: id of the user; None: this process's.
+    """
+    user = os.getuid() if user is None else user
     for folder in where.glob(f"{prefix}*"):
         try:
             # O_DIRECTORY: in a folder for all users, the name may be that of someone's FIFO.
@@ -28,7 +35,7 @@ def remove_stale_folders(where: Path, prefix: str) -> None:
         except OSError:
             continue  # another user's, no folder, or already removed
         try:
-            if os.fstat(lock).st_uid != os.getuid():
+            if os.fstat(lock).st_uid != user:
                 raise PermissionError
             lock_file(lock)
         except OSError:  # another user's, or in use

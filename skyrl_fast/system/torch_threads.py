@@ -19,13 +19,13 @@ def end_torch_threads() -> None:
 
     Does nothing with another OpenMP library, and in a parallel loop.
     """
-    library = _gnu_openmp()
+    library = gnu_openmp()
     if library is not None:
         library.omp_pause_resource_all(_SOFT)
 
 
 @cache
-def _gnu_openmp() -> Any:
+def gnu_openmp() -> Any:
     """Return the process's libgomp (9 or newer); None: there is none, or another library."""
     symbols = ctypes.CDLL(None)
     is_gnu = hasattr(symbols, "GOMP_parallel") and not hasattr(symbols, "__kmpc_fork_call")

@@ -105,7 +105,7 @@ class AdapterTrainer:
         self.max_rank = max_rank
         self.max_length = max_length
         self.vocab_size = base.head.module.weight.shape[0]
-        self._base = base
+        self.base = base
         self._path = path
         self._lora = lora
         self._modules = _modules_by_kind(base.model)
@@ -168,7 +168,7 @@ class AdapterTrainer:
         if not (form.train_attn and form.train_mlp):
             lora.target_modules = self._modules["attn" if form.train_attn else "mlp"]
         try:
-            policy = self._base.add_adapter(name, lora, base=self._path, folder=folder)
+            policy = self.base.add_adapter(name, lora, base=self._path, folder=folder)
         except ValueError as error:
             raise RefusedCallError(f"lora_config: {error}") from error
         optimizer = Optimizer(_SavedNames(policy), OptimizerConfig(), total_steps=0)
@@ -176,7 +176,7 @@ class AdapterTrainer:
 
     def remove(self, adapter: TrainedAdapter) -> None:
         """Free an adapter, its gradients and its optimizer."""
-        self._base.remove_adapter(adapter.name)
+        self.base.remove_adapter(adapter.name)
 
     def forward_backward(self, adapter: TrainedAdapter, call: ForwardBackward) -> LossOutputs:
         """Add the gradient of the sum of losses; return the log-probabilities of all targets.

@@ -33,11 +33,24 @@ from skyrl_fast.train.parallel.ray_ranks import RayRanks
 
 logger = logging.getLogger(__name__)
 
-PLACE_SECONDS = 120.0  # for the nodes to be reserved; a lost one may come back in the meantime
-SETTLE_SECONDS = 5.0  # for Ray to place what fits
 POLL_SECONDS = 0.2
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
+
+@dataclass(frozen=True, slots=True)
+class ClusterSeconds:
+    """How long a run waits for the cluster.
+
+    Args:
+        place: for the nodes to be reserved; a lost one may come back in the meantime.
+        settle: for Ray to place what fits.
+    """
+
+    place: float = 120.0
+    settle: float = 5.0
+
+
+SECONDS = ClusterSeconds()
 RunHere = Callable[[Config, StopSignals, RankStarter], Any]
 
 
@@ -56,7 +69,13 @@ class _Reservation:
         ray.util.remove_placement_group(self.ranks)
 
 
-def run_on_cluster(config: Config, run_here: RunHere, checkpoint_folder: Path) -> Any:
+def run_on_cluster(
+    config: Config,
+    run_here: RunHere,
+    checkpoint_folder: Path,
+    *,
+    seconds: ClusterSeconds = SECONDS,
+) -> Any:
     """Return the result of `run_here`, called in an actor on the first of the run's nodes.
 
     A lost process or node of the ranks ends the attempt; the next one resumes from the newest
@@ -65,6 +84,7 @@ def run_on_cluster(config: Config, run_here: RunHere, checkpoint_folder: Path) -
 
     Args:
         run_here: picklable; gets the settings, the signals to stop by, and who starts the ranks.
+        seconds: how long it waits for nodes.
 
     Raises:
         RunError: Ray is missing, or too few nodes have the CPUs or GPUs.
@@ -72,34 +92,62 @@ def run_on_cluster(config: Config, run_here: RunHere, checkpoint_folder: Path) -
     """
     ray = _ray()
     with connect_ray(ray) as started_here:
-        seconds = SETTLE_SECONDS if started_here else PLACE_SECONDS
+        if started_here:
+            seconds = replace(seconds, place=seconds.settle)
         nodes = config.trainer.placement.policy_num_nodes
-        failed_at = -1
-        before = {_identity(path) for _, path in checkpoints(checkpoint_folder)}
-        while True:
+
+        def attempt(config: Config) -> Any:
+            nonlocal nodes
             reserved = _reserve(ray, config, nodes, seconds)
             nodes = reserved.nodes
             try:
                 return _attempt(ray, reserved, _on_nodes(config, nodes), run_here)
-            # Not the run's own errors: those would come again.
-            except _lost(ray) as error:
-                saved = checkpoints(checkpoint_folder)
-                newest = max((step for step, _ in saved), default=0)
-                # No new checkpoint since the last loss: another attempt would likely end the same
-                # way.
-                if newest <= failed_at:
-                    raise
-                failed_at = newest
-                begin = f"step {newest}"
-                # Until it has a checkpoint of its own, a run begins with the one that it was given.
-                own = {_identity(path) for _, path in saved} - before
-                if config.trainer.resume_mode == "from_path" and not own:
-                    begin = str(config.trainer.resume_path)
-                else:
-                    config = _resume_latest(config)
-                logger.error("%s; the run starts again from %s", _reason(error), begin)
             finally:
                 reserved.release(ray)
+
+        return run_attempts(config, attempt, checkpoint_folder, lost=_lost(ray))
+
+
+def run_attempts(
+    config: Config,
+    attempt: Callable[[Config], Any],
+    checkpoint_folder: Path,
+    *,
+    lost: tuple[type[BaseException], ...],
+) -> Any:
+    """Return the result of the first attempt that loses no process and no node.
+
+    Args:
+        config: settings of the first attempt; later ones resume from the newest checkpoint.
+        attempt: runs with these settings.
+        checkpoint_folder: where it writes its checkpoints.
+        lost: errors of a lost process or node.
+
+    Raises:
+        One of `lost`: two attempts lost something without a new checkpoint between them.
+        Whatever else `attempt` raises.
+    """
+    failed_at = -1
+    before = {identity_of(path) for _, path in checkpoints(checkpoint_folder)}
+    while True:
+        try:
+            return attempt(config)
+        # Not the run's own errors: those would come again.
+        except lost as error:
+            saved = checkpoints(checkpoint_folder)
+            newest = max((step for step, _ in saved), default=0)
+            # No new checkpoint since the last loss: another attempt would likely end the same way.
+            if newest <= failed_at:
+                raise
+            failed_at = newest
+            begin = f"step {newest}"
+            # Until it has a checkpoint of its own, a run begins with the one that it was given.
+            own = {identity_of(path) for _, path in saved} - before
+            if config.trainer.resume_mode == "from_path" and not own:
+                begin = str(config.trainer.resume_path)
+            else:
+                config = _resume_latest(config)
+            logger.error("%s; the run starts again from %s", _reason(error), begin)
 
 
 def _ray() -> Any:
@@ -109,16 +157,16 @@ def _ray() -> Any:
         raise RunError(str(error)) from error
 
 
-def _reserve(ray: Any, config: Config, nodes: int, seconds: float) -> _Reservation:
+def _reserve(ray: Any, config: Config, nodes: int, seconds: ClusterSeconds) -> _Reservation:
     # Engines are packed on nodes, and ranks placed on what remains, so that an engine shares a node
     # with a rank only if it must. Where not all engines fit, ranks come first and the others wait.
-    for count in _possible_counts(config, nodes):
-        reserved = _reserve_all(ray, config, count, seconds)
+    for count in possible_counts(config, nodes):
+        reserved = _reserve_all(ray, config, count, seconds.place)
         if reserved is None and config.engine_place is EnginePlace.CLUSTER:
-            reserved = _reserve_some(ray, config, count)
+            reserved = _reserve_some(ray, config, count, seconds.settle)
         if reserved is not None:
             return reserved
-        wanted = f"{_describe_request(ray, config, count)} free within {seconds:g} s"
+        wanted = f"{_describe_request(ray, config, count)} free within {seconds.place:g} s"
         logger.warning("trainer.placement: no room for %s", wanted)
     # What the cluster has, next to what was asked for.
     alive = []
@@ -128,7 +176,7 @@ def _reserve(ray: Any, config: Config, nodes: int, seconds: float) -> _Reservati
     raise RunError(f"trainer.placement: expected room for {wanted}, got nodes with {alive}")
 
 
-def _possible_counts(config: Config, nodes: int) -> Iterator[int]:
+def possible_counts(config: Config, nodes: int) -> Iterator[int]:
     """Yield numbers of nodes with which the run can go on, the largest first."""
     trainer = config.trainer
     yield nodes
@@ -157,18 +205,18 @@ def _reserve_all(ray: Any, config: Config, nodes: int, seconds: float) -> _Reser
     return None
 
 
-def _reserve_some(ray: Any, config: Config, nodes: int) -> _Reservation | None:
-    """Reserve nodes and one engine or more; None if that is not possible now."""
+def _reserve_some(ray: Any, config: Config, nodes: int, seconds: float) -> _Reservation | None:
+    """Reserve nodes and one engine or more; None if that is not possible in so many seconds."""
     ranks = ray.util.placement_group([_rank_bundle(ray, config)] * nodes, strategy="STRICT_SPREAD")
     reserved = _Reservation(nodes, ranks)
-    if ranks.wait(SETTLE_SECONDS):
+    if ranks.wait(seconds):
         number = config.generator.inference_engine.num_engines
         bundle = _engine_bundle(ray, config)
         groups = []
         for _ in range(number):
             groups.append(ray.util.placement_group([bundle]))
         reserved = replace(reserved, engines=tuple(EngineBundle(group, 0) for group in groups))
-        missing = sum(not group.wait(SETTLE_SECONDS / number) for group in groups)
+        missing = sum(not group.wait(seconds / number) for group in groups)
         if missing < number:
             logger.warning("%d of %d engines wait for a node with %s", missing, number, bundle)
             return reserved
@@ -203,7 +251,7 @@ def _on_nodes(config: Config, nodes: int) -> Config:
     return replace(config, trainer=replace(config.trainer, placement=placement))
 
 
-def _identity(checkpoint: Path) -> tuple[str, int, bytes]:
+def identity_of(checkpoint: Path) -> tuple[str, int, bytes]:
     """Return what tells a checkpoint from an earlier one of its step, which was set aside."""
     state = checkpoint / STATE
     if state.is_file():

@@ -10,9 +10,10 @@ import logging
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -198,8 +199,6 @@ def train_agent(
         ... ).step
         1
     """
-    _check_main_module()
-    config = with_absolute_paths(as_config(config))
     given = GivenObjects(
         "train_agent",
         env=env,
@@ -210,14 +209,26 @@ def train_agent(
         loss=loss,
         estimator=estimator,
     )
+    request = RunRequest(prompts, eval_prompts, None, callbacks, make_rollouts, check_rollouts)
+    return run_request(config, given, request)
+
+
+def run_request(config: ConfigSource, given: GivenObjects, request: RunRequest) -> TrainResult:
+    """Train as `train_agent` does.
+
+    Args:
+        config: settings, as of `train_agent`.
+        given: objects whose names become settings, or that make environments.
+        request: what the run gets next to the settings.
+    """
+    _check_main_module()
+    config = with_absolute_paths(as_config(config))
     make_env = given.write_into(config)
-    check_config(config, has_prompts=prompts is not None)
-    _check_callbacks(callbacks)
+    check_config(config, has_prompts=request.prompts is not None)
+    _check_callbacks(request.callbacks)
     warn_without_baseline(config)
-    _warn_of_the_reference(config)
-    run_here = RunRequest(
-        prompts, eval_prompts, make_env, callbacks, make_rollouts, check_rollouts
-    ).run_here
+    warn_of_the_reference(config)
+    run_here = replace(request, make_env=make_env).run_here
     if config.trainer.placement.policy_num_nodes > 1 or config.engine_place is EnginePlace.CLUSTER:
         from skyrl_fast.train.cluster import run_on_cluster
 
@@ -227,7 +238,7 @@ def train_agent(
     return run_here(config, StopSignals(), LocalRanks(Path(config.trainer.run_path)))
 
 
-def _warn_of_the_reference(config: Config) -> None:
+def warn_of_the_reference(config: Config) -> None:
     lora = config.trainer.policy.model.lora
     if lora.path is not None and uses_reference(config) and config.shares_reference:
         logger.warning(
@@ -243,6 +254,7 @@ class RunRequest:
 
     Args:
         make_env: factory of environments; None: those of `environment.env_class`.
+        parts: what plans and loads the run.
     """
 
     prompts: PromptSource | None = None
@@ -251,6 +263,7 @@ class RunRequest:
     callbacks: Sequence[Callback] = ()
     make_rollouts: MakeRollouts | None = None
     check_rollouts: Callable[[Config, str], None] | None = None
+    parts: RunParts = field(default_factory=lambda: RunParts())
 
     def run_here(self, config: Config, signals: StopSignals, starter: RankStarter) -> TrainResult:
         """Train with rank 0 in this process.
@@ -287,9 +300,9 @@ class RunRequest:
         data = self._load_data(config)
         self._check(config, start, data)
         with_engine = self.make_rollouts is None
-        plan = plan_run_memory(config, start.checkpoint, with_engine=with_engine)
+        plan = self.parts.plan_memory(config, start.checkpoint, with_engine=with_engine)
         make: Callable[[Ranks], Models] = partial(
-            make_models,
+            self.parts.make_models,
             config,
             start.checkpoint,
             len(data.train),
@@ -314,7 +327,15 @@ class RunRequest:
             say=output.display.say,
         )
         return _PreparedRun(
-            config, start, data, models, output, self.callbacks, make_rollouts, signals
+            config,
+            start,
+            data,
+            models,
+            output,
+            self.callbacks,
+            make_rollouts,
+            signals,
+            self.parts.clock,
         )
 
     def _load_data(self, config: Config) -> RunData:
@@ -328,7 +349,7 @@ class RunRequest:
         """Raise now what would else be raised once models have loaded or the engine has started."""
         folder = check_models(config, start.checkpoint)
         if self.make_rollouts is None:
-            _check_rollouts(config, folder, data, self.make_env)
+            self.parts.check_rollouts(config, folder, data, self.make_env)
         if self.check_rollouts is not None and start.checkpoint is None:
             self.check_rollouts(config, str(folder))
 
@@ -351,6 +372,23 @@ def _check_rollouts(config: Config, folder: Path, data: RunData, make_env: MakeE
 
     prompts = [*data.train, *data.evaluation]
     check_rollouts(config, str(folder), prompts=prompts, make_env=make_env)
+
+
+@dataclass(frozen=True, slots=True)
+class RunParts:
+    """What plans and loads a run, on this machine.
+
+    Args:
+        plan_memory: returns the plan of the GPUs' memory.
+        make_models: loads the models on a rank.
+        check_rollouts: raises what the engine or the environments would raise later.
+        clock: in seconds, for the times of a step.
+    """
+
+    plan_memory: Callable[..., MemoryPlan | None] = plan_run_memory
+    make_models: Callable[..., Models] = make_models
+    check_rollouts: Callable[[Config, Path, RunData, MakeEnv | None], None] = _check_rollouts
+    clock: Callable[[], float] = time.perf_counter
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,6 +443,7 @@ class _PreparedRun:
     callbacks: Sequence[Callback]
     make_rollouts: MakeRollouts
     signals: StopSignals
+    clock: Callable[[], float]
 
 
 def _train(run: _PreparedRun) -> TrainResult:
@@ -526,6 +565,7 @@ def _components(
         reference=run.models.reference,
         critic=run.models.critic,
         upload=upload,
+        clock=run.clock,
     )
 
 

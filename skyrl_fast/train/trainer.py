@@ -128,7 +128,7 @@ class Trainer:
         self._display = display
         self._run_path = Path(settings.run_path)
         self._callbacks = CallbackList(components.callbacks)
-        self._saver = RunSaver(
+        self.saver = RunSaver(
             self.progress,
             CheckpointWriter(
                 checkpoint_folder(config),
@@ -137,7 +137,7 @@ class Trainer:
                 upload=components.upload,
             ),
             prepare=self._prepare_checkpoint,
-            write_state=self._write_state,
+            write_state=self.write_state,
             on_checkpoint=self._callbacks.on_checkpoint,
         )
         self._curriculum = load_curriculum(config.data.curriculum)
@@ -154,7 +154,7 @@ class Trainer:
         self._used_up = 0  # epochs that ended without a full batch
         self._writer: TrajectoryWriter | None = None  # None: dump_trajectories is off
         if settings.eval_before_train and components.eval_prompts:
-            self._saver.unreported = {}  # step 0 has only an evaluation
+            self.saver.unreported = {}  # step 0 has only an evaluation
         self._compute = Compute()
         self._background = BackgroundWriter(components.clock)  # writes trajectories
         self._timeline = Timeline(
@@ -181,7 +181,7 @@ class Trainer:
             self.progress.stopped = True
             self.progress.stopped_by = self._callbacks.stopped_by
         except Exception:
-            self._saver.rescue()
+            self.saver.rescue()
             raise
         finally:
             if self._flow is not None:
@@ -189,11 +189,11 @@ class Trainer:
             self._compute.close()
             self._background.close()
         try:
-            self._saver.save_last()
+            self.saver.save_last()
         except CheckpointError:
             # The error may be of an earlier checkpoint, written in the background: the last step
             # needs one, too.
-            self._saver.rescue()
+            self.saver.rescue()
             raise
         self._background.wait()
         return self.progress
@@ -219,7 +219,7 @@ class Trainer:
             self._components.critic.restore(checkpoint / "critic")
         load_random_state(checkpoint / "random.safetensors", state["random"])
         self.progress.step = state["step"]
-        self._saver.resume(checkpoint, state.get("unreported"))
+        self.saver.resume(checkpoint, state.get("unreported"))
 
     # --- the loop ---------------------------------------------------------------------------
 
@@ -247,7 +247,7 @@ class Trainer:
             last_version=self.total_steps,
             clock=self._components.clock,
         )
-        unreported = self._saver.unreported
+        unreported = self.saver.unreported
         if unreported is not None:
             await self._conclude(synced | unreported if self.progress.step else {})
         while not self._over():
@@ -264,7 +264,7 @@ class Trainer:
     async def _step(self, flow: GroupFlow) -> bool:
         """Train one batch; return False if the prompts ran out before it was full."""
         # Several ranks, and uploads, complete a checkpoint during a later step.
-        self._saver.report_finished()
+        self.saver.report_finished()
         components = self._components
         started = components.clock()
         generating = components.rollouts.board.generating_seconds()
@@ -279,7 +279,7 @@ class Trainer:
         times["trainer_idle"] = times["wait" if self._config.max_staleness else "rollout"]
         if not self._config.max_staleness:  # otherwise generation does not wait for the trainer
             split_rollout_time(times, groups.sampled)
-        parts, metrics = await self._train_policies(trajectories, groups.rows, times)
+        parts, metrics = await self.train_policies(trajectories, groups.rows, times)
         metrics |= groups.metrics() | ages
         # Only now, so that an interrupted step is repeated from its beginning.
         self._sampler = flow.consume()
@@ -288,7 +288,7 @@ class Trainer:
         self._kl_coefs |= {part.policy: part.kl_coef for part in parts}
         self.progress.step += 1
         metrics["trainer/epoch"] = float(self._sampler.epoch)
-        self._saver.complete_step(metrics)
+        self.saver.complete_step(metrics)
         # Before anything that can fail: every checkpoint of this step has its trajectories.
         storing = self._store("train", trajectories, [part.rows for part in parts])
         await self._timed("store", times, storing)
@@ -337,18 +337,18 @@ class Trainer:
         if "timing/step" in metrics:
             metrics |= time_shares(metrics)
         self._report(metrics)
-        self._saver.end_report()
+        self.saver.end_report()
         if not first:
             self._callbacks.on_step(step, metrics)
         if evaluation:
             self._callbacks.on_eval(step, evaluation)
         # The step's checkpoint was written before the step was reported.
-        is_outdated = self._saver.is_saved
+        is_outdated = self.saver.is_saved
         if is_outdated or (not first and self._due(self._config.trainer.ckpt_interval)):
-            await self._compute(self._saver.wait)  # the one before
-            self._saver.report_finished()
-            await self._compute(self._saver.save)  # generation continues meanwhile
-            self._saver.report_finished()
+            await self._compute(self.saver.wait)  # the one before
+            self.saver.report_finished()
+            await self._compute(self.saver.save)  # generation continues meanwhile
+            self.saver.report_finished()
         if self._callbacks.stopped_by is not None and not self._over():
             raise StopRequested
 
@@ -375,7 +375,7 @@ class Trainer:
         faults = self._components.rollouts.faults() | flow.faults
         return sampling, metrics | {f"faults/{name}": float(n) for name, n in faults.items()}
 
-    async def _train_policies(
+    async def train_policies(
         self,
         trajectories: Sequence[Trajectory],
         find_rows: Callable[[], SampledRows | None],
@@ -386,7 +386,7 @@ class Trainer:
         self._reward_parts.see_batch(trajectories)
         names = self._config.call_names
         if not names:
-            part, metrics = await self._train_policy(None, trajectories, find_rows, times)
+            part, metrics = await self.train_policy(None, trajectories, find_rows, times)
             return [part], metrics
         report = self._compute(
             lambda: rollout_metrics(trajectories, self._config, find_rows()),
@@ -400,7 +400,7 @@ class Trainer:
             return [part], of_roles | metrics
         for name, own in of_names.items():
             # Without `find_rows`, whose rows are of the complete trajectories.
-            part, of_policy = await self._train_policy(name, own, lambda: None, times)
+            part, of_policy = await self.train_policy(name, own, lambda: None, times)
             parts.append(part)
             # Metrics without a policy's name are of the complete trajectories.
             metrics |= {f"{name}/{key}": value for key, value in of_policy.items()}
@@ -414,7 +414,7 @@ class Trainer:
         """Train the policy on the steps of all its roles, each compared with itself alone."""
         joined, uids = join_roles(of_roles)
         num_roles = len(of_roles)
-        part, metrics = await self._train_policy(None, joined, lambda: None, times, num_roles)
+        part, metrics = await self.train_policy(None, joined, lambda: None, times, num_roles)
         for role, own in of_roles.items():
             work = self._compute(
                 lambda own=own: rollout_metrics(own, self._config, build_rows(own, self._config)),
@@ -425,7 +425,7 @@ class Trainer:
         own_uids = [replace(one, uid=uid) for one, uid in zip(joined, uids, strict=True)]
         return replace(part, rows=replace(part.rows, trajectories=own_uids)), metrics
 
-    async def _train_policy(
+    async def train_policy(
         self,
         name: str | None,
         trajectories: Sequence[Trajectory],
@@ -440,7 +440,7 @@ class Trainer:
         batch, kl_metrics, kl_coef = await self._timed(
             "advantages", times, self._compute(self._with_advantages, name, batch, units)
         )
-        self._saver.begin_update()
+        self.saver.begin_update()
         # NaN: not computed. The update fills in what it computes anyway.
         trained = TrainedRows(trajectories, batch, torch.full_like(batch.rewards, float("nan")))
         updated = await self._timed(
@@ -502,7 +502,7 @@ class Trainer:
     def _note_end(self) -> None:
         """Let the next checkpoint say that no further batch can be filled."""
         self._used_up = self._config.trainer.epochs
-        self._saver.discard()
+        self.saver.discard()
 
     async def _sync(self, metrics: dict[str, Any], times: dict[str, float]) -> None:
         work = self._components.rollouts.update_weights(
@@ -553,7 +553,7 @@ class Trainer:
         self._display.phase("checkpoint")
         self._background.wait()  # the store must hold all steps up to the checkpoint's
 
-    def _write_state(self, folder: Path) -> None:
+    def write_state(self, folder: Path) -> None:
         components = self._components
         components.policy.save(folder / "policy", components.tokenizer)
         for name, one in components.trained.items():
@@ -569,7 +569,7 @@ class Trainer:
             "step": self.progress.step,
             "sampler": self._sampler.state(),
             "kl_coef": self._kl_coefs.get(None, self._kl_coefs),
-            "unreported": self._saver.unreported,
+            "unreported": self.saver.unreported,
             "epochs_used_up": self._used_up,
             "random": save_random_state(folder / "random.safetensors"),
             "config": to_dict(self._config),

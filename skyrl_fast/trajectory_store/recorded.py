@@ -144,10 +144,10 @@ def sft_rows(run: str | Path, *, min_reward: float | None = None) -> Iterator[di
         )
     for _, _, session in read_lines(path):
         if min_reward is None or (session["reward"] or 0.0) >= min_reward:
-            yield from _rows(session["calls"])
+            yield from rows_of_calls(session["calls"])
 
 
-def _rows(calls: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def rows_of_calls(calls: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     chats: list[list[dict[str, Any]]] = []
     last: list[dict[str, Any]] = []
     for call in calls:

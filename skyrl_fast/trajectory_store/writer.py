@@ -101,7 +101,7 @@ class TrajectoryWriter:
             for trajectory, values in zip(trajectories, values_of_steps, strict=True)
         )
         try:
-            return self._write_part(part_name(step, phase), records)
+            return self.write_part(part_name(step, phase), records)
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             if full:
@@ -112,7 +112,7 @@ class TrajectoryWriter:
                 f"trajectories of step {step} not written to {self._folder}: {cause} and resume"
             ) from error
 
-    def _write_part(self, name: str, records: Iterable[dict[str, Any]]) -> Path:
+    def write_part(self, name: str, records: Iterable[dict[str, Any]]) -> Path:
         entries = []
         offset = 0
         partial = self._folder / f".{name}.partial"

@@ -62,11 +62,14 @@ class Columns:
 
 
 class MagnitudeSample:
-    """An evenly spaced sample of the magnitudes of a run's token values."""
+    """An evenly spaced sample of the magnitudes of a run's token values.
 
-    _MAX_SIZE = 1 << 17  # values kept; beyond it every second one is dropped and the stride doubled
+    Args:
+        max_size: values kept; beyond it every second one is dropped and the stride doubled.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, max_size: int = 1 << 17) -> None:
+        self._max_size = max_size
         self._kept: list[np.ndarray] = []
         self._count = 0
         self._stride = 1
@@ -79,7 +82,7 @@ class MagnitudeSample:
         self._skip = (self._skip - len(present)) % self._stride
         self._kept.append(taken)
         self._count += len(taken)
-        if self._count > self._MAX_SIZE:
+        if self._count > self._max_size:
             self._kept = [np.concatenate(self._kept)[::2]]
             self._count = len(self._kept[0])
             self._stride *= 2

@@ -118,9 +118,9 @@ def _token_items(step: StoredStep, tokens: Mapping[str, Any]) -> Iterator[dict[s
         "ids": step.response_ids,
         "pieces": step.pieces,
         "mask": step.loss_mask.tolist(),
-        "engine": _round_list(step.rollout_logprobs),
-        "trainer": _round_list(step.trainer_logprobs),
-        "advantages": _round_list(step.advantages),
+        "engine": round_list(step.rollout_logprobs),
+        "trainer": round_list(step.trainer_logprobs),
+        "advantages": round_list(step.advantages),
         "versions": tokens["policy_versions"],
     }
     for start, end in _token_ranges(tokens["response_ends"]):
@@ -138,7 +138,7 @@ def _token_ranges(ends: Sequence[int]) -> Iterator[tuple[int, int]]:
         start = end
 
 
-def _round_list(values: np.ndarray) -> list[float | None]:
+def round_list(values: np.ndarray) -> list[float | None]:
     """Return (A,) values rounded to SIGNIFICANT_DIGITS, None for NaN; empty if all are NaN."""
     missing = np.isnan(values)
     if missing.all():

@@ -7,7 +7,7 @@ processes with limits, and rows are shown in the query's order.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,6 @@ RIGHT = 1.0
 # pandas changes a display option of the process while it writes a table, and then restores it. A
 # table that another thread is writing at that time would have its cells cut at 50 characters.
 _writing = threading.Lock()
-# Texts of short results by `repr(rows)`, which tells 1, 1.0 and True apart. The trajectories of a
-# group often get the same rows, and pandas takes as long for a small table as its query does.
-_texts: dict[str, str] = {}
 KEPT_TEXTS = 1024
 LONGEST_KEPT = 4096  # characters of repr(rows); of the text LONG_OBSERVATION
 INVALID_ACTION = (
@@ -58,13 +55,24 @@ class Text2SqlEnv:
         env_config: `db_path`, the folder of the data sets' databases.
         extras: `db_id`, `data` (synsql, spider or bird), `reward_spec` with the `ground_truth`
             query, and `max_turns`.
+        limits: of the queries that judge a solution.
+        compare: returns whether two queries have the same rows.
 
     Raises:
         ValueError: something is missing, or `db_id` is no plain name.
         FileNotFoundError: there is no such database.
     """
 
-    def __init__(self, env_config: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        env_config: Mapping[str, Any],
+        extras: Mapping[str, Any],
+        *,
+        limits: QueryLimits = JUDGE,
+        compare: Callable[[Path, str, str, QueryLimits], bool] = same_rows,
+    ) -> None:
+        self._limits = limits
+        self._compare = compare
         absent = [key for key in ("db_id", "data", "reward_spec") if key not in extras]
         if absent:
             raise ValueError(f"the row lacks {', '.join(absent)}")
@@ -118,7 +126,7 @@ class Text2SqlEnv:
         if sql is None:
             return WRONG_FORMAT
         try:
-            if same_rows(self._database, sql, self._gold_sql, JUDGE):
+            if self._compare(self._database, sql, self._gold_sql, self._limits):
                 return RIGHT
             return WRONG
         except QueryMemoryError as error:
@@ -148,6 +156,40 @@ def database_file(db_path: str, data: str, db_id: str) -> Path:
     return file
 
 
+class TableTexts:
+    """Texts of short results by `repr(rows)`, which tells 1, 1.0 and True apart.
+
+    The trajectories of a group often get the same rows, and pandas takes as long for a small table
+    as its query does.
+
+    Args:
+        longest: characters of repr(rows) of a result that is kept.
+    """
+
+    def __init__(self, longest: int = LONGEST_KEPT) -> None:
+        self._longest = longest
+        self._texts: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def render(self, rows: Sequence[Row]) -> str:
+        """Return what `render_rows` does."""
+        if len(rows) > ROWS_OF_LONG_OBSERVATION or len(key := repr(rows)) > self._longest:
+            return _render(rows)
+        text = self._texts.get(key)
+        if text is None:
+            text = _render(rows)
+            if len(self._texts) >= KEPT_TEXTS:
+                self._texts.clear()
+            if len(text) <= LONG_OBSERVATION:
+                self._texts[key] = text
+        return text
+
+
+_kept = TableTexts()
+
+
 def render_rows(rows: Sequence[Row]) -> str:
     """Return rows as the model sees them: a table without names, cut to 50 rows if it is long.
 
@@ -157,16 +199,7 @@ def render_rows(rows: Sequence[Row]) -> str:
         pen  3
         ink  5
     """
-    if len(rows) > ROWS_OF_LONG_OBSERVATION or len(key := repr(rows)) > LONGEST_KEPT:
-        return _render(rows)
-    text = _texts.get(key)
-    if text is None:
-        text = _render(rows)
-        if len(_texts) >= KEPT_TEXTS:
-            _texts.clear()
-        if len(text) <= LONG_OBSERVATION:
-            _texts[key] = text
-    return text
+    return _kept.render(rows)
 
 
 def _render(rows: Sequence[Row]) -> str:

@@ -90,7 +90,7 @@ def _ask_process(
         "path": os.fspath(path.absolute()),
         "queries": list(queries),
         "limits": [limits.seconds, limits.max_rows, limits.max_bytes, limits.cut],
-        "lock": _lock_file() if large else None,
+        "lock": lock_path() if large else None,
     }
     process = _borrow_process()
     usable = False
@@ -118,7 +118,7 @@ def _ask_process(
             process.end()
 
 
-def _said(process: _QueryProcess, kill_seconds: float, limits: QueryLimits) -> dict[str, Any]:
+def _said(process: QueryProcess, kill_seconds: float, limits: QueryLimits) -> dict[str, Any]:
     """Return the answer to a query; also if its process is late or gone."""
     try:
         said: dict[str, Any] = json.loads(process.line(kill_seconds))
@@ -129,21 +129,21 @@ def _said(process: _QueryProcess, kill_seconds: float, limits: QueryLimits) -> d
     return said
 
 
-_idle: list[_QueryProcess] = []
+_idle: list[QueryProcess] = []
 _idle_lock = threading.Lock()
 
 
-def _borrow_process() -> _QueryProcess:
+def _borrow_process() -> QueryProcess:
     with _idle_lock:
         while _idle:
             process = _idle.pop()
             if process.alive():
                 return process
             process.end()
-    return _QueryProcess()
+    return QueryProcess()
 
 
-def _keep(process: _QueryProcess) -> None:
+def _keep(process: QueryProcess) -> None:
     with _idle_lock:
         if len(_idle) < MAX_IDLE:
             _idle.append(process)
@@ -168,7 +168,7 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-class _QueryProcess:
+class QueryProcess:
     """A child process that runs `query.py` and answers one request at a time."""
 
     def __init__(self) -> None:
@@ -185,6 +185,10 @@ class _QueryProcess:
         self._answers = self._child.stdout.fileno()
         self._read = bytearray()
         self._late = False
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
 
     def alive(self) -> bool:
         return not self._late and self._child.poll() is None
@@ -247,9 +251,18 @@ def _value(value: Any) -> Any:
     return value
 
 
-def _lock_file() -> str:
-    """Return the file that the process of a large query locks, in a private folder of the user."""
-    folder = Path(tempfile.gettempdir()) / f"skyrl_fast-{os.getuid()}"
+def lock_path(parent: Path | None = None) -> str:
+    """Return the file that the process of a large query locks, in a private folder of the user.
+
+    Args:
+        parent: of that folder; None: the folder of temporary files.
+
+    Raises:
+        RuntimeError: others can open the folder.
+    """
+    if parent is None:
+        parent = Path(tempfile.gettempdir())
+    folder = parent / f"skyrl_fast-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,7 @@ class CommandAgent(BlackBox):
         verifier: command that runs afterwards in the same folder and gives the reward; empty: none.
         reward_file: file in the folder with the reward, as JSON for `outcome_of`; None: the reward
             is 1 if the last command's exit code is 0, else 0.
+        parent: of the folders of the tasks; None: the folder of temporary files.
     """
 
     def __init__(
@@ -106,14 +108,17 @@ class CommandAgent(BlackBox):
         *,
         verifier: Sequence[str] = (),
         reward_file: str | None = None,
+        parent: Path | None = None,
     ) -> None:
+        self._parent = parent
         self._command = list(command)
         self._verifier = list(verifier)
         self._reward_file = reward_file
         self._said_dropped = False
 
     async def run(self, task: AgentTask) -> Outcome:
-        folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="skyrl_fast_agent_"))
+        make = partial(tempfile.mkdtemp, prefix="skyrl_fast_agent_", dir=self._parent)
+        folder = Path(await asyncio.to_thread(make))
         try:
             (folder / TASK_FILE).write_text(json.dumps(plain_value(task.row), default=_as_json))
             # Open from the start on: later this name may be a pipe that nobody writes to.

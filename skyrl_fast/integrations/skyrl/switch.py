@@ -356,10 +356,25 @@ def _registries() -> Iterator[tuple[str, dict[str, Callable[..., Any]]]]:
 
 
 def _warn(rows: list[Row], version: str, failures: list[str], *, complete: bool = True) -> None:
-    """Warn of functions that are not replaced, in the loudest words where nothing gets faster."""
+    text = describe_kept(rows, version, failures, complete=complete)
+    if text:
+        warnings.warn(text, SkyRLFastWarning, stacklevel=3)
+
+
+def describe_kept(
+    rows: list[Row], version: str, failures: list[str], *, complete: bool = True
+) -> str:
+    """Return what is not replaced, in the loudest words where nothing gets faster; "" if all is.
+
+    Args:
+        rows: all functions.
+        version: of SkyRL.
+        failures: of the modules that could not be imported.
+        complete: whether all of SkyRL's modules have been imported.
+    """
     kept = [row for row in rows if row.state == "kept" and row.name in BY_NAME]
     if not kept and not failures:
-        return
+        return ""
     replaced = {row.name for row in rows if row.state == "replaced"}
     absent = [row.name for row in rows if row.state == "absent"]
     parts = [f"SkyRL {version}: not everything could be replaced."]
@@ -378,4 +393,4 @@ def _warn(rows: list[Row], version: str, failures: list[str], *, complete: bool 
         parts.append(f"Missing in this version: {', '.join(absent)}.")
     if failures:
         parts.append(f"Not importable: {'; '.join(failures)}.")
-    warnings.warn(" ".join(parts), SkyRLFastWarning, stacklevel=3)
+    return " ".join(parts)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from skyrl_fast.config import SamplingParams, settings
-from skyrl_fast.config.model_folder import find_auto_class, model_folder
+from skyrl_fast.config.model_folder import HUB, ModelHub, find_auto_class, model_folder
 from skyrl_fast.config.modes import EnginePlace, EngineWeights
 from skyrl_fast.rollout.engine.api_key import DEFAULT_NAME, engine_key
 from skyrl_fast.rollout.engine.model_layers import linear_names
@@ -63,7 +63,7 @@ def make_cluster_engines(
                 trainer=address,
                 weights_folder=engine.weight_sync_path,
                 records_routes=engine.enable_return_routed_experts,
-                vocab_size=_read_vocab_size(folder),
+                vocab_size=read_vocab_size(folder),
                 adapter=_adapter_config(config, folder),
             )
         )
@@ -98,7 +98,7 @@ def _make_remote_engines(
                 api_key=key,
                 weight_sync=weight_sync,
                 records_routes=engine.enable_return_routed_experts,
-                vocab_size=_read_vocab_size(folder),
+                vocab_size=read_vocab_size(folder),
                 adapter=None if weight_sync is None else _adapter_config(config, folder),
             )
         )
@@ -135,14 +135,21 @@ def choose_transport(config: settings.Config) -> Transport:
     return transport.send(engine.weight_sync_path, place.is_here)
 
 
-def choose_cluster_backend(config: settings.Config) -> str:
-    """Return how engines of a cluster get new weights; without a shared disk a file cannot."""
+def choose_cluster_backend(config: settings.Config, *, has_gpu: bool | None = None) -> str:
+    """Return how engines of a cluster get new weights; without a shared disk a file cannot.
+
+    Args:
+        config: of the run.
+        has_gpu: whether this machine has one; None: as torch says.
+    """
     backend = config.generator.inference_engine.weight_sync_backend
     if backend != "auto":
         return backend
     # The trainer sends from its GPU if it has one.
-    has_gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
-    return "nccl" if has_gpu else "gloo"
+    if has_gpu is None:
+        has_gpu = torch.cuda.is_available()
+    sends_from_gpu = has_gpu and config.trainer.device != "cpu"
+    return "nccl" if sends_from_gpu else "gloo"
 
 
 def key_file(config: settings.Config) -> Path:
@@ -152,14 +159,19 @@ def key_file(config: settings.Config) -> Path:
     return Path(config.trainer.run_path) / DEFAULT_NAME
 
 
-def make_vllm_setup(config: settings.Config, model_path: str) -> VllmSetup:
+def make_vllm_setup(config: settings.Config, model_path: str, *, hub: ModelHub = HUB) -> VllmSetup:
     """Return the start-up settings of the engine, from generator.inference_engine.
+
+    Args:
+        config: of the run.
+        model_path: a folder, or a name in the hub's cache.
+        hub: whose cache may have the model.
 
     Raises:
         ValueError: prompt and response can exceed the model's `max_position_embeddings` or a
             `max_model_len` in engine_init_kwargs, or its config.json is invalid.
     """
-    model_path = _find_cached_folder(model_path)
+    model_path = _find_cached_folder(model_path, hub)
     return VllmSetup(
         model=model_path,
         engine=config.generator.inference_engine,
@@ -180,7 +192,7 @@ def _adapter_config(config: settings.Config, model_path: str) -> dict[str, Any] 
     lora = config.trainer.policy.model.lora
     targets = list(lora.target_modules)
     if targets == [settings.ALL_LINEAR]:
-        targets = _read_linear_names(model_path)
+        targets = read_linear_names(model_path)
     return {
         "r": lora.rank,
         "lora_alpha": lora.alpha,
@@ -190,7 +202,7 @@ def _adapter_config(config: settings.Config, model_path: str) -> dict[str, Any] 
     }
 
 
-def _read_linear_names(model_path: str) -> list[str]:
+def read_linear_names(model_path: str) -> list[str]:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model_path)
@@ -225,20 +237,13 @@ def _check_longest_sequence(config: settings.Config, model_path: str) -> int:
     return prompt + response
 
 
-def _find_cached_folder(path: str) -> str:
+def _find_cached_folder(path: str, hub: ModelHub = HUB) -> str:
     """Return the folder of a model's files, as the trainer finds it; else `path` itself."""
-    from huggingface_hub import try_to_load_from_cache
-
     folder = Path(expanduser(path))
     if folder.is_dir():
         return str(folder)
-    try:
-        config = try_to_load_from_cache(path, "config.json")
-    except ValueError:  # not a hub name either
-        return path
-    if isinstance(config, str):
-        return str(Path(config).parent)
-    return path
+    cached = hub.find_cached(path)
+    return path if cached is None else str(cached)
 
 
 def read_positions(model_path: str) -> int | None:
@@ -250,7 +255,7 @@ def read_positions(model_path: str) -> int | None:
     return None if is_scaled else model.get("max_position_embeddings")
 
 
-def _read_vocab_size(model_path: str) -> int | None:
+def read_vocab_size(model_path: str) -> int | None:
     model = read_model_config(model_path)
     text = model.get("text_config") or {}
     return model.get("vocab_size", text.get("vocab_size"))

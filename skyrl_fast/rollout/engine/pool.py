@@ -41,10 +41,27 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 MakeProbe = Callable[[Engine], Probe]
 
-POLL_SECONDS = 1.0  # between two checks whether a dead engine can be restarted
-PAUSE_SECONDS = 60.0  # time to pause after which an engine counts as hung
-LOAD_SECONDS = 600.0  # the same for loading weights, moving them, and for the probe
-LOG_SECONDS = 60.0  # between two log messages while waiting for any engine
+
+@dataclass(frozen=True, slots=True)
+class PoolSeconds:
+    """How long a pool waits for its engines.
+
+    Args:
+        poll: between two checks whether a dead engine can be restarted.
+        pause: to pause, after which an engine counts as hung.
+        load: the same for loading weights, moving them, and for the probe.
+        log: between two log messages while waiting for any engine.
+        back: for any engine to come back if all are down; None: no limit.
+    """
+
+    poll: float = 1.0
+    pause: float = 60.0
+    load: float = 600.0
+    log: float = 60.0
+    back: float | None = None
+
+
+SECONDS = PoolSeconds()
 
 
 @dataclass(slots=True)
@@ -70,7 +87,7 @@ class EnginePool:
 
     Args:
         max_restarts: restarts of one engine between two weight updates that it survives.
-        wait_seconds: for any engine to come back if all are down; None: no limit.
+        seconds: how long it waits for engines.
     """
 
     def __init__(
@@ -79,7 +96,7 @@ class EnginePool:
         *,
         max_restarts: int = 3,
         transport: Transport = send_by_file,
-        wait_seconds: float | None = None,
+        seconds: PoolSeconds = SECONDS,
     ) -> None:
         if not engines:
             raise ValueError("EnginePool: engines: expected at least one, got none")
@@ -88,7 +105,7 @@ class EnginePool:
         self._members = [_PoolMember(engine) for engine in engines]
         self._max_restarts = max_restarts
         self._transport = transport
-        self._wait_seconds = wait_seconds
+        self._seconds = seconds
         self._changed = asyncio.Condition()
         self._interrupting = False
 
@@ -154,7 +171,7 @@ class EnginePool:
         """End all requests with their tokens so far, including those that wait for an engine."""
         await self.release()
         await asyncio.gather(
-            *(self._call(m, m.engine.interrupt, PAUSE_SECONDS) for m in self._up())
+            *(self._call(m, m.engine.interrupt, self._seconds.pause) for m in self._up())
         )
 
     async def release(self) -> None:
@@ -164,7 +181,9 @@ class EnginePool:
             self._changed.notify_all()
 
     async def sleep(self) -> None:
-        await asyncio.gather(*(self._call(m, m.engine.sleep, LOAD_SECONDS) for m in self._up()))
+        await asyncio.gather(
+            *(self._call(m, m.engine.sleep, self._seconds.load) for m in self._up())
+        )
 
     async def update(
         self,
@@ -210,7 +229,7 @@ class EnginePool:
         reports: list[WeightSyncReport] = []
         for member in self._up():
             member.probe = make_probe(member.engine)
-            report = await self._call(member, member.probe.verify, LOAD_SECONDS)
+            report = await self._call(member, member.probe.verify, self._seconds.load)
             if report is not None:
                 reports.append(report)
             elif isinstance(member.error, WeightSyncError):
@@ -247,7 +266,7 @@ class EnginePool:
             for member in self._members:
                 if not member.up and not member.given_up and await member.engine.comes_back():
                     return
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(self._seconds.poll)
 
     async def repair(
         self,
@@ -347,11 +366,13 @@ class EnginePool:
         return None
 
     async def _wait_for_any(self, waited: float) -> float:
-        """Wait for POLL_SECONDS, logging every LOG_SECONDS; return the total seconds waited."""
-        await asyncio.sleep(POLL_SECONDS)
-        if int(waited / LOG_SECONDS) < int((waited + POLL_SECONDS) / LOG_SECONDS):
+        """Wait until the next check, logging from time to time; return the total seconds waited."""
+        seconds = self._seconds
+        await asyncio.sleep(seconds.poll)
+        total = waited + seconds.poll
+        if int(waited / seconds.log) < int(total / seconds.log):
             log.warning("waiting for an engine. %s", "; ".join(self.activity()))
-        return waited + POLL_SECONDS
+        return total
 
     async def _load_all(
         self,
@@ -387,7 +408,7 @@ class EnginePool:
             return await probe.verify(expected, update_seconds=taken, num_bytes=size)
 
         try:
-            report = await self._call(member, load, LOAD_SECONDS)
+            report = await self._call(member, load, self._seconds.load)
         finally:
             call.close()
         if report is None:
@@ -436,12 +457,12 @@ class EnginePool:
 
     def _refuse_long_wait(self) -> None:
         ends = [member.down_since for member in self._members if member.down_since is not None]
-        if self._wait_seconds is None or len(ends) < len(self._members):
+        limit = self._seconds.back
+        if limit is None or len(ends) < len(self._members):
             return
-        if time.monotonic() - max(ends) > self._wait_seconds:
-            raise EngineDeadError(
-                f"no engine came back within {self._wait_seconds:g} s: {'; '.join(self.activity())}"
-            )
+        if time.monotonic() - max(ends) > limit:
+            reasons = "; ".join(self.activity())
+            raise EngineDeadError(f"no engine came back within {limit:g} s: {reasons}")
 
     async def _serve_waiting(self) -> None:
         async with self._changed:

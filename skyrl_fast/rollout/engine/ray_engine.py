@@ -19,7 +19,7 @@ from typing import Any
 
 from skyrl_fast.rollout.engine.engine_actor import EngineActor
 from skyrl_fast.rollout.engine.protocol import EngineDeadError, NoRoomError
-from skyrl_fast.rollout.engine.remote import START_POLL_SECONDS, RemoteEngine
+from skyrl_fast.rollout.engine.remote import RemoteEngine
 from skyrl_fast.rollout.engine.vllm_start import VllmSetup
 from skyrl_fast.system.tasks import ignore_result
 
@@ -38,7 +38,7 @@ class EngineBundle:
 
 
 @dataclass(frozen=True, slots=True)
-class _ActorServer:
+class ActorServer:
     """A server, from its request to Ray on; its URL follows when its process has started."""
 
     actor: Any
@@ -74,14 +74,14 @@ class RayEngine(RemoteEngine):
         self.name = f"engine {number}"
         self._bundle = bundle
         self._start_seconds = start_seconds
-        self._arguments = {
+        self.actor_arguments = {
             "key": key,
             "trainer": None if weight_sync == "file" else trainer,
             "weights_folder": weights_folder,
             "folder": os.getcwd(),
         }
         self._make_setup = make_setup
-        self._server: _ActorServer | None = None
+        self._server: ActorServer | None = None
         self._starting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -123,7 +123,7 @@ class RayEngine(RemoteEngine):
             self._starting = asyncio.create_task(self._wait_until_healthy(self._server))
         return self._starting
 
-    def _request_actor(self) -> _ActorServer:
+    def _request_actor(self) -> ActorServer:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -138,11 +138,11 @@ class RayEngine(RemoteEngine):
                     self._bundle.group, placement_group_bundle_index=self._bundle.index
                 ),
             )
-            .remote(self._make_setup, **self._arguments)
+            .remote(self._make_setup, **self.actor_arguments)
         )
-        return _ActorServer(actor, _watch(actor.serve), _watch(actor.ending))
+        return ActorServer(actor, _watch(actor.serve), _watch(actor.ending))
 
-    async def _wait_until_healthy(self, server: _ActorServer) -> None:
+    async def _wait_until_healthy(self, server: ActorServer) -> None:
         try:
             self._url = await server.url
         except Exception as error:  # Ray's: of the actor's start, or its node was lost
@@ -154,7 +154,7 @@ class RayEngine(RemoteEngine):
                     f"{self.name} at {self._url} did not answer within {self._start_seconds:g} s: "
                     f"{reason}"
                 )
-            await asyncio.sleep(START_POLL_SECONDS)
+            await asyncio.sleep(self._limits.start_poll)
         log.info("%s runs at %s", self.name, self._url)
 
     def _end(self) -> None:
@@ -183,12 +183,12 @@ class RayEngine(RemoteEngine):
         finally:
             answer.cancel()
 
-    def _get_server(self) -> _ActorServer:
+    def _get_server(self) -> ActorServer:
         if self._server is None:
             raise EngineDeadError(f"{self.name} is not running: await engine.start() first")
         return self._server
 
-    def _refuse_ended(self, server: _ActorServer) -> None:
+    def _refuse_ended(self, server: ActorServer) -> None:
         if server.ended.done():
             if server.ended.cancelled():
                 text = "stopped"

@@ -20,6 +20,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ from skyrl_fast.rollout.engine.serve_guard import (
     LOAD_ADAPTER,
     TRAINER_HEADER,
 )
-from skyrl_fast.rollout.engine.weights.group import BACKENDS
+from skyrl_fast.rollout.engine.weights.group import BACKENDS, SECONDS, GroupSeconds
 from skyrl_fast.rollout.engine.weights.receipt import (
     WeightSyncError,
     check_receipts,
@@ -71,13 +72,7 @@ log = logging.getLogger(__name__)
 CONNECT_SECONDS = 10.0
 HEALTH_SECONDS = 5.0
 CONTROL_SECONDS = 600.0  # for a call that loads weights
-HANDSHAKE_SECONDS = 60.0  # for all calls to a server that has just started
-START_POLL_SECONDS = 1.0
-# Limit of one answer: routes of a million tokens, or kept tokens of a long response, take
-# hundreds of MB.
-MAX_ANSWER_BYTES = 1 << 30
 MAX_SENDS = 3  # attempts for a request whose connection broke, or that found no time
-RESEND_SECONDS = 0.2  # after an answer that the server is busy
 CLAIM_BYTES = 16
 EXTENDED = ("file", *BACKENDS)  # need this package's worker extension and guard
 RPC = "/collective_rpc"
@@ -109,6 +104,29 @@ def find_silent_servers(urls: Sequence[str], transport: Any = None) -> dict[str,
     return silent
 
 
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """How long a client waits for a server, and what it takes from it.
+
+    Args:
+        handshake: seconds for all calls to a server that has just started.
+        start_poll: seconds between two questions whether it is healthy.
+        resend: seconds to wait after an answer that it is busy.
+        answer_bytes: of one answer: routes of a million tokens, or kept tokens of a long response,
+            take hundreds of MB.
+        group: seconds that a broadcast of weights waits for its workers.
+    """
+
+    handshake: float = 60.0
+    start_poll: float = 1.0
+    resend: float = 0.2
+    answer_bytes: int = 1 << 30
+    group: GroupSeconds = SECONDS
+
+
+LIMITS = ServerLimits()
+
+
 class RemoteEngine(Engine):
     """A `vllm serve` endpoint behind the `Engine` protocol.
 
@@ -119,6 +137,7 @@ class RemoteEngine(Engine):
         records_routes: whether the server runs with enable_return_routed_experts.
         vocab_size: size of the vocabulary, by which ids and requests are checked; None: unknown.
         adapter: config of the LoRA adapter that it gets as new weights, as for `VllmSetup`.
+        limits: of its answers.
     """
 
     starts_with_model = False  # it may have been given other weights before
@@ -136,6 +155,7 @@ class RemoteEngine(Engine):
         adapter: dict[str, Any] | None = None,
         start_timeout_seconds: float = 600.0,
         transport: Any = None,
+        limits: ServerLimits = LIMITS,
     ) -> None:
         choices = (*EXTENDED, "reload")
         if weight_sync not in (*choices, None):
@@ -145,16 +165,17 @@ class RemoteEngine(Engine):
         if importlib.util.find_spec("httpx") is None:
             raise EngineDeadError("external servers need httpx: pip install 'skyrl-fast[train]'")
         self.name = f"the server {url}"
+        self._limits = limits
         self._url = url.rstrip("/")
         if api_key is None:
-            self._headers = {}
+            self.headers = {}
         else:
-            self._headers = {"authorization": f"Bearer {api_key}"}
+            self.headers = {"authorization": f"Bearer {api_key}"}
         self._weight_sync = weight_sync
         self._trainer = trainer
         self._sender: BroadcastSender | None = None
         self._records_routes = records_routes
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self.compute_dtype: torch.dtype | None = None
         self._start_timeout_seconds = start_timeout_seconds
         self._transport = transport
@@ -162,7 +183,7 @@ class RemoteEngine(Engine):
         self._model = ""
         self._adapter = adapter
         self._adapter_version = 0  # version of the last one that was sent; never used again
-        self._adapter_name: str | None = None  # name of the one that the server has
+        self.adapter_name: str | None = None  # name of the one that the server has
         self._interrupted = False
         if weight_sync is None:
             self._claim = None
@@ -176,7 +197,7 @@ class RemoteEngine(Engine):
         if self._client is None:
             self._client = httpx.AsyncClient(
                 base_url=self._url,
-                headers=self._headers | ({TRAINER_HEADER: self._claim} if self._claim else {}),
+                headers=self.headers | ({TRAINER_HEADER: self._claim} if self._claim else {}),
                 # A response may take as long as its trajectory's deadline, which cancels it.
                 timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
                 limits=httpx.Limits(max_connections=None),
@@ -196,12 +217,13 @@ class RemoteEngine(Engine):
                 raise EngineDeadError(
                     f"{self.name} did not answer within {self._start_timeout_seconds:g} s: {reason}"
                 )
-            await asyncio.sleep(START_POLL_SECONDS)
+            await asyncio.sleep(self._limits.start_poll)
+        seconds = self._limits.handshake
         try:
-            async with asyncio.timeout(HANDSHAKE_SECONDS):
+            async with asyncio.timeout(seconds):
                 await self._handshake()
         except TimeoutError as error:
-            text = f"{self.name} is healthy but did not answer within {HANDSHAKE_SECONDS:g} s"
+            text = f"{self.name} is healthy but did not answer within {seconds:g} s"
             raise EngineDeadError(text) from error
 
     async def _handshake(self) -> None:
@@ -224,7 +246,12 @@ class RemoteEngine(Engine):
                 await self._join_workers(self._weight_sync, len(dtypes))
 
     async def _join_workers(self, backend: str, num_workers: int) -> None:
-        sender = BroadcastSender(backend, num_workers=num_workers, address=self._trainer)
+        sender = BroadcastSender(
+            backend,
+            num_workers=num_workers,
+            address=self._trainer,
+            seconds=self._limits.group,
+        )
         join = {"method": "join_weights_group", "args": sender.join_arguments}
         try:
             await sender.connect(self._post(RPC, json=join, once=True))
@@ -241,7 +268,7 @@ class RemoteEngine(Engine):
         client = self._client
         self._client = None
         self._interrupted = False
-        self._sender = self._adapter_name = None
+        self._sender = self.adapter_name = None
         if client is not None:
             await client.aclose()
 
@@ -260,7 +287,7 @@ class RemoteEngine(Engine):
         start = expert_indices_start if self._records_routes else 0
         request = {
             "prompt": list(prompt_token_ids),
-            **vllm_sampling_params(sampling, seed=seed, vocab_size=self._vocab_size),
+            **vllm_sampling_params(sampling, seed=seed, vocab_size=self.vocab_size),
             "return_token_ids": True,
             "return_tokens_as_token_ids": None if sampling.num_kept_tokens is None else True,
             "cache_salt": f"policy-{policy_version}",
@@ -290,7 +317,7 @@ class RemoteEngine(Engine):
         return check_generation(
             generation,
             max_tokens=request["max_tokens"],
-            vocab_size=self._vocab_size,
+            vocab_size=self.vocab_size,
             stop=request["stop"],
             source=f"{self.name}, session {session_id}",
         )
@@ -363,13 +390,13 @@ class RemoteEngine(Engine):
             await self.interrupt()  # requests of others, too: their adapter is replaced
         self._adapter_version = version = self._adapter_version + 1
         name = f"policy-{self._claim}-{version}"
-        before = self._adapter_name
+        before = self.adapter_name
         if self._weight_sync == "reload":
             folder = write_adapter_folder(Path(call.arguments[0]), adapter)
             request = {"lora_name": name, "lora_path": str(folder)}
             # vLLM refuses to load a name again, and to unload one that it does not have.
             await self._send("POST", LOAD_ADAPTER, json=request, timeout=CONTROL_SECONDS, once=True)
-            self._adapter_name = name
+            self.adapter_name = name
             answer = None
             if before is not None:
                 await self._send("POST", UNLOAD_ADAPTER, json={"lora_name": before}, once=True)
@@ -377,7 +404,7 @@ class RemoteEngine(Engine):
             answer = await self._load(call, adapter=json.dumps(adapter), versions={"": version})
             named = {"lora_name": name, "version": version}
             await self._send("POST", LOAD_ADAPTER, json=named, once=True)
-            self._adapter_name = name
+            self.adapter_name = name
         return answer
 
     async def reset_prefix_cache(self) -> None:
@@ -409,7 +436,7 @@ class RemoteEngine(Engine):
                 asyncio.timeout(HEALTH_SECONDS),  # httpx restarts its own with each byte
                 httpx.AsyncClient(
                     base_url=self._url,
-                    headers=self._headers,
+                    headers=self.headers,
                     timeout=HEALTH_SECONDS,
                     transport=self._transport,
                     trust_env=False,
@@ -433,7 +460,7 @@ class RemoteEngine(Engine):
                 body[key] = value
         answer = await self._post(
             COMPLETIONS,
-            json={"model": self._adapter_name or self._model, **body},
+            json={"model": self.adapter_name or self._model, **body},
             headers={"x-session-id": session_id},
         )
         with self._parsing(COMPLETIONS):
@@ -463,14 +490,13 @@ class RemoteEngine(Engine):
         """Return the server's answer, read completely; EngineError if it is too long."""
         import httpx
 
+        most = self._limits.answer_bytes
         async with self._client.stream(method, path, **arguments) as answer:
             body = bytearray()
             async for part in answer.aiter_bytes():
                 body += part
-                if len(body) > MAX_ANSWER_BYTES:
-                    raise EngineError(
-                        f"{self.name} answered {path} with more than {MAX_ANSWER_BYTES:,} bytes"
-                    )
+                if len(body) > most:
+                    raise EngineError(f"{self.name} answered {path} with more than {most:,} bytes")
         return httpx.Response(answer.status_code, content=bytes(body))
 
     async def _send(self, method: str, path: str, *, once: bool = False, **arguments: Any) -> Any:
@@ -504,7 +530,7 @@ class RemoteEngine(Engine):
             if failed and await self._unhealthy_reason():
                 raise EngineDeadError(text)
             if answer.status_code in (httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE):
-                await asyncio.sleep(RESEND_SECONDS)
+                await asyncio.sleep(self._limits.resend)
                 continue
             if answer.status_code == httpx.codes.CONFLICT:  # the claim was refused
                 raise EngineDeadError(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from skyrl_fast.rollout.engine.serve_guard import EngineGuard, guard_environment
@@ -59,12 +59,26 @@ def serve_environment(
 
 
 def serve(
-    setup: VllmSetup, *, host: str, port: int, key: str, weights_folder: str | None = None
+    setup: VllmSetup,
+    *,
+    host: str,
+    port: int,
+    key: str,
+    weights_folder: str | None = None,
+    execute: Callable[[str, list[str], Mapping[str, str]], None] = os.execve,
 ) -> None:
-    """Replace this process by the server; does not return."""
+    """Replace this process by the server; does not return.
+
+    Args:
+        setup: of its engine.
+        host, port: to listen at.
+        key: that its requests need.
+        weights_folder: that it shares with trainers.
+        execute: replaces this process by a program, with a command and variables.
+    """
     command = serve_command(setup, host=host, port=port)
     environment = serve_environment(setup, os.environ, key=key, weights_folder=weights_folder)
-    os.execve(command[0], command, environment)
+    execute(command[0], command, environment)
 
 
 def run_vllm() -> None:

@@ -40,6 +40,7 @@ from skyrl_fast.rollout.engine.vllm_patches.kept_logprobs import store_ids_and_v
 from skyrl_fast.rollout.engine.vllm_start import (
     LOGGING_VARIABLE,
     SOCKETS,
+    MainModule,
     VllmSetup,
     check_can_spawn,
     check_model_folder,
@@ -48,11 +49,12 @@ from skyrl_fast.rollout.engine.vllm_start import (
     engine_environment,
     environment,
     let_engine_go_first,
+    main_module,
     missing_guard,
     missing_library,
     socket_folder,
 )
-from skyrl_fast.rollout.engine.weights.group import BACKENDS
+from skyrl_fast.rollout.engine.weights.group import BACKENDS, SECONDS, GroupSeconds
 from skyrl_fast.rollout.engine.weights.receipt import (
     WeightSyncError,
     check_receipts,
@@ -68,7 +70,6 @@ from skyrl_fast.system.parent_watch import children_exit_with_this_process, conf
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-POLL_SECONDS = 0.5  # between two checks whether the engine died before it answered
 CLOSE_SECONDS = 10.0  # for the engine's processes to end by themselves
 # Level 1 restores every byte. Level 2 restores only the model's buffers: other tensors of its code,
 # such as slopes of ALiBi, would stay undefined, since the weight sync does not replace them. With
@@ -102,17 +103,22 @@ class Vllm:
     dead: type[Exception]
 
 
+def check_installed(package: str = "vllm") -> None:
+    """Raise EngineDeadError unless vLLM can be imported."""
+    if importlib.util.find_spec(package) is None:
+        raise EngineDeadError(INSTALL_HINT)
+    if missing := missing_library():
+        raise EngineDeadError(missing)
+
+
 def start_vllm(setup: VllmSetup) -> Vllm:
     """Start vLLM's engine, which blocks this thread for seconds.
 
     Raises:
         EngineDeadError: what it needs is missing here.
     """
-    check_can_spawn()
-    if importlib.util.find_spec("vllm") is None:
-        raise EngineDeadError(INSTALL_HINT)
-    if missing := missing_library():
-        raise EngineDeadError(missing)
+    check_can_spawn(main_module())
+    check_installed()
     check_model_folder(setup)
     from vllm import AsyncEngineArgs, SamplingParams
     from vllm.config import StructuredOutputsConfig
@@ -145,6 +151,9 @@ class VllmEngine(Engine):
         setup: settings of the start.
         start: starts vLLM in this process.
         running: one that runs already; None: `start` starts it.
+        poll_seconds: between two checks whether the engine died before it answered.
+        group_seconds: how long a broadcast of weights waits for the workers.
+        main: the module that vLLM's processes import; None: this process's.
 
     Example:
         async with VllmEngine(VllmSetup("path/to/model")) as engine:
@@ -158,8 +167,14 @@ class VllmEngine(Engine):
         *,
         start: Callable[[VllmSetup], Vllm] = start_vllm,
         running: Vllm | None = None,
+        poll_seconds: float = 0.5,
+        group_seconds: GroupSeconds = SECONDS,
+        main: MainModule | None = None,
     ) -> None:
+        self._main = main
         self.vllm = running
+        self._poll_seconds = poll_seconds
+        self._group_seconds = group_seconds
         self._setup = setup
         self._start = start
         self._sockets: TemporaryDirectory[str] | None = None
@@ -170,7 +185,7 @@ class VllmEngine(Engine):
         self._vocab_size: int | None = None
         self._sender: BroadcastSender | None = None
         self._adapter_version = 0  # the last one of those that it has; 0: none
-        self._lora_requests: dict[str, Any] = {}  # by policy; "": the one without a name
+        self.lora_requests: dict[str, Any] = {}  # by policy; "": the one without a name
         self.compute_dtype: torch.dtype | None = None
 
     name = "the engine of this process"
@@ -203,7 +218,7 @@ class VllmEngine(Engine):
                 self._sockets.cleanup()
                 reason = self._explain("did not start", error)
                 # Last, below what its processes have printed and logged.
-                guard = missing_guard()
+                guard = missing_guard(self._main or main_module())
                 raise EngineDeadError("\n".join(filter(None, (reason, guard)))) from error
         self.vllm = vllm
         let_engine_go_first(True, on_cpu=on_cpu)
@@ -220,7 +235,8 @@ class VllmEngine(Engine):
     async def _join_workers(self, num_workers: int) -> None:
         backend = self._setup.engine.weight_sync_backend
         try:
-            sender = BroadcastSender(backend, num_workers=num_workers)
+            seconds = self._group_seconds
+            sender = BroadcastSender(backend, num_workers=num_workers, seconds=seconds)
             join = self._get_llm().collective_rpc("join_weights_group", args=sender.join_arguments)
             await sender.connect(self._answer(join))
         except Exception as error:
@@ -234,7 +250,7 @@ class VllmEngine(Engine):
     async def close(self) -> None:
         vllm = self.vllm
         self.vllm = None
-        self._lora_requests = {}
+        self.lora_requests = {}
         self._interrupted = self._sleeping = False
         if vllm is not None:
             await asyncio.to_thread(vllm.llm.shutdown, CLOSE_SECONDS)
@@ -282,7 +298,7 @@ class VllmEngine(Engine):
         token_ids = list(answer.token_ids)
         keeps = sampling.num_kept_tokens is not None
         with parsing("vLLM answered"):
-            logprobs, kept_ids = _read_sampled_logprobs(token_ids, answer.logprobs, keeps=keeps)
+            logprobs, kept_ids = read_sampled_logprobs(token_ids, answer.logprobs, keeps=keeps)
         reason = answer.finish_reason or "abort"
         if reason == "abort" and self._interrupted:
             reason = INTERRUPTED
@@ -441,7 +457,7 @@ class VllmEngine(Engine):
             raise RefusedRequestError(
                 f"policy: expected one of {', '.join((*names, REFERENCE))}, got {policy}"
             )
-        return self._lora_requests.get(policy or "")
+        return self.lora_requests.get(policy or "")
 
     async def _load_adapters(self, call: WorkerCall) -> Any:
         """Load adapters under names of their own, as vLLM caches keys and values by name."""
@@ -457,7 +473,7 @@ class VllmEngine(Engine):
         options = {"adapter": json.dumps(self._setup.adapter), "versions": versions}
         answers = await self._call_workers(call, kwargs=options)
         self._adapter_version += len(versions)
-        self._lora_requests = {
+        self.lora_requests = {
             name: LoRARequest(f"policy-{version}", version, IN_MEMORY)
             for name, version in versions.items()
         }
@@ -523,7 +539,7 @@ class VllmEngine(Engine):
         task = asyncio.create_task(call)
         try:
             while not task.done():
-                await asyncio.wait({task}, timeout=POLL_SECONDS)
+                await asyncio.wait({task}, timeout=self._poll_seconds)
                 if not task.done():
                     self._get_llm()
             return task.result()
@@ -558,7 +574,7 @@ class VllmEngine(Engine):
         return text
 
 
-def _read_sampled_logprobs(
+def read_sampled_logprobs(
     token_ids: Sequence[int], flat: Any, *, keeps: bool
 ) -> tuple[list[float], list[np.ndarray] | None]:
     ids = flat.token_ids

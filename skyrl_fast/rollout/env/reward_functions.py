@@ -121,7 +121,7 @@ class _GroupEnv(Env):
                 else value
                 for key, value in _select_arguments(function, arguments).items()
             }
-            for number, found in enumerate(_rewards(function, accepted, count)):
+            for number, found in enumerate(call_reward_function(function, accepted, count)):
                 if found is not None:
                     reward, parts = found
                     metrics[number][name] = reward
@@ -190,7 +190,7 @@ class GroupRewards:
             await env.close()
 
 
-def _rewards(
+def call_reward_function(
     function: RewardFunction, arguments: Mapping[str, Any], count: int
 ) -> list[tuple[float, dict[str, float]] | None]:
     found = function(**arguments)

@@ -37,10 +37,10 @@ class LoopThread:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._loop = asyncio.new_event_loop()
+        self.loop = asyncio.new_event_loop()
         self._is_blocked = False
         self._thread = threading.Thread(
-            target=self._loop.run_forever, name="asynchronous environments", daemon=True
+            target=self.loop.run_forever, name="asynchronous environments", daemon=True
         )
         self._thread.start()
 
@@ -56,7 +56,7 @@ class LoopThread:
                 in, as in `CallResult.trace`, or those of the code that blocks the loop.
         """
         tasks: list[asyncio.Task[T]] = []
-        running = asyncio.run_coroutine_threadsafe(_as_task(work, tasks), self._loop)
+        running = asyncio.run_coroutine_threadsafe(_as_task(work, tasks), self.loop)
         result = asyncio.wrap_future(running)
         try:
             done, _ = await asyncio.wait({result}, timeout=timeout)
@@ -68,12 +68,12 @@ class LoopThread:
 
     def run_to_end(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the coroutine's result; the calling thread waits."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     async def _trace(self, tasks: list[asyncio.Task[T]]) -> str:
         """Return where the late task waits, or what blocks the loop."""
         reacted = threading.Event()
-        self._loop.call_soon_threadsafe(reacted.set)
+        self.loop.call_soon_threadsafe(reacted.set)
         end = time.monotonic() + BLOCKED_SECONDS
         while not reacted.is_set() and time.monotonic() < end:
             await asyncio.sleep(BLOCKED_SECONDS / 20)

@@ -23,12 +23,13 @@ class ThreadWorkers:
 
     One thread makes the calls that arrive together, if they are quick, and the event loop is
     woken once for all that have returned. Calls that block get a thread each, twice as many
-    after every JOIN_SECONDS. A ThreadPoolExecutor would change threads for each call, lose a
+    after every `join_seconds`. A ThreadPoolExecutor would change threads for each call, lose a
     thread to every call that never returns, and wait for it when the process exits.
     """
 
-    def __init__(self, settings: EnvSettings) -> None:
+    def __init__(self, settings: EnvSettings, *, join_seconds: float = JOIN_SECONDS) -> None:
         self._settings = settings
+        self._join_seconds = join_seconds
         self._lock = threading.Lock()  # guards all below
         self._waiting: deque[_ThreadCall] = deque()
         self._idle: list[_Thread] = []
@@ -49,7 +50,7 @@ class ThreadWorkers:
             if self._num_working == 0:
                 self._wake(1)
         if self._joining is None:
-            self._joining = loop.call_later(JOIN_SECONDS, self._join, loop)
+            self._joining = loop.call_later(self._join_seconds, self._join, loop)
         # Not asyncio.timeout: it may lose a result if the loop was busy at the deadline.
         deadline = loop.call_later(timeout, call.expire)
         try:
@@ -85,7 +86,7 @@ class ThreadWorkers:
             waiting = len(self._waiting)
             self._wake(min(waiting, max(1, self._num_working)))
         if waiting:
-            self._joining = loop.call_later(JOIN_SECONDS, self._join, loop)
+            self._joining = loop.call_later(self._join_seconds, self._join, loop)
         else:
             self._joining = None
 

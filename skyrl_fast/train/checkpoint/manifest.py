@@ -10,16 +10,31 @@ import json
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 MANIFEST = "manifest.json"
 _ALGORITHM = "xxh3_128"  # detects damage, not forgery: whoever can do that can write a manifest
-_PIECE = 2**24  # bytes
-_BUFFER = 2**20  # bytes; fits in a core's cache
+
 _MAX_THREADS = 8  # together as fast as a disk
 
+
+@dataclass(frozen=True, slots=True)
+class PieceSizes:
+    """Bytes of a file that are read at once.
+
+    Args:
+        piece: one digest's; a part of the format.
+        buffer: one read's, which fits in a core's cache.
+    """
+
+    piece: int = 2**24
+    buffer: int = 2**20
+
+
+SIZES = PieceSizes()
 Entries = dict[str, dict[str, Any]]  # entries of the manifest, by path relative to its folder
 
 
@@ -42,7 +57,7 @@ def entries(folder: Path, paths: Sequence[Path]) -> Entries:
         return {
             path.relative_to(folder).as_posix(): {
                 "bytes": path.stat().st_size,
-                "digest": _digest(path, pool),
+                "digest": digest_file(path, pool),
             }
             for path in paths
         }
@@ -102,7 +117,7 @@ def find_damage(folder: Path) -> tuple[str, str] | None:
     with _threads() as pool:
         for name, (_, digest) in wanted.items():
             try:
-                same = _digest(folder / name, pool) == digest
+                same = digest_file(folder / name, pool) == digest
             except OSError as error:
                 return name, _unreadable(error)
             if not same:
@@ -122,19 +137,20 @@ def _xxh3(content: bytes = b"") -> Any:
     return xxhash.xxh3_128(content)
 
 
-def _digest(path: Path, pool: ThreadPoolExecutor) -> str:
-    starts = range(0, path.stat().st_size, _PIECE)
-    pieces = pool.map(partial(_digest_of_piece, path), starts)
+def digest_file(path: Path, pool: ThreadPoolExecutor, sizes: PieceSizes = SIZES) -> str:
+    """Return the digest of a file, whose pieces are read in the threads."""
+    starts = range(0, path.stat().st_size, sizes.piece)
+    pieces = pool.map(partial(_digest_of_piece, path, sizes), starts)
     return _xxh3(b"".join(pieces)).hexdigest()
 
 
-def _digest_of_piece(path: Path, start: int) -> bytes:
+def _digest_of_piece(path: Path, sizes: PieceSizes, start: int) -> bytes:
     digest = _xxh3()
-    left = _PIECE
-    buffer = memoryview(bytearray(_BUFFER))
+    left = sizes.piece
+    buffer = memoryview(bytearray(sizes.buffer))
     with path.open("rb", buffering=0) as file:
         file.seek(start)
-        while left and (size := file.readinto(buffer[: min(_BUFFER, left)])):
+        while left and (size := file.readinto(buffer[: min(sizes.buffer, left)])):
             digest.update(buffer[:size])
             left -= size
     return digest.digest()

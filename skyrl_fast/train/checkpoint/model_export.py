@@ -65,9 +65,13 @@ def export_model(run: Path, out: Path, *, adapter: bool, name: str | None = None
             for file in filter(Path.is_file, policy.parent.iterdir()):
                 shutil.copy(file, partial)
     else:
-        _write_merged(config, policy, policy.parent if name else policy, partial)
+        lora = config.trainer.policy.model.lora
+        base = read_base_model(config, policy)
+        # That of the run, in a folder without a model's config.
+        tokenizer = policy.parent if name else policy
+        write_merged(lora, base, policy, tokenizer, partial)
     step = int(read_state(checkpoint)["step"])
-    card = _model_card(config, step, _base_model(config, policy), adapter=adapter)
+    card = _model_card(config, step, read_base_model(config, policy), adapter=adapter)
     (partial / "README.md").write_text(card, "utf-8")
     take_modes_of(partial / "README.md")
     # A reader never sees half a model.
@@ -82,11 +86,18 @@ def take_modes_of(new: Path) -> None:
         file.chmod(usual)
 
 
-def push_model(folder: Path, name: str) -> str:
-    """Upload an exported folder to the Hugging Face Hub; return its address."""
-    from huggingface_hub import HfApi
+def push_model(folder: Path, name: str, api: Any = None) -> str:
+    """Upload an exported folder to the Hugging Face Hub; return its address.
 
-    api = HfApi()
+    Args:
+        folder: what to upload.
+        name: repository, such as org/model.
+        api: huggingface_hub's; None: an `HfApi`.
+    """
+    if api is None:
+        from huggingface_hub import HfApi
+
+        api = HfApi()
     address = api.create_repo(name, exist_ok=True)
     api.upload_folder(repo_id=name, folder_path=str(folder))
     return str(address)
@@ -110,12 +121,6 @@ def find_checkpoint(run: Path) -> tuple[Path, Config]:
     config = as_config(read_state(checkpoint)["config"])
     config.trainer.run_path = str(run)
     return checkpoint, config
-
-
-def _write_merged(config: Config, policy: Path, tokenizer: Path, out: Path) -> None:
-    source = config.trainer.policy.model
-    # The tokenizer is that of the run, in a folder without a model's config.
-    write_merged(source.lora, _base_model(config, policy), policy, tokenizer, out)
 
 
 def write_merged(lora: LoraConfig, base: str, adapter: Path, tokenizer: Path, out: Path) -> None:
@@ -148,7 +153,7 @@ def write_merged(lora: LoraConfig, base: str, adapter: Path, tokenizer: Path, ou
     AutoTokenizer.from_pretrained(str(tokenizer)).save_pretrained(out)
 
 
-def _base_model(config: Config, policy: Path) -> str:
+def read_base_model(config: Config, policy: Path) -> str:
     """Return the model that was trained; stored settings may have a variable in its place."""
     adapter = policy / ADAPTER_CONFIG
     if adapter.is_file():

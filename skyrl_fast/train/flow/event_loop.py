@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -98,7 +98,7 @@ class StopSignals:
 
     def _receive(self, number: int, _frame: Any) -> None:
         if number == signal.SIGHUP:
-            self._leave_terminal()
+            discard_output(self._terminals)
         loop = self._loop
         if loop is not None and self._handle is not None:
             loop.call_soon_threadsafe(self._handle, number)
@@ -118,12 +118,17 @@ class StopSignals:
         if self._task is not None:
             self._task.cancel()
 
-    def _leave_terminal(self) -> None:
-        """Discard further output to a terminal, which is closed: writing to it would fail."""
-        for stream in self._terminals:
-            nowhere = os.open(os.devnull, os.O_RDWR)
-            os.dup2(nowhere, stream)
-            os.close(nowhere)
+
+def discard_output(streams: Sequence[int]) -> None:
+    """Discard further output to a terminal, which is closed: writing to it would fail.
+
+    Args:
+        streams: descriptors of the terminal.
+    """
+    for stream in streams:
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nowhere, stream)
+        os.close(nowhere)
 
 
 def _stop(number: int) -> BaseException:

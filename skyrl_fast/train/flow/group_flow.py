@@ -112,7 +112,7 @@ class GroupFlow:
             # `fill` has started what it could: the data has run out.
             if self.schedule.num(ACCEPTED, RUNNING, READY) < number:
                 return None
-            await self._wait()
+            await wait_for_change(self._changed, self._waiting_for, WAIT_LOG_SECONDS)
 
     def fill(self, *, wanted: int = 0) -> None:
         """Start as many groups as there is room for, or as the trainer waits for, `wanted`."""
@@ -209,16 +209,6 @@ class GroupFlow:
             )
         self.fill()
 
-    async def _wait(self) -> None:
-        while not self._changed.is_set():
-            try:
-                # Not wait_for: before Python 3.12 it drops a cancellation that meets the event.
-                async with asyncio.timeout(WAIT_LOG_SECONDS):
-                    await self._changed.wait()
-            except TimeoutError:
-                if not self._changed.is_set():  # else a group ended in the same moment
-                    logger.warning("%s", self._waiting_for())
-
     def _waiting_for(self) -> str:
         waiting = []
         for g in self.schedule.line:
@@ -230,3 +220,23 @@ class GroupFlow:
             f"waiting for {len(waiting)} groups, first for {first.name}, {first.state} for "
             f"{self._clock() - first.started:.0f} s. " + ("; ".join(doing) or "no details")
         )
+
+
+async def wait_for_change(
+    changed: asyncio.Event, describe: Callable[[], str], log_seconds: float
+) -> None:
+    """Wait for an event, and log from time to time what is waited for.
+
+    Args:
+        changed: the event.
+        describe: returns what is waited for.
+        log_seconds: between two lines of the log.
+    """
+    while not changed.is_set():
+        try:
+            # Not wait_for: before Python 3.12 it drops a cancellation that meets the event.
+            async with asyncio.timeout(log_seconds):
+                await changed.wait()
+        except TimeoutError:
+            if not changed.is_set():  # else a group ended in the same moment
+                logger.warning("%s", describe())

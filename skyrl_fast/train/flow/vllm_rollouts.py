@@ -26,7 +26,7 @@ from skyrl_fast.rollout.engine.from_settings import (
     make_untrained_engines,
     make_vllm_setup,
 )
-from skyrl_fast.rollout.engine.pool import EnginePool
+from skyrl_fast.rollout.engine.pool import EnginePool, PoolSeconds
 from skyrl_fast.rollout.engine.protocol import Engine
 from skyrl_fast.rollout.engine.ray_engine import EngineBundle
 from skyrl_fast.rollout.engine.remote import find_silent_servers
@@ -120,14 +120,14 @@ async def start_rollouts(
         started = make_engines(config, model_path)
     transport = choose_transport(config)
     if config.engine_place is EnginePlace.CLUSTER:
-        wait_seconds = WAIT_SECONDS
+        seconds = PoolSeconds(back=WAIT_SECONDS)
     else:
-        wait_seconds = None
+        seconds = PoolSeconds()
     pool = EnginePool(
         started,
         max_restarts=settings_of_engine.max_restarts,
         transport=transport,
-        wait_seconds=wait_seconds,
+        seconds=seconds,
     )
     on_group = None
     if isinstance(make_env, RewardFunctions):
@@ -287,7 +287,7 @@ class VllmRollouts:
 
     async def update_weights(self, policy: Policy, *, version: int) -> dict[str, float]:
         def make_probe(engine: Engine) -> Probe:
-            return self._make_probe(engine, policy)
+            return self.make_probe(engine, policy)
 
         self._expected.clear()
         in_flight = self._config.trainer.fully_async.weight_update == "in_flight"
@@ -308,7 +308,7 @@ class VllmRollouts:
             self._gate.version = version
         if in_flight:
             self._interrupted += inside
-        return _sync_metrics(report, self._pool.reports)
+        return sync_metrics(report, self._pool.reports)
 
     async def wait_for_fault(self) -> None:
         await self._pool.wait_for_fault()
@@ -322,7 +322,7 @@ class VllmRollouts:
         assert version == self._gate.version
         await self._pool.repair(
             self._weights(policy),
-            lambda engine: self._make_probe(engine, policy),
+            lambda engine: self.make_probe(engine, policy),
             frozen=policy.frozen_parts,
         )
 
@@ -373,10 +373,11 @@ class VllmRollouts:
     def _trainer_logprobs(self, policy: Policy, name: str | None) -> Logprobs:
         with self._asking:
             if name not in self._expected:
-                self._expected[name] = policy.sequence_logprobs(self._probe)
+                self._expected[name] = policy.sequence_logprobs(self.probe_sequences)
             return self._expected[name]
 
-    def _make_probe(self, engine: Engine, policy: Policy) -> Probe:
+    def make_probe(self, engine: Engine, policy: Policy) -> Probe:
+        """Return what compares an engine with the policy, or with each of several."""
         probes = []
         for name, one in self._policies(policy).items():
             probes.append(self._make_policy_probe(engine, one, name))
@@ -401,7 +402,7 @@ class VllmRollouts:
             limits = None
         return WeightProbe(
             engine,
-            probe=self._probe,
+            probe=self.probe_sequences,
             trainer_logprobs=lambda _: self._trainer_logprobs(policy, name),
             replayed_logprobs=replayed_logprobs,
             dtype=dtype,
@@ -410,7 +411,7 @@ class VllmRollouts:
         )
 
     @cached_property
-    def _probe(self) -> list[list[int]]:
+    def probe_sequences(self) -> list[list[int]]:
         """Token ids of the first prompts, truncated; the engine samples one token after them."""
         sampling = self._config.generator.sampling_params
         longest = self._config.generator.max_input_length + sampling.max_generate_length - 1
@@ -425,7 +426,7 @@ class VllmRollouts:
         return probe
 
 
-def _sync_metrics(
+def sync_metrics(
     report: WeightSyncReport, of_engines: Mapping[int, WeightSyncReport]
 ) -> dict[str, float]:
     each = {}

@@ -207,6 +207,11 @@ class FakeBackbones:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._made: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
+    @property
+    def num_made(self) -> int:
+        """Number of models that were made."""
+        return len(self._made)
+
     def fake_tensors(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which tensors are fake, and may meet those of the models."""
         return _fake_tensors(self._mode)

@@ -106,7 +106,7 @@ def rollout_metrics(
         **_spread("generate/per_turn/{}_num_tokens", lengths),
         **_stop_metrics(reports),
         **_time_metrics(reports),
-        **_environment_metrics(reports),
+        **environment_metrics(reports),
     }
 
 
@@ -154,7 +154,7 @@ def _time_metrics(reports: Reports) -> dict[str, float]:
     return metrics
 
 
-def _environment_metrics(reports: Reports) -> dict[str, float]:
+def environment_metrics(reports: Reports) -> dict[str, float]:
     """Return the mean of each finite number that is reported, over those that report one."""
     values: dict[str, list[float]] = {}
     for reported in reports.env_metrics or ():

@@ -232,13 +232,13 @@ class Critic(TrainedModel):
 
     def _step(self, batch: StepBatch) -> dict[str, float]:
         self.optimizer.zero_grad()
-        results = self._gradient(batch)
+        results = self.accumulate_gradient(batch)
         sums = {name: sum(result[name] for result in results) for name in _STEP}
         step = {name.removeprefix("policy/"): v for name, v in self.optimizer.step().items()}
         return {f"critic/{name}": value for name, value in (sums | step).items()}
 
     @run_on_all_ranks
-    def _gradient(self, batch: StepBatch) -> list[dict[str, float]]:
+    def accumulate_gradient(self, batch: StepBatch) -> list[dict[str, float]]:
         """Add the mini-batch's gradient; return the metrics of each pass, `_STEP`."""
         total = max(1, int((batch.loss_mask != 0).sum()))
         assert batch.values is not None and batch.returns is not None

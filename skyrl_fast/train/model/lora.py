@@ -38,7 +38,7 @@ PREFIX = "base_model.model."  # prefix of names in PEFT's files
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 BASE_DIGEST = "base_weights"  # key of the weights file's metadata
-SMALL_PART = 1 << 20  # bytes of a pinned copy that may be rounded up
+SMALL_PART = 1 << 20
 _BASE = ".base_layer."
 _MATRIX = re.compile(r"\.lora_(?P<matrix>[AB])\.(?P<adapter>[^.]+)\.")
 # Fields of an adapter's config: what the layers' forward pass here and in the engine does not have.
@@ -221,20 +221,25 @@ class FrozenBase:
     Each storage is emptied and filled in place, so that all views of it stay valid: tied weights,
     FSDP2's flat shards. Their copies in main memory are made once, as frozen weights never change.
     Computing without them raises torch's RuntimeError.
+
+    Args:
+        model: with its adapter, which stays on the device.
+        small_part: bytes of a pinned copy that may be rounded up.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, small_part: int = SMALL_PART) -> None:
         self._model = model
+        self._small_part = small_part
         self._bytes: list[torch.Tensor] = []  # on the device, of each storage
-        self._copies: list[list[torch.Tensor]] = []  # in parts
+        self.copies: list[list[torch.Tensor]] = []  # in parts
         self.is_loaded = True
 
     def offload(self) -> None:
         if not self.is_loaded:
             return
-        if not self._copies:
+        if not self.copies:
             self._bytes = _view_frozen_bytes(self._model)
-            self._copies = [_copy_to_host(one) for one in self._bytes]
+            self.copies = [self._copy_to_host(one) for one in self._bytes]
         on_gpu = any(one.device.type == "cuda" for one in self._bytes)
         if on_gpu:
             torch.cuda.synchronize()  # FSDP2 reads its shards on streams of its own
@@ -247,11 +252,27 @@ class FrozenBase:
     def load(self) -> None:
         if self.is_loaded:
             return
-        for one, copies in zip(self._bytes, self._copies, strict=True):
+        for one, copies in zip(self._bytes, self.copies, strict=True):
             one.untyped_storage().resize_(one.numel())
-            for part, copy in zip(one.split(_part_sizes(one)), copies, strict=True):
+            for part, copy in zip(one.split(self._part_sizes(one)), copies, strict=True):
                 part.copy_(copy)
         self.is_loaded = True
+
+    def _copy_to_host(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        pinned = tensor.device.type == "cuda"
+        result: list[torch.Tensor] = []
+        for part in tensor.split(self._part_sizes(tensor)):
+            result.append(torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned).copy_(part))
+        return result
+
+    def _part_sizes(self, tensor: torch.Tensor) -> list[int]:
+        """Return the sizes of a copy's parts: torch rounds pinned memory up to a power of 2."""
+        sizes = []
+        rest = tensor.numel()
+        while rest > self._small_part:
+            sizes.append(1 << (rest.bit_length() - 1))
+            rest -= sizes[-1]
+        return [*sizes, rest]
 
 
 def _view_frozen_bytes(model: Any) -> list[torch.Tensor]:
@@ -267,24 +288,6 @@ def _view_frozen_bytes(model: Any) -> list[torch.Tensor]:
     for storage in storages.values():
         result.append(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
     return result
-
-
-def _copy_to_host(tensor: torch.Tensor) -> list[torch.Tensor]:
-    pinned = tensor.device.type == "cuda"
-    result: list[torch.Tensor] = []
-    for part in tensor.split(_part_sizes(tensor)):
-        result.append(torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned).copy_(part))
-    return result
-
-
-def _part_sizes(tensor: torch.Tensor) -> list[int]:
-    """Return the sizes of a copy's parts: torch rounds pinned memory up to a power of 2."""
-    sizes = []
-    rest = tensor.numel()
-    while rest > SMALL_PART:
-        sizes.append(1 << (rest.bit_length() - 1))
-        rest -= sizes[-1]
-    return [*sizes, rest]
 
 
 @contextmanager

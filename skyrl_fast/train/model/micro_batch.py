@@ -29,7 +29,7 @@ from skyrl_fast.train.model.row_layout import LayoutCosts
 
 # Plans by the tokens they are of, as long as these exist, and by what they depend on besides: old
 # log-probabilities, reference, critic, update and its epochs often visit the same rows.
-_PLANS = WeakTensorKeyDictionary()
+PASS_PLANS = WeakTensorKeyDictionary()
 
 
 class MicroBatches:
@@ -139,7 +139,7 @@ def plan_micro_batches(
         "length_limits": tuple(limit.length for limit in limits),
         "longest_row": min((one.length for one in limits if one.kind == DYNAMIC), default=0),
     }
-    plans = _PLANS.setdefault(batch.tokens, {})
+    plans = PASS_PLANS.setdefault(batch.tokens, {})
     # Masks are made again for each use, so that their content counts. Tokens may be changed in
     # place, which raises their version.
     key = (batch.tokens._version, _digest(arrays), id(routes), *options.values(), *refused_tokens)

@@ -83,18 +83,18 @@ class Optimizer:
         self._config = config
         self._is_8bit = config.optimizer == "adamw_8bit"
         self._total_steps = total_steps
-        self._named = policy.trained_parameters()
-        decayed = [p for _, p in self._named if p.dim() > 1]
-        plain = [p for _, p in self._named if p.dim() <= 1]
+        self.named_parameters = policy.trained_parameters()
+        decayed = [p for _, p in self.named_parameters if p.dim() > 1]
+        plain = [p for _, p in self.named_parameters if p.dim() <= 1]
         groups = [
             {"params": decayed, "weight_decay": config.weight_decay},
             {"params": plain, "weight_decay": 0.0},
         ]
-        self._adamw = _make_adamw([group for group in groups if group["params"]], config)
+        self.adamw = _make_adamw([group for group in groups if group["params"]], config)
 
     @run_on_all_ranks
     def zero_grad(self) -> None:
-        self._adamw.zero_grad(set_to_none=True)
+        self.adamw.zero_grad(set_to_none=True)
 
     @run_on_all_ranks
     def step(self, numbers: StepNumbers | None = None) -> dict[str, float]:
@@ -104,7 +104,7 @@ class Optimizer:
             numbers: of this step and those after it, in place of the settings' and the schedule's.
         """
         parameters = []
-        for _, p in self._named:
+        for _, p in self.named_parameters:
             if p.grad is not None:
                 parameters.append(p)
         if numbers is None:
@@ -120,18 +120,18 @@ class Optimizer:
             rate = numbers.lr
             self._set_numbers(numbers)
         if math.isfinite(norm):
-            for group in self._adamw.param_groups:
+            for group in self.adamw.param_groups:
                 if self._is_8bit:  # a tensor, or the compiled step would be of one rate
                     group["lr"].fill_(rate)
                 else:
                     group["lr"] = rate
-            self._adamw.step()
+            self.adamw.step()
         else:
             # It counts as a step: the schedule has as many as the run has mini-batches.
             logger.warning("optimizer step %d skipped: gradient norm %s", self.step_count, norm)
         self.step_count += 1
         # Freed, not only cleared: an engine that slept meanwhile wakes up into this memory.
-        self._adamw.zero_grad(set_to_none=True)
+        self.adamw.zero_grad(set_to_none=True)
         skipped = float(not math.isfinite(norm))
         return {
             "policy/grad_norm": norm,
@@ -141,7 +141,7 @@ class Optimizer:
 
     def _set_numbers(self, numbers: StepNumbers) -> None:
         assert not self._is_8bit
-        for group in self._adamw.param_groups:
+        for group in self.adamw.param_groups:
             group["betas"] = numbers.betas
             group["eps"] = numbers.eps
             # Parameters with one dimension get none, as at the start.
@@ -177,12 +177,16 @@ class Optimizer:
         if any((folder / SHARDS).glob("rank-*")):
             raise ValueError(f"{folder}: expected moments of adamw, got those of adamw_8bit")
         if (folder / SHARDS).is_dir():
-            self.step_count, states = load_shards(folder / SHARDS, self._named, self.ranks)
-            self._adamw.state.update({dict(self._named)[name]: s for name, s in states.items()})
+            self.step_count, states = load_shards(
+                folder / SHARDS, self.named_parameters, self.ranks
+            )
+            self.adamw.state.update(
+                {dict(self.named_parameters)[name]: s for name, s in states.items()}
+            )
             return
         path = folder / FILE
         tensors, step_count, unmoved = _read(path)
-        for name, parameter in ((n, p) for n, p in self._named if n not in unmoved):
+        for name, parameter in ((n, p) for n, p in self.named_parameters if n not in unmoved):
             if f"{name}.exp_avg" not in tensors:
                 raise ValueError(f"{path}: no optimizer state for {name}: {ANOTHER}")
             if tensors[f"{name}.exp_avg"].shape != parameter.shape:
@@ -191,7 +195,7 @@ class Optimizer:
             for key in ("exp_avg", "exp_avg_sq"):
                 state[key] = shard_like(state[key].to(parameter.device), parameter)
             state["step"] = state["step"].to(parameter.device)
-            self._adamw.state[parameter] = state
+            self.adamw.state[parameter] = state
         self.step_count = step_count
 
     @run_on_all_ranks
@@ -220,11 +224,11 @@ class Optimizer:
                 f"as wrote them, got none for {self.ranks.size}"
             )
         tensors, step_count, unmoved = _read(path)
-        for name, parameter in ((n, p) for n, p in self._named if n not in unmoved):
+        for name, parameter in ((n, p) for n, p in self.named_parameters if n not in unmoved):
             # Only torchao knows which parameters have moments in 8 bits.
             state = {
-                "exp_avg": self._adamw._new_buffer(parameter.detach(), True),
-                "exp_avg_sq": self._adamw._new_buffer(parameter.detach(), False),
+                "exp_avg": self.adamw._new_buffer(parameter.detach(), True),
+                "exp_avg_sq": self.adamw._new_buffer(parameter.detach(), False),
                 "step": torch.tensor(0.0),
             }
             for part, own in (part for key in MOMENTS for part in _local_parts(key, state[key])):
@@ -236,7 +240,7 @@ class Optimizer:
                 own.copy_(saved)
             scales = {key: _local_parts(key, value)[-1][1] for key, value in state.items()}
             check_moments(name, scales, path)
-            self._adamw.state[parameter] = state
+            self.adamw.state[parameter] = state
         self.step_count = step_count
 
     def _local_file(self, folder: Path) -> Path:
@@ -261,14 +265,14 @@ class Optimizer:
 
     def _states(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         """Yield AdamW's state of each parameter that has had a gradient."""
-        for name, parameter in self._named:
-            if parameter in self._adamw.state:
-                yield name, self._adamw.state[parameter]
+        for name, parameter in self.named_parameters:
+            if parameter in self.adamw.state:
+                yield name, self.adamw.state[parameter]
 
     def _unmoved(self) -> list[str]:
         result: list[str] = []
-        for name, parameter in self._named:
-            if parameter not in self._adamw.state:
+        for name, parameter in self.named_parameters:
+            if parameter not in self.adamw.state:
                 result.append(name)
         return result
 

@@ -106,6 +106,7 @@ def cheapest_layout(
     most_tokens: int,
     autocast: Autocast,
     gathered: Gathered,
+    measure: Callable[..., LayoutCosts] | None = None,
 ) -> tuple[bool, LayoutCosts | None]:
     """Return whether rows may be laid out as trees, and the costs that decide for each group.
 
@@ -114,6 +115,7 @@ def cheapest_layout(
     Args:
         dtype: dtype of the forward passes.
         most_tokens, autocast, gathered: see `measured_costs`.
+        measure: in place of `measured_costs`.
     """
     same_kernels = device.type == "cpu" and dtype == torch.float32
     if same_kernels and not has_states(backbone):
@@ -122,7 +124,7 @@ def cheapest_layout(
     trained = any(weight.requires_grad for weight in backbone.parameters())
     try:
         with torch.set_grad_enabled(trained):
-            costs = measured_costs(
+            costs = (measure or measured_costs)(
                 backbone,
                 device,
                 most_tokens=most_tokens,

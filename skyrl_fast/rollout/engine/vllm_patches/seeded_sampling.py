@@ -8,6 +8,7 @@ probabilities; as in vLLM, a request's tokens depend on its own seed and logits 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -52,15 +53,23 @@ class Numbers:
     """Uniform numbers of generators, in the order in which each draws them.
 
     They belong to the generator, whose request may wait between two of its steps.
+
+    Args:
+        draw: returns a block of numbers of a generator, as `torch.rand`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, draw: Callable[..., torch.Tensor] = torch.rand) -> None:
+        self._draw = draw
         self._drawn: WeakKeyDictionary[torch.Generator, list[float]] = WeakKeyDictionary()
+
+    def __len__(self) -> int:
+        """Return the number of generators that have drawn, of requests that have not ended."""
+        return len(self._drawn)
 
     def next(self, generator: torch.Generator) -> float:
         drawn = self._drawn.get(generator)
         if not drawn:
-            block = torch.rand(BLOCK, generator=generator, dtype=torch.float64)
+            block = self._draw(BLOCK, generator=generator, dtype=torch.float64)
             drawn = self._drawn[generator] = block.tolist()[::-1]
         return drawn.pop()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import socket
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -19,13 +20,29 @@ import torch.distributed as dist
 from skyrl_fast.system.network_interface import LOOPBACK, address_towards
 
 BACKENDS = ("nccl", "gloo")  # as in weight_sync_backend
-JOIN_SECONDS = 120.0  # for all members to come
-WAIT_SECONDS = 300.0  # for all to be ready for a bucket: the workers load the one before
-# The same of a worker, longer: the trainer may wait for the workers of another engine first.
-WORKER_WAIT_SECONDS = 2 * WAIT_SECONDS
-MOVE_SECONDS = 30.0  # timeout of one operation once all members are ready, and of the store
 POLL_SECONDS = 0.002  # between two checks whether all are ready, or a bucket was sent
 GIVEN_UP = "given up"  # key of the store: the others need not wait
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSeconds:
+    """How long a member of a group waits.
+
+    Args:
+        join: for all members to come.
+        ready: for all to be ready for a bucket: the workers load the one before. A worker waits
+            twice as long: the trainer may wait for the workers of another engine first.
+        move: for one operation once all members are ready, and for the store.
+        notice: for an engine's death to be noticed after the connection was lost.
+    """
+
+    join: float = 120.0
+    ready: float = 300.0
+    move: float = 30.0
+    notice: float = 10.0
+
+
+SECONDS = GroupSeconds()
 
 
 def listening_store(address: str = LOOPBACK) -> tuple[dist.Store, int]:
@@ -41,14 +58,14 @@ def listening_store(address: str = LOOPBACK) -> tuple[dist.Store, int]:
         port,
         is_master=True,
         wait_for_workers=False,
-        timeout=timedelta(seconds=MOVE_SECONDS),
+        timeout=timedelta(seconds=SECONDS.move),
         master_listen_fd=listener.detach(),
     )
     return store, port
 
 
 def store_at(address: str, port: int) -> dist.Store:
-    return dist.TCPStore(address, port, timeout=timedelta(seconds=MOVE_SECONDS))
+    return dist.TCPStore(address, port, timeout=timedelta(seconds=SECONDS.move))
 
 
 class WeightsGroup:
@@ -58,8 +75,7 @@ class WeightsGroup:
         backend: "nccl", for members on different GPUs, or "gloo".
         device: device of the tensors that are broadcast; for gloo the CPU.
         trainer: the trainer's address; gloo listens on the interface to it alone.
-        wait_seconds: for all members to be ready for a bucket; None: WAIT_SECONDS, or of a
-            worker WORKER_WAIT_SECONDS.
+        seconds: how long it waits for the others.
     """
 
     def __init__(
@@ -70,16 +86,15 @@ class WeightsGroup:
         size: int,
         device: torch.device,
         trainer: str = LOOPBACK,
-        wait_seconds: float | None = None,
+        seconds: GroupSeconds = SECONDS,
     ) -> None:
         self._backend = backend
         self._rank = rank
         self._size = size
         self.device = device
         self._trainer = trainer
-        if wait_seconds is None:
-            wait_seconds = WORKER_WAIT_SECONDS if rank else WAIT_SECONDS
-        self.wait_seconds = wait_seconds
+        self._seconds = seconds
+        self._ready_seconds = 2 * seconds.ready if rank else seconds.ready
         self._store: Any = None
         self._group: Any = None
         self._meetings = 0
@@ -89,23 +104,23 @@ class WeightsGroup:
         """Connect with all other members; blocks until they have.
 
         Raises:
-            TimeoutError: some did not come within JOIN_SECONDS.
+            TimeoutError: some did not come in time.
             RuntimeError: a member gave up or is gone.
         """
         self._store = store
-        self.meet(seconds=JOIN_SECONDS)
+        self.meet(seconds=self._seconds.join)
         if self._backend == "nccl":
             options: Any = dist.ProcessGroupNCCL.Options()
             # NCCL's watchdog ends the process at this time-out: broadcasts raise before it.
-            options._timeout = timedelta(seconds=2 * MOVE_SECONDS)
+            options._timeout = timedelta(seconds=2 * self._seconds.move)
             self._group = dist.ProcessGroupNCCL(store, self._rank, self._size, options)
         else:
             gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()
             options._devices = [gloo.create_device(hostname=address_towards(self._trainer))]
-            options._timeout = timedelta(seconds=MOVE_SECONDS)
+            options._timeout = timedelta(seconds=self._seconds.move)
             self._group = gloo(store, self._rank, self._size, options)
-        self.meet()
+        self.meet(seconds=self._seconds.join)
         self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))  # NCCL connects now
 
     def meet(self, text: str = "", *, seconds: float | None = None) -> str:
@@ -115,11 +130,11 @@ class WeightsGroup:
         Members that have met wait for each other no longer than a transfer takes.
 
         Raises:
-            TimeoutError: some members did not come in time, `wait_seconds` unless given.
+            TimeoutError: some members did not come in time, `ready` unless given.
             RuntimeError: a member gave up or is gone.
         """
         if seconds is None:
-            seconds = self.wait_seconds
+            seconds = self._ready_seconds
         self._meetings += 1
         here = [f"{rank} at {self._meetings}" for rank in range(self._size)]
         self._store.set(here[self._rank], text)
@@ -151,7 +166,7 @@ class WeightsGroup:
         """
         if not data.numel():
             return
-        deadline = time.monotonic() + MOVE_SECONDS
+        deadline = time.monotonic() + self._seconds.move
         work = self._group.broadcast(data, 0)
         while not work.is_completed():
             if self._aborted or time.monotonic() > deadline:
@@ -160,10 +175,10 @@ class WeightsGroup:
                     raise RuntimeError("the broadcast of weights was aborted")
                 raise TimeoutError(
                     f"weight_sync_backend={self._backend}: a broadcast of {data.numel()} bytes of "
-                    f"weights was not over within {MOVE_SECONDS:g} s"
+                    f"weights was not over within {self._seconds.move:g} s"
                 )
             time.sleep(POLL_SECONDS)
-        work.wait(timedelta(seconds=MOVE_SECONDS))  # raises what it failed with
+        work.wait(timedelta(seconds=self._seconds.move))  # raises what it failed with
 
     def give_up(self) -> None:
         """Tell the others that they need not wait."""

@@ -174,23 +174,23 @@ class WeightProbe:
         limits: ProbeLimits | None = None,
         policy: str | None = None,
     ) -> None:
-        self._engine = engine
-        self._probe = [[int(token) for token in sequence] for sequence in probe]
-        lengths = [len(sequence) for sequence in self._probe]
+        self.engine = engine
+        self.sequences = [[int(token) for token in sequence] for sequence in probe]
+        lengths = [len(sequence) for sequence in self.sequences]
         if not lengths or min(lengths) < 2:
             raise ValueError(
                 f"WeightProbe: probe: expected sequences of at least 2 tokens, got {lengths} tokens"
             )
         self._trainer_logprobs = trainer_logprobs
         self._replayed_logprobs = replayed_logprobs
-        self._dtype = dtype
+        self.dtype = dtype
         self._policy = policy
         # Samples of the engine's requests.
         self._options: dict[str, Any] = {} if policy is None else {"policy": policy}
         if limits is None:
-            self._limits = LIMITS[dtype]
+            self.limits = LIMITS[dtype]
         else:
-            self._limits = limits
+            self.limits = limits
         # Logprobs of all tokens of the probe; None: not verified yet.
         self._engine_before: np.ndarray | None = None
         self._trainer_before: np.ndarray | None = None
@@ -222,7 +222,7 @@ class WeightProbe:
         engine_rows, answers = await self._ask_both(trainer_logprobs)
         engine = self._concatenate("engine", engine_rows)
         trainer = self._concatenate("trainer_logprobs", [values for values, _ in answers])
-        logit_std = sum(float(std) for _, std in answers) / len(self._probe)
+        logit_std = sum(float(std) for _, std in answers) / len(self.sequences)
         distances = _measure_distances(engine, trainer)
         difference = ProbeDifference.of(distances, logit_std)
         before = self._engine_before
@@ -232,7 +232,7 @@ class WeightProbe:
             change = float(_measure_distances(engine, before).max())
         seconds = time.perf_counter() - started
         report = WeightSyncReport(update_seconds, seconds, difference, change, num_bytes)
-        if not self._limits.allow(difference):
+        if not self.limits.allow(difference):
             worst = int(distances.argmax())
             raise WeightSyncError(self._describe_mismatch(engine, trainer, worst, report))
         self._refuse_standstill(trainer, report)
@@ -243,22 +243,22 @@ class WeightProbe:
 
     def _compute_trainer_logprobs(self) -> Logprobs:
         try:
-            return self._trainer_logprobs(self._probe)
+            return self._trainer_logprobs(self.sequences)
         finally:
             end_torch_threads()
 
     async def _ask_both(self, trainer: Logprobs | None) -> tuple[list[list[float]], Logprobs]:
         if self._replayed_logprobs is None:
-            ask = partial(self._engine.prompt_logprobs, **self._options)
-            engine = await asyncio.gather(*map(ask, self._probe))
-            return engine, self._trainer_logprobs(self._probe) if trainer is None else trainer
-        ask_routes = partial(self._engine.prompt_routes, **self._options)
-        answers = await asyncio.gather(*map(ask_routes, self._probe))
+            ask = partial(self.engine.prompt_logprobs, **self._options)
+            engine = await asyncio.gather(*map(ask, self.sequences))
+            return engine, self._trainer_logprobs(self.sequences) if trainer is None else trainer
+        ask_routes = partial(self.engine.prompt_routes, **self._options)
+        answers = await asyncio.gather(*map(ask_routes, self.sequences))
         routes = [routes for _, routes in answers]
-        return [values for values, _ in answers], self._replayed_logprobs(self._probe, routes)
+        return [values for values, _ in answers], self._replayed_logprobs(self.sequences, routes)
 
     def _concatenate(self, source: str, logprobs: Sequence[Sequence[float]]) -> np.ndarray:
-        expected = [len(sequence) - 1 for sequence in self._probe]
+        expected = [len(sequence) - 1 for sequence in self.sequences]
         got = [len(values) for values in logprobs]
         if expected != got:
             raise ValueError(
@@ -267,10 +267,10 @@ class WeightProbe:
         return np.concatenate([np.asarray(values, np.float64) for values in logprobs])
 
     def _refuse_other_dtype(self) -> None:
-        got = self._engine.compute_dtype
-        if got is not None and got != self._dtype:
+        got = self.engine.compute_dtype
+        if got is not None and got != self.dtype:
             raise WeightSyncError(
-                f"the engine computes in {dtype_name(got)}, expected {dtype_name(self._dtype)}: "
+                f"the engine computes in {dtype_name(got)}, expected {dtype_name(self.dtype)}: "
                 "start it with that dtype, or set generator.inference_engine.model_dtype"
             )
 
@@ -279,7 +279,7 @@ class WeightProbe:
     ) -> str:
         tokens = [
             (number, position, sequence[position])
-            for number, sequence in enumerate(self._probe)
+            for number, sequence in enumerate(self.sequences)
             for position in range(1, len(sequence))
         ]
         sequence, position, token = tokens[worst]
@@ -291,7 +291,7 @@ class WeightProbe:
         text = (
             f"{'before any update ' * at_start}"
             f"the engine's logprobs{of_policy} differ from the trainer's by up to "
-            f"{report.difference.maximum:.3g} ({self._limits.describe(report.difference)}). Worst "
+            f"{report.difference.maximum:.3g} ({self.limits.describe(report.difference)}). Worst "
             f"at token {position} of probe sequence {sequence} (id {token}): engine "
             f"{engine[worst]:.6f}, trainer {trainer[worst]:.6f}. "
         )
@@ -306,7 +306,7 @@ class WeightProbe:
             return
         distances = _measure_distances(trainer, self._trainer_before)
         moved = ProbeDifference.of(distances, report.difference.logit_std)
-        if not self._limits.allow(moved, share=STALE_SHARE):
+        if not self.limits.allow(moved, share=STALE_SHARE):
             raise WeightSyncError(
                 "the engine's logprobs did not change in an update that changed the "
                 f"trainer's by up to {moved.maximum:.3g}: the engine still runs the old weights. "

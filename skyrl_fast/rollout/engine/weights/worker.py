@@ -22,6 +22,7 @@ from skyrl_fast.rollout.engine.weights.group import WeightsGroup, store_at
 from skyrl_fast.rollout.engine.weights.receipt import Receipt, dtype_name, record_digests
 from skyrl_fast.rollout.engine.weights.transfer import LOAD, OF_POLICY
 from skyrl_fast.rollout.engine.weights.transports import TRANSPORTS
+from skyrl_fast.rollout.engine.weights.transports.ipc import CUDA, CudaIpc
 
 
 class WeightUpdateExtension:
@@ -36,6 +37,7 @@ class WeightUpdateExtension:
     rank: int  # number among the engine's workers
     device: torch.device
     weights_group: WeightsGroup
+    cuda_ipc: CudaIpc = CUDA
     patches: dict[str, bool] | None = None  # by name: whether it is in use
     reload_weights: Callable[..., None]
 
@@ -109,10 +111,9 @@ class WeightUpdateExtension:
 
         model.load_weights = load_and_record
         try:
+            share: dict[str, Any] = {}
             if num_sharing > 1:
                 share = {"rank": self.rank, "num_sharing": num_sharing}
-            else:
-                share = {}
             recorded = record_digests(weights, digests, **share)
             with renew_packed_weights(model):
                 # The worker's method, not the runner's: it sets the config that kernels ask for.
@@ -183,7 +184,7 @@ def _make_load(name: str) -> Callable[..., dict[str, Any]]:
         if transport.shares_memory:
             adapter["num_sharing"] = worker.parallel_config.world_size
         receipt = worker._load(transport.receive(worker, *arguments), **adapter)
-        transport.finish()
+        transport.finish(worker)
         return receipt
 
     return load

@@ -44,7 +44,7 @@ class WeightTransport:
         receive: yields the tensors, given the worker and the arguments of the trainer's call.
         check: returns the arguments as a server may take them from the network, given them, its
             folders and its trainer's address; None: it refuses them.
-        finish: called in the worker when all tensors are loaded.
+        finish: called with the worker when all tensors are loaded.
         shares_memory: whether all workers read the same memory of one GPU; they divide its digests.
     """
 
@@ -53,7 +53,7 @@ class WeightTransport:
     check: Callable[[list[Any], Sequence[Path], str | None], list[Any] | None] = (
         lambda arguments, folders, trainer: None
     )
-    finish: Callable[[], None] = lambda: None
+    finish: Callable[[Any], None] = lambda worker: None
     shares_memory: bool = False
 
 
@@ -70,8 +70,8 @@ TRANSPORTS = {
     ),
     "ipc": WeightTransport(
         lambda folder, unnamed: send_by_ipc,
-        lambda worker, handles: receive_by_ipc(handles),
-        finish=finish_ipc,
+        lambda worker, handles: receive_by_ipc(handles, worker.cuda_ipc),
+        finish=lambda worker: finish_ipc(worker.cuda_ipc),
         shares_memory=True,
     ),
     "broadcast": WeightTransport(

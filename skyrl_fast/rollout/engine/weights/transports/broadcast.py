@@ -27,7 +27,13 @@ from skyrl_fast.rollout.engine.weights.buckets import (
     pack_buckets,
     read_header,
 )
-from skyrl_fast.rollout.engine.weights.group import BACKENDS, WeightsGroup, listening_store
+from skyrl_fast.rollout.engine.weights.group import (
+    BACKENDS,
+    SECONDS,
+    GroupSeconds,
+    WeightsGroup,
+    listening_store,
+)
 from skyrl_fast.rollout.engine.weights.prefetch import Prefetch, Reader
 from skyrl_fast.rollout.engine.weights.receipt import SentWeights, WeightSyncError
 from skyrl_fast.rollout.engine.weights.transfer import Weights, WorkerCall, distinct_tensors
@@ -37,7 +43,6 @@ from skyrl_fast.system.tasks import ignore_result
 T = TypeVar("T")
 
 THE_END = "the end"  # in place of the header of a bucket
-NOTICE_SECONDS = 10.0  # for an engine's death to be noticed after the connection was lost
 # For a thread to end after `abort`: Python's exit can crash one that is in torch.
 ABORT_SECONDS = 5.0
 
@@ -203,9 +208,17 @@ class BroadcastSender:
 
     Args:
         address: address of this machine that the workers reach; nothing listens on another one.
+        seconds: how long it waits for the workers.
     """
 
-    def __init__(self, backend: str, *, num_workers: int, address: str = LOOPBACK) -> None:
+    def __init__(
+        self,
+        backend: str,
+        *,
+        num_workers: int,
+        address: str = LOOPBACK,
+        seconds: GroupSeconds = SECONDS,
+    ) -> None:
         is_cuda = backend == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else "cpu"
         self._store, port = listening_store(address)
@@ -215,7 +228,9 @@ class BroadcastSender:
             size=num_workers + 1,
             device=torch.device(device),
             trainer=address,
+            seconds=seconds,
         )
+        self._notice_seconds = seconds.notice
         # Arguments of the workers' `join_weights_group`.
         self.join_arguments = (backend, address, port, num_workers + 1)
 
@@ -226,7 +241,9 @@ class BroadcastSender:
             RuntimeError: they do not connect, or what `answer` raises.
         """
         connect = partial(self._group.connect, self._store)
-        await _run_together(connect, answer, stop=self._group.abort)
+        await _run_together(
+            connect, answer, stop=self._group.abort, notice_seconds=self._notice_seconds
+        )
 
     async def send(self, call: BroadcastCall, answer: Coroutine[Any, Any, T]) -> T:
         """Return the workers' answer to a call, whose buckets are broadcast meanwhile.
@@ -245,13 +262,17 @@ class BroadcastSender:
 
         try:
             send = partial(send_buckets, self._group, call.buckets)
-            return await _run_together(send, answer, stop=stop)
+            return await _run_together(send, answer, stop=stop, notice_seconds=self._notice_seconds)
         finally:
             call.close()
 
 
 async def _run_together(
-    send: Callable[[], None], answer: Coroutine[Any, Any, T], *, stop: Callable[[], None]
+    send: Callable[[], None],
+    answer: Coroutine[Any, Any, T],
+    *,
+    stop: Callable[[], None],
+    notice_seconds: float,
 ) -> T:
     """Run `send` in a thread, and return the answer when both are done; `stop` ends `send`."""
     answered = asyncio.create_task(answer)
@@ -261,7 +282,7 @@ async def _run_together(
         await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
         # Where a worker has died, `send` fails before the answer does, which says why.
         if not answered.done():
-            await asyncio.wait({answered}, timeout=NOTICE_SECONDS)
+            await asyncio.wait({answered}, timeout=notice_seconds)
         if answered.done():
             result = answered.result()  # says more than that the connection was lost
             await asyncio.wait({sent})

@@ -15,8 +15,9 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,40 @@ from skyrl_fast.system.temporary_folder import lock_new_folder, remove_stale_fol
 log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
+
+
+def free_bytes(folder: Path) -> int:
+    """Return how many bytes can be written into a folder."""
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        return 0
+    return shutil.disk_usage(folder).free
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlaces:
+    """Where weights may be written.
+
+    Args:
+        shared_memory: folder of files in memory, the first choice.
+        temporary: folder on a disk; None: the one of temporary files.
+        free_bytes: room in a folder.
+    """
+
+    shared_memory: Path = SHARED_MEMORY
+    temporary: Path | None = None
+    free_bytes: Callable[[Path], int] = free_bytes
+
+    def folders(self) -> list[Path]:
+        return [self.shared_memory, self.disk()]
+
+    def disk(self) -> Path:
+        return Path(tempfile.gettempdir()) if self.temporary is None else self.temporary
+
+    def have_room(self, folder: Path, size: int) -> bool:
+        return self.free_bytes(folder) > size + size // 16
+
+
+PLACES = WeightPlaces()
 _PREFIX = "skyrl_fast-weights-"
 _NAME = "weights.safetensors"
 
@@ -42,6 +77,7 @@ def send_by_file(
     *,
     folder: str | None = None,
     unnamed: bool = False,
+    places: WeightPlaces = PLACES,
 ) -> Iterator[WorkerCall]:
     """Write all tensors into a file that workers load; it is deleted at the end of the context.
 
@@ -53,13 +89,14 @@ def send_by_file(
         unnamed: whether an unnamed file in memory may replace one in shared memory, of which
             containers often have 64 MiB. Only processes of this user on this machine can open it,
             and only by its path, which is not one of a folder.
+        places: where to write it without `folder`.
 
     Raises:
         WeightSyncError: there is nothing to write, or not enough space.
     """
     with ExitStack() as stack:
         # In a function of its own: its copies of the weights are freed before the engines load.
-        path, sent = _write(stack, weights, dtype, folder, unnamed)
+        path, sent = _write(stack, weights, dtype, folder, unnamed, places)
         yield WorkerCall("file", [str(path)], sent)
 
 
@@ -86,7 +123,7 @@ def write_adapter_folder(path: Path, config: Mapping[str, Any]) -> Path:
 def weights_folders(folder: str | None) -> list[Path]:
     if folder:
         return [Path(folder)]
-    return [SHARED_MEMORY, Path(tempfile.gettempdir())]
+    return PLACES.folders()
 
 
 def check_file_call(
@@ -98,27 +135,33 @@ def check_file_call(
     return None
 
 
-def check_path(text: str, folders: Sequence[Path]) -> Path:
+def check_path(text: str, folders: Sequence[Path], user: int | None = None) -> Path:
     """Return the path, without links, of a file of `send_by_file` in one of these folders.
+
+    Args:
+        text: the path.
+        folders: the trainer's.
+        user: id of the user who may have written it; None: this process's.
 
     Raises:
         RefusedError: it is of another user, or missing; the error does not reveal which.
     """
+    user = os.getuid() if user is None else user
     try:
         path = Path(text).resolve(strict=True)
         in_folder = path.parent.parent in [folder.resolve() for folder in folders]
         has_name = path.name == _NAME and path.parent.name.startswith(_PREFIX)
         # Other users may create folders in shared memory, too.
-        if has_name and in_folder and _is_private(path.parent.stat()) and path.is_file():
+        if has_name and in_folder and _is_private(path.parent.stat(), user) and path.is_file():
             return path
     except (OSError, ValueError, RuntimeError):  # NUL, too long, a cycle of links
         pass
     raise RefusedError(403, "expected weights that a trainer has written into the shared folder")
 
 
-def _is_private(folder: os.stat_result) -> bool:
+def _is_private(folder: os.stat_result, user: int) -> bool:
     """Return whether only this user can change the folder; root may read those of all users."""
-    owned = folder.st_uid == os.getuid() or os.getuid() == 0
+    owned = folder.st_uid == user or user == 0
     return owned and not stat.S_IMODE(folder.st_mode) & 0o022
 
 
@@ -128,6 +171,7 @@ def _write(
     dtype: torch.dtype | None,
     folder: str | None,
     unnamed: bool,
+    places: WeightPlaces,
 ) -> tuple[Path, SentWeights]:
     from safetensors.torch import save, save_file
 
@@ -137,15 +181,15 @@ def _write(
     sent = SentWeights()
     for name, tensor in tensors.items():
         sent.add(name, tensor)
-    for parent in {*weights_folders(folder), *weights_folders(None)}:
+    for parent in {*weights_folders(folder), *places.folders()}:
         remove_stale_folders(parent, _PREFIX)
-    if unnamed and folder is None and not _has_room(SHARED_MEMORY, sent.num_bytes):
+    if unnamed and folder is None and not places.have_room(places.shared_memory, sent.num_bytes):
         memory = os.memfd_create(_NAME)
         stack.callback(os.close, memory)
         with os.fdopen(memory, "wb", closefd=False) as file:
             file.write(save(tensors))
         return Path(f"/proc/{os.getpid()}/fd/{memory}"), sent
-    private, lock = lock_new_folder(folder or _find_room(sent.num_bytes), _PREFIX)
+    private, lock = lock_new_folder(folder or _find_room(places, sent.num_bytes), _PREFIX)
     stack.callback(close_locked, lock)
     stack.callback(shutil.rmtree, private, ignore_errors=True)
     save_file(tensors, private / _NAME)
@@ -160,25 +204,20 @@ def _copy_to_host(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tens
     return tensor.contiguous()
 
 
-def _has_room(folder: Path, size: int) -> bool:
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        return False
-    return shutil.disk_usage(folder).free > size + size // 16
-
-
-def _find_room(size: int) -> str:
-    if _has_room(SHARED_MEMORY, size):
-        return str(SHARED_MEMORY)
-    folder = tempfile.gettempdir()
-    if not _has_room(Path(folder), size):
+def _find_room(places: WeightPlaces, size: int) -> Path:
+    memory = places.shared_memory
+    if places.have_room(memory, size):
+        return memory
+    folder = places.disk()
+    if not places.have_room(folder, size):
         raise WeightSyncError(
-            f"no room to hand over {size} bytes of weights: neither in {SHARED_MEMORY} nor in "
+            f"no room to hand over {size} bytes of weights: neither in {memory} nor in "
             f"{folder}. Free some, or set TMPDIR to a larger folder"
         )
     log.warning(
         "%s has no room for %.1f GiB of weights: every update writes them to %s, which may be a "
         "disk. More shared memory (docker run --shm-size) is faster",
-        SHARED_MEMORY,
+        memory,
         size / 2**30,
         folder,
     )

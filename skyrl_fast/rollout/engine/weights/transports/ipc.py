@@ -18,8 +18,32 @@ from skyrl_fast.rollout.engine.weights.receipt import SentWeights, WeightSyncErr
 from skyrl_fast.rollout.engine.weights.transfer import Weights, WorkerCall
 
 
+class CudaIpc:
+    """torch's calls for memory that processes share."""
+
+    def synchronize(self) -> None:
+        """Wait for the work of this process; the other one does not wait for its streams."""
+        torch.accelerator.synchronize()
+
+    def reduce(self, tensor: torch.Tensor) -> Any:
+        return reductions.reduce_tensor(tensor)
+
+    def rebuild(self, *arguments: Any) -> torch.Tensor:
+        tensor: torch.Tensor = reductions.rebuild_cuda_tensor(*arguments)
+        return tensor
+
+    def collect(self) -> None:
+        """Free memory that the other process has returned."""
+        torch.cuda.ipc_collect()
+
+
+CUDA = CudaIpc()
+
+
 @contextmanager
-def send_by_ipc(weights: Weights, dtype: torch.dtype | None = None) -> Iterator[WorkerCall]:
+def send_by_ipc(
+    weights: Weights, dtype: torch.dtype | None = None, *, cuda: CudaIpc = CUDA
+) -> Iterator[WorkerCall]:
     """Hand over the trainer's tensors, which workers of the same GPUs read.
 
     Their processes must see the GPUs under the same numbers. They cast the weights.
@@ -40,9 +64,9 @@ def send_by_ipc(weights: Weights, dtype: torch.dtype | None = None) -> Iterator[
             f"weight_sync_backend: ipc needs all weights on a GPU; not there: {elsewhere[:8]}. "
             "Set it to file"
         )
-    torch.cuda.synchronize()  # the engine does not wait for this process's streams
+    cuda.synchronize()
     try:
-        handles = [[name, *_make_handle(tensor)] for name, tensor in tensors.items()]
+        handles = [[name, *_make_handle(tensor, cuda)] for name, tensor in tensors.items()]
     except RuntimeError as error:  # raised by CUDA
         raise WeightSyncError(
             "weight_sync_backend: ipc: CUDA does not share the memory of this process with others: "
@@ -52,12 +76,12 @@ def send_by_ipc(weights: Weights, dtype: torch.dtype | None = None) -> Iterator[
     for name, tensor in tensors.items():
         sent.add(name, tensor)
     yield WorkerCall("ipc", [handles], sent)
-    torch.cuda.ipc_collect()
+    cuda.collect()
 
 
 def _share_a_number() -> None:
-    _make_handle(torch.zeros(1, device="cuda"))
-    torch.cuda.ipc_collect()
+    _make_handle(torch.zeros(1, device="cuda"), CUDA)
+    CUDA.collect()
 
 
 def find_ipc_fault(share: Callable[[], None] = _share_a_number) -> str:
@@ -73,10 +97,12 @@ def _first_line(error: RuntimeError) -> str:
     return str(error).partition("\n")[0]
 
 
-def receive_by_ipc(handles: Iterable[list[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+def receive_by_ipc(
+    handles: Iterable[list[Any]], cuda: CudaIpc = CUDA
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield tensors that share the trainer's memory."""
     for name, size, stride, offset, dtype, *storage in handles:
-        tensor = reductions.rebuild_cuda_tensor(
+        tensor = cuda.rebuild(
             torch.Tensor,
             torch.Size(size),
             tuple(stride),
@@ -88,14 +114,14 @@ def receive_by_ipc(handles: Iterable[list[Any]]) -> Iterator[tuple[str, torch.Te
         yield name, tensor
 
 
-def finish_ipc() -> None:
+def finish_ipc(cuda: CudaIpc = CUDA) -> None:
     """Return when all is read, before the trainer continues."""
-    torch.accelerator.synchronize()
-    torch.cuda.ipc_collect()
+    cuda.synchronize()
+    cuda.collect()
 
 
-def _make_handle(tensor: torch.Tensor) -> list[Any]:
+def _make_handle(tensor: torch.Tensor, cuda: CudaIpc) -> list[Any]:
     """Return what another process needs to read the tensor while it exists here."""
     # The arguments of rebuild_cuda_tensor.
-    _, (_, size, stride, offset, _, dtype, *storage) = reductions.reduce_tensor(tensor.detach())
+    _, (_, size, stride, offset, _, dtype, *storage) = cuda.reduce(tensor.detach())
     return [[*size], [*stride], offset, dtype_name(dtype), *storage]

@@ -152,7 +152,7 @@ def test_empty_response_keeps_its_empty_list():
     output["response_ids"][4] = output["loss_masks"][4] = output["rollout_logprobs"][4] = []
     check(output)
     output["rollout_logprobs"][4] = None
-    with pytest.raises(ValueError, match=r"rollout_logprobs must hold a list .*row 4 is None"):
+    with pytest.raises(ValueError, match=r"rollout_logprobs: expected a list .*row 4 is None"):
         check(output)
 
 

@@ -160,7 +160,7 @@ BAD = [
     ({"estimator": "gae"}, "temporal"),
     ({"estimator": "reinforce++"}, "temporal"),
     ({"estimator": "ppo"}, "estimator: expected one of"),
-    ({"group_ids": ["a", "a"]}, "rewards must have one row per group id"),
+    ({"group_ids": ["a", "a"]}, "rewards: expected one row per group id"),
     ({"group_ids": ["a", "b", "b"], "is_last_step": [False, True, True]}, "row 0"),
     ({"is_last_step": [True, True, False]}, "is_last_step: expected True in the last row"),
     ({"is_last_step": [True, True]}, "is_last_step: expected shape"),

@@ -375,7 +375,7 @@ def test_target_out_of_range(target, backend):
     ("change", "message"),
     [
         ({"logits": torch.zeros(2, 5, dtype=torch.int64)}, "logits: expected float32"),
-        ({"logits": torch.zeros(5, 2).T}, "contiguous in the last dimension"),
+        ({"logits": torch.zeros(5, 2).T}, "expected a contiguous last dimension"),
         ({"logits": torch.zeros(2, 0)}, "V >= 1"),
         ({"target_ids": torch.zeros(3, dtype=torch.int64)}, "target_ids: expected shape"),
         ({"target_ids": torch.zeros(2)}, "target_ids: expected integers"),

@@ -338,7 +338,7 @@ def test_invalid_outputs_error_names_the_field(
 
 def test_non_integer_ids_error_names_the_row() -> None:
     for bad in (1.0, True, "1", None):
-        with pytest.raises(TypeError, match=r"merge_steps: prompts, row 1, position 0 .*integer"):
+        with pytest.raises(TypeError, match=r"merge_steps: prompts, row 1, position 0: .*integer"):
             merge_steps([[1], [bad, 2]], [[2], [3]], [0, 0])
 
 

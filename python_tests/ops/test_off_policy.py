@@ -169,7 +169,7 @@ def test_all_masked(backend: str) -> None:
         ({"sequence_mask": "mean"}, r"sequence_mask: expected one of .*got 'mean'"),
         ({"scope": "group"}, r"scope: expected one of .*got 'group'"),
         ({"scope": "trajectory"}, "scope='trajectory' needs trajectory_ids, got None"),
-        ({"trajectory_ids": [0]}, "trajectory_ids must have 2 entries, got 1"),
+        ({"trajectory_ids": [0]}, "trajectory_ids: expected 2 entries, got 1"),
         ({"rollout_logprobs": torch.zeros(2, 4)}, r"rollout_logprobs: expected shape \(2, 3\)"),
         ({"loss_mask": torch.zeros(3)}, r"loss_mask: expected shape \(2, 3\)"),
     ],

@@ -52,7 +52,7 @@ BAD = {
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("op", OPS)
 def test_bad_offsets_are_refused(op: str, bad: str) -> None:
-    with pytest.raises(ValueError, match=rf"{op}: .* must .* got "):
+    with pytest.raises(ValueError, match=rf"{op}: .*: expected .* got "):
         OPS[op](BAD[bad])
 
 
@@ -97,7 +97,7 @@ def test_offsets_name_op_argument_wanted_and_got() -> None:
         check_offsets("op", "cu", torch.tensor([0, 3, 2, 4]), total=4)
     with pytest.raises(TypeError, match="op: cu: expected integers, got list"):
         check_offsets("op", "cu", ["a"])
-    with pytest.raises(ValueError, match="op: cu must hold values, got a tensor on the meta"):
+    with pytest.raises(ValueError, match="op: cu: expected values, got a tensor on the meta"):
         check_offsets("op", "cu", torch.zeros(2, dtype=torch.int64, device="meta"))
 
 

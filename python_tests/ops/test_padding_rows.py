@@ -107,7 +107,7 @@ def test_original_is_unchanged() -> None:
         ),
         (small_batch(), True, "repeat", TypeError, "pad_size: expected an int"),
         (small_batch(), 1, "free", ValueError, "'free'"),
-        ({"x": torch.empty(0, 2)}, 1, "repeat", ValueError, "x must have a row to repeat"),
+        ({"x": torch.empty(0, 2)}, 1, "repeat", ValueError, "x: expected a row to repeat"),
         ({"x": 5.0}, 1, "repeat", TypeError, "x: expected a tensor, .* got float"),
     ],
 )

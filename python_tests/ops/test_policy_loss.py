@@ -448,7 +448,7 @@ BAD = [
     (dict(loss=KlCov(ppo_kl_coef=math.inf)), ValueError, "ppo_kl_coef"),
     (dict(scope="group"), ValueError, "scope"),
     (dict(loss="gspo", scope="trajectory"), ValueError, "needs trajectory_ids"),
-    (dict(loss="gspo", trajectory_ids=[0]), ValueError, "trajectory_ids must have 2 entries"),
+    (dict(loss="gspo", trajectory_ids=[0]), ValueError, "trajectory_ids: expected 2 entries"),
     (dict(old_logprobs=torch.zeros(2, 4)), ValueError, "old_logprobs: expected shape"),
     (dict(old_logprobs=torch.zeros(2, 3, dtype=torch.int64)), TypeError, "old_logprobs"),
     (dict(advantages=None), ValueError, "needs advantages"),

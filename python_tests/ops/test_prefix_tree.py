@@ -180,7 +180,7 @@ def test_labels_fork_what_tokens_share(backend: str) -> None:
         ({"group_ids": [0]}, "group_ids: expected 2"),
         ({"lengths": [1, 9]}, "lengths: expected 2"),
         ({"lengths": [1]}, "lengths: expected 2"),
-        ({"labels": torch.zeros(3, 1)}, "given together"),
+        ({"labels": torch.zeros(3, 1)}, "expected labels and cu_labels together"),
         ({"labels": torch.zeros(3, 0), "cu_labels": torch.tensor([0, 1, 3])}, "of cells"),
         ({"labels": torch.zeros(3, 1), "cu_labels": torch.tensor([0, 3])}, "of 2 rows"),
     ],

@@ -102,7 +102,7 @@ def test_python_objects_are_read_on_the_calling_thread() -> None:
 def test_error_on_a_pool_thread_reaches_the_caller() -> None:
     rewards = torch.zeros(ROWS, WIDTH)
     rewards[-1, 0] = torch.nan  # in the last part
-    with pytest.raises(ValueError, match=f"group_advantage: rewards .* row {ROWS - 1}"):
+    with pytest.raises(ValueError, match=f"group_advantage: rewards: .* row {ROWS - 1}"):
         group_advantage(rewards, [0] * ROWS)
     assert advantages(1).isfinite().all()
 

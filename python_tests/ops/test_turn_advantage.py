@@ -361,7 +361,7 @@ def test_ids_of_other_types_and_options_out_of_range() -> None:
         TypeError, match="gigpo_advantage: anchor_ids: expected strings or ints, but"
     ):
         gigpo_advantage(ones, ["a", "a"], [1.5, 2.5])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match=r"anchor_ids must have one id per row \(2\), got 3"):
+    with pytest.raises(ValueError, match=r"anchor_ids: expected one id per row \(2\), got 3"):
         gigpo_advantage(ones, ["a", "a"], [1, 2, 3])
     with pytest.raises(ValueError, match="step_advantage_w: expected at least 0, got -1"):
         gigpo_advantage(ones, ["a", "a"], [1, 2], step_advantage_w=-1)

@@ -196,7 +196,7 @@ def row_lengths(op: str, field: str, rows: Sequence[Any]) -> np.ndarray:
         for row, entry in enumerate(rows):
             if not isinstance(entry, (list, tuple)) and getattr(entry, "ndim", 0) == 0:
                 raise ValueError(
-                    f"{op}: {field} must hold a list or array per row, but row {row} is "
+                    f"{op}: {field}: expected a list or array per row, but row {row} is "
                     f"{'None' if entry is None else type(entry).__name__}"
                 ) from None
         raise

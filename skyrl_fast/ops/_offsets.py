@@ -31,7 +31,7 @@ def integer_vector(op: str, name: str, values: Any) -> torch.Tensor:
             f"{tuple(vector.shape)}"
         )
     if vector.is_meta:
-        raise ValueError(f"{op}: {name} must hold values, got a tensor on the meta device")
+        raise ValueError(f"{op}: {name}: expected values, got a tensor on the meta device")
     return vector
 
 

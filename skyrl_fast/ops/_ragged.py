@@ -95,7 +95,7 @@ def read_field(op: str, name: str, rows: Rows) -> Field:
     for part in parts:
         if part.num_rows != parts[0].num_rows:
             raise ValueError(
-                f"{op}: {name} must have parts of equally many rows, got {parts[0].num_rows} and "
+                f"{op}: {name}: expected parts of equally many rows, got {parts[0].num_rows} and "
                 f"{part.num_rows}"
             )
         # Elements are read once, by the copy, when the place of each row is known.
@@ -123,7 +123,7 @@ def read_fields(op: str, fields: Mapping[str, Rows]) -> dict[str, Field]:
     for field in read.values():
         if len(field.lengths) != len(first.lengths):
             raise ValueError(
-                f"{op}: all fields must have equally many rows, got {len(first.lengths)} in "
+                f"{op}: fields: expected equally many rows in all, got {len(first.lengths)} in "
                 f"{first.name} and {len(field.lengths)} in {field.name}"
             )
     return read
@@ -166,7 +166,7 @@ def int32_offsets(op: str, name: str, lengths: torch.Tensor) -> torch.Tensor:
     cu = offsets(lengths)
     if int(cu[-1]) > INT32_MAX:
         raise ValueError(
-            f"{op}: {name} must have at most {INT32_MAX} elements (cu_seqlens is int32), got "
+            f"{op}: {name}: expected at most {INT32_MAX} elements (cu_seqlens is int32), got "
             f"{int(cu[-1])}; split the batch"
         )
     return cu.to(torch.int32)

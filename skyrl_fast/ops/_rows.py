@@ -120,7 +120,7 @@ def check_rows(
             num_rows = cu_seqlens.numel() - 1
     elif cu_seqlens is None and rewards.shape[0] != num_rows:
         raise ValueError(
-            f"{op}: rewards must have one row per group id ({num_rows}), got {rewards.shape[0]}"
+            f"{op}: rewards: expected one row per group id ({num_rows}), got {rewards.shape[0]}"
         )
     if mask is not None:
         _backend.check_device(op, rewards, mask)

@@ -210,7 +210,7 @@ def gigpo_advantage(
     anchors = check_row_ids(op, "anchor_ids", anchor_ids)
     if anchors.shape != ids.shape:
         raise ValueError(
-            f"{op}: anchor_ids must have one id per row ({ids.numel()}), got {anchors.numel()}"
+            f"{op}: anchor_ids: expected one id per row ({ids.numel()}), got {anchors.numel()}"
         )
     rows = check_rows(op, rewards, ids.numel(), is_last_step, response_mask, cu_seqlens)
     if _backend.select(op, rows.rewards, backend=backend) == "torch":

@@ -201,7 +201,7 @@ def kernel_rows(op: str, logits: torch.Tensor) -> torch.Tensor:
             strides.append(stride)
     if len(sizes) > 2:
         raise ValueError(
-            f"{op}: logits must have rows that two nested strides can traverse, got shape "
+            f"{op}: logits: expected rows that two nested strides can traverse, got shape "
             f"{tuple(logits.shape)} with strides {logits.stride()}; call .contiguous() first"
         )
     return logits.view(*sizes, logits.shape[-1])

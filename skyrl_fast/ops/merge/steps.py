@@ -302,7 +302,7 @@ def _ids(trajectory_ids: np.ndarray | torch.Tensor | Sequence[int], num_rows: in
             f"shape {ids.shape}"
         )
     if num_rows and (ids.min() < -(2**31) or ids.max() > INT32_MAX):
-        raise ValueError(f"{OP}: trajectory_ids must fit in 32 bits, got {int(ids.max())}")
+        raise ValueError(f"{OP}: trajectory_ids: expected ids of 32 bits, got {int(ids.max())}")
     return ids.astype(np.int32)
 
 

@@ -142,7 +142,7 @@ def router_padding_mask(
     num_rows, width = attention_mask.shape
     if len(rollout_expert_indices) > num_rows:
         raise ValueError(
-            f"{op}: attention_mask must have a row per entry of rollout_expert_indices "
+            f"{op}: attention_mask: expected a row per entry of rollout_expert_indices "
             f"({len(rollout_expert_indices)}), got {num_rows}"
         )
     captured = torch.zeros(num_rows, dtype=torch.int64, device="cpu")
@@ -172,7 +172,7 @@ def _read_fields(
     fields = _ragged.read_fields(OP, rows)
     num_rows = len(fields["prompts"].lengths)
     if num_rows == 0:
-        raise ValueError(f"{OP}: prompts must have at least one row, got none")
+        raise ValueError(f"{OP}: prompts: expected at least one row, got none")
     for name in fields:
         if name != "prompts":
             _ragged.check_aligned(OP, fields["responses"], fields[name])
@@ -181,7 +181,7 @@ def _read_fields(
         fields["rewards"] = _ragged.read_field(OP, "rewards", rewards)
         if len(fields["rewards"].lengths) != num_rows:
             raise ValueError(
-                f"{OP}: rewards must have one entry per row ({num_rows}), got "
+                f"{OP}: rewards: expected one entry per row ({num_rows}), got "
                 f"{len(fields['rewards'].lengths)}"
             )
         _ragged.check_aligned(OP, fields["responses"], fields["rewards"])
@@ -190,7 +190,7 @@ def _read_fields(
     scores = _ragged.read_field(OP, "rewards", [rewards])
     if int(scores.lengths[0]) != num_rows:
         raise ValueError(
-            f"{OP}: rewards must have one entry per row ({num_rows}), got {int(scores.lengths[0])}"
+            f"{OP}: rewards: expected one entry per row ({num_rows}), got {int(scores.lengths[0])}"
         )
     fields["row_rewards"] = scores
     return fields
@@ -276,7 +276,7 @@ def _convert_routes(
         return None
     if len(routes) != len(lengths):
         raise ValueError(
-            f"{OP}: rollout_expert_indices must have one entry per row ({len(lengths)}), got "
+            f"{OP}: rollout_expert_indices: expected one entry per row ({len(lengths)}), got "
             f"{len(routes)}"
         )
     arrays = [_route_array(row, entry) for row, entry in enumerate(routes)]
@@ -347,7 +347,7 @@ def _check_captured(op: str, captured: torch.Tensor, lengths: torch.Tensor) -> N
     if bool(bad.any()):
         row = int(bad.nonzero()[0])
         raise ValueError(
-            f"{op}: rollout_expert_indices must have at most one route per token, got "
+            f"{op}: rollout_expert_indices: expected at most one route per token, got "
             f"{int(captured[row])} for {int(lengths[row])} tokens in row {row}"
         )
 
@@ -359,7 +359,7 @@ def _check_pad_token(pad_token_id: Any) -> int:
             f"{OP}: pad_token_id: expected an int or a tokenizer that has one, got {pad_token_id!r}"
         )
     if not -(2**31) <= pad_token_id < 2**31:
-        raise ValueError(f"{OP}: pad_token_id must fit in 32 bits, got {pad_token_id}")
+        raise ValueError(f"{OP}: pad_token_id: expected an id of 32 bits, got {pad_token_id}")
     return int(pad_token_id)
 
 

@@ -168,7 +168,7 @@ def _copy_rows(rows: torch.Tensor, out: torch.Tensor) -> None:
 
 def _check_has_rows(name: str, rows: Sequence[Any] | torch.Tensor) -> None:
     if len(rows) == 0:
-        raise ValueError(f"{OP}: {name} must have a row to repeat, got none")
+        raise ValueError(f"{OP}: {name}: expected a row to repeat, got none")
 
 
 def _metadata_of(batch: Any) -> dict[str, Any] | None:

@@ -70,7 +70,7 @@ def append_rollout_expert_indices(recorded: Any, new: Any, *, start: int = 0) ->
     recorded = _routes("recorded", recorded)
     if new.shape[1:] != recorded.shape[1:]:
         raise ValueError(
-            f"{OP}: new must have the layers and experts per token of recorded, (L, K) = "
+            f"{OP}: new: expected the layers and experts per token of recorded, (L, K) = "
             f"{tuple(recorded.shape[1:])}, got {tuple(new.shape[1:])}"
         )
     end = start + len(new)
@@ -95,7 +95,7 @@ def _routes(name: str, rows: Any) -> Routes:
     else:
         integers = array.dtype.kind in "iu" or array.size == 0
     if not integers:
-        raise TypeError(f"{OP}: {name} must hold integers, got {array.dtype}")
+        raise TypeError(f"{OP}: {name}: expected integers, got {array.dtype}")
     if array.ndim != 3:
         raise ValueError(f"{OP}: {name}: expected shape (tokens, L, K), got {tuple(array.shape)}")
     return array

@@ -161,7 +161,7 @@ def varlen_to_padded(
     if width is None:
         width = longest
     if width < longest:
-        raise ValueError(f"{op}: width must hold the longest row ({longest}), got {width}")
+        raise ValueError(f"{op}: width: expected at least the longest row ({longest}), got {width}")
     starts = _check_starts(op, starts, side, lengths, width)
     if _select(op, values, backend):
         rows = _place_rows(starts, lengths, values.device)

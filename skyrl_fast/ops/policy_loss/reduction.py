@@ -158,7 +158,7 @@ def segments_of(
         else:
             num_segments = 0
     if segment.numel() != num_rows:
-        raise ValueError(f"{op}: {name} must have {num_rows} entries, got {segment.numel()}")
+        raise ValueError(f"{op}: {name}: expected {num_rows} entries, got {segment.numel()}")
     return segment, num_segments
 
 

@@ -358,3 +358,21 @@ def test_one_conversation_is_one_context_of_acts() -> None:
     assert context_numbers(trajectory) == [0, 0]
     assert {step.kind for step in trajectory.steps} == {"act"}
     assert context_numbers(Trajectory("p", 0)) == []
+
+
+@pytest.mark.spec("compaction.contexts-of-policies")
+def test_calls_of_a_policy_continue_its_own_context_over_those_of_others() -> None:
+    trajectory = agent_calls(
+        [
+            ("task", "white opens", None),
+            ("task|white opens", "black answers", 0),
+            ("task|white opens|black answers", "white goes on", 1),
+            ("task|white opens|black answers|white goes on", "black resigns", 2),
+            ("summary", "white writes the moves down", None),
+        ]
+    )
+    white = Trajectory("p", 0, trajectory.steps[::2])
+    black = Trajectory("p", 0, trajectory.steps[1::2])
+    assert context_numbers(trajectory) == [0, 0, 0, 0, 1]
+    assert context_numbers(white) == [0, 0, 1]
+    assert context_numbers(black) == [0, 0]

@@ -145,8 +145,8 @@ def test_gradient_checkpointing_recomputes_with_the_same_routes() -> None:
 @pytest.mark.parametrize(
     ("routes", "message"),
     [
-        (random_routes((2, 6)) + NUM_EXPERTS, "from 0 to 3, got 4 to 7"),
-        (random_routes((2, 6)) - 1, "from 0 to 3, got -1"),
+        (random_routes((2, 6)) + NUM_EXPERTS, "expected 0 to 3, got 4 to 7"),
+        (random_routes((2, 6)) - 1, "expected 0 to 3, got -1"),
         (torch.zeros(2, 6, NUM_LAYERS, TOP_K, dtype=torch.uint8), "got one twice"),
         (random_routes((2, 5)), r"got \(2, 5, 2, 2\) and \(2, 6\)"),
         (random_routes((2, 6), layers=1), "routers, or for its 2 or more layers, got 1"),

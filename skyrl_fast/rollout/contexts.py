@@ -16,7 +16,11 @@ _TAG = re.compile(r"</?\w+>")  # around thoughts and parts of answers, which age
 
 
 def context_numbers(trajectory: Trajectory) -> list[int]:
-    """Return the number of each step's context, from 0 in the order of their first calls."""
+    """Return the number of each step's context, from 0 in the order of their first calls.
+
+    Among the steps of one of several policies, or of a role, a call that continues another's goes
+    on from its own latest call.
+    """
     known: dict[int, tuple[int, int]] = {}  # by step: its context and the length of its prompt
     result: list[int] = []
     num_contexts = 0
@@ -29,6 +33,8 @@ def context_numbers(trajectory: Trajectory) -> list[int]:
             parent = step.parent
         length = len(step.prompt_token_ids)
         context = None
+        if parent is not None and parent not in known and known:
+            parent = next(reversed(known))
         if parent in known:
             parent_context, parent_length = known[parent]
             if length >= parent_length:

@@ -20,7 +20,7 @@ from skyrl_fast.cli import main
 tinker = pytest.importorskip("tinker", reason="the Tinker SDK is not installed")
 types = pytest.importorskip("tinker.types")
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.ci, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 # Float32 in two engines with other orders of sums.
 CLOSE = 1e-5
@@ -75,6 +75,7 @@ def trained_logprobs(model: Any, *tokens: int) -> list[float]:
 
 
 @pytest.mark.spec("tinker.raw-logprobs", "tinker.frozen")
+@pytest.mark.ci
 def test_a_real_engine_samples_what_was_trained_and_survives_its_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,17 +61,16 @@ def test_shared_backbones_are_made_once_and_change_no_measurement() -> None:
     config = config_of("llama")
     shared = activations.FakeBackbones()
     for lora in (None, LoraConfig(rank=4)):
-        for length in (64, LENGTH):
-            for residual in RESIDUALS:
-                options: dict[str, Any] = {
-                    "dtype": torch.bfloat16,
-                    "gradient_checkpointing": True,
-                    "residual_dtype": residual,
-                    "lora": lora,
-                }
-                alone = activation_memory(config_of("llama"), length, **options)
-                together = activation_memory(config, length, backbones=shared, **options)
-                assert together == alone
+        for length, residual in zip((64, LENGTH), RESIDUALS, strict=True):
+            options: dict[str, Any] = {
+                "dtype": torch.bfloat16,
+                "gradient_checkpointing": True,
+                "residual_dtype": residual,
+                "lora": lora,
+            }
+            alone = activation_memory(config_of("llama"), length, **options)
+            together = activation_memory(config, length, backbones=shared, **options)
+            assert together == alone
     assert shared.num_made == 2  # with and without the adapter
 
 

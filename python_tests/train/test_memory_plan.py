@@ -670,7 +670,15 @@ def test_each_proposal_fits_and_takes_no_more_gpus(
 
 
 @pytest.mark.spec("memory.remedies")
-@pytest.mark.parametrize(("rank", "num_gpus"), [(0, 1), (0, 2), (0, 4), (8, 1)])
+@pytest.mark.parametrize(
+    ("rank", "num_gpus"),
+    [
+        (0, 2),
+        (8, 1),
+        pytest.param(0, 1, marks=pytest.mark.slow),
+        pytest.param(0, 4, marks=pytest.mark.slow),
+    ],
+)
 def test_proposals_of_many_machines(rank: int, num_gpus: int, small: Path) -> None:
     adapter = f"trainer.policy.model.lora.rank={rank}"
     memories = ("6GiB", "9GiB", "12GiB", "14GiB", "80GiB")

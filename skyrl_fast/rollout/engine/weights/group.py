@@ -120,7 +120,7 @@ class WeightsGroup:
             options._devices = [gloo.create_device(hostname=address_towards(self._trainer))]
             options._timeout = timedelta(seconds=self._seconds.move)
             self._group = gloo(store, self._rank, self._size, options)
-        self.meet(seconds=self._seconds.join)
+        self.meet()
         self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))  # NCCL connects now
 
     def meet(self, text: str = "", *, seconds: float | None = None) -> str:

@@ -138,8 +138,16 @@ def test_requests_of_a_trainer_pass(guard: HttpGuard, app: Recorder, shared: Pat
 
     asyncio.run(go())
     assert [path for _, path, _ in app.passed] == [
-        *("/health", "/v1/models", "/resume", "/collective_rpc", "/collective_rpc", "/pause"),
-        *("/resume", "/reset_prefix_cache", "/collective_rpc", "/reset_prefix_cache"),
+        "/health",
+        "/v1/models",
+        "/resume",
+        "/collective_rpc",
+        "/collective_rpc",
+        "/pause",
+        "/resume",
+        "/reset_prefix_cache",
+        "/collective_rpc",
+        "/reset_prefix_cache",
         "/v1/completions",
     ]
 

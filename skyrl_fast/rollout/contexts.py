@@ -18,8 +18,8 @@ _TAG = re.compile(r"</?\w+>")  # around thoughts and parts of answers, which age
 def context_numbers(trajectory: Trajectory) -> list[int]:
     """Return the number of each step's context, from 0 in the order of their first calls.
 
-    Among the steps of one of several policies, or of a role, a call that continues another's goes
-    on from its own latest call.
+    Among the steps of one of several policies, or of a role, a call that continues another's is
+    compared with the latest of its own.
     """
     known: dict[int, tuple[int, int]] = {}  # by step: its context and the length of its prompt
     result: list[int] = []

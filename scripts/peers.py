@@ -5,7 +5,8 @@
 
 TREE is a source tree of SkyRL's, whose tests are run: they are not in SkyRL's packages. Without it
 only our tests run, with the packages from the index. These are installed into build/peers, on top
-of the environment of `make setup`.
+of the environment of `make setup`; openenv in a folder that only its servers import, since it
+requires mcp 1, and vLLM mcp 2.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,6 +34,7 @@ NEEDED = (
     "pybase64", "zstandard", "func_timeout", "skyrl-gym==0.4.0", "pytest-asyncio",
     "gymnasium", "langchain-openai", "verifiers==0.4.0",  # of our tests alone
 )  # fmt: skip
+OPENENV = ("openenv==0.10.0",)
 KEEP = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "nvidia", "triton")
 SUITES = (
     "tests/train/test_trainer.py", "tests/train/test_trainer_utils.py", "tests/train/generators",
@@ -89,25 +92,40 @@ def main() -> None:
     if args.skyrl is not None and args.only != "ours":
         failed |= not compare_suites(python, site, args.skyrl.resolve())
     if args.only != "suites":
+        install(python, BUILD / "openenv", OPENENV)
         failed |= not run_ours(python, site, args.skyrl)
     sys.exit(failed)
 
 
 def install_packages(python: Path, site: Path) -> Path:
     """Install the imports of SkyRL, verl and TRL into a separate folder, once; return it."""
-    stamp = site / ".requirements"
-    wanted = "\n".join((*PACKAGES, *NEEDED))
-    if stamp.exists() and stamp.read_text() == wanted:
+    if not install(python, site, NEEDED, alone=PACKAGES):
         return site
-    print(f"[peers] installing into {site.relative_to(ROOT)} (a few minutes, once)", flush=True)
-    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    subprocess.run([*pip, "--target", str(site), "--upgrade", *NEEDED], check=True)
-    subprocess.run([*pip, "--target", str(site), "--upgrade", "--no-deps", *PACKAGES], check=True)
     for entry in site.iterdir():  # already in the environment, in the versions it needs
         if entry.name.lower().replace("-", "_").split("_")[0].split(".")[0] in KEEP:
             subprocess.run(["rm", "-rf", str(entry)], check=True)
-    stamp.write_text(wanted)
     return site
+
+
+def install(
+    python: Path, site: Path, packages: Sequence[str], *, alone: Sequence[str] = ()
+) -> bool:
+    """Install packages into a folder, unless it has them; return whether it had not.
+
+    Args:
+        alone: those that are installed without their dependencies.
+    """
+    stamp = site / ".requirements"
+    wanted = "\n".join((*alone, *packages))
+    if stamp.exists() and stamp.read_text() == wanted:
+        return False
+    print(f"[peers] installing into {site.relative_to(ROOT)} (a few minutes, once)", flush=True)
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    subprocess.run([*pip, "--target", str(site), "--upgrade", *packages], check=True)
+    if alone:
+        subprocess.run([*pip, "--target", str(site), "--upgrade", "--no-deps", *alone], check=True)
+    stamp.write_text(wanted)
+    return True
 
 
 def environment(site: Path, *first: Path) -> dict[str, str]:

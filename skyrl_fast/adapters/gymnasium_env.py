@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_fast.rollout.chat_template import message_text
+from skyrl_fast.rollout.chat_messages import with_text
 from skyrl_fast.rollout.env.protocol import Env, EnvStep, Message
 
 
@@ -62,14 +62,7 @@ class _GymnasiumEnv(Env):
             seed = int(seed)  # tables have other numbers than Python's
         options = self._row.get("options")
         observation, info = self._env.reset(seed=seed, options=options)
-        text = self._parent.show(observation, info)
-        if not messages or messages[-1]["role"] != "user":
-            return [*messages, {"role": "user", "content": text}]
-        # Templates refuse two in a row.
-        last = messages[-1]
-        texts = [message_text(last), text]
-        content = "\n\n".join(filter(None, texts))
-        return [*messages[:-1], {**last, "content": content}]
+        return with_text(messages, self._parent.show(observation, info))
 
     def step(self, action: str) -> EnvStep:
         try:

@@ -82,7 +82,8 @@ def with_text(messages: Sequence[Message], text: str) -> list[Message]:
     """
     if messages and messages[-1].get("role") == "user":
         last = dict(messages[-1])
-        last["content"] = f"{last['content']}\n\n{text}"
+        texts = [_text_of(last.get("content")), text]
+        last["content"] = "\n\n".join(filter(None, texts))
         return [*messages[:-1], last]
     return [*messages, {"role": "user", "content": text}]
 

@@ -42,10 +42,12 @@ OF_OTHER_PACKAGES = {
     "CUDAExtension",
     "Dataset",
     "RAY_RUNTIME_ENV_HOOK",
+    "collect_rollout_details",
     "experts.3.up_proj.weight",
     "gsm8k_dataset.py",
     "gsm8k_multi_turn_dataset.py",
     "no_gc",
+    "override_timeout_sec",
     "searchr1_dataset.py",
 }
 # Pages whose words in backticks are mostly those of others.

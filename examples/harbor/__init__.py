@@ -1,0 +1,1 @@
+"""Trials of Harbor as agents at the gateway."""

@@ -156,6 +156,9 @@ def shop(message: dict[str, Any], number: int) -> str:
     if data["type"] == "list_tools":
         return observed(tools=[PRICE])
     item = data["arguments"].get("item")
+    if item == "number":
+        problem = {"type": "string_type", "loc": ["arguments"], "msg": "Input should be text"}
+        return failed("VALIDATION_ERROR", errors=[problem])
     if item is None:
         error = {"error_type": "invalid_args", "message": "item is missing"}
         return observed(tool_name="price", result=None, error=error)
@@ -217,6 +220,15 @@ def test_a_tool_may_end_the_episode_before_later_calls(tiny_tokenizer: Any) -> N
     assert items == ["tea", "tea", "cash"]
 
 
+def test_a_call_that_is_refused_has_an_answer_as_the_others(tiny_tokenizer: Any) -> None:
+    answers = [price_of("tea", "number", "tea"), "3"]
+    trajectory, _ = shopped(tiny_tokenizer, answers, total=False, invalid_reward=-0.25)
+    text = "tea costs 3\nerror: arguments: Input should be text\ntea costs 3"
+    assert [step.observation for step in trajectory.steps] == [text, ""]
+    assert [step.reward for step in trajectory.steps] == [0.75, 0.0]
+    assert trajectory.env_metrics["invalid_actions"] == 1
+
+
 def test_tools_of_an_environment_without_any() -> None:
     with (
         scripted(lambda message, n: failed("VALIDATION_ERROR")) as server,
@@ -270,6 +282,10 @@ HOSTILE = {
     "reward is not finite": (
         on_step(observed(float("nan"), hint="")),
         "step: reward: expected a finite float32 number, got nan",
+    ),
+    "done is text": (
+        on_step(observed(1.0, done="no", hint="")),
+        "step: ValueError: done: expected true or false, got 'no'",
     ),
     "its code raises": (
         on_step(failed("EXECUTION_ERROR", "no such table")),
@@ -348,9 +364,5 @@ def test_a_refused_session_is_named_after_the_connection_has_ended() -> None:
             await connection.send(failed("CAPACITY_REACHED", "full"))
             await connection.close()
 
-    import _openenv
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_openenv, "ScriptedServer", Full)
-        with scripted(guess) as server, pytest.raises(RuntimeError, match="CAPACITY_REACHED: full"):
-            loop_thread().run_to_end(go(server.url))
+    with scripted(guess, Full) as server, pytest.raises(RuntimeError, match="REACHED: full"):
+        loop_thread().run_to_end(go(server.url))

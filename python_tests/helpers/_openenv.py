@@ -68,9 +68,11 @@ class ScriptedServer:
 
 
 @contextmanager
-def scripted(answer: Callable[[dict[str, Any], int], str]) -> Iterator[ScriptedServer]:
+def scripted(
+    answer: Callable[[dict[str, Any], int], str], kind: type[ScriptedServer] = ScriptedServer
+) -> Iterator[ScriptedServer]:
     """Serve in a thread on a free port of loopback."""
-    server = ScriptedServer(answer)
+    server = kind(answer)
     loop = asyncio.new_event_loop()
     started = threading.Event()
     ended = asyncio.Event()

@@ -112,8 +112,7 @@ class _OpenEnv(Env):
                 return await self._call_tools(action)
             result = await self._send(self._read(action))
         except _ActionError as error:
-            self._invalid += 1
-            reward = self._add(self._parent.invalid_reward)
+            reward = self._refuse()
             return EnvStep(reward, done=False, observations=str(error))
         reward = self._rewarded(result)
         if result.done:
@@ -169,11 +168,16 @@ class _OpenEnv(Env):
                 "tool_name": function["name"],
                 "arguments": function["arguments"],
             }
-            result = await self._send(wanted)
-            self._rewarded(result)
-            if result.done:
-                return EnvStep(self._since(before), done=True)
-            text = self._shown("step", result.observation)
+            try:
+                result = await self._send(wanted)
+            except _ActionError as error:
+                self._refuse()
+                text = f"error: {error}"
+            else:
+                self._rewarded(result)
+                if result.done:
+                    return EnvStep(self._since(before), done=True)
+                text = self._shown("step", result.observation)
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
         return EnvStep(self._since(before), done=False, observations=messages)
 
@@ -218,6 +222,11 @@ class _OpenEnv(Env):
             text = f"expected an observation with {show!r}, got one with {has}"
             raise self._error(what, text)
         return _text(fields[show])
+
+    def _refuse(self) -> float:
+        """Count an action that is refused; return its reward."""
+        self._invalid += 1
+        return self._add(self._parent.invalid_reward)
 
     def _rewarded(self, result: Any) -> float:
         """Return the reward of a step whose answer is this."""

@@ -51,7 +51,7 @@ class Observed:
 
     observation: Mapping[str, Any]
     reward: Any
-    done: Any
+    done: bool
 
 
 class OpenEnvClient:
@@ -156,4 +156,7 @@ def _read_answer(text: str | bytes) -> Observed:
     observation = data.get("observation")
     if not isinstance(observation, dict):
         raise ValueError(f"expected an observation, got {plain_repr(message, 100)}")
-    return Observed(observation, data.get("reward"), data.get("done", False))
+    done = data.get("done", False)
+    if not isinstance(done, bool):
+        raise ValueError(f"done: expected true or false, got {plain_repr(done, 100)}")
+    return Observed(observation, data.get("reward"), done)

@@ -202,6 +202,10 @@ def with_absolute_paths(config: Config) -> Config:
         if model.path is not None and Path(model.path).is_dir():  # not a name on the hub
             model.path = str(Path(model.path).absolute())
     algorithm = config.trainer.algorithm
+    teachers = algorithm.distillation.teachers
+    for source, teacher in teachers.items():
+        if Path(teacher).is_dir():
+            teachers[source] = str(Path(teacher).absolute())
     environment = config.environment
     for section, name in (
         (algorithm, "policy_loss_type"),

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import logging
+import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -227,7 +229,7 @@ async def test_scores_of_vllm_are_those_of_the_model_also_after_it_was_lost(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    from examples.asynchronous.soak import children
+    from examples.asynchronous.soak import children, command_of
 
     settings = {
         "trainer.algorithm.distillation.teachers": {"default": str(tiny_model_folder)},
@@ -236,7 +238,7 @@ async def test_scores_of_vllm_are_those_of_the_model_also_after_it_was_lost(
         "generator.max_input_length": 64,
         "generator.sampling_params.max_generate_length": 32,
     }
-    before = {child.pid for child in children()}
+    before = set(children(os.getpid()))
     teachers = await start_teachers(as_config(settings), tiny_tokenizer)
     assert teachers is not None
     teacher = teachers.of(None)
@@ -250,9 +252,9 @@ async def test_scores_of_vllm_are_those_of_the_model_also_after_it_was_lost(
     try:
         for is_lost in (False, True):
             if is_lost:
-                for child in children():
-                    if child.pid not in before:
-                        child.kill()
+                for child in set(children(os.getpid())) - before:
+                    if "resource_tracker" not in command_of(child):
+                        os.kill(child, signal.SIGKILL)
             scores = await asyncio.gather(*map(teacher.score, sequences.tolist()))
             for one, other in zip(scores, wanted, strict=True):
                 # float32 of vLLM; its kernels sum in another order.

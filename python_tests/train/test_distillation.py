@@ -106,6 +106,17 @@ def test_each_context_is_scored_once_and_rows_without_a_trained_token_are_not() 
     assert np.isnan(values[len(expected) :]).all()  # of another source, and of an untrained row
 
 
+def test_ids_that_only_the_teacher_has_are_none_of_the_likely_tokens() -> None:
+    teachers, _ = teacher_of_model(1, top_k=16)
+    batch = batch_from_trajectories(SAMPLES)
+    work = with_teacher_logprobs(batch, SAMPLES, teachers, top_k=16, vocab_size=12)
+    batch, _ = asyncio.run(work)
+    assert batch.teacher_ids is not None and batch.teacher_top_logprobs is not None
+    assert int(batch.teacher_ids.max()) == 11
+    is_left_out = batch.teacher_top_logprobs[:5] == -torch.inf
+    assert is_left_out.sum(-1).tolist() == [4] * 5
+
+
 @pytest.mark.spec("distill.sampled", "distill.by-source")
 def test_the_term_is_half_the_square_over_rows_with_a_teacher() -> None:
     teachers, engine = teacher_of_model(1)
@@ -373,49 +384,48 @@ def test_a_step_whose_teacher_is_lost_trains_the_same(folder: Path) -> None:
 
 # --- the floor of the KL ------------------------------------------------------------------------
 
-STEPS = 120
+STEPS = 100
 RATE = 0.01
 
 
+def sample(model: Any, config: Any, prompts: Any, step: int) -> list[Trajectory]:
+    rollouts = FakeRollouts(config, model)
+    rollouts.version = 0
+    return asyncio.run(rollouts.generate(prompts, step=step, phase="train"))
+
+
+def distributions(model: Any, trajectories: list[Trajectory]) -> torch.Tensor:
+    """Return (response tokens, V) log-probabilities; turns of a number have the same length."""
+    found = []
+    for turns in zip(*(one.steps for one in trajectories), strict=True):
+        ids = torch.tensor([[*turn.prompt_token_ids, *turn.response_ids] for turn in turns])
+        places = slice(len(turns[0].prompt_token_ids) - 1, ids.shape[1] - 1)
+        found.append(model(ids).logits[:, places].log_softmax(-1).flatten(0, 1))
+    return torch.cat(found)
+
+
+@torch.no_grad()
 def exact_kl(student: Any, teacher: Any, config: Any) -> float:
     """Return the mean of KL(student, teacher) over tokens that the student samples."""
-    rollouts = FakeRollouts(config, student)
-    rollouts.version = 0
-    trajectories = asyncio.run(rollouts.generate(make_prompts(8), step=-1, phase="train"))
-    kls = []
-    with torch.no_grad():
-        for one in trajectories:
-            for turn in one.steps:
-                own, other = (distributions(model, turn) for model in (student, teacher))
-                kls.append((own.exp() * (own - other)).sum(-1))
-    return float(torch.cat(kls).mean())
-
-
-def distributions(model: Any, turn: Step) -> torch.Tensor:
-    """Return (response tokens, V) log-probabilities."""
-    ids = torch.tensor([[*turn.prompt_token_ids, *turn.response_ids]])
-    places = slice(len(turn.prompt_token_ids) - 1, ids.shape[1] - 1)
-    return model(ids).logits[0, places].log_softmax(-1)
+    samples = sample(student, config, make_prompts(8), -1)
+    own = distributions(student, samples)
+    return float((own.exp() * (own - distributions(teacher, samples))).sum(-1).mean())
 
 
 def fit_to_teacher(student: Any, teacher: Any, config: Any) -> None:
     """Fit the teacher's distribution at each token of its own samples: KL(teacher, student)."""
     optimizer = torch.optim.AdamW(student.parameters(), lr=RATE, weight_decay=0.0)
-    rollouts = FakeRollouts(config, teacher)
-    rollouts.version = 0
     prompts = make_prompts(8)
     for number in range(STEPS):
         for group in optimizer.param_groups:
             group["lr"] = RATE * (1 - number / STEPS)
         half = prompts[:4] if number % 2 else prompts[4:]
-        samples = asyncio.run(rollouts.generate(half, step=number, phase="train"))
-        losses = []
-        for turn in (turn for one in samples for turn in one.steps):
-            with torch.no_grad():
-                target = distributions(teacher, turn)
-            losses.append((target.exp() * (target - distributions(student, turn))).sum(-1))
+        samples = sample(teacher, config, half, number)
+        with torch.no_grad():
+            target = distributions(teacher, samples)
+        loss = (target.exp() * (target - distributions(student, samples))).sum(-1).mean()
         optimizer.zero_grad()
-        torch.cat(losses).mean().backward()
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()
 
@@ -435,7 +445,7 @@ def test_the_kl_falls_to_the_floor_of_supervised_fitting(
     fit_to_teacher(supervised, teacher, config)
     found["supervised"] = exact_kl(supervised, teacher, config)
     schedule = [
-        "trainer.epochs=60",
+        f"trainer.epochs={STEPS // 2}",
         "trainer.policy_mini_batch_size=4",
         "trainer.ckpt_interval=-1",
         "trainer.eval_before_train=false",
@@ -444,7 +454,7 @@ def test_the_kl_falls_to_the_floor_of_supervised_fitting(
         "trainer.policy.optimizer_config.weight_decay=0",
         f"trainer.policy.optimizer_config.lr={RATE}",
     ]
-    for top_k in (0, 4, 16):
+    for top_k in (0, 16):
         name = f"top_{top_k}"
         run(folder, name, start_by_models, f"{DISTILLATION}.top_k={top_k}", *schedule)
         (checkpoint,) = (folder / name / "checkpoints").glob("*/policy")
@@ -452,7 +462,7 @@ def test_the_kl_falls_to_the_floor_of_supervised_fitting(
         found[name] = exact_kl(student, teacher, config)
     with capsys.disabled():
         print("\nKL in nats per token:", {name: f"{kl:.4f}" for name, kl in found.items()})
-    for name in ("top_0", "top_4", "top_16"):
+    for name in ("top_0", "top_16"):
         assert found[name] < 0.1 * found["at the start"]
     assert found["top_16"] < 1.5 * found["supervised"]
 

@@ -247,7 +247,7 @@ async def start_teachers(
         await result.start()
         try:
             await _check_started(config, tokenizer, teachers)
-            await result.check(_encode(tokenizer, PROBE_TEXT))
+            await result.check(_encode(tokenizer, PROBE_TEXT)[: _longest_row(config)])
         except BaseException:
             await result.close()
             raise
@@ -284,6 +284,8 @@ async def _check_server(
             f"(generator.max_input_length and max_generate_length) and one more, got {most} of "
             f"{engine.name}"
         )
+    if most is not None:
+        teacher.max_length = most - NEXT_TOKEN
     wanted = _encode(tokenizer, PROBE_TEXT)
     found = await engine.tokenize(PROBE_TEXT)
     if found is None:

@@ -471,8 +471,13 @@ class Trainer:
         teachers = self._components.teachers
         if teachers is None:
             return batch, {}
-        top_k = self._config.trainer.algorithm.distillation.top_k
-        work = with_teacher_logprobs(batch, trajectories, teachers, top_k=top_k)
+        work = with_teacher_logprobs(
+            batch,
+            trajectories,
+            teachers,
+            top_k=self._config.trainer.algorithm.distillation.top_k,
+            vocab_size=self._components.policy.vocab_size,
+        )
         return await self._timed("teachers", times, self._until_stopped(work))
 
     def _with_advantages(

@@ -32,7 +32,12 @@ class _Scored:
 
 
 async def with_teacher_logprobs(
-    batch: StepBatch, trajectories: Sequence[Trajectory], teachers: Teachers, *, top_k: int = 0
+    batch: StepBatch,
+    trajectories: Sequence[Trajectory],
+    teachers: Teachers,
+    *,
+    top_k: int = 0,
+    vocab_size: int | None = None,
 ) -> tuple[StepBatch, dict[str, float]]:
     """Return the batch with the teachers' log-probabilities, NaN where a row has none; metrics.
 
@@ -42,6 +47,8 @@ async def with_teacher_logprobs(
         batch: N rows with groups.
         trajectories: that the rows are of, by which sources are known.
         top_k: K, of most likely tokens that the teachers return.
+        vocab_size: the policy's. A teacher may have more ids, which fill up its matrices: they are
+            none of the K tokens. None: it has none.
     """
     scored = _sequences_to_score(batch, sources_of_rows(batch, trajectories), teachers)
     answers = await gather_or_cancel(one.teacher.score(one.tokens.tolist()) for one in scored)
@@ -55,6 +62,10 @@ async def with_teacher_logprobs(
             logprobs[cells] = torch.from_numpy(answer.logprobs[predicted])
             ids[cells] = torch.from_numpy(answer.top_ids[predicted])
             top_logprobs[cells] = torch.from_numpy(answer.top_logprobs[predicted])
+    if vocab_size is not None:
+        is_unknown = ids >= vocab_size
+        top_logprobs = top_logprobs.masked_fill(is_unknown, -torch.inf)
+        ids = ids.masked_fill(is_unknown, 0)
     num_tokens = sum(len(one.tokens) for one in scored)
     metrics = {"distillation/teacher_tokens": float(num_tokens)}
     batch = batch.with_(teacher_logprobs=logprobs)

@@ -176,6 +176,11 @@ class Policy(TrainedModel):
             ranks.register(other)
 
     @property
+    def vocab_size(self) -> int:
+        """Number of ids that the LM head has logits of."""
+        return int(self.head.module.weight.shape[0])
+
+    @property
     def has_adapter(self) -> bool:
         """Whether an adapter is trained in place of the model's own weights."""
         return self.adapter is not None

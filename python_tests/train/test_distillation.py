@@ -462,9 +462,9 @@ def test_the_kl_falls_to_the_floor_of_supervised_fitting(
         found[name] = exact_kl(student, teacher, config)
     with capsys.disabled():
         print("\nKL in nats per token:", {name: f"{kl:.4f}" for name, kl in found.items()})
-    for name in ("top_0", "top_16"):
-        assert found[name] < 0.1 * found["at the start"]
-    assert found["top_16"] < 1.5 * found["supervised"]
+    # As many steps on as many samples; one token says less of a distribution than all of it.
+    assert found["top_16"] < 1.1 * found["supervised"]
+    assert found["top_0"] < 0.7 * found["at the start"]
 
 
 def test_settings_that_mean_nothing_are_refused() -> None:

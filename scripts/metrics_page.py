@@ -27,6 +27,7 @@ TITLES = {
     "eval": "Evaluation",
     "environment": "Environment",
     "policy": "Update of the policy",
+    "distillation": "Distillation",
     "loss": "KL in the reward",
     "critic": "Critic",
     "trainer": "Trainer",

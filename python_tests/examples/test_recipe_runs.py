@@ -65,6 +65,14 @@ def test_reward_rises(base: Path, tmp_path: Path, recipe: str, variant: str) -> 
         assert last["generate/num_seq_after_merge"] > 0.9 * last["generate/num_seq_before_merge"]
 
 
+def test_a_student_learns_from_a_teacher_without_a_reward(base: Path, tmp_path: Path) -> None:
+    rows = run(base, tmp_path / "run", "distillation")
+    kls = [row["distillation/kl"] for row in rows if "distillation/kl" in row]
+    assert sum(kls[-5:]) < 0.5 * sum(kls[:5])
+    rewards = [row["eval/all/avg_score"] for row in rows if "eval/all/avg_score" in row]
+    assert rewards[-1] >= rewards[0] + 0.2
+
+
 def test_rows_with_long_passages_stay_within_the_limit(base: Path, tmp_path: Path) -> None:
     rows = run(base, tmp_path / "run", "search_r1", "--variant", "long")
     lengths = [

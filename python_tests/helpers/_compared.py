@@ -9,12 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _driven import DrivenStep, OptimizerStep, TrainedBatch, drive, uids_of_run
+from _driven import (
+    DrivenStep,
+    OptimizerStep,
+    TrainedBatch,
+    drive,
+    prompts_of_run,
+    uids_of_run,
+)
 from _fakes import tiny_model
 from _scripted import LONGEST_ANSWER, World, fill_logprobs, random_samples, report_parts
 from reference.losses import CustomLoss
 from reference.metrics import mean, source_metrics, update_metrics
-from reference.network import Adapter, split_by_rows, token_distributions, token_values
+from reference.network import (
+    Adapter,
+    split_by_rows,
+    token_distributions,
+    token_values,
+    vocabulary_logprobs,
+)
 from reference.rows import Row, Sample, parts_of_policy
 from reference.step import (
     Prepared,
@@ -237,6 +250,8 @@ class _Comparison:
         self.critic_optimizer: AdamW | None = None
         prompts = {one.trajectory.uid for one in samples}
         self.total_batches = len(prompts) // config.trainer.train_batch_size
+        own = prompts_of_run(len(prompts), sources=list(config.data.mixture))
+        self.source_of_uid = {one.uid: one.data_source for one in own}
 
     def of(self, steps: Sequence[DrivenStep]) -> Compared:
         names = self.config.policies or (None,)
@@ -424,6 +439,9 @@ class _Comparison:
         if algorithm.use_kl_loss or algorithm.use_kl_in_reward:
             frozen = Path(self.config.trainer.ref.model.path or path)
             reference = self._per_token(frozen, _weights_of(frozen))
+        teacher = None
+        if algorithm.distillation.teachers:
+            teacher = self._teacher_of_rows
         values = None
         if self.config.trainer.critic.model.path is not None:
 
@@ -437,9 +455,26 @@ class _Comparison:
             self.config,
             old=self._per_token(path, self._full(trained.weights)),
             reference=reference,
+            teacher=teacher,
             values=values,
             coefficient=self.coefficients.setdefault(name, algorithm.kl_loss_coef),
         )
+
+    def _teacher_of_rows(self, rows: Sequence[Row]) -> list[torch.Tensor | None]:
+        """Return log-probabilities by the teacher of each row's source, at temperature 1."""
+        teachers = self.config.trainer.algorithm.distillation.teachers
+        found: list[torch.Tensor | None] = []
+        for row in rows:
+            source = self.source_of_uid[row.uid.split("/")[0].split("+")[0].split("~")[0]]
+            path = teachers.get(source or "default", teachers.get("default"))
+            if path is None:
+                found.append(None)
+                continue
+            model = _model_of(Path(path))
+            weights = _weights_of(Path(path))
+            with torch.no_grad():
+                found.append(vocabulary_logprobs(model, weights, [row], 1.0))
+        return found
 
     def _compare_rows(self, where: str, prepared: Prepared, trained: TrainedBatch) -> None:
         batch = trained.batch
@@ -525,9 +560,13 @@ class _Comparison:
                 model = _model_of(self.folders.policy)
                 return token_distributions(model, full, chosen, self.temperature)
 
+            def vocabulary(chosen: Sequence[Row], full: Any = full) -> Any:
+                model = _model_of(self.folders.policy)
+                return vocabulary_logprobs(model, full, chosen, self.temperature)
+
             terms = loss_terms(
                 prepared.batch, mini, distributions, self.config, self.custom,
-                is_before_any_step=number == 0,
+                is_before_any_step=number == 0, vocabulary=vocabulary,
             )  # fmt: skip
             gradient = gradients(terms.loss, weights)
             if not terms.is_decided:  # the trainer may have chosen other tokens

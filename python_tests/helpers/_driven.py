@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from _fakes import FakeTokenizer, make_prompts
+from _teachers import teachers_of
 
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import Config
@@ -120,7 +121,7 @@ def uids_of_run(number: int) -> list[str]:
     return [prompt.uid for prompt in make_prompts(number)]
 
 
-def _prompts(number: int, *, sources: Sequence[str]) -> list[Prompt]:
+def prompts_of_run(number: int, *, sources: Sequence[str]) -> list[Prompt]:
     """Return prompts of the sources in turn."""
     prompts = make_prompts(number)
     if not sources:
@@ -137,9 +138,11 @@ def drive(
     Returns:
         The prompts in the order in which they were sampled, and the steps.
     """
-    prompts = _prompts(len(trajectories), sources=list(config.data.mixture))
+    prompts = prompts_of_run(len(trajectories), sources=list(config.data.mixture))
     models = make_models(config, None, len(prompts), SINGLE_RANK)
     display = _Silent()
+    distillation = config.trainer.algorithm.distillation
+    sources = distillation.teachers
     rollouts = ScriptedRollouts(trajectories)
     components = Components(
         trained=models.trained,
@@ -149,6 +152,7 @@ def drive(
         eval_prompts=[],
         reference=models.reference,
         critic=models.critic,
+        teachers=teachers_of(sources, top_k=distillation.top_k) if sources else None,
     )
     trainer = Trainer(config, components, display)  # type: ignore[arg-type]
     # Too few informative groups for a step: the comparison finds as few.

@@ -6,6 +6,7 @@ from typing import Any
 ALGORITHM = "trainer.algorithm"
 LORA = "trainer.policy.model.lora"
 ENGINE = "generator.inference_engine"
+DISTILLATION_TEACHERS = f"{ALGORITHM}.distillation.teachers"
 
 BASE: Mapping[str, Any] = {
     "data.train_data": ["prompts.jsonl"],
@@ -37,6 +38,10 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     "sampler's log-probabilities as old ones": {f"{ALGORITHM}.old_logprobs": "rollout"},
     "off-policy correction": {f"{ALGORITHM}.off_policy_correction.sequence_mask_metric": "product"},
     "importance weights": {f"{ALGORITHM}.off_policy_correction.tis_ratio_type": "token"},
+    "distillation": {DISTILLATION_TEACHERS: {"default": "http://127.0.0.1:8000"}},
+    "top-k distillation": {f"{ALGORITHM}.distillation.top_k": 8},
+    "forward KL to the teacher": {f"{ALGORITHM}.distillation.direction": "forward"},
+    "teachers that the run starts": {DISTILLATION_TEACHERS: {"default": "teacher"}},
     "zero-variance filter": {f"{ALGORITHM}.zero_variance_filter": True},
     "overlong filter": {"generator.apply_overlong_filtering": True},
     "no reward for truncated trajectories": {"generator.zero_reward_on_non_stop": True},

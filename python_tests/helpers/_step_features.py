@@ -25,6 +25,8 @@ LORA = "trainer.policy.model.lora"
 OPTIMIZER = "trainer.policy.optimizer_config"
 ESTIMATOR = f"{ALGORITHM}.advantage_estimator"
 LOSS = f"{ALGORITHM}.policy_loss_type"
+DISTILLATION = f"{ALGORITHM}.distillation"
+TEACHERS = f"{DISTILLATION}.teachers"
 REGISTERED = "registered_for_pairs"
 BATCH = 4  # prompts
 SPARE_BATCHES = 3
@@ -164,6 +166,26 @@ FACTORS: dict[str, dict[str, Sequence[Settings]]] = {
                 f"{ALGORITHM}.kl_ctrl.type": "adaptive",
                 f"{ALGORITHM}.kl_ctrl.horizon": 100,
                 "trainer.ref.model.path": "{reference}",
+            }
+        ],
+    },
+    "distillation": {
+        "none": [NONE],
+        "of tokens": [
+            {TEACHERS: {"default": "{reference}"}, f"{DISTILLATION}.coef": 0.3},
+            {TEACHERS: {"easy": "{reference}", "hard": "{critic}"}},
+            {TEACHERS: {"hard": "{reference}"}},
+        ],
+        "of likely tokens": [
+            {TEACHERS: {"default": "{reference}"}, f"{DISTILLATION}.top_k": 3},
+            {TEACHERS: {"easy": "{reference}"}, f"{DISTILLATION}.top_k": 16},
+        ],
+        "forward": [
+            {
+                TEACHERS: {"default": "{reference}"},
+                f"{DISTILLATION}.top_k": 4,
+                f"{DISTILLATION}.direction": "forward",
+                f"{DISTILLATION}.coef": 0.5,
             }
         ],
     },
@@ -402,11 +424,17 @@ def config_of(settings: Settings, models: StepModels | None) -> Config:
             "{critic}": str(folders.critic),
             "{adapter}": str(models.adapter),
         }
-    given = {
-        key: names.get(value, value) if isinstance(value, str) else value
-        for key, value in settings.items()
-    }
+    given = {key: _named(value, names) for key, value in settings.items()}
     return as_config(base | {"generator.n_samples_per_prompt": 3} | given)
+
+
+def _named(value: Any, names: Mapping[str, str]) -> Any:
+    """Return a setting with models in place of their names."""
+    if isinstance(value, str):
+        return names.get(value, value)
+    if isinstance(value, dict):
+        return {key: _named(one, names) for key, one in value.items()}
+    return value
 
 
 def is_allowed(case: Case) -> bool:

@@ -65,6 +65,9 @@ COLUMNS: dict[str, tuple[Per, torch.dtype | None]] = {
     "rollout_logprobs": ("response", torch.float32),
     "old_logprobs": ("response", torch.float32),
     "ref_logprobs": ("response", torch.float32),
+    "teacher_logprobs": ("response", torch.float32),
+    "teacher_ids": ("response", None),
+    "teacher_top_logprobs": ("response", None),
     "advantages": ("response", torch.float32),
     "values": ("response", torch.float32),
     "returns": ("response", torch.float32),
@@ -94,6 +97,9 @@ class StepBatch:
         uids: names of the G groups.
         stop_reasons: N, or None.
         rollout_logprobs, old_logprobs, ref_logprobs, advantages: (A,) float32, or None.
+        teacher_logprobs: (A,) float32, NaN in rows without a teacher; or None.
+        teacher_ids: (A, K) int32, the teacher's most likely tokens in each place; or None.
+        teacher_top_logprobs: (A, K) float32, -inf where it has none; None with them.
         values, returns: (A,) float32, the critic's value before each trained token, and its
             target; or None.
         token_weights: (A,) float32 of the off-policy correction, 0 on dropped tokens, or None.
@@ -135,6 +141,9 @@ class StepBatch:
     rollout_logprobs: torch.Tensor | None = None
     old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
+    teacher_logprobs: torch.Tensor | None = None
+    teacher_ids: torch.Tensor | None = None
+    teacher_top_logprobs: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
@@ -362,7 +371,7 @@ class StepBatch:
                 `rewards`; fewer routes than an earlier step recorded.
         """
         op = "StepBatch.merged"
-        for name in ("advantages", "token_weights"):
+        for name in ("advantages", "token_weights", "teacher_logprobs"):
             if getattr(self, name) is not None:
                 raise ValueError(f"{op}: {name}: expected None, as they are computed after merging")
         if rewards not in (None, "token", "last"):

@@ -16,6 +16,8 @@ from skyrl_fast.config.algorithm import (
     is_ratio_to_rollout,
     policy_loss_spec,
 )
+from skyrl_fast.config.distillation import SETTING as DISTILLATION
+from skyrl_fast.config.distillation import is_server
 from skyrl_fast.config.listing import shown
 from skyrl_fast.config.modes import EnginePlace, EngineWeights
 from skyrl_fast.config.settings import Config, leaves
@@ -170,6 +172,11 @@ def _sends_files_to_cluster(config: Config) -> bool:
         config.engine_place is EnginePlace.CLUSTER
         and _engine(config, "weight_sync_backend") == "file"
     )
+
+
+def _starts_teachers(config: Config) -> bool:
+    teachers = config.trainer.algorithm.distillation.teachers.values()
+    return not all(map(is_server, teachers))
 
 
 def _replicas(config: Config) -> int:
@@ -336,7 +343,7 @@ _LOSSES = (
         is_on=lambda config: _algorithm(config, "policy_loss_coef") == 0,
         needs=(
             Need(
-                ("KL in the loss", "entropy loss", "observation loss"),
+                ("KL in the loss", "entropy loss", "observation loss", "distillation"),
                 "the loss has no other term",
             ),
         ),
@@ -407,6 +414,49 @@ _LOSSES = (
         excludes={
             "ratio to the sampler": "its ratio corrects already (cispo: with cispo_ratio=rollout)"
         },
+    ),
+)
+
+_DISTILLATION = (
+    Feature(
+        name="distillation",
+        setting=f"{DISTILLATION}.teachers",
+        on="a teacher",
+        off="{}",
+        is_on=lambda config: _algorithm(config, "distillation").is_on,
+    ),
+    Feature(
+        name="top-k distillation",
+        setting=f"{DISTILLATION}.top_k",
+        on="more than 0",
+        off="0",
+        is_on=lambda config: _algorithm(config, "distillation").top_k > 0,
+        needs=(Need(("distillation",), "the tokens are a teacher's"),),
+        excludes={
+            "several ranks": "log-probabilities of other tokens than the sampled one are computed "
+            "by one rank"
+        },
+    ),
+    Feature(
+        name="forward KL to the teacher",
+        setting=f"{DISTILLATION}.direction",
+        on="forward",
+        off="reverse",
+        is_on=lambda config: _algorithm(config, "distillation").direction == "forward",
+        needs=(
+            Need(
+                ("top-k distillation",),
+                "the sampled token says nothing of what the policy leaves out",
+            ),
+        ),
+    ),
+    Feature(
+        name="teachers that the run starts",
+        setting=f"{DISTILLATION}.teachers",
+        on="a model",
+        off="addresses of servers",
+        is_on=_starts_teachers,
+        excludes={"engines on a cluster": "Ray chooses the GPUs of the run's engines"},
     ),
 )
 
@@ -745,6 +795,7 @@ _GROUPS = (
     _ROWS,
     _ADVANTAGES,
     _LOSSES,
+    _DISTILLATION,
     _FILTERS,
     _MODELS,
     _ENGINES,

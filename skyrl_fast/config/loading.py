@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 from skyrl_fast.config.agent import check_agent_names
 from skyrl_fast.config.algorithm import check_estimator, check_policy_loss
 from skyrl_fast.config.corrections import MAX_KL_STEP
+from skyrl_fast.config.distillation import SETTING as DISTILLATION
+from skyrl_fast.config.distillation import is_server
 from skyrl_fast.config.engine import LORA_RANKS
 from skyrl_fast.config.features import check_features
 from skyrl_fast.config.loggers import LOGGERS
@@ -107,12 +109,14 @@ def check_config(config: Config, *, has_prompts: bool = False) -> None:
             "trainer.policy.sequence_parallel_size: expected a divisor of the number of ranks, "
             f"{ranks} (trainer.placement), got {shared}"
         )
+    _check_teachers(trainer.algorithm.distillation.teachers)
     check_policy_loss(config.trainer.algorithm)
     check_estimator(trainer.algorithm)
     check_features(config)
     _check_algorithm(config)
     check_agent_names(config)
-    _check_server_addresses(generator.inference_engine.external_server_urls)
+    urls = generator.inference_engine.external_server_urls
+    _check_server_addresses(urls, "generator.inference_engine.external_server_urls")
     budget = generator.compaction.budget
     if budget is not None and budget > generator.max_input_length:
         raise ConfigError(
@@ -208,8 +212,18 @@ def _check_algorithm(config: Config) -> None:
         )
 
 
-def _check_server_addresses(urls: Sequence[str]) -> None:
-    key = "generator.inference_engine.external_server_urls"
+def _check_teachers(teachers: Mapping[str, str]) -> None:
+    for source, teacher in teachers.items():
+        key = f"{DISTILLATION}.teachers.{source}"
+        if not isinstance(teacher, str) or not teacher:
+            raise ConfigError(
+                f"{key}: expected a model folder, a hub name or http://host:port, got {teacher!r}"
+            )
+        if is_server(teacher):
+            _check_server_addresses([teacher], key)
+
+
+def _check_server_addresses(urls: Sequence[str], key: str) -> None:
     for url in urls:
         if not url.startswith(("http://", "https://")) or not _has_host(url):
             raise ConfigError(f"{key}: expected http://host:port, got {url!r}")

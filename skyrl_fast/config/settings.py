@@ -20,6 +20,7 @@ from skyrl_fast.config.corrections import (
     KlCtrlConfig,
     OffPolicyCorrectionConfig,
 )
+from skyrl_fast.config.distillation import DistillationConfig
 from skyrl_fast.config.engine import InferenceEngineConfig
 from skyrl_fast.config.modes import EnginePlace, EngineWeights
 from skyrl_fast.config.progress import PROGRESS
@@ -267,8 +268,7 @@ class AlgorithmConfig:
     )
     policy_loss_coef: float = setting(
         1.0,
-        "weight of the policy loss; 0: only the other terms, such as use_kl_loss with a teacher as "
-        "trainer.ref.model.path",
+        "weight of the policy loss; 0: only the other terms, such as that of distillation",
         at_least=0,
         finite=True,
     )
@@ -334,6 +334,9 @@ class AlgorithmConfig:
         False, "whether to subtract entropy_loss_coef * entropy from the loss"
     )
     entropy_loss_coef: float = setting(0.01, "weight of the entropy term", at_least=0, finite=True)
+    distillation: DistillationConfig = setting(
+        DistillationConfig, "KL between the policy and a teacher, as a term of the loss"
+    )
 
 
 @dataclass(slots=True)

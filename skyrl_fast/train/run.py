@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,6 +34,7 @@ from skyrl_fast.rollout.env.handler import MakeEnv
 from skyrl_fast.rollout.env.reward_env import Reward
 from skyrl_fast.rollout.env.reward_functions import RewardFunction, RewardFunctions
 from skyrl_fast.rollout.loop_settings import read_chat_template
+from skyrl_fast.rollout.teachers import Teachers, check_teachers, start_teachers
 from skyrl_fast.train.algorithm.advantages import warn_without_baseline
 from skyrl_fast.train.callbacks import Callback
 from skyrl_fast.train.checkpoint.local import write_json
@@ -335,7 +336,7 @@ class RunRequest:
             self.callbacks,
             make_rollouts,
             signals,
-            self.parts.clock,
+            self.parts,
         )
 
     def _load_data(self, config: Config) -> RunData:
@@ -348,6 +349,7 @@ class RunRequest:
     def _check(self, config: Config, start: StartingPoint, data: RunData) -> None:
         """Raise now what would else be raised once models have loaded or the engine has started."""
         folder = check_models(config, start.checkpoint)
+        check_teachers(config)
         if self.make_rollouts is None:
             self.parts.check_rollouts(config, folder, data, self.make_env)
         if self.check_rollouts is not None and start.checkpoint is None:
@@ -382,12 +384,14 @@ class RunParts:
         plan_memory: returns the plan of the GPUs' memory.
         make_models: loads the models on a rank.
         check_rollouts: raises what the engine or the environments would raise later.
+        start_teachers: starts the engines of teachers, for settings and tokenizer.
         clock: in seconds, for the times of a step.
     """
 
     plan_memory: Callable[..., MemoryPlan | None] = plan_run_memory
     make_models: Callable[..., Models] = make_models
     check_rollouts: Callable[[Config, Path, RunData, MakeEnv | None], None] = _check_rollouts
+    start_teachers: Callable[..., Awaitable[Teachers | None]] = start_teachers
     clock: Callable[[], float] = time.perf_counter
 
 
@@ -443,7 +447,7 @@ class _PreparedRun:
     callbacks: Sequence[Callback]
     make_rollouts: MakeRollouts
     signals: StopSignals
-    clock: Callable[[], float]
+    parts: RunParts
 
 
 def _train(run: _PreparedRun) -> TrainResult:
@@ -521,8 +525,11 @@ async def _run_loop(
         # The engine last: it takes minutes, and whatever else can fail has failed by now.
         rollouts = await run.make_rollouts(config, tokenizer, policy_path)
     received: list[int] = []
+    teachers = None
     try:
-        components = _components(run, tokenizer, rollouts, evaluations)
+        with as_setup_error():
+            teachers = await run.parts.start_teachers(config, tokenizer, say=display.say)
+        components = _components(run, tokenizer, rollouts, teachers, evaluations)
         trainer = Trainer(config, components, display)
         if checkpoint is not None:
             with as_setup_error():
@@ -542,12 +549,18 @@ async def _run_loop(
         with display, freeze_heap():
             progress = await trainer.run()
     finally:
+        if teachers is not None:
+            await teachers.close()
         await rollouts.close()
     return progress, received[0] if progress.stopped and received else None
 
 
 def _components(
-    run: _PreparedRun, tokenizer: Any, rollouts: Rollouts, evaluations: _EvalRewards
+    run: _PreparedRun,
+    tokenizer: Any,
+    rollouts: Rollouts,
+    teachers: Teachers | None,
+    evaluations: _EvalRewards,
 ) -> Components:
     store = run.output.store
     if store is None:
@@ -564,8 +577,9 @@ def _components(
         callbacks=[evaluations, *run.callbacks],
         reference=run.models.reference,
         critic=run.models.critic,
+        teachers=teachers,
         upload=upload,
-        clock=run.clock,
+        clock=run.parts.clock,
     )
 
 

@@ -22,8 +22,13 @@ import torch
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config import Config, sums_rewards, to_dict
 from skyrl_fast.rollout.failures import FailureWatch, fail_infinite_rewards, log_failures
+from skyrl_fast.rollout.teachers import Teachers
 from skyrl_fast.rollout.trajectory import Trajectory
 from skyrl_fast.train.algorithm.batch_warnings import BatchWarnings
+from skyrl_fast.train.algorithm.distillation import (
+    distillation_metrics,
+    with_teacher_logprobs,
+)
 from skyrl_fast.train.algorithm.dynamic_sampling import GroupSampling
 from skyrl_fast.train.algorithm.off_policy import warn_of_stale_tokens
 from skyrl_fast.train.algorithm.policies import join_roles, split_by_policy
@@ -96,6 +101,7 @@ class Components:
     callbacks: Sequence[Callback] = ()
     reference: Reference | None = None
     critic: Critic | None = None
+    teachers: Teachers | None = None
     clock: Callable[[], float] = time.perf_counter
     upload: Callable[[Path], None] | None = None
 
@@ -281,6 +287,8 @@ class Trainer:
             split_rollout_time(times, groups.sampled)
         parts, metrics = await self.train_policies(trajectories, groups.rows, times)
         metrics |= groups.metrics() | ages
+        if components.teachers is not None:
+            metrics |= components.teachers.faults()
         # Only now, so that an interrupted step is repeated from its beginning.
         self._sampler = flow.consume()
         metrics |= self._follow_curriculum(trajectories)
@@ -440,6 +448,7 @@ class Trainer:
         batch, kl_metrics, kl_coef = await self._timed(
             "advantages", times, self._compute(self._with_advantages, name, batch, units)
         )
+        batch, of_teachers = await self._ask_teachers(batch, trajectories, times)
         self.saver.begin_update()
         # NaN: not computed. The update fills in what it computes anyway.
         trained = TrainedRows(trajectories, batch, torch.full_like(batch.rewards, float("nan")))
@@ -451,7 +460,25 @@ class Trainer:
         steps = updated["policy/optimizer_steps"]
         skipped = updated["policy/nonfinite_steps_skipped"] * steps  # the metric is their share
         part = _TrainedPart(name, trained, kl_coef, round(steps), round(skipped))
-        return part, metrics | kl_metrics | updated
+        if trained.trainer_logprobs is not None and batch.teacher_logprobs is not None:
+            of_teachers |= distillation_metrics(batch, trajectories, trained.trainer_logprobs)
+        return part, metrics | kl_metrics | updated | of_teachers
+
+    async def _ask_teachers(
+        self, batch: StepBatch, trajectories: Sequence[Trajectory], times: dict[str, float]
+    ) -> tuple[StepBatch, dict[str, float]]:
+        """Return the batch with the teachers' log-probabilities, if the run has teachers."""
+        teachers = self._components.teachers
+        if teachers is None:
+            return batch, {}
+        work = with_teacher_logprobs(
+            batch,
+            trajectories,
+            teachers,
+            top_k=self._config.trainer.algorithm.distillation.top_k,
+            vocab_size=self._components.policy.vocab_size,
+        )
+        return await self._timed("teachers", times, self._until_stopped(work))
 
     def _with_advantages(
         self, name: str | None, batch: StepBatch, units: Sequences

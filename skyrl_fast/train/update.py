@@ -27,6 +27,7 @@ from skyrl_fast.ops import _backend
 from skyrl_fast.ops.policy_loss.loss import policy_loss, reduction_weights
 from skyrl_fast.ops.policy_loss.losses import LossSpec
 from skyrl_fast.ops.policy_loss.reduction import SequenceScope
+from skyrl_fast.train.algorithm.distillation import sampled_kl, top_k_kl
 from skyrl_fast.train.algorithm.off_policy import apply_off_policy_correction
 from skyrl_fast.train.algorithm.sequence_scope import sequences
 from skyrl_fast.train.metrics.aggregate import (
@@ -224,7 +225,9 @@ def contributing_rows(batch: StepBatch, algorithm: AlgorithmConfig) -> np.ndarra
     # Terms other than the policy loss have a gradient in every row.
     has_policy_loss = algorithm.policy_loss_coef > 0
     reads_all = has_policy_loss and not spec.zero_where_advantage_is_zero
-    has_other_terms = algorithm.use_kl_loss or algorithm.use_entropy_loss
+    has_other_terms = (
+        algorithm.use_kl_loss or algorithm.use_entropy_loss or algorithm.distillation.is_on
+    )
     # A loss of scope "mini_batch" reads all rows, also for its metrics where its coefficient is 0.
     if has_other_terms or reads_all or spec.scope == "mini_batch":
         return np.ones(batch.num_rows, dtype=bool)
@@ -346,6 +349,11 @@ class _MiniBatchWeights:
     def at(self, rows: torch.Tensor) -> _MiniBatchWeights:
         return _MiniBatchWeights(self.rows[rows], self.cross_entropy)
 
+    def of_tokens(self, batch: StepBatch, index: torch.Tensor) -> torch.Tensor:
+        """Return (M,) float32, the weights of these response tokens of the (N,) rows."""
+        row_of_token = torch.bucketize(index, batch.cu_responses[1:].long(), right=True)
+        return self.rows[row_of_token]
+
 
 def _weights_of_policy_loss(
     rows: StepBatch, weights: _MiniBatchWeights, algorithm: AlgorithmConfig
@@ -425,8 +433,14 @@ def _micro_step(
     algorithm: AlgorithmConfig,
 ) -> _MicroBatchResult | None:
     """Add a micro-batch's gradient; return None for an idle one, which only joins collectives."""
-    trained, entropy = policy.logprobs(micro, return_entropy=True)
-    assert entropy is not None
+    index = micro.response_index
+    gathered = None
+    if batch.teacher_ids is None:
+        trained, entropy = policy.logprobs(micro, return_entropy=True)
+        assert entropy is not None
+    else:
+        ids = batch.teacher_ids[response_positions(batch, micro)]
+        trained, entropy, gathered = policy.logprobs_with_others(micro, ids)
     if trained.shape[0] == 0:
         # FSDP's collectives must run on every rank, or the others wait forever.
         trained.sum().backward()
@@ -442,7 +456,6 @@ def _micro_step(
     moved: dict[str, Any] = {
         name: None if value is None else there(value) for name, value in terms.items()
     }
-    index = micro.response_index
     sampled = rows.loss_mask[index] != 0  # others have only cross-entropy
     cells = rows.to(trained.device)
     # Back to all response tokens of the rows, as the loss has offsets of these.
@@ -465,9 +478,13 @@ def _micro_step(
     )
     loss = out.loss
     if algorithm.use_entropy_loss:
-        row_of_token = torch.bucketize(index, rows.cu_responses[1:].long(), right=True)
-        weight = there(here.rows[row_of_token] * sampled)
+        weight = there(here.of_tokens(rows, index) * sampled)
         loss = loss - algorithm.entropy_loss_coef * (entropy * weight).sum()
+    distilled = None
+    if rows.teacher_logprobs is not None:
+        of_tokens = here.of_tokens(rows, index) * sampled
+        distilled = _distillation_loss(trained, gathered, rows, index, of_tokens, algorithm)
+        loss = loss + algorithm.distillation.coef * distilled
     observed = None
     if rows.cross_entropy_weights is not None:
         observed = _observation_loss(
@@ -495,6 +512,8 @@ def _micro_step(
         values = {name: value for name, value in values.items() if find_over(name) == "sum"}
     if observed is not None:
         values |= observed.values
+    if distilled is not None:
+        values["policy/distillation_loss"] = distilled.detach()
     metrics = _backend.read_numbers({_LOSS: loss, **values})
     if observed is not None:
         metrics[CROSS_ENTROPY_TOKENS] = float(observed.num_tokens)
@@ -539,6 +558,36 @@ def _values_of_sampled(
         values[f"{_UPDATE_DIFFERENCE}_mean"] = difference.mean()
         values[f"{_UPDATE_DIFFERENCE}_max"] = difference.max()
     return values
+
+
+def _distillation_loss(
+    logprobs: torch.Tensor,
+    gathered: torch.Tensor | None,
+    rows: StepBatch,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    algorithm: AlgorithmConfig,
+) -> torch.Tensor:
+    """Return the weighted KL between policy and teacher.
+
+    Args:
+        logprobs: (M,) the policy's, on its device.
+        gathered: (M, K) the policy's, of the teacher's most likely tokens; None: there are none.
+        rows: on the CPU, with the teachers' log-probabilities, NaN without a teacher.
+        index: (M,) of the tokens in the rows' responses.
+        weights: (M,) of the loss, on the CPU; 0 of tokens that were not sampled.
+    """
+    assert rows.teacher_logprobs is not None
+    of_teacher = rows.teacher_logprobs[index]
+    known = ~of_teacher.isnan()
+    there = partial(_backend.to_device_of, like=logprobs)
+    if gathered is None:
+        terms = sampled_kl(logprobs, there(of_teacher.nan_to_num()))
+    else:
+        assert rows.teacher_top_logprobs is not None
+        tops = there(rows.teacher_top_logprobs[index])
+        terms = top_k_kl(gathered, tops, direction=algorithm.distillation.direction)
+    return (there(weights * known) * terms).sum()
 
 
 class _ObservationLoss(NamedTuple):

@@ -13,6 +13,7 @@ import torch
 
 LIMIT = 20.0  # of a difference of log-probabilities
 LARGEST_K3 = 10.0
+LEAST_REST = 1e-6  # of the probability that all unlikely tokens have together
 UNDECIDED = 1e-6  # difference of covariances that float32 may order otherwise
 LOSSES = (
     "regular",
@@ -157,6 +158,20 @@ def kl_penalties(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str
         return d * d / 2
     x = (-d).clamp(-LIMIT, LIMIT)
     return (x.exp() - x - 1).clamp(-LARGEST_K3, LARGEST_K3)
+
+
+def kl_of_likely_tokens(
+    own: torch.Tensor, teacher: torch.Tensor, top_k: int, direction: str
+) -> torch.Tensor:
+    """Return the KL of one place, of (V,) log-probabilities of policy and teacher."""
+    likely = teacher.topk(top_k).indices
+    q = own.exp()[likely]
+    p = teacher.exp()[likely]
+    q = torch.cat([q, (1 - q.sum()).clamp(min=LEAST_REST)[None]])
+    p = torch.cat([p, (1 - p.sum()).clamp(min=LEAST_REST)[None]])
+    if direction == "reverse":
+        return (q * (q / p).log()).sum()
+    return (p * (p / q).log()).sum()
 
 
 def _means(values: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:

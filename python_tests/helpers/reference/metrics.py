@@ -213,7 +213,7 @@ def update_metrics(
         "nonfinite_steps_skipped": 0.0,
         "loss": mean([step.sums.get("loss", 0.0) for step in steps]),
     }
-    for name in ("policy_loss", "kl_loss"):
+    for name in ("policy_loss", "kl_loss", "distillation_loss"):
         # Of rows that are not visited it is 0, and without any of them it is not computed.
         if any(any(step.is_visited) for step in steps) and any(name in step.sums for step in steps):
             result[name] = mean([step.sums.get(name, 0.0) for step in steps])

@@ -42,25 +42,37 @@ def token_distributions(
     model: Any, weights: Weights, rows: Sequence[Row], temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (A,) log-probabilities and (A,) entropies of the response tokens."""
-    ids = _padded([row.tokens for row in rows])
-    logits = functional_call(
-        model, dict(weights), (), {"input_ids": ids, "use_cache": False}
-    ).logits
-    states = []
     targets = []
     kept = []
-    width = ids.shape[1]
-    for number, row in enumerate(rows):
-        first = len(row.prompt)
-        states += [number * width + first + place - 1 for place in range(len(row.response))]
+    for row in rows:
         targets += row.response
         kept += row.kept
-    scaled = logits.flatten(0, 1)[torch.tensor(states, dtype=torch.long)] / temperature
+    scaled = _logits(model, weights, rows) / temperature
     scaled = scaled.masked_fill(_is_left_out(kept, scaled.shape[1]), -torch.inf)
     logprobs = torch.log_softmax(scaled, -1)
     picked = logprobs.gather(1, torch.tensor(targets, dtype=torch.long)[:, None])[:, 0]
     finite = logprobs.masked_fill(logprobs == -torch.inf, 0.0)
     return picked, -(logprobs.exp() * finite).sum(-1)
+
+
+def vocabulary_logprobs(
+    model: Any, weights: Weights, rows: Sequence[Row], temperature: float
+) -> torch.Tensor:
+    """Return (A, V) log-probabilities of all tokens in the place of each response token."""
+    return torch.log_softmax(_logits(model, weights, rows) / temperature, -1)
+
+
+def _logits(model: Any, weights: Weights, rows: Sequence[Row]) -> torch.Tensor:
+    """Return (A, V) logits that predict the response tokens."""
+    ids = _padded([row.tokens for row in rows])
+    arguments = {"input_ids": ids, "use_cache": False}
+    logits = functional_call(model, dict(weights), (), arguments).logits
+    width = ids.shape[1]
+    states = []
+    for number, row in enumerate(rows):
+        first = len(row.prompt)
+        states += [number * width + first + place - 1 for place in range(len(row.response))]
+    return logits.flatten(0, 1)[torch.tensor(states, dtype=torch.long)]
 
 
 def token_values(backbone: Any, weights: Weights, head: torch.Tensor, rows: Sequence[Row]) -> Any:

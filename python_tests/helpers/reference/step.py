@@ -42,6 +42,7 @@ from reference.rows import (
 from reference.update import Batch
 
 PerToken = Callable[[Sequence[Row]], list[list[float]]]
+TeacherOfRows = Callable[[Sequence[Row]], list[torch.Tensor | None]]
 
 
 @dataclass(slots=True)
@@ -89,6 +90,7 @@ def prepare(
     *,
     old: PerToken,
     reference: PerToken | None,
+    teacher: TeacherOfRows | None,
     values: PerToken | None,
     coefficient: float,
 ) -> Prepared:
@@ -97,6 +99,7 @@ def prepare(
     Args:
         old, reference: log-probabilities of response tokens by the policy before the update, and
             by the reference model.
+        teacher: log-probabilities by the teachers, None for a row without one.
         values: by the critic before the update.
         coefficient: of the KL in the reward.
     """
@@ -133,7 +136,9 @@ def prepare(
     of_critic = None if values is None else values(rows)
     advantages = compute_advantages(rows, config, of_critic)
     metrics |= summary_share(rows, advantages.values, algorithm.summary_weight)
-    return Prepared(Batch(rows, advantages, before, of_reference, of_critic), metrics, kl)
+    of_teacher = None if teacher is None else teacher(rows)
+    batch = Batch(rows, advantages, before, of_reference, of_teacher, of_critic)
+    return Prepared(batch, metrics, kl)
 
 
 def part_metrics(parts: Sequence[Part], config: Any) -> dict[str, float]:

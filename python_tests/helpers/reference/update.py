@@ -18,6 +18,7 @@ from reference.losses import (
     CustomLoss,
     TokenLosses,
     Tokens,
+    kl_of_likely_tokens,
     kl_penalties,
     policy_losses,
     reads_old,
@@ -30,6 +31,7 @@ ADAM_EPSILON = 1e-8
 CLIP_EPSILON = 1e-6
 
 Distributions = Callable[[Sequence[Row]], tuple[torch.Tensor, torch.Tensor]]
+Vocabulary = Callable[[Sequence[Row]], torch.Tensor]
 Place = tuple[int, int]  # a row and a token of its response
 
 
@@ -40,12 +42,14 @@ class Batch:
     Args:
         old: log-probabilities before the batch's first optimizer step.
         reference: those of the reference model, or None.
+        teacher: (response tokens, V) of each row's teacher, None for a row without one; or None.
     """
 
     rows: list[Row]
     advantages: Advantages
     old: list[list[float]]
     reference: list[list[float]] | None = None
+    teacher: list[torch.Tensor | None] | None = None
     values: list[list[float]] | None = None
 
 
@@ -115,6 +119,7 @@ def loss_terms(
     custom: CustomLoss | None = None,
     *,
     is_before_any_step: bool = False,
+    vocabulary: Vocabulary | None = None,
 ) -> Terms:
     """Return the loss of a mini-batch.
 
@@ -123,6 +128,7 @@ def loss_terms(
         is_before_any_step: whether the weights are still those of the old policy.
         distributions: log-probabilities and entropies of rows' response tokens, with a gradient.
         custom: the loss of each token, where the settings name none of the built-in ones.
+        vocabulary: log-probabilities of all tokens in their places, with a gradient.
     """
     algorithm = config.trainer.algorithm
     rows = batch.rows
@@ -149,9 +155,13 @@ def loss_terms(
     terms = Terms(num_trained=len(places))
     parts = []
     if places:
+        full = None
+        if algorithm.distillation.top_k > 0:
+            assert vocabulary is not None
+            full = picked(vocabulary([rows[number] for number in passed]), places)
         parts += _policy_terms(
             terms, batch, numbers, places, picked(logprobs, places), picked(entropies, places),
-            known, config, custom, is_before_any_step=is_before_any_step,
+            full, known, config, custom, is_before_any_step=is_before_any_step,
         )  # fmt: skip
     if observed:
         cross_entropy = -picked(logprobs, observed)
@@ -171,6 +181,7 @@ def _policy_terms(
     places: Sequence[Place],
     logprobs: torch.Tensor,
     entropies: torch.Tensor,
+    full: torch.Tensor | None,
     known: Callable[[Sequence[Sequence[float]]], list[float]],
     config: Any,
     custom: CustomLoss | None,
@@ -226,6 +237,11 @@ def _policy_terms(
         parts.append(algorithm.kl_loss_coef * kl_loss)
     if algorithm.use_entropy_loss:
         parts.append(-algorithm.entropy_loss_coef * (weights * entropies).sum())
+    if batch.teacher is not None:
+        distilled = distillation_terms(batch, places, logprobs, full, algorithm.distillation)
+        distillation_loss = (weights * distilled).sum()
+        terms.sums["distillation_loss"] = distillation_loss.item()
+        parts.append(algorithm.distillation.coef * distillation_loss)
     now = logprobs.tolist()
     terms.mismatch = [abs(one - other) for one, other in zip(before, sampled, strict=True)]
     terms.tokens |= {
@@ -240,6 +256,35 @@ def _policy_terms(
         "update_change": [abs(one - other) for one, other in zip(now, sampled, strict=True)],
     }
     return parts
+
+
+def distillation_terms(
+    batch: Batch,
+    places: Sequence[Place],
+    logprobs: torch.Tensor,
+    full: torch.Tensor | None,
+    settings: Any,
+) -> torch.Tensor:
+    """Return the term of each trained token; 0 in rows without a teacher.
+
+    Args:
+        logprobs: (M,) the policy's, of the sampled tokens.
+        full: (M, V) the policy's, of all tokens, where they are needed.
+    """
+    assert batch.teacher is not None
+    terms = []
+    for place, (number, token) in enumerate(places):
+        of_row = batch.teacher[number]
+        if of_row is None:
+            terms.append(logprobs[place] * 0.0)
+        elif full is None:
+            sampled = batch.rows[number].response[token]
+            terms.append((logprobs[place] - of_row[token, sampled]) ** 2 / 2)
+        else:
+            own = full[place]
+            kl = kl_of_likely_tokens(own, of_row[token], settings.top_k, settings.direction)
+            terms.append(kl)
+    return torch.stack(terms)
 
 
 def tokens_known_before(algorithm: Any, epochs: int) -> str:
@@ -277,6 +322,7 @@ def _visited_rows(
     without_advantages = algorithm.policy_loss_type not in LOSSES
     without_advantages |= algorithm.policy_loss_type == "cross_entropy"
     has_other_terms = algorithm.use_kl_loss or algorithm.use_entropy_loss
+    has_other_terms |= bool(algorithm.distillation.teachers)
     chooses = algorithm.policy_loss_type in OF_MINI_BATCH
     if has_other_terms or chooses or (has_policy_loss and without_advantages):
         return visited | {number for number, _ in places}

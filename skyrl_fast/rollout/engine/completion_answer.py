@@ -72,6 +72,16 @@ def prompt_logprobs(choice: Mapping[str, Any], token_ids: Sequence[int]) -> list
     return result
 
 
+def prompt_entries(choice: Mapping[str, Any]) -> list[dict[int, float]]:
+    """Return the log-probabilities by id, of each token of the prompt but the first."""
+    if choice.get("prompt_logprobs") is None:
+        raise ValueError("expected prompt_logprobs, got none: only vLLM's servers return them")
+    result = []
+    for row in entries(choice["prompt_logprobs"])[1:]:
+        result.append({int(token): number(one["logprob"]) for token, one in row.items()})
+    return result
+
+
 def routes(choice: Mapping[str, Any]) -> np.ndarray | None:
     """Return the routes, integers [tokens, layers, experts per token]; None: there are none.
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from skyrl_fast.config import SamplingParams
 from skyrl_fast.errors import RunError
+from skyrl_fast.rollout.engine.prompt_scores import PromptScores
 from skyrl_fast.rollout.stop_reason import STOP
 
 if TYPE_CHECKING:
@@ -196,10 +197,23 @@ class Engine(Sampler, Protocol):
     ) -> list[float]:
         """Return each token's logprob given those before it, at temperature 1, but the first's."""
 
+    async def score_prompt(self, token_ids: Sequence[int], *, top_k: int = 0) -> PromptScores:
+        """Return how likely the model, without an adapter, finds a sequence.
+
+        Args:
+            top_k: of most likely tokens in the place of each.
+
+        Raises:
+            RefusedRequestError: it is longer than the engine's limit, or has an unknown token.
+            EngineError: this request failed. EngineDeadError: all will.
+        """
+
     async def prompt_routes(
         self, token_ids: Sequence[int], *, policy: str | None = None
     ) -> tuple[list[float], np.ndarray]:
-        """Return the same, and the routes [tokens, layers, experts per token] that were taken.
+        """Return the `prompt_logprobs`, and the routes that were taken.
+
+        Routes are integers [tokens, layers, experts per token].
 
         Raises:
             EngineError: the engine does not record routes.

@@ -35,10 +35,12 @@ from skyrl_fast.rollout.engine.completion_answer import (
     kept_ids,
     number,
     parsing,
+    prompt_entries,
     prompt_logprobs,
     routes,
 )
 from skyrl_fast.rollout.engine.generation_check import check_generation
+from skyrl_fast.rollout.engine.prompt_scores import PromptScores, read_prompt_scores
 from skyrl_fast.rollout.engine.protocol import (
     Engine,
     EngineDeadError,
@@ -181,6 +183,7 @@ class RemoteEngine(Engine):
         self._transport = transport
         self._client: Any = None
         self._model = ""
+        self.max_model_len: int | None = None  # as the server says when it has started
         self._adapter = adapter
         self._adapter_version = 0  # version of the last one that was sent; never used again
         self.adapter_name: str | None = None  # name of the one that the server has
@@ -227,11 +230,13 @@ class RemoteEngine(Engine):
             raise EngineDeadError(text) from error
 
     async def _handshake(self) -> None:
-        first = {CLAIM_HEADER: CLAIM_AGAIN if self._has_claimed else CLAIM_FIRST}
-        models = await self._get("/v1/models", headers=first if self._claim else {})
+        claim = {CLAIM_HEADER: CLAIM_AGAIN if self._has_claimed else CLAIM_FIRST}
+        models = await self._get("/v1/models", headers=claim if self._claim else {})
         self._has_claimed = True
         with self._parsing("/v1/models"):
-            self._model = str(models["data"][0]["id"])
+            first = models["data"][0]
+            self._model = str(first["id"])
+            self.max_model_len = first.get("max_model_len")
         if self._weight_sync is None:
             return
         self._interrupted = True  # possibly, by a trainer that was killed
@@ -329,6 +334,23 @@ class RemoteEngine(Engine):
         with self._parsing(COMPLETIONS):
             return prompt_logprobs(choice, token_ids)
 
+    async def score_prompt(self, token_ids: Sequence[int], *, top_k: int = 0) -> PromptScores:
+        choice = await self._probe(token_ids, top_k=top_k)
+        with self._parsing(COMPLETIONS):
+            return read_prompt_scores(token_ids, prompt_entries(choice), top_k)
+
+    async def tokenize(self, text: str) -> list[int] | None:
+        """Return the ids of a text by the server's tokenizer; None: it does not tokenize."""
+        body = {"model": self._model, "prompt": text, "add_special_tokens": False}
+        try:
+            answer = await self._post("/tokenize", json=body)
+        except EngineDeadError:
+            raise
+        except EngineError:
+            return None
+        with self._parsing("/tokenize"):
+            return [int(number(token)) for token in entries(answer["tokens"])]
+
     async def prompt_routes(
         self, token_ids: Sequence[int], *, policy: str | None = None
     ) -> tuple[list[float], np.ndarray]:
@@ -340,12 +362,12 @@ class RemoteEngine(Engine):
             raise EngineError(f"{self.name} records no routes")
         return logprobs, taken
 
-    async def _probe(self, token_ids: Sequence[int]) -> dict[str, Any]:
+    async def _probe(self, token_ids: Sequence[int], *, top_k: int = 0) -> dict[str, Any]:
         request = {
             "prompt": list(token_ids),
             "max_tokens": 1,
             "temperature": 0.0,
-            "prompt_logprobs": 0,
+            "prompt_logprobs": top_k,
             "return_token_ids": True,
             "cache_salt": "probe",
         }

@@ -26,6 +26,7 @@ from skyrl_fast.config import SamplingParams
 from skyrl_fast.config.settings import REFERENCE
 from skyrl_fast.rollout.engine.completion_answer import parsing
 from skyrl_fast.rollout.engine.generation_check import check_generation
+from skyrl_fast.rollout.engine.prompt_scores import PromptScores, read_prompt_scores
 from skyrl_fast.rollout.engine.protocol import (
     Engine,
     EngineDeadError,
@@ -363,19 +364,30 @@ class VllmEngine(Engine):
             raise EngineError("the engine records no routes: enable_return_routed_experts is off")
         return logprobs, routes
 
-    async def _prompt(
-        self, token_ids: Sequence[int], policy: str | None
-    ) -> tuple[list[float], np.ndarray | None]:
+    async def score_prompt(self, token_ids: Sequence[int], *, top_k: int = 0) -> PromptScores:
+        output = await self._run_prompt(token_ids, None, top_k=top_k)
+        with parsing("vLLM answered"):
+            entries = []
+            for entry in output.prompt_logprobs[1:]:
+                entries.append({token: one.logprob for token, one in entry.items()})
+            return read_prompt_scores(token_ids, entries, top_k)
+
+    async def _run_prompt(self, token_ids: Sequence[int], adapter: Any, *, top_k: int = 0) -> Any:
+        """Return vLLM's output for a prompt with log-probabilities."""
         vllm = self._get_vllm()
         params = vllm.sampling_params(
             max_tokens=1,
             temperature=0.0,
-            prompt_logprobs=0,
+            prompt_logprobs=top_k,
             detokenize=False,
             output_kind=vllm.final_only,
         )
-        adapter = self._find_adapter(policy)
-        output = await self._run(token_ids, params, "probe", "probe", adapter)
+        return await self._run(token_ids, params, "probe", "probe", adapter)
+
+    async def _prompt(
+        self, token_ids: Sequence[int], policy: str | None
+    ) -> tuple[list[float], np.ndarray | None]:
+        output = await self._run_prompt(token_ids, self._find_adapter(policy))
         entries = output.prompt_logprobs[1:]
         logprobs = []
         for token, entry in zip(token_ids[1:], entries, strict=True):

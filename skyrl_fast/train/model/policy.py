@@ -176,6 +176,11 @@ class Policy(TrainedModel):
             ranks.register(other)
 
     @property
+    def vocab_size(self) -> int:
+        """Number of ids that the LM head has logits of."""
+        return int(self.head.module.weight.shape[0])
+
+    @property
     def has_adapter(self) -> bool:
         """Whether an adapter is trained in place of the model's own weights."""
         return self.adapter is not None
@@ -221,29 +226,53 @@ class Policy(TrainedModel):
         """Return (M,) float32 logprobs of the micro-batch's trained tokens, and their entropies."""
         micro = padded_trees(micro, self.device, self.ranks.sequence)
         self.use_adapter()
-        # Without waiting: the host prepares the backward pass while the device computes.
-        there = partial(_backend.to_device, device=self.device)
 
         def distinct() -> Any:
-            if micro.kept_ids is None:
-                kept_ids = None
-            else:
-                kept_ids = there(micro.kept_ids)
-            return self.head.logprobs(
-                self._predicting_states(micro),
-                there(micro.target_ids),
-                temperature=self.temperature,
-                kept_ids=kept_ids,
-                cu_kept=micro.cu_kept,
-                return_entropy=return_entropy,
-                saved_logits_bytes=self.saved_logits_bytes,
-            )
+            states = self._predicting_states(micro)
+            return self._head_logprobs(micro, states, return_entropy=return_entropy)
 
         result = with_full_params(self.model, distinct)
         if not return_entropy:
             return micro.joined(result), None
         values, entropy = result
         return micro.joined(values), micro.joined(entropy)
+
+    def _head_logprobs(self, micro: MicroBatch, states: torch.Tensor, **options: Any) -> Any:
+        """Return what `linear_logprob` does for the entries of a pass."""
+        # Without waiting: the host prepares the backward pass while the device computes.
+        there = partial(_backend.to_device, device=self.device)
+        if micro.kept_ids is None:
+            kept_ids = None
+        else:
+            kept_ids = there(micro.kept_ids)
+        return self.head.logprobs(
+            states,
+            there(micro.target_ids),
+            temperature=self.temperature,
+            kept_ids=kept_ids,
+            cu_kept=micro.cu_kept,
+            saved_logits_bytes=self.saved_logits_bytes,
+            **options,
+        )
+
+    def logprobs_with_others(
+        self, micro: MicroBatch, other_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return `logprobs` and entropies of a pass, and (M, K) logprobs of (M, K) other ids.
+
+        The others are those of the softmax over the vocabulary, also where a token was sampled from
+        a part of it. With one rank only.
+        """
+        assert self.ranks.size == 1
+        micro = padded_trees(micro, self.device, self.ranks.sequence)
+        self.use_adapter()
+        states = self._predicting_states(micro)
+        values, entropy = self._head_logprobs(micro, states, return_entropy=True)
+        ids = _backend.to_device(other_ids, self.device)
+        others = self.head.gathered_logprobs(
+            micro.joined(states), ids, temperature=self.temperature
+        )
+        return micro.joined(values), micro.joined(entropy), others
 
     def gathered_logprobs(self, micro: MicroBatch, target_ids: torch.Tensor) -> torch.Tensor:
         """Return (M, K) log-probabilities of these (M, K) ids in place of the trained tokens.

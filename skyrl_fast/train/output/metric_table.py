@@ -24,6 +24,7 @@ ENGINE = "with vLLM"
 AGENT = "with an agent"
 RANKS = "with several ranks"
 SUMMARIES = "with summaries"
+TEACHERS = "with teachers"
 
 # How an update's metrics add up, over its passes and over its mini-batches.
 Over = Literal[
@@ -355,6 +356,14 @@ METRICS = (
         "falls",
         over="cross_entropy_tokens",
     ),
+    Metric(
+        "policy/distillation_loss",
+        "KL between policy and teacher, weighted as in the loss, before distillation.coef",
+        "",
+        "falls",
+        TEACHERS,
+        over="sum",
+    ),
     Metric("policy/cross_entropy_loss", "cross-entropy, weighted as in the loss", over="sum"),
     Metric(
         "policy/cross_entropy_tokens",
@@ -495,6 +504,35 @@ METRICS = (
         "of these, below the bound",
         _SHARE,
         over="sequences",
+    ),
+    Metric(
+        "distillation/kl",
+        "mean of log policy - log teacher over trained tokens: an estimate of KL(policy, teacher) "
+        "per token, before the update of the batch",
+        "nats",
+        "falls; slightly below 0 by chance at the end",
+        TEACHERS,
+    ),
+    Metric(
+        "distillation/{data set}/kl",
+        "the same of each of several data sets",
+        "nats",
+        "falls",
+        TEACHERS,
+    ),
+    Metric(
+        "distillation/teacher_top_mass",
+        "probability of the teacher's top_k tokens, mean over trained tokens",
+        "",
+        "above 0.9; less: raise top_k",
+        TEACHERS,
+    ),
+    Metric(
+        "distillation/teacher_tokens",
+        "tokens that the teachers have read; rows that begin another one are not read again",
+        "tokens",
+        "",
+        TEACHERS,
     ),
     Metric(
         "loss/avg_kl",
@@ -741,6 +779,10 @@ METRICS = (
     Metric("faults/engine_deaths", "engines that died", "", "0", ENGINE),
     Metric("faults/engine_restarts", "engines that were restarted", "", "0", ENGINE),
     Metric("faults/requests_sent_again", "requests repeated on another engine", "", "0", ENGINE),
+    Metric("faults/teacher_restarts", "restarts of lost teachers", "", "0", TEACHERS),
+    Metric(
+        "faults/teacher_requests_sent_again", "sequences scored again", "", _NO_FAULTS, TEACHERS
+    ),
     Metric("faults/requests_interrupted", "requests continued after new weights", "", "", ENGINE),
     *(
         Metric(f"faults/gateway_{name}", meaning, "", _NO_FAULTS, AGENT)
@@ -805,6 +847,7 @@ METRICS = (
     ),
     Metric("timing/batch", "building the batch", _SECONDS, "a small share of timing/step"),
     Metric("timing/advantages", "advantages, with their forward passes", _SECONDS),
+    Metric("timing/teachers", "waiting for the teachers", _SECONDS, "", TEACHERS),
     Metric("timing/forward_backward", "forward and backward passes and optimizer steps", _SECONDS),
     Metric("timing/sync", "transferring and verifying the weights", _SECONDS),
     Metric(

@@ -11,6 +11,7 @@ PHASES = (
     "wait",
     "batch",
     "advantages",
+    "teachers",
     "forward_backward",
     "sync",
     "eval",

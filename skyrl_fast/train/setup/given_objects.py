@@ -202,6 +202,13 @@ def with_absolute_paths(config: Config) -> Config:
         if model.path is not None and Path(model.path).is_dir():  # not a name on the hub
             model.path = str(Path(model.path).absolute())
     algorithm = config.trainer.algorithm
+    distillation = algorithm.distillation
+    for source, teacher in distillation.teachers.items():
+        # Another type is refused later, by its name.
+        if isinstance(teacher, str) and Path(teacher).is_dir():
+            distillation.teachers[source] = str(Path(teacher).absolute())
+    if distillation.api_key_file is not None:
+        distillation.api_key_file = str(Path(expanduser(distillation.api_key_file)).absolute())
     environment = config.environment
     for section, name in (
         (algorithm, "policy_loss_type"),

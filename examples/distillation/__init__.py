@@ -1,0 +1,1 @@
+"""Distillation: a student learns from the probabilities of a teacher."""

@@ -158,8 +158,8 @@ def model_size(config: Any, lora: LoraConfig | None = None) -> ModelSize:
     Raises:
         UnmeasurableError: transformers cannot create it.
     """
-    with _fake_tensors():
-        model = _make_fake(find_auto_class(config), config, torch.float32, lora)
+    with _named_errors():
+        model = _make_without_memory(find_auto_class(config), config, torch.float32, lora)
         layers = layers_of(backbone(model))
         of_layers = []
         for layer in layers:
@@ -359,12 +359,20 @@ def _only_layers(backbone: Any, numbers: Sequence[int]) -> Iterator[None]:
             config.layer_types = types
 
 
-def _make_fake(kind: Any, config: Any, dtype: torch.dtype, lora: LoraConfig | None) -> Any:
-    with torch.device("meta"):  # PEFT moves modules, which those of fake tensors do not survive
+def _make_without_memory(
+    kind: Any, config: Any, dtype: torch.dtype, lora: LoraConfig | None
+) -> Any:
+    with torch.device("meta"):
         model = kind.from_config(config, dtype=dtype)
         freeze_other_parts(model)
         if lora is not None:
             add_adapters(model, lora, base="")
+    return model
+
+
+def _make_fake(kind: Any, config: Any, dtype: torch.dtype, lora: LoraConfig | None) -> Any:
+    # PEFT moves modules, which those of fake tensors do not survive: they are replaced afterwards.
+    model = _make_without_memory(kind, config, dtype, lora)
     fakes: dict[torch.Tensor, torch.Tensor] = {}  # tied weights stay tied
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -385,9 +393,14 @@ def _make_fake(kind: Any, config: Any, dtype: torch.dtype, lora: LoraConfig | No
 def _fake_tensors(mode: Any = None) -> Iterator[None]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    with _named_errors(), mode or FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+@contextlib.contextmanager
+def _named_errors() -> Iterator[None]:
     try:
-        with mode or FakeTensorMode(allow_non_fake_inputs=True):
-            yield
+        yield
     except Exception as error:
         name = type(error).__name__
         raise UnmeasurableError(

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from skyrl_fast.train.memory.activations import (
     ActivationMemory,
     FakeBackbones,
     ModelSize,
+    PassMemory,
     activation_memory,
     load_model_config,
     model_size,
@@ -163,7 +165,7 @@ def plan_with_remedies(
     remedies = find_remedies(
         config,
         list(_axes(config, with_engine, max_gpus)),
-        lambda settings: planner.plan_changed(config, settings),
+        partial(planner.plan_changed, config),
         is_on_gpus=_device(config).type == "cuda",
     )
     return replace(plan, remedies=remedies)
@@ -179,8 +181,12 @@ class _Planner:
         self._with_engine = with_engine
         self._measure = _Measurements()
 
-    def plan(self, config: Config) -> MemoryPlan:
-        measure = self._measure
+    def plan(self, config: Config, *, with_activations: bool = True) -> MemoryPlan:
+        """Return the plan; without activations, which take long to measure, a lower bound of it."""
+        if with_activations:
+            measure = self._measure
+        else:
+            measure = self._measure.without_activations()
         local = self._with_engine and config.engine_place.is_here
         if _device(config).type == "cpu":
             return _plan_main_memory(_with_dtypes_of_cpu(config), measure, self._capacity, local)
@@ -199,7 +205,9 @@ class _Planner:
             config, measure, self._capacity, engine, in_use=self._in_use, on_cluster=on_cluster
         )
 
-    def plan_changed(self, config: Config, settings: dict[str, Any]) -> MemoryPlan | None:
+    def plan_changed(
+        self, config: Config, settings: dict[str, Any], *, with_activations: bool = True
+    ) -> MemoryPlan | None:
         """Return the plan with settings changed; None where they exclude each other."""
         changed = with_settings(config, settings)
         shared = changed.trainer.policy.sequence_parallel_size
@@ -210,7 +218,7 @@ class _Planner:
         if budget is not None and budget * shared < _row_length(changed):
             return None
         try:
-            return self.plan(changed)
+            return self.plan(changed, with_activations=with_activations)
         except ValueError:  # such as ipc with several GPUs
             return None
 
@@ -246,6 +254,15 @@ class _Measurements:
                 self.config(path), length, backbones=self._backbones, **options
             )
         return self._activations[key]
+
+    def without_activations(self) -> _Measurements:
+        """Return the same sizes, with activations of 0 bytes."""
+        return _SizesOnly(self._configs, self._sizes)
+
+
+class _SizesOnly(_Measurements):
+    def activations(self, path: str, length: int, **options: Any) -> ActivationMemory:
+        return ActivationMemory(PassMemory(0, 0), PassMemory(0, 0))
 
 
 def _plan(

@@ -1,15 +1,16 @@
 """Settings with which a run that does not fit into its memory would.
 
 Every combination of the values below is planned, the mildest first, so that what is proposed was
-planned itself, and "nothing fits" was looked for in the whole grid.
+planned itself, and "nothing fits" was looked for in the whole grid. Measuring activations takes
+most of the time: a combination that does not fit without them is not planned with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, Protocol
 
 from skyrl_fast.config import Config
 from skyrl_fast.train.memory.device_plan import MemoryPlan, Remedies
@@ -21,7 +22,13 @@ ENGINE = "generator.inference_engine"
 PLACEMENT = "trainer.placement.policy_num_gpus_per_node"
 
 Settings = dict[str, Any]
-PlanSettings = Callable[[Settings], MemoryPlan | None]  # None: they exclude each other
+
+
+class PlanSettings(Protocol):
+    """Plans the run with settings changed."""
+
+    def __call__(self, settings: Settings, *, with_activations: bool = True) -> MemoryPlan | None:
+        """Return the plan, without activations a lower bound; None: they exclude each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +51,6 @@ def find_remedies(
 
     Args:
         axes: what may be changed, in the order in which it is preferred.
-        plan: plans the run with settings changed.
     """
     tried = tuple(axis.name for axis in axes)
     nearest = _Nearest()
@@ -61,6 +67,8 @@ def find_remedies(
     if not found and not by_lora:
         tried += ("shorter rows",)
         shorter = _with_shorter_rows(config, axes, plan, nearest, by_lora=trains_all)
+    if not (found or by_lora or shorter):
+        nearest.settle(plan)
     return Remedies(
         tuple(map(join_overrides, found)),
         tuple(map(join_overrides, by_lora)),
@@ -75,7 +83,7 @@ def _alone(axes: Sequence[Axis], plan: PlanSettings) -> list[Settings]:
     """Return the mildest value of each axis that is enough alone."""
     found = []
     for axis in axes:
-        enough = (values for values in axis.values if _fits(plan(values)))
+        enough = (values for values in axis.values if _fits(plan, values))
         first = next(enough, None)
         if first is not None:
             found.append(first)
@@ -88,12 +96,25 @@ class _Nearest:
     def __init__(self) -> None:
         self.settings: Settings = {}
         self.lacking_bytes = 0
+        self._bounded: list[tuple[int, Settings]] = []  # bytes that each lacks at least
 
     def see(self, settings: Settings, plan: MemoryPlan) -> None:
-        lacking = max(device.total - device.capacity for device in plan.devices)
+        lacking = _lacking_bytes(plan)
         if not self.lacking_bytes or lacking < self.lacking_bytes:
             self.settings = settings
             self.lacking_bytes = lacking
+
+    def see_bound(self, settings: Settings, bound: MemoryPlan) -> None:
+        self._bounded.append((_lacking_bytes(bound), settings))
+
+    def settle(self, plan: PlanSettings) -> None:
+        """Plan those of which only a bound is known, as far as they may lack less."""
+        for at_least, settings in sorted(self._bounded, key=lambda bounded: bounded[0]):
+            if self.lacking_bytes and at_least >= self.lacking_bytes:
+                return
+            planned = plan(settings)
+            if planned is not None:
+                self.see(settings, planned)
 
 
 def _together(
@@ -112,9 +133,14 @@ def _together(
         for axis, index in zip(axes, indices, strict=True):
             if index:
                 settings |= axis.values[index - 1]
-        planned = plan(settings)
-        if planned is None:
+        bound = plan(settings, with_activations=False)
+        if bound is None:
             continue
+        if not bound.fits:
+            nearest.see_bound(settings, bound)
+            continue
+        planned = plan(settings)
+        assert planned is not None
         if planned.fits:
             return [settings]
         nearest.see(settings, planned)
@@ -152,8 +178,16 @@ def _with_shorter_rows(
     return longest or shortest
 
 
-def _fits(plan: MemoryPlan | None) -> bool:
-    return plan is not None and plan.fits
+def _fits(plan: PlanSettings, settings: Settings) -> bool:
+    bound = plan(settings, with_activations=False)
+    if bound is None or not bound.fits:
+        return False
+    planned = plan(settings)
+    return planned is not None and planned.fits
+
+
+def _lacking_bytes(plan: MemoryPlan) -> int:
+    return max(device.total - device.capacity for device in plan.devices)
 
 
 def join_overrides(settings: Settings) -> str:

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+ROUNDING = 1e-3  # by which the log-probability of a certain token may exceed 0
+
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
@@ -56,11 +58,7 @@ def read_prompt_scores(
 
 def _checked(values: Any) -> np.ndarray:
     logprobs = np.asarray(values, np.float32)
-    # Rounding lets a certain token have slightly more than all of the probability.
-    wrong = ~(np.isfinite(logprobs) & (logprobs <= _ROUNDING))
+    wrong = ~(np.isfinite(logprobs) & (logprobs <= ROUNDING))
     if wrong.any():
         raise ValueError(f"expected log-probabilities up to 0, got {logprobs[wrong].flat[0]}")
     return logprobs
-
-
-_ROUNDING = 1e-3

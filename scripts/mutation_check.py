@@ -299,8 +299,8 @@ FAULTS = (
     Fault(
         "rows without an advantage are not trained although they have a KL loss",
         "skyrl_fast/train/update.py",
-        "has_other_terms = algorithm.use_kl_loss or algorithm.use_entropy_loss",
-        "has_other_terms = algorithm.use_entropy_loss",
+        "algorithm.use_kl_loss or algorithm.use_entropy_loss or",
+        "algorithm.use_entropy_loss or",
         ("train/test_feature_pairs.py",),
     ),
     Fault(
@@ -489,8 +489,8 @@ FAULTS = (
     Fault(
         "the entropy of the environment's tokens is in the loss",
         "skyrl_fast/train/update.py",
-        "there(here.rows[row_of_token] * sampled)",
-        "there(here.rows[row_of_token])",
+        "weight = there(here.of_tokens(rows, index) * sampled)",
+        "weight = there(here.of_tokens(rows, index))",
         ("train/test_feature_pairs.py",),
     ),
     Fault(

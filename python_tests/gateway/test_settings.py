@@ -77,3 +77,8 @@ def test_outcomes(value: Any, outcome: Outcome) -> None:
 def test_outcomes_that_are_none(value: Any) -> None:
     with pytest.raises(OutcomeError):
         outcome_of(value)
+
+
+def test_metrics_in_a_mapping_of_their_own_are_refused_with_the_right_form() -> None:
+    with pytest.raises(OutcomeError, match=r"metrics: .*; each metric is a key of its own: \{"):
+        outcome_of({"reward": 1.0, "metrics": {"turns": 3}})

@@ -87,6 +87,13 @@ SEARCHES = {
     "jupyter notebook": "guide/troubleshooting.md",
     "tinker": "guide/tinker.md",
     "compaction": "guide/long_agents.md",
+    "log wandb": "guide/troubleshooting.md",
+    "resume crash": "guide/troubleshooting.md",
+    "save final model vllm": "guide/troubleshooting.md",
+    "two datasets": "guide/troubleshooting.md",
+    "reward model server": "guide/troubleshooting.md",
+    "multi-gpu": "guide/troubleshooting.md",
+    "reset environment": "guide/troubleshooting.md",
 }
 READ_HITS = 3  # pages of an answer that people read
 

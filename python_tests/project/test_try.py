@@ -143,7 +143,7 @@ def test_exception_has_file_and_line(
     out = capsys.readouterr().out
     line = 1 + (GUESS + OTHERS).splitlines().index('        return super().step({}["oops"])')
     assert out.endswith(
-        "  the environment did not answer\n"
+        "  the environment gave no answer\n"
         "failed (env_error): environment guess_env.py:Raises: step raised KeyError: 'oops'\n"
     )
     assert f'guess_env.py", line {line}, in step' in caplog.text

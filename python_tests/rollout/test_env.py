@@ -158,6 +158,13 @@ def shouting(row):
 class Nothing:
     def __init__(self, row): pass
     def step(self, action): return {}
+
+class Gym(Env):
+    def reset(self): return "the first prompt"
+    def step(self, action): return EnvStep(0.0, done=True)
+
+class Both(Gym):
+    def init(self, messages): return [{"role": "user", "content": self.reset()}]
 """
 
 
@@ -190,6 +197,21 @@ def test_environment_without_required_methods_is_named(tmp_path: Path) -> None:
     wanted = "expected an Env, got Nothing without init, metrics, close"
     with pytest.raises(EnvError, match=wanted):
         with_factory(EnvironmentConfig(), lambda factory: factory.make(f"{path}:Nothing", {}))
+
+
+def test_a_reset_that_nothing_calls_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "own_env.py"
+    path.write_text(OWN_ENV)
+    wanted = r"Gym: expected init\(messages\), which returns the first prompt, got reset, which is"
+    with pytest.raises(EnvError, match=wanted):
+        with_factory(EnvironmentConfig(), lambda factory: factory.make(f"{path}:Gym", {}))
+
+    async def begin(factory: EnvFactory) -> None:
+        env = await factory.make(f"{path}:Both", {})
+        assert await env.init([]) == [{"role": "user", "content": "the first prompt"}]
+        await env.close()
+
+    with_factory(EnvironmentConfig(), begin)
 
 
 @pytest.mark.parametrize(

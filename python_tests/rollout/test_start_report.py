@@ -53,7 +53,12 @@ def test_a_start_says_where_its_log_is_and_the_last_line_of_it(tmp_path: Path) -
 
         return act
 
-    time = FakeTime(nothing, write("first\nloading shard 1\n\n"), write("evil\x1b[2J\n"))
+    time = FakeTime(
+        nothing,
+        write("first\nloading shard 1\n\n"),
+        nothing,
+        write("evil\x1b[2J\n"),
+    )
     with report_start("vLLM starts", log, lines.append, clock=time.clock, wait=time.wait):
         pass
     assert REPORT_SECONDS == 15
@@ -61,8 +66,9 @@ def test_a_start_says_where_its_log_is_and_the_last_line_of_it(tmp_path: Path) -
         "engine: vLLM starts",
         "engine: still starting, 15 s",
         "engine: still starting, 30 s, last line of its log: loading shard 1",
-        "engine: still starting, 45 s, last line of its log: evil\\x1b[2J",
-        "engine: ready after 60 s",
+        "engine: still starting, 45 s",
+        "engine: still starting, 60 s, last line of its log: evil\\x1b[2J",
+        "engine: ready after 75 s",
     ]
 
 

@@ -160,6 +160,8 @@ def test_what_cannot_be_evaluated_is_named_before_an_engine_starts(folder: Path)
     (folder / "empty").mkdir()
     with pytest.raises(SetupError, match="empty: expected the folder of a run with a checkpoint"):
         attempt(folder / "model", folder / "empty")
+    with pytest.raises(SetupError, match=r"^targets: model folder not found: \./nothing"):
+        attempt("./nothing")
     with pytest.raises(SetupError, match="out: expected no such file or folder"):
         attempt(folder / "model", out=folder / "empty")
     with pytest.raises(SetupError, match=r"data\.val_data: expected prompts to evaluate on"):

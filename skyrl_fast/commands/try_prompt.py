@@ -322,7 +322,7 @@ def _turn_lines(number: int, step: ObservedStep) -> list[str]:
     lines = [f"turn {number}", *_entry("answer", step.action)]
     answer = step.answer
     if answer is None:
-        return [*lines, "  the environment did not answer"]
+        return [*lines, "  the environment gave no answer"]
     if isinstance(answer, Mapping):
         given = answer
     else:

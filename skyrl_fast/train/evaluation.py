@@ -21,7 +21,7 @@ from typing import Any
 
 from skyrl_fast.config import Config, ConfigSource, as_config, check_config, sums_rewards, to_dict
 from skyrl_fast.config.asynchronous import FullyAsyncConfig
-from skyrl_fast.config.model_folder import model_folder
+from skyrl_fast.config.model_folder import POLICY, model_folder
 from skyrl_fast.config.modes import EnginePlace
 from skyrl_fast.config.settings import CriticConfig, LoraConfig, PlacementConfig
 from skyrl_fast.gateway.agents.task import AgentTask
@@ -189,9 +189,13 @@ def evaluate(
             raise SetupError("data.val_data: expected prompts to evaluate on, got none")
         chosen = _named_targets([_find_target(str(target), config) for target in targets])
         chosen = chosen or [_target_of_settings(config)]
+        if targets:
+            given_by = "targets"
+        else:
+            given_by = POLICY
         # All of them before the first engine, which takes minutes.
         for target in chosen:
-            path = str(model_folder(target.path))
+            path = str(model_folder(target.path, setting=given_by))
             if make_rollouts is None:
                 check_rollouts(target.config, path, prompts=prompts, make_env=make_env)
     results = []

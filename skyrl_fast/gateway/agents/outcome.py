@@ -65,7 +65,10 @@ def _number(name: str, value: Any, *, largest: float = sys.float_info.max) -> fl
         number = math.nan
     if isinstance(value, str) or not abs(number) <= largest:
         kind = "float32 number" if largest == LARGEST_REWARD else "number"
-        raise OutcomeError(f"{name}: expected a finite {kind}, got {_shown(value)}")
+        text = f"{name}: expected a finite {kind}, got {_shown(value)}"
+        if name == "metrics":
+            text += '; each metric is a key of its own: {"reward": 1.0, "turns": 3}'
+        raise OutcomeError(text)
     return number
 
 

@@ -30,7 +30,8 @@ def report_start(
 
     Args:
         begin: the first line, without "engine: ".
-        log: file that the engine writes, of which the last line is quoted; None: there is none.
+        log: file that the engine writes, of which the last line is quoted if it is new; None: there
+            is none.
         say: called with each line, also by the thread.
         clock: seconds.
         wait: waits for so many seconds or for the end of the block, and returns whether that came;
@@ -42,11 +43,13 @@ def report_start(
     old_bytes = _size(log)  # a resumed run appends to the log
 
     def report() -> None:
+        quoted = ""
         while not until_ended(REPORT_SECONDS):
             line = f"engine: still starting, {clock() - started:.0f} s"
             last = _last_line(log, old_bytes)
-            if last:
+            if last != quoted:
                 line += f", last line of its log: {last}"
+            quoted = last
             say(line)
 
     say(f"engine: {begin}")

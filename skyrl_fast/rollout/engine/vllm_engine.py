@@ -132,9 +132,9 @@ def start_vllm(setup: VllmSetup) -> Vllm:
     arguments = engine_args(setup)
     forms = arguments.pop("structured_outputs_config")
     config = StructuredOutputsConfig(**forms)
-    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, structured_outputs_config=config))
+    engine = AsyncEngineArgs(**arguments, structured_outputs_config=config)
     return Vllm(
-        llm,
+        AsyncLLM.from_engine_args(engine),
         SamplingParams,
         StructuredOutputsParams,
         RequestOutputKind.FINAL_ONLY,
@@ -209,9 +209,11 @@ class VllmEngine(Engine):
             children_exit_with_this_process(logging_file),
             end_on_signals(),
         ):
-            # Building blocks this thread for seconds, while nothing else is running yet.
+            # Building blocks this thread for seconds, while nothing else is running yet. Imports of
+            # vLLM keep this frame: an engine in a variable of it would be deleted when the
+            # interpreter ends, with an error.
             try:
-                vllm = self._start(self._setup)
+                self.vllm = self._start(self._setup)
             except EngineDeadError:  # before anything was started
                 self._sockets.cleanup()
                 raise
@@ -221,8 +223,11 @@ class VllmEngine(Engine):
                 # Last, below what its processes have printed and logged.
                 guard = missing_guard(self._main or main_module())
                 raise EngineDeadError("\n".join(filter(None, (reason, guard)))) from error
-        self.vllm = vllm
         let_engine_go_first(True, on_cpu=on_cpu)
+        await self._prepare_workers(self.vllm)
+        log.info("vLLM is up after %.1f s", time.perf_counter() - started)
+
+    async def _prepare_workers(self, vllm: Vllm) -> None:
         self._vocab_size = vllm.llm.model_config.get_vocab_size()
         with self._explain_failure("did not start"):
             patches = await self._answer(vllm.llm.collective_rpc("apply_patches"))
@@ -230,7 +235,6 @@ class VllmEngine(Engine):
         self.weights_dtype = find_common_dtype(dtypes)
         if self._setup.engine.weight_sync_backend in BACKENDS:
             await self._join_workers(len(dtypes))
-        log.info("vLLM is up after %.1f s", time.perf_counter() - started)
         log.info("%s", describe_patches(patches))
 
     async def _join_workers(self, num_workers: int) -> None:

@@ -200,4 +200,15 @@ def create_env(
             f"expected an Env, got {type_name(env)} without {', '.join(absent)}; a subclass "
             "of skyrl_fast.train.Env has to define only step"
         )
+    if _resets_in_vain(env):
+        raise TypeError(
+            f"{type_name(env)}: expected init(messages), which returns the first prompt, got "
+            "reset, which is never called"
+        )
     return env
+
+
+def _resets_in_vain(env: Any) -> bool:
+    """Return whether an environment begins an episode as in Gymnasium, where nothing calls it."""
+    kind = type(env)
+    return Env in kind.__mro__ and hasattr(env, "reset") and kind.init is Env.init

@@ -51,6 +51,15 @@ class DistillationConfig:
     def is_on(self) -> bool:
         return bool(self.teachers)
 
+    @property
+    def started_models(self) -> dict[str, str]:
+        """Teachers for which the run starts engines, by data source."""
+        models = {}
+        for source, teacher in self.teachers.items():
+            if not is_server(teacher):
+                models[source] = teacher
+        return models
+
 
 def is_server(teacher: str) -> bool:
     """Return whether a teacher is the address of a server, not a model."""

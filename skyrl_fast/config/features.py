@@ -17,7 +17,6 @@ from skyrl_fast.config.algorithm import (
     policy_loss_spec,
 )
 from skyrl_fast.config.distillation import SETTING as DISTILLATION
-from skyrl_fast.config.distillation import is_server
 from skyrl_fast.config.listing import shown
 from skyrl_fast.config.modes import EnginePlace, EngineWeights
 from skyrl_fast.config.settings import Config, leaves
@@ -172,11 +171,6 @@ def _sends_files_to_cluster(config: Config) -> bool:
         config.engine_place is EnginePlace.CLUSTER
         and _engine(config, "weight_sync_backend") == "file"
     )
-
-
-def _starts_teachers(config: Config) -> bool:
-    teachers = config.trainer.algorithm.distillation.teachers.values()
-    return not all(map(is_server, teachers))
 
 
 def _replicas(config: Config) -> int:
@@ -455,7 +449,7 @@ _DISTILLATION = (
         setting=f"{DISTILLATION}.teachers",
         on="a model",
         off="addresses of servers",
-        is_on=_starts_teachers,
+        is_on=lambda config: bool(_algorithm(config, "distillation").started_models),
         excludes={"engines on a cluster": "Ray chooses the GPUs of the run's engines"},
     ),
 )

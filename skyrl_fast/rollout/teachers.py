@@ -261,9 +261,8 @@ def check_teachers(config: Config) -> None:
         ValueError: rows can be longer than a teacher's limit.
     """
     settings = config.trainer.algorithm.distillation
-    for name in dict.fromkeys(settings.teachers.values()):
-        if not is_server(name):
-            _make_setup(config, name, 0)
+    for name in dict.fromkeys(settings.started_models.values()):
+        _make_setup(config, name, 0)
 
 
 async def _check_started(config: Config, tokenizer: Any, teachers: Mapping[str, Teacher]) -> None:

@@ -212,9 +212,11 @@ class FakeBackbones:
         """Number of models that were made."""
         return len(self._made)
 
-    def fake_tensors(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def fake_tensors(self) -> Iterator[None]:
         """Return a context in which tensors are fake, and may meet those of the models."""
-        return _fake_tensors(self._mode)
+        with _named_errors(), self._mode:
+            yield
 
     def get(
         self, config: Any, dtype: torch.dtype, checkpointed: bool, lora: LoraConfig | None
@@ -387,14 +389,6 @@ def _make_fake(kind: Any, config: Any, dtype: torch.dtype, lora: LoraConfig | No
         for tensors in (module._parameters, module._buffers):
             tensors.update({n: fake(t) for n, t in tensors.items() if t is not None})
     return model
-
-
-@contextlib.contextmanager
-def _fake_tensors(mode: Any = None) -> Iterator[None]:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with _named_errors(), mode or FakeTensorMode(allow_non_fake_inputs=True):
-        yield
 
 
 @contextlib.contextmanager

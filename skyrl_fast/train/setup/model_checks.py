@@ -10,7 +10,6 @@ from pathlib import Path
 
 from skyrl_fast.config import Config, InferenceEngineConfig
 from skyrl_fast.config.distillation import SETTING as DISTILLATION
-from skyrl_fast.config.distillation import is_server
 from skyrl_fast.config.model_folder import model_folder
 from skyrl_fast.train.memory.activations import UnmeasurableError
 from skyrl_fast.train.memory.device_plan import MemoryPlan
@@ -41,10 +40,8 @@ def check_models(config: Config, checkpoint: Path | None) -> Path:
     if checkpoint is None:
         others.append(("critic", trainer.critic.model.path))
     others = [(f"trainer.{name}.model.path", path) for name, path in others]
-    teachers = trainer.algorithm.distillation.teachers
-    for source, teacher in teachers.items():
-        if not is_server(teacher):
-            others.append((f"{DISTILLATION}.teachers.{source}", teacher))
+    for source, teacher in trainer.algorithm.distillation.started_models.items():
+        others.append((f"{DISTILLATION}.teachers.{source}", teacher))
     _check_teachers_memory(config)
     folder = model_folder(model_path(config, checkpoint))
     for setting, path in others:
@@ -56,8 +53,7 @@ def check_models(config: Config, checkpoint: Path | None) -> Path:
 def _check_teachers_memory(config: Config) -> None:
     """Raise ValueError for a teacher whose share of a GPU is not given: the plan leaves none."""
     settings = config.trainer.algorithm.distillation
-    is_local = not all(map(is_server, settings.teachers.values()))
-    if not is_local or find_device(config.trainer.device).type == "cpu":
+    if not settings.started_models or find_device(config.trainer.device).type == "cpu":
         return
     if "gpu_memory_utilization" not in settings.engine_init_kwargs:
         raise ValueError(

@@ -8,7 +8,7 @@ import pytest
 
 from skyrl_fast.config import as_config
 from skyrl_fast.train.run import warn_of_the_reference
-from skyrl_fast.train.setup.model_checks import check_vocabulary
+from skyrl_fast.train.setup.model_checks import check_models, check_vocabulary
 
 SETTING = "trainer.ref.model.path"
 
@@ -45,6 +45,25 @@ def test_another_vocabulary_is_refused(tmp_path: Path, tiny_tokenizer: Any) -> N
     other = model(tmp_path / "other", reversed_ids(tiny_tokenizer), size)
     with pytest.raises(ValueError, match=rf"^{SETTING}: expected a model with the policy's token"):
         check_vocabulary(policy, other, SETTING)
+
+
+@pytest.mark.parametrize(
+    ("setting", "others"),
+    [
+        ("trainer.critic.model.path", {"trainer.algorithm.advantage_estimator": "gae"}),
+        ("trainer.ref.model.path", {"trainer.algorithm.use_kl_loss": True}),
+        ("trainer.algorithm.distillation.teachers.default", {}),
+    ],
+)
+def test_the_vocabulary_of_each_second_model_is_compared(
+    setting: str, others: dict[str, Any], tmp_path: Path, tiny_tokenizer: Any
+) -> None:
+    policy = model(tmp_path / "policy", tiny_tokenizer, len(tiny_tokenizer))
+    few = model(tmp_path / "few", None, 8)
+    settings = {"trainer.policy.model.path": str(policy), "trainer.device": "cpu", **others}
+    config = as_config({**settings, setting: str(few)})
+    with pytest.raises(ValueError, match=rf"^{setting}: expected .* got 8 in"):
+        check_models(config, None)
 
 
 def test_the_reference_of_a_continued_adapter_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import io
 import json
 import os
@@ -199,10 +200,15 @@ def _hint_at(hint: Any, keys: Sequence[str]) -> Any:
     for key in keys:
         section = _without_none(hint)
         if dataclasses.is_dataclass(section):
-            hint = typing.get_type_hints(section).get(key)
+            hint = _hints_of(section).get(key)
         else:
             hint = None
     return hint
+
+
+@functools.cache  # text hints are compiled at each call otherwise: most of the time of a parse
+def _hints_of(section: Any) -> dict[str, Any]:
+    return typing.get_type_hints(section)
 
 
 def _without_none(hint: Any) -> Any:
@@ -248,7 +254,7 @@ def _build(cls: type, values: Any, prefix: str) -> Any:
     if not isinstance(values, Mapping):
         raise ConfigError(f"{prefix}: expected a section with keys, got {values!r}")
     values = _by_section(values, prefix)
-    hints = typing.get_type_hints(cls)
+    hints = _hints_of(cls)
     known = {item.name for item in dataclasses.fields(cls)}
     for key in values:
         if key not in known:

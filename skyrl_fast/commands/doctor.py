@@ -119,7 +119,12 @@ def _extension() -> list[Finding]:
         Finding("SIMD level", OK, _C.simd_level()),
     ]
     if _C.cuda_archs is None:
-        advice = "to add them: install nvcc (CUDA toolkit) and reinstall with SKYRL_FAST_CUDA=on"
+        if _has_gpu():
+            advice = (
+                "to add them: install nvcc (CUDA toolkit) and reinstall with SKYRL_FAST_CUDA=on"
+            )
+        else:
+            advice = "only a machine with a GPU needs them"
         lines.append(Finding("CUDA kernels", OPTIONAL, "not compiled in", advice))
     elif fault := driver_fault():
         advice = (

@@ -79,6 +79,7 @@ def run(options: argparse.Namespace) -> int:
         num_gpus = options.num_gpus or torch.cuda.device_count() or None
         on_this_gpu = options.device_memory is None and config.trainer.device != "cpu"
         in_use = memory_in_use(config) if on_this_gpu else 0
+        sys.stderr.write("planning: measuring passes of the model on tensors without memory ...\n")
         result = plan_with_remedies(config, capacity=capacity, in_use=in_use, num_gpus=num_gpus)
     sys.stdout.write(f"{result}\n")
     proposals = [] if result.remedies is None else result.remedies.proposals

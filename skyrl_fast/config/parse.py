@@ -200,15 +200,15 @@ def _hint_at(hint: Any, keys: Sequence[str]) -> Any:
     for key in keys:
         section = _without_none(hint)
         if dataclasses.is_dataclass(section):
-            hint = _hints_of(section).get(key)
+            hint = _hints_of(typing.cast(type, section)).get(key)
         else:
             hint = None
     return hint
 
 
 @functools.cache  # text hints are compiled at each call otherwise: most of the time of a parse
-def _hints_of(section: Any) -> dict[str, Any]:
-    return typing.get_type_hints(section)
+def _hints_of(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
 
 
 def _without_none(hint: Any) -> Any:

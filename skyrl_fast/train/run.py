@@ -542,7 +542,10 @@ async def _run_loop(
                     _leave_now(number)
                 return
             received.append(number)
-            display.say("stopping with a checkpoint; a second signal exits immediately")
+            display.say(
+                f"stopping with a checkpoint, in the phase {display.current_phase}; "
+                "a second signal exits immediately"
+            )
             trainer.stop.set()
 
         run.signals.handle_by(on_signal)

@@ -61,6 +61,7 @@ class ProgressDisplay:
         )
         self._task = self._bar.add_task("starting", total=total_steps, completed=start_step)
         self._live: Live | None = None
+        self.current_phase = "starting"
 
     def __enter__(self) -> ProgressDisplay:
         if self._console.is_terminal:
@@ -74,6 +75,7 @@ class ProgressDisplay:
             self._live = None
 
     def phase(self, name: str) -> None:
+        self.current_phase = name
         self._bar.update(self._task, description=name)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -198,6 +198,21 @@ def _layer_kv_values(layer: Any) -> int:
     return 2 * heads * (head_dim or layer.hidden_size // layer.num_attention_heads)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FakeBackbone:
+    """A model without LM head on fake tensors, with the first two layers of each kind.
+
+    Args:
+        module: the transformers model.
+        kinds: numbers of its layers, of those that are left out as well, for each kind.
+        config: the model's, whose id `FakeBackbones` knows it by.
+    """
+
+    module: Any
+    kinds: list[list[int]]
+    config: Any
+
+
 class FakeBackbones:
     """Models without LM head on fake tensors, which take seconds to make, each made once."""
 
@@ -205,7 +220,7 @@ class FakeBackbones:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._made: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+        self._made: dict[tuple[Any, ...], FakeBackbone] = {}
 
     @property
     def num_made(self) -> int:
@@ -220,13 +235,13 @@ class FakeBackbones:
 
     def get(
         self, config: Any, dtype: torch.dtype, checkpointed: bool, lora: LoraConfig | None
-    ) -> Any:
+    ) -> FakeBackbone:
         """Return the backbone of a transformers config, whose LM head `linear_logprob` decides."""
         from transformers import AutoModel
 
         key = (id(config), dtype, checkpointed, repr(lora))
         if key not in self._made:
-            model = _make_fake(AutoModel, config, dtype, lora)
+            model, kinds = _make_fake(AutoModel, config, dtype, lora)
             owner = backbone(model)
             if checkpointed:
                 checkpoint_gradients(owner)
@@ -234,8 +249,8 @@ class FakeBackbones:
                 remove_dropout(owner.train())
             else:
                 owner.eval()
-            self._made[key] = config, owner  # kept, as its id is a part of the key
-        return self._made[key][1]
+            self._made[key] = FakeBackbone(owner, kinds, config)
+        return self._made[key]
 
 
 def activation_memory(
@@ -263,17 +278,16 @@ def activation_memory(
     shared = backbones or FakeBackbones()
     weights_dtype = torch.float32 if lora is None else dtype
     with shared.fake_tensors(), _trace_like_real_tensors(on_gpu):
-        layers_owner = shared.get(config, weights_dtype, gradient_checkpointing, lora)
-        kinds = _kinds_of_layers(layers_owner)
-        numbers = list(kinds.values())
-        shortest = [layers[0] for layers in numbers]
+        made = shared.get(config, weights_dtype, gradient_checkpointing, lora)
+        shortest = [layers[0] for layers in made.kinds]
         dtypes = dtype, residual_dtype
         # The backward pass works on one layer at a time, so that few layers show its peak.
-        saved, workspace = _measure(layers_owner, sorted(shortest), length, *dtypes)
+        saved, workspace = _measure(made.module, sorted(shortest), length, *dtypes)
         total = saved
-        for layers in numbers:
+        for layers in made.kinds:
             if len(layers) > 1:
-                more, _ = _measure(layers_owner, sorted([*shortest, layers[1]]), length, *dtypes)
+                longer = sorted([*shortest, layers[1]])
+                more = _measure_saved(made.module, longer, length, *dtypes)
                 # One more layer of a kind costs what it adds to the shortest model.
                 total += (more + saved * -1) * (len(layers) - 1)
     return ActivationMemory(total, workspace)
@@ -288,11 +302,30 @@ def _measure(
 ) -> tuple[PassMemory, PassMemory]:
     """Return (bytes saved for backward, extra peak bytes) of a model cut to these layers."""
     dtypes = dtype, residual_dtype
-    one, two = (_pass_bytes(backbone, numbers, n, length, *dtypes) for n in (1, 2))
-    pairs = zip(one, two, strict=True)
-    # A line through the passes of one and of two sequences.
-    saved, peak = (PassMemory(2 * a - b, b - a) for a, b in pairs)
+    of_one = _pass_bytes(backbone, numbers, 1, length, *dtypes)
+    of_two = _pass_bytes(backbone, numbers, 2, length, *dtypes)
+    saved = _line_through(of_one[0], of_two[0])
+    peak = _line_through(of_one[1], of_two[1])
     return saved, peak + saved * -1
+
+
+def _measure_saved(
+    backbone: Any,
+    numbers: Sequence[int],
+    length: int,
+    dtype: torch.dtype,
+    residual_dtype: torch.dtype,
+) -> PassMemory:
+    """Return the bytes saved for backward, without a backward pass, which takes longest."""
+    dtypes = dtype, residual_dtype
+    of_one, _ = _pass_bytes(backbone, numbers, 1, length, *dtypes, with_backward=False)
+    of_two, _ = _pass_bytes(backbone, numbers, 2, length, *dtypes, with_backward=False)
+    return _line_through(of_one, of_two)
+
+
+def _line_through(of_one: int, of_two: int) -> PassMemory:
+    """Return the line through the bytes of a pass of one sequence, and of two."""
+    return PassMemory(2 * of_one - of_two, of_two - of_one)
 
 
 def _pass_bytes(
@@ -302,8 +335,14 @@ def _pass_bytes(
     length: int,
     dtype: torch.dtype,
     residual_dtype: torch.dtype,
+    *,
+    with_backward: bool = True,
 ) -> tuple[int, int]:
-    """Return the bytes held after the forward pass, and at the peak of both."""
+    """Return the bytes held after the forward pass, and at the peak of both.
+
+    Args:
+        with_backward: False: the peak is that of the forward pass.
+    """
     embeddings = torch.empty(
         sequences, length, backbone.config.get_text_config().hidden_size, requires_grad=True
     )
@@ -323,20 +362,21 @@ def _pass_bytes(
                 output = backbone(inputs_embeds=hidden, use_cache=False).last_hidden_state
             del hidden
             saved = tracker.live
-            output.backward(torch.empty_like(output))
+            if with_backward:
+                output.backward(torch.empty_like(output))
         for parameter in parameters:
             parameter.grad = None
     return saved, max(tracker.peak, saved)
 
 
-def _kinds_of_layers(backbone: Any) -> dict[Any, list[int]]:
+def _kinds_of_layers(backbone: Any) -> list[list[int]]:
     """Return the numbers of the layers by attention and shapes, which determine their memory."""
     types = getattr(backbone.config.get_text_config(), "layer_types", None)
     kinds: dict[Any, list[int]] = {}
     for number, layer in enumerate(layers_of(backbone)):
-        shapes = tuple(tuple(parameter.shape) for parameter in layer.parameters())
+        shapes = tuple((name, tuple(value.shape)) for name, value in layer.named_parameters())
         kinds.setdefault((types and types[number], shapes), []).append(number)
-    return kinds
+    return list(kinds.values())
 
 
 @contextlib.contextmanager
@@ -372,9 +412,22 @@ def _make_without_memory(
     return model
 
 
-def _make_fake(kind: Any, config: Any, dtype: torch.dtype, lora: LoraConfig | None) -> Any:
+def _make_fake(
+    kind: Any, config: Any, dtype: torch.dtype, lora: LoraConfig | None
+) -> tuple[Any, list[list[int]]]:
+    """Return the model with the first two layers of each kind, and the numbers of all by kind."""
     # PEFT moves modules, which those of fake tensors do not survive: they are replaced afterwards.
-    model = _make_without_memory(kind, config, dtype, lora)
+    if lora is not None and _names_layers(lora):
+        model = _make_without_memory(kind, config, dtype, lora)
+        kinds = _kinds_of_layers(backbone(model))
+        _leave_out_layers(backbone(model), kinds)
+    else:
+        model = _make_without_memory(kind, config, dtype, None)
+        kinds = _kinds_of_layers(backbone(model))
+        _leave_out_layers(backbone(model), kinds)  # adapters of all of them take seconds
+        if lora is not None:
+            with torch.device("meta"):
+                add_adapters(model, lora, base="")
     fakes: dict[torch.Tensor, torch.Tensor] = {}  # tied weights stay tied
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -388,7 +441,20 @@ def _make_fake(kind: Any, config: Any, dtype: torch.dtype, lora: LoraConfig | No
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             tensors.update({n: fake(t) for n, t in tensors.items() if t is not None})
-    return model
+    return model, kinds
+
+
+def _names_layers(lora: LoraConfig) -> bool:
+    """Return whether layers of one kind may differ by their adapters."""
+    return any("." in name for name in (*lora.target_modules, *lora.exclude_modules))
+
+
+def _leave_out_layers(backbone: Any, kinds: Sequence[Sequence[int]]) -> None:
+    """Replace all but the first two layers of each kind; the others keep their numbers."""
+    layers = layers_of(backbone)
+    for numbers in kinds:
+        for number in numbers[2:]:
+            layers[number] = torch.nn.Identity()
 
 
 @contextlib.contextmanager

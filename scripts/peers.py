@@ -32,7 +32,8 @@ NEEDED = (
     "ray>=2.51", "jaxtyping", "loguru", "tensordict", "torchdata", "omegaconf", "hydra-core",
     "accelerate", "peft", "polars", "datasets", "cloudpathlib", "codetiming", "msgpack", "orjson",
     "pybase64", "zstandard", "func_timeout", "skyrl-gym==0.4.0", "pytest-asyncio",
-    "gymnasium", "langchain-openai", "verifiers==0.4.0",  # of our tests alone
+    # of our tests alone
+    "gymnasium", "langchain-openai", "reasoning-gym==0.1.25", "verifiers==0.4.0",
 )  # fmt: skip
 OPENENV = ("openenv==0.10.0",)
 KEEP = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "nvidia", "triton")

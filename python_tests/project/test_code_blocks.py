@@ -26,7 +26,7 @@ from skyrl_fast.config.loading import as_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PATTERNS = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/**/README.md")
-COUNTS = {"python": 38, "bash": 53, "yaml": 12, "json": 2, "toml": 1, "text": 17}
+COUNTS = {"python": 39, "bash": 53, "yaml": 12, "json": 2, "toml": 1, "text": 17}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 
 # Blocks that another test takes from their page and runs.
@@ -67,6 +67,12 @@ WITH_PACKAGES = {
         "game = lake({'seed': 1})\n"
         "assert game.init([])[0]['content'] == 'You are on field 0.'\n"
         "assert game.step('4').observations == '4 is not in range'",
+    ),
+    "docs/guide/environments.md 4": (
+        "reasoning_gym",
+        "",
+        "assert (len(train), len(held_out)) == (1000, 200)\n"
+        "assert ReasoningGymEnv(held_out[0]).step('1').reward['reward'] == 0.0",
     ),
     "docs/guide/gateway.md 1": (
         "langchain_openai",

@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,9 @@ _trusting = threading.local()
 _first_use_lock = threading.Lock()
 # By op, device and backend: "", or why its kernels are not used.
 first_use_reasons: dict[tuple[str, torch.device, str], str] = {}
+# Of an op, a device and a backend: "" if the results are the reference's, else what differs.
+Comparison = Callable[[str, torch.device, str], str]
+_comparisons: list[Comparison] = []  # one, which skyrl_fast.ops sets
 FIRST_DRIVERS = {12: 525, 13: 580}  # by the runtime's major version
 HUGE_PAGE_MIN_BYTES = 2 << 20  # smaller blocks come from memory that malloc has already mapped
 
@@ -237,14 +240,16 @@ def is_trusted(op: str, device: torch.device, backend: str) -> bool:
         # While a CUDA graph is captured nothing can be compared: what is not known is not used.
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False
-        # It imports the ops, which import this module.
-        from skyrl_fast.ops import first_use
-
         with _first_use_lock:
             # Another thread may have compared while this one waited for the lock.
             if key not in first_use_reasons:
-                first_use_reasons[key] = first_use.check_first_use(op, device, backend)
+                first_use_reasons[key] = _comparisons[0](op, device, backend)
     return not first_use_reasons[key]
+
+
+def compare_by(check: Comparison) -> None:
+    """Set what compares a kernel with the reference; it calls the ops, which ask this module."""
+    _comparisons[:] = [check]
 
 
 @contextmanager

@@ -69,7 +69,7 @@ def test_a_program_that_trusts_its_environment_works_in_the_folder(
     tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PWD", str(tmp_path))  # as a shell leaves it for the trainer
-    writes = CALL + "\nfrom pathlib import Path\nPath(os.environ['PWD'], 'out.txt').write_text(text)"
+    writes = CALL + "\nopen(os.path.join(os.environ['PWD'], 'out.txt'), 'w').write(text)"
     check = "assert open('out.txt').read() == 'a0'"
     agent = CommandAgent(python(writes), verifier=python(check))
     out = played(agent, tiny_tokenizer, max_retries=0)

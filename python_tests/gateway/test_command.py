@@ -64,6 +64,19 @@ def test_reward_by_exit_code_verifier_and_file(
     assert "no program 'no-such-program'" in str(out.only.failure)
 
 
+@pytest.mark.spec("gateway.command-folder")
+def test_a_program_that_trusts_its_environment_works_in_the_folder(
+    tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PWD", str(tmp_path))  # as a shell leaves it for the trainer
+    writes = CALL + "\nopen(os.path.join(os.environ['PWD'], 'out.txt'), 'w').write(text)"
+    check = "assert open('out.txt').read() == 'a0'"
+    agent = CommandAgent(python(writes), verifier=python(check))
+    out = played(agent, tiny_tokenizer, max_retries=0)
+    assert out.only.steps[0].reward == 1.0
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.spec("gateway.command-row")
 def test_a_command_gets_the_row_as_json_values(tiny_tokenizer: Any) -> None:
     row = {

@@ -278,9 +278,15 @@ def characters(token_ids: Sequence[int]) -> str:
 
 
 SUMMARY = "the key is under the third stone by the well"
+ACTS = ("look around the garden", "lift all of the stones", "go down into the well")
+THOUGHT = "<think>which of them is the best one?</think>"
+PLAN = "first the garden, then the well"
+CONVERSATION = [f"task|{ACTS[0]}|stones", f"task|{ACTS[0]}|stones|{ACTS[1]}|a key"]
+LEAVE = "take the key and leave"
+TITLE = "lift the heavy stones"
 
 
-@pytest.mark.spec("compaction.agents")
+@pytest.mark.spec("compaction.agents", "compaction.other-calls")
 @pytest.mark.parametrize(
     ("calls", "contexts", "kinds"),
     [
@@ -306,6 +312,96 @@ SUMMARY = "the key is under the third stone by the well"
             [0, 0, 1, 2],
             ["act", "act", "summarise", "act"],
             id="a summary of the history as a text",
+        ),
+        pytest.param(
+            [
+                ("task", ACTS[0], None),
+                (CONVERSATION[0], ACTS[1], 0),
+                (CONVERSATION[1], ACTS[2], 1),
+                (f"{CONVERSATION[1]}|sum up", SUMMARY, 1),
+                (f"task, continued: {SUMMARY}|{ACTS[2]}|dark", LEAVE, None),
+            ],
+            [0, 0, 0, 0, 1],
+            ["act", "act", "act", "summarise", "act"],
+            id="the last answer stays",
+        ),
+        pytest.param(
+            [
+                ("task", ACTS[0], None),
+                (f"{CONVERSATION[0]}|sum up", SUMMARY, 0),
+                (CONVERSATION[0], ACTS[1], 0),
+                (CONVERSATION[1], ACTS[2], 2),
+                (f"task, continued: {SUMMARY}|{ACTS[1]}|a key|{ACTS[2]}|dark", LEAVE, None),
+            ],
+            [0, 0, 0, 0, 1],
+            ["act", "summarise", "act", "act", "act"],
+            id="a summary in advance",
+        ),
+        pytest.param(
+            [
+                ("tools|task", ACTS[0], None),
+                (f"tools|{CONVERSATION[0]}", ACTS[1], 0),
+                (f"{CONVERSATION[1]}|sum up", SUMMARY, None),
+                (f"tools|task|summary: {SUMMARY}", LEAVE, None),
+            ],
+            [0, 0, 1, 2],
+            ["act", "act", "summarise", "act"],
+            id="a summary of the whole history without tools",
+        ),
+        pytest.param(
+            [
+                ("task", ACTS[0], None),
+                (f"task|{ACTS[0]}|sum up", SUMMARY, 0),
+                (f"task, continued: {SUMMARY}", ACTS[1], None),
+                (f"task, continued: {SUMMARY}|{ACTS[1]}|sum up", SUMMARY, 2),
+                (f"task, continued: {SUMMARY}", LEAVE, None),
+            ],
+            [0, 0, 1, 1, 2],
+            ["act", "summarise", "act", "summarise", "act"],
+            id="the same summary twice",
+        ),
+        pytest.param(
+            [
+                ("task", ACTS[0], None),
+                (f"task|{ACTS[0]}|sum up", SUMMARY, 0),
+                (f"task, continued: {SUMMARY}", ACTS[1], None),
+                (f"task, continued: {SUMMARY}|{ACTS[1]}|sum up", ACTS[2], 2),
+                (f"task, continued: {SUMMARY}, then {ACTS[2]}", LEAVE, None),
+            ],
+            [0, 0, 1, 1, 2],
+            ["act", "summarise", "act", "summarise", "act"],
+            id="one summary after the other",
+        ),
+        pytest.param(
+            [
+                ("task", THOUGHT + ACTS[0], None),
+                (f"task|{THOUGHT}{ACTS[0]}|stones", THOUGHT + ACTS[1], 0),
+                (f"{CONVERSATION[1]}|the user: go on", ACTS[2], None),
+            ],
+            [0, 0, 1],
+            ["act", "act", "act"],
+            id="thoughts that are dropped",
+        ),
+        pytest.param(
+            [
+                ("plan the task", PLAN, None),
+                (f"{PLAN}|task", ACTS[0], None),
+                (f"{PLAN}|{CONVERSATION[0]}|sum up", SUMMARY, 1),
+                (f"{PLAN}|task, continued: {SUMMARY}", LEAVE, None),
+            ],
+            [0, 1, 1, 2],
+            ["act", "act", "summarise", "act"],
+            id="a plan in each context",
+        ),
+        pytest.param(
+            [
+                (f"name this conversation: {TITLE}", TITLE, None),
+                (TITLE, ACTS[0], None),
+                (f"{TITLE}|{ACTS[0]}|stones", ACTS[1], 1),
+            ],
+            [0, 1, 1],
+            ["other", "act", "act"],
+            id="a title that repeats the task",
         ),
         pytest.param(
             [
@@ -350,6 +446,23 @@ def test_contexts_and_calls_of_agents_are_named(calls, contexts, kinds) -> None:
         name_calls(trajectory, characters)
     assert context_numbers(trajectory) == contexts
     assert [step.kind for step in trajectory.steps] == kinds
+
+
+@pytest.mark.spec("compaction.agents")
+def test_a_call_whose_tool_had_a_result_is_no_summary() -> None:
+    calls = [
+        ("task", ACTS[0], None),
+        (CONVERSATION[0], ACTS[1], 0),
+        (CONVERSATION[1], ACTS[2], 1),
+        (f"task|{ACTS[2]}|dark", LEAVE, None),  # older exchanges are dropped
+    ]
+    trajectory = agent_calls(calls)
+    name_calls(trajectory, characters, acted={0, 1, 2})
+    assert context_numbers(trajectory) == [0, 0, 0, 1]
+    assert {step.kind for step in trajectory.steps} == {"act"}
+    # Of texts alone, an answer with which a context begins in place of others is a summary.
+    name_calls(trajectory, characters)
+    assert [step.kind for step in trajectory.steps] == ["act", "act", "summarise", "act"]
 
 
 def test_one_conversation_is_one_context_of_acts() -> None:

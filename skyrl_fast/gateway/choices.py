@@ -59,6 +59,8 @@ class Choices:
         forms: of white space in answers: which of them to send.
         unfit: times that none was as sampled.
         numbers: of the steps, in the order in which their answers were complete.
+        callers: numbers of the steps with tool calls, by the calls' ids.
+        acted: numbers of the steps whose tool calls have had results.
     """
 
     policy: ServedPolicy
@@ -70,6 +72,8 @@ class Choices:
     forms: dict[Any, int] = field(default_factory=dict)
     unfit: Counter[Any] = field(default_factory=Counter)
     numbers: Iterator[int] = field(default_factory=count)
+    callers: dict[str, int] = field(default_factory=dict)
+    acted: set[int] = field(default_factory=set)
 
     async def sample(
         self, call: Call, prompt: PromptTokens, place: str, attempt: int
@@ -95,6 +99,7 @@ class Choices:
         text = decode_response(policy.template, generation)
         complete = text if generation.stop_string is None else None  # else it may have been cut
         number = next(self.numbers)
+        self._note_results(call)
         parent = self._find_parent(prompt)
         self.prompts.add_response(prompt, generation.token_ids, complete, number=number)
         append = (
@@ -127,6 +132,7 @@ class Choices:
             finish = STOP
         tool_calls = list(map(_tool_call, parts.tool_calls))
         self.known.update([text.strip(), *(tool_call.id for tool_call in tool_calls)])
+        self.callers.update((tool_call.id, number) for tool_call in tool_calls)
         choice = Choice(
             text=text,
             thoughts=parts.thoughts,
@@ -137,6 +143,13 @@ class Choices:
             logprobs=generation.logprobs,
         )
         return choice, step
+
+    def _note_results(self, call: Call) -> None:
+        """Remember which steps' tool calls have had results, as far as a request has these."""
+        for message in call.messages or []:
+            caller = self.callers.get(message.get("tool_call_id") or "")
+            if caller is not None:
+                self.acted.add(caller)
 
     def _find_parent(self, prompt: PromptTokens) -> Step | None:
         """Return the delivered step whose prompt and response this prompt continues."""

@@ -407,7 +407,8 @@ class Session:
                 text = f"policy_rewards: expected names of {', '.join(names) or 'no policy'}"
                 raise ApiError(400, f"{text}, got {name}")
         self.trajectory.policy_rewards = dict(outcome.policy_rewards)
-        name_calls(self.trajectory, partial(decode, self.policy.calls.tokenizer))
+        as_text = partial(decode, self.policy.calls.tokenizer)
+        name_calls(self.trajectory, as_text, acted=self._choices.acted)
         self.rewards.apply(outcome, steps[-1])
         self._finished = True
         if self._num_running == 0:

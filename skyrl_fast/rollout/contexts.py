@@ -7,7 +7,7 @@ that of the call it continues, as some of it was dropped.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from skyrl_fast.rollout.trajectory import ACT, OTHER, SUMMARISE, Step, Trajectory
 
@@ -47,64 +47,151 @@ def context_numbers(trajectory: Trajectory) -> list[int]:
     return result
 
 
-def name_calls(trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> None:
+def name_calls(
+    trajectory: Trajectory,
+    decode: Callable[[Sequence[int]], str],
+    *,
+    acted: Collection[int] = (),
+) -> None:
     """Set the kind of each of an agent's calls, which its answers show once they are used.
 
-    A summary is the last call of its context, or one about another context, whose answer is a part
-    of the prompt that begins a later one. A call is another one if it is the only one of its
-    context and nothing that comes later shows its answer.
+    A summary is a call whose answer the prompt that begins a later context has in place of earlier
+    ones. A call is another one if it is the only one of its context and nothing that comes later
+    shows its answer.
 
     Args:
         decode: returns the text of tokens.
+        acted: numbers of the steps whose tool calls have had results, which are no summaries.
     """
     steps = trajectory.steps
     contexts = context_numbers(trajectory)
     if max(contexts, default=0) == 0:
         return
-    last_calls = {context: index for index, context in enumerate(contexts)}
+    calls = _Calls(steps, contexts, decode, acted)
     begun = {contexts[0]}
-    # What each call saw anew: of one that begins a context, all of its prompt.
-    shown = [_squeeze(step.state or "") for step in steps]
+    first_calls = {0}
     for index, context in enumerate(contexts):
         if context in begun:
             continue
         begun.add(context)
-        shown[index] = _squeeze(decode(steps[index].prompt_token_ids))
-        for before in reversed(range(index)):
-            step = steps[before]
-            own_context = contexts[before]
-            is_last = last_calls[own_context] == before
-            is_used = is_last and _shows(shown[index], step)
-            if is_used and _has_history(steps, before, decode):
-                step.kind = SUMMARISE
-                break
-    for context, index in last_calls.items():
-        step = steps[index]
+        first_calls.add(index)
+        summary = calls.find_summary(index)
+        if summary is not None:
+            steps[summary].kind = SUMMARISE
+    last = len(steps) - 1
+    for index, context in enumerate(contexts):
         is_alone = contexts.count(context) == 1
-        later = shown[index + 1 :]
-        if not is_alone or not later or step.kind != ACT:
-            continue
-        is_used = any(_shows(text, step) for text in later)
-        if not is_used:
-            step.kind = OTHER
+        may_be_other = is_alone and index != last and steps[index].kind == ACT
+        if may_be_other and not calls.is_used(index, first_calls):
+            steps[index].kind = OTHER
 
 
-def _has_history(steps: Sequence[Step], index: int, decode: Callable[[Sequence[int]], str]) -> bool:
-    """Return whether a call's prompt has an earlier answer, as its own or as a text."""
-    if steps[index].parent is not None:
-        return True
-    prompt = _squeeze(decode(steps[index].prompt_token_ids))
-    earlier = steps[:index]
-    return any(_shows(prompt, step) for step in earlier)
+class _Calls:
+    """An agent's calls, and what their prompts show of earlier answers."""
 
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        contexts: Sequence[int],
+        decode: Callable[[Sequence[int]], str],
+        acted: Collection[int],
+    ) -> None:
+        self._steps = steps
+        self._contexts = contexts
+        self._decode = decode
+        self._acted = acted
+        self._last_calls = {context: index for index, context in enumerate(contexts)}
+        self._continued = {step.parent for step in steps}
+        self._parts = [_parts(step) for step in steps]
+        self._prompts: dict[int, str] = {}
 
-def _shows(text: str, step: Step) -> bool:
-    """Return whether a text without white space has a part of the step's answer."""
-    for part in _TAG.split(step.text):
-        words = _squeeze(part)
-        if len(words) >= MIN_SHARED and words in text:
+    def find_summary(self, begin: int) -> int | None:
+        """Return the index of the call whose answer stands for what the prompt leaves out.
+
+        Args:
+            begin: index of the first call of a context.
+        """
+        prompt = self._prompt(begin)
+        places = {}
+        for index in range(begin):
+            place = _find(prompt, self._parts[index])
+            if place is not None:
+                places[index] = place
+        # A client may keep the last answers: the summary comes before them. What was sampled
+        # without a history, a plan or a title, and earlier summaries may stand anywhere.
+        for index in sorted(places, key=lambda index: (places[index], -index)):
+            if self._steps[index].kind == SUMMARISE or not self._has_history(index):
+                continue
+            is_summary = self._has_ended(index, begin) and self._replaces(index, prompt)
+            return index if is_summary else None
+        return None
+
+    def is_used(self, index: int, first_calls: Collection[int]) -> bool:
+        """Return whether a later call shows the answer of a call that is alone in its context.
+
+        Words that its own prompt has, too, such as the task in a title, are no sign of use in the
+        prompt of another conversation.
+        """
+        parts = self._parts[index]
+        own = [part for part in parts if part not in self._prompt(index)]
+        for later in range(index + 1, len(self._steps)):
+            if later in first_calls:
+                is_shown = _find(self._prompt(later), own) is not None
+            else:
+                shown = _squeeze(self._steps[later].state or "")
+                is_shown = _find(shown, parts) is not None
+            if is_shown:
+                return True
+        return False
+
+    def _has_ended(self, index: int, begin: int) -> bool:
+        """Return whether a call may have ended a conversation that another context replaces."""
+        number = self._steps[index].number
+        has_acted = number is not None and number in self._acted
+        is_continued = number is not None and number in self._continued
+        goes_on = self._last_calls[self._contexts[index]] > begin
+        return not has_acted and not is_continued and not goes_on
+
+    def _has_history(self, index: int) -> bool:
+        """Return whether a call's prompt has an earlier answer, as an answer or in the text."""
+        if self._steps[index].parent is not None:
             return True
-    return False
+        own = self._prompt(index)
+        return any(_find(own, parts) is not None for parts in self._parts[:index])
+
+    def _replaces(self, index: int, prompt: str) -> bool:
+        """Return whether a prompt leaves out an earlier answer that a call's own prompt has."""
+        own = self._prompt(index)
+        rest = prompt  # without the call's answer, which may repeat an earlier one
+        for part in self._parts[index]:
+            rest = rest.replace(part, "")
+        is_known = False
+        for parts in self._parts[:index]:
+            known = [part for part in parts if part in own]
+            is_known = is_known or bool(known)
+            # All of its parts: thoughts may be left out of an answer that stays.
+            if known and all(rest.count(part) < own.count(part) for part in known):
+                return True
+        # Of answers of a few characters nothing tells whether they were left out.
+        return not is_known and self._steps[index].parent is not None
+
+    def _prompt(self, index: int) -> str:
+        """Return the text of a prompt without white space."""
+        if index not in self._prompts:
+            self._prompts[index] = _squeeze(self._decode(self._steps[index].prompt_token_ids))
+        return self._prompts[index]
+
+
+def _parts(step: Step) -> list[str]:
+    """Return the parts of an answer between tags, without white space, but for short ones."""
+    parts = [_squeeze(part) for part in _TAG.split(step.text)]
+    return [part for part in parts if len(part) >= MIN_SHARED]
+
+
+def _find(text: str, parts: Sequence[str]) -> int | None:
+    """Return where a text without white space has the first of these parts; None: it has none."""
+    places = [place for place in map(text.find, parts) if place >= 0]
+    return min(places, default=None)
 
 
 def _squeeze(text: str) -> str:

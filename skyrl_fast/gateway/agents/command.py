@@ -177,7 +177,8 @@ async def _exit_code(
         DROPPED.decode(),
         *command,
         cwd=folder,
-        env={**environment_without_key(), **variables},
+        # As a shell sets it: some programs take their folder from it, not from the system.
+        env={**environment_without_key(), **variables, "PWD": str(folder)},
         stdin=subprocess.PIPE,
         stdout=output,
         stderr=output,

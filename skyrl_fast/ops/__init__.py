@@ -1,5 +1,14 @@
 """Ops on tensors: packing, advantages, log-probabilities, losses. Nothing here knows rollouts."""
 
-from skyrl_fast.ops import _backend, first_use
+from typing import Any
 
-_backend.compare_by(first_use.check_first_use)
+from skyrl_fast.ops.comparison import comparison
+
+
+def _compare(op: str, device: Any, backend: str) -> str:
+    from skyrl_fast.ops.first_use import check_first_use  # imports torch
+
+    return check_first_use(op, device, backend)
+
+
+comparison.compare = _compare

@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from skyrl_fast import _C
+from skyrl_fast.ops.comparison import comparison
 
 # In order of preference.
 BACKENDS = ("native", "triton", "torch")
@@ -32,9 +33,6 @@ _trusting = threading.local()
 _first_use_lock = threading.Lock()
 # By op, device and backend: "", or why its kernels are not used.
 first_use_reasons: dict[tuple[str, torch.device, str], str] = {}
-# Of an op, a device and a backend: "" if the results are the reference's, else what differs.
-Comparison = Callable[[str, torch.device, str], str]
-_comparisons: list[Comparison] = []  # one, which skyrl_fast.ops sets
 FIRST_DRIVERS = {12: 525, 13: 580}  # by the runtime's major version
 HUGE_PAGE_MIN_BYTES = 2 << 20  # smaller blocks come from memory that malloc has already mapped
 
@@ -243,13 +241,8 @@ def is_trusted(op: str, device: torch.device, backend: str) -> bool:
         with _first_use_lock:
             # Another thread may have compared while this one waited for the lock.
             if key not in first_use_reasons:
-                first_use_reasons[key] = _comparisons[0](op, device, backend)
+                first_use_reasons[key] = comparison.compare(op, device, backend)
     return not first_use_reasons[key]
-
-
-def compare_by(check: Comparison) -> None:
-    """Set what compares a kernel with the reference; it calls the ops, which ask this module."""
-    _comparisons[:] = [check]
 
 
 @contextmanager

@@ -110,8 +110,8 @@ def saved_models(
         torch.manual_seed(0)
         value_model = ValueModel(tiny_model(seed=6).base_model)
     else:
-        model = load_model(str(checkpoint / "policy"), device=CPU)
-        value_model = load_value_model(str(checkpoint / "critic"), device=CPU)
+        model = load_model(str(checkpoint / "policy"), device=CPU, ranks=ranks)
+        value_model = load_value_model(str(checkpoint / "critic"), device=CPU, ranks=ranks)
     policy = Policy(model, ranks=ranks)
     optimizer = Optimizer(policy, config, total_steps=9)
     critic = Critic(value_model, config, total_steps=9, mini_batch_size=2, ranks=ranks)

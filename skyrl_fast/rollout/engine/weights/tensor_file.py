@@ -58,8 +58,11 @@ class StoredTensor:
     @property
     def dtype(self) -> torch.dtype:
         """dtype of torch; KeyError if it is none of `DTYPES`."""
-        names = {kind: name for name, kind in DTYPES.items()}
-        dtype = getattr(torch, names[self.kind])
+        names = {}
+        for name, kind in DTYPES.items():
+            names[kind] = name
+        name = names[self.kind]
+        dtype = getattr(torch, name)
         assert isinstance(dtype, torch.dtype)
         return dtype
 
@@ -72,11 +75,12 @@ class StoredTensor:
         shape = list(self.shape)
         first = self.first
         if rows is not None:
-            row_bytes = torch.Size(shape[1:]).numel() * self.dtype.itemsize
+            row = torch.Size(shape[1:])
+            row_bytes = row.numel() * self.dtype.itemsize
             first += rows.start * row_bytes
             shape[0] = rows.stop - rows.start
         tensor = torch.empty(shape, dtype=self.dtype)
-        left = tensor.view(-1).view(torch.uint8).numpy().data
+        left = _bytes_of(tensor)
         with self.file.open("rb", buffering=0) as stream:
             stream.seek(first)
             while left:
@@ -116,7 +120,13 @@ def list_tensors(file: Path) -> dict[str, StoredTensor]:
     for name, entry in header.items():
         if name != METADATA:
             start, end = entry["data_offsets"]
-            tensor = StoredTensor(file, entry["dtype"], entry["shape"], begin + start, begin + end)
+            tensor = StoredTensor(
+                file,
+                kind=entry["dtype"],
+                shape=entry["shape"],
+                first=begin + start,
+                end=begin + end,
+            )
             if tensor.end > size:
                 raise ValueError(f"{file}: expected {tensor.end} bytes, got {size}")
             tensors[name] = tensor
@@ -150,7 +160,7 @@ def infos_of(
 
 
 def num_bytes(infos: Iterable[TensorInfo]) -> int:
-    return sum(map(_bytes_of, infos))
+    return sum(map(_size_of, infos))
 
 
 def write_tensors(
@@ -168,14 +178,19 @@ def write_tensors(
     left = {}
     end = 0
     # Wide ones first: each begins at a multiple of its width, as torch's views need it.
-    for info in sorted(infos, key=lambda info: -dtype_of(info).itemsize):
+    for info in sorted(infos, key=_width_of, reverse=True):
         name, dtype, shape = info
         start = end
-        end += _bytes_of(info)
-        header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [start, end]}
+        end += _size_of(info)
+        header[name] = {
+            "dtype": DTYPES[dtype],
+            "shape": shape,
+            "data_offsets": [start, end],
+        }
         left[name] = (info, start)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text = text.ljust(len(text) + -len(text) % HEADER_ALIGNMENT)
+    text = json.dumps(header).encode()
+    padding = -len(text) % HEADER_ALIGNMENT
+    text += b" " * padding
     file.write(len(text).to_bytes(LENGTH_BYTES, "little"))
     file.write(text)
     first = LENGTH_BYTES + len(text)
@@ -187,10 +202,20 @@ def write_tensors(
         if list(info) != got:
             raise ValueError(f"weights: expected {info}, got {got}")
         file.seek(first + start)
-        file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        file.write(_bytes_of(tensor.contiguous()))
     if left:
         raise ValueError(f"weights: expected {', '.join(left)}, too, got none of them")
 
 
-def _bytes_of(info: TensorInfo) -> int:
-    return torch.Size(info[2]).numel() * dtype_of(info).itemsize
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.view(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def _width_of(info: TensorInfo) -> int:
+    return dtype_of(info).itemsize
+
+
+def _size_of(info: TensorInfo) -> int:
+    shape = torch.Size(info[2])
+    return shape.numel() * _width_of(info)

@@ -43,6 +43,7 @@ RESPONSE_BYTES = 17  # per response token: mask, reward, advantage, two log-prob
 ROW_BYTES = 33  # per row: offsets, reward, group, trajectory, version, last step
 RESULT_BYTES = 12  # per trained token: position and log-probability
 SENT_BYTES = 2  # per parameter that an engine gets: bfloat16
+STORED_BYTES = 2  # per parameter of a published model's files: bfloat16
 PASS_BYTES = 1900  # per trained pass: its metrics
 CALLS_OF_A_STEP = 3  # of an optimizer step: clear the gradients, add to them, update
 
@@ -201,8 +202,11 @@ def tables() -> str:
 
 def _memory(model: Model, ranks: int) -> list[str]:
     copy = (WEIGHT_BYTES + MOMENT_BYTES) * model.parameters / ranks
-    loading, file = WEIGHT_BYTES * model.parameters, SENT_BYTES * model.parameters
+    # Its shards, and the rows of the largest stored weight.
+    loading = (WEIGHT_BYTES * model.parameters + STORED_BYTES * model.largest_weight) / ranks
     layer = SENT_BYTES * max(model.largest_layer, model.largest_weight)
+    # Rank 0's own, next to the file of all weights; one is cast while its layer is there.
+    file = layer + SENT_BYTES * model.largest_weight
     bucket = max(BUCKET_BYTES, SENT_BYTES * model.largest_weight)
     sizes = (*_gpu_bytes(model, ranks), copy, loading, file, layer + SENT_BUCKETS * bucket)
     return [_short(value / GIB) for value in sizes]

@@ -16,7 +16,12 @@ from skyrl_fast.train.model.loading import load_model
 from skyrl_fast.train.model.optimizer import Optimizer
 from skyrl_fast.train.model.policy import Policy
 from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
-from skyrl_fast.train.parallel.sharding import full_tensors, shard_like, weights_of
+from skyrl_fast.train.parallel.sharding import (
+    full_tensors,
+    like_shard,
+    shard_rows,
+    weights_of,
+)
 
 CPU = torch.device("cpu")
 
@@ -52,7 +57,7 @@ class Saved:
             for _, value in weights_of(owner.model):
                 if value.requires_grad:
                     full = torch.randn(value.shape, generator=generator)
-                    value.grad = shard_like(full, value)
+                    value.grad = like_shard(full[shard_rows(value)], value)
             type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
 
     @run_on_all_ranks
@@ -105,8 +110,8 @@ def saved_models(
         torch.manual_seed(0)
         value_model = ValueModel(tiny_model(seed=6).base_model)
     else:
-        model = load_model(str(checkpoint / "policy"), device=CPU)
-        value_model = load_value_model(str(checkpoint / "critic"), device=CPU)
+        model = load_model(str(checkpoint / "policy"), device=CPU, ranks=ranks)
+        value_model = load_value_model(str(checkpoint / "critic"), device=CPU, ranks=ranks)
     policy = Policy(model, ranks=ranks)
     optimizer = Optimizer(policy, config, total_steps=9)
     critic = Critic(value_model, config, total_steps=9, mini_batch_size=2, ranks=ranks)

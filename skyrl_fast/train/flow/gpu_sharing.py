@@ -9,13 +9,15 @@ Design: docs/design/018-asynchronous.md.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
 from skyrl_fast.config import Config
 from skyrl_fast.config.modes import EnginePlace
 from skyrl_fast.rollout.engine.pool import EnginePool
+from skyrl_fast.rollout.engine.weights.buckets import TensorInfo
+from skyrl_fast.rollout.engine.weights.tensor_file import StreamedWeights
 from skyrl_fast.system.torch_threads import end_torch_threads
 from skyrl_fast.train.model.policy import Policy
 
@@ -55,12 +57,32 @@ class SleepingEngines(GpuSharing):
         await self._pool.sleep()
 
     def weights(self, policy: Policy, weights: NamedTensors) -> NamedTensors:
-        # An iterator that makes room at its end: an engine wakes up when all have been read.
-        return self._then_make_room(policy, weights)
+        return ThenMakeRoom(policy, weights)
 
-    def _then_make_room(self, policy: Policy, weights: NamedTensors) -> NamedTensors:
-        yield from weights
-        policy.free_cached_memory()
+
+class ThenMakeRoom(Iterator[tuple[str, torch.Tensor]]):
+    """Weights that are read once, and make room at their end.
+
+    An engine wakes up when all have been read.
+    """
+
+    def __init__(self, policy: Policy, weights: NamedTensors) -> None:
+        self._policy = policy
+        self._weights = weights
+        self._items = iter(weights)
+
+    def infos(self, dtype: torch.dtype | None) -> list[TensorInfo] | None:
+        """See `StreamedWeights`."""
+        if isinstance(self._weights, StreamedWeights):
+            return self._weights.infos(dtype)
+        return None
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        try:
+            return next(self._items)
+        except StopIteration:
+            self._policy.free_cached_memory()
+            raise
 
 
 class EnginesInPlaceOfBase(SleepingEngines):

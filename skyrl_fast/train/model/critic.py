@@ -48,9 +48,11 @@ from skyrl_fast.train.parallel.ranks import SINGLE_RANK, Ranks, run_on_all_ranks
 from skyrl_fast.train.parallel.sharding import (
     VALUE_HEAD,
     full_weight,
+    gathered_outside_layers,
     reduce_at_last,
     with_full_params,
 )
+from skyrl_fast.train.parallel.stored_weights import device_of
 from skyrl_fast.train.parallel.traffic import CHECKPOINT
 
 HEAD_FILE = "value_head.safetensors"
@@ -69,7 +71,7 @@ class ValueModel(torch.nn.Module):
         self.backbone = backbone
         shared = getattr(backbone, VALUE_HEAD, None)
         if shared is None:
-            self.value_head = make_value_head(backbone, folder)
+            self.value_head = make_value_head(backbone, folder, device_of(backbone))
         else:
             self.value_head = shared
 
@@ -83,12 +85,12 @@ class ValueModel(torch.nn.Module):
         return torch.nn.functional.linear(hidden.to(weight.dtype), weight)[..., 0]
 
 
-def make_value_head(backbone: Any, folder: Path | None) -> torch.nn.Linear:
+def make_value_head(backbone: Any, folder: Path | None, device: torch.device) -> torch.nn.Linear:
     """Return the map from hidden states to a value: that of the folder, if it has one, or new."""
     size = backbone.config.hidden_size
     # The frozen base of an adapter may have 16 bits, too few for small steps.
     dtype = torch.promote_types(backbone.dtype, torch.float32)
-    head = torch.nn.Linear(size, 1, bias=False, device=backbone.device, dtype=dtype)
+    head = torch.nn.Linear(size, 1, bias=False, device=device, dtype=dtype)
     torch.nn.init.normal_(head.weight, std=1 / (size + 1))  # SkyRL's
     if folder is not None and (folder / HEAD_FILE).is_file():
         with torch.no_grad():
@@ -109,7 +111,7 @@ def add_to_base(model: Any, lora: LoraConfig, *, base: str, folder: Path | None 
     use_adapter(model, of_policy)
     # In the model, so that ranks share it like the other weights.
     owner = backbone_of(model)
-    owner.add_module(VALUE_HEAD, make_value_head(owner, folder))
+    owner.add_module(VALUE_HEAD, make_value_head(owner, folder, device_of(model)))
 
 
 _STEP = ("critic_loss", "values_mean", "values_clipfrac")
@@ -157,8 +159,10 @@ class Critic(TrainedModel):
         )
         self.model = model
         if policy is None:
-            refuse_random_passes(model.backbone, self.autocast)
-            self.distribute(tree)
+            self.distribute()
+            with gathered_outside_layers(model):
+                refuse_random_passes(model.backbone, self.autocast)
+            self.choose_layout(tree)
         else:
             self.share(policy)
         self.optimizer = Optimizer(self, optimizer_config, total_steps=total_steps)
@@ -325,7 +329,9 @@ def make_critic(
         model = ValueModel(policy.backbone)
     else:
         checkpointing = recomputes_activations(trainer, device)
-        model = load_value_model(path, device=device, gradient_checkpointing=checkpointing)
+        model = load_value_model(
+            path, device=device, gradient_checkpointing=checkpointing, ranks=ranks
+        )
         if trainer.residual_dtype == "auto":
             round_residual_stream(model)
     return Critic(
@@ -344,9 +350,17 @@ def make_critic(
 
 
 def load_value_model(
-    path: str, *, device: torch.device, gradient_checkpointing: bool = False
+    path: str,
+    *,
+    device: torch.device,
+    gradient_checkpointing: bool = False,
+    ranks: Ranks = SINGLE_RANK,
 ) -> ValueModel:
-    """Return the model of a folder or hub name, with the head stored there or a new one."""
+    """Return the model of a folder or hub name, with the head stored there or a new one.
+
+    Args:
+        ranks: see `load_model`.
+    """
     with _without_warnings():  # about the unused LM head
         backbone = load_model(
             path,
@@ -354,6 +368,7 @@ def load_value_model(
             gradient_checkpointing=gradient_checkpointing,
             with_head=False,
             setting="trainer.critic.model.path",
+            ranks=ranks,
         )
     return ValueModel(backbone, Path(expanduser(path)))
 

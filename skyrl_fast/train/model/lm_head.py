@@ -181,8 +181,10 @@ def in_float32(model: Any) -> Iterator[None]:
 
     with contextlib.ExitStack() as hooks:
         for module in model.modules():
-            hooks.callback(module.register_forward_pre_hook(widen, prepend=True).remove)
-            hooks.callback(module.register_forward_hook(restore, always_call=True).remove)
+            # Inside FSDP2's hooks, which gather the weights and free them.
+            hooks.callback(module.register_forward_pre_hook(widen).remove)
+            restoring = module.register_forward_hook(restore, prepend=True, always_call=True)
+            hooks.callback(restoring.remove)
         yield
 
 

@@ -12,6 +12,8 @@ from skyrl_fast.config.settings import TrainerConfig
 from skyrl_fast.train.model.lm_head import backbone, is_vision_language
 from skyrl_fast.train.model.lora import CONFIG as ADAPTER_CONFIG
 from skyrl_fast.train.model.lora import SETTING
+from skyrl_fast.train.parallel.ranks import SINGLE_RANK, Ranks
+from skyrl_fast.train.parallel.stored_weights import load_unread, take_part
 
 PROCESSOR_FILES = (
     "preprocessor_config.json",
@@ -30,12 +32,15 @@ def load_model(
     gradient_checkpointing: bool = False,
     with_head: bool = True,
     setting: str = POLICY,
+    ranks: Ranks = SINGLE_RANK,
 ) -> Any:
     """Return the causal LM of a local folder or hub name, or the model that it is a part of.
 
     Args:
         with_head: False: return only the backbone.
         setting: the setting of the path, for messages.
+        ranks: that share the model. With several its parameters are read when it is sharded, each
+            rank its rows, unless it has to be read as a whole.
 
     Raises:
         ValueError: there is no usable model; the message says what was tried.
@@ -50,10 +55,15 @@ def load_model(
             f"({ADAPTER_CONFIG}): a run starts from an adapter by {SETTING}.path"
         )
     trust = {"trust_remote_code": False}  # by default transformers asks on the terminal
+    model: Any = None
     try:
         config = AutoConfig.from_pretrained(folder, **trust)
         auto = find_auto_class(config) if with_head else AutoModel
-        model: Any = auto.from_pretrained(folder, config=config, dtype=dtype, **trust)
+        if ranks.size > 1:
+            model = load_unread(auto, Path(folder), config, device, ranks, dtype=dtype, **trust)
+        is_unread = model is not None
+        if not is_unread:
+            model = auto.from_pretrained(folder, config=config, dtype=dtype, **trust)
     except SafetensorError as error:
         raise ValueError(
             f"{setting}: {path} cannot be loaded: {_damaged_files(Path(folder)) or error}"
@@ -63,12 +73,12 @@ def load_model(
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError(f"{setting}: expected weights of 16 or 32 bits, got those of {path}")
     if not with_head:
-        model = backbone(model)
+        model = take_part(model, backbone(model))
     if gradient_checkpointing:
         checkpoint_gradients(model)
         # transformers recomputes layers in training mode only.
         remove_dropout(model.train())
-    return model.to(device)
+    return model if is_unread else model.to(device)
 
 
 def _damaged_files(folder: Path) -> str:

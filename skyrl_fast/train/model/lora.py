@@ -27,6 +27,7 @@ from skyrl_fast.rollout.engine.model_layers import linear_modules, linear_names,
 from skyrl_fast.train.model.base_weights import base_weights_digest, sort_metadata
 from skyrl_fast.train.model.lm_head import freeze_other_parts
 from skyrl_fast.train.parallel.sharding import local_tensor
+from skyrl_fast.train.parallel.stored_weights import without_memory
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ def add_adapter(
     config.base_model_name_or_path = base
     config.base_weights = digest  # is in none of PEFT's files; for `save_adapter`
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), without_memory(model):
             # That there is an adapter already, whose layers get another one.
             warnings.filterwarnings("ignore", "Already found a `peft_config`")
             peft.inject_adapter_in_model(config, model, name)

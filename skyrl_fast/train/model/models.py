@@ -114,6 +114,7 @@ def make_models(
             ranks=ranks,
             policy=policy if config.shares_critic else None,
         )
+    ranks.traffic.take()  # what checks have gathered is of no step
     if offloads_base:
         policy.frozen_base.offload()
     return Models(trained, reference, critic)
@@ -144,6 +145,7 @@ def load_policy(
         device=device,
         dtype=_dtype(settings) if config.trains_adapter else torch.float32,
         gradient_checkpointing=recomputes_activations(settings, device),
+        ranks=ranks or SINGLE_RANK,
     ).requires_grad_(True)
     if config.trains_adapter:
         _add_adapters(model, config, checkpoint)
@@ -182,7 +184,7 @@ def _load_reference(
     config: Config, path: str, ranks: Ranks, saved_logits_bytes: int | None
 ) -> Policy:
     device = find_device(config.trainer.device)
-    model = load_model(path, device=device, dtype=torch.float32).requires_grad_(False)
+    model = load_model(path, device=device, dtype=torch.float32, ranks=ranks).requires_grad_(False)
     if config.trainer.residual_dtype == "auto":
         round_residual_stream(model)
     # The reference routes freely: its own log-probabilities are wanted.

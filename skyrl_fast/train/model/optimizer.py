@@ -15,19 +15,30 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from skyrl_fast.config import OptimizerConfig
+from skyrl_fast.rollout.engine.weights.tensor_file import (
+    METADATA,
+    StoredTensor,
+    list_tensors,
+    read_header,
+)
 from skyrl_fast.train.checkpoint.local import damage_error
 from skyrl_fast.train.checkpoint.optimizer_shards import (
+    SHARDED,
     check_moments,
     check_step_count,
     load_shards,
     queue_shards,
 )
 from skyrl_fast.train.parallel.ranks import Ranks, run_on_all_ranks
-from skyrl_fast.train.parallel.sharding import full_tensor, local_tensor, shard_like
+from skyrl_fast.train.parallel.sharding import (
+    full_tensor,
+    like_shard,
+    local_tensor,
+    shard_rows,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -189,13 +200,9 @@ class Optimizer:
         for name, parameter in ((n, p) for n, p in self.named_parameters if n not in unmoved):
             if f"{name}.exp_avg" not in tensors:
                 raise ValueError(f"{path}: no optimizer state for {name}: {ANOTHER}")
-            if tensors[f"{name}.exp_avg"].shape != parameter.shape:
+            if list(tensors[f"{name}.exp_avg"].shape) != list(parameter.shape):
                 raise ValueError(f"{path}: optimizer state of {name} has another shape")
-            state = _state_of(name, tensors, path)
-            for key in ("exp_avg", "exp_avg_sq"):
-                state[key] = shard_like(state[key].to(parameter.device), parameter)
-            state["step"] = state["step"].to(parameter.device)
-            self.adamw.state[parameter] = state
+            self.adamw.state[parameter] = _read_state(name, tensors, parameter, path)
         self.step_count = step_count
 
     @run_on_all_ranks
@@ -234,7 +241,7 @@ class Optimizer:
             for part, own in (part for key in MOMENTS for part in _local_parts(key, state[key])):
                 if f"{name}.{part}" not in tensors:
                     raise ValueError(f"{path}: no {part} for {name}: {ANOTHER}")
-                saved = tensors[f"{name}.{part}"]
+                saved = tensors[f"{name}.{part}"].read()
                 if saved.shape != own.shape or saved.dtype != own.dtype:
                     raise ValueError(f"{path}: {part} of {name} has another shape or dtype")
                 own.copy_(saved)
@@ -299,12 +306,11 @@ def _local_parts(key: str, moment: Any) -> list[tuple[str, torch.Tensor]]:
     return [(f"{key}.codes", codes), (f"{key}.scale", local.scale)]  # type: ignore[attr-defined]
 
 
-def _read(path: Path) -> tuple[dict[str, torch.Tensor], int, set[str]]:
-    """Return the tensors by name, the step count, and the parameters without state."""
+def _read(path: Path) -> tuple[dict[str, StoredTensor], int, set[str]]:
+    """Return the stored tensors by name, the step count, and the parameters without state."""
     try:
-        tensors = load_file(str(path))
-        with safe_open(str(path), framework="pt") as file:
-            metadata = file.metadata()
+        tensors = list_tensors(path)
+        metadata = read_header(path)[0][METADATA]
         step_count = int(metadata["step_count"])
         unmoved = set(json.loads(metadata.get("without_gradient", "[]")))
     except (
@@ -312,7 +318,6 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], int, set[str]]:
         LookupError,
         OSError,
         RecursionError,
-        SafetensorError,
         TypeError,
         ValueError,
     ) as error:
@@ -321,14 +326,26 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], int, set[str]]:
     return tensors, step_count, unmoved
 
 
-def _state_of(name: str, tensors: dict[str, torch.Tensor], path: Path) -> dict[str, torch.Tensor]:
-    """Return AdamW's state of a parameter; CheckpointError if AdamW cannot have written it."""
+def _read_state(
+    name: str, tensors: dict[str, StoredTensor], parameter: torch.Tensor, path: Path
+) -> dict[str, torch.Tensor]:
+    """Return AdamW's state of a parameter, of which a rank reads the rows of its shard.
+
+    Raises:
+        CheckpointError: AdamW cannot have written it.
+    """
     missing = [key for key in MOMENTS if f"{name}.{key}" not in tensors]
     if missing:
         raise damage_error(path, f"{name}: no {', '.join(missing)}")
-    state = {key: tensors[f"{name}.{key}"] for key in MOMENTS}
-    if state["exp_avg_sq"].shape != state["exp_avg"].shape or state["step"].numel() != 1:
+    stored = {key: tensors[f"{name}.{key}"] for key in MOMENTS}
+    same = stored["exp_avg_sq"].shape == stored["exp_avg"].shape
+    if not same or torch.Size(stored["step"].shape).numel() != 1:
         raise damage_error(path, f"{name}: shapes of different parameters")
+    rows = shard_rows(parameter)
+    moments = {}
+    for key in SHARDED:
+        moments[key] = like_shard(stored[key].read(rows).to(parameter.device), parameter)
+    state = {**moments, "step": stored["step"].read().to(parameter.device)}
     check_moments(name, state, path)
     return state
 

@@ -20,6 +20,8 @@ import torch
 from skyrl_fast.batch import StepBatch
 from skyrl_fast.config.settings import LoraConfig
 from skyrl_fast.ops import _backend
+from skyrl_fast.rollout.engine.weights.buckets import TensorInfo
+from skyrl_fast.rollout.engine.weights.tensor_file import infos_of
 from skyrl_fast.rollout.engine.weights.transfer import OF_POLICY
 from skyrl_fast.train.model.lm_head import (
     backbone,
@@ -57,7 +59,9 @@ from skyrl_fast.train.model.tree_forward import padded_trees
 from skyrl_fast.train.parallel.export import checkpoint_names
 from skyrl_fast.train.parallel.ranks import SINGLE_RANK, Ranks, run_on_all_ranks
 from skyrl_fast.train.parallel.sharding import (
+    empty_weights,
     full_state_dict,
+    gathered_outside_layers,
     weight_names,
     with_full_params,
 )
@@ -77,7 +81,6 @@ class NamedWeights:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         policy = self.policy
-        model = self.policy.model
         if self.adapter:
             for name in policy.adapters:
                 if name == NAME:
@@ -91,12 +94,32 @@ class NamedWeights:
         # Merged, a weight is rounded once: by whoever casts it.
         dtype = None if policy.has_adapter else self.dtype
         for names in weight_names(policy):
-            layer = merge(model, full_state_dict(policy, dtype, names), policy.adapter or NAME)
-            layer = checkpoint_names(model, layer)
+            layer = self._under_checkpoint_names(full_state_dict(policy, dtype, names))
             while layer:
                 name = next(iter(layer))
                 # So that the layer's memory is freed weight by weight.
                 yield name, layer.pop(name)
+
+    def infos(self, dtype: torch.dtype | None) -> list[TensorInfo] | None:
+        """Return name, dtype and shape of what is gathered, cast to a dtype, if any; None: all of
+        it exists on this rank.
+        """
+        policy = self.policy
+        if self.adapter or policy.ranks.size == 1:
+            return None
+        if dtype is None and not policy.has_adapter:
+            dtype = self.dtype
+        groups = weight_names(policy)
+        empty = empty_weights(policy, [name for names in groups for name in names])
+        result: list[TensorInfo] = []
+        for names in groups:
+            layer = self._under_checkpoint_names({name: empty[name] for name in names})
+            result += infos_of(layer, dtype)
+        return result
+
+    def _under_checkpoint_names(self, layer: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        policy = self.policy
+        return checkpoint_names(policy.model, merge(policy.model, layer, policy.adapter or NAME))
 
 
 class Policy(TrainedModel):
@@ -160,13 +183,17 @@ class Policy(TrainedModel):
             self._replay = RouterReplay(model)
         if self._replay is not None and checkpoints_gradients(model):
             checkpoint_gradients(model, context_fn=self._replay.checkpoint_contexts)
-        refuse_random_passes(model, self.autocast)
-        with keep_random_state(self.device):
+        self.distribute()
+        with gathered_outside_layers(model):
+            refuse_random_passes(model, self.autocast)
+        # Each by itself: a backward pass frees what is gathered.
+        with gathered_outside_layers(model), keep_random_state(self.device):
             self.head = find_head(model, self.autocast)
-            if names:
-                with torch.no_grad(), self.autocast():
-                    check_adapters_called(model, partial(self.backbone, **probe_inputs(model)))
-        self.distribute(tree)
+        if names:
+            compute = partial(self.backbone, **probe_inputs(model))
+            with gathered_outside_layers(model), torch.no_grad(), self.autocast():
+                check_adapters_called(model, compute)
+        self.choose_layout(tree)
         self.frozen_base = FrozenBase(model)
         self._by_adapter = dict.fromkeys(self.adapters[:1], self)
         for name in self.adapters[1:]:

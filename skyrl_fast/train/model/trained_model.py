@@ -30,11 +30,13 @@ from skyrl_fast.train.parallel.rank_shares import local_micro_batches
 from skyrl_fast.train.parallel.ranks import Ranks
 from skyrl_fast.train.parallel.sharding import (
     full_state_dict,
+    gathered_outside_layers,
     shard,
     trained_parameters,
     weights_of,
     with_full_params,
 )
+from skyrl_fast.train.parallel.stored_weights import read_shards
 
 
 class TrainedModel:
@@ -73,11 +75,17 @@ class TrainedModel:
         self.adapter = adapter
         self.rope_limits = rope_limits(pretrained.config)
 
-    def distribute(self, tree: bool | None) -> None:
-        """Prepare the layout of rows, and shard the weights over the ranks, which call this
-        together.
+    def distribute(self) -> None:
+        """Shard the weights over the ranks, which call this together, and read those of this rank.
 
-        Checks that call parts of the model come before: afterwards no weights are gathered there.
+        From here on parts of the model are called in `gathered_outside_layers`.
+        """
+        shard(self.root, self.ranks)
+        read_shards(self.root)
+        self.ranks.register(self)
+
+    def choose_layout(self, tree: bool | None) -> None:
+        """Prepare the layout of rows; all ranks call this together.
 
         Args:
             tree: rows as prefix trees; None: where the model supports it and it takes less time.
@@ -85,9 +93,8 @@ class TrainedModel:
         Raises:
             ValueError: the model does not support trees.
         """
-        self.tree = supports_trees(self.backbone, tree, self.ranks.sequence)
-        shard(self.root, self.ranks)
-        self.ranks.register(self)
+        with gathered_outside_layers(self.root):
+            self.tree = supports_trees(self.backbone, tree, self.ranks.sequence)
         if self.tree and tree is None:
             self.tree, self.layout_costs = cheapest_layout(
                 self.backbone,
@@ -102,7 +109,7 @@ class TrainedModel:
 
     def share(self, other: TrainedModel) -> None:
         """Take over layout and shards from another one with the same root, in place of
-        `distribute`.
+        `distribute` and `choose_layout`.
         """
         self.tree = other.tree
         self.layout_costs = other.layout_costs

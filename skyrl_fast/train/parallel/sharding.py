@@ -8,6 +8,7 @@ those of its own micro-batches, if they fit into memory (docs/design/020-several
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -72,6 +73,23 @@ def with_full_params(model: Any, work: Callable[[], T]) -> T:
     return result
 
 
+@contextmanager
+def gathered_outside_layers(model: Any) -> Iterator[None]:
+    """Hold the full weights outside the layers in the context: any part of the model may be called
+    there, whose layers gather their own. All ranks call the same parts.
+    """
+    if getattr(model, METHOD, None) is None:
+        yield
+        return
+    # FSDP2 takes the first module that computes for the one that contains all others.
+    with_full_params(model, lambda: torch.zeros(()))
+    model.unshard()
+    try:
+        yield
+    finally:
+        model.reshard()
+
+
 def reduce_at_last(model: Any, passes: SizedIterable[T], ranks: Ranks) -> Iterator[T]:
     """Yield the passes; the ranks' gradients are summed by the backward pass of the last one."""
     # Each rank has the same number of them, and holds the model's full gradients in between.
@@ -99,6 +117,15 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a weight or moment, or the tensor if it is not sharded."""
     local: Callable[[], torch.Tensor] | None = getattr(tensor, "to_local", None)
     return tensor if local is None else local()
+
+
+def shard_rows(tensor: torch.Tensor) -> slice:
+    """Return the rows of the full weight or moment that this rank's shard has."""
+    chunks: Any = getattr(tensor, "__create_chunk_list__", None)  # DTensor's interface for DCP
+    if chunks is None:
+        return slice(0, len(tensor))
+    (chunk,) = chunks()
+    return slice(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0])
 
 
 def weights_of(model: Any) -> list[tuple[str, torch.Tensor]]:
@@ -180,6 +207,20 @@ def weight_names(owner: Any) -> list[list[str]]:
     return [names for names in groups if not untrained.issuperset(names)]
 
 
+@run_on_all_ranks
+def empty_weights(owner: Any, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Return weights of a policy's model without values: of the shapes and dtypes of the full ones.
+
+    Reading a model's state dict reshards it, so this must not run while another call computes.
+    """
+    weights = dict(weights_of(owner.model))
+    empty = {}
+    for name in names:
+        tensor = weights[name]
+        empty[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return empty
+
+
 def names_by_layer(model: Any) -> list[list[str]]:
     """Return the names of `weights_of` in groups: of a layer, or one outside the layers."""
     # A layer is not divided, as a weight of a checkpoint may be made from several of the layer.
@@ -191,13 +232,20 @@ def names_by_layer(model: Any) -> list[list[str]]:
     return list(groups.values())
 
 
-def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a full tensor, with the placement of `like`."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
+def like_shard(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the sharded tensor of which this rank has these rows, with the placement of `like`."""
+    from torch.distributed.tensor import DTensor
 
     if not isinstance(like, DTensor):
-        return tensor
-    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+        return rows
+    return DTensor.from_local(
+        rows,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
 
 
 def _run(work: Callable[[], Any]) -> Any:

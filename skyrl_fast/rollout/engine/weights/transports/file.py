@@ -15,15 +15,21 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from skyrl_fast.rollout.engine.weights.receipt import SentWeights, WeightSyncError
+from skyrl_fast.rollout.engine.weights.tensor_file import (
+    StreamedWeights,
+    infos_of,
+    num_bytes,
+    write_tensors,
+)
 from skyrl_fast.rollout.engine.weights.transfer import Weights, WorkerCall, distinct_tensors
 from skyrl_fast.system.file_lock import close_locked
 from skyrl_fast.system.http_guard import RefusedError
@@ -173,27 +179,47 @@ def _write(
     unnamed: bool,
     places: WeightPlaces,
 ) -> tuple[Path, SentWeights]:
-    from safetensors.torch import save, save_file
-
-    tensors = {name: _copy_to_host(one, dtype) for name, one in distinct_tensors(weights)}
-    if not tensors:
-        raise WeightSyncError("there are no weights to hand over")
     sent = SentWeights()
-    for name, tensor in tensors.items():
+    tensors: Iterable[tuple[str, torch.Tensor]] = _copy_each(weights, dtype, sent)
+    infos = None
+    if isinstance(weights, StreamedWeights):
+        infos = weights.infos(dtype)
+    if infos is None:
+        copies = dict(tensors)
+        infos = infos_of(copies)
+        tensors = copies.items()
+    if not infos:
+        raise WeightSyncError("there are no weights to hand over")
+    path, opened = _make_file(stack, num_bytes(infos), folder, unnamed, places)
+    with opened as file:
+        write_tensors(file, infos, tensors)
+    return path, sent
+
+
+def _copy_each(
+    weights: Weights, dtype: torch.dtype | None, sent: SentWeights
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, one in distinct_tensors(weights):
+        tensor = _copy_to_host(one, dtype)
         sent.add(name, tensor)
+        yield name, tensor
+
+
+def _make_file(
+    stack: ExitStack, size: int, folder: str | None, unnamed: bool, places: WeightPlaces
+) -> tuple[Path, BinaryIO]:
+    """Return the path of a new file with room for some bytes, and the file itself."""
     for parent in {*weights_folders(folder), *places.folders()}:
         remove_stale_folders(parent, _PREFIX)
-    if unnamed and folder is None and not places.have_room(places.shared_memory, sent.num_bytes):
+    if unnamed and folder is None and not places.have_room(places.shared_memory, size):
         memory = os.memfd_create(_NAME)
         stack.callback(os.close, memory)
-        with os.fdopen(memory, "wb", closefd=False) as file:
-            file.write(save(tensors))
-        return Path(f"/proc/{os.getpid()}/fd/{memory}"), sent
-    private, lock = lock_new_folder(folder or _find_room(places, sent.num_bytes), _PREFIX)
+        file = os.fdopen(memory, "wb", closefd=False)
+        return Path(f"/proc/{os.getpid()}/fd/{memory}"), file
+    private, lock = lock_new_folder(folder or _find_room(places, size), _PREFIX)
     stack.callback(close_locked, lock)
     stack.callback(shutil.rmtree, private, ignore_errors=True)
-    save_file(tensors, private / _NAME)
-    return private / _NAME, sent
+    return private / _NAME, (private / _NAME).open("wb")
 
 
 def _copy_to_host(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

@@ -122,8 +122,9 @@ class _Calls:
         for index in sorted(places, key=lambda index: (places[index], -index)):
             if self._steps[index].kind == SUMMARISE or not self._has_history(index):
                 continue
-            is_summary = self._has_ended(index, begin) and self._replaces(index, prompt)
-            return index if is_summary else None
+            if self._has_ended(index, begin) and self._replaces(index, prompt):
+                return index
+            return None
         return None
 
     def is_used(self, index: int, first_calls: Collection[int]) -> bool:
@@ -168,9 +169,12 @@ class _Calls:
         is_known = False
         for parts in self._parts[:index]:
             known = [part for part in parts if part in own]
-            is_known = is_known or bool(known)
+            if not known:
+                continue
+            is_known = True
             # All of its parts: thoughts may be left out of an answer that stays.
-            if known and all(rest.count(part) < own.count(part) for part in known):
+            stay = [part for part in known if rest.count(part) >= own.count(part)]
+            if not stay:
                 return True
         # Of answers of a few characters nothing tells whether they were left out.
         return not is_known and self._steps[index].parent is not None
@@ -184,13 +188,21 @@ class _Calls:
 
 def _parts(step: Step) -> list[str]:
     """Return the parts of an answer between tags, without white space, but for short ones."""
-    parts = [_squeeze(part) for part in _TAG.split(step.text)]
-    return [part for part in parts if len(part) >= MIN_SHARED]
+    parts = []
+    for text in _TAG.split(step.text):
+        part = _squeeze(text)
+        if len(part) >= MIN_SHARED:
+            parts.append(part)
+    return parts
 
 
 def _find(text: str, parts: Sequence[str]) -> int | None:
     """Return where a text without white space has the first of these parts; None: it has none."""
-    places = [place for place in map(text.find, parts) if place >= 0]
+    places = []
+    for part in parts:
+        place = text.find(part)
+        if place >= 0:
+            places.append(place)
     return min(places, default=None)
 
 

@@ -57,7 +57,9 @@ class Saved:
             for _, value in weights_of(owner.model):
                 if value.requires_grad:
                     full = torch.randn(value.shape, generator=generator)
-                    value.grad = like_shard(full[shard_rows(value)], value)
+                    rows = shard_rows(value)
+                    own = full if rows is None else full[rows]
+                    value.grad = like_shard(own, value)
             type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
 
     @run_on_all_ranks

@@ -139,6 +139,23 @@ def test_a_loaded_state_continues_bit_by_bit(tmp_path: Path) -> None:
     assert (folders[0] / FILE).read_bytes() == (folders[1] / FILE).read_bytes()
 
 
+def test_moments_of_a_parameter_without_dimensions_are_loaded(tmp_path: Path) -> None:
+    def made() -> Optimizer:
+        named = {"scale": torch.nn.Parameter(torch.tensor(2.0))}
+        return Optimizer(Weights(named), OptimizerConfig(), total_steps=9)
+
+    optimizer = made()
+    (parameter,) = optimizer.adamw.param_groups[0]["params"]
+    parameter.grad = torch.tensor(0.5)
+    optimizer.step()
+    optimizer.save(tmp_path)
+    resumed = made()
+    resumed.load(tmp_path)
+    (other,) = resumed.adamw.param_groups[0]["params"]
+    for key in ("step", "exp_avg", "exp_avg_sq"):
+        assert torch.equal(resumed.adamw.state[other][key], optimizer.adamw.state[parameter][key])
+
+
 def _without_scale(tensors: dict[str, torch.Tensor]) -> None:
     del tensors["matrix.exp_avg.scale"]
 

@@ -119,11 +119,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if local is None else local()
 
 
-def shard_rows(tensor: torch.Tensor) -> slice:
-    """Return the rows of the full weight or moment that this rank's shard has."""
+def shard_rows(tensor: torch.Tensor) -> slice | None:
+    """Return the rows of the full weight or moment that this rank's shard has; None: it has all."""
     chunks: Any = getattr(tensor, "__create_chunk_list__", None)  # DTensor's interface for DCP
     if chunks is None:
-        return slice(0, len(tensor))
+        return None
     (chunk,) = chunks()
     return slice(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0])
 

@@ -185,7 +185,8 @@ def _read_rows(weight: StoredWeight | MadeWeights) -> None:
     for number, place in enumerate(weight.places):
         rows = shard_rows(place.tensor)
         is_left_out = place.tensor.is_meta  # of a part of the model that is not used
-        if is_left_out or rows.start == rows.stop:
+        is_empty = rows is not None and rows.start == rows.stop
+        if is_left_out or is_empty:
             continue
         value = weight.read(rows)[number]
         local = local_tensor(place.tensor)

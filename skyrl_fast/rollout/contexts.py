@@ -101,7 +101,7 @@ class _Calls:
         self._decode = decode
         self._acted = acted
         self._last_calls = {context: index for index, context in enumerate(contexts)}
-        self._continued = {step.parent for step in steps}
+        self._continued = {step.parent for step in steps if step.parent is not None}
         self._parts = [_parts(step) for step in steps]
         self._prompts: dict[int, str] = {}
 
@@ -148,17 +148,18 @@ class _Calls:
     def _has_ended(self, index: int, begin: int) -> bool:
         """Return whether a call may have ended a conversation that another context replaces."""
         number = self._steps[index].number
-        has_acted = number is not None and number in self._acted
-        is_continued = number is not None and number in self._continued
-        goes_on = self._last_calls[self._contexts[index]] > begin
-        return not has_acted and not is_continued and not goes_on
+        if number in self._acted or number in self._continued:
+            return False
+        context = self._contexts[index]
+        return self._last_calls[context] < begin
 
     def _has_history(self, index: int) -> bool:
         """Return whether a call's prompt has an earlier answer, as an answer or in the text."""
         if self._steps[index].parent is not None:
             return True
         own = self._prompt(index)
-        return any(_find(own, parts) is not None for parts in self._parts[:index])
+        earlier = self._parts[:index]
+        return any(_find(own, parts) is not None for parts in earlier)
 
     def _replaces(self, index: int, prompt: str) -> bool:
         """Return whether a prompt leaves out an earlier answer that a call's own prompt has."""
@@ -173,17 +174,20 @@ class _Calls:
                 continue
             is_known = True
             # All of its parts: thoughts may be left out of an answer that stays.
-            stay = [part for part in known if rest.count(part) >= own.count(part)]
-            if not stay:
+            stays = [part for part in known if rest.count(part) >= own.count(part)]
+            if not stays:
                 return True
         # Of answers of a few characters nothing tells whether they were left out.
         return not is_known and self._steps[index].parent is not None
 
     def _prompt(self, index: int) -> str:
         """Return the text of a prompt without white space."""
-        if index not in self._prompts:
-            self._prompts[index] = _squeeze(self._decode(self._steps[index].prompt_token_ids))
-        return self._prompts[index]
+        text = self._prompts.get(index)
+        if text is None:
+            step = self._steps[index]
+            text = _squeeze(self._decode(step.prompt_token_ids))
+            self._prompts[index] = text
+        return text
 
 
 def _parts(step: Step) -> list[str]:

@@ -55,6 +55,23 @@ def test_tool_calls_go_out_and_their_tokens_come_back(stream: bool, tiny_tokeniz
     assert (metrics["continued_prompts"], metrics["answers_with_tool_calls"]) == (1, 1)
 
 
+@pytest.mark.parametrize("writes", [False, True])
+def test_tools_that_the_template_leaves_out_are_said_once(
+    writes: bool, tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def agent(task: Any) -> float:
+        for text in ("one", "two"):
+            await chat(task, [{"role": "user", "content": text}], tools=[LOOK])
+        return 1.0
+
+    options: dict[str, Any] = {"tool_parser": CallParser()}
+    if writes:
+        options["chat_template"] = TEMPLATE
+    played(agent, tiny_tokenizer, **options)
+    said = [r for r in caplog.records if "which the chat template leaves out" in r.getMessage()]
+    assert len(said) == (0 if writes else 1)
+
+
 @pytest.mark.parametrize("between", ["", "\n", "\n\n"])
 def test_white_space_between_text_and_calls_makes_no_fork(
     between: str, tiny_tokenizer: Any

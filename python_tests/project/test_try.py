@@ -125,6 +125,16 @@ def test_a_prompt_of_parts_that_is_not_played_is_printed_as_text(
     assert "prompt: [user] Colour?\n  Say.\nrewards: none" in capsys.readouterr().out
 
 
+def test_an_answer_that_is_cut_by_plain_tokens_says_so(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = "generator.sampling_params.max_generate_length=2"
+    for answer, is_cut in (("I do not know", True), ("red", False)):
+        assert cli.main(["try", config, short, "--answers", answer]) == 0
+        out = capsys.readouterr().out
+        assert ("tokens are those of a plain tokenizer" in out) == is_cut
+
+
 def test_settings_after_the_answers_are_overrides(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

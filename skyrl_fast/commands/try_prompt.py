@@ -287,6 +287,9 @@ async def _watch(seconds: float) -> None:
 
 def _attempt_text(attempt: _Attempt) -> str:
     """Return the trajectories as text for a terminal: cut if long, control characters escaped."""
+    from skyrl_fast.rollout.scripted import PlainTokenizer
+    from skyrl_fast.rollout.stop_reason import LENGTH
+
     blocks = []
     for number, trajectory in enumerate(attempt.trajectories):
         if number < len(attempt.observed):
@@ -304,6 +307,11 @@ def _attempt_text(attempt: _Attempt) -> str:
             for turn, call in enumerate(trajectory.steps):
                 lines += [f"call {turn + 1}", *_entry("answer", call.text)]
         lines += _end_lines(trajectory)
+        if trajectory.stop_reason == LENGTH and isinstance(attempt.tokenizer, PlainTokenizer):
+            lines.append(
+                "tokens are those of a plain tokenizer, shorter than a model's: --tokenizer uses "
+                "the model's own"
+            )
         blocks.append("\n".join(lines) + "\n")
     return "\n".join(blocks)
 

@@ -189,6 +189,11 @@ class Session:
 
     def _render(self, call: Call) -> PromptTokens:
         if call.messages is not None:
+            if call.tools and not self.policy.template.shows_tools():
+                self._warn_once(
+                    "an agent gives tools, which the chat template leaves out, so that the model "
+                    "does not see them: set generator.chat_template to one that writes tools"
+                )
             return self._prompts.chat(call.messages, call.tools, call.template_kwargs)
         if isinstance(call.prompt, str):
             return self._prompts.text(call.prompt)

@@ -167,6 +167,11 @@ class ChatTemplate:
                 **{**self._kwargs, **given},
             )
 
+    def shows_tools(self) -> bool:
+        """Return whether the template writes the tools that a prompt has."""
+        size = _vocab_size(self.tokenizer)
+        return _writes_tools(self.tokenizer, size, self._chat_template)
+
     def _arrange(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return messages with system messages only where the template takes them."""
         # Agents send several. Where the template takes one, first, leading ones are joined, and a
@@ -534,6 +539,18 @@ def _find_system_places(tokenizer: Any, _size: int, chat_template: str | None) -
         if all(m["content"] in text for m in messages if m["role"] == "system"):
             return place
     return ANYWHERE  # the template rejects this probe: assume any position
+
+
+@lru_cache(maxsize=8)
+def _writes_tools(tokenizer: Any, _size: int, chat_template: str | None) -> bool:
+    schema = {"type": "object", "properties": {}}
+    function = {"name": MARKER, "description": "a tool", "parameters": schema}
+    tools = [{"type": "function", "function": function}]
+    template = ChatTemplate(tokenizer, chat_template)
+    try:
+        return MARKER in template.text([{"role": "user", "content": "a"}], tools=tools)
+    except ContextError:  # of other tools the template may know more
+        return True
 
 
 @lru_cache(maxsize=8)
